@@ -1,0 +1,38 @@
+# make demo: the whole story.  make test: the tests.  Both set up .venv first; nothing else is needed but Python >= 3.11.
+PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,$(shell $(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(p))))
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+
+.PHONY: demo demo-quick test test-slow check setup bench
+
+demo: setup ## train KV-CAT and its control, compress, write out/demo/report/report.html (under 10 minutes)
+	$(BIN)/kvcat demo
+
+demo-quick: setup ## the same in under 2 minutes, too short to judge
+	$(BIN)/kvcat demo --quick
+
+test: setup ## the default tests, offline, on a CPU
+	$(BIN)/python -m pytest -q
+
+test-slow: setup ## the tests that take more than a few seconds
+	$(BIN)/python -m pytest -q -m slow
+
+check: setup ## lint, format, types, order of the rooms
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+bench: setup ## benchmarks; ratios measured in one run
+	for file in benchmarks/*.py; do $(BIN)/python $$file; done
+
+setup: $(VENV)/ready
+
+$(VENV)/ready: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "kvcat needs Python >= 3.11; name one with make PYTHON=..." >&2; exit 2; }
+	@echo "setting up $(VENV) (once)"
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch
+	$(PIP) --editable ".[dev]"
+	@touch $@

@@ -1,0 +1,65 @@
+"""Masked attention on this machine: each fast path against plain causal attention, and each coupling's gradient.
+
+    python benchmarks/attention.py [--threads 1]
+
+Times are forward plus backward, best of several; ratios are to plain causal SDPA of the same shape.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+
+import torch
+
+from kvcat.attention import COUPLINGS, attend, attend_coupled_reference, extend_keys, fused_attention
+from kvcat.attention.fast import attend_extended
+
+SHAPES = [(4, 8, 4, 256, 16), (4, 8, 4, 1024, 16), (4, 8, 4, 256, 32), (4, 8, 4, 1024, 32), (2, 14, 2, 1024, 64)]
+
+
+def seconds(run: Callable[[], torch.Tensor], repeats: int = 5) -> float:
+    best = float("inf")
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        run().sum().backward()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def soft_call(q, k, v, keep):
+    """The surrogate as a second attention call whose value is cancelled, instead of a backward of its own."""
+    hard = attend(q, k, v, keep, coupling="none")
+    scale = q.shape[-1] ** -0.5
+    bias = (keep - keep.detach())[:, None].expand(-1, k.shape[1], -1)
+    soft = attend_extended(q.detach(), extend_keys(k.detach(), bias, scale), v.detach(), None, causal=True, scale=scale)
+    return hard + soft - soft.detach()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--threads", type=int, default=1)
+    torch.set_num_threads(parser.parse_args().threads)
+    columns = ["plain", "channels", "mask", *COUPLINGS, "soft call", "naive"]
+    print("| batch x heads/kv x tokens x dim | plain, ms | " + " | ".join(columns[1:]) + " |")
+    print("|" + "---|" * (len(columns) + 1))
+    for batch, heads, kv_heads, length, dim in SHAPES:
+        torch.manual_seed(0)
+        q = torch.randn(batch, heads, length, dim, requires_grad=True)
+        k, v = (torch.randn(batch, kv_heads, length, dim, requires_grad=True) for _ in range(2))
+        hard = (torch.rand(batch, length) < 0.5).float()
+        hard[:, 0] = 1.0
+        keep = hard.clone().requires_grad_()
+        plain = seconds(lambda q=q, k=k, v=v: fused_attention(q, k, v, None, causal=True, scale=q.shape[-1] ** -0.5))
+        runs: list[Callable[[], torch.Tensor]] = [
+            lambda q=q, k=k, v=v, m=hard: attend(q, k, v, m, path="channels"),
+            lambda q=q, k=k, v=v, m=hard: attend(q, k, v, m, path="mask"),
+            *(lambda q=q, k=k, v=v, m=keep, c=c: attend(q, k, v, m, coupling=c) for c in COUPLINGS),
+            lambda q=q, k=k, v=v, m=keep: soft_call(q, k, v, m),
+            lambda q=q, k=k, v=v, m=keep: attend_coupled_reference(q, k, v, m, coupling="surrogate"),
+        ]
+        ratios = " | ".join(f"{seconds(run) / plain:.2f}" for run in runs)
+        print(f"| {batch} x {heads}/{kv_heads} x {length} x {dim} | {plain * 1e3:.1f} | {ratios} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

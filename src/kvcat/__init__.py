@@ -1,0 +1,63 @@
+"""Transformers with compressible KV caches: training (KV-CAT), compression, and the measurement of both.
+
+Names are imported on first use, so that ``import kvcat`` and ``kvcat --help`` stay fast.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from kvcat import attention, cache, compress, data, evals, losses, models, policies, recipes, report, training
+    from kvcat.cache import CompactCache
+    from kvcat.compress import (
+        AttentionMatching,
+        Eviction,
+        GradientCompression,
+        Trace,
+        compare,
+        reconstruction,
+        replay,
+        trace,
+    )
+    from kvcat.errors import InputError
+    from kvcat.models import load
+    from kvcat.training import TrainConfig, train
+
+_ROOMS = (
+    "attention", "cache", "compress", "data", "evals", "losses", "models", "policies", "recipes", "report", "training",
+)  # fmt: skip
+_HOME = {
+    "AttentionMatching": "compress",
+    "CompactCache": "cache",
+    "Eviction": "compress",
+    "GradientCompression": "compress",
+    "InputError": "errors",
+    "Trace": "compress",
+    "TrainConfig": "training",
+    "compare": "compress",
+    "load": "models",
+    "reconstruction": "compress",
+    "replay": "compress",
+    "trace": "compress",
+    "train": "training",
+}
+
+__all__ = [
+    "AttentionMatching", "CompactCache", "Eviction", "GradientCompression", "InputError", "Trace", "TrainConfig",
+    "attention", "cache", "compare", "compress", "data", "evals", "load", "losses", "models", "policies", "recipes",
+    "reconstruction", "replay", "report", "trace", "train", "training",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return importlib.import_module(f"kvcat.{name}")
+    if name in _HOME:
+        return getattr(importlib.import_module(f"kvcat.{_HOME[name]}"), name)
+    raise AttributeError(f"module 'kvcat' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_ROOMS, *_HOME])

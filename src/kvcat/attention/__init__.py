@@ -1,0 +1,27 @@
+"""Attention over visible slots: the naive reference, the fast paths, and the way into transformers models."""
+
+from kvcat.attention.fast import attend, attend_extended, attend_within, extend_keys, fused_attention
+from kvcat.attention.gates import AttentionGate, Gate, SlotGate
+from kvcat.attention.interface import NAME, Recorder, enable, kvcat_attention, scaling_of
+from kvcat.attention.reference import COUPLINGS, attend_coupled_reference, attend_reference, reachable, visible
+
+__all__ = [
+    "COUPLINGS",
+    "NAME",
+    "AttentionGate",
+    "Gate",
+    "Recorder",
+    "SlotGate",
+    "attend",
+    "attend_coupled_reference",
+    "attend_extended",
+    "attend_reference",
+    "attend_within",
+    "enable",
+    "extend_keys",
+    "fused_attention",
+    "kvcat_attention",
+    "reachable",
+    "scaling_of",
+    "visible",
+]

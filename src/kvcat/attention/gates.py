@@ -1,0 +1,110 @@
+"""Which slots the masked rows of a batch see, as the attention of one group of layers is told."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from kvcat.types import Float, Tensor
+
+
+@runtime_checkable
+class Gate(Protocol):
+    """What a decoder layer gets as the keyword ``kv_gate``: one object per group and forward pass."""
+
+    @property
+    def coupling(self) -> str:
+        """Gradient of the mask, one of ``COUPLINGS``."""
+        ...
+
+    @property
+    def keep_self(self) -> bool:
+        """Whether a masked token sees itself."""
+        ...
+
+    def keep_for(
+        self,
+        layer_idx: int,
+        queries: Float[Tensor, "rows heads tokens head_dim"],
+        keys: Float[Tensor, "rows kv_heads tokens head_dim"],
+        scale: float,
+        window: int | None,
+    ) -> Float[Tensor, "batch tokens"]:
+        """1 for the slots the masked rows see in this layer, 0 for the others.
+
+        Args:
+            layer_idx: the layer that asks.
+            queries, keys: all rows, after rotation; the first rows are the dense ones.
+            scale: factor on q.k.
+            window: tokens a query of this layer sees, itself included; None is no limit.
+        """
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class SlotGate:
+    """A gate that is known before the layer runs.
+
+    Args:
+        keep: 1 for visible slots of the masked rows, 0 for the others; carries the policy's gradient.
+        coupling: gradient of the mask, one of ``COUPLINGS``.
+        keep_self: a masked token sees itself.
+    """
+
+    keep: Float[Tensor, "batch tokens"]
+    coupling: str = "surrogate"
+    keep_self: bool = False
+
+    def keep_for(
+        self,
+        layer_idx: int,  # noqa: ARG002
+        queries: Tensor,  # noqa: ARG002
+        keys: Tensor,  # noqa: ARG002
+        scale: float,  # noqa: ARG002
+        window: int | None,  # noqa: ARG002
+    ) -> Float[Tensor, "batch tokens"]:
+        """The gate, whatever the layer."""
+        return self.keep
+
+
+@dataclass(eq=False)
+class AttentionGate:
+    """A gate decided inside the attention of the group's first layer, from the dense rows' queries and keys.
+
+    The first decision stands: when activation checkpointing runs the first layer again, it gets the gate that the
+    later layers already used. The object belongs to one group of one forward pass, so nothing else can overwrite it.
+
+    Args:
+        layer_idx: the layer that decides.
+        num_rows: dense rows at the head of the batch.
+        decide: (queries, keys, scale, window) of the dense rows -> 1 for visible slots, 0 for the others; called once,
+            without gradient.
+        coupling: gradient of the mask; a decision without gradient makes no use of it.
+        keep_self: a masked token sees itself.
+    """
+
+    layer_idx: int
+    num_rows: int
+    decide: Callable[[Tensor, Tensor, float, int | None], Tensor]
+    coupling: str = "none"
+    keep_self: bool = False
+    keep: Float[Tensor, "batch tokens"] | None = field(default=None, init=False)
+
+    def keep_for(
+        self, layer_idx: int, queries: Tensor, keys: Tensor, scale: float, window: int | None
+    ) -> Float[Tensor, "batch tokens"]:
+        """The gate; decides it if the first layer asks for the first time.
+
+        Raises:
+            RuntimeError: a later layer asks before the first one has decided.
+        """
+        if self.keep is None:
+            if layer_idx != self.layer_idx:
+                raise RuntimeError(
+                    f"layer {layer_idx} asked for the gate that layer {self.layer_idx} has yet to decide"
+                )
+            with torch.no_grad():
+                dense = slice(0, self.num_rows)
+                self.keep = self.decide(queries[dense].detach(), keys[dense].detach(), scale, window)
+        return self.keep

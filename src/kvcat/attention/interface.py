@@ -1,0 +1,168 @@
+"""kvcat's attention inside unmodified transformers models, registered under the name "kvcat"."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from kvcat.attention.fast import attend_extended, attend_within
+from kvcat.attention.gates import Gate
+from kvcat.errors import InputError
+from kvcat.types import Float, Tensor
+
+NAME = "kvcat"
+
+
+@dataclass(eq=False)
+class Recorder:
+    """Collects what attention sees; handed to a model as the keyword ``kv_recorder``.
+
+    Args:
+        query_start: position from which on queries are kept.
+        queries, keys, values: by layer index, after rotation; keys and values include those of a cache.
+        scales: factor on q.k by layer index.
+    """
+
+    query_start: int = 0
+    queries: dict[int, Float[Tensor, "batch heads queries head_dim"]] = field(default_factory=dict)
+    keys: dict[int, Float[Tensor, "batch kv_heads tokens key_dim"]] = field(default_factory=dict)
+    values: dict[int, Float[Tensor, "batch kv_heads tokens value_dim"]] = field(default_factory=dict)
+    scales: dict[int, float] = field(default_factory=dict)
+
+    def record(self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> None:
+        """Keeps one layer's tensors, the queries as a copy of the part asked for."""
+        wanted = query[:, :, self.query_start :]
+        self.queries[layer_idx] = wanted.clone() if self.query_start else wanted
+        self.keys[layer_idx], self.values[layer_idx], self.scales[layer_idx] = key, value, scale
+
+
+def kvcat_attention(
+    module: nn.Module,
+    query: Float[Tensor, "rows heads queries head_dim"],
+    key: Float[Tensor, "rows kv_heads keys key_dim"],
+    value: Float[Tensor, "rows kv_heads keys value_dim"],
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    kv_gate: Gate | None = None,
+    kv_recorder: Recorder | None = None,
+    **kwargs: Any,
+) -> tuple[Float[Tensor, "rows queries heads value_dim"], None]:
+    """SDPA attention as transformers does it, with three additions that stay silent unless asked for.
+
+    - ``kv_gate``: the first rows attend densely, the last rows over the gate's slots (as many rows as the gate has).
+    - keys wider than queries: the extra channels hold a log-bias (``extend_keys``).
+    - ``kv_recorder``: keeps queries, keys and values after rotation.
+
+    Args:
+        module: the attention module that calls.
+        query, key, value: after rotation and the cache's update.
+        attention_mask: boolean or additive (rows or 1, 1, queries, keys); None is causal.
+        dropout: probability that an attention weight is dropped.
+        scaling: factor on q.k; None is head_dim ** -0.5.
+        kv_gate: one group's gate of this pass.
+        kv_recorder: where to keep what attention sees.
+        kwargs: whatever the model hands to its attention.
+
+    Raises:
+        InputError: a gate or log-bias meets attention that this function cannot honour.
+    """
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if kv_recorder is not None:
+        kv_recorder.record(_layer_idx(module), query, key, value, scale)
+    if key.shape[-1] > query.shape[-1]:
+        _refuse_unsupported(module, kwargs)
+        causal = attention_mask is None and query.shape[2] > 1
+        if causal and query.shape[2] != key.shape[2]:
+            raise InputError(
+                f"{query.shape[2]} queries over {key.shape[2]} slots with a log-bias need an attention mask"
+            )
+        out = attend_extended(query, key, value, attention_mask, causal=causal, scale=scale, dropout=dropout)
+        return out.transpose(1, 2).contiguous(), None
+    if kv_gate is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    _refuse_unsupported(module, kwargs)
+    keep = kv_gate.keep_for(_layer_idx(module), query, key, scale, kwargs.get("sliding_window"))
+    num_dense = query.shape[0] - keep.shape[0]
+    dense_mask, masked_mask = attention_mask, attention_mask
+    if attention_mask is not None and attention_mask.shape[0] > 1:
+        dense_mask, masked_mask = attention_mask[:num_dense], attention_mask[num_dense:]
+    dense, _ = sdpa_attention_forward(
+        module, query[:num_dense], key[:num_dense], value[:num_dense], dense_mask,
+        dropout=dropout, scaling=scaling, **kwargs,
+    )  # fmt: skip
+    masked = attend_within(
+        query[num_dense:], key[num_dense:], value[num_dense:], keep, None, _reach(masked_mask), masked_mask is None,
+        scale=scale, coupling=kv_gate.coupling, keep_self=kv_gate.keep_self, dropout=dropout,
+    )  # fmt: skip
+    return torch.cat([dense, masked.transpose(1, 2)]), None
+
+
+def enable(model: PreTrainedModel) -> None:
+    """Switches a transformers model to kvcat's attention; does nothing where that is done already.
+
+    The choice lives in memory only: a saved model's config.json does not know of it.
+
+    Args:
+        model: an unmodified transformers model.
+
+    Raises:
+        InputError: the model does not use transformers' attention interface, or softens its scores with a cap.
+    """
+    if model.config._attn_implementation == NAME:
+        return
+    kind = type(model).__name__
+    if not type(model)._can_set_attn_implementation():
+        raise InputError(f"{kind} is not supported: it does not use transformers' attention interface")
+    text = model.config.get_text_config(decoder=True)
+    if getattr(text, "attn_logit_softcapping", None):
+        raise InputError(
+            f"{kind} is not supported: its attention scores are soft-capped at {text.attn_logit_softcapping}"
+        )
+    model.set_attn_implementation(NAME)
+
+
+def scaling_of(module: nn.Module) -> float:
+    """The factor on q.k of a layer's attention module: its own ``scaling``, or head_dim ** -0.5.
+
+    Raises:
+        InputError: the module states neither.
+    """
+    if (scaling := getattr(module, "scaling", None)) is not None:
+        return float(scaling)
+    head_dim = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
+    if head_dim is None:
+        raise InputError(f"{type(module).__name__} states no scaling and no head_dim")
+    return float(head_dim) ** -0.5
+
+
+def _reach(mask: Tensor | None) -> Tensor | None:
+    if mask is None:
+        return None
+    allowed = mask if mask.dtype == torch.bool else mask > 0.5 * torch.finfo(mask.dtype).min
+    return allowed[:, 0]
+
+
+def _layer_idx(module: nn.Module) -> int:
+    index = getattr(module, "layer_idx", None)
+    if index is None:
+        raise InputError(f"{type(module).__name__} is not supported: its attention does not know its layer")
+    return int(index)
+
+
+def _refuse_unsupported(module: nn.Module, kwargs: dict[str, Any]) -> None:
+    for name in ("softcap", "s_aux", "position_bias"):
+        if kwargs.get(name) is not None:
+            raise InputError(f"{type(module).__name__} is not supported: its attention uses {name}")
+    if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
+        raise InputError(f"{type(module).__name__} is not supported: its attention is not causal")
+
+
+AttentionInterface.register(NAME, kvcat_attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)

@@ -1,0 +1,5 @@
+"""The command line: parses, calls, prints."""
+
+from kvcat.cli.app import main
+
+__all__ = ["main"]

@@ -1,0 +1,89 @@
+"""The ``kvcat`` command and how it ends."""
+
+import errno
+import os
+import sys
+
+import typer
+
+from kvcat.cli.compress import compress_command
+from kvcat.cli.demo import demo_command
+from kvcat.cli.evaluate import eval_app
+from kvcat.cli.generate import generate_command
+from kvcat.cli.options import spread_values
+from kvcat.cli.report import report_command
+from kvcat.cli.train import train_command
+from kvcat.errors import InputError
+
+app = typer.Typer(
+    name="kvcat",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help=(
+        "Transformers with compressible KV caches: train them (KV-CAT), compress their caches, measure both.\n\n"
+        "Start with `kvcat demo --quick`: it trains a small model that comes with the package, compresses held-out text "
+        "and writes a report; no download, no GPU."
+    ),
+)
+app.command("demo")(demo_command)
+app.command("train")(train_command)
+app.command("compress")(compress_command)
+app.command("generate")(generate_command)
+app.add_typer(eval_app, name="eval")
+app.command("report")(report_command)
+
+_USAGE_ERROR = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        import kvcat
+
+        print(f"kvcat {kvcat.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: bool = typer.Option(  # noqa: ARG001
+        False, "--version", help="Print the version and exit.", is_eager=True, callback=_show_version
+    ),
+) -> None:
+    """Options of the program itself."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command line and exit: 0 done, 2 a person's mistake (one line), 128 + signal when stopped by one."""
+    sys.exit(run(sys.argv[1:] if argv is None else argv))
+
+
+def run(argv: list[str]) -> int:
+    """Run the command line; returns the exit code."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    try:
+        result = app(args=spread_values(argv), prog_name="kvcat", standalone_mode=False)
+    except InputError as error:
+        return _say(str(error), 2)
+    except _USAGE_ERROR as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            return 0
+        return _say(error.format_message(), 2)  # type: ignore[attr-defined]
+    except (KeyboardInterrupt, typer.Abort):
+        return _say("interrupted", 130)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return _say(f"no space left on the disk{f' for {error.filename}' if error.filename else ''}", 2)
+        raise
+    except Exception as error:
+        if type(error).__name__ == "Stopped":
+            return _say(str(error), 128 + error.signum)  # type: ignore[attr-defined]
+        raise
+    return result if isinstance(result, int) else 0
+
+
+def _say(message: str, code: int) -> int:
+    line = " ".join(message.split())
+    print(f"kvcat: {line}", file=sys.stderr)
+    return code

@@ -1,0 +1,36 @@
+"""``kvcat report``: tables, plots and one page from evaluation folders."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvcat.errors import InputError
+
+
+def report_command(
+    folders: Annotated[list[Path], typer.Argument(help="Folders that `kvcat eval` wrote.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for tables, plots and report.html.")] = Path(
+        "report"
+    ),
+    run: Annotated[
+        list[str] | None,
+        typer.Option(help="LABEL=FOLDER of a training run, for its diagnostics; may be given several times."),
+    ] = None,
+    title: Annotated[str, typer.Option(help="Title of the page.")] = "KV cache compression",
+) -> None:
+    """Write tables (Markdown, CSV), plots and one self-contained HTML page from recorded evaluations."""
+    for folder in folders:
+        if not folder.is_dir():
+            raise InputError(f"no evaluation folder {folder}")
+    runs = dict(_labelled(item) for item in run or [])
+    from kvcat.report import write_report
+
+    print(write_report(folders, output, title=title, runs=runs, context={}))
+
+
+def _labelled(item: str) -> tuple[str, Path]:
+    label, separator, folder = item.partition("=")
+    if not separator or not Path(folder).is_dir():
+        raise InputError(f"--run takes LABEL=FOLDER with a run's folder, not {item!r}")
+    return label, Path(folder)

@@ -1,0 +1,95 @@
+"""``kvcat train``: continued pretraining from a recipe."""
+
+import dataclasses
+import inspect
+import re
+import typing
+from typing import Annotated, Any
+
+import typer
+
+from kvcat.errors import InputError
+from kvcat.recipes.training import RECIPES
+from kvcat.training.config import TrainConfig
+
+
+def _argument_help() -> dict[str, str]:
+    """What the configuration's docstring says of each field."""
+    text = inspect.cleandoc(TrainConfig.__doc__ or "").split("Args:")[1]
+    entries = re.findall(r"^\s+(\w+): (.*(?:\n {8}.*)*)", text, flags=re.MULTILINE)
+    return {name: " ".join(words.split()).replace("``", "") for name, words in entries}
+
+
+def _option_type(annotation: Any) -> Any:
+    """The type that the command line parses for a field: a comma-separated text for tuples."""
+    options = [a for a in typing.get_args(annotation) if a is not type(None)]
+    if typing.get_origin(annotation) is typing.Literal or typing.get_origin(annotation) is tuple:
+        return str
+    if options and annotation is not typing.Literal:
+        return _option_type(options[0])
+    return annotation
+
+
+def _signature() -> inspect.Signature:
+    """The command's signature: the recipe, then one option for every field of the configuration."""
+    hints, words = typing.get_type_hints(TrainConfig), _argument_help()
+    names = "; ".join(f"{name}: {(inspect.getdoc(make) or '').splitlines()[0]}" for name, make in RECIPES.items())
+    recipe = inspect.Parameter(
+        "recipe", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Annotated[str, typer.Argument(help=names)]
+    )
+    options = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[
+                _option_type(hints[field.name]) | None,
+                typer.Option(f"--{field.name.replace('_', '-')}", help=words[field.name], show_default=False),
+            ],
+        )
+        for field in dataclasses.fields(TrainConfig)
+        if hints[field.name] is not bool
+    ]
+    flags = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[bool | None, typer.Option(help=words[field.name], show_default=False)],
+        )
+        for field in dataclasses.fields(TrainConfig)
+        if hints[field.name] is bool
+    ]
+    return inspect.Signature([recipe, *options, *flags])
+
+
+def _parse(name: str, value: Any) -> Any:
+    if name not in ("group_starts", "betas"):
+        return value
+    try:
+        number = int if name == "group_starts" else float
+        return tuple(number(part) for part in value.split(","))
+    except ValueError:
+        raise InputError(f"--{name.replace('_', '-')} takes numbers with commas between them, not {value!r}") from None
+
+
+def train_command(recipe: str, **overrides: Any) -> None:
+    """Continue a checkpoint's pretraining with KV-CAT, or with the plain next-token loss (--policy control).
+
+    The recipe is a complete configuration; every option overrides one field of it. The run's folder holds the resolved
+    configuration, metrics.jsonl, checkpoints and, at the end, export/: an ordinary Hugging Face folder. The same command
+    continues a run that was stopped.
+
+    Example: kvcat train small --model ./my-model --data ./texts --output runs/router --policy router
+    """
+    if recipe not in RECIPES:
+        raise InputError(f"no recipe {recipe!r}; recipes: {', '.join(RECIPES)}")
+    config = RECIPES[recipe](**{name: _parse(name, value) for name, value in overrides.items() if value is not None})
+    from kvcat.training import train
+
+    result = train(config)
+    print(f"exported to {result.export}")
+
+
+train_command.__signature__ = _signature()  # type: ignore[attr-defined]
+train_command.__annotations__ = {name: p.annotation for name, p in train_command.__signature__.parameters.items()}  # type: ignore[attr-defined]

@@ -1,0 +1,115 @@
+"""What every compressor needs: slots, draws per example, and the cache it returns."""
+
+import hashlib
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from kvcat.cache import CompactCache, CompactLayer
+from kvcat.compress.trace import Trace
+from kvcat.errors import InputError
+from kvcat.types import Float, Int, Tensor
+
+
+class Compressor(Protocol):
+    """Makes a compact cache from a trace; a dataclass whose fields are its options."""
+
+    def __call__(self, trace: Trace, *, keep_ratio: float | None = None, num_slots: int | None = None) -> CompactCache:
+        """The compact cache with ceil(keep_ratio * prefix_len) or num_slots slots per layer and head."""
+        ...
+
+
+def slots_for(prefix_len: int, keep_ratio: float | None, num_slots: int | None) -> int:
+    """Number of slots: ceil(keep_ratio * prefix_len), or num_slots itself.
+
+    The product is rounded at the 12th significant digit first, so that 0.1 * 30 = 3.0000000000000004 gives 3.
+
+    Args:
+        prefix_len: tokens of the prefix.
+        keep_ratio: fraction kept, in (0, 1].
+        num_slots: number kept, in [1, prefix_len].
+
+    Raises:
+        InputError: out of range, or not exactly one of the two given.
+    """
+    if (keep_ratio is None) == (num_slots is None):
+        raise InputError(f"give either keep_ratio or num_slots, not keep_ratio={keep_ratio} and num_slots={num_slots}")
+    if num_slots is not None:
+        if not 1 <= num_slots <= prefix_len:
+            raise InputError(f"num_slots must be in [1, {prefix_len}], not {num_slots}")
+        return num_slots
+    if keep_ratio is None or not 0 < keep_ratio <= 1:
+        raise InputError(f"keep_ratio must be in (0, 1], not {keep_ratio}")
+    return max(1, math.ceil(float(f"{keep_ratio * prefix_len:.12g}")))
+
+
+def compact_cache(
+    trace: Trace, layers: list[CompactLayer], method: str, options: dict[str, object] | None = None
+) -> CompactCache:
+    """A compact cache of this trace that tells how it was made.
+
+    Args:
+        trace: what was compressed.
+        layers: one per layer of the model.
+        method: name of the method.
+        options: further facts for the metadata.
+    """
+    slots = layers[0].keys.shape[-2]
+    facts = {"method": method, "num_slots": slots, "keep_ratio": f"{slots / trace.prefix_len:.6g}", **(options or {})}
+    facts["supervision"] = trace.supervision
+    return CompactCache(layers, trace.prefix_len, trace.fingerprint, {key: str(fact) for key, fact in facts.items()})
+
+
+def example_generators(input_ids: Int[Tensor, "batch tokens"], seed: int) -> list[torch.Generator]:
+    """One random stream per example, a function of the seed and the example's tokens.
+
+    Examples draw independently, and each draws the same alone as in any batch.
+
+    Args:
+        input_ids: tokens of the examples.
+        seed: any integer.
+    """
+    generators = []
+    for row in input_ids.cpu():
+        digest = hashlib.sha256(f"{seed}:".encode() + row.contiguous().numpy().tobytes()).digest()
+        generators.append(torch.Generator().manual_seed(int.from_bytes(digest[:7], "little")))
+    return generators
+
+
+def take_slots(
+    states: Float[Tensor, "batch kv_heads prefix head_dim"], positions: Int[Tensor, "batch kv_heads slots"]
+) -> Float[Tensor, "batch kv_heads slots head_dim"]:
+    """Keys or values at the given positions of each head."""
+    return states.gather(2, positions.unsqueeze(-1).expand(-1, -1, -1, states.shape[-1]))
+
+
+def top_positions(scores: Float[Tensor, "*heads prefix"], num_slots: int) -> Int[Tensor, "*heads slots"]:
+    """Positions of the highest scores, in ascending order; of equal scores the earlier position wins.
+
+    Args:
+        scores: one per position.
+        num_slots: how many to keep, in [1, prefix].
+    """
+    order = scores.sort(dim=-1, descending=True, stable=True).indices
+    return order[..., :num_slots].sort(dim=-1).values
+
+
+@contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode with no parameter asking for gradients; both are restored at the end."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    training = [m for m in model.modules() if m.training]
+    try:
+        for parameter in parameters:
+            parameter.requires_grad_(False)
+        model.eval()
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+        for module in training:
+            module.training = True

@@ -1,0 +1,88 @@
+"""A document and the questions that follow it, as token ids, plain or in a chat template."""
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvcat.compress.sequences import INSTRUCTION, Reconstruction, reconstruction
+from kvcat.compress.trace import Trace, trace
+from kvcat.errors import InputError
+from kvcat.types import Int, Tensor
+
+_DOCUMENT, _QUESTION = "\x02document\x03", "\x02question\x03"
+
+
+def document_trace(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    *,
+    supervision: str = "reconstruction",
+    chat: bool = False,
+) -> Trace:
+    """The trace from which a document's cache is compressed; a document has no suffix.
+
+    Args:
+        model: the model that will answer.
+        tokenizer: its tokenizer.
+        text: the document.
+        supervision: "reconstruction" matches the document repeated after an instruction, "self" its own queries.
+        chat: the document opens a user's turn in the tokenizer's chat template.
+
+    Raises:
+        InputError: an empty document, one too long for the model's positions, no chat template.
+    """
+    head = chat_parts(tokenizer)[0] if chat else ""
+    sequence = reconstruction(tokenizer, text)
+    if chat:
+        first = tokenizer.encode(head + text, add_special_tokens=False)
+        middle = tokenizer.encode(INSTRUCTION, add_special_tokens=False)
+        body = tokenizer.encode(text, add_special_tokens=False)
+        sequence = Reconstruction(torch.tensor([[*first, *middle, *body]]), len(first), len(first) + len(middle))
+    prefix_len, total = sequence.prefix_len, sequence.input_ids.shape[1]
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or total
+    if prefix_len > positions:
+        raise InputError(f"the document has {prefix_len} tokens, more than the model's {positions} positions")
+    ids = sequence.input_ids.to(model.device)
+    if supervision == "self":
+        return trace(model, ids[:, :prefix_len], supervision="self")
+    if total > positions:
+        raise InputError(
+            f"the document's {prefix_len} tokens make a reconstruction sequence of {total}, more than the model's "
+            f"{positions} positions: use --supervision self, which needs only the document"
+        )
+    return trace(model, Reconstruction(ids, prefix_len, sequence.supervision_start))
+
+
+def question_ids(tokenizer: PreTrainedTokenizerBase, text: str, *, chat: bool = False) -> Int[Tensor, "batch tokens"]:
+    """Token ids of what follows a document: (1, tokens).
+
+    Args:
+        tokenizer: of the model.
+        text: the question or continuation.
+        chat: the document was traced with ``chat``; the question ends the user's turn and the assistant's begins.
+
+    Raises:
+        InputError: an empty text, no chat template.
+    """
+    if chat:
+        _, between, tail = chat_parts(tokenizer)
+        text = between + text + tail
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    if not ids:
+        raise InputError("the prompt is empty: nothing follows the document")
+    return torch.tensor([ids])
+
+
+def chat_parts(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str, str]:
+    """What the chat template puts before the document, between document and question, and after the question.
+
+    Raises:
+        InputError: the tokenizer has no chat template.
+    """
+    if not tokenizer.chat_template:
+        raise InputError(f"tokenizer {tokenizer.name_or_path!r} has no chat template: leave out --chat")
+    turn = [{"role": "user", "content": f"{_DOCUMENT}\n\n{_QUESTION}"}]
+    rendered = str(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
+    head, _, rest = rendered.partition(_DOCUMENT)
+    between, _, tail = rest.partition(_QUESTION)
+    return head, between, tail

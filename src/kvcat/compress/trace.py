@@ -1,0 +1,177 @@
+"""One dense forward and what compressors learn from it."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from transformers import PreTrainedModel
+
+from kvcat.cache import CompactCache, CompactLayer, fingerprint, layer_windows
+from kvcat.compress.sequences import Reconstruction
+from kvcat.errors import InputError
+from kvcat.models import capture, logits_from_hidden
+from kvcat.types import Float, Int, Tensor
+
+_Value = TypeVar("_Value")
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Keys, values and queries of one dense forward, split at the end of the prefix.
+
+    Args:
+        model: the model that ran.
+        input_ids: all tokens, prefix first.
+        prefix_len: number of tokens to compress.
+        supervision: whose queries a compressor may use: "suffix" the later tokens', "self" the prefix's own.
+        supervision_start: first position whose query and teacher logits supervise.
+        keys: per layer, keys of the prefix after rotation.
+        values: per layer, values of the prefix.
+        queries: per layer, queries after rotation of the positions from ``supervision_start`` on ("suffix"), or of the
+            whole prefix ("self").
+        scales: per layer, the factor on q.k.
+        hidden: input of the head at the positions from the last of the prefix on.
+        fingerprint: identifies the model's weights.
+    """
+
+    model: PreTrainedModel
+    input_ids: Int[Tensor, "batch tokens"]
+    prefix_len: int
+    supervision: str
+    supervision_start: int
+    keys: list[Float[Tensor, "batch kv_heads prefix head_dim"]]
+    values: list[Float[Tensor, "batch kv_heads prefix value_dim"]]
+    queries: list[Float[Tensor, "batch heads queries head_dim"]]
+    scales: list[float]
+    hidden: Float[Tensor, "batch positions hidden"]
+    fingerprint: str
+    _memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the prefix: the position of the token after it."""
+        return self.prefix_len
+
+    @property
+    def batch_size(self) -> int:
+        """Number of examples."""
+        return self.input_ids.shape[0]
+
+    @property
+    def suffix_ids(self) -> Int[Tensor, "batch suffix"]:
+        """Tokens after the prefix."""
+        return self.input_ids[:, self.prefix_len :]
+
+    @property
+    def logits(self) -> Float[Tensor, "batch suffix vocab"]:
+        """Dense logits of the suffix positions, made anew at every call."""
+        return self.logits_at(0, self.suffix_ids.shape[1])
+
+    def logits_at(self, start: int, stop: int) -> Float[Tensor, "batch positions vocab"]:
+        """Dense logits of the suffix positions from start to stop; position -1 is the last of the prefix.
+
+        Args:
+            start: first suffix position, at least -1.
+            stop: one past the last.
+        """
+        with torch.no_grad():
+            return logits_from_hidden(self.model, self.hidden[:, start + 1 : stop + 1])
+
+    def dense_cache(self) -> CompactCache:
+        """The prefix uncompressed: one slot per token."""
+        layers = [CompactLayer(k, v) for k, v in zip(self.keys, self.values, strict=True)]
+        return CompactCache(
+            layers, self.prefix_len, self.fingerprint, {"method": "dense", "num_slots": str(self.prefix_len)}
+        )
+
+    def prefix_queries(self, start: int) -> list[Float[Tensor, "batch heads queries head_dim"]]:
+        """Per layer, the queries of the prefix positions from start on, from a second forward that sees no suffix.
+
+        Args:
+            start: first position, in [0, prefix_len).
+        """
+        if self.supervision == "self":
+            return [q[:, :, start:] for q in self.queries]
+        prefix_ids = self.input_ids[:, : self.prefix_len]
+        return self.memo(("prefix_queries", start), lambda: capture(self.model, prefix_ids, query_start=start).queries)
+
+    def memo(self, key: Any, make: Callable[[], _Value]) -> _Value:
+        """What ``make`` returned the first time this key was asked for: work shared between keep ratios and methods.
+
+        Args:
+            key: hashable; names the value and all options it depends on.
+            make: computes the value.
+        """
+        if key not in self._memo:
+            self._memo[key] = make()
+        return self._memo[key]
+
+
+def trace(
+    model: PreTrainedModel,
+    input_ids: Int[Tensor, "batch tokens"] | Reconstruction,
+    prefix_len: int | None = None,
+    *,
+    supervision: str = "suffix",
+) -> Trace:
+    """One dense forward over prefix and suffix, kept for compression and for comparison.
+
+    Args:
+        model: a decoder-only transformers model.
+        input_ids: windows of equal length, or a reconstruction sequence, which brings its own prefix length.
+        prefix_len: number of tokens to compress, in [1, tokens); with "self" up to all tokens, which is the default.
+        supervision: "suffix" lets compressors use the queries after the prefix, "self" the prefix's own.
+
+    Raises:
+        InputError: lengths that do not fit, more tokens than the model has positions, or layers that cannot be
+            compressed (sliding windows shorter than the sequence, linear attention).
+    """
+    if supervision not in ("suffix", "self"):
+        raise InputError(f"supervision must be 'suffix' or 'self', not {supervision!r}")
+    start = None
+    if isinstance(input_ids, Reconstruction):
+        start, prefix_len, input_ids = input_ids.supervision_start, input_ids.prefix_len, input_ids.input_ids
+    num_tokens = input_ids.shape[1]
+    if prefix_len is None:
+        if supervision == "suffix":
+            raise InputError(
+                "prefix_len is missing: without a suffix use supervision='self' or a reconstruction sequence"
+            )
+        prefix_len = num_tokens
+    longest = num_tokens - (supervision == "suffix")
+    if not 1 <= prefix_len <= longest:
+        raise InputError(f"prefix_len must be in [1, {longest}] for {num_tokens} tokens, not {prefix_len}")
+    _check_model(model, num_tokens)
+    start = prefix_len if start is None else start
+    seen = capture(model, input_ids, query_start=0 if supervision == "self" else start)
+    return Trace(
+        model=model,
+        input_ids=input_ids,
+        prefix_len=prefix_len,
+        supervision=supervision,
+        supervision_start=start,
+        keys=[k[:, :, :prefix_len].clone() for k in seen.keys],
+        values=[v[:, :, :prefix_len].clone() for v in seen.values],
+        queries=[q[:, :, :prefix_len].clone() for q in seen.queries] if supervision == "self" else seen.queries,
+        scales=list(seen.scales),
+        hidden=seen.hidden[:, prefix_len - 1 :].clone(),
+        fingerprint=fingerprint(model),
+    )
+
+
+def _check_model(model: PreTrainedModel, num_tokens: int) -> None:
+    name, config = type(model).__name__, model.config.get_text_config(decoder=True)
+    window = min((w for w in layer_windows(model.config) if w is not None), default=math.inf)
+    if window < num_tokens:
+        raise InputError(
+            f"{name}: a sliding window of {window} tokens is shorter than the sequence of {num_tokens}; "
+            "compressing such layers is not supported yet"
+        )
+    positions = getattr(config, "max_position_embeddings", None) or math.inf
+    if num_tokens > positions:
+        raise InputError(
+            f"{num_tokens} tokens exceed the {positions} positions of {name}; a shorter text, or supervision='self' "
+            "in place of a reconstruction sequence, needs fewer"
+        )

@@ -1,0 +1,31 @@
+"""Documents that training never saw."""
+
+from typing import Literal
+
+from kvcat.data.documents import Document, open_documents
+from kvcat.data.split import Split, drop_near_duplicates, split_of
+from kvcat.errors import InputError
+
+
+def split_documents(source: str, split: Split | Literal["all"]) -> list[Document]:
+    """The documents of one split of a source, in the source's order.
+
+    The installed Python sources hold copies of their own files; held-out documents that share many lines with training
+    documents are left out there.
+
+    Args:
+        source: as in ``open_documents``; read to its end.
+        split: train, validation, test (held out by a hash of the name), or all.
+
+    Raises:
+        InputError: no such source, or no document in that split.
+    """
+    documents = list(open_documents(source))
+    chosen = [d for d in documents if split in ("all", split_of(d.id))]
+    if source == "installed" and split in ("validation", "test"):
+        chosen = drop_near_duplicates(chosen, (d for d in documents if split_of(d.id) == "train"))
+    if not chosen:
+        raise InputError(
+            f"{source} has no document in split {split!r} (of {len(documents)}); split 'all' takes every document"
+        )
+    return chosen

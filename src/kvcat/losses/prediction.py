@@ -1,0 +1,62 @@
+"""Losses on the logits of the two passes."""
+
+import torch
+from torch.nn import functional
+
+from kvcat.errors import InputError
+from kvcat.types import Float, Int, Tensor
+
+
+def next_token_loss(
+    logits: Float[Tensor, "batch tokens vocab"], tokens: Int[Tensor, "batch tokens"]
+) -> Float[Tensor, ""]:
+    """Mean of -log p(x_t | x_<t) over positions t = 2..T of all sequences, nats; log(vocab) for uniform logits.
+
+    Args:
+        logits: at every position; those at t predict token t + 1, the last are not used.
+        tokens: token ids, at least two a sequence.
+
+    Returns:
+        A scalar in float32, float64 where the logits are.
+
+    Raises:
+        InputError: fewer than two tokens.
+
+    References: KV-CAT, L_anchor in equation "training_objective".
+    """
+    _check_length(tokens.shape[1])
+    return functional.cross_entropy(_wide(logits[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def distillation_kl(
+    teacher_logits: Float[Tensor, "batch tokens vocab"], student_logits: Float[Tensor, "batch tokens vocab"]
+) -> Float[Tensor, ""]:
+    """Mean of KL(sg teacher || student) over the predictions of positions t = 2..T of all sequences, nats.
+
+    KL = sum_v p_v (log p_v - log s_v), zero where the two distributions agree; the teacher carries no gradient.
+
+    Args:
+        teacher_logits: of the dense pass, at every position; the last predict nothing and are not used.
+        student_logits: of the masked pass, the same positions.
+
+    Returns:
+        A scalar in float32, float64 where either input is.
+
+    Raises:
+        InputError: fewer than two positions.
+
+    References: KV-CAT, L_mask in equation "training_objective".
+    """
+    _check_length(teacher_logits.shape[1])
+    teacher = _wide(teacher_logits[:, :-1].detach()).log_softmax(-1)
+    student = _wide(student_logits[:, :-1]).log_softmax(-1)
+    return functional.kl_div(student, teacher, reduction="none", log_target=True).sum(-1).mean()
+
+
+def _wide(logits: Float[Tensor, "batch tokens vocab"]) -> Float[Tensor, "batch tokens vocab"]:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _check_length(num_tokens: int) -> None:
+    if num_tokens < 2:
+        raise InputError(f"a sequence of {num_tokens} tokens predicts nothing: at least 2 are needed")

@@ -1,0 +1,87 @@
+"""Model names to local folders."""
+
+import os
+import re
+import socket
+import threading
+from importlib.resources import files
+from pathlib import Path
+from urllib.parse import urlparse
+
+from kvcat.errors import InputError
+
+BASE_NAME = "kvcat-base"
+_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.bin"]
+_PATIENCE = 4.0  # seconds until the Hub counts as unreachable
+
+
+def local_folder(name_or_path: str | Path) -> Path:
+    """The folder of a model: a folder as it is, a Hub name from the local Hub cache or else from the Hub.
+
+    Args:
+        name_or_path: folder, Hub name such as "Qwen/Qwen2.5-0.5B", or "kvcat-base", the small model of the package.
+
+    Raises:
+        InputError: no such folder, no such model on the Hub, or no way to the Hub (told within seconds).
+    """
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise InputError(f"{name_or_path} is a file, not a model folder")
+    name = str(name_or_path)
+    if name == BASE_NAME:
+        return Path(str(files("kvcat") / "assets" / BASE_NAME))
+    if path.is_absolute() or name.startswith((".", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+        raise InputError(f"model folder {name_or_path} does not exist")
+    if (cached := _cached(name)) is not None:
+        return cached
+    return _download(name)
+
+
+def _cached(name: str) -> Path | None:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(name, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+    has_weights = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
+    return folder if has_weights and (folder / "config.json").is_file() else None
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    if constants.HF_HUB_OFFLINE:
+        raise InputError(f"{name} is neither a folder nor in the local Hub cache, and HF_HUB_OFFLINE is set")
+    host = urlparse(constants.ENDPOINT).hostname or "huggingface.co"
+    if not _reachable(host):
+        raise InputError(f"{name} is neither a folder nor in the local Hub cache, and {host} cannot be reached")
+    try:
+        return Path(snapshot_download(name, allow_patterns=_PATTERNS, etag_timeout=_PATIENCE))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        line = " ".join(str(error).split())[:200]
+        raise InputError(f"cannot get {name} from {host}: {line}") from error
+
+
+def _reachable(host: str) -> bool:
+    """Whether a connection opens in time; name resolution has no timeout of its own, hence the thread."""
+    proxy = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy") or os.environ.get("ALL_PROXY")
+    target = urlparse(proxy if proxy and "//" in proxy else f"https://{proxy or host}")
+    address = (target.hostname or host, target.port or 443)
+    opened: list[bool] = []
+
+    def attempt() -> None:
+        try:
+            with socket.create_connection(address, timeout=_PATIENCE):
+                opened.append(True)
+        except OSError:
+            pass
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(_PATIENCE)
+    return bool(opened)

@@ -1,0 +1,194 @@
+"""The dense and the masked pass of the same weights, as one batch of the unmodified model."""
+
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from kvcat.attention import COUPLINGS, AttentionGate, Gate, SlotGate, enable
+from kvcat.errors import InputError
+from kvcat.models.structure import decoder_layers
+from kvcat.policies import SparsificationPolicy, check_group_starts, gate
+from kvcat.types import Float, Int, Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class PassOutput:
+    """What both passes give.
+
+    Args:
+        dense_logits: logits of the dense rows.
+        masked_logits: logits of the masked rows, whose layers saw only the kept slots.
+        keep: by first layer of each group, the slots that were visible: 1 or 0, position 0 always 1; with gradient.
+        scores: by first layer, the policy's own output in [0, 1], position 0 as the policy scored it.
+    """
+
+    dense_logits: Float[Tensor, "batch tokens vocab"]
+    masked_logits: Float[Tensor, "batch tokens vocab"]
+    keep: dict[int, Float[Tensor, "batch tokens"]]
+    scores: dict[int, Float[Tensor, "batch tokens"]]
+
+
+@dataclass(eq=False)
+class _Pass:
+    """State of one forward, carried by the model's own keyword arguments down to the hooks of its layers."""
+
+    owner: "MaskedPass"
+    num_rows: int
+    seeds: dict[int, int | None]
+    device: torch.device | None
+    gates: dict[int, Gate] = field(default_factory=dict)
+    scores: dict[int, Tensor] = field(default_factory=dict)
+
+    def generator(self, start: int) -> torch.Generator | None:
+        seed = self.seeds[start]
+        return None if seed is None else torch.Generator(self.device or "cpu").manual_seed(seed)
+
+
+class MaskedPass(nn.Module):
+    """Rows [0, B) attend densely, rows [B, 2B) over the slots their policies keep; one batch, one set of weights.
+
+    Forward-pre-hooks on the decoder layers ask a group's policy at its first layer and hand the gate to every layer of
+    the group as a keyword; layers before the first group stay dense. A "hidden" policy reads the masked rows, an
+    "attention" policy the dense rows' queries and keys. The state of a pass travels with its keyword arguments:
+    passes that interleave and activation checkpointing that runs layers again find their own.
+
+    The module's parameters are the policies', not the model's.
+
+    Args:
+        model: a causal LM; it is switched to kvcat's attention and gets hooks until ``close``.
+        policies: by first layer of each group.
+        tau: threshold on the scores, in (0, 1).
+        coupling: gradient of the mask, one of ``kvcat.attention.COUPLINGS``.
+        keep_self: a masked token sees itself.
+
+    Raises:
+        InputError: groups at layers that do not exist, tau outside (0, 1), no such coupling, unsupported model.
+
+    References: KV-CAT, section "Training for KV Cache Compressibility", appendix "Masked attention forward pass".
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        policies: dict[int, SparsificationPolicy],
+        *,
+        tau: float = 0.5,
+        coupling: str = "surrogate",
+        keep_self: bool = False,
+    ):
+        super().__init__()
+        layers = decoder_layers(model)
+        self.group_starts = check_group_starts(sorted(policies), len(layers))
+        if not 0 < tau < 1:
+            raise InputError(f"tau must lie in (0, 1), got {tau}")
+        if coupling not in COUPLINGS:
+            raise InputError(f"coupling must be one of {', '.join(COUPLINGS)}, got {coupling!r}")
+        enable(model)
+        self.tau, self.coupling, self.keep_self = tau, coupling, keep_self
+        self.policies = nn.ModuleDict({str(start): policies[start] for start in self.group_starts})
+        self._model = (model,)  # in a tuple, so that the model's parameters do not become this module's
+        self._handles: list[RemovableHandle] = []
+        for index, layer in enumerate(layers):
+            start = max((s for s in self.group_starts if s <= index), default=None)
+            hook = _LayerHook(start, index == start)
+            self._handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def forward(self, input_ids: Int[Tensor, "batch tokens"], generator: torch.Generator | None = None) -> PassOutput:
+        """Both passes over the same tokens.
+
+        Args:
+            input_ids: token ids, no padding.
+            generator: source of random policies' masks; one number per group is drawn from it.
+
+        Raises:
+            InputError: closed already, or reentrant activation checkpointing, which loses the policies' gradient.
+        """
+        (model,) = self._model
+        if not self._handles:
+            raise InputError("this masked pass is closed")
+        _refuse_reentrant(model)
+        batch = input_ids.shape[0]
+        state = _Pass(self, batch, self._draw_seeds(generator), generator.device if generator else None)
+        logits = model(input_ids=torch.cat([input_ids, input_ids]), use_cache=False, kv_gate=state).logits
+        if sorted(state.scores) != self.group_starts:
+            raise InputError(f"{type(model).__name__} is not supported: keyword arguments do not reach its layers")
+        keep = {start: state.gates[start].keep for start in self.group_starts}  # type: ignore[attr-defined]
+        return PassOutput(logits[:batch], logits[batch:], keep, {s: state.scores[s] for s in self.group_starts})
+
+    def close(self) -> None:
+        """Takes the hooks off the model; a second call does nothing."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def __enter__(self) -> "MaskedPass":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _draw_seeds(self, generator: torch.Generator | None) -> dict[int, int | None]:
+        if generator is None:
+            return dict.fromkeys(self.group_starts)
+        seeds = torch.randint(2**62, (len(self.group_starts),), generator=generator, device=generator.device)
+        return dict(zip(self.group_starts, seeds.tolist(), strict=True))
+
+    def open_gate(self, state: _Pass, start: int, hidden: Float[Tensor, "rows tokens hidden"]) -> Gate:
+        """The gate of a group in one pass, decided now or, for "attention" policies, inside the layer's attention.
+
+        Args:
+            state: the pass.
+            start: first layer of the group.
+            hidden: input of that layer, dense rows first.
+        """
+        policy = self.policies[str(start)]
+        if policy.reads == "attention":
+            if start in state.gates:
+                return state.gates[start]
+
+            def decide(queries: Tensor, keys: Tensor, scale: float, window: int | None) -> Tensor:
+                state.scores[start] = policy(
+                    queries, keys, scale=scale, window=window, generator=state.generator(start)
+                )
+                return gate(state.scores[start], self.tau)
+
+            return AttentionGate(start, state.num_rows, decide, self.coupling, self.keep_self)
+        scores = policy(hidden[state.num_rows :], generator=state.generator(start))
+        state.scores[start] = scores
+        return SlotGate(gate(scores, self.tau), self.coupling, self.keep_self)
+
+
+class _LayerHook:
+    """Replaces the pass in a layer's keywords by the gate of the layer's group."""
+
+    def __init__(self, start: int | None, is_first: bool):
+        self.start, self.is_first = start, is_first
+
+    def __call__(
+        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        state = kwargs.get("kv_gate")
+        if not isinstance(state, _Pass):
+            return None
+        if self.start is None:
+            return args, {name: value for name, value in kwargs.items() if name != "kv_gate"}
+        if self.is_first:
+            hidden = args[0] if args else kwargs["hidden_states"]
+            state.gates[self.start] = state.owner.open_gate(state, self.start, hidden)
+        return args, {**kwargs, "kv_gate": state.gates[self.start]}
+
+
+def _refuse_reentrant(model: PreTrainedModel) -> None:
+    if not (model.training and torch.is_grad_enabled()):
+        return
+    for layer in decoder_layers(model):
+        function = getattr(layer, "_gradient_checkpointing_func", None)
+        keywords = getattr(function, "keywords", None) or {}
+        if getattr(layer, "gradient_checkpointing", False) and keywords.get("use_reentrant", False):
+            raise InputError("reentrant activation checkpointing loses the routers' gradient: use_reentrant=False")

@@ -1,0 +1,116 @@
+"""The fixed policy that keeps the slots with the most attention."""
+
+from typing import ClassVar, Literal
+
+import torch
+
+from kvcat.errors import InputError
+from kvcat.policies.base import SparsificationPolicy, check_keep_ratio, kept_count
+from kvcat.types import Float, Tensor
+
+
+class AttentionMassPolicy(SparsificationPolicy):
+    """Scores 1 for position 0 and the slots that receive the most dense attention, an exact count, and 0 for the rest.
+
+    The count is ``kept_count(keep_ratio, tokens)``; equal masses go to the lower position. No gradient.
+
+    Args:
+        keep_ratio: fraction kept, in (0, 1].
+        query_chunk: queries whose weights are held at once.
+
+    Raises:
+        InputError: keep_ratio outside (0, 1], query_chunk below 1.
+
+    References: KV-CAT, appendix "Method ablation" (Attn).
+    """
+
+    reads: ClassVar[Literal["hidden", "attention"]] = "attention"
+    learned: ClassVar[bool] = False
+
+    def __init__(self, keep_ratio: float, *, query_chunk: int = 128) -> None:
+        super().__init__()
+        self.keep_ratio = check_keep_ratio(keep_ratio)
+        if query_chunk < 1:
+            raise InputError(f"query_chunk must be at least 1, got {query_chunk}")
+        self.query_chunk = query_chunk
+
+    @torch.no_grad()
+    def forward(
+        self,
+        queries: Float[Tensor, "batch heads tokens head_dim"],
+        keys: Float[Tensor, "batch kv_heads tokens head_dim"],
+        *,
+        scale: float,
+        window: int | None = None,
+        generator: torch.Generator | None = None,  # noqa: ARG002 (the protocol's)
+    ) -> Float[Tensor, "batch tokens"]:
+        """Scores, 0 or 1, float32 (float64 where the queries are).
+
+        Args:
+            queries: of the dense pass, after the rotary embedding.
+            keys: of the dense pass, after the rotary embedding.
+            scale: factor on q.k.
+            window: the layer's sliding window, tokens; None sees everything before.
+            generator: not used, the policy is deterministic.
+        """
+        mass = attention_mass(queries, keys, scale=scale, window=window, query_chunk=self.query_chunk)
+        num_tokens = mass.shape[1]
+        mass[:, 0] = torch.inf
+        order = mass.argsort(dim=1, descending=True, stable=True)
+        return torch.zeros_like(mass).scatter(1, order[:, : kept_count(self.keep_ratio, num_tokens)], 1.0)
+
+
+def attention_mass(
+    queries: Float[Tensor, "batch heads tokens head_dim"],
+    keys: Float[Tensor, "batch kv_heads tokens head_dim"],
+    *,
+    scale: float,
+    window: int | None = None,
+    query_chunk: int = 128,
+) -> Float[Tensor, "batch tokens"]:
+    """Causal attention that each slot j receives, the sum over heads and queries t of softmax_j(scale q_t.k_j).
+
+    A sequence's masses sum to heads * tokens.
+
+    Args:
+        queries: after the rotary embedding.
+        keys: after the rotary embedding.
+        scale: factor on q.k.
+        window: a query sees itself and the window - 1 tokens before; None sees everything before.
+        query_chunk: queries whose weights are held at once.
+    """
+    batch, heads, num_tokens, head_dim = queries.shape
+    kv_heads = keys.shape[1]
+    dtype = torch.promote_types(queries.dtype, torch.float32)
+    positions = torch.arange(num_tokens, device=queries.device)
+    mass = torch.zeros(batch, num_tokens, dtype=dtype, device=queries.device)
+    with torch.autocast(queries.device.type, enabled=False):
+        k = keys.to(dtype)[:, :, None]
+        for start in range(0, num_tokens, query_chunk):
+            stop = min(start + query_chunk, num_tokens)
+            q = queries[:, :, start:stop].to(dtype).reshape(batch, kv_heads, heads // kv_heads, stop - start, head_dim)
+            distance = positions[start:stop, None] - positions[None, :stop]
+            hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+            scores = (q @ k[..., :stop, :].transpose(-1, -2)) * scale
+            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+            mass[:, :stop] += weights.sum((1, 2, 3))
+    return mass
+
+
+def attention_mass_naive(
+    queries: Float[Tensor, "batch heads tokens head_dim"],
+    keys: Float[Tensor, "batch kv_heads tokens head_dim"],
+    *,
+    scale: float,
+    window: int | None = None,
+) -> Float[Tensor, "batch tokens"]:
+    """The same as ``attention_mass``, query by query and head by head: the oracle of its tests."""
+    batch, heads, num_tokens, _ = queries.shape
+    mass = torch.zeros(batch, num_tokens, dtype=queries.dtype)
+    for b in range(batch):
+        for head in range(heads):
+            k = keys[b, head * keys.shape[1] // heads]
+            for t in range(num_tokens):
+                first = 0 if window is None else max(0, t - window + 1)
+                mass[b, first : t + 1] += ((k[first : t + 1] @ queries[b, head, t]) * scale).softmax(0)
+    return mass

@@ -1,0 +1,121 @@
+"""What every sparsification policy is, the gate made of its scores, and the groups of layers that share a mask."""
+
+import math
+from collections.abc import Iterable
+from fractions import Fraction
+from itertools import pairwise
+from typing import ClassVar, Literal
+
+import torch
+from torch import nn
+
+from kvcat.errors import InputError
+from kvcat.types import Float, Tensor
+
+
+class SparsificationPolicy(nn.Module):
+    """Which KV slots of a group of layers the masked pass may see: a score in [0, 1] for every token.
+
+    A slot is visible where its score exceeds the threshold tau (``gate``). A policy is called once per forward pass, at
+    the first layer of its group, and its scores serve all layers of the group. ``reads`` says how it is called:
+
+    - ``"hidden"``: ``policy(hidden, generator=None)`` with the masked pass' hidden states before that layer,
+      (batch, tokens, hidden);
+    - ``"attention"``: ``policy(queries, keys, *, scale, window=None, generator=None)`` with the dense pass' queries
+      (batch, heads, tokens, head_dim) and keys (batch, kv_heads, tokens, head_dim) of that layer after the rotary
+      embedding, its scale, and its sliding window in tokens if it has one.
+
+    Both return (batch, tokens), float32 or wider. ``generator`` is the only source of randomness.
+
+    Attributes:
+        reads: what the policy looks at.
+        learned: its scores carry gradient to parameters of its own, and the budget loss applies to it.
+    """
+
+    reads: ClassVar[Literal["hidden", "attention"]]
+    learned: ClassVar[bool]
+
+
+def gate(scores: Float[Tensor, "batch tokens"], tau: float = 0.5) -> Float[Tensor, "batch tokens"]:
+    """The mask m_t = 1[p_t > tau], exactly 0 or 1, with position 0 always 1 and dm/dp = 1 (straight through).
+
+    Position 0 passes no gradient: its mask does not depend on its score.
+
+    Args:
+        scores: keep probabilities p, in [0, 1].
+        tau: threshold, in (0, 1).
+
+    Raises:
+        InputError: tau outside (0, 1).
+
+    References: KV-CAT, appendix "Router parameterization".
+    """
+    if not 0 < tau < 1:
+        raise InputError(f"tau must lie in (0, 1), got {tau}")
+    hard = (scores.detach() > tau).to(scores.dtype) + (scores - scores.detach())
+    return torch.cat([torch.ones_like(hard[:, :1]), hard[:, 1:]], dim=1)
+
+
+def kept_count(keep_ratio: float, num_tokens: int) -> int:
+    """Number of slots that an exact-count policy keeps: keep_ratio * num_tokens, halves up, position 0 included.
+
+    The decimal value as written counts: 0.29 of 50 tokens is 14.5, hence 15. At least 1, because position 0 is kept.
+
+    Args:
+        keep_ratio: fraction kept, in (0, 1].
+        num_tokens: length of the sequence.
+    """
+    exact = Fraction(repr(float(keep_ratio))) * num_tokens
+    return max(1, math.floor(exact + Fraction(1, 2)))
+
+
+def check_keep_ratio(keep_ratio: float) -> float:
+    """The ratio itself.
+
+    Raises:
+        InputError: outside (0, 1].
+    """
+    if not 0 < keep_ratio <= 1:
+        raise InputError(f"keep ratio must lie in (0, 1], got {keep_ratio}")
+    return float(keep_ratio)
+
+
+def default_group_starts(num_layers: int, num_groups: int = 4) -> list[int]:
+    """First layers of evenly spaced groups, floor(i L / G) for i < G: 24 layers in 4 groups give 0, 6, 12, 18.
+
+    Args:
+        num_layers: layers L of the model.
+        num_groups: groups G, at most L.
+
+    Raises:
+        InputError: num_groups outside 1..num_layers.
+    """
+    if not 1 <= num_groups <= num_layers:
+        raise InputError(f"number of groups must lie in 1..{num_layers} (the model's layers), got {num_groups}")
+    return [i * num_layers // num_groups for i in range(num_groups)]
+
+
+def check_group_starts(group_starts: Iterable[int], num_layers: int) -> list[int]:
+    """The list itself, where it names the first layers of groups; layers before the first stay dense.
+
+    Args:
+        group_starts: layer indices from 0, increasing.
+        num_layers: layers of the model.
+
+    Raises:
+        InputError: empty, unsorted, duplicated or outside the model.
+    """
+    starts = list(group_starts)
+    if not starts:
+        raise InputError("group starts are empty: name at least one layer")
+    for start in starts:
+        if isinstance(start, bool) or not isinstance(start, int):
+            raise InputError(f"group start {start!r} is not a whole number, in {starts}")
+        if not 0 <= start < num_layers:
+            raise InputError(f"group start {start} does not exist: the model has layers 0..{num_layers - 1}")
+    for before, after in pairwise(starts):
+        if before == after:
+            raise InputError(f"group start {after} appears twice in {starts}")
+        if before > after:
+            raise InputError(f"group starts must increase, but {after} follows {before} in {starts}")
+    return starts

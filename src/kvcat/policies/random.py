@@ -1,0 +1,52 @@
+"""The fixed policy that drops slots at random."""
+
+from typing import ClassVar, Literal
+
+import torch
+
+from kvcat.errors import InputError
+from kvcat.policies.base import SparsificationPolicy, check_keep_ratio, kept_count
+from kvcat.types import Float, Tensor
+
+
+class RandomPolicy(SparsificationPolicy):
+    """Scores 1 for an exact count of slots, position 0 and others uniformly without replacement, and 0 for the rest.
+
+    Every sequence of a batch draws its own slots. The count is ``kept_count(keep_ratio, tokens)``.
+
+    Args:
+        keep_ratio: fraction kept, in (0, 1].
+
+    Raises:
+        InputError: keep_ratio outside (0, 1].
+
+    References: KV-CAT, appendix "Method ablation" (Rand).
+    """
+
+    reads: ClassVar[Literal["hidden", "attention"]] = "hidden"
+    learned: ClassVar[bool] = False
+
+    def __init__(self, keep_ratio: float) -> None:
+        super().__init__()
+        self.keep_ratio = check_keep_ratio(keep_ratio)
+
+    def forward(
+        self, hidden: Float[Tensor, "batch tokens hidden"], generator: torch.Generator | None = None
+    ) -> Float[Tensor, "batch tokens"]:
+        """Scores, 0 or 1, float32 (float64 where the hidden states are).
+
+        Args:
+            hidden: hidden states; only their shape, device and dtype count.
+            generator: source of the draw; its state advances.
+
+        Raises:
+            InputError: no generator.
+        """
+        if generator is None:
+            raise InputError("RandomPolicy needs a torch.Generator: its draws never come from the global random state")
+        batch, num_tokens, _ = hidden.shape
+        noise = torch.rand(batch, num_tokens, generator=generator, device=generator.device, dtype=torch.float64)
+        noise[:, 0] = -1.0
+        kept = noise.argsort(dim=1, stable=True)[:, : kept_count(self.keep_ratio, num_tokens)].to(hidden.device)
+        scores = hidden.new_zeros(batch, num_tokens, dtype=torch.promote_types(hidden.dtype, torch.float32))
+        return scores.scatter(1, kept, 1.0)

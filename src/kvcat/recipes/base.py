@@ -1,0 +1,108 @@
+"""The small base model that comes with the package, and how it was made."""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from kvcat.data import Document, hash_order, installed_documents, split_of
+from kvcat.training import TrainConfig, train
+
+VOCAB_SIZE = 1024
+CONTEXT = 1024
+EOS = "<|endoftext|>"
+TOKENIZER_DOCUMENTS = 800
+
+
+def base_config() -> Qwen2Config:
+    """The architecture: Qwen2 with grouped-query attention, 6 layers, width 96, about 0.7 million parameters."""
+    return Qwen2Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=96,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=256,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=0,
+    )
+
+
+def train_tokenizer(documents: list[Document]) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of 1,024 tokens, learned from the documents; every byte has a token, so any text encodes."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    texts: Iterator[str] = (document.text for document in documents)
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=EOS, pad_token=EOS, model_max_length=CONTEXT, clean_up_tokenization_spaces=False
+    )
+
+
+def write_untrained(folder: Path, seed: int) -> None:
+    """An untrained model and its tokenizer as a Hugging Face folder: the start of the pretraining.
+
+    Args:
+        folder: made if absent.
+        seed: seed of the weights and of the documents that the tokenizer learns from.
+    """
+    training = [d for d in installed_documents() if split_of(d.id) == "train"]
+    tokenizer = train_tokenizer(hash_order(training, seed)[:TOKENIZER_DOCUMENTS])
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = Qwen2ForCausalLM(base_config())
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def pretraining(output: Path, *, max_steps: int = 5600, seed: int = 0) -> TrainConfig:
+    """The recipe of the base: plain next-token training on the installed Python sources.
+
+    23 million tokens for 0.7 million parameters at the default number of steps.
+    """
+    return TrainConfig(
+        model=str(output / "untrained"),
+        output=str(output / "run"),
+        data="installed",
+        policy="control",
+        seq_len=CONTEXT,
+        batch_size=4,
+        max_steps=max_steps,
+        warmup_steps=300,
+        peak_lr=5e-3,
+        min_lr=1e-4,
+        weight_decay=0.1,
+        seed=seed,
+        dtype="bfloat16",
+        export_dtype="bfloat16",
+        log_every=10,
+        validation_every=250,
+        validation_sequences=32,
+        checkpoint_every=250,
+    )
+
+
+def pretrain(output: Path, *, device: str = "cpu", progress: bool = True) -> Path:
+    """Pretrain the base from random weights, or continue where it stopped; returns its Hugging Face folder.
+
+    Args:
+        output: folder for the untrained start and the run.
+        device: torch device.
+        progress: show a progress bar.
+    """
+    untrained = output / "untrained"
+    if not (untrained / "tokenizer.json").exists():
+        write_untrained(untrained, seed=0)
+    return train(dataclasses.replace(pretraining(output), device=device), progress=progress).export

@@ -1,0 +1,156 @@
+"""The demo: KV-CAT and its control trained from the small base, compressed on held-out text, reported."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from kvcat.data import split_documents
+from kvcat.errors import InputError
+from kvcat.evals import Method, Window, evaluate_suffix, read_records, summarise, windows_from_documents
+from kvcat.models import BASE_NAME, load
+from kvcat.recipes.base import pretrain
+from kvcat.report import headline_text, write_report
+from kvcat.training import TrainConfig, train
+
+PREFIX, SUFFIX = 768, 256
+KEEP_RATIOS = (0.05, 0.1, 0.2, 0.4)
+
+
+@dataclass(frozen=True)
+class DemoPlan:
+    """How long each part of the demo takes.
+
+    Args:
+        name: of the plan.
+        max_steps: optimizer steps of KV-CAT and of the control.
+        batch_size: sequences a step.
+        seq_len: tokens a sequence.
+        num_windows: held-out windows, 768 + 256 tokens each.
+        evictions: eviction methods that are compared.
+        gradient_windows: windows of the gradient method.
+        gradient_steps: its optimization steps.
+        keep_ratios: fractions of the slots kept.
+        gradient_keep_ratios: those of the gradient method.
+    """
+
+    name: str
+    max_steps: int
+    batch_size: int
+    seq_len: int
+    num_windows: int
+    evictions: tuple[str, ...]
+    gradient_windows: int
+    gradient_steps: int
+    keep_ratios: tuple[float, ...] = KEEP_RATIOS
+    gradient_keep_ratios: tuple[float, ...] = (0.05, 0.2)
+
+    @property
+    def methods(self) -> list[Method]:
+        """The evaluated methods."""
+        gradient = Method(
+            "gradient",
+            {"num_steps": self.gradient_steps},
+            keep_ratios=self.gradient_keep_ratios,
+            num_windows=self.gradient_windows,
+        )
+        return [Method("attention-matching"), *map(Method, self.evictions), gradient]
+
+
+QUICK = DemoPlan("quick", 40, 4, 512, 8, ("snapkv",), 4, 10, keep_ratios=(0.05, 0.2), gradient_keep_ratios=(0.2,))
+STANDARD = DemoPlan("standard", 300, 4, 1024, 64, ("snapkv", "h2o", "keynorm"), 8, 50)
+FULL = DemoPlan("full", 2000, 8, 1024, 128, ("first", "random", "keynorm", "snapkv", "h2o"), 32, 100)
+
+
+def training_config(plan: DemoPlan, policy: str, model: str, out: Path, *, seed: int, device: str) -> TrainConfig:
+    """The demo's training recipe; ``control`` and ``router`` differ in the policy alone, so they see the same tokens."""
+    return TrainConfig.from_dict(
+        {
+            "model": model,
+            "output": str(out / ("control" if policy == "control" else "kv-cat")),
+            "data": "installed",
+            "policy": policy,
+            "seq_len": plan.seq_len,
+            "batch_size": plan.batch_size,
+            "max_steps": plan.max_steps,
+            "warmup_steps": max(1, plan.max_steps // 15),
+            "peak_lr": 1e-3,
+            "min_lr": 5e-5,
+            "router_lr_multiplier": 10.0,
+            "seed": seed,
+            "device": device,
+            "validation_every": max(1, plan.max_steps // 6),
+            "validation_sequences": 8,
+            "checkpoint_every": max(1, plan.max_steps // 6),
+        }
+    )
+
+
+def demo_windows(plan: DemoPlan, tokenizer: object, split: str = "test") -> list[Window]:
+    """Held-out windows: the same ones for every seed of the training."""
+    documents = [(d.id, d.text) for d in split_documents("installed", split)]  # type: ignore[arg-type]
+    return windows_from_documents(
+        documents, tokenizer, prefix_len=PREFIX, suffix_len=SUFFIX, limit=plan.num_windows, per_document=2, seed=0
+    )
+
+
+def run_demo(
+    plan: DemoPlan, out: Path, *, seed: int = 0, device: str = "cpu", from_scratch: bool = False, progress: bool = True
+) -> Path:
+    """Train, compress, measure and report; returns the path of ``report.html``.
+
+    Every part continues where it was stopped: the runs from their checkpoints, the evaluation from its records.
+
+    Args:
+        plan: how long each part takes.
+        out: folder of the demo.
+        seed: of training and compression; the windows stay the same.
+        device: torch device.
+        from_scratch: pretrain the base again, on the same device, before anything else.
+        progress: say what happens.
+
+    Raises:
+        InputError: the folder holds something else, or a demo with another plan or seed.
+    """
+    _claim(out, {"plan": asdict(plan), "seed": seed, "from_scratch": from_scratch})
+    say = Console(quiet=not progress, highlight=False).print
+    base = BASE_NAME
+    if from_scratch:
+        say("Pretraining the base from scratch.")
+        base = str(pretrain(out / "base", device=device, progress=progress))
+    labels = {"base": base}
+    for policy, label in (("control", "control"), ("router", "KV-CAT")):
+        say(f"\nTraining {label}: {plan.max_steps} steps of {plan.batch_size * plan.seq_len} tokens.")
+        config = training_config(plan, policy, base, out, seed=seed, device=device)
+        labels[label] = str(train(config, progress=progress).export)
+    say("\nCompressing held-out text.")
+    models = {label: load(folder, device=device) for label, folder in labels.items()}
+    windows = demo_windows(plan, models["base"][1])
+    results = out / "suffix"
+    evaluate_suffix(
+        models, windows, plan.methods, plan.keep_ratios, results, dataset="installed:test", seed=seed, progress=progress
+    )
+    page = write_report(
+        [results],
+        out / "report",
+        title="KV-CAT on a small model of Python source code",
+        runs={"KV-CAT": out / "kv-cat", "control": out / "control"},
+        context={"plan": plan.name, "training seed": str(seed), "base": base},
+    )
+    say("\n" + headline_text(summarise(read_records(results))))
+    say(f"Report: {page}")
+    return page
+
+
+def _claim(out: Path, described: dict[str, object]) -> None:
+    marker = out / "demo.json"
+    text = json.dumps(described, indent=2) + "\n"
+    if marker.exists():
+        if marker.read_text() != text:
+            raise InputError(f"{out} holds a demo with another plan or seed; choose another folder with --out")
+        return
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InputError(f"output folder {out} is not empty and holds no demo of ours")
+    out.mkdir(parents=True, exist_ok=True)
+    marker.write_text(text)

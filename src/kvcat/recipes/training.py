@@ -1,0 +1,70 @@
+"""Training recipes: functions that return a complete configuration, any field of it overridden by keyword."""
+
+from collections.abc import Callable
+from typing import Any
+
+from kvcat.errors import InputError
+from kvcat.training.config import TrainConfig
+
+
+def _recipe(name: str, defaults: dict[str, Any], overrides: dict[str, Any]) -> TrainConfig:
+    values = {**defaults, **overrides}
+    if "model" not in values:
+        raise InputError(f"recipe {name} needs a model: a folder or a Hub name")
+    values.setdefault("output", f"runs/{name}-{values.get('policy', 'router')}")
+    return TrainConfig.from_dict(values)
+
+
+def small(**overrides: Any) -> TrainConfig:
+    """For a small model on a CPU: 300 steps of 4,096 tokens."""
+    defaults = {
+        "seq_len": 512,
+        "batch_size": 8,
+        "max_steps": 300,
+        "warmup_steps": 20,
+        "peak_lr": 1e-3,
+        "min_lr": 5e-5,
+        "router_lr_multiplier": 10.0,
+        "validation_every": 50,
+        "checkpoint_every": 50,
+    }
+    return _recipe("small", defaults, overrides)
+
+
+def _paper(name: str, model: str, group_starts: tuple[int, ...], overrides: dict[str, Any]) -> TrainConfig:
+    defaults = {
+        "model": model,
+        "data": "hub:HuggingFaceFW/fineweb-edu",
+        "group_starts": group_starts,
+        "seq_len": 1024,
+        "batch_size": 128,
+        "micro_batch_size": 8,
+        "max_steps": 40_000,
+        "warmup_steps": 600,
+        "peak_lr": 1e-4,
+        "min_lr": 5e-6,
+        "dtype": "bfloat16",
+        "device": "cuda",
+        "log_every": 10,
+        "validation_every": 500,
+        "validation_sequences": 128,
+        "checkpoint_every": 500,
+    }
+    return _recipe(name, defaults, overrides)
+
+
+def qwen2_5_0_5b(**overrides: Any) -> TrainConfig:
+    """The paper's Qwen2.5-0.5B run on FineWeb-Edu, routers at layers 0, 6, 12, 18."""
+    return _paper("qwen2.5-0.5b", "Qwen/Qwen2.5-0.5B", (0, 6, 12, 18), overrides)
+
+
+def qwen2_5_1_5b(**overrides: Any) -> TrainConfig:
+    """The paper's Qwen2.5-1.5B run on FineWeb-Edu, routers at layers 0, 7, 14, 21."""
+    return _paper("qwen2.5-1.5b", "Qwen/Qwen2.5-1.5B", (0, 7, 14, 21), overrides)
+
+
+RECIPES: dict[str, Callable[..., TrainConfig]] = {
+    "small": small,
+    "qwen2.5-0.5b": qwen2_5_0_5b,
+    "qwen2.5-1.5b": qwen2_5_1_5b,
+}

@@ -1,0 +1,169 @@
+"""The complete configuration of a training run."""
+
+import dataclasses
+import json
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from kvcat.errors import InputError
+
+PolicyName = Literal["router", "random", "attention", "control"]
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Everything that decides a run's result; the defaults are the paper's (table "hyperparameters"), cut to one device.
+
+    Args:
+        model: folder or Hub name of the checkpoint that training continues.
+        output: folder of the run.
+        data: ``installed``, a file, a folder, or ``hub:NAME``.
+        policy: which KV slots the masked pass hides; ``control`` trains with the next-token loss alone.
+        group_starts: first layer of each group of layers that share a mask; None spaces ``num_groups`` evenly.
+        num_groups: number of groups when ``group_starts`` is None.
+        target_keep: kept fraction rho that the policy aims at, in (0, 1).
+        tau: threshold on the keep probability, in (0, 1).
+        feature_dim: width of the router's linear attention.
+        coupling: how the loss reaches the mask, see ``kvcat.attention.attend``.
+        keep_self: a masked token still sees itself.
+        mask_weight: weight of the distillation KL.
+        anchor_weight: weight of the next-token loss on the dense pass.
+        budget_weight: weight of the budget loss; policies that keep an exact count ignore it.
+        seq_len: tokens a sequence.
+        batch_size: sequences an optimizer step.
+        micro_batch_size: sequences a forward pass, a divisor of ``batch_size``; None takes the whole batch.
+        max_steps: optimizer steps.
+        warmup_steps: steps of linear warm-up.
+        peak_lr: highest learning rate.
+        min_lr: floor of the cosine decay.
+        betas: AdamW's; the paper does not say, these are ours.
+        weight_decay: AdamW's, on matrices only.
+        max_grad_norm: clipping norm, of the model and of the routers apart.
+        router_lr_multiplier: the routers' learning rate over the model's; ours, see the log.
+        router_noise: standard deviation of the seeded noise on W_P at the start; zero is the paper's.
+        seed: seed of data order, masks and noise.
+        dtype: compute type; weights, routers and optimizer stay float32.
+        export_dtype: type of the exported weights.
+        device: torch device.
+        log_every: steps between training records.
+        validation_every: steps between validations; they also run before the first step and after the last.
+        validation_sequences: sequences of held-out documents that validation reads.
+        checkpoint_every: steps between checkpoints.
+        keep_checkpoints: newest checkpoints that stay.
+    """
+
+    model: str
+    output: str
+    data: str = "installed"
+    policy: PolicyName = "router"
+    group_starts: tuple[int, ...] | None = None
+    num_groups: int = 4
+    target_keep: float = 0.5
+    tau: float = 0.5
+    feature_dim: int = 64
+    coupling: Literal["surrogate", "exact", "kept-only", "none"] = "surrogate"
+    keep_self: bool = False
+    mask_weight: float = 1.0
+    anchor_weight: float = 1.0
+    budget_weight: float = 0.1
+    seq_len: int = 1024
+    batch_size: int = 8
+    micro_batch_size: int | None = None
+    max_steps: int = 300
+    warmup_steps: int = 20
+    peak_lr: float = 1e-4
+    min_lr: float = 5e-6
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.01
+    max_grad_norm: float = 1.0
+    router_lr_multiplier: float = 10.0
+    router_noise: float = 0.0
+    seed: int = 0
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    export_dtype: Literal["float32", "bfloat16"] = "float32"
+    device: str = "cpu"
+    log_every: int = 1
+    validation_every: int = 50
+    validation_sequences: int = 16
+    checkpoint_every: int = 50
+    keep_checkpoints: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("group_starts", "betas"):
+            value = getattr(self, name)
+            if isinstance(value, list):
+                object.__setattr__(self, name, tuple(value))
+        validate(self)
+
+    @property
+    def accumulation(self) -> int:
+        """Forward passes an optimizer step."""
+        return self.batch_size // (self.micro_batch_size or self.batch_size)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens an optimizer step."""
+        return self.batch_size * self.seq_len
+
+    def save(self, path: Path) -> None:
+        """Write the configuration as JSON."""
+        path.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> "TrainConfig":
+        """Read a configuration that ``save`` wrote.
+
+        Raises:
+            InputError: not readable as one.
+        """
+        try:
+            return cls.from_dict(json.loads(path.read_text()))
+        except (OSError, json.JSONDecodeError) as error:
+            raise InputError(f"no readable run configuration at {path}: {error}") from None
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "TrainConfig":
+        """A configuration from its fields.
+
+        Raises:
+            InputError: a field that does not exist, or a value out of range.
+        """
+        known = {field.name for field in dataclasses.fields(cls)}
+        if unknown := sorted(set(values) - known):
+            raise InputError(f"unknown training option {unknown[0]!r}; options: {', '.join(sorted(known))}")
+        return cls(**values)
+
+
+def validate(config: TrainConfig) -> None:
+    """Refuse values out of range, each with one line.
+
+    Raises:
+        InputError: the first offending value.
+    """
+    for name in ("policy", "coupling", "dtype", "export_dtype"):
+        allowed = typing.get_args(typing.get_type_hints(TrainConfig)[name])
+        if getattr(config, name) not in allowed:
+            raise InputError(f"{name} is {getattr(config, name)!r}; it must be one of {', '.join(allowed)}")
+    for name in ("target_keep", "tau"):
+        if not 0 < getattr(config, name) < 1:
+            raise InputError(f"{name} is {getattr(config, name)}; it must lie in (0, 1)")
+    positive = (
+        "num_groups", "feature_dim", "batch_size", "max_steps", "log_every", "validation_every",
+        "validation_sequences", "checkpoint_every", "keep_checkpoints",
+    )  # fmt: skip
+    for name in positive:
+        if getattr(config, name) < 1:
+            raise InputError(f"{name} is {getattr(config, name)}; it must be at least 1")
+    if config.seq_len < 2:
+        raise InputError(f"seq_len is {config.seq_len}; a sequence needs at least 2 tokens")
+    if config.batch_size % (config.micro_batch_size or config.batch_size):
+        raise InputError(f"micro_batch_size {config.micro_batch_size} does not divide batch_size {config.batch_size}")
+    if not 0 <= config.min_lr <= config.peak_lr:
+        raise InputError(f"min_lr {config.min_lr} must lie between 0 and peak_lr {config.peak_lr}")
+    for name in ("mask_weight", "anchor_weight", "budget_weight", "weight_decay", "warmup_steps", "router_noise", "seed"):
+        if getattr(config, name) < 0:
+            raise InputError(f"{name} is {getattr(config, name)}; it must not be negative")
+    if config.max_grad_norm <= 0 or config.router_lr_multiplier <= 0:
+        raise InputError("max_grad_norm and router_lr_multiplier must be positive")

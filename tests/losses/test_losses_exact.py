@@ -1,0 +1,134 @@
+"""Losses whose answers are known."""
+
+import math
+
+import pytest
+import torch
+
+from kvcat import InputError
+from kvcat.losses import budget_loss, distillation_kl, next_token_loss
+
+
+def logits_of(*probabilities: float) -> torch.Tensor:
+    return torch.tensor(probabilities, dtype=torch.float64).log()
+
+
+def random_logits(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_the_kl_of_a_distribution_with_itself_is_zero():
+    logits = random_logits(2, 5, 7)
+    assert distillation_kl(logits, logits).item() == 0.0
+
+
+def test_the_kl_does_not_see_a_constant_added_to_the_logits():
+    logits = random_logits(2, 5, 7)
+    assert distillation_kl(logits, logits + 3.0).item() == pytest.approx(0.0, abs=1e-14)
+
+
+def test_the_kl_of_two_coins_is_the_textbook_value_from_the_teacher_to_the_student():
+    teacher = logits_of(0.5, 0.5).expand(1, 2, 2)
+    student = logits_of(0.25, 0.75).expand(1, 2, 2)
+    assert distillation_kl(teacher, student).item() == pytest.approx(0.5 * math.log(4 / 3), abs=1e-15)
+    assert distillation_kl(student, teacher).item() == pytest.approx(
+        0.25 * math.log(0.5) + 0.75 * math.log(1.5), abs=1e-15
+    )
+
+
+def test_the_kl_ignores_the_last_position_which_predicts_nothing():
+    teacher, student = random_logits(2, 5, 7), random_logits(2, 5, 7, seed=1)
+    other = student.clone()
+    other[:, -1] += random_logits(2, 7, seed=2)
+    assert distillation_kl(teacher, student).item() == distillation_kl(teacher, other).item()
+
+
+def test_the_kl_is_the_mean_over_positions_and_sequences():
+    teacher = torch.stack([logits_of(0.5, 0.5).expand(3, 2)] * 2)
+    student = teacher.clone()
+    student[0, 1] = logits_of(0.25, 0.75)
+    assert distillation_kl(teacher, student).item() == pytest.approx(0.5 * math.log(4 / 3) / 4, abs=1e-15)
+
+
+def test_the_teacher_gets_no_gradient_and_the_student_gets_s_minus_p():
+    teacher = random_logits(1, 2, 4).requires_grad_()
+    student = random_logits(1, 2, 4, seed=1).requires_grad_()
+    distillation_kl(teacher, student).backward()
+    assert teacher.grad is None
+    assert student.grad is not None
+    expected = student.detach().softmax(-1)[:, 0] - teacher.detach().softmax(-1)[:, 0]
+    torch.testing.assert_close(student.grad[:, 0], expected)
+    assert student.grad[:, 1].abs().max() == 0
+
+
+def test_the_next_token_loss_of_uniform_logits_is_log_vocab():
+    tokens = torch.tensor([[0, 5, 2, 9]])
+    assert next_token_loss(torch.zeros(1, 4, 11), tokens).item() == pytest.approx(math.log(11), rel=1e-6)
+
+
+def test_the_next_token_loss_reads_the_prediction_of_the_position_before():
+    tokens = torch.tensor([[0, 1, 2]])
+    logits = torch.stack([logits_of(0.1, 0.8, 0.1), logits_of(0.2, 0.2, 0.6), logits_of(1.0, 1e-9, 1e-9)])[None]
+    assert next_token_loss(logits, tokens).item() == pytest.approx(-(math.log(0.8) + math.log(0.6)) / 2)
+
+
+def test_the_budget_is_two_where_everything_is_kept_at_target_half():
+    ones = torch.ones(2, 6)
+    assert budget_loss(ones, ones, 0.5).item() == 2.0
+
+
+@pytest.mark.parametrize("target", [0.25, 0.5, 0.75])
+def test_the_budget_is_one_at_its_target(target):
+    keep = torch.zeros(3, 8, dtype=torch.float64)
+    keep[:, : int(8 * target)] = 1
+    assert budget_loss(keep, torch.full_like(keep, target), target).item() == pytest.approx(1.0, abs=1e-15)
+
+
+def test_the_budget_at_one_nth_is_the_ratio_loss_of_h_net():
+    keep = (random_logits(1, 10) > 0).double()
+    prob = random_logits(1, 10, seed=1).sigmoid()
+    F, G, N = keep.mean().item(), prob.mean().item(), 6
+    ratio_loss = N / (N - 1) * ((N - 1) * F * G + (1 - F) * (1 - G))
+    assert budget_loss(keep, prob, 1 / N).item() == pytest.approx(ratio_loss, abs=1e-14)
+
+
+def test_the_budget_is_averaged_over_sequences_not_pooled():
+    keep = torch.tensor([[1.0, 1.0], [0.0, 0.0]])
+    assert budget_loss(keep, keep, 0.5).item() == 2.0
+
+
+def test_the_kept_fraction_carries_no_gradient_and_the_probabilities_do():
+    keep = torch.ones(1, 4, dtype=torch.float64, requires_grad=True)
+    prob = torch.full((1, 4), 0.9, dtype=torch.float64, requires_grad=True)
+    budget_loss(keep, prob, 0.25).backward()
+    assert keep.grad is None
+    expected = torch.full((1, 4), (1 - 0.25) / (0.25 * 0.75) / 4, dtype=torch.float64)
+    torch.testing.assert_close(prob.grad, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_losses_are_float32_and_double_stays_double(dtype):
+    logits, tokens = random_logits(1, 4, 5).to(dtype), torch.tensor([[0, 1, 2, 3]])
+    prob = torch.full((1, 4), 0.3, dtype=dtype)
+    expected = torch.float64 if dtype == torch.float64 else torch.float32
+    values = (next_token_loss(logits, tokens), distillation_kl(logits, logits), budget_loss(prob, prob, 0.5))
+    assert [value.dtype for value in values] == [expected] * 3
+
+
+def test_bfloat16_logits_are_widened_before_the_softmax():
+    logits = random_logits(1, 4, 5).bfloat16()
+    tokens = torch.tensor([[0, 1, 2, 3]])
+    assert next_token_loss(logits, tokens).item() == next_token_loss(logits.float(), tokens).item()
+
+
+@pytest.mark.parametrize("target", [0.0, 1.0, 1.5, float("nan")])
+def test_a_target_outside_zero_to_one_is_refused_with_its_value(target):
+    with pytest.raises(InputError, match=str(target)):
+        budget_loss(torch.ones(1, 2), torch.ones(1, 2), target)
+
+
+def test_a_sequence_of_one_token_is_refused():
+    with pytest.raises(InputError, match="1 tokens"):
+        next_token_loss(torch.zeros(1, 1, 3), torch.zeros(1, 1, dtype=torch.long))
+    with pytest.raises(InputError, match="1 tokens"):
+        distillation_kl(torch.zeros(1, 1, 3), torch.zeros(1, 1, 3))

@@ -1,0 +1,51 @@
+"""Tiny models with random weights, and a float64 that stays float64 (a module of the tests, not a test)."""
+
+import torch
+from torch.overrides import TorchFunctionMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+BASE = {
+    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+SUPPORTED = {
+    "qwen2": {},
+    "llama": {},
+    "gemma": {"head_dim": 8},
+    "qwen3": {"head_dim": 8},
+    "mistral": {"sliding_window": 5, "head_dim": 8},
+    "smollm3": {},
+    "gemma3_text": {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 8, "final_logit_softcapping": 3.0},
+    "cohere2": {"logit_scale": 0.3, "sliding_window": 5},
+    "granite": {"logits_scaling": 3.0, "attention_multiplier": 0.2},
+    "phi": {},
+    "gpt2": {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64},
+}
+
+
+def tiny(kind, *, dtype=torch.float64, **options):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**BASE, **options})).to(dtype).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:  # louder than the default, so that attention is far from uniform
+                parameter.mul_(6)
+    return model
+
+
+def supported(kind, **options):
+    return tiny(kind, **SUPPORTED[kind], **options)
+
+
+class StaysDouble(TorchFunctionMode):
+    """Norms, rotary embeddings and softmax of transformers compute in float32; here float64 stays float64."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if func in (torch.Tensor.to, torch.Tensor.float) and args[0].dtype == torch.float64:
+            target = [x for x in (*args[1:], *kwargs.values()) if isinstance(x, torch.dtype)]
+            if func is torch.Tensor.float or target == [torch.float32]:
+                return args[0]
+        if kwargs.get("dtype") is torch.float32 and args and getattr(args[0], "dtype", None) == torch.float64:
+            kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)

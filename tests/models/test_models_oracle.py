@@ -1,0 +1,327 @@
+"""The masked pass against the paper's formulas, written out on a stock model: logits and all gradients, float64.
+
+The reference shares nothing with kvcat but the random policy's draw, which it is given: it runs the two passes apart,
+forms every matrix of attention weights, reads the router from the paper's appendix, and is itself checked against
+transformers' own attention under explicit masks.
+"""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import (
+    AttentionInterface,
+    GemmaConfig,
+    GemmaForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from kvcat.losses import budget_loss, distillation_kl, next_token_loss
+from kvcat.models import MaskedPass
+from kvcat.policies import build_policies
+
+SIZES = {
+    "vocab_size": 41,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+STOCK = {
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
+    "gemma": lambda: GemmaForCausalLM(GemmaConfig(**SIZES | {"num_key_value_heads": 1}, head_dim=6)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=6)),
+    "mistral with a window": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=5)),
+}
+TAU, TARGET, BUDGET_WEIGHT, TOKENS = 0.5, 0.5, 0.1, 19
+
+
+@dataclass
+class Naive:
+    """What the reference's attention reads and writes during one pass.
+
+    Args:
+        coupling: how the gradient reaches the mask.
+        keep_self: a masked token still sees itself.
+        gates: mask of each layer that has one, with its straight-through gradient.
+        queries: of each layer, as seen.
+        keys: of each layer, as seen.
+        scales: of each layer.
+    """
+
+    coupling: str = "surrogate"
+    keep_self: bool = False
+    gates: dict[int, torch.Tensor] = field(default_factory=dict)
+    queries: dict[int, torch.Tensor] = field(default_factory=dict)
+    keys: dict[int, torch.Tensor] = field(default_factory=dict)
+    scales: dict[int, float] = field(default_factory=dict)
+
+
+NAIVE = Naive()
+
+
+def weighted_mean(q, k, v, weight, scale):
+    """o_i = sum_j w_ij e^{s_ij} v_j / sum_j w_ij e^{s_ij}."""
+    mass = weight * ((q @ k.transpose(-1, -2)) * scale).exp()
+    return mass @ v / mass.sum(-1, keepdim=True)
+
+
+def allowed(tokens, window):
+    """Which key j a query i may see by causality and the sliding window, 0 or 1."""
+    distance = torch.arange(tokens)[:, None] - torch.arange(tokens)
+    return ((distance >= 0) & (distance < (window or tokens))).double()
+
+
+def naive_attention(module, query, key, value, attention_mask, scaling=None, sliding_window=None, **kwargs):
+    """Attention over {j <= t : m_j = 1}, the derivative by m as the coupling says."""
+    layer, tokens = module.layer_idx, query.shape[2]
+    NAIVE.queries[layer], NAIVE.keys[layer], NAIVE.scales[layer] = query, key, scaling
+    repeats = query.shape[1] // key.shape[1]
+    q, k, v = query, key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    causal = allowed(tokens, sliding_window)
+    if layer not in NAIVE.gates:
+        return weighted_mean(q, k, v, causal, scaling).transpose(1, 2), None
+    m = NAIVE.gates[layer][:, None, None, :]
+    eye = torch.eye(tokens, dtype=torch.float64)
+    stop = m.detach()
+    if NAIVE.coupling == "exact":
+        hard = causal * m
+    elif NAIVE.coupling == "kept-only":
+        hard = causal * (stop + stop * (m - stop))
+    else:
+        hard = causal * stop
+    if NAIVE.keep_self:
+        hard = hard * (1 - eye) + eye
+    hard = torch.where(hard.detach().sum(-1, keepdim=True) > 0, hard, eye)
+    out = weighted_mean(q, k, v, hard, scaling)
+    if NAIVE.coupling == "surrogate":
+        soft = causal * (1 + m - stop)
+        if NAIVE.keep_self:
+            soft = soft * (1 - eye) + eye
+        surrogate = weighted_mean(q.detach(), k.detach(), v.detach(), soft, scaling)
+        out = out + surrogate - surrogate.detach()
+    return out.transpose(1, 2), None
+
+
+AttentionInterface.register("naive-oracle", naive_attention)
+
+
+def naive_router(router, h):
+    """The keep probabilities of the paper's appendix in quadratic form."""
+    x = functional.layer_norm(h, h.shape[-1:], router.norm.weight, router.norm.bias)
+    q, k = (functional.elu(x @ p.weight.T) + 1 for p in (router.q_proj, router.k_proj))
+    weights = (q @ k.transpose(-1, -2)).tril()
+    a = (weights / (weights.sum(-1, keepdim=True) + 1e-6)) @ (x @ router.v_proj.weight.T) @ router.o_proj.weight.T
+    u, w = h @ router.p_proj.weight.T, h + router.alpha * a
+    return (1 - functional.cosine_similarity(u, w, dim=-1)) / 2
+
+
+def naive_attention_scores(layer, dense, window):
+    """1 for position 0 and the slots with the largest attention received, TARGET of all, halves up."""
+    q, k = dense.queries[layer].detach(), dense.keys[layer].detach()
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    scores = (q @ k.transpose(-1, -2)) * dense.scales[layer]
+    tokens = q.shape[2]
+    mass = scores.masked_fill(allowed(tokens, window) == 0, -torch.inf).softmax(-1).sum((1, 2))
+    mass[:, 0] = torch.inf
+    kept = mass.topk(int(TARGET * tokens + 0.5), dim=1).indices
+    return torch.zeros_like(mass).scatter(1, kept, 1.0)
+
+
+def naive_objective(dense, masked, tokens, scores):
+    """KL(sg dense || masked) + next-token loss of dense + 0.1 budget, each as the appendix writes it."""
+    p, log_p = dense[:, :-1].softmax(-1).detach(), dense[:, :-1].log_softmax(-1)
+    kl = (p * (p.log() - masked[:, :-1].log_softmax(-1))).sum(-1).mean()
+    anchor = -log_p.gather(-1, tokens[:, 1:, None]).mean()
+    budgets = []
+    for score in scores.values():
+        F, G = (score > TAU).double().mean(1), score.mean(1)
+        budgets.append((F * G / TARGET + (1 - F) * (1 - G) / (1 - TARGET)).mean())
+    return kl + anchor + BUDGET_WEIGHT * sum(budgets) / len(budgets)
+
+
+def naive_passes(model, policies, tokens, *, drawn=None, coupling="surrogate", keep_self=False):
+    """Dense logits, masked logits, masks and scores of a stock model, from two separate passes.
+
+    ``drawn`` are the scores of a policy that is neither learned nor reads attention.
+    """
+    global NAIVE
+    model.set_attn_implementation("naive-oracle")
+    window = getattr(model.config, "sliding_window", None)
+    NAIVE = dense_pass = Naive()
+    dense = model(input_ids=tokens, use_cache=False).logits
+    NAIVE = Naive(coupling, keep_self)
+    scores = {}
+
+    def hook(layer):
+        def decide(module, args, kwargs):
+            if layer in policies:
+                policy = policies[layer]
+                hidden = args[0] if args else kwargs["hidden_states"]
+                if policy.reads == "attention":
+                    scores[layer] = naive_attention_scores(layer, dense_pass, window)
+                else:
+                    scores[layer] = naive_router(policy, hidden) if policy.learned else drawn[layer]
+            group = max((c for c in policies if c <= layer), default=None)
+            if group is not None:
+                s = scores[group]
+                m = (s > TAU).double() + (s - s.detach())
+                NAIVE.gates[layer] = torch.cat([torch.ones_like(m[:, :1]), m[:, 1:]], 1)
+
+        return decide
+
+    hooks = [block.register_forward_pre_hook(hook(i), with_kwargs=True) for i, block in enumerate(model.model.layers)]
+    masked = model(input_ids=tokens, use_cache=False).logits
+    for handle in hooks:
+        handle.remove()
+    return dense, masked, {layer: NAIVE.gates[layer].detach() for layer in policies}, scores
+
+
+def stock_masked_logits(model, keep, tokens, window):
+    """transformers' own attention, each layer under its group's explicit -inf mask."""
+    causal, eye = allowed(tokens.shape[1], window), torch.eye(tokens.shape[1], dtype=torch.float64)
+
+    def hook(layer):
+        def replace(module, args, kwargs):
+            group = max((c for c in keep if c <= layer), default=None)
+            visible = causal[None] if group is None else causal * keep[group][:, None, :]
+            visible = torch.where(visible.sum(-1, keepdim=True) > 0, visible, eye)
+            return args, kwargs | {"attention_mask": visible.log()[:, None]}
+
+        return replace
+
+    hooks = [block.register_forward_pre_hook(hook(i), with_kwargs=True) for i, block in enumerate(model.model.layers)]
+    logits = model(input_ids=tokens, use_cache=False).logits
+    for handle in hooks:
+        handle.remove()
+    return logits
+
+
+def tiny(name):
+    """A random model, in float64, whose attention is far from uniform and whose biases are not zero."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = STOCK[name]().double().eval()
+        for parameter in model.parameters():
+            parameter.data += torch.randn_like(parameter) * (0.25 if parameter.ndim > 1 else 0.1)
+    return model
+
+
+def policies_for(name, group_starts):
+    """Noise and seed are such that the routers keep about half of the tokens of every model."""
+    made = build_policies(
+        name, num_layers=4, hidden_size=16, group_starts=group_starts, target=TARGET, feature_dim=5, noise=20.0, seed=27
+    )
+    for policy in made.values():
+        policy.double()
+        if policy.learned:
+            nn.init.constant_(policy.alpha, 0.6)
+    return made
+
+
+def some_tokens():
+    return torch.randint(41, (2, TOKENS), generator=torch.Generator().manual_seed(3))
+
+
+def gradients(loss, modules):
+    parameters = {f"{i}.{n}": p for i, module in enumerate(modules) for n, p in module.named_parameters()}
+    return dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values()), allow_unused=True), strict=True))
+
+
+def compare(model_name, policy_name, *, group_starts=(0, 2), coupling="surrogate", keep_self=False):
+    tokens = some_tokens()
+    policies = policies_for(policy_name, group_starts)
+    stock, ours = tiny(model_name), tiny(model_name)
+    with MaskedPass(ours, policies, tau=TAU, coupling=coupling, keep_self=keep_self) as masked_pass:
+        out = masked_pass(tokens, torch.Generator().manual_seed(5))
+    budgets = [budget_loss((out.scores[c] > TAU).double(), out.scores[c], TARGET) for c in policies]
+    loss = distillation_kl(out.dense_logits, out.masked_logits) + next_token_loss(out.dense_logits, tokens)
+    found = gradients(loss + BUDGET_WEIGHT * sum(budgets) / len(budgets), [ours, *policies.values()])
+    dense, masked, keep, scores = naive_passes(
+        stock, policies, tokens, drawn=out.scores, coupling=coupling, keep_self=keep_self
+    )
+    expected = gradients(naive_objective(dense, masked, tokens, scores), [stock, *policies.values()])
+
+    for layer in policies:
+        assert 0.25 < keep[layer].mean() < 0.75
+        torch.testing.assert_close(out.keep[layer].double(), keep[layer], rtol=0, atol=0)
+        torch.testing.assert_close(out.scores[layer], scores[layer], rtol=1e-9, atol=1e-11)
+    assert (dense - masked).abs().max() > 1e-2
+    torch.testing.assert_close(out.dense_logits, dense, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(out.masked_logits, masked, rtol=1e-9, atol=1e-10)
+    for name, gradient in expected.items():
+        assert (gradient is None) == (found[name] is None), name
+        if gradient is not None:
+            # Gemma's norm casts its weight, and so the weight's gradient, to float32
+            rtol, atol = (1e-5, 1e-7) if model_name == "gemma" and "norm" in name else (1e-7, 1e-9)
+            torch.testing.assert_close(found[name], gradient, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+    return expected
+
+
+@pytest.mark.parametrize("policy", ["router", "random", "attention"])
+@pytest.mark.parametrize("model", STOCK)
+def test_the_masked_pass_equals_the_naive_reference_in_logits_and_all_gradients(model, policy):
+    expected = compare(model, policy)
+    assert all(gradient is not None and gradient.abs().max() > 1e-6 for gradient in expected.values())
+
+
+@pytest.mark.parametrize("coupling", ["exact", "kept-only", "none"])
+def test_the_other_couplings_equal_the_naive_reference_too(coupling):
+    compare("qwen2", "router", coupling=coupling)
+
+
+@pytest.mark.parametrize("policy", ["router", "random", "attention"])
+def test_layers_before_the_first_group_stay_dense(policy):
+    compare("llama", policy, group_starts=(1, 3))
+
+
+def test_a_masked_token_sees_itself_where_asked():
+    compare("qwen2", "router", keep_self=True)
+
+
+@pytest.mark.parametrize(("attention", "tolerance"), [("sdpa", 1e-10), ("eager", 1e-5)])  # eager's softmax is float32
+@pytest.mark.parametrize("model", STOCK)
+def test_the_reference_equals_the_stock_attention_under_explicit_masks(model, attention, tolerance):
+    tokens, stock = some_tokens(), tiny(model)
+    dense, masked, keep, _ = naive_passes(stock, policies_for("router", (1, 2)), tokens)
+    stock.set_attn_implementation(attention)
+    expected = stock_masked_logits(stock, keep, tokens, getattr(stock.config, "sliding_window", None))
+    torch.testing.assert_close(masked, expected, rtol=0, atol=tolerance)
+    expected = stock(input_ids=tokens, use_cache=False).logits
+    torch.testing.assert_close(dense, expected, rtol=0, atol=tolerance)
+
+
+def test_random_masks_differ_between_groups_and_sequences_and_repeat_with_the_seed():
+    model, policies = tiny("qwen2"), policies_for("random", (0, 2))
+    with MaskedPass(model, policies) as masked_pass:
+        first, again, other = (masked_pass(some_tokens(), torch.Generator().manual_seed(s)).keep for s in (5, 5, 6))
+    assert all(torch.equal(first[c], again[c]) for c in (0, 2))
+    assert not any(torch.equal(first[c], other[c]) for c in (0, 2))
+    assert not torch.equal(first[0], first[2])
+    assert not torch.equal(first[0][0], first[0][1])
+    assert {first[c].sum(1).tolist() == [10.0, 10.0] for c in (0, 2)} == {True}
+
+
+def test_the_derivative_of_the_exact_coupling_is_the_one_of_the_design():
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, upstream = (torch.randn(1, 1, 7, 4, generator=generator, dtype=torch.float64) for _ in range(4))
+    m = torch.tensor([1.0, 0, 1, 0, 0, 1, 1], dtype=torch.float64, requires_grad=True)
+    causal = allowed(7, None)
+    out = weighted_mean(q, k, v, causal * m, 0.5)
+    (found,) = torch.autograd.grad(out, m, upstream)
+    e = causal * ((q @ k.transpose(-1, -2)) * 0.5).exp()[0, 0]
+    Z = (e * m.detach()).sum(-1, keepdim=True)
+    inner = torch.einsum("id,ijd->ij", upstream[0, 0], v[0, 0][None] - out.detach()[0, 0][:, None])
+    torch.testing.assert_close(found, (e / Z * inner).sum(0))

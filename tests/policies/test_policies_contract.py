@@ -1,0 +1,167 @@
+"""What every policy promises: a new one adds one row to ``ROWS``."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from kvcat.policies import (
+    POLICIES,
+    AttentionMassPolicy,
+    RandomPolicy,
+    Router,
+    SparsificationPolicy,
+    build_policies,
+    gate,
+    kept_count,
+)
+
+BATCH, HEADS, KV_HEADS, TOKENS, HIDDEN, HEAD_DIM = 3, 4, 2, 23, 12, 6
+
+
+@dataclass(frozen=True)
+class Row:
+    """One policy under test.
+
+    Args:
+        make: a new policy, made from a seed.
+        keep_ratio: of a policy that keeps an exact count, else None.
+        causal: the score at t does not depend on later tokens.
+    """
+
+    make: Callable[[int], SparsificationPolicy]
+    keep_ratio: float | None
+    causal: bool
+
+
+def router(seed: int) -> Router:
+    made = Router(HIDDEN, 5, noise=3.0, generator=torch.Generator().manual_seed(seed))
+    torch.nn.init.constant_(made.alpha, 0.7)
+    return made
+
+
+ROWS = {
+    "router": Row(router, keep_ratio=None, causal=True),
+    "random": Row(lambda seed: RandomPolicy(0.4), keep_ratio=0.4, causal=False),
+    "attention": Row(lambda seed: AttentionMassPolicy(0.4), keep_ratio=0.4, causal=False),
+}
+
+each_policy = pytest.mark.parametrize("name", ROWS)
+
+
+def scores_of(policy, *, inputs_seed=0, seed=0, tokens=TOKENS, dtype=torch.float32, changed_after=None):
+    """Scores on random inputs; positions from ``changed_after`` on are replaced by others."""
+    inputs = torch.Generator().manual_seed(inputs_seed)
+
+    def draw(heads, width):
+        x = torch.randn(BATCH, heads, TOKENS, width, generator=inputs)
+        if changed_after is not None:
+            x[:, :, changed_after:] = torch.randn(BATCH, heads, TOKENS - changed_after, width, generator=inputs)
+        return x[:, :, :tokens].to(dtype)
+
+    generator = torch.Generator().manual_seed(seed)
+    if policy.reads == "hidden":
+        return policy(draw(1, HIDDEN)[:, 0], generator)
+    return policy(draw(HEADS, HEAD_DIM), draw(KV_HEADS, HEAD_DIM), scale=HEAD_DIM**-0.5, generator=generator)
+
+
+def test_every_registered_policy_has_a_row():
+    assert set(ROWS) == set(POLICIES)
+
+
+@each_policy
+def test_the_registry_builds_the_class_that_the_row_tests(name):
+    built = build_policies(name, num_layers=4, hidden_size=HIDDEN, num_groups=2)
+    assert [type(policy) for policy in built.values()] == [type(ROWS[name].make(0))] * 2
+
+
+@each_policy
+def test_it_says_what_it_reads_and_whether_it_learns(name):
+    policy = ROWS[name].make(0)
+    assert isinstance(policy, SparsificationPolicy)
+    assert policy.reads in ("hidden", "attention")
+    assert policy.learned == any(parameter.requires_grad for parameter in policy.parameters())
+
+
+@each_policy
+@pytest.mark.parametrize("tokens", [1, 2, TOKENS])
+def test_there_is_one_score_in_zero_to_one_for_every_token(name, tokens):
+    scores = scores_of(ROWS[name].make(0), tokens=tokens)
+    assert scores.shape == (BATCH, tokens)
+    assert scores.min() >= 0
+    assert scores.max() <= 1
+
+
+@each_policy
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_scores_are_float32_whatever_the_dtype_of_the_model(name, dtype):
+    assert scores_of(ROWS[name].make(0), dtype=dtype).dtype == torch.float32
+
+
+@each_policy
+def test_a_double_policy_on_a_double_model_stays_double(name):
+    assert scores_of(ROWS[name].make(0).double(), dtype=torch.float64).dtype == torch.float64
+
+
+@each_policy
+def test_the_gate_is_zero_or_one_and_position_zero_is_visible(name):
+    scores = scores_of(ROWS[name].make(0))
+    mask = gate(scores)
+    assert set(mask.unique().tolist()) == {0.0, 1.0}
+    assert (mask[:, 0] == 1).all()
+    assert torch.equal(mask[:, 1:], (scores[:, 1:] > 0.5).float())
+
+
+@each_policy
+def test_the_scores_carry_gradient_exactly_if_the_policy_learns(name):
+    policy = ROWS[name].make(0)
+    assert scores_of(policy).requires_grad == policy.learned
+
+
+@each_policy
+def test_the_same_seed_gives_the_same_scores(name):
+    row = ROWS[name]
+    assert torch.equal(scores_of(row.make(5), seed=6), scores_of(row.make(5), seed=6))
+
+
+@each_policy
+def test_the_global_random_state_is_neither_read_nor_moved(name):
+    torch.manual_seed(1)
+    first = scores_of(ROWS[name].make(0))
+    torch.manual_seed(2)
+    before = torch.get_rng_state()
+    second = scores_of(ROWS[name].make(0))
+    assert torch.equal(first, second)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@each_policy
+def test_the_inputs_are_left_as_they_were(name):
+    policy = ROWS[name].make(0)
+    x = torch.randn(2, 4, 9, 12, generator=torch.Generator().manual_seed(0))
+    before = x.clone()
+    if policy.reads == "hidden":
+        policy(x[:, 0], torch.Generator().manual_seed(0))
+    else:
+        policy(x, x, scale=1.0)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.causal])
+@pytest.mark.parametrize("position", [1, 7, TOKENS - 1])
+def test_a_score_does_not_depend_on_later_tokens(name, position):
+    policy = ROWS[name].make(0).double()
+    whole = scores_of(policy, dtype=torch.float64)
+    torch.testing.assert_close(
+        scores_of(policy, dtype=torch.float64, changed_after=position)[:, :position], whole[:, :position]
+    )
+    torch.testing.assert_close(scores_of(policy, dtype=torch.float64, tokens=position), whole[:, :position])
+
+
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.keep_ratio is not None])
+@pytest.mark.parametrize("tokens", [1, 2, 10, TOKENS])
+def test_a_fixed_policy_keeps_an_exact_count_with_position_zero(name, tokens):
+    scores = scores_of(ROWS[name].make(0), tokens=tokens)
+    assert (scores.sum(1) == kept_count(ROWS[name].keep_ratio, tokens)).all()
+    assert (scores[:, 0] == 1).all()

@@ -1,0 +1,92 @@
+"""The policies that keep an exact count."""
+
+import pytest
+import torch
+
+from kvcat import InputError
+from kvcat.policies import AttentionMassPolicy, RandomPolicy, attention_mass, attention_mass_naive
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_random_masks_need_a_generator():
+    with pytest.raises(InputError, match=r"torch\.Generator"):
+        RandomPolicy(0.5)(torch.zeros(1, 4, 2))
+
+
+def test_random_masks_repeat_from_the_same_generator_state_and_change_when_it_moves():
+    policy, hidden, generator = RandomPolicy(0.5), torch.zeros(2, 64, 2), torch.Generator().manual_seed(3)
+    state = generator.get_state()
+    first, second = policy(hidden, generator), policy(hidden, generator)
+    assert not torch.equal(first, second)
+    assert torch.equal(policy(hidden, generator.set_state(state)), first)
+
+
+def test_each_sequence_of_a_batch_draws_its_own_slots():
+    scores = RandomPolicy(0.5)(torch.zeros(2, 64, 2), torch.Generator().manual_seed(0))
+    assert not torch.equal(scores[0], scores[1])
+
+
+def test_random_masks_are_uniform_over_all_positions_but_the_first_and_over_pairs():
+    draws, tokens = 20_000, 9
+    scores = RandomPolicy(0.5)(torch.zeros(draws, tokens, 1), torch.Generator().manual_seed(0))[:, 1:]
+    kept, others = 4, tokens - 1
+    single, pair = kept / others, kept * (kept - 1) / (others * (others - 1))
+    together = scores.T @ scores / draws
+    expected = torch.full_like(together, pair).fill_diagonal_(single)
+    assert (together - expected).abs().max() < 4.5 * (single * (1 - single) / draws) ** 0.5
+
+
+def test_random_masks_at_keep_one_show_everything():
+    assert RandomPolicy(1.0)(torch.zeros(2, 9, 1), torch.Generator().manual_seed(0)).min() == 1
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (6, 1)])
+@pytest.mark.parametrize("window", [None, 1, 4])
+@pytest.mark.parametrize("chunk", [1, 5, 13, 100])
+def test_attention_mass_in_chunks_equals_its_naive_twin(heads, window, chunk):
+    q, k = normal(2, heads[0], 13, 4), normal(2, heads[1], 13, 4, seed=1)
+    fast = attention_mass(q, k, scale=0.7, window=window, query_chunk=chunk)
+    torch.testing.assert_close(fast, attention_mass_naive(q, k, scale=0.7, window=window), rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(fast.sum(1), torch.full((2,), 13.0 * heads[0], dtype=torch.float64))
+
+
+def test_equal_keys_give_the_mass_of_uniform_attention():
+    mass = attention_mass(normal(1, 2, 4, 3), torch.zeros(1, 1, 4, 3, dtype=torch.float64), scale=1.0)
+    harmonic = [1 + 1 / 2 + 1 / 3 + 1 / 4, 1 / 2 + 1 / 3 + 1 / 4, 1 / 3 + 1 / 4, 1 / 4]
+    torch.testing.assert_close(mass, 2 * torch.tensor([harmonic], dtype=torch.float64))
+
+
+def test_the_slots_that_everyone_looks_at_are_kept():
+    keys = torch.zeros(1, 1, 8, 2)
+    keys[0, 0, [3, 6], 0] = 10.0
+    queries = torch.ones(1, 4, 8, 2)
+    assert AttentionMassPolicy(3 / 8)(queries, keys, scale=1.0).nonzero()[:, 1].tolist() == [0, 3, 6]
+
+
+def test_equal_masses_go_to_the_lower_position():
+    keys, queries = torch.zeros(1, 1, 12, 2), torch.ones(1, 1, 12, 2)
+    scores = AttentionMassPolicy(0.5)(queries, keys, scale=1.0, window=1)
+    assert scores.tolist() == [[1.0] * 6 + [0.0] * 6]
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_the_kept_slots_do_not_depend_on_the_chunk(chunk):
+    q, k = normal(2, 4, 40, 4), normal(2, 2, 40, 4, seed=1)
+    expected = attention_mass_naive(q, k, scale=0.5)
+    expected[:, 0] = torch.inf
+    kept = AttentionMassPolicy(0.3, query_chunk=chunk)(q, k, scale=0.5)
+    for row, mass in zip(kept, expected, strict=True):
+        assert set(row.nonzero().flatten().tolist()) == set(mass.topk(12).indices.tolist())
+
+
+def test_attention_mass_passes_no_gradient():
+    q, k = normal(1, 2, 6, 4).requires_grad_(), normal(1, 2, 6, 4, seed=1).requires_grad_()
+    assert not AttentionMassPolicy(0.5)(q, k, scale=1.0).requires_grad
+
+
+def test_a_chunk_of_no_queries_is_refused():
+    with pytest.raises(InputError, match="got 0"):
+        AttentionMassPolicy(0.5, query_chunk=0)

@@ -1,0 +1,187 @@
+"""The router and its linear attention."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from kvcat import InputError
+from kvcat.policies import Router, linear_attention, linear_attention_naive
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def moved_router(hidden: int, features: int = 5) -> Router:
+    router = Router(hidden, features, noise=1.0, generator=torch.Generator().manual_seed(1)).double()
+    torch.nn.init.constant_(router.alpha, 0.7)
+    for parameter, seed in ((router.norm.weight, 2), (router.norm.bias, 3)):
+        parameter.data += 0.3 * normal(hidden, seed=seed)
+    return router
+
+
+def paper_probability(router: Router, hidden: torch.Tensor) -> torch.Tensor:
+    """The appendix, token by token, in float64."""
+    sequences = []
+    for sequence in hidden:
+        S = torch.zeros(router.k_proj.weight.shape[0], router.v_proj.weight.shape[0], dtype=torch.float64)
+        z = torch.zeros(router.k_proj.weight.shape[0], dtype=torch.float64)
+        probabilities = []
+        for h in sequence:
+            centred = h - h.mean()
+            x = centred / (centred.square().mean() + router.norm.eps).sqrt() * router.norm.weight + router.norm.bias
+            q, k = (functional.elu(w @ x) + 1 for w in (router.q_proj.weight, router.k_proj.weight))
+            S = S + torch.outer(k, router.v_proj.weight @ x)
+            z = z + k
+            a = router.o_proj.weight @ ((q @ S) / (q @ z + 1e-6))
+            u = router.p_proj.weight @ h
+            w = h + router.alpha * a
+            probabilities.append((1 - (u / u.norm()) @ (w / w.norm())) / 2)
+        sequences.append(torch.stack(probabilities))
+    return torch.stack(sequences)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 8, 19, 64])
+def test_linear_attention_in_chunks_equals_its_naive_twin_in_outputs_and_gradients(chunk):
+    q, k = (functional.elu(normal(2, 19, 4, seed=seed)).add(1).requires_grad_() for seed in (0, 1))
+    v = normal(2, 19, 6, seed=2).requires_grad_()
+    upstream = normal(2, 19, 6, seed=3)
+    outputs = [linear_attention(q, k, v, chunk=chunk), linear_attention_naive(q, k, v)]
+    gradients = [torch.autograd.grad(output, (q, k, v), upstream) for output in outputs]
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-12, atol=1e-13)
+    for fast, slow in zip(*gradients, strict=True):
+        torch.testing.assert_close(fast, slow, rtol=1e-11, atol=1e-12)
+
+
+def test_linear_attention_of_equal_keys_is_the_running_mean_of_the_values():
+    values = normal(1, 10, 3)
+    ones = torch.ones(1, 10, 4, dtype=torch.float64)
+    means = values.cumsum(1) / torch.arange(1, 11)[:, None]
+    torch.testing.assert_close(linear_attention(ones, ones, values, chunk=4, eps=1e-15), means)
+
+
+def test_a_chunk_of_nothing_is_refused():
+    with pytest.raises(InputError, match="got 0"):
+        linear_attention(normal(1, 2, 3), normal(1, 2, 3), normal(1, 2, 3), chunk=0)
+
+
+def test_the_router_equals_the_paper_token_by_token_in_outputs_and_all_gradients():
+    router, hidden = moved_router(7), normal(2, 70, 7).requires_grad_()
+    upstream = normal(2, 70, seed=4)
+    inputs = [hidden, *router.parameters()]
+    outputs = [router(hidden), paper_probability(router, hidden)]
+    gradients = [torch.autograd.grad(output, inputs, upstream) for output in outputs]
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-12, atol=1e-13)
+    assert all(gradient.abs().max() > 1e-6 for gradient in gradients[1])
+    for fast, slow in zip(*gradients, strict=True):
+        torch.testing.assert_close(fast, slow, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+def test_at_the_start_every_probability_is_exactly_one(dtype, scale):
+    router = Router(33).to(torch.float64 if dtype == torch.float64 else torch.float32)
+    probabilities = router((normal(2, 200, 33) * scale).to(dtype))
+    assert (probabilities == 1).all()
+
+
+def test_at_the_start_the_gradient_of_the_probabilities_is_zero_for_every_parameter():
+    router = Router(16).double()
+    router(normal(2, 50, 16)).sum().backward()
+    for name, parameter in router.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().max() < 1e-14, name
+
+
+def test_noise_leaves_the_critical_point():
+    router = Router(16, noise=0.05).double()
+    router(normal(2, 50, 16)).sum().backward()
+    for parameter in (router.p_proj.weight, router.alpha):
+        assert parameter.grad is not None
+        assert parameter.grad.abs().max() > 1e-2
+
+
+def test_noise_is_seeded_and_has_the_standard_deviation_asked_for():
+    made = [Router(200, noise=0.05, generator=torch.Generator().manual_seed(s)).p_proj.weight for s in (1, 1, 2)]
+    noise = made[0].detach() + torch.eye(200)
+    assert torch.equal(made[0], made[1])
+    assert not torch.equal(made[0], made[2])
+    assert noise.std().item() == pytest.approx(0.05, rel=0.02)
+    assert noise.mean().item() == pytest.approx(0.0, abs=1e-3)
+
+
+def test_the_start_is_minus_the_identity_and_alpha_zero_and_projections_have_no_bias():
+    router = Router(6, 3)
+    assert torch.equal(router.p_proj.weight, -torch.eye(6))
+    assert router.alpha.item() == 0
+    names = {name for name, _ in router.named_parameters()}
+    projections = {f"{p}_proj.weight" for p in "qkvop"}
+    assert names == projections | {"norm.weight", "norm.bias", "alpha"}
+
+
+def test_the_probability_is_one_half_where_the_projection_is_orthogonal_and_zero_where_it_agrees():
+    router = Router(2)
+    hidden = torch.tensor([[[3.0, 4.0]]])
+    with torch.no_grad():
+        router.p_proj.weight.copy_(torch.tensor([[0.0, -1.0], [1.0, 0.0]]))
+        assert router(hidden).item() == 0.5
+        router.p_proj.weight.copy_(torch.eye(2))
+        assert router(hidden).item() == 0.0
+
+
+def test_a_bfloat16_autocast_does_not_reach_the_router():
+    router, hidden = moved_router(16).float(), normal(2, 30, 16).bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = router(hidden)
+    assert inside.dtype == torch.float32
+    assert torch.equal(inside, router(hidden.float()))
+
+
+def test_a_router_cast_to_bfloat16_still_computes_in_float32():
+    router = moved_router(16).bfloat16()
+    hidden = normal(2, 30, 16).bfloat16()
+    probabilities = router(hidden)
+    assert probabilities.dtype == torch.float32
+    assert torch.equal(probabilities, router.float()(hidden))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_vanishing_hidden_state_gives_finite_scores_and_gradients(dtype):
+    router, hidden = moved_router(8).to(dtype), torch.zeros(1, 3, 8, dtype=dtype, requires_grad=True)
+    probabilities = router(hidden)
+    probabilities.sum().backward()
+    assert hidden.grad is not None
+    assert probabilities.isfinite().all()
+    assert hidden.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("options", [{"hidden_size": 0}, {"hidden_size": 4, "feature_dim": 0}])
+def test_an_empty_router_is_refused(options):
+    with pytest.raises(InputError, match="at least 1"):
+        Router(**options)
+
+
+@pytest.mark.parametrize("noise", [-0.1, float("nan")])
+def test_negative_noise_is_refused_with_its_value(noise):
+    with pytest.raises(InputError, match=str(noise)):
+        Router(4, noise=noise)
+
+
+def test_the_budget_alone_moves_the_router_to_its_target():
+    from kvcat.losses import budget_loss
+
+    router = Router(32, 8, noise=0.02)
+    optimizer = torch.optim.AdamW(router.parameters(), lr=3e-3, weight_decay=0.0)
+    embedding = normal(100, 32, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    kept = []
+    for _ in range(120):
+        hidden = embedding[torch.randint(100, (2, 64), generator=generator)]
+        prob = router(hidden)
+        keep = (prob > 0.5).float()
+        optimizer.zero_grad()
+        budget_loss(keep, prob, 0.5).backward()
+        optimizer.step()
+        kept.append(keep.mean().item())
+    assert kept[0] == 1.0
+    assert sum(kept[-40:]) / 40 == pytest.approx(0.5, abs=0.05)
