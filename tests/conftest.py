@@ -1,9 +1,24 @@
-"""Shape and type annotations are checked while the tests run."""
+"""Shape and type annotations are checked while the tests run; a tiny model for the tests that need a folder of one."""
 
 from jaxtyping import install_import_hook
 
 install_import_hook("kvcat", "beartype.beartype")
 
+import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from tiny import write_texts, write_tiny_model  # noqa: E402
+
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory):
+    """A Hugging Face folder: Qwen2, two layers, width 32, 256 positions, byte-level tokenizer with a chat template."""
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def texts_folder(tmp_path_factory):
+    """A folder of 40 short texts."""
+    return write_texts(tmp_path_factory.mktemp("data") / "texts")

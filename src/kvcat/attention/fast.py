@@ -99,8 +99,8 @@ def _choose(
 ) -> str:
     needs_mask = reach is not None or (keep_self and keep is not None)
     if path == "auto":
-        # measured on CPU (benchmarks/attention.py): eight more channels cost narrow heads more than a shared mask does
-        narrow = q.device.type == "cpu" and q.shape[-1] <= 16 and q.shape[2] <= 1024
+        # measured on CPU (benchmarks/attention.py): in short, narrow heads eight more channels cost more than a mask
+        narrow = q.device.type == "cpu" and q.shape[-1] <= 32 and q.shape[2] <= 512
         return "mask" if needs_mask or (narrow and log_bias is None) else "channels"
     if path not in ("channels", "mask"):
         raise ValueError(f"path must be auto, channels or mask, got {path!r}")

@@ -1,0 +1,47 @@
+"""Compression of a prefix after the fact, and how well a suffix fares on the result."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from kvcat.compress.attention_matching import AttentionMatching
+from kvcat.compress.common import Compressor, slots_for
+from kvcat.compress.eviction import Eviction
+from kvcat.compress.gradient import SNAPSHOT_STEPS, GradientCompression
+from kvcat.compress.replay import Scores, compare, replay
+from kvcat.compress.scorers import SCORERS
+from kvcat.compress.sequences import INSTRUCTION, Reconstruction, reconstruction
+from kvcat.compress.solvers import fit_log_bias, fit_values
+from kvcat.compress.trace import Trace, trace
+from kvcat.errors import InputError
+
+COMPRESSORS: dict[str, Callable[..., Compressor]] = {
+    "attention-matching": AttentionMatching,
+    "gradient": GradientCompression,
+    **{name: partial(Eviction, name) for name in SCORERS},
+}
+
+
+def make_compressor(name: str, **options: Any) -> Compressor:
+    """The compressor of a name, with its options.
+
+    Args:
+        name: one of ``COMPRESSORS``.
+        options: fields of the compressor.
+
+    Raises:
+        InputError: an unknown name, or options it does not have or take.
+    """
+    if name not in COMPRESSORS:
+        raise InputError(f"no compressor {name!r}; there are {', '.join(COMPRESSORS)}")
+    try:
+        return COMPRESSORS[name](**options)
+    except TypeError as error:
+        raise InputError(f"{name}: {error}") from error
+
+
+__all__ = [
+    "COMPRESSORS", "INSTRUCTION", "SNAPSHOT_STEPS", "AttentionMatching", "Compressor", "Eviction",
+    "GradientCompression", "Reconstruction", "Scores", "Trace", "compare", "fit_log_bias", "fit_values",
+    "make_compressor", "reconstruction", "replay", "slots_for", "trace",
+]  # fmt: skip

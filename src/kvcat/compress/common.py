@@ -2,12 +2,9 @@
 
 import hashlib
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Protocol
 
 import torch
-from torch import nn
 
 from kvcat.cache import CompactCache, CompactLayer
 from kvcat.compress.trace import Trace
@@ -96,20 +93,3 @@ def top_positions(scores: Float[Tensor, "*heads prefix"], num_slots: int) -> Int
     """
     order = scores.sort(dim=-1, descending=True, stable=True).indices
     return order[..., :num_slots].sort(dim=-1).values
-
-
-@contextmanager
-def frozen(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode with no parameter asking for gradients; both are restored at the end."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    training = [m for m in model.modules() if m.training]
-    try:
-        for parameter in parameters:
-            parameter.requires_grad_(False)
-        model.eval()
-        yield
-    finally:
-        for parameter in parameters:
-            parameter.requires_grad_(True)
-        for module in training:
-            module.training = True

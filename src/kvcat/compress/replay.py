@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvcat.cache import CompactCache
-from kvcat.compress.common import frozen
+from kvcat.compress.freezing import frozen
 from kvcat.compress.trace import Trace
 from kvcat.errors import InputError
 from kvcat.models import hidden_states, logits_from_hidden

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvcat.cache import CompactCache, CompactLayer, fingerprint, layer_windows
+from kvcat.compress.freezing import frozen
 from kvcat.compress.sequences import Reconstruction
 from kvcat.errors import InputError
 from kvcat.models import capture, logits_from_hidden
@@ -95,7 +96,8 @@ class Trace:
         if self.supervision == "self":
             return [q[:, :, start:] for q in self.queries]
         prefix_ids = self.input_ids[:, : self.prefix_len]
-        return self.memo(("prefix_queries", start), lambda: capture(self.model, prefix_ids, query_start=start).queries)
+        with frozen(self.model):
+            return capture(self.model, prefix_ids, query_start=start).queries
 
     def memo(self, key: Any, make: Callable[[], _Value]) -> _Value:
         """What ``make`` returned the first time this key was asked for: work shared between keep ratios and methods.
@@ -145,7 +147,8 @@ def trace(
         raise InputError(f"prefix_len must be in [1, {longest}] for {num_tokens} tokens, not {prefix_len}")
     _check_model(model, num_tokens)
     start = prefix_len if start is None else start
-    seen = capture(model, input_ids, query_start=0 if supervision == "self" else start)
+    with frozen(model):
+        seen = capture(model, input_ids, query_start=0 if supervision == "self" else start)
     return Trace(
         model=model,
         input_ids=input_ids,

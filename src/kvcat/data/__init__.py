@@ -4,7 +4,7 @@ from kvcat.data.documents import Document, file_documents, hub_documents, open_d
 from kvcat.data.held_out import split_documents
 from kvcat.data.installed import installed_documents
 from kvcat.data.packing import TokenTable, encode_documents, pack
-from kvcat.data.split import Split, drop_near_duplicates, hash_order, split_of
+from kvcat.data.split import Split, drop_near_duplicates, hash_order, split_of, split_position
 
 __all__ = [
     "Document",
@@ -20,4 +20,5 @@ __all__ = [
     "pack",
     "split_documents",
     "split_of",
+    "split_position",
 ]

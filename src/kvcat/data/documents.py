@@ -1,15 +1,19 @@
 """Documents from local files, folders and the Hub."""
 
 import json
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvcat.errors import InputError
+from kvcat.network import hub_obstacle
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".tex", ".html")
-TABLE_SUFFIXES = (".parquet", ".jsonl", ".json")
-PIECE_CHARACTERS = 1 << 16
+TABLE_SUFFIXES = (".parquet", ".jsonl")
+PIECE_CHARACTERS = 1 << 14
+PARQUET_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -52,15 +56,22 @@ def open_documents(source: str) -> Iterator[Document]:
 def file_documents(path: Path, *, text_field: str = "text") -> Iterator[Document]:
     """Documents of a file or of every readable file below a folder, in the order of their names.
 
-    A table (``.parquet``, ``.jsonl``) holds one document a row; a plain text longer than 65,536 characters becomes
-    consecutive documents of at most that size, cut at line ends, so that a part of it can be held out.
+    A table (``.parquet``, ``.jsonl``) holds one document a row, rows without a text left out; a plain text longer than
+    16,384 characters becomes consecutive documents of at most that size, cut at line ends, so that a part of it can be
+    held out. A file of any other name is read as plain text.
+
+    Args:
+        path: file or folder.
+        text_field: the column that holds the text.
 
     Raises:
-        InputError: path missing, no readable file, text field missing, text that is not UTF-8.
+        InputError: path missing, no readable file; while reading: no such column, a column of something else than
+            text, a damaged file, text that is not UTF-8.
     """
     if not path.exists():
         raise InputError(f"no such text file or folder: {path}")
-    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in TEXT_SUFFIXES + TABLE_SUFFIXES)
+    named = TEXT_SUFFIXES + TABLE_SUFFIXES
+    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in named and p.is_file())
     if not files:
         raise InputError(f"no text, .jsonl or .parquet file in folder {path}")
     return _read_files(files, path if path.is_dir() else path.parent, text_field)
@@ -70,7 +81,7 @@ def _read_files(files: list[Path], root: Path, text_field: str) -> Iterator[Docu
     for file in files:
         name = file.relative_to(root).as_posix()
         if file.suffix in TABLE_SUFFIXES:
-            yield from _table_documents(file, name, text_field)
+            yield from _row_documents(_table_rows(file), name, text_field, str(file))
         else:
             yield from _text_pieces(file, name)
 
@@ -90,20 +101,37 @@ def _text_pieces(file: Path, name: str) -> Iterator[Document]:
         start, number = end, number + 1
 
 
-def _table_documents(file: Path, name: str, text_field: str) -> Iterator[Document]:
-    import datasets
+def _table_rows(file: Path) -> Iterator[dict[str, Any]]:
+    if file.suffix == ".parquet":
+        yield from _parquet_rows(file)
+        return
+    with file.open(encoding="utf-8") as lines:
+        try:
+            yield from (_json_row(line, number, file) for number, line in enumerate(lines, 1) if line.strip())
+        except UnicodeDecodeError as error:
+            raise InputError(f"{file} is not UTF-8 text: {error.reason} at byte {error.start}") from None
 
-    builder = "parquet" if file.suffix == ".parquet" else "json"
+
+def _json_row(line: str, number: int, file: Path) -> dict[str, Any]:
     try:
-        rows = datasets.load_dataset(builder, data_files=str(file), split="train", streaming=True)
-        for number, row in enumerate(rows):
-            yield _row_document(row, f"{name}#{number}", text_field, str(file))
-    except (OSError, json.JSONDecodeError, datasets.exceptions.DatasetGenerationError) as error:
-        raise InputError(f"{file} cannot be read as {builder}: {str(error).splitlines()[0]}") from None
-    except Exception as error:
-        if type(error).__module__.startswith("pyarrow"):
-            raise InputError(f"{file} cannot be read as {builder}: {str(error).splitlines()[0]}") from None
-        raise
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise InputError(f"line {number} of {file} is not JSON: {error.msg}") from None
+    if not isinstance(row, dict):
+        raise InputError(f"line {number} of {file} is no JSON object")
+    return row
+
+
+def _parquet_rows(file: Path) -> Iterator[dict[str, Any]]:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        with parquet.ParquetFile(file) as table:
+            for batch in table.iter_batches(batch_size=PARQUET_ROWS):
+                yield from batch.to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise InputError(f"{file} cannot be read as parquet: {_one_line(error)}") from None
 
 
 def hub_documents(name: str, *, text_field: str = "text") -> Iterator[Document]:
@@ -114,22 +142,34 @@ def hub_documents(name: str, *, text_field: str = "text") -> Iterator[Document]:
         text_field: the column that holds the text.
 
     Raises:
-        InputError: the Hub cannot be reached, no such data set, no such column.
+        InputError: the Hub cannot be reached (told within seconds), no such data set; while reading: no such column.
     """
-    import datasets
-
     path, _, split = name.partition("@")
     owner_name, config = "/".join(path.split("/")[:2]), "/".join(path.split("/")[2:]) or None
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", owner_name):
+        raise InputError(f"hub:{name} names no data set: write hub:OWNER/NAME, hub:OWNER/NAME/CONFIG or ...@SPLIT")
+    if obstacle := hub_obstacle():
+        raise InputError(f"data set {owner_name!r} is on the Hub, and {obstacle}")
+    import datasets
+
     try:
         rows = datasets.load_dataset(owner_name, config, split=split or "train", streaming=True)
     except (OSError, ValueError) as error:
-        raise InputError(f"data set {owner_name!r} cannot be opened: {str(error).splitlines()[0]}") from None
-    return (_row_document(row, f"{name}#{number}", text_field, owner_name) for number, row in enumerate(rows))
+        raise InputError(f"data set {owner_name!r} cannot be opened: {_one_line(error)}") from None
+    return _row_documents(rows, name, text_field, owner_name)
 
 
-def _row_document(row: dict[str, object], fallback_id: str, text_field: str, source: str) -> Document:
-    if text_field not in row:
-        raise InputError(f"{source} has no column {text_field!r}; its columns: {', '.join(row)}")
-    text = str(row[text_field])
-    name = str(row.get("id") or fallback_id)
-    return Document(name, lambda: text)
+def _row_documents(rows: Iterable[dict[str, Any]], name: str, text_field: str, source: str) -> Iterator[Document]:
+    for number, row in enumerate(rows):
+        if text_field not in row:
+            raise InputError(f"row {number} of {source} has no column {text_field!r}; its columns: {', '.join(row)}")
+        text = row[text_field]
+        if text is None:
+            continue
+        if not isinstance(text, str):
+            raise InputError(f"column {text_field!r} of {source} holds {type(text).__name__}, not text")
+        yield Document(str(row.get("id") or f"{name}#{number}"), lambda text=text: text)
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

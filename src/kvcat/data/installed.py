@@ -7,7 +7,17 @@ from pathlib import Path
 from kvcat.data.documents import Document
 from kvcat.errors import InputError
 
-PACKAGES = ("torch", "transformers", "numpy", "sympy", "pandas", "matplotlib", "networkx", "huggingface_hub", "datasets")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "numpy",
+    "sympy",
+    "pandas",
+    "matplotlib",
+    "networkx",
+    "huggingface_hub",
+    "datasets",
+)
 SKIPPED_FOLDERS = frozenset(
     ("test", "tests", "testing", "idlelib", "site-packages", "dist-packages", "__pycache__", "_vendor", "lib2to3")
 )
@@ -18,8 +28,8 @@ MIN_BYTES = 400
 def installed_documents() -> list[Document]:
     """The standard library's and the dependencies' Python files, in the order of their names; nothing is read yet.
 
-    A document's id is ``stdlib/...`` or ``PACKAGE/...``, the path inside the library, so that a file belongs to the same
-    split on every machine. Tests, vendored copies, tiny files and generated giants are left out.
+    A document's id is ``stdlib/...`` or ``PACKAGE/...``, the path inside the library, so that a file belongs to the
+    same split on every machine. Tests, vendored copies, tiny files and generated giants are left out.
 
     Raises:
         InputError: this installation has no Python sources (a frozen or stripped one).
@@ -43,7 +53,9 @@ def _walk(name: str, root: Path) -> list[Document]:
         for file in sorted(files):
             path = Path(folder, file)
             if file.endswith(".py") and MIN_BYTES <= path.stat().st_size <= MAX_BYTES:
-                found.append(Document(f"{name}/{path.relative_to(root).as_posix()}", lambda path=path: read_source(path)))
+                found.append(
+                    Document(f"{name}/{path.relative_to(root).as_posix()}", lambda path=path: read_source(path))
+                )
     return found
 
 

@@ -21,7 +21,9 @@ def encode_documents(
     """Name and token ids of each document, without special tokens, in the documents' order."""
     iterator = iter(documents)
     while batch := list(islice(iterator, BATCH_DOCUMENTS)):
-        encoded = tokenizer([d.text for d in batch], add_special_tokens=False, return_attention_mask=False, verbose=False)
+        encoded = tokenizer(
+            [d.text for d in batch], add_special_tokens=False, return_attention_mask=False, verbose=False
+        )
         for document, ids in zip(batch, encoded["input_ids"], strict=True):
             yield document.id, np.asarray(ids, dtype=np.int32)
 
@@ -68,7 +70,7 @@ def pack(
     *,
     max_sequences: int | None = None,
 ) -> TokenTable:
-    """The documents' tokens, each document followed by EOS, cut into sequences of ``seq_len``; the remainder is dropped.
+    """The documents' tokens, EOS after each document, cut into sequences of ``seq_len``; the remainder is dropped.
 
     Args:
         documents: read only as far as needed.

@@ -16,6 +16,11 @@ def _unit(name: str) -> float:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
 
 
+def split_position(document_id: str) -> float:
+    """Where a document's name falls in the hash range [0, 1), from which its split follows."""
+    return _unit(f"split:{document_id}")
+
+
 def split_of(document_id: str, fraction: float = HELD_OUT_FRACTION) -> Split:
     """The split a document belongs to: below ``fraction`` of the hash range test, the next as much validation.
 
@@ -23,7 +28,7 @@ def split_of(document_id: str, fraction: float = HELD_OUT_FRACTION) -> Split:
         document_id: the document's name.
         fraction: share of the documents in each held-out split, in (0, 0.5).
     """
-    position = _unit(f"split:{document_id}")
+    position = split_position(document_id)
     if position < fraction:
         return "test"
     return "validation" if position < 2 * fraction else "train"

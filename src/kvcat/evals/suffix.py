@@ -46,16 +46,16 @@ class Method:
 
 @dataclass(frozen=True)
 class _Job:
-    """One method at one keep ratio, with the steps after which it is scored and the windows it covers."""
+    """One method at one keep ratio, with its last step if it has steps, and the number of windows it covers."""
 
     method: Method
     compressor: Any
     keep_ratio: float
-    steps: tuple[int | None, ...]
+    last_step: int | None
     num_windows: int
 
     def caches(self, traced: Trace) -> Iterator[tuple[int | None, CompactCache]]:
-        if self.steps == (None,):
+        if self.last_step is None:
             yield None, self.compressor(traced, keep_ratio=self.keep_ratio)
         else:
             yield from self.compressor.snapshots(traced, keep_ratio=self.keep_ratio)
@@ -79,7 +79,8 @@ class _Subject:
         )  # fmt: skip
 
     def is_done(self, folder: ResultsFolder, job: _Job, batch: Sequence[Window]) -> bool:
-        return all(folder.done(self.record(job, step, w, {}).key) for w in batch for step in job.steps)
+        """A window's last step is written after its others, so its record stands for them."""
+        return all(folder.done(self.record(job, job.last_step, window, {}).key) for window in batch)
 
 
 def evaluate_suffix(
@@ -136,7 +137,8 @@ def evaluate_suffix(
                 jobs = [job for job in plan if start < job.num_windows]
                 _evaluate_batch(subject, windows[start:stop], jobs, folder, bar, seconds)
         total_seconds = time.monotonic() - started
-        _log(out_dir, {"event": "end", "seconds": round(total_seconds, 1), "seconds_by_method": dict(seconds)})
+        by_method = {name: round(spent, 2) for name, spent in seconds.items()}
+        _log(out_dir, {"event": "end", "seconds": round(total_seconds, 1), "seconds_by_method": by_method})
         return folder.records
 
 
@@ -164,7 +166,7 @@ def _evaluate_batch(
         folder.append(
             subject.record(job, step, window, values[row]) for row, window in enumerate(batch) for step, values in found
         )
-        seconds[job.method.name] += round(time.monotonic() - begun, 2)
+        seconds[job.method.name] += time.monotonic() - begun
         bar.advance(len(batch), f"{subject.label}: {job.method.name} keep {job.keep_ratio:g}")
 
 
@@ -208,15 +210,16 @@ def _jobs(method: str | Method, keep_ratios: Sequence[float], num_windows: int, 
     if method.num_windows is not None and method.num_windows < 1:
         raise InputError(f"{method.name}: num_windows is {method.num_windows}; it must be at least 1")
     compressor = _compressor(method, seed)
-    steps = tuple(compressor.snapshot_steps) if hasattr(compressor, "snapshots") else (None,)
+    last_step = compressor.num_steps if hasattr(compressor, "snapshots") else None
     count = min(method.num_windows or num_windows, num_windows)
     ratios = keep_ratios if method.keep_ratios is None else method.keep_ratios
-    return [_Job(method, compressor, float(ratio), steps, count) for ratio in ratios]
+    return [_Job(method, compressor, float(ratio), last_step, count) for ratio in ratios]
 
 
 def _compressor(method: Method, seed: int) -> Any:
     compressor = make_compressor(method.name, **method.options)
-    if hasattr(compressor, "seed") and "seed" not in method.options:
+    draws = any(hasattr(part, "seed") for part in (compressor, getattr(compressor, "scorer", None)))
+    if draws and "seed" not in method.options:
         compressor = make_compressor(method.name, seed=seed, **method.options)
     return compressor
 

@@ -1,18 +1,15 @@
 """Model names to local folders."""
 
-import os
 import re
-import socket
-import threading
 from importlib.resources import files
 from pathlib import Path
-from urllib.parse import urlparse
 
 from kvcat.errors import InputError
+from kvcat.network import PATIENCE, hub_obstacle
 
 BASE_NAME = "kvcat-base"
 _PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.bin"]
-_PATIENCE = 4.0  # seconds until the Hub counts as unreachable
+_PATIENCE = PATIENCE
 
 
 def local_folder(name_or_path: str | Path) -> Path:
@@ -52,36 +49,13 @@ def _cached(name: str) -> Path | None:
 
 
 def _download(name: str) -> Path:
-    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    if constants.HF_HUB_OFFLINE:
-        raise InputError(f"{name} is neither a folder nor in the local Hub cache, and HF_HUB_OFFLINE is set")
-    host = urlparse(constants.ENDPOINT).hostname or "huggingface.co"
-    if not _reachable(host):
-        raise InputError(f"{name} is neither a folder nor in the local Hub cache, and {host} cannot be reached")
+    if obstacle := hub_obstacle(_PATIENCE):
+        raise InputError(f"{name} is neither a folder nor in the local Hub cache, and {obstacle}")
     try:
         return Path(snapshot_download(name, allow_patterns=_PATTERNS, etag_timeout=_PATIENCE))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         line = " ".join(str(error).split())[:200]
-        raise InputError(f"cannot get {name} from {host}: {line}") from error
-
-
-def _reachable(host: str) -> bool:
-    """Whether a connection opens in time; name resolution has no timeout of its own, hence the thread."""
-    proxy = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy") or os.environ.get("ALL_PROXY")
-    target = urlparse(proxy if proxy and "//" in proxy else f"https://{proxy or host}")
-    address = (target.hostname or host, target.port or 443)
-    opened: list[bool] = []
-
-    def attempt() -> None:
-        try:
-            with socket.create_connection(address, timeout=_PATIENCE):
-                opened.append(True)
-        except OSError:
-            pass
-
-    thread = threading.Thread(target=attempt, daemon=True)
-    thread.start()
-    thread.join(_PATIENCE)
-    return bool(opened)
+        raise InputError(f"cannot get {name} from the Hub: {line}") from error

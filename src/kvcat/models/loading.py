@@ -6,7 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,6 +25,18 @@ DTYPES = {
     "float64": torch.float64,
 }
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
+
+
+@overload
+def load(
+    name_or_path: str | Path, *, dtype: str = "float32", device: str = "cpu", tokenizer: Literal[True] = True
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]: ...
+
+
+@overload
+def load(
+    name_or_path: str | Path, *, dtype: str = "float32", device: str = "cpu", tokenizer: bool
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]: ...
 
 
 def load(
@@ -158,18 +170,23 @@ def _check_weights(folder: Path) -> None:
 def _load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, trust_remote_code=False, local_files_only=True, output_loading_info=True
+            folder,
+            dtype=dtype,
+            trust_remote_code=False,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # so that the refusal below can name the weight
         )
     except Exception as error:
         # whatever the folder's content makes transformers raise, down to AttributeError, is the folder's fault
         raise InputError(f"cannot load {folder}: {_one_line(error)}") from error
     model, info = loaded
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise InputError(f"{folder} lacks {len(missing)} of the model's weights, for example {missing[0]}")
     mismatched = sorted(str(key) for key in info.get("mismatched_keys", ()))
     if mismatched:
         raise InputError(f"{folder} has weights of another shape than config.json says, for example {mismatched[0]}")
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise InputError(f"{folder} lacks {len(missing)} of the model's weights, for example {missing[0]}")
     return model
 
 

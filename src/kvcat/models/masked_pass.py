@@ -152,10 +152,10 @@ class MaskedPass(nn.Module):
             if start in state.gates:
                 return state.gates[start]
 
+            generator = state.generator(start)
+
             def decide(queries: Tensor, keys: Tensor, scale: float, window: int | None) -> Tensor:
-                state.scores[start] = policy(
-                    queries, keys, scale=scale, window=window, generator=state.generator(start)
-                )
+                state.scores[start] = policy(queries, keys, scale=scale, window=window, generator=generator)
                 return gate(state.scores[start], self.tau)
 
             return AttentionGate(start, state.num_rows, decide, self.coupling, self.keep_self)

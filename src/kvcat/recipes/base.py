@@ -9,7 +9,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from kvcat.data import Document, hash_order, installed_documents, split_of
-from kvcat.training import TrainConfig, train
+from kvcat.recipes.card import base_card, measure
+from kvcat.training import TrainConfig, read_metrics, train
 
 VOCAB_SIZE = 1024
 CONTEXT = 1024
@@ -102,7 +103,16 @@ def pretrain(output: Path, *, device: str = "cpu", progress: bool = True) -> Pat
         device: torch device.
         progress: show a progress bar.
     """
-    untrained = output / "untrained"
+    untrained, config = output / "untrained", dataclasses.replace(pretraining(output), device=device)
     if not (untrained / "tokenizer.json").exists():
-        write_untrained(untrained, seed=0)
-    return train(dataclasses.replace(pretraining(output), device=device), progress=progress).export
+        write_untrained(untrained, seed=config.seed)
+    result = train(config, progress=progress)
+    write_card(result.folder, config)
+    return result.export
+
+
+def write_card(run: Path, config: TrainConfig) -> None:
+    """Measure the exported base on held-out files and write its card."""
+    seconds = [config.tokens_per_step / r["tokens_per_s"] for r in read_metrics(run / "metrics.jsonl") if r["kind"] == "train"]
+    hours = sum(seconds) * config.log_every / 3600
+    (run / "export" / "README.md").write_text(base_card(config, measure(run / "export"), hours))

@@ -1,6 +1,7 @@
 """Whole figures: panels for the page as SVG, and the same panels side by side as PNG files."""
 
 from collections.abc import Callable, Mapping, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def quality_plots(rows: Sequence[SummaryRow], models: Sequence[str], name: str) 
     parts = []
     for metric in QUALITY_METRICS:
         panels = quality_panels(rows, metric, models)
-        head = f"<h3>{html.escape(METRICS[metric].label)} against the fraction kept</h3>\n"
+        head = f"<h3>{escape(METRICS[metric].label)} against the fraction kept</h3>\n"
         parts.append(head + html.legend(models, dense=metric == "nll") + _svg_panels(panels, f"{name}-{metric}"))
     return "".join(parts)
 
@@ -36,7 +37,7 @@ def difference_plots(rows: Sequence[ComparisonRow], models: Sequence[str], name:
     parts, own = [], _first_reference(rows)
     shown = [model for model in models if any(row.model == model for row in own)]
     for metric in DIFFERENCE_METRICS:
-        parts.append(f"<h3>{html.escape(_difference_title(metric, own[0].reference))}</h3>\n")
+        parts.append(f"<h3>{escape(_difference_title(metric, own[0].reference))}</h3>\n")
         parts.append(html.legend(models, shown))
         parts.append(_svg_panels(difference_panels(rows, metric, models), f"{name}-difference-{metric}"))
     return "".join(parts)
@@ -46,7 +47,7 @@ def step_plots(rows: Sequence[SummaryRow], models: Sequence[str], name: str) -> 
     """Panels for the page: each step metric, one panel per method and keep ratio."""
     parts = []
     for metric in STEP_METRICS:
-        head = f"<h3>{html.escape(METRICS[metric].label)} against gradient steps</h3>\n"
+        head = f"<h3>{escape(METRICS[metric].label)} against gradient steps</h3>\n"
         panels = step_panels(rows, metric, models)
         parts.append(head + html.legend(models) + _svg_panels(panels, f"{name}-steps-{metric}"))
     return "".join(parts)

@@ -123,9 +123,10 @@ def _keep_axis(axes: Any, keeps: Sequence[float]) -> None:
 def _finish(axes: Any, metric: str) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    unit = {"kl": "nats per token, log axis", "top1": "", "retention": ""}.get(metric, "nats per token")
-    axes.set_ylabel(f"{METRICS[metric].label} ({unit})" if unit else METRICS[metric].label)
-    if metric in _LOG_METRICS:
+    positive = any((container.lines[0].get_ydata() > 0.0).any() for container in axes.containers)
+    log = metric in _LOG_METRICS and positive
+    axes.set_ylabel(f"{METRICS[metric].label} (nats per token{', log axis' if log else ''})")
+    if log:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

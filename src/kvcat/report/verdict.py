@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from kvcat.evals import METRICS, ComparisonRow
 from kvcat.report.tables import final_comparisons, keep_label, number
 
+_FEW_DOCUMENTS = 10
 _ANSWERS = ("better", "worse", "not distinguishable")
 
 
@@ -58,6 +59,9 @@ def _verdict(rows: list[ComparisonRow]) -> PairVerdict:
     points = [f"KL: {_where(rows, 'kl')}; ratio to {first.reference} {_span([f'{r:.2f}' for r in ratios])}."]
     points += [_point(rows, name) for name in ("nll", "delta_nll", "top1", "retention")]
     points += [_level_point(max(rows, key=lambda row: row.num_windows), name) for name in ("nll_dense", "context_gain")]
+    num_documents = min(row.num_documents for row in rows)
+    if num_documents < _FEW_DOCUMENTS:
+        points.append(f"Only {num_documents} documents: the intervals are likely too narrow.")
     return PairVerdict(first.model, first.reference, first.method, headline, tuple(points))
 
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,7 @@ def _result_sections(result: _Results, models: Sequence[str], suffix: str) -> di
 
 
 def _folded(head: str, content: str) -> str:
-    return f"<details><summary>{html.escape(head)}</summary>{content}</details>\n"
+    return f"<details><summary>{escape(head)}</summary>{content}</details>\n"
 
 
 def _comparison_section(result: _Results, models: Sequence[str]) -> str:
@@ -133,7 +134,7 @@ def _comparison_section(result: _Results, models: Sequence[str]) -> str:
     parts.append(difference_plots(rows, models, result.name))
     for model, reference in dict.fromkeys((row.model, row.reference) for row in rows):
         own = [row for row in rows if (row.model, row.reference) == (model, reference)]
-        parts.append(f"<h3>{html.escape(f'{model} minus {reference}')}</h3>\n{html.comparison_table(own)}")
+        parts.append(f"<h3>{escape(f'{model} minus {reference}')}</h3>\n{html.comparison_table(own)}")
     return "".join(parts)
 
 
@@ -169,5 +170,7 @@ def _run_facts(result: _Results) -> str:
         shown["command"] = list(dict.fromkeys(event["command"] for event in starts))
         shown |= {name: value for name, value in starts[-1].items() if name not in ("event", "command")}
     if ends:
-        shown["evaluation time"] = f"{sum(event['seconds'] for event in ends):.0f} s"
-    return f"<h3>{html.escape(result.name)}</h3>\n" + html.facts(shown)
+        stopped = len(starts) - len(ends)
+        more = f", without {stopped} interrupted run{'s' * (stopped > 1)}" if stopped > 0 else ""
+        shown["evaluation time"] = f"{sum(event['seconds'] for event in ends):.0f} s{more}"
+    return f"<h3>{escape(result.name)}</h3>\n" + html.facts(shown)

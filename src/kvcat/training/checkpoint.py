@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -40,12 +41,18 @@ def checkpoint_folder(run: Path, step: int) -> Path:
 
 
 def save_checkpoint(run: Path, state: TrainState, keep: int) -> Path:
-    """Write a checkpoint atomically, then remove all but the newest ``keep``; returns its folder."""
+    """Write a checkpoint atomically, then remove all but the newest ``keep``; returns its folder.
+
+    Checkpoints of later steps are damaged ones that the run passed over; they go first.
+
+    Raises:
+        InputError: it cannot be written; the earlier checkpoints are as they were.
+    """
     folder = checkpoint_folder(run, state.step)
     partial = folder.with_name(f".partial-{folder.name}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     try:
+        _clear_partial(run)
+        partial.mkdir(parents=True)
         save_file({k: v.detach().cpu().contiguous() for k, v in state.model.items()}, partial / _FILES[0])
         save_file({k: v.detach().cpu().contiguous() for k, v in state.routers.items()}, partial / _FILES[1])
         torch.save(state.optimizer, partial / _FILES[2])
@@ -56,12 +63,24 @@ def save_checkpoint(run: Path, state: TrainState, keep: int) -> Path:
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
         _sync(folder.parent)
-    except BaseException:
+    except (OSError, SafetensorError, RuntimeError) as error:
+        # torch.save and safetensors tell a full disk as RuntimeError and SafetensorError
+        told = " ".join(str(error).split())[:200]
+        raise InputError(f"checkpoint {folder} cannot be written; earlier ones are in place: {told}") from error
+    finally:
         shutil.rmtree(partial, ignore_errors=True)
-        raise
+    for old in _folders(run):
+        if _step(old) > state.step:
+            shutil.rmtree(old)
     for old in _folders(run)[:-keep]:
         shutil.rmtree(old)
     return folder
+
+
+def _clear_partial(run: Path) -> None:
+    """Remove what a kill in the middle of writing left."""
+    for left in (run / "checkpoints").glob(".partial-*"):
+        shutil.rmtree(left)
 
 
 def load_newest(run: Path) -> tuple[TrainState | None, list[str]]:
@@ -71,7 +90,7 @@ def load_newest(run: Path) -> tuple[TrainState | None, list[str]]:
         try:
             return load_checkpoint(folder), warnings
         except InputError as error:
-            warnings.append(str(error))
+            warnings.append(f"{error}; it is passed over")
     return None, warnings
 
 
@@ -92,12 +111,18 @@ def load_checkpoint(folder: Path) -> TrainState:
             routers=load_file(folder / _FILES[1]),
             optimizer=torch.load(folder / _FILES[2], map_location="cpu", weights_only=True),
         )
-    except (OSError, KeyError, json.JSONDecodeError) as error:
+    except InputError:
+        raise
+    except (OSError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"checkpoint {folder} is damaged: {error}") from None
 
 
 def _folders(run: Path) -> list[Path]:
-    return sorted((run / "checkpoints").glob("step-*"))
+    return sorted((run / "checkpoints").glob("step-*"), key=_step)
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
 
 
 def _digest(path: Path) -> str:

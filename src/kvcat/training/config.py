@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import math
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +16,7 @@ PolicyName = Literal["router", "random", "attention", "control"]
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Everything that decides a run's result; the defaults are the paper's (table "hyperparameters"), cut to one device.
+    """Everything that decides a run's result; defaults as in the paper's table "hyperparameters", cut to one device.
 
     Args:
         model: folder or Hub name of the checkpoint that training continues.
@@ -91,10 +93,6 @@ class TrainConfig:
     keep_checkpoints: int = 2
 
     def __post_init__(self) -> None:
-        for name in ("group_starts", "betas"):
-            value = getattr(self, name)
-            if isinstance(value, list):
-                object.__setattr__(self, name, tuple(value))
         validate(self)
 
     @property
@@ -108,8 +106,10 @@ class TrainConfig:
         return self.batch_size * self.seq_len
 
     def save(self, path: Path) -> None:
-        """Write the configuration as JSON."""
-        path.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
+        """Write the configuration as JSON, whole or not at all."""
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
+        partial.rename(path)
 
     @classmethod
     def load(cls, path: Path) -> "TrainConfig":
@@ -119,21 +119,46 @@ class TrainConfig:
             InputError: not readable as one.
         """
         try:
-            return cls.from_dict(json.loads(path.read_text()))
+            values = json.loads(path.read_text())
         except (OSError, json.JSONDecodeError) as error:
             raise InputError(f"no readable run configuration at {path}: {error}") from None
+        if not isinstance(values, dict):
+            raise InputError(f"{path} is no run configuration")
+        return cls.from_dict(values)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "TrainConfig":
-        """A configuration from its fields.
+        """A configuration from its fields, lists taken as tuples.
 
         Raises:
-            InputError: a field that does not exist, or a value out of range.
+            InputError: a field that does not exist or is missing, or a value out of range.
         """
         known = {field.name for field in dataclasses.fields(cls)}
         if unknown := sorted(set(values) - known):
             raise InputError(f"unknown training option {unknown[0]!r}; options: {', '.join(sorted(known))}")
-        return cls(**values)
+        if missing := sorted({"model", "output"} - set(values)):
+            raise InputError(f"training option {missing[0]!r} is missing")
+        _check_choices(values)
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+
+
+_RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    (("target_keep", "tau"), lambda value: 0 < value < 1, "lie in (0, 1)"),
+    (
+        ("num_groups", "feature_dim", "batch_size", "micro_batch_size", "max_steps", "log_every", "validation_every",
+         "validation_sequences", "checkpoint_every", "keep_checkpoints"),
+        lambda value: value >= 1,
+        "be at least 1",
+    ),
+    (("seq_len",), lambda value: value >= 2, "be at least 2"),
+    (("peak_lr", "max_grad_norm", "router_lr_multiplier"), lambda value: 0 < value < math.inf, "be positive"),
+    (
+        ("mask_weight", "anchor_weight", "budget_weight", "weight_decay", "warmup_steps", "router_noise"),
+        lambda value: 0 <= value < math.inf,
+        "not be negative",
+    ),
+    (("seed",), lambda value: 0 <= value < 2**63, "lie in 0..2^63 - 1"),
+)  # fmt: skip
 
 
 def validate(config: TrainConfig) -> None:
@@ -142,28 +167,22 @@ def validate(config: TrainConfig) -> None:
     Raises:
         InputError: the first offending value.
     """
-    for name in ("policy", "coupling", "dtype", "export_dtype"):
-        allowed = typing.get_args(typing.get_type_hints(TrainConfig)[name])
-        if getattr(config, name) not in allowed:
-            raise InputError(f"{name} is {getattr(config, name)!r}; it must be one of {', '.join(allowed)}")
-    for name in ("target_keep", "tau"):
-        if not 0 < getattr(config, name) < 1:
-            raise InputError(f"{name} is {getattr(config, name)}; it must lie in (0, 1)")
-    positive = (
-        "num_groups", "feature_dim", "batch_size", "max_steps", "log_every", "validation_every",
-        "validation_sequences", "checkpoint_every", "keep_checkpoints",
-    )  # fmt: skip
-    for name in positive:
-        if getattr(config, name) < 1:
-            raise InputError(f"{name} is {getattr(config, name)}; it must be at least 1")
-    if config.seq_len < 2:
-        raise InputError(f"seq_len is {config.seq_len}; a sequence needs at least 2 tokens")
+    _check_choices(vars(config))
+    for names, holds, told in _RANGES:
+        for name in names:
+            value = getattr(config, name)
+            if value is not None and not (isinstance(value, (int, float)) and holds(value)):
+                raise InputError(f"{name} is {value!r}; it must {told}")
     if config.batch_size % (config.micro_batch_size or config.batch_size):
         raise InputError(f"micro_batch_size {config.micro_batch_size} does not divide batch_size {config.batch_size}")
     if not 0 <= config.min_lr <= config.peak_lr:
         raise InputError(f"min_lr {config.min_lr} must lie between 0 and peak_lr {config.peak_lr}")
-    for name in ("mask_weight", "anchor_weight", "budget_weight", "weight_decay", "warmup_steps", "router_noise", "seed"):
-        if getattr(config, name) < 0:
-            raise InputError(f"{name} is {getattr(config, name)}; it must not be negative")
-    if config.max_grad_norm <= 0 or config.router_lr_multiplier <= 0:
-        raise InputError("max_grad_norm and router_lr_multiplier must be positive")
+    if len(config.betas) != 2 or not all(0 <= beta < 1 for beta in config.betas):
+        raise InputError(f"betas are {', '.join(map(str, config.betas))}; AdamW takes two, each in [0, 1)")
+
+
+def _check_choices(values: dict[str, Any]) -> None:
+    for name, hint in typing.get_type_hints(TrainConfig).items():
+        allowed = typing.get_args(hint)
+        if typing.get_origin(hint) is Literal and name in values and values[name] not in allowed:
+            raise InputError(f"{name} is {values[name]!r}; it must be one of {', '.join(allowed)}")

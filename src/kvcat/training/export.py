@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcat import __version__
 from kvcat.models import save
@@ -16,7 +16,7 @@ from kvcat.training.config import TrainConfig
 
 
 def export(
-    model: nn.Module,
+    model: PreTrainedModel,
     routers: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
     config: TrainConfig,
@@ -33,7 +33,8 @@ def export(
     """
     run = Path(config.output)
     target, partial = run / "export", run / ".partial-export"
-    shutil.rmtree(partial, ignore_errors=True)
+    for left in run.glob(".*partial-*"):  # by a kill in the middle of an export
+        shutil.rmtree(left, ignore_errors=True)
     dtype = getattr(torch, config.export_dtype)
     save(model if dtype == torch.float32 else copy.deepcopy(model).to(dtype), tokenizer, partial)
     (partial / "README.md").write_text(model_card(config, validation))
@@ -48,13 +49,19 @@ def model_card(config: TrainConfig, validation: dict[str, Any]) -> str:
     """The README.md of an exported checkpoint: what it is, how it was made, what it cost in dense loss."""
     kind = "plain next-token training (the control)" if config.policy == "control" else "KV-CAT"
     losses = "\n".join(
-        f"- {name}: {value:.4f}" for name, value in validation.items() if name not in ("step",) and isinstance(value, float)
+        f"- {name}: {value:.4f}"
+        for name, value in validation.items()
+        if name not in ("step",) and isinstance(value, float)
     )
     kept = ", ".join(f"layer {layer}: {value:.2f}" for layer, value in validation.get("kept", {}).items())
-    masked = "" if config.policy == "control" else f"""
+    masked = (
+        ""
+        if config.policy == "control"
+        else f"""
 The masked pass hid KV slots with the `{config.policy}` policy (target keep ratio {config.target_keep}); the routers are
 not part of this checkpoint. Kept fraction at the last validation: {kept}.
 """
+    )
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation

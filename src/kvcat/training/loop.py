@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcat.data import TokenTable
 from kvcat.errors import InputError
@@ -23,7 +23,7 @@ from kvcat.training.metrics import MetricsLog, read_metrics
 from kvcat.training.objective import StepLosses, mean_losses, objective
 from kvcat.training.optim import learning_rate, make_optimizer, set_learning_rate
 from kvcat.training.progress import Progress
-from kvcat.training.setup import prepare_folder, training_tables
+from kvcat.training.setup import check_disk, check_folder, check_length, claim_folder, training_tables
 from kvcat.training.stop import Stopped, stop_requests
 
 
@@ -54,14 +54,16 @@ def train(config: TrainConfig, *, progress: bool = True) -> TrainResult:
 
     Raises:
         InputError: a value out of range, an output folder of another run, text shorter than a sequence, routers at
-            layers that do not exist.
+            layers that do not exist, too little disk space, a loss that diverges.
         Stopped: a signal ended the run; its state is saved.
     """
     run = Path(config.output)
-    prepare_folder(run, config)
+    check_folder(run, config)
     if (run / "done.json").exists():
         return TrainResult(run, run / "export", read_metrics(run / "metrics.jsonl")[-1])
     model, tokenizer = load(config.model, dtype="float32", device=config.device)
+    check_length(model, config.seq_len)
+    check_disk(run, model, config.keep_checkpoints)
     trainer = Trainer(config, model, tokenizer)
     with trainer.log, stop_requests() as signals, Progress(config.max_steps, trainer.step, enabled=progress) as bar:
         bar.note(*trainer.notes)
@@ -80,12 +82,13 @@ class Trainer:
         tokenizer: its tokenizer.
     """
 
-    def __init__(self, config: TrainConfig, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, config: TrainConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         self.config, self.model = config, model
-        self.table, self.validation_table = training_tables(config, model, tokenizer)
         self.masked_pass = make_masked_pass(model, config)
+        self.table, self.validation_table = training_tables(config, tokenizer)
         self.routers: nn.Module = self.masked_pass or nn.Module()
         self.optimizer = make_optimizer(model, self.routers, config)
+        claim_folder(Path(config.output), config)
         state, self.notes = load_newest(Path(config.output))
         self.step = 0
         if state is not None:
@@ -101,10 +104,10 @@ class Trainer:
             started = time.perf_counter()
             record = self._train_step()
             seconds = time.perf_counter() - started
-            if not math.isfinite(float(record["dense_loss"])):  # type: ignore[arg-type]
-                raise RuntimeError(f"the loss is not finite at step {self.step}; the last checkpoint is in place")
             if self.step % config.log_every == 0 or self.step == config.max_steps:
-                self.log.write({"kind": "train", "step": self.step, **record, "tokens_per_s": config.tokens_per_step / seconds})
+                self.log.write(
+                    {"kind": "train", "step": self.step, **record, "tokens_per_s": config.tokens_per_step / seconds}
+                )
             bar.update(self.step, record)
             last = self.step == config.max_steps
             if self.step % config.validation_every == 0 or last:
@@ -126,6 +129,11 @@ class Trainer:
         norms = {"grad_norm": _clip(self.model.parameters(), config.max_grad_norm)}
         if self.masked_pass is not None:
             norms["router_grad_norm"] = _clip(self.routers.parameters(), config.max_grad_norm)
+        if not all(math.isfinite(norm) for norm in norms.values()):
+            raise InputError(
+                f"training diverged: a gradient of step {self.step + 1} is not finite; the last checkpoint is in "
+                f"place, a smaller peak_lr than {config.peak_lr:g} needs another output folder"
+            )
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
@@ -174,7 +182,7 @@ class Trainer:
         self.step = state.step
 
 
-def make_masked_pass(model: nn.Module, config: TrainConfig) -> MaskedPass | None:
+def make_masked_pass(model: PreTrainedModel, config: TrainConfig) -> MaskedPass | None:
     """The pair of passes with the configured policy, or None for the control.
 
     Raises:
@@ -182,7 +190,7 @@ def make_masked_pass(model: nn.Module, config: TrainConfig) -> MaskedPass | None
     """
     if config.policy == "control":
         return None
-    text = model.config.get_text_config()  # type: ignore[union-attr]
+    text = model.config.get_text_config()
     policies = build_policies(
         config.policy,
         num_layers=text.num_hidden_layers,

@@ -27,7 +27,6 @@ class MetricsLog:
         """Append one record."""
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
-
         self._last[record["kind"]] = record
 
     def last(self, kind: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ class StepLosses:
 
     Args:
         total: the weighted sum, with gradient.
-        parts: scalars without gradient: ``dense_loss``, and with a policy ``masked_loss``, ``kl``, ``top1``, ``budget``.
+        parts: without gradient: ``dense_loss``, and with a policy ``masked_loss``, ``kl``, ``top1``, ``budget``.
         kept: kept fraction of each group, by its first layer.
         mean_score: mean keep probability of each group.
     """

@@ -19,9 +19,8 @@ class Progress:
 
     def __init__(self, total: int, done: int, *, enabled: bool = True) -> None:
         self._console = Console(stderr=True, quiet=not enabled)
-        columns = (
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
-        )  # fmt: skip
+        text = TextColumn("{task.description}")
+        columns = (text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
         self._live = self._console.is_terminal and enabled
         self._bar = RichProgress(*columns, console=self._console, disable=not self._live)
         self._task = self._bar.add_task("training", total=total, completed=done)
@@ -36,9 +35,9 @@ class Progress:
         self._bar.stop()
 
     def note(self, *lines: str) -> None:
-        """Print lines above the bar."""
+        """Print lines above the bar, each unbroken where there is no terminal."""
         for line in lines:
-            self._console.print(line, highlight=False)
+            self._console.print(line, highlight=False, markup=False, soft_wrap=not self._live)
 
     def update(self, step: int, record: dict[str, Any]) -> None:
         """Show a step's losses."""

@@ -1,8 +1,9 @@
+"""Made-up results and runs, as an evaluation and a training could give them."""
+
 import json
 import math
 
 import numpy as np
-import pytest
 
 from kvcat.evals import Record, ResultsFolder
 
@@ -58,18 +59,6 @@ def made_up_metrics(policy, num_steps=200):
         if step % 50 == 0:
             lines.append({**record, "kind": "validation", "dense_loss": dense + 0.05})
     return lines
-
-
-@pytest.fixture
-def results(tmp_path):
-    """A results folder with made-up records of base, control and KV-CAT."""
-    return write_results(tmp_path / "results", made_up_records())
-
-
-@pytest.fixture
-def run(tmp_path):
-    """A training run's folder with made-up metrics."""
-    return write_run(tmp_path / "run", "router")
 
 
 def write_results(path, records):

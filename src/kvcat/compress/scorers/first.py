@@ -1,0 +1,22 @@
+"""The first positions."""
+
+from dataclasses import dataclass
+
+import torch
+
+from kvcat.compress.scorers.base import Scores
+from kvcat.compress.trace import Trace
+
+
+@dataclass(frozen=True)
+class First:
+    """Keeps the first slots of the prefix."""
+
+    def __call__(self, trace: Trace, num_slots: int) -> Scores:  # noqa: ARG002
+        """Minus the position.
+
+        Args:
+            trace: of the windows.
+            num_slots: not used.
+        """
+        return [-torch.arange(k.shape[2], device=k.device).float().expand(k.shape[:3]) for k in trace.keys]

@@ -1,0 +1,34 @@
+import os
+
+import pytest
+
+from kvcat.evals import provenance
+from kvcat.evals.provenance import command_line
+
+
+@pytest.mark.parametrize(
+    ("typed", "shown"),
+    [
+        (["/usr/bin/kvcat", "eval", "--keep", "0.1"], "kvcat eval --keep 0.1"),
+        (["kvcat", "eval", "/home/someone/models/base"], "kvcat eval .../base"),
+        (["kvcat", "--out=/home/someone/out"], "kvcat --out=.../out"),
+        (["kvcat", "base=/home/someone/models/base"], "kvcat base=.../base"),
+        (["kvcat", "~/models/base", "../x/y"], "kvcat .../base .../y"),
+        (["kvcat", "runs/base"], "kvcat runs/base"),
+        (["/usr/lib/kvcat/__main__.py", "demo"], "python -m kvcat demo"),
+    ],
+)
+def test_commands_name_no_folder_outside_the_working_one(typed, shown):
+    assert command_line(typed) == shown
+
+
+def test_a_path_inside_the_working_folder_becomes_relative(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert command_line(["kvcat", f"{tmp_path}/runs/a"]) == "kvcat runs/a"
+
+
+def test_provenance_names_versions_and_hardware_as_text_and_no_home():
+    facts = provenance()
+    assert {"command", "kvcat", "torch", "transformers", "python", "platform", "cpu", "threads"} <= facts.keys()
+    assert all(isinstance(value, str) and value for value in facts.values())
+    assert os.path.expanduser("~") not in facts.values()

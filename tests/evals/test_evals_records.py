@@ -1,0 +1,92 @@
+import dataclasses
+
+import pytest
+
+from kvcat.errors import InputError
+from kvcat.evals import Record, ResultsFolder, read_config, read_records
+
+CONFIG = {"evaluation": "suffix", "prefix_len": 8, "seed": 0}
+
+
+def record(window, keep_ratio=0.1, step=None):
+    values = {"kl": 0.1 + 0.2, "nll": 1e-17}
+    return Record("base", "abc", "float32", "first", "{}", keep_ratio, step, "texts", "doc", str(window), 4, values)
+
+
+def test_records_come_back_as_they_were_written_to_the_last_bit(tmp_path):
+    written = [record(i) for i in range(3)]
+    with ResultsFolder(tmp_path / "out", CONFIG) as folder:
+        folder.append(written)
+    assert read_records(tmp_path / "out") == written
+
+
+def test_each_part_of_the_key_makes_another_record():
+    changes = {
+        "model": "x", "fingerprint": "x", "dtype": "x", "method": "x", "options": '{"a": 1}', "keep_ratio": 0.2,
+        "step": 3, "dataset": "x", "document": "x", "window": "x",
+    }  # fmt: skip
+    keys = {dataclasses.replace(record(0), **{name: value}).key for name, value in changes.items()}
+    assert len(keys | {record(0).key}) == len(changes) + 1
+
+
+def test_a_record_is_done_after_append_and_is_not_written_twice(tmp_path):
+    with ResultsFolder(tmp_path, CONFIG) as folder:
+        assert not folder.done(record(0).key)
+        folder.append([record(0)])
+        folder.append([record(0), record(1)])
+        assert folder.done(record(0).key)
+    assert read_records(tmp_path) == [record(0), record(1)]
+
+
+@pytest.mark.parametrize("cut", [1, 20, 60])
+def test_a_line_torn_by_a_kill_is_dropped_and_the_next_append_is_whole(tmp_path, cut):
+    with ResultsFolder(tmp_path, CONFIG) as folder:
+        folder.append([record(0), record(1)])
+    file = tmp_path / "records.jsonl"
+    file.write_bytes(file.read_bytes()[:-cut])
+    assert read_records(tmp_path) == [record(0)]
+    with ResultsFolder(tmp_path, CONFIG) as folder:
+        assert not folder.done(record(1).key)
+        folder.append([record(1)])
+    assert read_records(tmp_path) == [record(0), record(1)]
+
+
+def test_a_damaged_line_in_the_middle_is_refused(tmp_path):
+    with ResultsFolder(tmp_path, CONFIG) as folder:
+        folder.append([record(0)])
+    file = tmp_path / "records.jsonl"
+    file.write_text("{broken\n" + file.read_text())
+    with pytest.raises(InputError, match="no record"):
+        read_records(tmp_path)
+
+
+def test_another_configuration_is_refused_with_the_field_that_differs(tmp_path):
+    with ResultsFolder(tmp_path, CONFIG):
+        pass
+    with pytest.raises(InputError, match=r"prefix_len is 8 there, 16 here"):
+        ResultsFolder(tmp_path, {**CONFIG, "prefix_len": 16})
+
+
+def test_models_may_be_added_but_a_label_keeps_its_weights(tmp_path):
+    with ResultsFolder(tmp_path, CONFIG) as folder:
+        folder.add_model("base", "abc", "float32")
+    with ResultsFolder(tmp_path, CONFIG) as folder:
+        folder.add_model("kvcat", "def", "float32")
+        folder.add_model("base", "abc", "float32")
+        with pytest.raises(InputError, match=r"'base'.*fingerprint is abc there, other here"):
+            folder.add_model("base", "other", "float32")
+    assert list(read_config(tmp_path)["models"]) == ["base", "kvcat"]
+
+
+def test_a_folder_of_something_else_is_refused_and_left_alone(tmp_path):
+    (tmp_path / "thesis.txt").write_text("dear")
+    with pytest.raises(InputError, match="no results folder"):
+        ResultsFolder(tmp_path, CONFIG)
+    assert [file.name for file in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+@pytest.mark.parametrize("content", ["{", "{}"])
+def test_a_config_that_is_not_ours_is_refused(tmp_path, content):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(InputError, match=r"damaged|names no evaluation"):
+        ResultsFolder(tmp_path, CONFIG)

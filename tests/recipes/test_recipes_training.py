@@ -1,0 +1,37 @@
+import pytest
+
+from kvcat.errors import InputError
+from kvcat.recipes import RECIPES, qwen2_5_0_5b, qwen2_5_1_5b, small
+
+
+def test_the_papers_recipes_hold_every_figure_of_its_table() -> None:
+    for config, model, layers in (
+        (qwen2_5_0_5b(), "Qwen/Qwen2.5-0.5B", (0, 6, 12, 18)),
+        (qwen2_5_1_5b(), "Qwen/Qwen2.5-1.5B", (0, 7, 14, 21)),
+    ):
+        assert config.model == model
+        assert config.data == "hub:HuggingFaceFW/fineweb-edu"
+        assert config.group_starts == layers
+        assert (config.seq_len, config.tokens_per_step, config.max_steps) == (1024, 131_072, 40_000)
+        assert config.max_steps * config.tokens_per_step == 5_242_880_000
+        assert (config.feature_dim, config.tau, config.target_keep) == (64, 0.5, 0.5)
+        assert (config.mask_weight, config.anchor_weight, config.budget_weight) == (1.0, 1.0, 0.1)
+        assert (config.weight_decay, config.max_grad_norm) == (0.01, 1.0)
+        assert (config.peak_lr, config.min_lr, config.warmup_steps) == (1e-4, 5e-6, 600)
+
+
+def test_a_recipe_takes_overrides_and_refuses_unknown_fields() -> None:
+    assert qwen2_5_0_5b(max_steps=200).max_steps == 200
+    with pytest.raises(InputError, match="max_step"):
+        qwen2_5_0_5b(max_step=200)
+
+
+def test_a_recipe_without_a_model_says_so() -> None:
+    with pytest.raises(InputError, match="needs a model"):
+        small()
+
+
+def test_every_recipe_has_a_first_line_that_help_can_show() -> None:
+    for make in RECIPES.values():
+        assert make.__doc__
+        assert make.__doc__.splitlines()[0].endswith(".")

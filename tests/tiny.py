@@ -1,0 +1,62 @@
+"""A tiny model with its tokenizer, and texts for it (a module of the tests, not a test)."""
+
+import random
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+WORDS = [
+    "the", "a", "cat", "dog", "tree", "river", "stone", "house", "sees", "finds", "likes", "keeps", "small", "old",
+    "red", "and", "then", "it", "was",
+]  # fmt: skip
+CHAT = (
+    "{% for m in messages %}<user>{{ m['content'] }}</user>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def sentences(count, seed=0):
+    draw = random.Random(seed)
+    return [" ".join(draw.choices(WORDS, k=draw.randint(4, 9))) + ".\n" for _ in range(count)]
+
+
+def byte_tokenizer(vocab_size=300, *, chat=True):
+    """A byte-level BPE: every text encodes, and decodes to itself."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(sentences(200), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>", clean_up_tokenization_spaces=False,
+        chat_template=CHAT if chat else None,
+    )  # fmt: skip
+
+
+def write_tiny_model(folder, *, seed=0, chat=True, **options):
+    """A Qwen2 of two layers and width 32 with random weights, as an ordinary Hugging Face folder."""
+    torch.manual_seed(seed)
+    tokenizer = byte_tokenizer(chat=chat)
+    base = {
+        "vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None, "tie_word_embeddings": True,
+    }  # fmt: skip
+    model = Qwen2ForCausalLM(Qwen2Config(**{**base, **options}))
+    disable_progress_bar()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write_texts(folder, *, documents=40, length=12):
+    """A folder of short text files, ``00.txt`` and so on."""
+    folder.mkdir(parents=True)
+    for number in range(documents):
+        (folder / f"{number:02d}.txt").write_text("".join(sentences(length, seed=number)))
+    return folder
