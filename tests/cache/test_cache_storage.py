@@ -7,9 +7,10 @@ from collections import namedtuple
 import pytest
 import safetensors.torch
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
 from kvcat.cache import CompactCache, CompactLayer, fingerprint
 from kvcat.errors import InputError
-from transformers import LlamaConfig, LlamaForCausalLM
 
 
 def tiny(seed=0, **options):
@@ -29,7 +30,7 @@ def example(dtype=torch.float32, owner="f" * 64, log_bias=True):
             torch.randn(2, 2, 3, 4, generator=draw).to(dtype),
             torch.randn(2, 2, 3, generator=draw) if log_bias else None,
         )
-        for _ in range(12)
+        for _ in range(2)
     ]
     return CompactCache(layers, 9, owner, {"method": "by hand", "keep_ratio": "0.333"})
 
@@ -62,7 +63,7 @@ def test_every_flipped_byte_and_every_truncation_is_noticed(tmp_path):
     path = tmp_path / "doc"
     example().save(path)
     content = path.read_bytes()
-    for position in range(9, len(content), 97):
+    for position in range(9, len(content), 151):
         path.write_bytes(content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :])
         with pytest.raises(InputError):
             CompactCache.load(path)
@@ -85,7 +86,7 @@ def test_a_file_that_is_not_ours_or_not_there_is_refused_by_name(tmp_path):
     safetensors.torch.save_file({"weight": torch.zeros(2)}, tmp_path / "weights")
     with pytest.raises(InputError, match="weights is not a compact cache of kvcat"):
         CompactCache.load(tmp_path / "weights")
-    with pytest.raises(InputError, match="no cache file .*nowhere"):
+    with pytest.raises(InputError, match=r"no cache file .*nowhere"):
         CompactCache.load(tmp_path / "nowhere")
 
 
@@ -145,11 +146,11 @@ def test_the_fingerprint_survives_saving_and_loading(tmp_path):
 def test_rows_can_be_selected_and_sizes_told():
     cache = example()
     assert (cache.batch_size, cache.num_slots, cache.num_tokens) == (2, 3, 9)
-    assert cache.nbytes == 12 * 4 * (2 * 2 * 2 * 3 * 4 + 2 * 2 * 3)
+    assert cache.nbytes == 2 * 4 * (2 * 2 * 2 * 3 * 4 + 2 * 2 * 3)
     one = cache.select([1])
     assert one.batch_size == 1
-    assert torch.equal(one.layers[3].keys[0], cache.layers[3].keys[1])
-    assert torch.equal(one.layers[3].log_bias[0], cache.layers[3].log_bias[1])
+    assert torch.equal(one.layers[1].keys[0], cache.layers[1].keys[1])
+    assert torch.equal(one.layers[1].log_bias[0], cache.layers[1].log_bias[1])
 
 
 def test_another_dtype_applies_to_keys_and_values_only():

@@ -28,7 +28,8 @@ def hash_tensor(digest: Any, name: str, tensor: Tensor) -> None:
 def fingerprint(model: nn.Module) -> str:
     """SHA-256 of the model's class, the configuration that shapes its output, and every parameter's name and bytes.
 
-    The digest is remembered for as long as no parameter is replaced or written to.
+    The digest is remembered for as long as no parameter is replaced or written to (writes through ``.data`` go
+    unnoticed, as they do to autograd).
 
     Args:
         model: a transformers model.

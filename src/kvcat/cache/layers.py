@@ -26,7 +26,7 @@ def bias_channels(
     """
     if log_bias is None:
         return pad(keys, (0, EXTRA_CHANNELS))
-    channel = (log_bias / scale).to(keys.dtype).unsqueeze(-1)
+    channel = (log_bias.to(torch.promote_types(keys.dtype, torch.float32)) / scale).to(keys.dtype).unsqueeze(-1)
     return torch.cat([keys, pad(channel, (0, EXTRA_CHANNELS - 1))], dim=-1)
 
 

@@ -3,6 +3,7 @@
 import errno
 import os
 import sys
+from typing import Any
 
 import typer
 
@@ -23,18 +24,18 @@ app = typer.Typer(
     rich_markup_mode=None,
     help=(
         "Transformers with compressible KV caches: train them (KV-CAT), compress their caches, measure both.\n\n"
-        "Start with `kvcat demo --quick`: it trains a small model that comes with the package, compresses held-out text "
-        "and writes a report; no download, no GPU."
+        "Start with `kvcat demo --quick`: it trains a small model that comes with the package, compresses held-out "
+        "text and writes a report; no download, no GPU."
     ),
 )
-app.command("demo")(demo_command)
-app.command("train")(train_command)
-app.command("compress")(compress_command)
-app.command("generate")(generate_command)
-app.add_typer(eval_app, name="eval")
-app.command("report")(report_command)
+app.command("demo", short_help="The whole story on a small model, offline.")(demo_command)
+app.command("train", short_help="Continue a checkpoint's pretraining with KV-CAT.")(train_command)
+app.command("compress", short_help="Compress a document's KV cache and save it.")(compress_command)
+app.command("generate", short_help="Answer prompts from a saved cache.")(generate_command)
+app.add_typer(eval_app, name="eval", short_help="Measure what a compressed cache costs.")
+app.command("report", short_help="Tables, plots and a page from evaluations.")(report_command)
 
-_USAGE_ERROR = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+_UsageError: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 
 def _show_version(wanted: bool) -> None:
@@ -47,7 +48,7 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
-    version: bool = typer.Option(  # noqa: ARG001
+    version: bool = typer.Option(
         False, "--version", help="Print the version and exit.", is_eager=True, callback=_show_version
     ),
 ) -> None:
@@ -63,13 +64,13 @@ def run(argv: list[str]) -> int:
     """Run the command line; returns the exit code."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     try:
-        result = app(args=spread_values(argv), prog_name="kvcat", standalone_mode=False)
+        result: object = app(args=spread_values(argv), prog_name="kvcat", standalone_mode=False)
     except InputError as error:
         return _say(str(error), 2)
-    except _USAGE_ERROR as error:
+    except _UsageError as error:
         if type(error).__name__ == "NoArgsIsHelpError":
             return 0
-        return _say(error.format_message(), 2)  # type: ignore[attr-defined]
+        return _say(error.format_message(), 2)
     except (KeyboardInterrupt, typer.Abort):
         return _say("interrupted", 130)
     except OSError as error:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from kvcat.cli.options import METHODS, MODEL_HELP, DeviceOption, DtypeOption, SeedOption
+from kvcat.cli.options import METHODS, MODEL_HELP, DeviceOption, DtypeOption, SeedOption, check_keep, check_method
 from kvcat.errors import InputError
 
 
@@ -33,10 +33,8 @@ def compress_command(
 
     Example: kvcat compress ./my-model --text report.txt --keep 0.1 -o report.safetensors
     """
-    if not 0 < keep <= 1:
-        raise InputError(f"--keep is {keep}; it is the fraction of slots kept and must lie in (0, 1]")
-    if method not in METHODS:
-        raise InputError(f"no method {method!r}; methods: {', '.join(METHODS)}")
+    check_keep(keep)
+    check_method(method)
     if output.exists() and not overwrite:
         raise InputError(f"{output} exists; --overwrite replaces it")
     if not output.parent.is_dir():
@@ -52,7 +50,7 @@ def compress_command(
     compressor = make_compressor(method, **options)
     trace = document_trace(loaded, tokenizer, document, supervision=supervision, chat=chat)
     cache = compressor(trace, keep_ratio=keep)
-    told = {"supervision": supervision, "chat": "yes" if chat else "no"}
+    told = {"supervision": supervision, "chat": "yes" if chat else "no", "dtype": dtype}
     cache = dataclasses.replace(cache, metadata={**cache.metadata, **told})
     cache.save(output)
     print(

@@ -10,8 +10,12 @@ from kvcat.errors import InputError
 
 
 def demo_command(
-    quick: Annotated[bool, typer.Option("--quick", help="At most two minutes; shows the path, too short to judge.")] = False,
-    full: Annotated[bool, typer.Option("--full", help="The long recipe: more tokens, windows and gradient steps.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="At most two minutes; shows the path, too short to judge.")
+    ] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="The long recipe: more tokens, windows and gradient steps.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="Folder; default out/demo, out/demo-quick or out/demo-full.")] = None,
     from_scratch: Annotated[
         bool, typer.Option("--from-scratch", help="Pretrain the base again first; hours on two cores.")

@@ -5,10 +5,12 @@ from typing import Annotated, Literal
 
 import typer
 
-from kvcat.cli.options import METHODS, DeviceOption, DtypeOption, SeedOption
+from kvcat.cli.options import METHODS, DeviceOption, DtypeOption, SeedOption, check_keep, check_method
 from kvcat.errors import InputError
 
-eval_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure what a compressed cache costs in quality.")
+eval_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Measure what a compressed cache costs in quality."
+)
 
 
 @eval_app.callback()
@@ -47,11 +49,9 @@ def suffix_command(
     """
     methods, ratios = method or ["attention-matching"], keep or [0.05, 0.1, 0.2, 0.4]
     for ratio in ratios:
-        if not 0 < ratio <= 1:
-            raise InputError(f"--keep is {ratio}; it is the fraction of slots kept and must lie in (0, 1]")
+        check_keep(ratio)
     for name in methods:
-        if name not in METHODS:
-            raise InputError(f"no method {name!r}; methods: {', '.join(METHODS)}")
+        check_method(name)
     labelled = dict(_labelled(item) for item in models)
     if len(labelled) < len(models):
         raise InputError(f"two models have the same label; give them as LABEL=FOLDER: {', '.join(models)}")

@@ -2,13 +2,19 @@
 
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcat.cli.options import MODEL_HELP, DeviceOption, DtypeOption, SeedOption
+from kvcat.cli.options import MODEL_HELP, DeviceOption, SeedOption
 from kvcat.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from kvcat.cache import CompactCache
 
 
 def generate_command(
@@ -16,42 +22,88 @@ def generate_command(
     cache: Annotated[Path, typer.Option(help="Cache file that `kvcat compress` wrote with the same model.")],
     prompt: Annotated[
         list[str] | None,
-        typer.Option(help="What follows the document; may be given several times. Without it, one prompt a line is read."),
+        typer.Option(
+            help="What follows the document; may be given several times. Without it, one prompt a line is read."
+        ),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 64,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 decodes greedily; above it samples.")] = 0.0,
     seed: SeedOption = 0,
     device: DeviceOption = "cpu",
-    dtype: DtypeOption = "float32",
 ) -> None:
     """Answer prompts from a saved cache; every prompt starts from the document alone.
 
-    A cache made with --chat wraps each prompt in the tokenizer's chat template.
+    A cache made with --chat wraps each prompt in the tokenizer's chat template. The model is loaded in the type that
+    the cache was made with.
 
     Example: kvcat generate ./my-model --cache report.safetensors --prompt "What was decided?"
     """
     if not cache.is_file():
         raise InputError(f"no cache file {cache}")
 
-    import torch
-    from transformers import TextStreamer
-
     import kvcat
-    from kvcat.compress.documents import question_ids
 
-    loaded, tokenizer = kvcat.load(model, dtype=dtype, device=device)
-    compact = kvcat.CompactCache.load(cache, loaded)
+    compact = kvcat.CompactCache.load(cache)
+    loaded, tokenizer = kvcat.load(model, dtype=compact.metadata.get("dtype", "float32"), device=device)
+    compact.check_model(loaded, str(cache))
+    answer = Answerer(loaded, tokenizer, compact.to(loaded.device), temperature, seed)
     for text in _prompts(prompt):
-        ids = question_ids(tokenizer, text, chat=compact.metadata.get("chat") == "yes").to(loaded.device)
-        sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
-        torch.manual_seed(seed)
-        loaded.generate(
-            **compact.inputs(loaded, ids),
-            max_new_tokens=max_new_tokens,
-            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
-            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+        if prompt and len(prompt) > 1:
+            print(f"> {text}")
+        answer(text, max_new_tokens)
+
+
+@dataclass(frozen=True)
+class Answerer:
+    """Answers questions about one cached document on standard output.
+
+    Args:
+        model: the model the cache was made with.
+        tokenizer: its tokenizer.
+        cache: the document.
+        temperature: 0 decodes greedily.
+        seed: of the sampling, for every question anew.
+    """
+
+    model: "PreTrainedModel"
+    tokenizer: "PreTrainedTokenizerBase"
+    cache: "CompactCache"
+    temperature: float
+    seed: int
+
+    def __call__(self, text: str, max_new_tokens: int) -> None:
+        """Print the answer to one question as it is made.
+
+        Raises:
+            InputError: an empty question, or one that leaves no position for an answer.
+        """
+        import torch
+        from transformers import TextStreamer
+
+        from kvcat.compress.documents import question_ids
+
+        ids = question_ids(self.tokenizer, text, chat=self.cache.metadata.get("chat") == "yes")
+        room = self._positions() - self.cache.num_tokens - ids.shape[1]
+        if room < 1:
+            raise InputError(
+                f"no position is left for an answer: the document's {self.cache.num_tokens} tokens and the prompt's "
+                f"{ids.shape[1]} fill the model's {self._positions()}"
+            )
+        sampling = (
+            {"do_sample": True, "temperature": self.temperature} if self.temperature > 0 else {"do_sample": False}
+        )
+        end, pad = self.tokenizer.eos_token_id, self.tokenizer.pad_token_id
+        torch.manual_seed(self.seed)
+        self.model.generate(  # type: ignore[operator]
+            **self.cache.inputs(self.model, ids.to(self.model.device)),
+            max_new_tokens=min(max_new_tokens, room),
+            streamer=TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True),
+            pad_token_id=end if pad is None else pad,
             **sampling,
         )
+
+    def _positions(self) -> int:
+        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
 
 
 def _prompts(given: list[str] | None) -> Iterator[str]:
@@ -60,7 +112,11 @@ def _prompts(given: list[str] | None) -> Iterator[str]:
         return
     if sys.stdin.isatty():
         print("one prompt a line, an empty line ends", file=sys.stderr)
+    count = 0
     for line in sys.stdin:
         if not line.strip():
-            return
+            break
+        count += 1
         yield line.rstrip("\n")
+    if count == 0:
+        raise InputError("no prompt: give --prompt, or one prompt a line on standard input")

@@ -4,6 +4,8 @@ from typing import Annotated
 
 import typer
 
+from kvcat.errors import InputError
+
 MODEL_HELP = "Folder or Hub name of a decoder-only causal LM."
 METHODS = ("attention-matching", "gradient", "first", "random", "keynorm", "snapkv", "h2o")
 
@@ -13,25 +15,48 @@ SeedOption = Annotated[int, typer.Option(help="Seed of everything random.")]
 
 
 def spread_values(argv: list[str]) -> list[str]:
-    """``--keep 0.05 0.1`` as ``--keep 0.05 --keep 0.1``, and likewise ``--method a b``.
+    """``--keep 0.05 0.1`` as ``--keep 0.05 --keep 0.1``, and likewise ``--method a b``, for ``kvcat eval``.
 
-    Values are taken as long as they look like the option's (a number, the name of a method), so that a folder after
-    them is still a folder.
+    Further values are taken as long as they look like the option's (a number, the name of a method), so that a folder
+    after them is still a folder.
     """
+    if argv[:1] != ["eval"]:
+        return argv
     spread: list[str] = []
-    option = None
+    option, has_value = "", True
     for argument in argv:
-        if argument in ("--keep", "--method"):
-            option = argument
-            continue
-        if option and _fits(option, argument):
-            spread += [option, argument]
-            continue
-        if option and (not spread or spread[-2:-1] != [option]):
-            spread += [option]
-        option = None
+        if not has_value:
+            has_value = True
+        elif argument in ("--keep", "--method"):
+            option, has_value = argument, False
+        elif option and _fits(option, argument):
+            spread.append(option)
+        else:
+            option = ""
         spread.append(argument)
-    return [*spread, option] if option and (len(spread) < 2 or spread[-2] != option) else spread
+    return spread
+
+
+def check_keep(keep: float) -> float:
+    """The keep ratio itself.
+
+    Raises:
+        InputError: outside (0, 1].
+    """
+    if not 0 < keep <= 1:
+        raise InputError(f"--keep is {keep:g}; it is the fraction of slots kept and must lie in (0, 1]")
+    return keep
+
+
+def check_method(name: str) -> str:
+    """The method's name itself.
+
+    Raises:
+        InputError: no such method.
+    """
+    if name not in METHODS:
+        raise InputError(f"no method {name!r}; methods: {', '.join(METHODS)}")
+    return name
 
 
 def _fits(option: str, argument: str) -> bool:

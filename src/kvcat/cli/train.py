@@ -22,20 +22,21 @@ def _argument_help() -> dict[str, str]:
 
 def _option_type(annotation: Any) -> Any:
     """The type that the command line parses for a field: a comma-separated text for tuples."""
-    options = [a for a in typing.get_args(annotation) if a is not type(None)]
-    if typing.get_origin(annotation) is typing.Literal or typing.get_origin(annotation) is tuple:
+    if typing.get_origin(annotation) is tuple:
         return str
-    if options and annotation is not typing.Literal:
-        return _option_type(options[0])
-    return annotation
+    if typing.get_origin(annotation) is typing.Literal:
+        return annotation
+    options = [a for a in typing.get_args(annotation) if a is not type(None)]
+    return _option_type(options[0]) if options else annotation
 
 
 def _signature() -> inspect.Signature:
     """The command's signature: the recipe, then one option for every field of the configuration."""
     hints, words = typing.get_type_hints(TrainConfig), _argument_help()
-    names = "; ".join(f"{name}: {(inspect.getdoc(make) or '').splitlines()[0]}" for name, make in RECIPES.items())
     recipe = inspect.Parameter(
-        "recipe", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Annotated[str, typer.Argument(help=names)]
+        "recipe",
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        annotation=Annotated[str, typer.Argument(help="Name of a recipe, see above.")],
     )
     options = [
         inspect.Parameter(
@@ -77,10 +78,8 @@ def train_command(recipe: str, **overrides: Any) -> None:
     """Continue a checkpoint's pretraining with KV-CAT, or with the plain next-token loss (--policy control).
 
     The recipe is a complete configuration; every option overrides one field of it. The run's folder holds the resolved
-    configuration, metrics.jsonl, checkpoints and, at the end, export/: an ordinary Hugging Face folder. The same command
-    continues a run that was stopped.
-
-    Example: kvcat train small --model ./my-model --data ./texts --output runs/router --policy router
+    configuration, metrics.jsonl, checkpoints and, at the end, export/: an ordinary Hugging Face folder. The same
+    command continues a run that was stopped.
     """
     if recipe not in RECIPES:
         raise InputError(f"no recipe {recipe!r}; recipes: {', '.join(RECIPES)}")
@@ -91,5 +90,14 @@ def train_command(recipe: str, **overrides: Any) -> None:
     print(f"exported to {result.export}")
 
 
+def _recipe_help() -> str:
+    """The recipes, one a line, and an example; backspace keeps typer from wrapping the paragraph after it."""
+    width = max(map(len, RECIPES))
+    lines = [f"  {name:{width}}  {(inspect.getdoc(make) or '').splitlines()[0]}" for name, make in RECIPES.items()]
+    example = "  kvcat train small --model ./my-model --data ./texts --output runs/router"
+    return "\n".join(["\n\n\b", "Recipes:", *lines, "\n\b", "Example:", example])
+
+
+train_command.__doc__ = inspect.cleandoc(train_command.__doc__ or "") + _recipe_help()
 train_command.__signature__ = _signature()  # type: ignore[attr-defined]
 train_command.__annotations__ = {name: p.annotation for name, p in train_command.__signature__.parameters.items()}  # type: ignore[attr-defined]

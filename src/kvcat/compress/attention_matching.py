@@ -26,8 +26,9 @@ class AttentionMatching:
     C so that softmax(q.K_kept + beta) C equals the dense attention output. All heads are solved together.
 
     Args:
-        preset: "stable": all queries, log-bias solved to convergence, ridge 1e-6. "paper": 256 queries per KV head, 2
-            projected-gradient steps, ridge 1e-4. The options below override the preset's.
+        preset: "stable": all queries, log-bias solved to convergence, ridge 1e-6; a head for which this fit loses to
+            its kept keys and values unchanged is fitted without log-bias, so that none ever does. "paper": 256
+            queries per KV head, 2 projected-gradient steps, ridge 1e-4. The options below override the preset's.
         num_queries: queries per KV head, drawn without replacement; None takes all.
         num_iters: projected-gradient steps of the log-bias fit; None solves to convergence.
         ridge: of the value fit, relative to the squared spectral norm; None for minimum-norm least squares.
@@ -81,6 +82,7 @@ class AttentionMatching:
         if slots == trace.prefix_len:
             return trace.dense_cache()
         num_queries, num_iters, ridge = self.options()
+        options = FitOptions(self.bounds, num_iters, ridge, guard=self.preset == "stable")
         groups, drawn = head_groups(trace), draw_queries(trace, num_queries, self.seed)
         summaries = trace.memo(
             ("dense attention", num_queries, self.seed),
@@ -88,10 +90,28 @@ class AttentionMatching:
         )
         fitted: dict[Head, tuple[Tensor, Tensor, Tensor]] = {}
         for heads, summary in zip(groups, summaries, strict=True):
-            fit = fit_slots(load_block(trace, heads, drawn), summary, slots, self.bounds, num_iters, ridge)
+            fit = fit_slots(load_block(trace, heads, drawn), summary, slots, options)
             fitted.update(zip(heads, zip(*fit, strict=True), strict=True))
         layers = [_assemble(trace, index, fitted) for index in range(len(trace.keys))]
         return compact_cache(trace, layers, "attention-matching", {"preset": self.preset})
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """How log-bias and values are fitted.
+
+    Args:
+        bounds: box on the log-bias, nats.
+        num_iters: projected-gradient steps of the log-bias; None solves to convergence.
+        ridge: relative to the squared spectral norm; None for minimum-norm least squares.
+        guard: heads that the fit leaves with a larger output error than their kept keys and values unchanged are
+            fitted again without log-bias, the ridge pulling towards the unchanged values.
+    """
+
+    bounds: tuple[float, float] = (-3.0, 3.0)
+    num_iters: int | None = None
+    ridge: float | None = 1e-6
+    guard: bool = True
 
 
 @dataclass(frozen=True)
@@ -109,6 +129,10 @@ class DenseAttention:
     mass: Float[Tensor, "heads queries"]
     outputs: Float[Tensor, "heads queries value_dim"]
     importance: Float[Tensor, "heads prefix"]
+
+    def select(self, rows: Int[Tensor, " rows"]) -> "DenseAttention":
+        """Some of the heads."""
+        return DenseAttention(self.top[rows], self.mass[rows], self.outputs[rows], self.importance[rows])
 
 
 def summarise(block: HeadBlock) -> DenseAttention:
@@ -130,12 +154,7 @@ def summarise(block: HeadBlock) -> DenseAttention:
 
 
 def fit_slots(
-    block: HeadBlock,
-    dense: DenseAttention,
-    num_slots: int,
-    bounds: tuple[float, float],
-    num_iters: int | None,
-    ridge: float | None,
+    block: HeadBlock, dense: DenseAttention, num_slots: int, options: FitOptions
 ) -> tuple[Int[Tensor, "heads slots"], Float[Tensor, "heads slots value_dim"], Float[Tensor, "heads slots"]]:
     """Positions, values and log-bias of the slots of a block of heads.
 
@@ -143,28 +162,81 @@ def fit_slots(
         block: heads with their queries.
         dense: their dense attention.
         num_slots: slots per head.
-        bounds: box on the log-bias, nats.
-        num_iters: projected-gradient steps; None solves to convergence.
-        ridge: relative to the squared spectral norm; None for minimum-norm least squares.
+        options: of the fits.
     """
     slots = top_positions(dense.importance, num_slots)
-    chunks = list(block.query_chunks())
+    log_bias = _fit_bias(block, dense, slots, options)
+    values = _fit_values(block, dense, slots, log_bias, options.ridge)
+    if options.guard:
+        kept, none = take(block.values, slots), torch.zeros_like(log_bias)
+        error = output_error(block, dense, slots, values, log_bias)
+        worse = (error > output_error(block, dense, slots, kept, none)).nonzero().flatten()
+        if len(worse):
+            part = block.select(worse), dense.select(worse), slots[worse], none[worse]
+            values[worse] = _fit_values(*part, options.ridge, towards=kept[worse])
+            log_bias[worse] = 0.0
+    return slots, values, log_bias
+
+
+def _fit_bias(
+    block: HeadBlock, dense: DenseAttention, slots: Int[Tensor, "heads slots"], options: FitOptions
+) -> Float[Tensor, "heads slots"]:
     gram, target, size = torch.zeros(()), torch.zeros(()), torch.zeros(())
-    for chunk in chunks:
+    for chunk in block.query_chunks():
         design = (block.scores(chunk, slots) - dense.top[:, chunk]).exp().double()
         mass = dense.mass[:, chunk].double().unsqueeze(-1)
         gram, target, size = gram + design.mT @ design, target + design.mT @ mass, size + mass.square().sum((1, 2))
-    weights = solve_box(gram, target.squeeze(-1), size, bounds=bounds, num_iters=num_iters, tolerance=_TOLERANCE)
-    log_bias = weights.log().to(block.keys.dtype)
-    if len(chunks) == 1 or ridge is None or block.queries.shape[1] < num_slots:
-        attention, outputs = kept_attention(block, dense, slots, log_bias, slice(None))
-        return slots, fit_values(attention, outputs, ridge=ridge), log_bias
+    weights = solve_box(
+        gram, target.squeeze(-1), size, bounds=options.bounds, num_iters=options.num_iters, tolerance=_TOLERANCE
+    )
+    return weights.log().to(block.keys.dtype)
+
+
+def _fit_values(
+    block: HeadBlock,
+    dense: DenseAttention,
+    slots: Int[Tensor, "heads slots"],
+    log_bias: Float[Tensor, "heads slots"],
+    ridge: float | None,
+    towards: Float[Tensor, "heads slots value_dim"] | None = None,
+) -> Float[Tensor, "heads slots value_dim"]:
+    """Ridge least squares on the attention outputs; the ridge pulls towards 0, or towards given values."""
+    base = torch.zeros((), device=block.values.device) if towards is None else towards
+    chunks = list(block.query_chunks())
+    if len(chunks) == 1 or ridge is None or block.queries.shape[1] < slots.shape[1]:
+        chunks = [slice(None)]
     gram, target = torch.zeros(()), torch.zeros(())
     for chunk in chunks:
         attention, outputs = kept_attention(block, dense, slots, log_bias, chunk)
+        outputs = outputs if towards is None else outputs - attention @ towards
+        if len(chunks) == 1:
+            return base + fit_values(attention, outputs, ridge=ridge)
         attention = attention.double()
         gram, target = gram + attention.mT @ attention, target + attention.mT @ outputs.double()
-    return slots, solve_ridge(gram, target, ridge).to(block.values.dtype), log_bias
+    return base + solve_ridge(gram, target, ridge or 0.0).to(block.values.dtype)
+
+
+def output_error(
+    block: HeadBlock,
+    dense: DenseAttention,
+    slots: Int[Tensor, "heads slots"],
+    values: Float[Tensor, "heads slots value_dim"],
+    log_bias: Float[Tensor, "heads slots"],
+) -> Float[Tensor, " heads"]:
+    """Squared error of the attention output over the slots, summed over queries.
+
+    Args:
+        block: heads with their queries.
+        dense: their dense attention.
+        slots: positions of the kept keys.
+        values: of the slots.
+        log_bias: of the slots, nats.
+    """
+    error = torch.zeros(len(slots), device=values.device)
+    for chunk in block.query_chunks():
+        attention, outputs = kept_attention(block, dense, slots, log_bias, chunk)
+        error += (attention @ values - outputs).square().sum((1, 2))
+    return error
 
 
 def kept_attention(

@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -12,6 +12,7 @@ from kvcat.errors import InputError
 from kvcat.types import Float, Int, Tensor
 
 
+@runtime_checkable
 class Compressor(Protocol):
     """Makes a compact cache from a trace; a dataclass whose fields are its options."""
 
@@ -61,17 +62,17 @@ def compact_cache(
     return CompactCache(layers, trace.prefix_len, trace.fingerprint, {key: str(fact) for key, fact in facts.items()})
 
 
-def example_generators(input_ids: Int[Tensor, "batch tokens"], seed: int) -> list[torch.Generator]:
-    """One random stream per example, a function of the seed and the example's tokens.
+def example_generators(trace: Trace, seed: int) -> list[torch.Generator]:
+    """One random stream per example, a function of the seed and the tokens of the example's prefix.
 
     Examples draw independently, and each draws the same alone as in any batch.
 
     Args:
-        input_ids: tokens of the examples.
+        trace: of the examples.
         seed: any integer.
     """
     generators = []
-    for row in input_ids.cpu():
+    for row in trace.input_ids[:, : trace.prefix_len].cpu():
         digest = hashlib.sha256(f"{seed}:".encode() + row.contiguous().numpy().tobytes()).digest()
         generators.append(torch.Generator().manual_seed(int.from_bytes(digest[:7], "little")))
     return generators

@@ -102,7 +102,7 @@ class GradientCompression:
     def _start(self, trace: Trace, slots: int) -> list[Tensor]:
         positions = torch.arange(slots).expand(trace.batch_size, -1)
         if self.init == "random":
-            generators = example_generators(trace.input_ids, self.seed)
+            generators = example_generators(trace, self.seed)
             positions = torch.stack([torch.randperm(trace.prefix_len, generator=g)[:slots] for g in generators])
             positions = positions.sort(-1).values
         positions = positions.to(trace.input_ids.device)

@@ -30,6 +30,11 @@ class HeadBlock:
     values: Float[Tensor, "heads prefix value_dim"]
     positions: Int[Tensor, "heads queries"] | None
 
+    def select(self, rows: Int[Tensor, " rows"]) -> "HeadBlock":
+        """Some of the heads."""
+        positions = None if self.positions is None else self.positions[rows]
+        return HeadBlock(self.queries[rows], self.keys[rows], self.values[rows], positions)
+
     def query_chunks(self) -> Iterator[slice]:
         """Ranges of queries whose scores against the whole prefix fit in memory."""
         heads, prefix, _ = self.keys.shape
@@ -85,14 +90,14 @@ def draw_queries(trace: Trace, num_queries: int | None, seed: int) -> dict[Head,
     """Which of a KV head's queries are used, drawn per example without replacement; None: all of them.
 
     Args:
-        trace: its examples' tokens and the seed determine the draw.
+        trace: the tokens of its prefixes and the seed determine the draw.
         num_queries: at most this many per KV head; None: all.
         seed: any integer.
     """
     if num_queries is None:
         return None
     drawn = {}
-    for example, generator in enumerate(example_generators(trace.input_ids, seed)):
+    for example, generator in enumerate(example_generators(trace, seed)):
         for layer, (keys, queries) in enumerate(zip(trace.keys, trace.queries, strict=True)):
             available = queries.shape[1] // keys.shape[1] * queries.shape[2]
             for head in range(keys.shape[1]):

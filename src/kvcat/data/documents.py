@@ -146,7 +146,7 @@ def hub_documents(name: str, *, text_field: str = "text") -> Iterator[Document]:
     """
     path, _, split = name.partition("@")
     owner_name, config = "/".join(path.split("/")[:2]), "/".join(path.split("/")[2:]) or None
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", owner_name):
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", owner_name):
         raise InputError(f"hub:{name} names no data set: write hub:OWNER/NAME, hub:OWNER/NAME/CONFIG or ...@SPLIT")
     if obstacle := hub_obstacle():
         raise InputError(f"data set {owner_name!r} is on the Hub, and {obstacle}")

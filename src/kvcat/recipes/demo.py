@@ -138,7 +138,7 @@ def run_demo(
         runs={"KV-CAT": out / "kv-cat", "control": out / "control"},
         context={"plan": plan.name, "training seed": str(seed), "base": base},
     )
-    say("\n" + headline_text(summarise(read_records(results))))
+    say("\n" + headline_text(summarise(read_records(results))), soft_wrap=True)
     say(f"Report: {page}")
     return page
 

@@ -23,7 +23,8 @@ class TrainConfig:
         output: folder of the run.
         data: ``installed``, a file, a folder, or ``hub:NAME``.
         policy: which KV slots the masked pass hides; ``control`` trains with the next-token loss alone.
-        group_starts: first layer of each group of layers that share a mask; None spaces ``num_groups`` evenly.
+        group_starts: first layer of each group of layers that share a mask, such as 0,6,12,18; None spaces ``num_groups``
+            evenly.
         num_groups: number of groups when ``group_starts`` is None.
         target_keep: kept fraction rho that the policy aims at, in (0, 1).
         tau: threshold on the keep probability, in (0, 1).
@@ -40,7 +41,7 @@ class TrainConfig:
         warmup_steps: steps of linear warm-up.
         peak_lr: highest learning rate.
         min_lr: floor of the cosine decay.
-        betas: AdamW's; the paper does not say, these are ours.
+        betas: AdamW's two, comma-separated on the command line; the paper does not say, these are ours.
         weight_decay: AdamW's, on matrices only.
         max_grad_norm: clipping norm, of the model and of the routers apart.
         router_lr_multiplier: the routers' learning rate over the model's; ours, see the log.

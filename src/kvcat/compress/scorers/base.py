@@ -1,6 +1,6 @@
 """What an eviction scorer is, and the attention that some of them read."""
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -11,6 +11,7 @@ Scores = list[Float[Tensor, "batch kv_heads prefix"]]
 _BLOCK_ELEMENTS = 2**23
 
 
+@runtime_checkable
 class Scorer(Protocol):
     """Decides which slots eviction keeps; a dataclass whose fields are its options."""
 

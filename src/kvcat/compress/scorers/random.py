@@ -26,7 +26,7 @@ class Random:
             trace: of the windows.
             num_slots: not used, so that a larger budget keeps all that a smaller one does.
         """
-        generators = example_generators(trace.input_ids, self.seed)
+        generators = example_generators(trace, self.seed)
         return [
             torch.stack([torch.rand(keys.shape[1:3], generator=generator) for generator in generators]).to(keys.device)
             for keys in trace.keys

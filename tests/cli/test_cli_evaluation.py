@@ -1,0 +1,128 @@
+"""eval suffix and report, end to end."""
+
+import json
+import multiprocessing
+import os
+import sys
+import time
+
+import pytest
+
+from kvcat.cli.app import run
+from tiny import write_texts, write_tiny_model
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_texts(tmp_path_factory.mktemp("data") / "texts", documents=4, length=12)
+
+
+def arguments(model, data, out, *options):
+    fixed = ["--data", data, "--split", "all", "--prefix", 32, "--suffix", 8, "--windows", 4, "--batch-size", 2]
+    return [str(x) for x in ["eval", "suffix", model, *fixed, "--out", out, *options]]
+
+
+QUICK = ("--method", "first", "snapkv", "--keep", 0.1, 0.5)
+
+
+def summary(out):
+    return (out / "report" / "summary.csv").read_bytes() if (out / "report" / "summary.csv").exists() else b""
+
+
+def records(out):
+    return sorted((out / "records.jsonl").read_text().splitlines())
+
+
+def test_an_evaluation_ends_in_records_a_table_and_a_page(tiny_folder, data, tmp_path, capsys):
+    assert run(arguments(f"base={tiny_folder}", data, tmp_path / "out", *QUICK)) == 0
+    said = capsys.readouterr()
+    page = tmp_path / "out" / "report" / "report.html"
+    assert said.out.splitlines()[-1] == str(page)
+    assert "base" in said.out
+    assert len(records(tmp_path / "out")) == 4 * 2 * 2
+    assert {json.loads(line)["model"] for line in records(tmp_path / "out")} == {"base"}
+    assert page.stat().st_size > 1000
+
+
+def test_the_same_command_again_adds_nothing(tiny_folder, data, tmp_path, capsys):
+    argv = arguments(tiny_folder, data, tmp_path / "out", *QUICK)
+    assert run(argv) == 0
+    before, said = records(tmp_path / "out"), capsys.readouterr().out
+    assert run(argv) == 0
+    assert records(tmp_path / "out") == before
+    assert capsys.readouterr().out == said
+
+
+def test_a_report_over_recorded_evaluations_and_a_run(tiny_folder, data, texts_folder, tmp_path, capsys):
+    run(arguments(f"base={tiny_folder}", data, tmp_path / "out", *QUICK))
+    options = ["--seq-len", 32, "--batch-size", 2, "--max-steps", 2, "--num-groups", 2, "--feature-dim", 8]
+    folders = ["--model", tiny_folder, "--data", texts_folder, "--output", tmp_path / "run"]
+    run([str(x) for x in ["train", "small", *folders, *options]])
+    capsys.readouterr()
+    report = [
+        "report",
+        tmp_path / "out",
+        "-o",
+        tmp_path / "page",
+        "--run",
+        f"KV-CAT={tmp_path / 'run'}",
+        "--title",
+        "T",
+    ]
+    assert run([str(x) for x in report]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'page' / 'report.html'}\n"
+    assert "<title>T" in (tmp_path / "page" / "report.html").read_text()
+
+
+def test_another_configuration_in_the_same_folder_is_a_mistake(tiny_folder, data, tmp_path, capsys):
+    run(arguments(tiny_folder, data, tmp_path / "out", *QUICK))
+    before = records(tmp_path / "out")
+    capsys.readouterr()
+    assert run(arguments(tiny_folder, data, tmp_path / "out", "--method", "first", "--keep", 0.3)) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert records(tmp_path / "out") == before
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--prefix", 300], "no document is long enough"),
+        (["--split", "test", "--data", "TEXT"], "no document in split 'test'"),
+        (["--keep", 0.5, 0.5], "twice"),
+    ],
+)
+def test_windows_that_cannot_be_are_one_line_and_nothing_is_written(options, told, tiny_folder, data, tmp_path, capsys):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "1.txt").write_text("short")
+    filled = [tmp_path / "text" if option == "TEXT" else option for option in options]
+    assert run(arguments(tiny_folder, data, tmp_path / "out", "--method", "first", *filled)) == 2
+    said = capsys.readouterr().err
+    assert told in said
+    assert len(said.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def evaluate(argv):
+    with open(os.devnull, "w") as nothing:
+        sys.stdout = sys.stderr = nothing
+        os._exit(run(argv))
+
+
+def test_a_killed_evaluation_ends_with_the_same_records_and_summary(tiny_folder, data, tmp_path, capsys):
+    other = write_tiny_model(tmp_path / "other", seed=1)
+    whole, broken = tmp_path / "a", tmp_path / "b"
+    both = (f"other={other}", *QUICK, "--batch-size", 1)
+    assert run(arguments(f"base={tiny_folder}", data, whole, *both)) == 0
+    said = capsys.readouterr().out
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["kvcat.cli.app", "kvcat.evals", "kvcat.training.loop"])
+    child = context.Process(target=evaluate, args=(arguments(f"base={tiny_folder}", data, broken, *both),), daemon=True)
+    child.start()
+    while not (broken / "records.jsonl").exists() or len(records(broken)) < 3:
+        time.sleep(0.005)
+    child.kill()
+    child.join()
+    assert len(records(broken)) < len(records(whole))
+    assert run(arguments(f"base={tiny_folder}", data, broken, *both)) == 0
+    assert capsys.readouterr().out.replace(str(broken), str(whole)) == said
+    assert records(broken) == records(whole)

@@ -1,0 +1,152 @@
+"""Traces, replays and what is told about them."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
+
+from kvcat.cache import CompactCache
+from kvcat.compress import AttentionMatching, Eviction, compare, reconstruction, replay, trace
+from kvcat.errors import InputError
+from tiny import byte_tokenizer
+
+
+def test_a_trace_holds_what_the_model_computes(model, windows, traced):
+    with torch.no_grad():
+        past = model(windows[:, :48], use_cache=True).past_key_values
+        logits = model(windows).logits
+    for index, layer in enumerate(past.layers):
+        assert torch.allclose(traced.keys[index], layer.keys, atol=1e-5)
+        assert torch.allclose(traced.values[index], layer.values, atol=1e-5)
+    assert [q.shape for q in traced.queries] == [(3, 4, 16, 8)] * 2
+    assert torch.allclose(traced.logits, logits[:, 48:], atol=1e-5)
+    assert torch.allclose(traced.logits_at(-1, 0), logits[:, 47:48], atol=1e-5)
+
+
+def test_a_full_cache_compares_as_equal(traced):
+    scores = compare(traced, traced.dense_cache())
+    assert torch.allclose(scores.kl, torch.zeros(3), atol=1e-6)
+    assert torch.equal(scores.top1, torch.ones(3))
+    assert torch.allclose(scores.nll, scores.nll_dense, atol=1e-5)
+
+
+def test_the_figures_are_those_of_their_definitions(model, windows, traced):
+    cache = Eviction("random")(traced, num_slots=5)
+    with torch.no_grad():
+        dense = model(windows).logits.double().log_softmax(-1)
+        compact = replay(model, cache, windows[:, 48:]).double().log_softmax(-1)
+    scores = compare(traced, cache)
+    target = windows[:, 48:, None]
+    nll_dense = -dense[:, 47:-1].gather(-1, target)[..., 0].mean(1)
+    seen = torch.cat([dense[:, 47:48], compact[:, :-1]], 1)
+    nll = -seen.gather(-1, target)[..., 0].mean(1)
+    kl = (dense[:, 48:].exp() * (dense[:, 48:] - compact)).sum(-1).mean(1)
+    top1 = (dense[:, 48:].argmax(-1) == compact.argmax(-1)).double().mean(1)
+    pairs = [
+        (scores.nll_dense, nll_dense), (scores.nll, nll), (scores.delta_nll, nll - nll_dense), (scores.kl, kl),
+        (scores.delta_ppl, nll.exp() - nll_dense.exp()), (scores.top1, top1),
+    ]  # fmt: skip
+    for found, expected in pairs:
+        assert torch.allclose(found.double(), expected, rtol=1e-4, atol=1e-4)
+    assert (scores.kl > 1e-3).all()
+
+
+def test_long_vocabularies_are_scored_in_chunks_with_the_same_result(traced, monkeypatch):
+    cache = Eviction("first")(traced, num_slots=5)
+    whole = compare(traced, cache)
+    monkeypatch.setattr("kvcat.compress.replay._CHUNK_ELEMENTS", 67 * 3 * 5)
+    chunked = compare(traced, cache)
+    for name in ("nll", "nll_dense", "kl", "top1"):
+        assert torch.allclose(getattr(whole, name), getattr(chunked, name), atol=1e-5)
+
+
+def test_one_cache_replays_for_a_whole_batch(model, windows, traced):
+    cache = AttentionMatching()(traced, num_slots=6).select([0])
+    logits = replay(model, cache, windows[:, 48:])
+    for row in range(3):
+        assert torch.allclose(logits[row], replay(model, cache, windows[row : row + 1, 48:])[0], atol=1e-4)
+
+
+def test_a_reconstruction_sequence_repeats_the_same_tokens():
+    tokenizer = byte_tokenizer()
+    text = "the cat sees a river."
+    sequence = reconstruction(tokenizer, text)
+    ids, length = sequence.input_ids[0].tolist(), sequence.prefix_len
+    assert ids[:length] == ids[sequence.supervision_start :] == tokenizer.encode(text)
+    assert "verbatim" in tokenizer.decode(ids[length : sequence.supervision_start])
+    with pytest.raises(InputError, match="holds no token"):
+        reconstruction(tokenizer, "")
+
+
+def test_a_reconstruction_trace_keeps_the_queries_of_the_second_copy(make_model):
+    model = make_model(vocab_size=300, max_position_embeddings=256)
+    sequence = reconstruction(byte_tokenizer(), "the cat sees a river.")
+    found = trace(model, sequence)
+    assert found.prefix_len == sequence.prefix_len
+    assert found.queries[0].shape[2] == sequence.input_ids.shape[1] - sequence.supervision_start
+    assert found.logits.shape[1] == sequence.input_ids.shape[1] - sequence.prefix_len
+
+
+def test_a_trace_that_supervises_itself_needs_no_suffix(model, windows):
+    found = trace(model, windows[:, :48], supervision="self")
+    assert found.num_tokens == 48
+    assert found.queries[0].shape[2] == 48
+    cache = AttentionMatching()(found, num_slots=6)
+    assert cache.metadata["supervision"] == "self"
+    with pytest.raises(InputError, match="no suffix to compare on"):
+        compare(found, cache)
+
+
+def test_memory_is_not_held_for_what_is_not_kept(traced):
+    for tensor in (*traced.keys, *traced.queries, traced.hidden):
+        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "prefix_len", "options", "message"),
+    [
+        (64, None, {}, "prefix_len is missing"),
+        (64, 64, {}, r"prefix_len must be in \[1, 63\] for 64 tokens, not 64"),
+        (64, 0, {}, "not 0"),
+        (64, 65, {"supervision": "self"}, r"in \[1, 64\]"),
+        (64, 8, {"supervision": "none"}, "must be 'suffix' or 'self', not 'none'"),
+        (129, 8, {}, "129 tokens exceed the 128 positions of LlamaForCausalLM; .*supervision='self'"),
+    ],
+)
+def test_traces_that_cannot_be_are_refused(model, tokens, prefix_len, options, message):
+    with pytest.raises(InputError, match=message):
+        trace(model, torch.zeros(1, tokens, dtype=torch.long), prefix_len, **options)
+
+
+def test_a_sliding_window_shorter_than_the_sequence_is_refused_by_name():
+    config = MistralConfig(
+        vocab_size=17, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, sliding_window=20,
+    )  # fmt: skip
+    model = MistralForCausalLM(config).eval()
+    ids = torch.zeros(1, 24, dtype=torch.long)
+    with pytest.raises(InputError, match=r"MistralForCausalLM: a sliding window of 20 tokens is shorter than .* 24"):
+        trace(model, ids, 12)
+    assert trace(model, ids[:, :20], 12).num_tokens == 12
+
+
+def test_a_cache_of_another_prefix_or_model_is_refused(make_model, model, windows, traced):
+    with pytest.raises(InputError, match="does not belong to a trace"):
+        compare(traced, trace(model, windows, 40).dense_cache())
+    with pytest.raises(InputError, match="belongs to another model"):
+        replay(make_model(rms_norm_eps=1e-2), traced.dense_cache(), windows[:, 48:])
+
+
+def test_a_compact_cache_of_half_precision_replays(make_model, windows):
+    half = trace(make_model(torch.bfloat16), windows, 48)
+    cache = AttentionMatching()(half, keep_ratio=0.5)
+    assert cache.layers[0].keys.dtype == torch.bfloat16
+    assert (compare(half, cache).kl < compare(half, Eviction("first")(half, keep_ratio=0.5)).kl).all()
+
+
+def test_a_model_saved_and_loaded_replays_a_saved_cache(model, traced, windows, tmp_path):
+    model.save_pretrained(tmp_path / "m")
+    AttentionMatching()(traced, num_slots=6).save(tmp_path / "c")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32)
+    cache = CompactCache.load(tmp_path / "c", again)
+    expected = replay(model, AttentionMatching()(traced, num_slots=6), windows[:, 48:])
+    assert torch.allclose(replay(again, cache, windows[:, 48:]), expected, atol=1e-5)
