@@ -4,12 +4,12 @@ import pytest
 import torch
 from transformers import (
     DynamicCache,
-    Gemma2Config,
-    Gemma2ForCausalLM,
     GemmaConfig,
     GemmaForCausalLM,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -34,11 +34,7 @@ MODELS = {
     "gemma": (GemmaForCausalLM, GemmaConfig, {}),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
     "gpt_neox": (GPTNeoXForCausalLM, GPTNeoXConfig, {}),
-    "gemma2": (
-        Gemma2ForCausalLM,
-        Gemma2Config,
-        {"attn_logit_softcapping": None, "query_pre_attn_scalar": 3, "layer_types": ["full_attention"] * 2},
-    ),
+    "granite": (GraniteForCausalLM, GraniteConfig, {"attention_multiplier": 0.6}),
     "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": 24}),
 }
 PREFIX, SLOTS = 20, 5
@@ -104,12 +100,12 @@ def test_a_forward_on_the_cache_equals_the_stock_model_with_the_bias_as_a_mask(n
 
 
 def test_the_scale_of_a_model_that_states_its_own_reaches_the_log_bias():
-    model = tiny("gemma2")
+    model = tiny("granite")
     cache, ids = random_cache(model), torch.tensor([[5, 9, 2]])
     with torch.no_grad():
         logits = model(**cache.inputs(model, ids)).logits
-    assert model.model.layers[0].self_attn.scaling == pytest.approx(3**-0.5)
-    assert torch.allclose(logits, naive_logits("gemma2", cache, ids), atol=1e-12)
+    assert model.model.layers[0].self_attn.scaling == 0.6
+    assert torch.allclose(logits, naive_logits("granite", cache, ids), atol=1e-12)
 
 
 @pytest.mark.parametrize("log_bias", [False, True])

@@ -1,5 +1,7 @@
 """eval suffix and report, end to end."""
 
+import contextlib
+import io
 import json
 import multiprocessing
 import os
@@ -9,6 +11,7 @@ import time
 import pytest
 
 from kvcat.cli.app import run
+from kvcat.evals.records import ResultsFolder
 from tiny import write_texts, write_tiny_model
 
 
@@ -25,62 +28,55 @@ def arguments(model, data, out, *options):
 QUICK = ("--method", "first", "snapkv", "--keep", 0.1, 0.5)
 
 
-def summary(out):
-    return (out / "report" / "summary.csv").read_bytes() if (out / "report" / "summary.csv").exists() else b""
-
-
 def records(out):
     return sorted((out / "records.jsonl").read_text().splitlines())
 
 
-def test_an_evaluation_ends_in_records_a_table_and_a_page(tiny_folder, data, tmp_path, capsys):
-    assert run(arguments(f"base={tiny_folder}", data, tmp_path / "out", *QUICK)) == 0
-    said = capsys.readouterr()
-    page = tmp_path / "out" / "report" / "report.html"
-    assert said.out.splitlines()[-1] == str(page)
-    assert "base" in said.out
-    assert len(records(tmp_path / "out")) == 4 * 2 * 2
-    assert {json.loads(line)["model"] for line in records(tmp_path / "out")} == {"base"}
+@pytest.fixture(scope="module")
+def finished(tiny_folder, data, tmp_path_factory):
+    """A finished evaluation: the command, its folder, what it printed."""
+    out = tmp_path_factory.mktemp("evaluation") / "out"
+    argv = arguments(f"base={tiny_folder}", data, out, *QUICK)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        assert run(argv) == 0
+    return argv, out, said.getvalue()
+
+
+def test_an_evaluation_ends_in_records_a_table_and_a_page(finished):
+    _, out, said = finished
+    page = out / "report" / "report.html"
+    assert said.splitlines()[-1] == str(page)
+    assert "base" in said
+    assert len(records(out)) == 4 * 2 * 2
+    assert {json.loads(line)["model"] for line in records(out)} == {"base"}
     assert page.stat().st_size > 1000
 
 
-def test_the_same_command_again_adds_nothing(tiny_folder, data, tmp_path, capsys):
-    argv = arguments(tiny_folder, data, tmp_path / "out", *QUICK)
+def test_the_same_command_again_adds_nothing(finished, capsys):
+    argv, out, said = finished
+    before = records(out)
     assert run(argv) == 0
-    before, said = records(tmp_path / "out"), capsys.readouterr().out
-    assert run(argv) == 0
-    assert records(tmp_path / "out") == before
+    assert records(out) == before
     assert capsys.readouterr().out == said
 
 
-def test_a_report_over_recorded_evaluations_and_a_run(tiny_folder, data, texts_folder, tmp_path, capsys):
-    run(arguments(f"base={tiny_folder}", data, tmp_path / "out", *QUICK))
+def test_a_report_over_recorded_evaluations_and_a_run(finished, tiny_folder, texts_folder, tmp_path, capsys):
     options = ["--seq-len", 32, "--batch-size", 2, "--max-steps", 2, "--num-groups", 2, "--feature-dim", 8]
     folders = ["--model", tiny_folder, "--data", texts_folder, "--output", tmp_path / "run"]
     run([str(x) for x in ["train", "small", *folders, *options]])
     capsys.readouterr()
-    report = [
-        "report",
-        tmp_path / "out",
-        "-o",
-        tmp_path / "page",
-        "--run",
-        f"KV-CAT={tmp_path / 'run'}",
-        "--title",
-        "T",
-    ]
+    report = ["report", finished[1], "-o", tmp_path / "page", "--run", f"KV-CAT={tmp_path / 'run'}", "--title", "T"]
     assert run([str(x) for x in report]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'page' / 'report.html'}\n"
     assert "<title>T" in (tmp_path / "page" / "report.html").read_text()
 
 
-def test_another_configuration_in_the_same_folder_is_a_mistake(tiny_folder, data, tmp_path, capsys):
-    run(arguments(tiny_folder, data, tmp_path / "out", *QUICK))
-    before = records(tmp_path / "out")
-    capsys.readouterr()
-    assert run(arguments(tiny_folder, data, tmp_path / "out", "--method", "first", "--keep", 0.3)) == 2
+def test_another_configuration_in_the_same_folder_is_a_mistake(finished, tiny_folder, data, capsys):
+    _, out, _ = finished
+    before = records(out)
+    assert run(arguments(tiny_folder, data, out, "--method", "first", "--keep", 0.3)) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
-    assert records(tmp_path / "out") == before
+    assert records(out) == before
 
 
 @pytest.mark.parametrize(
@@ -102,12 +98,36 @@ def test_windows_that_cannot_be_are_one_line_and_nothing_is_written(options, tol
     assert not (tmp_path / "out").exists()
 
 
+def test_an_evaluation_stopped_between_two_batches_ends_with_the_same_records_and_table(
+    finished, tiny_folder, data, tmp_path, capsys, monkeypatch
+):
+    _, whole, said = finished
+    argv = arguments(f"base={tiny_folder}", data, tmp_path / "out", *QUICK)
+    append, calls = ResultsFolder.append, []
+
+    def stop(self, new):
+        append(self, new)
+        calls.append(new)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ResultsFolder, "append", stop)
+        assert run(argv) == 130
+    assert 0 < len(records(tmp_path / "out")) < len(records(whole))
+    capsys.readouterr()
+    assert run(argv) == 0
+    assert records(tmp_path / "out") == records(whole)
+    assert capsys.readouterr().out.replace(str(tmp_path / "out"), str(whole)) == said
+
+
 def evaluate(argv):
     with open(os.devnull, "w") as nothing:
         sys.stdout = sys.stderr = nothing
         os._exit(run(argv))
 
 
+@pytest.mark.slow
 def test_a_killed_evaluation_ends_with_the_same_records_and_summary(tiny_folder, data, tmp_path, capsys):
     other = write_tiny_model(tmp_path / "other", seed=1)
     whole, broken = tmp_path / "a", tmp_path / "b"

@@ -53,7 +53,7 @@ def test_the_figures_are_those_of_their_definitions(model, windows, traced):
 def test_long_vocabularies_are_scored_in_chunks_with_the_same_result(traced, monkeypatch):
     cache = Eviction("first")(traced, num_slots=5)
     whole = compare(traced, cache)
-    monkeypatch.setattr("kvcat.compress.replay._CHUNK_ELEMENTS", 67 * 3 * 5)
+    monkeypatch.setattr("kvcat.compress.replaying._CHUNK_ELEMENTS", 67 * 3 * 5)
     chunked = compare(traced, cache)
     for name in ("nll", "nll_dense", "kl", "top1"):
         assert torch.allclose(getattr(whole, name), getattr(chunked, name), atol=1e-5)

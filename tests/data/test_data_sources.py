@@ -10,8 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvcat.data import (
+    Document,
+    file_documents,
+    hub_documents,
+    installed_documents,
+    open_documents,
+    split_documents,
+    split_of,
+)
 from kvcat.data import documents as documents_module
-from kvcat.data import file_documents, hub_documents, installed_documents, open_documents, split_documents
 from kvcat.data.documents import PIECE_CHARACTERS
 from kvcat.errors import InputError
 
@@ -172,6 +180,20 @@ def test_hub_names_carry_configuration_and_split(monkeypatch):
     assert [d.id for d in hub_documents("o/n/c@test")] == ["o/n/c@test#0"]
     list(hub_documents("o/n"))
     assert asked == [("o/n", "c", "test", True), ("o/n", None, "train", True)]
+
+
+def test_a_stream_is_read_no_further_than_the_limit(monkeypatch):
+    def endless(_):
+        number = 0
+        while True:
+            yield Document(str(number), str)
+            number += 1
+
+    monkeypatch.setattr(documents_module, "hub_documents", endless)
+    assert [d.id for d in split_documents("hub:o/n", "all", limit=3)] == ["0", "1", "2"]
+    found = split_documents("hub:o/n", "test", limit=4)
+    assert len(found) == 4
+    assert {split_of(d.id) for d in found} == {"test"}
 
 
 def test_the_installed_corpus_lists_the_same_names_twice_and_reads(monkeypatch):

@@ -1,6 +1,7 @@
 """What a step computes: schedule, accumulation, seeds, the control written naively."""
 
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from kvcat.errors import InputError
 from kvcat.training import loop as loop_module
 from kvcat.training import train
 from kvcat.training.optim import learning_rate
+
+ASSETS = Path(__file__).parents[3] / "shared" / "assets"
 
 
 def test_the_learning_rate_warms_up_to_the_peak_and_ends_on_the_floor():
@@ -193,4 +196,14 @@ def test_with_the_recipes_settings_the_routers_reach_their_target(tiny_folder, t
     kept = learns(
         tiny_folder, texts_folder, tmp_path / "run", seq_len=64, batch_size=4, num_groups=2, validation_every=300
     )
+    assert all(abs(value - 0.5) <= 0.05 for value in kept.values()), kept
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not ASSETS.is_dir(), reason=f"no {ASSETS}")
+def test_on_a_pretrained_model_the_routers_reach_their_target_too(tmp_path):
+    kept = learns(
+        ASSETS / "models" / "stories260K", ASSETS / "corpora" / "books-validation.parquet", tmp_path / "run",
+        validation_every=300,
+    )  # fmt: skip
     assert all(abs(value - 0.5) <= 0.05 for value in kept.values()), kept

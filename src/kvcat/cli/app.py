@@ -3,6 +3,7 @@
 import errno
 import os
 import sys
+from itertools import pairwise
 from typing import Any
 
 import typer
@@ -38,7 +39,7 @@ app.command("report", short_help="Tables, plots and a page from evaluations.")(r
 _UsageError: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 
-def _show_version(wanted: bool) -> None:
+def _show_version(wanted: bool | None) -> None:
     if wanted:
         import kvcat
 
@@ -48,7 +49,7 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
-    version: bool = typer.Option(
+    version: bool | None = typer.Option(
         False, "--version", help="Print the version and exit.", is_eager=True, callback=_show_version
     ),
 ) -> None:
@@ -69,8 +70,9 @@ def run(argv: list[str]) -> int:
         return _say(str(error), 2)
     except _UsageError as error:
         if type(error).__name__ == "NoArgsIsHelpError":
+            print(error.ctx.get_help())
             return 0
-        return _say(error.format_message(), 2)
+        return _say(error.format_message() + _value_given(error, argv), 2)
     except (KeyboardInterrupt, typer.Abort):
         return _say("interrupted", 130)
     except OSError as error:
@@ -82,6 +84,16 @@ def run(argv: list[str]) -> int:
             return _say(str(error), 128 + error.signum)  # type: ignore[attr-defined]
         raise
     return result if isinstance(result, int) else 0
+
+
+def _value_given(error: Any, argv: list[str]) -> str:
+    """The offending value of an option, which typer's own message leaves out."""
+    names = getattr(getattr(error, "param", None), "opts", ())
+    for argument, following in pairwise([*argv, ""]):
+        name, separator, value = argument.partition("=")
+        if name in names and name.startswith("-"):
+            return f", not {value if separator else following!r}"
+    return ""
 
 
 def _say(message: str, code: int) -> int:

@@ -64,7 +64,7 @@ def suffix_command(
     loaded = {label: kvcat.load(folder, dtype=dtype, device=device) for label, folder in labelled.items()}
     tokenizer = next(iter(loaded.values()))[1]
     chosen = windows_from_documents(
-        ((d.id, d.text) for d in split_documents(data, split)),
+        ((d.id, d.text) for d in split_documents(data, split, limit=10 * windows)),
         tokenizer,
         prefix_len=prefix,
         suffix_len=suffix,

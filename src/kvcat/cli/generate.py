@@ -30,11 +30,13 @@ def generate_command(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 decodes greedily; above it samples.")] = 0.0,
     seed: SeedOption = 0,
     device: DeviceOption = "cpu",
+    dtype: Annotated[
+        str | None, typer.Option(help="Type of the weights; the one that the cache was made with.")
+    ] = None,
 ) -> None:
     """Answer prompts from a saved cache; every prompt starts from the document alone.
 
-    A cache made with --chat wraps each prompt in the tokenizer's chat template. The model is loaded in the type that
-    the cache was made with.
+    A cache made with --chat wraps each prompt in the tokenizer's chat template.
 
     Example: kvcat generate ./my-model --cache report.safetensors --prompt "What was decided?"
     """
@@ -44,7 +46,7 @@ def generate_command(
     import kvcat
 
     compact = kvcat.CompactCache.load(cache)
-    loaded, tokenizer = kvcat.load(model, dtype=compact.metadata.get("dtype", "float32"), device=device)
+    loaded, tokenizer = kvcat.load(model, dtype=dtype or compact.metadata.get("dtype", "float32"), device=device)
     compact.check_model(loaded, str(cache))
     answer = Answerer(loaded, tokenizer, compact.to(loaded.device), temperature, seed)
     for text in _prompts(prompt):

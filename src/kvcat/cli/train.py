@@ -69,9 +69,12 @@ def _parse(name: str, value: Any) -> Any:
         return value
     try:
         number = int if name == "group_starts" else float
-        return tuple(number(part) for part in value.split(","))
+        values = tuple(number(part) for part in value.split(","))
     except ValueError:
         raise InputError(f"--{name.replace('_', '-')} takes numbers with commas between them, not {value!r}") from None
+    if name == "betas" and len(values) != 2:
+        raise InputError(f"--betas takes two numbers with a comma between them, not {value!r}")
+    return values
 
 
 def train_command(recipe: str, **overrides: Any) -> None:

@@ -8,11 +8,11 @@ from kvcat.compress.attention_matching import AttentionMatching
 from kvcat.compress.common import Compressor, slots_for
 from kvcat.compress.eviction import Eviction
 from kvcat.compress.gradient import SNAPSHOT_STEPS, GradientCompression
-from kvcat.compress.replay import Scores, compare, replay
+from kvcat.compress.replaying import Scores, compare, replay
 from kvcat.compress.scorers import SCORERS
 from kvcat.compress.sequences import INSTRUCTION, Reconstruction, reconstruction
 from kvcat.compress.solvers import fit_log_bias, fit_values
-from kvcat.compress.trace import Trace, trace
+from kvcat.compress.tracing import Trace, trace
 from kvcat.errors import InputError
 
 COMPRESSORS: dict[str, Callable[..., Compressor]] = {

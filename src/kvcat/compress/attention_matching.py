@@ -9,7 +9,7 @@ from kvcat.cache import CompactCache, CompactLayer
 from kvcat.compress.common import compact_cache, slots_for, top_positions
 from kvcat.compress.heads import Head, HeadBlock, draw_queries, head_groups, load_block, take
 from kvcat.compress.solvers import check_log_bias_options, check_ridge, fit_values, solve_box, solve_ridge
-from kvcat.compress.trace import Trace
+from kvcat.compress.tracing import Trace
 from kvcat.errors import InputError
 from kvcat.types import Float, Int, Tensor
 
@@ -67,7 +67,9 @@ class AttentionMatching:
         )
 
     @torch.no_grad()
-    def __call__(self, trace: Trace, *, keep_ratio: float | None = None, num_slots: int | None = None) -> CompactCache:
+    def __call__(
+        self, trace: Trace, *, keep_ratio: float | int | None = None, num_slots: int | None = None
+    ) -> CompactCache:
         """The compact cache with ceil(keep_ratio * prefix_len) or num_slots slots per layer and head.
 
         Args:
@@ -201,19 +203,18 @@ def _fit_values(
     towards: Float[Tensor, "heads slots value_dim"] | None = None,
 ) -> Float[Tensor, "heads slots value_dim"]:
     """Ridge least squares on the attention outputs; the ridge pulls towards 0, or towards given values."""
-    base = torch.zeros((), device=block.values.device) if towards is None else towards
+    base = torch.zeros_like(take(block.values, slots)) if towards is None else towards
     chunks = list(block.query_chunks())
-    if len(chunks) == 1 or ridge is None or block.queries.shape[1] < slots.shape[1]:
-        chunks = [slice(None)]
+    if ridge is None or len(chunks) == 1 or block.queries.shape[1] < slots.shape[1]:
+        attention, outputs = kept_attention(block, dense, slots, log_bias, slice(None))
+        return base + fit_values(attention, outputs - attention @ base, ridge=ridge)
     gram, target = torch.zeros(()), torch.zeros(())
     for chunk in chunks:
         attention, outputs = kept_attention(block, dense, slots, log_bias, chunk)
-        outputs = outputs if towards is None else outputs - attention @ towards
-        if len(chunks) == 1:
-            return base + fit_values(attention, outputs, ridge=ridge)
+        residual = (outputs - attention @ base).double()
         attention = attention.double()
-        gram, target = gram + attention.mT @ attention, target + attention.mT @ outputs.double()
-    return base + solve_ridge(gram, target, ridge or 0.0).to(block.values.dtype)
+        gram, target = gram + attention.mT @ attention, target + attention.mT @ residual
+    return base + solve_ridge(gram, target, ridge).to(block.values.dtype)
 
 
 def output_error(
@@ -232,7 +233,7 @@ def output_error(
         values: of the slots.
         log_bias: of the slots, nats.
     """
-    error = torch.zeros(len(slots), device=values.device)
+    error = values.new_zeros(len(slots))
     for chunk in block.query_chunks():
         attention, outputs = kept_attention(block, dense, slots, log_bias, chunk)
         error += (attention @ values - outputs).square().sum((1, 2))

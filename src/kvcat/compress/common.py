@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from kvcat.cache import CompactCache, CompactLayer
-from kvcat.compress.trace import Trace
+from kvcat.compress.tracing import Trace
 from kvcat.errors import InputError
 from kvcat.types import Float, Int, Tensor
 
@@ -16,12 +16,14 @@ from kvcat.types import Float, Int, Tensor
 class Compressor(Protocol):
     """Makes a compact cache from a trace; a dataclass whose fields are its options."""
 
-    def __call__(self, trace: Trace, *, keep_ratio: float | None = None, num_slots: int | None = None) -> CompactCache:
+    def __call__(
+        self, trace: Trace, *, keep_ratio: float | int | None = None, num_slots: int | None = None
+    ) -> CompactCache:
         """The compact cache with ceil(keep_ratio * prefix_len) or num_slots slots per layer and head."""
         ...
 
 
-def slots_for(prefix_len: int, keep_ratio: float | None, num_slots: int | None) -> int:
+def slots_for(prefix_len: int, keep_ratio: float | int | None, num_slots: int | None) -> int:
     """Number of slots: ceil(keep_ratio * prefix_len), or num_slots itself.
 
     The product is rounded at the 12th significant digit first, so that 0.1 * 30 = 3.0000000000000004 gives 3.

@@ -4,7 +4,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcat.compress.sequences import INSTRUCTION, Reconstruction, reconstruction
-from kvcat.compress.trace import Trace, trace
+from kvcat.compress.tracing import Trace, trace
 from kvcat.errors import InputError
 from kvcat.types import Int, Tensor
 

@@ -8,7 +8,7 @@ import torch
 from kvcat.cache import CompactCache, CompactLayer
 from kvcat.compress.common import compact_cache, slots_for, take_slots, top_positions
 from kvcat.compress.scorers import SCORERS, Scorer
-from kvcat.compress.trace import Trace
+from kvcat.compress.tracing import Trace
 from kvcat.errors import InputError
 
 
@@ -39,7 +39,9 @@ class Eviction:
             raise InputError(f"{name}: {error}") from error
 
     @torch.no_grad()
-    def __call__(self, trace: Trace, *, keep_ratio: float | None = None, num_slots: int | None = None) -> CompactCache:
+    def __call__(
+        self, trace: Trace, *, keep_ratio: float | int | None = None, num_slots: int | None = None
+    ) -> CompactCache:
         """The compact cache with ceil(keep_ratio * prefix_len) or num_slots slots per layer and head.
 
         Args:

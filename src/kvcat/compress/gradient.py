@@ -8,7 +8,7 @@ import torch
 from kvcat.cache import CompactCache, CompactLayer
 from kvcat.compress.common import compact_cache, example_generators, slots_for, take_slots
 from kvcat.compress.freezing import frozen
-from kvcat.compress.trace import Trace
+from kvcat.compress.tracing import Trace
 from kvcat.errors import InputError
 from kvcat.models import hidden_states, logits_from_hidden
 from kvcat.types import Float, Tensor
@@ -56,7 +56,9 @@ class GradientCompression:
             if not getattr(self, name) > 0:
                 raise InputError(f"{name} must be larger than 0, not {getattr(self, name)}")
 
-    def __call__(self, trace: Trace, *, keep_ratio: float | None = None, num_slots: int | None = None) -> CompactCache:
+    def __call__(
+        self, trace: Trace, *, keep_ratio: float | int | None = None, num_slots: int | None = None
+    ) -> CompactCache:
         """The compact cache after ``num_steps`` steps.
 
         Args:
@@ -71,7 +73,7 @@ class GradientCompression:
         return cache
 
     def snapshots(
-        self, trace: Trace, *, keep_ratio: float | None = None, num_slots: int | None = None
+        self, trace: Trace, *, keep_ratio: float | int | None = None, num_slots: int | None = None
     ) -> Iterator[tuple[int, CompactCache]]:
         """Steps taken and the compact cache, after 0, 1, 2, 5, 10, 20, 50, 100 steps and the last.
 
@@ -87,7 +89,7 @@ class GradientCompression:
         return self._run(trace, keep_ratio, num_slots, tuple(sorted(steps)))
 
     def _run(
-        self, trace: Trace, keep_ratio: float | None, num_slots: int | None, wanted: tuple[int, ...]
+        self, trace: Trace, keep_ratio: float | int | None, num_slots: int | None, wanted: tuple[int, ...]
     ) -> Iterator[tuple[int, CompactCache]]:
         if trace.supervision == "self":
             raise InputError(

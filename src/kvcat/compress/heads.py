@@ -7,7 +7,7 @@ from itertools import groupby
 import torch
 
 from kvcat.compress.common import example_generators
-from kvcat.compress.trace import Trace
+from kvcat.compress.tracing import Trace
 from kvcat.types import Bool, Float, Int, Tensor
 
 Head = tuple[int, int, int]

@@ -104,7 +104,7 @@ def _interior_point(
     Heads that have converged leave the batch. The last iterate is clamped to the box.
     """
     unit = gram.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(torch.finfo(gram.dtype).tiny)
-    gram, target, scale = gram / unit[:, None, None], target / unit[:, None], (scale / unit).clamp_min(1e-300)
+    gram, target, scale = gram / unit[:, None, None], target / unit[:, None], scale / unit
     result = torch.full_like(target, math.sqrt(low * high))
     gradient = _apply(gram, result) - target
     floor = 0.1 * gradient.abs().mean(-1, keepdim=True) + 1e-3
@@ -116,7 +116,8 @@ def _interior_point(
         weights, below, above = point
         gap = (below * (weights - low) + above * (high - weights)).sum(-1)
         slack = (_apply(gram, weights) - target - below + above).abs().sum(-1) * high
-        going = gap + slack > tolerance * scale
+        rounding = 1e-14 * high * (target.abs() + below + above).sum(-1)
+        going = gap + slack > tolerance * scale + rounding
         if not going.any():
             break
         if not going.all():
@@ -189,9 +190,9 @@ def fit_values(
     check_ridge(ridge)
     design, wanted = weights.double(), targets.double()
     if ridge is None:
-        return torch.linalg.lstsq(design, wanted, driver="gelsd" if design.device.type == "cpu" else None).solution.to(
-            targets.dtype
-        )
+        # only LAPACK's gelsd handles rank deficiency, and it runs on the CPU
+        solution = torch.linalg.lstsq(design.cpu(), wanted.cpu(), driver="gelsd").solution
+        return solution.to(targets)
     if weights.shape[-2] < weights.shape[-1]:
         gram = design @ design.mT
         return (design.mT @ solve_ridge(gram, wanted, ridge)).to(targets.dtype)

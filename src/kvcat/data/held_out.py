@@ -1,5 +1,6 @@
 """Documents that training never saw."""
 
+from itertools import islice
 from typing import Literal
 
 from kvcat.data.documents import Document, open_documents
@@ -7,20 +8,24 @@ from kvcat.data.split import Split, drop_near_duplicates, split_of
 from kvcat.errors import InputError
 
 
-def split_documents(source: str, split: Split | Literal["all"]) -> list[Document]:
+def split_documents(source: str, split: Split | Literal["all"], *, limit: int | None = None) -> list[Document]:
     """The documents of one split of a source, in the source's order.
 
     The installed Python sources hold copies of their own files; held-out documents that share many lines with training
     documents are left out there.
 
     Args:
-        source: as in ``open_documents``; read to its end.
+        source: as in ``open_documents``.
         split: train, validation, test (held out by a hash of the name), or all.
+        limit: the first so many of a ``hub:`` source, which is streamed; everything else is read to its end.
 
     Raises:
         InputError: no such source, or no document in that split.
     """
-    documents = list(open_documents(source))
+    documents = open_documents(source)
+    if source.startswith("hub:"):
+        return list(islice((d for d in documents if split in ("all", split_of(d.id))), limit))
+    documents = list(documents)
     chosen = [d for d in documents if split in ("all", split_of(d.id))]
     if source == "installed" and split in ("validation", "test"):
         chosen = drop_near_duplicates(chosen, (d for d in documents if split_of(d.id) == "train"))

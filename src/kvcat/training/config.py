@@ -23,8 +23,8 @@ class TrainConfig:
         output: folder of the run.
         data: ``installed``, a file, a folder, or ``hub:NAME``.
         policy: which KV slots the masked pass hides; ``control`` trains with the next-token loss alone.
-        group_starts: first layer of each group of layers that share a mask, such as 0,6,12,18; None spaces ``num_groups``
-            evenly.
+        group_starts: first layer of each group of layers that share a mask, such as 0,6,12,18; None spaces
+            ``num_groups`` evenly.
         num_groups: number of groups when ``group_starts`` is None.
         target_keep: kept fraction rho that the policy aims at, in (0, 1).
         tau: threshold on the keep probability, in (0, 1).
@@ -140,7 +140,8 @@ class TrainConfig:
         if missing := sorted({"model", "output"} - set(values)):
             raise InputError(f"training option {missing[0]!r} is missing")
         _check_choices(values)
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+        fields: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in values.items()}
+        return cls(**fields)
 
 
 _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (

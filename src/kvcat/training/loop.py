@@ -59,7 +59,7 @@ def train(config: TrainConfig, *, progress: bool = True) -> TrainResult:
     """
     run = Path(config.output)
     check_folder(run, config)
-    if (run / "done.json").exists():
+    if (run / "done.json").exists() and (run / "export" / "config.json").exists():
         return TrainResult(run, run / "export", read_metrics(run / "metrics.jsonl")[-1])
     model, tokenizer = load(config.model, dtype="float32", device=config.device)
     check_length(model, config.seq_len)

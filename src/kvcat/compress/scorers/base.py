@@ -4,7 +4,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from kvcat.compress.trace import Trace
+from kvcat.compress.tracing import Trace
 from kvcat.types import Float, Tensor
 
 Scores = list[Float[Tensor, "batch kv_heads prefix"]]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from kvcat.compress.scorers.base import Scores
-from kvcat.compress.trace import Trace
+from kvcat.compress.tracing import Trace
 
 
 @dataclass(frozen=True)

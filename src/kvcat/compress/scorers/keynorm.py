@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from kvcat.compress.scorers.base import Scores
-from kvcat.compress.trace import Trace
+from kvcat.compress.tracing import Trace
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import torch
 
 from kvcat.compress.common import example_generators
 from kvcat.compress.scorers.base import Scores
-from kvcat.compress.trace import Trace
+from kvcat.compress.tracing import Trace
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import avg_pool1d, max_pool1d
 
 from kvcat.compress.scorers.base import Scores, received_mass
-from kvcat.compress.trace import Trace
+from kvcat.compress.tracing import Trace
 from kvcat.errors import InputError
 
 

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from kvcat.cache import CompactCache
 from kvcat.compress.freezing import frozen
-from kvcat.compress.trace import Trace
+from kvcat.compress.tracing import Trace
 from kvcat.errors import InputError
 from kvcat.models import hidden_states, logits_from_hidden
 from kvcat.types import Float, Int, Tensor
