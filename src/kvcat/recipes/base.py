@@ -48,7 +48,11 @@ def train_tokenizer(documents: list[Document]) -> PreTrainedTokenizerFast:
     texts: Iterator[str] = (document.text for document in documents)
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=EOS, pad_token=EOS, model_max_length=CONTEXT, clean_up_tokenization_spaces=False
+        tokenizer_object=tokenizer,
+        eos_token=EOS,
+        pad_token=EOS,
+        model_max_length=CONTEXT,
+        clean_up_tokenization_spaces=False,
     )
 
 
@@ -113,6 +117,8 @@ def pretrain(output: Path, *, device: str = "cpu", progress: bool = True) -> Pat
 
 def write_card(run: Path, config: TrainConfig) -> None:
     """Measure the exported base on held-out files and write its card."""
-    seconds = [config.tokens_per_step / r["tokens_per_s"] for r in read_metrics(run / "metrics.jsonl") if r["kind"] == "train"]
+    seconds = [
+        config.tokens_per_step / r["tokens_per_s"] for r in read_metrics(run / "metrics.jsonl") if r["kind"] == "train"
+    ]
     hours = sum(seconds) * config.log_every / 3600
     (run / "export" / "README.md").write_text(base_card(config, measure(run / "export"), hours))

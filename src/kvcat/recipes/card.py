@@ -1,5 +1,6 @@
 """What the base model can do, measured on held-out files, and the card that tells it."""
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,8 @@ def measure(folder: Path | str, *, split: str = "test") -> dict[str, Any]:
     )
     tokens = torch.tensor([w.tokens for w in windows])
     dense, alone = token_losses(model, tokens), token_losses(model, tokens[:, 768:])
-    bins = {f"{low}-{high - 1}": dense[:, low - 1 : high - 1].mean().item() for low, high in zip(EDGES, EDGES[1:])}
+    means = {(low, high - 1): dense[:, low - 1 : high - 1].mean().item() for low, high in pairwise(EDGES)}
+    bins = {f"{low}-{high}": loss for (low, high), loss in means.items()}
     return {
         "windows": len(windows),
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -73,14 +75,16 @@ pipeline_tag: text-generation
 
 # kvcat-base
 
-A Qwen2-architecture model of {measured["parameters"]:,} parameters (6 layers, width 96, 4 query heads, 2 key-value heads,
-byte-level BPE of 1,024 tokens, context 1,024) for trying KV cache compression on any machine. It writes Python badly.
+A Qwen2-architecture model of {measured["parameters"]:,} parameters (6 layers, width 96, 4 query heads, 2 key-value
+heads, byte-level BPE of 1,024 tokens, context 1,024) for trying KV cache compression on any machine. It
+writes Python badly.
 
 - data: the Python files of the standard library and of kvcat's dependencies as installed, split by a hash of the path;
   validation and test files were not trained on
 - command: `kvcat demo --from-scratch` (recipe `kvcat.recipes.base.pretraining`, seed {config.seed})
 - {config.max_steps} steps of {config.tokens_per_step} tokens, {tokens / 1e6:.0f} million in all,
-  {tokens / measured["parameters"]:.0f} per parameter; AdamW, peak learning rate {config.peak_lr}, compute in {config.dtype}
+  {tokens / measured["parameters"]:.0f} per parameter; AdamW, peak learning rate {config.peak_lr}, compute in
+  {config.dtype}
 - cost: {hours:.1f} hours on {facts["cpu"]} ({facts["platform"]}), shared with other work; torch {facts["torch"]},
   transformers {facts["transformers"]}, Python {facts["python"]}
 
