@@ -13,19 +13,20 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+    return [code for name, code in found if name == language]
 
 
 @pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "README.md").write_text(README[:3000], encoding="utf-8")
+    for name in ("README.md", "CHANGELOG.md"):
+        (tmp_path / name).write_text((ROOT / name).read_text(encoding="utf-8"), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-@pytest.mark.parametrize("code", blocks("python"))
-def test_python_examples_run(code: str, workplace: Path) -> None:
-    exec(compile(code, "README.md", "exec"), {})
+def test_python_examples_run_one_after_the_other(workplace: Path) -> None:
+    exec(compile("\n".join(blocks("python")), "README.md", "exec"), {})
 
 
 @pytest.mark.parametrize("commands", blocks("sh"))
