@@ -21,7 +21,7 @@ test-slow: setup ## the tests that take more than a few seconds
 check: setup ## lint, format, types, order of the rooms
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 
 bench: setup ## benchmarks; ratios measured in one run

@@ -15,6 +15,7 @@ from kvcat.errors import InputError
 from kvcat.models import capture, logits_from_hidden
 from kvcat.types import Float, Int, Tensor
 
+_TAIL = 32
 _Value = TypeVar("_Value")
 
 
@@ -32,6 +33,7 @@ class Trace:
         values: per layer, values of the prefix.
         queries: per layer, queries after rotation of the positions from ``supervision_start`` on ("suffix"), or of the
             whole prefix ("self").
+        tail_queries: per layer, queries after rotation of the last positions of the prefix, at most 32 of them.
         scales: per layer, the factor on q.k.
         hidden: input of the head at the positions from the last of the prefix on.
         fingerprint: identifies the model's weights.
@@ -45,6 +47,7 @@ class Trace:
     keys: list[Float[Tensor, "batch kv_heads prefix head_dim"]]
     values: list[Float[Tensor, "batch kv_heads prefix value_dim"]]
     queries: list[Float[Tensor, "batch heads queries head_dim"]]
+    tail_queries: list[Float[Tensor, "batch heads tail head_dim"]]
     scales: list[float]
     hidden: Float[Tensor, "batch positions hidden"]
     fingerprint: str
@@ -88,16 +91,18 @@ class Trace:
         )
 
     def prefix_queries(self, start: int) -> list[Float[Tensor, "batch heads queries head_dim"]]:
-        """Per layer, the queries of the prefix positions from start on, from a second forward that sees no suffix.
+        """Per layer, the queries of the prefix positions from start on; more than the last 32 cost a second forward.
 
         Args:
             start: first position, in [0, prefix_len).
         """
         if self.supervision == "self":
             return [q[:, :, start:] for q in self.queries]
-        prefix_ids = self.input_ids[:, : self.prefix_len]
+        count = self.prefix_len - start
+        if count <= self.tail_queries[0].shape[2]:
+            return [q[:, :, -count:] for q in self.tail_queries]
         with frozen(self.model):
-            return capture(self.model, prefix_ids, query_start=start).queries
+            return capture(self.model, self.input_ids[:, : self.prefix_len], query_start=start).queries
 
     def memo(self, key: Any, make: Callable[[], _Value]) -> _Value:
         """What ``make`` returned the first time this key was asked for: work shared between keep ratios and methods.
@@ -147,8 +152,11 @@ def trace(
         raise InputError(f"prefix_len must be in [1, {longest}] for {num_tokens} tokens, not {prefix_len}")
     _check_model(model, num_tokens)
     start = prefix_len if start is None else start
+    tail = max(0, prefix_len - _TAIL)
+    first = 0 if supervision == "self" else tail
     with frozen(model):
-        seen = capture(model, input_ids, query_start=0 if supervision == "self" else start)
+        seen = capture(model, input_ids, query_start=first)
+    own = slice(0, prefix_len) if supervision == "self" else slice(start - first, None)
     return Trace(
         model=model,
         input_ids=input_ids,
@@ -157,7 +165,8 @@ def trace(
         supervision_start=start,
         keys=[k[:, :, :prefix_len].clone() for k in seen.keys],
         values=[v[:, :, :prefix_len].clone() for v in seen.values],
-        queries=[q[:, :, :prefix_len].clone() for q in seen.queries] if supervision == "self" else seen.queries,
+        queries=[q[:, :, own].clone() for q in seen.queries],
+        tail_queries=[q[:, :, tail - first : prefix_len - first].clone() for q in seen.queries],
         scales=list(seen.scales),
         hidden=seen.hidden[:, prefix_len - 1 :].clone(),
         fingerprint=fingerprint(model),
