@@ -78,7 +78,7 @@ def check_disk(run: Path, model: nn.Module, keep_checkpoints: int) -> None:
     free = shutil.disk_usage(there).free
     if free < needed:
         raise InputError(
-            f"no disk space for {run}: {free / 1e6:,.0f} MB free, checkpoints and export need {needed / 1e6:,.0f} MB"
+            f"no disk space for {run}: {free / 1e6:,.1f} MB free, checkpoints and export need {needed / 1e6:,.1f} MB"
         )
 
 
