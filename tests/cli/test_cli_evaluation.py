@@ -52,6 +52,7 @@ def test_an_evaluation_ends_in_records_a_table_and_a_page(finished):
     assert page.stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_the_same_command_again_adds_nothing(finished, capsys):
     argv, out, said = finished
     before = records(out)
