@@ -6,10 +6,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 
 .PHONY: demo demo-quick test test-slow check setup bench
 
-demo: setup ## train KV-CAT and its control, compress, write out/demo/report/report.html (under 10 minutes)
+demo: setup ## train KV-CAT and its control, compress, write out/demo/report/report.html
 	$(BIN)/kvcat demo
 
-demo-quick: setup ## the same in under 2 minutes, too short to judge
+demo-quick: setup ## the same in about 2 minutes, too short to judge
 	$(BIN)/kvcat demo --quick
 
 test: setup ## the default tests, offline, on a CPU
