@@ -1,6 +1,18 @@
 """The parts of the training objective."""
 
 from kvcat.losses.budget import budget_loss
+from kvcat.losses.chunked import ChunkedLosses, chunked_objective, default_chunk_tokens
+from kvcat.losses.head import OutputHead
 from kvcat.losses.prediction import distillation_kl, next_token_loss
+from kvcat.losses.teaching import chunked_kl
 
-__all__ = ["budget_loss", "distillation_kl", "next_token_loss"]
+__all__ = [
+    "ChunkedLosses",
+    "OutputHead",
+    "budget_loss",
+    "chunked_kl",
+    "chunked_objective",
+    "default_chunk_tokens",
+    "distillation_kl",
+    "next_token_loss",
+]

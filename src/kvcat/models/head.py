@@ -1,0 +1,121 @@
+"""The output head of an unmodified causal LM, described so that losses can apply it themselves."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import product
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from kvcat.errors import InputError
+from kvcat.losses import OutputHead
+from kvcat.models.structure import hidden_states
+from kvcat.types import Float, Int, Tensor
+
+_TOKENS = 8
+_LOUD = 100.0
+_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+
+
+@torch.no_grad()
+def output_head(model: PreTrainedModel) -> OutputHead:
+    """The head whose ``logits`` of ``hidden_states(model, ...)`` are the model's own.
+
+    Scale and soft-cap are read from the configuration: ``logit_scale`` and ``lm_head_multiplier`` and
+    ``output_multiplier`` multiply the logits, ``logits_scaling`` divides them (Granite) or multiplies them (HyperCLOVA
+    X), ``final_logit_softcapping`` or ``logits_soft_cap`` caps them. Of these readings, then of those that leave a
+    scale or the cap away, the first one is taken that gives the model's own logits on 8 random tokens, for hidden
+    states amplified until the logits reach 100: a cap that the configuration does not state, or states and does not
+    use, is noticed.
+
+    Args:
+        model: a causal LM with its weights loaded, not yet sharded; two short forwards run in evaluation mode.
+
+    Raises:
+        InputError: no linear head, a head that does not read the output of the model without head, or logits that no
+            reading gives; with the model's class.
+    """
+    kind = type(model).__name__
+    linear = model.get_output_embeddings()
+    if linear is None:
+        raise InputError(f"{kind} is not supported: it has no language-model head")
+    try:
+        heads = [OutputHead(linear, *reading) for reading in _readings(model.config.get_text_config(decoder=True))]
+    except InputError as error:
+        raise InputError(f"{kind} is not supported: {error}") from error
+    tolerance = _TOLERANCE.get(linear.weight.dtype, 3e-2)
+    tokens = _example(model)
+    with _evaluating(model), torch.autocast(model.device.type, enabled=False):
+        hidden = hidden_states(model, input_ids=tokens, use_cache=False)
+        seen, loud, logits = _amplified(model, tokens, heads[0])
+    if seen.shape != hidden.shape or not _close(seen, hidden, tolerance):
+        raise InputError(
+            f"{kind} is not supported: its head does not read the output of {type(model.base_model).__name__}"
+        )
+    for head in heads:
+        if _close(head.logits(loud), logits, tolerance):
+            return head
+    raise InputError(f"{kind} is not supported: its head does more than a matrix, a bias, a scale and a soft-cap")
+
+
+def _readings(text: PreTrainedConfig) -> Iterator[tuple[float, float | None]]:
+    """Scales and soft-caps that the configuration may mean, the likeliest first."""
+    scales: list[float] = []
+    for name in ("logit_scale", "lm_head_multiplier", "output_multiplier"):
+        scales += _numbers(text, name)
+    for number in _numbers(text, "logits_scaling"):
+        scales += [1 / number, number]
+    caps = [*_numbers(text, "final_logit_softcapping"), *_numbers(text, "logits_soft_cap")]
+    yield from product([*scales, 1.0], [*caps, None])
+
+
+def _numbers(text: PreTrainedConfig, name: str) -> list[float]:
+    value = getattr(text, name, None)
+    return [float(value)] if isinstance(value, int | float) and value else []
+
+
+def _example(model: PreTrainedModel) -> Int[Tensor, "batch tokens"]:
+    vocab = model.config.get_text_config(decoder=True).vocab_size
+    return torch.randint(vocab, (1, _TOKENS), generator=torch.Generator().manual_seed(0)).to(model.device)
+
+
+def _amplified(
+    model: PreTrainedModel, tokens: Int[Tensor, "batch tokens"], head: OutputHead
+) -> tuple[
+    Float[Tensor, "batch tokens hidden"], Float[Tensor, "batch tokens hidden"], Float[Tensor, "batch tokens vocab"]
+]:
+    """What the model's head was given, the same made loud, and the model's logits of the loud ones."""
+    seen: list[Tensor] = []
+
+    def amplify(_linear: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
+        loudest = OutputHead(head.linear, head.scale).logits(args[0]).abs().amax().clamp_min(1e-12)
+        seen.extend([args[0], args[0] * (_LOUD / loudest)])
+        return (seen[-1],)
+
+    with ExitStack() as stack:
+        stack.callback(head.linear.register_forward_pre_hook(amplify).remove)
+        logits = model(input_ids=tokens, use_cache=False).logits
+    if len(seen) != 2:
+        raise InputError(f"{type(model).__name__} is not supported: it runs its head {len(seen) // 2} times")
+    return seen[0], seen[1], logits
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode for a while; every module gets its own mode back."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _close(a: Tensor, b: Tensor, tolerance: float) -> bool:
+    if a.shape != b.shape:
+        return False
+    error, size = (a.double() - b.double()).norm(), b.double().norm()
+    return bool(error <= tolerance * size)

@@ -1,0 +1,165 @@
+"""The described head against the model's own logits; the chunked objective against the naive one on whole models."""
+
+import pytest
+import torch
+from models_zoo import SUPPORTED, StaysDouble, supported, tiny
+from torch import nn
+from transformers import LlamaForCausalLM
+
+from kvcat.attention import SlotGate, enable
+from kvcat.errors import InputError
+from kvcat.losses import chunked_objective, distillation_kl, next_token_loss
+from kvcat.models import hidden_states
+from kvcat.models.head import output_head
+
+HEADS = {
+    "qwen2": {},
+    "llama": {"tie_word_embeddings": True},
+    "gemma": {"head_dim": 8},
+    "gemma2": {"head_dim": 8, "final_logit_softcapping": 3.0},
+    "cohere": {"logit_scale": 0.0625},
+    "granite": {"logits_scaling": 3.0, "attention_multiplier": 0.2},
+    "phi": {},
+}
+EXPECTED = {"gemma2": (1.0, 3.0), "cohere": (0.0625, None), "granite": (1 / 3, None)}
+
+
+def some_tokens(seed=0, batch=2, length=11):
+    return torch.randint(3, 61, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def difference(found, expected):
+    return max(
+        ((a - b).abs().max() / b.abs().max().clamp_min(1e-12)).item() for a, b in zip(found, expected, strict=True)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", HEADS)
+def test_the_head_is_described_as_the_configuration_means_it(kind, dtype):
+    model = tiny(kind, dtype=dtype, **HEADS[kind])
+    head = output_head(model)
+    assert (head.scale, head.softcap) == EXPECTED.get(kind, (1.0, None))
+    assert head.weight is model.get_output_embeddings().weight
+    assert (head.weight is model.get_input_embeddings().weight) == model.config.tie_word_embeddings
+    assert (head.bias is not None) == (kind == "phi")
+
+
+@pytest.mark.parametrize("kind", sorted({*SUPPORTED, *HEADS}))
+def test_the_head_on_the_hidden_states_gives_the_model_s_logits(kind):
+    model, ids = tiny(kind, **{**SUPPORTED, **HEADS}[kind]), some_tokens()
+    found = output_head(model).logits(hidden_states(model, input_ids=ids, use_cache=False))
+    torch.testing.assert_close(found, model(input_ids=ids, use_cache=False).logits, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 100])
+@pytest.mark.parametrize("kind", HEADS)
+def test_the_chunked_objective_equals_the_naive_one_in_every_gradient_of_the_model(kind, chunk):
+    model, ids = tiny(kind, **HEADS[kind]), some_tokens()
+    other = torch.where(torch.rand(ids.shape, generator=torch.Generator().manual_seed(1)) < 0.3, some_tokens(2), ids)
+    both = torch.cat([ids, other])
+    with StaysDouble():
+        logits, masked_logits = model(input_ids=both, use_cache=False).logits.chunk(2)
+        dense, masked = hidden_states(model, input_ids=both, use_cache=False).chunk(2)
+    naive = 0.7 * distillation_kl(logits, masked_logits) + 1.3 * next_token_loss(logits, ids)
+    losses = chunked_objective(
+        output_head(model), dense, masked, ids, mask_weight=0.7, anchor_weight=1.3, chunk_tokens=chunk
+    )
+    assert losses.total.item() == pytest.approx(naive.item(), abs=1e-12)
+    parameters = list(model.parameters())
+    found, expected = (torch.autograd.grad(total, parameters) for total in (losses.total, naive))
+    assert losses.kl > 5e-5  # Cohere's scale makes all distributions flat
+    assert all(gradient.abs().max() > 0 for gradient in expected)
+    assert difference(found, expected) < 1e-11
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "gemma", "cohere2", "granite", "mistral"])
+def test_a_gate_reaches_the_layers_through_the_model_without_head(kind):
+    model, ids = supported(kind), some_tokens()
+    enable(model)
+    keep = (torch.rand(ids.shape, generator=torch.Generator().manual_seed(1)) < 0.5).double()
+    inputs = {"input_ids": torch.cat([ids, ids]), "use_cache": False, "kv_gate": SlotGate(keep)}
+    dense, masked = hidden_states(model, **inputs).chunk(2)
+    torch.testing.assert_close(output_head(model).logits(masked), model(**inputs).logits[2:], rtol=1e-12, atol=1e-12)
+    assert (dense - masked).abs().max() > 1e-3
+
+
+def test_under_autocast_the_losses_are_those_of_the_model_s_own_logits():
+    model, ids = tiny("qwen2", dtype=torch.float32), some_tokens()
+    head, parameters = output_head(model), list(model.parameters())
+
+    def flat(total):
+        grads = torch.autograd.grad(total, parameters)
+        assert all(g.dtype == torch.float32 for g in grads)
+        return torch.cat([g.flatten() for g in grads])
+
+    exact = flat(next_token_loss(model(input_ids=ids, use_cache=False).logits, ids))
+    with torch.autocast("cpu", torch.bfloat16):
+        naive = next_token_loss(model(input_ids=ids, use_cache=False).logits, ids)
+        losses = chunked_objective(head, hidden_states(model, input_ids=ids, use_cache=False), None, ids)
+    assert losses.total.item() == pytest.approx(naive.item(), rel=1e-6)
+    error, allowed = ((flat(total) - exact).norm() for total in (losses.total, naive))
+    assert 0 < error < 1.2 * allowed
+
+
+def test_a_scale_that_one_family_divides_by_and_another_multiplies_by_is_told_apart():
+    assert output_head(tiny("hyperclovax", logits_scaling=3.0)).scale == 3.0
+    assert output_head(tiny("granite", logits_scaling=3.0)).scale == 1 / 3
+
+
+def test_a_stated_scale_or_cap_that_the_model_does_not_apply_is_left_away():
+    model = tiny("llama")
+    model.config.logit_scale, model.config.final_logit_softcapping = 0.5, 30.0
+    head = output_head(model)
+    assert (head.scale, head.softcap) == (1.0, None)
+
+
+class HiddenCap(LlamaForCausalLM):
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        out.logits = 30 * torch.tanh(out.logits / 30)
+        return out
+
+
+def test_a_cap_that_the_configuration_does_not_state_is_refused_although_the_logits_are_small():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = HiddenCap(tiny("llama").config)
+    assert model(input_ids=some_tokens()).logits.abs().max() < 3
+    with pytest.raises(InputError, match="HiddenCap is not supported: its head does more"):
+        output_head(model)
+
+
+def test_a_model_whose_head_transforms_its_input_first_is_refused_by_name():
+    model = tiny("modernbert-decoder", cls_token_id=1, sep_token_id=2, eos_token_id=2, dtype=torch.float32)
+    with pytest.raises(InputError, match="does not read the output of ModernBertDecoderModel"):
+        output_head(model)
+
+
+def test_a_head_with_an_adapter_in_it_is_refused_even_while_the_adapter_does_nothing():
+    class Adapted(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + 0.0
+
+    model = tiny("llama")
+    model.lm_head = Adapted(32, 61, bias=False)
+    with pytest.raises(InputError, match=r"LlamaForCausalLM is not supported: .* Adapted"):
+        output_head(model)
+
+
+def test_a_model_without_head_is_refused_by_name():
+    model = tiny("llama").model
+    with pytest.raises(InputError, match="LlamaModel is not supported: it has no language-model head"):
+        output_head(model)
+
+
+def test_the_check_leaves_modes_hooks_gradients_and_the_random_state_alone():
+    model = tiny("qwen2").train()
+    model.model.layers[0].eval()
+    modes = [module.training for module in model.modules()]
+    state = torch.get_rng_state()
+    output_head(model)
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(p.grad is None for p in model.parameters())
+    assert not model.lm_head._forward_pre_hooks
