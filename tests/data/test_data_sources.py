@@ -3,6 +3,7 @@
 import json
 import random
 import time
+from types import SimpleNamespace
 
 import pyarrow
 import pyarrow.parquet
@@ -16,11 +17,13 @@ from kvcat.data import (
     hub_documents,
     installed_documents,
     open_documents,
+    open_shards,
     split_documents,
     split_of,
 )
-from kvcat.data import documents as documents_module
-from kvcat.data.documents import PIECE_CHARACTERS
+from kvcat.data import held_out as held_out_module
+from kvcat.data import shards as shards_module
+from kvcat.data.rows import PIECE_CHARACTERS
 from kvcat.errors import InputError
 
 
@@ -109,8 +112,8 @@ def test_a_folder_gives_its_readable_files_in_the_order_of_their_names(tmp_path)
     [
         ("a.txt", b"caf\xe9 au lait", "a.txt is not UTF-8 text: invalid continuation byte at byte 3"),
         ("a.jsonl", b'{"text": "caf\xe9"}', "not UTF-8"),
-        ("a.jsonl", b'{"text": "a"}\n{"text": \n', "line 2 of"),
-        ("a.jsonl", b"[1, 2]\n", "line 1 of .* is no JSON object"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": \n', "row 1 of .*, at byte 14, is not JSON"),
+        ("a.jsonl", b"[1, 2]\n", "row 0 of .*, is no JSON object"),
         ("a.jsonl", b'{"body": "a", "id": 1}\n', "no column 'text'; its columns: body, id"),
         ("a.jsonl", b'{"text": ["a"]}\n', "holds list, not text"),
         ("a.parquet", b"no parquet", "cannot be read as parquet"),
@@ -147,8 +150,8 @@ def test_a_hub_data_set_without_network_is_refused_within_seconds(name, monkeypa
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "https://192.0.2.1")  # swallows packets
-    patient = documents_module.hub_obstacle
-    monkeypatch.setattr(documents_module, "hub_obstacle", lambda: patient(0.2))
+    patient = shards_module.hub_obstacle
+    monkeypatch.setattr(shards_module, "hub_obstacle", lambda: patient(0.2))
     started = time.monotonic()
     assert "nobody/texts" in refusal(f"hub:{name}")
     assert time.monotonic() - started < 3
@@ -166,20 +169,42 @@ def test_what_is_no_name_of_a_data_set_is_refused(name):
     assert "hub:OWNER/NAME" in refusal(f"hub:{name}")
 
 
-def test_hub_names_carry_configuration_and_split(monkeypatch):
+def fake_hub(monkeypatch, listed, asked=None):
+    """The Hub's file lists come from ``listed``, by configuration and revision."""
     import datasets
 
+    def load_dataset_builder(path, config, *, revision):
+        if asked is not None:
+            asked.append((path, config, revision))
+        return SimpleNamespace(config=SimpleNamespace(data_files=listed))
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", load_dataset_builder)
+    monkeypatch.setattr(shards_module, "hub_obstacle", lambda: None)
+
+
+def test_hub_names_carry_configuration_and_split(monkeypatch, tmp_path):
+    file = write_parquet(tmp_path / "a.parquet", text=["one", "two"])
     asked = []
-
-    def load_dataset(path, config, *, split, streaming):
-        asked.append((path, config, split, streaming))
-        return iter([{"text": "a"}])
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr(documents_module, "hub_obstacle", lambda: None)
-    assert [d.id for d in hub_documents("o/n/c@test")] == ["o/n/c@test#0"]
+    fake_hub(monkeypatch, {"test": [f"file://{file}"], "train": [f"file://{file}"]}, asked)
+    assert [d.text for d in hub_documents("o/n/c@test")] == ["one", "two"]
     list(hub_documents("o/n"))
-    assert asked == [("o/n", "c", "test", True), ("o/n", None, "train", True)]
+    assert asked == [("o/n", "c", None), ("o/n", None, None)]
+    with pytest.raises(InputError, match="no split 'dev'; its splits: test, train"):
+        hub_documents("o/n@dev")
+
+
+def test_documents_of_the_hub_are_named_after_their_file_and_pinned_to_its_commit(monkeypatch):
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    fake_hub(monkeypatch, {"train": [f"hf://datasets/o/n@{commit}/data/{i}.parquet" for i in (1, 0)]})
+    shards = open_shards("hub:o/n")
+    assert [shard.name for shard in shards.files] == ["data/0.parquet", "data/1.parquet"]
+    assert shards.revision == commit
+    assert all(shard.remote for shard in shards.files)
+
+
+def test_a_hub_data_set_of_another_kind_is_refused_by_its_file(monkeypatch):
+    fake_hub(monkeypatch, {"train": ["hf://datasets/o/n@main/data/a.tar"]})
+    assert "data/a.tar; only parquet, JSON lines and text stream" in refusal("hub:o/n")
 
 
 def test_a_stream_is_read_no_further_than_the_limit(monkeypatch):
@@ -189,7 +214,7 @@ def test_a_stream_is_read_no_further_than_the_limit(monkeypatch):
             yield Document(str(number), str)
             number += 1
 
-    monkeypatch.setattr(documents_module, "hub_documents", endless)
+    monkeypatch.setattr(held_out_module, "open_documents", endless)
     assert [d.id for d in split_documents("hub:o/n", "all", limit=3)] == ["0", "1", "2"]
     found = split_documents("hub:o/n", "test", limit=4)
     assert len(found) == 4

@@ -4,7 +4,7 @@ from itertools import islice
 from typing import Literal
 
 from kvcat.data.documents import Document, open_documents
-from kvcat.data.split import Split, drop_near_duplicates, split_of
+from kvcat.data.split import Split, drop_near_duplicates, hash_order, split_of, split_position
 from kvcat.errors import InputError
 
 
@@ -34,3 +34,29 @@ def split_documents(source: str, split: Split | Literal["all"], *, limit: int | 
             f"{source} has no document in split {split!r} (of {len(documents)}); split 'all' takes every document"
         )
     return chosen
+
+
+def local_splits(source: str, seed: int) -> dict[str, list[Document]]:
+    """Training and validation documents of a source that is read whole, each in a random order of its own.
+
+    Where no document's hash falls into validation, as can be with few documents, the training document next to that
+    part of the hash range is held out.
+
+    Args:
+        source: as in ``open_documents``.
+        seed: seed of the order of the training documents; validation has one order.
+
+    Raises:
+        InputError: fewer than two documents.
+    """
+    splits: dict[str, list[Document]] = {"train": [], "validation": [], "test": []}
+    for document in open_documents(source):
+        splits[split_of(document.id)].append(document)
+    if not splits["validation"] and len(splits["train"]) > 1:
+        nearest = min(splits["train"], key=lambda document: split_position(document.id))
+        splits["train"].remove(nearest)
+        splits["validation"].append(nearest)
+    if not splits["train"] or not splits["validation"]:
+        count = sum(map(len, splits.values()))
+        raise InputError(f"{source} has too few documents ({count}) to train on some and validate on others")
+    return {"train": hash_order(splits["train"], seed), "validation": hash_order(splits["validation"], 0)}

@@ -4,7 +4,7 @@ import os
 import sysconfig
 from pathlib import Path
 
-from kvcat.data.documents import Document
+from kvcat.data.rows import Document
 from kvcat.errors import InputError
 
 PACKAGES = (
@@ -34,28 +34,35 @@ def installed_documents() -> list[Document]:
     Raises:
         InputError: this installation has no Python sources (a frozen or stripped one).
     """
+    return [Document(name, lambda path=path: read_source(path)) for name, path in installed_files()]
+
+
+def installed_files() -> list[tuple[str, Path]]:
+    """Name and path of each file of ``installed_documents``.
+
+    Raises:
+        InputError: this installation has no Python sources.
+    """
     paths = sysconfig.get_paths()
     roots = {"stdlib": Path(paths["stdlib"])}
     for package in PACKAGES:
         for site in (paths["purelib"], paths["platlib"]):
             if (Path(site) / package).is_dir():
                 roots[package] = Path(site) / package
-    documents = [document for name, root in roots.items() for document in _walk(name, root)]
-    if not documents:
+    files = [file for name, root in roots.items() for file in _walk(name, root)]
+    if not files:
         raise InputError(f"this installation has no Python sources below {roots['stdlib']}")
-    return sorted(documents, key=lambda document: document.id)
+    return sorted(files)
 
 
-def _walk(name: str, root: Path) -> list[Document]:
+def _walk(name: str, root: Path) -> list[tuple[str, Path]]:
     found = []
     for folder, folders, files in os.walk(root):
         folders[:] = sorted(f for f in folders if f not in SKIPPED_FOLDERS)
-        for file in sorted(files):
+        for file in files:
             path = Path(folder, file)
             if file.endswith(".py") and MIN_BYTES <= path.stat().st_size <= MAX_BYTES:
-                found.append(
-                    Document(f"{name}/{path.relative_to(root).as_posix()}", lambda path=path: read_source(path))
-                )
+                found.append((f"{name}/{path.relative_to(root).as_posix()}", path))
     return found
 
 

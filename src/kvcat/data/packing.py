@@ -1,7 +1,9 @@
 """Tokens: documents encoded, packed into sequences of one length, and handed out in an order fixed by the seed."""
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import mmap
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import islice
 
 import numpy as np
@@ -9,6 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from kvcat.data.documents import Document
+from kvcat.data.encoding import end_token
 from kvcat.errors import InputError
 from kvcat.types import Int, Tensor
 
@@ -33,12 +36,14 @@ class TokenTable:
     """Sequences of one length, and the order in which training sees them.
 
     Args:
-        sequences: (sequences, tokens) token ids.
+        sequences: (sequences, tokens) token ids, in memory or in a read-only memory map.
         num_documents: documents that the sequences come from.
+        mapped: the memory map, if they lie in one.
     """
 
     sequences: np.ndarray
     num_documents: int
+    mapped: mmap.mmap | None = field(default=None, repr=False, compare=False)
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -56,11 +61,37 @@ class TokenTable:
             batch_size: sequences a step.
             seed: seed of the permutations.
         """
-        positions = np.arange(step * batch_size, (step + 1) * batch_size)
-        epochs, places = np.divmod(positions, len(self))
-        orders = {epoch: np.random.default_rng([seed, epoch]).permutation(len(self)) for epoch in np.unique(epochs)}
-        rows = np.array([orders[epoch][place] for epoch, place in zip(epochs, places, strict=True)])
-        return torch.from_numpy(self.sequences[rows].astype(np.int64))
+        return self.take(self.rows(range(step * batch_size, (step + 1) * batch_size), seed))
+
+    def rows(self, places: Iterable[int], seed: int) -> list[int]:
+        """The sequences that stand at these places of the endless order of all epochs."""
+        epochs = (divmod(place, len(self)) for place in places)
+        return [int(_order(seed, epoch, len(self))[place]) for epoch, place in epochs]
+
+    def take(self, rows: Sequence[int]) -> Int[Tensor, "batch tokens"]:
+        """These sequences, int64."""
+        return torch.from_numpy(self.sequences[list(rows)].astype(np.int64))
+
+    def will_need(self, rows: Iterable[int]) -> None:
+        """Ask the system to bring these sequences of a memory map into memory; returns at once."""
+        if self.mapped is None or not hasattr(self.mapped, "madvise"):
+            return
+        size = self.sequences.strides[0]
+        for row in rows:
+            start = row * size // mmap.PAGESIZE * mmap.PAGESIZE
+            self.mapped.madvise(mmap.MADV_WILLNEED, start, (row + 1) * size - start)
+
+    def first(self, count: int) -> "TokenTable":
+        """The first so many sequences, or all where there are fewer."""
+        return replace(self, sequences=self.sequences[:count])
+
+
+@lru_cache(maxsize=4)
+def _order(seed: int, epoch: int, count: int) -> np.ndarray:
+    """The permutation of an epoch; a step needs one or two of them."""
+    order = np.random.default_rng([seed, epoch]).permutation(count)
+    order.flags.writeable = False
+    return order
 
 
 def pack(
@@ -81,9 +112,7 @@ def pack(
     Raises:
         InputError: no EOS token, or the text is shorter than one sequence.
     """
-    if tokenizer.eos_token_id is None:
-        raise InputError(f"tokenizer {tokenizer.name_or_path!r} has no EOS token to put between documents")
-    end = np.array([tokenizer.eos_token_id], dtype=np.int32)
+    end = np.array([end_token(tokenizer)], dtype=np.int32)
     limit = None if max_sequences is None else max_sequences * seq_len
     parts, total, num_documents = [], 0, 0
     for _, ids in encode_documents(documents, tokenizer):

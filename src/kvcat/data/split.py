@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from kvcat.data.documents import Document
+from kvcat.data.rows import Document
 
 Split = Literal["train", "validation", "test"]
 

@@ -1,0 +1,254 @@
+"""A prepared folder: the tokens of the text, complete or not there, refused when it is damaged."""
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from kvcat.data import file_documents, is_prepared, open_prepared, open_tokens, pack, prepare, preparing, split_of
+from kvcat.errors import InputError
+from text_files import of_split, texts, write_corpus, write_table
+from tiny import byte_tokenizer
+
+COUNTS = {"batch_size": 3, "max_steps": 4, "validation_sequences": 3, "seed": 0}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return byte_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus") / "texts"
+    return str(folder), write_corpus(folder, "groups")
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory, corpus, tokenizer):
+    folder = tmp_path_factory.mktemp("prepared") / "tokens"
+    prepare(corpus[0], tokenizer, folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch):
+    monkeypatch.setattr(preparing, "BATCH_CHARACTERS", 300)
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def damaged(good, tmp_path, name, content):
+    folder = tmp_path / "damaged"
+    shutil.copytree(good, folder)
+    if content is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def test_the_tokens_of_one_file_are_those_that_packing_gives(tmp_path, tokenizer):
+    write_corpus(tmp_path / "texts", "lines", num_files=1, a_file=80)
+    prepare(str(tmp_path / "texts"), tokenizer, tmp_path / "tokens")
+    tables = open_prepared(tmp_path / "tokens", tokenizer, 12)
+    for split in ("train", "validation"):
+        packed = pack((d for d in file_documents(tmp_path / "texts") if split_of(d.id) == split), tokenizer, 12)
+        assert np.array_equal(tables[split].sequences, packed.sequences)
+        assert tables[split].sequences.dtype == np.uint16
+        assert tables[split].num_documents == packed.num_documents
+
+
+def test_every_document_is_there_once_and_held_out_ones_are_apart(corpus, good, tokenizer):
+    index = json.loads((good / "tokens.json").read_text())
+    for split in ("train", "validation"):
+        tokens = np.fromfile(good / f"{split}.bin", index["dtype"])
+        found = tokenizer.decode(tokens.tolist()).split("<eos>")
+        assert found.pop() == ""
+        assert sorted(found) == sorted(of_split(corpus[1], split).values())
+        assert index["splits"][split]["documents"] == len(found)
+    assert index["test_documents"] == len(of_split(corpus[1], "test"))
+
+
+def test_workers_give_the_same_bytes(corpus, good, tokenizer, tmp_path):
+    prepare(corpus[0], tokenizer, tmp_path / "two", workers=2)
+    assert contents(tmp_path / "two") == contents(good)
+
+
+@given(st.integers(1, 2000))
+@settings(max_examples=8, deadline=None)
+def test_reading_ends_at_the_tokens_asked_for_and_something_to_validate_on(
+    corpus, good, tokenizer, tmp_path_factory, count
+):
+    folder = tmp_path_factory.mktemp("part") / "tokens"
+    index = prepare(corpus[0], tokenizer, folder, max_tokens=count)
+    assert index["splits"]["train"]["tokens"] == count
+    assert index["splits"]["validation"]["tokens"] > 0
+    assert (good / "train.bin").read_bytes().startswith((folder / "train.bin").read_bytes())
+    open_prepared(folder, tokenizer, 1)
+
+
+@given(st.integers(1, 15), st.booleans())
+@settings(max_examples=10, deadline=None)
+def test_stopped_anywhere_the_same_call_gives_the_same_folder(corpus, good, tokenizer, tmp_path_factory, at, killed):
+    folder = tmp_path_factory.mktemp("stopped") / "tokens"
+    calls = []
+
+    def stop(progress):
+        calls.append(progress)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(corpus[0], tokenizer, folder, on_progress=stop)
+    assert not folder.exists()
+    if killed:  # what was written after the last record of progress
+        with (folder.with_name("tokens.partial") / "train.bin").open("ab") as file:
+            file.write(b"more")
+    seen = []
+    prepare(corpus[0], tokenizer, folder, on_progress=seen.append)
+    assert contents(folder) == contents(good)
+    assert len(seen) + at - 1 <= len(calls) + 30
+    assert seen[0].parts["train"].tokens >= calls[-1].parts["train"].tokens
+
+
+def test_what_was_begun_with_other_settings_is_begun_anew(corpus, good, tokenizer, tmp_path):
+    def stop(progress):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(corpus[0], tokenizer, tmp_path / "tokens", seed=5, on_progress=stop)
+    prepare(corpus[0], tokenizer, tmp_path / "tokens")
+    assert contents(tmp_path / "tokens") == contents(good)
+
+
+def test_a_complete_folder_is_left_as_it_is(corpus, good, tokenizer, tmp_path):
+    shutil.copytree(good, tmp_path / "tokens")
+    index = prepare(corpus[0], tokenizer, tmp_path / "tokens", on_progress=lambda _: pytest.fail("it was made again"))
+    assert index == json.loads((good / "tokens.json").read_text())
+    with pytest.raises(InputError, match="holds other tokens: its max_tokens is None, not 5"):
+        prepare(corpus[0], tokenizer, tmp_path / "tokens", max_tokens=5)
+    with pytest.raises(InputError, match="its tokenizer is"):
+        prepare(corpus[0], byte_tokenizer(280), tmp_path / "tokens")
+
+
+def test_a_folder_of_something_else_is_refused(corpus, tokenizer, tmp_path):
+    (tmp_path / "letter.txt").write_text("dear")
+    with pytest.raises(InputError, match="is not empty and holds no prepared tokens"):
+        prepare(corpus[0], tokenizer, tmp_path)
+
+
+def test_two_processes_do_not_prepare_one_folder(corpus, tokenizer, tmp_path):
+    def another(_):
+        with pytest.raises(InputError, match=r"another process is preparing .*tokens.partial"):
+            prepare(corpus[0], tokenizer, tmp_path / "tokens")
+
+    prepare(corpus[0], tokenizer, tmp_path / "tokens", max_tokens=50, on_progress=another)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_tokens": 10**12}])
+def test_too_little_disk_space_is_told_before_anything_is_read(corpus, tokenizer, tmp_path, monkeypatch, options):
+    if not options:
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
+    monkeypatch.setattr(preparing, "read_documents", lambda *_, **__: pytest.fail("text was read"))
+    with pytest.raises(InputError, match=r"no disk space for .* MB free, some .* MB needed"):
+        prepare(corpus[0], tokenizer, tmp_path / "tokens", **options)
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_text_that_lacks_a_split_is_refused_and_leaves_nothing(tokenizer, tmp_path, split):
+    write_table(tmp_path / "a.parquet", of_split(texts(40), "validation" if split == "train" else "train"))
+    with pytest.raises(InputError, match=f"has no {split} document among"):
+        prepare(str(tmp_path / "a.parquet"), tokenizer, tmp_path / "tokens")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.parquet"]
+
+
+def flipped(data):
+    return data[:100] + bytes([data[100] ^ 4]) + data[101:]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "told"),
+    [
+        ("train.bin", lambda data: data[:-2], r"train.bin is damaged: it has \d+ bytes, not \d+"),
+        ("train.bin", flipped, r"train.bin is damaged: its checksum is"),
+        ("validation.bin", flipped, r"validation.bin is damaged: its checksum is"),
+        ("validation.bin", lambda data: None, "is incomplete: validation.bin is missing"),
+        ("tokens.json", lambda data: data[:50], "is no folder of prepared tokens"),
+        ("tokens.json", lambda data: b"[]", "does not describe prepared tokens"),
+        ("tokens.json", lambda data: data.replace(b'"version": 1', b'"version": 2'), "format 2, newer than 1"),
+    ],
+)
+def test_a_damaged_folder_is_refused_in_one_line(good, tokenizer, tmp_path, name, change, told):
+    folder = damaged(good, tmp_path, name, change((good / name).read_bytes()))
+    with pytest.raises(InputError, match=told) as caught:
+        open_tokens(str(folder), tokenizer, seq_len=8, **COUNTS)
+    assert "\n" not in str(caught.value)
+
+
+def test_another_tokenizer_and_too_long_sequences_are_refused(good):
+    with pytest.raises(InputError, match=r"holds tokens of tokenizer .*, not of"):
+        open_prepared(good, byte_tokenizer(280), 8)
+    with pytest.raises(InputError, match=r"tokens, fewer than one sequence of 100000"):
+        open_prepared(good, byte_tokenizer(), 100_000)
+
+
+def test_a_prepared_folder_is_mapped_read_only_and_trained_on_at_any_length(good, tokenizer):
+    assert is_prepared(good)
+    for seq_len in (5, 8):
+        data = open_tokens(str(good), tokenizer, seq_len=seq_len, **COUNTS)
+        again = open_tokens(str(good), tokenizer, seq_len=seq_len, check=False, streams=[1], **COUNTS)
+        table = open_prepared(good, tokenizer, seq_len)["train"]
+        assert table.mapped is not None
+        assert not table.sequences.flags.writeable
+        for step in range(4):
+            batch = table.batch(step, 3, 0)
+            assert torch.equal(data.train.read([0, 1, 2]), batch)
+            assert torch.equal(again.train.read([1]), batch[1:2])
+        assert len(data.validation) == 3
+
+
+def test_prepared_tokens_are_not_text(good):
+    with pytest.raises(InputError, match="holds prepared tokens, not text"):
+        list(file_documents(good))
+
+
+KILLED = """
+import sys
+from transformers import AutoTokenizer
+from kvcat.data import prepare, preparing
+preparing.BATCH_CHARACTERS, preparing.SAVE_SECONDS = 3000, 0.0
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[2])
+prepare(sys.argv[1], tokenizer, sys.argv[3], workers=1, on_progress=lambda _: print("on", flush=True))
+"""
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments_the_same_command_still_gives_the_same_folder(tokenizer, tmp_path):
+    write_corpus(tmp_path / "texts", "groups", num_files=4, a_file=2000)
+    tokenizer.save_pretrained(tmp_path / "model")
+    prepare(str(tmp_path / "texts"), AutoTokenizer.from_pretrained(tmp_path / "model"), tmp_path / "whole")
+    arguments = [sys.executable, "-c", KILLED, *(str(tmp_path / name) for name in ("texts", "model", "tokens"))]
+    draw, sizes = random.Random(0), []
+    for _ in range(4):
+        child = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+        child.stdout.readline()
+        time.sleep(draw.uniform(0, 0.3))
+        child.kill()
+        child.communicate()
+        sizes.append((tmp_path / "tokens.partial" / "train.bin").stat().st_size)
+    assert sizes[-1] > sizes[0] > 0
+    subprocess.run(arguments, check=True, stdout=subprocess.DEVNULL)
+    assert contents(tmp_path / "tokens") == contents(tmp_path / "whole")
