@@ -4,7 +4,7 @@ import random
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
 WORDS = [
@@ -38,6 +38,11 @@ def byte_tokenizer(vocab_size=300, *, chat=True):
     )  # fmt: skip
 
 
+def stock_model(kind, **options):
+    """transformers' own causal LM of a kind ("llama", "gpt_neox", ...) with random weights."""
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **options))
+
+
 def write_tiny_model(folder, *, seed=0, chat=True, **options):
     """A Qwen2 of two layers and width 32 with random weights, as an ordinary Hugging Face folder."""
     torch.manual_seed(seed)
@@ -47,7 +52,7 @@ def write_tiny_model(folder, *, seed=0, chat=True, **options):
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": None,
         "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None, "tie_word_embeddings": True,
     }  # fmt: skip
-    model = Qwen2ForCausalLM(Qwen2Config(**{**base, **options}))
+    model = stock_model("qwen2", **{**base, **options})
     disable_progress_bar()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -2,26 +2,11 @@
 
 import pytest
 import torch
-from transformers import (
-    DynamicCache,
-    GemmaConfig,
-    GemmaForCausalLM,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import DynamicCache
 
 from kvcat.cache import CompactCache, CompactLayer, fingerprint
 from kvcat.errors import InputError
+from tiny import stock_model
 
 SIZES = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -29,23 +14,17 @@ SIZES = {
     "pad_token_id": 0,
 }  # fmt: skip
 MODELS = {
-    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
-    "llama": (LlamaForCausalLM, LlamaConfig, {}),
-    "gemma": (GemmaForCausalLM, GemmaConfig, {}),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
-    "gpt_neox": (GPTNeoXForCausalLM, GPTNeoXConfig, {}),
-    "granite": (GraniteForCausalLM, GraniteConfig, {"attention_multiplier": 0.6}),
-    "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": 24}),
-}
+    "qwen2": {}, "llama": {}, "gemma": {}, "qwen3": {}, "gpt_neox": {}, "granite": {"attention_multiplier": 0.6},
+    "mistral": {"sliding_window": 24},
+}  # fmt: skip
 PREFIX, SLOTS = 20, 5
 
 
 def tiny(name="llama"):
     """A model whose weights are the same at every call."""
-    model_class, config_class, defaults = MODELS[name]
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        model = model_class(config_class(**SIZES, **defaults))
+        model = stock_model(name, **SIZES, **MODELS[name])
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.data.normal_(std=0.3)
@@ -55,7 +34,7 @@ def tiny(name="llama"):
 def random_cache(model, batch=1, log_bias=True, seed=0):
     draw = torch.Generator().manual_seed(seed)
     heads = getattr(model.config, "num_key_value_heads", model.config.num_attention_heads)
-    heads = 4 if isinstance(model, GPTNeoXForCausalLM) else heads
+    heads = 4 if model.config.model_type == "gpt_neox" else heads
     shape = (batch, heads, SLOTS, 8)
     bias = torch.randn(shape[:3], generator=draw) if log_bias else None
     layers = [

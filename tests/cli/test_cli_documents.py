@@ -110,6 +110,29 @@ def test_no_prompt_at_all_is_a_mistake(tiny_folder, document, capsys, monkeypatc
     assert "the prompt is empty" in mistake(capsys, generate(tiny_folder, cache, "--prompt", ""))
 
 
+def test_every_prompt_is_checked_before_the_first_is_answered(tiny_folder, document, capsys):
+    cache = compress(tiny_folder, document, "--keep", 0.3)
+    for bad, told in [("", "the prompt is empty"), (DOCUMENT * 9, "no position is left")]:
+        capsys.readouterr()
+        assert generate(tiny_folder, cache, "--prompt", "the cat", "--prompt", bad) == 2
+        said = capsys.readouterr()
+        assert said.out == ""
+        assert told in said.err
+
+
+def test_a_text_beyond_the_tokenizers_length_is_one_line_all_the_same(document, tmp_path, capfd):
+    folder = write_tiny_model(tmp_path / "strict")
+    tokenizer = AutoTokenizer.from_pretrained(folder, model_max_length=256)
+    tokenizer.save_pretrained(folder)
+    cache = compress(folder, document, "--keep", 0.3)
+    capfd.readouterr()
+    assert "no position is left" in mistake(capfd, generate(folder, cache, "--prompt", DOCUMENT * 9))
+    document.write_text(DOCUMENT * 9)
+    again = ["compress", folder, "--text", document, "-o", tmp_path / "long.safetensors"]
+    for extra in ([], ["--chat"]):
+        assert "more than the model's 256" in mistake(capfd, run([str(x) for x in [*again, *extra]]))
+
+
 def test_sampling_is_a_function_of_the_seed(tiny_folder, document, capsys):
     cache = compress(tiny_folder, document, "--keep", 0.3)
     answers = []

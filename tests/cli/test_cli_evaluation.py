@@ -84,6 +84,7 @@ def test_another_configuration_in_the_same_folder_is_a_mistake(finished, tiny_fo
     ("options", "told"),
     [
         (["--prefix", 300], "no document is long enough"),
+        (["--prefix", 300, "--data", "LONG"], "windows of 308 tokens exceed the 256 positions"),
         (["--split", "test", "--data", "TEXT"], "no document in split 'test'"),
         (["--keep", 0.5, 0.5], "twice"),
     ],
@@ -91,7 +92,8 @@ def test_another_configuration_in_the_same_folder_is_a_mistake(finished, tiny_fo
 def test_windows_that_cannot_be_are_one_line_and_nothing_is_written(options, told, tiny_folder, data, tmp_path, capsys):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "1.txt").write_text("short")
-    filled = [tmp_path / "text" if option == "TEXT" else option for option in options]
+    long = write_texts(tmp_path / "long", documents=4, length=90)
+    filled = [{"TEXT": tmp_path / "text", "LONG": long}.get(option, option) for option in options]
     assert run(arguments(tiny_folder, data, tmp_path / "out", "--method", "first", *filled)) == 2
     said = capsys.readouterr().err
     assert told in said

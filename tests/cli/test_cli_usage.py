@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 from kvcat.cli.app import run
 from kvcat.cli.options import METHODS, spread_values
 
-COMMANDS = (["demo"], ["train"], ["compress"], ["generate"], ["report"], ["eval"], ["eval", "suffix"])
+COMMANDS = (
+    ["demo"],
+    ["prepare"],
+    ["train"],
+    ["export"],
+    ["compress"],
+    ["generate"],
+    ["report"],
+    ["eval"],
+    ["eval", "suffix"],
+)
 
 
 def mistake(capsys, *argv):
@@ -108,10 +118,17 @@ def test_the_methods_are_the_compressors():
         (["compress", "m", "--text", "empty.txt", "-o", "c.safetensors"], "empty.txt is empty"),
         (["compress", "m", "--text", "latin.txt", "-o", "c.safetensors"], "latin.txt is not UTF-8"),
         (["compress", "m", "--text", "t.txt", "-o", "t.txt"], "t.txt exists; --overwrite replaces it"),
+        (["compress", "m", "--text", "t.txt", "-o", ".", "--overwrite"], ". is a folder"),
+        (["compress", "m", "--text", "t.txt", "-o", "c.safetensors", "--seed", "-1"], "not '-1'"),
+        (["compress", "m", "--text", "t.txt", "-o", "c.safetensors", "--seed", f"{2**63}"], f"not '{2**63}'"),
         (["compress", "m"], "--text"),
         (["generate", "m", "--cache", "gone.safetensors"], "no cache file gone.safetensors"),
         (["generate", "m", "--cache", "t.txt", "--prompt", "a"], "t.txt is truncated or not a safetensors file"),
         (["generate", "m", "--cache", "t.txt", "--max-new-tokens", "0"], "not '0'"),
+        (["generate", "m", "--cache", "t.txt", "--temperature", "1e-9"], "--temperature is 1e-09;"),
+        (["generate", "m", "--cache", "t.txt", "--temperature", "-1"], "--temperature is -1;"),
+        (["generate", "m", "--cache", "t.txt", "--temperature", "nan"], "--temperature is nan;"),
+        (["generate", "m", "--cache", "t.txt", "--temperature", "inf"], "--temperature is inf;"),
         (["eval", "suffix", "m"], "--out"),
         (["eval", "suffix", "--out", "o"], "models"),
         (["eval", "suffix", "m", "--keep", "0.1", "2", "--out", "o"], "--keep is 2;"),
@@ -119,7 +136,7 @@ def test_the_methods_are_the_compressors():
         (["eval", "suffix", "a/m", "b/m", "--out", "o"], "same label"),
         (["eval", "suffix", "./gone", "--out", "o"], "model folder ./gone does not exist"),
         (["eval", "nonsense"], "nonsense"),
-        (["report", "gone"], "no evaluation folder gone"),
+        (["report", "gone"], "no folder gone"),
         (["report", ".", "--run", "gone"], "--run takes LABEL=FOLDER"),
         (["demo", "--quick", "--full"], "exclude each other"),
     ],
@@ -137,6 +154,11 @@ def test_a_mistake_is_one_line_and_exit_code_2_and_nothing_is_written(argv, told
 def test_a_full_disk_is_one_line(capsys, monkeypatch):
     monkeypatch.setattr("kvcat.cli.app.app", lambda **_: (_ for _ in ()).throw(OSError(28, "No space", "out/x")))
     assert "no space left on the disk for out/x" in mistake(capsys, "report", "x")
+
+
+def test_a_place_that_may_not_be_written_is_one_line(capsys, monkeypatch):
+    monkeypatch.setattr("kvcat.cli.app.app", lambda **_: (_ for _ in ()).throw(PermissionError(13, "Denied", "out/x")))
+    assert "cannot use out/x: Denied" in mistake(capsys, "report", "x")
 
 
 def test_a_bug_shows_its_traceback(monkeypatch):

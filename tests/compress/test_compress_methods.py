@@ -13,6 +13,7 @@ from kvcat.compress import (
     GradientCompression,
     Reconstruction,
     compare,
+    fit_log_bias,
     trace,
 )  # fmt: skip
 from kvcat.compress import attention_matching as matching
@@ -50,6 +51,15 @@ def test_the_stable_fit_improves_with_every_slot_count_and_beats_eviction_of_the
         kept = block.values.gather(1, fit[0].unsqueeze(-1).expand(-1, -1, 16))
         assert errors[-1] <= 1.0001 * output_error(block, fit[0], kept, torch.zeros_like(fit[2])).item()
     assert errors == sorted(errors, reverse=True)
+
+
+@pytest.mark.parametrize("num_slots", [8, 32, 64])
+def test_the_stable_log_bias_is_solved_to_convergence(num_slots):
+    block = structured_head()
+    options = matching.FitOptions(guard=False)
+    slots, _, log_bias = matching.fit_slots(block, matching.summarise(block), num_slots, options)
+    every = slice(None)
+    assert torch.allclose(log_bias, fit_log_bias(block.scores(every, slots), block.scores(every)), atol=1e-4)
 
 
 def test_dropping_copies_of_a_token_loses_nothing_while_one_of_each_is_kept():

@@ -1,4 +1,6 @@
 import dataclasses
+import errno
+import os
 
 import pytest
 
@@ -51,11 +53,12 @@ def test_a_line_torn_by_a_kill_is_dropped_and_the_next_append_is_whole(tmp_path,
     assert read_records(tmp_path) == [record(0), record(1)]
 
 
-def test_a_damaged_line_in_the_middle_is_refused(tmp_path):
+@pytest.mark.parametrize("damage", [b"{broken\n", b"3\n", b"\xff\xfe\n"])
+def test_a_damaged_line_in_the_middle_is_refused(tmp_path, damage):
     with ResultsFolder(tmp_path, CONFIG) as folder:
         folder.append([record(0)])
     file = tmp_path / "records.jsonl"
-    file.write_text("{broken\n" + file.read_text())
+    file.write_bytes(damage + file.read_bytes())
     with pytest.raises(InputError, match="no record"):
         read_records(tmp_path)
 
@@ -85,8 +88,52 @@ def test_a_folder_of_something_else_is_refused_and_left_alone(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["thesis.txt"]
 
 
-@pytest.mark.parametrize("content", ["{", "{}"])
+@pytest.mark.parametrize("content", [b"{", b"{}", b"[1]", b"\xff"])
 def test_a_config_that_is_not_ours_is_refused(tmp_path, content):
-    (tmp_path / "config.json").write_text(content)
+    (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(InputError, match=r"damaged|names no evaluation"):
         ResultsFolder(tmp_path, CONFIG)
+
+
+def test_a_folder_has_one_writer_at_a_time(tmp_path):
+    with ResultsFolder(tmp_path, CONFIG) as folder:
+        folder.append([record(0)])
+        with pytest.raises(InputError, match="another process is writing to"):
+            ResultsFolder(tmp_path, CONFIG)
+        folder.append([record(1)])
+    with ResultsFolder(tmp_path, CONFIG) as folder:
+        assert folder.records == [record(0), record(1)]
+
+
+def test_a_refused_folder_is_free_for_the_next(tmp_path):
+    with ResultsFolder(tmp_path, CONFIG):
+        pass
+    for _ in range(2):
+        with pytest.raises(InputError, match="another configuration"):
+            ResultsFolder(tmp_path, {**CONFIG, "prefix_len": 16})
+    with ResultsFolder(tmp_path, CONFIG):
+        pass
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").write_text("dear")
+    for place in ("file", "file/results"):
+        with pytest.raises(InputError, match=r"is a file|cannot make results folder .*: Not a directory"):
+            ResultsFolder(tmp_path / place, CONFIG)
+
+
+def test_a_full_disk_is_told_and_leaves_nothing_half_written(tmp_path, monkeypatch):
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(InputError, match=r"cannot write to results folder .*: No space left on device"):
+        ResultsFolder(tmp_path, CONFIG)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_kill_while_the_folder_is_begun_leaves_one_that_can_be_used(tmp_path):
+    (tmp_path / "config.partial").write_text("{")
+    with ResultsFolder(tmp_path, CONFIG) as folder:
+        folder.append([record(0)])
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["config.json", "records.jsonl"]

@@ -35,6 +35,10 @@ def compress_command(
     """
     check_keep(keep)
     check_method(method)
+    if method == "gradient" and supervision == "self":
+        raise InputError("gradient needs --supervision reconstruction: the prefix alone gives it nothing to predict")
+    if output.is_dir():
+        raise InputError(f"{output} is a folder: name the cache file to write")
     if output.exists() and not overwrite:
         raise InputError(f"{output} exists; --overwrite replaces it")
     if not output.parent.is_dir():

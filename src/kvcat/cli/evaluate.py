@@ -80,4 +80,6 @@ def suffix_command(
 
 def _labelled(item: str) -> tuple[str, str]:
     label, separator, folder = item.partition("=")
-    return (label, folder) if separator else (Path(item).name, item)
+    if separator and not label:
+        raise InputError(f"{item!r} names no label before the equals sign")
+    return (label, folder) if separator else (Path(item).name or item, item)

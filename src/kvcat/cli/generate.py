@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from kvcat.cache import CompactCache
+    from kvcat.types import Int, Tensor
 
 
 def generate_command(
@@ -27,7 +28,7 @@ def generate_command(
         ),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 64,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 decodes greedily; above it samples.")] = 0.0,
+    temperature: Annotated[float, typer.Option(help="0 decodes greedily; from 0.001 to 1000 it samples.")] = 0.0,
     seed: SeedOption = 0,
     device: DeviceOption = "cpu",
     dtype: Annotated[
@@ -42,6 +43,8 @@ def generate_command(
     """
     if not cache.is_file():
         raise InputError(f"no cache file {cache}")
+    if temperature != 0 and not 1e-3 <= temperature <= 1e3:
+        raise InputError(f"--temperature is {temperature:g}; it must be 0, or lie in [0.001, 1000]")
 
     import kvcat
 
@@ -49,6 +52,8 @@ def generate_command(
     loaded, tokenizer = kvcat.load(model, dtype=dtype or compact.metadata.get("dtype", "float32"), device=device)
     compact.check_model(loaded, str(cache))
     answer = Answerer(loaded, tokenizer, compact.to(loaded.device), temperature, seed)
+    for text in prompt or []:
+        answer.question(text)
     for text in _prompts(prompt):
         if prompt and len(prompt) > 1:
             print(f"> {text}")
@@ -82,15 +87,7 @@ class Answerer:
         import torch
         from transformers import TextStreamer
 
-        from kvcat.compress.documents import question_ids
-
-        ids = question_ids(self.tokenizer, text, chat=self.cache.metadata.get("chat") == "yes")
-        room = self._positions() - self.cache.num_tokens - ids.shape[1]
-        if room < 1:
-            raise InputError(
-                f"no position is left for an answer: the document's {self.cache.num_tokens} tokens and the prompt's "
-                f"{ids.shape[1]} fill the model's {self._positions()}"
-            )
+        ids, room = self.question(text)
         sampling = (
             {"do_sample": True, "temperature": self.temperature} if self.temperature > 0 else {"do_sample": False}
         )
@@ -104,8 +101,23 @@ class Answerer:
             **sampling,
         )
 
-    def _positions(self) -> int:
-        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    def question(self, text: str) -> tuple["Int[Tensor, 'batch tokens']", int]:
+        """A question's token ids, (1, tokens), and the most tokens that its answer may have.
+
+        Raises:
+            InputError: an empty question, or one that leaves no position for an answer.
+        """
+        from kvcat.compress.documents import question_ids
+
+        ids = question_ids(self.tokenizer, text, chat=self.cache.metadata.get("chat") == "yes")
+        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+        room = positions - self.cache.num_tokens - ids.shape[1]
+        if room < 1:
+            raise InputError(
+                f"no position is left for an answer: the document's {self.cache.num_tokens} tokens and the prompt's "
+                f"{ids.shape[1]} fill the model's {positions}"
+            )
+        return ids, room
 
 
 def _prompts(given: list[str] | None) -> Iterator[str]:

@@ -11,7 +11,7 @@ METHODS = ("attention-matching", "gradient", "first", "random", "keynorm", "snap
 
 DeviceOption = Annotated[str, typer.Option(help="Torch device: cpu, cuda, cuda:1, mps.")]
 DtypeOption = Annotated[str, typer.Option(help="Type of the weights and of the forward pass: float32 or bfloat16.")]
-SeedOption = Annotated[int, typer.Option(help="Seed of everything random.")]
+SeedOption = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of everything random.")]
 
 
 def spread_values(argv: list[str]) -> list[str]:

@@ -13,7 +13,7 @@ from kvcat.compress.tracing import Trace
 from kvcat.errors import InputError
 from kvcat.types import Float, Int, Tensor
 
-_TOLERANCE = 1e-6
+_TOLERANCE = 1e-10
 _PRESETS: dict[str, tuple[int | None, int | None, float]] = {"stable": (None, None, 1e-6), "paper": (256, 2, 1e-4)}
 
 

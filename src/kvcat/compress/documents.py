@@ -34,9 +34,9 @@ def document_trace(
     head = chat_parts(tokenizer)[0] if chat else ""
     sequence = reconstruction(tokenizer, text)
     if chat:
-        first = tokenizer.encode(head + text, add_special_tokens=False)
+        first = tokenizer.encode(head + text, add_special_tokens=False, verbose=False)
         middle = tokenizer.encode(INSTRUCTION, add_special_tokens=False)
-        body = tokenizer.encode(text, add_special_tokens=False)
+        body = tokenizer.encode(text, add_special_tokens=False, verbose=False)
         sequence = Reconstruction(torch.tensor([[*first, *middle, *body]]), len(first), len(first) + len(middle))
     prefix_len, total = sequence.prefix_len, sequence.input_ids.shape[1]
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or total
@@ -67,7 +67,7 @@ def question_ids(tokenizer: PreTrainedTokenizerBase, text: str, *, chat: bool = 
     if chat:
         _, between, tail = chat_parts(tokenizer)
         text = between + text + tail
-    ids = tokenizer.encode(text, add_special_tokens=False)
+    ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
     if not ids:
         raise InputError("the prompt is empty: nothing follows the document")
     return torch.tensor([ids])

@@ -42,10 +42,10 @@ def reconstruction(tokenizer: PreTrainedTokenizerBase, text: str, *, instruction
 
     References: KV-CAT, appendix "Needle-in-a-haystack retrieval", "Training the compact KV cache".
     """
-    body = tokenizer.encode(text, add_special_tokens=False)
+    body = tokenizer.encode(text, add_special_tokens=False, verbose=False)
     if not body:
         raise InputError(f"the text {text[:20]!r} holds no token to compress")
-    first = tokenizer.encode(text)
+    first = tokenizer.encode(text, verbose=False)
     middle = tokenizer.encode(instruction, add_special_tokens=False)
     ids = torch.tensor([[*first, *middle, *body]])
     return Reconstruction(ids, len(first), len(first) + len(middle))

@@ -80,7 +80,7 @@ _ALL = [
     Metric(
         "retention", "retention", "higher",
         "1 - (NLL compact - NLL dense) / (NLL without prefix - NLL dense), a ratio of sums: the share of the context "
-        "gain that survives compression.",
+        "gain that survives compression; it says nothing where that gain is not clearly above 0.",
         ("lost", "gained"), lambda lost, gained: 1.0 - lost / gained, percent=True,
     ),
     Metric(

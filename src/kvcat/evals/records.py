@@ -5,10 +5,12 @@ import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from kvcat.errors import InputError
+from kvcat.locking import FolderLock
 
+_PARTIAL = "config.partial"
 Key = tuple[str, str, str, str, str, float, int | None, str, str, str]
 
 
@@ -64,28 +66,47 @@ def method_label(name: str, options: dict[str, Any]) -> str:
 
 
 class ResultsFolder:
-    """A folder of results of one configuration: ``config.json`` and ``records.jsonl``.
+    """A folder of results of one configuration, ``config.json`` and ``records.jsonl``, open to one writer at a time.
 
     Every append reaches the disk before it returns. A line torn by a kill is cut off when the folder is opened again.
-    Models may be added; every other field of the configuration stays as it was.
+    Models may be added; every other field of the configuration stays as it was. Close it, or use it in a ``with``
+    block: until then nobody else can open it.
 
     Args:
         path: the folder; made if absent.
         config: what the results depend on, JSON values only, models excepted.
 
     Raises:
-        InputError: the folder holds results of another configuration, or something that is no result.
+        InputError: the folder holds results of another configuration, or something that is no result; another process
+            is writing to it; it cannot be written to.
     """
 
     def __init__(self, path: Path, config: dict[str, Any]) -> None:
         self.path = path
-        self._config = _merge_config(path, config)
-        path.mkdir(parents=True, exist_ok=True)
-        _write_atomically(path / "config.json", self._config)
-        _cut_torn_line(path / "records.jsonl")
-        self.records = read_records(path)
-        self._keys = {record.key for record in self.records}
-        self._file = (path / "records.jsonl").open("a", encoding="utf-8")
+        _make_folder(path)
+        self._lock = FolderLock(path)
+        try:
+            self._config = _merge_config(path, config)
+            self._file = self._open()
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _open(self) -> TextIO:
+        file = self.path / "records.jsonl"
+        try:
+            _write_atomically(self.path / "config.json", self._config)
+            _cut_torn_line(file)
+            self.records = read_records(self.path)
+            self._keys = {record.key for record in self.records}
+            return file.open("a", encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"cannot write to results folder {self.path}: {error.strerror}") from error
+
+    def close(self) -> None:
+        """Ends the writing and lets others open the folder."""
+        self._file.close()
+        self._lock.release()
 
     def add_model(self, label: str, fingerprint: str, dtype: str) -> None:
         """Note a model, so that the label stands for these weights in this folder.
@@ -121,7 +142,7 @@ class ResultsFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        self.close()
 
 
 def read_records(path: Path) -> list[Record]:
@@ -133,10 +154,10 @@ def read_records(path: Path) -> list[Record]:
     file = path / "records.jsonl"
     if not file.exists():
         return []
-    lines = file.read_text(encoding="utf-8").split("\n")
     try:
+        lines = file.read_text(encoding="utf-8").split("\n")
         return [Record(**json.loads(line)) for line in lines[:-1]]
-    except (json.JSONDecodeError, TypeError) as error:
+    except (ValueError, TypeError) as error:  # ValueError: not JSON, or not UTF-8
         raise InputError(f"{file} has a line that is no record: {error}") from None
 
 
@@ -151,19 +172,26 @@ def read_config(path: Path) -> dict[str, Any]:
         raise InputError(f"{path} is no results folder: it has no config.json")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise InputError(f"{file} is damaged: {error}") from None
-    if config.get("evaluation") is None:
+    if not isinstance(config, dict) or config.get("evaluation") is None:
         raise InputError(f"{path} is no results folder: its config.json names no evaluation")
     return config
 
 
+def _make_folder(path: Path) -> None:
+    if path.exists() and not path.is_dir():
+        raise InputError(f"{path} is a file, not a results folder")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot make results folder {path}: {error.strerror}") from error
+
+
 def _merge_config(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     wanted = {**json.loads(json.dumps(config)), "models": {}}
-    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+    if {file.name for file in path.iterdir()} <= {_PARTIAL}:  # empty, but for what a kill at the very start leaves
         return wanted
-    if not path.is_dir():
-        raise InputError(f"{path} is a file, not a results folder")
     there = read_config(path)
     for field in [*wanted, *there]:
         if field != "models" and wanted.get(field) != there.get(field):
@@ -175,12 +203,15 @@ def _merge_config(path: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write_atomically(file: Path, content: dict[str, Any]) -> None:
-    partial = file.with_suffix(".partial")
-    with partial.open("w", encoding="utf-8") as stream:
-        stream.write(json.dumps(content, indent=2) + "\n")
-        stream.flush()
-        os.fsync(stream.fileno())
-    partial.replace(file)
+    partial = file.with_name(_PARTIAL)
+    try:
+        with partial.open("w", encoding="utf-8") as stream:
+            stream.write(json.dumps(content, indent=2) + "\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+        partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _cut_torn_line(file: Path) -> None:

@@ -120,6 +120,10 @@ def evaluate_suffix(
     """
     plan = [job for method in methods for job in _jobs(method, keep_ratios, len(windows), seed)]
     _check_request(models, windows, plan, batch_size)
+    vocabularies: dict[str, str] = {}
+    for label, source in models.items():
+        if not callable(source):
+            _check_model(label, *source, windows, vocabularies)
     config = _config(windows, plan, dataset, batch_size, seed)
     started = time.monotonic()
     batches = _batches(len(windows), batch_size, {job.num_windows for job in plan})
@@ -127,7 +131,6 @@ def evaluate_suffix(
     with ResultsFolder(out_dir, config) as folder, EvalProgress(total, shown=progress) as bar:
         _log(out_dir, {"event": "start", **provenance()})
         seconds: dict[str, float] = defaultdict(float)
-        vocabularies: dict[str, str] = {}
         for label, source in models.items():
             model, tokenizer = source() if callable(source) else source
             _check_model(label, model, tokenizer, windows, vocabularies)

@@ -6,6 +6,7 @@ from typing import Literal
 
 import numpy as np
 
+from kvcat.errors import InputError
 from kvcat.evals.metrics import METRICS, Columns
 from kvcat.evals.records import Record
 from kvcat.evals.statistics import ClusterBootstrap, Estimate
@@ -166,6 +167,9 @@ def _cells(records: Iterable[Record]) -> dict[tuple[str, str, str, float, int | 
 
 
 def _columns(records: list[Record]) -> Columns:
+    for record in records:
+        if missing := [name for name in _VALUES if name not in record.values]:
+            raise InputError(f"the record of window {record.window} of {record.document} has no {missing[0]}")
     columns = {name: np.array([r.values[name] for r in records], dtype=np.float64) for name in _VALUES}
     tokens = np.array([r.suffix_len for r in records], dtype=np.float64)
     return {
