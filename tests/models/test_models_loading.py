@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 from models_zoo import BASE, supported, tiny
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, PreTrainedTokenizerFast, T5Config
 
@@ -138,6 +139,14 @@ def test_weights_that_are_missing_or_of_another_shape_are_refused(folder):
     assert name in refusal(folder)
     save_file({**tensors, name: torch.zeros(3, 3)}, folder / "model.safetensors", {"format": "pt"})
     assert name in refusal(folder)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_are_refused_by_name(folder, value):
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][0, 0] = value
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert "not finite numbers, for example model.layers.1.mlp.up_proj.weight" in refusal(folder)
 
 
 def test_bad_json_is_refused(folder):

@@ -11,23 +11,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import (
-    AttentionInterface,
-    GemmaConfig,
-    GemmaForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AttentionInterface
 
 from kvcat.losses import budget_loss, distillation_kl, next_token_loss
 from kvcat.models import MaskedPass
 from kvcat.policies import build_policies
+from tiny import stock_model
 
 SIZES = {
     "vocab_size": 41,
@@ -39,12 +28,9 @@ SIZES = {
     "max_position_embeddings": 64,
 }
 STOCK = {
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
-    "gemma": lambda: GemmaForCausalLM(GemmaConfig(**SIZES | {"num_key_value_heads": 1}, head_dim=6)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=6)),
-    "mistral with a window": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=5)),
-}
+    "qwen2": {}, "llama": {}, "gemma": {"num_key_value_heads": 1, "head_dim": 6}, "qwen3": {"head_dim": 6},
+    "mistral": {"sliding_window": 5},
+}  # fmt: skip
 TAU, TARGET, BUDGET_WEIGHT, TOKENS = 0.5, 0.5, 0.1, 19
 
 
@@ -213,7 +199,7 @@ def tiny(name):
     """A random model, in float64, whose attention is far from uniform and whose biases are not zero."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = STOCK[name]().double().eval()
+        model = stock_model(name, **SIZES | STOCK[name]).double().eval()
         for parameter in model.parameters():
             parameter.data += torch.randn_like(parameter) * (0.25 if parameter.ndim > 1 else 0.1)
     return model

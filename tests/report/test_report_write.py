@@ -119,7 +119,7 @@ def test_a_folder_without_results_a_run_without_metrics_and_no_folder_are_refuse
         write_report([empty], tmp_path / "out", title="t")
     with pytest.raises(InputError, match=r"no training run"):
         write_report([results], tmp_path / "out", title="t", runs={"kvcat": empty})
-    with pytest.raises(InputError, match="no results folder given"):
+    with pytest.raises(InputError, match="no results folder and no run given"):
         write_report([], tmp_path / "out", title="t")
     assert not (tmp_path / "out").exists()
 

@@ -4,10 +4,12 @@ import json
 import multiprocessing
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from kvcat.training import TrainConfig, read_metrics
 
@@ -23,15 +25,22 @@ def config(model, data, output, **options):
     return TrainConfig.from_dict({**values, **options})
 
 
+def context():
+    """Where processes come from: a server that has done the imports once."""
+    made = multiprocessing.get_context("forkserver")
+    made.set_forkserver_preload(["kvcat.cli.app", "kvcat.training.loop", "transformers.models.qwen2"])
+    return made
+
+
 def start_command(run, told):
-    """``kvcat train`` in a process of its own, its messages appended to ``told``; the imports are done once."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["kvcat.cli.app", "kvcat.training.loop", "transformers.models.qwen2"])
+    """``kvcat train`` in a process of its own, its messages appended to ``told``."""
     options = {
-        name: value for name, value in vars(run).items() if value is not None and name not in ("betas", "keep_self")
+        name: value
+        for name, value in vars(run).items()
+        if not (value is None or isinstance(value, bool) or name == "betas")
     }
     argv = [x for name, value in options.items() for x in (f"--{name.replace('_', '-')}", str(value))]
-    child = context.Process(target=_command, args=(["train", "small", *argv], str(told)), daemon=True)
+    child = context().Process(target=_command, args=(["train", "small", *argv], str(told)), daemon=True)
     child.start()
     return child
 
@@ -53,18 +62,25 @@ def exported(run):
 
 
 def records(run):
-    """metrics.jsonl without the fields that tell time."""
-    return [{k: v for k, v in r.items() if k != "tokens_per_s"} for r in read_metrics(Path(run) / "metrics.jsonl")]
+    """metrics.jsonl without the fields that tell time and memory."""
+    measured = ("tokens_per_s", "peak_memory_gib")
+    return [{k: v for k, v in r.items() if k not in measured} for r in read_metrics(Path(run) / "metrics.jsonl")]
 
 
 def state(run):
     """Everything that the newest checkpoint holds, flat."""
     folder = sorted((Path(run) / "checkpoints").glob("step-*"))[-1]
-    optimizer = torch.load(folder / "optimizer.pt", weights_only=True)
-    moments = {f"optimizer.{i}.{k}": v for i, values in optimizer["state"].items() for k, v in values.items()}
+    with tempfile.TemporaryDirectory() as scratch:
+        dcp_to_torch_save(folder, Path(scratch) / "whole.pt")
+        whole = torch.load(Path(scratch) / "whole.pt", weights_only=True)
     step = torch.tensor(json.loads((folder / "state.json").read_text())["step"])
-    weights = {**load_file(folder / "model.safetensors"), **load_file(folder / "routers.safetensors")}
-    return {"step": step, **weights, **moments}
+    return {"step": step, **{k: v for k, v in _flat(whole, "") if isinstance(v, torch.Tensor)}}
+
+
+def _flat(value, name):
+    if not isinstance(value, dict):
+        return [(name, value)]
+    return [pair for key, part in value.items() for pair in _flat(part, f"{name}.{key}")]
 
 
 def assert_same(a, b):

@@ -41,7 +41,8 @@ def test_the_export_loads_with_plain_transformers_and_equals_the_trained_weights
     from transformers import AutoConfig, Qwen2ForCausalLM
 
     live = Qwen2ForCausalLM(AutoConfig.from_pretrained(finished.export))
-    weights = {k: v for k, v in state(finished.folder).items() if k.startswith("model.")}
+    prefix = ".module.model."
+    weights = {k.removeprefix(prefix): v for k, v in state(finished.folder).items() if k.startswith(prefix)}
     live.load_state_dict({**weights, "lm_head.weight": weights["model.embed_tokens.weight"]})
     with torch.no_grad():
         logits = live.eval()(torch.tensor(told["ids"])).logits[0, -1].double()
@@ -62,7 +63,7 @@ def test_config_and_card_record_nothing_of_ours_but_say_how_the_checkpoint_was_m
     assert "kvcat" not in (finished.export / "config.json").read_text()
     card = (finished.export / "README.md").read_text()
     assert "library_name: transformers" in card
-    for words in ("KV-CAT", "`router` policy", "dense_loss", "3 of 128 tokens", "layer 1:", "seed 3"):
+    for words in ("KV-CAT", "`router` policy", "dense_loss", "steps: 3 of 3, 128 tokens each", "layer 1:", "seed 3"):
         assert words in card
     assert (finished.export / "tokenizer.json").exists()
     assert (finished.export / "generation_config.json").exists()

@@ -12,8 +12,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvcat.data import file_documents, hash_order, pack, split_of
 from kvcat.errors import InputError
+from kvcat.losses import distillation_kl
+from kvcat.models import load
 from kvcat.training import loop as loop_module
 from kvcat.training import train
+from kvcat.training.objective import Objective
 from kvcat.training.optim import learning_rate
 
 ASSETS = Path(__file__).parents[3] / "shared" / "assets"
@@ -34,13 +37,12 @@ def test_the_schedule_of_very_short_runs_stays_between_zero_and_peak(warmup, rat
     assert [learning_rate(step, run) for step in range(2)] == pytest.approx(rates)
 
 
-@pytest.mark.parametrize("policy", ["router", "attention", "control"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_four_micro_batches_of_one_equal_one_of_four_up_to_rounding(
     policy, tiny_folder, texts_folder, tmp_path, monkeypatch
 ):
-    def plain(model, routers, config):  # AdamW divides by gradients that are all rounding
-        groups = [{"params": list(m.parameters()), "lr_multiplier": 1.0} for m in (model, routers)]
-        return torch.optim.SGD([group for group in groups if group["params"]])
+    def plain(objective, config):  # AdamW divides by gradients that are all rounding
+        return torch.optim.SGD([{"params": list(objective.parameters()), "lr_multiplier": 1.0}])
 
     monkeypatch.setattr(loop_module, "make_optimizer", plain)
     whole, split = (
@@ -167,9 +169,9 @@ def test_a_run_that_diverges_stops_with_one_line_and_no_checkpoint_of_bad_weight
     run = config(
         tiny_folder, texts_folder, tmp_path / "run", policy="control", peak_lr=1e36, warmup_steps=0, checkpoint_every=1
     )
-    with pytest.raises(InputError, match=r"diverged: a gradient of step \d+ is not finite"):
+    with pytest.raises(InputError, match=r"diverged: the gradient of the model in step \d+ is not finite"):
         train(run, progress=False)
-    saved = list((tmp_path / "run" / "checkpoints").glob("step-*/model.safetensors"))
+    saved = list((tmp_path / "run" / "checkpoints").glob("step-*"))
     assert len(saved) <= 1
     assert not (tmp_path / "run" / "export").exists()
 
@@ -207,3 +209,23 @@ def test_on_a_pretrained_model_the_routers_reach_their_target_too(tmp_path):
         validation_every=300,
     )  # fmt: skip
     assert all(abs(value - 0.5) <= 0.05 for value in kept.values()), kept
+
+
+def test_a_frozen_teacher_teaches_both_passes_and_stays_as_it_was(tiny_folder, texts_folder, tmp_path):
+    run = config(tiny_folder, texts_folder, tmp_path / "run", teacher="frozen", router_noise=0.0)
+    model, _ = load(tiny_folder)
+    objective = Objective(model, run)
+    tokens = torch.randint(3, 200, (2, 32), generator=torch.Generator().manual_seed(0))
+    generators = [torch.Generator().manual_seed(i) for i in range(2)]
+    total, record = objective(tokens, generators, 0.5)
+    assert total.item() == pytest.approx(run.budget_weight * 2.0, abs=1e-6)
+    assert record["kl"].item() == pytest.approx(0.0, abs=1e-6)
+    assert not any(name.startswith("_teacher") for name, _ in objective.named_parameters())
+    with torch.no_grad():
+        base = model(tokens).logits
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+        moved = distillation_kl(base, model(tokens).logits)
+    total, record = objective(tokens, generators, 0.5)
+    assert record["kl"].item() == pytest.approx(0.0, abs=1e-6)  # the routers still keep everything
+    assert total.item() == pytest.approx((2 * moved + run.budget_weight * 2.0).item(), rel=1e-5)

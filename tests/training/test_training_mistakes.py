@@ -11,6 +11,7 @@ from runs import config
 
 from kvcat.errors import InputError
 from kvcat.training import TrainConfig, train
+from kvcat.training.setup import claim_folder
 from tiny import write_texts
 
 
@@ -150,3 +151,18 @@ def test_what_is_no_configuration_is_refused(content, tmp_path):
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(InputError):
         TrainConfig.load(tmp_path / "config.json")
+
+
+def test_a_second_process_does_not_write_into_a_run(tiny_folder, texts_folder, tmp_path):
+    run = config(tiny_folder, texts_folder, tmp_path / "run", policy="control", max_steps=1)
+    with claim_folder(tmp_path / "run", run):
+        assert "another process is writing" in refusal(run)
+    train(run, progress=False)
+
+
+def test_what_a_kill_while_the_folder_was_claimed_leaves_is_a_fresh_folder(tiny_folder, texts_folder, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.partial").write_text("{")
+    run = config(tiny_folder, texts_folder, tmp_path / "run", policy="control", max_steps=1)
+    assert train(run, progress=False).validation["step"] == 1
+    assert not (tmp_path / "run" / "config.partial").exists()

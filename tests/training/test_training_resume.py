@@ -12,7 +12,8 @@ from runs import POLICIES, assert_same, config, exported, records, start_command
 from kvcat.errors import InputError
 from kvcat.training import Stopped, train
 from kvcat.training import loop as loop_module
-from kvcat.training.checkpoint import TrainState, load_newest, save_checkpoint
+from kvcat.training.checkpoint import Checkpoints, folders, verify
+from kvcat.training.world import World
 
 
 def interrupt_after(monkeypatch, step):
@@ -57,7 +58,7 @@ def test_a_run_killed_between_its_last_checkpoint_and_the_export_only_exports(
 ):
     run = config(tiny_folder, texts_folder, tmp_path / "run", max_steps=2)
     with monkeypatch.context() as patch:
-        patch.setattr(loop_module, "export", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(loop_module, "export_checkpoint", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             train(run, progress=False)
     before = records(run.output)
@@ -76,7 +77,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_with_a_message(
         interrupt_after(patch, 4)
         with pytest.raises(Stopped):
             train(broken, progress=False)
-    damaged = tmp_path / "b" / "checkpoints" / "step-000004" / "model.safetensors"
+    damaged = tmp_path / "b" / "checkpoints" / "step-000004" / "__0_0.distcp"
     content = bytearray(damaged.read_bytes())
     content[-1] ^= 1
     damaged.write_bytes(content)
@@ -89,56 +90,87 @@ def test_a_damaged_newest_checkpoint_is_passed_over_with_a_message(
     assert records(whole.output) == records(broken.output)
 
 
-@pytest.mark.parametrize("harm", ["truncate", "empty state", "no state", "list"])
+def checkpoints(run, keep=2, value=0.0):
+    """The checkpoints of a run that trains two numbers."""
+    module = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.constant_(module.weight, value)
+    return Checkpoints(run, keep, World(0, 1, torch.device("cpu")), module, torch.optim.AdamW(module.parameters()))
+
+
+def save(run, step, **options):
+    """A checkpoint whose weights are its step; returns when it stands."""
+    made = checkpoints(run, value=float(step), **options)
+    made.save(step, {"place": step})
+    made.wait()
+
+
+def test_what_is_saved_is_the_state_at_the_call_and_what_is_loaded_is_what_was_saved(tmp_path):
+    made = checkpoints(tmp_path, value=1.0)
+    made.module.weight.sum().backward()
+    made.optimizer.step()
+    weight, moment = made.module.weight.detach().clone(), made.optimizer.state[made.module.weight]["exp_avg"].clone()
+    made.save(1, {"place": 5})
+    with torch.no_grad():
+        made.module.weight.fill_(7)
+        made.optimizer.state[made.module.weight]["exp_avg"].fill_(7)
+    made.wait()
+    again = checkpoints(tmp_path)
+    assert again.load_newest() == (1, [{"place": 5}], [])
+    assert torch.equal(again.module.weight, weight)
+    assert torch.equal(again.optimizer.state[again.module.weight]["exp_avg"], moment)
+
+
+def test_without_a_checkpoint_nothing_changes(tmp_path):
+    made = checkpoints(tmp_path, value=3.0)
+    assert made.load_newest() == (0, [], [])
+    assert (made.module.weight == 3).all()
+
+
+@pytest.mark.parametrize("harm", ["truncate", "flip", "empty state", "no state", "list", "newer"])
 def test_every_kind_of_damage_to_a_checkpoint_is_seen(harm, tmp_path):
     for step in (1, 2):
-        save_checkpoint(tmp_path, TrainState(step, {"w": torch.ones(9)}, {}, {"x": torch.ones(2)}), keep=2)
+        save(tmp_path, step)
     newest = tmp_path / "checkpoints" / "step-000002"
+    tensors, described = newest / "__0_0.distcp", newest / "state.json"
     if harm == "truncate":
-        (newest / "optimizer.pt").write_bytes((newest / "optimizer.pt").read_bytes()[:-9])
+        tensors.write_bytes(tensors.read_bytes()[:-9])
+    elif harm == "flip":
+        tensors.write_bytes(bytes([tensors.read_bytes()[0] ^ 1]) + tensors.read_bytes()[1:])
     elif harm == "no state":
-        (newest / "state.json").unlink()
+        described.unlink()
+    elif harm == "newer":
+        described.write_text(described.read_text().replace('"format": 2', '"format": 3'))
     else:
-        (newest / "state.json").write_text("" if harm == "empty state" else "[]")
-    found, notes = load_newest(tmp_path)
-    assert found is not None
-    assert found.step == 1
+        described.write_text("" if harm == "empty state" else "[]")
+    step, states, notes = checkpoints(tmp_path).load_newest()
+    assert (step, states) == (1, [{"place": 1}])
     assert len(notes) == 1
 
 
 def test_a_damaged_later_checkpoint_does_not_push_a_whole_one_out(tmp_path):
-    def save(step):
-        save_checkpoint(tmp_path, TrainState(step, {"w": torch.full((3,), float(step))}, {}, {}), keep=1)
-
-    save(9)
+    save(tmp_path, 9, keep=1)
     (tmp_path / "checkpoints" / "step-000009" / "state.json").write_text("{")
-    save(4)
-    found, notes = load_newest(tmp_path)
-    assert found is not None
-    assert (found.step, notes) == (4, [])
+    save(tmp_path, 4, keep=1)
+    assert checkpoints(tmp_path).load_newest() == (4, [{"place": 4}], [])
 
 
 def test_only_the_newest_checkpoints_stay(tmp_path):
     for step in (2, 10, 999_999, 1_000_000):
-        save_checkpoint(tmp_path, TrainState(step, {"w": torch.ones(1)}, {}, {}), keep=2)
+        save(tmp_path, step)
     assert {f.name for f in (tmp_path / "checkpoints").iterdir()} == {"step-999999", "step-1000000"}
-    found, _ = load_newest(tmp_path)
-    assert found is not None
-    assert found.step == 1_000_000
+    assert checkpoints(tmp_path).load_newest()[0] == 1_000_000
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("failed writing file")])
 def test_a_full_disk_in_mid_checkpoint_is_one_line_and_leaves_the_previous_checkpoint(error, tmp_path, monkeypatch):
-    save_checkpoint(tmp_path, TrainState(1, {"w": torch.ones(1)}, {}, {}), keep=1)
-    monkeypatch.setattr(torch, "save", lambda *_: (_ for _ in ()).throw(error))
-    with pytest.raises(InputError, match=r"step-000002.*(space|failed)") as caught:
-        save_checkpoint(tmp_path, TrainState(2, {"w": torch.zeros(1)}, {}, {}), keep=1)
+    save(tmp_path, 1, keep=1)
+    monkeypatch.setattr("kvcat.training.checkpoint._digest", lambda _: (_ for _ in ()).throw(error))
+    with pytest.raises(InputError, match=r"cannot be written.*(space|failed)") as caught:
+        save(tmp_path, 2, keep=1)
     assert "\n" not in str(caught.value)
     assert [f.name for f in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
     monkeypatch.undo()
-    found, notes = load_newest(tmp_path)
-    assert found is not None
-    assert (found.step, notes) == (1, [])
+    assert checkpoints(tmp_path).load_newest()[0] == 1
 
 
 def saved_steps(text):
@@ -175,10 +207,8 @@ def kill_and_resume(moments, model, data, tmp_path, **options):
         time.sleep(moment)
         child.kill()
         child.join()
-        found, notes = load_newest(tmp_path / "b")
-        assert notes == []
-        assert found is not None
-        assert found.step >= max(saved_steps((tmp_path / "told").read_text()), default=0)
+        steps = [verify(folder)["step"] for folder in folders(tmp_path / "b")]
+        assert steps[-1] >= max(saved_steps((tmp_path / "told").read_text()), default=0)
     train(broken, progress=False)
     assert_same(state(whole.output), state(broken.output))
     assert_same(exported(whole.output), exported(broken.output))

@@ -1,7 +1,9 @@
-"""Which slots the masked rows of a batch see, as the attention of one group of layers is told."""
+"""Which slots the masked rows of a batch see, as the attention of one group of layers is told.
+
+Gates are plain classes: FSDP2 copies the dataclasses among a layer's arguments, and a copy would lose what it decides.
+"""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -42,7 +44,6 @@ class Gate(Protocol):
         ...
 
 
-@dataclass(frozen=True, eq=False)
 class SlotGate:
     """A gate that is known before the layer runs.
 
@@ -52,9 +53,8 @@ class SlotGate:
         keep_self: a masked token sees itself.
     """
 
-    keep: Float[Tensor, "batch tokens"]
-    coupling: str = "surrogate"
-    keep_self: bool = False
+    def __init__(self, keep: Float[Tensor, "batch tokens"], coupling: str = "surrogate", keep_self: bool = False):
+        self.keep, self.coupling, self.keep_self = keep, coupling, keep_self
 
     def keep_for(
         self,
@@ -68,7 +68,6 @@ class SlotGate:
         return self.keep
 
 
-@dataclass(eq=False)
 class AttentionGate:
     """A gate decided inside the attention of the group's first layer, from the dense rows' queries and keys.
 
@@ -84,12 +83,17 @@ class AttentionGate:
         keep_self: a masked token sees itself.
     """
 
-    layer_idx: int
-    num_rows: int
-    decide: Callable[[Tensor, Tensor, float, int | None], Tensor]
-    coupling: str = "none"
-    keep_self: bool = False
-    keep: Float[Tensor, "batch tokens"] | None = field(default=None, init=False)
+    def __init__(
+        self,
+        layer_idx: int,
+        num_rows: int,
+        decide: Callable[[Tensor, Tensor, float, int | None], Tensor],
+        coupling: str = "none",
+        keep_self: bool = False,
+    ):
+        self.layer_idx, self.num_rows, self.decide = layer_idx, num_rows, decide
+        self.coupling, self.keep_self = coupling, keep_self
+        self.keep: Float[Tensor, "batch tokens"] | None = None
 
     def keep_for(
         self, layer_idx: int, queries: Tensor, keys: Tensor, scale: float, window: int | None

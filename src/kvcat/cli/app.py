@@ -11,8 +11,10 @@ import typer
 from kvcat.cli.compress import compress_command
 from kvcat.cli.demo import demo_command
 from kvcat.cli.evaluate import eval_app
+from kvcat.cli.export import export_command
 from kvcat.cli.generate import generate_command
 from kvcat.cli.options import spread_values
+from kvcat.cli.prepare import prepare_command
 from kvcat.cli.report import report_command
 from kvcat.cli.train import train_command
 from kvcat.errors import InputError
@@ -30,12 +32,15 @@ app = typer.Typer(
     ),
 )
 app.command("demo", short_help="The whole story on a small model, offline.")(demo_command)
+app.command("prepare", short_help="Tokenise text once, for training on any number of nodes.")(prepare_command)
 app.command("train", short_help="Continue a checkpoint's pretraining with KV-CAT.")(train_command)
+app.command("export", short_help="A checkpoint of a run as a Hugging Face folder.")(export_command)
 app.command("compress", short_help="Compress a document's KV cache and save it.")(compress_command)
 app.command("generate", short_help="Answer prompts from a saved cache.")(generate_command)
 app.add_typer(eval_app, name="eval", short_help="Measure what a compressed cache costs.")
 app.command("report", short_help="Tables, plots and a page from evaluations.")(report_command)
 
+_NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP)
 _UsageError: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 
@@ -78,6 +83,8 @@ def run(argv: list[str]) -> int:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return _say(f"no space left on the disk{f' for {error.filename}' if error.filename else ''}", 2)
+        if error.errno in _NOT_ALLOWED and error.filename:
+            return _say(f"cannot use {error.filename}: {error.strerror}", 2)
         raise
     except Exception as error:
         if type(error).__name__ == "Stopped":

@@ -9,7 +9,7 @@ from kvcat.errors import InputError
 
 
 def report_command(
-    folders: Annotated[list[Path], typer.Argument(help="Folders that `kvcat eval` wrote.")],
+    folders: Annotated[list[Path], typer.Argument(help="Folders that `kvcat eval` or `kvcat train` wrote.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for tables, plots and report.html.")] = Path(
         "report"
     ),
@@ -19,14 +19,16 @@ def report_command(
     ] = None,
     title: Annotated[str, typer.Option(help="Title of the page.")] = "KV cache compression",
 ) -> None:
-    """Write tables (Markdown, CSV), plots and one self-contained HTML page from recorded evaluations."""
+    """Write tables (Markdown, CSV), plots and one self-contained HTML page from evaluations and training runs."""
     for folder in folders:
         if not folder.is_dir():
-            raise InputError(f"no evaluation folder {folder}")
-    runs = dict(_labelled(item) for item in run or [])
+            raise InputError(f"no folder {folder}")
+    trained = [folder for folder in folders if (folder / "metrics.jsonl").exists()]
+    runs = {folder.name: folder for folder in trained} | dict(_labelled(item) for item in run or [])
+    evaluated = [folder for folder in folders if folder not in trained]
     from kvcat.report import write_report
 
-    print(write_report(folders, output, title=title, runs=runs, context={}))
+    print(write_report(evaluated, output, title=title, runs=runs, context={}))
 
 
 def _labelled(item: str) -> tuple[str, Path]:

@@ -2,8 +2,12 @@
 
 import dataclasses
 import inspect
+import json
+import os
 import re
+import tomllib
 import typing
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -61,7 +65,21 @@ def _signature() -> inspect.Signature:
         for field in dataclasses.fields(TrainConfig)
         if hints[field.name] is bool
     ]
-    return inspect.Signature([recipe, *options, *flags])
+    file = inspect.Parameter(
+        "config_file",
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[
+            Path | None, typer.Option("--config", help="TOML or JSON file of fields that override the recipe's.")
+        ],
+    )
+    dry_run = inspect.Parameter(
+        "dry_run",
+        inspect.Parameter.KEYWORD_ONLY,
+        default=False,
+        annotation=Annotated[bool, typer.Option("--dry-run", help="Print what the run would take, and stop.")],
+    )
+    return inspect.Signature([recipe, file, dry_run, *options, *flags])
 
 
 def _parse(name: str, value: Any) -> Any:
@@ -77,20 +95,45 @@ def _parse(name: str, value: Any) -> Any:
     return values
 
 
-def train_command(recipe: str, **overrides: Any) -> None:
+def train_command(recipe: str, config_file: Path | None = None, dry_run: bool = False, **overrides: Any) -> None:
     """Continue a checkpoint's pretraining with KV-CAT, or with the plain next-token loss (--policy control).
 
-    The recipe is a complete configuration; every option overrides one field of it. The run's folder holds the resolved
-    configuration, metrics.jsonl, checkpoints and, at the end, export/: an ordinary Hugging Face folder. The same
-    command continues a run that was stopped.
+    The recipe is a complete configuration; a file overrides fields of it, options override both. The run's folder holds
+    the resolved configuration, metrics.jsonl, checkpoints and, at the end, export/: an ordinary Hugging Face folder.
+    The same command continues a run that was stopped. Under torchrun the processes share the work.
     """
     if recipe not in RECIPES:
         raise InputError(f"no recipe {recipe!r}; recipes: {', '.join(RECIPES)}")
-    config = RECIPES[recipe](**{name: _parse(name, value) for name, value in overrides.items() if value is not None})
+    given = {name: _parse(name, value) for name, value in overrides.items() if value is not None}
+    config = RECIPES[recipe](**{**read_overrides(config_file), **given})
+    if dry_run:
+        from kvcat.training.plan import plan
+
+        for name, told in plan(config).items():
+            print(f"{name:18}{told}")
+        return
     from kvcat.training import train
 
     result = train(config)
-    print(f"exported to {result.export}")
+    if os.environ.get("RANK", "0") == "0":
+        print(f"exported to {result.export}")
+
+
+def read_overrides(path: Path | None) -> dict[str, Any]:
+    """Fields of a configuration from a TOML or JSON file, such as a run's own ``config.json``; nothing without a file.
+
+    Raises:
+        InputError: no such file, or not readable as one.
+    """
+    if path is None:
+        return {}
+    try:
+        values = (tomllib.loads if path.suffix == ".toml" else json.loads)(path.read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read {path}: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise InputError(f"{path} holds no fields of a configuration")
+    return values
 
 
 def _recipe_help() -> str:

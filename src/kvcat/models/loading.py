@@ -10,7 +10,14 @@ from typing import Any, Literal, overload
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
@@ -71,6 +78,24 @@ def load(
     model.to(where).eval()  # type: ignore[arg-type]
     self_test(model)
     return model, words
+
+
+def read_config(name_or_path: str | Path) -> PreTrainedConfig:
+    """The configuration of a decoder-only causal LM, without its weights.
+
+    Args:
+        name_or_path: as in ``load``.
+
+    Raises:
+        InputError: missing folder, a Hub name without network, or no causal LM that transformers knows.
+    """
+    folder = local_folder(name_or_path, weights=False)
+    _check_config(folder)
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except Exception as error:
+        # whatever the file's content makes transformers raise is the file's fault
+        raise InputError(f"cannot read {folder / 'config.json'}: {_one_line(error)}") from error
 
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: str | Path) -> Path:
@@ -187,6 +212,8 @@ def _load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     missing = sorted(info["missing_keys"])
     if missing:
         raise InputError(f"{folder} lacks {len(missing)} of the model's weights, for example {missing[0]}")
+    if broken := [name for name, weight in model.named_parameters() if not bool(weight.isfinite().all())]:
+        raise InputError(f"{folder} has weights that are not finite numbers, for example {broken[0]}")
     return model
 
 
@@ -225,4 +252,4 @@ def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
-__all__ = ["DTYPES", "load", "parse_device", "parse_dtype", "save"]
+__all__ = ["DTYPES", "load", "parse_device", "parse_dtype", "read_config", "save"]

@@ -1,6 +1,7 @@
 """The dense and the masked pass of the same weights, as one batch of the unmodified model."""
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -11,8 +12,8 @@ from transformers import PreTrainedModel
 
 from kvcat.attention import COUPLINGS, AttentionGate, Gate, SlotGate, enable
 from kvcat.errors import InputError
-from kvcat.models.structure import decoder_layers
-from kvcat.policies import SparsificationPolicy, check_group_starts, gate
+from kvcat.models.structure import decoder_layers, hidden_states
+from kvcat.policies import Randomness, SparsificationPolicy, check_group_starts, gate
 from kvcat.types import Float, Int, Tensor
 
 
@@ -33,20 +34,38 @@ class PassOutput:
     scores: dict[int, Float[Tensor, "batch tokens"]]
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
+class HiddenOutput:
+    """What both passes give before the output head; otherwise as ``PassOutput``.
+
+    Args:
+        dense_hidden: output of the final norm, dense rows.
+        masked_hidden: the same of the masked rows.
+        keep: by first layer of each group, the slots that were visible.
+        scores: by first layer, the policy's own output.
+    """
+
+    dense_hidden: Float[Tensor, "batch tokens hidden"]
+    masked_hidden: Float[Tensor, "batch tokens hidden"]
+    keep: dict[int, Float[Tensor, "batch tokens"]]
+    scores: dict[int, Float[Tensor, "batch tokens"]]
+
+
 class _Pass:
-    """State of one forward, carried by the model's own keyword arguments down to the hooks of its layers."""
+    """State of one forward, carried by the model's own keyword arguments down to the hooks of its layers.
 
-    owner: "MaskedPass"
-    num_rows: int
-    seeds: dict[int, int | None]
-    device: torch.device | None
-    gates: dict[int, Gate] = field(default_factory=dict)
-    scores: dict[int, Tensor] = field(default_factory=dict)
+    A plain class, so that FSDP2 hands on the object itself. ``seeds`` holds, by group, one seed or one per sequence: a
+    layer that runs again draws what it drew before.
+    """
 
-    def generator(self, start: int) -> torch.Generator | None:
-        seed = self.seeds[start]
-        return None if seed is None else torch.Generator(self.device or "cpu").manual_seed(seed)
+    def __init__(self, owner: "MaskedPass", num_rows: int, seeds: dict[int, list[int]], per_sequence: bool):
+        self.owner, self.num_rows, self.seeds, self.per_sequence = owner, num_rows, seeds, per_sequence
+        self.gates: dict[int, Gate] = {}
+        self.scores: dict[int, Tensor] = {}
+
+    def generator(self, start: int) -> Randomness | None:
+        made = [torch.Generator().manual_seed(seed) for seed in self.seeds[start]]
+        return made if self.per_sequence else (made or [None])[0]
 
 
 class MaskedPass(nn.Module):
@@ -98,27 +117,54 @@ class MaskedPass(nn.Module):
             hook = _LayerHook(start, index == start)
             self._handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
 
-    def forward(self, input_ids: Int[Tensor, "batch tokens"], generator: torch.Generator | None = None) -> PassOutput:
+    def forward(self, input_ids: Int[Tensor, "batch tokens"], generator: Randomness | None = None) -> PassOutput:
         """Both passes over the same tokens.
 
         Args:
             input_ids: token ids, no padding.
-            generator: source of random policies' masks; one number per group is drawn from it.
+            generator: source of random policies' masks, one or one per sequence; one number per group is drawn from
+                each.
 
         Raises:
             InputError: closed already, or reentrant activation checkpointing, which loses the policies' gradient.
         """
         (model,) = self._model
+        state, logits = self._run(input_ids, generator, lambda **inputs: model(**inputs).logits)
+        dense, masked = logits.chunk(2)
+        return PassOutput(dense, masked, self._keep(state), {s: state.scores[s] for s in self.group_starts})
+
+    def hidden(self, input_ids: Int[Tensor, "batch tokens"], generator: Randomness | None = None) -> HiddenOutput:
+        """Both passes up to the final norm, for losses that apply the output head themselves.
+
+        Args:
+            input_ids: token ids, no padding.
+            generator: as in ``forward``.
+
+        Raises:
+            InputError: as in ``forward``.
+        """
+        (model,) = self._model
+        state, hidden = self._run(input_ids, generator, lambda **inputs: hidden_states(model, **inputs))
+        dense, masked = hidden.chunk(2)
+        return HiddenOutput(dense, masked, self._keep(state), {s: state.scores[s] for s in self.group_starts})
+
+    def _run(
+        self, input_ids: Int[Tensor, "batch tokens"], generator: Randomness | None, run: Callable[..., Tensor]
+    ) -> tuple[_Pass, Tensor]:
+        (model,) = self._model
         if not self._handles:
             raise InputError("this masked pass is closed")
         _refuse_reentrant(model)
-        batch = input_ids.shape[0]
-        state = _Pass(self, batch, self._draw_seeds(generator), generator.device if generator else None)
-        logits = model(input_ids=torch.cat([input_ids, input_ids]), use_cache=False, kv_gate=state).logits
+        each = isinstance(generator, Sequence)
+        seeds = self._draw_seeds([] if generator is None else generator if each else [generator])
+        state = _Pass(self, input_ids.shape[0], seeds, each)
+        out = run(input_ids=torch.cat([input_ids, input_ids]), use_cache=False, kv_gate=state)
         if sorted(state.scores) != self.group_starts:
             raise InputError(f"{type(model).__name__} is not supported: keyword arguments do not reach its layers")
-        keep = {start: state.gates[start].keep for start in self.group_starts}  # type: ignore[attr-defined]
-        return PassOutput(logits[:batch], logits[batch:], keep, {s: state.scores[s] for s in self.group_starts})
+        return state, out
+
+    def _keep(self, state: _Pass) -> dict[int, Tensor]:
+        return {start: state.gates[start].keep for start in self.group_starts}  # type: ignore[attr-defined]
 
     def close(self) -> None:
         """Takes the hooks off the model; a second call does nothing."""
@@ -133,11 +179,10 @@ class MaskedPass(nn.Module):
     ) -> None:
         self.close()
 
-    def _draw_seeds(self, generator: torch.Generator | None) -> dict[int, int | None]:
-        if generator is None:
-            return dict.fromkeys(self.group_starts)
-        seeds = torch.randint(2**62, (len(self.group_starts),), generator=generator, device=generator.device)
-        return dict(zip(self.group_starts, seeds.tolist(), strict=True))
+    def _draw_seeds(self, generators: Sequence[torch.Generator]) -> dict[int, list[int]]:
+        count = len(self.group_starts)
+        drawn = [torch.randint(2**62, (count,), generator=g, device=g.device).tolist() for g in generators]
+        return {start: [seeds[i] for seeds in drawn] for i, start in enumerate(self.group_starts)}
 
     def open_gate(self, state: _Pass, start: int, hidden: Float[Tensor, "rows tokens hidden"]) -> Gate:
         """The gate of a group in one pass, decided now or, for "attention" policies, inside the layer's attention.

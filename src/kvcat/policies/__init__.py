@@ -9,6 +9,7 @@ import torch
 from kvcat.errors import InputError
 from kvcat.policies.attention_mass import AttentionMassPolicy, attention_mass, attention_mass_naive
 from kvcat.policies.base import (
+    Randomness,
     SparsificationPolicy,
     check_group_starts,
     default_group_starts,
@@ -24,6 +25,7 @@ __all__ = [
     "AttentionMassPolicy",
     "PolicyOptions",
     "RandomPolicy",
+    "Randomness",
     "Router",
     "SparsificationPolicy",
     "attention_mass",

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 import torch
 
 from kvcat.errors import InputError
-from kvcat.policies.base import SparsificationPolicy, check_keep_ratio, kept_count
+from kvcat.policies.base import Randomness, SparsificationPolicy, check_keep_ratio, kept_count
 from kvcat.types import Float, Tensor
 
 
@@ -42,7 +42,7 @@ class AttentionMassPolicy(SparsificationPolicy):
         *,
         scale: float,
         window: int | None = None,
-        generator: torch.Generator | None = None,  # noqa: ARG002 (the protocol's)
+        generator: Randomness | None = None,  # noqa: ARG002 (the protocol's)
     ) -> Float[Tensor, "batch tokens"]:
         """Scores, 0 or 1, float32 (float64 where the queries are).
 

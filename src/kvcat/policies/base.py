@@ -1,7 +1,7 @@
 """What every sparsification policy is, the gate made of its scores, and the groups of layers that share a mask."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from itertools import pairwise
 from typing import ClassVar, Literal
@@ -11,6 +11,9 @@ from torch import nn
 
 from kvcat.errors import InputError
 from kvcat.types import Float, Tensor
+
+Randomness = torch.Generator | Sequence[torch.Generator]
+"""One source for all sequences of a batch, or one for each: a sequence's draw then does not depend on its batch."""
 
 
 class SparsificationPolicy(nn.Module):
@@ -25,7 +28,7 @@ class SparsificationPolicy(nn.Module):
       (batch, heads, tokens, head_dim) and keys (batch, kv_heads, tokens, head_dim) of that layer after the rotary
       embedding, its scale, and its sliding window in tokens if it has one.
 
-    Both return (batch, tokens), float32 or wider. ``generator`` is the only source of randomness.
+    Both return (batch, tokens), float32 or wider. ``generator`` (``Randomness``) is the only source of chance.
 
     Attributes:
         reads: what the policy looks at.

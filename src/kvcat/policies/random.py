@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 import torch
 
 from kvcat.errors import InputError
-from kvcat.policies.base import SparsificationPolicy, check_keep_ratio, kept_count
+from kvcat.policies.base import Randomness, SparsificationPolicy, check_keep_ratio, kept_count
 from kvcat.types import Float, Tensor
 
 
@@ -31,13 +31,13 @@ class RandomPolicy(SparsificationPolicy):
         self.keep_ratio = check_keep_ratio(keep_ratio)
 
     def forward(
-        self, hidden: Float[Tensor, "batch tokens hidden"], generator: torch.Generator | None = None
+        self, hidden: Float[Tensor, "batch tokens hidden"], generator: Randomness | None = None
     ) -> Float[Tensor, "batch tokens"]:
         """Scores, 0 or 1, float32 (float64 where the hidden states are).
 
         Args:
             hidden: hidden states; only their shape, device and dtype count.
-            generator: source of the draw; its state advances.
+            generator: source of the draw, one or one per sequence; its state advances.
 
         Raises:
             InputError: no generator.
@@ -45,7 +45,10 @@ class RandomPolicy(SparsificationPolicy):
         if generator is None:
             raise InputError("RandomPolicy needs a torch.Generator: its draws never come from the global random state")
         batch, num_tokens, _ = hidden.shape
-        noise = torch.rand(batch, num_tokens, generator=generator, device=generator.device, dtype=torch.float64)
+        sources, rows = ([generator], batch) if isinstance(generator, torch.Generator) else (generator, 1)
+        noise = torch.cat([
+            torch.rand(rows, num_tokens, generator=g, device=g.device, dtype=torch.float64) for g in sources
+        ])  # fmt: skip
         noise[:, 0] = -1.0
         kept = noise.argsort(dim=1, stable=True)[:, : kept_count(self.keep_ratio, num_tokens)].to(hidden.device)
         scores = hidden.new_zeros(batch, num_tokens, dtype=torch.promote_types(hidden.dtype, torch.float32))

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional
 
 from kvcat.errors import InputError
-from kvcat.policies.base import SparsificationPolicy
+from kvcat.policies.base import Randomness, SparsificationPolicy
 from kvcat.policies.linear_attention import linear_attention
 from kvcat.types import Float, Tensor
 
@@ -67,7 +67,7 @@ class Router(SparsificationPolicy):
     def forward(
         self,
         hidden: Float[Tensor, "batch tokens hidden"],
-        generator: torch.Generator | None = None,  # noqa: ARG002 (the protocol's)
+        generator: Randomness | None = None,  # noqa: ARG002 (the protocol's)
     ) -> Float[Tensor, "batch tokens"]:
         """Keep probabilities p, in [0, 1]; p_t depends on positions up to t only.
 
@@ -90,9 +90,13 @@ class Router(SparsificationPolicy):
 def _cosine(
     a: Float[Tensor, "batch tokens hidden"], b: Float[Tensor, "batch tokens hidden"]
 ) -> Float[Tensor, "batch tokens"]:
-    """<a, b> / (|a| |b|), exactly -1 at a = -b because sqrt(x * x) = x in IEEE arithmetic; 0 where a or b vanishes."""
-    norms = ((a * a).sum(-1) * (b * b).sum(-1)).clamp_min(torch.finfo(a.dtype).tiny).sqrt()
-    return (a * b).sum(-1) / norms
+    """<a, b> / (|a| |b|), exactly -1 at a = -b because sqrt(x * x) = x in IEEE arithmetic; -1 where a or b vanishes.
+
+    A vanishing vector, such as the zero embedding of a padding token, is kept: training starts from the dense model.
+    """
+    squares = (a * a).sum(-1) * (b * b).sum(-1)
+    tiny = torch.finfo(a.dtype).tiny
+    return torch.where(squares < tiny, -1.0, (a * b).sum(-1) / squares.clamp_min(tiny).sqrt())
 
 
 def _projection(num_inputs: int, num_outputs: int, generator: torch.Generator) -> nn.Linear:

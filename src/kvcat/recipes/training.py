@@ -11,7 +11,8 @@ def _recipe(name: str, defaults: dict[str, Any], overrides: dict[str, Any]) -> T
     values = {**defaults, **overrides}
     if "model" not in values:
         raise InputError(f"recipe {name} needs a model: a folder or a Hub name")
-    values.setdefault("output", f"runs/{name}-{values.get('policy', 'router')}")
+    kind = "frozen-teacher" if values.get("teacher") == "frozen" else values.get("policy", "router")
+    values.setdefault("output", f"runs/{name}-{kind}")
     return TrainConfig.from_dict(values)
 
 
@@ -63,8 +64,27 @@ def qwen2_5_1_5b(**overrides: Any) -> TrainConfig:
     return _paper("qwen2.5-1.5b", "Qwen/Qwen2.5-1.5B", (0, 7, 14, 21), overrides)
 
 
-RECIPES: dict[str, Callable[..., TrainConfig]] = {
-    "small": small,
-    "qwen2.5-0.5b": qwen2_5_0_5b,
-    "qwen2.5-1.5b": qwen2_5_1_5b,
+def _variant(make: Callable[..., TrainConfig], told: str, **fields: Any) -> Callable[..., TrainConfig]:
+    """A recipe that differs from another in these fields."""
+
+    def variant(**overrides: Any) -> TrainConfig:
+        return make(**{**fields, **overrides})
+
+    variant.__doc__ = told
+    return variant
+
+
+_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "control": ("the control: the same tokens, plain next-token loss", {"policy": "control"}),
+    "random": ("its ablation Rand: half of the slots, drawn at random", {"policy": "random"}),
+    "attention": ("its ablation Attn: the half with the most attention mass", {"policy": "attention"}),
+    "frozen-teacher": ("the footnote's variant: the frozen base teaches both passes", {"teacher": "frozen"}),
+}
+_MAKERS = {"small": small, "qwen2.5-0.5b": qwen2_5_0_5b, "qwen2.5-1.5b": qwen2_5_1_5b}
+
+RECIPES: dict[str, Callable[..., TrainConfig]] = dict(_MAKERS)
+RECIPES |= {
+    f"{name}-{variant}": _variant(make, f"{name} as {told}.", **fields)
+    for name, make in _MAKERS.items()
+    for variant, (told, fields) in _VARIANTS.items()
 }

@@ -45,32 +45,25 @@ def write_report(
     """Path of ``report.html``; tables (``.md``, ``.csv``) and ``plots/*.png`` stand beside it.
 
     Args:
-        folders: results folders of ``evaluate_suffix``, each a section of its own.
+        folders: results folders of ``evaluate_suffix``, each a section of its own; may be empty where runs are given.
         out_dir: where the report goes; made if absent, files of an earlier report are replaced.
         title: of the page.
         runs: model label to training run with ``metrics.jsonl``, for the training diagnostics.
         context: more facts about what was run: name to text, list or mapping.
 
     Raises:
-        InputError: no folder, a folder without results, a run without metrics.
+        InputError: nothing to report, a folder without results, a run without metrics.
     """
-    if not folders:
-        raise InputError("nothing to report: no results folder given")
+    if not folders and not runs:
+        raise InputError("nothing to report: no results folder and no run given")
     if out_dir.exists() and not out_dir.is_dir():
         raise InputError(f"{out_dir} is a file, not a folder")
     results = [_read(folder) for folder in folders]
     metrics = {label: run_metrics(folder) for label, folder in (runs or {}).items()}
     models = list(dict.fromkeys([row.model for result in results for row in result.rows] + list(metrics)))
     out_dir.mkdir(parents=True, exist_ok=True)
-    rows = [row for result in results for row in result.rows]
-    comparisons = [row for result in results for row in result.comparisons]
-    for name, text in [
-        ("summary.md", summary_markdown(rows)),
-        ("summary.csv", summary_csv(rows)),
-        ("comparisons.md", comparison_markdown(comparisons)),
-        ("comparisons.csv", comparison_csv(comparisons)),
-    ]:
-        (out_dir / name).write_text(text, encoding="utf-8")
+    if results:
+        _write_tables(results, out_dir)
     for result in results:
         prefix = "" if len(results) == 1 else f"{result.name}-"
         save_pngs(result.rows, result.comparisons, models, out_dir / "plots", prefix)
@@ -80,11 +73,24 @@ def write_report(
     if metrics:
         sections["Training"] = _training_section(metrics, models)
         save_pngs([], [], models, out_dir / "plots", metrics=metrics)
-    sections["How to read this"] = html.definitions()
+    if results:
+        sections["How to read this"] = html.definitions()
     sections["What was run"] = html.facts(context or {}) + "".join(_run_facts(result) for result in results)
     target = out_dir / "report.html"
     target.write_text(html.page(title, _subtitle(results), sections), encoding="utf-8")
     return target
+
+
+def _write_tables(results: Sequence[_Results], out_dir: Path) -> None:
+    rows = [row for result in results for row in result.rows]
+    comparisons = [row for result in results for row in result.comparisons]
+    for name, text in [
+        ("summary.md", summary_markdown(rows)),
+        ("summary.csv", summary_csv(rows)),
+        ("comparisons.md", comparison_markdown(comparisons)),
+        ("comparisons.csv", comparison_csv(comparisons)),
+    ]:
+        (out_dir / name).write_text(text, encoding="utf-8")
 
 
 def _read(folder: Path) -> _Results:
@@ -102,7 +108,7 @@ def _subtitle(results: Sequence[_Results]) -> str:
         f"{r.config['suffix_len']} suffix tokens"
         for r in results
     ]
-    return "; ".join(parts) + "."
+    return "; ".join(parts) + "." if parts else "Training runs."
 
 
 def _result_sections(result: _Results, models: Sequence[str], suffix: str) -> dict[str, str]:

@@ -8,13 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvcat.training.config import TrainConfig
+    from kvcat.training.export import export_checkpoint
     from kvcat.training.loop import TrainResult, train
     from kvcat.training.metrics import read_metrics
     from kvcat.training.stop import Stopped
 
-_HOME = {"Stopped": "stop", "TrainConfig": "config", "TrainResult": "loop", "read_metrics": "metrics", "train": "loop"}
+_HOME = {
+    "Stopped": "stop",
+    "TrainConfig": "config",
+    "TrainResult": "loop",
+    "export_checkpoint": "export",
+    "read_metrics": "metrics",
+    "train": "loop",
+}
 
-__all__ = ["Stopped", "TrainConfig", "TrainResult", "read_metrics", "train"]
+__all__ = ["Stopped", "TrainConfig", "TrainResult", "export_checkpoint", "read_metrics", "train"]
 
 
 def __getattr__(name: str) -> Any:

@@ -27,16 +27,20 @@ class TrainConfig:
             ``num_groups`` evenly.
         num_groups: number of groups when ``group_starts`` is None.
         target_keep: kept fraction rho that the policy aims at, in (0, 1).
+        target_warmup_steps: steps over which the routers' target falls from 1 to target_keep; ours, zero is the
+            paper's.
         tau: threshold on the keep probability, in (0, 1).
         feature_dim: width of the router's linear attention.
         coupling: how the loss reaches the mask, see ``kvcat.attention.attend``.
         keep_self: a masked token still sees itself.
+        teacher: ``self``, the model's own dense pass; or ``frozen``, the model it started from, which then teaches both
+            passes (the paper's footnote: one more model in memory, a third forward pass).
         mask_weight: weight of the distillation KL.
-        anchor_weight: weight of the next-token loss on the dense pass.
+        anchor_weight: weight of the next-token loss on the dense pass; of its distillation with a frozen teacher.
         budget_weight: weight of the budget loss; policies that keep an exact count ignore it.
         seq_len: tokens a sequence.
         batch_size: sequences an optimizer step.
-        micro_batch_size: sequences a forward pass, a divisor of ``batch_size``; None takes the whole batch.
+        micro_batch_size: sequences a forward pass of one process; None takes all that the process has in a step.
         max_steps: optimizer steps.
         warmup_steps: steps of linear warm-up.
         peak_lr: highest learning rate.
@@ -49,7 +53,10 @@ class TrainConfig:
         seed: seed of data order, masks and noise.
         dtype: compute type; weights, routers and optimizer stay float32.
         export_dtype: type of the exported weights.
-        device: torch device.
+        device: torch device; each process that torchrun starts takes its own GPU.
+        activation_checkpointing: make activations again in the backward instead of keeping them.
+        compile: compile each decoder layer with torch.compile.
+        workers: processes that tokenise streamed data.
         log_every: steps between training records.
         validation_every: steps between validations; they also run before the first step and after the last.
         validation_sequences: sequences of held-out documents that validation reads.
@@ -64,10 +71,12 @@ class TrainConfig:
     group_starts: tuple[int, ...] | None = None
     num_groups: int = 4
     target_keep: float = 0.5
+    target_warmup_steps: int = 0
     tau: float = 0.5
     feature_dim: int = 64
     coupling: Literal["surrogate", "exact", "kept-only", "none"] = "surrogate"
     keep_self: bool = False
+    teacher: Literal["self", "frozen"] = "self"
     mask_weight: float = 1.0
     anchor_weight: float = 1.0
     budget_weight: float = 0.1
@@ -87,6 +96,9 @@ class TrainConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     export_dtype: Literal["float32", "bfloat16"] = "float32"
     device: str = "cpu"
+    activation_checkpointing: bool = False
+    compile: bool = False
+    workers: int = 0
     log_every: int = 1
     validation_every: int = 50
     validation_sequences: int = 16
@@ -96,10 +108,10 @@ class TrainConfig:
     def __post_init__(self) -> None:
         validate(self)
 
-    @property
-    def accumulation(self) -> int:
-        """Forward passes an optimizer step."""
-        return self.batch_size // (self.micro_batch_size or self.batch_size)
+    def target_at(self, step: int) -> float:
+        """The routers' target in a step, counted from 0: linear from 1 to ``target_keep``, then ``target_keep``."""
+        progress = min(1.0, (step + 1) / (self.target_warmup_steps + 1))
+        return 1 - (1 - self.target_keep) * progress
 
     @property
     def tokens_per_step(self) -> int:
@@ -155,7 +167,8 @@ _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (("seq_len",), lambda value: value >= 2, "be at least 2"),
     (("peak_lr", "max_grad_norm", "router_lr_multiplier"), lambda value: 0 < value < math.inf, "be positive"),
     (
-        ("mask_weight", "anchor_weight", "budget_weight", "weight_decay", "warmup_steps", "router_noise"),
+        ("mask_weight", "anchor_weight", "budget_weight", "weight_decay", "warmup_steps", "router_noise",
+         "target_warmup_steps", "workers"),
         lambda value: 0 <= value < math.inf,
         "not be negative",
     ),
@@ -175,12 +188,27 @@ def validate(config: TrainConfig) -> None:
             value = getattr(config, name)
             if value is not None and not (isinstance(value, (int, float)) and holds(value)):
                 raise InputError(f"{name} is {value!r}; it must {told}")
-    if config.batch_size % (config.micro_batch_size or config.batch_size):
-        raise InputError(f"micro_batch_size {config.micro_batch_size} does not divide batch_size {config.batch_size}")
+    check_batch(config, 1)
+    if config.teacher == "frozen" and config.policy == "control":
+        raise InputError("teacher is 'frozen', but the control has no masked pass to teach")
     if not 0 <= config.min_lr <= config.peak_lr:
         raise InputError(f"min_lr {config.min_lr} must lie between 0 and peak_lr {config.peak_lr}")
     if len(config.betas) != 2 or not all(0 <= beta < 1 for beta in config.betas):
         raise InputError(f"betas are {', '.join(map(str, config.betas))}; AdamW takes two, each in [0, 1)")
+
+
+def check_batch(config: TrainConfig, num_processes: int) -> None:
+    """Refuse a batch that does not divide into the processes' forward passes.
+
+    Raises:
+        InputError: batch_size is no multiple of processes times micro_batch_size.
+    """
+    if config.batch_size % num_processes:
+        raise InputError(f"batch_size {config.batch_size} does not divide into {num_processes} processes")
+    own = config.batch_size // num_processes
+    if own % (config.micro_batch_size or own):
+        share = f"batch_size {config.batch_size}" if num_processes == 1 else f"the {own} sequences of a process"
+        raise InputError(f"micro_batch_size {config.micro_batch_size} does not divide {share}")
 
 
 def _check_choices(values: dict[str, Any]) -> None:

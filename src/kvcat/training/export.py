@@ -1,51 +1,58 @@
 """The product of a run: an ordinary Hugging Face folder with a card that tells how it was made."""
 
-import copy
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcat import __version__
-from kvcat.models import save
+from kvcat.errors import InputError
+from kvcat.models import load, save
+from kvcat.training.checkpoint import load_module, verify
 from kvcat.training.config import TrainConfig
+from kvcat.training.metrics import METRICS_FILE, read_metrics
+from kvcat.training.objective import Objective
+from kvcat.training.setup import CONFIG_FILE
 
 
-def export(
-    model: PreTrainedModel,
-    routers: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    config: TrainConfig,
-    validation: dict[str, Any],
-) -> Path:
-    """Write ``export/`` (model, tokenizer, card) and ``routers.safetensors`` beside it; returns the export folder.
+def export_checkpoint(checkpoint: Path, target: Path) -> Path:
+    """Write a checkpoint of a run, live or ended, as an ordinary Hugging Face folder; returns it.
+
+    Model, tokenizer and card go into ``target``; the routers stay out of it, in ``routers.safetensors`` beside it.
 
     Args:
-        model: the trained model; it is not changed.
-        routers: the policies' modules.
-        tokenizer: saved with the model.
-        config: told in the card.
-        validation: the last validation record, told in the card.
+        checkpoint: folder ``step-N`` of a run.
+        target: what an earlier export left there is replaced.
+
+    Raises:
+        InputError: the checkpoint is damaged, the folder holds something else or cannot be written.
     """
-    run = Path(config.output)
-    target, partial = run / "export", run / ".partial-export"
-    for left in run.glob(".*partial-*"):  # by a kill in the middle of an export
+    described = verify(checkpoint)
+    run = checkpoint.parent.parent
+    config = TrainConfig.load(run / CONFIG_FILE)
+    if target.exists() and any(target.iterdir()) and not (target / "config.json").exists():
+        raise InputError(f"output folder {target} is not empty and holds no export")
+    model, tokenizer = load(config.model)
+    objective = Objective(model, config)
+    load_module(checkpoint, objective)
+    validation = [r for r in read_metrics(run / METRICS_FILE) if r["kind"] == "validation"]
+    validation = [r for r in validation if r["step"] <= described["step"]]
+    partial = target.with_name(f".partial-{target.name}")
+    for left in target.parent.glob(f".*partial-{target.name}*"):  # by a kill in the middle of an export
         shutil.rmtree(left, ignore_errors=True)
-    dtype = getattr(torch, config.export_dtype)
-    save(model if dtype == torch.float32 else copy.deepcopy(model).to(dtype), tokenizer, partial)
-    (partial / "README.md").write_text(model_card(config, validation))
+    save(model.to(getattr(torch, config.export_dtype)), tokenizer, partial)
+    (partial / "README.md").write_text(model_card(config, described["step"], validation[-1] if validation else {}))
+    routers = {} if objective.masked_pass is None else objective.masked_pass.state_dict()
+    if routers:
+        save_file({k: v.contiguous() for k, v in routers.items()}, target.with_name("routers.safetensors"))
     shutil.rmtree(target, ignore_errors=True)
     partial.rename(target)
-    if state := {k: v.detach().cpu().contiguous() for k, v in routers.state_dict().items()}:
-        save_file(state, run / "routers.safetensors")
     return target
 
 
-def model_card(config: TrainConfig, validation: dict[str, Any]) -> str:
+def model_card(config: TrainConfig, steps: int, validation: dict[str, Any]) -> str:
     """The README.md of an exported checkpoint: what it is, how it was made, what it cost in dense loss."""
     kind = "plain next-token training (the control)" if config.policy == "control" else "KV-CAT"
     losses = "\n".join(
@@ -74,11 +81,11 @@ Continued from `{config.model}` with {kind} by kvcat {__version__}. It loads wit
 of ours: `AutoModelForCausalLM.from_pretrained(folder)`.
 {masked}
 - data: `{config.data}`, sequences of {config.seq_len} tokens, seed {config.seed}
-- steps: {config.max_steps} of {config.tokens_per_step} tokens ({config.max_steps * config.tokens_per_step} in all)
+- steps: {steps} of {config.max_steps}, {config.tokens_per_step} tokens each ({steps * config.tokens_per_step} in all)
 - learning rate: peak {config.peak_lr}, floor {config.min_lr}, warm-up {config.warmup_steps} steps; AdamW, betas
   {config.betas}, weight decay {config.weight_decay}, compute in {config.dtype}
 
-Validation after the last step (nats per token on held-out documents):
+Validation after step {validation.get("step", 0)} (nats per token on held-out documents):
 
 {losses}
 

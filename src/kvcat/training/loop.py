@@ -1,30 +1,35 @@
-"""The training loop for one device."""
+"""The training loop, for one process or many."""
 
 import json
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvcat.data import TokenTable
+from kvcat.data import ReadingStopped, merge_states, open_tokens
 from kvcat.errors import InputError
-from kvcat.models import MaskedPass, load
-from kvcat.policies import build_policies
-from kvcat.training.checkpoint import TrainState, load_newest, save_checkpoint
+from kvcat.models import load
+from kvcat.training.checkpoint import Checkpoints, checkpoint_folder, folders
 from kvcat.training.config import TrainConfig
-from kvcat.training.export import export
-from kvcat.training.metrics import MetricsLog, read_metrics
-from kvcat.training.objective import StepLosses, mean_losses, objective
+from kvcat.training.export import export_checkpoint
+from kvcat.training.metrics import METRICS_FILE, MetricsLog, read_metrics
+from kvcat.training.objective import Objective, Record, mean_record
 from kvcat.training.optim import learning_rate, make_optimizer, set_learning_rate
 from kvcat.training.progress import Progress
-from kvcat.training.setup import check_disk, check_folder, check_length, claim_folder, training_tables
+from kvcat.training.setup import check_disk, check_folder, check_request, claim_folder
+from kvcat.training.sharding import prepare_layers, reduce_policies, shard
 from kvcat.training.stop import Stopped, stop_requests
+from kvcat.training.throughput import flops_per_token, peak_flops, peak_memory
+from kvcat.training.world import World, join_world
+
+EXPLODED = 1e6  # a routers' gradient norm that no clipping makes useful
 
 
 @dataclass(frozen=True)
@@ -45,8 +50,9 @@ class TrainResult:
 def train(config: TrainConfig, *, progress: bool = True) -> TrainResult:
     """Train a checkpoint, or continue the run that stands in ``config.output``; returns where the result is.
 
-    The order of the batches and every random mask are functions of seed and step, so a resumed run equals an
-    uninterrupted one bit for bit. SIGTERM and SIGINT save a checkpoint after the current step.
+    Started by torchrun, the processes share the work: the batches, the masks and, up to rounding, the losses are those
+    of one process. The order of the batches and every random mask are functions of seed, step and sequence, so a
+    resumed run equals an uninterrupted one bit for bit. SIGTERM and SIGINT save a checkpoint after the current step.
 
     Args:
         config: the whole configuration.
@@ -58,44 +64,73 @@ def train(config: TrainConfig, *, progress: bool = True) -> TrainResult:
         Stopped: a signal ended the run; its state is saved.
     """
     run = Path(config.output)
+    check_request(config)
     check_folder(run, config)
     if (run / "done.json").exists() and (run / "export" / "config.json").exists():
-        return TrainResult(run, run / "export", read_metrics(run / "metrics.jsonl")[-1])
-    model, tokenizer = load(config.model, dtype="float32", device=config.device)
-    check_length(model, config.seq_len)
-    check_disk(run, model, config.keep_checkpoints)
-    trainer = Trainer(config, model, tokenizer)
-    with trainer.log, stop_requests() as signals, Progress(config.max_steps, trainer.step, enabled=progress) as bar:
-        bar.note(*trainer.notes)
-        trainer.run(signals, bar)
-        target = export(model, trainer.routers, tokenizer, config, trainer.log.last("validation"))
-    (run / "done.json").write_text(json.dumps({"steps": config.max_steps}) + "\n")
-    return TrainResult(run, target, trainer.log.last("validation"))
+        return TrainResult(run, run / "export", read_metrics(run / METRICS_FILE)[-1])
+    with join_world(config.device, group=config.dtype != "float32") as world, stop_requests() as signals:
+        model, tokenizer = load(config.model, dtype="float32", device=str(world.device))
+        check_disk(run, model, config.keep_checkpoints)
+        with Trainer(config, model, tokenizer, world, signals) as trainer:
+            with Progress(config.max_steps, trainer.step, enabled=progress and world.is_first) as bar:
+                bar.note(*trainer.notes)
+                trainer.run(bar)
+            if world.is_first:
+                export_checkpoint(checkpoint_folder(run, config.max_steps), run / "export")
+                (run / "done.json").write_text(json.dumps({"steps": config.max_steps}) + "\n")
+            world.wait()
+    return TrainResult(run, run / "export", trainer.log.last("validation"))
 
 
 class Trainer:
-    """A run in progress: model, policies, optimizer, data and record.
+    """A run in progress: model, policies, optimizer, data and record; its folder is locked to the end of the block.
 
     Args:
         config: the whole configuration.
-        model: the causal LM, float32.
+        model: the causal LM, float32, on the world's device.
         tokenizer: its tokenizer.
+        world: the processes of the run.
+        signals: filled with the number of a signal that asks the run to stop.
     """
 
-    def __init__(self, config: TrainConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.config, self.model = config, model
-        self.masked_pass = make_masked_pass(model, config)
-        self.table, self.validation_table = training_tables(config, tokenizer)
-        self.routers: nn.Module = self.masked_pass or nn.Module()
-        self.optimizer = make_optimizer(model, self.routers, config)
-        claim_folder(Path(config.output), config)
-        state, self.notes = load_newest(Path(config.output))
-        self.step = 0
-        if state is not None:
-            self._restore(state)
-        self.log = MetricsLog(Path(config.output) / "metrics.jsonl", self.step)
+    def __init__(
+        self,
+        config: TrainConfig,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        world: World,
+        signals: Sequence[int] = (),
+    ) -> None:
+        run = Path(config.output)
+        self.config, self.world, self.signals = config, world, signals
+        self.flops_per_token = flops_per_token(model, config)
+        self.objective = Objective(model, config).to(world.device)
+        self.streams = range(world.rank, config.batch_size, world.size)
+        self.data = open_tokens(
+            config.data, tokenizer, seq_len=config.seq_len, batch_size=config.batch_size, max_steps=config.max_steps,
+            validation_sequences=config.validation_sequences, seed=config.seed, streams=self.streams,
+            workers=config.workers, stop=lambda: bool(signals), check=world.is_first,
+        )  # fmt: skip
+        self.lock = claim_folder(run, config, write=world.is_first)
+        world.wait()
+        prepare_layers(model, config)
+        shard(self.objective, world, getattr(torch, config.dtype))
+        self.optimizer = make_optimizer(self.objective, config)
+        self.checkpoints = Checkpoints(run, config.keep_checkpoints, world, self.objective, self.optimizer)
+        self.step, states, self.notes = self.checkpoints.load_newest()
+        if states:
+            self.data.train.load_state_dict(merge_states(states))
+        self.log = MetricsLog(run / METRICS_FILE, self.step, enabled=world.is_first)
 
-    def run(self, signals: list[int], bar: Progress) -> None:
+    def __enter__(self) -> "Trainer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.data.train.close()
+        self.log.close()
+        self.lock.release()
+
+    def run(self, bar: Progress) -> None:
         """Train to the last step, validating and saving on the way."""
         config = self.config
         if self.step == 0:
@@ -103,118 +138,104 @@ class Trainer:
         while self.step < config.max_steps:
             started = time.perf_counter()
             record = self._train_step()
-            seconds = time.perf_counter() - started
             if self.step % config.log_every == 0 or self.step == config.max_steps:
-                self.log.write(
-                    {"kind": "train", "step": self.step, **record, "tokens_per_s": config.tokens_per_step / seconds}
-                )
+                self.log.write({"kind": "train", "step": self.step, **record, **self._speed(started)})
             bar.update(self.step, record)
-            last = self.step == config.max_steps
-            if self.step % config.validation_every == 0 or last:
-                self._validate(bar)
-            if self.step % config.checkpoint_every == 0 or last or signals:
-                self._save(bar)
-            if signals and not last:
-                raise Stopped(signals[0], f"stopped after step {self.step}; the same command continues")
+            self._after_step(bar)
+        self.checkpoints.wait()
 
-    def _train_step(self) -> dict[str, object]:
-        config = self.config
+    def _after_step(self, bar: Progress) -> None:
+        config, last = self.config, self.step == self.config.max_steps
+        stopping = self.world.any(bool(self.signals))
+        if self.step % config.validation_every == 0 or last:
+            self._validate(bar)
+        if self.step % config.checkpoint_every == 0 or last or stopping:
+            self.checkpoints.save(self.step, self.data.train.state_dict(), bar.saved)
+        if stopping and not last:
+            self.checkpoints.wait()
+            signum = self.signals[0] if self.signals else 15
+            raise Stopped(signum, f"stopped after step {self.step}; the same command continues")
+
+    def _train_step(self) -> dict[str, Any]:
+        config, world = self.config, self.world
         rate = learning_rate(self.step, config)
         set_learning_rate(self.optimizer, rate)
-        losses = []
-        for micro, tokens in enumerate(self._micro_batches(self.table, self.step, config.seed)):
-            loss = self._losses(tokens, self._generator("train", self.step, micro))
-            (loss.total / config.accumulation).backward()
-            losses.append(loss)
-        norms = {"grad_norm": _clip(self.model.parameters(), config.max_grad_norm)}
-        if self.masked_pass is not None:
-            norms["router_grad_norm"] = _clip(self.routers.parameters(), config.max_grad_norm)
-        if not all(math.isfinite(norm) for norm in norms.values()):
-            raise InputError(
-                f"training diverged: a gradient of step {self.step + 1} is not finite; the last checkpoint is in "
-                f"place, a smaller peak_lr than {config.peak_lr:g} needs another output folder"
-            )
+        own = len(self.streams)
+        size = config.micro_batch_size or own
+        records = []
+        for start in range(0, own, size):
+            streams = self.streams[start : start + size]
+            total, record = self._losses(self._read(streams), "train", self.step, streams, config.target_at(self.step))
+            (total * (size / own)).backward()
+            records.append(record)
+        policies = self.objective.policy_parameters()
+        reduce_policies(policies, world)
+        norms = {"grad_norm": _clip(self.objective.model.parameters(), config.max_grad_norm)}
+        if policies:
+            norms["router_grad_norm"] = _clip(policies, config.max_grad_norm)
+        self._refuse_divergence(norms)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
-        return {"tokens": self.step * config.tokens_per_step, "lr": rate, **mean_losses(losses), **norms}
+        losses = mean_record(records, [1.0] * len(records), world)
+        return {"tokens": self.step * config.tokens_per_step, "lr": rate, **losses, **norms}
 
-    def _micro_batches(self, table: TokenTable, step: int, seed: int) -> Iterable[torch.Tensor]:
-        batch = table.batch(step, self.config.batch_size, seed)
-        return batch.chunk(self.config.accumulation)
+    def _read(self, streams: Sequence[int]) -> torch.Tensor:
+        try:
+            return self.data.train.read(streams)
+        except ReadingStopped:
+            signum = self.signals[0] if self.signals else 15
+            told = f"stopped while waiting for data after step {self.step}; the last checkpoint is in place"
+            raise Stopped(signum, told) from None
 
-    def _losses(self, tokens: torch.Tensor, generator: torch.Generator) -> StepLosses:
-        device = torch.device(self.config.device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=self.config.dtype == "bfloat16"):
-            return objective(self.model, self.masked_pass, tokens.to(device), self.config, generator)
+    def _losses(
+        self, tokens: torch.Tensor, kind: str, step: int, sequences: Sequence[int], target: float
+    ) -> tuple[torch.Tensor, Record]:
+        """The objective; masks are a function of seed, purpose, step and sequence: nothing to save, nothing to lose."""
+        generators = []
+        for sequence in sequences:
+            words = np.random.SeedSequence([self.config.seed, kind == "train", step, sequence])
+            generators.append(torch.Generator().manual_seed(int(words.generate_state(1, np.uint64)[0] >> 1)))
+        return self.objective(tokens.to(self.world.device, non_blocking=True), generators, target)
 
     @torch.no_grad()
     def _validate(self, bar: Progress) -> None:
-        rows = torch.from_numpy(self.validation_table.sequences.astype("int64"))
-        parts = rows.split(self.config.micro_batch_size or self.config.batch_size)
-        losses = [self._losses(tokens, self._generator("validation", 0, i)) for i, tokens in enumerate(parts)]
-        full = [loss for loss, tokens in zip(losses, parts, strict=True) for _ in tokens]
-        record = {"kind": "validation", "step": self.step, **mean_losses(full)}
+        """Means over all validation sequences; a process without one left runs along with weight 0."""
+        table, world = self.data.validation, self.world
+        size = self.config.micro_batch_size or len(self.streams)
+        rounds = math.ceil(len(table) / (size * world.size))
+        records, weights = [], []
+        for part in range(rounds):
+            start = (part * world.size + world.rank) * size
+            rows = list(range(start, min(start + size, len(table))))
+            weights.append(float(len(rows)))
+            rows = rows or [0]
+            records.append(self._losses(table.take(rows), "validation", 0, rows, self.config.target_keep)[1])
+        record = {"kind": "validation", "step": self.step, **mean_record(records, weights, world)}
         self.log.write(record)
         bar.validated(record)
 
-    def _generator(self, kind: str, step: int, micro: int) -> torch.Generator:
-        """Masks are a function of seed, purpose, step and micro-batch: nothing to save, nothing to lose."""
-        words = np.random.SeedSequence([self.config.seed, kind == "train", step, micro]).generate_state(1, np.uint64)
-        return torch.Generator(self.config.device).manual_seed(int(words[0] >> 1))
+    def _refuse_divergence(self, norms: dict[str, float]) -> None:
+        for name, norm in norms.items():
+            whose = "routers" if name.startswith("router") else "model"
+            if math.isfinite(norm) and not (whose == "routers" and norm > EXPLODED):
+                continue
+            self.checkpoints.wait()
+            told = f"exploded to norm {norm:.1e}" if math.isfinite(norm) else "is not finite"
+            saved = folders(Path(self.config.output))
+            place = f"the last checkpoint is {saved[-1].name} in {self.config.output}" if saved else "nothing was saved"
+            raise InputError(
+                f"training diverged: the gradient of the {whose} in step {self.step + 1} "
+                f"{told}; {place}, a smaller peak_lr than {self.config.peak_lr:g} needs another output folder"
+            )
 
-    def _save(self, bar: Progress) -> None:
-        state = TrainState(
-            self.step, _own_tensors(self.model), dict(self.routers.state_dict()), self.optimizer.state_dict()
-        )
-        folder = save_checkpoint(Path(self.config.output), state, self.config.keep_checkpoints)
-        bar.saved(folder)
-
-    def _restore(self, state: TrainState) -> None:
-        own = _own_tensors(self.model)
-        if own.keys() != state.model.keys():
-            raise InputError(f"the checkpoint in {self.config.output} belongs to another model")
-        with torch.no_grad():
-            for name, tensor in own.items():
-                tensor.copy_(state.model[name])
-        self.routers.load_state_dict(state.routers)
-        self.optimizer.load_state_dict(state.optimizer)
-        self.step = state.step
-
-
-def make_masked_pass(model: PreTrainedModel, config: TrainConfig) -> MaskedPass | None:
-    """The pair of passes with the configured policy, or None for the control.
-
-    Raises:
-        InputError: groups that start at layers which do not exist.
-    """
-    if config.policy == "control":
-        return None
-    text = model.config.get_text_config()
-    policies = build_policies(
-        config.policy,
-        num_layers=text.num_hidden_layers,
-        hidden_size=text.hidden_size,
-        group_starts=config.group_starts,
-        num_groups=config.num_groups,
-        target=config.target_keep,
-        feature_dim=config.feature_dim,
-        noise=config.router_noise,
-        seed=config.seed,
-    )
-    return MaskedPass(model, policies, tau=config.tau, coupling=config.coupling, keep_self=config.keep_self)
-
-
-def _own_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The model's parameters and saved buffers by name; a tensor that two names share stands once."""
-    names = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_buffers()}
-    seen, own = set(), {}
-    for name, tensor in model.state_dict().items():
-        if name in names and tensor.data_ptr() not in seen:
-            seen.add(tensor.data_ptr())
-            own[name] = tensor
-    return own
+    def _speed(self, started: float) -> dict[str, float]:
+        rate = self.config.tokens_per_step / (time.perf_counter() - started)
+        peak = peak_flops(self.world.device, self.config.dtype)
+        used = {} if peak is None else {"mfu": rate * self.flops_per_token / (peak * self.world.size)}
+        return {"tokens_per_s": rate, **used, "peak_memory_gib": peak_memory(self.world.device)}
 
 
 def _clip(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
-    return float(nn.utils.clip_grad_norm_(list(parameters), max_norm))
+    norm = nn.utils.clip_grad_norm_([p for p in parameters if p.grad is not None], max_norm)
+    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # type: ignore[operator]

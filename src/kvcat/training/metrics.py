@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+METRICS_FILE = "metrics.jsonl"
+
 
 class MetricsLog:
     """``metrics.jsonl`` of a run: records ``{"kind": ..., "step": ..., ...}``.
@@ -13,9 +15,14 @@ class MetricsLog:
     Args:
         path: the file.
         step: steps already done; later records are dropped.
+        enabled: whether this process writes the file; the others only remember the newest records.
     """
 
-    def __init__(self, path: Path, step: int) -> None:
+    def __init__(self, path: Path, step: int, *, enabled: bool = True) -> None:
+        self._last: dict[str, dict[str, Any]] = {}
+        self._file = None
+        if not enabled:
+            return
         kept = [r for r in read_metrics(path) if r["step"] <= step] if step else []
         partial = path.with_suffix(".partial")
         partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
@@ -25,19 +32,19 @@ class MetricsLog:
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one record."""
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        if self._file is not None:
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
         self._last[record["kind"]] = record
 
     def last(self, kind: str) -> dict[str, Any]:
         """The newest record of a kind, or an empty one."""
         return self._last.get(kind, {})
 
-    def __enter__(self) -> "MetricsLog":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        if self._file is not None:
+            self._file.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -1,82 +1,165 @@
-"""The training objective and its parts, for one micro-batch."""
+"""The training objective as one module: the model, its policies, and the loss of a micro-batch."""
 
-from dataclasses import dataclass
+import copy
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
-from kvcat.losses import budget_loss, distillation_kl, next_token_loss
-from kvcat.models import MaskedPass
+from kvcat.losses import OutputHead, budget_loss, chunked_kl, chunked_objective
+from kvcat.models import HiddenOutput, MaskedPass, hidden_states, output_head
+from kvcat.policies import build_policies
 from kvcat.training.config import TrainConfig
+from kvcat.training.world import World
 from kvcat.types import Float, Int, Tensor
 
+NEAR = 0.05  # a score that close to the threshold is near it
 
-@dataclass
-class StepLosses:
-    """The objective and what it is made of.
-
-    Args:
-        total: the weighted sum, with gradient.
-        parts: without gradient: ``dense_loss``, and with a policy ``masked_loss``, ``kl``, ``top1``, ``budget``.
-        kept: kept fraction of each group, by its first layer.
-        mean_score: mean keep probability of each group.
-    """
-
-    total: Float[Tensor, ""]
-    parts: dict[str, float]
-    kept: dict[int, float]
-    mean_score: dict[int, float]
+Record = dict[str, Any]
+"""Scalars without gradient by name; ``kept``, ``mean_score`` and ``near_threshold`` by first layer of each group."""
 
 
-def objective(
-    model: nn.Module,
-    masked_pass: MaskedPass | None,
-    tokens: Int[Tensor, "batch tokens"],
-    config: TrainConfig,
-    generator: torch.Generator,
-) -> StepLosses:
-    """L = lambda_mask KL(sg dense || masked) + lambda_anchor NTP(dense) + lambda_budget B; NTP alone without a policy.
+class Objective(nn.Module):
+    """L = lambda_mask KL(sg dense || masked) + lambda_anchor NTP(dense) + lambda_budget B; NTP alone for the control.
+
+    Everything that is trained is below this module and everything is used inside its forward, so sharding, gradient
+    reduction and checkpoints need know nothing else.
 
     Args:
-        model: the causal LM.
-        masked_pass: the pair of passes over the same model; None for the control.
-        tokens: token ids.
-        config: weights, threshold and target.
-        generator: source of the policies' random masks.
+        model: the causal LM, not yet sharded.
+        config: policy, weights, threshold and target.
+
+    Raises:
+        InputError: groups that start at layers which do not exist, a model whose head is not linear.
 
     References: KV-CAT, equation "training_objective" and appendix "Training objective".
     """
-    if masked_pass is None:
-        loss = next_token_loss(model(input_ids=tokens, use_cache=False).logits, tokens)
-        return StepLosses(loss, {"dense_loss": loss.item()}, {}, {})
-    out = masked_pass(tokens, generator)
-    anchor = next_token_loss(out.dense_logits, tokens)
-    kl = distillation_kl(out.dense_logits, out.masked_logits)
-    keep = {layer: (scores.detach() > config.tau).to(scores.dtype) for layer, scores in out.scores.items()}
-    budget = torch.stack([budget_loss(keep[c], out.scores[c], config.target_keep) for c in keep]).mean()
-    learned = any(p.requires_grad for p in masked_pass.parameters())
-    total = config.mask_weight * kl + config.anchor_weight * anchor
-    if learned:
-        total = total + config.budget_weight * budget
-    with torch.no_grad():
-        agree = out.dense_logits[:, :-1].argmax(-1) == out.masked_logits[:, :-1].argmax(-1)
-        parts = {
-            "dense_loss": anchor.item(),
-            "masked_loss": next_token_loss(out.masked_logits, tokens).item(),
-            "kl": kl.item(),
-            "top1": agree.double().mean().item(),
-            "budget": budget.item(),
+
+    def __init__(self, model: PreTrainedModel, config: TrainConfig) -> None:
+        super().__init__()
+        self.config, self.model = config, model
+        self.masked_pass = make_masked_pass(model, config)
+        self.head = output_head(model)
+        self._teacher = frozen_teacher(model) if config.teacher == "frozen" else None
+
+    def policy_parameters(self) -> list[nn.Parameter]:
+        """The routers' parameters; empty where the policy learns nothing."""
+        return [] if self.masked_pass is None else list(self.masked_pass.parameters())
+
+    def forward(
+        self, tokens: Int[Tensor, "batch tokens"], generators: Sequence[torch.Generator], target_keep: float
+    ) -> tuple[Float[Tensor, ""], Record]:
+        """The objective with gradient, and what it is made of.
+
+        Args:
+            tokens: token ids.
+            generators: source of random masks, one per sequence.
+            target_keep: kept fraction rho that the budget loss aims at in this step.
+        """
+        config = self.config
+        if self.masked_pass is None:
+            hidden = hidden_states(self.model, input_ids=tokens, use_cache=False)
+            losses = chunked_objective(self.head, hidden, None, tokens, mask_weight=0.0, anchor_weight=1.0)
+            return losses.total, {"dense_loss": losses.dense_loss}
+        out = self.masked_pass.hidden(tokens, generators)
+        if self._teacher is None:
+            losses = chunked_objective(
+                self.head, out.dense_hidden, out.masked_hidden, tokens,
+                mask_weight=config.mask_weight, anchor_weight=config.anchor_weight,
+            )  # fmt: skip
+            total = losses.total
+        else:
+            with torch.no_grad():
+                losses = chunked_objective(self.head, out.dense_hidden, out.masked_hidden, tokens)
+            total = self._taught(out, tokens)
+        with torch.no_grad():
+            keep = {c: (scores > config.tau).to(scores.dtype) for c, scores in out.scores.items()}
+        budget = torch.stack([budget_loss(keep[c], out.scores[c], target_keep) for c in keep]).mean()
+        if self.policy_parameters():
+            total = total + config.budget_weight * budget
+        scores = {c: s.detach() for c, s in out.scores.items()}
+        record = {
+            "dense_loss": losses.dense_loss,
+            "masked_loss": losses.masked_loss,
+            "kl": losses.kl,
+            "top1": losses.top1,
+            "budget": budget.detach(),
+            "kept": {str(c): k.mean() for c, k in keep.items()},
+            "mean_score": {str(c): s.mean() for c, s in scores.items()},
+            "near_threshold": {str(c): ((s - config.tau).abs() < NEAR).float().mean() for c, s in scores.items()},
         }
-    kept = {c: k.mean().item() for c, k in keep.items()}
-    return StepLosses(total, parts, kept, {c: s.detach().mean().item() for c, s in out.scores.items()})
+        return total, record
+
+    def _taught(self, out: HiddenOutput, tokens: Int[Tensor, "batch tokens"]) -> Float[Tensor, ""]:
+        """lambda_mask KL(base || masked) + lambda_anchor KL(base || dense), the logits of one chunk at a time."""
+        model, head = self._teacher or (self.model, self.head)
+        with torch.no_grad():
+            taught = hidden_states(model, input_ids=tokens, use_cache=False)
+        total = taught.new_zeros((), dtype=torch.promote_types(taught.dtype, torch.float32))
+        for weight, hidden in (
+            (self.config.mask_weight, out.masked_hidden),
+            (self.config.anchor_weight, out.dense_hidden),
+        ):
+            total = total + weight * chunked_kl(head, taught, self.head, hidden)
+        return total
 
 
-def mean_losses(losses: list[StepLosses]) -> dict[str, object]:
-    """Averages over micro-batches of equal size, as the fields of a metrics record."""
-    n = len(losses)
-    record: dict[str, object] = {k: sum(x.parts[k] for x in losses) / n for k in losses[0].parts}
-    for name in ("kept", "mean_score"):
-        layers = getattr(losses[0], name)
-        if layers:
-            record[name] = {str(c): sum(getattr(x, name)[c] for x in losses) / n for c in layers}
-    return record
+def frozen_teacher(model: PreTrainedModel) -> tuple[PreTrainedModel, OutputHead]:
+    """A copy of the model as it stands, in evaluation mode and without gradient, and its head."""
+    teacher = copy.deepcopy(model).requires_grad_(False).eval()
+    return teacher, output_head(teacher)
+
+
+def make_masked_pass(model: PreTrainedModel, config: TrainConfig) -> MaskedPass | None:
+    """The pair of passes with the configured policy, or None for the control.
+
+    Raises:
+        InputError: groups that start at layers which do not exist.
+    """
+    if config.policy == "control":
+        return None
+    text = model.config.get_text_config()
+    policies = build_policies(
+        config.policy,
+        num_layers=text.num_hidden_layers,
+        hidden_size=text.hidden_size,
+        group_starts=config.group_starts,
+        num_groups=config.num_groups,
+        target=config.target_keep,
+        feature_dim=config.feature_dim,
+        noise=config.router_noise,
+        seed=config.seed,
+    )
+    return MaskedPass(model, policies, tau=config.tau, coupling=config.coupling, keep_self=config.keep_self)
+
+
+def mean_record(records: Sequence[Record], weights: Sequence[float], world: World) -> dict[str, Any]:
+    """The weighted average of all processes' records as plain numbers; the devices are read once.
+
+    Args:
+        records: of this process, all of the same names.
+        weights: of each record, at least one positive in some process.
+        world: the processes.
+    """
+    names = list(_flat(records[0]))
+    rows = torch.stack([torch.stack(list(_flat(record).values())).double() for record in records])
+    weight = torch.tensor(weights, dtype=rows.dtype, device=rows.device)
+    sums = world.mean(torch.cat([weight @ rows, weight.sum()[None]]))
+    told: dict[str, Any] = {}
+    for (name, group), value in zip(names, (sums[:-1] / sums[-1]).tolist(), strict=True):
+        if group is None:
+            told[name] = value
+        else:
+            told.setdefault(name, {})[group] = value
+    return told
+
+
+def _flat(record: Record) -> dict[tuple[str, str | None], Tensor]:
+    flat: dict[tuple[str, str | None], Tensor] = {}
+    for name, value in record.items():
+        flat |= (
+            {(name, group): part for group, part in value.items()} if isinstance(value, dict) else {(name, None): value}
+        )
+    return flat

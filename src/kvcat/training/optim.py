@@ -3,9 +3,9 @@
 import math
 
 import torch
-from torch import nn
 
 from kvcat.training.config import TrainConfig
+from kvcat.training.objective import Objective
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
@@ -21,14 +21,14 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     return config.min_lr + (config.peak_lr - config.min_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
-def make_optimizer(model: nn.Module, routers: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+def make_optimizer(objective: Objective, config: TrainConfig) -> torch.optim.AdamW:
     """AdamW over the model (matrices with weight decay, vectors without) and the routers (own rate, no decay)."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    parameters = [p for p in objective.model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay, "lr_multiplier": 1.0},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0, "lr_multiplier": 1.0},
         {
-            "params": list(routers.parameters()),
+            "params": objective.policy_parameters(),
             "weight_decay": 0.0,
             "lr_multiplier": config.router_lr_multiplier,
         },

@@ -4,13 +4,16 @@ import shutil
 from pathlib import Path
 
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvcat.data import Document, TokenTable, hash_order, open_documents, pack, split_of, split_position
 from kvcat.errors import InputError
-from kvcat.training.config import TrainConfig
+from kvcat.locking import FolderLock
+from kvcat.models import read_config
+from kvcat.policies import check_group_starts, default_group_starts
+from kvcat.training.config import TrainConfig, check_batch
+from kvcat.training.world import world_size
 
 CONFIG_FILE = "config.json"
+_PARTIAL = "config.partial"  # a kill while the configuration was written leaves no more than this
 
 
 def check_folder(run: Path, config: TrainConfig) -> None:
@@ -31,34 +34,49 @@ def check_folder(run: Path, config: TrainConfig) -> None:
                     f"{run} holds another run: its {name} is {getattr(previous, name)!r}, not {getattr(config, name)!r}"
                 )
         return
-    if run.exists() and (not run.is_dir() or any(run.iterdir())):
+    if run.exists() and (not run.is_dir() or any(file.name != _PARTIAL for file in run.iterdir())):
         raise InputError(f"output folder {run} is not empty and holds no run of ours")
 
 
-def claim_folder(run: Path, config: TrainConfig) -> None:
-    """Make the run's folder with its configuration, whole or not at all, unless it is there.
+def claim_folder(run: Path, config: TrainConfig, *, write: bool = True) -> FolderLock:
+    """Lock the run's folder, and write the configuration, whole or not at all, unless it is there.
+
+    Args:
+        run: the folder; made where it is absent.
+        config: the run's configuration.
+        write: False leaves all that to another process of the run.
 
     Raises:
-        InputError: the folder cannot be made.
+        InputError: the folder cannot be made, another process writes to it or has claimed it for another run.
     """
-    if (run / CONFIG_FILE).exists():
-        return
     try:
         run.mkdir(parents=True, exist_ok=True)
-        config.save(run / CONFIG_FILE)
+        lock = FolderLock(run, enabled=write)
+        if write:
+            check_folder(run, config)
+        if write and not (run / CONFIG_FILE).exists():
+            config.save(run / CONFIG_FILE)
     except OSError as error:
         raise InputError(f"cannot make output folder {run}: {error.strerror}") from None
+    return lock
 
 
-def check_length(model: PreTrainedModel, seq_len: int) -> None:
-    """Refuse sequences longer than the model's positions.
+def check_request(config: TrainConfig) -> None:
+    """Refuse what the model's configuration alone shows to be impossible, before weights or data are read.
 
     Raises:
-        InputError: seq_len exceeds them.
+        InputError: a batch that does not divide over the processes, sequences longer than the model's positions,
+            groups at layers that do not exist.
     """
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if positions is not None and seq_len > positions:
-        raise InputError(f"seq_len {seq_len} exceeds the model's {positions} positions")
+    check_batch(config, world_size())
+    text = read_config(config.model).get_text_config()
+    positions = getattr(text, "max_position_embeddings", None)
+    if positions is not None and config.seq_len > positions:
+        raise InputError(f"seq_len {config.seq_len} exceeds the model's {positions} positions")
+    if config.group_starts is None:
+        default_group_starts(text.num_hidden_layers, config.num_groups)
+    else:
+        check_group_starts(config.group_starts, text.num_hidden_layers)
 
 
 def check_disk(run: Path, model: nn.Module, keep_checkpoints: int) -> None:
@@ -80,48 +98,3 @@ def check_disk(run: Path, model: nn.Module, keep_checkpoints: int) -> None:
         raise InputError(
             f"no disk space for {run}: {free / 1e6:,.1f} MB free, checkpoints and export need {needed / 1e6:,.1f} MB"
         )
-
-
-def training_tables(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[TokenTable, TokenTable]:
-    """Packed training and validation sequences, disjoint by document.
-
-    A Hub data set is streamed in its own order, as far as the run reads; everything else is read whole, and the
-    documents are drawn by the seed.
-
-    Raises:
-        InputError: too little text, or none that can be read.
-    """
-    wanted = {"train": config.max_steps * config.batch_size, "validation": config.validation_sequences}
-    tables = {}
-    splits = None if config.data.startswith("hub:") else local_splits(config)
-    for kind, count in wanted.items():
-        documents = (
-            (d for d in open_documents(config.data) if split_of(d.id) == kind) if splits is None else splits[kind]
-        )
-        try:
-            tables[kind] = pack(documents, tokenizer, config.seq_len, max_sequences=count)
-        except InputError as error:
-            raise InputError(f"{kind} documents of {config.data}: {error}") from None
-    return tables["train"], tables["validation"]
-
-
-def local_splits(config: TrainConfig) -> dict[str, list[Document]]:
-    """Training and validation documents of a source that is read whole, each in its order.
-
-    Where no document's hash falls into validation, as can be with few documents, the training document next to that
-    part of the hash range is held out.
-
-    Raises:
-        InputError: fewer than two documents.
-    """
-    splits: dict[str, list[Document]] = {"train": [], "validation": [], "test": []}
-    for document in open_documents(config.data):
-        splits[split_of(document.id)].append(document)
-    if not splits["validation"] and len(splits["train"]) > 1:
-        nearest = min(splits["train"], key=lambda document: split_position(document.id))
-        splits["train"].remove(nearest)
-        splits["validation"].append(nearest)
-    if not splits["train"] or not splits["validation"]:
-        count = sum(map(len, splits.values()))
-        raise InputError(f"{config.data} has too few documents ({count}) to train on some and validate on others")
-    return {"train": hash_order(splits["train"], config.seed), "validation": hash_order(splits["validation"], 0)}

@@ -1,0 +1,102 @@
+"""Many processes compute what one computes."""
+
+import os
+import shutil
+import socket
+
+import pytest
+import torch
+from runs import POLICIES, config, context, exported, records
+
+from kvcat.errors import InputError
+from kvcat.training import train
+from kvcat.training.world import join_world
+
+
+def train_in_processes(run, told, size=2):
+    """The run on so many gloo processes, as torchrun would start them; returns their exit codes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    children = [context().Process(target=_member, args=(run, told, rank, size, port)) for rank in range(size)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join()
+    return [child.exitcode for child in children]
+
+
+def _member(run, told, rank, size, port):
+    torch.set_num_threads(1)
+    names = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in names.items()}
+    try:
+        train(run, progress=False)
+    except InputError as error:
+        (told / f"{rank}.txt").write_text(str(error))
+        os._exit(2)
+
+
+def assert_close(ours, theirs):
+    """Records agree to rounding; AdamW's first steps make of rounding what they make of gradients."""
+    for one, two in zip(records(ours), records(theirs), strict=True):
+        assert one.keys() == two.keys()
+        assert one["step"] == two["step"]
+        for name in ("dense_loss", "masked_loss", "kl"):
+            assert one.get(name, 0.0) == pytest.approx(two.get(name, 0.0), rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_two_processes_equal_one(policy, tiny_folder, texts_folder, tmp_path):
+    options = {"policy": policy, "max_steps": 4, "peak_lr": 1e-3, "validation_sequences": 5}
+    one, two = (config(tiny_folder, texts_folder, tmp_path / name, **options) for name in ("one", "two"))
+    train(one, progress=False)
+    assert train_in_processes(two, tmp_path) == [0, 0]
+    assert_close(one.output, two.output)
+    a, b = exported(one.output), exported(two.output)
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=0, atol=2e-4)
+
+
+def test_a_run_goes_on_with_another_number_of_processes(tiny_folder, texts_folder, tmp_path):
+    options = {"max_steps": 6, "peak_lr": 1e-3, "checkpoint_every": 2, "keep_checkpoints": 9}
+    whole, split = (config(tiny_folder, texts_folder, tmp_path / name, **options) for name in ("whole", "split"))
+    train(whole, progress=False)
+    shutil.copytree(whole.output, split.output)
+    for later in ("step-000004", "step-000006"):
+        shutil.rmtree(tmp_path / "split" / "checkpoints" / later)
+    (tmp_path / "split" / "done.json").unlink()
+    shutil.copy(tmp_path / "whole" / "config.json", tmp_path / "split" / "config.json")
+    assert train_in_processes(split, tmp_path) == [0, 0]
+    assert_close(whole.output, split.output)
+    shutil.rmtree(tmp_path / "split" / "checkpoints" / "step-000006")
+    (tmp_path / "split" / "done.json").unlink()
+    train(split, progress=False)
+    assert_close(whole.output, split.output)
+
+
+def test_bfloat16_agrees_between_one_process_and_two(tiny_folder, texts_folder, tmp_path):
+    options = {"dtype": "bfloat16", "max_steps": 2, "peak_lr": 1e-3, "router_noise": 0.0}
+    one, two = (config(tiny_folder, texts_folder, tmp_path / name, **options) for name in ("one", "two"))
+    train(one, progress=False)
+    assert train_in_processes(two, tmp_path) == [0, 0]
+    for a, b in zip(records(one.output), records(two.output), strict=True):
+        assert a["dense_loss"] == pytest.approx(b["dense_loss"], rel=1e-2)
+
+
+def test_a_batch_that_does_not_divide_is_refused_before_anything_is_loaded(tiny_folder, texts_folder, tmp_path):
+    run = config(tiny_folder, texts_folder, tmp_path / "run", batch_size=3)
+    assert train_in_processes(run, tmp_path) == [2, 2]
+    assert "batch_size 3 does not divide into 2 processes" in (tmp_path / "0.txt").read_text()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_single_process_needs_no_group_unless_it_is_asked_for():
+    with join_world("cpu") as world:
+        assert (world.rank, world.size, world.mesh) == (0, 1, None)
+    with join_world("cpu", group=True) as world:
+        assert world.mesh is not None
+        assert world.mean(torch.ones(2)).tolist() == [1.0, 1.0]
+        assert not world.any(False)
+    assert not torch.distributed.is_initialized()
