@@ -67,7 +67,8 @@ def training_config(plan: DemoPlan, policy: str, model: str, out: Path, *, seed:
     """The demo's training recipe; ``control`` and ``router`` differ in the policy alone, so they see the same tokens.
 
     The learning rate and the weight of the distillation are lower than elsewhere, because the base is small and at the
-    end of its own schedule (see docs/log.md); the data seed differs from the base's, whose first documents it has seen.
+    end of its own schedule, and the routers' target falls to one half over the first half of the run (see docs/log.md).
+    The data seed differs from the base's, whose first documents it has seen.
     """
     return TrainConfig.from_dict(
         {
@@ -81,7 +82,8 @@ def training_config(plan: DemoPlan, policy: str, model: str, out: Path, *, seed:
             "warmup_steps": max(1, plan.max_steps // 15),
             "peak_lr": 3e-4,
             "min_lr": 3e-5,
-            "mask_weight": 0.3,
+            "mask_weight": 0.1,
+            "target_warmup_steps": plan.max_steps // 2,
             "router_lr_multiplier": 10.0,
             "seed": seed + 1,
             "device": device,
