@@ -64,7 +64,7 @@ def stepper(args: argparse.Namespace, sequences: int, **options: object) -> tupl
 
     def step() -> None:
         with torch.autocast(args.device.split(":")[0], torch.bfloat16, enabled=args.dtype == "bfloat16"):
-            total, _ = objective(tokens, generators, 0.5)
+            total, _ = objective(tokens, generators, range(sequences), 0)
         total.backward()
         objective.zero_grad(set_to_none=True)
         if args.device.startswith("cuda"):

@@ -217,7 +217,7 @@ def test_a_frozen_teacher_teaches_both_passes_and_stays_as_it_was(tiny_folder, t
     objective = Objective(model, run)
     tokens = torch.randint(3, 200, (2, 32), generator=torch.Generator().manual_seed(0))
     generators = [torch.Generator().manual_seed(i) for i in range(2)]
-    total, record = objective(tokens, generators, 0.5)
+    total, record = objective(tokens, generators, range(2), 0)
     assert total.item() == pytest.approx(run.budget_weight * 2.0, abs=1e-6)
     assert record["kl"].item() == pytest.approx(0.0, abs=1e-6)
     assert not any(name.startswith("_teacher") for name, _ in objective.named_parameters())
@@ -226,6 +226,6 @@ def test_a_frozen_teacher_teaches_both_passes_and_stays_as_it_was(tiny_folder, t
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
         moved = distillation_kl(base, model(tokens).logits)
-    total, record = objective(tokens, generators, 0.5)
+    total, record = objective(tokens, generators, range(2), 0)
     assert record["kl"].item() == pytest.approx(0.0, abs=1e-6)  # the routers still keep everything
     assert total.item() == pytest.approx((2 * moved + run.budget_weight * 2.0).item(), rel=1e-5)

@@ -76,7 +76,7 @@ class AttentionGate:
 
     Args:
         layer_idx: the layer that decides.
-        num_rows: dense rows at the head of the batch.
+        num_rows: dense rows at the head of the batch that the masked rows repeat.
         decide: (queries, keys, scale, window) of the dense rows -> 1 for visible slots, 0 for the others; called once,
             without gradient.
         coupling: gradient of the mask; a decision without gradient makes no use of it.

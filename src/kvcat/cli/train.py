@@ -83,15 +83,15 @@ def _signature() -> inspect.Signature:
 
 
 def _parse(name: str, value: Any) -> Any:
-    if name not in ("group_starts", "betas"):
+    if name not in ("group_starts", "betas", "keep_range"):
         return value
     try:
         number = int if name == "group_starts" else float
         values = tuple(number(part) for part in value.split(","))
     except ValueError:
         raise InputError(f"--{name.replace('_', '-')} takes numbers with commas between them, not {value!r}") from None
-    if name == "betas" and len(values) != 2:
-        raise InputError(f"--betas takes two numbers with a comma between them, not {value!r}")
+    if name != "group_starts" and len(values) != 2:
+        raise InputError(f"--{name.replace('_', '-')} takes two numbers with a comma between them, not {value!r}")
     return values
 
 

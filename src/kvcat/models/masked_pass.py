@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from kvcat.attention import COUPLINGS, AttentionGate, Gate, SlotGate, enable
 from kvcat.errors import InputError
 from kvcat.models.structure import decoder_layers, hidden_states
-from kvcat.policies import Randomness, SparsificationPolicy, check_group_starts, gate
+from kvcat.policies import Randomness, SparsificationPolicy, check_group_starts, gate, gate_share
 from kvcat.types import Float, Int, Tensor
 
 
@@ -46,9 +46,9 @@ class HiddenOutput:
     """
 
     dense_hidden: Float[Tensor, "batch tokens hidden"]
-    masked_hidden: Float[Tensor, "batch tokens hidden"]
-    keep: dict[int, Float[Tensor, "batch tokens"]]
-    scores: dict[int, Float[Tensor, "batch tokens"]]
+    masked_hidden: Float[Tensor, "masked tokens hidden"]
+    keep: dict[int, Float[Tensor, "masked tokens"]]
+    scores: dict[int, Float[Tensor, "masked tokens"]]
 
 
 class _Pass:
@@ -58,8 +58,11 @@ class _Pass:
     layer that runs again draws what it drew before.
     """
 
-    def __init__(self, owner: "MaskedPass", num_rows: int, seeds: dict[int, list[int]], per_sequence: bool):
-        self.owner, self.num_rows, self.seeds, self.per_sequence = owner, num_rows, seeds, per_sequence
+    def __init__(
+        self, owner: "MaskedPass", num_dense: int, num_masked: int, seeds: dict[int, list[int]], per_sequence: bool
+    ):
+        self.owner, self.num_dense, self.num_masked = owner, num_dense, num_masked
+        self.seeds, self.per_sequence = seeds, per_sequence
         self.gates: dict[int, Gate] = {}
         self.scores: dict[int, Tensor] = {}
 
@@ -76,7 +79,8 @@ class MaskedPass(nn.Module):
     "attention" policy the dense rows' queries and keys. The state of a pass travels with its keyword arguments:
     passes that interleave and activation checkpointing that runs layers again find their own.
 
-    The module's parameters are the policies', not the model's.
+    The module's parameters are the policies', not the model's. Where ``keep_ratio`` is set, the slots with the highest
+    scores are kept in that share, whatever the threshold: training with a budget that changes from step to step.
 
     Args:
         model: a causal LM; it is switched to kvcat's attention and gets hooks until ``close``.
@@ -109,6 +113,7 @@ class MaskedPass(nn.Module):
             raise InputError(f"coupling must be one of {', '.join(COUPLINGS)}, got {coupling!r}")
         enable(model)
         self.tau, self.coupling, self.keep_self = tau, coupling, keep_self
+        self.keep_ratio: float | None = None
         self.policies = nn.ModuleDict({str(start): policies[start] for start in self.group_starts})
         self._model = (model,)  # in a tuple, so that the model's parameters do not become this module's
         self._handles: list[RemovableHandle] = []
@@ -133,23 +138,33 @@ class MaskedPass(nn.Module):
         dense, masked = logits.chunk(2)
         return PassOutput(dense, masked, self._keep(state), {s: state.scores[s] for s in self.group_starts})
 
-    def hidden(self, input_ids: Int[Tensor, "batch tokens"], generator: Randomness | None = None) -> HiddenOutput:
+    def hidden(
+        self,
+        input_ids: Int[Tensor, "batch tokens"],
+        generator: Randomness | None = None,
+        num_masked: int | None = None,
+    ) -> HiddenOutput:
         """Both passes up to the final norm, for losses that apply the output head themselves.
 
         Args:
             input_ids: token ids, no padding.
-            generator: as in ``forward``.
+            generator: as in ``forward``, one per masked sequence where there are several.
+            num_masked: how many of the sequences, from the first, go through the masked pass; None for all.
 
         Raises:
             InputError: as in ``forward``.
         """
         (model,) = self._model
-        state, hidden = self._run(input_ids, generator, lambda **inputs: hidden_states(model, **inputs))
-        dense, masked = hidden.chunk(2)
+        state, hidden = self._run(input_ids, generator, lambda **inputs: hidden_states(model, **inputs), num_masked)
+        dense, masked = hidden.split([len(input_ids), len(hidden) - len(input_ids)])
         return HiddenOutput(dense, masked, self._keep(state), {s: state.scores[s] for s in self.group_starts})
 
     def _run(
-        self, input_ids: Int[Tensor, "batch tokens"], generator: Randomness | None, run: Callable[..., Tensor]
+        self,
+        input_ids: Int[Tensor, "batch tokens"],
+        generator: Randomness | None,
+        run: Callable[..., Tensor],
+        num_masked: int | None = None,
     ) -> tuple[_Pass, Tensor]:
         (model,) = self._model
         if not self._handles:
@@ -157,8 +172,9 @@ class MaskedPass(nn.Module):
         _refuse_reentrant(model)
         each = isinstance(generator, Sequence)
         seeds = self._draw_seeds([] if generator is None else generator if each else [generator])
-        state = _Pass(self, input_ids.shape[0], seeds, each)
-        out = run(input_ids=torch.cat([input_ids, input_ids]), use_cache=False, kv_gate=state)
+        masked = input_ids[:num_masked]
+        state = _Pass(self, len(input_ids), len(masked), seeds, each)
+        out = run(input_ids=torch.cat([input_ids, masked]), use_cache=False, kv_gate=state)
         if sorted(state.scores) != self.group_starts:
             raise InputError(f"{type(model).__name__} is not supported: keyword arguments do not reach its layers")
         return state, out
@@ -201,12 +217,15 @@ class MaskedPass(nn.Module):
 
             def decide(queries: Tensor, keys: Tensor, scale: float, window: int | None) -> Tensor:
                 state.scores[start] = policy(queries, keys, scale=scale, window=window, generator=generator)
-                return gate(state.scores[start], self.tau)
+                return self._gate(state.scores[start])
 
-            return AttentionGate(start, state.num_rows, decide, self.coupling, self.keep_self)
-        scores = policy(hidden[state.num_rows :], generator=state.generator(start))
+            return AttentionGate(start, state.num_masked, decide, self.coupling, self.keep_self)
+        scores = policy(hidden[state.num_dense :], generator=state.generator(start))
         state.scores[start] = scores
-        return SlotGate(gate(scores, self.tau), self.coupling, self.keep_self)
+        return SlotGate(self._gate(scores), self.coupling, self.keep_self)
+
+    def _gate(self, scores: Float[Tensor, "batch tokens"]) -> Float[Tensor, "batch tokens"]:
+        return gate(scores, self.tau) if self.keep_ratio is None else gate_share(scores, self.keep_ratio)
 
 
 class _LayerHook:

@@ -14,6 +14,7 @@ from kvcat.policies.base import (
     check_group_starts,
     default_group_starts,
     gate,
+    gate_share,
     kept_count,
 )
 from kvcat.policies.linear_attention import linear_attention, linear_attention_naive
@@ -34,6 +35,7 @@ __all__ = [
     "check_group_starts",
     "default_group_starts",
     "gate",
+    "gate_share",
     "kept_count",
     "linear_attention",
     "linear_attention_naive",

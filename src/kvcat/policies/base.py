@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from kvcat.errors import InputError
-from kvcat.types import Float, Tensor
+from kvcat.types import Float, Int, Tensor
 
 Randomness = torch.Generator | Sequence[torch.Generator]
 """One source for all sequences of a batch, or one for each: a sequence's draw then does not depend on its batch."""
@@ -57,6 +57,32 @@ def gate(scores: Float[Tensor, "batch tokens"], tau: float = 0.5) -> Float[Tenso
         raise InputError(f"tau must lie in (0, 1), got {tau}")
     hard = (scores.detach() > tau).to(scores.dtype) + (scores - scores.detach())
     return torch.cat([torch.ones_like(hard[:, :1]), hard[:, 1:]], dim=1)
+
+
+def gate_share(scores: Float[Tensor, "batch tokens"], keep_ratio: float) -> Float[Tensor, "batch tokens"]:
+    """The mask that keeps the share of slots with the highest scores, position 0 among them; gradient as in ``gate``.
+
+    The count is ``kept_count(keep_ratio, tokens)``. Equal scores are kept in an order that looks random and is always
+    the same (by the bits of the position, reversed), so that no part of the text is preferred.
+
+    Args:
+        scores: keep probabilities p, in [0, 1].
+        keep_ratio: share kept, in (0, 1].
+    """
+    num_tokens = scores.shape[1]
+    ranked = scores.detach().clone()
+    ranked[:, 0] = 2.0
+    order = _spread(num_tokens).to(scores.device)
+    best = ranked[:, order].argsort(dim=1, descending=True, stable=True)[:, : kept_count(keep_ratio, num_tokens)]
+    hard = torch.zeros_like(ranked).scatter(1, order[best], 1.0) + (scores - scores.detach())
+    return torch.cat([torch.ones_like(hard[:, :1]), hard[:, 1:]], dim=1)
+
+
+def _spread(count: int) -> Int[Tensor, " tokens"]:
+    """0..count-1 in van der Corput's order."""
+    bits = max(1, (count - 1).bit_length())
+    reversed_bits = [int(format(i, f"0{bits}b")[::-1], 2) for i in range(1 << bits)]
+    return torch.tensor([i for i in reversed_bits if i < count])
 
 
 def kept_count(keep_ratio: float, num_tokens: int) -> int:

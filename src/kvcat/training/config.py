@@ -29,6 +29,10 @@ class TrainConfig:
         target_keep: kept fraction rho that the policy aims at, in (0, 1).
         target_warmup_steps: steps over which the routers' target falls from 1 to target_keep; ours, zero is the
             paper's.
+        keep_range: two fractions, comma-separated: every step keeps a share of slots drawn between them, those with the
+            highest scores (any-budget training); ours, None keeps what exceeds tau.
+        masked_fraction: share of a step's sequences that go through the masked pass, in (0, 1]; the others give the
+            anchor alone. Ours, 1 is the paper's.
         tau: threshold on the keep probability, in (0, 1).
         feature_dim: width of the router's linear attention.
         coupling: how the loss reaches the mask, see ``kvcat.attention.attend``.
@@ -47,6 +51,7 @@ class TrainConfig:
         min_lr: floor of the cosine decay.
         betas: AdamW's two, comma-separated on the command line; the paper does not say, these are ours.
         weight_decay: AdamW's, on matrices only.
+        lora_rank: rank of the adapters that are trained instead of all parameters, merged at export; 0 trains all.
         max_grad_norm: clipping norm, of the model and of the routers apart.
         router_lr_multiplier: the routers' learning rate over the model's; ours, see the log.
         router_noise: standard deviation of the seeded noise on W_P at the start; zero is the paper's.
@@ -57,6 +62,7 @@ class TrainConfig:
         activation_checkpointing: make activations again in the backward instead of keeping them.
         compile: compile each decoder layer with torch.compile.
         workers: processes that tokenise streamed data.
+        monitor: where records are copied to beside ``metrics.jsonl``.
         log_every: steps between training records.
         validation_every: steps between validations; they also run before the first step and after the last.
         validation_sequences: sequences of held-out documents that validation reads.
@@ -72,6 +78,8 @@ class TrainConfig:
     num_groups: int = 4
     target_keep: float = 0.5
     target_warmup_steps: int = 0
+    keep_range: tuple[float, float] | None = None
+    masked_fraction: float = 1.0
     tau: float = 0.5
     feature_dim: int = 64
     coupling: Literal["surrogate", "exact", "kept-only", "none"] = "surrogate"
@@ -89,6 +97,7 @@ class TrainConfig:
     min_lr: float = 5e-6
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.01
+    lora_rank: int = 0
     max_grad_norm: float = 1.0
     router_lr_multiplier: float = 10.0
     router_noise: float = 0.0
@@ -99,6 +108,7 @@ class TrainConfig:
     activation_checkpointing: bool = False
     compile: bool = False
     workers: int = 0
+    monitor: Literal["none", "tensorboard", "wandb"] = "none"
     log_every: int = 1
     validation_every: int = 50
     validation_sequences: int = 16
@@ -164,11 +174,12 @@ _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
         lambda value: value >= 1,
         "be at least 1",
     ),
+    (("masked_fraction",), lambda value: 0 < value <= 1, "lie in (0, 1]"),
     (("seq_len",), lambda value: value >= 2, "be at least 2"),
     (("peak_lr", "max_grad_norm", "router_lr_multiplier"), lambda value: 0 < value < math.inf, "be positive"),
     (
         ("mask_weight", "anchor_weight", "budget_weight", "weight_decay", "warmup_steps", "router_noise",
-         "target_warmup_steps", "workers"),
+         "target_warmup_steps", "workers", "lora_rank"),
         lambda value: 0 <= value < math.inf,
         "not be negative",
     ),
@@ -189,6 +200,11 @@ def validate(config: TrainConfig) -> None:
             if value is not None and not (isinstance(value, (int, float)) and holds(value)):
                 raise InputError(f"{name} is {value!r}; it must {told}")
     check_batch(config, 1)
+    if config.keep_range is not None and not (
+        len(config.keep_range) == 2 and 0 < config.keep_range[0] <= config.keep_range[1] <= 1
+    ):
+        told = ", ".join(map(str, config.keep_range))
+        raise InputError(f"keep_range is {told}; it takes two fractions in (0, 1], the smaller first")
     if config.teacher == "frozen" and config.policy == "control":
         raise InputError("teacher is 'frozen', but the control has no masked pass to teach")
     if not 0 <= config.min_lr <= config.peak_lr:
@@ -209,6 +225,12 @@ def check_batch(config: TrainConfig, num_processes: int) -> None:
     if own % (config.micro_batch_size or own):
         share = f"batch_size {config.batch_size}" if num_processes == 1 else f"the {own} sequences of a process"
         raise InputError(f"micro_batch_size {config.micro_batch_size} does not divide {share}")
+    masked = config.masked_fraction * (config.micro_batch_size or own)
+    if abs(masked - round(masked)) > 1e-6 or round(masked) < 1:
+        raise InputError(
+            f"masked_fraction {config.masked_fraction:g} of the {config.micro_batch_size or own} sequences of a "
+            "forward pass is no whole number"
+        )
 
 
 def _check_choices(values: dict[str, Any]) -> None:

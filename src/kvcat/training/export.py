@@ -12,6 +12,7 @@ from kvcat.errors import InputError
 from kvcat.models import load, save
 from kvcat.training.checkpoint import load_module, verify
 from kvcat.training.config import TrainConfig
+from kvcat.training.lora import merge_lora
 from kvcat.training.metrics import METRICS_FILE, read_metrics
 from kvcat.training.objective import Objective
 from kvcat.training.setup import CONFIG_FILE
@@ -37,6 +38,7 @@ def export_checkpoint(checkpoint: Path, target: Path) -> Path:
     model, tokenizer = load(config.model)
     objective = Objective(model, config)
     load_module(checkpoint, objective)
+    merge_lora(model, config)
     validation = [r for r in read_metrics(run / METRICS_FILE) if r["kind"] == "validation"]
     validation = [r for r in validation if r["step"] <= described["step"]]
     partial = target.with_name(f".partial-{target.name}")

@@ -20,6 +20,7 @@ from kvcat.training.checkpoint import Checkpoints, checkpoint_folder, folders
 from kvcat.training.config import TrainConfig
 from kvcat.training.export import export_checkpoint
 from kvcat.training.metrics import METRICS_FILE, MetricsLog, read_metrics
+from kvcat.training.monitors import open_monitor
 from kvcat.training.objective import Objective, Record, mean_record
 from kvcat.training.optim import learning_rate, make_optimizer, set_learning_rate
 from kvcat.training.progress import Progress
@@ -105,7 +106,8 @@ class Trainer:
         self.config, self.world, self.signals = config, world, signals
         self.flops_per_token = flops_per_token(model, config)
         self.objective = Objective(model, config).to(world.device)
-        self.streams = range(world.rank, config.batch_size, world.size)
+        own = config.batch_size // world.size
+        self.streams = range(world.rank * own, (world.rank + 1) * own)
         self.data = open_tokens(
             config.data, tokenizer, seq_len=config.seq_len, batch_size=config.batch_size, max_steps=config.max_steps,
             validation_sequences=config.validation_sequences, seed=config.seed, streams=self.streams,
@@ -120,7 +122,8 @@ class Trainer:
         self.step, states, self.notes = self.checkpoints.load_newest()
         if states:
             self.data.train.load_state_dict(merge_states(states))
-        self.log = MetricsLog(run / METRICS_FILE, self.step, enabled=world.is_first)
+        monitor = open_monitor(config) if world.is_first else None
+        self.log = MetricsLog(run / METRICS_FILE, self.step, enabled=world.is_first, monitor=monitor)
 
     def __enter__(self) -> "Trainer":
         return self
@@ -165,7 +168,7 @@ class Trainer:
         records = []
         for start in range(0, own, size):
             streams = self.streams[start : start + size]
-            total, record = self._losses(self._read(streams), "train", self.step, streams, config.target_at(self.step))
+            total, record = self._losses(self._read(streams), streams, self.step)
             (total * (size / own)).backward()
             records.append(record)
         policies = self.objective.policy_parameters()
@@ -188,15 +191,13 @@ class Trainer:
             told = f"stopped while waiting for data after step {self.step}; the last checkpoint is in place"
             raise Stopped(signum, told) from None
 
-    def _losses(
-        self, tokens: torch.Tensor, kind: str, step: int, sequences: Sequence[int], target: float
-    ) -> tuple[torch.Tensor, Record]:
-        """The objective; masks are a function of seed, purpose, step and sequence: nothing to save, nothing to lose."""
+    def _losses(self, tokens: torch.Tensor, sequences: Sequence[int], step: int | None) -> tuple[torch.Tensor, Record]:
+        """The objective; masks are a function of seed, step and sequence: nothing to save, nothing to lose."""
         generators = []
         for sequence in sequences:
-            words = np.random.SeedSequence([self.config.seed, kind == "train", step, sequence])
+            words = np.random.SeedSequence([self.config.seed, step is not None, step or 0, sequence])
             generators.append(torch.Generator().manual_seed(int(words.generate_state(1, np.uint64)[0] >> 1)))
-        return self.objective(tokens.to(self.world.device, non_blocking=True), generators, target)
+        return self.objective(tokens.to(self.world.device, non_blocking=True), generators, sequences, step)
 
     @torch.no_grad()
     def _validate(self, bar: Progress) -> None:
@@ -210,7 +211,7 @@ class Trainer:
             rows = list(range(start, min(start + size, len(table))))
             weights.append(float(len(rows)))
             rows = rows or [0]
-            records.append(self._losses(table.take(rows), "validation", 0, rows, self.config.target_keep)[1])
+            records.append(self._losses(table.take(rows), rows, None)[1])
         record = {"kind": "validation", "step": self.step, **mean_record(records, weights, world)}
         self.log.write(record)
         bar.validated(record)

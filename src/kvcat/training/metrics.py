@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from kvcat.training.monitors import Monitor
+
 METRICS_FILE = "metrics.jsonl"
 
 
@@ -16,9 +18,11 @@ class MetricsLog:
         path: the file.
         step: steps already done; later records are dropped.
         enabled: whether this process writes the file; the others only remember the newest records.
+        monitor: gets a copy of every record that is written.
     """
 
-    def __init__(self, path: Path, step: int, *, enabled: bool = True) -> None:
+    def __init__(self, path: Path, step: int, *, enabled: bool = True, monitor: Monitor | None = None) -> None:
+        self._monitor = monitor
         self._last: dict[str, dict[str, Any]] = {}
         self._file = None
         if not enabled:
@@ -35,6 +39,8 @@ class MetricsLog:
         if self._file is not None:
             self._file.write(json.dumps(record) + "\n")
             self._file.flush()
+            if self._monitor is not None:
+                self._monitor.write(record)
         self._last[record["kind"]] = record
 
     def last(self, kind: str) -> dict[str, Any]:
@@ -45,6 +51,8 @@ class MetricsLog:
         """Close the file; a second call does nothing."""
         if self._file is not None:
             self._file.close()
+        if self._monitor is not None:
+            self._monitor.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -4,14 +4,16 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from kvcat.losses import OutputHead, budget_loss, chunked_kl, chunked_objective
 from kvcat.models import HiddenOutput, MaskedPass, hidden_states, output_head
-from kvcat.policies import build_policies
+from kvcat.policies import AttentionMassPolicy, RandomPolicy, build_policies
 from kvcat.training.config import TrainConfig
+from kvcat.training.lora import add_lora
 from kvcat.training.world import World
 from kvcat.types import Float, Int, Tensor
 
@@ -43,53 +45,90 @@ class Objective(nn.Module):
         self.masked_pass = make_masked_pass(model, config)
         self.head = output_head(model)
         self._teacher = frozen_teacher(model) if config.teacher == "frozen" else None
+        add_lora(model, config)
 
     def policy_parameters(self) -> list[nn.Parameter]:
         """The routers' parameters; empty where the policy learns nothing."""
         return [] if self.masked_pass is None else list(self.masked_pass.parameters())
 
     def forward(
-        self, tokens: Int[Tensor, "batch tokens"], generators: Sequence[torch.Generator], target_keep: float
+        self,
+        tokens: Int[Tensor, "batch tokens"],
+        generators: Sequence[torch.Generator],
+        sequences: Sequence[int],
+        step: int | None,
     ) -> tuple[Float[Tensor, ""], Record]:
         """The objective with gradient, and what it is made of.
 
         Args:
             tokens: token ids.
             generators: source of random masks, one per sequence.
-            target_keep: kept fraction rho that the budget loss aims at in this step.
+            sequences: numbers of the sequences in their step, consecutive.
+            step: from 0, decides target and keep ratio; None for validation, which masks every sequence at the target.
         """
         config = self.config
         if self.masked_pass is None:
             hidden = hidden_states(self.model, input_ids=tokens, use_cache=False)
             losses = chunked_objective(self.head, hidden, None, tokens, mask_weight=0.0, anchor_weight=1.0)
             return losses.total, {"dense_loss": losses.dense_loss}
-        out = self.masked_pass.hidden(tokens, generators)
-        if self._teacher is None:
-            losses = chunked_objective(
-                self.head, out.dense_hidden, out.masked_hidden, tokens,
-                mask_weight=config.mask_weight, anchor_weight=config.anchor_weight,
-            )  # fmt: skip
-            total = losses.total
-        else:
-            with torch.no_grad():
-                losses = chunked_objective(self.head, out.dense_hidden, out.masked_hidden, tokens)
-            total = self._taught(out, tokens)
+        ratio = self._choose_ratio(step)
+        order, num_masked = self._masked_first(sequences, step)
+        tokens, generators = tokens[order], [generators[row] for row in order[:num_masked]]
+        out = self.masked_pass.hidden(tokens, generators, num_masked)
+        total, record = self._distilled(out, tokens)
         with torch.no_grad():
             keep = {c: (scores > config.tau).to(scores.dtype) for c, scores in out.scores.items()}
-        budget = torch.stack([budget_loss(keep[c], out.scores[c], target_keep) for c in keep]).mean()
+        target = config.target_keep if step is None else config.target_at(step)
+        budget = torch.stack([budget_loss(keep[c], out.scores[c], target) for c in keep]).mean()
         if self.policy_parameters():
             total = total + config.budget_weight * budget
         scores = {c: s.detach() for c, s in out.scores.items()}
-        record = {
-            "dense_loss": losses.dense_loss,
-            "masked_loss": losses.masked_loss,
-            "kl": losses.kl,
-            "top1": losses.top1,
+        record |= {
             "budget": budget.detach(),
-            "kept": {str(c): k.mean() for c, k in keep.items()},
+            "kept": {str(c): k.mean() if ratio is None else total.new_tensor(ratio) for c, k in keep.items()},
             "mean_score": {str(c): s.mean() for c, s in scores.items()},
             "near_threshold": {str(c): ((s - config.tau).abs() < NEAR).float().mean() for c, s in scores.items()},
         }
+        return total, record
+
+    def _choose_ratio(self, step: int | None) -> float | None:
+        """This step's drawn keep ratio, handed to whoever decides the count; None leaves threshold and target."""
+        ratio = None
+        if self.config.keep_range is not None and step is not None:
+            ratio = float(np.random.default_rng([self.config.seed, step]).uniform(*self.config.keep_range))
+        for policy in self.masked_pass.policies.values() if self.masked_pass else ():
+            if isinstance(policy, RandomPolicy | AttentionMassPolicy):
+                policy.keep_ratio = self.config.target_keep if ratio is None else ratio
+            elif self.masked_pass is not None:
+                self.masked_pass.keep_ratio = ratio
+        return ratio
+
+    def _masked_first(self, sequences: Sequence[int], step: int | None) -> tuple[list[int], int]:
+        """Rows with those of the masked pass first, evenly spread over a step's sequences, and their number."""
+        share = self.config.masked_fraction if step is not None else 1.0
+        chosen = [int((s + 1) * share + 1e-6) > int(s * share + 1e-6) for s in sequences]
+        return sorted(range(len(sequences)), key=lambda row: not chosen[row]), sum(chosen)
+
+    def _distilled(self, out: HiddenOutput, tokens: Int[Tensor, "batch tokens"]) -> tuple[Float[Tensor, ""], Record]:
+        """Distillation of the masked rows and the anchor of all rows, with their parts."""
+        config, paired = self.config, len(out.masked_hidden)
+        share = paired / len(tokens)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self._teacher is None):
+            both = chunked_objective(
+                self.head, out.dense_hidden[:paired], out.masked_hidden, tokens[:paired],
+                mask_weight=config.mask_weight, anchor_weight=config.anchor_weight * share,
+            )  # fmt: skip
+            total, dense_loss = both.total, both.dense_loss
+            if share < 1:
+                rest = chunked_objective(
+                    self.head, out.dense_hidden[paired:], None, tokens[paired:],
+                    mask_weight=0.0, anchor_weight=config.anchor_weight * (1 - share),
+                )  # fmt: skip
+                total = total + rest.total
+                dense_loss = share * dense_loss + (1 - share) * rest.dense_loss
+        if self._teacher is not None:
+            total = self._taught(out, tokens)
+        record = {"dense_loss": dense_loss, "masked_loss": both.masked_loss, "kl": both.kl, "top1": both.top1}
         return total, record
 
     def _taught(self, out: HiddenOutput, tokens: Int[Tensor, "batch tokens"]) -> Float[Tensor, ""]:
@@ -102,7 +141,7 @@ class Objective(nn.Module):
             (self.config.mask_weight, out.masked_hidden),
             (self.config.anchor_weight, out.dense_hidden),
         ):
-            total = total + weight * chunked_kl(head, taught, self.head, hidden)
+            total = total + weight * chunked_kl(head, taught[: len(hidden)], self.head, hidden)
         return total
 
 

@@ -10,9 +10,12 @@ from kvcat.locking import FolderLock
 from kvcat.models import read_config
 from kvcat.policies import check_group_starts, default_group_starts
 from kvcat.training.config import TrainConfig, check_batch
+from kvcat.training.lora import check_lora
+from kvcat.training.monitors import check_monitor
 from kvcat.training.world import world_size
 
 CONFIG_FILE = "config.json"
+_FREE = ("output", "monitor", "workers", "keep_checkpoints")  # what a run's continuation may change
 _PARTIAL = "config.partial"  # a kill while the configuration was written leaves no more than this
 
 
@@ -29,7 +32,7 @@ def check_folder(run: Path, config: TrainConfig) -> None:
         except InputError:
             raise InputError(f"output folder {run} is not empty and holds no run of ours") from None
         for name in previous.__dataclass_fields__:
-            if getattr(previous, name) != getattr(config, name) and name != "output":
+            if getattr(previous, name) != getattr(config, name) and name not in _FREE:
                 raise InputError(
                     f"{run} holds another run: its {name} is {getattr(previous, name)!r}, not {getattr(config, name)!r}"
                 )
@@ -66,9 +69,11 @@ def check_request(config: TrainConfig) -> None:
 
     Raises:
         InputError: a batch that does not divide over the processes, sequences longer than the model's positions,
-            groups at layers that do not exist.
+            groups at layers that do not exist, a package that is not installed.
     """
     check_batch(config, world_size())
+    check_monitor(config)
+    check_lora(config)
     text = read_config(config.model).get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
     if positions is not None and config.seq_len > positions:
