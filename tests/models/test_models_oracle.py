@@ -30,6 +30,7 @@ SIZES = {
 STOCK = {
     "qwen2": {}, "llama": {}, "gemma": {"num_key_value_heads": 1, "head_dim": 6}, "qwen3": {"head_dim": 6},
     "mistral": {"sliding_window": 5},
+    "smollm3": {"pad_token_id": 0, "no_rope_layers": [1, 1, 0, 1]},
 }  # fmt: skip
 TAU, TARGET, BUDGET_WEIGHT, TOKENS = 0.5, 0.5, 0.1, 19
 

@@ -217,7 +217,7 @@ def kill_and_resume(moments, model, data, tmp_path, **options):
 
 
 def test_a_killed_run_has_what_it_said_was_saved_and_resumes_bit_for_bit(tiny_folder, texts_folder, tmp_path):
-    kill_and_resume([0.0, 0.3], tiny_folder, texts_folder, tmp_path, max_steps=24, checkpoint_every=1)
+    kill_and_resume([0.0, 0.15, 0.3], tiny_folder, texts_folder, tmp_path, max_steps=24, checkpoint_every=1)
 
 
 @pytest.mark.slow
