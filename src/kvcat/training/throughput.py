@@ -1,7 +1,9 @@
 """How fast a run is, and how much memory it takes."""
 
+import re
 import resource
 import sys
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
@@ -50,5 +52,8 @@ def peak_memory(device: torch.device) -> float:
     """Most memory this process has held so far, in GiB: on the GPU, or resident where there is none."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
+    status = Path("/proc/self/status")
+    if status.exists():  # getrusage's figure would include the process that started this one
+        return int(re.search(r"VmHWM:\s*(\d+)", status.read_text())[1]) / 2**20  # type: ignore[index]
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
