@@ -1,12 +1,13 @@
 """Many processes compute what one computes."""
 
+import dataclasses
 import os
 import shutil
 import socket
 
 import pytest
 import torch
-from runs import POLICIES, config, context, exported, records
+from runs import POLICIES, assert_same, config, context, exported, records
 
 from kvcat.errors import InputError
 from kvcat.training import train
@@ -100,3 +101,21 @@ def test_a_single_process_needs_no_group_unless_it_is_asked_for():
         assert world.mean(torch.ones(2)).tolist() == [1.0, 1.0]
         assert not world.any(False)
     assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["router", "attention"])
+def test_compiled_layers_share_graphs_and_give_the_same_losses(policy, tiny_folder, texts_folder, tmp_path):
+    plain = config(tiny_folder, texts_folder, tmp_path / "plain", policy=policy, max_steps=3, peak_lr=1e-3)
+    compiled = dataclasses.replace(plain, output=str(tmp_path / "compiled"), compile=True)
+    train(plain, progress=False)
+    assert train_in_processes(compiled, tmp_path, size=1) == [0]  # where no type checks meet the compiler
+    assert_close(plain.output, compiled.output)
+
+
+def test_activation_checkpointing_changes_nothing(tiny_folder, texts_folder, tmp_path):
+    plain = config(tiny_folder, texts_folder, tmp_path / "plain", policy="random", max_steps=3)
+    again = dataclasses.replace(plain, output=str(tmp_path / "again"), activation_checkpointing=True)
+    train(plain, progress=False)
+    train(again, progress=False)
+    assert_same(exported(plain.output), exported(again.output))

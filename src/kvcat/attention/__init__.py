@@ -1,7 +1,7 @@
 """Attention over visible slots: the naive reference, the fast paths, and the way into transformers models."""
 
 from kvcat.attention.fast import attend, attend_extended, attend_within, extend_keys, fused_attention
-from kvcat.attention.gates import AttentionGate, Gate, SlotGate
+from kvcat.attention.gates import AttentionGate, Gate, SlotGate, layer_number
 from kvcat.attention.interface import NAME, Recorder, enable, kvcat_attention, scaling_of
 from kvcat.attention.reference import COUPLINGS, attend_coupled_reference, attend_reference, reachable, visible
 
@@ -21,6 +21,7 @@ __all__ = [
     "extend_keys",
     "fused_attention",
     "kvcat_attention",
+    "layer_number",
     "reachable",
     "scaling_of",
     "visible",

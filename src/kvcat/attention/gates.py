@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 import torch
+from torch import nn
 
+from kvcat.errors import InputError
 from kvcat.types import Float, Tensor
 
 
@@ -27,7 +29,7 @@ class Gate(Protocol):
 
     def keep_for(
         self,
-        layer_idx: int,
+        module: nn.Module,
         queries: Float[Tensor, "rows heads tokens head_dim"],
         keys: Float[Tensor, "rows kv_heads tokens head_dim"],
         scale: float,
@@ -36,7 +38,7 @@ class Gate(Protocol):
         """1 for the slots the masked rows see in this layer, 0 for the others.
 
         Args:
-            layer_idx: the layer that asks.
+            module: the attention module of the layer that asks.
             queries, keys: all rows, after rotation; the first rows are the dense ones.
             scale: factor on q.k.
             window: tokens a query of this layer sees, itself included; None is no limit.
@@ -58,7 +60,7 @@ class SlotGate:
 
     def keep_for(
         self,
-        layer_idx: int,  # noqa: ARG002
+        module: nn.Module,  # noqa: ARG002 (not even its number: compiled layers then share one graph)
         queries: Tensor,  # noqa: ARG002
         keys: Tensor,  # noqa: ARG002
         scale: float,  # noqa: ARG002
@@ -96,7 +98,7 @@ class AttentionGate:
         self.keep: Float[Tensor, "batch tokens"] | None = None
 
     def keep_for(
-        self, layer_idx: int, queries: Tensor, keys: Tensor, scale: float, window: int | None
+        self, module: nn.Module, queries: Tensor, keys: Tensor, scale: float, window: int | None
     ) -> Float[Tensor, "batch tokens"]:
         """The gate; decides it if the first layer asks for the first time.
 
@@ -104,11 +106,21 @@ class AttentionGate:
             RuntimeError: a later layer asks before the first one has decided.
         """
         if self.keep is None:
-            if layer_idx != self.layer_idx:
-                raise RuntimeError(
-                    f"layer {layer_idx} asked for the gate that layer {self.layer_idx} has yet to decide"
-                )
+            if (asking := layer_number(module)) != self.layer_idx:
+                raise RuntimeError(f"layer {asking} asked for the gate that layer {self.layer_idx} has yet to decide")
             with torch.no_grad():
                 dense = slice(0, self.num_rows)
                 self.keep = self.decide(queries[dense].detach(), keys[dense].detach(), scale, window)
         return self.keep
+
+
+def layer_number(module: nn.Module) -> int:
+    """The layer that an attention module belongs to.
+
+    Raises:
+        InputError: the module does not know.
+    """
+    index = getattr(module, "layer_idx", None)
+    if index is None:
+        raise InputError(f"{type(module).__name__} is not supported: its attention does not know its layer")
+    return int(index)

@@ -10,7 +10,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from kvcat.attention.fast import attend_extended, attend_within
-from kvcat.attention.gates import Gate
+from kvcat.attention.gates import Gate, layer_number
 from kvcat.errors import InputError
 from kvcat.types import Float, Tensor
 
@@ -73,7 +73,7 @@ def kvcat_attention(
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if kv_recorder is not None:
-        kv_recorder.record(_layer_idx(module), query, key, value, scale)
+        kv_recorder.record(layer_number(module), query, key, value, scale)
     if key.shape[-1] > query.shape[-1]:
         _refuse_unsupported(module, kwargs)
         causal = attention_mask is None and query.shape[2] > 1
@@ -88,7 +88,7 @@ def kvcat_attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
     _refuse_unsupported(module, kwargs)
-    keep = kv_gate.keep_for(_layer_idx(module), query, key, scale, kwargs.get("sliding_window"))
+    keep = kv_gate.keep_for(module, query, key, scale, kwargs.get("sliding_window"))
     num_dense = query.shape[0] - keep.shape[0]
     dense_mask, masked_mask = attention_mask, attention_mask
     if attention_mask is not None and attention_mask.shape[0] > 1:
@@ -147,13 +147,6 @@ def _reach(mask: Tensor | None) -> Tensor | None:
         return None
     allowed = mask if mask.dtype == torch.bool else mask > 0.5 * torch.finfo(mask.dtype).min
     return allowed[:, 0]
-
-
-def _layer_idx(module: nn.Module) -> int:
-    index = getattr(module, "layer_idx", None)
-    if index is None:
-        raise InputError(f"{type(module).__name__} is not supported: its attention does not know its layer")
-    return int(index)
 
 
 def _refuse_unsupported(module: nn.Module, kwargs: dict[str, Any]) -> None:

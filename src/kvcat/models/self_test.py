@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from kvcat.attention import NAME, Recorder, SlotGate, enable
+from kvcat.attention import NAME, Recorder, SlotGate, enable, layer_number
 from kvcat.errors import InputError
 from kvcat.models.structure import decoder_layers, hidden_states, logits_from_hidden
 from kvcat.types import Float, Int, Tensor
@@ -20,9 +20,9 @@ class _CountingGate(SlotGate):
         super().__init__(keep)
         object.__setattr__(self, "asked", set())
 
-    def keep_for(self, layer_idx: int, queries: Tensor, keys: Tensor, scale: float, window: int | None) -> Tensor:
-        self.asked.add(layer_idx)  # type: ignore[attr-defined]
-        return super().keep_for(layer_idx, queries, keys, scale, window)
+    def keep_for(self, module: nn.Module, queries: Tensor, keys: Tensor, scale: float, window: int | None) -> Tensor:
+        self.asked.add(layer_number(module))  # type: ignore[attr-defined]
+        return super().keep_for(module, queries, keys, scale, window)
 
 
 def self_test(model: PreTrainedModel) -> None:

@@ -27,8 +27,13 @@ def prepare_layers(model: PreTrainedModel, config: TrainConfig) -> None:
     if config.activation_checkpointing:
         if not model.supports_gradient_checkpointing:
             raise InputError(f"{type(model).__name__} has no activation checkpointing")
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    for layer in decoder_layers(model):
+        # transformers 5.17 to 6 know one name, the other, or both
+        switch_on = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        switch_on({"use_reentrant": False})
+    layers = decoder_layers(model)
+    if config.compile:  # three graphs for layers that are alike: a step, another batch size, no gradient
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(layers))
+    for layer in layers:
         layer.training = config.activation_checkpointing
         if config.compile:
             layer.forward = torch.compile(layer.forward)  # the hooks that hand out the masks stay outside
