@@ -33,7 +33,9 @@ def make_optimizer(objective: Objective, config: TrainConfig) -> torch.optim.Ada
             "lr_multiplier": config.router_lr_multiplier,
         },
     ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.peak_lr, betas=config.betas, eps=1e-8)
+    return torch.optim.AdamW(
+        [g for g in groups if g["params"]], lr=config.peak_lr, betas=config.betas, eps=1e-8, fused=True
+    )
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
