@@ -1,15 +1,17 @@
 """What a run leaves behind: an ordinary Hugging Face folder."""
 
 import json
+import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
-from runs import config, exported, state
+from runs import assert_same, config, exported, state
 from safetensors.torch import load_file
 
-from kvcat.training import train
+from kvcat.errors import InputError
+from kvcat.training import export_checkpoint, train
 
 PLAIN = """
 import json, sys, torch
@@ -83,3 +85,14 @@ def test_the_control_leaves_no_routers_and_says_that_it_is_one(tiny_folder, text
     assert "the control" in (result.export / "README.md").read_text()
     assert {t.dtype for t in exported(result.folder).values()} == {torch.bfloat16}
     assert '"bfloat16"' in (result.export / "config.json").read_text()
+
+
+def test_an_export_never_replaces_a_folder_that_is_not_the_runs_own(finished, tiny_folder, tmp_path):
+    newest = sorted((finished.folder / "checkpoints").glob("step-*"))[-1]
+    foreign = shutil.copytree(tiny_folder, tmp_path / "model")
+    before = {f.name: f.read_bytes() for f in foreign.iterdir()}
+    with pytest.raises(InputError, match="is not empty"):
+        export_checkpoint(newest, foreign)
+    assert {f.name: f.read_bytes() for f in foreign.iterdir()} == before
+    assert_same(load_file(export_checkpoint(newest, tmp_path / "new") / "model.safetensors"), exported(finished.folder))
+    assert (tmp_path / "new-routers.safetensors").exists()

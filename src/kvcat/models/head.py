@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import product
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -14,9 +15,25 @@ from kvcat.losses import OutputHead
 from kvcat.models.structure import hidden_states
 from kvcat.types import Float, Int, Tensor
 
+_HEADS: WeakKeyDictionary[PreTrainedModel, OutputHead] = WeakKeyDictionary()
 _TOKENS = 8
 _LOUD = 100.0
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+
+
+def logits_from_hidden(model: PreTrainedModel, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch vocab"]:
+    """The model's own logits from ``hidden_states``; its head is examined at the first call.
+
+    Args:
+        model: a causal LM.
+        hidden: output of the model without head, in any dtype.
+
+    Raises:
+        InputError: as ``output_head``.
+    """
+    if model not in _HEADS:
+        _HEADS[model] = output_head(model)
+    return _HEADS[model].logits(hidden)
 
 
 @torch.no_grad()

@@ -6,7 +6,8 @@ from transformers import PreTrainedModel
 
 from kvcat.attention import NAME, Recorder, SlotGate, enable, layer_number
 from kvcat.errors import InputError
-from kvcat.models.structure import decoder_layers, hidden_states, logits_from_hidden
+from kvcat.models.head import logits_from_hidden
+from kvcat.models.structure import decoder_layers, hidden_states
 from kvcat.types import Float, Int, Tensor
 
 _TOKENS = 16

@@ -21,11 +21,11 @@ from kvcat.training.setup import CONFIG_FILE
 def export_checkpoint(checkpoint: Path, target: Path) -> Path:
     """Write a checkpoint of a run, live or ended, as an ordinary Hugging Face folder; returns it.
 
-    Model, tokenizer and card go into ``target``; the routers stay out of it, in ``routers.safetensors`` beside it.
+    Model, tokenizer and card go into ``target``; the routers stay out of it, in a file beside it.
 
     Args:
         checkpoint: folder ``step-N`` of a run.
-        target: what an earlier export left there is replaced.
+        target: absent or empty; the run's own ``export`` folder is replaced.
 
     Raises:
         InputError: the checkpoint is damaged, the folder holds something else or cannot be written.
@@ -33,8 +33,9 @@ def export_checkpoint(checkpoint: Path, target: Path) -> Path:
     described = verify(checkpoint)
     run = checkpoint.parent.parent
     config = TrainConfig.load(run / CONFIG_FILE)
-    if target.exists() and any(target.iterdir()) and not (target / "config.json").exists():
-        raise InputError(f"output folder {target} is not empty and holds no export")
+    own = target.resolve() == (run / "export").resolve()
+    if target.exists() and not own and (not target.is_dir() or any(target.iterdir())):
+        raise InputError(f"output folder {target} is not empty")
     model, tokenizer = load(config.model)
     objective = Objective(model, config)
     load_module(checkpoint, objective)
@@ -42,13 +43,14 @@ def export_checkpoint(checkpoint: Path, target: Path) -> Path:
     validation = [r for r in read_metrics(run / METRICS_FILE) if r["kind"] == "validation"]
     validation = [r for r in validation if r["step"] <= described["step"]]
     partial = target.with_name(f".partial-{target.name}")
-    for left in target.parent.glob(f".*partial-{target.name}*"):  # by a kill in the middle of an export
+    for left in run.glob(".*partial-export*") if own else ():  # by a kill in the middle of an export
         shutil.rmtree(left, ignore_errors=True)
     save(model.to(getattr(torch, config.export_dtype)), tokenizer, partial)
     (partial / "README.md").write_text(model_card(config, described["step"], validation[-1] if validation else {}))
     routers = {} if objective.masked_pass is None else objective.masked_pass.state_dict()
     if routers:
-        save_file({k: v.contiguous() for k, v in routers.items()}, target.with_name("routers.safetensors"))
+        beside = "routers.safetensors" if own else f"{target.name}-routers.safetensors"
+        save_file({k: v.contiguous() for k, v in routers.items()}, target.with_name(beside))
     shutil.rmtree(target, ignore_errors=True)
     partial.rename(target)
     return target

@@ -78,6 +78,7 @@ class Objective(nn.Module):
         total, record = self._distilled(out, tokens)
         with torch.no_grad():
             keep = {c: (scores > config.tau).to(scores.dtype) for c, scores in out.scores.items()}
+            kept = keep if ratio is None else out.keep
         target = config.target_keep if step is None else config.target_at(step)
         budget = torch.stack([budget_loss(keep[c], out.scores[c], target) for c in keep]).mean()
         if self.policy_parameters():
@@ -85,7 +86,7 @@ class Objective(nn.Module):
         scores = {c: s.detach() for c, s in out.scores.items()}
         record |= {
             "budget": budget.detach(),
-            "kept": {str(c): k.mean() if ratio is None else total.new_tensor(ratio) for c, k in keep.items()},
+            "kept": {str(c): k.detach().mean() for c, k in kept.items()},
             "mean_score": {str(c): s.mean() for c, s in scores.items()},
             "near_threshold": {str(c): ((s - config.tau).abs() < NEAR).float().mean() for c, s in scores.items()},
         }
