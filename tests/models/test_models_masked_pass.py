@@ -76,6 +76,11 @@ def test_every_supported_family_passes_its_self_test(kind):
     self_test(supported(kind, dtype=torch.float32))
 
 
+@pytest.mark.parametrize("kind", SUPPORTED)
+def test_every_supported_family_can_run_suffixes_again(kind):
+    self_test(supported(kind, dtype=torch.float32), split=True)
+
+
 @pytest.mark.parametrize("kind", ["qwen2", "llama", "gemma", "qwen3", "mistral"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_dense_rows_are_the_stock_model_and_masked_rows_are_eager_masking(kind, policy):

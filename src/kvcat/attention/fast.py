@@ -89,6 +89,48 @@ def attend_within(
     )
 
 
+def attend_twice(
+    q: Float[Tensor, "batch heads twice head_dim"],
+    k: Float[Tensor, "batch kv_heads twice head_dim"],
+    v: Float[Tensor, "batch kv_heads twice value_dim"],
+    keep: Float[Tensor, "batch prefix"],
+    prefix_len: int,
+    *,
+    scale: float,
+    window: int | None = None,
+    coupling: str = "surrogate",
+    dropout: float = 0.0,
+) -> Float[Tensor, "batch heads twice value_dim"]:
+    """Attention of sequences and, behind each, of its suffix once more, which sees only the kept slots of the prefix.
+
+    Of the T + S positions the first T are a sequence that attends densely, the last S its tokens prefix_len..T-1 again:
+    these see the sequence's own slots before prefix_len where ``keep`` is 1, and the slots of their kind up to
+    themselves. Everything before the split is thus computed once for both.
+
+    Args:
+        q, k, v: of all T + S positions, after rotation; S = T - prefix_len.
+        keep: 1 for kept slots of the prefix, 0 for dropped ones; gradient as in ``attend``.
+        prefix_len: tokens before the split, in 1..T-1.
+        scale, window, coupling: as in ``attend``.
+        dropout: probability that an attention weight is dropped.
+    """
+    num_tokens = (q.shape[2] + prefix_len) // 2
+    reach = None
+    if window is not None and window < num_tokens:
+        reach = reachable(num_tokens, num_tokens, window=window, device=q.device)[None]
+    dense = attend_within(
+        q[:, :, :num_tokens], k[:, :, :num_tokens], v[:, :, :num_tokens], None, None, reach, True,
+        scale=scale, dropout=dropout,
+    )  # fmt: skip
+    keys, values = (torch.cat([x[:, :, :prefix_len], x[:, :, num_tokens:]], dim=2) for x in (k, v))
+    seen = torch.cat([keep, keep.new_ones(len(keep), num_tokens - prefix_len)], dim=1)
+    reach = reachable(num_tokens - prefix_len, num_tokens, window=window, device=q.device)[None]
+    masked = attend_within(
+        q[:, :, num_tokens:], keys, values, seen, None, reach, True, scale=scale, coupling=coupling, dropout=dropout
+    )
+    return torch.cat([dense, masked], dim=2)
+
+
 def _choose(
     path: str,
     q: Tensor,

@@ -27,6 +27,11 @@ class Gate(Protocol):
         """Whether a masked token sees itself."""
         ...
 
+    @property
+    def prefix_len(self) -> int | None:
+        """Tokens before the ones that run again, in rows ``[sequence, its suffix again]``; None for masked rows."""
+        ...
+
     def keep_for(
         self,
         module: nn.Module,
@@ -35,7 +40,7 @@ class Gate(Protocol):
         scale: float,
         window: int | None,
     ) -> Float[Tensor, "batch tokens"]:
-        """1 for the slots the masked rows see in this layer, 0 for the others.
+        """1 for the slots the masked rows, or the suffixes, see in this layer, 0 for the others.
 
         Args:
             module: the attention module of the layer that asks.
@@ -50,13 +55,21 @@ class SlotGate:
     """A gate that is known before the layer runs.
 
     Args:
-        keep: 1 for visible slots of the masked rows, 0 for the others; carries the policy's gradient.
+        keep: 1 for visible slots of the masked rows, or of the prefixes, 0 for the others; carries the policy's
+            gradient.
         coupling: gradient of the mask, one of ``COUPLINGS``.
         keep_self: a masked token sees itself.
+        prefix_len: as in ``Gate``.
     """
 
-    def __init__(self, keep: Float[Tensor, "batch tokens"], coupling: str = "surrogate", keep_self: bool = False):
-        self.keep, self.coupling, self.keep_self = keep, coupling, keep_self
+    def __init__(
+        self,
+        keep: Float[Tensor, "batch tokens"],
+        coupling: str = "surrogate",
+        keep_self: bool = False,
+        prefix_len: int | None = None,
+    ):
+        self.keep, self.coupling, self.keep_self, self.prefix_len = keep, coupling, keep_self, prefix_len
 
     def keep_for(
         self,
@@ -78,11 +91,12 @@ class AttentionGate:
 
     Args:
         layer_idx: the layer that decides.
-        num_rows: dense rows at the head of the batch that the masked rows repeat.
-        decide: (queries, keys, scale, window) of the dense rows -> 1 for visible slots, 0 for the others; called once,
-            without gradient.
+        num_rows: rows at the head of the batch that are decided about.
+        decide: (queries, keys, scale, window) of those rows, of their prefixes where there are -> 1 for visible slots,
+            0 for the others; called once, without gradient.
         coupling: gradient of the mask; a decision without gradient makes no use of it.
         keep_self: a masked token sees itself.
+        prefix_len: as in ``Gate``.
     """
 
     def __init__(
@@ -92,9 +106,10 @@ class AttentionGate:
         decide: Callable[[Tensor, Tensor, float, int | None], Tensor],
         coupling: str = "none",
         keep_self: bool = False,
+        prefix_len: int | None = None,
     ):
         self.layer_idx, self.num_rows, self.decide = layer_idx, num_rows, decide
-        self.coupling, self.keep_self = coupling, keep_self
+        self.coupling, self.keep_self, self.prefix_len = coupling, keep_self, prefix_len
         self.keep: Float[Tensor, "batch tokens"] | None = None
 
     def keep_for(
@@ -109,8 +124,8 @@ class AttentionGate:
             if (asking := layer_number(module)) != self.layer_idx:
                 raise RuntimeError(f"layer {asking} asked for the gate that layer {self.layer_idx} has yet to decide")
             with torch.no_grad():
-                dense = slice(0, self.num_rows)
-                self.keep = self.decide(queries[dense].detach(), keys[dense].detach(), scale, window)
+                read = slice(0, self.num_rows), slice(None), slice(0, self.prefix_len)
+                self.keep = self.decide(queries[read].detach(), keys[read].detach(), scale, window)
         return self.keep
 
 

@@ -9,7 +9,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from kvcat.attention.fast import attend_extended, attend_within
+from kvcat.attention.fast import attend_extended, attend_twice, attend_within
 from kvcat.attention.gates import Gate, layer_number
 from kvcat.errors import InputError
 from kvcat.types import Float, Tensor
@@ -54,7 +54,8 @@ def kvcat_attention(
 ) -> tuple[Float[Tensor, "rows queries heads value_dim"], None]:
     """SDPA attention as transformers does it, with three additions that stay silent unless asked for.
 
-    - ``kv_gate``: the first rows attend densely, the last rows over the gate's slots (as many rows as the gate has).
+    - ``kv_gate``: the first rows attend densely, the last rows over the gate's slots (as many rows as the gate has);
+      or, where the gate has a ``prefix_len``, see ``attend_twice``.
     - keys wider than queries: the extra channels hold a log-bias (``extend_keys``).
     - ``kv_recorder``: keeps queries, keys and values after rotation.
 
@@ -89,6 +90,12 @@ def kvcat_attention(
         )
     _refuse_unsupported(module, kwargs)
     keep = kv_gate.keep_for(module, query, key, scale, kwargs.get("sliding_window"))
+    if kv_gate.prefix_len is not None:
+        out = attend_twice(
+            query, key, value, keep, kv_gate.prefix_len,
+            scale=scale, window=kwargs.get("sliding_window"), coupling=kv_gate.coupling, dropout=dropout,
+        )  # fmt: skip
+        return out.transpose(1, 2).contiguous(), None
     num_dense = query.shape[0] - keep.shape[0]
     dense_mask, masked_mask = attention_mask, attention_mask
     if attention_mask is not None and attention_mask.shape[0] > 1:

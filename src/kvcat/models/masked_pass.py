@@ -39,16 +39,16 @@ class HiddenOutput:
     """What both passes give before the output head; otherwise as ``PassOutput``.
 
     Args:
-        dense_hidden: output of the final norm, dense rows.
-        masked_hidden: the same of the masked rows.
-        keep: by first layer of each group, the slots that were visible.
+        dense_hidden: output of the final norm in the dense pass.
+        masked_hidden: the same of the sequences, or the suffixes, that went through the masked pass.
+        keep: by first layer of each group, the slots of these sequences, or of their prefixes, that were visible.
         scores: by first layer, the policy's own output.
     """
 
     dense_hidden: Float[Tensor, "batch tokens hidden"]
-    masked_hidden: Float[Tensor, "masked tokens hidden"]
-    keep: dict[int, Float[Tensor, "masked tokens"]]
-    scores: dict[int, Float[Tensor, "masked tokens"]]
+    masked_hidden: Float[Tensor, "masked masked_tokens hidden"]
+    keep: dict[int, Float[Tensor, "masked slots"]]
+    scores: dict[int, Float[Tensor, "masked slots"]]
 
 
 class _Pass:
@@ -59,9 +59,15 @@ class _Pass:
     """
 
     def __init__(
-        self, owner: "MaskedPass", num_dense: int, num_masked: int, seeds: dict[int, list[int]], per_sequence: bool
+        self,
+        owner: "MaskedPass",
+        num_dense: int,
+        num_masked: int,
+        prefix_len: int | None,
+        seeds: dict[int, list[int]],
+        per_sequence: bool,
     ):
-        self.owner, self.num_dense, self.num_masked = owner, num_dense, num_masked
+        self.owner, self.num_dense, self.num_masked, self.prefix_len = owner, num_dense, num_masked, prefix_len
         self.seeds, self.per_sequence = seeds, per_sequence
         self.gates: dict[int, Gate] = {}
         self.scores: dict[int, Tensor] = {}
@@ -78,6 +84,10 @@ class MaskedPass(nn.Module):
     the group as a keyword; layers before the first group stay dense. A "hidden" policy reads the masked rows, an
     "attention" policy the dense rows' queries and keys. The state of a pass travels with its keyword arguments:
     passes that interleave and activation checkpointing that runs layers again find their own.
+
+    With a ``prefix_len`` (ours, not the paper's) only the tokens behind it go through the masked pass: each sequence is
+    followed by its suffix once more, at the same positions, which sees the kept slots of the prefix and all of its own,
+    as a compact cache will be used. The prefix is computed once for both passes.
 
     The module's parameters are the policies', not the model's. Where ``keep_ratio`` is set, the slots with the highest
     scores are kept in that share, whatever the threshold: training with a budget that changes from step to step.
@@ -143,6 +153,7 @@ class MaskedPass(nn.Module):
         input_ids: Int[Tensor, "batch tokens"],
         generator: Randomness | None = None,
         num_masked: int | None = None,
+        prefix_len: int | None = None,
     ) -> HiddenOutput:
         """Both passes up to the final norm, for losses that apply the output head themselves.
 
@@ -150,13 +161,24 @@ class MaskedPass(nn.Module):
             input_ids: token ids, no padding.
             generator: as in ``forward``, one per masked sequence where there are several.
             num_masked: how many of the sequences, from the first, go through the masked pass; None for all.
+            prefix_len: tokens whose slots may be hidden, from the tokens behind them, which alone go through the
+                masked pass; None masks whole sequences. With it ``masked_hidden`` are the suffixes', and ``keep`` and
+                ``scores`` the prefixes'.
 
         Raises:
-            InputError: as in ``forward``.
+            InputError: as in ``forward``, or a prefix_len that leaves no prefix or no suffix, or only some sequences.
         """
         (model,) = self._model
-        state, hidden = self._run(input_ids, generator, lambda **inputs: hidden_states(model, **inputs), num_masked)
-        dense, masked = hidden.split([len(input_ids), len(hidden) - len(input_ids)])
+        batch, num_tokens = input_ids.shape
+        if prefix_len is not None and (num_masked is not None or not 0 < prefix_len < num_tokens):
+            raise InputError(f"prefix_len {prefix_len} must lie in 1..{num_tokens - 1} and holds for all sequences")
+        state, hidden = self._run(
+            input_ids, generator, lambda **inputs: hidden_states(model, **inputs), num_masked, prefix_len
+        )
+        if prefix_len is None:
+            dense, masked = hidden.split([batch, len(hidden) - batch])
+        else:
+            dense, masked = hidden.split([num_tokens, num_tokens - prefix_len], dim=1)
         return HiddenOutput(dense, masked, self._keep(state), {s: state.scores[s] for s in self.group_starts})
 
     def _run(
@@ -165,6 +187,7 @@ class MaskedPass(nn.Module):
         generator: Randomness | None,
         run: Callable[..., Tensor],
         num_masked: int | None = None,
+        prefix_len: int | None = None,
     ) -> tuple[_Pass, Tensor]:
         (model,) = self._model
         if not self._handles:
@@ -173,8 +196,9 @@ class MaskedPass(nn.Module):
         each = isinstance(generator, Sequence)
         seeds = self._draw_seeds([] if generator is None else generator if each else [generator])
         masked = input_ids[:num_masked]
-        state = _Pass(self, len(input_ids), len(masked), seeds, each)
-        out = run(input_ids=torch.cat([input_ids, masked]), use_cache=False, kv_gate=state)
+        state = _Pass(self, len(input_ids), len(masked), prefix_len, seeds, each)
+        inputs = {"input_ids": torch.cat([input_ids, masked])} if prefix_len is None else _repeat(masked, prefix_len)
+        out = run(**inputs, use_cache=False, kv_gate=state)
         if sorted(state.scores) != self.group_starts:
             raise InputError(f"{type(model).__name__} is not supported: keyword arguments do not reach its layers")
         return state, out
@@ -219,10 +243,11 @@ class MaskedPass(nn.Module):
                 state.scores[start] = policy(queries, keys, scale=scale, window=window, generator=generator)
                 return self._gate(state.scores[start])
 
-            return AttentionGate(start, state.num_masked, decide, self.coupling, self.keep_self)
-        scores = policy(hidden[state.num_dense :], generator=state.generator(start))
+            return AttentionGate(start, state.num_masked, decide, self.coupling, self.keep_self, state.prefix_len)
+        read = hidden[state.num_dense :] if state.prefix_len is None else hidden[:, : state.prefix_len]
+        scores = policy(read, generator=state.generator(start))
         state.scores[start] = scores
-        return SlotGate(self._gate(scores), self.coupling, self.keep_self)
+        return SlotGate(self._gate(scores), self.coupling, self.keep_self, state.prefix_len)
 
     def _gate(self, scores: Float[Tensor, "batch tokens"]) -> Float[Tensor, "batch tokens"]:
         return gate(scores, self.tau) if self.keep_ratio is None else gate_share(scores, self.keep_ratio)
@@ -240,12 +265,28 @@ class _LayerHook:
         state = kwargs.get("kv_gate")
         if not isinstance(state, _Pass):
             return None
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if self.start is None and state.prefix_len is not None:
+            keep = hidden.new_ones(len(hidden), state.prefix_len)
+            return args, {**kwargs, "kv_gate": SlotGate(keep, prefix_len=state.prefix_len)}
         if self.start is None:
             return args, {name: value for name, value in kwargs.items() if name != "kv_gate"}
         if self.is_first:
-            hidden = args[0] if args else kwargs["hidden_states"]
             state.gates[self.start] = state.owner.open_gate(state, self.start, hidden)
         return args, {**kwargs, "kv_gate": state.gates[self.start]}
+
+
+def _repeat(tokens: Int[Tensor, "batch tokens"], prefix_len: int) -> dict[str, Tensor]:
+    """Inputs of a model that runs every sequence and then its suffix again, at the suffix's positions.
+
+    The mask is a token one: it keeps transformers from making a real one, which kvcat's attention does not need.
+    """
+    positions = torch.arange(tokens.shape[1], device=tokens.device)
+    return {
+        "input_ids": torch.cat([tokens, tokens[:, prefix_len:]], dim=1),
+        "position_ids": torch.cat([positions, positions[prefix_len:]])[None],
+        "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device),
+    }
 
 
 def _refuse_reentrant(model: PreTrainedModel) -> None:

@@ -7,7 +7,9 @@ from transformers import PreTrainedModel
 from kvcat.attention import NAME, Recorder, SlotGate, enable, layer_number
 from kvcat.errors import InputError
 from kvcat.models.head import logits_from_hidden
+from kvcat.models.masked_pass import MaskedPass
 from kvcat.models.structure import decoder_layers, hidden_states
+from kvcat.policies import RandomPolicy
 from kvcat.types import Float, Int, Tensor
 
 _TOKENS = 16
@@ -26,7 +28,7 @@ class _CountingGate(SlotGate):
         return super().keep_for(module, queries, keys, scale, window)
 
 
-def self_test(model: PreTrainedModel) -> None:
+def self_test(model: PreTrainedModel, *, split: bool = False) -> None:
     """Nothing, if the masked pass works on this model; an error with the model's name otherwise.
 
     On 16 random tokens: every layer attends through kvcat's attention; dense rows equal the stock model (transformers'
@@ -35,6 +37,8 @@ def self_test(model: PreTrainedModel) -> None:
 
     Args:
         model: a causal LM; it is left with kvcat's attention.
+        split: test the masked pass with a ``prefix_len`` instead: a suffix run again equals the stock model where all
+            slots are kept, and differs where they are not.
 
     Raises:
         InputError: what fails, and the model's class.
@@ -44,7 +48,7 @@ def self_test(model: PreTrainedModel) -> None:
     model.eval()
     try:
         enable(model)
-        _run(model, kind)
+        (_run_split if split else _run)(model, kind)
     except InputError:
         raise
     except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
@@ -75,6 +79,24 @@ def _run(model: PreTrainedModel, kind: str) -> None:
     (gradient,) = torch.autograd.grad(logits[batch:].float().square().mean(), keep, allow_unused=True)
     usable = gradient is not None and bool(gradient.isfinite().all()) and bool(gradient.abs().sum() > 0)
     _demand(usable, kind, "the gate gets no gradient")
+
+
+@torch.no_grad()
+def _run_split(model: PreTrainedModel, kind: str) -> None:
+    tokens, _ = _example(model)
+    tolerance = _TOLERANCE.get(next(model.parameters()).dtype, 5e-2)
+    prefix_len = tokens.shape[1] // 2
+    stock = _stock_logits(model, tokens)
+    found = []
+    for keep_ratio in (1.0, 0.5):
+        with MaskedPass(model, {0: RandomPolicy(keep_ratio)}) as masked_pass:
+            out = masked_pass.hidden(tokens, torch.Generator().manual_seed(0), prefix_len=prefix_len)
+        found.append(logits_from_hidden(model, out.masked_hidden))
+    dense = logits_from_hidden(model, out.dense_hidden)
+    _demand(_distance(dense, stock) < tolerance, kind, "its layers mix up a sequence and its suffix run again")
+    suffix = stock[:, prefix_len:]
+    _demand(_distance(found[0], suffix) < tolerance, kind, "a suffix run again differs from the stock model")
+    _demand(not torch.equal(found[0], found[1]), kind, "hidden slots of the prefix do not change the suffix")
 
 
 def _example(model: PreTrainedModel) -> tuple[Int[Tensor, "batch tokens"], Float[Tensor, "batch tokens"]]:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from kvcat.errors import InputError
 
 PolicyName = Literal["router", "random", "attention", "control"]
@@ -33,6 +35,9 @@ class TrainConfig:
             highest scores (any-budget training); ours, None keeps what exceeds tau.
         masked_fraction: share of a step's sequences that go through the masked pass, in (0, 1]; the others give the
             anchor alone. Ours, 1 is the paper's.
+        prefix_range: two fractions, comma-separated: every step splits its sequences at a point drawn between them, and
+            the masked pass runs the tokens behind it alone, which see the kept slots before it and all of their own, as
+            they will with a compact cache. Ours, and cheaper; None hides slots everywhere, the paper's.
         tau: threshold on the keep probability, in (0, 1).
         feature_dim: width of the router's linear attention.
         coupling: how the loss reaches the mask, see ``kvcat.attention.attend``.
@@ -80,6 +85,7 @@ class TrainConfig:
     target_warmup_steps: int = 0
     keep_range: tuple[float, float] | None = None
     masked_fraction: float = 1.0
+    prefix_range: tuple[float, float] | None = None
     tau: float = 0.5
     feature_dim: int = 64
     coupling: Literal["surrogate", "exact", "kept-only", "none"] = "surrogate"
@@ -122,6 +128,25 @@ class TrainConfig:
         """The routers' target in a step, counted from 0: linear from 1 to ``target_keep``, then ``target_keep``."""
         progress = min(1.0, (step + 1) / (self.target_warmup_steps + 1))
         return 1 - (1 - self.target_keep) * progress
+
+    def prefix_len_at(self, step: int | None) -> int | None:
+        """Tokens before the split of a step, counted from 0, or of validation (None, the middle of the range).
+
+        One of at most 16 lengths, so that compiled layers see few shapes; None where the masked pass takes all tokens.
+        """
+        if self.prefix_range is None:
+            return None
+        share = sum(self.prefix_range) / 2
+        if step is not None:
+            share = np.random.default_rng([self.seed, step, 1]).uniform(*self.prefix_range)
+        return min(max(1, round(16 * share) * self.seq_len // 16), self.seq_len - 2)
+
+    @property
+    def masked_share(self) -> float:
+        """Tokens that go through the masked pass over all tokens, 0 for the control."""
+        if self.policy == "control":
+            return 0.0
+        return self.masked_fraction * (1 - (sum(self.prefix_range) / 2 if self.prefix_range else 0))
 
     @property
     def tokens_per_step(self) -> int:
@@ -200,11 +225,12 @@ def validate(config: TrainConfig) -> None:
             if value is not None and not (isinstance(value, (int, float)) and holds(value)):
                 raise InputError(f"{name} is {value!r}; it must {told}")
     check_batch(config, 1)
-    if config.keep_range is not None and not (
-        len(config.keep_range) == 2 and 0 < config.keep_range[0] <= config.keep_range[1] <= 1
-    ):
-        told = ", ".join(map(str, config.keep_range))
-        raise InputError(f"keep_range is {told}; it takes two fractions in (0, 1], the smaller first")
+    for name, low_to_high in (("keep_range", config.keep_range), ("prefix_range", config.prefix_range)):
+        if low_to_high is not None and not (len(low_to_high) == 2 and 0 < low_to_high[0] <= low_to_high[1] <= 1):
+            told = ", ".join(map(str, low_to_high))
+            raise InputError(f"{name} is {told}; it takes two fractions in (0, 1], the smaller first")
+    if config.prefix_range is not None and (config.masked_fraction < 1 or config.seq_len < 3):
+        raise InputError("prefix_range splits every sequence: it takes masked_fraction 1 and a seq_len of at least 3")
     if config.teacher == "frozen" and config.policy == "control":
         raise InputError("teacher is 'frozen', but the control has no masked pass to teach")
     if not 0 <= config.min_lr <= config.peak_lr:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcat.data import ReadingStopped, merge_states, open_tokens
 from kvcat.errors import InputError
-from kvcat.models import load
+from kvcat.models import load, self_test
 from kvcat.training.checkpoint import Checkpoints, checkpoint_folder, folders
 from kvcat.training.config import TrainConfig
 from kvcat.training.export import export_checkpoint
@@ -71,6 +71,8 @@ def train(config: TrainConfig, *, progress: bool = True) -> TrainResult:
         return TrainResult(run, run / "export", read_metrics(run / METRICS_FILE)[-1])
     with join_world(config.device, group=config.dtype != "float32") as world, stop_requests() as signals:
         model, tokenizer = load(config.model, dtype="float32", device=str(world.device))
+        if config.prefix_range is not None:
+            self_test(model, split=True)
         check_disk(run, model, config.keep_checkpoints)
         with Trainer(config, model, tokenizer, world, signals) as trainer:
             with Progress(config.max_steps, trainer.step, enabled=progress and world.is_first) as bar:

@@ -72,10 +72,14 @@ class Objective(nn.Module):
             losses = chunked_objective(self.head, hidden, None, tokens, mask_weight=0.0, anchor_weight=1.0)
             return losses.total, {"dense_loss": losses.dense_loss}
         ratio = self._choose_ratio(step)
-        order, num_masked = self._masked_first(sequences, step)
-        tokens, generators = tokens[order], [generators[row] for row in order[:num_masked]]
-        out = self.masked_pass.hidden(tokens, generators, num_masked)
-        total, record = self._distilled(out, tokens)
+        prefix_len = config.prefix_len_at(step)
+        if prefix_len is not None:
+            out = self.masked_pass.hidden(tokens, generators, prefix_len=prefix_len)
+        else:
+            order, num_masked = self._masked_first(sequences, step)
+            tokens, generators = tokens[order], [generators[row] for row in order[:num_masked]]
+            out = self.masked_pass.hidden(tokens, generators, num_masked)
+        total, record = self._distilled(out, tokens, prefix_len or 0)
         with torch.no_grad():
             keep = {c: (scores > config.tau).to(scores.dtype) for c, scores in out.scores.items()}
             kept = keep if ratio is None else out.keep
@@ -110,40 +114,43 @@ class Objective(nn.Module):
         chosen = [int((s + 1) * share + 1e-6) > int(s * share + 1e-6) for s in sequences]
         return sorted(range(len(sequences)), key=lambda row: not chosen[row]), sum(chosen)
 
-    def _distilled(self, out: HiddenOutput, tokens: Int[Tensor, "batch tokens"]) -> tuple[Float[Tensor, ""], Record]:
-        """Distillation of the masked rows and the anchor of all rows, with their parts."""
+    def _distilled(
+        self, out: HiddenOutput, tokens: Int[Tensor, "batch tokens"], prefix_len: int
+    ) -> tuple[Float[Tensor, ""], Record]:
+        """Distillation where there is a masked pass and the anchor everywhere, with their parts."""
         config, paired = self.config, len(out.masked_hidden)
-        share = paired / len(tokens)
+        both_passes = slice(0, paired), slice(prefix_len, None)
+        alone = (slice(None), slice(0, prefix_len + 1)) if prefix_len else (slice(paired, None), slice(None))
+        predictions = len(tokens) * (tokens.shape[1] - 1)
+        share = tokens[both_passes][:, 1:].numel() / predictions
         with torch.set_grad_enabled(torch.is_grad_enabled() and self._teacher is None):
             both = chunked_objective(
-                self.head, out.dense_hidden[:paired], out.masked_hidden, tokens[:paired],
+                self.head, out.dense_hidden[both_passes], out.masked_hidden, tokens[both_passes],
                 mask_weight=config.mask_weight, anchor_weight=config.anchor_weight * share,
             )  # fmt: skip
             total, dense_loss = both.total, both.dense_loss
             if share < 1:
                 rest = chunked_objective(
-                    self.head, out.dense_hidden[paired:], None, tokens[paired:],
+                    self.head, out.dense_hidden[alone], None, tokens[alone],
                     mask_weight=0.0, anchor_weight=config.anchor_weight * (1 - share),
                 )  # fmt: skip
                 total = total + rest.total
                 dense_loss = share * dense_loss + (1 - share) * rest.dense_loss
         if self._teacher is not None:
-            total = self._taught(out, tokens)
+            total = self._taught(out, tokens, both_passes)
         record = {"dense_loss": dense_loss, "masked_loss": both.masked_loss, "kl": both.kl, "top1": both.top1}
         return total, record
 
-    def _taught(self, out: HiddenOutput, tokens: Int[Tensor, "batch tokens"]) -> Float[Tensor, ""]:
+    def _taught(
+        self, out: HiddenOutput, tokens: Int[Tensor, "batch tokens"], both_passes: tuple[slice, slice]
+    ) -> Float[Tensor, ""]:
         """lambda_mask KL(base || masked) + lambda_anchor KL(base || dense), the logits of one chunk at a time."""
         model, head = self._teacher or (self.model, self.head)
         with torch.no_grad():
             taught = hidden_states(model, input_ids=tokens, use_cache=False)
-        total = taught.new_zeros((), dtype=torch.promote_types(taught.dtype, torch.float32))
-        for weight, hidden in (
-            (self.config.mask_weight, out.masked_hidden),
-            (self.config.anchor_weight, out.dense_hidden),
-        ):
-            total = total + weight * chunked_kl(head, taught[: len(hidden)], self.head, hidden)
-        return total
+        masked = chunked_kl(head, taught[both_passes], self.head, out.masked_hidden)
+        dense = chunked_kl(head, taught, self.head, out.dense_hidden)
+        return self.config.mask_weight * masked + self.config.anchor_weight * dense
 
 
 def frozen_teacher(model: PreTrainedModel) -> tuple[PreTrainedModel, OutputHead]:

@@ -63,7 +63,7 @@ def _starts(masked_pass: object) -> str:
 def _activations(model: torch.nn.Module, config: TrainConfig, micro: int) -> float:
     """Bytes kept for one backward: what a layer's norms, projections and feed-forward keep, or its input alone."""
     text = model.config.get_text_config()  # type: ignore[union-attr]
-    rows = micro * config.seq_len * (1 if config.policy == "control" else 2)
+    rows = micro * config.seq_len * (1 + config.masked_share)
     width = 2 if config.dtype == "bfloat16" else 4
     layer = (10 * text.hidden_size + 5 * getattr(text, "intermediate_size", 4 * text.hidden_size)) * width
     inputs = text.hidden_size * width

@@ -24,8 +24,8 @@ def flops_per_token(model: PreTrainedModel, config: TrainConfig) -> float:
     """Operations of forward and backward that the objective asks for, per token of a sequence.
 
     6 per parameter that multiplies (all but the embedding where it is not tied to the head), and 6 T d per layer for
-    causal attention over T tokens with d = heads x head_dim; twice that with a masked pass. Work done again for
-    activation checkpointing, the mask's gradient and the routers are not counted.
+    causal attention over T tokens with d = heads x head_dim; the masked pass adds its share of the tokens. Work done
+    again for activation checkpointing, the mask's gradient and the routers are not counted.
 
     Args:
         model: the causal LM.
@@ -37,7 +37,7 @@ def flops_per_token(model: PreTrainedModel, config: TrainConfig) -> float:
     if not text.tie_word_embeddings:
         parameters -= model.get_input_embeddings().weight.numel()  # type: ignore[operator,union-attr]
     one_pass = 6.0 * parameters + 6.0 * text.num_hidden_layers * config.seq_len * width
-    return one_pass if config.policy == "control" else 2 * one_pass
+    return (1 + config.masked_share) * one_pass
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:
