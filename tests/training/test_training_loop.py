@@ -11,6 +11,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvcat.data import file_documents, hash_order, pack, split_of
+from kvcat.data.excerpts import excerpts
 from kvcat.errors import InputError
 from kvcat.losses import distillation_kl
 from kvcat.models import load
@@ -100,7 +101,8 @@ def test_the_control_is_plain_next_token_training(tiny_folder, texts_folder, tmp
     model = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     documents = [d for d in file_documents(texts_folder) if split_of(d.id) == "train"]
-    table = pack(hash_order(documents, run.seed), tokenizer, run.seq_len, max_sequences=16)
+    read = excerpts(hash_order(documents, run.seed), tokenizer, run.seq_len, 16, run.seed)
+    table = pack(read, tokenizer, run.seq_len, max_sequences=16)
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     optimizer = torch.optim.AdamW(

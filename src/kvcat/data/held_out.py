@@ -4,7 +4,7 @@ from itertools import islice
 from typing import Literal
 
 from kvcat.data.documents import Document, open_documents
-from kvcat.data.split import Split, drop_near_duplicates, hash_order, split_of, split_position
+from kvcat.data.split import Split, drop_copies, drop_near_duplicates, hash_order, split_of, split_position
 from kvcat.errors import InputError
 
 
@@ -39,6 +39,9 @@ def split_documents(source: str, split: Split | Literal["all"], *, limit: int | 
 def local_splits(source: str, seed: int) -> dict[str, list[Document]]:
     """Training and validation documents of a source that is read whole, each in a random order of its own.
 
+    Of the installed Python sources, training documents that share many lines with others are left out: more than half
+    of some libraries are copies of their own files.
+
     Where no document's hash falls into validation, as can be with few documents, the training document next to that
     part of the hash range is held out.
 
@@ -52,6 +55,8 @@ def local_splits(source: str, seed: int) -> dict[str, list[Document]]:
     splits: dict[str, list[Document]] = {"train": [], "validation": [], "test": []}
     for document in open_documents(source):
         splits[split_of(document.id)].append(document)
+    if source == "installed":
+        splits["train"] = drop_copies(hash_order(splits["train"], 0))
     if not splits["validation"] and len(splits["train"]) > 1:
         nearest = min(splits["train"], key=lambda document: split_position(document.id))
         splits["train"].remove(nearest)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from kvcat.data.documents import Document, shard_documents
+from kvcat.data.excerpts import excerpts
 from kvcat.data.held_out import local_splits
 from kvcat.data.packing import TokenTable, pack
 from kvcat.data.prepared import is_prepared, open_prepared
@@ -46,7 +47,8 @@ def open_tokens(
     """Training and validation tokens, disjoint by document.
 
     A folder that ``prepare`` made is mapped; ``hub:NAME`` and ``stream:PATH`` (a file, folder or pattern) are streamed;
-    any other text is read whole, its documents drawn by the seed, as far as the run reads.
+    any other text is read whole, its documents in an order drawn by the seed, of which a run that is too short for all
+    of them gets excerpts.
 
     Args:
         data: as said.
@@ -79,6 +81,7 @@ def open_tokens(
         )  # fmt: skip
         return TokenData(train, validation)
     splits = local_splits(data, seed)
+    splits["train"] = list(excerpts(splits["train"], tokenizer, seq_len, counts["train"], seed))
     tables = {kind: _packed(kind, splits[kind], data, tokenizer, seq_len, counts) for kind in counts}
     return TokenData(TableSource(tables["train"], batch_size, seed, streams=streams), tables["validation"])
 

@@ -12,8 +12,13 @@ HELD_OUT_FRACTION = 0.05
 MIN_LINE_CHARACTERS = 12
 
 
+def name_seed(name: str) -> int:
+    """64 bits that depend on the name alone."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
+
+
 def _unit(name: str) -> float:
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
+    return name_seed(name) / 2**64
 
 
 def split_position(document_id: str) -> float:
@@ -57,3 +62,18 @@ def drop_near_duplicates(
     for document in training:
         seen |= watched & _lines(document.text)
     return [d for d in held_out if lines[d.id] and len(lines[d.id] & seen) <= max_shared * len(lines[d.id])]
+
+
+def drop_copies(documents: Iterable[Document], max_shared: float = 0.3) -> list[Document]:
+    """The documents of whose distinct lines at most ``max_shared`` stand in one kept before it, in their order.
+
+    Lines shorter than 12 characters do not count, and a document without a longer one is left out.
+    """
+    seen: set[int] = set()
+    kept = []
+    for document in documents:
+        lines = _lines(document.text)
+        if lines and len(lines & seen) <= max_shared * len(lines):
+            kept.append(document)
+            seen |= lines
+    return kept

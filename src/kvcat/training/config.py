@@ -7,9 +7,8 @@ import typing
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any, Literal
-
-import numpy as np
 
 from kvcat.errors import InputError
 
@@ -138,7 +137,7 @@ class TrainConfig:
             return None
         share = sum(self.prefix_range) / 2
         if step is not None:
-            share = np.random.default_rng([self.seed, step, 1]).uniform(*self.prefix_range)
+            share = Random(f"{self.seed}:{step}").uniform(*self.prefix_range)
         return min(max(1, round(16 * share) * self.seq_len // 16), self.seq_len - 2)
 
     @property
