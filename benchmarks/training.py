@@ -40,6 +40,8 @@ VARIANTS = {
     "KV-CAT": {},
     "no gradient of the mask": {"coupling": "none"},
     "random masks, no routers": {"policy": "random"},
+    "masked pass on the second half": {"prefix_range": (0.5, 0.5)},
+    "masked pass on the last quarter": {"prefix_range": (0.75, 0.75)},
 }
 
 

@@ -1,0 +1,81 @@
+"""How a training step grows with sequence length and with layers; every point in a process of its own.
+
+    python benchmarks/growth.py [--shape small] [--lengths 512 1024 2048 4096 8192] [--layers 2 4 8 16] [--threads 2]
+
+One sequence a step. Time per token and peak memory per token over the model's own, of the control, of KV-CAT, and of
+KV-CAT whose masked pass takes the last quarter; each with the ratio to the row before, which is 1 where the cost of a
+token stays.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+
+import torch
+
+from kvcat.training.throughput import peak_memory
+from training import SHAPES, held, stepper
+
+VARIANTS = {"control": {"policy": "control"}, "KV-CAT": {}, "last quarter": {"prefix_range": (0.75, 0.75)}}
+
+
+def measure(args: argparse.Namespace) -> dict[str, float]:
+    """Milliseconds and MiB per thousand tokens of one variant."""
+    torch.set_num_threads(args.threads)
+    SHAPES[args.shape]["num_hidden_layers"] = args.num_layers
+    groups = min(4, args.num_layers)
+    _, step = stepper(args, 1, num_groups=groups, **args.options)
+    before, taken = held(args.device), []
+    for _ in range(args.repeats + 1):
+        start = time.perf_counter()
+        step()
+        taken.append(time.perf_counter() - start)
+    thousands = args.seq_len / 1000
+    grown = peak_memory(torch.device(args.device)) - before
+    return {"time": 1000 * statistics.median(taken[1:]) / thousands, "memory": 1024 * grown / thousands}
+
+
+def table(args: argparse.Namespace, name: str, points: list[dict[str, int]]) -> None:
+    print(f"\n| {name} | " + " | ".join(f"{v}: ms, MiB per 1000 tokens" for v in VARIANTS) + " |")
+    print("|---" * (len(VARIANTS) + 1) + "|")
+    before: dict[str, dict[str, float]] = {}
+    for point in points:
+        cells = []
+        for variant, options in VARIANTS.items():
+            request = json.dumps({**vars(args), **point, "options": options})
+            command = [sys.executable, __file__, "--one", request]
+            found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+            told = f"{found['time']:.0f}, {found['memory']:.0f}"
+            if variant in before:
+                ratios = (found[kind] / before[variant][kind] for kind in ("time", "memory"))
+                told += " (x " + ", ".join(f"{ratio:.2f}" for ratio in ratios) + ")"
+            before[variant] = found
+            cells.append(told)
+        print(f"| {point[name]} | " + " | ".join(cells) + " |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="small", choices=list(SHAPES))
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192])
+    parser.add_argument("--layers", type=int, nargs="+", default=[2, 4, 8, 16])
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(measure(argparse.Namespace(**json.loads(args.one)))))
+        return
+    print(f"{args.shape}, {args.dtype}, {args.device}, {args.threads} threads, torch {torch.__version__}")
+    own = SHAPES[args.shape]["num_hidden_layers"]
+    table(args, "seq_len", [{"seq_len": length, "num_layers": own} for length in args.lengths])
+    table(args, "num_layers", [{"seq_len": 1024, "num_layers": count} for count in args.layers])
+
+
+if __name__ == "__main__":
+    main()
