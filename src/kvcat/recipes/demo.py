@@ -59,7 +59,7 @@ class DemoPlan:
 
 
 QUICK = DemoPlan("quick", 40, 4, 512, 8, ("snapkv",), 4, 10, keep_ratios=(0.05, 0.2), gradient_keep_ratios=(0.2,))
-STANDARD = DemoPlan("standard", 240, 4, 1024, 48, ("snapkv", "keynorm"), 6, 50)
+STANDARD = DemoPlan("standard", 400, 4, 1024, 48, ("snapkv", "keynorm"), 6, 50)
 FULL = DemoPlan("full", 2000, 8, 1024, 128, ("first", "random", "keynorm", "snapkv", "h2o"), 32, 100)
 
 
@@ -67,8 +67,9 @@ def training_config(plan: DemoPlan, policy: str, model: str, out: Path, *, seed:
     """The demo's training recipe; ``control`` and ``router`` differ in the policy alone, so they see the same tokens.
 
     The learning rate and the weight of the distillation are lower than elsewhere, because the base is small and at the
-    end of its own schedule, and the routers' target falls to one half over the first half of the run (see docs/log.md).
-    The data seed differs from the base's, whose first documents it has seen.
+    end of its own schedule. The masked pass runs suffixes alone, on a quarter of the slots of their prefixes, towards
+    which the routers' target falls over the first quarter of the run (see docs/log.md). The data seed differs from the
+    base's, whose first documents it has seen.
     """
     return TrainConfig.from_dict(
         {
@@ -82,8 +83,10 @@ def training_config(plan: DemoPlan, policy: str, model: str, out: Path, *, seed:
             "warmup_steps": max(1, plan.max_steps // 15),
             "peak_lr": 3e-4,
             "min_lr": 3e-5,
-            "mask_weight": 0.1,
-            "target_warmup_steps": plan.max_steps // 2,
+            "mask_weight": 0.2,
+            "prefix_range": [0.5, 0.9],
+            "target_keep": 0.25,
+            "target_warmup_steps": plan.max_steps // 4,
             "router_lr_multiplier": 10.0,
             "seed": seed + 1,
             "device": device,
