@@ -71,7 +71,7 @@ def train(config: TrainConfig, *, progress: bool = True) -> TrainResult:
         return TrainResult(run, run / "export", read_metrics(run / METRICS_FILE)[-1])
     with join_world(config.device, group=config.dtype != "float32") as world, stop_requests() as signals:
         model, tokenizer = load(config.model, dtype="float32", device=str(world.device))
-        if config.prefix_range is not None:
+        if config.prefix_range is not None and config.masked_share:
             self_test(model, split=True)
         check_disk(run, model, config.keep_checkpoints)
         with Trainer(config, model, tokenizer, world, signals) as trainer:
