@@ -19,7 +19,7 @@ def blocks(language: str) -> list[str]:
 
 @pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in ("README.md", "CHANGELOG.md"):
+    for name in ("README.md", "CITATION.cff"):
         (tmp_path / name).write_text((ROOT / name).read_text(encoding="utf-8"), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     return tmp_path
