@@ -104,6 +104,8 @@ def test_the_methods_are_the_compressors():
         (["train", "small", "--model", "m", "--group-starts", "0;6"], "'0;6'"),
         (["train", "small", "--model", "m", "--group-starts", ""], "--group-starts"),
         (["train", "small", "--model", "m", "--betas", "0.9"], "betas"),
+        (["train", "small", "--model", "m", "--prefix-range", "0.5"], "--prefix-range takes two numbers"),
+        (["train", "small", "--model", "m", "--prefix-range", "0.9,0.2"], "prefix_range is 0.9, 0.2"),
         (["train", "small", "--model", "m", "--learning-rate", "1"], "--learning-rate"),
         (["train", "small", "--model", "./gone", "--output", "o"], "model folder ./gone does not exist"),
         (["compress", "m", "--text", "gone.txt", "-o", "c.safetensors"], "cannot read text file gone.txt"),
@@ -210,8 +212,12 @@ def test_values_written_once_equal_options_written_each_time(ratios, methods):
 def test_the_configuration_written_by_the_command_line_is_the_recipes(tiny_folder, texts_folder, tmp_path, capsys):
     from kvcat.recipes import small
 
-    options = {"seq_len": 32, "batch_size": 2, "max_steps": 1, "group_starts": (1,), "betas": (0.8, 0.9)}
+    options = {
+        "seq_len": 32, "batch_size": 2, "max_steps": 1, "group_starts": (1,), "betas": (0.8, 0.9),
+        "keep_range": (0.2, 0.8), "prefix_range": (0.5, 0.9),
+    }  # fmt: skip
     argv = ["--seq-len=32", "--batch-size=2", "--max-steps=1", "--group-starts=1", "--betas=0.8,0.9", "--keep-self"]
+    argv += ["--keep-range=0.2,0.8", "--prefix-range=0.5,0.9"]
     argv += ["--model", str(tiny_folder), "--data", str(texts_folder), "--output", str(tmp_path / "run")]
     assert run(["train", "small", *argv]) == 0
     said = capsys.readouterr()

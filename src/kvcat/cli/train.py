@@ -83,14 +83,17 @@ def _signature() -> inspect.Signature:
 
 
 def _parse(name: str, value: Any) -> Any:
-    if name not in ("group_starts", "betas", "keep_range"):
+    """A field's value from what the command line gave: numbers from comma-separated text for tuples."""
+    annotation = typing.get_type_hints(TrainConfig)[name]
+    tuples = [a for a in (annotation, *typing.get_args(annotation)) if typing.get_origin(a) is tuple]
+    if not tuples:
         return value
+    number, *rest = typing.get_args(tuples[0])
     try:
-        number = int if name == "group_starts" else float
         values = tuple(number(part) for part in value.split(","))
     except ValueError:
         raise InputError(f"--{name.replace('_', '-')} takes numbers with commas between them, not {value!r}") from None
-    if name != "group_starts" and len(values) != 2:
+    if rest != [...] and len(values) != 2:
         raise InputError(f"--{name.replace('_', '-')} takes two numbers with a comma between them, not {value!r}")
     return values
 
