@@ -141,6 +141,15 @@ def test_weights_that_are_missing_or_of_another_shape_are_refused(folder):
     assert name in refusal(folder)
 
 
+def test_weights_of_more_layers_than_the_config_has_are_refused(folder):
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    layers = config["num_hidden_layers"]
+    config |= {"num_hidden_layers": layers - 1, "layer_types": config.get("layer_types", [])[: layers - 1] or None}
+    path.write_text(json.dumps(config))
+    assert f"more layers than config.json's {layers - 1}, for example model.layers.{layers - 1}." in refusal(folder)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_no_numbers_are_refused_by_name(folder, value):
     weights = load_file(folder / "model.safetensors")

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -212,6 +213,10 @@ def _load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     missing = sorted(info["missing_keys"])
     if missing:
         raise InputError(f"{folder} lacks {len(missing)} of the model's weights, for example {missing[0]}")
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    numbers = ((key, re.search(r"\.(\d+)\.", key)) for key in sorted(info["unexpected_keys"]))
+    if surplus := [key for key, number in numbers if number and int(number[1]) >= layers]:
+        raise InputError(f"{folder} has weights of more layers than config.json's {layers}, for example {surplus[0]}")
     if broken := [name for name, weight in model.named_parameters() if not bool(weight.isfinite().all())]:
         raise InputError(f"{folder} has weights that are not finite numbers, for example {broken[0]}")
     return model
