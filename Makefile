@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 demo: setup ## train KV-CAT and its control, compress, write out/demo/report/report.html
 	$(BIN)/kvcat demo
 
-demo-quick: setup ## the same in about 2 minutes, too short to judge
+demo-quick: setup ## the same in about a minute, too short to judge
 	$(BIN)/kvcat demo --quick
 
 test: setup ## the default tests, offline, on a CPU

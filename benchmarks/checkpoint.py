@@ -3,7 +3,6 @@
 python benchmarks/checkpoint.py [--shape small] [--batch 4] [--seq-len 1024] [--threads 2]
 """
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -14,18 +13,13 @@ import torch
 from kvcat.training.checkpoint import Checkpoints
 from kvcat.training.optim import make_optimizer
 from kvcat.training.world import join_world
-from training import SHAPES, stepper
+from training import options, stepper
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="small", choices=["kvcat-base", *SHAPES])
+    parser = options(__doc__, shape="small", repeats=5)
     parser.add_argument("--seq-len", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     objective, step = stepper(args, args.batch)

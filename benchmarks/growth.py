@@ -17,7 +17,7 @@ import time
 import torch
 
 from kvcat.training.throughput import peak_memory
-from training import SHAPES, held, stepper
+from training import SHAPES, held, options, stepper
 
 VARIANTS = {"control": {"policy": "control"}, "KV-CAT": {}, "last quarter": {"prefix_range": (0.75, 0.75)}}
 
@@ -44,8 +44,8 @@ def table(args: argparse.Namespace, name: str, points: list[dict[str, int]]) -> 
     before: dict[str, dict[str, float]] = {}
     for point in points:
         cells = []
-        for variant, options in VARIANTS.items():
-            request = json.dumps({**vars(args), **point, "options": options})
+        for variant, changes in VARIANTS.items():
+            request = json.dumps({**vars(args), **point, "options": changes})
             command = [sys.executable, __file__, "--one", request]
             found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
             told = f"{found['time']:.0f}, {found['memory']:.0f}"
@@ -58,19 +58,15 @@ def table(args: argparse.Namespace, name: str, points: list[dict[str, int]]) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="small", choices=list(SHAPES))
+    parser = options(__doc__, shape="small", repeats=2)
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192])
     parser.add_argument("--layers", type=int, nargs="+", default=[2, 4, 8, 16])
-    parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
         print(json.dumps(measure(argparse.Namespace(**json.loads(args.one)))))
         return
+    if args.shape not in SHAPES:
+        parser.error("the layers of kvcat-base are what they are: choose another shape")
     print(f"{args.shape}, {args.dtype}, {args.device}, {args.threads} threads, torch {torch.__version__}")
     own = SHAPES[args.shape]["num_hidden_layers"]
     table(args, "seq_len", [{"seq_len": length, "num_layers": own} for length in args.lengths])

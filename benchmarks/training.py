@@ -140,16 +140,22 @@ def held(device: str) -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**30
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="kvcat-base", choices=["kvcat-base", *SHAPES])
-    parser.add_argument("--seq-len", type=int, default=1024)
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=7)
+def options(doc: str | None, *, shape: str, repeats: int) -> argparse.ArgumentParser:
+    """The options of every benchmark of a training step."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default=shape, choices=["kvcat-base", *SHAPES])
+    parser.add_argument("--repeats", type=int, default=repeats)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--one", help=argparse.SUPPRESS)
+    return parser
+
+
+def main() -> None:
+    parser = options(__doc__, shape="kvcat-base", repeats=7)
+    parser.add_argument("--seq-len", type=int, default=1024)
+    parser.add_argument("--batch", type=int, default=4)
     args = parser.parse_args()
     if args.one:
         one(json.loads(args.one))

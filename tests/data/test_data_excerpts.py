@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcat.data import Document, pack
+from kvcat.data import Document, held_out, local_splits, pack, split_of
 from kvcat.data.excerpts import _cap, excerpts
 from kvcat.data.split import drop_copies
 from tiny import byte_tokenizer
@@ -75,3 +75,12 @@ def test_a_copy_of_an_earlier_document_is_left_out():
         document("empty", "x\n"),
     ]
     assert [d.id for d in drop_copies(documents)] == ["a", "little"]
+
+
+def test_training_documents_of_the_installation_hold_no_copies(monkeypatch):
+    held = [f"held {i}" for i in range(200) if split_of(f"held {i}") == "validation"][:1]
+    names = [f"d{i}" for i in range(40) if split_of(f"d{i}") == "train"][:4]
+    found = [document(name, lines("the same", 10)) for name in names] + [document(held[0], lines("held", 10))]
+    monkeypatch.setattr(held_out, "open_documents", lambda _: iter(found))
+    assert len(local_splits("installed", 1)["train"]) == 1
+    assert len(local_splits("texts", 1)["train"]) == 4

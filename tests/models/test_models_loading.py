@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, PreTrainedTokenizerFast, T5Config
 
 from kvcat.attention import enable, scaling_of
+from kvcat.attention.fast import attend_twice
 from kvcat.errors import InputError
 from kvcat.models import capture, decoder_layers, load, logits_from_hidden, model_name, save, self_test
 from kvcat.models.structure import hidden_states
@@ -245,6 +246,15 @@ def test_the_self_test_notices_a_model_that_ignores_the_gate():
     layer.self_attn.forward = lambda *args, kv_gate=None, **kwargs: forward(*args, **kwargs)
     with pytest.raises(InputError, match="not every layer sees the gate"):
         self_test(model)
+
+
+def test_the_self_test_notices_suffixes_that_see_every_slot(monkeypatch):
+    def blind(q, k, v, keep, prefix_len, **options):
+        return attend_twice(q, k, v, torch.ones_like(keep), prefix_len, **options)
+
+    monkeypatch.setattr("kvcat.attention.interface.attend_twice", blind)
+    with pytest.raises(InputError, match="hidden slots of the prefix do not change the suffix"):
+        self_test(supported("qwen2", dtype=torch.float32), split=True)
 
 
 def test_the_self_test_leaves_mode_and_gradients_alone():

@@ -66,13 +66,14 @@ def test_micro_batches_and_recomputed_activations_change_nothing(policy, tiny_fo
     for name, options in ways.items():
         run = config(
             tiny_folder, texts_folder, tmp_path / name, policy=policy, prefix_range=(0.25, 0.9), max_steps=3,
-            peak_lr=1e-3, **options,
+            peak_lr=1e-3, keep_range=(0.3, 0.6), **options,
         )  # fmt: skip
         train(run, progress=False)
         told[name] = records(run.output)
     assert told["whole"] == told["again"]
     for one, other in zip(told["whole"], told["split"], strict=True):
-        assert one["kl"] == pytest.approx(other["kl"], rel=1e-3, abs=1e-5)
+        assert one["kl"] == pytest.approx(other["kl"], rel=1e-2, abs=1e-6)
+        assert one["kl"] > 1e-4 or one["kind"] == "validation"
         assert one["dense_loss"] == pytest.approx(other["dense_loss"], rel=1e-4)
 
 

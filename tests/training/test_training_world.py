@@ -62,13 +62,14 @@ def test_two_processes_equal_one(policy, tiny_folder, texts_folder, tmp_path):
 
 @pytest.mark.parametrize("options", [{"prefix_range": (0.25, 0.9)}, {"lora_rank": 4}], ids=["prefix", "lora"])
 def test_options_beyond_the_paper_on_two_processes_equal_one(options, tiny_folder, texts_folder, tmp_path):
-    options = {"max_steps": 3, "peak_lr": 1e-3, "dtype": "bfloat16", **options}
+    options = {"max_steps": 3, "peak_lr": 1e-3, "keep_range": (0.3, 0.6), **options}
     one, two = (config(tiny_folder, texts_folder, tmp_path / name, **options) for name in ("one", "two"))
     train(one, progress=False)
     assert train_in_processes(two, tmp_path) == [0, 0]
     for ours, theirs in zip(records(one.output), records(two.output), strict=True):
-        assert ours["dense_loss"] == pytest.approx(theirs["dense_loss"], rel=1e-2)
-        assert ours["kl"] == pytest.approx(theirs["kl"], rel=5e-2, abs=1e-2)
+        assert ours["dense_loss"] == pytest.approx(theirs["dense_loss"], rel=1e-4)
+        if ours["kind"] == "train":  # validation keeps what exceeds tau: everything, so early
+            assert 1e-4 < ours["kl"] == pytest.approx(theirs["kl"], rel=1e-2)
 
 
 def test_a_run_goes_on_with_another_number_of_processes(tiny_folder, texts_folder, tmp_path):
