@@ -9,8 +9,10 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from kvcat.attention.fast import attend_extended, attend_twice, attend_within
+from kvcat.attention.compact import attend_compact
+from kvcat.attention.fast import attend_twice, attend_within
 from kvcat.attention.gates import Gate, layer_number
+from kvcat.cache import log_bias_of
 from kvcat.errors import InputError
 from kvcat.types import Float, Tensor
 
@@ -33,11 +35,18 @@ class Recorder:
     values: dict[int, Float[Tensor, "batch kv_heads tokens value_dim"]] = field(default_factory=dict)
     scales: dict[int, float] = field(default_factory=dict)
 
-    def record(self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> None:
-        """Keeps one layer's tensors, the queries as a copy of the part asked for."""
+    def record(
+        self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> tuple[Float[Tensor, "batch kv_heads keys head_dim"], Float[Tensor, "batch kv_heads keys value_dim"]]:
+        """Keeps one layer's tensors, the queries as a copy of the part asked for.
+
+        Returns:
+            The keys and values that the layer attends to; here those it was given.
+        """
         wanted = query[:, :, self.query_start :]
         self.queries[layer_idx] = wanted.clone() if self.query_start else wanted
         self.keys[layer_idx], self.values[layer_idx], self.scales[layer_idx] = key, value, scale
+        return key, value
 
 
 def kvcat_attention(
@@ -56,8 +65,8 @@ def kvcat_attention(
 
     - ``kv_gate``: the first rows attend densely, the last rows over the gate's slots (as many rows as the gate has);
       or, where the gate has a ``prefix_len``, see ``attend_twice``.
-    - keys wider than queries: the extra channels hold a log-bias (``extend_keys``).
-    - ``kv_recorder``: keeps queries, keys and values after rotation.
+    - keys of a compact cache that carry the log-bias of their slots (``attach_log_bias``): it is added to the scores.
+    - ``kv_recorder``: sees queries, keys and values after rotation, and says what is attended to.
 
     Args:
         module: the attention module that calls.
@@ -74,15 +83,11 @@ def kvcat_attention(
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if kv_recorder is not None:
-        kv_recorder.record(layer_number(module), query, key, value, scale)
-    if key.shape[-1] > query.shape[-1]:
+        key, value = kv_recorder.record(layer_number(module), query, key, value, scale)
+    log_bias = log_bias_of(key)
+    if log_bias is not None:
         _refuse_unsupported(module, kwargs)
-        causal = attention_mask is None and query.shape[2] > 1
-        if causal and query.shape[2] != key.shape[2]:
-            raise InputError(
-                f"{query.shape[2]} queries over {key.shape[2]} slots with a log-bias need an attention mask"
-            )
-        out = attend_extended(query, key, value, attention_mask, causal=causal, scale=scale, dropout=dropout)
+        out = attend_compact(query, key, value, log_bias, attention_mask, scale=scale, dropout=dropout)
         return out.transpose(1, 2).contiguous(), None
     if kv_gate is None:
         return sdpa_attention_forward(

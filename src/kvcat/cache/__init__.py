@@ -1,11 +1,13 @@
 """Compact caches: the prefix in few slots, on disk and in transformers."""
 
-from kvcat.cache.compact import CompactCache, CompactLayer, attention_scales
+from kvcat.cache.bias import attach_log_bias, log_bias_of
+from kvcat.cache.compact import CompactCache
 from kvcat.cache.fingerprint import fingerprint
-from kvcat.cache.layers import EXTRA_CHANNELS, PrefixLayer, bias_channels
+from kvcat.cache.layers import PrefixLayer
+from kvcat.cache.slots import CompactLayer, RaggedLayer
 from kvcat.cache.windows import layer_windows
 
 __all__ = [
-    "EXTRA_CHANNELS", "CompactCache", "CompactLayer", "PrefixLayer", "attention_scales", "bias_channels",
-    "fingerprint", "layer_windows",
+    "CompactCache", "CompactLayer", "PrefixLayer", "RaggedLayer", "attach_log_bias", "fingerprint", "layer_windows",
+    "log_bias_of",
 ]  # fmt: skip

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,60 +12,52 @@ from transformers import Cache, PreTrainedModel
 
 from kvcat.cache import storage
 from kvcat.cache.fingerprint import fingerprint
-from kvcat.cache.layers import PrefixLayer, bias_channels
+from kvcat.cache.layers import PrefixLayer, RaggedPrefixLayer, StaticPrefixLayer
+from kvcat.cache.slots import CompactLayer, Layer, RaggedLayer
 from kvcat.cache.windows import layer_windows
 from kvcat.errors import InputError
-from kvcat.types import Float, Int, Tensor
-
-
-@dataclass(frozen=True)
-class CompactLayer:
-    """Keys and values of one layer's slots, and what is added to the scores of each slot.
-
-    Args:
-        keys: keys after rotation at their original positions.
-        values: values.
-        log_bias: nats added to the scaled score of each slot; None adds none.
-    """
-
-    keys: Float[Tensor, "batch kv_heads slots head_dim"]
-    values: Float[Tensor, "batch kv_heads slots value_dim"]
-    log_bias: Float[Tensor, "batch kv_heads slots"] | None = None
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensors there are, by field name."""
-        fields = {"keys": self.keys, "values": self.values, "log_bias": self.log_bias}
-        return {name: tensor for name, tensor in fields.items() if tensor is not None}
+from kvcat.types import Int, Tensor
 
 
 @dataclass(frozen=True)
 class CompactCache:
-    """A prefix of ``num_tokens`` tokens held in ``num_slots`` KV slots per layer and head.
+    """A prefix of ``num_tokens`` tokens held in few KV slots: ``num_slots`` per layer and head, or a number for each.
 
     Decoding never changes it: every conversion to a transformers cache is fresh, so that one compact cache answers any
     number of questions.
 
     Args:
-        layers: one per layer of the model, equal batch and number of slots.
+        layers: one per layer of the model, of equal batch.
         num_tokens: prefix length, which is the position of the next token.
         fingerprint: identifies the weights of the model it belongs to.
         metadata: how it was made (method, keep ratio, ...), as text.
     """
 
-    layers: list[CompactLayer]
+    layers: list[CompactLayer] | list[RaggedLayer] | list[Layer]
     num_tokens: int
     fingerprint: str
     metadata: dict[str, str] = field(default_factory=dict)
 
     @property
     def num_slots(self) -> int:
-        """KV slots per layer and head."""
-        return self.layers[0].keys.shape[-2]
+        """KV slots per layer and head; where they differ, those of the fullest head."""
+        return max(layer.num_slots for layer in self.layers)
+
+    @property
+    def mean_slots(self) -> float:
+        """KV slots per layer and head, on average."""
+        counts = torch.cat([layer.counts.flatten() for layer in self.layers])
+        return counts.double().mean().item()
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether every head of every layer holds equally many slots."""
+        return self.mean_slots == self.num_slots
 
     @property
     def batch_size(self) -> int:
         """Number of examples."""
-        return self.layers[0].keys.shape[0]
+        return self.layers[0].batch_size
 
     @property
     def nbytes(self) -> int:
@@ -84,8 +75,7 @@ class CompactCache:
         Args:
             rows: indices of examples, or a slice of them.
         """
-        layers = [CompactLayer(**{n: t[rows] for n, t in layer.tensors().items()}) for layer in self.layers]
-        return replace(self, layers=layers)
+        return replace(self, layers=[layer.select(rows) for layer in self.layers])
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "CompactCache":
         """The cache on another device, its keys and values in another floating dtype (the log-bias keeps its own).
@@ -94,15 +84,7 @@ class CompactCache:
             device: target device; None keeps it.
             dtype: target dtype; None keeps it.
         """
-        layers = [
-            CompactLayer(
-                layer.keys.to(device=device, dtype=dtype),
-                layer.values.to(device=device, dtype=dtype),
-                None if layer.log_bias is None else layer.log_bias.to(device=device),
-            )
-            for layer in self.layers
-        ]
-        return replace(self, layers=layers)
+        return replace(self, layers=[layer.to(device, dtype) for layer in self.layers])
 
     def save(self, path: str | Path) -> None:
         """Writes a safetensors file with a checksum; the path holds the old file or the whole new one.
@@ -137,9 +119,8 @@ class CompactCache:
         layers = []
         for index in range(int(header["num_layers"])):
             prefix = f"layers.{index}."
-            layers.append(
-                CompactLayer(**{n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
-            )
+            fields: dict[str, Any] = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+            layers.append(RaggedLayer(**{"log_bias": None, **fields}) if "counts" in fields else CompactLayer(**fields))
         cache = cls(layers, int(header["num_tokens"]), header["fingerprint"], json.loads(header["metadata"]))
         if model is None:
             return cache
@@ -163,16 +144,20 @@ class CompactCache:
         model: PreTrainedModel,
         input_ids: Int[Tensor, "batch new"],
         attention_mask: Int[Tensor, "batch new"] | None = None,
+        *,
+        static_tokens: int | None = None,
     ) -> dict[str, Any]:
         """Keyword arguments with which ``model.generate`` or ``model`` goes on from the prefix.
 
         ``input_ids``, a fresh ``past_key_values``, and an ``attention_mask`` over ``num_tokens`` and the new tokens.
-        With a log-bias the model is switched to kvcat's attention function.
+        With a log-bias, or slots that differ in number, the model is switched to kvcat's attention function.
 
         Args:
             model: the model the cache was made with.
             input_ids: tokens after the prefix; one cached example serves any number of rows.
             attention_mask: 1 for tokens, 0 for padding on the left; None: no padding.
+            static_tokens: room for so many tokens behind the prefix, new and generated ones, is allocated at once, as
+                a compiled model needs it; None: the cache grows as they come.
 
         Raises:
             InputError: another model, no tokens, or a batch that does not fit.
@@ -185,42 +170,39 @@ class CompactCache:
             raise InputError(f"a cache of {self.batch_size} examples cannot serve {batch} rows of input_ids")
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(input_ids)
         mask = torch.cat([mask.new_ones(batch, self.num_tokens), mask], dim=-1)
-        return {"input_ids": input_ids, "past_key_values": self.to_transformers(model), "attention_mask": mask}
+        past = self.to_transformers(model, static_tokens=static_tokens)
+        return {"input_ids": input_ids, "past_key_values": past, "attention_mask": mask}
 
-    def to_transformers(self, model: PreTrainedModel, *, read_only: bool = False) -> Cache:
+    def to_transformers(
+        self, model: PreTrainedModel, *, read_only: bool = False, static_tokens: int | None = None
+    ) -> Cache:
         """A fresh transformers cache that starts with the compact prefix.
 
-        With a log-bias the model is switched to kvcat's attention function, because stock attention knows no bias.
+        With a log-bias, or slots that differ in number, the model is switched to kvcat's attention function, because
+        stock attention knows neither.
 
         Args:
             model: the model the cache was made with.
             read_only: forwards leave the cache as it is.
+            static_tokens: room for so many tokens behind the prefix, allocated once; None: it grows as they come.
+
+        Raises:
+            InputError: static_tokens below 1, or together with read_only.
         """
-        scales = attention_scales(model)
-        windows = layer_windows(model.config)
-        extended = self.has_log_bias
-        if extended:
+        if static_tokens is not None and (static_tokens < 1 or read_only):
+            raise InputError(f"static_tokens is {static_tokens}: room for at least 1, in a cache that is not read-only")
+        if self.has_log_bias or not self.is_uniform:
             # attention stands above this room in the import order
             importlib.import_module("kvcat.attention").enable(model)
-        prefix_layers: list[Any] = []
-        for index, layer in enumerate(self.layers):
-            keys = layer.keys
-            if extended:
-                keys = bias_channels(keys, layer.log_bias, scales.get(index, 1 / math.sqrt(keys.shape[-1])))
-            prefix_layers.append(
-                PrefixLayer(
-                    keys,
-                    layer.values,
-                    self.num_tokens,
-                    extended=extended,
-                    window=windows[index],
-                    read_only=read_only,
-                )
-            )
+        uniform, prefix_layers = self.is_uniform, []
+        for layer, window in zip(self.layers, layer_windows(model.config), strict=True):
+            if not uniform and isinstance(layer, CompactLayer) and layer.log_bias is None:
+                # masks are made for the first layer's slots; with a log-bias, attention takes this layer's part
+                layer = replace(layer, log_bias=torch.zeros(layer.keys.shape[:3], device=layer.keys.device))
+            if static_tokens is not None:
+                made = StaticPrefixLayer(layer, self.num_tokens, capacity=static_tokens, window=window)
+            else:
+                kind: Any = RaggedPrefixLayer if isinstance(layer, RaggedLayer) else PrefixLayer
+                made = kind(layer, self.num_tokens, window=window, read_only=read_only)
+            prefix_layers.append(made)
         return Cache(layers=prefix_layers)
-
-
-def attention_scales(model: nn.Module) -> dict[int, float]:
-    """The factor on q.k of every attention layer that states one, by layer index."""
-    stated = [(getattr(m, "layer_idx", None), getattr(m, "scaling", None)) for m in model.modules()]
-    return {i: scale for i, scale in stated if isinstance(i, int) and isinstance(scale, float)}

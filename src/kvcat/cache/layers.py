@@ -3,44 +3,24 @@
 # pyright: reportIncompatibleVariableOverride=false
 
 import torch
-from torch.nn.functional import pad
+from torch import nn
 from transformers.cache_utils import CacheLayerMixin
 
+from kvcat.cache.bias import Carried, attach_log_bias, carried_by
+from kvcat.cache.slots import CompactLayer, Layer
 from kvcat.errors import InputError
 from kvcat.types import Float, Int, Tensor
-
-EXTRA_CHANNELS = 8
-
-
-def bias_channels(
-    keys: Float[Tensor, "batch kv_heads slots head_dim"],
-    log_bias: Float[Tensor, "batch kv_heads slots"] | None,
-    scale: float,
-) -> Float[Tensor, "batch kv_heads slots extended_dim"]:
-    """Keys [k, log_bias / scale, 0...] with 8 more channels: a query [q, 1, 0...] adds the bias to its scaled score.
-
-    Args:
-        keys: keys after rotation.
-        log_bias: nats added to the score of each slot; None adds none.
-        scale: factor the attention applies to q.k, larger than 0.
-    """
-    if log_bias is None:
-        return pad(keys, (0, EXTRA_CHANNELS))
-    channel = (log_bias.to(torch.promote_types(keys.dtype, torch.float32)) / scale).to(keys.dtype).unsqueeze(-1)
-    return torch.cat([keys, pad(channel, (0, EXTRA_CHANNELS - 1))], dim=-1)
 
 
 class PrefixLayer(CacheLayerMixin):
     """One layer's compact prefix and the tokens after it, as transformers' attention sees them.
 
-    Positions go on from ``num_tokens`` (the prefix length), however few slots stand for the prefix. With a log-bias the
-    keys it returns have extra channels (``bias_channels``), which only kvcat's attention function understands.
+    Positions go on from ``num_tokens`` (the prefix length), however few slots stand for the prefix. The keys that it
+    returns carry the log-bias (``attach_log_bias``), which only kvcat's attention function adds.
 
     Args:
-        keys: keys of the slots, already extended if ``extended``.
-        values: values of the slots.
+        slots: the prefix, equally many slots in every head.
         num_tokens: prefix length in tokens, at least the number of slots.
-        extended: whether keys carry extra channels.
         window: sliding window of this layer in tokens, None without one.
         read_only: updates return slots and new tokens but store nothing (for optimisation and scoring).
     """
@@ -51,22 +31,14 @@ class PrefixLayer(CacheLayerMixin):
     is_croppable = True
     supports_early_init = False
 
-    def __init__(
-        self,
-        keys: Float[Tensor, "batch kv_heads slots key_dim"],
-        values: Float[Tensor, "batch kv_heads slots value_dim"],
-        num_tokens: int,
-        *,
-        extended: bool = False,
-        window: int | None = None,
-        read_only: bool = False,
-    ):
+    def __init__(self, slots: CompactLayer, num_tokens: int, *, window: int | None = None, read_only: bool = False):
         super().__init__()
-        self.keys, self.values = keys, values
-        self.num_slots, self.num_tokens, self.num_new = keys.shape[-2], num_tokens, 0
-        self.extended, self.window, self.read_only = extended, window, read_only
-        self.dtype, self.device = keys.dtype, keys.device
+        self.keys, self.values, self.log_bias = slots.keys, slots.values, slots.log_bias
+        self.num_slots, self.num_tokens, self.num_new = slots.num_slots, num_tokens, 0
+        self.window, self.read_only = window, read_only
+        self.dtype, self.device = slots.keys.dtype, slots.keys.device
         self.is_initialized = True
+        self._sent: Carried | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: the slots are there from the start."""
@@ -79,24 +51,30 @@ class PrefixLayer(CacheLayerMixin):
         Raises:
             InputError: the batch is no multiple of the cache's, or a sliding window no longer covers everything.
         """
-        batch, rows = key_states.shape[0], self.keys.shape[0]
-        total = self.num_tokens + self.num_new + key_states.shape[-2]
-        if batch % rows:
-            raise InputError(f"a cache of {rows} examples cannot serve a batch of {batch}")
-        if self.window is not None and total > self.window:
-            raise InputError(
-                f"{total} tokens exceed the sliding window of {self.window}: not supported with a compact cache"
-            )
-        if self.extended:
-            key_states = pad(key_states, (0, EXTRA_CHANNELS))
-        repeats = batch // rows
-        keys = self.keys.repeat_interleave(repeats, dim=0) if repeats > 1 else self.keys
-        values = self.values.repeat_interleave(repeats, dim=0) if repeats > 1 else self.values
+        check_window(self.window, self.num_tokens + self.num_new + key_states.shape[-2])
+        repeats = repeats_for(key_states.shape[0], self.keys.shape[0])
+        keys, values, log_bias = (repeat_rows(x, repeats) for x in (self.keys, self.values, self.log_bias))
+        assert keys is not None
+        assert values is not None
         keys = torch.cat([keys.to(key_states.dtype), key_states], dim=-2)
         values = torch.cat([values.to(value_states.dtype), value_states], dim=-2)
         if not self.read_only:
-            self.keys, self.values, self.num_new = keys, values, self.num_new + key_states.shape[-2]
-        return keys, values
+            self.keys, self.values, self.log_bias = keys, values, log_bias
+            self.num_new += key_states.shape[-2]
+        return self._carrying(keys, log_bias), values
+
+    def _carrying(self, keys: Tensor, log_bias: Tensor | None) -> Tensor:
+        if log_bias is None:
+            return keys
+        if self._sent is not None and not self._sent.taken:
+            raise InputError("the log-bias of a compact cache did not reach attention: this model is not supported")
+        self._sent = carried_by(attach_log_bias(keys, log_bias))
+        return keys
+
+    def new_tokens(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of the tokens that followed the prefix."""
+        start = self.keys.shape[-2] - self.num_new
+        return self.keys[..., start:, :], self.values[..., start:, :]
 
     def get_seq_length(self) -> int:
         """Position of the next token."""
@@ -129,10 +107,157 @@ class PrefixLayer(CacheLayerMixin):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats every row."""
-        self.keys = self.keys.repeat_interleave(repeats, dim=0)
-        self.values = self.values.repeat_interleave(repeats, dim=0)
+        self.batch_select_indices(torch.arange(self.keys.shape[0]).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Int[Tensor, " rows"]) -> None:
         """Keeps the given rows."""
-        self.keys = self.keys[indices]
-        self.values = self.values[indices]
+        rows = indices.to(self.keys.device)
+        self.keys, self.values = self.keys[rows], self.values[rows]
+        self.log_bias = None if self.log_bias is None else self.log_bias[rows]
+
+    def reorder_cache(self, beam_idx: Int[Tensor, " rows"]) -> None:
+        """Rows in the order of the surviving beams."""
+        self.batch_select_indices(beam_idx)
+
+
+class RaggedPrefixLayer(PrefixLayer):
+    """A prefix whose heads keep different numbers of slots, padded only while its layer attends.
+
+    Args:
+        slots: the prefix.
+        num_tokens, window, read_only: as in ``PrefixLayer``.
+    """
+
+    def __init__(self, slots: Layer, num_tokens: int, *, window: int | None = None, read_only: bool = False):
+        shape = (slots.batch_size, slots.counts.shape[1], 0)
+        empty = CompactLayer(*(x.new_zeros(*shape, x.shape[-1]) for x in (slots.keys, slots.values)))
+        super().__init__(empty, num_tokens, window=window, read_only=read_only)
+        self.prefix, self.num_slots = slots, slots.num_slots
+        self.rows = torch.arange(slots.batch_size, device=slots.keys.device)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Keys and values of slots and all tokens so far, padded heads hidden by their log-bias."""
+        repeats = repeats_for(key_states.shape[0], len(self.rows))
+        rows = self.rows.repeat_interleave(repeats)
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        if not self.read_only:
+            self.rows = rows
+        slots = self.prefix.padded()
+        assert slots.log_bias is not None
+        keys = torch.cat([slots.keys[rows].to(keys.dtype), keys], dim=-2)
+        values = torch.cat([slots.values[rows].to(values.dtype), values], dim=-2)
+        return self._carrying(keys, slots.log_bias[rows]), values
+
+    def batch_select_indices(self, indices: Int[Tensor, " rows"]) -> None:
+        """Keeps the given rows."""
+        super().batch_select_indices(indices)
+        self.rows = self.rows[indices.to(self.rows.device)]
+
+
+class StaticPrefixLayer(PrefixLayer):
+    """A prefix with room for a fixed number of tokens, allocated once, as transformers' ``StaticLayer``.
+
+    Shapes never change, so that a compiled model is compiled once. Heads with fewer slots than the fullest are padded.
+
+    Args:
+        slots: the prefix.
+        num_tokens, window: as in ``PrefixLayer``.
+        capacity: most tokens that may follow the prefix, at least 1.
+    """
+
+    is_compileable = True
+    is_croppable = False
+
+    def __init__(self, slots: Layer, num_tokens: int, *, capacity: int, window: int | None = None):
+        super().__init__(slots.padded(), num_tokens, window=window)
+        check_window(window, num_tokens + capacity)
+        self.capacity, self.is_initialized = capacity, False
+        self.cumulative_length = torch.tensor(0, device=self.device)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocates the room, in the dtype and for the batch of the first tokens."""
+        repeats = repeats_for(key_states.shape[0], self.keys.shape[0])
+
+        def roomy(slots: Tensor, like: Tensor) -> Tensor:
+            repeated = slots.repeat_interleave(repeats, dim=0).to(like)
+            return nn.functional.pad(repeated, (0, 0, 0, self.capacity))
+
+        self.keys, self.values = roomy(self.keys, key_states), roomy(self.values, value_states)
+        self.log_bias = repeat_rows(self.log_bias, repeats)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_args, **_kwargs) -> tuple[Tensor, Tensor]:
+        """All room there is, the new tokens written behind those before.
+
+        Raises:
+            InputError: more tokens than there is room for, or a batch that is no multiple of the cache's.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        count = key_states.shape[-2]
+        at = torch.arange(count, device=self.device) + self.num_slots + self.cumulative_length
+        if not torch.compiler.is_compiling() and int(at[-1]) >= self.keys.shape[-2]:
+            raise InputError(f"more tokens than the static cache has room for: {self.capacity}")
+        self.cumulative_length.add_(count)
+        self.keys.index_copy_(2, at, key_states)
+        self.values.index_copy_(2, at, value_states)
+        return self._carrying(self.keys.view_as(self.keys), self.log_bias), self.values
+
+    def new_tokens(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of the tokens that followed the prefix."""
+        own = slice(self.num_slots, self.num_slots + int(self.cumulative_length))
+        return self.keys[..., own, :], self.values[..., own, :]
+
+    def get_seq_length(self) -> Tensor:  # type: ignore[override]
+        """Position of the next token, as a tensor, which a compiled model reads without being compiled anew."""
+        return self.num_tokens + self.cumulative_length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:  # noqa: ARG002
+        """Number of keys and the position the first of them stands at in the mask."""
+        return self.num_slots + self.capacity, self.num_tokens - self.num_slots
+
+    def get_max_length(self) -> int:
+        """Prefix and room."""
+        return self.num_tokens + self.capacity
+
+    def reset(self) -> None:
+        """Drops the new tokens and keeps the prefix."""
+        self.cumulative_length.zero_()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Not there: a static cache forgets all new tokens (``reset``) or none.
+
+        Raises:
+            InputError: always.
+        """
+        raise InputError(f"a static cache cannot be cropped by {-tokens_to_remove} tokens")
+
+
+def check_window(window: int | None, total: int) -> None:
+    """Refuses more tokens than a sliding window covers.
+
+    Args:
+        window: sliding window in tokens, None without one.
+        total: tokens up to and with the newest.
+
+    Raises:
+        InputError: the window no longer covers everything.
+    """
+    if window is not None and total > window:
+        raise InputError(f"{total} tokens exceed the sliding window of {window}: not supported with a compact cache")
+
+
+def repeats_for(batch: int, rows: int) -> int:
+    """How often every row of a cache is repeated to serve a batch.
+
+    Raises:
+        InputError: the batch is no multiple of the rows.
+    """
+    if batch % rows:
+        raise InputError(f"a cache of {rows} examples cannot serve a batch of {batch}")
+    return batch // rows
+
+
+def repeat_rows(states: Float[Tensor, "rows ..."] | None, repeats: int) -> Float[Tensor, "batch ..."] | None:
+    """Every row so many times, one after the other; None stays None."""
+    return states if states is None or repeats == 1 else states.repeat_interleave(repeats, dim=0)

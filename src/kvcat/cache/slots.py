@@ -1,0 +1,175 @@
+"""The slots of one layer: equally many in every head, or as many as each head deserves."""
+
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+
+from kvcat.errors import InputError
+from kvcat.types import Float, Int, Tensor
+
+Head = tuple[Float[Tensor, "slots head_dim"], Float[Tensor, "slots value_dim"], Float[Tensor, " slots"] | None]
+
+
+@dataclass(frozen=True)
+class CompactLayer:
+    """Keys and values of one layer's slots, and what is added to the scores of each slot.
+
+    Args:
+        keys: keys after rotation at their original positions.
+        values: values.
+        log_bias: nats added to the scaled score of each slot; None adds none.
+    """
+
+    keys: Float[Tensor, "batch kv_heads slots head_dim"]
+    values: Float[Tensor, "batch kv_heads slots value_dim"]
+    log_bias: Float[Tensor, "batch kv_heads slots"] | None = None
+
+    @property
+    def batch_size(self) -> int:
+        """Number of examples."""
+        return self.keys.shape[0]
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of the fullest head: of every head."""
+        return self.keys.shape[2]
+
+    @property
+    def counts(self) -> Int[Tensor, "batch kv_heads"]:
+        """Slots of every head."""
+        return torch.full(self.keys.shape[:2], self.num_slots)
+
+    def head(self, example: int, head: int) -> Head:
+        """Keys, values and log-bias of one head.
+
+        Args:
+            example: row of the batch.
+            head: KV head.
+        """
+        bias = None if self.log_bias is None else self.log_bias[example, head]
+        return self.keys[example, head], self.values[example, head], bias
+
+    def padded(self) -> "CompactLayer":
+        """The layer itself: nothing is missing."""
+        return self
+
+    def select(self, rows: Int[Tensor, " rows"] | list[int] | slice) -> "CompactLayer":
+        """The given examples."""
+        return CompactLayer(**{name: tensor[rows] for name, tensor in self.tensors().items()})
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "CompactLayer":
+        """On another device, keys and values in another dtype; the log-bias keeps its own."""
+        bias = None if self.log_bias is None else self.log_bias.to(device=device)
+        return CompactLayer(self.keys.to(device, dtype), self.values.to(device, dtype), bias)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors there are, by field name."""
+        fields = {"keys": self.keys, "values": self.values, "log_bias": self.log_bias}
+        return {name: tensor for name, tensor in fields.items() if tensor is not None}
+
+    @staticmethod
+    def ragged(
+        keys: list[list[Tensor]], values: list[list[Tensor]], log_bias: list[list[Tensor]] | None = None
+    ) -> "RaggedLayer":
+        """A layer whose heads have slots of their own number.
+
+        Args:
+            keys: per example and KV head, keys after rotation (slots, head_dim), at least one slot.
+            values: likewise, (slots, value_dim).
+            log_bias: likewise, (slots,); None adds none.
+        """
+        counts = torch.tensor([[len(head) for head in row] for row in keys])
+        bias = None if log_bias is None else torch.cat([head for row in log_bias for head in row])
+        flat_keys, flat_values = (torch.cat([head for row in part for head in row]) for part in (keys, values))
+        return RaggedLayer(flat_keys, flat_values, bias, counts)
+
+
+@dataclass(frozen=True)
+class RaggedLayer:
+    """Slots of one layer whose heads keep different numbers of them, one head after the other in one tensor.
+
+    Args:
+        keys: of all heads of the first example, then of the next.
+        values: in the same order.
+        log_bias: in the same order, nats; None adds none.
+        counts: slots of every head, at least 1; on the CPU.
+
+    Raises:
+        InputError: a head without slots, or counts that do not add up.
+    """
+
+    keys: Float[Tensor, "total_slots head_dim"]
+    values: Float[Tensor, "total_slots value_dim"]
+    log_bias: Float[Tensor, " total_slots"] | None
+    counts: Int[Tensor, "batch kv_heads"]
+
+    def __post_init__(self) -> None:
+        lengths = {len(tensor) for tensor in (self.keys, self.values, self.log_bias) if tensor is not None}
+        if self.counts.numel() == 0 or int(self.counts.min()) < 1:
+            raise InputError("a head without slots: every head keeps at least one")
+        if lengths != {int(self.counts.sum())}:
+            raise InputError(f"heads of {int(self.counts.sum())} slots in all do not fit tensors of {sorted(lengths)}")
+
+    @property
+    def batch_size(self) -> int:
+        """Number of examples."""
+        return self.counts.shape[0]
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of the fullest head."""
+        return int(self.counts.max())
+
+    def head(self, example: int, head: int) -> Head:
+        """Keys, values and log-bias of one head.
+
+        Args:
+            example: row of the batch.
+            head: KV head.
+        """
+        index = example * self.counts.shape[1] + head
+        start = int(self.counts.flatten()[:index].sum())
+        own = slice(start, start + int(self.counts[example, head]))
+        return self.keys[own], self.values[own], None if self.log_bias is None else self.log_bias[own]
+
+    def padded(self) -> CompactLayer:
+        """All heads with as many slots as the fullest; those added have a log-bias of -inf: no query sees them."""
+        batch, kv_heads = self.counts.shape
+        wide = self.num_slots
+        counts = self.counts.to(self.keys.device)
+        there = (torch.arange(wide, device=counts.device) < counts.unsqueeze(-1)).flatten()
+        bias = self.keys.new_full((len(there),), -torch.inf, dtype=torch.promote_types(self.keys.dtype, torch.float32))
+        bias[there] = 0.0 if self.log_bias is None else self.log_bias.to(bias.dtype)
+
+        def spread(flat: Tensor) -> Tensor:
+            result = flat.new_zeros(len(there), flat.shape[-1])
+            result[there] = flat
+            return result.view(batch, kv_heads, wide, -1)
+
+        return CompactLayer(spread(self.keys), spread(self.values), bias.view(batch, kv_heads, wide))
+
+    def select(self, rows: Int[Tensor, " rows"] | list[int] | slice) -> "RaggedLayer":
+        """The given examples."""
+        chosen = torch.arange(self.batch_size)[rows].tolist()
+        ends = [0, *accumulate(self.counts.sum(1).tolist())]
+        spans = [slice(start, stop) for start, stop in pairwise(ends)]
+
+        def taken(flat: Tensor) -> Tensor:
+            return torch.cat([flat[spans[row]] for row in chosen])
+
+        bias = None if self.log_bias is None else taken(self.log_bias)
+        return RaggedLayer(taken(self.keys), taken(self.values), bias, self.counts[chosen])
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "RaggedLayer":
+        """On another device, keys and values in another dtype; the log-bias keeps its own."""
+        bias = None if self.log_bias is None else self.log_bias.to(device=device)
+        return RaggedLayer(self.keys.to(device, dtype), self.values.to(device, dtype), bias, self.counts)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors there are, by field name."""
+        fields = {"keys": self.keys, "values": self.values, "log_bias": self.log_bias, "counts": self.counts}
+        return {name: tensor for name, tensor in fields.items() if tensor is not None}
+
+
+Layer = CompactLayer | RaggedLayer
