@@ -9,10 +9,10 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from kvcat.attention.compact import attend_compact
+from kvcat.attention.compact import attend_compact, attend_ragged
 from kvcat.attention.fast import attend_twice, attend_within
 from kvcat.attention.gates import Gate, layer_number
-from kvcat.cache import log_bias_of
+from kvcat.cache import CarriedSlots, carried_by
 from kvcat.errors import InputError
 from kvcat.types import Float, Tensor
 
@@ -65,7 +65,7 @@ def kvcat_attention(
 
     - ``kv_gate``: the first rows attend densely, the last rows over the gate's slots (as many rows as the gate has);
       or, where the gate has a ``prefix_len``, see ``attend_twice``.
-    - keys of a compact cache that carry the log-bias of their slots (``attach_log_bias``): it is added to the scores.
+    - keys of a compact cache that carry the log-bias of their slots, or slots that differ in number from head to head.
     - ``kv_recorder``: sees queries, keys and values after rotation, and says what is attended to.
 
     Args:
@@ -84,10 +84,13 @@ def kvcat_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if kv_recorder is not None:
         key, value = kv_recorder.record(layer_number(module), query, key, value, scale)
-    log_bias = log_bias_of(key)
-    if log_bias is not None:
+    carried = carried_by(key)
+    if carried is not None:
         _refuse_unsupported(module, kwargs)
-        out = attend_compact(query, key, value, log_bias, attention_mask, scale=scale, dropout=dropout)
+        if isinstance(carried, CarriedSlots):
+            out = attend_ragged(query, key, value, carried.slots, carried.rows, attention_mask, scale=scale)
+        else:
+            out = attend_compact(query, key, value, carried.log_bias, attention_mask, scale=scale, dropout=dropout)
         return out.transpose(1, 2).contiguous(), None
     if kv_gate is None:
         return sdpa_attention_forward(

@@ -1,6 +1,6 @@
 """Compact caches: the prefix in few slots, on disk and in transformers."""
 
-from kvcat.cache.bias import attach_log_bias, log_bias_of
+from kvcat.cache.carrying import CarriedSlots, attach_log_bias, carried_by, log_bias_of
 from kvcat.cache.compact import CompactCache
 from kvcat.cache.fingerprint import fingerprint
 from kvcat.cache.layers import PrefixLayer
@@ -8,6 +8,6 @@ from kvcat.cache.slots import CompactLayer, RaggedLayer
 from kvcat.cache.windows import layer_windows
 
 __all__ = [
-    "CompactCache", "CompactLayer", "PrefixLayer", "RaggedLayer", "attach_log_bias", "fingerprint", "layer_windows",
-    "log_bias_of",
+    "CarriedSlots", "CompactCache", "CompactLayer", "PrefixLayer", "RaggedLayer", "attach_log_bias", "carried_by",
+    "fingerprint", "layer_windows", "log_bias_of",
 ]  # fmt: skip

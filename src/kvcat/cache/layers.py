@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from transformers.cache_utils import CacheLayerMixin
 
-from kvcat.cache.bias import Carried, attach_log_bias, carried_by
-from kvcat.cache.slots import CompactLayer, Layer
+from kvcat.cache.carrying import Carried, CarriedBias, CarriedSlots, attach
+from kvcat.cache.slots import CompactLayer, Layer, RaggedLayer
 from kvcat.errors import InputError
 from kvcat.types import Float, Int, Tensor
 
@@ -16,7 +16,7 @@ class PrefixLayer(CacheLayerMixin):
     """One layer's compact prefix and the tokens after it, as transformers' attention sees them.
 
     Positions go on from ``num_tokens`` (the prefix length), however few slots stand for the prefix. The keys that it
-    returns carry the log-bias (``attach_log_bias``), which only kvcat's attention function adds.
+    returns carry the log-bias (``CarriedBias``), which only kvcat's attention function adds.
 
     Args:
         slots: the prefix, equally many slots in every head.
@@ -61,15 +61,13 @@ class PrefixLayer(CacheLayerMixin):
         if not self.read_only:
             self.keys, self.values, self.log_bias = keys, values, log_bias
             self.num_new += key_states.shape[-2]
-        return self._carrying(keys, log_bias), values
+        return self._carrying(keys, None if log_bias is None else CarriedBias(log_bias)), values
 
-    def _carrying(self, keys: Tensor, log_bias: Tensor | None) -> Tensor:
-        if log_bias is None:
-            return keys
+    def _carrying(self, keys: Tensor, carried: Carried | None) -> Tensor:
         if self._sent is not None and not self._sent.taken:
-            raise InputError("the log-bias of a compact cache did not reach attention: this model is not supported")
-        self._sent = carried_by(attach_log_bias(keys, log_bias))
-        return keys
+            raise InputError("the slots of a compact cache did not reach attention: this model is not supported")
+        self._sent = carried
+        return keys if carried is None else attach(keys, carried)
 
     def new_tokens(self) -> tuple[Tensor, Tensor]:
         """Keys and values of the tokens that followed the prefix."""
@@ -121,14 +119,16 @@ class PrefixLayer(CacheLayerMixin):
 
 
 class RaggedPrefixLayer(PrefixLayer):
-    """A prefix whose heads keep different numbers of slots, padded only while its layer attends.
+    """A prefix whose heads keep different numbers of slots; its keys and values are those of the new tokens alone.
+
+    The slots travel beside them (``CarriedSlots``) and are never padded or copied.
 
     Args:
         slots: the prefix.
         num_tokens, window, read_only: as in ``PrefixLayer``.
     """
 
-    def __init__(self, slots: Layer, num_tokens: int, *, window: int | None = None, read_only: bool = False):
+    def __init__(self, slots: RaggedLayer, num_tokens: int, *, window: int | None = None, read_only: bool = False):
         shape = (slots.batch_size, slots.counts.shape[1], 0)
         empty = CompactLayer(*(x.new_zeros(*shape, x.shape[-1]) for x in (slots.keys, slots.values)))
         super().__init__(empty, num_tokens, window=window, read_only=read_only)
@@ -136,17 +136,12 @@ class RaggedPrefixLayer(PrefixLayer):
         self.rows = torch.arange(slots.batch_size, device=slots.keys.device)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Keys and values of slots and all tokens so far, padded heads hidden by their log-bias."""
-        repeats = repeats_for(key_states.shape[0], len(self.rows))
-        rows = self.rows.repeat_interleave(repeats)
+        """Keys and values of all new tokens so far, carrying the slots."""
+        rows = self.rows.repeat_interleave(repeats_for(key_states.shape[0], len(self.rows)))
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         if not self.read_only:
             self.rows = rows
-        slots = self.prefix.padded()
-        assert slots.log_bias is not None
-        keys = torch.cat([slots.keys[rows].to(keys.dtype), keys], dim=-2)
-        values = torch.cat([slots.values[rows].to(values.dtype), values], dim=-2)
-        return self._carrying(keys, slots.log_bias[rows]), values
+        return self._carrying(keys, CarriedSlots(self.prefix, rows)), values
 
     def batch_select_indices(self, indices: Int[Tensor, " rows"]) -> None:
         """Keeps the given rows."""
@@ -201,7 +196,8 @@ class StaticPrefixLayer(PrefixLayer):
         self.cumulative_length.add_(count)
         self.keys.index_copy_(2, at, key_states)
         self.values.index_copy_(2, at, value_states)
-        return self._carrying(self.keys.view_as(self.keys), self.log_bias), self.values
+        carried = None if self.log_bias is None else CarriedBias(self.log_bias)
+        return self._carrying(self.keys.view_as(self.keys), carried), self.values
 
     def new_tokens(self) -> tuple[Tensor, Tensor]:
         """Keys and values of the tokens that followed the prefix."""

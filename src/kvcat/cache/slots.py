@@ -1,6 +1,7 @@
 """The slots of one layer: equally many in every head, or as many as each head deserves."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 import torch
@@ -111,6 +112,10 @@ class RaggedLayer:
         if lengths != {int(self.counts.sum())}:
             raise InputError(f"heads of {int(self.counts.sum())} slots in all do not fit tensors of {sorted(lengths)}")
 
+    @cached_property
+    def _ends(self) -> list[int]:
+        return [0, *accumulate(self.counts.flatten().tolist())]
+
     @property
     def batch_size(self) -> int:
         """Number of examples."""
@@ -128,9 +133,9 @@ class RaggedLayer:
             example: row of the batch.
             head: KV head.
         """
+        ends = self._ends
         index = example * self.counts.shape[1] + head
-        start = int(self.counts.flatten()[:index].sum())
-        own = slice(start, start + int(self.counts[example, head]))
+        own = slice(ends[index], ends[index + 1])
         return self.keys[own], self.values[own], None if self.log_bias is None else self.log_bias[own]
 
     def padded(self) -> CompactLayer:
