@@ -248,6 +248,12 @@ def test_the_self_test_notices_a_model_that_ignores_the_gate():
         self_test(model)
 
 
+def test_the_self_test_notices_keys_that_lose_their_log_bias(monkeypatch):
+    monkeypatch.setattr("kvcat.attention.interface.carried_by", lambda keys: None)
+    with pytest.raises(InputError, match="Qwen2ForCausalLM is not supported: the log-bias .* does not reach"):
+        self_test(supported("qwen2", dtype=torch.float32))
+
+
 def test_the_self_test_notices_suffixes_that_see_every_slot(monkeypatch):
     def blind(q, k, v, keep, prefix_len, **options):
         return attend_twice(q, k, v, torch.ones_like(keep), prefix_len, **options)

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ class CompactCache:
         metadata: how it was made (method, keep ratio, ...), as text.
     """
 
-    layers: list[CompactLayer] | list[RaggedLayer] | list[Layer]
+    layers: Sequence[Layer]
     num_tokens: int
     fingerprint: str
     metadata: dict[str, str] = field(default_factory=dict)

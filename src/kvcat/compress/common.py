@@ -2,11 +2,13 @@
 
 import hashlib
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 import torch
 
-from kvcat.cache import CompactCache, CompactLayer
+from kvcat.cache import CompactCache, CompactLayer, RaggedLayer
 from kvcat.compress.tracing import Trace
 from kvcat.errors import InputError
 from kvcat.types import Float, Int, Tensor
@@ -48,7 +50,7 @@ def slots_for(prefix_len: int, keep_ratio: float | int | None, num_slots: int | 
 
 
 def compact_cache(
-    trace: Trace, layers: list[CompactLayer], method: str, options: dict[str, object] | None = None
+    trace: Trace, layers: Sequence[CompactLayer | RaggedLayer], method: str, options: dict[str, object] | None = None
 ) -> CompactCache:
     """A compact cache of this trace that tells how it was made.
 
@@ -58,10 +60,11 @@ def compact_cache(
         method: name of the method.
         options: further facts for the metadata.
     """
-    slots = layers[0].keys.shape[-2]
-    facts = {"method": method, "num_slots": slots, "keep_ratio": f"{slots / trace.prefix_len:.6g}", **(options or {})}
-    facts["supervision"] = trace.supervision
-    return CompactCache(layers, trace.prefix_len, trace.fingerprint, {key: str(fact) for key, fact in facts.items()})
+    cache = CompactCache(layers, trace.prefix_len, trace.fingerprint)
+    slots = cache.mean_slots
+    facts: dict[str, object] = {"method": method, "num_slots": f"{slots:.6g}"}
+    facts |= {"keep_ratio": f"{slots / trace.prefix_len:.6g}", **(options or {}), "supervision": trace.supervision}
+    return replace(cache, metadata={key: str(fact) for key, fact in facts.items()})
 
 
 def example_generators(trace: Trace, seed: int) -> list[torch.Generator]:

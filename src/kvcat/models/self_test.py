@@ -2,9 +2,10 @@
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from kvcat.attention import NAME, Recorder, SlotGate, enable, layer_number
+from kvcat.cache import CompactLayer, PrefixLayer, layer_windows
 from kvcat.errors import InputError
 from kvcat.models.head import logits_from_hidden
 from kvcat.models.masked_pass import MaskedPass
@@ -33,7 +34,9 @@ def self_test(model: PreTrainedModel, *, split: bool = False) -> None:
 
     On 16 random tokens: every layer attends through kvcat's attention; dense rows equal the stock model (transformers'
     eager attention); a random gate changes the masked rows, and only where a slot is hidden before them; the gate gets
-    gradients; ``logits_from_hidden`` equals the model's own head. Parameters' gradients are left alone.
+    gradients; ``logits_from_hidden`` equals the model's own head; tokens behind a compact cache of all slots equal the
+    stock model, and a log-bias of its slots changes them (not asked of shorter sliding windows). Parameters' gradients
+    are left alone.
 
     Args:
         model: a causal LM; it is left with kvcat's attention.
@@ -69,9 +72,17 @@ def _run(model: PreTrainedModel, kind: str) -> None:
         recorder = Recorder()
         hidden = hidden_states(model, input_ids=tokens, use_cache=False, kv_recorder=recorder)
         own_head = logits_from_hidden(model, hidden)
+        windows = [window for window in layer_windows(model.config) if window is not None]
+        spreads = (0.0, 1.0) if min(windows, default=_TOKENS) >= tokens.shape[1] else ()
+        behind = [_behind_slots(model, tokens, recorder, spread) for spread in spreads]
     _demand(_distance(logits[:batch], stock) < tolerance, kind, "the dense rows differ from the stock model")
     _demand(_distance(own_head, stock) < tolerance, kind, "its head does more than a matrix, a scale and a soft-cap")
     _demand(len(recorder.keys) == len(decoder_layers(model)), kind, "not every layer shows its keys")
+    if behind:
+        told = "tokens behind a compact cache differ from the stock model"
+        _demand(_distance(behind[0], stock[:, tokens.shape[1] // 2 :]) < tolerance, kind, told)
+        told = "the log-bias of a compact cache does not reach its attention"
+        _demand(not torch.equal(behind[0], behind[1]), kind, told)
     before, after = logits[batch:, :2], logits[batch:, 2:]
     _demand(_distance(before, stock[:, :2]) < tolerance, kind, "hidden slots change earlier tokens")
     moved = (after.float() - stock[:, 2:].float()).norm() / stock.float().norm()
@@ -123,6 +134,22 @@ def _gated_logits(
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _behind_slots(
+    model: PreTrainedModel, tokens: Int[Tensor, "batch tokens"], seen: Recorder, spread: float
+) -> Float[Tensor, "batch suffix vocab"]:
+    """Logits of the second half behind a compact cache of the first half's slots, log-bias from -spread to spread."""
+    half = tokens.shape[1] // 2
+    bias = torch.linspace(-spread, spread, half, device=tokens.device)
+    layers = []
+    for index in range(len(seen.keys)):
+        keys, values = seen.keys[index][:, :, :half], seen.values[index][:, :, :half]
+        slots = CompactLayer(keys, values, bias.expand(*keys.shape[:2], half))
+        layers.append(PrefixLayer(slots, half, read_only=True))
+    past = Cache(layers=layers)
+    hidden = hidden_states(model, input_ids=tokens[:, half:], past_key_values=past, use_cache=True)
+    return logits_from_hidden(model, hidden)
 
 
 def _stock_logits(model: PreTrainedModel, tokens: Int[Tensor, "batch tokens"]) -> Float[Tensor, "batch tokens vocab"]:
