@@ -1,0 +1,51 @@
+"""Compressors by name, with their options, as a command line gives them."""
+
+import json
+from typing import Any
+
+from kvcat.errors import InputError
+
+
+def parse_method(spec: str) -> tuple[str, dict[str, Any]]:
+    """Name and options of ``NAME,option=value,...``, such as ``gradient,num_steps=20,init=random``.
+
+    Values are JSON (numbers, true, false, null, lists); what is not JSON is text.
+
+    Args:
+        spec: as above; options may be missing.
+
+    Raises:
+        InputError: no name, an option without a value, or one that is given twice.
+    """
+    name, *parts = _split(spec)
+    if not name or "=" in name:
+        raise InputError(f"{spec!r} names no method: it reads NAME,option=value,...")
+    options: dict[str, Any] = {}
+    for part in parts:
+        option, equals, value = part.partition("=")
+        if not equals or not option or not value:
+            raise InputError(f"{part!r} in method {spec!r} is no option=value")
+        if option in options:
+            raise InputError(f"option {option} is given twice in method {spec!r}")
+        options[option] = _value(value)
+    return name, options
+
+
+def _split(spec: str) -> list[str]:
+    """Parts between commas, those within brackets left alone."""
+    parts, depth = [""], 0
+    for letter in spec:
+        depth += (letter == "[") - (letter == "]")
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
+
+
+def _value(text: str) -> Any:
+    try:
+        value = json.loads({"None": "null", "none": "null", "True": "true", "False": "false"}.get(text, text))
+    except ValueError:
+        return text
+    return tuple(value) if isinstance(value, list) else value
