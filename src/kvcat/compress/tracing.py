@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +21,10 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True)
 class Trace:
-    """Keys, values and queries of one dense forward, split at the end of the prefix.
+    """Keys, values and queries of one forward, split at the end of the prefix.
+
+    The forward is dense, or goes on from a compact cache: then the slots of the prefix are those of the cache and of
+    the tokens behind it.
 
     Args:
         model: the model that ran.
@@ -29,14 +32,16 @@ class Trace:
         prefix_len: number of tokens to compress.
         supervision: whose queries a compressor may use: "suffix" the later tokens', "self" the prefix's own.
         supervision_start: first position whose query and teacher logits supervise.
-        keys: per layer, keys of the prefix after rotation.
-        values: per layer, values of the prefix.
+        keys: per layer, keys of the prefix's slots after rotation: one per token, fewer behind a compact cache.
+        values: per layer, their values.
         queries: per layer, queries after rotation of the positions from ``supervision_start`` on ("suffix"), or of the
             whole prefix ("self").
         tail_queries: per layer, queries after rotation of the last positions of the prefix, at most 32 of them.
         scales: per layer, the factor on q.k.
         hidden: input of the head at the positions from the last of the prefix on.
         fingerprint: identifies the model's weights.
+        past_len: tokens that a compact cache stood for; 0: none.
+        log_bias: per layer, nats added to the scores of the prefix's slots; None: none.
     """
 
     model: PreTrainedModel
@@ -44,19 +49,28 @@ class Trace:
     prefix_len: int
     supervision: str
     supervision_start: int
-    keys: list[Float[Tensor, "batch kv_heads prefix head_dim"]]
-    values: list[Float[Tensor, "batch kv_heads prefix value_dim"]]
+    keys: list[Float[Tensor, "batch kv_heads slots head_dim"]]
+    values: list[Float[Tensor, "batch kv_heads slots value_dim"]]
     queries: list[Float[Tensor, "batch heads queries head_dim"]]
     tail_queries: list[Float[Tensor, "batch heads tail head_dim"]]
     scales: list[float]
     hidden: Float[Tensor, "batch positions hidden"]
     fingerprint: str
+    past_len: int = 0
+    log_bias: list[Float[Tensor, "batch kv_heads slots"]] | None = None
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def num_tokens(self) -> int:
         """Length of the prefix: the position of the token after it."""
         return self.prefix_len
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of the prefix in every layer and head; what a compressor can keep at most."""
+        if self.log_bias is None:
+            return self.keys[0].shape[2]
+        return min(int((bias > -torch.inf).sum(-1).min()) for bias in self.log_bias)
 
     @property
     def batch_size(self) -> int:
@@ -84,10 +98,11 @@ class Trace:
             return logits_from_hidden(self.model, self.hidden[:, start + 1 : stop + 1])
 
     def dense_cache(self) -> CompactCache:
-        """The prefix uncompressed: one slot per token."""
-        layers = [CompactLayer(k, v) for k, v in zip(self.keys, self.values, strict=True)]
+        """The prefix with all its slots: one per token, but for what was compact before."""
+        biases = self.log_bias or [None] * len(self.keys)
+        layers = [CompactLayer(*parts) for parts in zip(self.keys, self.values, biases, strict=True)]
         return CompactCache(
-            layers, self.prefix_len, self.fingerprint, {"method": "dense", "num_slots": str(self.prefix_len)}
+            layers, self.prefix_len, self.fingerprint, {"method": "dense", "num_slots": str(self.num_slots)}
         )
 
     def prefix_queries(self, start: int) -> list[Float[Tensor, "batch heads queries head_dim"]]:
@@ -95,7 +110,14 @@ class Trace:
 
         Args:
             start: first position, in [0, prefix_len).
+
+        Raises:
+            InputError: a compact cache stood for part of the prefix: its queries are gone.
         """
+        if self.past_len:
+            raise InputError(
+                "eviction by attention needs the queries of the whole prefix, part of which is compact already"
+            )
         if self.supervision == "self":
             return [q[:, :, start:] for q in self.queries]
         count = self.prefix_len - start
@@ -122,18 +144,21 @@ def trace(
     prefix_len: int | None = None,
     *,
     supervision: str = "suffix",
+    past: CompactCache | None = None,
 ) -> Trace:
-    """One dense forward over prefix and suffix, kept for compression and for comparison.
+    """One forward over prefix and suffix, kept for compression and for comparison.
 
     Args:
         model: a decoder-only transformers model.
         input_ids: windows of equal length, or a reconstruction sequence, which brings its own prefix length.
         prefix_len: number of tokens to compress, in [1, tokens); with "self" up to all tokens, which is the default.
         supervision: "suffix" lets compressors use the queries after the prefix, "self" the prefix's own.
+        past: a compact cache of the first ``past.num_tokens`` tokens, fewer than the prefix has: these are not run
+            again, and prefix and cache are compressed together. As many examples as ``input_ids``.
 
     Raises:
-        InputError: lengths that do not fit, more tokens than the model has positions, or layers that cannot be
-            compressed (sliding windows shorter than the sequence, linear attention).
+        InputError: lengths that do not fit, more tokens than the model has positions, layers that cannot be
+            compressed (sliding windows shorter than the sequence, linear attention), or a cache of something else.
     """
     if supervision not in ("suffix", "self"):
         raise InputError(f"supervision must be 'suffix' or 'self', not {supervision!r}")
@@ -151,26 +176,50 @@ def trace(
     if not 1 <= prefix_len <= longest:
         raise InputError(f"prefix_len must be in [1, {longest}] for {num_tokens} tokens, not {prefix_len}")
     _check_model(model, num_tokens)
+    known = 0 if past is None else _check_past(past, model, prefix_len, len(input_ids))
     start = prefix_len if start is None else start
-    tail = max(0, prefix_len - _TAIL)
-    first = 0 if supervision == "self" else tail
+    tail = max(known, prefix_len - _TAIL)
+    first = known if supervision == "self" else tail
+    wide = None if past is None else replace(past, layers=[layer.padded() for layer in past.layers])
     with frozen(model):
-        seen = capture(model, input_ids, query_start=first)
-    own = slice(0, prefix_len) if supervision == "self" else slice(start - first, None)
+        behind = None if wide is None else wide.to_transformers(model, read_only=True)
+        seen = capture(model, input_ids[:, known:], query_start=first - known, past=behind)
+    own = slice(0, prefix_len - first) if supervision == "self" else slice(start - first, None)
+    slots = prefix_len if wide is None else wide.num_slots + prefix_len - known
     return Trace(
         model=model,
         input_ids=input_ids,
         prefix_len=prefix_len,
         supervision=supervision,
         supervision_start=start,
-        keys=[k[:, :, :prefix_len].clone() for k in seen.keys],
-        values=[v[:, :, :prefix_len].clone() for v in seen.values],
+        keys=[k[:, :, :slots].clone() for k in seen.keys],
+        values=[v[:, :, :slots].clone() for v in seen.values],
         queries=[q[:, :, own].clone() for q in seen.queries],
         tail_queries=[q[:, :, tail - first : prefix_len - first].clone() for q in seen.queries],
         scales=list(seen.scales),
-        hidden=seen.hidden[:, prefix_len - 1 :].clone(),
+        hidden=seen.hidden[:, prefix_len - 1 - known :].clone(),
         fingerprint=fingerprint(model),
+        past_len=known,
+        log_bias=None if wide is None else _log_bias(wide, prefix_len - known),
     )
+
+
+def _check_past(past: CompactCache, model: PreTrainedModel, prefix_len: int, batch: int) -> int:
+    past.check_model(model)
+    if past.num_tokens >= prefix_len:
+        raise InputError(f"past holds {past.num_tokens} tokens: the prefix of {prefix_len} adds none to them")
+    if past.batch_size != batch:
+        raise InputError(f"past holds {past.batch_size} examples, input_ids {batch}")
+    if len({layer.num_slots for layer in past.layers}) > 1:
+        raise InputError("past has layers with different numbers of slots: it cannot be compressed again")
+    return past.num_tokens
+
+
+def _log_bias(past: CompactCache, added: int) -> list[Float[Tensor, "batch kv_heads slots"]]:
+    """The log-bias of all slots, 0 for those of the tokens behind the cache."""
+    biases = [(x.log_bias, x.keys) for x in past.layers if isinstance(x, CompactLayer)]
+    wide = [k.new_zeros(k.shape[:3], dtype=torch.float32) if bias is None else bias for bias, k in biases]
+    return [torch.nn.functional.pad(bias, (0, added)) for bias in wide]
 
 
 def _check_model(model: PreTrainedModel, num_tokens: int) -> None:
