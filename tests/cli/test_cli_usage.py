@@ -19,6 +19,8 @@ COMMANDS = (
     ["export"],
     ["compress"],
     ["generate"],
+    ["info"],
+    ["pack"],
     ["report"],
     ["eval"],
     ["eval", "suffix"],

@@ -58,6 +58,6 @@ def test_a_head_without_error_stays_small_and_a_kink_is_crossed_in_one_step():
 
 
 def test_sizes_span_an_eighth_to_four_times_the_average_and_stay_within_the_prefix():
-    assert slot_sizes(40, 1000) == [5, 10, 14, 20, 28, 34, 40, 48, 60, 80, 112, 160]
+    assert slot_sizes(40, 1000) == [5, 10, 20, 30, 40, 60, 80, 120, 160]
     assert slot_sizes(1, 3) == [1, 2, 3]
     assert slot_sizes(700, 768)[-1] == 768

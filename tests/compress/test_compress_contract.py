@@ -13,13 +13,22 @@ from kvcat.errors import InputError
 ROWS = [
     ("attention-matching", {}),
     ("attention-matching", {"preset": "paper", "num_queries": 20}),
+    ("attention-matching", {"selection": "omp", "picks": 2}),
+    ("attention-matching", {"selection": "max", "kernel_size": 3}),
+    ("attention-matching", {"on_policy": True}),
+    ("attention-matching", {"log_bias": False, "values": "original"}),
     ("gradient", {"num_steps": 3}),
     ("gradient", {"num_steps": 2, "init": "random", "freeze_first_slot": True}),
+    ("gradient", {"num_steps": 2, "init": "attention-matching", "schedule": "cosine", "warmup_steps": 1}),
+    ("gradient", {"num_steps": 3, "init": "random", "num_sinks": 2, "patience": 1, "held_out": 0.25}),
+    ("gradient", {"num_steps": 2, "init": "snapkv", "activation_checkpointing": True, "teacher_bytes": 0}),
     ("first", {}),
     ("random", {"seed": 3}),
+    ("streaming", {"num_sinks": 2}),
     ("keynorm", {}),
     ("snapkv", {"window": 8}),
     ("h2o", {}),
+    ("tova", {}),
 ]
 every_compressor = pytest.mark.parametrize(("name", "options"), ROWS, ids=[f"{n}-{i}" for i, (n, _) in enumerate(ROWS)])
 

@@ -12,7 +12,7 @@ from kvcat.errors import InputError
         ("keynorm", ("keynorm", {})),
         ("gradient,num_steps=20,init=random,lr=1e-3", ("gradient", {"num_steps": 20, "init": "random", "lr": 1e-3})),
         ("attention-matching,ridge=null,on_policy=true", ("attention-matching", {"ridge": None, "on_policy": True})),
-        ("attention-matching,bounds=[-2,2],num_iters=None", ("attention-matching", {"bounds": (-2, 2), "num_iters": None})),
+        ("gradient,betas=[0.9,1],num_iters=None", ("gradient", {"betas": (0.9, 1), "num_iters": None})),
         ("kvpress:SnapKVPress,window_size=8", ("kvpress:SnapKVPress", {"window_size": 8})),
     ],
 )  # fmt: skip

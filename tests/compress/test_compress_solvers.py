@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from scipy.optimize import lsq_linear
 
 from kvcat.compress import fit_log_bias, fit_values
-from kvcat.compress.solvers import largest_eigenvalue
+from kvcat.compress.box import TallSystem, WideSystem, solve_box
+from kvcat.compress.symmetric import largest_eigenvalue
 from kvcat.errors import InputError
 
 
@@ -48,6 +49,29 @@ def test_the_converged_log_bias_reaches_the_cost_of_scipy(queries, slots, spread
     assert cost <= expected.cost + 1e-9 * mass.square().sum().item()
     assert found.min() >= math.exp(-3) - 1e-12
     assert found.max() <= math.exp(3) + 1e-9
+
+
+@pytest.mark.parametrize(("queries", "slots"), [(6, 40), (12, 60), (20, 30)])
+def test_with_more_slots_than_queries_the_log_bias_reaches_the_cost_of_scipy(queries, slots):
+    dense = 2 * normal(3, queries, 80, seed=queries)
+    found = fit_log_bias(dense[..., :slots], dense).exp()
+    for head in range(3):
+        design, mass = problem(dense[head, :, :slots], dense[head])
+        expected = lsq_linear(design.numpy(), mass.numpy(), (math.exp(-3), math.exp(3)), method="bvls", tol=1e-14)
+        cost = 0.5 * (design @ found[head] - mass).square().sum().item()
+        assert cost <= expected.cost + 1e-9 * mass.square().sum().item()
+    assert found.log().abs().max() <= 3 + 1e-9
+
+
+@pytest.mark.parametrize("num_iters", [None, 0, 3])
+def test_solving_through_the_rows_equals_solving_through_the_columns(num_iters):
+    dense = 2 * normal(4, 12, 60, seed=3)
+    design, mass = problem(dense[..., :40], dense)
+    tall = TallSystem(design.mT @ design, (design.mT @ mass.unsqueeze(-1)).squeeze(-1))
+    size, box = mass.square().sum(-1), (-3.0, 3.0)
+    left, right = (solve_box(x, size, bounds=box, num_iters=num_iters) for x in (tall, WideSystem(design, mass)))
+    costs = [(design @ w.unsqueeze(-1) - mass.unsqueeze(-1)).square().sum((1, 2)) for w in (left, right)]
+    assert torch.allclose(costs[0], costs[1], rtol=1e-4, atol=1e-9 * size.max().item())
 
 
 def test_a_well_posed_fit_equals_scipy_in_every_weight():
@@ -140,6 +164,20 @@ def test_the_largest_eigenvalue_is_the_spectral_norm_of_the_gram_matrix():
     weights = normal(3, 50, 20).softmax(-1)
     expected = torch.linalg.matrix_norm(weights, 2).square()
     assert torch.allclose(largest_eigenvalue(weights.mT @ weights), expected, rtol=1e-6)
+
+
+def test_the_largest_eigenvalue_of_matrices_of_low_rank_is_found():
+    weights = normal(4, 3, 30).exp()
+    expected = torch.linalg.matrix_norm(weights, 2).square()
+    assert torch.allclose(largest_eigenvalue(weights.mT @ weights), expected, rtol=1e-6)
+    assert torch.equal(largest_eigenvalue(torch.zeros(2, 5, 5)), torch.zeros(2))
+    assert torch.allclose(largest_eigenvalue(torch.full((2, 1, 1), 7.0)), torch.tensor(7.0))
+
+
+def test_a_large_ridge_in_single_precision_gives_the_values_of_double():
+    weights, targets = normal(2, 40, 60).softmax(-1), normal(2, 40, 5, seed=1)
+    single = fit_values(weights.float(), targets.float(), ridge=1e-4)
+    assert torch.allclose(single.double(), fit_values(weights, targets, ridge=1e-4), rtol=1e-2, atol=1e-2)
 
 
 def test_single_precision_scores_give_the_answer_of_double():

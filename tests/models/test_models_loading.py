@@ -250,7 +250,7 @@ def test_the_self_test_notices_a_model_that_ignores_the_gate():
 
 def test_the_self_test_notices_keys_that_lose_their_log_bias(monkeypatch):
     monkeypatch.setattr("kvcat.attention.interface.carried_by", lambda keys: None)
-    with pytest.raises(InputError, match="Qwen2ForCausalLM is not supported: the log-bias .* does not reach"):
+    with pytest.raises(InputError, match=r"Qwen2ForCausalLM is not supported: the log-bias .* does not reach"):
         self_test(supported("qwen2", dtype=torch.float32))
 
 

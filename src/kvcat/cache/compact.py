@@ -62,8 +62,9 @@ class CompactCache:
 
     @property
     def nbytes(self) -> int:
-        """Memory of all tensors, bytes."""
-        return sum(tensor.nbytes for layer in self.layers for tensor in layer.tensors().values())
+        """Memory of keys, values and log-bias, bytes; what only describes them is not counted."""
+        used = ("keys", "values", "log_bias")
+        return sum(x.nbytes for layer in self.layers for name, x in layer.tensors().items() if name in used)
 
     @property
     def has_log_bias(self) -> bool:

@@ -20,11 +20,13 @@ class CompactLayer:
         keys: keys after rotation at their original positions.
         values: values.
         log_bias: nats added to the scaled score of each slot; None adds none.
+        positions: token positions that the slots' keys stood at, where the method knows them.
     """
 
     keys: Float[Tensor, "batch kv_heads slots head_dim"]
     values: Float[Tensor, "batch kv_heads slots value_dim"]
     log_bias: Float[Tensor, "batch kv_heads slots"] | None = None
+    positions: Int[Tensor, "batch kv_heads slots"] | None = None
 
     @property
     def batch_size(self) -> int:
@@ -61,17 +63,22 @@ class CompactLayer:
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "CompactLayer":
         """On another device, keys and values in another dtype; the log-bias keeps its own."""
-        bias = None if self.log_bias is None else self.log_bias.to(device=device)
-        return CompactLayer(self.keys.to(device, dtype), self.values.to(device, dtype), bias)
+        moved = {name: tensor.to(device=device) for name, tensor in self.tensors().items()}
+        return CompactLayer(
+            **{**moved, "keys": moved["keys"].to(dtype=dtype), "values": moved["values"].to(dtype=dtype)}
+        )
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors there are, by field name."""
-        fields = {"keys": self.keys, "values": self.values, "log_bias": self.log_bias}
-        return {name: tensor for name, tensor in fields.items() if tensor is not None}
+        named = {name: getattr(self, name) for name in ("keys", "values", "log_bias", "positions")}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     @staticmethod
     def ragged(
-        keys: list[list[Tensor]], values: list[list[Tensor]], log_bias: list[list[Tensor]] | None = None
+        keys: list[list[Tensor]],
+        values: list[list[Tensor]],
+        log_bias: list[list[Tensor]] | None = None,
+        positions: list[list[Tensor]] | None = None,
     ) -> "RaggedLayer":
         """A layer whose heads have slots of their own number.
 
@@ -79,11 +86,15 @@ class CompactLayer:
             keys: per example and KV head, keys after rotation (slots, head_dim), at least one slot.
             values: likewise, (slots, value_dim).
             log_bias: likewise, (slots,); None adds none.
+            positions: likewise, (slots,); None where they are not known.
         """
         counts = torch.tensor([[len(head) for head in row] for row in keys])
-        bias = None if log_bias is None else torch.cat([head for row in log_bias for head in row])
-        flat_keys, flat_values = (torch.cat([head for row in part for head in row]) for part in (keys, values))
-        return RaggedLayer(flat_keys, flat_values, bias, counts)
+        flat = {
+            name: torch.cat([head for row in part for head in row])
+            for name, part in (("keys", keys), ("values", values), ("log_bias", log_bias), ("positions", positions))
+            if part is not None
+        }
+        return RaggedLayer(**{"log_bias": None, **flat}, counts=counts)
 
 
 @dataclass(frozen=True)
@@ -95,6 +106,7 @@ class RaggedLayer:
         values: in the same order.
         log_bias: in the same order, nats; None adds none.
         counts: slots of every head, at least 1; on the CPU.
+        positions: token positions that the slots' keys stood at, where the method knows them.
 
     Raises:
         InputError: a head without slots, or counts that do not add up.
@@ -104,6 +116,7 @@ class RaggedLayer:
     values: Float[Tensor, "total_slots value_dim"]
     log_bias: Float[Tensor, " total_slots"] | None
     counts: Int[Tensor, "batch kv_heads"]
+    positions: Int[Tensor, " total_slots"] | None = None
 
     def __post_init__(self) -> None:
         lengths = {len(tensor) for tensor in (self.keys, self.values, self.log_bias) if tensor is not None}
@@ -163,18 +176,19 @@ class RaggedLayer:
         def taken(flat: Tensor) -> Tensor:
             return torch.cat([flat[spans[row]] for row in chosen])
 
-        bias = None if self.log_bias is None else taken(self.log_bias)
-        return RaggedLayer(taken(self.keys), taken(self.values), bias, self.counts[chosen])
+        flat = {name: taken(tensor) for name, tensor in self.tensors().items() if name != "counts"}
+        return RaggedLayer(**{"log_bias": None, **flat}, counts=self.counts[chosen])
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "RaggedLayer":
         """On another device, keys and values in another dtype; the log-bias keeps its own."""
-        bias = None if self.log_bias is None else self.log_bias.to(device=device)
-        return RaggedLayer(self.keys.to(device, dtype), self.values.to(device, dtype), bias, self.counts)
+        moved = {name: tensor.to(device=device) for name, tensor in self.tensors().items() if name != "counts"}
+        moved |= {"keys": moved["keys"].to(dtype=dtype), "values": moved["values"].to(dtype=dtype)}
+        return RaggedLayer(**{"log_bias": None, **moved}, counts=self.counts)
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors there are, by field name."""
-        fields = {"keys": self.keys, "values": self.values, "log_bias": self.log_bias, "counts": self.counts}
-        return {name: tensor for name, tensor in fields.items() if tensor is not None}
+        named = {name: getattr(self, name) for name in ("keys", "values", "log_bias", "counts", "positions")}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
 Layer = CompactLayer | RaggedLayer

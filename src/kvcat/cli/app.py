@@ -13,7 +13,9 @@ from kvcat.cli.demo import demo_command
 from kvcat.cli.evaluate import eval_app
 from kvcat.cli.export import export_command
 from kvcat.cli.generate import generate_command
+from kvcat.cli.info import info_command
 from kvcat.cli.options import spread_values
+from kvcat.cli.pack import pack_command
 from kvcat.cli.prepare import prepare_command
 from kvcat.cli.report import report_command
 from kvcat.cli.train import train_command
@@ -37,6 +39,8 @@ app.command("train", short_help="Continue a checkpoint's pretraining with KV-CAT
 app.command("export", short_help="A checkpoint of a run as a Hugging Face folder.")(export_command)
 app.command("compress", short_help="Compress a document's KV cache and save it.")(compress_command)
 app.command("generate", short_help="Answer prompts from a saved cache.")(generate_command)
+app.command("info", short_help="What a cache file holds and saves.")(info_command)
+app.command("pack", short_help="A saved cache for another engine.")(pack_command)
 app.add_typer(eval_app, name="eval", short_help="Measure what a compressed cache costs.")
 app.command("report", short_help="Tables, plots and a page from evaluations.")(report_command)
 

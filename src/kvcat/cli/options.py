@@ -7,7 +7,8 @@ import typer
 from kvcat.errors import InputError
 
 MODEL_HELP = "Folder or Hub name of a decoder-only causal LM."
-METHODS = ("attention-matching", "gradient", "first", "random", "keynorm", "snapkv", "h2o")
+METHODS = ("attention-matching", "gradient", "first", "random", "streaming", "keynorm", "snapkv", "h2o", "tova")
+METHOD_HELP = f"{', '.join(METHODS)}, or kvpress:PRESS; with options as NAME,option=value,..."
 
 DeviceOption = Annotated[str, typer.Option(help="Torch device: cpu, cuda, cuda:1, mps.")]
 DtypeOption = Annotated[str, typer.Option(help="Type of the weights and of the forward pass: float32 or bfloat16.")]
@@ -48,20 +49,25 @@ def check_keep(keep: float) -> float:
     return keep
 
 
-def check_method(name: str) -> str:
-    """The method's name itself.
+def check_method(spec: str) -> str:
+    """The name in a method and its options, ``NAME,option=value,...``.
 
     Raises:
         InputError: no such method.
     """
-    if name not in METHODS:
-        raise InputError(f"no method {name!r}; methods: {', '.join(METHODS)}")
+    name = spec.partition(",")[0]
+    if not _is_method(name):
+        raise InputError(f"no method {name!r}; methods: {', '.join(METHODS)}, kvpress:PRESS")
     return name
+
+
+def _is_method(name: str) -> bool:
+    return name in METHODS or name.startswith("kvpress:")
 
 
 def _fits(option: str, argument: str) -> bool:
     if option == "--method":
-        return argument in METHODS
+        return _is_method(argument.partition(",")[0])
     try:
         float(argument)
     except ValueError:

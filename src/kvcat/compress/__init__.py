@@ -8,6 +8,10 @@ from kvcat.compress.attention_matching import AttentionMatching
 from kvcat.compress.common import Compressor, slots_for
 from kvcat.compress.eviction import Eviction
 from kvcat.compress.gradient import SNAPSHOT_STEPS, GradientCompression
+from kvcat.compress.kvpress import KVPress
+from kvcat.compress.naming import parse_method
+from kvcat.compress.quality import SmallestCache, smallest_cache, split_supervision, supervised_kl
+from kvcat.compress.refitting import refit_without_log_bias
 from kvcat.compress.replaying import Scores, compare, replay
 from kvcat.compress.scorers import SCORERS
 from kvcat.compress.sequences import INSTRUCTION, Reconstruction, reconstruction
@@ -26,14 +30,16 @@ def make_compressor(name: str, **options: Any) -> Compressor:
     """The compressor of a name, with its options.
 
     Args:
-        name: one of ``COMPRESSORS``.
+        name: one of ``COMPRESSORS``, or "kvpress:" and the name of a press of kvpress.
         options: fields of the compressor.
 
     Raises:
         InputError: an unknown name, or options it does not have or take.
     """
+    if name.startswith("kvpress:"):
+        return KVPress(name.removeprefix("kvpress:"), **options)
     if name not in COMPRESSORS:
-        raise InputError(f"no compressor {name!r}; there are {', '.join(COMPRESSORS)}")
+        raise InputError(f"no compressor {name!r}; there are {', '.join(COMPRESSORS)}, kvpress:PRESS")
     try:
         return COMPRESSORS[name](**options)
     except TypeError as error:
@@ -42,6 +48,7 @@ def make_compressor(name: str, **options: Any) -> Compressor:
 
 __all__ = [
     "COMPRESSORS", "INSTRUCTION", "SNAPSHOT_STEPS", "AttentionMatching", "Compressor", "Eviction",
-    "GradientCompression", "Reconstruction", "Scores", "Trace", "compare", "fit_log_bias", "fit_values",
-    "make_compressor", "reconstruction", "replay", "slots_for", "trace",
+    "GradientCompression", "KVPress", "Reconstruction", "Scores", "SmallestCache", "Trace", "compare", "fit_log_bias",
+    "fit_values", "make_compressor", "parse_method", "reconstruction", "refit_without_log_bias", "replay", "slots_for",
+    "smallest_cache", "split_supervision", "supervised_kl", "trace",
 ]  # fmt: skip

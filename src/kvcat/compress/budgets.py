@@ -1,16 +1,71 @@
 """How many slots each head deserves, at a given total."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 
+from kvcat.cache import CompactLayer, RaggedLayer
+from kvcat.compress.heads import Head
+from kvcat.compress.tracing import Trace
 from kvcat.types import Float, Int, Tensor
 
-GRID = (0.125, 0.25, 0.35, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 2.8, 4.0)
+GRID = (0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0)
+
+
+@dataclass(frozen=True)
+class HeadFit:
+    """One head with some number of slots.
+
+    Args:
+        positions: of the kept keys.
+        values: of the slots.
+        log_bias: of the slots, nats; None: none.
+        error: what the fit leaves, at least 0, in units that are the same for all heads.
+    """
+
+    positions: Int[Tensor, " slots"]
+    values: Float[Tensor, "slots value_dim"]
+    log_bias: Float[Tensor, " slots"] | None
+    error: float
+
+
+def share_out(trace: Trace, num_slots: int, fit: Callable[[int], dict[Head, HeadFit]]) -> list[RaggedLayer]:
+    """Layers whose heads have slots by need, ``num_slots`` per head on average at most, in every example.
+
+    All heads are fitted with each of several numbers of slots, and those whose errors fall fastest get more.
+
+    Args:
+        trace: of the windows.
+        num_slots: average, in [1, slots of the prefix].
+        fit: all heads with a given number of slots.
+    """
+    sizes = slot_sizes(num_slots, trace.num_slots)
+    fits = {size: fit(size) for size in sizes}
+    chosen: dict[Head, HeadFit] = {}
+    for example in range(trace.batch_size):
+        heads = sorted(head for head in fits[num_slots] if head[1] == example)
+        errors = torch.tensor([[fits[size][head].error for head in heads] for size in sizes], dtype=torch.float64)
+        counts = allocate(sizes, errors, num_slots * len(heads)).tolist()
+        chosen |= {head: fits[count][head] for head, count in zip(heads, counts, strict=True)}
+    return [_layer(trace, index, chosen) for index in range(len(trace.keys))]
+
+
+def _layer(trace: Trace, index: int, chosen: dict[Head, HeadFit]) -> RaggedLayer:
+    keys = trace.keys[index]
+    rows = [[chosen[index, example, head] for head in range(keys.shape[1])] for example in range(len(keys))]
+    biases = [[fit.log_bias for fit in row if fit.log_bias is not None] for row in rows]
+    return CompactLayer.ragged(
+        [[keys[example, head, fit.positions] for head, fit in enumerate(row)] for example, row in enumerate(rows)],
+        [[fit.values.to(trace.values[index].dtype) for fit in row] for row in rows],
+        biases if biases[0] else None,
+    )
 
 
 def slot_sizes(num_slots: int, prefix_len: int) -> list[int]:
     """Numbers of slots that a head may get where heads have ``num_slots`` on average, ascending.
 
-    From an eighth of the average to four times it, in steps of a fifth to two fifths.
+    From an eighth of the average to four times it, the average among them.
 
     Args:
         num_slots: average per head, in [1, prefix_len].

@@ -11,6 +11,7 @@ import torch
 from kvcat.cache import CompactCache, CompactLayer, RaggedLayer
 from kvcat.compress.tracing import Trace
 from kvcat.errors import InputError
+from kvcat.models import model_name
 from kvcat.types import Float, Int, Tensor
 
 
@@ -49,6 +50,19 @@ def slots_for(prefix_len: int, keep_ratio: float | int | None, num_slots: int | 
     return max(1, math.ceil(float(f"{keep_ratio * prefix_len:.12g}")))
 
 
+def kept_layer(trace: Trace, index: int, slots: Int[Tensor, "batch kv_heads slots"]) -> CompactLayer:
+    """One layer's chosen slots of the prefix, unchanged.
+
+    Args:
+        trace: of the windows.
+        index: of the layer.
+        slots: which of the prefix's slots every head keeps.
+    """
+    bias = None if trace.log_bias is None else trace.log_bias[index].gather(2, slots)
+    keys, values = (take_slots(states[index], slots) for states in (trace.keys, trace.values))
+    return CompactLayer(keys, values, bias, None if trace.past_len else slots)
+
+
 def compact_cache(
     trace: Trace, layers: Sequence[CompactLayer | RaggedLayer], method: str, options: dict[str, object] | None = None
 ) -> CompactCache:
@@ -62,8 +76,15 @@ def compact_cache(
     """
     cache = CompactCache(layers, trace.prefix_len, trace.fingerprint)
     slots = cache.mean_slots
-    facts: dict[str, object] = {"method": method, "num_slots": f"{slots:.6g}"}
-    facts |= {"keep_ratio": f"{slots / trace.prefix_len:.6g}", **(options or {}), "supervision": trace.supervision}
+    facts = {
+        "method": method,
+        "num_slots": f"{slots:.6g}",
+        "keep_ratio": f"{slots / trace.prefix_len:.6g}",
+        **(options or {}),
+        "supervision": trace.supervision,
+        "model": model_name(trace.model),
+        "architecture": type(trace.model).__name__,
+    }
     return replace(cache, metadata={key: str(fact) for key, fact in facts.items()})
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from kvcat.cache import CompactCache, CompactLayer
-from kvcat.compress.common import compact_cache, slots_for, take_slots, top_positions
+from kvcat.cache import CompactCache
+from kvcat.compress.common import compact_cache, kept_layer, slots_for, top_positions
 from kvcat.compress.scorers import SCORERS, Scorer
 from kvcat.compress.tracing import Trace
 from kvcat.errors import InputError
@@ -19,8 +19,8 @@ class Eviction:
     The scorers read the prefix only: what follows it never changes the result.
 
     Args:
-        name: "first", "random", "keynorm", "snapkv" or "h2o".
-        options: of the scorer, such as seed (random) or window, kernel_size, pooling (snapkv).
+        name: "first", "random", "streaming", "keynorm", "snapkv", "h2o" or "tova".
+        options: of the scorer, such as seed (random), num_sinks (streaming) or window, kernel_size, pooling (snapkv).
 
     Raises:
         InputError: an unknown name, or an option the scorer does not have.
@@ -53,10 +53,8 @@ class Eviction:
             InputError: keep_ratio or num_slots out of range.
         """
         slots = slots_for(trace.prefix_len, keep_ratio, num_slots)
-        if slots == trace.prefix_len:
+        if slots >= trace.num_slots:
             return trace.dense_cache()
-        layers = []
-        for keys, values, scores in zip(trace.keys, trace.values, self.scorer(trace, slots), strict=True):
-            positions = top_positions(scores, slots)
-            layers.append(CompactLayer(take_slots(keys, positions), take_slots(values, positions)))
-        return compact_cache(trace, layers, self.name)
+        scores = self.scorer(trace, slots)
+        layers = [kept_layer(trace, index, top_positions(own, slots)) for index, own in enumerate(scores)]
+        return compact_cache(trace, layers, self.name, vars(self.scorer))

@@ -1,6 +1,6 @@
 """Attention heads of a trace, taken from all layers and examples into blocks that fit in memory."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -66,20 +66,24 @@ def take(
     return states.gather(1, slots.unsqueeze(-1).expand(-1, -1, states.shape[-1]))
 
 
-def head_groups(trace: Trace) -> list[list[Head]]:
-    """All heads (layer, example, KV head), in groups of equal shape that are solved together.
+def head_groups(trace: Trace, layers: Iterable[int] | None = None) -> list[list[Head]]:
+    """Heads (layer, example, KV head) in groups of equal shape that are solved together.
 
     A group's dense scores hold about 2^23 elements, or one head's where that is more.
+
+    Args:
+        trace: where the heads come from.
+        layers: whose heads; None takes all layers.
     """
 
     def shapes(layer: int) -> tuple[torch.Size, ...]:
         return trace.keys[layer].shape, trace.values[layer].shape, trace.queries[layer].shape
 
     groups = []
-    for _, same in groupby(range(len(trace.keys)), shapes):
-        layers = list(same)
-        first = layers[0]
-        heads = [(i, b, h) for i in layers for b in range(trace.batch_size) for h in range(trace.keys[first].shape[1])]
+    for _, same in groupby(range(len(trace.keys)) if layers is None else layers, shapes):
+        alike = list(same)
+        first = alike[0]
+        heads = [(i, b, h) for i in alike for b in range(trace.batch_size) for h in range(trace.keys[first].shape[1])]
         queries = trace.queries[first].shape[1] // trace.keys[first].shape[1] * trace.queries[first].shape[2]
         step = max(1, _BLOCK_ELEMENTS // (queries * trace.prefix_len))
         groups += [heads[start : start + step] for start in range(0, len(heads), step)]

@@ -1,14 +1,13 @@
 """Box-constrained and ridge least squares for many attention heads at once."""
 
-import math
-
 import torch
 
+from kvcat.compress.box import TallSystem, WideSystem, is_wide, solve_box
+from kvcat.compress.symmetric import add_diagonal, largest_eigenvalue, solve_factored
 from kvcat.errors import InputError
 from kvcat.types import Float, Tensor
 
-_MAX_ITERATIONS = 100
-_POWER_ITERATIONS = 200
+_SINGLE_PRECISION_RIDGE = 1e-5
 
 
 def fit_log_bias(
@@ -39,10 +38,13 @@ def fit_log_bias(
     top = dense_scores.amax(-1, keepdim=True)
     mass = (dense_scores - top).exp().sum(-1).double()
     design = (kept_scores - top).exp().double()
-    gram = design.mT @ design
-    target = (design.mT @ mass.unsqueeze(-1)).squeeze(-1)
-    weights = solve_box(gram, target, mass.square().sum(-1), bounds=bounds, num_iters=num_iters)
-    return weights.log().to(kept_scores.dtype)
+    mass, design = mass.reshape(-1, mass.shape[-1]), design.reshape(-1, *design.shape[-2:])
+    if is_wide(design.shape[1], design.shape[2], num_iters):
+        system = WideSystem(design, mass)
+    else:
+        system = TallSystem(design.mT @ design, (design.mT @ mass.unsqueeze(-1)).squeeze(-1))
+    weights = solve_box(system, mass.square().sum(-1), bounds=bounds, num_iters=num_iters)
+    return weights.log().to(kept_scores.dtype).reshape(*kept_scores.shape[:-2], -1)
 
 
 def check_log_bias_options(bounds: tuple[float, float], num_iters: int | None) -> None:
@@ -57,115 +59,6 @@ def check_log_bias_options(bounds: tuple[float, float], num_iters: int | None) -
         raise InputError(f"num_iters must not be negative, not {num_iters}")
 
 
-def solve_box(
-    gram: Float[Tensor, "*heads slots slots"],
-    target: Float[Tensor, "*heads slots"],
-    scale: Float[Tensor, "*heads"],
-    *,
-    bounds: tuple[float, float],
-    num_iters: int | None = None,
-    tolerance: float = 1e-13,
-) -> Float[Tensor, "*heads slots"]:
-    """Weights w that minimise w.G w / 2 - t.w with exp(bounds[0]) <= w <= exp(bounds[1]).
-
-    Args:
-        gram: A^T A, in float64.
-        target: A^T b.
-        scale: b.b, the size against which convergence is judged.
-        bounds: logarithms of the box's sides.
-        num_iters: projected-gradient steps from the clamped unconstrained solution; None: interior points until the
-            duality gap is at most tolerance * scale.
-        tolerance: relative duality gap.
-    """
-    shape, slots = target.shape, target.shape[-1]
-    gram, target = gram.reshape(-1, slots, slots), target.reshape(-1, slots)
-    low, high = math.exp(bounds[0]), math.exp(bounds[1])
-    if num_iters is None:
-        return _interior_point(gram, target, scale.reshape(-1), low, high, tolerance).reshape(shape)
-    size = gram.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(torch.finfo(gram.dtype).tiny)
-    factor = torch.linalg.cholesky(_add_diagonal(gram, (1e-10 * size)[:, None]))
-    weights = _solve(factor, target.unsqueeze(-1)).squeeze(-1).clamp(low, high)
-    step = (1 / largest_eigenvalue(gram)).unsqueeze(-1)
-    for _ in range(num_iters):
-        weights = (weights - step * (_apply(gram, weights) - target)).clamp(low, high)
-    return weights.reshape(shape)
-
-
-def _interior_point(
-    gram: Float[Tensor, "heads slots slots"],
-    target: Float[Tensor, "heads slots"],
-    scale: Float[Tensor, " heads"],
-    low: float,
-    high: float,
-    tolerance: float,
-) -> Float[Tensor, "heads slots"]:
-    """Mehrotra's predictor-corrector method, one Cholesky factorisation per step, for all heads at once.
-
-    Heads that have converged leave the batch. The last iterate is clamped to the box.
-    """
-    unit = gram.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(torch.finfo(gram.dtype).tiny)
-    gram, target, scale = gram / unit[:, None, None], target / unit[:, None], scale / unit
-    result = torch.full_like(target, math.sqrt(low * high))
-    gradient = _apply(gram, result) - target
-    floor = 0.1 * gradient.abs().mean(-1, keepdim=True) + 1e-3
-    point = torch.stack([result, gradient.clamp(min=0) + floor, (-gradient).clamp(min=0) + floor])
-    alive = torch.arange(len(target), device=target.device)
-    for _ in range(_MAX_ITERATIONS):
-        point = _newton_step(gram, target, point, low, high)
-        result[alive] = point[0]
-        weights, below, above = point
-        gap = (below * (weights - low) + above * (high - weights)).sum(-1)
-        slack = (_apply(gram, weights) - target - below + above).abs().sum(-1) * high
-        rounding = 1e-14 * high * (target.abs() + below + above).sum(-1)
-        going = gap + slack > tolerance * scale + rounding
-        if not going.any():
-            break
-        if not going.all():
-            alive, point = alive[going], point[:, going]
-            gram, target, scale = gram[going], target[going], scale[going]
-    return result.clamp(low, high)
-
-
-def _newton_step(
-    gram: Float[Tensor, "heads slots slots"],
-    target: Float[Tensor, "heads slots"],
-    point: Float[Tensor, "three heads slots"],
-    low: float,
-    high: float,
-) -> Float[Tensor, "three heads slots"]:
-    """One step for weights and the multipliers of lower and upper bound, strictly inside all their bounds."""
-    weights, below, above = point
-    room_below, room_above = weights - low, high - weights
-    gradient = _apply(gram, weights) - target
-    factor = torch.linalg.cholesky(_add_diagonal(gram, below / room_below + above / room_above))
-    rooms = torch.stack([room_below, room_above, below, above])
-
-    def direction(below_target: Tensor | float, above_target: Tensor | float) -> Tensor:
-        right = -gradient + below_target / room_below - above_target / room_above
-        move = _solve(factor, right.unsqueeze(-1)).squeeze(-1)
-        to_below = (below_target - below * move) / room_below - below
-        to_above = (above_target + above * move) / room_above - above
-        return torch.stack([move, to_below, to_above])
-
-    def length(moves: Tensor) -> Tensor:
-        change = torch.stack([moves[0], -moves[0], moves[1], moves[2]])
-        return torch.where(change < 0, -rooms / change, torch.inf).amin((0, 2)).clamp(max=1.0).unsqueeze(-1)
-
-    def gap(moves: Tensor, step: Tensor | float) -> Tensor:
-        to = point + step * moves
-        return (to[1] * (to[0] - low) + to[2] * (high - to[0])).mean(-1, keepdim=True) / 2
-
-    predicted = direction(0.0, 0.0)
-    now = gap(predicted, 0.0)
-    centre = now * (gap(predicted, length(predicted)) / now).clamp(min=0) ** 3
-    moves = direction(centre - predicted[1] * predicted[0], centre + predicted[2] * predicted[0])
-    plain = direction(0.3 * now, 0.3 * now)
-    step, plain_step = 0.995 * length(moves), 0.995 * length(plain)
-    # the second-order correction alone can cycle
-    better = gap(moves, step) <= gap(plain, plain_step)
-    return point + torch.where(better, step * moves, plain_step * plain)
-
-
 def fit_values(
     weights: Float[Tensor, "*heads queries slots"],
     targets: Float[Tensor, "*heads queries value_dim"],
@@ -174,7 +67,8 @@ def fit_values(
 ) -> Float[Tensor, "*heads slots value_dim"]:
     """Values C that minimise |weights C - targets|^2 + ridge * |weights|_2^2 * |C|^2, the middle norm spectral.
 
-    Solved in float64 through the smaller of the two normal equations, over slots or over queries.
+    Solved through the smaller of the two normal equations, over slots or over queries; in float64, or in the weights'
+    own precision where the ridge is at least 1e-5.
 
     Args:
         weights: attention weights of the kept slots.
@@ -188,7 +82,8 @@ def fit_values(
     References: KV-CAT, appendix "Attention-Matching"; Zweiger et al. 2026, arXiv:2602.16284.
     """
     check_ridge(ridge)
-    design, wanted = weights.double(), targets.double()
+    single = ridge is not None and ridge >= _SINGLE_PRECISION_RIDGE
+    design, wanted = (weights, targets) if single else (weights.double(), targets.double())
     if ridge is None:
         # only LAPACK's gelsd handles rank deficiency, and it runs on the CPU
         solution = torch.linalg.lstsq(design.cpu(), wanted.cpu(), driver="gelsd").solution
@@ -221,37 +116,4 @@ def solve_ridge(
     """
     largest = largest_eigenvalue(gram)
     shift = torch.where(largest > 0, ridge * largest, torch.ones_like(largest))
-    return _solve(torch.linalg.cholesky(_add_diagonal(gram, shift.unsqueeze(-1))), right)
-
-
-def largest_eigenvalue(gram: Float[Tensor, "*heads rows rows"]) -> Float[Tensor, "*heads"]:
-    """Largest eigenvalue of positive semi-definite matrices by power iteration from the row sums.
-
-    Args:
-        gram: symmetric, positive semi-definite; exact to rounding for the non-negative matrices of attention weights,
-            a lower bound otherwise.
-    """
-    vector = gram.abs().sum(-1, keepdim=True)
-    value = vector.new_zeros(vector.shape[:-2])
-    for _ in range(_POWER_ITERATIONS):
-        vector = gram @ (vector / vector.norm(dim=-2, keepdim=True).clamp_min(torch.finfo(gram.dtype).tiny))
-        before, value = value, vector.norm(dim=-2).squeeze(-1)
-        if (value - before <= 1e-7 * value).all():
-            break
-    return value
-
-
-def _apply(gram: Tensor, vector: Tensor) -> Tensor:
-    return (gram @ vector.unsqueeze(-1)).squeeze(-1)
-
-
-def _solve(factor: Tensor, right: Tensor) -> Tensor:
-    # torch.cholesky_solve is several times slower on batches
-    half = torch.linalg.solve_triangular(factor, right, upper=False)
-    return torch.linalg.solve_triangular(factor.mT, half, upper=True)
-
-
-def _add_diagonal(gram: Tensor, diagonal: Tensor) -> Tensor:
-    result = gram.clone()
-    result.diagonal(dim1=-2, dim2=-1).add_(diagonal)
-    return result
+    return solve_factored(torch.linalg.cholesky(add_diagonal(gram, shift.unsqueeze(-1))), right)

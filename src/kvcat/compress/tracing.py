@@ -210,8 +210,8 @@ def _check_past(past: CompactCache, model: PreTrainedModel, prefix_len: int, bat
         raise InputError(f"past holds {past.num_tokens} tokens: the prefix of {prefix_len} adds none to them")
     if past.batch_size != batch:
         raise InputError(f"past holds {past.batch_size} examples, input_ids {batch}")
-    if len({layer.num_slots for layer in past.layers}) > 1:
-        raise InputError("past has layers with different numbers of slots: it cannot be compressed again")
+    if not past.is_uniform:
+        raise InputError(f"past keeps other numbers of slots in other heads, {past.num_slots} at most: not supported")
     return past.num_tokens
 
 

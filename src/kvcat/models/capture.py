@@ -1,14 +1,16 @@
-"""What one dense forward leaves in every layer."""
+"""What a dense forward leaves in every layer."""
 
 from dataclasses import dataclass
 
 import torch
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvcat.attention import Recorder, enable
 from kvcat.errors import InputError
 from kvcat.models.structure import hidden_states
 from kvcat.types import Float, Int, Tensor
+
+_MASK_ELEMENTS = 2**23
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,9 +21,10 @@ class Capture:
         keys: per layer, after rotation; behind a compact cache its slots come first.
         values: per layer, likewise.
         queries: per layer, after rotation; from ``query_start`` on.
-        hidden: input of the head (``logits_from_hidden`` makes logits of it).
+        hidden: input of the head (``logits_from_hidden`` makes logits of it); from ``hidden_start`` on.
         scales: per layer, the factor on q.k.
-        query_start: position of the first query kept.
+        query_start: token of the first query kept.
+        hidden_start: token of the first input of the head kept.
     """
 
     keys: list[Float[Tensor, "batch kv_heads slots head_dim"]]
@@ -30,6 +33,7 @@ class Capture:
     hidden: Float[Tensor, "batch tokens hidden"]
     scales: list[float]
     query_start: int = 0
+    hidden_start: int = 0
 
 
 @torch.no_grad()
@@ -38,37 +42,76 @@ def capture(
     input_ids: Int[Tensor, "batch tokens"],
     *,
     query_start: int = 0,
+    hidden_start: int = 0,
     past: Cache | None = None,
+    chunk_tokens: int = 4096,
 ) -> Capture:
-    """One dense forward, with what attention saw in every layer.
+    """A dense forward, with what attention saw in every layer.
+
+    Up to ``chunk_tokens`` tokens run at once. More run chunk after chunk behind a growing cache, so that only the keys,
+    the values and what is kept of queries and ``hidden`` grow with the length: activations grow with the chunk, and
+    long texts have shorter chunks (2^23 / length), because the attention mask holds chunk x length elements.
 
     Args:
         model: a causal LM that passed ``self_test``; it is switched to kvcat's attention.
         input_ids: token ids, no padding.
         query_start: token from which on queries are kept, 0..tokens - 1.
-        past: what the tokens follow, such as ``CompactCache.to_transformers(model, read_only=True)``.
+        hidden_start: token from which on the input of the head is kept, 0..tokens - 1.
+        past: what the tokens follow, such as ``CompactCache.to_transformers(model)``; it grows by the tokens.
+        chunk_tokens: most tokens of each example that run at once, at least 1.
 
     Raises:
-        InputError: query_start outside the sequence, or layers without keys and values of their own.
+        InputError: query_start or hidden_start outside the sequence, chunk_tokens below 1, or layers without keys and
+            values of their own.
     """
-    if not 0 <= query_start < input_ids.shape[1]:
-        raise InputError(f"query_start must lie in 0..{input_ids.shape[1] - 1}, got {query_start}")
+    num_tokens = input_ids.shape[1]
+    for name, start in (("query_start", query_start), ("hidden_start", hidden_start)):
+        if not 0 <= start < num_tokens:
+            raise InputError(f"{name} must lie in 0..{num_tokens - 1}, got {start}")
+    if chunk_tokens < 1:
+        raise InputError(f"chunk_tokens must be at least 1, not {chunk_tokens}")
     enable(model)
-    recorder = Recorder(query_start)
-    hidden = hidden_states(
-        model, input_ids=input_ids, use_cache=past is not None, past_key_values=past, kv_recorder=recorder
+    step = num_tokens
+    if num_tokens > chunk_tokens:
+        past = DynamicCache() if past is None else past
+        step = min(chunk_tokens, max(1, _MASK_ELEMENTS // (past.get_seq_length() + num_tokens)))
+    queries, hidden, recorder = [], [], Recorder()
+    for start in range(0, num_tokens, step):
+        recorder = Recorder(max(0, query_start - start))
+        chunk = input_ids[:, start : start + step]
+        states = hidden_states(
+            model, input_ids=chunk, use_cache=past is not None, past_key_values=past, kv_recorder=recorder
+        )
+        _check_layers(model, recorder)
+        queries.append(recorder.queries)
+        hidden.append(states[:, max(0, hidden_start - start) :].clone())
+        if start + step < num_tokens:
+            recorder.keys.clear()
+            recorder.values.clear()
+    layers = range(len(recorder.keys))
+    return Capture(
+        keys=[recorder.keys[i] for i in layers],
+        values=[recorder.values[i] for i in layers],
+        queries=[_joined([part.pop(i) for part in queries]) for i in layers],
+        hidden=_joined(hidden),
+        scales=[recorder.scales[i] for i in layers],
+        query_start=query_start,
+        hidden_start=hidden_start,
     )
+
+
+def _check_layers(model: PreTrainedModel, recorder: Recorder) -> None:
     layers = range(model.config.get_text_config(decoder=True).num_hidden_layers)
     if sorted(recorder.keys) != list(layers):
         raise InputError(
             f"{type(model).__name__} is not supported: {len(recorder.keys)} of its {len(layers)} layers attend "
             "through transformers' attention interface"
         )
-    return Capture(
-        keys=[recorder.keys[i] for i in layers],
-        values=[recorder.values[i] for i in layers],
-        queries=[recorder.queries[i] for i in layers],
-        hidden=hidden,
-        scales=[recorder.scales[i] for i in layers],
-        query_start=query_start,
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return (
+        parts[0]
+        if len(parts) == 1
+        else torch.cat([part for part in parts if part.numel()], 1 if parts[0].dim() == 3 else 2)
     )

@@ -10,6 +10,8 @@ from kvcat.compress.tracing import Trace
 class KeyNorm:
     """Keeps the slots whose keys have the smallest Euclidean norm.
 
+    The number of slots is the same in every layer; the authors spare the first layers of some models.
+
     References: Devoto et al. 2024, "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression",
         arXiv:2406.11430.
     """

@@ -1,0 +1,89 @@
+"""Every press of the installed kvpress, beside our own methods: python benchmarks/kvpress_presses.py [--windows 8].
+
+Windows of 384 + 128 tokens of the installed Python sources (test split), kvcat-base in float32, a quarter of the slots.
+Presses that want one take a scoring press inside, SnapKVPress with a window of 16. Prints a Markdown table.
+"""
+
+import argparse
+import inspect
+import logging
+import platform
+import warnings
+from itertools import islice
+from typing import Any
+
+import torch
+import transformers
+
+import kvcat
+from kvcat.compress import SCORERS, AttentionMatching, Compressor, Eviction, Trace, compare, trace
+from kvcat.compress.kvpress import KVPress, library
+from kvcat.compress.kvpress.library import REFUSED
+from kvcat.data.documents import open_documents
+from kvcat.data.split import split_of
+from kvcat.errors import InputError
+from kvcat.evals.windows import windows_from_documents
+
+KEEP, PREFIX, SUFFIX = 0.25, 384, 128
+# defaults that are too long for a prefix of 384 tokens
+OPTIONS: dict[str, dict[str, Any]] = {
+    "SnapKVPress": {"window_size": 16},
+    "PyramidKVPress": {"window_size": 4},
+    "LagKVPress": {"lag_size": 32},
+    "ChunkPress": {"chunk_length": 96},
+}
+
+
+def window_trace(windows: int) -> Trace:
+    model, tokenizer = kvcat.load("kvcat-base")
+    texts = ((d.id, d.text) for d in open_documents("installed") if split_of(d.id) == "test")
+    chosen = windows_from_documents(
+        islice(texts, 100), tokenizer, prefix_len=PREFIX, suffix_len=SUFFIX, limit=windows, seed=0
+    )
+    return trace(model, torch.tensor([window.tokens for window in chosen]), PREFIX)
+
+
+def press_of(name: str) -> KVPress:
+    options = dict(OPTIONS.get(name, {}))
+    if "press" in inspect.signature(library().presses[name]).parameters:
+        options["press"] = KVPress("SnapKVPress", **OPTIONS["SnapKVPress"])
+    return KVPress(name, **options)
+
+
+def row(name: str, found: Trace, method: Compressor) -> str:
+    cache = method(found, keep_ratio=KEEP)
+    counts = torch.stack([layer.counts for layer in cache.layers])
+    spread = f"{counts.min()}" if counts.min() == counts.max() else f"{counts.min()} to {counts.max()}"
+    return f"| {name} | {cache.mean_slots:.0f} | {spread} | {compare(found, cache).kl.mean():.3f} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--windows", type=int, default=8)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore", DeprecationWarning)
+    found = window_trace(options.windows)
+    packages = f"kvpress {library().version}, transformers {transformers.__version__}, torch {torch.__version__}"
+    print(f"{packages}, Python {platform.python_version()}, {options.windows} windows, keep {KEEP} of {PREFIX}.\n")
+    print("| press | slots per head, mean | fewest to most | KL, nats |\n|---|---|---|---|")
+    told = []
+    for name in sorted(library().presses):
+        try:
+            press = press_of(name)
+            print(row(str(press), found, press), flush=True)
+        except InputError as error:
+            trained = "it wants a part trained for the model, which kvpress downloads for some models"
+            told.append(f"| {name} | {REFUSED.get(name, trained if 'part trained' in str(error) else error)} |")
+    ours: dict[str, Compressor] = {name: Eviction(name) for name in SCORERS}
+    ours["snapkv, window 16, kernel 5, average"] = Eviction("snapkv", window=16, kernel_size=5, pooling="average")
+    ours["attention-matching"] = AttentionMatching()
+    print("\n| kvcat's own | slots per head, mean | fewest to most | KL, nats |\n|---|---|---|---|")
+    for name, method in ours.items():
+        print(row(name, found, method), flush=True)
+    print("\n| press without a cache | why |\n|---|---|", *told, sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Compact caches for engines that know no log-bias: plain keys and values that pose as an ordinary prefix."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from kvcat.cache import storage
+from kvcat.cache.compact import CompactCache
+from kvcat.cache.rerotate import KeyRotation
+from kvcat.cache.slots import CompactLayer
+from kvcat.cachefile import PREFIX
+from kvcat.errors import InputError
+
+POSITIONS = ("rerotated", "original")
+
+
+def plain_prefix(
+    cache: CompactCache, model: PreTrainedModel, *, positions: str = "rerotated", drop_log_bias: bool = False
+) -> CompactCache:
+    """The cache as an engine without kvcat can hold it: equally many slots in every head, and no log-bias.
+
+    Re-rotated, the keys are turned by num_slots - num_tokens positions, so that the slots look like the first num_slots
+    tokens of a text and the next token stands at num_slots; the result's ``num_tokens`` is num_slots. At their original
+    positions, the next token stands at num_tokens, and the engine must be told so.
+
+    Args:
+        cache: any compact cache of equal slots.
+        model: the model it was made with.
+        positions: "rerotated" or "original".
+        drop_log_bias: a log-bias is left out, which changes the answers; ``refit_without_log_bias`` first fits the
+            values to that.
+
+    Raises:
+        InputError: another model, unequal slots, a log-bias that may not be dropped, or keys that cannot be turned.
+    """
+    if positions not in POSITIONS:
+        raise InputError(f"positions must be {' or '.join(map(repr, POSITIONS))}, not {positions!r}")
+    check_plain(cache, drop_log_bias=drop_log_bias)
+    cache.check_model(model)
+    rerotated = positions == "rerotated"
+    rotation = KeyRotation(model, cache.num_slots - cache.num_tokens) if rerotated else None
+    layers = []
+    for index, layer in enumerate(cache.layers):
+        assert isinstance(layer, CompactLayer)
+        layers.append(CompactLayer(layer.keys if rotation is None else rotation(layer.keys, index), layer.values))
+    told = {"positions": positions, "original_num_tokens": str(cache.num_tokens)}
+    if cache.has_log_bias:
+        told["log_bias"] = "dropped"
+    length = cache.num_slots if rerotated else cache.num_tokens
+    return replace(cache, layers=layers, num_tokens=length, metadata={**cache.metadata, **told})
+
+
+def check_plain(cache: CompactCache, *, drop_log_bias: bool = False) -> None:
+    """Refuses a cache that no engine without kvcat can hold.
+
+    Args:
+        cache: any compact cache.
+        drop_log_bias: whether a log-bias may be left out.
+
+    Raises:
+        InputError: unequal slots, or a log-bias that may not be dropped.
+    """
+    if not cache.is_uniform:
+        raise InputError(
+            f"heads of up to {cache.num_slots} and on average {cache.mean_slots:.1f} slots: an engine's prefix has "
+            "equally many in every head; compress with equal budgets"
+        )
+    if cache.has_log_bias and not drop_log_bias:
+        raise InputError(
+            "the cache has a log-bias, which engines do not know: refit it without (refit_without_log_bias), compress "
+            "with a method that has none, or drop it (drop_log_bias)"
+        )
+
+
+def export_prefix(
+    cache: CompactCache,
+    model: PreTrainedModel,
+    path: str | Path,
+    *,
+    positions: str = "rerotated",
+    drop_log_bias: bool = False,
+) -> None:
+    """Writes ``plain_prefix`` as a safetensors file that any program reads.
+
+    Tensors ``layers.0.keys``, ``layers.0.values``, ... of (batch, kv_heads, num_slots, head_dim), and these entries in
+    the header's metadata, all text: format "kvcat-prefix-1", num_layers, num_slots, num_tokens (length of the text),
+    next_position (of the first token behind the prefix), dtype, model (class and name), fingerprint, metadata (JSON),
+    sha256.
+
+    Args:
+        cache: any compact cache of equal slots.
+        model: the model it was made with.
+        path: file to write; its folder must exist.
+        positions, drop_log_bias: as in ``plain_prefix``.
+
+    Raises:
+        InputError: as ``plain_prefix``, or the file cannot be written.
+    """
+    plain = plain_prefix(cache, model, positions=positions, drop_log_bias=drop_log_bias)
+    tensors = {f"layers.{i}.{n}": t for i, layer in enumerate(plain.layers) for n, t in layer.tensors().items()}
+    dtype: torch.dtype = plain.layers[0].keys.dtype
+    header = {
+        "num_layers": str(len(plain.layers)),
+        "num_slots": str(plain.num_slots),
+        "num_tokens": str(cache.num_tokens),
+        "next_position": str(plain.num_tokens),
+        "dtype": str(dtype).removeprefix("torch."),
+        "model_type": model.config.get_text_config(decoder=True).model_type,
+        "fingerprint": cache.fingerprint,
+        "metadata": json.dumps(plain.metadata, sort_keys=True),
+    }
+    storage.write(Path(path), tensors, header, PREFIX)

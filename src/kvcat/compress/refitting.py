@@ -1,0 +1,65 @@
+"""Values fitted again to a cache that must do without its log-bias."""
+
+from dataclasses import replace
+
+import torch
+
+from kvcat.cache import CompactCache, CompactLayer
+from kvcat.compress.heads import Head, HeadBlock, head_groups, load_block
+from kvcat.compress.solvers import check_ridge, fit_values
+from kvcat.compress.tracing import Trace
+from kvcat.errors import InputError
+from kvcat.types import Float, Tensor
+
+
+@torch.no_grad()
+def refit_without_log_bias(trace: Trace, cache: CompactCache, *, ridge: float = 1e-6) -> CompactCache:
+    """The same keys without log-bias, their values fitted so that attention over them equals the dense one again.
+
+    For every head the values C minimise |W C - O|^2 + ridge * |W|_2^2 * |C - C_0|^2 over all queries, with the
+    attention weights W = softmax(q.K_kept), the outputs O of the dense prefix and the cache's own values C_0: on the
+    trace's queries no head does worse than with the log-bias merely dropped. Layers without log-bias stay as they are.
+
+    Args:
+        trace: of the prefix that the cache stands for, with queries after it.
+        cache: of this trace, equally many slots in every head.
+        ridge: relative to the squared spectral norm of W, larger than 0.
+
+    Raises:
+        InputError: a cache of another model, prefix length or batch, unequal slots, a trace that supervises itself, or
+            a ridge that is not larger than 0.
+    """
+    check_ridge(ridge)
+    own = (trace.fingerprint, trace.prefix_len, trace.batch_size)
+    if (cache.fingerprint, cache.num_tokens, cache.batch_size) != own:
+        raise InputError(
+            f"a cache of {cache.batch_size} prefixes of {cache.num_tokens} tokens does not belong to a trace of "
+            f"{trace.batch_size} prefixes of {trace.prefix_len}, or not to its model"
+        )
+    if trace.supervision == "self":
+        raise InputError("a refit needs queries that see the whole prefix, which supervision='self' lacks")
+    layers, fitted = list(cache.layers), {}
+    if not all(isinstance(layer, CompactLayer) for layer in layers):
+        raise InputError("heads with unequal numbers of slots are not refitted: compress with equal budgets")
+    biased = [index for index, layer in enumerate(layers) if layer.log_bias is not None]
+    for heads in head_groups(trace, biased):
+        block = load_block(trace, heads, None)
+        fitted.update(zip(heads, _fit(block, heads, cache, ridge), strict=True))
+    for index in biased:
+        old = layers[index]
+        assert isinstance(old, CompactLayer)
+        batch, kv_heads = old.values.shape[:2]
+        values = torch.stack([fitted[index, b, h] for b in range(batch) for h in range(kv_heads)])
+        layers[index] = CompactLayer(old.keys, values.unflatten(0, (batch, kv_heads)).to(old.values.dtype))
+    return replace(cache, layers=layers, metadata={**cache.metadata, "log_bias": "none, values refitted"})
+
+
+def _fit(
+    block: HeadBlock, heads: list[Head], cache: CompactCache, ridge: float
+) -> Float[Tensor, "heads slots value_dim"]:
+    """Values of a block of heads."""
+    own_keys, own_values, _ = zip(*(cache.layers[i].head(b, h) for i, b, h in heads), strict=True)
+    keys, values = torch.stack(own_keys).to(block.keys), torch.stack(own_values).to(block.keys)
+    outputs = torch.cat([block.scores(chunk).softmax(-1) @ block.values for chunk in block.query_chunks()], dim=1)
+    weights = (block.queries @ keys.mT).softmax(-1)
+    return values + fit_values(weights, outputs - weights @ values, ridge=ridge)

@@ -1,0 +1,46 @@
+"""StreamingLLM: attention sinks and recent positions."""
+
+from dataclasses import dataclass
+
+import torch
+
+from kvcat.compress.scorers.base import Scores
+from kvcat.compress.tracing import Trace
+from kvcat.errors import InputError
+
+
+@dataclass(frozen=True)
+class StreamingLLM:
+    """Keeps the first positions, which queries attend to whatever they hold, and the most recent ones.
+
+    With no more slots than sinks only sinks are kept. Slots keep their original positions; the paper counts positions
+    within the cache.
+
+    Args:
+        num_sinks: first positions kept, at least 0.
+
+    Raises:
+        InputError: num_sinks negative.
+
+    References: Xiao et al. 2023, "Efficient Streaming Language Models with Attention Sinks", arXiv:2309.17453.
+    """
+
+    num_sinks: int = 4
+
+    def __post_init__(self) -> None:
+        if self.num_sinks < 0:
+            raise InputError(f"num_sinks must be at least 0, not {self.num_sinks}")
+
+    def __call__(self, trace: Trace, num_slots: int) -> Scores:  # noqa: ARG002
+        """The position; infinite for the sinks.
+
+        Args:
+            trace: of the windows.
+            num_slots: not used.
+        """
+        result = []
+        for keys in trace.keys:
+            recency = torch.arange(trace.num_slots, device=keys.device).float()
+            recency[: self.num_sinks] = torch.inf
+            result.append(recency.expand(keys.shape[:3]))
+        return result

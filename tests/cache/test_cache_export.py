@@ -1,0 +1,295 @@
+"""Compact caches as ordinary prefixes: keys turned to other positions, and a stock transformers that knows no kvcat."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+from transformers import DynamicCache
+
+from kvcat.cache import CompactCache, CompactLayer, fingerprint
+from kvcat.cache.export import export_prefix, plain_prefix
+from kvcat.cache.rerotate import KeyRotation
+from kvcat.cli.info import describe
+from kvcat.errors import InputError
+from kvcat.models import capture
+from tiny import stock_model
+
+SIZES = {
+    "vocab_size": 67, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": None, "eos_token_id": None,
+    "pad_token_id": None,
+}  # fmt: skip
+
+
+def rope(kind, **options):
+    return {"rope_parameters": {"rope_theta": 10000.0, "rope_type": kind, **options}}
+
+
+KINDS = ["sliding_attention", "full_attention"]
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 32}
+ROTARY = {
+    "llama": ("llama", {}),
+    "linear scaling": ("llama", rope("linear", factor=4.0)),
+    "llama 3 scaling": ("llama", rope("llama3", **LLAMA3)),
+    "yarn": ("llama", rope("yarn", **YARN)),
+    "yarn with an attention factor": ("qwen2", rope("yarn", attention_factor=1.7, **YARN)),
+    "a quarter of the channels": ("gpt_neox", {}),
+    "half of the channels": ("phi", {}),
+    "interleaved channels": ("cohere", {}),
+    "two embeddings, by type of layer": ("gemma3_text", {"head_dim": 8, "layer_types": KINDS}),
+    "normalised keys": ("qwen3", {"head_dim": 8}),
+    "a layer without positions": ("smollm3", {"no_rope_layers": [1, 0]}),
+}  # fmt: skip
+every_rotary = pytest.mark.parametrize(("kind", "options"), ROTARY.values(), ids=ROTARY)
+
+
+def make_model(kind="llama", options=None, dtype=torch.float32):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = stock_model(kind, **{**SIZES, **(options or {})})
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.data.normal_(std=0.3)
+    return model.to(dtype).eval()
+
+
+class ExactRotary(nn.Module):
+    """A model's own rotary embedding in float64, where transformers computes the angles in float32."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.attention_scaling, self.rope_type = inner, inner.attention_scaling, inner.rope_type
+
+    def forward(self, x, position_ids):
+        angles = position_ids[..., None].double() * self.inner.inv_freq.double()
+        angles = torch.cat([angles, angles], dim=-1)
+        return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+
+
+def exact(model, monkeypatch):
+    """The model in float64 throughout."""
+    home = sys.modules[type(model.model.rotary_emb).__module__]
+    monkeypatch.setattr(sys.modules[__name__], "apply_rotary_pos_emb", home.apply_rotary_pos_emb, raising=False)
+    model.model.rotary_emb = ExactRotary(model.model.rotary_emb)
+    return model.double()
+
+
+def evicted(model, tokens, num_slots, log_bias=False):
+    """A cache of every head's own random slots of a prefix, without any compressor."""
+    seen, draw = capture(model, tokens), torch.Generator().manual_seed(1)
+    layers = []
+    for keys, values in zip(seen.keys, seen.values, strict=True):
+        order = torch.rand(keys.shape[:3], generator=draw).argsort(-1)[..., :num_slots].sort(-1).values
+        kept = [states.gather(2, order[..., None].expand(-1, -1, -1, states.shape[-1])) for states in (keys, values)]
+        bias = torch.randn(keys.shape[0], keys.shape[1], num_slots, generator=draw) if log_bias else None
+        layers.append(CompactLayer(*kept, bias))
+    return CompactCache(layers, tokens.shape[1], fingerprint(model), {"method": "random"})
+
+
+def ids(*shape):
+    return torch.randint(0, 67, shape, generator=torch.Generator().manual_seed(5))
+
+
+def stock_logits(model, layers, suffix, positions):
+    """Logits on a stock transformers cache of the given keys and values, tokens at the given position and after."""
+    cache = DynamicCache()
+    for index, layer in enumerate(layers):
+        cache.update(layer.keys, layer.values, index)
+    at = torch.arange(positions, positions + suffix.shape[1]).expand(len(suffix), -1)
+    return model(suffix, past_key_values=cache, position_ids=at).logits.detach()
+
+
+def our_logits(model, cache, suffix):
+    return model(**cache.inputs(model, suffix)).logits.detach()
+
+
+@every_rotary
+def test_turned_keys_are_those_of_the_same_tokens_at_the_other_position(kind, options):
+    model = make_model(kind, options)
+    rotation, tokens, caches = KeyRotation(model, -23), ids(2, 9), []
+    for start in (40, 17):
+        caches.append(DynamicCache())
+        at = torch.arange(start, start + 9).expand(2, -1)
+        model(tokens, past_key_values=caches[-1], position_ids=at)
+    for index, (there, here) in enumerate(zip(*(cache.layers for cache in caches), strict=True)):
+        assert torch.allclose(rotation(there.keys, index), here.keys, atol=2e-4, rtol=1e-4)
+        moved = not torch.allclose(there.keys, here.keys, atol=1e-2)
+        assert rotation.turned[index] == moved == (kind != "smollm3" or index == 0)
+
+
+@every_rotary
+def test_a_stock_cache_of_the_exported_keys_answers_as_the_compact_cache(kind, options):
+    model = make_model(kind, options)
+    cache, suffix = evicted(model, ids(2, 30), 7), ids(2, 6)
+    ours = our_logits(model, cache, suffix)
+    rerotated = plain_prefix(cache, model)
+    assert (rerotated.num_tokens, rerotated.num_slots) == (7, 7)
+    assert torch.allclose(stock_logits(model, rerotated.layers, suffix, 7), ours, atol=1e-4, rtol=1e-4)
+    assert torch.allclose(our_logits(model, rerotated, suffix), ours, atol=1e-4, rtol=1e-4)
+    original = plain_prefix(cache, model, positions="original")
+    assert original.num_tokens == 30
+    assert all(torch.equal(a.keys, b.keys) for a, b in zip(original.layers, cache.layers, strict=True))
+    assert torch.allclose(stock_logits(model, original.layers, suffix, 30), ours, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, rope("linear", factor=4.0), rope("llama3", **LLAMA3), rope("yarn", **YARN)])
+def test_in_float64_both_forms_agree_to_1e_9(options, monkeypatch):
+    model = exact(make_model("llama", options), monkeypatch)
+    cache, suffix = evicted(model, ids(2, 90), 7), ids(2, 6)
+    ours = our_logits(model, cache, suffix)
+    for positions, at in (("rerotated", 7), ("original", 90)):
+        plain = plain_prefix(cache, model, positions=positions)
+        assert (stock_logits(model, plain.layers, suffix, at) - ours).abs().max() < 1e-9
+    assert (stock_logits(model, cache.layers, suffix, 7) - ours).abs().max() > 1e-2
+
+
+CHILD = """
+import json, sys
+sys.modules["kvcat"] = None
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, DynamicCache
+
+folder, suffix, output, *prefixes = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+ids, results = load_file(suffix)["ids"], {}
+for prefix in prefixes:
+    with safe_open(prefix, "pt") as file:
+        told = file.metadata()
+    assert told["format"] == "kvcat-prefix-1" and told["dtype"] == "float32", told
+    tensors, cache = load_file(prefix), DynamicCache()
+    for i in range(int(told["num_layers"])):
+        cache.update(tensors[f"layers.{i}.keys"], tensors[f"layers.{i}.values"], i)
+    positions, options = json.loads(told["metadata"])["positions"], {}
+    if positions == "original":
+        start = int(told["next_position"])
+        options["position_ids"] = torch.arange(start, start + ids.shape[1]).expand(len(ids), -1)
+    with torch.no_grad():
+        results[positions] = model(ids, past_key_values=cache, **options).logits.contiguous()
+save_file(results, output)
+try:
+    import kvcat
+except ImportError:
+    print("no kvcat here")
+"""
+
+
+def test_a_process_without_kvcat_continues_from_the_file(tmp_path):
+    model, suffix = make_model("qwen2"), ids(2, 6)
+    model.save_pretrained(tmp_path / "model")
+    cache = evicted(model, ids(2, 30), 7)
+    for positions in ("rerotated", "original"):
+        export_prefix(cache, model, tmp_path / positions, positions=positions)
+    safetensors.torch.save_file({"ids": suffix}, tmp_path / "ids")
+    paths = [str(tmp_path / name) for name in ("model", "ids", "logits", "rerotated", "original")]
+    child = subprocess.run([sys.executable, "-c", CHILD, *paths], capture_output=True, text=True, check=False)
+    assert child.stdout == "no kvcat here\n", child.stderr
+    ours = our_logits(model, cache, suffix)
+    theirs = safetensors.torch.load_file(tmp_path / "logits")
+    assert set(theirs) == {"rerotated", "original"}
+    assert all(torch.allclose(logits, ours, atol=1e-4, rtol=0) for logits in theirs.values())
+
+
+def test_generation_from_the_rerotated_prefix_needs_no_kvcat_and_gives_the_same_tokens():
+    model = make_model()
+    cache, question = evicted(model, ids(1, 30), 7), ids(1, 4)
+    ours = model.generate(**cache.inputs(model, question), max_new_tokens=8, do_sample=False, pad_token_id=0)
+    past = DynamicCache()
+    for index, layer in enumerate(plain_prefix(cache, model).layers):
+        past.update(layer.keys, layer.values, index)
+    mask = torch.ones(1, 7 + 4, dtype=torch.long)
+    theirs = model.generate(
+        question, attention_mask=mask, past_key_values=past, max_new_tokens=8, do_sample=False, pad_token_id=0
+    )
+    assert torch.equal(ours, theirs)
+
+
+def test_the_file_tells_all_a_reader_needs(tmp_path):
+    model = make_model("qwen2", dtype=torch.bfloat16)
+    cache = evicted(model, ids(2, 30), 7)
+    export_prefix(cache, model, tmp_path / "p")
+    with safetensors.safe_open(tmp_path / "p", "pt") as file:
+        told = file.metadata()
+        assert sorted(file.keys()) == [f"layers.{i}.{part}" for i in (0, 1) for part in ("keys", "values")]
+    told.pop("sha256")
+    metadata = json.loads(told.pop("metadata"))
+    assert metadata == {"method": "random", "positions": "rerotated", "original_num_tokens": "30"}
+    assert told == {
+        "format": "kvcat-prefix-1", "num_layers": "2", "num_slots": "7", "num_tokens": "30", "next_position": "7",
+        "dtype": "bfloat16", "model_type": "qwen2", "fingerprint": cache.fingerprint,
+    }  # fmt: skip
+    facts = describe(tmp_path / "p")
+    assert (facts.format, facts.num_tokens, facts.num_slots, facts.dtype) == ("kvcat-prefix-1", 30, 7, "BF16")
+    with pytest.raises(InputError, match="p is an exported prefix of kvcat, not a compact cache of kvcat"):
+        CompactCache.load(tmp_path / "p")
+
+
+def test_a_log_bias_is_refused_unless_it_may_be_dropped():
+    model = make_model()
+    cache, suffix = evicted(model, ids(2, 30), 7, log_bias=True), ids(2, 6)
+    with pytest.raises(InputError, match="has a log-bias, which engines do not know"):
+        plain_prefix(cache, model)
+    dropped = plain_prefix(cache, model, drop_log_bias=True)
+    assert dropped.metadata["log_bias"] == "dropped"
+    without = CompactCache([CompactLayer(x.keys, x.values) for x in cache.layers], 30, cache.fingerprint)
+    expected = our_logits(model, without, suffix)
+    assert torch.allclose(stock_logits(model, dropped.layers, suffix, 7), expected, atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(our_logits(model, cache, suffix), expected, atol=1e-2)
+
+
+def test_unequal_slots_another_model_and_unknown_positions_are_refused():
+    model = make_model()
+    cache = evicted(model, ids(1, 30), 7)
+    heads = [[[part[: 3 + h] for h, part in enumerate(x[0])] for x in (y.keys, y.values)] for y in cache.layers]
+    ragged = CompactCache([CompactLayer.ragged([k], [v]) for k, v in heads], 30, cache.fingerprint)
+    with pytest.raises(InputError, match=r"heads of up to 4 and on average 3\.5 slots"):
+        plain_prefix(ragged, model)
+    with pytest.raises(InputError, match="positions must be 'rerotated' or 'original', not 'shifted'"):
+        plain_prefix(cache, model, positions="shifted")
+    with pytest.raises(InputError, match="belongs to another model"):
+        plain_prefix(cache, make_model("qwen2"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "told"),
+    [
+        ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}, "OPTForCausalLM has no rotary position embedding"),
+        ("llama", rope("dynamic", factor=4.0), "'dynamic' depend on the length of the text"),
+        (
+            "phi3",
+            rope("longrope", short_factor=[1.0] * 4, long_factor=[2.0] * 4, original_max_position_embeddings=64),
+            "'longrope' depend on the length of the text",
+        ),
+    ],
+)
+def test_models_whose_keys_cannot_be_turned_are_refused_by_name(kind, options, told):
+    with pytest.raises(InputError, match=told):
+        KeyRotation(make_model(kind, options), -23)
+
+
+def test_a_rotation_that_is_not_the_models_is_noticed():
+    model = make_model()
+    model.model.layers[1].self_attn.forward = with_wrong_angles(model.model.layers[1].self_attn.forward)
+    with pytest.raises(InputError, match="the keys of layer 1 do not turn with their position"):
+        KeyRotation(model, -23)
+
+
+def with_wrong_angles(forward):
+    def wrong(*args, position_embeddings, **kwargs):
+        cos, sin = position_embeddings
+        return forward(*args, position_embeddings=(cos.roll(1, -1), sin.roll(1, -1)), **kwargs)
+
+    return wrong
+
+
+def test_a_cache_of_every_token_is_exported_as_it_is():
+    model = make_model()
+    cache = evicted(model, ids(1, 12), 12)
+    plain = plain_prefix(cache, model)
+    assert all(torch.equal(a.keys, b.keys) for a, b in zip(plain.layers, cache.layers, strict=True))

@@ -1,0 +1,127 @@
+"""``kvcat info``: what a file says of itself, checked against the cache in memory."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from kvcat.cache import CompactCache, CompactLayer
+from kvcat.cli.app import run
+from kvcat.cli.info import describe
+from kvcat.errors import InputError
+
+OWNER = "0123456789ab" + "c" * 52
+
+
+def equal_slots(dtype=torch.bfloat16, log_bias=True):
+    def layer():
+        states = (torch.ones(3, 2, 10, 8, dtype=dtype), torch.ones(3, 2, 10, 8, dtype=dtype))
+        return CompactLayer(*states, torch.zeros(3, 2, 10) if log_bias else None)
+
+    told = {"method": "attention-matching", "model": "tiny", "seed": "7", "preset": "stable"}
+    return CompactCache([layer() for _ in range(4)], 100, OWNER, told)
+
+
+def ragged(first=((2, 4),), second=((1, 3),)):
+    def layer(counts):
+        heads = [[torch.ones(n, 8) for n in row] for row in counts]
+        return CompactLayer.ragged(heads, heads)
+
+    return CompactCache([layer(first), layer(second)], 20, OWNER, {"method": "by hand"})
+
+
+def saved(cache, folder):
+    cache.save(folder / "doc.safetensors")
+    return folder / "doc.safetensors"
+
+
+def test_the_bytes_are_those_in_memory_and_of_the_dense_cache_of_the_same_dtype(tmp_path):
+    cache = equal_slots()
+    facts = describe(saved(cache, tmp_path))
+    assert facts.cache_bytes == cache.nbytes == 4 * 3 * 2 * 10 * (2 * 8 * 2 + 4)
+    assert facts.dense_bytes == 4 * 3 * 2 * 100 * 2 * 8 * 2
+    assert facts.saved_bytes == facts.dense_bytes - facts.cache_bytes
+    assert facts.file_bytes == (tmp_path / "doc.safetensors").stat().st_size
+    assert (facts.num_tokens, facts.num_slots, facts.mean_slots, facts.keep_ratio) == (100, 10, 10.0, 0.1)
+    assert (facts.num_layers, facts.batch_size, facts.num_kv_heads, facts.head_dim) == (4, 3, 2, 8)
+    assert (facts.dtype, facts.log_bias, facts.fingerprint, facts.verified) == ("BF16", True, OWNER, True)
+    assert facts.metadata == cache.metadata
+
+
+def test_ragged_layers_tell_their_mean_and_their_fullest_head(tmp_path):
+    cache = ragged()
+    facts = describe(saved(cache, tmp_path))
+    assert (facts.num_slots, facts.mean_slots) == (cache.num_slots, cache.mean_slots) == (4, 2.5)
+    assert facts.layer_slots == [3.0, 2.0]
+    assert facts.keep_ratio == 0.125
+    assert facts.dense_bytes == 2 * 2 * 20 * 2 * 8 * 4
+    assert facts.cache_bytes == 10 * 2 * 8 * 4
+    assert (facts.batch_size, facts.num_kv_heads) == (1, 2)
+
+
+def test_a_dense_cache_saves_nothing(tmp_path):
+    states = torch.ones(1, 2, 20, 8)
+    facts = describe(saved(CompactCache([CompactLayer(states, states.clone())], 20, OWNER), tmp_path))
+    assert (facts.saved_bytes, facts.keep_ratio, facts.log_bias) == (0, 1.0, False)
+
+
+def test_the_text_names_slots_ratio_bytes_method_settings_seed_and_model(tmp_path, capsys):
+    assert run(["info", str(saved(equal_slots(), tmp_path))]) == 0
+    shown = capsys.readouterr().out
+    for told in (
+        "format kvcat-compact-cache-2, whole (checksum compared)", "100 tokens in 10 slots", "(10.0% kept)",
+        "8.64 kB; the dense cache has 76.80 kB: 68.16 kB saved (88.8%)", "3 examples, 4 layers, 2 KV heads of 8",
+        "attention-matching", "tiny, fingerprint 0123456789ab", "preset stable, seed 7", "BF16, with log-bias",
+    ):  # fmt: skip
+        assert told in shown
+    assert "slots by layer" not in shown
+    assert run(["info", str(saved(ragged(), tmp_path))]) == 0
+    shown = capsys.readouterr().out
+    assert "20 tokens in 2.5 on average, at most 4 slots" in shown
+    assert "slots by layer  3 2\n" in shown
+
+
+def test_json_holds_every_fact(tmp_path, capsys):
+    path = saved(equal_slots(), tmp_path)
+    assert run(["info", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == vars(describe(path))
+
+
+def test_a_changed_byte_is_found_unless_fast(tmp_path, capsys):
+    path = saved(equal_slots(), tmp_path)
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+    assert run(["info", str(path)]) == 2
+    assert "doc.safetensors is corrupt" in capsys.readouterr().err
+    assert run(["info", str(path), "--fast"]) == 0
+    assert "checksum not compared" in capsys.readouterr().out
+
+
+def test_other_files_are_one_line_and_exit_code_2(tmp_path, capsys):
+    (tmp_path / "text").write_text("a text")
+    for name, told in (("gone", "no cache file"), ("text", "not a safetensors file"), (".", "no cache file")):
+        assert run(["info", str(tmp_path / name)]) == 2
+        said = capsys.readouterr()
+        assert told in said.err
+        assert len(said.err.splitlines()) == 1
+        assert said.out == ""
+
+
+def test_a_header_without_the_facts_is_refused(tmp_path):
+    path = saved(equal_slots(), tmp_path)
+    content = path.read_bytes()
+    for damaged in (content.replace(b'"num_tokens"', b'"num_tokans"'), content.replace(b"layers.2", b"layers.7")):
+        path.write_bytes(damaged)
+        with pytest.raises(InputError, match="is not whole"):
+            describe(path, verify=False)
+
+
+def test_neither_torch_nor_numpy_is_loaded(tmp_path):
+    path = saved(equal_slots(), tmp_path)
+    code = "import sys; from kvcat.cli.app import run; run(['info', sys.argv[1]])\n"
+    code += "print(sorted({'torch', 'transformers', 'numpy', 'safetensors'} & set(sys.modules)))"
+    child = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
+    assert child.stdout.splitlines()[-1] == "[]"

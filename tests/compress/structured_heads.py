@@ -1,0 +1,31 @@
+"""Attention heads with structure, and where kept keys come from (a module of the tests, not a test)."""
+
+import torch
+
+from kvcat.compress.heads import HeadBlock
+
+
+def structured_head(prefix=192, queries=160, dim=16, seed=0):
+    """Keys in clusters, a sink, queries that look for a few clusters each."""
+    draw = torch.Generator().manual_seed(seed)
+    centres = 2 * torch.randn(12, dim, generator=draw)
+    topic = torch.randint(0, 12, (prefix,), generator=draw)
+    keys = centres[topic] + 0.5 * torch.randn(prefix, dim, generator=draw)
+    values = centres[topic].roll(1, -1) + torch.randn(prefix, dim, generator=draw)
+    wanted = centres[torch.randint(0, 12, (queries,), generator=draw)]
+    looks = (wanted + torch.randn(queries, dim, generator=draw)) * dim**-0.5
+    return HeadBlock(looks[None], keys[None], values[None], None)
+
+
+def positions_of(kept, states):
+    """The position of every kept key or value among all of them."""
+    return (kept.unsqueeze(3) == states.unsqueeze(2)).all(-1).float().argmax(-1)
+
+
+def plain_error(block, dense, slots):
+    """Output error of the kept keys with their own values and no log-bias, in the most direct way."""
+    take = slots.unsqueeze(-1)
+    keys = block.keys.gather(1, take.expand(-1, -1, block.keys.shape[-1]))
+    values = block.values.gather(1, take.expand(-1, -1, block.values.shape[-1]))
+    attended = (block.queries @ keys.mT).softmax(-1) @ values
+    return (attended - dense.outputs).square().sum((1, 2))

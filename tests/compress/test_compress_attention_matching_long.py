@@ -1,0 +1,53 @@
+"""Attention Matching of long contexts: memory and positions, measured in a fresh process."""
+
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import resource, sys, torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from kvcat.compress import AttentionMatching, compare, replay, trace
+
+tokens, suffix, options = int(sys.argv[1]), int(sys.argv[2]), {"on_policy": sys.argv[3] == "on"}
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = LlamaForCausalLM(LlamaConfig(
+    vocab_size=67, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=40000, bos_token_id=None, eos_token_id=None,
+)).eval()
+for parameter in model.parameters():
+    if parameter.dim() > 1:
+        parameter.data.normal_(std=0.3)
+ids = torch.randint(0, 67, (1, tokens + suffix))
+found = trace(model, ids, tokens)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+cache = AttentionMatching(**options)(found, num_slots=128)
+grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+most = AttentionMatching(**options, num_queries=8, log_bias=False, values="original")(found, num_slots=tokens - 1)
+with torch.no_grad():
+    dense = model(ids).logits[:, tokens:]
+    shifted = (replay(model, most, ids[:, tokens:]) - dense).abs().max().item()
+print(grown, cache.num_slots, cache.num_tokens, shifted, dense.std().item())
+"""
+
+
+@pytest.mark.parametrize(
+    ("tokens", "suffix", "policy"),
+    [
+        (4096, 2048, "off"),
+        pytest.param(4096, 2048, "on", marks=pytest.mark.slow),
+        pytest.param(16384, 1024, "off", marks=pytest.mark.slow),
+        pytest.param(32768, 512, "off", marks=pytest.mark.slow),
+    ],
+)
+def test_a_long_prefix_costs_a_few_blocks_of_memory_and_keeps_its_positions(tokens, suffix, policy):
+    """The scores of all 4 heads at once would take 4 * tokens * 2 suffix * 4 bytes, 256 MiB or more; a block 32."""
+    command = [sys.executable, "-c", SCRIPT, str(tokens), str(suffix), policy]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    grown, slots, num_tokens, shifted, spread = (float(word) for word in run.stdout.split())
+    assert (slots, num_tokens) == (128, tokens)
+    assert grown < 120
+    # all slots but one, at their own positions, give nearly the dense logits
+    assert shifted < 0.1 * spread
