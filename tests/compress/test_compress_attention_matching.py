@@ -1,5 +1,8 @@
 """Attention Matching: what it keeps, what it fits and what it promises."""
 
+import argparse
+import difflib
+import inspect
 from pathlib import Path
 
 import pytest
@@ -7,10 +10,19 @@ import torch
 from structured_heads import plain_error, positions_of, structured_head
 
 from kvcat.cache import CompactCache, CompactLayer
-from kvcat.compress import AttentionMatching, compare, fit_log_bias, fitting, trace
+from kvcat.compress import (
+    AttentionMatching,
+    compare,
+    fit_log_bias,
+    fitting,
+    split_supervision,
+    supervised_kl,
+    trace,
+)
 from kvcat.compress.heads import HeadBlock, draw_queries, head_groups, load_block
 from kvcat.compress.selection import summarise
 from kvcat.errors import InputError
+from kvcat.models import load
 
 ASSETS = Path(__file__).parents[3] / "shared" / "assets"
 needs_assets = pytest.mark.skipif(not ASSETS.exists(), reason="../shared/assets is absent")
@@ -103,7 +115,17 @@ def test_queries_are_drawn_without_replacement_and_at_most_as_many_as_asked(trac
 
 
 @pytest.mark.parametrize(
-    "options", [{"preset": "fast"}, {"num_queries": 0}, {"ridge": -1.0}, {"bounds": (1.0, 1.0)}, {"num_iters": -2}]
+    "options",
+    [
+        {"preset": "fast"},
+        {"num_queries": 0},
+        {"ridge": -1.0},
+        {"bounds": (1.0, 1.0)},
+        {"num_iters": -2},
+        {"bias_ridge": -1.0},
+        {"towards": "keys"},
+        {"budgets": "fair"},
+    ],
 )
 def test_attention_matching_refuses_options_it_cannot_take(options):
     with pytest.raises(InputError, match=next(iter(options))):
@@ -122,6 +144,28 @@ def test_no_head_of_the_stable_fit_loses_to_eviction_of_its_keys(traced):
         found = fitting.output_error(fitting.KeptKeys(block, dense, slots), values, log_bias)
         assert (found <= 1.0001 * plain + 1e-9 * dense.outputs.square().sum((1, 2))).all()
     assert guarded > 0
+
+
+def test_a_strong_pull_leaves_slots_as_they_were(traced):
+    cache = AttentionMatching(bias_ridge=1e9, ridge=1e9)(traced, num_slots=9)
+    for index, layer in enumerate(cache.layers):
+        kept = positions_of(layer.keys, traced.keys[index]).unsqueeze(-1).expand_as(layer.values)
+        assert layer.log_bias.abs().max() < 1e-6
+        assert torch.allclose(layer.values, traced.values[index].gather(2, kept), atol=1e-5)
+
+
+def test_on_a_real_model_what_is_fitted_to_few_queries_serves_others_better_than_eviction():
+    model, tokenizer = load("kvcat-base")
+    texts = [inspect.getsource(module) for module in (argparse, difflib, inspect)]
+    ids = torch.tensor([tokenizer.encode(text, verbose=False)[2000:2768] for text in texts])
+    fitted, judge = split_supervision(trace(model, ids, 512), 0.5)
+
+    def held_out(**options):
+        return supervised_kl(judge, AttentionMatching(**options)(fitted, keep_ratio=0.4)).mean().item()
+
+    stable = held_out()
+    assert stable < 0.8 * held_out(bias_ridge=0.0, ridge=1e-6, towards="zero")
+    assert stable < held_out(log_bias=False, values="original")
 
 
 @needs_assets

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy.optimize import lsq_linear
 
 from kvcat.compress import fit_log_bias, fit_values
-from kvcat.compress.box import TallSystem, WideSystem, solve_box
+from kvcat.compress.box import PulledSystem, TallSystem, WideSystem, solve_box
 from kvcat.compress.symmetric import largest_eigenvalue
 from kvcat.errors import InputError
 
@@ -72,6 +72,22 @@ def test_solving_through_the_rows_equals_solving_through_the_columns(num_iters):
     left, right = (solve_box(x, size, bounds=box, num_iters=num_iters) for x in (tall, WideSystem(design, mass)))
     costs = [(design @ w.unsqueeze(-1) - mass.unsqueeze(-1)).square().sum((1, 2)) for w in (left, right)]
     assert torch.allclose(costs[0], costs[1], rtol=1e-4, atol=1e-9 * size.max().item())
+
+
+@pytest.mark.parametrize("strength", [1e-3, 1.0, 1e6])
+@pytest.mark.parametrize(("queries", "slots"), [(40, 8), (6, 30)])
+def test_weights_pulled_to_one_equal_scipy_on_the_system_with_the_pull_as_rows(queries, slots, strength):
+    dense = 2 * normal(1, queries, 50, seed=slots)
+    design, mass = problem(dense[..., :slots], dense)
+    rows = torch.cat([design[0], strength**0.5 * torch.eye(slots).double()])
+    wanted = torch.cat([mass[0], strength**0.5 * torch.ones(slots).double()])
+    bounds = (math.exp(-3), math.exp(3))
+    expected = lsq_linear(rows.numpy(), wanted.numpy(), bounds, method="bvls", tol=1e-14).x
+    tall = TallSystem(design.mT @ design, (design.mT @ mass.unsqueeze(-1)).squeeze(-1))
+    for system in (tall, WideSystem(design, mass)):
+        pulled = PulledSystem(system, torch.tensor([strength]).double())
+        found = solve_box(pulled, mass.square().sum(-1), bounds=(-3.0, 3.0))
+        assert torch.allclose(found[0], torch.from_numpy(expected), rtol=1e-4, atol=1e-6)
 
 
 def test_a_well_posed_fit_equals_scipy_in_every_weight():

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from kvcat.cli.options import METHODS, DeviceOption, DtypeOption, SeedOption, check_keep, check_method
+from kvcat.cli.options import METHOD_HELP, DeviceOption, DtypeOption, SeedOption, check_keep, check_method
 from kvcat.errors import InputError
 
 eval_app = typer.Typer(
@@ -29,7 +29,7 @@ def suffix_command(
         Literal["test", "validation", "train", "all"],
         typer.Option(help="Documents to use; test and validation are held out by a hash of the document's name."),
     ] = "test",
-    method: Annotated[list[str] | None, typer.Option(help=f"Methods: {', '.join(METHODS)}.")] = None,
+    method: Annotated[list[str] | None, typer.Option(help=f"Methods: {METHOD_HELP}.")] = None,
     keep: Annotated[list[float] | None, typer.Option(help="Fractions of the slots to KEEP, each in (0, 1].")] = None,
     prefix: Annotated[int, typer.Option(min=2, help="Tokens of the compressed prefix.")] = 768,
     suffix: Annotated[int, typer.Option(min=2, help="Tokens of the scored suffix.")] = 256,
@@ -57,10 +57,12 @@ def suffix_command(
         raise InputError(f"two models have the same label; give them as LABEL=FOLDER: {', '.join(models)}")
 
     import kvcat
+    from kvcat.compress import parse_method
     from kvcat.data import split_documents
-    from kvcat.evals import evaluate_suffix, read_records, summarise, windows_from_documents
+    from kvcat.evals import Method, evaluate_suffix, read_records, summarise, windows_from_documents
     from kvcat.report import headline_text, write_report
 
+    asked = [Method(*parse_method(spec)) for spec in methods]
     loaded = {label: kvcat.load(folder, dtype=dtype, device=device) for label, folder in labelled.items()}
     tokenizer = next(iter(loaded.values()))[1]
     chosen = windows_from_documents(
@@ -72,7 +74,7 @@ def suffix_command(
         per_document=per_document,
         seed=seed,
     )
-    evaluate_suffix(loaded, chosen, methods, ratios, out, dataset=f"{data}:{split}", batch_size=batch_size, seed=seed)
+    evaluate_suffix(loaded, chosen, asked, ratios, out, dataset=f"{data}:{split}", batch_size=batch_size, seed=seed)
     page = write_report([out], out / "report", title="Suffix prediction on a compressed prefix")
     print(headline_text(summarise(read_records(out))))
     print(page)

@@ -1,6 +1,6 @@
 """Compression of a prefix after the fact, and how well a suffix fares on the result."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -43,12 +43,28 @@ def make_compressor(name: str, **options: Any) -> Compressor:
     try:
         return COMPRESSORS[name](**options)
     except TypeError as error:
-        raise InputError(f"{name}: {error}") from error
+        raise InputError(f"{name} takes no such option or value: {error}") from error
+
+
+def seeded_compressor(name: str, options: Mapping[str, Any], seed: int) -> Compressor:
+    """The compressor of a name, with the seed where it draws and its options give none.
+
+    Args:
+        name: as in ``make_compressor``.
+        options: fields of the compressor.
+        seed: any integer.
+
+    Raises:
+        InputError: as ``make_compressor``.
+    """
+    compressor = make_compressor(name, **options)
+    draws = any(hasattr(part, "seed") for part in (compressor, getattr(compressor, "scorer", None)))
+    return make_compressor(name, seed=seed, **options) if draws and "seed" not in options else compressor
 
 
 __all__ = [
     "COMPRESSORS", "INSTRUCTION", "SNAPSHOT_STEPS", "AttentionMatching", "Compressor", "Eviction",
     "GradientCompression", "KVPress", "Reconstruction", "Scores", "SmallestCache", "Trace", "compare", "fit_log_bias",
-    "fit_values", "make_compressor", "parse_method", "reconstruction", "refit_without_log_bias", "replay", "slots_for",
-    "smallest_cache", "split_supervision", "supervised_kl", "trace",
+    "fit_values", "make_compressor", "parse_method", "reconstruction", "refit_without_log_bias", "replay",
+    "seeded_compressor", "slots_for", "smallest_cache", "split_supervision", "supervised_kl", "trace",
 ]  # fmt: skip

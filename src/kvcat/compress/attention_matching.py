@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -18,7 +18,25 @@ from kvcat.compress.tracing import Trace
 from kvcat.errors import InputError
 from kvcat.types import Int, Tensor
 
-_PRESETS: dict[str, tuple[int | None, int | None, float]] = {"stable": (None, None, 1e-6), "paper": (256, 2, 1e-4)}
+
+class FitSettings(NamedTuple):
+    """What a preset decides.
+
+    Args:
+        num_queries, num_iters, ridge, bias_ridge, towards: as in ``AttentionMatching``.
+    """
+
+    num_queries: int | None
+    num_iters: int | None
+    ridge: float | None
+    bias_ridge: float
+    towards: str
+
+
+_PRESETS = {
+    "stable": FitSettings(None, None, 1e-2, 0.1, "kept"),
+    "paper": FitSettings(256, 2, 1e-4, 0.0, "zero"),
+}
 _Drawn = dict[Head, Int[Tensor, " drawn"]] | None
 
 
@@ -32,12 +50,17 @@ class AttentionMatching:
     layer are solved together, and off policy those of all layers.
 
     Args:
-        preset: "stable": all queries, log-bias solved to convergence, ridge 1e-6; a head for which this fit loses to
-            its kept keys and values unchanged is fitted without log-bias, so that none ever does. "paper": 256
-            queries per KV head, 2 projected-gradient steps, ridge 1e-4. The options below override the preset's.
+        preset: "stable": all queries, log-bias solved to convergence and pulled to 0 (bias_ridge 0.1), values pulled
+            towards those of their keys (ridge 1e-2), so that what few queries say of a slot does not carry it away; a
+            head for which this fit loses to its kept keys and values unchanged is fitted without log-bias, so that
+            none ever does. "paper": 256 queries per KV head, 2 projected-gradient steps, ridge 1e-4 towards 0. The
+            options below override the preset's.
         num_queries: queries per KV head, drawn without replacement; None takes all.
         num_iters: projected-gradient steps of the log-bias fit; None solves to convergence.
         ridge: of the value fit, relative to the squared spectral norm; None for minimum-norm least squares.
+        bias_ridge: adds bias_ridge |A|^2 |w - 1|^2 to the log-bias fit |A w - b|^2, w = exp(log-bias), A the attention
+            masses of the kept keys; at least 0.
+        towards: what the ridge pulls the values to, "zero" or "kept": the values of the kept keys.
         bounds: box on the log-bias, nats.
         log_bias: False leaves the log-bias away.
         values: "fitted", or "original": slots keep the values of their keys.
@@ -63,6 +86,8 @@ class AttentionMatching:
     num_queries: int | Literal["preset"] | None = "preset"
     num_iters: int | Literal["preset"] | None = "preset"
     ridge: float | Literal["preset"] | None = "preset"
+    bias_ridge: float | Literal["preset"] = "preset"
+    towards: str = "preset"
     bounds: tuple[float, float] = (-3.0, 3.0)
     log_bias: bool = True
     values: str = "fitted"
@@ -83,32 +108,35 @@ class AttentionMatching:
             raise InputError(f"budgets must be 'equal' or 'adaptive', not {self.budgets!r}")
         if self.budgets == "adaptive" and self.on_policy:
             raise InputError("budgets 'adaptive' compare all layers at once: they cannot be had with on_policy")
-        num_queries, num_iters, ridge = self.options()
-        if num_queries is not None and num_queries < 1:
-            raise InputError(f"num_queries must be at least 1, not {num_queries}")
-        check_log_bias_options(self.bounds, num_iters)
-        check_ridge(ridge)
+        settings = self.options()
+        if settings.num_queries is not None and settings.num_queries < 1:
+            raise InputError(f"num_queries must be at least 1, not {settings.num_queries}")
+        if settings.towards not in ("zero", "kept"):
+            raise InputError(f"towards must be 'zero' or 'kept', not {settings.towards!r}")
+        if not settings.bias_ridge >= 0:
+            raise InputError(f"bias_ridge must be at least 0, not {settings.bias_ridge}")
+        check_log_bias_options(self.bounds, settings.num_iters)
+        check_ridge(settings.ridge)
         self.fit_options()
 
-    def options(self) -> tuple[int | None, int | None, float | None]:
-        """num_queries, num_iters and ridge, the preset's where not given."""
-        num_queries, num_iters, ridge = _PRESETS[self.preset]
-        return (
-            num_queries if self.num_queries == "preset" else self.num_queries,
-            num_iters if self.num_iters == "preset" else self.num_iters,
-            ridge if self.ridge == "preset" else self.ridge,
-        )
+    def options(self) -> FitSettings:
+        """The preset's settings, and those that were given in place of its."""
+        preset = _PRESETS[self.preset]
+        given = {name: getattr(self, name) for name in preset._fields if getattr(self, name) != "preset"}
+        return preset._replace(**given)
 
     def fit_options(self) -> FitOptions:
         """How one block of heads is solved."""
-        _, num_iters, ridge = self.options()
+        settings = self.options()
         return FitOptions(
             KeySelection(self.selection, self.kernel_size, self.pooling, self.picks),
-            self.log_bias,
-            self.bounds,
-            num_iters,
-            self.values == "original",
-            ridge,
+            log_bias=self.log_bias,
+            bounds=self.bounds,
+            num_iters=settings.num_iters,
+            original_values=self.values == "original",
+            ridge=settings.ridge,
+            bias_ridge=settings.bias_ridge,
+            towards_kept=settings.towards == "kept",
             guard=self.preset == "stable",
         )
 
@@ -130,7 +158,7 @@ class AttentionMatching:
         slots = slots_for(trace.prefix_len, keep_ratio, num_slots)
         if slots == trace.prefix_len:
             return trace.dense_cache()
-        drawn = draw_queries(trace, self.options()[0], self.seed)
+        drawn = draw_queries(trace, self.options().num_queries, self.seed)
         if self.budgets == "adaptive":
             layers = share_out(trace, slots, lambda size: self._fit_heads(trace, size, drawn))
         elif self.on_policy:
@@ -162,7 +190,7 @@ class AttentionMatching:
         """Heads in groups, with their tensors and their dense attention, which is computed once."""
         groups = head_groups(trace, layers)
         summaries = trace.memo(
-            ("dense attention", *layers, self.options()[0], self.seed, self.selection),
+            ("dense attention", *layers, self.options().num_queries, self.seed, self.selection),
             lambda: [summarise(load_block(trace, heads, drawn), self.selection) for heads in groups],
         )
         for heads, summary in zip(groups, summaries, strict=True):

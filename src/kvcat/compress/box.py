@@ -125,7 +125,53 @@ class WideSystem:
         return (mass.unsqueeze(1) @ self.design).squeeze(1)
 
 
-System = TallSystem | WideSystem
+@dataclass(frozen=True)
+class PulledSystem:
+    """|A w - b|^2 + strength |w - 1|^2: weights for which A says little stay near 1.
+
+    Args:
+        system: A and b.
+        strength: of the pull, at least 0.
+    """
+
+    system: TallSystem | WideSystem
+    strength: Float[Tensor, " heads"]
+
+    @property
+    def target(self) -> Float[Tensor, "heads slots"]:
+        """Right-hand side of the normal equations."""
+        return self.system.target + self.strength.unsqueeze(-1)
+
+    def select(self, rows: Int[Tensor, " rows"]) -> "PulledSystem":
+        """Some of the heads."""
+        return PulledSystem(self.system.select(rows), self.strength[rows])
+
+    def divided(self, unit: Float[Tensor, " heads"]) -> "PulledSystem":
+        """The objective divided by a number per head."""
+        return PulledSystem(self.system.divided(unit), self.strength / unit)
+
+    def size(self) -> Float[Tensor, " heads"]:
+        """Mean of the diagonal of the normal equations."""
+        return self.system.size() + self.strength
+
+    def apply(self, weights: Float[Tensor, "heads slots"]) -> Float[Tensor, "heads slots"]:
+        """(A^T A + strength I) w."""
+        return self.system.apply(weights) + self.strength.unsqueeze(-1) * weights
+
+    def norm(self) -> Float[Tensor, " heads"]:
+        """Largest eigenvalue of the normal equations."""
+        return self.system.norm() + self.strength
+
+    def unbounded(self, jitter: Float[Tensor, " heads"]) -> Float[Tensor, "heads slots"]:
+        """Solution of the normal equations with a jitter on their diagonal."""
+        return self.factored(jitter.unsqueeze(-1).expand_as(self.target))(self.target)
+
+    def factored(self, diagonal: Float[Tensor, "heads slots"]) -> Solve:
+        """Solves (A^T A + strength I + diag) x = r for any r."""
+        return self.system.factored(diagonal + self.strength.unsqueeze(-1))
+
+
+System = TallSystem | WideSystem | PulledSystem
 
 
 def is_wide(num_rows: int, num_columns: int, num_iters: int | None) -> bool:

@@ -5,7 +5,7 @@ from functools import cached_property
 
 import torch
 
-from kvcat.compress.box import TallSystem, WideSystem, is_wide, solve_box
+from kvcat.compress.box import PulledSystem, TallSystem, WideSystem, is_wide, solve_box
 from kvcat.compress.heads import HeadBlock, take
 from kvcat.compress.selection import DenseAttention, KeySelection, select_slots
 from kvcat.compress.solvers import fit_values, solve_ridge
@@ -25,6 +25,8 @@ class FitOptions:
         num_iters: projected-gradient steps of the log-bias; None solves to convergence.
         original_values: whether slots keep the values of their keys; otherwise these are fitted.
         ridge: of the value fit, relative to the squared spectral norm; None for minimum-norm least squares.
+        bias_ridge: pulls the log-bias to 0, relative to the squared spectral norm of the attention masses.
+        towards_kept: the ridge pulls the values towards those of the kept keys, otherwise towards 0.
         guard: heads that the fit leaves with a larger output error than their kept keys and values unchanged are
             fitted again without log-bias, the ridge pulling towards the unchanged values.
     """
@@ -35,6 +37,8 @@ class FitOptions:
     num_iters: int | None = None
     original_values: bool = False
     ridge: float | None = 1e-6
+    bias_ridge: float = 0.0
+    towards_kept: bool = False
     guard: bool = True
 
 
@@ -110,14 +114,14 @@ def fit_slots(
     own = take(block.values, kept.slots)
     none = torch.zeros_like(own[..., 0])
     log_bias = _fit_bias(kept, options) if options.log_bias else none
-    values = own if options.original_values else _fit_values(kept, log_bias, options.ridge)
+    towards = own if options.towards_kept else None
+    values = own if options.original_values else _fit_values(kept, log_bias, options.ridge, towards)
     if options.guard and (options.log_bias or not options.original_values):
         worse = (output_error(kept, values, log_bias) > output_error(kept, own, none)).nonzero().flatten()
         if len(worse):
-            towards = own[worse]
-            fitted = towards
+            fitted = own[worse]
             if not options.original_values:
-                fitted = _fit_values(kept.select(worse), none[worse], options.ridge, towards=towards)
+                fitted = _fit_values(kept.select(worse), none[worse], options.ridge, fitted)
             values, log_bias = values.index_copy(0, worse, fitted), log_bias.index_fill(0, worse, 0.0)
     return kept.slots, values, log_bias
 
@@ -134,6 +138,8 @@ def _fit_bias(kept: KeptKeys, options: FitOptions) -> Float[Tensor, "heads slots
             design = kept.masses(chunk).to(dtype)
             gram, target = gram + design.mT @ design, target + design.mT @ mass[:, chunk].unsqueeze(-1)
         system = TallSystem(gram, target.squeeze(-1))
+    if options.bias_ridge:
+        system = PulledSystem(system, options.bias_ridge * system.norm())
     size = mass.square().sum(1)
     weights = solve_box(system, size, bounds=options.bounds, num_iters=options.num_iters, tolerance=_TOLERANCE)
     return weights.log().to(kept.block.keys.dtype)

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kvcat.cache import CompactCache, fingerprint
-from kvcat.compress import Trace, compare, make_compressor, trace
+from kvcat.compress import Trace, compare, seeded_compressor, trace
 from kvcat.errors import InputError
 from kvcat.evals.progress import EvalProgress
 from kvcat.evals.provenance import provenance
@@ -212,19 +212,11 @@ def _jobs(method: str | Method, keep_ratios: Sequence[float], num_windows: int, 
     method = Method(method) if isinstance(method, str) else method
     if method.num_windows is not None and method.num_windows < 1:
         raise InputError(f"{method.name}: num_windows is {method.num_windows}; it must be at least 1")
-    compressor = _compressor(method, seed)
+    compressor: Any = seeded_compressor(method.name, method.options, seed)
     last_step = compressor.num_steps if hasattr(compressor, "snapshots") else None
     count = min(method.num_windows or num_windows, num_windows)
     ratios = keep_ratios if method.keep_ratios is None else method.keep_ratios
     return [_Job(method, compressor, float(ratio), last_step, count) for ratio in ratios]
-
-
-def _compressor(method: Method, seed: int) -> Any:
-    compressor = make_compressor(method.name, **method.options)
-    draws = any(hasattr(part, "seed") for part in (compressor, getattr(compressor, "scorer", None)))
-    if draws and "seed" not in method.options:
-        compressor = make_compressor(method.name, seed=seed, **method.options)
-    return compressor
 
 
 def _batches(num_windows: int, batch_size: int, limits: set[int]) -> list[tuple[int, int]]:
