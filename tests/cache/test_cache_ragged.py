@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from kvcat.cache import CompactCache, CompactLayer, PrefixLayer, RaggedLayer, fingerprint
+from kvcat.cache import CompactCache, CompactLayer, PrefixLayer, RaggedLayer, fingerprint, next_turn
 from kvcat.errors import InputError
 from tiny import stock_model
 
@@ -135,6 +135,25 @@ def test_beams_keep_the_slots_of_their_own_example(cached):
         own = cache.select([min(row, cached - 1)])
         alone = model.generate(**own.inputs(model, ids[row : row + 1]), max_new_tokens=4, num_beams=3, do_sample=False)
         assert together[row].tolist() == alone[0].tolist()
+
+
+@pytest.mark.parametrize("kind", ["ragged", "uniform", "static"])
+def test_a_second_turn_goes_on_from_the_first(kind):
+    model, ids = tiny(), questions(1, 4)
+    cache = ragged_cache(model, 1)
+    if kind != "ragged":
+        layers = [CompactLayer(**layer.padded().tensors()) for layer in cache.layers]
+        cache = CompactCache(layers, PREFIX, cache.fingerprint)
+    first = cache.inputs(model, ids, static_tokens=40 if kind == "static" else None)
+    asked = model.generate(**first, max_new_tokens=5, do_sample=False)
+    second = torch.cat([asked[:, -1:], torch.tensor([[3, 1, 4]])], dim=1)
+    answer = model.generate(**next_turn(first["past_key_values"], second), max_new_tokens=5, do_sample=False)
+    whole = torch.cat([asked, second[:, 1:]], dim=1)
+    for _ in range(5):
+        whole = torch.cat([whole, naive_logits(cache, whole)[:, -1:].argmax(-1)], dim=1)
+    assert answer[0, -5:].tolist() == whole[0, -5:].tolist()
+    with pytest.raises(InputError, match="hold no token"):
+        next_turn(first["past_key_values"], second[:, :0])
 
 
 def test_layers_of_unequal_slots_without_log_bias_are_masked_by_their_own_number():

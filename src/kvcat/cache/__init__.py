@@ -1,7 +1,7 @@
 """Compact caches: the prefix in few slots, on disk and in transformers."""
 
 from kvcat.cache.carrying import CarriedSlots, attach_log_bias, carried_by, log_bias_of
-from kvcat.cache.compact import CompactCache
+from kvcat.cache.compact import CompactCache, next_turn
 from kvcat.cache.fingerprint import fingerprint
 from kvcat.cache.layers import PrefixLayer
 from kvcat.cache.slots import CompactLayer, RaggedLayer
@@ -9,5 +9,5 @@ from kvcat.cache.windows import layer_windows
 
 __all__ = [
     "CarriedSlots", "CompactCache", "CompactLayer", "PrefixLayer", "RaggedLayer", "attach_log_bias", "carried_by",
-    "fingerprint", "layer_windows", "log_bias_of",
+    "fingerprint", "layer_windows", "log_bias_of", "next_turn",
 ]  # fmt: skip

@@ -208,3 +208,23 @@ class CompactCache:
                 made = kind(layer, self.num_tokens, window=window, read_only=read_only)
             prefix_layers.append(made)
         return Cache(layers=prefix_layers)
+
+
+def next_turn(past: Cache, input_ids: Int[Tensor, "batch new"]) -> dict[str, Any]:
+    """Keyword arguments with which ``model.generate`` goes on after an earlier answer on the same transformers cache.
+
+    The cache grows behind its compact part from turn to turn (``trace(..., past=...)`` compresses both again). No row
+    may hold padding.
+
+    Args:
+        past: ``past_key_values`` of ``CompactCache.inputs``, after the earlier turns.
+        input_ids: the last generated token, which the cache does not hold yet, and the tokens of the new turn.
+
+    Raises:
+        InputError: no tokens.
+    """
+    if input_ids.shape[1] == 0:
+        raise InputError("input_ids hold no token: there is nothing to go on from")
+    seen = int(past.get_seq_length())
+    mask = input_ids.new_ones(len(input_ids), seen + input_ids.shape[1])
+    return {"input_ids": input_ids, "past_key_values": past, "attention_mask": mask}
