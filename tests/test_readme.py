@@ -1,51 +1,81 @@
-"""The README's own examples run, and what it says of the tree is there."""
+"""The examples of the README and of docs/compress.md run, and what the documents name is there."""
 
 import re
 import shlex
+from dataclasses import fields
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 
 from kvcat.cli.app import run
+from kvcat.compress import COMPRESSORS, AttentionMatching, GradientCompression
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+README, COMPRESS = "README.md", "docs/compress.md"
 
 
-def blocks(language: str) -> list[str]:
-    found = re.findall(r"^```(\w*)\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+def read(document: str) -> str:
+    return (ROOT / document).read_text(encoding="utf-8")
+
+
+def blocks(document: str, language: str) -> list[str]:
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", read(document), flags=re.MULTILINE | re.DOTALL)
     return [code for name, code in found if name == language]
 
 
 @pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in ("README.md", "CITATION.cff"):
-        (tmp_path / name).write_text((ROOT / name).read_text(encoding="utf-8"), encoding="utf-8")
+    for name in (README, "CITATION.cff"):
+        (tmp_path / name).write_text(read(name), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def test_python_examples_run_one_after_the_other(workplace: Path) -> None:
-    exec(compile("\n".join(blocks("python")), "README.md", "exec"), {})
+@pytest.mark.parametrize("document", [README, COMPRESS])
+def test_python_examples_run_one_after_the_other(document: str, workplace: Path) -> None:
+    exec(compile("\n".join(blocks(document, "python")), document, "exec"), {})
 
 
-@pytest.mark.parametrize("commands", blocks("sh"))
-def test_shell_examples_run(commands: str, workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for line in commands.strip().splitlines():
+@pytest.mark.parametrize(("document", "written"), [(README, "report/report.html"), (COMPRESS, "plain.prefix")], ids=str)
+def test_shell_examples_run(document: str, written: str, workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for line in "".join(blocks(document, "sh")).splitlines():
         program, *arguments = shlex.split(line)
         assert program == "kvcat"
         assert run(arguments) == 0, capsys.readouterr().err
-    assert (workplace / "report" / "report.html").stat().st_size > 10_000
+    assert (workplace / written).stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("document", [README, COMPRESS])
+def test_what_a_document_links_to_is_there(document: str) -> None:
+    links = re.findall(r"\]\(([^)#:]+)\)", read(document))
+    assert links
+    assert [link for link in links if not ((ROOT / document).parent / link).exists()] == []
+
+
+def test_every_option_and_method_has_a_place_in_the_page_on_compression() -> None:
+    page = read(COMPRESS)
+    names = {*COMPRESSORS} | {f.name for kind in (AttentionMatching, GradientCompression) for f in fields(kind)}
+    assert sorted(name for name in names if f"`{name}`" not in page) == []
+
+
+def test_what_the_map_from_the_paper_names_is_there() -> None:
+    page = read("docs/paper.md")
+    for name in re.findall(r"`(kvcat(?:\.\w+)+)", page):
+        resolve_name(name)
+    files = re.findall(r"`(tests/[\w./]+)`", page)
+    assert files
+    assert [file for file in files if not (ROOT / file).exists()] == []
 
 
 def test_every_room_of_the_package_has_a_line_in_the_tree() -> None:
-    tree = next(block for block in blocks("") if block.startswith("src/kvcat/"))
+    tree = next(block for block in blocks(README, "") if block.startswith("src/kvcat/"))
     rooms = {p.name for p in (ROOT / "src/kvcat").iterdir() if p.is_dir() and p.name != "__pycache__"}
     assert rooms == set(re.findall(r"^  (\w+)/", tree, flags=re.MULTILINE))
 
 
 def test_figures_of_the_readme_name_the_command_that_prints_them() -> None:
-    result = README.split("## A result")[1].split("\n## ")[0]
+    result = read(README).split("## A result")[1].split("\n## ")[0]
     assert "make demo" in result
     for plot in re.findall(r"!\[.*?\]\((.*?)\)", result):
         assert (ROOT / plot).exists()

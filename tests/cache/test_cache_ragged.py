@@ -166,6 +166,31 @@ def test_layers_of_unequal_slots_without_log_bias_are_masked_by_their_own_number
     assert torch.allclose(logits, naive_logits(cache, ids), atol=1e-10)
 
 
+@pytest.mark.parametrize("selected", [False, True])
+def test_ragged_heads_that_come_out_equal_are_an_ordinary_layer_on_a_stock_model(selected):
+    model, ids = tiny(), questions(1, 1)
+    counts = [[[3, 3], [2, 4]], [[3, 3], [1, 1]], [[3, 3], [5, 1]]] if selected else [[[3, 3]]] * 3
+    layers = [ragged_layer(own, seed, log_bias=False) for seed, own in enumerate(counts)]
+    cache = CompactCache(layers, PREFIX, fingerprint(model)).select([0])
+    assert all(isinstance(layer, CompactLayer) for layer in cache.layers)
+    with torch.no_grad():
+        logits = model(**cache.inputs(model, ids)).logits
+    assert torch.allclose(logits, naive_logits(cache, ids), atol=1e-10)
+
+
+def test_equal_counts_in_a_ragged_layer_reach_attention():
+    model, ids = tiny(), questions(1, 1)
+    draw = torch.Generator().manual_seed(0)
+    counts = torch.tensor([[3, 3]])
+    layers = [
+        RaggedLayer(*(torch.randn(6, 8, generator=draw).double() for _ in range(2)), None, counts) for _ in range(3)
+    ]
+    cache = CompactCache(layers, PREFIX, fingerprint(model))
+    with torch.no_grad():
+        logits = model(**cache.inputs(model, ids)).logits
+    assert torch.allclose(logits, naive_logits(cache, ids), atol=1e-10)
+
+
 def test_a_slot_of_log_bias_log_two_counts_as_that_slot_twice():
     model, ids = tiny(), questions(1, 5)
     draw = torch.Generator().manual_seed(0)

@@ -188,3 +188,13 @@ def test_on_a_real_model_stable_matching_improves_with_every_ratio_and_beats_evi
         evicted = CompactCache(plain, found.num_tokens, found.fingerprint)
         assert losses[-1] < compare(found, evicted).kl.item()
     assert losses == sorted(losses, reverse=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"budgets": "adaptive"}, {"on_policy": True}], ids=str)
+def test_slots_tell_the_positions_of_their_tokens(traced, options):
+    cache = AttentionMatching(**options)(traced, num_slots=6)
+    for index, layer in enumerate(cache.layers):
+        counts = layer.counts.flatten().tolist()
+        keys, positions = (part.reshape(sum(counts), -1).split(counts) for part in (layer.keys, layer.positions))
+        for head, (kept, at) in enumerate(zip(keys, positions, strict=True)):
+            assert torch.equal(kept, traced.keys[index].flatten(0, 1)[head][at[:, 0]])

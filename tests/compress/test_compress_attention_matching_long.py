@@ -1,5 +1,6 @@
-"""Attention Matching of long contexts: memory and positions, measured in a fresh process."""
+"""Long contexts: memory and positions, measured in a fresh process."""
 
+import os
 import subprocess
 import sys
 
@@ -51,3 +52,37 @@ def test_a_long_prefix_costs_a_few_blocks_of_memory_and_keeps_its_positions(toke
     assert grown < 120
     # all slots but one, at their own positions, give nearly the dense logits
     assert shifted < 0.1 * spread
+
+
+TRACING = """
+import resource, sys, torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from kvcat.compress import trace
+
+torch.set_num_threads(1)
+model = LlamaForCausalLM(LlamaConfig(
+    vocab_size=67, hidden_size=64, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=40000, bos_token_id=None, eos_token_id=None,
+)).eval()
+ids = torch.randint(0, 67, (1, int(sys.argv[1]) + 64))
+trace(model, ids[:, :64], 32)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+found = trace(model, ids, int(sys.argv[1]), chunk_tokens=int(sys.argv[2]))
+grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+held = sum(tensor.nbytes for part in (found.keys, found.values, found.queries) for tensor in part) / 2**20
+print(grown, held)
+"""
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [8192, pytest.param(16384, marks=pytest.mark.slow), pytest.param(32768, marks=pytest.mark.slow)],
+)
+def test_tracing_a_long_prefix_costs_its_keys_and_values_and_one_chunk(tokens):
+    """One forward would hold at least 3 * 1024 * 4 bytes of activations per token: 96 MiB at 8192, 384 at 32768."""
+    # what is freed goes back at once, so that the peak is what was held and not what malloc kept for later
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    command = [sys.executable, "-c", TRACING, str(tokens), "1024"]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    grown, held = (float(word) for word in run.stdout.split())
+    assert grown < 45 + 2 * held

@@ -61,3 +61,13 @@ def test_sizes_span_an_eighth_to_four_times_the_average_and_stay_within_the_pref
     assert slot_sizes(40, 1000) == [5, 10, 20, 30, 40, 60, 80, 120, 160]
     assert slot_sizes(1, 3) == [1, 2, 3]
     assert slot_sizes(700, 768)[-1] == 768
+
+
+def test_what_no_hull_step_can_use_goes_to_smaller_steps_and_never_below_the_equal_split():
+    errors = torch.tensor([[4.0, 4.0], [3.9, 3.9], [3.8, 3.8], [0.0, 0.0]])
+    assert allocate([1, 2, 4, 8], errors, 8).tolist() == [4, 4]
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        errors = torch.rand(len(SIZES), 3, generator=draw).sort(0, descending=True).values
+        for size in SIZES:
+            assert error_of(allocate(SIZES, errors, 3 * size).tolist(), errors) <= error_of([size] * 3, errors) + 1e-6

@@ -123,10 +123,39 @@ def test_a_saved_cache_scores_as_the_one_in_memory(traced, tmp_path, name, optio
 def test_unknown_names_and_options_are_refused():
     with pytest.raises(InputError, match=r"no compressor 'zip'; there are attention-matching"):
         make_compressor("zip")
-    with pytest.raises(InputError, match=r"attention-matching: .*unexpected keyword"):
+    with pytest.raises(InputError, match=r"attention-matching has no option 'speed'; its options: preset"):
         make_compressor("attention-matching", speed=2)
-    with pytest.raises(InputError, match=r"snapkv: .*unexpected keyword"):
+    with pytest.raises(InputError, match=r"snapkv has no option 'seed'; its options: window, kernel_size, pooling"):
         make_compressor("snapkv", seed=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("attention-matching", {"log_bias": "no"}, "log_bias is 'no'; it must be true or false"),
+        (
+            "attention-matching",
+            {"num_queries": 1.5},
+            "num_queries is 1.5; it must be a whole number or 'pre",
+        ),
+        (
+            "attention-matching",
+            {"bounds": (-3, 3, 4)},
+            r"bounds is .*; it must be \[a finite number, a",
+        ),
+        ("attention-matching", {"bounds": (-1000.0, 1000.0)}, "bounds must increase and lie within 50"),
+        ("attention-matching", {"ridge": math.inf}, "ridge is inf"),
+        ("attention-matching", {"seed": True}, "seed is True; it must be a whole number"),
+        ("gradient", {"num_steps": "x"}, "num_steps is 'x'; it must be a whole number"),
+        ("gradient", {"init": None}, "init is None; it must be text or CompactCache"),
+        ("gradient", {"lr": math.inf}, "lr is inf"),
+        ("snapkv", {"kernel_size": 3.0}, "snapkv: kernel_size is 3.0; it must be a whole number"),
+        ("first", {"seed": 1}, "first has no option 'seed'; its options: none"),
+    ],
+)
+def test_values_of_another_type_are_refused_by_name(name, options, message):
+    with pytest.raises(InputError, match=message):
+        make_compressor(name, **options)
 
 
 @given(tokens=st.integers(1, 5000), percent=st.integers(1, 100))

@@ -5,8 +5,9 @@ import torch
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
 from kvcat.cache import CompactCache
-from kvcat.compress import AttentionMatching, Eviction, compare, reconstruction, replay, trace
+from kvcat.compress import AttentionMatching, Eviction, Reconstruction, compare, reconstruction, replay, trace
 from kvcat.errors import InputError
+from kvcat.models import capture
 from tiny import byte_tokenizer
 
 
@@ -101,6 +102,27 @@ def test_memory_is_not_held_for_what_is_not_kept(traced):
         assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
+@pytest.mark.parametrize("source", ["suffix", "self", "reconstruction"])
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 1000])
+def test_a_trace_in_chunks_is_that_of_one_forward(make_model, windows, source, chunk_tokens):
+    model = make_model(torch.float64)
+    ids = Reconstruction(windows[:1], 28, 36) if source == "reconstruction" else windows
+    options = {} if source == "reconstruction" else {"prefix_len": 40, "supervision": source}
+    whole, parts = (trace(model, ids, **options, **more) for more in ({}, {"chunk_tokens": chunk_tokens}))
+    for name in ("keys", "values", "queries", "tail_queries"):
+        for left, right in zip(getattr(whole, name), getattr(parts, name), strict=True):
+            assert torch.allclose(left, right, atol=1e-12)
+            assert right.untyped_storage().nbytes() == right.numel() * right.element_size()
+    assert torch.allclose(whole.logits_at(-1, 0), parts.logits_at(-1, 0), atol=1e-12)
+    assert torch.allclose(whole.logits, parts.logits, atol=1e-12)
+
+
+def test_a_past_that_does_not_grow_is_refused_where_chunks_follow_it(model, windows, traced):
+    past = traced.dense_cache().to_transformers(model, read_only=True)
+    with pytest.raises(InputError, match="past does not grow: 16 tokens cannot follow it in chunks of 7"):
+        capture(model, windows[:, 48:], past=past, chunk_tokens=7)
+
+
 @pytest.mark.parametrize(
     ("tokens", "prefix_len", "options", "message"),
     [
@@ -150,3 +172,12 @@ def test_a_model_saved_and_loaded_replays_a_saved_cache(model, traced, windows, 
     cache = CompactCache.load(tmp_path / "c", again)
     expected = replay(model, AttentionMatching()(traced, num_slots=6), windows[:, 48:])
     assert torch.allclose(replay(again, cache, windows[:, 48:]), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_are_refused(make_model, windows, broken):
+    model = make_model()
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.weight[0, 0] = broken
+    with pytest.raises(InputError, match="LlamaForCausalLM computes numbers that are not finite"):
+        trace(model, windows, 48)

@@ -52,8 +52,9 @@ class CompactCache:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether every head of every layer holds equally many slots."""
-        return self.mean_slots == self.num_slots
+        """Whether every head of every layer holds equally many slots, in tensors that say so."""
+        equal = all(isinstance(layer, CompactLayer) for layer in self.layers)
+        return equal and len({layer.num_slots for layer in self.layers}) == 1
 
     @property
     def batch_size(self) -> int:

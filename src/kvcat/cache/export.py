@@ -70,8 +70,8 @@ def check_plain(cache: CompactCache, *, drop_log_bias: bool = False) -> None:
         )
     if cache.has_log_bias and not drop_log_bias:
         raise InputError(
-            "the cache has a log-bias, which engines do not know: refit it without (refit_without_log_bias), compress "
-            "with a method that has none, or drop it (drop_log_bias)"
+            "the cache has a log-bias, which engines do not know: compress with a method that has none, such as "
+            "attention-matching,log_bias=false, refit the values without it, or drop it at a loss (--drop-log-bias)"
         )
 
 

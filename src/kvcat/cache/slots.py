@@ -79,8 +79,8 @@ class CompactLayer:
         values: list[list[Tensor]],
         log_bias: list[list[Tensor]] | None = None,
         positions: list[list[Tensor]] | None = None,
-    ) -> "RaggedLayer":
-        """A layer whose heads have slots of their own number.
+    ) -> "Layer":
+        """A layer whose heads have slots of their own number; where these are equal, an ordinary one.
 
         Args:
             keys: per example and KV head, keys after rotation (slots, head_dim), at least one slot.
@@ -94,7 +94,7 @@ class CompactLayer:
             for name, part in (("keys", keys), ("values", values), ("log_bias", log_bias), ("positions", positions))
             if part is not None
         }
-        return RaggedLayer(**{"log_bias": None, **flat}, counts=counts)
+        return _evened(RaggedLayer(**{"log_bias": None, **flat}, counts=counts))
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class RaggedLayer:
 
         return CompactLayer(spread(self.keys), spread(self.values), bias.view(batch, kv_heads, wide))
 
-    def select(self, rows: Int[Tensor, " rows"] | list[int] | slice) -> "RaggedLayer":
+    def select(self, rows: Int[Tensor, " rows"] | list[int] | slice) -> "Layer":
         """The given examples."""
         chosen = torch.arange(self.batch_size)[rows].tolist()
         ends = [0, *accumulate(self.counts.sum(1).tolist())]
@@ -177,7 +177,7 @@ class RaggedLayer:
             return torch.cat([flat[spans[row]] for row in chosen])
 
         flat = {name: taken(tensor) for name, tensor in self.tensors().items() if name != "counts"}
-        return RaggedLayer(**{"log_bias": None, **flat}, counts=self.counts[chosen])
+        return _evened(RaggedLayer(**{"log_bias": None, **flat}, counts=self.counts[chosen]))
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "RaggedLayer":
         """On another device, keys and values in another dtype; the log-bias keeps its own."""
@@ -192,3 +192,11 @@ class RaggedLayer:
 
 
 Layer = CompactLayer | RaggedLayer
+
+
+def _evened(layer: RaggedLayer) -> Layer:
+    """An ordinary layer where all heads hold equally many slots."""
+    if int(layer.counts.min()) < layer.num_slots:
+        return layer
+    shape = (*layer.counts.shape, layer.num_slots)
+    return CompactLayer(**{n: x.reshape(*shape, *x.shape[1:]) for n, x in layer.tensors().items() if n != "counts"})

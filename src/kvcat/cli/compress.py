@@ -80,16 +80,18 @@ def compress_command(
     compressor = seeded_compressor(name, options, seed)
     loaded, tokenizer = kvcat.load(model, dtype=dtype, device=device)
     trace = document_trace(loaded, tokenizer, document, supervision=supervision, chat=chat)
+    digest = hashlib.sha256(repr((model, document, method, keep, slots, seed, chat, dtype)).encode()).hexdigest()
+    state = output.with_name(f".{output.name}.{digest[:8]}.state")
     if max_kl is not None:
         cache = _smallest(trace, compressor, max_kl)
     elif isinstance(compressor, kvcat.GradientCompression):
-        digest = hashlib.sha256(repr((model, document, method, keep, slots, seed, chat, dtype)).encode()).hexdigest()
-        cache = _optimised(trace, compressor, keep, slots, output.with_name(f".{output.name}.{digest[:8]}.state"))
+        cache = _optimised(trace, compressor, keep, slots, state)
     else:
         cache = compressor(trace, keep_ratio=keep, num_slots=slots)
-    told = {"supervision": supervision, "chat": "yes" if chat else "no", "dtype": dtype, "seed": str(seed)}
+    told = {"supervision": supervision, "chat": "yes" if chat else "no", "dtype": dtype}
     cache = dataclasses.replace(cache, metadata={**cache.metadata, **told})
     cache.save(output)
+    state.unlink(missing_ok=True)
     kept = cache.mean_slots
     print(
         f"{output}: {cache.num_tokens} tokens in {kept:g} slots a layer and head, {cache.nbytes / 1e6:.2f} MB "
@@ -103,7 +105,9 @@ def _smallest(trace: "Trace", compressor: "Compressor", max_kl: float) -> "Compa
     def tell(slots: int, kl: float) -> None:
         print(f"{slots} slots: KL {kl:.5f} nats per token held out", file=sys.stderr, flush=True)
 
-    return smallest_cache(trace, compressor, max_kl, on_try=tell).cache
+    found = smallest_cache(trace, compressor, max_kl, on_try=tell)
+    told = {"max_kl": f"{max_kl:g}", "held_out_kl": f"{found.kl:.6g}"}
+    return dataclasses.replace(found.cache, metadata={**found.cache.metadata, **told})
 
 
 def _optimised(
@@ -113,12 +117,10 @@ def _optimised(
     from kvcat.evals.progress import EvalProgress
 
     with EvalProgress(compressor.num_steps, name="step") as bar:
-        cache = compressor(
+        return compressor(
             trace, keep_ratio=keep, num_slots=slots, resume=state,
             on_step=lambda _, kl: bar.advance(1, f"KL {kl:.5f}"),
         )  # fmt: skip
-    state.unlink(missing_ok=True)
-    return cache
 
 
 def read_document(path: Path) -> str:

@@ -57,12 +57,14 @@ def suffix_command(
         raise InputError(f"two models have the same label; give them as LABEL=FOLDER: {', '.join(models)}")
 
     import kvcat
-    from kvcat.compress import parse_method
+    from kvcat.compress import parse_method, seeded_compressor
     from kvcat.data import split_documents
     from kvcat.evals import Method, evaluate_suffix, read_records, summarise, windows_from_documents
     from kvcat.report import headline_text, write_report
 
     asked = [Method(*parse_method(spec)) for spec in methods]
+    for wanted in asked:
+        seeded_compressor(wanted.name, wanted.options, seed)
     loaded = {label: kvcat.load(folder, dtype=dtype, device=device) for label, folder in labelled.items()}
     tokenizer = next(iter(loaded.values()))[1]
     chosen = windows_from_documents(

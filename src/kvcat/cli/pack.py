@@ -35,6 +35,8 @@ def pack_command(
 ) -> None:
     """Write a saved cache as a file for an engine that knows no kvcat; docs/engines.md shows how each reads it.
 
+    The cache must have no log-bias: compress with --method attention-matching,log_bias=false, or by eviction.
+
     Example: kvcat pack ./my-model --cache report.safetensors -o report.bin --engine llama.cpp
     """
     if output.exists() and not overwrite:

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 from kvcat.compress.attention_matching import AttentionMatching
+from kvcat.compress.checking import check_options
 from kvcat.compress.common import Compressor, slots_for
 from kvcat.compress.eviction import Eviction
 from kvcat.compress.gradient import SNAPSHOT_STEPS, GradientCompression
@@ -40,10 +41,8 @@ def make_compressor(name: str, **options: Any) -> Compressor:
         return KVPress(name.removeprefix("kvpress:"), **options)
     if name not in COMPRESSORS:
         raise InputError(f"no compressor {name!r}; there are {', '.join(COMPRESSORS)}, kvpress:PRESS")
-    try:
-        return COMPRESSORS[name](**options)
-    except TypeError as error:
-        raise InputError(f"{name} takes no such option or value: {error}") from error
+    check_options(SCORERS[name] if name in SCORERS else COMPRESSORS[name], options, name)  # type: ignore[arg-type]
+    return COMPRESSORS[name](**options)
 
 
 def seeded_compressor(name: str, options: Mapping[str, Any], seed: int) -> Compressor:

@@ -1,22 +1,22 @@
 """Attention Matching: few slots fitted to the attention of the whole prefix."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple
 
 import torch
 
 from kvcat.cache import CompactCache, CompactLayer
 from kvcat.compress.budgets import HeadFit, share_out
-from kvcat.compress.common import compact_cache, slots_for
+from kvcat.compress.common import compact_cache, slots_for, take_slots
 from kvcat.compress.fitting import FitOptions, KeptKeys, fit_slots, output_error
-from kvcat.compress.heads import Head, HeadBlock, draw_queries, head_groups, load_block, take
+from kvcat.compress.heads import Head, HeadBlock, draw_queries, head_groups, load_block
 from kvcat.compress.on_policy import fit_on_policy
 from kvcat.compress.selection import DenseAttention, KeySelection, summarise
 from kvcat.compress.solvers import check_log_bias_options, check_ridge
 from kvcat.compress.tracing import Trace
 from kvcat.errors import InputError
-from kvcat.types import Int, Tensor
+from kvcat.types import Float, Int, Tensor
 
 
 class FitSettings(NamedTuple):
@@ -38,6 +38,7 @@ _PRESETS = {
     "paper": FitSettings(256, 2, 1e-4, 0.0, "zero"),
 }
 _Drawn = dict[Head, Int[Tensor, " drawn"]] | None
+_Fit = tuple[Tensor, Tensor, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class AttentionMatching:
             masses of the kept keys; at least 0.
         towards: what the ridge pulls the values to, "zero" or "kept": the values of the kept keys.
         bounds: box on the log-bias, nats.
-        log_bias: False leaves the log-bias away.
+        log_bias: False fits no log-bias; slots that carry one from an earlier compression keep it.
         values: "fitted", or "original": slots keep the values of their keys.
         selection: keys with the largest attention over the queries, "rms", "mean" or "max" of its weights, or "omp":
             orthogonal matching pursuit on the attention mass.
@@ -156,7 +157,7 @@ class AttentionMatching:
             InputError: keep_ratio or num_slots out of range, or on_policy for a trace that supervises itself.
         """
         slots = slots_for(trace.prefix_len, keep_ratio, num_slots)
-        if slots == trace.prefix_len:
+        if slots >= trace.num_slots:
             return trace.dense_cache()
         drawn = draw_queries(trace, self.options().num_queries, self.seed)
         if self.budgets == "adaptive":
@@ -165,24 +166,37 @@ class AttentionMatching:
             layers = fit_on_policy(trace, slots, lambda seen, layer: self._fit_layers(seen, [layer], slots, drawn)[0])
         else:
             layers = self._fit_layers(trace, list(range(len(trace.keys))), slots, drawn)
-        told = {name: getattr(self, name) for name in ("preset", "selection", "on_policy", "budgets")}
+        told = {field.name: getattr(self, field.name) for field in fields(self)} | self.options()._asdict()
         return compact_cache(trace, layers, "attention-matching", told)
 
     def _fit_layers(self, trace: Trace, layers: list[int], num_slots: int, drawn: _Drawn) -> list[CompactLayer]:
-        fitted: dict[Head, tuple[Tensor, Tensor, Tensor]] = {}
+        fitted: dict[Head, _Fit] = {}
         for heads, block, summary in self._blocks(trace, layers, drawn):
-            fit = fit_slots(block, summary, num_slots, self.fit_options())
-            fitted.update(zip(heads, zip(*fit, strict=True), strict=True))
-        return [_assemble(trace, index, fitted, self.log_bias) for index in layers]
+            slots, values, log_bias = fit_slots(block, summary, num_slots, self.fit_options())
+            fitted.update(
+                zip(heads, zip(slots, values, self._biases(block, slots, log_bias), strict=True), strict=True)
+            )
+        return [_assemble(trace, index, fitted) for index in layers]
 
     def _fit_heads(self, trace: Trace, num_slots: int, drawn: _Drawn) -> dict[Head, HeadFit]:
         fitted: dict[Head, HeadFit] = {}
         for heads, block, summary in self._blocks(trace, list(range(len(trace.keys))), drawn):
             slots, values, log_bias = fit_slots(block, summary, num_slots, self.fit_options())
             errors = output_error(KeptKeys(block, summary, slots), values, log_bias).tolist()
-            for head, *parts, error in zip(heads, slots, values, log_bias, errors, strict=True):
-                fitted[head] = HeadFit(parts[0], parts[1], parts[2] if self.log_bias else None, error)
+            biases = self._biases(block, slots, log_bias)
+            for row, head in enumerate(heads):
+                fitted[head] = HeadFit(slots[row], values[row], biases[row], errors[row])
         return fitted
+
+    def _biases(
+        self, block: HeadBlock, slots: Int[Tensor, "heads slots"], fitted: Float[Tensor, "heads slots"]
+    ) -> list[Tensor] | list[None]:
+        """Per head, what the slots carried already and what was fitted on top; None where there is neither."""
+        if block.log_bias is not None:
+            fitted = fitted + block.log_bias.gather(1, slots)
+        elif not self.log_bias:
+            return [None] * len(fitted)
+        return list(fitted)
 
     def _blocks(
         self, trace: Trace, layers: list[int], drawn: _Drawn
@@ -197,18 +211,19 @@ class AttentionMatching:
             yield heads, load_block(trace, heads, drawn), summary
 
 
-def _assemble(
-    trace: Trace, index: int, fitted: dict[Head, tuple[Tensor, Tensor, Tensor]], log_bias: bool
-) -> CompactLayer:
+def _assemble(trace: Trace, index: int, fitted: dict[Head, _Fit]) -> CompactLayer:
     keys, values = trace.keys[index], trace.values[index]
     batch, kv_heads = keys.shape[:2]
+    slots, own, biases = zip(*(fitted[index, b, h] for b in range(batch) for h in range(kv_heads)), strict=True)
 
-    def stacked(part: int) -> Tensor:
-        return torch.stack([fitted[index, b, h][part] for b in range(batch) for h in range(kv_heads)])
+    def stacked(parts: Sequence[Tensor]) -> Tensor:
+        return torch.stack(list(parts)).unflatten(0, (batch, kv_heads))
 
-    slots = stacked(0)
+    kept = stacked(slots)
+    known = [bias for bias in biases if bias is not None]
     return CompactLayer(
-        take(keys.flatten(0, 1), slots).unflatten(0, (batch, kv_heads)),
-        stacked(1).unflatten(0, (batch, kv_heads)).to(values.dtype),
-        stacked(2).unflatten(0, (batch, kv_heads)) if log_bias else None,
+        take_slots(keys, kept),
+        stacked(own).to(values.dtype),
+        stacked(known) if known else None,
+        None if trace.past_len else kept,
     )

@@ -30,7 +30,9 @@ class HeadFit:
     error: float
 
 
-def share_out(trace: Trace, num_slots: int, fit: Callable[[int], dict[Head, HeadFit]]) -> list[RaggedLayer]:
+def share_out(
+    trace: Trace, num_slots: int, fit: Callable[[int], dict[Head, HeadFit]]
+) -> list[CompactLayer | RaggedLayer]:
     """Layers whose heads have slots by need, ``num_slots`` per head on average at most, in every example.
 
     All heads are fitted with each of several numbers of slots, and those whose errors fall fastest get more.
@@ -51,7 +53,7 @@ def share_out(trace: Trace, num_slots: int, fit: Callable[[int], dict[Head, Head
     return [_layer(trace, index, chosen) for index in range(len(trace.keys))]
 
 
-def _layer(trace: Trace, index: int, chosen: dict[Head, HeadFit]) -> RaggedLayer:
+def _layer(trace: Trace, index: int, chosen: dict[Head, HeadFit]) -> CompactLayer | RaggedLayer:
     keys = trace.keys[index]
     rows = [[chosen[index, example, head] for head in range(keys.shape[1])] for example in range(len(keys))]
     biases = [[fit.log_bias for fit in row if fit.log_bias is not None] for row in rows]
@@ -59,6 +61,7 @@ def _layer(trace: Trace, index: int, chosen: dict[Head, HeadFit]) -> RaggedLayer
         [[keys[example, head, fit.positions] for head, fit in enumerate(row)] for example, row in enumerate(rows)],
         [[fit.values.to(trace.values[index].dtype) for fit in row] for row in rows],
         biases if biases[0] else None,
+        None if trace.past_len else [[fit.positions for fit in row] for row in rows],
     )
 
 
@@ -78,26 +81,44 @@ def allocate(sizes: list[int], errors: Float[Tensor, "sizes heads"], total: int)
     """Slots per head so that the sum of the heads' errors is as small as the total allows.
 
     Every head starts with the smallest size; then the steps along the lower convex hull of each head's error are taken,
-    the largest gain per slot first, as long as the total holds them. Where every step fits, no other choice of sizes
-    with as many slots in all has a smaller sum of errors (the hulls are convex); the last steps may leave a rest of
-    the total unused, smaller than the largest step between two sizes.
+    the largest gain per slot first, as long as the total holds them (while all fit, no choice of as many slots has a
+    smaller sum). What is left goes to the single steps that gain most per slot. Where errors are so uneven that the
+    same size for every head is better, that is taken.
 
     Args:
         sizes: numbers of slots a head may get, strictly ascending.
         errors: error of every head with so many slots, at least 0.
         total: most slots in all, at least the smallest size for every head.
     """
-    steps = sorted(
-        (step for head, curve in enumerate(errors.T.tolist()) for step in _hull_steps(head, sizes, curve)),
-        key=lambda step: -step[0],
-    )
-    chosen = [0] * errors.shape[1]
+    curves = errors.T.tolist()
+    steps = [step for head, curve in enumerate(curves) for step in _hull_steps(head, sizes, curve)]
+    chosen = [0] * len(curves)
     left = total - sizes[0] * len(chosen)
-    for gain, head, start, stop in steps:
+    for gain, head, start, stop in sorted(steps, key=lambda step: -step[0]):
         cost = sizes[stop] - sizes[start]
         if gain > 0 and cost <= left and chosen[head] == start:
             chosen[head], left = stop, left - cost
+    while (step := _best_step(sizes, curves, chosen, left)) is not None:
+        head, stop = step
+        left -= sizes[stop] - sizes[chosen[head]]
+        chosen[head] = stop
+    equal = max(index for index, size in enumerate(sizes) if size * len(chosen) <= total)
+    if sum(curve[equal] for curve in curves) < sum(curve[i] for curve, i in zip(curves, chosen, strict=True)):
+        chosen = [equal] * len(chosen)
     return torch.tensor([sizes[index] for index in chosen])
+
+
+def _best_step(sizes: list[int], curves: list[list[float]], chosen: list[int], left: int) -> tuple[int, int] | None:
+    """Head and new size of the largest gain per slot among the steps that fit; None where none gains."""
+    best, found = 0.0, None
+    for head, curve in enumerate(curves):
+        now = chosen[head]
+        for stop in range(now + 1, len(sizes)):
+            cost = sizes[stop] - sizes[now]
+            gain = (curve[now] - curve[stop]) / cost
+            if cost <= left and gain > best:
+                best, found = gain, (head, stop)
+    return found
 
 
 def _hull_steps(head: int, sizes: list[int], curve: list[float]) -> list[tuple[float, int, int, int]]:

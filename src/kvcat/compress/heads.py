@@ -22,18 +22,21 @@ class HeadBlock:
         queries: multiplied by the layer's scale.
         keys: of the prefix.
         values: of the prefix.
-        positions: of the queries within the prefix when the prefix supervises itself; None: all see the whole prefix.
+        positions: slots of the queries within the prefix when it supervises itself; None: all see the whole prefix.
+        log_bias: nats added to the scores of the prefix's slots; None: none.
     """
 
     queries: Float[Tensor, "heads queries head_dim"]
     keys: Float[Tensor, "heads prefix head_dim"]
     values: Float[Tensor, "heads prefix value_dim"]
     positions: Int[Tensor, "heads queries"] | None
+    log_bias: Float[Tensor, "heads prefix"] | None = None
 
     def select(self, rows: Int[Tensor, " rows"]) -> "HeadBlock":
         """Some of the heads."""
         positions = None if self.positions is None else self.positions[rows]
-        return HeadBlock(self.queries[rows], self.keys[rows], self.values[rows], positions)
+        log_bias = None if self.log_bias is None else self.log_bias[rows]
+        return HeadBlock(self.queries[rows], self.keys[rows], self.values[rows], positions, log_bias)
 
     def query_chunks(self) -> Iterator[slice]:
         """Ranges of queries whose scores against the whole prefix fit in memory."""
@@ -45,7 +48,7 @@ class HeadBlock:
     def scores(
         self, chunk: slice, slots: Int[Tensor, "heads slots"] | None = None
     ) -> Float[Tensor, "heads queries slots"]:
-        """Scaled scores of a chunk of queries against the kept keys, or all; -inf where a query does not see a key.
+        """Scores of a chunk of queries against the kept keys, or all: scale q.k + log-bias, -inf where one is not seen.
 
         Args:
             chunk: which queries.
@@ -53,6 +56,8 @@ class HeadBlock:
         """
         keys = self.keys if slots is None else take(self.keys, slots)
         scores = self.queries[:, chunk] @ keys.mT
+        if self.log_bias is not None:
+            scores += (self.log_bias if slots is None else self.log_bias.gather(1, slots)).unsqueeze(1)
         if self.positions is not None:
             at = torch.arange(keys.shape[1], device=keys.device).expand(len(keys), -1) if slots is None else slots
             scores = scores.masked_fill(_later(at, self.positions[:, chunk]), -torch.inf)
@@ -85,7 +90,7 @@ def head_groups(trace: Trace, layers: Iterable[int] | None = None) -> list[list[
         first = alike[0]
         heads = [(i, b, h) for i in alike for b in range(trace.batch_size) for h in range(trace.keys[first].shape[1])]
         queries = trace.queries[first].shape[1] // trace.keys[first].shape[1] * trace.queries[first].shape[2]
-        step = max(1, _BLOCK_ELEMENTS // (queries * trace.prefix_len))
+        step = max(1, _BLOCK_ELEMENTS // (queries * trace.keys[first].shape[2]))
         groups += [heads[start : start + step] for start in range(0, len(heads), step)]
     return groups
 
@@ -120,7 +125,8 @@ def load_block(trace: Trace, heads: list[Head], drawn: dict[Head, Int[Tensor, " 
     """
     layer, _, _ = heads[0]
     group = trace.queries[layer].shape[1] // trace.keys[layer].shape[1]
-    length = trace.queries[layer].shape[2]
+    # of a prefix that supervises itself, behind a compact cache only the last slots have queries
+    last, first = trace.keys[layer].shape[2], trace.keys[layer].shape[2] - trace.queries[layer].shape[2]
     causal = trace.supervision == "self"
     queries, positions = [], []
     for index, example, head in heads:
@@ -128,13 +134,14 @@ def load_block(trace: Trace, heads: list[Head], drawn: dict[Head, Int[Tensor, " 
         chosen = None if drawn is None else drawn[index, example, head].to(own.device)
         queries.append(_wide(own if chosen is None else own[chosen]) * trace.scales[index])
         if causal:
-            at = torch.arange(length, device=own.device).repeat(group)
+            at = torch.arange(first, last, device=own.device).repeat(group)
             positions.append(at if chosen is None else at[chosen])
     return HeadBlock(
         torch.stack(queries),
         _wide(torch.stack([trace.keys[i][b, h] for i, b, h in heads])),
         _wide(torch.stack([trace.values[i][b, h] for i, b, h in heads])),
         torch.stack(positions) if causal else None,
+        None if trace.log_bias is None else _wide(torch.stack([trace.log_bias[i][b, h] for i, b, h in heads])),
     )
 
 

@@ -1,5 +1,7 @@
 """Box-constrained and ridge least squares for many attention heads at once."""
 
+import math
+
 import torch
 
 from kvcat.compress.box import TallSystem, WideSystem, is_wide, solve_box
@@ -51,10 +53,10 @@ def check_log_bias_options(bounds: tuple[float, float], num_iters: int | None) -
     """Refuses options no log-bias can be fitted with.
 
     Raises:
-        InputError: bounds not increasing, num_iters negative.
+        InputError: bounds not increasing or beyond 50 nats, num_iters negative.
     """
-    if not bounds[0] < bounds[1]:
-        raise InputError(f"bounds must increase, not {bounds}")
+    if not -50 <= bounds[0] < bounds[1] <= 50:
+        raise InputError(f"bounds must increase and lie within 50 nats of 0, not {bounds}")
     if num_iters is not None and num_iters < 0:
         raise InputError(f"num_iters must not be negative, not {num_iters}")
 
@@ -100,8 +102,8 @@ def check_ridge(ridge: float | None) -> None:
     Raises:
         InputError: ridge not larger than 0.
     """
-    if ridge is not None and not ridge > 0:
-        raise InputError(f"ridge must be larger than 0, or None, not {ridge}")
+    if ridge is not None and not 0 < ridge < math.inf:
+        raise InputError(f"ridge must be larger than 0 and finite, or None, not {ridge}")
 
 
 def solve_ridge(

@@ -1,4 +1,4 @@
-"""One dense forward and what compressors learn from it."""
+"""A dense forward and what compressors learn from it."""
 
 import math
 from collections.abc import Callable
@@ -124,7 +124,8 @@ class Trace:
         if count <= self.tail_queries[0].shape[2]:
             return [q[:, :, -count:] for q in self.tail_queries]
         with frozen(self.model):
-            return capture(self.model, self.input_ids[:, : self.prefix_len], query_start=start).queries
+            ids = self.input_ids[:, : self.prefix_len]
+            return capture(self.model, ids, query_start=start, hidden_start=self.prefix_len - 1).queries
 
     def memo(self, key: Any, make: Callable[[], _Value]) -> _Value:
         """What ``make`` returned the first time this key was asked for: work shared between keep ratios and methods.
@@ -145,8 +146,9 @@ def trace(
     *,
     supervision: str = "suffix",
     past: CompactCache | None = None,
+    chunk_tokens: int = 4096,
 ) -> Trace:
-    """One forward over prefix and suffix, kept for compression and for comparison.
+    """A forward over prefix and suffix, kept for compression and for comparison.
 
     Args:
         model: a decoder-only transformers model.
@@ -155,6 +157,7 @@ def trace(
         supervision: "suffix" lets compressors use the queries after the prefix, "self" the prefix's own.
         past: a compact cache of the first ``past.num_tokens`` tokens, fewer than the prefix has: these are not run
             again, and prefix and cache are compressed together. As many examples as ``input_ids``.
+        chunk_tokens: most tokens of each example that run at once (``capture``).
 
     Raises:
         InputError: lengths that do not fit, more tokens than the model has positions, layers that cannot be
@@ -181,9 +184,22 @@ def trace(
     tail = max(known, prefix_len - _TAIL)
     first = known if supervision == "self" else tail
     wide = None if past is None else replace(past, layers=[layer.padded() for layer in past.layers])
+    new = num_tokens - known
     with frozen(model):
-        behind = None if wide is None else wide.to_transformers(model, read_only=True)
-        seen = capture(model, input_ids[:, known:], query_start=first - known, past=behind)
+        seen = capture(
+            model,
+            input_ids[:, known:],
+            query_start=first - known,
+            hidden_start=prefix_len - 1 - known,
+            past=None
+            if wide is None
+            else wide.to_transformers(model, static_tokens=new if new > chunk_tokens else None),
+            chunk_tokens=chunk_tokens,
+        )
+    if not all(bool(x.isfinite().all()) for x in (seen.hidden, *seen.keys, *seen.values)):
+        raise InputError(
+            f"{type(model).__name__} computes numbers that are not finite: its weights hold NaN or infinity"
+        )
     own = slice(0, prefix_len - first) if supervision == "self" else slice(start - first, None)
     slots = prefix_len if wide is None else wide.num_slots + prefix_len - known
     return Trace(
@@ -192,16 +208,23 @@ def trace(
         prefix_len=prefix_len,
         supervision=supervision,
         supervision_start=start,
-        keys=[k[:, :, :slots].clone() for k in seen.keys],
-        values=[v[:, :, :slots].clone() for v in seen.values],
-        queries=[q[:, :, own].clone() for q in seen.queries],
+        keys=_cut(seen.keys, slice(slots)),
+        values=_cut(seen.values, slice(slots)),
         tail_queries=[q[:, :, tail - first : prefix_len - first].clone() for q in seen.queries],
+        queries=_cut(seen.queries, own),
         scales=list(seen.scales),
-        hidden=seen.hidden[:, prefix_len - 1 - known :].clone(),
+        hidden=seen.hidden,
         fingerprint=fingerprint(model),
         past_len=known,
         log_bias=None if wide is None else _log_bias(wide, prefix_len - known),
     )
+
+
+def _cut(states: list[Tensor], part: slice) -> list[Tensor]:
+    """Part of every layer's states; a layer's own go as soon as the part is there."""
+    for index, own in enumerate(states):
+        states[index] = own[:, :, part].clone()
+    return states
 
 
 def _check_past(past: CompactCache, model: PreTrainedModel, prefix_len: int, batch: int) -> int:

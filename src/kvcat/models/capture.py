@@ -3,14 +3,15 @@
 from dataclasses import dataclass
 
 import torch
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from kvcat.attention import Recorder, enable
 from kvcat.errors import InputError
 from kvcat.models.structure import hidden_states
 from kvcat.types import Float, Int, Tensor
 
-_MASK_ELEMENTS = 2**23
+_MASK_ELEMENTS = 2**22
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +51,7 @@ def capture(
 
     Up to ``chunk_tokens`` tokens run at once. More run chunk after chunk behind a growing cache, so that only the keys,
     the values and what is kept of queries and ``hidden`` grow with the length: activations grow with the chunk, and
-    long texts have shorter chunks (2^23 / length), because the attention mask holds chunk x length elements.
+    long texts have shorter chunks (2^22 / length), because the attention mask holds chunk x length elements.
 
     Args:
         model: a causal LM that passed ``self_test``; it is switched to kvcat's attention.
@@ -73,21 +74,24 @@ def capture(
     enable(model)
     step = num_tokens
     if num_tokens > chunk_tokens:
-        past = DynamicCache() if past is None else past
-        step = min(chunk_tokens, max(1, _MASK_ELEMENTS // (past.get_seq_length() + num_tokens)))
+        past = Cache([_RoomyLayer(num_tokens) for _ in range(_num_layers(model))]) if past is None else past
+        step = min(chunk_tokens, max(1, _MASK_ELEMENTS // (int(past.get_seq_length()) + num_tokens)))
+    before = 0 if past is None else int(past.get_seq_length())
     queries, hidden, recorder = [], [], Recorder()
     for start in range(0, num_tokens, step):
+        if start and past is not None and past.get_seq_length() != before + start:
+            raise InputError(f"past does not grow: {num_tokens} tokens cannot follow it in chunks of {step}")
         recorder = Recorder(max(0, query_start - start))
-        chunk = input_ids[:, start : start + step]
         states = hidden_states(
-            model, input_ids=chunk, use_cache=past is not None, past_key_values=past, kv_recorder=recorder
+            model,
+            input_ids=input_ids[:, start : start + step],
+            use_cache=past is not None,
+            past_key_values=past,
+            kv_recorder=recorder,
         )
         _check_layers(model, recorder)
         queries.append(recorder.queries)
         hidden.append(states[:, max(0, hidden_start - start) :].clone())
-        if start + step < num_tokens:
-            recorder.keys.clear()
-            recorder.values.clear()
     layers = range(len(recorder.keys))
     return Capture(
         keys=[recorder.keys[i] for i in layers],
@@ -100,8 +104,39 @@ def capture(
     )
 
 
+class _RoomyLayer(DynamicLayer):
+    """Keys and values in room for all tokens, allocated once; growing by copies would hold them twice.
+
+    Args:
+        room: number of tokens.
+    """
+
+    def __init__(self, room: int):
+        super().__init__()
+        self.room, self.length = room, 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocates the room, in the dtype and for the batch of the first tokens."""
+        super().lazy_initialization(key_states, value_states)
+        self.roomy = [x.new_empty(*x.shape[:2], self.room, x.shape[3]) for x in (key_states, value_states)]
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_args, **_kwargs) -> tuple[Tensor, Tensor]:
+        """Keys and values of all tokens so far, the new ones written behind those before."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start, self.length = self.length, self.length + key_states.shape[2]
+        for room, states in zip(self.roomy, (key_states, value_states), strict=True):
+            room[:, :, start : self.length] = states
+        self.keys, self.values = (room[:, :, : self.length] for room in self.roomy)
+        return self.keys, self.values
+
+
+def _num_layers(model: PreTrainedModel) -> int:
+    return model.config.get_text_config(decoder=True).num_hidden_layers
+
+
 def _check_layers(model: PreTrainedModel, recorder: Recorder) -> None:
-    layers = range(model.config.get_text_config(decoder=True).num_hidden_layers)
+    layers = range(_num_layers(model))
     if sorted(recorder.keys) != list(layers):
         raise InputError(
             f"{type(model).__name__} is not supported: {len(recorder.keys)} of its {len(layers)} layers attend "
@@ -109,9 +144,5 @@ def _check_layers(model: PreTrainedModel, recorder: Recorder) -> None:
         )
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
-    return (
-        parts[0]
-        if len(parts) == 1
-        else torch.cat([part for part in parts if part.numel()], 1 if parts[0].dim() == 3 else 2)
-    )
+def _joined(parts: list[Float[Tensor, "... _ width"]]) -> Float[Tensor, "... tokens width"]:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)

@@ -141,7 +141,7 @@ def _pressed(press: Any, trace: Trace, row: int, num_slots: int) -> Iterator[tup
         try:
             with press(model):
                 model.model(input_ids=prefix, past_key_values=cache, use_cache=True)
-        except (AssertionError, ValueError, NotImplementedError, OSError) as error:
+        except (AssertionError, ValueError, NotImplementedError, OSError, TypeError, RuntimeError) as error:
             raise InputError(f"{name} on a prefix of {trace.prefix_len} tokens: {error}") from error
         yield cache, attentions
 

@@ -1,0 +1,53 @@
+"""A dense forward in chunks, for every family."""
+
+import sys
+
+import pytest
+import torch
+from models_zoo import SUPPORTED, StaysDouble, supported
+
+from kvcat.errors import InputError
+from kvcat.models import capture
+
+
+def windows_of(sequence, tokens):
+    return torch.randint(3, 61, (2, tokens), generator=torch.Generator().manual_seed(sequence))
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 23, 24, 1000])
+@pytest.mark.parametrize("kind", SUPPORTED)
+def test_a_capture_in_chunks_is_that_of_one_forward(kind, chunk_tokens):
+    model, ids = supported(kind), windows_of(0, 24)
+    with StaysDouble():
+        whole = capture(model, ids, query_start=9, hidden_start=3)
+        parts = capture(model, ids, query_start=9, hidden_start=3, chunk_tokens=chunk_tokens)
+    assert torch.allclose(whole.hidden, parts.hidden, atol=1e-12)
+    assert whole.hidden.shape[1] == 21
+    for name in ("keys", "values", "queries"):
+        for left, right in zip(getattr(whole, name), getattr(parts, name), strict=True):
+            assert torch.allclose(left, right, atol=1e-12)
+            assert torch.equal(left, right) or chunk_tokens < 24
+
+
+def test_long_texts_have_chunks_that_their_mask_allows(monkeypatch):
+    model, ids, seen = supported("llama"), windows_of(0, 40), []
+    monkeypatch.setattr(sys.modules["kvcat.models.capture"], "_MASK_ELEMENTS", 40 * 6)
+    model.model.register_forward_pre_hook(
+        lambda _module, _args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    capture(model, ids, chunk_tokens=40)
+    capture(model, ids, chunk_tokens=16)
+    assert seen == [40] + [6] * 6 + [4]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"chunk_tokens": 0}, "chunk_tokens must be at least 1, not 0"),
+        ({"hidden_start": 24}, r"hidden_start must lie in 0..23, got 24"),
+        ({"query_start": -1}, r"query_start must lie in 0..23, got -1"),
+    ],
+)
+def test_captures_that_cannot_be_are_refused(options, message):
+    with pytest.raises(InputError, match=message):
+        capture(supported("llama"), windows_of(0, 24), **options)
