@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvcat.cache import CompactCache, CompactLayer
 from kvcat.compress import AttentionMatching, Trace
@@ -23,7 +24,7 @@ Tensor = torch.Tensor
 
 
 def synthetic_trace(seed: int, device: str) -> tuple[Trace, list[Tensor]]:
-    """A trace without a model, and per layer further queries of the same kind."""
+    """A trace whose model is never run, and per layer further queries of the same kind."""
     draw = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -49,7 +50,7 @@ def synthetic_trace(seed: int, device: str) -> tuple[Trace, list[Tensor]]:
         held_out.append(looks[:, :, SUFFIX:].contiguous())
     to = lambda tensors: [tensor.to(device) for tensor in tensors]  # noqa: E731
     trace = Trace(
-        model=None,  # type: ignore[arg-type]
+        model=LlamaForCausalLM(LlamaConfig(vocab_size=4, hidden_size=8, num_hidden_layers=1, num_attention_heads=1)),
         input_ids=torch.zeros(1, PREFIX + SUFFIX, dtype=torch.long),
         prefix_len=PREFIX,
         supervision="suffix",

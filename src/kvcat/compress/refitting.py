@@ -13,7 +13,7 @@ from kvcat.types import Float, Tensor
 
 
 @torch.no_grad()
-def refit_without_log_bias(trace: Trace, cache: CompactCache, *, ridge: float = 1e-6) -> CompactCache:
+def refit_without_log_bias(trace: Trace, cache: CompactCache, *, ridge: float = 1e-2) -> CompactCache:
     """The same keys without log-bias, their values fitted so that attention over them equals the dense one again.
 
     For every head the values C minimise |W C - O|^2 + ridge * |W|_2^2 * |C - C_0|^2 over all queries, with the
