@@ -64,6 +64,11 @@ def main() -> None:
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore", DeprecationWarning)
+    try:
+        library()
+    except InputError as error:
+        print(error)
+        return
     found = window_trace(options.windows)
     packages = f"kvpress {library().version}, transformers {transformers.__version__}, torch {torch.__version__}"
     print(f"{packages}, Python {platform.python_version()}, {options.windows} windows, keep {KEEP} of {PREFIX}.\n")

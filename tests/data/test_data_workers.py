@@ -16,7 +16,9 @@ from kvcat.data.workers import ProcessWorker
 from kvcat.errors import InputError
 
 PARENT = """
+import signal
 import time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs with it ignored
 from kvcat.data.workers import ProcessWorker
 worker = ProcessWorker(time.sleep)
 worker.send(0)

@@ -45,9 +45,8 @@ def attend_compact(
     if mask is None and q.shape[2] > 1:
         raise InputError(f"{q.shape[2]} queries over {k.shape[2]} slots with a log-bias need an attention mask")
     if mask is not None:
-        mask = pad(
-            mask[..., mask.shape[-1] - num_new :], (num_slots, 0), value=True if mask.dtype == torch.bool else 0.0
-        )
+        mask = mask[..., mask.shape[-1] - num_new :]
+        mask = pad(mask, (num_slots, 0), value=True if mask.dtype == torch.bool else 0.0)
     wide = torch.promote_types(q.dtype, torch.float32)  # a bfloat16 mask would lose 0.01 nats
     if q.shape[2] <= _FEW_QUERIES and (q.device.type == "cpu" or q.dtype == wide):
         additive = _per_query(log_bias, num_new, mask, q.shape[1] // k.shape[1]).to(wide)

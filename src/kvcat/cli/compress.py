@@ -20,7 +20,7 @@ def compress_command(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)],
     text: Annotated[Path, typer.Option(help="UTF-8 text file: the document.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Cache file to write (.safetensors).")],
-    method: Annotated[str, typer.Option(help=f"One of: {METHOD_HELP}.")] = "attention-matching",
+    method: Annotated[str, typer.Option(help=f"One of: {METHOD_HELP}")] = "attention-matching",
     keep: Annotated[
         float | None, typer.Option(help="Fraction of the KV slots to KEEP, in (0, 1].", show_default="0.1")
     ] = None,

@@ -29,7 +29,7 @@ def suffix_command(
         Literal["test", "validation", "train", "all"],
         typer.Option(help="Documents to use; test and validation are held out by a hash of the document's name."),
     ] = "test",
-    method: Annotated[list[str] | None, typer.Option(help=f"Methods: {METHOD_HELP}.")] = None,
+    method: Annotated[list[str] | None, typer.Option(help=f"Methods: {METHOD_HELP}")] = None,
     keep: Annotated[list[float] | None, typer.Option(help="Fractions of the slots to KEEP, each in (0, 1].")] = None,
     prefix: Annotated[int, typer.Option(min=2, help="Tokens of the compressed prefix.")] = 768,
     suffix: Annotated[int, typer.Option(min=2, help="Tokens of the scored suffix.")] = 256,
