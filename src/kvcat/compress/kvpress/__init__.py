@@ -104,8 +104,6 @@ class KVPress:
 
 def _layer(examples: list[Kept]) -> CompactLayer | RaggedLayer:
     keys, values = ([getattr(kept, name) for kept in examples] for name in ("keys", "values"))
-    if len({len(head) for row in keys for head in row}) == 1:
-        return CompactLayer(*(torch.stack([torch.stack(row) for row in part]) for part in (keys, values)))
     if not all(len(head) for row in keys for head in row):
         raise InputError("the press leaves a head without slots: ask for more, or set its option for a lower bound")
     return CompactLayer.ragged(keys, values)
