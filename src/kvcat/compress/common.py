@@ -104,6 +104,11 @@ def example_generators(trace: Trace, seed: int) -> list[torch.Generator]:
     return generators
 
 
+def wide(states: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """In float32, or in float64 where they are."""
+    return states if states.dtype == torch.float64 else states.float()
+
+
 def take_slots(
     states: Float[Tensor, "batch kv_heads prefix head_dim"], positions: Int[Tensor, "batch kv_heads slots"]
 ) -> Float[Tensor, "batch kv_heads slots head_dim"]:

@@ -6,7 +6,7 @@ from itertools import groupby
 
 import torch
 
-from kvcat.compress.common import example_generators
+from kvcat.compress.common import example_generators, wide
 from kvcat.compress.tracing import Trace
 from kvcat.types import Bool, Float, Int, Tensor
 
@@ -132,21 +132,17 @@ def load_block(trace: Trace, heads: list[Head], drawn: dict[Head, Int[Tensor, " 
     for index, example, head in heads:
         own = trace.queries[index][example, head * group : (head + 1) * group].flatten(0, 1)
         chosen = None if drawn is None else drawn[index, example, head].to(own.device)
-        queries.append(_wide(own if chosen is None else own[chosen]) * trace.scales[index])
+        queries.append(wide(own if chosen is None else own[chosen]) * trace.scales[index])
         if causal:
             at = torch.arange(first, last, device=own.device).repeat(group)
             positions.append(at if chosen is None else at[chosen])
     return HeadBlock(
         torch.stack(queries),
-        _wide(torch.stack([trace.keys[i][b, h] for i, b, h in heads])),
-        _wide(torch.stack([trace.values[i][b, h] for i, b, h in heads])),
+        wide(torch.stack([trace.keys[i][b, h] for i, b, h in heads])),
+        wide(torch.stack([trace.values[i][b, h] for i, b, h in heads])),
         torch.stack(positions) if causal else None,
-        None if trace.log_bias is None else _wide(torch.stack([trace.log_bias[i][b, h] for i, b, h in heads])),
+        None if trace.log_bias is None else wide(torch.stack([trace.log_bias[i][b, h] for i, b, h in heads])),
     )
-
-
-def _wide(states: Tensor) -> Tensor:
-    return states if states.dtype == torch.float64 else states.float()
 
 
 def _later(

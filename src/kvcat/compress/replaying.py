@@ -6,6 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvcat.cache import CompactCache
+from kvcat.compress.common import wide
 from kvcat.compress.freezing import frozen
 from kvcat.compress.tracing import Trace
 from kvcat.errors import InputError
@@ -94,13 +95,13 @@ def compare(trace: Trace, cache: CompactCache) -> Scores:
             f"{trace.batch_size} prefixes of {trace.prefix_len}"
         )
     hidden = replay_hidden(trace.model, cache, suffix)
-    nll_dense = -_log_probs(trace.logits_at(-1, 0)).gather(-1, suffix[:, :1, None])[:, 0, 0]
+    nll_dense = -wide(trace.logits_at(-1, 0)).log_softmax(-1).gather(-1, suffix[:, :1, None])[:, 0, 0]
     nll, kl, top1 = nll_dense.clone(), torch.zeros_like(nll_dense), torch.zeros_like(nll_dense)
     step = max(1, _CHUNK_ELEMENTS // (trace.batch_size * trace.model.config.get_text_config().vocab_size))
     for start in range(0, length, step):
         stop = min(start + step, length)
-        dense = _log_probs(trace.logits_at(start, stop))
-        compact = _log_probs(logits_from_hidden(trace.model, hidden[:, start:stop]))
+        dense = wide(trace.logits_at(start, stop)).log_softmax(-1)
+        compact = wide(logits_from_hidden(trace.model, hidden[:, start:stop])).log_softmax(-1)
         kl += (dense.exp() * (dense - compact)).sum(-1).sum(-1)
         top1 += (dense.argmax(-1) == compact.argmax(-1)).sum(-1)
         targets = suffix[:, start + 1 : stop + 1, None]
@@ -108,8 +109,3 @@ def compare(trace: Trace, cache: CompactCache) -> Scores:
         nll -= compact[:, : targets.shape[1]].gather(-1, targets).sum((1, 2))
     nll, nll_dense = nll / length, nll_dense / length
     return Scores(nll, nll_dense, nll - nll_dense, nll.exp() - nll_dense.exp(), kl / length, top1 / length)
-
-
-def _log_probs(logits: Tensor) -> Tensor:
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    return wide.log_softmax(-1)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import torch
 
+from kvcat.compress.common import wide
 from kvcat.compress.tracing import Trace
 from kvcat.errors import InputError
 from kvcat.models import logits_from_hidden
@@ -81,11 +82,6 @@ class Teacher:
         if self._keeps:
             self._kept[part.start] = pair
         return pair
-
-
-def wide(logits: Float[Tensor, "*batch vocab"]) -> Float[Tensor, "*batch vocab"]:
-    """Logits in float32, or in float64 where they are."""
-    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def _divergence(log_probs: Tensor, probs: Tensor, student: Tensor) -> Float[Tensor, " batch"]:
