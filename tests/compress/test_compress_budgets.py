@@ -66,6 +66,8 @@ def test_sizes_span_an_eighth_to_four_times_the_average_and_stay_within_the_pref
 def test_what_no_hull_step_can_use_goes_to_smaller_steps_and_never_below_the_equal_split():
     errors = torch.tensor([[4.0, 4.0], [3.9, 3.9], [3.8, 3.8], [0.0, 0.0]])
     assert allocate([1, 2, 4, 8], errors, 8).tolist() == [4, 4]
+    three = torch.cat([errors, errors[:, :1]], dim=1)
+    assert sorted(allocate([1, 2, 4, 8], three, 5).tolist()) == [1, 2, 2]
     draw = torch.Generator().manual_seed(0)
     for _ in range(200):
         errors = torch.rand(len(SIZES), 3, generator=draw).sort(0, descending=True).values
