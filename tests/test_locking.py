@@ -63,7 +63,7 @@ def test_a_lock_that_nobody_refers_to_any_more_is_released(tmp_path):
 
 
 def test_a_missing_folder_is_refused(tmp_path):
-    with pytest.raises(InputError, match=r"cannot open folder .*gone: No such file"):
+    with pytest.raises(InputError, match=r"cannot open .*gone: No such file"):
         FolderLock(tmp_path / "gone")
 
 

@@ -1,4 +1,4 @@
-"""One process at a time in a folder that is written to."""
+"""One process at a time in a folder, or on a file, that is written to."""
 
 import errno
 import os
@@ -26,7 +26,8 @@ class FolderLock:
     or the file system has no such lock (Windows, some network drives) a warning says that nothing guards the folder.
 
     Args:
-        folder: an existing folder.
+        folder: an existing folder or file.
+        shared: others may hold it too, as long as they share it as well.
         enabled: False holds nothing, for the processes of a group that leave the writing to one of them.
 
     Raises:
@@ -35,7 +36,7 @@ class FolderLock:
 
     _close: Callable[[], object] | None = None
 
-    def __init__(self, folder: Path, *, enabled: bool = True) -> None:
+    def __init__(self, folder: Path, *, shared: bool = False, enabled: bool = True) -> None:
         if not enabled:
             return
         if fcntl is None:
@@ -44,10 +45,10 @@ class FolderLock:
         try:
             descriptor = os.open(folder, os.O_RDONLY)
         except OSError as error:
-            raise InputError(f"cannot open folder {folder}: {error.strerror}") from None
+            raise InputError(f"cannot open {folder}: {error.strerror}") from None
         self._close = weakref.finalize(self, os.close, descriptor)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except OSError as error:
             self._close()
             if error.errno in _TAKEN:

@@ -1,18 +1,21 @@
 import dataclasses
 import errno
+import json
 import os
 
 import pytest
 
 from kvcat.errors import InputError
-from kvcat.evals import Record, ResultsFolder, read_config, read_records
+from kvcat.evals import Record, ResultsFolder, models_of, read_records
 
 CONFIG = {"evaluation": "suffix", "prefix_len": 8, "seed": 0}
 
 
 def record(window, keep_ratio=0.1, step=None):
     values = {"kl": 0.1 + 0.2, "nll": 1e-17}
-    return Record("base", "abc", "float32", "first", "{}", keep_ratio, step, "texts", "doc", str(window), 4, values)
+    return Record(
+        "base", "abc", "float32", "first", "{}", keep_ratio, step, None, "texts", "", "doc", str(window), values
+    )
 
 
 def test_records_come_back_as_they_were_written_to_the_last_bit(tmp_path):
@@ -25,7 +28,7 @@ def test_records_come_back_as_they_were_written_to_the_last_bit(tmp_path):
 def test_each_part_of_the_key_makes_another_record():
     changes = {
         "model": "x", "fingerprint": "x", "dtype": "x", "method": "x", "options": '{"a": 1}', "keep_ratio": 0.2,
-        "step": 3, "dataset": "x", "document": "x", "window": "x",
+        "step": 3, "seed": 1, "dataset": "x", "document": "x", "example": "x",
     }  # fmt: skip
     keys = {dataclasses.replace(record(0), **{name: value}).key for name, value in changes.items()}
     assert len(keys | {record(0).key}) == len(changes) + 1
@@ -72,13 +75,53 @@ def test_another_configuration_is_refused_with_the_field_that_differs(tmp_path):
 
 def test_models_may_be_added_but_a_label_keeps_its_weights(tmp_path):
     with ResultsFolder(tmp_path, CONFIG) as folder:
-        folder.add_model("base", "abc", "float32")
+        folder.check_model("base", "abc", "float32")
+        folder.append([record(0)])
     with ResultsFolder(tmp_path, CONFIG) as folder:
-        folder.add_model("kvcat", "def", "float32")
-        folder.add_model("base", "abc", "float32")
+        folder.check_model("kvcat", "def", "float32")
+        folder.check_model("base", "abc", "float32")
         with pytest.raises(InputError, match=r"'base'.*fingerprint is abc there, other here"):
-            folder.add_model("base", "other", "float32")
-    assert list(read_config(tmp_path)["models"]) == ["base", "kvcat"]
+            folder.check_model("base", "other", "float32")
+        with pytest.raises(InputError, match=r"'base'.*dtype is float32 there, bfloat16 here"):
+            folder.check_model("base", "abc", "bfloat16")
+
+
+def test_shards_share_a_folder_and_each_sees_what_the_others_did(tmp_path):
+    with (
+        ResultsFolder(tmp_path, CONFIG, shard=(0, 2)) as first,
+        ResultsFolder(tmp_path, CONFIG, shard=(1, 2)) as second,
+    ):
+        first.append([record(0)])
+        second.append([record(1)])
+        with pytest.raises(InputError, match="another process is writing"):
+            ResultsFolder(tmp_path, CONFIG, shard=(1, 2))
+        with pytest.raises(InputError, match="another process is writing"):
+            ResultsFolder(tmp_path, CONFIG)
+    with ResultsFolder(tmp_path, CONFIG) as whole:
+        assert whole.done(record(0).key)
+        assert whole.done(record(1).key)
+        with pytest.raises(InputError, match="another process is writing"):
+            ResultsFolder(tmp_path, CONFIG, shard=(0, 2))
+    assert read_records(tmp_path) == [record(0), record(1)]
+
+
+def test_a_record_that_two_shards_wrote_counts_once(tmp_path):
+    for index in range(2):
+        (tmp_path / f"records-{index}-of-2.jsonl").write_text(json.dumps(dataclasses.asdict(record(0))) + "\n")
+    assert read_records(tmp_path) == [record(0)]
+
+
+def test_a_shard_of_another_configuration_is_refused(tmp_path):
+    with (
+        ResultsFolder(tmp_path, CONFIG, shard=(0, 2)),
+        pytest.raises(InputError, match=r"prefix_len is 8 there, 16 here"),
+    ):
+        ResultsFolder(tmp_path, {**CONFIG, "prefix_len": 16}, shard=(1, 2))
+
+
+def test_one_label_for_two_models_is_refused():
+    with pytest.raises(InputError, match="model 'base' come from two different models"):
+        models_of([record(0), dataclasses.replace(record(1), fingerprint="other")])
 
 
 def test_a_folder_of_something_else_is_refused_and_left_alone(tmp_path):
@@ -133,7 +176,7 @@ def test_a_full_disk_is_told_and_leaves_nothing_half_written(tmp_path, monkeypat
 
 
 def test_a_kill_while_the_folder_is_begun_leaves_one_that_can_be_used(tmp_path):
-    (tmp_path / "config.partial").write_text("{")
+    (tmp_path / "config.partial.7").write_text("{")
     with ResultsFolder(tmp_path, CONFIG) as folder:
         folder.append([record(0)])
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["config.json", "records.jsonl"]
+    assert read_records(tmp_path) == [record(0)]

@@ -3,10 +3,12 @@ import math
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kvcat.errors import InputError
-from kvcat.evals import Method, Window, compare_models, evaluate_suffix, read_config, read_records, summarise
+from kvcat.evals import Method, Window, compare_models, evaluate_suffix, models_of, read_costs, read_records, summarise
 
 PREFIX, SUFFIX, VOCAB = 12, 6, 40
 METHODS = ["attention-matching", Method("random"), Method("gradient", {"num_steps": 2}, (0.5,), 2)]
@@ -61,7 +63,7 @@ def test_every_model_method_ratio_and_window_has_its_record(finished):
 def test_dense_and_prefixless_nll_equal_transformers_own(finished, models, windows):
     _, records = finished
     for record in records:
-        window = next(w for w in windows if w.window == record.window)
+        window = next(w for w in windows if w.name == record.example)
         tokens = torch.tensor([window.tokens])
         stock = tiny(0 if record.model == "base" else 1)
         with torch.no_grad():
@@ -115,8 +117,34 @@ def test_two_runs_with_one_seed_write_the_same_bytes(finished, models, windows, 
     assert (tmp_path / "records.jsonl").read_bytes() == (finished[0] / "records.jsonl").read_bytes()
 
 
+def test_shards_together_give_the_records_of_the_whole_to_the_last_bit(finished, models, windows, tmp_path):
+    for index in range(3):
+        run(models, windows, tmp_path, shard=(index, 3))
+    whole = {r.key: r.values for r in finished[1]}
+    assert {r.key: r.values for r in read_records(tmp_path)} == whole
+    assert summarise(read_records(tmp_path), num_resamples=50) == summarise(finished[1], num_resamples=50)
+    assert run(models, windows, tmp_path) == read_records(tmp_path)
+    assert not (tmp_path / "records.jsonl").read_text()
+
+
+def test_several_seeds_are_several_records_and_one_row_of_their_means(models, windows, tmp_path):
+    records = run({"base": models["base"]}, windows, tmp_path, ["random", "first"], (0.25,), seeds=(0, 1))
+    assert {(r.method, r.seed) for r in records} == {("random", 0), ("random", 1), ("first", None)}
+    row = next(row for row in summarise(records, num_resamples=9) if row.method == "random")
+    assert row.num_examples == 5
+    assert row["kl"].value == pytest.approx(sum(r.values["kl"] for r in records if r.method == "random") / 10)
+
+
+def test_seconds_bytes_and_speed_stand_beside_the_records(models, windows, tmp_path):
+    run({"base": models["base"]}, windows, tmp_path, ["first"], (0.25,), speed=True, batch_size=2)
+    costs = read_costs(tmp_path)
+    assert [cost["examples"] for cost in costs] == [2, 2, 1]
+    assert all(cost["seconds"] > 0 and cost["bytes"] * 4 == cost["dense_bytes"] for cost in costs)
+    assert ["ttft" in cost for cost in costs] == [False] * 3  # 12 + 48 positions exceed the model's 32
+
+
 def test_the_seed_reaches_the_methods_that_draw(models, windows, tmp_path):
-    one, two = (run(models, windows, tmp_path / str(s), ["random"], (0.25,), seed=s) for s in (0, 1))
+    one, two = (run(models, windows, tmp_path / str(s), ["random"], (0.25,), seeds=[s]) for s in (0, 1))
     assert [r.values["kl"] for r in one] != [r.values["kl"] for r in two]
 
 
@@ -125,8 +153,8 @@ def test_a_model_may_be_added_and_is_paired_with_the_others(models, windows, tmp
     loads = []
     records = run({"kvcat": lambda: loads.append(1) or models["kvcat"]}, windows, tmp_path, ["first"])
     assert loads == [1]
-    assert [(row.model, row.num_windows) for row in compare_models(records, num_resamples=9)] == [("kvcat", 5)] * 2
-    assert list(read_config(tmp_path)["models"]) == ["base", "kvcat"]
+    assert [(row.model, row.num_examples) for row in compare_models(records, num_resamples=9)] == [("kvcat", 5)] * 2
+    assert list(models_of(records)) == ["base", "kvcat"]
 
 
 def test_other_weights_under_a_known_label_are_refused(models, windows, tmp_path):
@@ -138,7 +166,7 @@ def test_other_weights_under_a_known_label_are_refused(models, windows, tmp_path
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"seed": 7}, "seed is 0 there, 7 here"),
+        ({"seeds": [7]}, r"seeds is \[0\] there, \[7\] here"),
         ({"methods": ["random"]}, "methods is"),
         ({"keep_ratios": (0.1,)}, "methods is"),
         ({"dataset": "other"}, "dataset is noise there"),
@@ -150,7 +178,7 @@ def test_another_configuration_into_the_same_folder_is_refused(finished, models,
 
 
 def test_other_windows_into_the_same_folder_are_refused(finished, models, windows):
-    with pytest.raises(InputError, match="windows is"):
+    with pytest.raises(InputError, match="manifest is"):
         run(models, windows[::-1], finished[0])
 
 
@@ -163,9 +191,9 @@ def test_other_windows_into_the_same_folder_are_refused(finished, models, window
         ({"keep_ratios": (0.5, 0.5)}, "twice"),
         ({"keep_ratios": (), "methods": ["first"]}, "no method or keep ratio"),
         ({"methods": ["magic"]}, "magic"),
-        ({"methods": [Method("first", num_windows=0)]}, "num_windows is 0"),
+        ({"methods": [Method("first", num_examples=0)]}, "num_examples is 0"),
         ({"batch_size": 0}, "batch_size is 0"),
-        ({"windows": []}, "no window"),
+        ({"windows": []}, "no example"),
         ({"models": {}}, "no model"),
         ({"models": {"base": (tiny(0, vocab=10), None)}}, "outside the vocabulary of model 'base'"),
     ],
@@ -183,14 +211,10 @@ def test_windows_beyond_the_models_positions_are_refused(models, tmp_path):
 
 
 def test_models_with_different_tokenizers_are_refused(models, windows, tmp_path):
-    class Words:
-        def __init__(self, word):
-            self.word = word
+    def words(word):
+        return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({word: 0}, unk_token=word)))
 
-        def get_vocab(self):
-            return {self.word: 0}
-
-    pairs = {label: (model, Words(label)) for label, (model, _) in models.items()}
+    pairs = {label: (model, words(label)) for label, (model, _) in models.items()}
     with pytest.raises(InputError, match="'base' and 'kvcat' have different tokenizers"):
         run(pairs, windows, tmp_path, ["first"])
 

@@ -10,16 +10,16 @@ def record(model, document, window, dense=2.0, delta=0.1, gain=0.5, kl=0.2, **ch
     values = {
         "nll": dense + delta, "nll_dense": dense, "nll_none": dense + gain, "delta_nll": delta,
         "delta_ppl": math.exp(dense + delta) - math.exp(dense), "kl": kl, "top1": 0.75, "context_gain": gain,
-        "retention": 0.0,
+        "retention": 0.0, "num_tokens": 5.0,
     }  # fmt: skip
-    new = Record(model, "f", "float32", "first", "{}", 0.1, None, "texts", document, window, 5, values)
+    new = Record(model, "f", "float32", "first", "{}", 0.1, None, None, "texts", "", document, window, values)
     return dataclasses.replace(new, **changes)
 
 
 def test_a_row_holds_means_medians_and_sizes():
     records = [record("base", d, w, delta=x) for d, w, x in [("a", "0", 0.1), ("a", "1", 0.2), ("b", "0", 0.9)]]
     (row,) = summarise(records)
-    assert (row.num_windows, row.num_documents) == (3, 2)
+    assert (row.num_examples, row.num_documents) == (3, 2)
     assert row["delta_nll"].value == pytest.approx(0.4)
     assert row["delta_ppl_median"].value == pytest.approx(math.exp(2.2) - math.exp(2.0))
     assert row["delta_ppl"].value == pytest.approx(sum(math.exp(2 + x) - math.exp(2) for x in (0.1, 0.2, 0.9)) / 3)
@@ -74,7 +74,7 @@ def test_a_constant_difference_has_zero_width_however_documents_differ():
 def test_only_windows_that_both_models_have_are_compared():
     records = [record("base", f"d{i}", "0") for i in range(5)] + [record("kvcat", f"d{i}", "0") for i in range(3, 9)]
     (row,) = compare_models(records)
-    assert row.num_windows == 2
+    assert row.num_examples == 2
     assert compare_models([record("base", "a", "0"), record("kvcat", "b", "0")]) == []
 
 

@@ -21,7 +21,7 @@ def draw(**changes):
 def test_windows_are_consecutive_tokens_of_one_document_at_their_name():
     texts = dict(DOCUMENTS)
     for window in draw():
-        start = int(window.window)
+        start = int(window.name)
         assert [chr(t) for t in window.tokens] == list(texts[window.document][start : start + 12])
         assert (window.prefix_len, window.suffix_len) == (8, 4)
 
@@ -29,7 +29,7 @@ def test_windows_are_consecutive_tokens_of_one_document_at_their_name():
 def test_windows_of_one_document_do_not_overlap():
     starts = {}
     for window in draw(per_document=9):
-        starts.setdefault(window.document, []).append(int(window.window))
+        starts.setdefault(window.document, []).append(int(window.name))
     assert {name: len(of) for name, of in starts.items()} == {"d0": 1, "d1": 2, "d2": 3, "d3": 4}
     assert all(b - a >= 12 for of in starts.values() for a, b in zip(sorted(of), sorted(of)[1:], strict=False))
 

@@ -39,10 +39,12 @@ def _record(model, method, keep, step, document, window, dense, kl):
     values = {
         "nll": dense + delta, "nll_dense": dense, "nll_none": dense + gain, "delta_nll": delta,
         "delta_ppl": math.exp(dense + delta) - math.exp(dense), "kl": kl, "top1": math.exp(-1.2 * math.sqrt(kl)),
-        "context_gain": gain, "retention": 1.0 - delta / gain,
+        "context_gain": gain, "retention": 1.0 - delta / gain, "num_tokens": 64.0,
     }  # fmt: skip
     name = f"d{document}"
-    return Record(model, f"f-{model}", "float32", method, "{}", keep, step, "made-up", name, str(window), 64, values)
+    return Record(
+        model, f"f-{model}", "float32", method, "{}", keep, step, None, "made-up", "", name, str(window), values
+    )
 
 
 def made_up_metrics(policy, num_steps=200):
@@ -63,16 +65,14 @@ def made_up_metrics(policy, num_steps=200):
 
 def write_results(path, records):
     config = {
-        "evaluation": "suffix", "dataset": "made-up", "prefix_len": 192, "suffix_len": 64, "num_windows": 48,
-        "windows": "0" * 64, "batch_size": 8, "seed": 0,
+        "evaluation": "suffix", "dataset": "made-up", "prefix_len": 192, "suffix_len": 64, "num_examples": 48,
+        "manifest": "0" * 64, "batch_size": 8, "seeds": [0],
         "methods": [
-            {"name": m, "options": {}, "num_windows": 48, "keep_ratios": list(KEEPS)}
+            {"name": m, "options": {}, "num_examples": 48, "keep_ratios": list(KEEPS)}
             for m in dict.fromkeys(r.method for r in records)
         ],
     }  # fmt: skip
     with ResultsFolder(path, config) as folder:
-        for label in dict.fromkeys(record.model for record in records):
-            folder.add_model(label, f"f-{label}", "float32")
         folder.append(records)
     events = [
         {"event": "start", "command": "kvcat eval suffix base control kvcat --keep 0.05", "kvcat": "0.1.0"},

@@ -76,7 +76,7 @@ def suffix_command(
         per_document=per_document,
         seed=seed,
     )
-    evaluate_suffix(loaded, chosen, asked, ratios, out, dataset=f"{data}:{split}", batch_size=batch_size, seed=seed)
+    evaluate_suffix(loaded, chosen, asked, ratios, out, dataset=f"{data}:{split}", batch_size=batch_size, seeds=[seed])
     page = write_report([out], out / "report", title="Suffix prediction on a compressed prefix")
     print(headline_text(summarise(read_records(out))))
     print(page)

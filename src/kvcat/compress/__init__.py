@@ -56,14 +56,27 @@ def seeded_compressor(name: str, options: Mapping[str, Any], seed: int) -> Compr
     Raises:
         InputError: as ``make_compressor``.
     """
+    return make_compressor(name, **{**options, "seed": seed} if takes_seed(name, options) else options)
+
+
+def takes_seed(name: str, options: Mapping[str, Any]) -> bool:
+    """Whether the compressor of a name draws, with a seed that its options leave open.
+
+    Args:
+        name: as in ``make_compressor``.
+        options: fields of the compressor.
+
+    Raises:
+        InputError: as ``make_compressor``.
+    """
     compressor = make_compressor(name, **options)
     draws = any(hasattr(part, "seed") for part in (compressor, getattr(compressor, "scorer", None)))
-    return make_compressor(name, seed=seed, **options) if draws and "seed" not in options else compressor
+    return draws and "seed" not in options
 
 
 __all__ = [
     "COMPRESSORS", "INSTRUCTION", "SNAPSHOT_STEPS", "AttentionMatching", "Compressor", "Eviction",
     "GradientCompression", "KVPress", "Reconstruction", "Scores", "SmallestCache", "Trace", "compare", "fit_log_bias",
     "fit_values", "make_compressor", "parse_method", "reconstruction", "refit_without_log_bias", "replay",
-    "seeded_compressor", "slots_for", "smallest_cache", "split_supervision", "supervised_kl", "trace",
+    "seeded_compressor", "slots_for", "smallest_cache", "split_supervision", "supervised_kl", "takes_seed", "trace",
 ]  # fmt: skip

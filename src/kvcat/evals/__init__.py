@@ -2,29 +2,17 @@
 
 from kvcat.evals.metrics import METRICS, Metric
 from kvcat.evals.provenance import provenance
-from kvcat.evals.records import Record, ResultsFolder, read_config, read_records
+from kvcat.evals.records import Record, ResultsFolder, models_of, read_config, read_costs, read_records
+from kvcat.evals.running import Method, evaluate
 from kvcat.evals.statistics import ClusterBootstrap, Estimate
-from kvcat.evals.suffix import Method, evaluate_suffix
+from kvcat.evals.suffix import SuffixTask, evaluate_suffix
 from kvcat.evals.summary import ComparisonRow, SummaryRow, compare_models, comparison_pairs, summarise
+from kvcat.evals.task import Baseline, Example, Prepared, Task
 from kvcat.evals.windows import Window, windows_from_documents
 
 __all__ = [
-    "METRICS",
-    "ClusterBootstrap",
-    "ComparisonRow",
-    "Estimate",
-    "Method",
-    "Metric",
-    "Record",
-    "ResultsFolder",
-    "SummaryRow",
-    "Window",
-    "compare_models",
-    "comparison_pairs",
-    "evaluate_suffix",
-    "provenance",
-    "read_config",
-    "read_records",
-    "summarise",
+    "METRICS", "Baseline", "ClusterBootstrap", "ComparisonRow", "Estimate", "Example", "Method", "Metric", "Prepared",
+    "Record", "ResultsFolder", "SuffixTask", "SummaryRow", "Task", "Window", "compare_models", "comparison_pairs",
+    "evaluate", "evaluate_suffix", "models_of", "provenance", "read_config", "read_costs", "read_records", "summarise",
     "windows_from_documents",
-]
+]  # fmt: skip

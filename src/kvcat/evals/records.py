@@ -1,8 +1,9 @@
-"""Results on disk: one JSON line per window, model, method, keep ratio and step, appended and never changed."""
+"""Results on disk: one JSON line per example, model, method, keep ratio, step and seed, appended and never changed."""
 
 import json
 import os
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -11,26 +12,29 @@ from kvcat.errors import InputError
 from kvcat.locking import FolderLock
 
 _PARTIAL = "config.partial"
-Key = tuple[str, str, str, str, str, float, int | None, str, str, str]
+_RECORDS = re.compile(r"records(-\d+-of-\d+)?\.jsonl")
+Key = tuple[str, str, str, str, str, float, int | None, int | None, str, str, str]
+Shard = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Record:
-    """What one window gave under one model, method, keep ratio and step.
+    """What one example gave under one model, method, keep ratio, step and seed.
 
     Args:
         model: label of the model.
         fingerprint: of the model's weights.
         dtype: of the model's weights, e.g. ``float32``.
-        method: name of the compressor.
+        method: name of the compressor, or of a baseline.
         options: its options that differ from the defaults, as canonical JSON (sorted keys).
-        keep_ratio: fraction of slots kept, in (0, 1].
+        keep_ratio: fraction of slots kept, in (0, 1]; of a baseline the fraction of the context that it sees.
         step: gradient steps taken, or None for a method without steps.
+        seed: of a method that draws, or None.
         dataset: name of the data set.
+        stratum: group of the example that is reported apart, may be empty.
         document: name of the document, the unit that the intervals resample.
-        window: name of the window in its document.
-        suffix_len: tokens scored.
-        values: metric name to value; nats per token where a unit applies.
+        example: name of the example in its document.
+        values: metric name to value; nats per token where a unit applies, 0 or 1 for what is right or wrong.
     """
 
     model: str
@@ -40,18 +44,19 @@ class Record:
     options: str
     keep_ratio: float
     step: int | None
+    seed: int | None
     dataset: str
+    stratum: str
     document: str
-    window: str
-    suffix_len: int
+    example: str
     values: dict[str, float]
 
     @property
     def key(self) -> Key:
         """What makes the record unique."""
         return (
-            self.model, self.fingerprint, self.dtype, self.method, self.options, self.keep_ratio, self.step,
-            self.dataset, self.document, self.window,
+            self.model, self.fingerprint, self.dtype, self.method, self.options, self.keep_ratio, self.step, self.seed,
+            self.dataset, self.document, self.example,
         )  # fmt: skip
 
     @property
@@ -60,70 +65,82 @@ class Record:
         return method_label(self.method, json.loads(self.options))
 
 
-def method_label(name: str, options: dict[str, Any]) -> str:
+def method_label(name: str, options: Mapping[str, Any]) -> str:
     """A method's name with its options, e.g. ``attention-matching preset=paper``."""
     return " ".join([name, *(f"{key}={value}" for key, value in sorted(options.items()))])
 
 
 class ResultsFolder:
-    """A folder of results of one configuration, ``config.json`` and ``records.jsonl``, open to one writer at a time.
+    """A folder of results of one configuration: ``config.json``, ``records.jsonl``, ``costs.jsonl``.
 
     Every append reaches the disk before it returns. A line torn by a kill is cut off when the folder is opened again.
-    Models may be added; every other field of the configuration stays as it was. Close it, or use it in a ``with``
-    block: until then nobody else can open it.
+    The configuration never changes; models may be added. A whole run is the folder's only writer; shards share it,
+    each the only writer of ``records-INDEX-of-COUNT.jsonl``, and all read what the others have done. Close it, or use
+    it in a ``with`` block: until then nobody else can open it.
 
     Args:
         path: the folder; made if absent.
         config: what the results depend on, JSON values only, models excepted.
+        shard: (index, count) of this writer, index in [0, count).
 
     Raises:
         InputError: the folder holds results of another configuration, or something that is no result; another process
             is writing to it; it cannot be written to.
     """
 
-    def __init__(self, path: Path, config: dict[str, Any]) -> None:
+    def __init__(self, path: Path, config: Mapping[str, Any], *, shard: Shard = (0, 1)) -> None:
         self.path = path
+        index, count = shard
+        self._suffix = "" if count == 1 else f"-{index}-of-{count}"
         _make_folder(path)
-        self._lock = FolderLock(path)
+        self._locks = [FolderLock(path, shared=count > 1)]
         try:
-            self._config = _merge_config(path, config)
+            _claim(path, json.loads(json.dumps(config)))
             self._file = self._open()
         except BaseException:
-            self._lock.release()
+            self._release()
             raise
 
     def _open(self) -> TextIO:
-        file = self.path / "records.jsonl"
+        file = self.path / f"records{self._suffix}.jsonl"
         try:
-            _write_atomically(self.path / "config.json", self._config)
+            if self._suffix:
+                file.touch()
+                self._locks.append(FolderLock(file))
             _cut_torn_line(file)
+            _cut_torn_line(self._costs)
             self.records = read_records(self.path)
             self._keys = {record.key for record in self.records}
             return file.open("a", encoding="utf-8")
         except OSError as error:
             raise InputError(f"cannot write to results folder {self.path}: {error.strerror}") from error
 
+    @property
+    def _costs(self) -> Path:
+        return self.path / f"costs{self._suffix}.jsonl"
+
+    def _release(self) -> None:
+        for lock in self._locks:
+            lock.release()
+
     def close(self) -> None:
         """Ends the writing and lets others open the folder."""
         self._file.close()
-        self._lock.release()
+        self._release()
 
-    def add_model(self, label: str, fingerprint: str, dtype: str) -> None:
-        """Note a model, so that the label stands for these weights in this folder.
+    def check_model(self, label: str, fingerprint: str, dtype: str) -> None:
+        """Nothing where the label stands for these weights in this folder, or for none yet.
 
         Raises:
-            InputError: the label already stands for other weights or another dtype.
+            InputError: it stands for other weights or another dtype.
         """
-        models = self._config["models"]
-        new = {"fingerprint": fingerprint, "dtype": dtype}
-        old = models.get(label, new)
-        for field, value in new.items():
-            if old[field] != value:
-                raise InputError(
-                    f"{self.path} holds results of another model {label!r}: {field} is {old[field]} there, {value} here"
-                )
-        models[label] = new
-        _write_atomically(self.path / "config.json", self._config)
+        for name, known in models_of(self.records).items():
+            for field, value in (("fingerprint", fingerprint), ("dtype", dtype)):
+                if name == label and known[field] != value:
+                    raise InputError(
+                        f"{self.path} holds results of another model {label!r}: {field} is {known[field]} there, "
+                        f"{value} here"
+                    )
 
     def done(self, key: Key) -> bool:
         """Whether a record of this key is on disk."""
@@ -138,6 +155,11 @@ class ResultsFolder:
         self.records.extend(new)
         self._keys.update(record.key for record in new)
 
+    def append_cost(self, cost: Mapping[str, Any]) -> None:
+        """Write what a batch took, apart from the records, which a repetition must give again to the last bit."""
+        with self._costs.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(cost) + "\n")
+
     def __enter__(self) -> "ResultsFolder":
         return self
 
@@ -146,19 +168,41 @@ class ResultsFolder:
 
 
 def read_records(path: Path) -> list[Record]:
-    """Records of a results folder in the order they were written; a torn last line is left out.
+    """Records of a results folder, of all its shards, each once; torn last lines are left out.
 
     Raises:
         InputError: a line that is no record.
     """
-    file = path / "records.jsonl"
-    if not file.exists():
-        return []
-    try:
-        lines = file.read_text(encoding="utf-8").split("\n")
-        return [Record(**json.loads(line)) for line in lines[:-1]]
-    except (ValueError, TypeError) as error:  # ValueError: not JSON, or not UTF-8
-        raise InputError(f"{file} has a line that is no record: {error}") from None
+    found: dict[Key, Record] = {}
+    for file in sorted(file for file in path.iterdir() if _RECORDS.fullmatch(file.name)) if path.is_dir() else []:
+        try:
+            lines = file.read_text(encoding="utf-8").split("\n")
+            for line in lines[:-1]:
+                record = Record(**json.loads(line))
+                found.setdefault(record.key, record)
+        except (ValueError, TypeError) as error:  # ValueError: not JSON, or not UTF-8
+            raise InputError(f"{file} has a line that is no record: {error}") from None
+    return list(found.values())
+
+
+def read_costs(path: Path) -> list[dict[str, Any]]:
+    """What the batches of a results folder took, of all its shards; torn last lines are left out."""
+    files = sorted(path.glob("costs*.jsonl"))
+    return [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").split("\n")[:-1]]
+
+
+def models_of(records: Iterable[Record]) -> dict[str, dict[str, str]]:
+    """Label of each model to the fingerprint and dtype of its weights, in the order of the records.
+
+    Raises:
+        InputError: one label for two sets of weights.
+    """
+    models: dict[str, dict[str, str]] = {}
+    for record in records:
+        new = {"fingerprint": record.fingerprint, "dtype": record.dtype}
+        if models.setdefault(record.model, new) != new:
+            raise InputError(f"the records of model {record.model!r} come from two different models")
+    return models
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -188,28 +232,34 @@ def _make_folder(path: Path) -> None:
         raise InputError(f"cannot make results folder {path}: {error.strerror}") from error
 
 
-def _merge_config(path: Path, config: dict[str, Any]) -> dict[str, Any]:
-    wanted = {**json.loads(json.dumps(config)), "models": {}}
-    if {file.name for file in path.iterdir()} <= {_PARTIAL}:  # empty, but for what a kill at the very start leaves
-        return wanted
+def _claim(path: Path, config: dict[str, Any]) -> None:
+    """The folder's configuration is this one from now on, or was already."""
+    if all(file.name.startswith(_PARTIAL) for file in path.iterdir()):  # a kill at the very start leaves such a file
+        try:
+            _create(path / "config.json", config)
+            return
+        except FileExistsError:  # another shard was faster
+            pass
+        except OSError as error:
+            raise InputError(f"cannot write to results folder {path}: {error.strerror}") from error
     there = read_config(path)
-    for field in [*wanted, *there]:
-        if field != "models" and wanted.get(field) != there.get(field):
+    for field in [*config, *there]:
+        if config.get(field) != there.get(field):
             raise InputError(
                 f"{path} holds results of another configuration: "
-                f"{field} is {there.get(field)} there, {wanted.get(field)} here; choose another folder"
+                f"{field} is {there.get(field)} there, {config.get(field)} here; choose another folder"
             )
-    return there
 
 
-def _write_atomically(file: Path, content: dict[str, Any]) -> None:
-    partial = file.with_name(_PARTIAL)
+def _create(file: Path, content: dict[str, Any]) -> None:
+    """Write a file that is whole as soon as it is there, and never replace one."""
+    partial = file.with_name(f"{_PARTIAL}.{os.getpid()}")
     try:
         with partial.open("w", encoding="utf-8") as stream:
             stream.write(json.dumps(content, indent=2) + "\n")
             stream.flush()
             os.fsync(stream.fileno())
-        partial.replace(file)
+        os.link(partial, file)
     finally:
         partial.unlink(missing_ok=True)
 

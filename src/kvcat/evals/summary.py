@@ -6,36 +6,38 @@ from typing import Literal
 
 import numpy as np
 
-from kvcat.errors import InputError
 from kvcat.evals.metrics import METRICS, Columns
-from kvcat.evals.records import Record
+from kvcat.evals.records import Record, models_of
 from kvcat.evals.statistics import ClusterBootstrap, Estimate
 
 Verdict = Literal["better", "worse", "not distinguishable"]
-_VALUES = ("nll", "nll_dense", "nll_none", "delta_nll", "delta_ppl", "kl", "top1", "context_gain")
+RATIOS = ("kl", "delta_ppl", "delta_nll")
+Cell = tuple[str, str, str, str, float, int | None]
 
 
 @dataclass(frozen=True)
 class SummaryRow:
-    """Every metric of one model under one method, keep ratio and step.
+    """Every metric of one model under one method, keep ratio and step; several seeds count as their mean.
 
     Args:
         dataset: name of the data set.
+        stratum: group of examples, empty for all.
         model: label of the model.
         method: name of the method with its options.
         keep_ratio: fraction kept, in (0, 1].
         step: gradient steps, or None.
-        num_windows: windows averaged over.
+        num_examples: examples averaged over.
         num_documents: documents they come from.
         metrics: metric name to figure with interval.
     """
 
     dataset: str
+    stratum: str
     model: str
     method: str
     keep_ratio: float
     step: int | None
-    num_windows: int
+    num_examples: int
     num_documents: int
     metrics: Mapping[str, Estimate] = field(repr=False)
 
@@ -45,31 +47,38 @@ class SummaryRow:
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """One model against another on the same windows: every metric's difference, and the ratio of KL.
+    """One model against another on the same examples: every metric's difference, and ratios.
 
     Args:
         dataset: name of the data set.
+        stratum: group of examples, empty for all.
         model: label of the model judged.
         reference: label of the model it is compared with.
         method: name of the method with its options.
         keep_ratio: fraction kept, in (0, 1].
         step: gradient steps, or None.
-        num_windows: windows that both models have.
+        num_examples: examples that both models have.
         num_documents: documents they come from.
         differences: metric name to model minus reference.
-        kl_ratio: KL of the model over KL of the reference.
+        ratios: metric name to model over reference, for those of ``RATIOS`` that the records hold.
     """
 
     dataset: str
+    stratum: str
     model: str
     reference: str
     method: str
     keep_ratio: float
     step: int | None
-    num_windows: int
+    num_examples: int
     num_documents: int
     differences: Mapping[str, Estimate] = field(repr=False)
-    kl_ratio: Estimate
+    ratios: Mapping[str, Estimate] = field(repr=False)
+
+    @property
+    def kl_ratio(self) -> Estimate:
+        """KL of the model over KL of the reference."""
+        return self.ratios["kl"]
 
     def verdict(self, metric: str) -> Verdict:
         """Whether the model is better in a metric: decided only where the interval of the difference excludes 0."""
@@ -79,22 +88,24 @@ class ComparisonRow:
         return "better" if (difference.value < 0.0) == (METRICS[metric].better == "lower") else "worse"
 
 
-def summarise(records: Iterable[Record], *, num_resamples: int = 10_000, seed: int = 0) -> list[SummaryRow]:
+def summarise(
+    records: Iterable[Record], *, by_stratum: bool = False, num_resamples: int = 10_000, seed: int = 0
+) -> list[SummaryRow]:
     """Rows in the order of models and methods in the records, then by keep ratio and step.
 
     Args:
         records: of any number of models and methods; a row never mixes data sets.
+        by_stratum: a row per stratum instead of one for all.
         num_resamples: of the bootstrap.
         seed: of the bootstrap.
     """
     rows = []
-    for (dataset, model, method, keep_ratio, step), windows in _cells(records).items():
-        ordered = [windows[name] for name in sorted(windows)]
-        bootstrap = ClusterBootstrap([r.document for r in ordered], num_resamples=num_resamples, seed=seed)
-        columns = _columns(ordered)
-        metrics = {name: bootstrap.estimate(metric.draws(bootstrap, columns)) for name, metric in METRICS.items()}
-        sizes = (bootstrap.num_windows, bootstrap.num_documents)
-        rows.append(SummaryRow(dataset, model, method, keep_ratio, step, *sizes, metrics))
+    for cell, examples in _cells(records, by_stratum).items():
+        bootstrap, columns = _columns([examples[name] for name in sorted(examples)], num_resamples, seed)
+        metrics = {name: bootstrap.estimate(METRICS[name].draws(bootstrap, columns)) for name in _known(columns)}
+        if "retention" in metrics and (metrics["context_gain"].value <= 0 or metrics["context_gain"].low <= 0):
+            metrics["retention"] = Estimate(np.nan, np.nan, np.nan)
+        rows.append(SummaryRow(*cell, bootstrap.num_windows, bootstrap.num_documents, metrics))
     return rows
 
 
@@ -102,28 +113,31 @@ def compare_models(
     records: Iterable[Record],
     pairs: Sequence[tuple[str, str]] | None = None,
     *,
+    by_stratum: bool = False,
     num_resamples: int = 10_000,
     seed: int = 0,
 ) -> list[ComparisonRow]:
-    """Paired rows (model, reference) on the windows that both have, pair by pair.
+    """Paired rows (model, reference) on the examples that both have, pair by pair.
 
     Args:
         records: of two or more models.
         pairs: labels (model, reference); None takes ``comparison_pairs`` of the models in the records.
+        by_stratum: a row per stratum instead of one for all.
         num_resamples: of the bootstrap.
         seed: of the bootstrap.
     """
-    cells = _cells(records)
+    cells = _cells(records, by_stratum)
     if pairs is None:
-        pairs = comparison_pairs(list(dict.fromkeys(model for _, model, *_ in cells)))
+        pairs = comparison_pairs(list(dict.fromkeys(cell[2] for cell in cells)))
     rows = []
     for model, reference in pairs:
-        for (dataset, label, method, keep_ratio, step), windows in cells.items():
-            other = cells.get((dataset, reference, method, keep_ratio, step), {}) if label == model else {}
-            common = sorted(windows.keys() & other.keys())
+        for (dataset, stratum, label, *work), examples in cells.items():
+            other = cells.get((dataset, stratum, reference, *work), {}) if label == model else {}  # type: ignore[arg-type]
+            common = sorted(examples.keys() & other.keys())
             if common:
-                ours, theirs = [windows[name] for name in common], [other[name] for name in common]
-                rows.append(_compare(ours, theirs, num_resamples, seed))
+                ours = _columns([examples[name] for name in common], num_resamples, seed)
+                theirs = _columns([other[name] for name in common], num_resamples, seed)
+                rows.append(_compare((dataset, stratum, label, reference, *work), ours, theirs))  # type: ignore[arg-type]
     return rows
 
 
@@ -140,40 +154,55 @@ def comparison_pairs(models: Sequence[str]) -> list[tuple[str, str]]:
     return pairs + [("control", "base")] * (len(references) == 2)
 
 
-def _compare(ours: list[Record], theirs: list[Record], num_resamples: int, seed: int) -> ComparisonRow:
-    bootstrap = ClusterBootstrap([r.document for r in ours], num_resamples=num_resamples, seed=seed)
-    mine, other = _columns(ours), _columns(theirs)
+def _compare(
+    cell: tuple[str, str, str, str, str, float, int | None],
+    ours: tuple[ClusterBootstrap, Columns],
+    theirs: tuple[ClusterBootstrap, Columns],
+) -> ComparisonRow:
+    (bootstrap, mine), (_, other) = ours, theirs
     differences = {
-        name: bootstrap.estimate(metric.draws(bootstrap, mine) - metric.draws(bootstrap, other))
-        for name, metric in METRICS.items()
+        name: bootstrap.estimate(METRICS[name].draws(bootstrap, mine) - METRICS[name].draws(bootstrap, other))
+        for name in _known(mine)
+        if name in _known(other)
     }
-    ratio = METRICS["kl"].draws(bootstrap, mine) / METRICS["kl"].draws(bootstrap, other)
-    first = ours[0]
-    return ComparisonRow(
-        first.dataset, first.model, theirs[0].model, first.method_label, first.keep_ratio, first.step,
-        bootstrap.num_windows, bootstrap.num_documents, differences, bootstrap.estimate(ratio),
-    )  # fmt: skip
+    ratios = {
+        name: bootstrap.estimate(METRICS[name].draws(bootstrap, mine) / METRICS[name].draws(bootstrap, other))
+        for name in RATIOS
+        if name in differences
+    }
+    return ComparisonRow(*cell, bootstrap.num_windows, bootstrap.num_documents, differences, ratios)
 
 
-def _cells(records: Iterable[Record]) -> dict[tuple[str, str, str, float, int | None], dict[tuple[str, str], Record]]:
-    """Records by (data set, model, method, keep ratio, step), then by (document, window)."""
-    cells: dict[tuple[str, str, str, float, int | None], dict[tuple[str, str], Record]] = {}
-    for record in records:
-        cell = (record.dataset, record.model, record.method_label, record.keep_ratio, record.step)
-        cells.setdefault(cell, {})[record.document, record.window] = record
-    ranks = [{name: rank for rank, name in enumerate(dict.fromkeys(cell[i] for cell in cells))} for i in range(3)]
-    order = sorted(cells, key=lambda c: (*(ranks[i][c[i]] for i in range(3)), c[3], -1 if c[4] is None else c[4]))
+def _cells(records: Iterable[Record], by_stratum: bool) -> dict[Cell, dict[tuple[str, str], list[Record]]]:
+    """Records by (data set, stratum, model, method, keep ratio, step), then by (document, example), one per seed."""
+    cells: dict[Cell, dict[tuple[str, str], list[Record]]] = {}
+    known = list(records)
+    models_of(known)
+    for record in known:
+        stratum = record.stratum if by_stratum else ""
+        cell = (record.dataset, stratum, record.model, record.method_label, record.keep_ratio, record.step)
+        cells.setdefault(cell, {}).setdefault((record.document, record.example), []).append(record)
+    ranks = [{name: rank for rank, name in enumerate(dict.fromkeys(cell[i] for cell in cells))} for i in range(4)]
+    order = sorted(cells, key=lambda c: (*(ranks[i][c[i]] for i in range(4)), c[4], -1 if c[5] is None else c[5]))
     return {cell: cells[cell] for cell in order}
 
 
-def _columns(records: list[Record]) -> Columns:
-    for record in records:
-        if missing := [name for name in _VALUES if name not in record.values]:
-            raise InputError(f"the record of window {record.window} of {record.document} has no {missing[0]}")
-    columns = {name: np.array([r.values[name] for r in records], dtype=np.float64) for name in _VALUES}
-    tokens = np.array([r.suffix_len for r in records], dtype=np.float64)
-    return {
-        **columns,
-        "lost": columns["delta_nll"] * tokens,
-        "gained": columns["context_gain"] * (tokens - 1.0),
+def _columns(
+    examples: Sequence[Sequence[Record]], num_resamples: int, seed: int
+) -> tuple[ClusterBootstrap, dict[str, np.ndarray]]:
+    """The bootstrap over the examples' documents, and every value that all records have: one mean over seeds each."""
+    names = set.intersection(*(set(record.values) for records in examples for record in records))
+    columns = {
+        name: np.array([np.mean([record.values[name] for record in records]) for records in examples])
+        for name in sorted(names)
     }
+    if {"delta_nll", "context_gain", "num_tokens"} <= names:
+        columns["lost"] = columns["delta_nll"] * columns["num_tokens"]
+        columns["gained"] = columns["context_gain"] * (columns["num_tokens"] - 1.0)
+    documents = [records[0].document for records in examples]
+    return ClusterBootstrap(documents, num_resamples=num_resamples, seed=seed), columns
+
+
+def _known(columns: Columns) -> list[str]:
+    """Metrics that these columns can give."""
+    return [name for name, metric in METRICS.items() if set(metric.columns) <= columns.keys()]

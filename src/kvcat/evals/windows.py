@@ -15,18 +15,20 @@ class Window:
 
     Args:
         document: the document's name; windows of one document are resampled together.
-        window: the window's name in its document: the position of its first token.
+        name: the window's name in its document: the position of its first token.
         tokens: token ids of prefix and suffix, in order.
         prefix_len: how many of them are the prefix, at least 1 and at most ``len(tokens) - 2``.
+        stratum: group that is reported apart; may be empty.
 
     Raises:
         InputError: a prefix without tokens, a suffix of fewer than two.
     """
 
     document: str
-    window: str
+    name: str
     tokens: tuple[int, ...]
     prefix_len: int
+    stratum: str = ""
 
     def __post_init__(self) -> None:
         if self.prefix_len < 1 or self.suffix_len < 2:

@@ -53,7 +53,7 @@ class DemoPlan:
             "gradient",
             {"num_steps": self.gradient_steps},
             keep_ratios=self.gradient_keep_ratios,
-            num_windows=self.gradient_windows,
+            num_examples=self.gradient_windows,
         )
         return [Method("attention-matching"), *map(Method, self.evictions), gradient]
 
@@ -139,7 +139,14 @@ def run_demo(
     windows = demo_windows(plan, models["base"][1])
     results = out / "suffix"
     evaluate_suffix(
-        models, windows, plan.methods, plan.keep_ratios, results, dataset="installed:test", seed=seed, progress=progress
+        models,
+        windows,
+        plan.methods,
+        plan.keep_ratios,
+        results,
+        dataset="installed:test",
+        seeds=[seed],
+        progress=progress,
     )
     page = write_report(
         [results],

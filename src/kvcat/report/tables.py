@@ -101,10 +101,10 @@ def difference(row: ComparisonRow, metric: str) -> str:
 
 def summary_csv(rows: Sequence[SummaryRow]) -> str:
     """All rows and all metrics with interval ends, in full precision."""
-    heads = ["dataset", "model", "method", "keep_ratio", "step", "num_windows", "num_documents"]
+    heads = ["dataset", "model", "method", "keep_ratio", "step", "num_examples", "num_documents"]
     heads += [f"{name}{end}" for name in METRICS for end in ("", "_low", "_high")]
     lines = [
-        [r.dataset, r.model, r.method, r.keep_ratio, r.step, r.num_windows, r.num_documents]
+        [r.dataset, r.model, r.method, r.keep_ratio, r.step, r.num_examples, r.num_documents]
         + [value for name in METRICS for value in (r[name].value, r[name].low, r[name].high)]
         for r in rows
     ]
@@ -113,11 +113,11 @@ def summary_csv(rows: Sequence[SummaryRow]) -> str:
 
 def comparison_csv(rows: Sequence[ComparisonRow]) -> str:
     """All paired rows: KL ratio and differences with interval ends, in full precision."""
-    heads = ["dataset", "model", "reference", "method", "keep_ratio", "step", "num_windows", "num_documents"]
+    heads = ["dataset", "model", "reference", "method", "keep_ratio", "step", "num_examples", "num_documents"]
     heads += ["kl_ratio", "kl_ratio_low", "kl_ratio_high"]
     heads += [f"{name}_difference{end}" for name in METRICS for end in ("", "_low", "_high")]
     lines = [
-        [r.dataset, r.model, r.reference, r.method, r.keep_ratio, r.step, r.num_windows, r.num_documents]
+        [r.dataset, r.model, r.reference, r.method, r.keep_ratio, r.step, r.num_examples, r.num_documents]
         + [r.kl_ratio.value, r.kl_ratio.low, r.kl_ratio.high]
         + [value for name in METRICS for e in [r.differences[name]] for value in (e.value, e.low, e.high)]
         for r in rows
@@ -156,7 +156,7 @@ def headline_method(rows: Sequence[SummaryRow]) -> str:
 
 def sizes(rows: Sequence[SummaryRow]) -> str:
     """How much data stands behind the rows, e.g. ``128 windows of 64 documents``."""
-    counts = sorted({(row.num_windows, row.num_documents) for row in rows})
+    counts = sorted({(row.num_examples, row.num_documents) for row in rows})
     return ", or ".join(f"{windows} windows of {documents} documents" for windows, documents in counts)
 
 

@@ -58,7 +58,9 @@ def _verdict(rows: list[ComparisonRow]) -> PairVerdict:
     ratios = [row.kl_ratio.value for row in rows]
     points = [f"KL: {_where(rows, 'kl')}; ratio to {first.reference} {_span([f'{r:.2f}' for r in ratios])}."]
     points += [_point(rows, name) for name in ("nll", "delta_nll", "top1", "retention")]
-    points += [_level_point(max(rows, key=lambda row: row.num_windows), name) for name in ("nll_dense", "context_gain")]
+    points += [
+        _level_point(max(rows, key=lambda row: row.num_examples), name) for name in ("nll_dense", "context_gain")
+    ]
     num_documents = min(row.num_documents for row in rows)
     if num_documents < _FEW_DOCUMENTS:
         points.append(f"Only {num_documents} documents: the intervals are likely too narrow.")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcat.errors import InputError
-from kvcat.evals import ComparisonRow, SummaryRow, compare_models, read_config, read_records, summarise
+from kvcat.evals import ComparisonRow, SummaryRow, compare_models, models_of, read_config, read_records, summarise
 from kvcat.report import html
 from kvcat.report.diagnostics import LOSSES, Records, run_metrics
 from kvcat.report.figures import diagnostic_plots, difference_plots, quality_plots, save_pngs, step_plots
@@ -29,6 +29,7 @@ class _Results:
 
     name: str
     config: Mapping[str, Any]
+    models: Mapping[str, Mapping[str, str]]
     rows: list[SummaryRow]
     comparisons: list[ComparisonRow]
     events: list[Mapping[str, Any]]
@@ -99,12 +100,19 @@ def _read(folder: Path) -> _Results:
         raise InputError(f"{folder} holds no records yet")
     log = folder / "provenance.jsonl"
     lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
-    return _Results(folder.name, config, summarise(records), compare_models(records), [json.loads(s) for s in lines])
+    return _Results(
+        folder.name,
+        config,
+        models_of(records),
+        summarise(records),
+        compare_models(records),
+        [json.loads(s) for s in lines],
+    )
 
 
 def _subtitle(results: Sequence[_Results]) -> str:
     parts = [
-        f"{r.config['num_windows']} windows of {r.config['dataset']}, {r.config['prefix_len']} prefix and "
+        f"{r.config['num_examples']} windows of {r.config['dataset']}, {r.config['prefix_len']} prefix and "
         f"{r.config['suffix_len']} suffix tokens"
         for r in results
     ]
@@ -162,14 +170,12 @@ def _run_facts(result: _Results) -> str:
     starts = [event for event in result.events if event["event"] == "start"]
     ends = [event for event in result.events if event["event"] == "end"]
     config = result.config
-    shown: dict[str, Any] = {name: config[name] for name in ("dataset", "num_windows", "batch_size", "seed")}
+    shown: dict[str, Any] = {name: config[name] for name in ("dataset", "num_examples", "batch_size", "seeds")}
     shown["prefix + suffix"] = f"{config['prefix_len']} + {config['suffix_len']} tokens"
-    shown["models"] = [
-        f"{label}: weights {m['fingerprint'][:12]}, {m['dtype']}" for label, m in config["models"].items()
-    ]
+    shown["models"] = [f"{label}: weights {m['fingerprint'][:12]}, {m['dtype']}" for label, m in result.models.items()]
     shown["methods"] = [
         f"{m['name']} {json.dumps(m['options']) if m['options'] else ''} at "
-        f"{', '.join(f'{keep:g}' for keep in m['keep_ratios'])} on {m['num_windows']} windows"
+        f"{', '.join(f'{keep:g}' for keep in m['keep_ratios'])} on {m['num_examples']} windows"
         for m in config["methods"]
     ]
     if starts:
