@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from kvcat.attention import COUPLINGS, attend, attend_coupled_reference, extend_keys, fused_attention
-from kvcat.attention.fast import attend_extended
+from kvcat.attention.kernels import attend_extended
 
 SHAPES = [(4, 8, 4, 256, 16), (4, 8, 4, 1024, 16), (4, 8, 4, 256, 32), (4, 8, 4, 1024, 32), (2, 14, 2, 1024, 64)]
 
@@ -39,7 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--threads", type=int, default=1)
     torch.set_num_threads(parser.parse_args().threads)
-    columns = ["plain", "channels", "mask", *COUPLINGS, "soft call", "naive"]
+    columns = ["plain", "bias", "mask", *COUPLINGS, "soft call", "naive"]
     print("| batch x heads/kv x tokens x dim | plain, ms | " + " | ".join(columns[1:]) + " |")
     print("|" + "---|" * (len(columns) + 1))
     for batch, heads, kv_heads, length, dim in SHAPES:
@@ -51,7 +51,7 @@ def main() -> None:
         keep = hard.clone().requires_grad_()
         plain = seconds(lambda q=q, k=k, v=v: fused_attention(q, k, v, None, causal=True, scale=q.shape[-1] ** -0.5))
         runs: list[Callable[[], torch.Tensor]] = [
-            lambda q=q, k=k, v=v, m=hard: attend(q, k, v, m, path="channels"),
+            lambda q=q, k=k, v=v, m=hard: attend(q, k, v, m, path="bias"),
             lambda q=q, k=k, v=v, m=hard: attend(q, k, v, m, path="mask"),
             *(lambda q=q, k=k, v=v, m=keep, c=c: attend(q, k, v, m, coupling=c) for c in COUPLINGS),
             lambda q=q, k=k, v=v, m=keep: soft_call(q, k, v, m),

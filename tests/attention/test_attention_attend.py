@@ -61,7 +61,7 @@ def test_the_reference_is_what_a_loop_over_visible_slots_computes(kind):
 def test_a_query_that_sees_nothing_gets_its_own_value():
     q, k, v, _, _ = example()
     keep = torch.zeros(2, 9, dtype=torch.float64)
-    for path in ("channels", "mask"):
+    for path in ("bias", "mask"):
         out = attend(q, k, v, keep, path=path)
         assert torch.allclose(out, v.repeat_interleave(2, dim=1), atol=1e-12)
 
@@ -71,7 +71,7 @@ def test_a_log_bias_of_log_two_counts_a_slot_twice():
     bias = torch.zeros(2, 2, 9, dtype=torch.float64)
     bias[..., 4] = torch.tensor(2.0, dtype=torch.float64).log()
     twice = torch.cat([k, k[:, :, 4:5]], dim=2), torch.cat([v, v[:, :, 4:5]], dim=2)
-    for path in ("channels", "mask"):
+    for path in ("bias", "mask"):
         out = attend(q, k, v, log_bias=bias, causal=False, path=path)
         assert torch.allclose(out, attend_reference(q, *twice, causal=False), atol=1e-12)
 
@@ -99,7 +99,7 @@ def test_fewer_queries_than_keys_are_the_last_positions():
 
 @pytest.mark.parametrize("coupling", COUPLINGS)
 @pytest.mark.parametrize(
-    ("kind", "path"), [*((kind, "mask") for kind in KINDS), ("causal", "channels"), ("all keys", "channels")]
+    ("kind", "path"), [*((kind, "mask") for kind in KINDS), ("causal", "bias"), ("all keys", "bias")]
 )
 @pytest.mark.parametrize("biased", [False, True])
 def test_output_and_all_gradients_equal_the_naive_twin(kind, path, coupling, biased):
@@ -161,7 +161,7 @@ def test_huge_scores_of_dropped_slots_stay_invisible():
     q, k, v, keep, _ = (x.float() for x in example())
     keep[:, 0] = 1
     loud = torch.where(keep[:, None, :, None] > 0, k, 300 * k)
-    assert torch.allclose(attend(q, loud, v, keep, path="channels"), attend_reference(q, k, v, keep), atol=1e-5)
+    assert torch.allclose(attend(q, loud, v, keep, path="bias"), attend_reference(q, k, v, keep), atol=1e-5)
 
 
 @settings(max_examples=30, deadline=None)
@@ -196,8 +196,8 @@ def test_a_mistake_is_named():
         attend_coupled_reference(q, k, v, keep, coupling="hard")
     with pytest.raises(ValueError, match="'flash'"):
         attend(q, k, v, keep, path="flash")
-    with pytest.raises(ValueError, match="channels"):
-        attend(q, k, v, keep, window=3, path="channels")
+    with pytest.raises(ValueError, match="bias"):
+        attend(q, k, v, keep, window=3, path="bias")
     with pytest.raises(ValueError, match="window=0"):
         attend(q, k, v, keep, window=0)
     with pytest.raises(ValueError, match="9 queries"):

@@ -210,6 +210,49 @@ def test_generation_from_the_rerotated_prefix_needs_no_kvcat_and_gives_the_same_
     assert torch.equal(ours, theirs)
 
 
+def uneven_layers(model, tokens, counts):
+    """As ``evicted``, each layer with its own number of slots."""
+    full = evicted(model, tokens, max(counts))
+    cut = [CompactLayer(x.keys[:, :, :n], x.values[:, :, :n]) for x, n in zip(full.layers, counts, strict=True)]
+    return CompactCache(cut, full.num_tokens, full.fingerprint, full.metadata)
+
+
+@pytest.mark.parametrize("counts", [(9, 4), (3, 8)])
+def test_layers_of_their_own_number_of_slots_answer_in_a_stock_cache_token_by_token(counts):
+    model, question = make_model(), ids(1, 4)
+    cache = uneven_layers(model, ids(1, 30), counts)
+    ours = model.generate(**cache.inputs(model, question), max_new_tokens=8, do_sample=False, pad_token_id=0)
+    expected = our_logits(model, cache, question)
+    model.set_attn_implementation("sdpa")
+    plain, past = plain_prefix(cache, model), DynamicCache()
+    assert (plain.num_tokens, [layer.num_slots for layer in plain.layers]) == (counts[0], list(counts))
+    for index, layer in enumerate(plain.layers):
+        past.update(layer.keys, layer.values, index)
+    theirs = model.generate(
+        question, attention_mask=torch.ones(1, counts[0] + 4, dtype=torch.long), past_key_values=past,
+        prefill_chunk_size=1, max_new_tokens=8, do_sample=False, pad_token_id=0,
+    )  # fmt: skip
+    assert torch.equal(ours, theirs)
+    for layers, start in ((plain.layers, counts[0]), (cache.layers, 30)):
+        stock = DynamicCache()
+        for index, layer in enumerate(layers):
+            stock.update(layer.keys, layer.values, index)
+        for step in range(4):
+            at = torch.tensor([[start + step]])
+            logits = model(question[:, step : step + 1], past_key_values=stock, position_ids=at).logits.detach()
+            assert torch.allclose(logits[:, 0], expected[:, step], atol=1e-4, rtol=1e-4)
+
+
+def test_a_file_of_uneven_layers_tells_the_first_layers_slots_and_the_next_position(tmp_path):
+    model = make_model()
+    export_prefix(uneven_layers(model, ids(1, 30), (3, 8)), model, tmp_path / "p")
+    with safetensors.safe_open(tmp_path / "p", "pt") as file:
+        told = file.metadata()
+        assert [file.get_slice(f"layers.{i}.keys").get_shape()[2] for i in (0, 1)] == [3, 8]
+    assert (told["num_slots"], told["next_position"], told["num_tokens"]) == ("3", "3", "30")
+    assert describe(tmp_path / "p").layer_slots == [3, 8]
+
+
 def test_the_file_tells_all_a_reader_needs(tmp_path):
     model = make_model("qwen2", dtype=torch.bfloat16)
     cache = evicted(model, ids(2, 30), 7)
@@ -248,7 +291,7 @@ def test_unequal_slots_another_model_and_unknown_positions_are_refused():
     cache = evicted(model, ids(1, 30), 7)
     heads = [[[part[: 3 + h] for h, part in enumerate(x[0])] for x in (y.keys, y.values)] for y in cache.layers]
     ragged = CompactCache([CompactLayer.ragged([k], [v]) for k, v in heads], 30, cache.fingerprint)
-    with pytest.raises(InputError, match=r"heads of up to 4 and on average 3\.5 slots"):
+    with pytest.raises(InputError, match=r"up to 4 and on average 3\.5 slots: .* budgets=layers or budgets=eq"):
         plain_prefix(ragged, model)
     with pytest.raises(InputError, match="positions must be 'rerotated' or 'original', not 'shifted'"):
         plain_prefix(cache, model, positions="shifted")

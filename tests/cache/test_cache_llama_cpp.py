@@ -206,10 +206,13 @@ def test_what_llama_cpp_cannot_hold_is_refused(tmp_path):
     model = tiny_model()
     cache, biased = evicted(model, ids(1, 30)), evicted(model, ids(1, 30), log_bias=True)
     large = CompactCache([CompactLayer(x.keys, x.values * 1e9) for x in cache.layers], 30, cache.fingerprint)
+    short = CompactLayer(cache.layers[0].keys[:, :, :4], cache.layers[0].values[:, :, :4])
+    uneven = CompactCache([short, cache.layers[1]], 30, cache.fingerprint)
     for wrong, options, told in (
         (biased, {}, "has a log-bias"),
         (large, {}, r"too large for torch\.float16"),
         (evicted(model, ids(2, 30)), {}, "one sequence a file, not 2 examples"),
+        (uneven, {}, "layers of 4 to 9 slots: llama.cpp holds equally many cells in every layer; .* budgets=equal"),
         (cache, {"dtype": "int8"}, "dtype must be one of float32, float16, bfloat16, not 'int8'"),
         (cache, {"num_streams": 0}, "num_streams must be at least 1, not 0"),
         (cache, {"positions": "none"}, "positions must be"),

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections import namedtuple
+from dataclasses import replace
 
 import pytest
 import safetensors.torch
@@ -163,3 +164,19 @@ def test_the_header_is_readable_json_text(tmp_path):
     example().save(tmp_path / "doc")
     with safetensors.safe_open(tmp_path / "doc", "pt") as file:
         assert json.loads(file.metadata()["metadata"])["method"] == "by hand"
+
+
+def test_equal_caches_are_equal_files_whatever_the_order_of_their_metadata(tmp_path):
+    told = {f"key {i}": str(i) for i in range(20)}
+    for name, order in (("one", list(told)), ("other", sorted(told, reverse=True))):
+        cache = replace(example(), metadata={key: told[key] for key in order})
+        cache.save(tmp_path / name)
+    content = (tmp_path / "one").read_bytes()
+    assert content == (tmp_path / "other").read_bytes()
+    assert int.from_bytes(content[:8], "little") % 8 == 0
+
+
+def test_letters_of_any_alphabet_survive_in_metadata(tmp_path):
+    cache = replace(example(), metadata={"method": 'é "\u2028" \U0001f600 \\ \x7f'})
+    cache.save(tmp_path / "doc")
+    assert_same(CompactCache.load(tmp_path / "doc"), cache)

@@ -12,6 +12,7 @@ from structured_heads import plain_error, positions_of, structured_head
 from kvcat.cache import CompactCache, CompactLayer
 from kvcat.compress import (
     AttentionMatching,
+    Eviction,
     compare,
     fit_log_bias,
     fitting,
@@ -63,7 +64,7 @@ def test_dropping_copies_of_a_token_loses_nothing_while_one_of_each_is_kept():
 
 
 def test_the_kept_keys_are_those_of_the_largest_rms_attention(traced):
-    cache = AttentionMatching()(traced, num_slots=6)
+    cache = AttentionMatching(weights="equal", own_weight=0.0)(traced, num_slots=6)
     for index in range(2):
         queries = traced.queries[index].unflatten(1, (2, 2)).flatten(2, 3)
         weights = (queries @ traced.keys[index].mT * traced.scales[index]).softmax(-1)
@@ -73,7 +74,7 @@ def test_the_kept_keys_are_those_of_the_largest_rms_attention(traced):
 
 
 def test_the_log_bias_makes_the_kept_mass_the_dense_mass(traced):
-    layer = AttentionMatching()(traced, num_slots=24).layers[0]
+    layer = AttentionMatching(weights="equal", own_weight=0.0)(traced, num_slots=24).layers[0]
     assert layer.log_bias.abs().max() <= 3 + 1e-5
     queries = traced.queries[0].unflatten(1, (2, 2)).flatten(2, 3) * traced.scales[0]
     dense = (queries @ traced.keys[0].mT).logsumexp(-1)
@@ -125,6 +126,9 @@ def test_queries_are_drawn_without_replacement_and_at_most_as_many_as_asked(trac
         {"bias_ridge": -1.0},
         {"towards": "keys"},
         {"budgets": "fair"},
+        {"weights": "mass"},
+        {"own_weight": -0.1},
+        {"own_weight": float("nan")},
     ],
 )
 def test_attention_matching_refuses_options_it_cannot_take(options):
@@ -163,9 +167,13 @@ def test_on_a_real_model_what_is_fitted_to_few_queries_serves_others_better_than
     def held_out(**options):
         return supervised_kl(judge, AttentionMatching(**options)(fitted, keep_ratio=0.4)).mean().item()
 
+    alone = {"weights": "equal", "own_weight": 0.0}
+    pulled = held_out(**alone)
+    assert pulled < 0.8 * held_out(**alone, bias_ridge=0.0, ridge=1e-6, towards="zero")
+    assert pulled < held_out(**alone, log_bias=False, values="original")
     stable = held_out()
-    assert stable < 0.8 * held_out(bias_ridge=0.0, ridge=1e-6, towards="zero")
-    assert stable < held_out(log_bias=False, values="original")
+    assert stable < 0.5 * pulled
+    assert stable < 0.5 * supervised_kl(judge, Eviction("streaming")(fitted, keep_ratio=0.4)).mean().item()
 
 
 @needs_assets

@@ -1,5 +1,7 @@
 """Attention Matching layer by layer, and every option under every source of queries."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from structured_heads import positions_of
@@ -7,6 +9,7 @@ from structured_heads import positions_of
 from kvcat.attention import Recorder
 from kvcat.cache import CompactCache
 from kvcat.compress import AttentionMatching, Eviction, Reconstruction, trace
+from kvcat.compress.asking import ask, own_queries
 from kvcat.compress.freezing import frozen
 from kvcat.errors import InputError
 from kvcat.models import hidden_states
@@ -35,8 +38,12 @@ def one_forward_per_layer(found, num_slots, **options):
         with frozen(found.model):
             hidden_states(found.model, **mixed.inputs(found.model, found.suffix_ids), kv_recorder=recorder)
         queries = [recorder.queries[i] for i in range(len(layers))]
-        seen = trace(found.model, found.input_ids, found.prefix_len)
-        seen.queries[:] = queries
+        seen = replace(found, queries=queries, _memo={})
+        keys = {i: recorder.keys[i][:, :, num_slots:] for i in range(len(layers))}
+        own = own_queries(found) if method.options().own_weight else None
+        by_share = method.options().weights == "share"
+        asked = ask(seen, own, method.options().own_weight, by_share=by_share, later_keys=keys)
+        seen.memo(("asked", method.options().weights, method.options().own_weight), lambda asked=asked: asked)
         layers[index] = method(seen, num_slots=num_slots).layers[index]
     return layers
 
@@ -117,7 +124,8 @@ def test_without_log_bias_and_with_original_values_the_kept_slots_are_those_of_t
 def test_the_log_bias_alone_makes_eviction_of_the_same_keys_no_worse_on_the_fitted_queries(traced):
     """Attention output of the fitted queries, head by head: the guard lets no head lose."""
     plain, biased = (
-        AttentionMatching(log_bias=on, values="original")(traced, num_slots=9).layers for on in (False, True)
+        AttentionMatching(log_bias=on, values="original", weights="equal", own_weight=0.0)(traced, num_slots=9).layers
+        for on in (False, True)
     )
     better = 0
     for index in range(2):

@@ -50,7 +50,7 @@ def pursue_one_head(queries, keys, num_slots, picks=1, bounds=BOX, positions=Non
 
 @pytest.mark.parametrize("score", ["rms", "mean", "max"])
 def test_keys_are_kept_by_the_statistic_of_their_attention(traced, score):
-    cache = AttentionMatching(selection=score)(traced, num_slots=6)
+    cache = AttentionMatching(selection=score, weights="equal", own_weight=0.0)(traced, num_slots=6)
     for index in range(2):
         queries = traced.queries[index].unflatten(1, (2, 2)).flatten(2, 3)
         weights = (queries @ traced.keys[index].mT * traced.scales[index]).softmax(-1)

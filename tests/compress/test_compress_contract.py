@@ -30,7 +30,19 @@ ROWS = [
     ("h2o", {}),
     ("tova", {}),
 ]
-every_compressor = pytest.mark.parametrize(("name", "options"), ROWS, ids=[f"{n}-{i}" for i, (n, _) in enumerate(ROWS)])
+RAGGED = [
+    ("attention-matching", {"budgets": "adaptive"}),
+    ("attention-matching", {"budgets": "layers"}),
+    ("gradient", {"num_steps": 2, "init": "attention-matching,budgets=adaptive"}),
+    ("gradient", {"num_steps": 2, "init": "attention,budgets=layers"}),
+]
+
+
+def table(rows):
+    return pytest.mark.parametrize(("name", "options"), rows, ids=[f"{n}-{i}" for i, (n, _) in enumerate(rows)])
+
+
+every_compressor = table(ROWS + RAGGED)
 
 
 def tensors(cache):
@@ -41,7 +53,7 @@ def test_every_registered_compressor_has_a_row():
     assert {name for name, _ in ROWS} == set(COMPRESSORS)
 
 
-@every_compressor
+@table(ROWS)
 def test_a_compressor_keeps_its_number_of_slots_and_tells_how(traced, name, options):
     for wanted, slots in (({"keep_ratio": 0.1}, 5), ({"num_slots": 7}, 7), ({"num_slots": 1}, 1)):
         cache = make_compressor(name, **options)(traced, **wanted)
@@ -52,6 +64,33 @@ def test_a_compressor_keeps_its_number_of_slots_and_tells_how(traced, name, opti
         assert cache.fingerprint == traced.fingerprint
         assert all(tensor.isfinite().all() for tensor in tensors(cache))
         assert not any(tensor.requires_grad for tensor in tensors(cache))
+
+
+@table(RAGGED)
+def test_unequal_budgets_keep_no_more_slots_than_asked_for_in_any_example(traced, name, options):
+    for wanted, slots in (({"keep_ratio": 0.1}, 5), ({"num_slots": 7}, 7), ({"num_slots": 1}, 1)):
+        cache = make_compressor(name, **options)(traced, **wanted)
+        assert (cache.num_tokens, cache.batch_size, len(cache.layers)) == (48, 3, 2)
+        for example in range(3):
+            counts = torch.stack([layer.counts[example] for layer in cache.layers])
+            assert counts.min() >= 1
+            assert 0.85 * 4 * slots <= counts.sum() <= 4 * slots
+            assert "layers" not in str(options) or (counts[:, :1] == counts).all()
+        assert cache.metadata["method"] == name
+        assert cache.metadata["num_slots"] == f"{cache.mean_slots:.6g}"
+        assert cache.fingerprint == traced.fingerprint
+        assert all(tensor.isfinite().all() for tensor in tensors(cache))
+        assert not any(tensor.requires_grad for tensor in tensors(cache))
+
+
+@every_compressor
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_keys_and_values_have_the_dtype_and_the_device_of_the_model(make_model, windows, name, options, dtype):
+    cache = make_compressor(name, **options)(trace(make_model(dtype), windows[:1], 48), num_slots=5)
+    for layer in cache.layers:
+        assert layer.keys.dtype == layer.values.dtype == dtype
+        assert layer.log_bias is None or layer.log_bias.dtype in (torch.float32, torch.float64)
+        assert layer.keys.device == layer.values.device == torch.device("cpu")
 
 
 @every_compressor
@@ -67,6 +106,7 @@ def test_a_batch_gives_what_its_examples_give_alone(model, windows, traced, name
     together = make_compressor(name, **options)(traced, num_slots=6)
     for row in range(3):
         alone = make_compressor(name, **options)(trace(model, windows[row : row + 1], 48), num_slots=6)
+        assert [x.counts.tolist() for x in together.select([row]).layers] == [x.counts.tolist() for x in alone.layers]
         for left, right in zip(tensors(together.select([row])), tensors(alone), strict=True):
             assert torch.allclose(left, right, atol=2e-3, rtol=2e-3)
 

@@ -143,6 +143,7 @@ def test_recomputed_activations_give_equal_gradients_and_leave_the_model_as_it_w
     layer = traced.model.model.layers[1]
     monkeypatch.setattr(layer.mlp, "forward", lambda x, own=layer.mlp.forward: (runs.append(1), own(x))[1])
     counts, caches = [], []
+    GradientCompression(num_steps=1, **options)(traced, num_slots=6)  # the trace keeps what the start's forwards gave
     for checkpointing in (False, True):
         runs.clear()
         method = GradientCompression(num_steps=2, activation_checkpointing=checkpointing, **options)
@@ -212,7 +213,7 @@ def test_the_gradient_of_the_log_bias_is_that_of_finite_differences(double, wind
     found = trace(double, windows[:1], 48)
     matched = AttentionMatching(bounds=(-1.0, 1.0))(found, num_slots=4)
     moved = GradientCompression(num_steps=1, init=matched)(found, num_slots=4)
-    bias, step = matched.layers[0].log_bias, 1e-5
+    bias, step = matched.layers[0].log_bias, 1e-2  # replay holds the log-bias in float32
     for slot in range(4):
         losses = []
         for sign in (1, -1):
@@ -247,10 +248,10 @@ def test_starts_that_do_not_fit_are_refused(make_model, model, windows, traced):
     with pytest.raises(InputError, match="and model"):
         start(Eviction("first")(trace(make_model(rms_norm_eps=1e-2), windows, 48), num_slots=6))
     ragged = [
-        CompactLayer.ragged([[k[0][: 6 - h] for h in range(2)] for k in keys], [[v[0][: 6 - h] for h in range(2)]
+        CompactLayer.ragged([[k[0][: 6 + h] for h in range(2)] for k in keys], [[v[0][: 6 + h] for h in range(2)]
         for v in values]) for keys, values in zip(traced.keys, traced.values, strict=True)
     ]  # fmt: skip
-    with pytest.raises(InputError, match="other numbers of slots in other heads, 6 at most"):
+    with pytest.raises(InputError, match=r"init has 6\.5 slots, 6 are wanted"):
         start(CompactCache(ragged, 48, traced.fingerprint))
 
 

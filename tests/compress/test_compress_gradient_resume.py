@@ -27,10 +27,11 @@ OPTIONS = [
     {"init": "random", "schedule": "cosine", "warmup_steps": 2, "freeze_first_slot": True},
     {"lr": 3.0, "patience": 1},
     {"patience": 3, "held_out": 0.25, "init": "attention-matching"},
+    {"init": "attention,budgets=adaptive", "patience": 2},
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=["default", "schedule", "patience", "held out"])
+@pytest.mark.parametrize("options", OPTIONS, ids=["default", "schedule", "patience", "held out", "ragged"])
 @pytest.mark.parametrize("last", [1, 5, 9])
 def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(traced, tmp_path, options, last):
     method = GradientCompression(num_steps=9, **options)
@@ -81,6 +82,7 @@ def test_the_state_of_another_run_is_refused_in_one_line(make_model, model, wind
         ({"lr": 0.5}, "its lr is 0.01, here it is 0.5"),
         ({"num_steps": 3}, "its num_steps is 2, here it is 3"),
         ({"init": "random"}, "its init is first, here it is random"),
+        ({"init": "snapkv,window=4"}, "its init is first, here it is snapkv,window=4"),
         ({"init": AttentionMatching()(traced, num_slots=5)}, "its init is first, here it is cache [0-9a-f]{16}$"),
     ]:
         with pytest.raises(InputError, match=message):
@@ -108,6 +110,8 @@ def test_damaged_and_foreign_files_are_refused(traced, tmp_path):
     cache = method(traced, num_slots=5, resume=path)
     whole = path.read_bytes()
     assert b"pickle" not in whole
+    method(traced, num_slots=5, resume=tmp_path / "other")
+    assert whole == (tmp_path / "other").read_bytes()
     middle = len(whole) // 2
     for content, message in [
         (whole[:-9], "truncated"),

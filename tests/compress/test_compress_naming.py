@@ -13,6 +13,10 @@ from kvcat.errors import InputError
         ("gradient,num_steps=20,init=random,lr=1e-3", ("gradient", {"num_steps": 20, "init": "random", "lr": 1e-3})),
         ("attention-matching,ridge=null,on_policy=true", ("attention-matching", {"ridge": None, "on_policy": True})),
         ("gradient,betas=[0.9,1],num_iters=None", ("gradient", {"betas": (0.9, 1), "num_iters": None})),
+        (
+            "gradient,init=[attention-matching,bounds=[-2,2]],num_steps=3",
+            ("gradient", {"init": "attention-matching,bounds=[-2,2]", "num_steps": 3}),
+        ),
         ("kvpress:SnapKVPress,window_size=8", ("kvpress:SnapKVPress", {"window_size": 8})),
     ],
 )  # fmt: skip

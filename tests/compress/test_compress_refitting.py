@@ -32,7 +32,7 @@ def output_errors(traced, cache, layer):
 
 @pytest.fixture
 def cache(traced):
-    return AttentionMatching()(traced, num_slots=9)
+    return AttentionMatching("paper", num_queries=None)(traced, num_slots=9)
 
 
 def test_no_head_does_worse_than_with_the_log_bias_dropped(traced, cache):
@@ -89,10 +89,30 @@ def test_what_does_not_belong_together_is_refused(model, windows, traced, cache)
         refit_without_log_bias(trace(model, windows[:, :48], supervision="self"), cache)
     with pytest.raises(InputError, match="ridge must be larger than 0"):
         refit_without_log_bias(traced, cache, ridge=0.0)
-    heads = [[[layer.head(b, h)[:2] for h in (0, 1)] for b in range(3)] for layer in cache.layers]
-    ragged = [
-        CompactLayer.ragged(*[[[row[h][part][: 3 + h] for h in (0, 1)] for row in rows] for part in (0, 1)])
-        for rows in heads
-    ]
-    with pytest.raises(InputError, match="unequal numbers of slots are not refitted"):
-        refit_without_log_bias(traced, replace(cache, layers=ragged))
+
+
+def test_heads_of_unequal_slots_are_fitted_each_as_the_least_squares_solution(make_model, windows):
+    double = trace(make_model(torch.float64), windows, 48)
+    full = AttentionMatching()(double, num_slots=4)
+    counts = [[[1, 3], [4, 2], [2, 2]], [[3, 3], [3, 3], [3, 3]]]
+    layers = []
+    for layer, rows in zip(full.layers, counts, strict=True):
+        parts = [
+            [[part[b, h, :n] for h, n in enumerate(row)] for b, row in enumerate(rows)]
+            for part in (layer.keys, layer.values, layer.log_bias, layer.positions)
+        ]
+        layers.append(CompactLayer.ragged(*parts))
+    ragged = replace(full, layers=layers)
+    for ridge, tolerance in ((1e-13, 1e-5), (1e12, None)):
+        refitted = refit_without_log_bias(double, ragged, ridge=ridge)
+        assert [layer.counts.tolist() for layer in refitted.layers] == counts
+        assert torch.equal(refitted.layers[0].positions, ragged.layers[0].positions)
+        for index, b, h in np.ndindex(2, 3, 2):
+            (keys, values, bias), old = refitted.layers[index].head(b, h), ragged.layers[index].head(b, h)
+            assert bias is None
+            assert torch.equal(keys, old[0])
+            queries = double.queries[index][b, 2 * h : 2 * h + 2].flatten(0, 1) * double.scales[index]
+            outputs = (queries @ double.keys[index][b, h].mT).softmax(-1) @ double.values[index][b, h]
+            expected = np.linalg.lstsq((queries @ keys.mT).softmax(-1).numpy(), outputs.numpy(), rcond=None)[0]
+            wanted = old[1] if tolerance is None else torch.from_numpy(expected)
+            assert torch.allclose(values, wanted, atol=tolerance or 1e-5)

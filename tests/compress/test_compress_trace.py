@@ -1,11 +1,15 @@
 """Traces, replays and what is told about them."""
 
+import sys
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
 from kvcat.cache import CompactCache
 from kvcat.compress import AttentionMatching, Eviction, Reconstruction, compare, reconstruction, replay, trace
+from kvcat.compress.quality import supervised_kl
+from kvcat.compress.replaying import replay_hidden
 from kvcat.errors import InputError
 from kvcat.models import capture
 from tiny import byte_tokenizer
@@ -54,10 +58,40 @@ def test_the_figures_are_those_of_their_definitions(model, windows, traced):
 def test_long_vocabularies_are_scored_in_chunks_with_the_same_result(traced, monkeypatch):
     cache = Eviction("first")(traced, num_slots=5)
     whole = compare(traced, cache)
-    monkeypatch.setattr("kvcat.compress.replaying._CHUNK_ELEMENTS", 67 * 3 * 5)
+    monkeypatch.setitem(sys.modules["kvcat.compress.teacher"]._CHUNK_ELEMENTS, "cpu", 67 * 3 * 5)
     chunked = compare(traced, cache)
     for name in ("nll", "nll_dense", "kl", "top1"):
         assert torch.allclose(getattr(whole, name), getattr(chunked, name), atol=1e-5)
+
+
+REPLAYED = {
+    "slots": Eviction("streaming"),
+    "slots with a log-bias": AttentionMatching(),
+    "unequal slots": AttentionMatching(budgets="adaptive"),
+}
+
+
+@pytest.mark.parametrize("kind", REPLAYED)
+@pytest.mark.parametrize("chunk_tokens", [1, 7])
+def test_a_suffix_in_chunks_fares_as_in_one_piece(make_model, windows, kind, chunk_tokens):
+    model = make_model(torch.float64)
+    found = trace(model, windows, 48)
+    cache = REPLAYED[kind](found, num_slots=9)
+    for start in (0, 6):
+        whole, parts = (compare(found, cache, start=start, chunk_tokens=count) for count in (16, chunk_tokens))
+        for name in ("nll", "nll_dense", "kl", "top1"):
+            assert torch.allclose(getattr(whole, name), getattr(parts, name), atol=1e-12)
+    expected = model(**cache.inputs(model, windows[:, 48:]), use_cache=True, output_hidden_states=True).hidden_states[
+        -1
+    ]
+    hidden = replay_hidden(model, cache, windows[:, 48:], chunk_tokens=chunk_tokens)
+    assert torch.allclose(hidden, expected, atol=1e-12)
+    assert torch.allclose(supervised_kl(found, cache), compare(found, cache).kl, atol=1e-12)
+
+
+def test_no_chunk_is_refused(model, windows, traced):
+    with pytest.raises(InputError, match="chunk_tokens must be at least 1, not 0"):
+        compare(traced, traced.dense_cache(), chunk_tokens=0)
 
 
 def test_one_cache_replays_for_a_whole_batch(model, windows, traced):

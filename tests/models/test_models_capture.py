@@ -1,7 +1,5 @@
 """A dense forward in chunks, for every family."""
 
-import sys
-
 import pytest
 import torch
 from models_zoo import SUPPORTED, StaysDouble, supported
@@ -29,15 +27,18 @@ def test_a_capture_in_chunks_is_that_of_one_forward(kind, chunk_tokens):
             assert torch.equal(left, right) or chunk_tokens < 24
 
 
-def test_long_texts_have_chunks_that_their_mask_allows(monkeypatch):
-    model, ids, seen = supported("llama"), windows_of(0, 40), []
-    monkeypatch.setattr(sys.modules["kvcat.models.capture"], "_MASK_ELEMENTS", 40 * 6)
-    model.model.register_forward_pre_hook(
-        lambda _module, _args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
-    capture(model, ids, chunk_tokens=40)
-    capture(model, ids, chunk_tokens=16)
-    assert seen == [40] + [6] * 6 + [4]
+@pytest.mark.parametrize(("kind", "masked"), [("llama", 0), ("qwen3", 0), ("mistral", 3), ("gemma3_text", 3)])
+def test_chunks_need_a_mask_only_where_a_window_is_shorter_than_the_text(kind, masked):
+    model, seen = supported(kind), []
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(
+            lambda _module, _args, kwargs: seen.append(kwargs["attention_mask"]), with_kwargs=True
+        )
+    capture(model, windows_of(0, 40), chunk_tokens=16)
+    for chunk in range(3):
+        masks = [mask for mask in seen[3 * chunk : 3 * chunk + 3] if mask is not None]
+        assert len(masks) == masked
+        assert all(mask.shape[2] == (16, 16, 8)[chunk] for mask in masks)
 
 
 @pytest.mark.parametrize(

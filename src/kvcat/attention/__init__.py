@@ -1,8 +1,10 @@
 """Attention over visible slots: the naive reference, the fast paths, and the way into transformers models."""
 
-from kvcat.attention.fast import attend, attend_extended, attend_within, extend_keys, fused_attention
+from kvcat.attention.biased import attend_biased
+from kvcat.attention.fast import attend, attend_within
 from kvcat.attention.gates import AttentionGate, Gate, SlotGate, layer_number
 from kvcat.attention.interface import NAME, Recorder, enable, kvcat_attention, scaling_of
+from kvcat.attention.kernels import attend_extended, extend_keys, fused_attention
 from kvcat.attention.reference import COUPLINGS, attend_coupled_reference, attend_reference, reachable, visible
 
 __all__ = [
@@ -13,6 +15,7 @@ __all__ = [
     "Recorder",
     "SlotGate",
     "attend",
+    "attend_biased",
     "attend_coupled_reference",
     "attend_extended",
     "attend_reference",

@@ -9,9 +9,11 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from kvcat.attention.biased import attend_biased
 from kvcat.attention.compact import attend_compact, attend_ragged
 from kvcat.attention.fast import attend_twice, attend_within
 from kvcat.attention.gates import Gate, layer_number
+from kvcat.attention.reference import reachable
 from kvcat.cache import CarriedSlots, carried_by
 from kvcat.errors import InputError
 from kvcat.types import Float, Tensor
@@ -71,7 +73,8 @@ def kvcat_attention(
     Args:
         module: the attention module that calls.
         query, key, value: after rotation and the cache's update.
-        attention_mask: boolean or additive (rows or 1, 1, queries, keys); None is causal.
+        attention_mask: boolean or additive (rows or 1, 1, queries, keys); None is causal, the queries being the last of
+            the keys (``kvcat_mask``).
         dropout: probability that an attention weight is dropped.
         scaling: factor on q.k; None is head_dim ** -0.5.
         kv_gate: one group's gate of this pass.
@@ -93,6 +96,11 @@ def kvcat_attention(
             out = attend_compact(query, key, value, carried.log_bias, attention_mask, scale=scale, dropout=dropout)
         return out.transpose(1, 2).contiguous(), None
     if kv_gate is None:
+        if attention_mask is None and 1 < query.shape[2] < key.shape[2] and _is_causal(module, kwargs):
+            if not _unusual(kwargs):
+                out = attend_biased(query, key, value, scale=scale, dropout=dropout)
+                return out.transpose(1, 2).contiguous(), None
+            attention_mask = reachable(query.shape[2], key.shape[2], device=query.device)[None, None]
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
@@ -117,6 +125,54 @@ def kvcat_attention(
         scale=scale, coupling=kv_gate.coupling, keep_self=kv_gate.keep_self, dropout=dropout,
     )  # fmt: skip
     return torch.cat([dense, masked.transpose(1, 2)]), None
+
+
+def kvcat_mask(
+    *,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    **kwargs: Any,
+) -> Tensor | None:
+    """Transformers' mask for SDPA, and None wherever the queries are the last of the keys and nothing else is hidden.
+
+    transformers makes a real mask for several queries behind a cache. ``kvcat_attention`` needs none: it takes None for
+    causal queries at the end of the keys. Of a static cache, whose keys end in empty slots, transformers says None at
+    times as well; those get a real one.
+
+    Args:
+        q_length: number of queries.
+        kv_length: number of keys.
+        q_offset: position of the first query.
+        kv_offset: position of the first key.
+        attention_mask: 1 for tokens, 0 for padding, by position; None: no padding.
+        local_size: tokens that a query sees at most; None: no limit.
+        allow_is_causal_skip: whether the mask is plainly causal.
+        kwargs: whatever else transformers hands to its mask function.
+    """
+    stop = kv_offset + kv_length
+    if (
+        allow_is_causal_skip
+        and not torch.compiler.is_compiling()
+        and not isinstance(q_offset, Tensor)
+        and q_offset + q_length == stop
+        and (local_size is None or kv_length < local_size)
+        and (attention_mask is None or _is_whole(attention_mask, kv_offset, stop))
+    ):
+        return None
+    return sdpa_mask(
+        q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,  # type: ignore[arg-type]
+        attention_mask=attention_mask, local_size=local_size,
+        allow_is_causal_skip=allow_is_causal_skip and q_length in (1, kv_length), **kwargs,
+    )  # fmt: skip
+
+
+def _is_whole(padding: Tensor, start: int, stop: int) -> bool:
+    return padding.shape[-1] >= stop and bool(padding[:, start:stop].all())
 
 
 def enable(model: PreTrainedModel) -> None:
@@ -165,12 +221,20 @@ def _reach(mask: Tensor | None) -> Tensor | None:
 
 
 def _refuse_unsupported(module: nn.Module, kwargs: dict[str, Any]) -> None:
-    for name in ("softcap", "s_aux", "position_bias"):
-        if kwargs.get(name) is not None:
-            raise InputError(f"{type(module).__name__} is not supported: its attention uses {name}")
-    if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
+    for name in _unusual(kwargs):
+        raise InputError(f"{type(module).__name__} is not supported: its attention uses {name}")
+    if not _is_causal(module, kwargs):
         raise InputError(f"{type(module).__name__} is not supported: its attention is not causal")
 
 
+def _unusual(kwargs: dict[str, Any]) -> list[str]:
+    return [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
+
+
+def _is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    stated = kwargs.get("is_causal")
+    return getattr(module, "is_causal", True) if stated is None else stated
+
+
 AttentionInterface.register(NAME, kvcat_attention)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+AttentionMaskInterface.register(NAME, kvcat_mask)

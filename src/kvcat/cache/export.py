@@ -20,28 +20,29 @@ POSITIONS = ("rerotated", "original")
 def plain_prefix(
     cache: CompactCache, model: PreTrainedModel, *, positions: str = "rerotated", drop_log_bias: bool = False
 ) -> CompactCache:
-    """The cache as an engine without kvcat can hold it: equally many slots in every head, and no log-bias.
+    """The cache as an engine without kvcat can hold it: equally many slots in all heads of a layer, and no log-bias.
 
-    Re-rotated, the keys are turned by num_slots - num_tokens positions, so that the slots look like the first num_slots
-    tokens of a text and the next token stands at num_slots; the result's ``num_tokens`` is num_slots. At their original
-    positions, the next token stands at num_tokens, and the engine must be told so.
+    Re-rotated, the keys are turned by t - num_tokens positions, t the slots of the first layer, so that the slots look
+    like the first t tokens of a text and the next token stands at t, which is the result's ``num_tokens``. At their
+    original positions, the next token stands at num_tokens, and the engine must be told so.
 
     Args:
-        cache: any compact cache of equal slots.
+        cache: any compact cache whose layers hold equally many slots in every head.
         model: the model it was made with.
         positions: "rerotated" or "original".
         drop_log_bias: a log-bias is left out, which changes the answers; ``refit_without_log_bias`` first fits the
             values to that.
 
     Raises:
-        InputError: another model, unequal slots, a log-bias that may not be dropped, or keys that cannot be turned.
+        InputError: another model, heads of unequal slots in a layer, a log-bias that may not be dropped, or keys that
+            cannot be turned.
     """
     if positions not in POSITIONS:
         raise InputError(f"positions must be {' or '.join(map(repr, POSITIONS))}, not {positions!r}")
     check_plain(cache, drop_log_bias=drop_log_bias)
     cache.check_model(model)
-    rerotated = positions == "rerotated"
-    rotation = KeyRotation(model, cache.num_slots - cache.num_tokens) if rerotated else None
+    length = next_position(cache, positions)
+    rotation = KeyRotation(model, length - cache.num_tokens) if positions == "rerotated" else None
     layers = []
     for index, layer in enumerate(cache.layers):
         assert isinstance(layer, CompactLayer)
@@ -49,8 +50,17 @@ def plain_prefix(
     told = {"positions": positions, "original_num_tokens": str(cache.num_tokens)}
     if cache.has_log_bias:
         told["log_bias"] = "dropped"
-    length = cache.num_slots if rerotated else cache.num_tokens
     return replace(cache, layers=layers, num_tokens=length, metadata={**cache.metadata, **told})
+
+
+def next_position(cache: CompactCache, positions: str) -> int:
+    """Where the next token stands behind an exported cache.
+
+    Args:
+        cache: any compact cache.
+        positions: "rerotated" or "original".
+    """
+    return cache.layers[0].num_slots if positions == "rerotated" else cache.num_tokens
 
 
 def check_plain(cache: CompactCache, *, drop_log_bias: bool = False) -> None:
@@ -61,12 +71,12 @@ def check_plain(cache: CompactCache, *, drop_log_bias: bool = False) -> None:
         drop_log_bias: whether a log-bias may be left out.
 
     Raises:
-        InputError: unequal slots, or a log-bias that may not be dropped.
+        InputError: heads of unequal slots in a layer, or a log-bias that may not be dropped.
     """
-    if not cache.is_uniform:
+    if not all(isinstance(layer, CompactLayer) for layer in cache.layers):
         raise InputError(
-            f"heads of up to {cache.num_slots} and on average {cache.mean_slots:.1f} slots: an engine's prefix has "
-            "equally many in every head; compress with equal budgets"
+            f"heads of up to {cache.num_slots} and on average {cache.mean_slots:.1f} slots: an engine holds equally "
+            "many in all heads of a layer; compress with budgets=layers or budgets=equal"
         )
     if cache.has_log_bias and not drop_log_bias:
         raise InputError(
@@ -86,12 +96,12 @@ def export_prefix(
     """Writes ``plain_prefix`` as a safetensors file that any program reads.
 
     Tensors ``layers.0.keys``, ``layers.0.values``, ... of (batch, kv_heads, num_slots, head_dim), and these entries in
-    the header's metadata, all text: format "kvcat-prefix-1", num_layers, num_slots, num_tokens (length of the text),
-    next_position (of the first token behind the prefix), dtype, model (class and name), fingerprint, metadata (JSON),
-    sha256.
+    the header's metadata, all text: format "kvcat-prefix-1", num_layers, num_slots (of the first layer), num_tokens
+    (length of the text), next_position (of the first token behind the prefix), dtype, model_type, fingerprint, metadata
+    (JSON), sha256.
 
     Args:
-        cache: any compact cache of equal slots.
+        cache: any compact cache whose layers hold equally many slots in every head.
         model: the model it was made with.
         path: file to write; its folder must exist.
         positions, drop_log_bias: as in ``plain_prefix``.
@@ -104,7 +114,7 @@ def export_prefix(
     dtype: torch.dtype = plain.layers[0].keys.dtype
     header = {
         "num_layers": str(len(plain.layers)),
-        "num_slots": str(plain.num_slots),
+        "num_slots": str(plain.layers[0].num_slots),
         "num_tokens": str(cache.num_tokens),
         "next_position": str(plain.num_tokens),
         "dtype": str(dtype).removeprefix("torch."),

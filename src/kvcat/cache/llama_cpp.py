@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from kvcat.cache import storage
 from kvcat.cache.compact import CompactCache
-from kvcat.cache.export import plain_prefix
+from kvcat.cache.export import check_plain, plain_prefix
 from kvcat.errors import InputError
 from kvcat.types import Float, Tensor
 
@@ -46,7 +46,7 @@ def write_llama_cpp(
     tokens see them, and every later token sees all.
 
     Args:
-        cache: of one example, equal slots and no log-bias.
+        cache: of one example, equally many slots in all heads and layers, and no log-bias.
         model: the model it was made with; llama.cpp runs the GGUF file that was converted from it.
         path: file to write; its folder must exist.
         positions: "rerotated" or "original".
@@ -58,8 +58,8 @@ def write_llama_cpp(
             expect it t times before the text that goes on.
 
     Raises:
-        InputError: as ``plain_prefix``; more than one example, a type of model or dtype that is not supported, or keys
-            too large for the dtype.
+        InputError: as ``plain_prefix``; more than one example, layers of unequal slots, a type of model or dtype that
+            is not supported, or keys too large for the dtype.
     """
     kind = model.config.get_text_config(decoder=True).model_type
     if kind not in INTERLEAVED:
@@ -68,6 +68,13 @@ def write_llama_cpp(
         raise InputError(f"dtype must be one of {', '.join(GGML_TYPES)}, not {dtype!r}")
     if cache.batch_size != 1:
         raise InputError(f"llama.cpp takes one sequence a file, not {cache.batch_size} examples: select one")
+    check_plain(cache, drop_log_bias=drop_log_bias)
+    if not cache.is_uniform:
+        counts = [layer.num_slots for layer in cache.layers]
+        raise InputError(
+            f"layers of {min(counts)} to {max(counts)} slots: llama.cpp holds equally many cells in every layer; "
+            "compress with budgets=equal"
+        )
     if num_streams < 1:
         raise InputError(f"num_streams must be at least 1, not {num_streams}")
     plain = plain_prefix(cache, model, positions=positions, drop_log_bias=drop_log_bias)

@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 import torch
 
 from kvcat.errors import InputError
-from kvcat.types import Float, Int, Tensor
+from kvcat.types import Bool, Float, Int, Tensor
 
 Head = tuple[Float[Tensor, "slots head_dim"], Float[Tensor, "slots value_dim"], Float[Tensor, " slots"] | None]
 
@@ -56,6 +56,24 @@ class CompactLayer:
     def padded(self) -> "CompactLayer":
         """The layer itself: nothing is missing."""
         return self
+
+    def without_absent(self) -> "Layer":
+        """Without the slots of log-bias -inf, which no query sees: what ``padded`` added goes again."""
+        if self.log_bias is None or bool((there := self.log_bias > -torch.inf).all()):
+            return self
+        return self.taken(there)
+
+    def taken(self, there: Bool[Tensor, "batch kv_heads slots"]) -> "Layer":
+        """Some of the slots, ragged where heads are left with other numbers of them.
+
+        Args:
+            there: which ones; at least one of every head.
+
+        Raises:
+            InputError: a head without slots.
+        """
+        flat = {name: tensor[there] for name, tensor in self.tensors().items()}
+        return _evened(RaggedLayer(**{"log_bias": None, **flat}, counts=there.sum(-1).cpu()))
 
     def select(self, rows: Int[Tensor, " rows"] | list[int] | slice) -> "CompactLayer":
         """The given examples."""

@@ -1,7 +1,7 @@
 """Compact caches as safetensors files with a checksum over every byte."""
 
 import errno
-import io
+import hashlib
 import json
 import os
 import re
@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
-from kvcat.cachefile import CACHE, KINDS, NO_DIGEST, VERSIONS, digest, parse_header
+from kvcat.cachefile import CACHE, KINDS, NO_DIGEST, VERSIONS, parse_header
 from kvcat.errors import InputError
 from kvcat.types import Tensor
 
@@ -41,11 +41,25 @@ def write(path: Path, tensors: dict[str, Tensor], header: dict[str, str], kind: 
 
 
 def _serialise(tensors: dict[str, Tensor], header: dict[str, str]) -> tuple[bytes, memoryview]:
-    content = safetensors.torch.save(tensors, {**header, "sha256": NO_DIGEST})
+    head, body = packed(tensors, {**header, "sha256": NO_DIGEST})
+    whole = hashlib.sha256(head)
+    whole.update(body)
+    return head.replace(f'"sha256":"{NO_DIGEST}"'.encode(), f'"sha256":"{whole.hexdigest()}"'.encode()), body
+
+
+def packed(tensors: dict[str, Tensor], entries: dict[str, str]) -> tuple[bytes, memoryview]:
+    """A safetensors file in two parts, up to the end of its header and after it; equal contents give equal bytes.
+
+    Args:
+        tensors: by name, on the CPU and contiguous.
+        entries: text by key, written in this order; safetensors itself would write them in any.
+    """
+    content = safetensors.torch.save(tensors)
     stop = 8 + int.from_bytes(content[:8], "little")
-    found = digest(io.BytesIO(content), content[8:stop], NO_DIGEST)
-    signed = content[:stop].replace(f'"sha256":"{NO_DIGEST}"'.encode(), f'"sha256":"{found}"'.encode())
-    return signed, memoryview(content)[stop:]
+    described = {"__metadata__": entries, **json.loads(content[8:stop])}
+    text = json.dumps(described, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
+    return len(text).to_bytes(8, "little") + text, memoryview(content)[stop:]
 
 
 def write_whole(path: Path, *parts: bytes | memoryview) -> None:

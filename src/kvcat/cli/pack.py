@@ -47,7 +47,7 @@ def pack_command(
         raise InputError(f"no cache file {cache}")
 
     import kvcat
-    from kvcat.cache.export import check_plain, export_prefix
+    from kvcat.cache.export import check_plain, export_prefix, next_position
     from kvcat.cache.llama_cpp import write_llama_cpp
 
     compact = kvcat.CompactCache.load(cache)
@@ -62,5 +62,5 @@ def pack_command(
     else:
         layout = {"dtype": cache_type, "flash_attention": flash_attention, "num_streams": num_streams}
         write_llama_cpp(compact, loaded, output, placeholder=placeholder, **layout, **shape)
-    following = compact.num_slots if positions == "rerotated" else compact.num_tokens
-    print(f"{output}: {compact.num_slots} slots for {engine}, {positions}; the next token stands at {following}")
+    following = next_position(compact, positions)
+    print(f"{output}: {compact.mean_slots:g} slots for {engine}, {positions}; the next token stands at {following}")

@@ -1,14 +1,16 @@
 """Attention Matching: few slots fitted to the attention of the whole prefix."""
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple
 
 import torch
 
-from kvcat.cache import CompactCache, CompactLayer
+from kvcat.cache import CompactCache, Layer
+from kvcat.compress.asking import Asked, LayerKeys, ask, own_queries
 from kvcat.compress.budgets import HeadFit, share_out
-from kvcat.compress.common import compact_cache, slots_for, take_slots
+from kvcat.compress.common import Fit, compact_cache, fitted_layer, slots_for
 from kvcat.compress.fitting import FitOptions, KeptKeys, fit_slots, output_error
 from kvcat.compress.heads import Head, HeadBlock, draw_queries, head_groups, load_block
 from kvcat.compress.on_policy import fit_on_policy
@@ -23,7 +25,7 @@ class FitSettings(NamedTuple):
     """What a preset decides.
 
     Args:
-        num_queries, num_iters, ridge, bias_ridge, towards: as in ``AttentionMatching``.
+        num_queries, num_iters, ridge, bias_ridge, towards, weights, own_weight: as in ``AttentionMatching``.
     """
 
     num_queries: int | None
@@ -31,14 +33,14 @@ class FitSettings(NamedTuple):
     ridge: float | None
     bias_ridge: float
     towards: str
+    weights: str
+    own_weight: float
 
 
 _PRESETS = {
-    "stable": FitSettings(None, None, 1e-2, 0.1, "kept"),
-    "paper": FitSettings(256, 2, 1e-4, 0.0, "zero"),
+    "stable": FitSettings(None, None, 1e-2, 0.1, "kept", "share", 1.0),
+    "paper": FitSettings(256, 2, 1e-4, 0.0, "zero", "equal", 0.0),
 }
-_Drawn = dict[Head, Int[Tensor, " drawn"]] | None
-_Fit = tuple[Tensor, Tensor, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -51,17 +53,23 @@ class AttentionMatching:
     layer are solved together, and off policy those of all layers.
 
     Args:
-        preset: "stable": all queries, log-bias solved to convergence and pulled to 0 (bias_ridge 0.1), values pulled
-            towards those of their keys (ridge 1e-2), so that what few queries say of a slot does not carry it away; a
-            head for which this fit loses to its kept keys and values unchanged is fitted without log-bias, so that
-            none ever does. "paper": 256 queries per KV head, 2 projected-gradient steps, ridge 1e-4 towards 0. The
-            options below override the preset's.
+        preset: "stable": all queries by their share and the prefix's own (own_weight 1), log-bias solved to
+            convergence and pulled to 0 (bias_ridge 0.1), values pulled towards those of their keys (ridge 1e-2), so
+            that what few queries say of a slot does not carry it away; a head for which this fit loses to its kept keys
+            and values unchanged is fitted without log-bias, so that none ever does. "paper": 256 queries per KV head,
+            all equal and none the prefix's own, 2 projected-gradient steps, ridge 1e-4 towards 0. The options below
+            override the preset's.
         num_queries: queries per KV head, drawn without replacement; None takes all.
         num_iters: projected-gradient steps of the log-bias fit; None solves to convergence.
         ridge: of the value fit, relative to the squared spectral norm; None for minimum-norm least squares.
         bias_ridge: adds bias_ridge |A|^2 |w - 1|^2 to the log-bias fit |A w - b|^2, w = exp(log-bias), A the attention
             masses of the kept keys; at least 0.
         towards: what the ridge pulls the values to, "zero" or "kept": the values of the kept keys.
+        weights: "share": a query's errors count by the part of its attention that goes to the prefix, the rest going to
+            what stands behind it, and the log-bias is fitted to relative masses; or "equal": all alike, and masses
+            relative to the largest term.
+        own_weight: of the prefix's own queries, moved behind it (``own_queries``), all together and relative to the
+            others; 0: none. They stand for what later text may ask, and need a model whose positions can be turned.
         bounds: box on the log-bias, nats.
         log_bias: False fits no log-bias; slots that carry one from an earlier compression keep it.
         values: "fitted", or "original": slots keep the values of their keys.
@@ -72,8 +80,9 @@ class AttentionMatching:
         picks: keys that "omp" adds between two fits of their weights, at least 1; more are faster.
         on_policy: fit layer by layer, each to its queries over the compact layers below, in one further forward of
             the suffix; needs a suffix or a reconstruction sequence.
-        budgets: "equal", as many slots in every head, or "adaptive": every example shares out the same total among
-            the heads of all layers so that the squared errors of their attention outputs sum to little; ours.
+        budgets: "equal", as many slots in every head; or every example shares out the same total so that the squared
+            errors of the attention outputs sum to little: "adaptive" among the heads of all layers, "layers" among the
+            layers, whose heads then have equally many; both ours.
         seed: of the draw of queries.
 
     Raises:
@@ -89,6 +98,8 @@ class AttentionMatching:
     ridge: float | Literal["preset"] | None = "preset"
     bias_ridge: float | Literal["preset"] = "preset"
     towards: str = "preset"
+    weights: str = "preset"
+    own_weight: float | Literal["preset"] = "preset"
     bounds: tuple[float, float] = (-3.0, 3.0)
     log_bias: bool = True
     values: str = "fitted"
@@ -105,15 +116,19 @@ class AttentionMatching:
             raise InputError(f"preset must be one of {', '.join(_PRESETS)}, not {self.preset!r}")
         if self.values not in ("fitted", "original"):
             raise InputError(f"values must be 'fitted' or 'original', not {self.values!r}")
-        if self.budgets not in ("equal", "adaptive"):
-            raise InputError(f"budgets must be 'equal' or 'adaptive', not {self.budgets!r}")
-        if self.budgets == "adaptive" and self.on_policy:
-            raise InputError("budgets 'adaptive' compare all layers at once: they cannot be had with on_policy")
+        if self.budgets not in ("equal", "adaptive", "layers"):
+            raise InputError(f"budgets must be 'equal', 'adaptive' or 'layers', not {self.budgets!r}")
+        if self.budgets != "equal" and self.on_policy:
+            raise InputError(f"budgets {self.budgets!r} compare all layers at once: they cannot be had with on_policy")
         settings = self.options()
         if settings.num_queries is not None and settings.num_queries < 1:
             raise InputError(f"num_queries must be at least 1, not {settings.num_queries}")
         if settings.towards not in ("zero", "kept"):
             raise InputError(f"towards must be 'zero' or 'kept', not {settings.towards!r}")
+        if settings.weights not in ("share", "equal"):
+            raise InputError(f"weights must be 'share' or 'equal', not {settings.weights!r}")
+        if not 0 <= settings.own_weight < math.inf:
+            raise InputError(f"own_weight must be at least 0 and finite, not {settings.own_weight}")
         if not settings.bias_ridge >= 0:
             raise InputError(f"bias_ridge must be at least 0, not {settings.bias_ridge}")
         check_log_bias_options(self.bounds, settings.num_iters)
@@ -159,28 +174,47 @@ class AttentionMatching:
         slots = slots_for(trace.prefix_len, keep_ratio, num_slots)
         if slots >= trace.num_slots:
             return trace.dense_cache()
-        drawn = draw_queries(trace, self.options().num_queries, self.seed)
-        if self.budgets == "adaptive":
-            layers = share_out(trace, slots, lambda size: self._fit_heads(trace, size, drawn))
-        elif self.on_policy:
-            layers = fit_on_policy(trace, slots, lambda seen, layer: self._fit_layers(seen, [layer], slots, drawn)[0])
+        if self.on_policy:
+
+            def fit(seen: Trace, keys: LayerKeys) -> Layer:
+                (layer,) = self._fit_layers(self._asked(seen, trace, keys), list(keys), slots)
+                return layer
+
+            layers = fit_on_policy(trace, slots, fit)
         else:
-            layers = self._fit_layers(trace, list(range(len(trace.keys))), slots, drawn)
+            asked = self._asked(trace, trace)
+            if self.budgets == "equal":
+                layers = self._fit_layers(asked, list(range(len(trace.keys))), slots)
+            else:
+                by_layer = self.budgets == "layers"
+                layers = share_out(trace, slots, lambda size: self._fit_heads(asked, size), by_layer=by_layer)
         told = {field.name: getattr(self, field.name) for field in fields(self)} | self.options()._asdict()
         return compact_cache(trace, layers, "attention-matching", told)
 
-    def _fit_layers(self, trace: Trace, layers: list[int], num_slots: int, drawn: _Drawn) -> list[CompactLayer]:
-        fitted: dict[Head, _Fit] = {}
-        for heads, block, summary in self._blocks(trace, layers, drawn):
+    def _asked(self, trace: Trace, source: Trace, later_keys: LayerKeys | None = None) -> Asked:
+        """The queries of a trace, and the source's own, worked out once."""
+        settings = self.options()
+        own, by_share = None, settings.weights == "share"
+        if settings.own_weight:
+            own = source.memo("own queries", lambda: own_queries(source))
+
+        def make() -> Asked:
+            return ask(trace, own, settings.own_weight, by_share=by_share, later_keys=later_keys)
+
+        return trace.memo(("asked", settings.weights, settings.own_weight), make)
+
+    def _fit_layers(self, asked: Asked, layers: list[int], num_slots: int) -> list[Layer]:
+        fitted: dict[Head, Fit] = {}
+        for heads, block, summary in self._blocks(asked, layers):
             slots, values, log_bias = fit_slots(block, summary, num_slots, self.fit_options())
             fitted.update(
                 zip(heads, zip(slots, values, self._biases(block, slots, log_bias), strict=True), strict=True)
             )
-        return [_assemble(trace, index, fitted) for index in layers]
+        return [fitted_layer(asked.trace, index, fitted) for index in layers]
 
-    def _fit_heads(self, trace: Trace, num_slots: int, drawn: _Drawn) -> dict[Head, HeadFit]:
+    def _fit_heads(self, asked: Asked, num_slots: int) -> dict[Head, HeadFit]:
         fitted: dict[Head, HeadFit] = {}
-        for heads, block, summary in self._blocks(trace, list(range(len(trace.keys))), drawn):
+        for heads, block, summary in self._blocks(asked, list(range(len(asked.trace.keys)))):
             slots, values, log_bias = fit_slots(block, summary, num_slots, self.fit_options())
             errors = output_error(KeptKeys(block, summary, slots), values, log_bias).tolist()
             biases = self._biases(block, slots, log_bias)
@@ -198,32 +232,17 @@ class AttentionMatching:
             return [None] * len(fitted)
         return list(fitted)
 
-    def _blocks(
-        self, trace: Trace, layers: list[int], drawn: _Drawn
-    ) -> Iterator[tuple[list[Head], HeadBlock, DenseAttention]]:
+    def _blocks(self, asked: Asked, layers: list[int]) -> Iterator[tuple[list[Head], HeadBlock, DenseAttention]]:
         """Heads in groups, with their tensors and their dense attention, which is computed once."""
-        groups = head_groups(trace, layers)
-        summaries = trace.memo(
-            ("dense attention", *layers, self.options().num_queries, self.seed, self.selection),
-            lambda: [summarise(load_block(trace, heads, drawn), self.selection) for heads in groups],
-        )
+        trace, settings = asked.trace, self.options()
+        drawn, groups = draw_queries(trace, settings.num_queries, self.seed), head_groups(trace, layers)
+        relative = settings.weights == "share" and asked.weights is not None
+
+        def make() -> list[DenseAttention]:
+            blocks = (load_block(trace, heads, drawn, asked.weights) for heads in groups)
+            return [summarise(block, self.selection, relative=relative) for block in blocks]
+
+        key = "dense attention", *layers, settings.num_queries, self.seed, self.selection, relative
+        summaries = trace.memo(key, make)
         for heads, summary in zip(groups, summaries, strict=True):
-            yield heads, load_block(trace, heads, drawn), summary
-
-
-def _assemble(trace: Trace, index: int, fitted: dict[Head, _Fit]) -> CompactLayer:
-    keys, values = trace.keys[index], trace.values[index]
-    batch, kv_heads = keys.shape[:2]
-    slots, own, biases = zip(*(fitted[index, b, h] for b in range(batch) for h in range(kv_heads)), strict=True)
-
-    def stacked(parts: Sequence[Tensor]) -> Tensor:
-        return torch.stack(list(parts)).unflatten(0, (batch, kv_heads))
-
-    kept = stacked(slots)
-    known = [bias for bias in biases if bias is not None]
-    return CompactLayer(
-        take_slots(keys, kept),
-        stacked(own).to(values.dtype),
-        stacked(known) if known else None,
-        None if trace.past_len else kept,
-    )
+            yield heads, load_block(trace, heads, drawn, asked.weights), summary

@@ -2,17 +2,19 @@
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 import torch
 
-from kvcat.cache import CompactCache, CompactLayer, RaggedLayer
+from kvcat.cache import CompactCache, CompactLayer, Layer
 from kvcat.compress.tracing import Trace
 from kvcat.errors import InputError
 from kvcat.models import model_name
 from kvcat.types import Float, Int, Tensor
+
+Fit = tuple[Int[Tensor, " slots"], Float[Tensor, "slots value_dim"], Float[Tensor, " slots"] | None]
 
 
 @runtime_checkable
@@ -22,7 +24,10 @@ class Compressor(Protocol):
     def __call__(
         self, trace: Trace, *, keep_ratio: float | int | None = None, num_slots: int | None = None
     ) -> CompactCache:
-        """The compact cache with ceil(keep_ratio * prefix_len) or num_slots slots per layer and head."""
+        """The compact cache with ceil(keep_ratio * prefix_len) or num_slots slots per layer and head.
+
+        Heads that have fewer, of a prefix whose past was compact, keep all of them.
+        """
         ...
 
 
@@ -50,21 +55,43 @@ def slots_for(prefix_len: int, keep_ratio: float | int | None, num_slots: int | 
     return max(1, math.ceil(float(f"{keep_ratio * prefix_len:.12g}")))
 
 
-def kept_layer(trace: Trace, index: int, slots: Int[Tensor, "batch kv_heads slots"]) -> CompactLayer:
-    """One layer's chosen slots of the prefix, unchanged.
+def best_layer(trace: Trace, index: int, scores: Float[Tensor, "batch kv_heads prefix"], num_slots: int) -> Layer:
+    """One layer's slots of the highest scores, unchanged; of equal scores the earlier slot wins.
 
     Args:
         trace: of the windows.
         index: of the layer.
-        slots: which of the prefix's slots every head keeps.
+        scores: one per slot of the prefix; those of slots that a head does not have play no part.
+        num_slots: slots kept per head; heads with fewer keep all they have.
     """
+    slots = top_positions(scores.masked_fill(trace.ranks(index) < 0, -torch.inf), num_slots)
     bias = None if trace.log_bias is None else trace.log_bias[index].gather(2, slots)
     keys, values = (take_slots(states[index], slots) for states in (trace.keys, trace.values))
-    return CompactLayer(keys, values, bias, None if trace.past_len else slots)
+    return CompactLayer(keys, values, bias, None if trace.past_len else slots).without_absent()
+
+
+def fitted_layer(trace: Trace, index: int, fits: Mapping[tuple[int, int, int], Fit]) -> Layer:
+    """One layer's kept keys with the values and the log-bias that were fitted to them.
+
+    Args:
+        trace: of the windows.
+        index: of the layer.
+        fits: by layer, example and KV head: which of the slots that ``trace.head`` gives are kept, their values, and
+            their log-bias, nats, or None for all of them.
+    """
+    examples, heads = trace.keys[index].shape[:2]
+    rows = [[fits[index, example, head] for head in range(heads)] for example in range(examples)]
+    biases = [[bias for _, _, bias in row if bias is not None] for row in rows]
+    return CompactLayer.ragged(
+        [[trace.head(index, b, h)[0][kept] for h, (kept, _, _) in enumerate(row)] for b, row in enumerate(rows)],
+        [[values.to(trace.values[index].dtype) for _, values, _ in row] for row in rows],
+        biases if biases[0] else None,
+        None if trace.past_len else [[kept for kept, _, _ in row] for row in rows],
+    )
 
 
 def compact_cache(
-    trace: Trace, layers: Sequence[CompactLayer | RaggedLayer], method: str, options: dict[str, object] | None = None
+    trace: Trace, layers: Sequence[Layer], method: str, options: dict[str, object] | None = None
 ) -> CompactCache:
     """A compact cache of this trace that tells how it was made.
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from kvcat.cache import CompactCache
-from kvcat.compress.common import compact_cache, kept_layer, slots_for, top_positions
+from kvcat.compress.common import best_layer, compact_cache, slots_for
 from kvcat.compress.scorers import SCORERS, Scorer
 from kvcat.compress.tracing import Trace
 from kvcat.errors import InputError
@@ -56,5 +56,5 @@ class Eviction:
         if slots >= trace.num_slots:
             return trace.dense_cache()
         scores = self.scorer(trace, slots)
-        layers = [kept_layer(trace, index, top_positions(own, slots)) for index, own in enumerate(scores)]
+        layers = [best_layer(trace, index, own, slots) for index, own in enumerate(scores)]
         return compact_cache(trace, layers, self.name, vars(self.scorer))

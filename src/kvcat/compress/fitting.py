@@ -77,9 +77,9 @@ class KeptKeys:
         return scores.sub_(top).exp_(), top
 
     def masses(self, chunk: slice) -> Float[Tensor, "heads chunk slots"]:
-        """exp(score - largest dense score)."""
+        """exp(score - dense top), times the query's weight."""
         found, top = self.exponentials(chunk)
-        return found * (top - self.dense.top[:, chunk]).exp_()
+        return self.block.weighted(found * (top - self.dense.top[:, chunk]).exp_(), chunk)
 
     def attention(
         self, chunk: slice, log_bias: Float[Tensor, "heads slots"]
@@ -94,6 +94,13 @@ class KeptKeys:
         sees = total > 0
         return weights.div_(total.masked_fill(~sees, 1.0)), outputs * sees
 
+    def weighted_attention(
+        self, chunk: slice, log_bias: Float[Tensor, "heads slots"]
+    ) -> tuple[Float[Tensor, "heads chunk slots"], Float[Tensor, "heads chunk value_dim"]]:
+        """The same, times the query's weight."""
+        attention, outputs = self.attention(chunk, log_bias)
+        return self.block.weighted(attention, chunk), self.block.weighted(outputs, chunk)
+
     def select(self, rows: Int[Tensor, " rows"]) -> "KeptKeys":
         """Some of the heads."""
         return KeptKeys(self.block.select(rows), self.dense.select(rows), self.slots[rows])
@@ -107,9 +114,13 @@ def fit_slots(
     Args:
         block: heads with their queries.
         dense: their dense attention.
-        num_slots: slots per head.
+        num_slots: slots per head; heads that have no more keep all as they are.
         options: of selection and fits.
     """
+    heads, prefix, _ = block.keys.shape
+    if num_slots >= prefix:
+        every = torch.arange(prefix, device=block.keys.device).expand(heads, -1)
+        return every, block.values, torch.zeros_like(block.keys[..., 0])
     kept = KeptKeys(block, dense, select_slots(block, dense, num_slots, options.selection, options.bounds))
     own = take(block.values, kept.slots)
     none = torch.zeros_like(own[..., 0])
@@ -129,7 +140,7 @@ def fit_slots(
 def _fit_bias(kept: KeptKeys, options: FitOptions) -> Float[Tensor, "heads slots"]:
     # a fixed number of steps leaves errors far above those of single precision
     dtype = torch.float64 if options.num_iters is None else kept.dense.mass.dtype
-    mass = kept.dense.mass.to(dtype)
+    mass = kept.block.weighted(kept.dense.mass.unsqueeze(-1), slice(None)).squeeze(-1).to(dtype)
     if is_wide(mass.shape[1], kept.slots.shape[1], options.num_iters):
         system = WideSystem(torch.cat([kept.masses(chunk).to(dtype) for chunk in kept.chunks], 1), mass)
     else:
@@ -154,12 +165,12 @@ def _fit_values(
     """Ridge least squares on the attention outputs; the ridge pulls towards 0, or towards given values."""
     base = torch.zeros_like(take(kept.block.values, kept.slots)) if towards is None else towards
     if ridge is None or len(kept.chunks) == 1 or kept.dense.mass.shape[1] < kept.slots.shape[1]:
-        parts = [kept.attention(chunk, log_bias) for chunk in kept.chunks]
+        parts = [kept.weighted_attention(chunk, log_bias) for chunk in kept.chunks]
         attention, outputs = (torch.cat(part, 1) for part in zip(*parts, strict=True))
         return base + fit_values(attention, outputs - attention @ base, ridge=ridge)
     gram, target = torch.zeros(()), torch.zeros(())
     for chunk in kept.chunks:
-        attention, outputs = kept.attention(chunk, log_bias)
+        attention, outputs = kept.weighted_attention(chunk, log_bias)
         residual = (outputs - attention @ base).double()
         attention = attention.double()
         gram, target = gram + attention.mT @ attention, target + attention.mT @ residual
@@ -169,7 +180,7 @@ def _fit_values(
 def output_error(
     kept: KeptKeys, values: Float[Tensor, "heads slots value_dim"], log_bias: Float[Tensor, "heads slots"]
 ) -> Float[Tensor, " heads"]:
-    """Squared error of the attention output over the slots, summed over queries.
+    """Squared error of the attention output over the slots, times squared weights, summed over queries.
 
     Args:
         kept: the slots' keys.
@@ -178,6 +189,6 @@ def output_error(
     """
     error = values.new_zeros(len(values))
     for chunk in kept.chunks:
-        attention, outputs = kept.attention(chunk, log_bias)
+        attention, outputs = kept.weighted_attention(chunk, log_bias)
         error += (attention @ values - outputs).square().sum((1, 2))
     return error

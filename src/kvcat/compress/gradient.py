@@ -33,8 +33,9 @@ class GradientCompression:
         lr: learning rate, larger than 0.
         init: "first": the first slots of the prefix; "random": random ones, the same positions in every layer;
             "attention": per head those that the supervising queries attend to most; "attention-matching" or an
-            eviction's name: what that method gives; or a compact cache of this prefix with as many slots. A log-bias
-            that the start has is trained as well.
+            eviction's name: what that method gives, its options behind the name as in
+            "attention-matching,budgets=adaptive"; or a compact cache of this prefix with as many slots, or, where heads
+            differ, no more on average. A log-bias that the start has is trained as well.
         seed: of the random positions.
         freeze_first_slot: the first slot keeps its key and value.
         max_norm: gradient norm per example above which it is clipped, larger than 0.
@@ -175,7 +176,7 @@ class GradientCompression:
         rows = list(traces)
         slots = self._slots(rows, keep_ratio, num_slots)
         example = joined(rows)
-        if slots == example.prefix_len:
+        if slots >= example.num_slots:
             return example.dense_cache()
         file = self._state_file(rows, slots, resume, save_every)
         ((_, cache),) = self._optimise(rows, example, slots, (self.num_steps,), on_step, file)

@@ -1,8 +1,7 @@
 """Attention heads of a trace, taken from all layers and examples into blocks that fit in memory."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import groupby
 
 import torch
 
@@ -20,10 +19,11 @@ class HeadBlock:
 
     Args:
         queries: multiplied by the layer's scale.
-        keys: of the prefix.
-        values: of the prefix.
+        keys: of the slots that the head has of the prefix.
+        values: of these slots.
         positions: slots of the queries within the prefix when it supervises itself; None: all see the whole prefix.
-        log_bias: nats added to the scores of the prefix's slots; None: none.
+        log_bias: nats added to the scores of these slots; None: none.
+        weights: what the errors of each query are multiplied by; None: 1.
     """
 
     queries: Float[Tensor, "heads queries head_dim"]
@@ -31,12 +31,25 @@ class HeadBlock:
     values: Float[Tensor, "heads prefix value_dim"]
     positions: Int[Tensor, "heads queries"] | None
     log_bias: Float[Tensor, "heads prefix"] | None = None
+    weights: Float[Tensor, "heads queries"] | None = None
 
     def select(self, rows: Int[Tensor, " rows"]) -> "HeadBlock":
         """Some of the heads."""
         positions = None if self.positions is None else self.positions[rows]
         log_bias = None if self.log_bias is None else self.log_bias[rows]
-        return HeadBlock(self.queries[rows], self.keys[rows], self.values[rows], positions, log_bias)
+        weights = None if self.weights is None else self.weights[rows]
+        return HeadBlock(self.queries[rows], self.keys[rows], self.values[rows], positions, log_bias, weights)
+
+    def weighted(
+        self, rows: Float[Tensor, "heads queries columns"], chunk: slice
+    ) -> Float[Tensor, "heads queries columns"]:
+        """Rows of a chunk of queries, each multiplied by its query's weight.
+
+        Args:
+            rows: one per query of the chunk.
+            chunk: which queries.
+        """
+        return rows if self.weights is None else rows * self.weights[:, chunk].unsqueeze(-1)
 
     def query_chunks(self) -> Iterator[slice]:
         """Ranges of queries whose scores against the whole prefix fit in memory."""
@@ -72,7 +85,7 @@ def take(
 
 
 def head_groups(trace: Trace, layers: Iterable[int] | None = None) -> list[list[Head]]:
-    """Heads (layer, example, KV head) in groups of equal shape that are solved together.
+    """Heads (layer, example, KV head) in groups of as many slots and queries that are solved together.
 
     A group's dense scores hold about 2^23 elements, or one head's where that is more.
 
@@ -80,17 +93,17 @@ def head_groups(trace: Trace, layers: Iterable[int] | None = None) -> list[list[
         trace: where the heads come from.
         layers: whose heads; None takes all layers.
     """
-
-    def shapes(layer: int) -> tuple[torch.Size, ...]:
-        return trace.keys[layer].shape, trace.values[layer].shape, trace.queries[layer].shape
-
+    alike: dict[tuple[int, ...], list[Head]] = {}
+    for index in range(len(trace.keys)) if layers is None else layers:
+        keys, queries = trace.keys[index], trace.queries[index]
+        looks = queries.shape[1] // keys.shape[1] * queries.shape[2]
+        for example, row in enumerate(trace.counts(index).tolist()):
+            for head, slots in enumerate(row):
+                shape = looks, slots, keys.shape[3], trace.values[index].shape[3]
+                alike.setdefault(shape, []).append((index, example, head))
     groups = []
-    for _, same in groupby(range(len(trace.keys)) if layers is None else layers, shapes):
-        alike = list(same)
-        first = alike[0]
-        heads = [(i, b, h) for i in alike for b in range(trace.batch_size) for h in range(trace.keys[first].shape[1])]
-        queries = trace.queries[first].shape[1] // trace.keys[first].shape[1] * trace.queries[first].shape[2]
-        step = max(1, _BLOCK_ELEMENTS // (queries * trace.keys[first].shape[2]))
+    for (looks, slots, *_), heads in alike.items():
+        step = max(1, _BLOCK_ELEMENTS // (looks * slots))
         groups += [heads[start : start + step] for start in range(0, len(heads), step)]
     return groups
 
@@ -115,33 +128,45 @@ def draw_queries(trace: Trace, num_queries: int | None, seed: int) -> dict[Head,
     return drawn
 
 
-def load_block(trace: Trace, heads: list[Head], drawn: dict[Head, Int[Tensor, " drawn"]] | None) -> HeadBlock:
+def load_block(
+    trace: Trace,
+    heads: list[Head],
+    drawn: dict[Head, Int[Tensor, " drawn"]] | None,
+    weights: Mapping[int, Float[Tensor, "batch heads queries"]] | None = None,
+) -> HeadBlock:
     """The tensors of one group of heads.
 
     Args:
         trace: where they come from.
         heads: of equal shape.
         drawn: which queries to take; None: all.
+        weights: by layer, of the queries' errors; None: 1.
     """
     layer, _, _ = heads[0]
     group = trace.queries[layer].shape[1] // trace.keys[layer].shape[1]
+    keys, values, biases = zip(*(trace.head(*head) for head in heads), strict=True)
     # of a prefix that supervises itself, behind a compact cache only the last slots have queries
-    last, first = trace.keys[layer].shape[2], trace.keys[layer].shape[2] - trace.queries[layer].shape[2]
+    last, first = len(keys[0]), len(keys[0]) - trace.queries[layer].shape[2]
     causal = trace.supervision == "self"
-    queries, positions = [], []
+    queries, positions, counted = [], [], []
     for index, example, head in heads:
-        own = trace.queries[index][example, head * group : (head + 1) * group].flatten(0, 1)
+        part = slice(head * group, (head + 1) * group)
+        own = trace.queries[index][example, part].flatten(0, 1)
         chosen = None if drawn is None else drawn[index, example, head].to(own.device)
         queries.append(wide(own if chosen is None else own[chosen]) * trace.scales[index])
+        if weights is not None:
+            own = wide(weights[index][example, part].flatten())
+            counted.append(own if chosen is None else own[chosen])
         if causal:
             at = torch.arange(first, last, device=own.device).repeat(group)
             positions.append(at if chosen is None else at[chosen])
     return HeadBlock(
         torch.stack(queries),
-        wide(torch.stack([trace.keys[i][b, h] for i, b, h in heads])),
-        wide(torch.stack([trace.values[i][b, h] for i, b, h in heads])),
+        wide(torch.stack(keys)),
+        wide(torch.stack(values)),
         torch.stack(positions) if causal else None,
-        None if trace.log_bias is None else wide(torch.stack([trace.log_bias[i][b, h] for i, b, h in heads])),
+        None if trace.log_bias is None else wide(torch.stack([bias for bias in biases if bias is not None])),
+        torch.stack(counted) if counted else None,
     )
 
 

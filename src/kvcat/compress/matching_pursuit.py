@@ -23,16 +23,16 @@ def pursue(
 ) -> Int[Tensor, "heads slots"]:
     """Positions of the chosen keys of every head, ascending; no key is chosen twice.
 
-    With the atoms a_j = exp(s_.j - top), one number per query, and the mass b = sum_t a_t over the whole prefix: start
-    from the residual r = b; add the key with the largest a_j.r; fit weights w in the box of the log-bias to all chosen
-    atoms, minimising |b - sum_j w_j a_j|; set r = b - sum_j w_j a_j; and so on. The correlations follow from products
-    of atoms alone: a_j.r = a_j.b - sum_i a_j.a_i w_i, so that the atoms are read once per iteration, in chunks of
-    queries; they are kept only where one chunk holds them all. Float64.
+    With the atoms a_j = exp(s_.j - top) times the queries' weights, and the mass b = sum_t a_t over the whole prefix:
+    start from the residual r = b; add the key with the largest a_j.r; fit weights w in the box of the log-bias to all
+    chosen atoms, minimising |b - sum_j w_j a_j|; set r = b - sum_j w_j a_j; and so on. The correlations follow from
+    products of atoms alone: a_j.r = a_j.b - sum_i a_j.a_i w_i, so that the atoms are read once per iteration, in chunks
+    of queries; they are kept only where one chunk holds them all. Float64.
 
     Args:
         block: heads with their queries.
         top: largest dense score of each query, nats.
-        mass: b.
+        mass: b before the weights.
         num_slots: keys to choose, in [1, prefix].
         bounds: box on the log-bias, nats.
         picks: keys added between two fits of the weights, those with the largest correlations.
@@ -40,7 +40,7 @@ def pursue(
     References: Zweiger et al. 2026, arXiv:2602.16284 (AM-OMP), whose weights are bounded by 0 alone; Pati et al. 1993.
     """
     heads, prefix, _ = block.keys.shape
-    wanted, chunks = mass.double().unsqueeze(-1), list(block.query_chunks())
+    wanted, chunks = block.weighted(mass.unsqueeze(-1), slice(None)).double(), list(block.query_chunks())
     held = _atoms(block, top, chunks[0]) if len(chunks) == 1 else None
 
     def atoms() -> Iterator[tuple[slice, Float[Tensor, "heads chunk prefix"]]]:
@@ -71,4 +71,4 @@ def pursue(
 def _atoms(
     block: HeadBlock, top: Float[Tensor, "heads queries one"], chunk: slice
 ) -> Float[Tensor, "heads chunk prefix"]:
-    return (block.scores(chunk) - top[:, chunk]).exp_().double()
+    return block.weighted((block.scores(chunk) - top[:, chunk]).exp_(), chunk).double()

@@ -9,7 +9,8 @@ from kvcat.errors import InputError
 def parse_method(spec: str) -> tuple[str, dict[str, Any]]:
     """Name and options of ``NAME,option=value,...``, such as ``gradient,num_steps=20,init=random``.
 
-    Values are JSON (numbers, true, false, null, lists); what is not JSON is text.
+    Values are JSON (numbers, true, false, null, lists); what is not JSON is text. Brackets hold text with commas
+    together: ``gradient,init=[attention-matching,budgets=adaptive]``.
 
     Args:
         spec: as above; options may be missing.
@@ -47,5 +48,5 @@ def _value(text: str) -> Any:
     try:
         value = json.loads({"None": "null", "none": "null", "True": "true", "False": "false"}.get(text, text))
     except ValueError:
-        return text
+        return text[1:-1] if text[0] == "[" and text[-1] == "]" else text
     return tuple(value) if isinstance(value, list) else value

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from kvcat.attention import Recorder, enable
-from kvcat.cache import CompactCache, CompactLayer, attach_log_bias
+from kvcat.cache import CompactCache, CompactLayer, Layer, attach_log_bias
+from kvcat.compress.asking import LayerKeys
 from kvcat.compress.freezing import frozen
 from kvcat.compress.tracing import Trace
 from kvcat.errors import InputError
@@ -21,14 +22,15 @@ class OnPolicyRecorder(Recorder):
     Args:
         trace: of the windows; its prefixes are compressed.
         num_slots: slots per layer and head; each layer is handed so many keys before the new tokens' own.
-        fit: the compact layer of a trace and a layer index, whose queries in the trace are those to fit to.
+        fit: the compact layer of a trace, whose queries of that layer are those to fit to, and of a mapping of the
+            layer's index to the keys of the suffix there.
         layers: the compact layers so far, by index.
     """
 
     trace: Trace
     num_slots: int
-    fit: Callable[[Trace, int], CompactLayer]
-    layers: dict[int, CompactLayer] = field(default_factory=dict)
+    fit: Callable[[Trace, LayerKeys], Layer]
+    layers: dict[int, Layer] = field(default_factory=dict)
 
     def record(
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, scale: float
@@ -44,15 +46,17 @@ class OnPolicyRecorder(Recorder):
         """
         queries = list(self.trace.queries)
         queries[layer_idx] = query[:, :, self.trace.supervision_start - self.trace.prefix_len :]
-        layer = self.fit(replace(self.trace, queries=queries, _memo={}), layer_idx)
+        later = {layer_idx: key[:, :, self.num_slots :]}
+        layer = self.fit(replace(self.trace, queries=queries, _memo={}), later)
         self.layers[layer_idx], self.scales[layer_idx] = layer, scale
+        layer = layer.padded()
         keys = torch.cat([layer.keys, key[:, :, self.num_slots :]], dim=2)
         values = torch.cat([layer.values, value[:, :, self.num_slots :]], dim=2)
         return keys if layer.log_bias is None else attach_log_bias(keys, layer.log_bias), values
 
 
 @torch.no_grad()
-def fit_on_policy(trace: Trace, num_slots: int, fit: Callable[[Trace, int], CompactLayer]) -> list[CompactLayer]:
+def fit_on_policy(trace: Trace, num_slots: int, fit: Callable[[Trace, LayerKeys], Layer]) -> list[Layer]:
     """Compact layers, first to last, from one forward of the suffix through the unmodified model.
 
     The suffix runs over the prefix; in every layer its queries, which depend on the compact layers below, take the
@@ -61,7 +65,7 @@ def fit_on_policy(trace: Trace, num_slots: int, fit: Callable[[Trace, int], Comp
     Args:
         trace: with a suffix, or of a reconstruction sequence.
         num_slots: slots per layer and head.
-        fit: the compact layer of a trace and a layer index.
+        fit: the compact layer of a trace, and of a layer's index with the keys of the suffix there.
 
     Raises:
         InputError: the trace supervises itself.
@@ -75,7 +79,8 @@ def fit_on_policy(trace: Trace, num_slots: int, fit: Callable[[Trace, int], Comp
     recorder = OnPolicyRecorder(trace=trace, num_slots=num_slots, fit=fit)
     # these slots only give masks and positions their shape
     slots = [
-        CompactLayer(k[:, :, :num_slots], v[:, :, :num_slots]) for k, v in zip(trace.keys, trace.values, strict=True)
+        CompactLayer(*(x.new_zeros(*x.shape[:2], num_slots, x.shape[3]) for x in states))
+        for states in zip(trace.keys, trace.values, strict=True)
     ]
     placeholder = CompactCache(slots, trace.prefix_len, trace.fingerprint)
     with frozen(trace.model):

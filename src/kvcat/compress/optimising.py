@@ -1,11 +1,12 @@
 """The optimisation behind gradient-based caches: slots as parameters, one step at a time."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from kvcat.cache import CompactCache, CompactLayer
+from kvcat.cache import CompactCache, CompactLayer, Layer
+from kvcat.compress.common import wide
 from kvcat.compress.freezing import frozen
 from kvcat.compress.recomputing import recomputing
 from kvcat.compress.teacher import Teacher, held_out_start
@@ -41,22 +42,33 @@ class SlotOptimisation:
     """AdamW on the slots of compact caches, towards the dense model's predictions.
 
     As many caches as the starting layers have examples: one per row of a trace, each with its own gradient norm, or a
-    single one that all rows of all traces share.
+    single one that all rows of all traces share. Heads with fewer slots than the fullest of their layer are filled up
+    with slots of log-bias -inf, whose gradient is exactly 0: they never move, weigh nothing in the norm, and are gone
+    from the result. A cache that starts with all slots of its prefix stays as it is.
 
     Args:
         traces: of one model; a single one unless the cache is shared.
-        start: slots to start from, written to.
+        start: slots to start from, in at least float32; a log-bias is trained as well.
         options: how a step is made.
 
     Raises:
         InputError: too few supervising positions for ``held_out``.
     """
 
-    def __init__(self, traces: list[Trace], start: list[CompactLayer], options: StepOptions):
+    def __init__(self, traces: list[Trace], start: Sequence[Layer], options: StepOptions):
         self.num_steps, self._options, self._traces = 0, options, traces
-        self._fields = [list(layer.tensors()) for layer in start]
-        self._parameters = [x.requires_grad_(True) for layer in start for x in layer.tensors().values()]
+        padded = [layer.padded() for layer in start]
+        trained = [("keys", "values") if x.log_bias is None else ("keys", "values", "log_bias") for x in start]
+        self._trained = [
+            {name: wide(layer.tensors()[name]).clone().requires_grad_(True) for name in names}
+            for layer, names in zip(padded, trained, strict=True)
+        ]
+        self._parameters = [x for own in self._trained for x in own.values()]
+        # what only hides the slots that heads do not have
+        self._fixed = [None if "log_bias" in names else x.log_bias for x, names in zip(padded, trained, strict=True)]
         self._optimizer = torch.optim.AdamW(self._parameters, lr=options.rate(0), weight_decay=0.0)
+        full = [(x.counts == traces[0].counts(i)[: x.batch_size]).all(1) for i, x in enumerate(start)]
+        self._whole = torch.stack(full).all(0).to(traces[0].hidden.device)
         ends = [(t, t.supervision_start - t.prefix_len, t.suffix_ids.shape[1]) for t in traces]
         splits = [held_out_start(trace, options.held_out) for trace in traces]
         share = options.teacher_bytes // (len(traces) * (2 if options.held_out else 1))
@@ -86,8 +98,9 @@ class SlotOptimisation:
         gradients, kl = self._gradients(with_kl or patient)
         if patient:
             self._judge(kl)
-        if self._options.freeze_first_slot:
-            for gradient in gradients:
+        for gradient in gradients:
+            gradient[self._whole] = 0
+            if self._options.freeze_first_slot:
                 gradient[:, :, 0] = 0
         norm = torch.stack([g.flatten(1).square().sum(1) for g in gradients]).sum(0).sqrt()
         factor = (self._options.max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -101,12 +114,13 @@ class SlotOptimisation:
         self.num_steps += 1
         return kl
 
-    def layers(self, dtype: torch.dtype) -> list[CompactLayer]:
+    def layers(self, dtype: torch.dtype) -> list[Layer]:
         """The slots as they are, copied, keys and values in the given dtype."""
-        return [
-            CompactLayer(**{n: x.detach().to(x.dtype if n == "log_bias" else dtype, copy=True) for n, x in own.items()})
-            for own in self._by_layer()
-        ]
+        found = []
+        for own, fixed in zip(self._trained, self._fixed, strict=True):
+            layer = CompactLayer(**{name: x.detach().clone() for name, x in own.items()}).to(dtype=dtype)
+            found.append(layer.without_absent() if fixed is None else layer.taken(fixed > -torch.inf))
+        return found
 
     def state(self) -> dict[str, Tensor]:
         """Everything that the next steps depend on, by name."""
@@ -132,10 +146,6 @@ class SlotOptimisation:
         for index, best in enumerate(self._best):
             best.copy_(tensors[f"best.{index}"])
 
-    def _by_layer(self) -> list[dict[str, Tensor]]:
-        parameters = iter(self._parameters)
-        return [{name: next(parameters) for name in names} for names in self._fields]
-
     def _gradients(self, with_kl: bool) -> tuple[list[Tensor], Float[Tensor, " caches"]]:
         """Gradient of the sum over caches of each cache's mean KL, and that mean at the judging positions."""
         shared = len(self._parameters[0]) == 1
@@ -160,7 +170,10 @@ class SlotOptimisation:
 
     @torch.enable_grad()
     def _replay(self, trace: Trace) -> Float[Tensor, "batch suffix hidden"]:
-        layers = [CompactLayer(**own) for own in self._by_layer()]
+        layers = [
+            CompactLayer(own["keys"], own["values"], own.get("log_bias", fixed))
+            for own, fixed in zip(self._trained, self._fixed, strict=True)
+        ]
         cache = CompactCache(layers, trace.prefix_len, trace.fingerprint)
         with frozen(trace.model), recomputing(trace.model, self._options.recompute):
             past = cache.to_transformers(trace.model, read_only=True)

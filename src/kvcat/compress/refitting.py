@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from kvcat.cache import CompactCache, CompactLayer
+from kvcat.cache import CompactCache
 from kvcat.compress.heads import Head, HeadBlock, head_groups, load_block
 from kvcat.compress.solvers import check_ridge, fit_values
 from kvcat.compress.tracing import Trace
@@ -22,12 +22,12 @@ def refit_without_log_bias(trace: Trace, cache: CompactCache, *, ridge: float = 
 
     Args:
         trace: of the prefix that the cache stands for, with queries after it.
-        cache: of this trace, equally many slots in every head.
+        cache: of this trace.
         ridge: relative to the squared spectral norm of W, larger than 0.
 
     Raises:
-        InputError: a cache of another model, prefix length or batch, unequal slots, a trace that supervises itself, or
-            a ridge that is not larger than 0.
+        InputError: a cache of another model, prefix length or batch, a trace that supervises itself, or a ridge that
+            is not larger than 0.
     """
     check_ridge(ridge)
     own = (trace.fingerprint, trace.prefix_len, trace.batch_size)
@@ -39,18 +39,18 @@ def refit_without_log_bias(trace: Trace, cache: CompactCache, *, ridge: float = 
     if trace.supervision == "self":
         raise InputError("a refit needs queries that see the whole prefix, which supervision='self' lacks")
     layers, fitted = list(cache.layers), {}
-    if not all(isinstance(layer, CompactLayer) for layer in layers):
-        raise InputError("heads with unequal numbers of slots are not refitted: compress with equal budgets")
     biased = [index for index, layer in enumerate(layers) if layer.log_bias is not None]
     for heads in head_groups(trace, biased):
-        block = load_block(trace, heads, None)
-        fitted.update(zip(heads, _fit(block, heads, cache, ridge), strict=True))
+        by_slots: dict[int, list[Head]] = {}
+        for index, example, head in heads:
+            by_slots.setdefault(int(layers[index].counts[example, head]), []).append((index, example, head))
+        for alike in by_slots.values():
+            fitted.update(zip(alike, _fit(load_block(trace, alike, None), alike, cache, ridge), strict=True))
     for index in biased:
         old = layers[index]
-        assert isinstance(old, CompactLayer)
-        batch, kv_heads = old.values.shape[:2]
-        values = torch.stack([fitted[index, b, h] for b in range(batch) for h in range(kv_heads)])
-        layers[index] = CompactLayer(old.keys, values.unflatten(0, (batch, kv_heads)).to(old.values.dtype))
+        rows, heads = old.counts.shape
+        values = torch.cat([fitted[index, b, h] for b in range(rows) for h in range(heads)])
+        layers[index] = replace(old, values=values.view_as(old.values).to(old.values.dtype), log_bias=None)
     return replace(cache, layers=layers, metadata={**cache.metadata, "log_bias": "none, values refitted"})
 
 

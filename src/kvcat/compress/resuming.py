@@ -5,7 +5,6 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-import safetensors.torch
 from safetensors import SafetensorError, safe_open
 
 from kvcat.cache import CompactCache, storage
@@ -50,7 +49,7 @@ class StateFile:
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         settings = json.dumps(self.settings, sort_keys=True)
         header = {"format": _FORMAT, "settings": settings, "sha256": _checksum(tensors, settings)}
-        storage.write_whole(self.path, safetensors.torch.save(tensors, header))
+        storage.write_whole(self.path, *storage.packed(tensors, header))
 
     def read(self) -> dict[str, Tensor] | None:
         """The tensors last written; None where there is no file yet.

@@ -21,11 +21,11 @@ class DenseAttention:
     """What is kept of the dense attention of a block of heads.
 
     Args:
-        top: largest score of each query, nats.
+        top: what is taken off the scores of each query, nats: the largest, or the log of their whole mass.
         mass: sum over the prefix of exp(score - top).
         outputs: attention over the prefix.
         importance: how much attention each position gets: over all queries the sum of its squared weights ("rms", and
-            "omp", which does not read it), the sum ("mean") or the largest ("max").
+            "omp", which does not read it), the sum ("mean") or the largest ("max"), each times the query's own weight.
     """
 
     top: Float[Tensor, "heads queries one"]
@@ -73,12 +73,13 @@ class KeySelection:
             raise InputError(f"picks {self.picks} is an option of selection 'omp', not of {self.score!r}")
 
 
-def summarise(block: HeadBlock, score: str = "rms") -> DenseAttention:
+def summarise(block: HeadBlock, score: str = "rms", *, relative: bool = False) -> DenseAttention:
     """Dense attention of a block of heads, in chunks of queries.
 
     Args:
         block: heads with their queries.
         score: one of ``SELECTIONS``; what ``importance`` holds.
+        relative: every query's mass is 1, so that the log-bias is fitted to relative masses.
     """
     tops, masses, outputs, importance = [], [], [], torch.zeros_like(block.keys[..., 0])
     for chunk in block.query_chunks():
@@ -88,11 +89,15 @@ def summarise(block: HeadBlock, score: str = "rms") -> DenseAttention:
         masses.append(weights.sum(-1))
         weights = weights.div_(masses[-1].unsqueeze(-1))
         outputs.append(weights @ block.values)
+        weights = block.weighted(weights, chunk)
         if score == "max":
             importance = torch.maximum(importance, weights.amax(-2))
         else:
             importance += (weights if score == "mean" else weights.square_()).sum(-2)
-    return DenseAttention(torch.cat(tops, 1), torch.cat(masses, 1), torch.cat(outputs, 1), importance)
+    top, mass = torch.cat(tops, 1), torch.cat(masses, 1)
+    if relative:
+        top, mass = top + mass.log().unsqueeze(-1), torch.ones_like(mass)
+    return DenseAttention(top, mass, torch.cat(outputs, 1), importance)
 
 
 def select_slots(

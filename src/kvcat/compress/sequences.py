@@ -49,3 +49,36 @@ def reconstruction(tokenizer: PreTrainedTokenizerBase, text: str, *, instruction
     middle = tokenizer.encode(instruction, add_special_tokens=False)
     ids = torch.tensor([[*first, *middle, *body]])
     return Reconstruction(ids, len(first), len(first) + len(middle))
+
+
+def reconstruction_of_tokens(
+    tokenizer: PreTrainedTokenizerBase, tokens: Int[Tensor, "batch prefix"], *, instruction: str = INSTRUCTION
+) -> Reconstruction:
+    """The same of texts that are token ids already and equally long, one sequence a row.
+
+    Where a row begins with what the tokenizer puts at the start of a text, its second copy leaves that out.
+
+    Args:
+        tokenizer: of the model that will be traced.
+        tokens: what to compress.
+        instruction: stands between the copies.
+
+    Raises:
+        InputError: rows without tokens, or some rows with such a start and some without.
+    """
+    opening = opening_ids(tokenizer)
+    opened = {row[: len(opening)] == opening for row in tokens.tolist()}
+    if len(opened) > 1:
+        raise InputError(f"some texts begin with {opening} and some do not: it must be all or none")
+    body = tokens[:, len(opening) :] if True in opened else tokens
+    if body.shape[1] == 0:
+        raise InputError("the texts hold no token to compress")
+    middle = tokens.new_tensor(tokenizer.encode(instruction, add_special_tokens=False))
+    ids = torch.cat([tokens, middle.expand(len(tokens), -1), body], dim=1)
+    return Reconstruction(ids, tokens.shape[1], tokens.shape[1] + len(middle))
+
+
+def opening_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What the tokenizer puts at the start of a text, such as a beginning-of-text token; often nothing."""
+    whole, body = tokenizer.encode("a"), tokenizer.encode("a", add_special_tokens=False)
+    return whole[: next(i for i in range(len(whole)) if whole[i : i + len(body)] == body)]

@@ -30,8 +30,8 @@ class Teacher:
 
     def __init__(self, trace: Trace, start: int, stop: int, *, max_bytes: int = 0):
         self.trace, self.start, self.stop = trace, start, stop
+        self._step = positions_at_once(trace)
         row = trace.batch_size * trace.model.config.get_text_config().vocab_size
-        self._step = max(1, _CHUNK_ELEMENTS.get(trace.hidden.device.type, _CHUNK_ELEMENTS_ELSEWHERE) // row)
         size = 8 if trace.hidden.dtype == torch.float64 else 4
         self._keeps = 2 * row * (stop - start) * size <= max_bytes
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
@@ -86,6 +86,16 @@ class Teacher:
 
 def _divergence(log_probs: Tensor, probs: Tensor, student: Tensor) -> Float[Tensor, " batch"]:
     return (log_probs - student).mul_(probs).sum(-1).double().sum(-1)
+
+
+def positions_at_once(trace: Trace) -> int:
+    """For how many positions of every example there may be logits at a time.
+
+    Args:
+        trace: its batch, vocabulary and device decide.
+    """
+    row = trace.batch_size * trace.model.config.get_text_config().vocab_size
+    return max(1, _CHUNK_ELEMENTS.get(trace.hidden.device.type, _CHUNK_ELEMENTS_ELSEWHERE) // row)
 
 
 def held_out_start(trace: Trace, fraction: float) -> int:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedModel
 
-from kvcat.cache import CompactCache, CompactLayer, fingerprint, layer_windows
+from kvcat.cache import CompactCache, CompactLayer, Head, fingerprint, layer_windows
 from kvcat.compress.freezing import frozen
 from kvcat.compress.sequences import Reconstruction
 from kvcat.errors import InputError
@@ -24,7 +24,8 @@ class Trace:
     """Keys, values and queries of one forward, split at the end of the prefix.
 
     The forward is dense, or goes on from a compact cache: then the slots of the prefix are those of the cache and of
-    the tokens behind it.
+    the tokens behind it. Heads that had fewer slots in the cache than others of their layer are filled up with slots of
+    log-bias -inf, which no query sees and no compressor keeps; ``head`` leaves them out.
 
     Args:
         model: the model that ran.
@@ -41,7 +42,7 @@ class Trace:
         hidden: input of the head at the positions from the last of the prefix on.
         fingerprint: identifies the model's weights.
         past_len: tokens that a compact cache stood for; 0: none.
-        log_bias: per layer, nats added to the scores of the prefix's slots; None: none.
+        log_bias: per layer, nats added to the scores of the prefix's slots, -inf where a head has none; None: none.
     """
 
     model: PreTrainedModel
@@ -49,15 +50,15 @@ class Trace:
     prefix_len: int
     supervision: str
     supervision_start: int
-    keys: list[Float[Tensor, "batch kv_heads slots head_dim"]]
-    values: list[Float[Tensor, "batch kv_heads slots value_dim"]]
+    keys: list[Float[Tensor, "batch kv_heads _ head_dim"]]
+    values: list[Float[Tensor, "batch kv_heads _ value_dim"]]
     queries: list[Float[Tensor, "batch heads queries head_dim"]]
     tail_queries: list[Float[Tensor, "batch heads tail head_dim"]]
     scales: list[float]
     hidden: Float[Tensor, "batch positions hidden"]
     fingerprint: str
     past_len: int = 0
-    log_bias: list[Float[Tensor, "batch kv_heads slots"]] | None = None
+    log_bias: list[Float[Tensor, "batch kv_heads _"]] | None = None
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -67,10 +68,8 @@ class Trace:
 
     @property
     def num_slots(self) -> int:
-        """Slots of the prefix in every layer and head; what a compressor can keep at most."""
-        if self.log_bias is None:
-            return self.keys[0].shape[2]
-        return min(int((bias > -torch.inf).sum(-1).min()) for bias in self.log_bias)
+        """Slots of the prefix per layer and head, where they differ of the fullest: what a compressor keeps at most."""
+        return max(int(self.counts(layer).max()) for layer in range(len(self.keys)))
 
     @property
     def batch_size(self) -> int:
@@ -100,10 +99,46 @@ class Trace:
     def dense_cache(self) -> CompactCache:
         """The prefix with all its slots: one per token, but for what was compact before."""
         biases = self.log_bias or [None] * len(self.keys)
-        layers = [CompactLayer(*parts) for parts in zip(self.keys, self.values, biases, strict=True)]
-        return CompactCache(
-            layers, self.prefix_len, self.fingerprint, {"method": "dense", "num_slots": str(self.num_slots)}
-        )
+        layers = [CompactLayer(*parts).without_absent() for parts in zip(self.keys, self.values, biases, strict=True)]
+        cache = CompactCache(layers, self.prefix_len, self.fingerprint)
+        return replace(cache, metadata={"method": "dense", "num_slots": f"{cache.mean_slots:.6g}"})
+
+    def counts(self, layer: int) -> Int[Tensor, "batch kv_heads"]:
+        """Slots of the prefix that every head of a layer has; on the CPU.
+
+        Args:
+            layer: index of the layer.
+        """
+        if self.log_bias is None:
+            return torch.full(self.keys[layer].shape[:2], self.keys[layer].shape[2])
+        return (self.log_bias[layer] > -torch.inf).sum(-1).cpu()
+
+    def ranks(self, layer: int) -> Int[Tensor, "batch kv_heads slots"]:
+        """Number of every slot among those that its head has, from 0; -1 for a slot that the head does not have.
+
+        Args:
+            layer: index of the layer.
+        """
+        keys = self.keys[layer]
+        if self.log_bias is None:
+            return torch.arange(keys.shape[2], device=keys.device).expand(keys.shape[:3])
+        there = self.log_bias[layer] > -torch.inf
+        return (there.cumsum(-1) - 1).masked_fill(~there, -1)
+
+    def head(self, layer: int, example: int, head: int) -> Head:
+        """Keys, values and log-bias of the slots that a head of the prefix has.
+
+        Args:
+            layer: index of the layer.
+            example: row of the batch.
+            head: KV head.
+        """
+        keys, values = self.keys[layer][example, head], self.values[layer][example, head]
+        if self.log_bias is None:
+            return keys, values, None
+        bias = self.log_bias[layer][example, head]
+        there = bias > -torch.inf
+        return (keys, values, bias) if bool(there.all()) else (keys[there], values[there], bias[there])
 
     def prefix_queries(self, start: int) -> list[Float[Tensor, "batch heads queries head_dim"]]:
         """Per layer, the queries of the prefix positions from start on; more than the last 32 cost a second forward.
@@ -184,16 +219,13 @@ def trace(
     tail = max(known, prefix_len - _TAIL)
     first = known if supervision == "self" else tail
     wide = None if past is None else replace(past, layers=[layer.padded() for layer in past.layers])
-    new = num_tokens - known
     with frozen(model):
         seen = capture(
             model,
             input_ids[:, known:],
             query_start=first - known,
             hidden_start=prefix_len - 1 - known,
-            past=None
-            if wide is None
-            else wide.to_transformers(model, static_tokens=new if new > chunk_tokens else None),
+            past=None if wide is None else wide.to_transformers(model),
             chunk_tokens=chunk_tokens,
         )
     if not all(bool(x.isfinite().all()) for x in (seen.hidden, *seen.keys, *seen.values)):
@@ -201,29 +233,30 @@ def trace(
             f"{type(model).__name__} computes numbers that are not finite: its weights hold NaN or infinity"
         )
     own = slice(0, prefix_len - first) if supervision == "self" else slice(start - first, None)
-    slots = prefix_len if wide is None else wide.num_slots + prefix_len - known
+    added = prefix_len - known
+    slots = [added + (0 if wide is None else wide.layers[i].num_slots) for i in range(len(seen.keys))]
     return Trace(
         model=model,
         input_ids=input_ids,
         prefix_len=prefix_len,
         supervision=supervision,
         supervision_start=start,
-        keys=_cut(seen.keys, slice(slots)),
-        values=_cut(seen.values, slice(slots)),
+        keys=_cut(seen.keys, [slice(count) for count in slots]),
+        values=_cut(seen.values, [slice(count) for count in slots]),
         tail_queries=[q[:, :, tail - first : prefix_len - first].clone() for q in seen.queries],
-        queries=_cut(seen.queries, own),
+        queries=_cut(seen.queries, [own] * len(slots)),
         scales=list(seen.scales),
         hidden=seen.hidden,
         fingerprint=fingerprint(model),
         past_len=known,
-        log_bias=None if wide is None else _log_bias(wide, prefix_len - known),
+        log_bias=None if wide is None else _log_bias(wide, added),
     )
 
 
-def _cut(states: list[Tensor], part: slice) -> list[Tensor]:
+def _cut(states: list[Tensor], parts: list[slice]) -> list[Tensor]:
     """Part of every layer's states; a layer's own go as soon as the part is there."""
-    for index, own in enumerate(states):
-        states[index] = own[:, :, part].clone()
+    for index, part in enumerate(parts):
+        states[index] = states[index][:, :, part].clone()
     return states
 
 
@@ -233,12 +266,10 @@ def _check_past(past: CompactCache, model: PreTrainedModel, prefix_len: int, bat
         raise InputError(f"past holds {past.num_tokens} tokens: the prefix of {prefix_len} adds none to them")
     if past.batch_size != batch:
         raise InputError(f"past holds {past.batch_size} examples, input_ids {batch}")
-    if not past.is_uniform:
-        raise InputError(f"past keeps other numbers of slots in other heads, {past.num_slots} at most: not supported")
     return past.num_tokens
 
 
-def _log_bias(past: CompactCache, added: int) -> list[Float[Tensor, "batch kv_heads slots"]]:
+def _log_bias(past: CompactCache, added: int) -> list[Float[Tensor, "batch kv_heads _"]]:
     """The log-bias of all slots, 0 for those of the tokens behind the cache."""
     biases = [(x.log_bias, x.keys) for x in past.layers if isinstance(x, CompactLayer)]
     wide = [k.new_zeros(k.shape[:3], dtype=torch.float32) if bias is None else bias for bias, k in biases]

@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvcat.data.documents import Document, file_documents, hub_documents, open_documents
+    from kvcat.data.documents import Document, file_documents, hub_documents, open_documents, shard_documents
     from kvcat.data.encoding import Encoder
     from kvcat.data.held_out import local_splits, split_documents
     from kvcat.data.installed import installed_documents
@@ -47,6 +47,7 @@ _HOME = {
     "open_tokens": "opening",
     "pack": "packing",
     "prepare": "preparing",
+    "shard_documents": "documents",
     "split_documents": "held_out",
     "split_of": "split",
     "split_position": "split",
@@ -56,7 +57,8 @@ __all__ = [
     "Document", "Encoder", "ReadingStopped", "Shard", "Shards", "Split", "TableSource", "TokenData", "TokenSource",
     "TokenStreams", "TokenTable", "drop_near_duplicates", "encode_documents", "file_documents", "hash_order",
     "hub_documents", "installed_documents", "is_prepared", "local_splits", "merge_states", "open_documents",
-    "open_prepared", "open_shards", "open_tokens", "pack", "prepare", "split_documents", "split_of", "split_position",
+    "open_prepared", "open_shards", "open_tokens", "pack", "prepare", "shard_documents", "split_documents", "split_of",
+    "split_position",
 ]  # fmt: skip
 
 

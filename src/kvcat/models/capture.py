@@ -11,8 +11,6 @@ from kvcat.errors import InputError
 from kvcat.models.structure import hidden_states
 from kvcat.types import Float, Int, Tensor
 
-_MASK_ELEMENTS = 2**22
-
 
 @dataclass(frozen=True, eq=False)
 class Capture:
@@ -28,8 +26,8 @@ class Capture:
         hidden_start: token of the first input of the head kept.
     """
 
-    keys: list[Float[Tensor, "batch kv_heads slots head_dim"]]
-    values: list[Float[Tensor, "batch kv_heads slots value_dim"]]
+    keys: list[Float[Tensor, "batch kv_heads _ head_dim"]]
+    values: list[Float[Tensor, "batch kv_heads _ value_dim"]]
     queries: list[Float[Tensor, "batch heads queries head_dim"]]
     hidden: Float[Tensor, "batch tokens hidden"]
     scales: list[float]
@@ -50,8 +48,8 @@ def capture(
     """A dense forward, with what attention saw in every layer.
 
     Up to ``chunk_tokens`` tokens run at once. More run chunk after chunk behind a growing cache, so that only the keys,
-    the values and what is kept of queries and ``hidden`` grow with the length: activations grow with the chunk, and
-    long texts have shorter chunks (2^22 / length), because the attention mask holds chunk x length elements.
+    the values and what is kept of queries and ``hidden`` grow with the length, and activations with the chunk. No
+    attention mask is made but where a layer's sliding window is shorter than the text.
 
     Args:
         model: a causal LM that passed ``self_test``; it is switched to kvcat's attention.
@@ -72,10 +70,9 @@ def capture(
     if chunk_tokens < 1:
         raise InputError(f"chunk_tokens must be at least 1, not {chunk_tokens}")
     enable(model)
-    step = num_tokens
-    if num_tokens > chunk_tokens:
-        past = Cache([_RoomyLayer(num_tokens) for _ in range(_num_layers(model))]) if past is None else past
-        step = min(chunk_tokens, max(1, _MASK_ELEMENTS // (int(past.get_seq_length()) + num_tokens)))
+    step = min(num_tokens, chunk_tokens)
+    if step < num_tokens and past is None:
+        past = Cache([_RoomyLayer(num_tokens) for _ in range(_num_layers(model))])
     before = 0 if past is None else int(past.get_seq_length())
     queries, hidden, recorder = [], [], Recorder()
     for start in range(0, num_tokens, step):

@@ -7,7 +7,7 @@ import torch
 from kvcat.compress.tracing import Trace
 from kvcat.types import Float, Tensor
 
-Scores = list[Float[Tensor, "batch kv_heads prefix"]]
+Scores = list[Float[Tensor, "batch kv_heads _"]]
 _BLOCK_ELEMENTS = 2**23
 
 

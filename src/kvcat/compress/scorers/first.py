@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch
-
 from kvcat.compress.scorers.base import Scores
 from kvcat.compress.tracing import Trace
 
@@ -19,4 +17,4 @@ class First:
             trace: of the windows.
             num_slots: not used.
         """
-        return [-torch.arange(k.shape[2], device=k.device).float().expand(k.shape[:3]) for k in trace.keys]
+        return [-trace.ranks(layer).float() for layer in range(len(trace.keys))]

@@ -27,7 +27,11 @@ class Random:
             num_slots: not used, so that a larger budget keeps all that a smaller one does.
         """
         generators = example_generators(trace, self.seed)
-        return [
-            torch.stack([torch.rand(keys.shape[1:3], generator=generator) for generator in generators]).to(keys.device)
-            for keys in trace.keys
-        ]
+        result = []
+        for layer, keys in enumerate(trace.keys):
+            there = trace.ranks(layer).cpu() >= 0
+            scores = torch.zeros(there.shape)
+            for own, at, generator in zip(scores, there, generators, strict=True):
+                own[at] = torch.rand(int(at.sum()), generator=generator)
+            result.append(scores.to(keys.device))
+        return result

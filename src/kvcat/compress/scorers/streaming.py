@@ -39,8 +39,7 @@ class StreamingLLM:
             num_slots: not used.
         """
         result = []
-        for keys in trace.keys:
-            recency = torch.arange(trace.num_slots, device=keys.device).float()
-            recency[: self.num_sinks] = torch.inf
-            result.append(recency.expand(keys.shape[:3]))
+        for layer in range(len(trace.keys)):
+            ranks = trace.ranks(layer)
+            result.append(ranks.float().masked_fill(ranks < self.num_sinks, torch.inf))
         return result
