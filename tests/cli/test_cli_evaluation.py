@@ -7,11 +7,12 @@ import multiprocessing
 import os
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from kvcat.cli.app import run
-from kvcat.evals.records import ResultsFolder
+from kvcat.evals.records import ResultsFolder, read_records
 from tiny import write_texts, write_tiny_model
 
 
@@ -81,24 +82,41 @@ def test_another_configuration_in_the_same_folder_is_a_mistake(finished, tiny_fo
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("source", "options", "told"),
     [
-        (["--prefix", 300], "no document is long enough"),
-        (["--prefix", 300, "--data", "LONG"], "windows of 308 tokens exceed the 256 positions"),
-        (["--split", "test", "--data", "TEXT"], "no document in split 'test'"),
-        (["--keep", 0.5, 0.5], "twice"),
+        ("data", ["--prefix", 300], "no document is long enough"),
+        ("long", ["--prefix", 300], "windows of 308 tokens exceed the 256 positions"),
+        ("text", ["--split", "test"], "no document in split 'test'"),
+        ("data", ["--keep", 0.5, 0.5], "twice"),
+        ("data", ["--data", "text"], "no document is long enough"),
+        ("data", ["--shard", "2/2"], "--shard takes INDEX/COUNT"),
+        ("data", ["--supervision", "reconstruction", "--prefix", 150], "reconstruction sequences of"),
     ],
 )
-def test_windows_that_cannot_be_are_one_line_and_nothing_is_written(options, told, tiny_folder, data, tmp_path, capsys):
+def test_windows_that_cannot_be_are_one_line_and_nothing_is_written(
+    source, options, told, tiny_folder, data, tmp_path, capsys
+):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "1.txt").write_text("short")
-    long = write_texts(tmp_path / "long", documents=4, length=90)
-    filled = [{"TEXT": tmp_path / "text", "LONG": long}.get(option, option) for option in options]
-    assert run(arguments(tiny_folder, data, tmp_path / "out", "--method", "first", *filled)) == 2
+    sources = {"data": data, "long": write_texts(tmp_path / "long", documents=4, length=90), "text": tmp_path / "text"}
+    filled = [sources.get(option, option) for option in options]
+    assert run(arguments(tiny_folder, sources[source], tmp_path / "out", "--method", "first", *filled)) == 2
     said = capsys.readouterr().err
     assert told in said
     assert len(said.splitlines()) == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_several_sources_and_shards_end_in_one_report(tiny_folder, data, tmp_path, capsys):
+    other = write_texts(tmp_path / "other", documents=4, length=12)
+    argv = arguments(f"base={tiny_folder}", data, tmp_path / "out", "--data", other, "--method", "first", "--keep", 0.5)
+    for index in range(2):
+        assert run([*argv, "--shard", f"{index}/2"]) == 0
+        folders = capsys.readouterr().out.split("kvcat report ")[1].split()
+    assert not (tmp_path / "out" / "report").exists()
+    assert run(["report", *folders, "-o", str(tmp_path / "page")]) == 0
+    assert (tmp_path / "page" / "report.html").exists()
+    assert [len(read_records(Path(folder))) for folder in folders] == [4, 4]
 
 
 def test_an_evaluation_stopped_between_two_batches_ends_with_the_same_records_and_table(

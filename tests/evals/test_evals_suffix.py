@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import math
 
@@ -7,8 +8,20 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from kvcat.compress import AttentionMatching, replay
 from kvcat.errors import InputError
-from kvcat.evals import Method, Window, compare_models, evaluate_suffix, models_of, read_costs, read_records, summarise
+from kvcat.evals import (
+    Method,
+    SuffixTask,
+    Window,
+    compare_models,
+    evaluate_suffix,
+    models_of,
+    read_costs,
+    read_records,
+    summarise,
+)
+from kvcat.models import load
 
 PREFIX, SUFFIX, VOCAB = 12, 6, 40
 METHODS = ["attention-matching", Method("random"), Method("gradient", {"num_steps": 2}, (0.5,), 2)]
@@ -224,3 +237,57 @@ def test_command_versions_and_cost_stand_beside_the_results(finished):
     assert [event["event"] for event in events[:2]] == ["start", "end"]
     assert events[0]["torch"] == torch.__version__
     assert set(events[1]["seconds_by_method"]) == {"attention-matching", "random", "gradient"}
+
+
+def test_the_first_half_of_the_suffix_supervises_and_the_second_is_scored(models, windows):
+    model, _ = models["base"]
+    prepared = SuffixTask(tuple(windows), "noise", "first-half").prepare(model, None, windows)
+    cache = AttentionMatching()(prepared.trace, keep_ratio=0.25)
+    other = [dataclasses.replace(w, tokens=(*w.tokens[:-3], 1, 2, 3)) for w in windows]
+    again = SuffixTask(tuple(other), "noise", "first-half").prepare(model, None, other)
+    same = AttentionMatching()(again.trace, keep_ratio=0.25)
+    assert all(torch.equal(a.keys, b.keys) for a, b in zip(cache.layers, same.layers, strict=True))
+    tokens = torch.tensor([w.tokens for w in windows])
+    with torch.no_grad():
+        dense = model(tokens).logits[:, PREFIX:].log_softmax(-1)
+        alone = model(tokens[:, PREFIX:]).logits.log_softmax(-1)
+    compact = replay(model, cache, tokens[:, PREFIX:]).log_softmax(-1)
+    for row, values in enumerate(prepared.score(cache)):
+        own, targets = slice(3, 6), tokens[row, PREFIX + 4 :]
+        kl = (dense[row, own].exp() * (dense[row, own] - compact[row, own])).sum(-1).mean()
+        means = [-x[row, 3:5].gather(-1, targets[:, None]).mean().item() for x in (compact, dense, alone)]
+        assert values["kl"] == pytest.approx(kl.item(), abs=1e-5)
+        assert [values[n] for n in ("nll", "nll_dense", "nll_none")] == pytest.approx(means, abs=1e-5)
+        assert values["retention"] == pytest.approx(
+            1 - (means[0] - means[1]) / (means[2] - means[1]), rel=1e-3, abs=1e-3
+        )
+
+
+def test_a_reconstruction_supervises_without_a_look_at_the_suffix(tiny_folder):
+    model, tokenizer = load(tiny_folder)
+    tokens = torch.randint(20, 200, (2, 24), generator=torch.Generator().manual_seed(0)).tolist()
+    windows = [Window(str(i), "0", tuple(row), 16) for i, row in enumerate(tokens)]
+    task = SuffixTask(tuple(windows), "noise", "reconstruction")
+    prepared = task.prepare(model, tokenizer, windows)
+    ids = prepared.trace.input_ids
+    assert ids[:, :16].tolist() == ids[:, -16:].tolist() == [row[:16] for row in tokens]
+    assert prepared.trace.supervision_start == ids.shape[1] - 16
+    whole, quarter = (prepared.score(AttentionMatching()(prepared.trace, keep_ratio=k)) for k in (1.0, 0.25))
+    assert all(values["kl"] == pytest.approx(0.0, abs=1e-6) and values["top1"] == 1.0 for values in whole)
+    assert all(values["kl"] > 0.0 for values in quarter)
+
+
+def test_a_prefix_whose_repetition_exceeds_the_positions_is_refused_before_work(tiny_folder):
+    model, tokenizer = load(tiny_folder)
+    task = SuffixTask((Window("d", "0", (30,) * 150, 140),), "noise", "reconstruction")
+    with pytest.raises(InputError, match=r"140 tokens make reconstruction sequences of .* more than the 256"):
+        task.check("base", model, tokenizer)
+    with pytest.raises(InputError, match="needs the tokenizer of model 'base'"):
+        task.check("base", model, None)
+
+
+def test_another_supervision_is_refused():
+    with pytest.raises(InputError, match="supervision must be one of suffix, first-half, reconstruction, not 'both'"):
+        SuffixTask((Window("d", "0", (1,) * 8, 4),), "noise", "both")
+    with pytest.raises(InputError, match="at least 4 tokens"):
+        SuffixTask((Window("d", "0", (1,) * 7, 4),), "noise", "first-half")

@@ -10,7 +10,7 @@ def record(model, document, window, dense=2.0, delta=0.1, gain=0.5, kl=0.2, **ch
     values = {
         "nll": dense + delta, "nll_dense": dense, "nll_none": dense + gain, "delta_nll": delta,
         "delta_ppl": math.exp(dense + delta) - math.exp(dense), "kl": kl, "top1": 0.75, "context_gain": gain,
-        "retention": 0.0, "num_tokens": 5.0,
+        "retention": 0.0, "num_tokens": 5.0, "num_predicted": 4.0,
     }  # fmt: skip
     new = Record(model, "f", "float32", "first", "{}", 0.1, None, None, "texts", "", document, window, values)
     return dataclasses.replace(new, **changes)

@@ -1,9 +1,12 @@
 import dataclasses
 
 import pytest
+from report_examples import made_up_longbench, made_up_needle, made_up_qa, write_results
 
 from kvcat.evals import METRICS, ComparisonRow, Estimate
 from kvcat.report import pair_verdicts
+from kvcat.report.reading import read_results
+from kvcat.report.verdict import folder_verdicts
 
 BETTER, WORSE, OPEN = Estimate(-0.2, -0.3, -0.1), Estimate(0.2, 0.1, 0.3), Estimate(0.0, -0.1, 0.1)
 
@@ -61,3 +64,30 @@ def test_other_methods_do_not_enter():
 def test_few_documents_come_with_a_warning():
     (verdict,) = pair_verdicts([row(0.1, BETTER, BETTER)], "attention-matching")
     assert "Only 5 documents" in verdict.points[-1]
+
+
+def test_right_and_wrong_answers_are_judged_by_the_metric_that_decides(tmp_path):
+    folder = write_results(tmp_path / "r", made_up_needle(("base", "kvcat"), 4, (0.1, 0.5)), "needle")
+    (verdict,) = folder_verdicts(read_results(folder))
+    assert verdict.headline.startswith("kvcat against base, gradient: exact match ")
+    assert verdict.points[0].startswith("Exact match: ")
+    assert verdict.points[0].endswith(" percentage points.")
+    assert any("examples: differences under" in point or "agree on all" in point for point in verdict.points)
+
+
+def test_averages_over_tasks_make_the_headline_of_questions(tmp_path):
+    folder = write_results(tmp_path / "r", made_up_qa(("base", "kvcat"), 10), "qa")
+    results = read_results(folder)
+    (verdict,) = folder_verdicts(results)
+    assert verdict.headline.startswith("kvcat against base: average of six tasks ")
+    assert [point.partition(" tasks")[0] for point in verdict.points[:2]] == ["Average of seven", "Average of eight"]
+    six = next(a for a in results.averages if (a.name, a.reference) == ("six", "base")).estimate
+    assert f"{100 * six.value:+.1f} [{100 * six.low:+.1f}, {100 * six.high:+.1f}]" in verdict.headline
+
+
+def test_of_models_that_cannot_do_the_task_nothing_is_said(tmp_path):
+    folder = write_results(tmp_path / "r", made_up_longbench(skill=0.25), "longbench")
+    (verdict,) = folder_verdicts(read_results(folder))
+    assert "no result" in verdict.headline
+    assert all("not above chance" in point for point in verdict.points)
+    assert "better" not in verdict.text()

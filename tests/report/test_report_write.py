@@ -1,13 +1,17 @@
+import csv
+import io
 import json
 import re
 import struct
 from html.parser import HTMLParser
 
 import pytest
-from report_examples import made_up_records, write_results, write_run
+from report_examples import made_up_needle, made_up_records, write_results, write_run
 
 from kvcat.errors import InputError
+from kvcat.evals import compare_models, summarise
 from kvcat.report import write_report
+from kvcat.report.rowfiles import comparison_csv, summary_csv
 
 VOID = {"meta", "link", "br", "use", "path", "circle", "rect"}
 
@@ -41,7 +45,7 @@ class Balanced(HTMLParser):
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
     root = tmp_path_factory.mktemp("report")
-    records = made_up_records(num_documents=5, methods=("attention-matching", "gradient"))
+    records = made_up_records(("control", "kvcat"), 3, ("attention-matching", "gradient"))
     folder = write_results(root / "results", records)
     runs = {"control": write_run(root / "control", "control"), "kvcat": write_run(root / "kvcat", "router")}
     return write_report([folder], root / "out", title="A <title>", runs=runs, context={"cost": "1 < 2 minutes"})
@@ -66,8 +70,10 @@ def test_what_was_run_stands_in_the_page_escaped(report):
     text = report.read_text()
     for part in ["A &lt;title&gt;", "1 &lt; 2 minutes", "kvcat eval suffix base control kvcat", "12 s", "f-kvcat"]:
         assert part in text
-    for section in ["Verdict", "Results", "Plots", "Optimization steps", "Comparisons", "Training", "How to read this"]:
+    for section in ["Text after a compressed prefix", "Training", "How to read this", "What was run"]:
         assert re.search(rf"<h2[^>]*>{section}</h2>", text)
+    parts = ["Verdict", "Results", "Plots", "Optimization steps", "Improvement", "Differences", "Costs", "All tables"]
+    assert re.findall(r"<h3>(.*?)</h3>", text)[:8] == parts
 
 
 def test_tables_and_plots_stand_beside_the_page(report):
@@ -75,11 +81,15 @@ def test_tables_and_plots_stand_beside_the_page(report):
     plots = [
         "headline",
         "training",
+        "pareto",
         *(f"quality-{m}" for m in ("kl", "nll", "delta_nll")),
         "steps-kl",
         "difference-nll",
     ]
-    assert {"summary.md", "summary.csv", "comparisons.md", "comparisons.csv"} <= names
+    tables = ["quality-attention-matching", "steps-gradient", "differences-kvcat-control", "improvement", "speed-up"]
+    tables += ["smallest-keep", "costs"]
+    assert {"summary.csv", "comparisons.csv"} <= names
+    assert {f"tables/{name}.{end}" for name in tables for end in ("md", "csv", "tex")} <= names
     assert {f"plots/{name}.png" for name in plots} <= names
     for file in (report.parent / "plots").iterdir():
         width, height = struct.unpack(">II", file.read_bytes()[16:24])
@@ -87,15 +97,39 @@ def test_tables_and_plots_stand_beside_the_page(report):
         assert height > 400
 
 
+def test_csv_files_hold_every_row_in_full_precision():
+    records = made_up_records(num_documents=3, methods=("attention-matching",))
+    needle = made_up_needle(per_depth=2, keeps=(0.1,))
+    rows = [*summarise(records), *summarise(needle), *summarise(needle, by_stratum=True)]
+    lines = list(csv.DictReader(io.StringIO(summary_csv(rows))))
+    assert len(lines) == len(rows)
+    row = rows[0]
+    assert [float(lines[0][name]) for name in ("kl", "nll", "nll_high")] == [
+        row["kl"].value, row["nll"].value, row["nll"].high,
+    ]  # fmt: skip
+    assert lines[0]["exact_match"] == ""
+    assert {line["stratum"] for line in lines if line["dataset"] == "passkey"} == {"", "0", "0.25", "0.5", "0.75", "1"}
+    comparisons = [*compare_models(records), *compare_models(needle)]
+    lines = list(csv.DictReader(io.StringIO(comparison_csv(comparisons))))
+    compared = comparisons[0]
+    assert float(lines[0]["nll_difference_low"]) == compared.differences["nll"].low
+    assert float(lines[0]["kl_ratio"]) == compared.ratios["kl"].value
+    assert lines[0]["exact_match_p"] == ""
+    assert all(line["exact_match_p"] for line in lines if line["dataset"] == "passkey")
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    records = made_up_records(models=("base", "kvcat"), num_documents=3, methods=("random",))
+    records = made_up_records(models=("base", "kvcat"), num_documents=2, methods=("random",))
     return write_results(tmp_path_factory.mktemp("results") / "r", records)
 
 
-def test_two_reports_of_the_same_results_are_identical(results, tmp_path):
-    pages = [write_report([results], tmp_path / name, title="t").read_bytes() for name in ("a", "b")]
-    assert pages[0] == pages[1]
+def test_two_reports_of_the_same_results_are_identical_in_every_file(results, tmp_path):
+    files = []
+    for name in ("a", "b"):
+        out = write_report([results], tmp_path / name, title="t").parent
+        files.append({file.relative_to(out): file.read_bytes() for file in out.rglob("*") if file.is_file()})
+    assert files[0] == files[1]
 
 
 def test_one_model_is_reported_without_a_comparison(tmp_path):
@@ -104,12 +138,18 @@ def test_one_model_is_reported_without_a_comparison(tmp_path):
     assert "nothing to compare" in page.read_text()
 
 
-def test_two_folders_get_sections_of_their_own(tmp_path):
+def test_two_folders_get_sections_and_files_of_their_own(tmp_path):
     records = made_up_records(models=("base",), num_documents=2, methods=("random",))
-    folders = [write_results(tmp_path / name, records) for name in ("books", "code")]
-    text = write_report(folders, tmp_path / "out", title="t").read_text()
-    assert "Verdict (books)" in text
-    assert "Verdict (code)" in text
+    folders = [write_results(tmp_path / name / "r", records) for name in ("books", "code")]
+    page = write_report(folders, tmp_path / "out", title="t")
+    for name in ("books-r", "code-r"):
+        assert f"Text after a compressed prefix ({name})</h2>" in page.read_text()
+        assert (page.parent / "tables" / f"{name}-quality-random.tex").exists()
+        assert (page.parent / "plots" / f"{name}-quality-kl.png").exists()
+    with pytest.raises(InputError, match="cannot be told apart"):
+        write_report([folders[0], folders[0]], tmp_path / "twice", title="t")
+    with pytest.raises(InputError, match="no model 'gpt'"):
+        write_report(folders, tmp_path / "gpt", title="t", paper_model="gpt")
 
 
 def test_a_folder_without_results_a_run_without_metrics_and_no_folder_are_refused(results, tmp_path):

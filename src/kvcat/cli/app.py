@@ -10,6 +10,11 @@ import typer
 
 from kvcat.cli.compress import compress_command
 from kvcat.cli.demo import demo_command
+from kvcat.cli.eval_longbench import longbench_command
+from kvcat.cli.eval_needle import needle_command
+from kvcat.cli.eval_qa import qa_command
+from kvcat.cli.eval_ruler import ruler_command
+from kvcat.cli.eval_suffix import suffix_command
 from kvcat.cli.evaluate import eval_app
 from kvcat.cli.export import export_command
 from kvcat.cli.generate import generate_command
@@ -41,6 +46,11 @@ app.command("compress", short_help="Compress a document's KV cache and save it."
 app.command("generate", short_help="Answer prompts from a saved cache.")(generate_command)
 app.command("info", short_help="What a cache file holds and saves.")(info_command)
 app.command("pack", short_help="A saved cache for another engine.")(pack_command)
+eval_app.command("suffix", short_help="Held-out text behind a compressed prefix.")(suffix_command)
+eval_app.command("needle", short_help="A passkey found in a compressed haystack.")(needle_command)
+eval_app.command("longbench", short_help="LongBench v2 on compressed contexts.")(longbench_command)
+eval_app.command("ruler", short_help="RULER's synthetic tasks on compressed contexts.")(ruler_command)
+eval_app.command("qa", short_help="Multiple choice without compression.")(qa_command)
 app.add_typer(eval_app, name="eval", short_help="Measure what a compressed cache costs.")
 app.command("report", short_help="Tables, plots and a page from evaluations.")(report_command)
 

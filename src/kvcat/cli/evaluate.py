@@ -1,16 +1,42 @@
-"""``kvcat eval``: what a compressed cache costs in quality."""
+"""``kvcat eval``: what a compressed cache costs in quality; what all evaluations share on the command line."""
 
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcat.cli.options import METHOD_HELP, DeviceOption, DtypeOption, SeedOption, check_keep, check_method
+from kvcat.cli.options import METHOD_HELP, check_keep, check_method
 from kvcat.errors import InputError
+
+if TYPE_CHECKING:
+    from kvcat.evals import Method, Task
 
 eval_app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Measure what a compressed cache costs in quality."
 )
+
+ModelsArgument = Annotated[list[str], typer.Argument(help="Models to compare: FOLDER, Hub name, or LABEL=FOLDER.")]
+OutOption = Annotated[Path, typer.Option(help="Folder for the records, the summary and the report.")]
+MethodOption = Annotated[list[str] | None, typer.Option(help=f"Methods: {METHOD_HELP}")]
+KeepOption = Annotated[list[float] | None, typer.Option(help="Fractions of the slots to KEEP, each in (0, 1].")]
+BatchOption = Annotated[int, typer.Option(min=1, help="Examples a forward pass.")]
+SeedsOption = Annotated[
+    list[int] | None,
+    typer.Option("--seed", min=0, help="Seed of compressors that draw; several give a record each, averaged."),
+]
+ShardOption = Annotated[
+    str | None,
+    typer.Option(
+        help="INDEX/COUNT: every COUNT-th batch alone, from 0; the shards share one --out, `kvcat report` joins them. "
+        "torchrun sets it by itself, one shard a process."
+    ),
+]
+SpeedOption = Annotated[
+    bool, typer.Option("--speed", help="Also time answers: seconds to the first token, tokens per second.")
+]
 
 
 @eval_app.callback()
@@ -18,68 +44,104 @@ def _group() -> None:
     """Evaluations write append-only records and continue where they were stopped."""
 
 
-@eval_app.command("suffix")
-def suffix_command(
-    models: Annotated[list[str], typer.Argument(help="Models to compare: FOLDER, Hub name, or LABEL=FOLDER.")],
-    out: Annotated[Path, typer.Option(help="Folder for the records, the summary and the report.")],
-    data: Annotated[
-        str, typer.Option(help="installed, a text file, .jsonl or .parquet, a folder of them, or hub:NAME.")
-    ] = "installed",
-    split: Annotated[
-        Literal["test", "validation", "train", "all"],
-        typer.Option(help="Documents to use; test and validation are held out by a hash of the document's name."),
-    ] = "test",
-    method: Annotated[list[str] | None, typer.Option(help=f"Methods: {METHOD_HELP}")] = None,
-    keep: Annotated[list[float] | None, typer.Option(help="Fractions of the slots to KEEP, each in (0, 1].")] = None,
-    prefix: Annotated[int, typer.Option(min=2, help="Tokens of the compressed prefix.")] = 768,
-    suffix: Annotated[int, typer.Option(min=2, help="Tokens of the scored suffix.")] = 256,
-    windows: Annotated[int, typer.Option(min=1, help="Windows to evaluate.")] = 64,
-    per_document: Annotated[int, typer.Option(min=1, help="Most windows from one document.")] = 2,
-    batch_size: Annotated[int, typer.Option(min=1, help="Windows a forward pass.")] = 8,
-    seed: SeedOption = 0,
-    device: DeviceOption = "cpu",
-    dtype: DtypeOption = "float32",
-) -> None:
-    """Compress the prefix of held-out windows and score the suffix on the compact cache.
+@dataclass(frozen=True)
+class EvalRequest:
+    """What every evaluation is told on the command line.
 
-    Reports NLL on the compact cache, delta NLL, delta PPL, KL, top-1 agreement, context gain and retention with 95 %
-    intervals, paired between models. Killed and started again, it continues.
-
-    Example: kvcat eval suffix base=./base kvcat=./runs/router/export --keep 0.05 0.1 --out results
+    Args:
+        models: FOLDER or LABEL=FOLDER.
+        out: results folder.
+        methods: methods with their options, may be empty.
+        keep_ratios: fractions kept.
+        batch_size: examples a forward pass.
+        seeds: of the compressors.
+        shard: INDEX/COUNT or None.
+        speed: time answers.
+        device: torch device.
+        dtype: of the weights.
+        title: of the report.
     """
-    methods, ratios = method or ["attention-matching"], keep or [0.05, 0.1, 0.2, 0.4]
-    for ratio in ratios:
-        check_keep(ratio)
-    for name in methods:
-        check_method(name)
-    labelled = dict(_labelled(item) for item in models)
-    if len(labelled) < len(models):
-        raise InputError(f"two models have the same label; give them as LABEL=FOLDER: {', '.join(models)}")
 
-    import kvcat
-    from kvcat.compress import parse_method, seeded_compressor
-    from kvcat.data import split_documents
-    from kvcat.evals import Method, evaluate_suffix, read_records, summarise, windows_from_documents
-    from kvcat.report import headline_text, write_report
+    models: list[str]
+    out: Path
+    methods: list[str]
+    keep_ratios: list[float]
+    batch_size: int
+    seeds: list[int]
+    shard: str | None
+    speed: bool
+    device: str
+    dtype: str
+    title: str
 
-    asked = [Method(*parse_method(spec)) for spec in methods]
-    for wanted in asked:
-        seeded_compressor(wanted.name, wanted.options, seed)
-    loaded = {label: kvcat.load(folder, dtype=dtype, device=device) for label, folder in labelled.items()}
-    tokenizer = next(iter(loaded.values()))[1]
-    chosen = windows_from_documents(
-        ((d.id, d.text) for d in split_documents(data, split, limit=10 * windows)),
-        tokenizer,
-        prefix_len=prefix,
-        suffix_len=suffix,
-        limit=windows,
-        per_document=per_document,
-        seed=seed,
-    )
-    evaluate_suffix(loaded, chosen, asked, ratios, out, dataset=f"{data}:{split}", batch_size=batch_size, seeds=[seed])
-    page = write_report([out], out / "report", title="Suffix prediction on a compressed prefix")
-    print(headline_text(summarise(read_records(out))))
-    print(page)
+    def run(
+        self,
+        tasks: Callable[[Any], Mapping[str, "Task"]],
+        *,
+        method: "Callable[[Method], Method]" = lambda method: method,
+    ) -> None:
+        """Evaluate, report, print.
+
+        Args:
+            tasks: makes the tasks from the models' tokenizer: name of a folder in ``out`` to task; "" is ``out``.
+            method: what becomes of a method that was asked for.
+
+        Raises:
+            InputError: a person's mistake, before heavy work.
+        """
+        for ratio in self.keep_ratios:
+            check_keep(ratio)
+        for spec in self.methods:
+            check_method(spec)
+        labelled = dict(_labelled(item) for item in self.models)
+        if len(labelled) < len(self.models):
+            raise InputError(f"two models have the same label; give them as LABEL=FOLDER: {', '.join(self.models)}")
+        shard = _shard(self.shard)
+
+        import kvcat
+        from kvcat.compress import parse_method, seeded_compressor
+        from kvcat.evals import Method, evaluate, read_records, summarise
+
+        asked = [method(Method(*parse_method(spec))) for spec in self.methods]
+        for wanted in asked:
+            seeded_compressor(wanted.name, wanted.options, self.seeds[0])
+        device = self.device if self.device != "cuda" else f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+        loaded = {label: kvcat.load(folder, dtype=self.dtype, device=device) for label, folder in labelled.items()}
+        folders = []
+        for name, task in tasks(next(iter(loaded.values()))[1]).items():
+            folders.append(self.out / name)
+            evaluate(
+                task, loaded, asked, self.keep_ratios, folders[-1],
+                batch_size=self.batch_size, seeds=self.seeds, shard=shard, speed=self.speed,
+            )  # fmt: skip
+        if shard[1] > 1:
+            print(f"shard {shard[0]} of {shard[1]} is done; when all are: kvcat report {' '.join(map(str, folders))}")
+            return
+        from kvcat.report import headline_text, write_report
+
+        page = write_report(folders, self.out / "report", title=self.title)
+        for folder in folders:
+            print(headline_text(summarise(read_records(folder))))
+        print(page)
+
+
+def seeds_or_default(seeds: Sequence[int] | None) -> list[int]:
+    """The seeds asked for, or 0."""
+    return list(seeds) if seeds else [0]
+
+
+def data_name(source: str) -> str:
+    """What records call a source: a file by its name alone, so that results do not depend on where it lies."""
+    return source if source.startswith("hub:") else Path(source).name
+
+
+def _shard(text: str | None) -> tuple[int, int]:
+    if text is None:
+        return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    index, separator, count = text.partition("/")
+    if not separator or not index.isdecimal() or not count.isdecimal() or int(index) >= int(count):
+        raise InputError(f"--shard takes INDEX/COUNT with INDEX from 0 to COUNT - 1, not {text!r}")
+    return int(index), int(count)
 
 
 def _labelled(item: str) -> tuple[str, str]:

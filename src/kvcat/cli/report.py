@@ -17,9 +17,17 @@ def report_command(
         list[str] | None,
         typer.Option(help="LABEL=FOLDER of a training run, for its diagnostics; may be given several times."),
     ] = None,
+    paper_model: Annotated[
+        str | None,
+        typer.Option(
+            help="Qwen2.5-0.5B or Qwen2.5-1.5B: what the models labelled base, kvcat (kv-cat, router), rand and attn "
+            "are; the paper's figures then stand beside ours.",
+            show_default="no figures of the paper",
+        ),
+    ] = None,
     title: Annotated[str, typer.Option(help="Title of the page.")] = "KV cache compression",
 ) -> None:
-    """Write tables (Markdown, CSV), plots and one self-contained HTML page from evaluations and training runs."""
+    """Write tables (Markdown, CSV, LaTeX), plots and one self-contained HTML page of evaluations and training runs."""
     for folder in folders:
         if not folder.is_dir():
             raise InputError(f"no folder {folder}")
@@ -28,7 +36,7 @@ def report_command(
     evaluated = [folder for folder in folders if folder not in trained]
     from kvcat.report import write_report
 
-    print(write_report(evaluated, output, title=title, runs=runs, context={}))
+    print(write_report(evaluated, output, title=title, runs=runs, context={}, paper_model=paper_model))
 
 
 def _labelled(item: str) -> tuple[str, Path]:

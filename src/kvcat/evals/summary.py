@@ -6,9 +6,10 @@ from typing import Literal
 
 import numpy as np
 
+from kvcat.evals.matching import cannot_tell
 from kvcat.evals.metrics import METRICS, Columns
 from kvcat.evals.records import Record, models_of
-from kvcat.evals.statistics import ClusterBootstrap, Estimate
+from kvcat.evals.statistics import ClusterBootstrap, Estimate, McNemar, mcnemar
 
 Verdict = Literal["better", "worse", "not distinguishable"]
 RATIOS = ("kl", "delta_ppl", "delta_nll")
@@ -61,6 +62,9 @@ class ComparisonRow:
         num_documents: documents they come from.
         differences: metric name to model minus reference.
         ratios: metric name to model over reference, for those of ``RATIOS`` that the records hold.
+        tests: metric name to McNemar's test, for those that are right or wrong; ``only_first`` counts the model's.
+            Means over several seeds are neither and have none.
+        warning: what so many examples cannot tell of the first of these; empty where they carry it.
     """
 
     dataset: str
@@ -74,6 +78,8 @@ class ComparisonRow:
     num_documents: int
     differences: Mapping[str, Estimate] = field(repr=False)
     ratios: Mapping[str, Estimate] = field(repr=False)
+    tests: Mapping[str, McNemar] = field(default_factory=dict, repr=False)
+    warning: str = ""
 
     @property
     def kl_ratio(self) -> Estimate:
@@ -81,9 +87,13 @@ class ComparisonRow:
         return self.ratios["kl"]
 
     def verdict(self, metric: str) -> Verdict:
-        """Whether the model is better in a metric: decided only where the interval of the difference excludes 0."""
+        """Whether the model is better in a metric: decided only where the interval of the difference excludes 0.
+
+        Where the outcome is right or wrong McNemar's exact p must be below .05 as well: with few differing examples
+        the interval is too narrow, and with several examples to a document the test takes them for independent.
+        """
         difference = self.differences[metric]
-        if not difference.excludes(0.0):
+        if not difference.excludes(0.0) or (metric in self.tests and self.tests[metric].p > 0.05):
             return "not distinguishable"
         return "better" if (difference.value < 0.0) == (METRICS[metric].better == "lower") else "worse"
 
@@ -101,8 +111,8 @@ def summarise(
     """
     rows = []
     for cell, examples in _cells(records, by_stratum).items():
-        bootstrap, columns = _columns([examples[name] for name in sorted(examples)], num_resamples, seed)
-        metrics = {name: bootstrap.estimate(METRICS[name].draws(bootstrap, columns)) for name in _known(columns)}
+        bootstrap, columns, documents = _columns([examples[name] for name in sorted(examples)], num_resamples, seed)
+        metrics = {name: METRICS[name].estimate(bootstrap, columns, documents) for name in _known(columns)}
         if "retention" in metrics and (metrics["context_gain"].value <= 0 or metrics["context_gain"].low <= 0):
             metrics["retention"] = Estimate(np.nan, np.nan, np.nan)
         rows.append(SummaryRow(*cell, bootstrap.num_windows, bootstrap.num_documents, metrics))
@@ -156,10 +166,10 @@ def comparison_pairs(models: Sequence[str]) -> list[tuple[str, str]]:
 
 def _compare(
     cell: tuple[str, str, str, str, str, float, int | None],
-    ours: tuple[ClusterBootstrap, Columns],
-    theirs: tuple[ClusterBootstrap, Columns],
+    ours: tuple[ClusterBootstrap, Columns, list[str]],
+    theirs: tuple[ClusterBootstrap, Columns, list[str]],
 ) -> ComparisonRow:
-    (bootstrap, mine), (_, other) = ours, theirs
+    (bootstrap, mine, _), (_, other, _) = ours, theirs
     differences = {
         name: bootstrap.estimate(METRICS[name].draws(bootstrap, mine) - METRICS[name].draws(bootstrap, other))
         for name in _known(mine)
@@ -170,7 +180,14 @@ def _compare(
         for name in RATIOS
         if name in differences
     }
-    return ComparisonRow(*cell, bootstrap.num_windows, bootstrap.num_documents, differences, ratios)
+    tests = {
+        name: mcnemar(mine[name], other[name])
+        for name in differences
+        if METRICS[name].binary and name in mine and set(np.unique([mine[name], other[name]])) <= {0.0, 1.0}
+    }
+    sizes = (bootstrap.num_windows, bootstrap.num_documents)
+    warning = next((cannot_tell(test, differences[name].value, *sizes) for name, test in tests.items()), "")
+    return ComparisonRow(*cell, *sizes, differences, ratios, tests, warning)
 
 
 def _cells(records: Iterable[Record], by_stratum: bool) -> dict[Cell, dict[tuple[str, str], list[Record]]]:
@@ -189,18 +206,21 @@ def _cells(records: Iterable[Record], by_stratum: bool) -> dict[Cell, dict[tuple
 
 def _columns(
     examples: Sequence[Sequence[Record]], num_resamples: int, seed: int
-) -> tuple[ClusterBootstrap, dict[str, np.ndarray]]:
-    """The bootstrap over the examples' documents, and every value that all records have: one mean over seeds each."""
+) -> tuple[ClusterBootstrap, dict[str, np.ndarray], list[str]]:
+    """Bootstrap over the documents within strata, every value that all records have (means over seeds), documents."""
     names = set.intersection(*(set(record.values) for records in examples for record in records))
     columns = {
-        name: np.array([np.mean([record.values[name] for record in records]) for records in examples])
+        name: np.array([sum(record.values[name] for record in records) / len(records) for records in examples])
         for name in sorted(names)
     }
-    if {"delta_nll", "context_gain", "num_tokens"} <= names:
+    if {"delta_nll", "context_gain", "num_tokens", "num_predicted"} <= names:
         columns["lost"] = columns["delta_nll"] * columns["num_tokens"]
-        columns["gained"] = columns["context_gain"] * (columns["num_tokens"] - 1.0)
-    documents = [records[0].document for records in examples]
-    return ClusterBootstrap(documents, num_resamples=num_resamples, seed=seed), columns
+        columns["gained"] = columns["context_gain"] * columns["num_predicted"]
+    if {"exact_match", "dense_exact_match"} <= names:
+        columns["native_match"] = columns["exact_match"] * columns["dense_exact_match"]
+    documents, strata = ([getattr(records[0], name) for records in examples] for name in ("document", "stratum"))
+    bootstrap = ClusterBootstrap(documents, strata=strata, num_resamples=num_resamples, seed=seed)
+    return bootstrap, columns, documents
 
 
 def _known(columns: Columns) -> list[str]:

@@ -4,7 +4,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from kvcat.cache import CompactCache
 from kvcat.compress import Trace
@@ -78,6 +78,11 @@ class Task(Protocol):
         ...
 
     @property
+    def tokenized(self) -> bool:
+        """Whether examples are token ids, so that all models need one tokenizer."""
+        ...
+
+    @property
     def examples(self) -> Sequence[Example]:
         """In the order of evaluation, so that the first n are a fair sample for every n."""
         ...
@@ -95,12 +100,10 @@ class Task(Protocol):
         """Neighbouring examples of equal keys may share a batch."""
         ...
 
-    def check(self, label: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    def check(self, label: str, model: PreTrainedModel, tokenizer: Any) -> None:
         """Raises InputError where this model cannot run these examples (positions, vocabulary), before heavy work."""
         ...
 
-    def prepare(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, batch: Sequence[Any]
-    ) -> Prepared:
-        """The batch on a model."""
+    def prepare(self, model: PreTrainedModel, tokenizer: Any, batch: Sequence[Any]) -> Prepared:
+        """The batch on a model; the tokenizer may be None where the examples are token ids."""
         ...

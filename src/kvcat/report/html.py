@@ -5,17 +5,9 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from kvcat.evals import METRICS, ComparisonRow, SummaryRow
+from kvcat.evals import METRICS
 from kvcat.report.style import css_colours, markers
-from kvcat.report.tables import (
-    HEADLINE_METRICS,
-    TABLE_METRICS,
-    final_comparisons,
-    keep_label,
-    number,
-    sizes,
-    sorted_by_keep,
-)
+from kvcat.report.tabledata import Cell, Column, TableData
 from kvcat.report.verdict import PairVerdict
 
 _SHAPES = {
@@ -28,8 +20,14 @@ _SHAPES = {
 }
 
 
-def page(title: str, subtitle: str, sections: Mapping[str, str]) -> str:
-    """The whole page: sections by heading, in order, with links to them on top."""
+def page(title: str, lead: str, sections: Mapping[str, str]) -> str:
+    """The whole page: what comes first, then sections by heading, in order, with links to them on top.
+
+    Args:
+        title: plain text.
+        lead: HTML below the title.
+        sections: heading, plain text, to HTML.
+    """
     css = files("kvcat.report").joinpath("page.css").read_text(encoding="utf-8")
     anchors = {name: f"s{i}" for i, name in enumerate(sections)}
     links = "".join(f'<a href="#{anchors[name]}">{escape(name)}</a>' for name in sections)
@@ -39,13 +37,15 @@ def page(title: str, subtitle: str, sections: Mapping[str, str]) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<link rel="icon" href="data:,">\n'
         f"<title>{escape(title)}</title>\n<style>\n{css}</style>\n</head>\n<body>\n<main>\n"
-        f'<h1>{escape(title)}</h1>\n<p class="soft">{escape(subtitle)}</p>\n<nav>{links}</nav>\n{body}</main>\n'
+        f"<h1>{escape(title)}</h1>\n<nav>{links}</nav>\n{lead}{body}</main>\n"
         "</body>\n</html>\n"
     )
 
 
-def legend(models: Sequence[str], shown: Sequence[str] | None = None, *, dense: bool = False) -> str:
-    """Colours and markers of the models shown (None: all); with ``dense`` also what a dashed line means."""
+def legend(
+    models: Sequence[str], shown: Sequence[str] | None = None, *, dense: bool = False, front: bool = False
+) -> str:
+    """Colours and markers of the labels shown (None: all); with ``dense`` the dashed line, with ``front`` the ring."""
     items = []
     for name in models if shown is None else shown:
         colour = css_colours(models)[name]
@@ -55,6 +55,9 @@ def legend(models: Sequence[str], shown: Sequence[str] | None = None, *, dense: 
     if dense:
         line = '<path d="M0 7 H30" stroke="currentColor" stroke-width="1.5" stroke-dasharray="5 3"/>'
         items.append(f'<span><svg viewBox="0 0 30 14" aria-hidden="true">{line}</svg>dense level of the model</span>')
+    if front:
+        ring = '<circle cx="15" cy="7" r="5.5" fill="none" stroke="currentColor" stroke-width="1.2"/>'
+        items.append(f'<span><svg viewBox="0 0 30 14" aria-hidden="true">{ring}</svg>Pareto front</span>')
     return f'<div class="legend">{"".join(items)}</div>\n'
 
 
@@ -64,36 +67,18 @@ def plots(figures: Sequence[tuple[str, str]]) -> str:
     return f'<div class="plots">\n{body}</div>\n'
 
 
-def summary_table(rows: Sequence[SummaryRow]) -> str:
-    """Rows of one method with every figure's interval below it."""
-    rows = sorted_by_keep(rows)
-    steps = any(row.step is not None for row in rows)
-    heads = [("t", "keep"), *([("", "step")] if steps else []), ("t", "model")]
-    heads += [("", METRICS[name].label) for name in TABLE_METRICS]
-    lines, previous = [], None
-    for row in rows:
-        group = (row.keep_ratio, row.step)
-        cells = [_tag("td", "t", keep_label(row.keep_ratio)), *([_tag("td", "", str(row.step))] if steps else [])]
-        cells += [_tag("td", "t", escape(row.model)), *(_summary_cell(row, name) for name in TABLE_METRICS)]
-        lines.append(_tag("tr", "" if group == previous else "new", "".join(cells)))
-        previous = group
-    return f'<p class="soft">{sizes(rows)}.</p>\n' + _table(heads, lines)
-
-
-def comparison_table(rows: Sequence[ComparisonRow]) -> str:
-    """Paired differences of one pair of models, coloured and named where the interval excludes zero."""
-    heads = [("t", "method"), ("t", "keep"), ("", "KL ratio")]
-    heads += [("", f"{METRICS[name].label} diff.") for name in HEADLINE_METRICS]
-    lines, previous = [], None
-    for row in final_comparisons(rows):
-        step = "" if row.step is None else f" after {row.step} steps"
-        ratio = row.kl_ratio
-        cells = [_tag("td", "t", escape(row.method + step)), _tag("td", "t", keep_label(row.keep_ratio))]
-        cells.append(_cell(f"{ratio.value:.3f}", f"{ratio.low:.3f}", f"{ratio.high:.3f}", row.verdict("kl")))
-        cells += [_difference_cell(row, name) for name in HEADLINE_METRICS]
-        lines.append(_tag("tr", "" if row.method == previous else "new", "".join(cells)))
-        previous = row.method
-    return _table(heads, lines)
+def data_table(table: TableData) -> str:
+    """A table with its caption, every interval below its figure, and the notes."""
+    heads = [("t" if column.align == "left" else "", column.title) for column in table.columns]
+    lines = []
+    for block in table.blocks:
+        for rank, row in enumerate(block):
+            repeated = table.repeated(block, rank)
+            cells = [_data_cell(column, cell) for column, cell in zip(table.columns, row, strict=True)]
+            cells[:repeated] = ["<td></td>"] * repeated
+            lines.append(_tag("tr", "" if rank else "new", "".join(cells)))
+    notes = "".join(f'<p class="note">{escape(note)}</p>\n' for note in table.notes)
+    return f'<p class="soft">{escape(table.caption)}</p>\n{_table(heads, lines)}{notes}'
 
 
 def verdict_box(verdict: PairVerdict) -> str:
@@ -102,24 +87,41 @@ def verdict_box(verdict: PairVerdict) -> str:
     return f'<div class="verdict"><p>{escape(verdict.headline)}</p><ul>{points}</ul></div>\n'
 
 
-def definitions() -> str:
-    """Each metric in one line, and what the intervals and the colours mean."""
+def definitions(metrics: Sequence[str]) -> str:
+    """These metrics in one line each, and what intervals, colours and bold figures mean.
+
+    Args:
+        metrics: names in ``METRICS``.
+    """
     items = "".join(
-        f"<dt>{escape(metric.label)}</dt><dd>{escape(metric.definition)} "
-        f'<span class="soft">{metric.better.capitalize()} is better.</span></dd>'
-        for metric in METRICS.values()
+        f"<dt>{escape(METRICS[name].label)}</dt><dd>{escape(METRICS[name].definition)} "
+        f'<span class="soft">{METRICS[name].better.capitalize()} is better.</span></dd>'
+        for name in metrics
+    )
+    suffix = (
+        " KL and the deltas compare a model with its own dense pass, and so reward a worse dense model or one that "
+        "ignores its prefix: read them beside NLL compact, NLL dense and context gain."
     )
     return (
-        "<p>Every window is a prefix and a suffix of one held-out document. The prefix's KV cache is compressed to the "
-        "given fraction of slots, the real suffix is scored on it. Intervals are 95% percentile-bootstrap intervals "
-        "that resample whole documents; differences are paired, window by window. <em>Better</em> and <em>worse</em> "
-        "are said only where the interval of a difference excludes zero; no correction is made for the number of "
+        "<p>A text's KV cache is compressed to the given fraction of slots, what follows is read on it. Intervals are "
+        "95% intervals: percentile bootstrap over whole documents, Wilson's for shares of right answers; differences "
+        "are paired, example by example. <em>Better</em> and <em>worse</em> are said only where the interval of a "
+        "difference excludes zero, and for right and wrong answers McNemar's exact p is below .05 as well; a figure is "
+        "bold where its model is better than every other one in this sense. No correction is made for the number of "
         "comparisons. Intervals of single models are wide because documents differ, for all models alike: the paired "
-        "differences say who is better. KL and the deltas compare a model with its own dense pass, and so reward a "
-        "worse dense model or one that ignores its prefix: read them beside NLL compact, NLL dense and context "
-        "gain.</p>\n"
+        f"differences say who is better.{suffix if 'kl' in metrics else ''}</p>\n"
         f"<dl>{items}</dl>\n"
     )
+
+
+def folded(head: str, content: str) -> str:
+    """Content behind a line that opens it; print shows it open."""
+    return f"<details><summary>{escape(head)}</summary>\n{content}</details>\n"
+
+
+def alarm(text: str) -> str:
+    """A line that cannot be overlooked."""
+    return f'<p class="alarm" role="note">{escape(text)}</p>\n'
 
 
 def facts(values: Mapping[str, Any]) -> str:
@@ -143,22 +145,15 @@ def _fact(value: Any) -> str:
     return f"<code>{escape(value)}</code>" if isinstance(value, str) and " --" in value else escape(str(value))
 
 
-def _summary_cell(row: SummaryRow, name: str) -> str:
-    estimate, metric = row[name], METRICS[name]
-    return _cell(number(estimate.value, metric), number(estimate.low, metric), number(estimate.high, metric))
-
-
-def _difference_cell(row: ComparisonRow, name: str) -> str:
-    estimate, metric = row.differences[name], METRICS[name]
-    ends = (number(estimate.low, metric, sign=True), number(estimate.high, metric, sign=True))
-    return _cell(number(estimate.value, metric, sign=True), *ends, row.verdict(name))
-
-
-def _cell(value: str, low: str, high: str, verdict: str = "") -> str:
-    known = verdict in ("better", "worse")
-    ends = "no interval: one document" if "nan" in low else f"{low} .. {high}"
-    word = f"<b>{verdict}</b>" if known else ""
-    return _tag("td", verdict if known else "", f'{value}<span class="iv">{ends}</span>{word}')
+def _data_cell(column: Column, cell: Cell) -> str:
+    if isinstance(cell, str):
+        return _tag("td", "t" if column.align == "left" else "", escape(cell))
+    value, low, high = (column.number(getattr(cell.estimate, end)) for end in ("value", "low", "high"))
+    content = f"<strong>{value}</strong>" if cell.best else value
+    content += _tag("span", "iv", f"{low} .. {high}") if cell.has_interval else ""
+    content += _tag("span", "iv", f"paper {escape(cell.paper)}") if cell.paper else ""
+    content += f"<b>{cell.verdict}</b>" if cell.verdict else ""
+    return _tag("td", cell.verdict, content)
 
 
 def _table(heads: Sequence[tuple[str, str]], lines: Sequence[str]) -> str:

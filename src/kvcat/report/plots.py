@@ -6,17 +6,20 @@ from typing import Any
 import numpy as np
 
 from kvcat.evals import METRICS, ComparisonRow, Estimate, SummaryRow
+from kvcat.report.reading import final_steps
 from kvcat.report.style import colours, markers
-from kvcat.report.tables import final_steps, keep_label
+from kvcat.report.tables import keep_label
 
-QUALITY_METRICS = ("kl", "nll", "delta_nll")
-STEP_METRICS = ("kl", "delta_nll")
-DIFFERENCE_METRICS = ("kl", "nll")
+DENSE = {
+    "nll": "nll_dense", "exact_match": "dense_exact_match", "string_match": "dense_string_match",
+    "accuracy": "dense_accuracy",
+}  # fmt: skip
+"""Metric on the compact cache to the same with the whole cache."""
 _LOG_METRICS = ("kl",)
 
 
 def draw_quality(axes: Any, rows: Sequence[SummaryRow], metric: str, models: Sequence[str]) -> None:
-    """One metric of one method against the keep ratio, with intervals; for NLL each model's dense level, dashed.
+    """One metric of one method against the keep ratio in bands of intervals; dashed the levels with the whole cache.
 
     Args:
         axes: matplotlib axes.
@@ -26,16 +29,15 @@ def draw_quality(axes: Any, rows: Sequence[SummaryRow], metric: str, models: Seq
     """
     rows = final_steps(rows)
     keeps = sorted({row.keep_ratio for row in rows})
-    for rank, model in enumerate(models):
+    for model in models:
         own = sorted((row for row in rows if row.model == model), key=lambda row: row.keep_ratio)
         if not own:
             continue
-        dodge = 1.0 + 0.03 * (rank - (len(models) - 1) / 2)
-        _line(axes, [row.keep_ratio * dodge for row in own], own, metric, model, models)
-        if metric == "nll":
-            level = own[-1]["nll_dense"].value
+        _line(axes, [row.keep_ratio for row in own], own, metric, model, models)
+        if DENSE.get(metric) in own[-1].metrics:
+            level = _scaled(metric, own[-1][DENSE[metric]].value)
             axes.axhline(level, color=colours(models)[model], linestyle="--", linewidth=1.0)
-    if metric == "nll":
+    if DENSE.get(metric) in rows[0].metrics:
         axes.plot([], [], color="#808080", linestyle="--", linewidth=1.0, label="dense level of the model")
     _keep_axis(axes, keeps)
     _finish(axes, metric)
@@ -55,14 +57,16 @@ def draw_difference(axes: Any, rows: Sequence[ComparisonRow], metric: str, model
         own = sorted((row for row in rows if row.model == model), key=lambda row: row.keep_ratio)
         dodge = 1.0 + 0.03 * (rank - (len(shown) - 1) / 2)
         estimates = [row.kl_ratio if metric == "kl" else row.differences[metric] for row in own]
-        _errorbar(axes, [row.keep_ratio * dodge for row in own], estimates, model, models)
+        scale = 100.0 if METRICS[metric].percent else 1.0
+        _errorbar(axes, [row.keep_ratio * dodge for row in own], estimates, model, models, scale)
     axes.axhline(1.0 if metric == "kl" else 0.0, color="#808080", linewidth=1.2)
     _keep_axis(axes, sorted({row.keep_ratio for row in rows}))
-    axes.set_ylabel("ratio" if metric == "kl" else "difference (nats per token)")
+    unit = "points" if METRICS[metric].percent else "nats per token"
+    axes.set_ylabel("ratio" if metric == "kl" else f"difference ({unit})")
 
 
 def draw_steps(axes: Any, rows: Sequence[SummaryRow], metric: str, models: Sequence[str]) -> None:
-    """One metric of one method and keep ratio against gradient steps, with intervals.
+    """One metric of one method and keep ratio against gradient steps, with bands of intervals.
 
     Args:
         axes: matplotlib axes.
@@ -85,7 +89,16 @@ def draw_steps(axes: Any, rows: Sequence[SummaryRow], metric: str, models: Seque
 def _line(
     axes: Any, x: Sequence[float], rows: Sequence[SummaryRow], metric: str, model: str, models: Sequence[str]
 ) -> None:
-    _errorbar(axes, x, [row[metric] for row in rows], model, models, positive=metric in _LOG_METRICS)
+    """A model's line in the band of its intervals; figures of zero are left out on a log axis."""
+    values = _scaled(metric, 1.0) * np.array(
+        [[getattr(row[metric], e) for e in ("value", "low", "high")] for row in rows]
+    )
+    shown = np.isfinite(values[:, 0]) & ((values[:, 0] > 0.0) | (metric not in _LOG_METRICS))
+    places, (value, low, high) = np.asarray(x)[shown], values[shown].T
+    low, high = np.where(np.isnan(low), value, low), np.where(np.isnan(high), value, high)
+    low = np.maximum(low, value * 1e-3) if metric in _LOG_METRICS else low
+    axes.fill_between(places, low, high, color=colours(models)[model], alpha=0.13, linewidth=0.0)
+    axes.plot(places, value, color=colours(models)[model], marker=markers(models)[model], label=model)
 
 
 def _errorbar(
@@ -94,17 +107,14 @@ def _errorbar(
     estimates: Sequence[Estimate],
     model: str,
     models: Sequence[str],
-    *,
-    positive: bool = False,
+    scale: float,
 ) -> None:
-    """A model's line with intervals; with ``positive``, for a log axis, figures of zero are left out."""
+    """A model's line with intervals."""
     value, low, high = (
-        np.array([getattr(estimate, end) for estimate in estimates]) for end in ("value", "low", "high")
+        scale * np.array([getattr(estimate, end) for estimate in estimates]) for end in ("value", "low", "high")
     )
     low, high = np.where(np.isnan(low), value, low), np.where(np.isnan(high), value, high)
-    shown = np.isfinite(value) & ((value > 0.0) | (not positive))
-    if positive:
-        low = np.maximum(low, value * 1e-3)
+    shown = np.isfinite(value)
     errors = np.stack([np.maximum(value - low, 0.0), np.maximum(high - value, 0.0)])
     axes.errorbar(
         np.asarray(x)[shown], value[shown], yerr=errors[:, shown], color=colours(models)[model],
@@ -114,20 +124,38 @@ def _errorbar(
 
 def _keep_axis(axes: Any, keeps: Sequence[float]) -> None:
     axes.set_xscale("log")
-    axes.set_xticks(keeps, [keep_label(keep) for keep in keeps])
+    axes.set_xticks(keeps, [keep_label(keep).rstrip("%") for keep in keeps], fontsize=10 if len(keeps) < 7 else 8)
     axes.minorticks_off()
     axes.set_xlim(keeps[0] / 1.25, keeps[-1] * 1.25)
-    axes.set_xlabel("slots kept")
+    axes.set_xlabel("slots kept (%)")
+
+
+def metric_label(metric: str, *, log: bool = False) -> str:
+    """The name of a metric with its unit, for an axis."""
+    unit = {"nll_choice": "nats", "nll_per_char": "nats per character"}.get(metric, "nats per token")
+    unit = "%" if METRICS[metric].percent else unit
+    return f"{METRICS[metric].label} ({unit}{', log axis' if log else ''})"
+
+
+def log_axis(axes: Any) -> None:
+    """A logarithmic y axis with plain numbers at 1, 2 and 5."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _scaled(metric: str, value: float) -> float:
+    return 100.0 * value if METRICS[metric].percent else value
 
 
 def _finish(axes: Any, metric: str) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    positive = any((container.lines[0].get_ydata() > 0.0).any() for container in axes.containers)
+    positive = any((np.asarray(line.get_ydata()) > 0.0).any() for line in axes.lines)
     log = metric in _LOG_METRICS and positive
-    axes.set_ylabel(f"{METRICS[metric].label} (nats per token{', log axis' if log else ''})")
+    axes.set_ylabel(metric_label(metric, log=log))
     if log:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.yaxis.set_minor_formatter(NullFormatter())
+        log_axis(axes)
+    if METRICS[metric].percent and METRICS[metric].binary:
+        axes.set_ylim(-3.0, 103.0)

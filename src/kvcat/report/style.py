@@ -58,7 +58,6 @@ def plotting() -> Iterator[Any]:
         "legend.frameon": False,
         "svg.fonttype": "none",
         "svg.hashsalt": "kvcat",
-        "figure.constrained_layout.use": True,
     }
     with mpl.rc_context(settings):
         yield plt

@@ -1,35 +1,26 @@
-"""Summary rows as Markdown, CSV and aligned text."""
+"""The tables that every evaluation has: quality, paired differences, strata, baselines, costs."""
 
-import csv
-import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 
-from kvcat.evals import METRICS, ComparisonRow, Estimate, Metric, SummaryRow
+from kvcat.evals import METRICS, ComparisonRow, Estimate, SummaryRow
+from kvcat.report.beside import Paper
+from kvcat.report.reading import BASELINES, Results, final_steps
+from kvcat.report.tabledata import Cell, Column, Figure, TableData, standing_out
 
-PAPER_METRICS = ("delta_ppl", "kl", "top1")
-TABLE_METRICS = (*PAPER_METRICS, "nll", "delta_nll", "retention", "nll_dense", "context_gain")
-HEADLINE_METRICS = ("kl", "nll", "delta_nll", "top1", "retention", "nll_dense", "context_gain")
-
-
-def figure(estimate: Estimate, metric: Metric, *, interval: bool = True) -> str:
-    """A figure as text, e.g. ``0.0321 [0.0290, 0.0355]``; without ends where one document gives none."""
-    value = number(estimate.value, metric)
-    if not interval:
-        return value
-    if math.isnan(estimate.low):
-        return f"{value} [one document]"
-    return f"{value} [{number(estimate.low, metric)}, {number(estimate.high, metric)}]"
+FEW_DOCUMENTS = 10
+STRATA = {"needle": "depth", "longbench": "sub-domain", "ruler": "task", "qa": "task"}
+_THREE = ("nll", "nll_dense", "nll_none", "nll_choice", "nll_per_char", "context_gain")
+_KIB = 1024.0
 
 
-def number(value: float, metric: Metric, *, sign: bool = False) -> str:
-    """A value of a metric with the digits it deserves; with ``sign`` a difference, of shares in percentage points."""
-    plus = "+" if sign else ""
-    if metric.percent:
-        return f"{100.0 * value:{plus}.1f}{' pt' if sign else '%'}"
-    if abs(value) >= 1000.0:
-        return f"{value:{plus}.3g}"
-    return f"{value:{plus}.{3 if metric.name.startswith('delta_ppl') else 4}f}"
+def metric_column(name: str, *, sign: bool = False) -> Column:
+    """The column of a metric, or of its differences, with the digits that it deserves."""
+    metric = METRICS[name]
+    decimals = 3 if name.startswith("delta_ppl") or (name in _THREE and not sign) else 4
+    head = f"{metric.label} diff." if sign else metric.label
+    return Column(head, decimals=1 if metric.percent else decimals, percent=metric.percent, sign=sign)
 
 
 def keep_label(keep_ratio: float) -> str:
@@ -37,162 +28,304 @@ def keep_label(keep_ratio: float) -> str:
     return f"{100.0 * keep_ratio:g}%"
 
 
-def final_steps(rows: Sequence[SummaryRow]) -> list[SummaryRow]:
-    """Rows of methods without steps, and the last step of those with."""
-    last: dict[tuple[str, str, str, float], int | None] = {}
-    for row in rows:
-        last[row.dataset, row.model, row.method, row.keep_ratio] = row.step
-    return [row for row in rows if last[row.dataset, row.model, row.method, row.keep_ratio] == row.step]
-
-
-def final_comparisons(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
-    """Comparison rows of methods without steps, and the last step of those with."""
-    last = {(r.dataset, r.model, r.reference, r.method, r.keep_ratio): r.step for r in rows}
-    return [r for r in rows if last[r.dataset, r.model, r.reference, r.method, r.keep_ratio] == r.step]
-
-
-def summary_markdown(rows: Sequence[SummaryRow]) -> str:
-    """One table per method: keep, model, the paper's columns, then ours, every figure with its interval."""
-    parts = []
-    for method in dict.fromkeys(row.method for row in rows):
-        own = sorted_by_keep([row for row in rows if row.method == method])
-        steps = any(row.step is not None for row in own)
-        heads = ["keep", *(["step"] if steps else []), "model", *(METRICS[name].label for name in TABLE_METRICS)]
-        body = [
-            [
-                keep_label(row.keep_ratio),
-                *([str(row.step)] if steps else []),
-                row.model,
-                *(figure(row[name], METRICS[name]) for name in TABLE_METRICS),
-            ]
-            for row in own
-        ]
-        parts.append(f"### {method}\n\n{sizes(own)}\n\n{markdown_table(heads, body)}")
-    return "\n".join(parts)
-
-
-def comparison_markdown(rows: Sequence[ComparisonRow]) -> str:
-    """One table per pair of models: differences on the same windows, the ratio of KL, and what can be said."""
-    parts = []
-    for pair in dict.fromkeys((row.model, row.reference) for row in rows):
-        own = [row for row in rows if (row.model, row.reference) == pair]
-        heads = ["method", "keep", "step", "KL ratio", *(f"{METRICS[name].label} diff." for name in HEADLINE_METRICS)]
-        body = [
-            [
-                row.method,
-                keep_label(row.keep_ratio),
-                "" if row.step is None else str(row.step),
-                f"{row.kl_ratio.value:.3f} [{row.kl_ratio.low:.3f}, {row.kl_ratio.high:.3f}]",
-                *(difference(row, name) for name in HEADLINE_METRICS),
-            ]
-            for row in own
-        ]
-        parts.append(f"### {pair[0]} minus {pair[1]}\n\n{markdown_table(heads, body)}")
-    return "\n".join(parts)
-
-
-def difference(row: ComparisonRow, metric: str) -> str:
-    """A difference with its sign, interval and verdict."""
-    estimate, kind = row.differences[metric], METRICS[metric]
-    ends = f"[{number(estimate.low, kind, sign=True)}, {number(estimate.high, kind, sign=True)}]"
-    mark = {"better": " better", "worse": " worse", "not distinguishable": ""}[row.verdict(metric)]
-    return f"{number(estimate.value, kind, sign=True)} {ends}{mark}"
-
-
-def summary_csv(rows: Sequence[SummaryRow]) -> str:
-    """All rows and all metrics with interval ends, in full precision."""
-    heads = ["dataset", "model", "method", "keep_ratio", "step", "num_examples", "num_documents"]
-    heads += [f"{name}{end}" for name in METRICS for end in ("", "_low", "_high")]
-    lines = [
-        [r.dataset, r.model, r.method, r.keep_ratio, r.step, r.num_examples, r.num_documents]
-        + [value for name in METRICS for value in (r[name].value, r[name].low, r[name].high)]
-        for r in rows
-    ]
-    return _csv(heads, lines)
-
-
-def comparison_csv(rows: Sequence[ComparisonRow]) -> str:
-    """All paired rows: KL ratio and differences with interval ends, in full precision."""
-    heads = ["dataset", "model", "reference", "method", "keep_ratio", "step", "num_examples", "num_documents"]
-    heads += ["kl_ratio", "kl_ratio_low", "kl_ratio_high"]
-    heads += [f"{name}_difference{end}" for name in METRICS for end in ("", "_low", "_high")]
-    lines = [
-        [r.dataset, r.model, r.reference, r.method, r.keep_ratio, r.step, r.num_examples, r.num_documents]
-        + [r.kl_ratio.value, r.kl_ratio.low, r.kl_ratio.high]
-        + [value for name in METRICS for e in [r.differences[name]] for value in (e.value, e.low, e.high)]
-        for r in rows
-    ]
-    return _csv(heads, lines)
-
-
-def headline_text(rows: Sequence[SummaryRow], method: str | None = None) -> str:
-    """Aligned text for a terminal: one method, keep ratio by keep ratio, models below one another.
-
-    Args:
-        rows: summary rows.
-        method: name of the method; None takes ``headline_method``.
-    """
-    method = headline_method(rows) if method is None else method
-    own = sorted_by_keep(final_steps([row for row in rows if row.method == method]))
-    heads = ["keep", "model", *(METRICS[name].label for name in HEADLINE_METRICS)]
-    body = [_headline_cells(row) for row in own]
-    return f"{method}, {sizes(own)}\n{_aligned(heads, body, gap_before_new_first=True)}"
-
-
-def headline_markdown(rows: Sequence[SummaryRow], method: str | None = None) -> str:
-    """The same figures as ``headline_text`` as a Markdown table, for a README."""
-    method = headline_method(rows) if method is None else method
-    own = sorted_by_keep(final_steps([row for row in rows if row.method == method]))
-    return markdown_table(
-        ["keep", "model", *(METRICS[name].label for name in HEADLINE_METRICS)], [_headline_cells(row) for row in own]
+def sizes(rows: Sequence[SummaryRow | ComparisonRow], evaluation: str) -> str:
+    """How much data stands behind the rows, e.g. ``128 windows of 64 documents``."""
+    thing = "window" if evaluation == "suffix" else "example"
+    counts = sorted({(row.num_examples, row.num_documents) for row in rows})
+    return ", or ".join(
+        f"{examples} {thing}{'s' * (examples > 1)} of {documents} document{'s' * (documents > 1)}"
+        for examples, documents in counts
     )
 
 
-def headline_method(rows: Sequence[SummaryRow]) -> str:
-    """Attention Matching where it was evaluated, else the first method."""
-    methods = [row.method for row in rows]
-    return next((name for name in methods if name.startswith("attention-matching")), methods[0])
-
-
-def sizes(rows: Sequence[SummaryRow]) -> str:
-    """How much data stands behind the rows, e.g. ``128 windows of 64 documents``."""
-    counts = sorted({(row.num_examples, row.num_documents) for row in rows})
-    return ", or ".join(f"{windows} windows of {documents} documents" for windows, documents in counts)
-
-
-def sorted_by_keep(rows: Sequence[SummaryRow]) -> list[SummaryRow]:
+def sorted_by_keep(rows: Iterable[SummaryRow]) -> list[SummaryRow]:
     """Rows by keep ratio, then by step; models keep their order."""
-    return sorted(rows, key=lambda row: (row.keep_ratio, -1 if row.step is None else row.step))
+    return sorted(rows, key=lambda row: (row.keep_ratio, _order(row.step)))
 
 
-def markdown_table(heads: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; cells may not hold a vertical bar."""
-    lines = [heads, ["---"] * len(heads), *body]
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+def quality_table(results: Results, paper: Paper, method: str, *, all_steps: bool = False) -> TableData:
+    """Every figure of one method: a block per keep ratio, the models below one another.
+
+    Args:
+        results: of a folder.
+        paper: for the paper's figures.
+        method: name of the method with its options.
+        all_steps: a block per keep ratio and step instead of the last step alone.
+    """
+    rows = [row for row in results.rows if row.method == method]
+    rows = sorted_by_keep(rows if all_steps else final_steps(rows))
+    steps = any(row.step is not None for row in rows)
+    columns = (
+        Column("keep", "left"), *([Column("steps")] if steps else []), Column("model", "left"),
+        *map(metric_column, results.metrics),
+    )  # fmt: skip
+    blocks = []
+    for _, group in groupby(rows, key=lambda row: (row.keep_ratio, row.step)):
+        own = list(group)
+        best = {name: best_model(results.comparisons, own, name) for name in results.metrics}
+        blocks.append(tuple(
+            (
+                keep_label(row.keep_ratio), *([_step(row.step)] if steps else []), row.model,
+                *(
+                    Figure(
+                        row[name], best[name] == row.model,
+                        paper.printed(row.model, method, row.keep_ratio, row.step, name, _total(results)),
+                    )
+                    for name in results.metrics
+                ),
+            )
+            for row in own
+        ))  # fmt: skip
+    caption = f"{_title(results)}, {method}: {sizes(rows, results.evaluation)}, 95% intervals."
+    return TableData(
+        columns,
+        tuple(blocks),
+        caption,
+        results.label("steps" if all_steps else "quality", method),
+        _notes(results, rows, paper, blocks),
+    )
 
 
-def _headline_cells(row: SummaryRow) -> list[str]:
-    cells = [figure(row[name], METRICS[name], interval=False) for name in HEADLINE_METRICS]
-    return [keep_label(row.keep_ratio), row.model, *cells]
+def differences_table(results: Results, model: str, reference: str, *, by_stratum: bool = False) -> TableData:
+    """Paired differences of two models: a block per method, or per method, keep ratio and step with a row per stratum.
+
+    Args:
+        results: of a folder.
+        model: label of the model judged.
+        reference: label of the model it is compared with.
+        by_stratum: per stratum, the deciding metric alone.
+    """
+    source = results.strata_comparisons if by_stratum else results.comparisons
+    rows = [row for row in source if (row.model, row.reference) == (model, reference)]
+    names = [name for name in results.metrics if all(name in row.differences for row in rows)]
+    names = [results.deciding] if by_stratum else names
+    ratio = "kl" in rows[0].ratios and not by_stratum
+    binary = [name for name in names if name in rows[0].tests][:1]
+    columns = (
+        Column("method", "left"), Column("keep", "left"),
+        *([Column(STRATA[results.evaluation], "left")] if by_stratum else []), Column("n"),
+        *([Column("KL ratio")] if ratio else []), *(metric_column(name, sign=True) for name in names),
+        *([Column("right alone"), Column("McNemar's p")] if binary else []),
+    )  # fmt: skip
+    blocks = []
+    for _, group in groupby(rows, key=lambda row: (row.method, row.keep_ratio) if by_stratum else row.method):
+        blocks.append(tuple(
+            (
+                row.method + _after(row.step), keep_label(row.keep_ratio), *([row.stratum] if by_stratum else []),
+                str(row.num_examples), *([_difference(row, "kl", row.kl_ratio)] if ratio else []),
+                *(_difference(row, name, row.differences[name]) for name in names), *_tested(row, binary),
+            )
+            for row in group
+        ))  # fmt: skip
+    kind = "strata" if by_stratum else "differences"
+    caption = f"{_title(results)}: {model} minus {reference} on the same examples, 95% intervals of the differences."
+    if binary:
+        caption += f" Right alone: examples that only {model}, and only {reference}, gets right."
+    label = results.label(kind, model, reference)
+    return TableData(columns, tuple(blocks), caption, label, () if by_stratum else _warnings(rows))
 
 
-def _aligned(heads: Sequence[str], body: Sequence[Sequence[str]], *, gap_before_new_first: bool) -> str:
-    widths = [max(len(line[i]) for line in [heads, *body]) for i in range(len(heads))]
-    lines, previous = [], None
-    for line in [heads, *body]:
-        first = line[0]
-        if gap_before_new_first and previous is not None and first != previous:
-            lines.append("")
-        shown = [first if first != previous else "", *line[1:]]
-        cells = [c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(shown, widths, strict=True))]
-        lines.append("  ".join(cells).rstrip())
-        previous = first
-    return "\n".join(lines) + "\n"
+def strata_table(results: Results, paper: Paper, method: str) -> TableData:
+    """The deciding metric by stratum and model: a block per keep ratio and step, all strata together at its end.
+
+    Args:
+        results: of a folder with strata.
+        paper: for the paper's figures.
+        method: name of the method with its options, or of a baseline.
+    """
+    name = results.deciding
+    rows = sorted_by_keep(row for row in results.strata if row.method == method)
+    steps = any(row.step is not None for row in rows)
+    told = {(row.keep_ratio, row.step) for row in rows}
+    whole = [r for r in [*results.rows, *results.baselines] if r.method == method and (r.keep_ratio, r.step) in told]
+    models = list(dict.fromkeys(row.model for row in rows))
+    metric = metric_column(name)
+    several = len({row.keep_ratio for row in rows}) > 1 or method not in BASELINES
+    columns = (
+        *([Column("keep", "left")] if several else []), *([Column("steps")] if steps else []),
+        Column(STRATA[results.evaluation], "left"), Column("n"),
+        *(Column(model, decimals=metric.decimals, percent=metric.percent) for model in models),
+    )  # fmt: skip
+    blocks = []
+    for (keep, step), group in groupby(rows, key=lambda row: (row.keep_ratio, row.step)):
+        cells: dict[str, list[SummaryRow]] = {}
+        for row in [*group, *(r for r in whole if (r.keep_ratio, r.step) == (keep, step))]:
+            cells.setdefault(row.stratum, []).append(row)
+        lines = []
+        for stratum, own in cells.items():
+            best = best_model(results.strata_comparisons if stratum else results.comparisons, own, name)
+            found = {
+                row.model: Figure(
+                    row[name], row.model == best,
+                    paper.printed(row.model, method, keep, step, name, stratum or _total(results)),
+                )
+                for row in own
+            }  # fmt: skip
+            lead = [*([keep_label(keep)] if several else []), *([_step(step)] if steps else [])]
+            lines.append(
+                (*lead, stratum or "all", str(own[0].num_examples), *(found.get(model, "") for model in models))
+            )
+        if results.averages:
+            lines[-1:] = _average_lines(results, paper, models)  # instead of the mean over questions
+        blocks.append(tuple(lines))
+    caption = f"{_title(results)}, {method}: {METRICS[name].label} by {STRATA[results.evaluation]}, 95% intervals."
+    label = results.label(STRATA[results.evaluation], method)
+    return TableData(columns, tuple(blocks), caption, label, _notes(results, whole, paper, blocks))
 
 
-def _csv(heads: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
-    stream = io.StringIO()
-    writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(heads)
-    writer.writerows(lines)
-    return stream.getvalue()
+def baselines_table(results: Results) -> TableData:
+    """The scores without compression: a block per baseline."""
+    blocks = []
+    for _, group in groupby(results.baselines_in_order, key=lambda row: (row.method, row.keep_ratio)):
+        own = list(group)
+        best = {name: best_model(results.comparisons, own, name) for name in results.metrics}
+        blocks.append(tuple(
+            (
+                row.method, keep_label(row.keep_ratio), row.model,
+                *(Figure(row[name], best[name] == row.model) for name in results.metrics),
+            )
+            for row in own
+        ))  # fmt: skip
+    columns = (Column("baseline", "left"), Column("text seen"), Column("model", "left"))
+    caption = f"{_title(results)} without compression: {sizes(results.baselines, results.evaluation)}, 95% intervals."
+    columns += tuple(map(metric_column, results.metrics))
+    return TableData(columns, tuple(blocks), caption, results.label("baselines"), _plumbing(results))
+
+
+def costs_table(results: Results) -> TableData:
+    """Quality and cost side by side, at the last step of every method: a block per method and keep ratio."""
+    name = results.deciding
+    quality = {(row.model, row.method, row.keep_ratio, row.step): row for row in results.rows}
+    rows = final_steps(results.costs)
+    answers = any(not math.isnan(row.speed_ratio) for row in rows)
+    columns = [
+        Column("method", "left"), Column("keep", "left"), Column("model", "left"), metric_column(name),
+        Column("s per example", decimals=3), Column("peak MiB", decimals=0), Column("KiB per cache", decimals=1),
+        Column("bytes / dense", decimals=1, percent=True),
+    ]  # fmt: skip
+    if answers:
+        columns += [Column("first token / dense", decimals=2), Column("tokens/s / dense", decimals=2)]
+    order = {method: rank for rank, method in enumerate(results.methods)}
+    rows = [row for row in rows if (row.model, row.method, row.keep_ratio, row.step) in quality]
+    rows.sort(key=lambda row: (order[row.method], row.keep_ratio))
+    blocks = []
+    for _, group in groupby(rows, key=lambda row: (row.method, row.keep_ratio)):
+        blocks.append(tuple(
+            (
+                row.method + _after(row.step), keep_label(row.keep_ratio), row.model,
+                Figure(quality[row.model, row.method, row.keep_ratio, row.step][name]),
+                *map(_plain, [row.seconds, row.peak_mib, row.num_bytes / _KIB, row.dense_share]),
+                *(map(_plain, [row.ttft_ratio, row.speed_ratio]) if answers else ()),
+            )
+            for row in group
+        ))  # fmt: skip
+    caption = f"{_title(results)}: quality and cost. Costs are means over batches, the peak the highest of a batch."
+    return TableData(tuple(columns), tuple(blocks), caption, results.label("costs"), _plumbing(results))
+
+
+def best_model(comparisons: Sequence[ComparisonRow], rows: Sequence[SummaryRow], metric: str) -> str | None:
+    """The model whose row stands out from all the others' in a metric, see ``standing_out``."""
+    first = rows[0]
+    cell = (first.dataset, first.stratum, first.method, first.keep_ratio, first.step)
+    verdicts = {
+        (row.model, row.reference): row.verdict(metric)
+        for row in comparisons
+        if (row.dataset, row.stratum, row.method, row.keep_ratio, row.step) == cell and metric in row.differences
+    }
+    return standing_out([row.model for row in rows], verdicts)
+
+
+def _average_lines(results: Results, paper: Paper, models: Sequence[str]) -> list[tuple[Cell, ...]]:
+    lines = []
+    for name in dict.fromkeys(average.name for average in results.averages):
+        own = [average for average in results.averages if average.name == name]
+        verdicts = {(a.model, a.reference): _side(a.estimate) for a in own if a.reference}
+        levels = {average.model: average for average in own if not average.reference}
+        best = standing_out(list(levels), verdicts)
+        figures = [
+            Figure(
+                levels[model].estimate, model == best,
+                paper.printed(model, "", 1.0, None, results.deciding, "average") if name == "six" else "",
+            )
+            if model in levels
+            else ""
+            for model in models
+        ]  # fmt: skip
+        lines.append((f"average of {name}", str(next(iter(levels.values())).num_examples), *figures))
+    return lines
+
+
+def _side(difference: Estimate) -> str:
+    return ("better" if difference.value > 0.0 else "worse") if difference.excludes(0.0) else ""
+
+
+def _difference(row: ComparisonRow, metric: str, estimate: Estimate) -> Figure:
+    verdict = row.verdict(metric)
+    return Figure(estimate, verdict="" if verdict == "not distinguishable" else verdict)
+
+
+def _tested(row: ComparisonRow, binary: Sequence[str]) -> list[Cell]:
+    if not binary:
+        return []
+    test = row.tests.get(binary[0])
+    return (
+        ["", ""]
+        if test is None
+        else [f"{test.only_first} : {test.only_second}", f"{test.p:.3f}" if test.p >= 0.001 else "<0.001"]
+    )
+
+
+def _notes(results: Results, rows: Sequence[SummaryRow], paper: Paper, blocks: Sequence) -> tuple[str, ...]:
+    notes = list(_plumbing(results))
+    fewest = min(row.num_documents for row in rows)
+    if fewest < FEW_DOCUMENTS:
+        notes.append(f"Only {_documents(fewest)}: the intervals are likely too narrow.")
+    if paper.note and any(isinstance(cell, Figure) and cell.paper for block in blocks for row in block for cell in row):
+        notes.append(paper.note)
+    return tuple(notes)
+
+
+def _documents(count: int) -> str:
+    return f"{count} document{'s' * (count != 1)}"
+
+
+def _plumbing(results: Results) -> tuple[str, ...]:
+    return tuple(f"Not a result, {label}: {reason}." for label, reason in results.plumbing.items())
+
+
+def _warnings(rows: Sequence[ComparisonRow]) -> tuple[str, ...]:
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        if row.warning and row.method not in BASELINES:
+            found.setdefault(row.warning.partition(", ")[0], []).append(
+                f"{row.method}{_after(row.step)} at {keep_label(row.keep_ratio)}"
+            )
+    notes = [f"{text[0].upper()}{text[1:]} ({', '.join(where)})." for text, where in found.items()]
+    fewest = min(row.num_documents for row in rows)
+    if fewest < FEW_DOCUMENTS:
+        notes.append(f"Only {_documents(fewest)}: the intervals are likely too narrow.")
+    return tuple(notes)
+
+
+def _plain(value: float) -> Figure:
+    return Figure(Estimate(value, float("nan"), float("nan")))
+
+
+def _total(results: Results) -> str:
+    return {"longbench": "total"}.get(results.evaluation, "")
+
+
+def _title(results: Results) -> str:
+    return f"{results.evaluation} on {results.config['dataset']}"
+
+
+def _order(step: int | None) -> int:
+    return -1 if step is None else step
+
+
+def _step(step: int | None) -> str:
+    return "" if step is None else str(step)
+
+
+def _after(step: int | None) -> str:
+    return "" if step is None else f" after {step} step{'s' * (step != 1)}"

@@ -1,0 +1,8 @@
+#!/bin/sh
+# The continued pretraining of section "Experiments" and its control on the same tokens; figure "training diagnostics".
+. "$(dirname "$0")/common.sh"
+for size in $SIZES; do
+  need "$size" router
+  need "$size" control
+  python -m kvcat report --run "KV-CAT=$OUT/train/$size-router" --run "control=$OUT/train/$size-control" -o "$OUT/train/$size-report"
+done

@@ -1,0 +1,340 @@
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from test_evals_answering import with_opening
+
+import kvcat
+from kvcat.compress.sequences import INSTRUCTION
+from kvcat.errors import InputError
+from kvcat.evals.answering import BASELINES
+from kvcat.evals.haystack import FILLER, read_filler
+from kvcat.evals.needle import QUERY, NeedleOptions, judge_passkey, needle_task
+from kvcat.evals.running import evaluate
+from tiny import byte_tokenizer, stock_model
+
+QWEN = Path(__file__).parents[3] / "shared" / "assets" / "tokenizers" / "qwen2.5"
+DISTRACTOR = re.compile(r"candidate (\d{6})\.|The code (\d{6}) is a decoy")
+
+
+@pytest.fixture(scope="module")
+def base():
+    return kvcat.load("kvcat-base")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(base):
+    return base[1]
+
+
+@pytest.fixture(scope="module")
+def paper(tokenizer):
+    return needle_task(tokenizer)
+
+
+@pytest.fixture(scope="module")
+def short(tokenizer):
+    return needle_task(tokenizer, NeedleOptions(length=300, per_depth=2))
+
+
+def text_of(tokenizer, example):
+    return tokenizer.decode(example.context)
+
+
+def distractors(text):
+    return [first or second for first, second in DISTRACTOR.findall(text)]
+
+
+def test_the_paper_s_examples_are_twenty_at_each_of_five_depths(paper):
+    strata = [example.stratum for example in paper.examples]
+    assert {stratum: strata.count(stratum) for stratum in strata} == dict.fromkeys(
+        ["0", "0.25", "0.5", "0.75", "1"], 20
+    )
+    assert len({example.document for example in paper.examples}) == 100
+
+
+def test_the_examples_never_change(paper):
+    assert paper.describe()["texts"] == "b6be10e0f37494fd11019e8210a84c94f27081ca0907f1822a10ecf62e1906fa"
+    assert paper.describe()["manifest"] == "c5df5c8be6f049acfad5dcd971180372f9682d980ff9d7f8cc85228e968dee8a"
+
+
+@pytest.mark.parametrize("length", [120, 301, 1024])
+@pytest.mark.parametrize("make", [byte_tokenizer, with_opening])
+def test_every_haystack_has_exactly_the_tokens_asked_for_and_its_needle_at_its_depth(length, make):
+    tokenizer = make()
+    depths = (0.0, 0.1, 0.5, 0.77, 1.0)
+    first = len(tokenizer.encode(""))
+    for example in needle_task(tokenizer, NeedleOptions(length=length, depths=depths, per_depth=2)).examples:
+        needle = [*example.question, *example.answer, *tokenizer.encode(".\n", add_special_tokens=False)]
+        assert len(example.context) == length
+        room = length - len(needle) - first
+        start = first + round(float(example.stratum) * room)
+        assert list(example.context[start : start + len(needle)]) == needle
+        assert list(example.context[:first]) == tokenizer.encode("")
+
+
+def test_the_passkey_stands_once_in_its_haystack_and_in_no_distractor(tokenizer, paper):
+    for example in paper.examples:
+        (passkey,) = example.references
+        text = text_of(tokenizer, example)
+        assert re.fullmatch(r"\d{6}", passkey)
+        assert tokenizer.decode(example.answer) == passkey
+        assert text.count(passkey) == text.count(f"{QUERY}{passkey}.\n") == 1
+        assert passkey not in distractors(text)
+
+
+def test_each_drawn_line_is_a_distractor_with_the_paper_s_probability(tokenizer, paper):
+    counts = [0, 0]
+    kinds = [0, 0]
+    for example in paper.examples:
+        # the lines before and behind the needle that are cut are no draws
+        before, after = text_of(tokenizer, example).split(f"{QUERY}{example.references[0]}.\n")
+        drawn = [line for part in (before, after) for line in part.splitlines()[1:]]
+        for line in drawn:
+            assert line in FILLER or DISTRACTOR.search(line)
+            counts[bool(DISTRACTOR.search(line))] += 1
+        kinds[0] += sum("candidate" in line for line in drawn)
+        kinds[1] += sum("decoy" in line for line in drawn)
+    total = sum(counts)
+    assert counts[1] / total == pytest.approx(0.35, abs=4 * (0.35 * 0.65 / total) ** 0.5)
+    assert kinds[0] / counts[1] == pytest.approx(0.5, abs=4 * (0.25 / counts[1]) ** 0.5)
+
+
+@pytest.mark.parametrize("rate", [0.0, 1.0])
+def test_all_lines_are_distractors_or_none(tokenizer, rate):
+    task = needle_task(tokenizer, NeedleOptions(length=300, per_depth=1, distractor_rate=rate))
+    for example in task.examples:
+        text = text_of(tokenizer, example)
+        assert bool(distractors(text)) == bool(rate)
+        assert bool(any(f"\n{line}\n" in text for line in FILLER)) != bool(rate)
+
+
+def test_a_code_that_equals_the_passkey_is_drawn_again():
+    from kvcat.evals.needle import _Lines
+
+    key, options = (0, 0, 0), NeedleOptions(distractor_rate=1.0)
+    plain = distractors("".join(_Lines(key, "none", FILLER, options).first(10)[0]))
+    told = "".join(_Lines(key, plain[3], FILLER, options).first(10)[0])
+    assert plain[3] not in distractors(told)
+    assert distractors(told)[:3] == plain[:3]
+
+
+def test_more_examples_or_depths_leave_the_first_as_they_are(tokenizer):
+    few, many = (needle_task(tokenizer, NeedleOptions(length=200, per_depth=n)).examples for n in (1, 3))
+    assert many[: len(few)] == few
+    two = needle_task(tokenizer, NeedleOptions(length=200, per_depth=1, depths=(0.0, 0.25))).examples
+    assert two == few[:2]
+    assert [example.stratum for example in many[5:10]] == [example.stratum for example in few]
+
+
+def test_seeds_give_other_passkeys_and_other_text(tokenizer):
+    one, two = (needle_task(tokenizer, NeedleOptions(length=200, per_depth=2, seed=seed)) for seed in (0, 1))
+    assert not {example.references for example in one.examples} & {example.references for example in two.examples}
+    assert one.describe()["texts"] != two.describe()["texts"]
+    assert one.describe()["manifest"] != two.describe()["manifest"]
+
+
+def test_texts_are_drawn_alike_for_every_tokenizer_and_length(tokenizer, short):
+    other = needle_task(byte_tokenizer(), NeedleOptions(length=200, per_depth=2))
+    assert other.texts == short.texts
+    assert [example.references for example in other.examples] == [example.references for example in short.examples]
+    assert other.describe()["manifest"] != short.describe()["manifest"]
+
+
+def test_the_tokens_are_those_of_the_text_read_as_a_whole(tokenizer, short):
+    for example in short.examples:
+        assert tokenizer.encode(text_of(tokenizer, example)) == list(example.context)
+
+
+def test_qwen_s_tokens_are_those_of_the_text_read_as_a_whole():
+    if not QWEN.is_dir():
+        pytest.skip("no Qwen2.5 tokenizer here")
+    from transformers import AutoTokenizer
+
+    qwen = AutoTokenizer.from_pretrained(QWEN)
+    task = needle_task(qwen, NeedleOptions(per_depth=1))
+    assert task.describe()["manifest"] == "fd5b42edf8426a5baf0a5ca8f324f6afe220af1fd0f777dbdad51526db6f1c7b"
+    for example in task.examples:
+        assert len(example.context) == 1024
+        assert qwen.encode(text_of(qwen, example)) == list(example.context)
+
+
+def test_both_copies_of_the_haystack_are_the_same_tokens_around_the_instruction(base, short):
+    model, tokenizer = base
+    traced = short.prepare(model, tokenizer, short.examples[:3]).trace
+    ids = traced.input_ids
+    assert traced.prefix_len == 300
+    assert ids[:, :300].tolist() == [list(example.context) for example in short.examples[:3]]
+    assert torch.equal(ids[:, :300], ids[:, traced.supervision_start :])
+    assert tokenizer.decode(ids[0, 300 : traced.supervision_start]) == INSTRUCTION
+
+
+def test_keeping_every_slot_gives_the_dense_values_and_keeping_few_does_not(base, short):
+    model, tokenizer = base
+    short.check("base", model, tokenizer)
+    batch = short.prepare(model, tokenizer, short.examples[:5])
+    dense, none = (batch.baseline(baseline) for baseline in BASELINES)
+    assert batch.score(kvcat.AttentionMatching()(batch.trace, keep_ratio=1.0)) == dense
+    few = batch.score(kvcat.Eviction("first")(batch.trace, keep_ratio=0.05))
+    names = {
+        "exact_match", "correct_prefix", "dense_exact_match", "dense_correct_prefix", "nll", "nll_dense", "delta_nll",
+        "nll_none", "context_gain",
+    }  # fmt: skip
+    for row in (*dense, *none, *few):
+        assert set(row) == names
+    assert sum(row["context_gain"] for row in dense) / 5 > 1.0
+    assert sum(row["nll"] for row in few) > sum(row["nll"] for row in dense)
+
+
+@pytest.fixture(scope="module")
+def learned():
+    """A model that has learned five haystacks' passkeys by heart, and these haystacks."""
+    tokenizer = byte_tokenizer()
+    task = needle_task(tokenizer, NeedleOptions(length=130, per_depth=1))
+    stop = tokenizer.encode(".")
+    rows = torch.tensor([[*e.context, *e.question, *e.answer, *stop] for e in task.examples])
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = stock_model(
+            "llama", vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=512, bos_token_id=None, eos_token_id=None,
+        )  # fmt: skip
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    for _ in range(60):
+        logits = model(input_ids=rows).logits[:, -8:-1]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, -7:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model.eval(), tokenizer, task
+
+
+def test_passkeys_that_a_model_knows_are_right_until_compression_loses_them(learned):
+    model, tokenizer, task = learned
+    batch = task.prepare(model, tokenizer, task.examples)
+    dense, none = (batch.baseline(baseline) for baseline in BASELINES)
+    assert [row["exact_match"] for row in dense] == [1.0] * 5
+    assert [row["correct_prefix"] for row in dense] == [1.0] * 5
+    assert sum(row["exact_match"] for row in none) <= 1.0
+    assert max(row["nll"] for row in dense) < 0.1 < min(row["nll_none"] for row in dense)
+    snapshots = kvcat.GradientCompression(num_steps=1).snapshots(batch.trace, keep_ratio=1.0)
+    assert [batch.score(cache) for _, cache in snapshots] == [dense] * 2
+    few = batch.score(kvcat.Eviction("first")(batch.trace, keep_ratio=0.02))
+    assert sum(row["exact_match"] for row in few) < 5.0
+    assert [row["dense_exact_match"] for row in few] == [1.0] * 5
+
+
+def test_the_loop_writes_records_by_depth_and_a_second_run_only_reads_them(learned, tmp_path):
+    model, tokenizer, task = learned
+
+    def run():
+        return evaluate(task, {"m": (model, tokenizer)}, ["first"], (0.1, 1.0), tmp_path, batch_size=2, progress=False)
+
+    records = run()
+    assert len(records) == 5 * 4
+    assert {record.stratum for record in records} == {"0", "0.25", "0.5", "0.75", "1"}
+    whole = [record.values for record in records if record.method == "first" and record.keep_ratio == 1.0]
+    dense = [record.values for record in records if record.method == "dense"]
+    assert [row["exact_match"] for row in whole] == [row["exact_match"] for row in dense] == [1.0] * 5
+    assert [row["dense_exact_match"] for row in whole] == [1.0] * 5
+    assert run() == records
+
+
+@pytest.mark.parametrize(
+    ("answer", "exact", "prefix"),
+    [
+        ("483920", 1.0, 1.0),
+        (" 483920.\nThe", 1.0, 1.0),
+        ("4839201", 0.0, 1.0),
+        ("483921", 0.0, 5 / 6),
+        ("4839", 0.0, 4 / 6),
+        ("48 3920", 0.0, 2 / 6),
+        ("983920", 0.0, 0.0),
+        ("x483920", 0.0, 0.0),
+        ("", 0.0, 0.0),
+    ],
+)
+def test_an_answer_is_right_where_its_digits_are_the_passkey(answer, exact, prefix):
+    assert judge_passkey(answer, ("483920",)) == {"exact_match": exact, "correct_prefix": pytest.approx(prefix)}
+
+
+def test_an_answer_has_room_for_a_digit_too_many(short):
+    assert all(example.max_new_tokens > len(example.answer) for example in short.examples)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"length": 0}, "length is 0"),
+        ({"per_depth": 0}, "per_depth is 0"),
+        ({"depths": ()}, r"depths are \[\]"),
+        ({"depths": (0.5, 0.5)}, "each once"),
+        ({"depths": (0.5, 1.5)}, "1.5"),
+        ({"depths": (float("nan"),)}, "nan"),
+        ({"distractor_rate": 1.1}, "distractor_rate is 1.1"),
+        ({"supervision": "suffix"}, "not 'suffix'"),
+    ],
+)
+def test_options_out_of_range_are_refused(options, said):
+    with pytest.raises(InputError, match=said):
+        NeedleOptions(**options)
+
+
+def test_a_haystack_too_short_for_needle_and_instruction_is_refused(tokenizer):
+    needle, instruction = f"{QUERY}483920.\n", INSTRUCTION
+    least = len(tokenizer.encode(needle)) + len(tokenizer.encode(instruction))
+    needle_task(tokenizer, NeedleOptions(length=least, per_depth=1, depths=(0.5,)))
+    with pytest.raises(InputError, match=f"a haystack of {least - 1} tokens is too short: .* take {least}"):
+        needle_task(tokenizer, NeedleOptions(length=least - 1, per_depth=1, depths=(0.5,)))
+
+
+def test_a_model_with_too_few_positions_is_refused_before_it_runs(base, paper):
+    model, tokenizer = base
+    with pytest.raises(InputError, match=r"1024 tokens .* more than the 1024 positions of model 'base'"):
+        paper.check("base", model, tokenizer)
+
+
+def test_sentences_of_a_file_hide_the_needle(tokenizer, tmp_path):
+    file = tmp_path / "book.txt"
+    file.write_text(
+        "The  ship\nsailed at dawn. In 1851 it sank! Was a passkey lost? Oh no. Was anyone saved then? The ship sailed "
+        "at dawn."
+    )
+    filler = read_filler(file)
+    assert filler == ("The ship sailed at dawn.", "Was anyone saved then?")
+    task = needle_task(
+        tokenizer, NeedleOptions(length=200, per_depth=1, distractor_rate=0.0), filler=filler, dataset="book"
+    )
+    lines = {line for e in task.examples for line in text_of(tokenizer, e).splitlines() if not line.startswith(QUERY)}
+    assert set(filler) <= lines
+    assert all(any(whole.endswith(line) for whole in filler) for line in lines)
+    assert task.dataset == "book"
+    assert task.texts != needle_task(tokenizer, NeedleOptions(length=200, per_depth=1, distractor_rate=0.0)).texts
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "cannot read .*: No such file"),
+        (b"", "no usable sentence"),
+        (b"In 1851 it sank. Too short.", "no usable sentence"),
+        (b"\xff\xfe ship", "is not UTF-8 text"),
+    ],
+)
+def test_a_file_without_usable_sentences_is_refused(tmp_path, content, said):
+    file = tmp_path / "book.txt"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(InputError, match=said):
+        read_filler(file)
+
+
+def test_no_filler_at_all_is_refused(tokenizer):
+    with pytest.raises(InputError, match="no filler sentence"):
+        needle_task(tokenizer, filler=())
+
+
+def test_our_own_sentences_are_many_neutral_and_different():
+    assert len(set(FILLER)) == len(FILLER) >= 40
+    assert not any(re.search(r"\d|passkey|memory|code|record", sentence.lower()) for sentence in FILLER)

@@ -1,0 +1,152 @@
+import math
+import re
+import shutil
+import subprocess
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcat.evals import Estimate
+from kvcat.report.latex import escape, latex_table
+from kvcat.report.paper import paper_cell
+from kvcat.report.tabledata import Column, Figure, TableData, standing_out
+
+COMPILER = next((name for name in ("pdflatex", "tectonic", "lualatex", "xelatex") if shutil.which(name)), None)
+COLUMNS = (
+    Column("keep", "left"),
+    Column("model", "left"),
+    Column("KL", decimals=4),
+    Column("top-1", percent=True, decimals=1),
+)
+NAN = float("nan")
+
+
+def table(blocks=None, columns=COLUMNS, caption="Suffix completion, 50% & more", label="tab:suffix"):
+    def row(keep, model, variant, best):
+        fields = {
+            "table": "tab:attention-matching-ppl",
+            "model": "Qwen2.5-0.5B",
+            "variant": variant,
+            "keep_ratio": keep,
+        }
+        cells = [paper_cell(**fields, metric=metric) for metric in ("kl", "top1")]
+        kl, top1 = ("" if cell is None else cell.printed.rstrip("%") for cell in cells)
+        figures = Figure(Estimate(0.03214, 0.029, 0.0355), best, kl), Figure(Estimate(0.885, NAN, NAN), False, top1)
+        return (f"{100 * keep:g}%", model, *figures)
+
+    rows = [[row(keep, "base", "base", False), row(keep, "kv_cat", "kv-cat", True)] for keep in (0.1, 0.15)]
+    return TableData(columns, tuple(map(tuple, rows if blocks is None else blocks)), caption, label)
+
+
+def columns_per_line(text):
+    """Columns that each line between the rules fills, spans counted."""
+    body = text[text.index("\\toprule") : text.index("\\bottomrule")]
+    body = re.sub(r"\\(top|mid)rule|\\cmidrule\(lr\)\{[\d-]+\}", "", body)
+    lines = [line for line in body.split("\\\\\n") if line.strip()]
+    spans = [sum(int(n) - 1 for n in re.findall(r"\\multicolumn\{(\d)\}", line)) for line in lines]
+    return [1 + len(re.findall(r"(?<!\\)&", line)) + span for line, span in zip(lines, spans, strict=True)]
+
+
+def check_structure(text):
+    opened, stack = re.findall(r"\\(begin|end)\{(\w+)\}", text), []
+    for kind, name in opened:
+        if kind == "begin":
+            stack.append(name)
+        else:
+            assert stack.pop() == name
+    assert not stack
+    bare = re.sub(r"\\[\\{}]", "", text)
+    assert bare.count("{") == bare.count("}")
+    assert len(re.findall(r"(?<!\\)\$", text)) % 2 == 0
+    assert not re.search(r"(\\\\|rule)\s*[\[*]", text)
+    letters = re.search(r"\\begin\{tabular\}\{@\{\}([lcr]+)@\{\}\}", text)
+    assert letters
+    assert set(columns_per_line(text)) == {len(letters[1])}
+
+
+def test_a_table_shows_value_interval_and_the_papers_figure():
+    text = latex_table(table())
+    check_structure(text)
+    assert "\\multicolumn{2}{c}{KL} & \\multicolumn{2}{c}{top-1 (\\%)}" in text
+    assert "\\cmidrule(lr){3-4}\\cmidrule(lr){5-6}\nkeep & model & ours & paper & ours & paper \\\\" in text
+    assert "10\\% & base & 0.0321 {\\scriptsize [0.0290, 0.0355]} & 0.0483 & 88.5 & 89.3 \\\\" in text
+    assert " & kv\\_cat & \\textbf{0.0321} {\\scriptsize [0.0290, 0.0355]} & 0.0321 & 88.5 & 91.4 \\\\" in text
+
+
+def test_where_the_paper_has_no_cell_its_place_is_empty():
+    text = latex_table(table())
+    assert "15\\% & base & 0.0321 {\\scriptsize [0.0290, 0.0355]} &  & 88.5 &  \\\\" in text
+
+
+def test_without_figures_of_the_paper_there_is_one_line_of_heads():
+    text = latex_table(table([[("10%", "base", Figure(Estimate(-0.5, -1.0, 0.0)), Figure(Estimate(NAN, NAN, NAN)))]]))
+    check_structure(text)
+    assert "keep & model & KL & top-1 (\\%) \\\\\n\\midrule\n" in text
+    assert "10\\% & base & $-$0.5000 {\\scriptsize [$-$1.0000, 0.0000]} & -- \\\\" in text
+    assert "Bold" not in text
+
+
+def test_blocks_are_ruled_apart_and_repeat_no_first_cell():
+    text = latex_table(table())
+    assert text.count("\\midrule\n") == 2
+    assert [line.split("&")[0].strip() for line in text.splitlines() if "scriptsize" in line] == [
+        "10\\%", "", "15\\%", "",
+    ]  # fmt: skip
+    assert "Bold: better than every other model" in text
+
+
+def test_every_special_character_is_escaped():
+    assert escape("a_b & 5% #1 {x} $y$ ~ ^ \\ <b>|") == (
+        "a\\_b \\& 5\\% \\#1 \\{x\\} \\$y\\$ \\textasciitilde{} \\textasciicircum{} \\textbackslash{} "
+        "\\textless{}b\\textgreater{}\\textbar{}"
+    )
+    assert escape("two\n\nlines") == "two lines"
+
+
+def test_a_line_that_begins_with_a_bracket_or_a_star_does_not_belong_to_the_line_break_before_it():
+    text = latex_table(TableData((Column("[n]"),), ((("[1]",), ("*",)),), "", "tab:x"))
+    assert "\\toprule\n{}[n] \\\\\n\\midrule\n{}[1] \\\\\n{}* \\\\\n" in text
+    check_structure(text)
+
+
+@given(st.text(alphabet='ab \\&%$#_{}~^<>|"\n-', max_size=30))
+def test_no_text_can_break_a_table(text):
+    columns = (Column(text, "left"), Column("b", "center"))
+    check_structure(latex_table(TableData(columns, (((text, text),), (("x", text),)), text, "tab:x")))
+
+
+def test_wrong_tables_are_told():
+    with pytest.raises(ValueError, match="'tab:suffix' has 1 cells for 4 columns"):
+        table([[("10%",)]])
+    with pytest.raises(ValueError, match="no column"):
+        TableData((), (), "", "tab:x")
+    with pytest.raises(ValueError, match="'tab x' cannot be the label"):
+        table(label="tab x")
+
+
+def test_a_model_stands_out_only_where_it_is_better_than_every_other():
+    models = ["base", "control", "kvcat"]
+    verdicts = {("kvcat", "base"): "better", ("kvcat", "control"): "better", ("control", "base"): "worse"}
+    assert standing_out(models, verdicts) == "kvcat"
+    assert standing_out(models, {**verdicts, ("kvcat", "control"): "not distinguishable"}) is None
+    assert standing_out(models, {key: verdicts[key] for key in list(verdicts)[:1]}) is None
+    assert standing_out(["base", "kvcat"], {("kvcat", "base"): "worse"}) == "base"
+    assert standing_out(["base"], {}) is None
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no LaTeX compiler on this machine")
+@pytest.mark.parametrize("label", ["tab:x", "tab:a_b"])
+def test_tables_compile(tmp_path, label):
+    blocks = [
+        [('<5% ~^\\ "a"|', "a_b$#{}", Figure(Estimate(0.1, 0.0, math.pi), True), Figure(Estimate(NAN, NAN, NAN)))]
+    ]
+    tables = latex_table(table()) + latex_table(table(blocks, label=label))
+    source = "\\documentclass{article}\n\\usepackage{booktabs}\n\\begin{document}\n"
+    (tmp_path / "page.tex").write_text(f"{source}{tables}\\end{{document}}\n", encoding="utf-8")
+    options = [] if COMPILER == "tectonic" else ["-halt-on-error", "-interaction=nonstopmode"]
+    run = subprocess.run(
+        [str(COMPILER), *options, "page.tex"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stdout[-2000:]
+    assert (tmp_path / "page.pdf").stat().st_size > 1000
