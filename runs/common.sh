@@ -32,13 +32,15 @@ kvcat_parallel() {
   if [ "$GPUS" -gt 1 ]; then torchrun --nproc-per-node "$GPUS" -m kvcat "$@"; else python -m kvcat "$@"; fi
 }
 
-# evaluate NAME ARGUMENTS...: an evaluation and its report
+# evaluate NAME ARGUMENTS...: an evaluation of the models of $size and its report, the paper's figures beside ours
 evaluate() {
   name=$1; shift
   kvcat_parallel eval "$@" --out "$OUT/$name"
   folders=$(find "$OUT/$name" -name config.json -exec dirname {} \; | sort)
-  python -m kvcat report $folders -o "$OUT/$name/report"
+  python -m kvcat report $folders -o "$OUT/$name/report" $(paper "$size")
 }
+
+paper() { case $1 in small) ;; *) echo "--paper-model Qwen2.5-$(echo "$1" | tr b B)" ;; esac; }
 
 hub() { case $1 in 0.5b) echo Qwen/Qwen2.5-0.5B ;; 1.5b) echo Qwen/Qwen2.5-1.5B ;; small) echo kvcat-base ;; esac; }
 recipe() { case $1 in small) echo small ;; *) echo "qwen2.5-$1" ;; esac; }

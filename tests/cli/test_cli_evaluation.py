@@ -119,6 +119,18 @@ def test_several_sources_and_shards_end_in_one_report(tiny_folder, data, tmp_pat
     assert [len(read_records(Path(folder))) for folder in folders] == [4, 4]
 
 
+def test_under_torchrun_every_process_is_a_shard(tiny_folder, data, tmp_path, monkeypatch, capsys):
+    argv = arguments(f"base={tiny_folder}", data, tmp_path / "out", "--method", "first", "--keep", 0.5)
+    for rank in range(2):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        assert run(argv) == 0
+        assert f"shard {rank} of 2 is done" in capsys.readouterr().out
+    files = sorted(file.name for file in (tmp_path / "out").glob("records*"))
+    assert files == ["records-0-of-2.jsonl", "records-1-of-2.jsonl"]
+    assert len(read_records(tmp_path / "out")) == 4
+
+
 def test_an_evaluation_stopped_between_two_batches_ends_with_the_same_records_and_table(
     finished, tiny_folder, data, tmp_path, capsys, monkeypatch
 ):

@@ -151,9 +151,9 @@ def test_several_seeds_are_several_records_and_one_row_of_their_means(models, wi
 def test_seconds_bytes_and_speed_stand_beside_the_records(models, windows, tmp_path):
     run({"base": models["base"]}, windows, tmp_path, ["first"], (0.25,), speed=True, batch_size=2)
     costs = read_costs(tmp_path)
-    assert [cost["examples"] for cost in costs] == [2, 2, 1]
+    assert [cost["examples"] for cost in costs] == [2]
     assert all(cost["seconds"] > 0 and cost["bytes"] * 4 == cost["dense_bytes"] for cost in costs)
-    assert ["ttft" in cost for cost in costs] == [False] * 3  # 12 + 48 positions exceed the model's 32
+    assert ["ttft" in cost for cost in costs] == [False]  # 12 + 48 positions exceed the model's 32
 
 
 def test_the_seed_reaches_the_methods_that_draw(models, windows, tmp_path):

@@ -5,7 +5,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +104,7 @@ def evaluate(
 
     One trace per batch serves all methods. A method with snapshots gives one record per snapshot. Batches are written
     as they finish; the same call after a kill does what is missing and ends with the same records. Seconds, memory and
-    bytes of every batch stand in ``costs.jsonl``, versions and hardware in ``provenance.jsonl``.
+    bytes of a first batch stand in ``costs.jsonl``, versions and hardware in ``provenance.jsonl``.
 
     Args:
         task: the examples and how they are scored.
@@ -145,7 +145,7 @@ def evaluate(
             dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
             subject = _Subject(label, model, tokenizer, fingerprint(model), dtype, task.dataset)
             folder.check_model(label, subject.fingerprint, subject.dtype)
-            run = _Run(subject, task, folder, bar, seconds, set() if speed else None)
+            run = _Run(subject, task, folder, bar, seconds, speed)
             for start, stop in batches:
                 run.batch(task.examples[start:stop], _work(task, plan, start, stop)[0])
         by_method = {name: round(spent, 2) for name, spent in seconds.items()}
@@ -155,14 +155,15 @@ def evaluate(
 
 @dataclass(frozen=True)
 class _Run:
-    """One model's part of an evaluation; ``timed`` holds the jobs whose answers were timed, None times none."""
+    """One model's part of an evaluation; ``measured`` holds the jobs whose costs are known."""
 
     subject: _Subject
     task: Task
     folder: ResultsFolder
     bar: EvalProgress
     seconds: dict[str, float]
-    timed: set[int] | None
+    speed: bool
+    measured: set[int] = field(default_factory=set)
 
     def batch(self, batch: Sequence[Example], work: Sequence[_Job | Baseline]) -> None:
         """Do what is missing of a batch."""
@@ -182,33 +183,33 @@ class _Run:
             self.bar.advance(len(batch), f"{self.subject.label}: {name} keep {part.keep_ratio:g}")
 
     def _compress(self, job: _Job, batch: Sequence[Example], prepared: Prepared) -> None:
-        traced = prepared.trace
-        meter = Meter(traced.input_ids.device)
-        found, costs, speed = [], [], {}
-        for step, cache in metered(job.caches(traced), meter):
+        """Caches and their scores; on a job's first batch also what they cost, sharing no work with other jobs."""
+        traced, first = prepared.trace, id(job) not in self.measured
+        meter, found, costs = Meter(traced.input_ids.device), [], []
+        for step, cache in metered(job.caches(replace(traced, _memo={}) if first else traced), meter):
             found.append((step, prepared.score(cache)))
-            costs.append({"step": step, "seconds": meter.seconds, "peak_mib": meter.peak_mib, "bytes": cache.nbytes})
-            if step == job.last_step:
-                speed = self._speed(job, traced, cache)
+            if first:
+                cost = {"step": step, "seconds": meter.seconds, "peak_mib": meter.peak_mib, "bytes": cache.nbytes}
+                costs.append(cost | (self._speed(traced, cache) if step == job.last_step else {}))
         about = {
             "model": self.subject.label, "method": job.method.name, "options": dict(job.method.options),
             "keep_ratio": job.keep_ratio, "seed": job.seed, "dataset": self.subject.dataset, "examples": len(batch),
             "tokens": traced.prefix_len, "dense_bytes": traced.dense_cache().nbytes,
         }  # fmt: skip
         for cost in costs:
-            self.folder.append_cost({**about, **cost, **(speed if cost["step"] == job.last_step else {})})
+            self.folder.append_cost({**about, **cost})
+        self.measured.add(id(job))
         self._write(job, batch, found)
 
-    def _speed(self, job: _Job, traced: Trace, cache: CompactCache) -> dict[str, float]:
+    def _speed(self, traced: Trace, cache: CompactCache) -> dict[str, float]:
         positions = getattr(self.subject.model.config.get_text_config(), "max_position_embeddings", None)
         last = traced.prefix_len + _PROMPT + _ANSWER
-        if self.timed is None or id(job) in self.timed or (positions is not None and last > positions):
+        if not self.speed or (positions is not None and last > positions):
             return {}
         model, prompt = self.subject.model, traced.input_ids[:1, :_PROMPT]
         caches = traced.dense_cache().select([0]), cache.select([0])
-        if not self.timed:
+        if not self.measured:
             answer_speed(model, caches[0], prompt, num_tokens=_ANSWER)  # the first answer of all pays for set-up
-        self.timed.add(id(job))
         dense, compact = (answer_speed(model, own, prompt, num_tokens=_ANSWER) for own in caches)
         return {**compact, **{f"{name}_dense": value for name, value in dense.items()}}
 
