@@ -4,5 +4,5 @@
 for size in $SIZES; do
   need "$size" router
   need "$size" control
-  python -m kvcat report --run "KV-CAT=$OUT/train/$size-router" --run "control=$OUT/train/$size-control" -o "$OUT/train/$size-report"
+  python -m kvcat report "$OUT/train/$size-router" "$OUT/train/$size-control" -o "$OUT/train/$size-report"
 done
