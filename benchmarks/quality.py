@@ -20,6 +20,8 @@ from kvcat.evals.statistics import ClusterBootstrap
 METHODS = (
     "attention-matching",
     "attention-matching,budgets=adaptive",
+    "attention-matching,budgets=layers",
+    "attention-matching,weights=equal,own_weight=0",
     "attention-matching,selection=omp,picks=4",
     "attention-matching,preset=paper",
     "attention-matching,log_bias=false,values=original",

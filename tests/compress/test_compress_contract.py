@@ -33,6 +33,8 @@ ROWS = [
 RAGGED = [
     ("attention-matching", {"budgets": "adaptive"}),
     ("attention-matching", {"budgets": "layers"}),
+    ("attention-matching", {"weights": "equal"}),
+    ("attention-matching", {"own_weight": 0.0}),
     ("gradient", {"num_steps": 2, "init": "attention-matching,budgets=adaptive"}),
     ("gradient", {"num_steps": 2, "init": "attention,budgets=layers"}),
 ]

@@ -173,3 +173,38 @@ def test_a_run_of_one_step_and_perfect_compression_are_drawn(tmp_path):
     (run / "metrics.jsonl").write_text(json.dumps({"kind": "train", "step": 1, "dense_loss": 2.0, "kept": {}}) + "\n")
     page = write_report([write_results(tmp_path / "r", records)], tmp_path / "out", title="t", runs={"kvcat": run})
     assert page.exists()
+
+
+def test_a_folder_whose_run_is_not_finished_says_so(tmp_path):
+    records = made_up_records(("control", "kvcat"), 24, ("attention-matching",))
+    whole = write_results(tmp_path / "whole", records)
+    part = write_results(tmp_path / "part", [r for r in records if r.model == "control" or int(r.document[1:]) < 6])
+    assert "INCOMPLETE" not in write_report([whole], tmp_path / "a", title="T").read_text()
+    page = write_report([part], tmp_path / "b", title="T").read_text()
+    assert "INCOMPLETE: kvcat has 12 of 48 examples under attention-matching at keep" in page
+
+
+def test_a_torn_line_of_provenance_is_left_out(tmp_path):
+    folder = write_results(tmp_path / "results", made_up_records(("control",), 3, ("attention-matching",)))
+    log = folder / "provenance.jsonl"
+    log.write_bytes(log.read_bytes()[:-5] + b"\n")
+    assert write_report([folder], tmp_path / "page", title="T").exists()
+
+
+def test_damaged_costs_and_records_are_one_line(tmp_path):
+    folder = write_results(tmp_path / "results", made_up_records(("control",), 3, ("attention-matching",)))
+    (folder / "costs.jsonl").write_text("garbage\n")
+    with pytest.raises(InputError, match="no cost"):
+        write_report([folder], tmp_path / "page", title="T")
+    (folder / "costs.jsonl").unlink()
+    with (folder / "records.jsonl").open("a") as stream:
+        line = json.loads((folder / "records.jsonl").read_text().splitlines()[0])
+        stream.write(json.dumps({**line, "example": "x", "values": 3}) + "\n")
+    with pytest.raises(InputError, match="no record"):
+        write_report([folder], tmp_path / "page", title="T")
+
+
+def test_the_verdict_names_every_method(tmp_path):
+    records = made_up_records(("control", "kvcat"), 12, ("attention-matching", "snapkv"))
+    page = write_report([write_results(tmp_path / "results", records)], tmp_path / "page", title="T").read_text()
+    assert "kvcat against control, snapkv: KL" in page

@@ -145,7 +145,7 @@ def _shard(text: str | None) -> tuple[int, int]:
 
 
 def _labelled(item: str) -> tuple[str, str]:
-    label, separator, folder = item.partition("=")
+    label, separator, folder = ("", "", item) if Path(item).is_dir() else item.partition("=")
     if separator and not label:
         raise InputError(f"{item!r} names no label before the equals sign")
     return (label, folder) if separator else (Path(item).name or item, item)

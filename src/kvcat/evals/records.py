@@ -179,6 +179,8 @@ def read_records(path: Path) -> list[Record]:
             lines = file.read_text(encoding="utf-8").split("\n")
             for line in lines[:-1]:
                 record = Record(**json.loads(line))
+                if not isinstance(record.values, dict):
+                    raise ValueError(f"its values are {record.values!r}")
                 found.setdefault(record.key, record)
         except (ValueError, TypeError) as error:  # ValueError: not JSON, or not UTF-8
             raise InputError(f"{file} has a line that is no record: {error}") from None
@@ -186,9 +188,18 @@ def read_records(path: Path) -> list[Record]:
 
 
 def read_costs(path: Path) -> list[dict[str, Any]]:
-    """What the batches of a results folder took, of all its shards; torn last lines are left out."""
-    files = sorted(path.glob("costs*.jsonl"))
-    return [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").split("\n")[:-1]]
+    """What the batches of a results folder took, of all its shards; torn last lines are left out.
+
+    Raises:
+        InputError: a line that is no cost.
+    """
+    found = []
+    for file in sorted(path.glob("costs*.jsonl")):
+        try:
+            found += [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n")[:-1]]
+        except ValueError as error:
+            raise InputError(f"{file} has a line that is no cost: {error}") from None
+    return found
 
 
 def models_of(records: Iterable[Record]) -> dict[str, dict[str, str]]:

@@ -326,5 +326,7 @@ def _check_model(task: Task, label: str, model: PreTrainedModel, tokenizer: Any,
 
 
 def _log(out_dir: Path, event: dict[str, Any]) -> None:
-    with (out_dir / "provenance.jsonl").open("a", encoding="utf-8") as stream:
-        stream.write(json.dumps(event) + "\n")
+    log = out_dir / "provenance.jsonl"
+    torn = log.exists() and not log.read_bytes().endswith(b"\n")
+    with log.open("a", encoding="utf-8") as stream:
+        stream.write("\n" * torn + json.dumps(event) + "\n")

@@ -63,16 +63,19 @@ def speed_ups(rows: Sequence[SummaryRow], pairs: Sequence[tuple[str, str]], metr
         metric: what must be reached.
     """
     sign = 1.0 if METRICS[metric].better == "lower" else -1.0
-    curves: dict[tuple[str, float], dict[str, list[tuple[int, float]]]] = {}
+    curves: dict[tuple[str, float, int], dict[str, list[tuple[int, float]]]] = {}
     for row in rows:
         if row.step is not None:
-            own = curves.setdefault((row.method, row.keep_ratio), {}).setdefault(row.model, [])
+            cell = (row.method, row.keep_ratio, row.num_examples)  # means over other examples are not comparable
+            own = curves.setdefault(cell, {}).setdefault(row.model, [])
             own.append((row.step, sign * row[metric].value))
     found = []
     for model, reference in pairs:
-        for (method, keep), by_model in curves.items():
+        for (method, keep, _), by_model in curves.items():
             if model in by_model and reference in by_model and len(by_model[reference]) > 1:
                 best, steps = min((value, step) for step, value in by_model[reference])
+                if steps == 0:  # no step helped: there is nothing to reach
+                    continue
                 needed = min((step for step, value in by_model[model] if value <= best), default=None)
                 found.append(SpeedUp(model, reference, method, keep, sign * best, steps, needed))
     return found

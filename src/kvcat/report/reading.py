@@ -23,6 +23,7 @@ from kvcat.evals import (
     summarise,
 )
 from kvcat.evals.chance import plumbing
+from kvcat.evals.records import method_label
 from kvcat.report.averages import QAAverage, qa_averages
 from kvcat.report.costs import CostRow, cost_rows
 
@@ -49,6 +50,7 @@ class Results:
         averages: over QA tasks, see ``qa_averages``.
         costs: per model, method, keep ratio and step.
         plumbing: shown label to the reason why its figures are no results.
+        incomplete: a line per model whose records do not cover all examples.
         events: lines of ``provenance.jsonl``.
     """
 
@@ -63,6 +65,7 @@ class Results:
     averages: list[QAAverage] = field(repr=False)
     costs: list[CostRow] = field(repr=False)
     plumbing: Mapping[str, str]
+    incomplete: list[str]
     events: list[Mapping[str, Any]] = field(repr=False)
 
     @property
@@ -144,8 +147,37 @@ def read_results(folder: Path) -> Results:
         qa_averages(records, pairs) if config["evaluation"] == "qa" else [],
         cost_rows(read_costs(folder), shown),
         {shown[label]: reason for label, reason in reasons.items()},
-        [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()] if log.exists() else [],
+        _incomplete(config, rows),
+        _events(log),
     )
+
+
+def _incomplete(config: Mapping[str, Any], rows: Sequence[SummaryRow]) -> list[str]:
+    """Models that lack examples under some method, with the method that lacks most."""
+    wanted = dict.fromkeys(map(tuple, config.get("baselines", [])), config["num_examples"])
+    for method in config["methods"]:
+        label = method_label(method["name"], method["options"])
+        wanted |= {(label, keep): method["num_examples"] for keep in method["keep_ratios"]}
+    lines = []
+    for model in dict.fromkeys(row.model for row in rows):
+        counts = {(row.method, row.keep_ratio): row.num_examples for row in final_steps(rows) if row.model == model}
+        lacking = [(total - counts.get(cell, 0), cell) for cell, total in wanted.items()]
+        lack, (method, keep) = max(lacking, default=(0, ("", 0.0)))
+        if lack > 0:
+            total = wanted[method, keep]
+            lines.append(f"{model} has {total - lack} of {total} examples under {method} at keep {keep:g}")
+    return lines
+
+
+def _events(log: Path) -> list[Mapping[str, Any]]:
+    """Lines of ``provenance.jsonl``, without those that a crash left torn."""
+    events = []
+    for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []:
+        try:
+            events.append(json.loads(line))
+        except ValueError:
+            continue
+    return events
 
 
 def headline_method(rows: Iterable[SummaryRow]) -> str:

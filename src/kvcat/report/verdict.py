@@ -56,12 +56,28 @@ def folder_verdicts(results: Results) -> list[PairVerdict]:
         results: of a folder.
     """
     metrics = list(dict.fromkeys([results.deciding, *HEADLINES.get(results.evaluation, results.metrics)]))
+    others = {
+        (verdict.model, verdict.reference, method): verdict.headline
+        for method in results.methods
+        if method != results.headline_method
+        for verdict in pair_verdicts(results.comparisons, method, metrics)
+    }
     return [
         _no_result(verdict, results.plumbing)
         if {verdict.model, verdict.reference} & results.plumbing.keys()
-        else _with_averages(results, verdict)
+        else _with_averages(results, _beside(verdict, others))
         for verdict in pair_verdicts(results.comparisons, results.headline_method, metrics)
     ]
+
+
+def _beside(verdict: PairVerdict, others: Mapping[tuple[str, str, str], str]) -> PairVerdict:
+    """The headlines of the same pair under the other methods below its own points."""
+    own = [
+        line
+        for (model, reference, _), line in others.items()
+        if (model, reference) == (verdict.model, verdict.reference)
+    ]
+    return replace(verdict, points=(*verdict.points, *own))
 
 
 def _no_result(verdict: PairVerdict, plumbing: Mapping[str, str]) -> PairVerdict:
@@ -94,8 +110,7 @@ def _verdict(rows: list[ComparisonRow], metrics: Sequence[str]) -> PairVerdict:
     label = METRICS[deciding].label
     headline = f"{first.model} against {first.reference}, {first.method}: {label} {_where(rows, deciding)}."
     points = [_point(rows, name) for name in metrics if all(name in row.differences for row in rows)]
-    warnings = dict.fromkeys(row.warning for row in rows if row.warning)
-    points += [f"{warning[0].upper()}{warning[1:]}." for warning in warnings]
+    points += [f"At {keep_label(row.keep_ratio)} kept, {row.warning}." for row in rows if row.warning]
     return PairVerdict(first.model, first.reference, first.method, headline, (*points, *_few(rows)))
 
 
@@ -135,7 +150,9 @@ def _conclusion(rows: list[ComparisonRow]) -> str:
         return "A gain in compressibility is not shown."
     if "worse" in kl or {"better", "worse"} <= nll:
         return "The picture is mixed."
-    closer = "Its compact caches stay closer to its own dense model"
+    closer = (
+        f"Its compact caches stay closer to its own dense model{'' if kl == {'better'} else ' at some keep ratios'}"
+    )
     if "worse" in nll:
         return f"{closer}, but predict the text worse{'' if nll == {'worse'} else ' at some keep ratios'}."
     if "better" in nll:
@@ -184,7 +201,7 @@ def _unit(metric: str) -> str:
 def _span(values: list[str]) -> str:
     distinct = sorted({value for value in values if value != "--"}, key=float)
     if not distinct:
-        return "unknown"
+        return "undefined"
     return distinct[0] if len(distinct) == 1 else f"{distinct[0]} to {distinct[-1]}"
 
 

@@ -128,6 +128,9 @@ def _alarms(result: Results) -> str:
     return "".join(
         html.alarm(f"PLUMBING, NOT A RESULT: {label.removesuffix(PLUMBING)}. {reason.removeprefix('plumbing: ')}.")
         for label, reason in result.plumbing.items()
+    ) + "".join(
+        html.alarm(f"INCOMPLETE: {line}. Tables and curves of single models are then over different examples.")
+        for line in result.incomplete
     )
 
 
