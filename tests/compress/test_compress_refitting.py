@@ -11,6 +11,8 @@ from kvcat.compress import AttentionMatching, compare, trace
 from kvcat.compress.refitting import refit_without_log_bias
 from kvcat.errors import InputError
 
+PLAIN = {"weights": "equal", "own_weight": 0.0}  # the trace's queries alone, which the oracles know
+
 
 def dropped(cache):
     return replace(cache, layers=[CompactLayer(x.keys, x.values) for x in cache.layers])
@@ -36,7 +38,7 @@ def cache(traced):
 
 
 def test_no_head_does_worse_than_with_the_log_bias_dropped(traced, cache):
-    refitted = refit_without_log_bias(traced, cache)
+    refitted = refit_without_log_bias(traced, cache, **PLAIN)
     for layer in range(2):
         assert (output_errors(traced, refitted, layer) <= output_errors(traced, dropped(cache), layer) + 1e-9).all()
     assert compare(traced, refitted).kl.mean() < compare(traced, dropped(cache)).kl.mean()
@@ -53,7 +55,7 @@ def test_keys_stay_and_the_log_bias_is_gone(traced, cache):
 def test_with_hardly_any_ridge_the_values_are_the_least_squares_solution(make_model, windows):
     double = trace(make_model(torch.float64), windows, 48)
     cache = AttentionMatching()(double, num_slots=4)
-    refitted = refit_without_log_bias(double, cache, ridge=1e-13)
+    refitted = refit_without_log_bias(double, cache, ridge=1e-13, **PLAIN)
     keys, queries = cache.layers[1].keys[2, 1], double.queries[1][2, 2:].flatten(0, 1) * double.scales[1]
     weights = (queries @ keys.mT).softmax(-1)
     outputs = (queries @ double.keys[1][2, 1].mT).softmax(-1) @ double.values[1][2, 1]
@@ -104,7 +106,7 @@ def test_heads_of_unequal_slots_are_fitted_each_as_the_least_squares_solution(ma
         layers.append(CompactLayer.ragged(*parts))
     ragged = replace(full, layers=layers)
     for ridge, tolerance in ((1e-13, 1e-5), (1e12, None)):
-        refitted = refit_without_log_bias(double, ragged, ridge=ridge)
+        refitted = refit_without_log_bias(double, ragged, ridge=ridge, **PLAIN)
         assert [layer.counts.tolist() for layer in refitted.layers] == counts
         assert torch.equal(refitted.layers[0].positions, ragged.layers[0].positions)
         for index, b, h in np.ndindex(2, 3, 2):

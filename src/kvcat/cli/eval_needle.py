@@ -1,12 +1,13 @@
 """``kvcat eval needle``: a passkey found in a compressed haystack."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvcat.cli.evaluate import (
     BatchOption,
+    ContextSupervisionOption,
     EvalRequest,
     KeepOption,
     MethodOption,
@@ -38,13 +39,7 @@ def needle_command(
         Path | None, typer.Option(help="Text file whose sentences are the hay; own sentences otherwise.")
     ] = None,
     needle_seed: Annotated[int, typer.Option(min=0, help="Seed of the examples.")] = 0,
-    supervision: Annotated[
-        Literal["reconstruction", "self"],
-        typer.Option(
-            help="What caches are fitted to: the haystack repeated after an instruction (needs twice the positions), "
-            "or its own queries."
-        ),
-    ] = "reconstruction",
+    supervision: ContextSupervisionOption = "reconstruction",
     batch_size: BatchOption = 8,
     seed: SeedsOption = None,
     shard: ShardOption = None,

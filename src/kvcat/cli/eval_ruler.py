@@ -1,11 +1,12 @@
 """``kvcat eval ruler``: RULER's synthetic tasks on compressed contexts."""
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvcat.cli.evaluate import (
     BatchOption,
+    ContextSupervisionOption,
     EvalRequest,
     KeepOption,
     MethodOption,
@@ -38,13 +39,7 @@ def ruler_command(
     length: Annotated[list[int] | None, typer.Option(help="Tokens of the text; several give a folder each.")] = None,
     per_task: Annotated[int, typer.Option(min=1, help="Examples of each task.")] = 20,
     ruler_seed: Annotated[int, typer.Option(min=0, help="Seed of the examples.")] = 0,
-    supervision: Annotated[
-        Literal["reconstruction", "self"],
-        typer.Option(
-            help="What caches are fitted to: the text repeated after an instruction (needs twice the positions), or "
-            "its own queries."
-        ),
-    ] = "reconstruction",
+    supervision: ContextSupervisionOption = "reconstruction",
     batch_size: BatchOption = 1,
     seed: SeedsOption = None,
     shard: ShardOption = None,

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -32,6 +32,13 @@ ShardOption = Annotated[
     typer.Option(
         help="INDEX/COUNT: every COUNT-th batch alone, from 0; the shards share one --out, `kvcat report` joins them. "
         "torchrun sets it by itself, one shard a process."
+    ),
+]
+ContextSupervisionOption = Annotated[
+    Literal["reconstruction", "self"],
+    typer.Option(
+        help="What caches are fitted to: the text repeated after an instruction (needs twice the positions), or its "
+        "own queries."
     ),
 ]
 SpeedOption = Annotated[

@@ -2,10 +2,11 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -51,6 +52,48 @@ class Question:
     answer: tuple[int, ...]
     references: tuple[str, ...]
     max_new_tokens: int
+
+
+class QuestionTask:
+    """What tasks of questions on contexts have in common; a task is a dataclass with the attributes below.
+
+    Attributes:
+        examples: the questions.
+        options: hold ``supervision``, one of ``SUPERVISIONS``.
+        words: ``vocabulary`` of the tokenizer that made the examples.
+    """
+
+    examples: tuple[Question, ...]
+    options: Any
+    words: str
+
+    @property
+    def tokenized(self) -> bool:
+        """Contexts are token ids."""
+        return True
+
+    @property
+    def baselines(self) -> tuple[Baseline, ...]:
+        """Dense, and without the context."""
+        return BASELINES
+
+    def judge(self, answer: str, references: Sequence[str]) -> Values:
+        """Values of a decoded answer."""
+        raise NotImplementedError
+
+    def batch_key(self, example: Question) -> Hashable:
+        """Contexts of equal length may share a batch."""
+        return len(example.context)
+
+    def check(self, label: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        """Raises InputError where the model has other tokens, or too few positions."""
+        check_questions(label, model, tokenizer, self.examples, self.options.supervision, self.words)
+
+    def prepare(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: Sequence[Question]
+    ) -> "PreparedQuestions":
+        """The batch on a model."""
+        return PreparedQuestions(model, tokenizer, batch, self.options.supervision, self.judge)
 
 
 @dataclass(frozen=True)

@@ -4,27 +4,25 @@ import hashlib
 import json
 import random
 import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from kvcat.compress.sequences import INSTRUCTION, opening_ids
 from kvcat.errors import InputError
 from kvcat.evals.answering import (
-    BASELINES,
-    PreparedQuestions,
     Question,
+    QuestionTask,
     answer_ids,
-    check_questions,
     check_supervision,
     vocabulary,
 )
 from kvcat.evals.haystack import FILLER, Pieces, draws, filler_lines, number, pick
 from kvcat.evals.running import manifest
-from kvcat.evals.task import Baseline, Values
+from kvcat.evals.task import Values
 
 QUERY = "Memory record: special_passkey="
 DISTRACTORS = (
@@ -73,7 +71,7 @@ class NeedleOptions:
 
 
 @dataclass(frozen=True)
-class NeedleTask:
+class NeedleTask(QuestionTask):
     """Passkeys to be found in haystacks after these were compressed; ``needle_task`` makes it.
 
     Per example: ``exact_match``, the greedy answer is the passkey and no digit follows; ``correct_prefix``, the share
@@ -97,26 +95,14 @@ class NeedleTask:
     texts: str
     words: str
     evaluation: str = "needle"
-    tokenized: bool = True
-    baselines: tuple[Baseline, ...] = BASELINES
 
     def describe(self) -> Mapping[str, Any]:
         """The options, the hash of the texts drawn, and the hash of all examples with their tokens."""
         return {**asdict(self.options), "texts": self.texts, "manifest": manifest(self.examples)}
 
-    def batch_key(self, example: Question) -> Hashable:
-        """All haystacks have equal length."""
-        return len(example.context)
-
-    def check(self, label: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """Raises InputError where the model has other tokens, or too few positions."""
-        check_questions(label, model, tokenizer, self.examples, self.options.supervision, self.words)
-
-    def prepare(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: Sequence[Question]
-    ) -> PreparedQuestions:
-        """The batch on a model."""
-        return PreparedQuestions(model, tokenizer, batch, self.options.supervision, judge_passkey)
+    def judge(self, answer: str, references: Sequence[str]) -> Values:
+        """``judge_passkey``."""
+        return judge_passkey(answer, references)
 
 
 def needle_task(

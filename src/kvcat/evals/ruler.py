@@ -1,27 +1,25 @@
 """RULER's synthetic tasks that need no data, at any length, with the question asked after compression."""
 
 import random
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from kvcat.compress.sequences import opening_ids
 from kvcat.errors import InputError
 from kvcat.evals.answering import (
-    BASELINES,
-    PreparedQuestions,
     Question,
+    QuestionTask,
     answer_ids,
-    check_questions,
     check_supervision,
     vocabulary,
 )
 from kvcat.evals.haystack import FILLER, Pieces, draws, filler_lines
 from kvcat.evals.ruler_texts import RULER_TASKS, Room, RulerSizes
 from kvcat.evals.running import manifest
-from kvcat.evals.task import Baseline, Values
+from kvcat.evals.task import Values
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ class RulerOptions:
 
 
 @dataclass(frozen=True)
-class RulerTask:
+class RulerTask(QuestionTask):
     """Questions on long synthetic texts that are compressed before they are asked; ``ruler_task`` makes it.
 
     Per example: ``string_match``, the share of the reference answers that the greedy answer contains, whatever their
@@ -85,26 +83,14 @@ class RulerTask:
     options: RulerOptions
     words: str
     evaluation: str = "ruler"
-    tokenized: bool = True
-    baselines: tuple[Baseline, ...] = BASELINES
 
     def describe(self) -> Mapping[str, Any]:
         """The options, and the hash of all examples with their tokens."""
         return {**asdict(self.options), "manifest": manifest(self.examples)}
 
-    def batch_key(self, example: Question) -> Hashable:
-        """All texts have equal length."""
-        return len(example.context)
-
-    def check(self, label: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """Raises InputError where the model has other tokens, or too few positions."""
-        check_questions(label, model, tokenizer, self.examples, self.options.supervision, self.words)
-
-    def prepare(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: Sequence[Question]
-    ) -> PreparedQuestions:
-        """The batch on a model."""
-        return PreparedQuestions(model, tokenizer, batch, self.options.supervision, judge_strings)
+    def judge(self, answer: str, references: Sequence[str]) -> Values:
+        """``judge_strings``."""
+        return judge_strings(answer, references)
 
 
 def ruler_task(tokenizer: PreTrainedTokenizerBase, options: RulerOptions | None = None) -> RulerTask:

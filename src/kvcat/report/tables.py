@@ -219,7 +219,7 @@ def costs_table(results: Results) -> TableData:
             )
             for row in group
         ))  # fmt: skip
-    caption = f"{_title(results)}: quality and cost. Costs are means over batches, the peak the highest of a batch."
+    caption = f"{_title(results)}: quality and cost. Costs are of one batch, without work shared with other sizes."
     return TableData(tuple(columns), tuple(blocks), caption, results.label("costs"), _plumbing(results))
 
 
