@@ -1,0 +1,124 @@
+"""The definitions against transformers' arithmetic: PyTorch's own attention, and what the text says must hold."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvcat.theory.compression import (
+    CompressedModel,
+    answer,
+    compress,
+    compressibility,
+    keep_all,
+    prefix_cache,
+    suffix_error,
+)
+from kvcat.theory.definitions import AttentionHead, Block, FeedForward, Transformer, sequences
+
+
+def random_model(seed: int = 0, *, causal: bool = False, symbols: int = 3, positions: int = 5) -> Transformer:
+    draw = torch.Generator().manual_seed(seed)
+
+    def matrix(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=draw, dtype=torch.float64)
+
+    def block(d_in: int, d_out: int) -> Block:
+        heads = tuple(AttentionHead(matrix(d_in, 3), matrix(d_in, 3), matrix(d_in, 2)) for _ in range(2))
+        return Block(heads, matrix(4, d_in), FeedForward(matrix(d_in, 7), matrix(7), matrix(7, d_out), matrix(d_out)))
+
+    return Transformer(matrix(symbols, positions, 4), (block(4, 5), block(5, 2)), causal)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_model_of_two_blocks_equals_pytorch_attention_written_out(causal: bool) -> None:
+    model = random_model(causal=causal)
+    tokens = sequences(3, 5)[::17]
+    x = model.embedding[tokens, torch.arange(5)]
+    for block in model.blocks:
+        heads = [scaled_dot_product_attention(x @ h.w_q, x @ h.w_k, x @ h.w_v, is_causal=causal) for h in block.heads]
+        ffn = block.feed_forward
+        x = torch.relu((torch.cat(heads, -1) @ block.w_o + x) @ ffn.w_1 + ffn.b_1) @ ffn.w_2 + ffn.b_2
+    torch.testing.assert_close(model(tokens), x[:, -1], rtol=1e-12, atol=1e-12)
+
+
+def test_under_the_causal_mask_a_whole_cache_gives_the_model_itself() -> None:
+    model = random_model(causal=True)
+    worst = compressibility(model, (keep_all, keep_all), lambda n: n)
+    assert worst.error < 1e-11
+
+
+def test_without_a_mask_a_whole_cache_differs_where_the_first_block_mixes() -> None:
+    assert compressibility(random_model(), (keep_all, keep_all), lambda n: n).error > 1e-3
+
+
+def test_the_worst_case_is_the_maximum_over_every_prefix_and_suffix() -> None:
+    model = random_model(causal=True, symbols=2, positions=4)
+
+    def first(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return keys[:1], values[:1]
+
+    worst = compressibility(model, (first, first), lambda n: 1)
+    errors = {}
+    for n in range(1, 4):
+        for prefix in sequences(2, n):
+            for k in range(1, 4 - n + 1):
+                for suffix in sequences(2, k):
+                    difference = model(torch.cat([prefix, suffix])) - CompressedModel(model, (first, first), prefix)(
+                        suffix
+                    )
+                    errors[tuple(prefix.tolist()), tuple(suffix.tolist())] = float(difference.norm())
+    assert len(errors) == 2 * (2 + 4 + 8) + 4 * (2 + 4) + 8 * 2
+    assert worst.error == pytest.approx(max(errors.values()), rel=1e-12)
+    assert errors[worst.prefix, worst.suffix] == pytest.approx(worst.error, rel=1e-12)
+
+
+def test_an_empty_cache_is_allowed_and_holds_nothing() -> None:
+    model = random_model(causal=True)
+    prefix, suffix = torch.tensor([0, 1]), torch.tensor([2])
+    empty = compress((lambda k, v: (k[:0], v[:0]),) * 2, prefix_cache(model, prefix))
+    alone = replace(model, embedding=model.embedding[:, 2:])
+    torch.testing.assert_close(answer(model, empty, 2, suffix), alone(suffix), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+@pytest.mark.parametrize("part", [0, 1])
+def test_a_cache_that_is_not_finite_is_refused(bad: float, part: int) -> None:
+    model = random_model()
+
+    def poisoned(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        pair = [keys.clone(), values.clone()]
+        pair[part][0, 0] = bad
+        return pair[0], pair[1]
+
+    with pytest.raises(ValueError, match="block 2 are not finite"):
+        CompressedModel(model, (keep_all, poisoned), torch.tensor([0]))(torch.tensor([1]))
+
+
+def test_a_policy_outside_its_budget_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"allows 1 slots for 2 tokens, the policy returned \[2\]"):
+        compressibility(random_model(), (keep_all, keep_all), lambda n: 1)
+    with pytest.raises(ValueError, match="one function per block"):
+        compress((keep_all,), prefix_cache(random_model(), torch.tensor([0])))
+
+
+def test_slots_whose_sums_overflow_count_as_infinitely_wrong() -> None:
+    model = random_model()
+    prefix = torch.tensor([0, 1])
+    huge = tuple(
+        tuple((keys, torch.full_like(values, 1e308)) for keys, values in heads) for heads in prefix_cache(model, prefix)
+    )
+    assert float(suffix_error(model, huge, prefix, torch.tensor([[1]]))) == torch.inf
+
+
+def test_matrices_that_do_not_fit_are_refused() -> None:
+    block = random_model().blocks[0]
+    with pytest.raises(ValueError, match="w_o has 3 rows, expected 4"):
+        replace(block, w_o=block.w_o[:3])
+    with pytest.raises(ValueError, match="float64"):
+        replace(block.heads[0], w_q=block.heads[0].w_q.float())
+    with pytest.raises(ValueError, match="sequences have 1 to 5"):
+        random_model()(torch.zeros(6, dtype=torch.int64))
+    with pytest.raises(ValueError, match="symbols must lie in 0 to 2"):
+        random_model()(torch.tensor([3]))
