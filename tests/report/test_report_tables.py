@@ -102,6 +102,14 @@ def test_the_quality_table_begins_with_the_papers_columns(folders):
     assert "Only 4 documents" in table.notes[0]
 
 
+def test_rows_of_unequal_numbers_of_examples_tell_their_own(tmp_path):
+    records = [r for r in made_up_records(num_documents=4) if r.method == "random"]
+    records = [r for r in records if r.model != "kvcat" or r.document != "d3"]
+    table = quality_table(read_results(write_results(tmp_path, records)), NONE, "random")
+    assert heads(table)[:4] == ["keep", "model", "n", "delta PPL"]
+    assert [row[1:3] for row in table.blocks[0]] == [("base", "8"), ("control", "8"), ("kvcat", "6")]
+
+
 def test_a_method_with_steps_is_shown_at_its_last_one_and_with_all_in_a_table_of_its_own(folders):
     last = quality_table(folders["suffix"], NONE, "gradient")
     assert {row[1] for row in last.rows} == {"100"}

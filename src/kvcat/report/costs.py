@@ -11,7 +11,7 @@ from kvcat.evals.records import method_label
 
 @dataclass(frozen=True)
 class CostRow:
-    """Means over all batches of a model, method, keep ratio and step; NaN where nothing was measured.
+    """What a model's method costs at a keep ratio and step, by the batches measured; NaN where nothing was.
 
     Args:
         model: label of the model.

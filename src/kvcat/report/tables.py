@@ -55,9 +55,10 @@ def quality_table(results: Results, paper: Paper, method: str, *, all_steps: boo
     rows = [row for row in results.rows if row.method == method]
     rows = sorted_by_keep(rows if all_steps else final_steps(rows))
     steps = any(row.step is not None for row in rows)
+    counts = _counts(rows)
     columns = (
         Column("keep", "left"), *([Column("steps")] if steps else []), Column("model", "left"),
-        *map(metric_column, results.metrics),
+        *([Column("n")] if counts else []), *map(metric_column, results.metrics),
     )  # fmt: skip
     blocks = []
     for _, group in groupby(rows, key=lambda row: (row.keep_ratio, row.step)):
@@ -66,6 +67,7 @@ def quality_table(results: Results, paper: Paper, method: str, *, all_steps: boo
         blocks.append(tuple(
             (
                 keep_label(row.keep_ratio), *([_step(row.step)] if steps else []), row.model,
+                *([str(row.num_examples)] if counts else []),
                 *(
                     Figure(
                         row[name], best[name] == row.model,
@@ -175,18 +177,20 @@ def strata_table(results: Results, paper: Paper, method: str) -> TableData:
 
 def baselines_table(results: Results) -> TableData:
     """The scores without compression: a block per baseline."""
+    counts = _counts(results.baselines)
     blocks = []
     for _, group in groupby(results.baselines_in_order, key=lambda row: (row.method, row.keep_ratio)):
         own = list(group)
         best = {name: best_model(results.comparisons, own, name) for name in results.metrics}
         blocks.append(tuple(
             (
-                row.method, keep_label(row.keep_ratio), row.model,
+                row.method, keep_label(row.keep_ratio), row.model, *([str(row.num_examples)] if counts else []),
                 *(Figure(row[name], best[name] == row.model) for name in results.metrics),
             )
             for row in own
         ))  # fmt: skip
     columns = (Column("baseline", "left"), Column("text seen"), Column("model", "left"))
+    columns += (Column("n"),) if counts else ()
     caption = f"{_title(results)} without compression: {sizes(results.baselines, results.evaluation)}, 95% intervals."
     columns += tuple(map(metric_column, results.metrics))
     return TableData(columns, tuple(blocks), caption, results.label("baselines"), _plumbing(results))
@@ -233,6 +237,11 @@ def best_model(comparisons: Sequence[ComparisonRow], rows: Sequence[SummaryRow],
         if (row.dataset, row.stratum, row.method, row.keep_ratio, row.step) == cell and metric in row.differences
     }
     return standing_out([row.model for row in rows], verdicts)
+
+
+def _counts(rows: Sequence[SummaryRow]) -> bool:
+    """Whether rows stand on different numbers of examples, so that each must tell its own."""
+    return len({row.num_examples for row in rows}) > 1
 
 
 def _average_lines(results: Results, paper: Paper, models: Sequence[str]) -> list[tuple[Cell, ...]]:
