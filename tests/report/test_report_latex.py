@@ -43,7 +43,7 @@ def columns_per_line(text):
     """Columns that each line between the rules fills, spans counted."""
     body = text[text.index("\\toprule") : text.index("\\bottomrule")]
     body = re.sub(r"\\(top|mid)rule|\\cmidrule\(lr\)\{[\d-]+\}", "", body)
-    lines = [line for line in body.split("\\\\\n") if line.strip()]
+    lines = [line for line in re.split(r"\\\\(?:\[-2pt\])?\n", body) if line.strip()]
     spans = [sum(int(n) - 1 for n in re.findall(r"\\multicolumn\{(\d)\}", line)) for line in lines]
     return [1 + len(re.findall(r"(?<!\\)&", line)) + span for line, span in zip(lines, spans, strict=True)]
 
@@ -59,7 +59,7 @@ def check_structure(text):
     bare = re.sub(r"\\[\\{}]", "", text)
     assert bare.count("{") == bare.count("}")
     assert len(re.findall(r"(?<!\\)\$", text)) % 2 == 0
-    assert not re.search(r"(\\\\|rule)\s*[\[*]", text)
+    assert not re.search(r"(\\\\|rule)\s*[\[*](?!-2pt\])", text)
     letters = re.search(r"\\begin\{tabular\}\{@\{\}([lcr]+)@\{\}\}", text)
     assert letters
     assert set(columns_per_line(text)) == {len(letters[1])}
@@ -70,27 +70,28 @@ def test_a_table_shows_value_interval_and_the_papers_figure():
     check_structure(text)
     assert "\\multicolumn{2}{c}{KL} & \\multicolumn{2}{c}{top-1 (\\%)}" in text
     assert "\\cmidrule(lr){3-4}\\cmidrule(lr){5-6}\nkeep & model & ours & paper & ours & paper \\\\" in text
-    assert "10\\% & base & 0.0321 {\\scriptsize [0.0290, 0.0355]} & 0.0483 & 88.5 & 89.3 \\\\" in text
-    assert " & kv\\_cat & \\textbf{0.0321} {\\scriptsize [0.0290, 0.0355]} & 0.0321 & 88.5 & 91.4 \\\\" in text
+    interval = " &  & {\\scriptsize [0.0290, 0.0355]} &  &  &  \\\\\n"
+    assert f"10\\% & base & 0.0321 & 0.0483 & 88.5 & 89.3 \\\\[-2pt]\n{interval}" in text
+    assert f" & kv\\_cat & \\textbf{{0.0321}} & 0.0321 & 88.5 & 91.4 \\\\[-2pt]\n{interval}" in text
 
 
 def test_where_the_paper_has_no_cell_its_place_is_empty():
     text = latex_table(table())
-    assert "15\\% & base & 0.0321 {\\scriptsize [0.0290, 0.0355]} &  & 88.5 &  \\\\" in text
+    assert "15\\% & base & 0.0321 &  & 88.5 &  \\\\[-2pt]" in text
 
 
 def test_without_figures_of_the_paper_there_is_one_line_of_heads():
     text = latex_table(table([[("10%", "base", Figure(Estimate(-0.5, -1.0, 0.0)), Figure(Estimate(NAN, NAN, NAN)))]]))
     check_structure(text)
     assert "keep & model & KL & top-1 (\\%) \\\\\n\\midrule\n" in text
-    assert "10\\% & base & $-$0.5000 {\\scriptsize [$-$1.0000, 0.0000]} & -- \\\\" in text
+    assert "10\\% & base & $-$0.5000 & -- \\\\[-2pt]\n &  & {\\scriptsize [$-$1.0000, 0.0000]} &  \\\\" in text
     assert "Bold" not in text
 
 
 def test_blocks_are_ruled_apart_and_repeat_no_first_cell():
     text = latex_table(table())
     assert text.count("\\midrule\n") == 2
-    assert [line.split("&")[0].strip() for line in text.splitlines() if "scriptsize" in line] == [
+    assert [line.split("&")[0].strip() for line in text.splitlines() if "[-2pt]" in line] == [
         "10\\%", "", "15\\%", "",
     ]  # fmt: skip
     assert "Bold: better than every other model" in text
@@ -135,14 +136,46 @@ def test_a_model_stands_out_only_where_it_is_better_than_every_other():
     assert standing_out(["base"], {}) is None
 
 
+def big_table(figures=9, rows=40, lead="attention-matching preset=paper num_iters=8"):
+    columns = (Column("method", "left"), Column("keep"), *(Column(f"metric {i}", decimals=4) for i in range(figures)))
+    cells = tuple(Figure(Estimate(0.01234, -0.00456, 0.02345)) for _ in range(figures))
+    blocks = tuple(tuple((f"{lead} {b}", f"{r}%", *cells) for r in range(rows)) for b in range(2))
+    return TableData(columns, blocks, "Big", "tab:big", ("A note.",))
+
+
+def test_wide_tables_go_on_in_parts_that_repeat_their_leading_texts():
+    text = latex_table(big_table(rows=2))
+    assert text.count("\\begin{table}") == 2
+    assert text.count("\\caption") == text.count("\\label") == text.count("A note.") == 1
+    assert "keep & metric 0 & metric 1 & metric 2 & metric 3 & metric 4 \\\\" in text
+    assert "Table~\\ref{tab:big}, continued." in text
+    assert "keep & metric 5 & metric 6 & metric 7 & metric 8 \\\\" in text
+    assert text.count("0\\% & 0.0123") == 4
+
+
+def test_a_long_text_that_a_block_shares_has_a_line_of_its_own():
+    text = latex_table(big_table(figures=3, rows=2))
+    assert "\\multicolumn{4}{@{}l@{}}{attention-matching preset=paper num\\_iters=8 0} \\\\\n0\\% & 0.0123" in text
+    assert "method" not in text
+
+
+def test_tall_tables_go_on_and_lose_no_row():
+    text = latex_table(big_table(figures=2, rows=40))
+    assert text.count("\\begin{table}") == 4
+    for row in range(40):
+        assert text.count(f"\n{row}\\% & ") == 2
+    pieces = text.split("\\begin{table}")[1:]
+    assert max(piece.count("\\\\") for piece in pieces) <= 56
+
+
 @pytest.mark.skipif(COMPILER is None, reason="no LaTeX compiler on this machine")
 @pytest.mark.parametrize("label", ["tab:x", "tab:a_b"])
-def test_tables_compile(tmp_path, label):
+def test_tables_compile_and_fit_the_page(tmp_path, label):
     blocks = [
         [('<5% ~^\\ "a"|', "a_b$#{}", Figure(Estimate(0.1, 0.0, math.pi), True), Figure(Estimate(NAN, NAN, NAN)))]
     ]
-    tables = latex_table(table()) + latex_table(table(blocks, label=label))
-    source = "\\documentclass{article}\n\\usepackage{booktabs}\n\\begin{document}\n"
+    tables = latex_table(table()) + latex_table(table(blocks, label=label)) + latex_table(big_table())
+    source = "\\documentclass{article}\n\\usepackage{booktabs,graphicx}\n\\begin{document}\n"
     (tmp_path / "page.tex").write_text(f"{source}{tables}\\end{{document}}\n", encoding="utf-8")
     options = [] if COMPILER == "tectonic" else ["-halt-on-error", "-interaction=nonstopmode"]
     run = subprocess.run(
@@ -150,3 +183,5 @@ def test_tables_compile(tmp_path, label):
     )
     assert run.returncode == 0, run.stdout[-2000:]
     assert (tmp_path / "page.pdf").stat().st_size > 1000
+    assert "Overfull" not in run.stdout
+    assert "too large" not in run.stdout
