@@ -39,13 +39,15 @@ def draw_pareto(
     own = [row for row in rows if (row.method, row.keep_ratio, row.step) in seconds]
     scale = 100.0 if METRICS[metric].percent else 1.0
     places = [(seconds[row.method, row.keep_ratio, row.step], scale * row[metric].value) for row in own]
-    for method in methods:
+    for rank, method in enumerate(methods):
+        colour = colours(methods)[method]
+        side = {"xytext": (6, 4), "ha": "left"} if rank % 2 == 0 else {"xytext": (-6, -10), "ha": "right"}
         line = [(place, row.keep_ratio) for place, row in zip(places, own, strict=True) if row.method == method]
         if line:
             x, y = zip(*(place for place, _ in line), strict=True)
-            axes.plot(x, y, color=colours(methods)[method], marker=markers(methods)[method], label=method)
+            axes.plot(x, y, color=colour, marker=markers(methods)[method], label=method)
             for place, keep in {line[0], line[-1]}:
-                axes.annotate(keep_label(keep), place, xytext=(5, 4), textcoords="offset points", fontsize=7.5)
+                axes.annotate(keep_label(keep), place, textcoords="offset points", fontsize=7.5, color=colour, **side)
     sign = 1.0 if METRICS[metric].better == "lower" else -1.0
     front = [places[i] for i in pareto_front([(x, sign * y) for x, y in places])]
     if front:
