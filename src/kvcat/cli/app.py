@@ -23,6 +23,12 @@ from kvcat.cli.options import spread_values
 from kvcat.cli.pack import pack_command
 from kvcat.cli.prepare import prepare_command
 from kvcat.cli.report import report_command
+from kvcat.cli.theory import theory_app
+from kvcat.cli.theory_errata import errata_command
+from kvcat.cli.theory_histogram import histogram_command
+from kvcat.cli.theory_profile import ProfileCommand, profile_command
+from kvcat.cli.theory_theorem import theorem_command
+from kvcat.cli.theory_train import train_histogram_command
 from kvcat.cli.train import train_command
 from kvcat.errors import InputError
 
@@ -52,6 +58,14 @@ eval_app.command("longbench", short_help="LongBench v2 on compressed contexts.")
 eval_app.command("ruler", short_help="RULER's synthetic tasks on compressed contexts.")(ruler_command)
 eval_app.command("qa", short_help="Multiple choice without compression.")(qa_command)
 app.add_typer(eval_app, name="eval", short_help="Measure what a compressed cache costs.")
+theory_app.command("histogram", short_help="The motivating example and its exact optimum.")(histogram_command)
+theory_app.command("theorem", short_help="The main theorem for any function, verified.")(theorem_command)
+theory_app.command("train", short_help="Which solution of the histogram training finds.")(train_histogram_command)
+theory_app.command("errata", short_help="What fails as printed, demonstrated.")(errata_command)
+theory_app.command("profile", cls=ProfileCommand, short_help="Error of the best cache found against its slots.")(
+    profile_command
+)
+app.add_typer(theory_app, name="theory", short_help="Compressibility as the paper defines it.")
 app.command("report", short_help="Tables, plots and a page from evaluations.")(report_command)
 
 _NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP)

@@ -1,6 +1,7 @@
 """All rows with all their metrics as CSV, in full precision, for those who compute further."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from kvcat.evals import METRICS, ComparisonRow, SummaryRow
 from kvcat.report.writers import csv_text
@@ -40,3 +41,9 @@ def comparison_csv(rows: Sequence[ComparisonRow]) -> str:
             line += ["", "", ""] if test is None else [test.only_first, test.only_second, test.p]
         lines.append([*line, row.warning])
     return csv_text([heads, *lines])
+
+
+def rows_csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A line per row, all with the names of the first."""
+    heads = list(rows[0])
+    return csv_text([heads, *([row[name] for name in heads] for row in rows)])

@@ -1,0 +1,125 @@
+"""``kvcat theory theorem``: for any function, a network that one slot serves and one that no policy serves."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvcat.cli.options import SeedOption
+from kvcat.errors import InputError
+
+if TYPE_CHECKING:
+    from kvcat.theory.detectors_report import TheoremReport
+    from kvcat.theory.scalar_report import ScalarReport
+
+_FUNCTIONS = ("random", "parity", "last", "majority", "mean")
+_ERRORS = (
+    "compressible, one slot",
+    "incompressible, certified for every policy",
+    "incompressible, best policy found",
+    "scalar code, exact optimum over policies",
+)
+
+
+def theorem_command(
+    function: Annotated[
+        list[str] | None,
+        typer.Option(help=f"f: {', '.join(_FUNCTIONS)}; several may be given.", show_default="all"),
+    ] = None,
+    symbols: Annotated[int, typer.Option(min=2, help="Size m of the alphabet.")] = 2,
+    length: Annotated[int, typer.Option(min=2, help="N, the longest sequence, prefix and suffix together.")] = 4,
+    constant: Annotated[float, typer.Option(help="C > 0: what every policy's error has to exceed.")] = 1.0,
+    budget: Annotated[str, typer.Option(help="Slots r(n) for n tokens: a number, n-1, or n/2.")] = "n-1",
+    out: Annotated[Path, typer.Option(help="Folder for the table and the plot.")] = Path("out/theory/theorem"),
+    seed: SeedOption = 0,
+) -> None:
+    """The main theorem for a function: everything built, and verified on every sequence, split and budgeted policy.
+
+    Construction D makes both networks, equal but for 2N rows of one matrix; construction H makes an incompressible one
+    whose best policy is found exactly. Both grow as m^N.
+
+    Example: kvcat theory theorem --function parity --symbols 2 --length 5 --budget 1
+    """
+    names = list(dict.fromkeys(function or _FUNCTIONS))
+    for name in names:
+        if name not in _FUNCTIONS:
+            raise InputError(f"no function {name!r}; there are {', '.join(_FUNCTIONS)}")
+    slots = parse_budget(budget)
+    if symbols**length > 5000:
+        raise InputError(
+            f"{symbols} symbols and N = {length} make {symbols**length} sequences; at most 5000 are verified"
+        )
+    if not 0.0 < constant < float("inf"):
+        raise InputError(f"--constant is {constant:g}; it must be positive")
+
+    from kvcat.report.rowfiles import rows_csv
+    from kvcat.report.theory_plots import save_theorem_plot
+    from kvcat.theory.detectors_report import theorem_report
+    from kvcat.theory.functions import FUNCTIONS, random_function
+    from kvcat.theory.scalar_report import scalar_report
+
+    rows: list[dict[str, Any]] = []
+    for name in names:
+        table = random_function(symbols, length, seed=seed) if name == "random" else FUNCTIONS[name](symbols, length)
+        both, scalar = theorem_report(table, constant, slots, seed=seed), scalar_report(table, constant, slots)
+        if not rows:
+            print(_sizes(symbols, length, budget, both))
+        rows.append(_row(name, both, scalar))
+        print(_told(rows[-1], both))
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "theorem.csv").write_text(rows_csv(rows), encoding="utf-8")
+    errors = {row["function"]: {name: row[name] for name in _ERRORS} for row in rows}
+    for path in [out / "theorem.csv", *save_theorem_plot(errors, constant, out)]:
+        print(path)
+
+
+def parse_budget(text: str) -> Callable[[int], int]:
+    """r(n): a number r stands for min(r, n), "n-1" and "n/2" (rounded down) for themselves."""
+    named: dict[str, Callable[[int], int]] = {"n-1": lambda n: n - 1, "n/2": lambda n: n // 2}
+    if text in named:
+        return named[text]
+    if not text.isdecimal():
+        raise InputError(f"--budget is {text!r}; it must be a number, n-1 or n/2")
+    return lambda n: min(int(text), n)
+
+
+def _sizes(symbols: int, length: int, budget: str, report: "TheoremReport") -> str:
+    widths, (matrix, *others) = report.widths, report.rows
+    same = f"{len(report.rows[matrix])} rows of {matrix}" + "".join(
+        f", {len(report.rows[name])} of {name}" for name in others
+    )
+    return (
+        f"{symbols} symbols, N = {length}, r(n) = {budget}: {report.num_sequences} sequences, "
+        f"{report.num_splits} splits, all verified\n"
+        f"construction D: widths {widths.embedding}-{widths.first_hidden}-{widths.residual}-{widths.second_hidden}, "
+        f"{widths.num_parameters} parameters; the two networks differ in {same}\n"
+    )
+
+
+def _row(name: str, both: "TheoremReport", scalar: "ScalarReport") -> dict[str, Any]:
+    errors = (
+        both.one_slot.error,
+        both.certificate.bound,
+        both.found.error,
+        min(row.easiest.error for row in scalar.rows),
+    )
+    return {
+        "function": name,
+        "constant": both.constant,
+        "compressible |M - f|": both.compressible_values,
+        "incompressible |M - f|": both.incompressible_values,
+        "scalar code |M - f|": scalar.approximation_error,
+        **dict(zip(_ERRORS, errors, strict=True)),
+    }
+
+
+def _told(row: dict[str, Any], report: "TheoremReport") -> str:
+    first, second, third, fourth = (row[name] for name in _ERRORS)
+    return (
+        f"{row['function']}: |M - f| {row['compressible |M - f|']:.0e}, {row['incompressible |M - f|']:.0e}, "
+        f"{row['scalar code |M - f|']:.0e} (scalar code)\n"
+        f"  one slot: worst error {first:.0e} over all prefixes and suffixes\n"
+        f"  C = {row['constant']:g}: every policy errs by {second:.4g} at least (proved; the best of "
+        f"{report.found.num_caches} found: {third:.4g}); scalar code: exactly {fourth:.4g}"
+    )
