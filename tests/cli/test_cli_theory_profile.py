@@ -6,7 +6,8 @@ import json
 import pytest
 
 from kvcat.cli.app import run
-from kvcat.cli.theory_profile import spread_lists
+from kvcat.cli.options import SUFFIX_KINDS, spread_values
+from kvcat.evals.profile_suffixes import KINDS
 from kvcat.evals.records import ResultsFolder, read_records
 from tiny import byte_tokenizer, sentences, write_tiny_model
 
@@ -167,6 +168,10 @@ def test_fractions_stand_for_numbers_of_slots(tiny_folder, text, tmp_path):
 
 
 def test_values_behind_one_another_belong_to_the_option_before_them_and_models_do_not():
-    given = "--slots 1 2 ./model --methods first gradient,num_steps=3 --text a b --kinds true x"
-    wanted = "--slots 1 --slots 2 ./model --methods first --methods gradient,num_steps=3 --text a b --kinds true x"
-    assert spread_lists(given.split(" ")) == wanted.split(" ")
+    given = "--slots 1 2 ./model --method first gradient,num_steps=3 --text a b --kinds true x"
+    wanted = "--slots 1 --slots 2 ./model --method first --method gradient,num_steps=3 --text a b --kinds true x"
+    assert spread_values(["theory", *given.split(" ")]) == ["theory", *wanted.split(" ")]
+
+
+def test_the_kinds_of_suffixes_that_the_command_knows_are_those_there_are():
+    assert tuple(KINDS) == SUFFIX_KINDS

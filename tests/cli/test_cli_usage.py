@@ -24,6 +24,12 @@ COMMANDS = (
     ["report"],
     ["eval"],
     ["eval", "suffix"],
+    ["theory"],
+    ["theory", "histogram"],
+    ["theory", "theorem"],
+    ["theory", "train"],
+    ["theory", "profile"],
+    ["theory", "errata"],
 )
 
 

@@ -26,7 +26,7 @@ from kvcat.cli.report import report_command
 from kvcat.cli.theory import theory_app
 from kvcat.cli.theory_errata import errata_command
 from kvcat.cli.theory_histogram import histogram_command
-from kvcat.cli.theory_profile import ProfileCommand, profile_command
+from kvcat.cli.theory_profile import profile_command
 from kvcat.cli.theory_theorem import theorem_command
 from kvcat.cli.theory_train import train_histogram_command
 from kvcat.cli.train import train_command
@@ -62,9 +62,7 @@ theory_app.command("histogram", short_help="The motivating example and its exact
 theory_app.command("theorem", short_help="The main theorem for any function, verified.")(theorem_command)
 theory_app.command("train", short_help="Which solution of the histogram training finds.")(train_histogram_command)
 theory_app.command("errata", short_help="What fails as printed, demonstrated.")(errata_command)
-theory_app.command("profile", cls=ProfileCommand, short_help="Error of the best cache found against its slots.")(
-    profile_command
-)
+theory_app.command("profile", short_help="Error of the best cache found against its slots.")(profile_command)
 app.add_typer(theory_app, name="theory", short_help="Compressibility as the paper defines it.")
 app.command("report", short_help="Tables, plots and a page from evaluations.")(report_command)
 

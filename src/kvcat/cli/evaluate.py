@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from kvcat.cli.options import METHOD_HELP, check_keep, check_method
+from kvcat.cli.options import METHOD_HELP, check_keep, check_method, labelled_models
 from kvcat.errors import InputError
 
 if TYPE_CHECKING:
@@ -100,9 +100,7 @@ class EvalRequest:
             check_keep(ratio)
         for spec in self.methods:
             check_method(spec)
-        labelled = dict(_labelled(item) for item in self.models)
-        if len(labelled) < len(self.models):
-            raise InputError(f"two models have the same label; give them as LABEL=FOLDER: {', '.join(self.models)}")
+        labelled = labelled_models(self.models)
         shard = _shard(self.shard)
 
         import kvcat
@@ -149,10 +147,3 @@ def _shard(text: str | None) -> tuple[int, int]:
     if not separator or not index.isdecimal() or not count.isdecimal() or int(index) >= int(count):
         raise InputError(f"--shard takes INDEX/COUNT with INDEX from 0 to COUNT - 1, not {text!r}")
     return int(index), int(count)
-
-
-def _labelled(item: str) -> tuple[str, str]:
-    label, separator, folder = ("", "", item) if Path(item).is_dir() else item.partition("=")
-    if separator and not label:
-        raise InputError(f"{item!r} names no label before the equals sign")
-    return (label, folder) if separator else (Path(item).name or item, item)

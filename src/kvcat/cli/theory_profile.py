@@ -1,72 +1,25 @@
 """``kvcat theory profile``: the error of the best cache found against its slots, for any model."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from typer.core import TyperCommand
 
 from kvcat.cli.evaluate import data_name
-from kvcat.cli.options import METHOD_HELP, METHODS, DeviceOption, DtypeOption, SeedOption, check_keep, check_method
+from kvcat.cli.options import (
+    METHOD_HELP,
+    SUFFIX_KINDS,
+    DeviceOption,
+    DtypeOption,
+    SeedOption,
+    check_keep,
+    check_method,
+    labelled_models,
+)
 from kvcat.errors import InputError
 
 if TYPE_CHECKING:
     from kvcat.evals.profile_suffixes import PrefixSuffixes, SuffixPlan
-
-_KINDS = ("model", "true", "other", "random")
-
-
-class ProfileCommand(TyperCommand):
-    """Takes ``--slots 1 2 4`` as ``--slots 1 --slots 2 --slots 4``, and likewise lists of other options."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """What click is given: every value behind an option of its own."""
-        return super().parse_args(ctx, spread_lists(args))
-
-
-def spread_lists(arguments: Sequence[str]) -> list[str]:
-    """Repeats an option before each further value that looks like its own, so that a model after them stays a model.
-
-    Args:
-        arguments: of ``kvcat theory profile``.
-    """
-    spread: list[str] = []
-    option, has_value = "", True
-    for argument in arguments:
-        if not has_value:
-            has_value = True
-        elif argument in _LISTS:
-            option, has_value = argument, False
-        elif option and _LISTS[option](argument):
-            spread.append(option)
-        else:
-            option = ""
-        spread.append(argument)
-    return spread
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _is_method(text: str) -> bool:
-    return text.partition(",")[0] in METHODS or text.startswith("kvpress:")
-
-
-_LISTS = {
-    "--slots": _is_number,
-    "--keep": _is_number,
-    "--epsilon": _is_number,
-    "--method": _is_method,
-    "--methods": _is_method,
-    "--kinds": _KINDS.__contains__,
-    "--fit-kinds": _KINDS.__contains__,
-}
 
 
 def profile_command(
@@ -86,8 +39,6 @@ def profile_command(
     method: Annotated[
         list[str] | None,
         typer.Option(
-            "--method",
-            "--methods",
             help=f"Methods among which the best cache is chosen: {METHOD_HELP}",
             show_default="attention-matching, 40 gradient steps from it, snapkv, h2o",
         ),
@@ -143,7 +94,7 @@ def profile_command(
 
     Example: kvcat theory profile kvcat-base --text book.txt --slots 1 4 16 64
     """
-    labelled = _labelled(models)
+    labelled = labelled_models(models)
     counts = _slots(slots, keep, prefix_len)
     for spec in method or []:
         check_method(spec)
@@ -155,7 +106,7 @@ def profile_command(
     from kvcat.evals.profile_checks import check_models, check_slots, slot_grid
     from kvcat.evals.profile_suffixes import SuffixPlan
 
-    judged = tuple(kinds or _KINDS)
+    judged = tuple(kinds or SUFFIX_KINDS)
     fitted = tuple(fit_kinds or (kind for kind in judged if kind != "true"))
     plan = SuffixPlan(
         prefix_len, suffix_len, judged, fitted, num_fit_suffixes, num_choice_suffixes, num_test_suffixes, seed
@@ -225,19 +176,6 @@ def _earlier(out: Path) -> Path | None:
     from kvcat.evals.profile import SUFFIXES_FILE
 
     return out / SUFFIXES_FILE if (out / SUFFIXES_FILE).is_file() else None
-
-
-def _labelled(models: list[str]) -> dict[str, str]:
-    labelled: dict[str, str] = {}
-    for item in models:
-        label, separator, folder = ("", "", item) if Path(item).is_dir() else item.partition("=")
-        if separator and not label:
-            raise InputError(f"{item!r} names no label before the equals sign")
-        label, folder = (label, folder) if separator else (Path(item).name or item, item)
-        if label in labelled:
-            raise InputError(f"two models have the same label; give them as LABEL=FOLDER: {', '.join(models)}")
-        labelled[label] = folder
-    return labelled
 
 
 def _slots(slots: list[int] | None, keep: list[float] | None, prefix_len: int) -> list[int]:

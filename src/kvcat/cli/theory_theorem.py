@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcat.cli.options import SeedOption
+from kvcat.cli.options import FUNCTION_NAMES, SeedOption
 from kvcat.errors import InputError
 
 if TYPE_CHECKING:
     from kvcat.theory.detectors_report import TheoremReport
     from kvcat.theory.scalar_report import ScalarReport
 
-_FUNCTIONS = ("random", "parity", "last", "majority", "mean")
 _ERRORS = (
     "compressible, one slot",
     "incompressible, certified for every policy",
@@ -25,7 +24,7 @@ _ERRORS = (
 def theorem_command(
     function: Annotated[
         list[str] | None,
-        typer.Option(help=f"f: {', '.join(_FUNCTIONS)}; several may be given.", show_default="all"),
+        typer.Option(help=f"f: {', '.join(FUNCTION_NAMES)}; several may be given.", show_default="all"),
     ] = None,
     symbols: Annotated[int, typer.Option(min=2, help="Size m of the alphabet.")] = 2,
     length: Annotated[int, typer.Option(min=2, help="N, the longest sequence, prefix and suffix together.")] = 4,
@@ -41,10 +40,10 @@ def theorem_command(
 
     Example: kvcat theory theorem --function parity --symbols 2 --length 5 --budget 1
     """
-    names = list(dict.fromkeys(function or _FUNCTIONS))
+    names = list(dict.fromkeys(function or FUNCTION_NAMES))
     for name in names:
-        if name not in _FUNCTIONS:
-            raise InputError(f"no function {name!r}; there are {', '.join(_FUNCTIONS)}")
+        if name not in FUNCTION_NAMES:
+            raise InputError(f"no function {name!r}; there are {', '.join(FUNCTION_NAMES)}")
     slots = parse_budget(budget)
     if symbols**length > 5000:
         raise InputError(

@@ -27,6 +27,9 @@ LayerPolicy: TypeAlias = Callable[[Tensor, Tensor], KeysValues]
 Policy: TypeAlias = Sequence[LayerPolicy]
 """C = (C_1, ..., C_L), each applied to every head of its block."""
 
+Budget: TypeAlias = Callable[[int], int]
+"""r(n), the slots that a prefix of n tokens is allowed, 0 <= r(n) <= n."""
+
 
 def keep_all(keys: Tensor, values: Tensor) -> KeysValues:
     """The policy that compresses nothing."""
@@ -126,7 +129,7 @@ def suffix_error(
 def compressibility(
     model: Transformer,
     policy: Policy,
-    budget: Callable[[int], int],
+    budget: Budget,
     *,
     longest: int | None = None,
     prefixes: Iterable[Sequence[int]] | None = None,

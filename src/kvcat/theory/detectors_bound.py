@@ -9,18 +9,16 @@ read from the weights.
 References: KV-CAT, appendix "Compressible Transformers for General Functions", the lemma of non-compressibility.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from kvcat.errors import InputError
+from kvcat.theory.compression import Budget
 from kvcat.theory.definitions import Transformer, sequences
 from kvcat.theory.detectors import ALARM_SYMBOL, Layout, layout_of
 from kvcat.theory.detectors_checks import code_error
 from kvcat.types import Float, Tensor
-
-Budget = Callable[[int], int]
-"""r(n), the number of slots that a prefix of n tokens is allowed."""
 
 
 @dataclass(frozen=True)
@@ -73,15 +71,15 @@ def compressed_lengths(longest: int, budget: Budget) -> list[tuple[int, int, int
     """Every (n, k, r(n)) with r(n) < n, k >= 1, n + k <= N.
 
     Raises:
-        ValueError: a budget outside 0 to n, or with r(n) = n at every n.
+        InputError: a budget outside 0 to n, or with r(n) = n at every n.
     """
     slots = {n: budget(n) for n in range(1, longest)}
     for n, r in slots.items():
         if not 0 <= r <= n:
-            raise ValueError(f"a prefix of {n} tokens can have 0 to {n} slots, the budget says {r}")
+            raise InputError(f"a prefix of {n} tokens can have 0 to {n} slots, the budget says {r}")
     found = [(n, k, r) for n, r in slots.items() if r < n for k in range(1, longest - n + 1)]
     if not found:
-        raise ValueError(f"the budget keeps all of every prefix of 1 to {longest - 1} tokens: nothing is compressed")
+        raise InputError(f"the budget keeps all of every prefix of 1 to {longest - 1} tokens: nothing is compressed")
     return found
 
 

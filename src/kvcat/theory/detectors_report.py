@@ -6,7 +6,7 @@ Functions".
 
 from dataclasses import dataclass
 
-from kvcat.theory.compression import WorstCase
+from kvcat.theory.compression import Budget, WorstCase
 from kvcat.theory.detectors import (
     Layout,
     alarm_gain,
@@ -14,7 +14,7 @@ from kvcat.theory.detectors import (
     differing_rows,
     incompressible_network,
 )
-from kvcat.theory.detectors_bound import Budget, Certificate, compressed_lengths, verify_incompressible
+from kvcat.theory.detectors_bound import Certificate, compressed_lengths, verify_incompressible
 from kvcat.theory.detectors_checks import (
     UnitErrors,
     Widths,

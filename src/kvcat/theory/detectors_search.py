@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from kvcat.theory.compression import Cache, prefix_cache, suffix_error
+from kvcat.theory.compression import Budget, Cache, prefix_cache, suffix_error
 from kvcat.theory.definitions import Transformer, sequences
 from kvcat.theory.detectors import ALARM_SYMBOL, Layout, layout_of
-from kvcat.theory.detectors_bound import Budget, compressed_lengths
+from kvcat.theory.detectors_bound import compressed_lengths
 from kvcat.types import Float, Int, Tensor
 
 _UNITS_AT_ONCE = 2**22  # hidden units computed at a time, which bounds the memory of a search

@@ -3,9 +3,10 @@
 References: KV-CAT, appendix "Motivating example", the bound of Proposition 1 and the note behind its proof.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvcat.theory.compression import Budget
 from kvcat.theory.histogram_optimum import (
     definition_optimum,
     joint_optimum,
@@ -82,7 +83,7 @@ class ScalingRow:
     last_bound: float
 
 
-def scaling_curve(num_symbols: int, lengths: Sequence[int], budget: Callable[[int], int]) -> list[ScalingRow]:
+def scaling_curve(num_symbols: int, lengths: Sequence[int], budget: Budget) -> list[ScalingRow]:
     """Optimum and bound against N.
 
     With r(n) = n - 1 the paper's choice n = N - 1, k = 1 gives 1 / (2 N (N - 1)), but the definition asks for every n:

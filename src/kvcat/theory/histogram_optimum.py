@@ -12,12 +12,12 @@ those of one symbol repeated are the worst, and by symmetry all equally.
 References: KV-CAT, Proposition "hist_non_compressible" and its proof in appendix "Motivating example".
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from kvcat.theory.compression import KeysValues, Policy
+from kvcat.theory.compression import Budget, KeysValues, Policy
 from kvcat.theory.enclosing import enclosing_ball
 from kvcat.types import Float, Int, Tensor
 
@@ -123,7 +123,7 @@ class DefinitionOptimum:
     suffix_lens: tuple[int, ...]
 
 
-def definition_optimum(num_symbols: int, longest: int, budget: Callable[[int], int]) -> DefinitionOptimum:
+def definition_optimum(num_symbols: int, longest: int, budget: Budget) -> DefinitionOptimum:
     """The least epsilon for which any policy of this budget shows (N, epsilon, r)-compressibility.
 
     The largest ``joint_optimum`` over n = 1, ..., N - 1 at prefixes of one symbol repeated, the worst of their length.
@@ -152,7 +152,7 @@ def repeated_symbol(num_symbols: int, prefix_len: int) -> Int[Tensor, " m"]:
     return counts
 
 
-def optimal_policy(num_symbols: int, longest: int, budget: Callable[[int], int]) -> Policy:
+def optimal_policy(num_symbols: int, longest: int, budget: Budget) -> Policy:
     """The policy that attains ``joint_optimum`` at every prefix: s in one slot, r(n) - 1 slots of value 0, keys 0.
 
     (A cache of one entry with value s would not do: the slots count in the softmax. Any split of s among them does.)

@@ -9,15 +9,12 @@ from dataclasses import dataclass
 import torch
 
 from kvcat.errors import InputError
-from kvcat.theory.compression import Policy, WorstCase, compressibility
+from kvcat.theory.compression import Budget, Policy, WorstCase, compressibility
 from kvcat.theory.definitions import Transformer, sequences
 from kvcat.theory.functions import FunctionTable, tabulate
 from kvcat.theory.scalar_code import ScalarCode, SpanCertificate, base_weights, scalar_code, span_certificate
 from kvcat.theory.scanning import ScalarOptimum, optimal_scalar
 from kvcat.types import Float, Tensor
-
-Budget = Callable[[int], int]
-"""r(n), the slots that a prefix of n tokens is allowed, 0 <= r(n) <= n."""
 
 
 def scalar_policy(choose: Callable[[Tensor], float], budget: Budget) -> Policy:

@@ -1,0 +1,100 @@
+"""theory histogram, theorem, train and errata, as a person runs them."""
+
+import csv
+
+import pytest
+
+from kvcat.cli.app import run
+from kvcat.cli.options import FUNCTION_NAMES
+from kvcat.cli.theory_theorem import parse_budget
+from kvcat.theory.functions import FUNCTIONS
+
+
+def table(path):
+    return list(csv.DictReader(path.read_text().splitlines()))
+
+
+def test_the_histogram_command_writes_both_curves_and_tells_the_optimum(tmp_path, capsys):
+    assert (
+        run(["theory", "histogram", "--symbols", "2", "--length", "5", "--scaling", "4", "6", "--out", str(tmp_path)])
+        == 0
+    )
+    said = capsys.readouterr().out
+    assert "all 196 prefixes and suffixes" in said
+    assert {path.name for path in tmp_path.iterdir()} == {"budget.csv", "scaling.csv", "histogram.png", "histogram.svg"}
+    budgets = table(tmp_path / "budget.csv")
+    assert [row["num_slots"] for row in budgets] == ["1", "2", "3", "4"]
+    for row in budgets:
+        optimum, single, bound = (float(row[name]) for name in ("optimum", "single_length", "paper_bound"))
+        assert optimum >= single - 1e-12
+        assert single == pytest.approx(2**0.5 * bound, abs=1e-12)
+    assert f"exact optimum over all policies {float(budgets[0]['optimum']):.10f}" in said
+    assert [(row["budget"], row["longest"]) for row in table(tmp_path / "scaling.csv")] == [
+        ("r = 1", "4"), ("r = 1", "6"), ("r = max(1, n - 1)", "4"), ("r = max(1, n - 1)", "6"),
+    ]  # fmt: skip
+
+
+def test_the_theorem_command_shows_one_network_exact_and_the_other_above_c(tmp_path, capsys):
+    argv = ["--function", "parity", "mean", "--length", "3", "--constant", "0.5", "--budget", "1"]
+    assert run(["theory", "theorem", *argv, "--out", str(tmp_path)]) == 0
+    assert "14 sequences, 20 splits, all verified" in (said := capsys.readouterr().out)
+    assert "differ in 6 rows of block 2 W_2" in said
+    rows = table(tmp_path / "theorem.csv")
+    assert [row["function"] for row in rows] == ["parity", "mean"]
+    for row in rows:
+        assert float(row["compressible, one slot"]) < 1e-12
+        assert float(row["incompressible |M - f|"]) < 1e-12
+        certified = float(row["incompressible, certified for every policy"])
+        assert 0.5 < certified <= float(row["incompressible, best policy found"]) + 1e-9
+        assert float(row["scalar code, exact optimum over policies"]) >= 1.5 - 1e-9
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["theorem", "--function", "xor"], "no function 'xor'; there are random, parity"),
+        (["theorem", "--budget", "half"], "--budget is 'half'; it must be a number, n-1 or n/2"),
+        (["theorem", "--constant", "0"], "--constant is 0; it must be positive"),
+        (["theorem", "--symbols", "4", "--length", "9"], "262144 sequences; at most 5000"),
+        (["theorem", "--budget", "9", "--length", "3"], "compress"),
+    ],
+)
+def test_a_person_s_mistake_is_one_line(argv, told, tmp_path, capsys):
+    assert run(["theory", *argv, "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr()
+    assert told in said.err
+    assert len(said.err.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_budgets_are_functions_of_the_prefix_length():
+    lengths = range(1, 6)
+    assert [parse_budget("2")(n) for n in lengths] == [1, 2, 2, 2, 2]
+    assert [parse_budget("n-1")(n) for n in lengths] == [0, 1, 2, 3, 4]
+    assert [parse_budget("n/2")(n) for n in lengths] == [0, 1, 1, 2, 2]
+    assert parse_budget("0")(4) == 0
+
+
+def test_the_functions_that_the_command_knows_are_those_there_are():
+    assert tuple(FUNCTIONS) == FUNCTION_NAMES
+
+
+def test_a_quick_training_ends_in_tables_and_a_plot_and_goes_on_with_more_seeds(tmp_path, capsys):
+    assert run(["theory", "train", "--quick", "--seeds", "1", "--out", str(tmp_path)]) == 0
+    first = table(tmp_path / "networks.csv")
+    assert run(["theory", "train", "--quick", "--seeds", "2", "--out", str(tmp_path)]) == 0
+    rows = table(tmp_path / "networks.csv")
+    assert [row for row in rows if row["seed"] == "0"] == first
+    assert {row["seed"] for row in rows} == {"0", "1"}
+    assert {row["num_seeds"] for row in table(tmp_path / "summary.csv")} == {"2"}
+    assert (tmp_path / "trained.png").stat().st_size > 10_000
+    said = capsys.readouterr().out
+    assert "router, trained attention" in said
+    assert "incompressible construction, optimum" in said
+
+
+def test_the_errata_are_shown_with_what_stands_in_their_place(capsys):
+    assert run(["theory", "errata"]) == 0
+    said = capsys.readouterr().out
+    assert "26 of 30 sequences are sent to u_0" in " ".join(said.split())
+    assert said.count("  printed ") == said.count("  shown ") == said.count("  instead ") >= 10
