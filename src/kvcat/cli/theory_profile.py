@@ -21,6 +21,8 @@ from kvcat.errors import InputError
 if TYPE_CHECKING:
     from kvcat.evals.profile_suffixes import PrefixSuffixes, SuffixPlan
 
+Split = Literal["all", "test", "validation", "train"]
+
 
 def profile_command(
     models: Annotated[list[str], typer.Argument(help="Models to compare: FOLDER, Hub name, or LABEL=FOLDER.")],
@@ -48,6 +50,10 @@ def profile_command(
     num_prefixes: Annotated[
         int, typer.Option(min=1, help="Prefixes: the beginning of every document, then what comes behind.")
     ] = 2,
+    split: Annotated[
+        Split,
+        typer.Option(help="Documents of the text to use; test and validation by a hash of the document's name."),
+    ] = "all",
     kinds: Annotated[
         list[str] | None,
         typer.Option(
@@ -120,8 +126,8 @@ def profile_command(
     loaded = {label: kvcat.load(folder, dtype=dtype, device=device) for label, folder in labelled.items()}
     vocab_size = check_models(loaded, plan)
     first = next(iter(loaded.values()))
-    texts = _texts(first, text, plan, num_prefixes, vocab_size, suffixes or _earlier(out))
-    dataset = "+".join(data_name(source) for source in text)
+    texts = _texts(first, text, split, plan, num_prefixes, vocab_size, suffixes or _earlier(out))
+    dataset = "+".join(data_name(source) for source in text) + ("" if split == "all" else f":{split}")
     records = profile(loaded, texts, plan, asked, counts, out, dataset=dataset)
     _write(out, [record for record in records if record.model in loaded], epsilons, measure)
 
@@ -145,6 +151,7 @@ def _write(out: Path, records: list[Any], epsilons: list[float], measure: str) -
 def _texts(
     first: tuple[Any, Any],
     sources: list[str],
+    split: Split,
     plan: "SuffixPlan",
     num_prefixes: int,
     vocab_size: int,
@@ -158,7 +165,7 @@ def _texts(
     documents: dict[str, list[int]] = {}
     enough, length = 0, plan.prefix_len + plan.suffix_len
     for source in sources:
-        for name, content in corpus_documents(source, "all", 10 * num_prefixes):
+        for name, content in corpus_documents(source, split, 10 * num_prefixes):
             if enough == num_prefixes:
                 break
             if name in documents:

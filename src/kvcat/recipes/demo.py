@@ -60,7 +60,7 @@ class DemoPlan:
 
 QUICK = DemoPlan("quick", 40, 4, 512, 8, ("snapkv",), 4, 10, keep_ratios=(0.05, 0.2), gradient_keep_ratios=(0.2,))
 STANDARD = DemoPlan("standard", 320, 4, 1024, 48, ("snapkv", "keynorm"), 6, 50)
-FULL = DemoPlan("full", 2000, 8, 1024, 128, ("first", "random", "keynorm", "snapkv", "h2o"), 32, 100)
+FULL = DemoPlan("full", 1000, 8, 1024, 128, ("first", "random", "keynorm", "snapkv", "h2o"), 16, 100)
 
 
 def training_config(plan: DemoPlan, policy: str, model: str, out: Path, *, seed: int, device: str) -> TrainConfig:

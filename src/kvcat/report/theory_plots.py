@@ -113,7 +113,8 @@ def save_trained_plot(
     with plotting() as plt:
         figure, panels = plt.subplots(1, 2, figsize=(11.0, 5.0), sharey=True)
         for axes, (column, title) in zip(panels, panels_shown.items(), strict=True):
-            for rank, (model, own) in enumerate(_by_model(rows).items()):
+            for rank, (model, found) in enumerate(_by_model(rows).items()):
+                own = [row for row in found if row[column] > _EXACT]
                 slots = [row["num_slots"] for row in own]
                 axes.plot(slots, [row[column] for row in own], color=COLOURS[rank], marker=MARKERS[rank], label=model)
                 low, high = ([row[f"{column}_{end}"] for row in own] for end in ("low", "high"))
@@ -125,11 +126,9 @@ def save_trained_plot(
                 label = name if shown else f"{name}: exact"
                 axes.plot(*(zip(*shown, strict=True) if shown else ([], [])), label=label, **style)
             axes.set_yscale("log")
-            axes.set_xticks(sorted({row["num_slots"] for row in rows}))
-            axes.set_xlabel("slots r")
+            axes.set_xticks(sorted({row["num_slots"] for row in rows if row[column] > _EXACT}))
+            axes.set_xlabel("slots r (all n: exact)")
             axes.set_title(f"Best cache found, worst suffix, {title}")
-            bottom = min((row[column] for row in rows if row[column] > _EXACT), default=_EXACT)
-            axes.set_ylim(bottom=bottom / 3)
         panels[0].set_ylabel("error (log axis), 95% intervals over seeds")
         handles, labels = panels[0].get_legend_handles_labels()
         figure.tight_layout(rect=(0.0, 0.0, 1.0, 1.0 - 0.045 * -(-len(labels) // 2)))
