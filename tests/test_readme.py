@@ -1,4 +1,4 @@
-"""The examples of the README and of docs/compress.md run, and what the documents name is there."""
+"""The examples of the README, docs/compress.md and docs/theory.md run, and what the documents name is there."""
 
 import re
 import shlex
@@ -12,7 +12,7 @@ from kvcat.cli.app import run
 from kvcat.compress import COMPRESSORS, AttentionMatching, GradientCompression
 
 ROOT = Path(__file__).parent.parent
-README, COMPRESS = "README.md", "docs/compress.md"
+README, COMPRESS, THEORY = "README.md", "docs/compress.md", "docs/theory.md"
 
 
 def read(document: str) -> str:
@@ -32,7 +32,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("document", [README, COMPRESS])
+@pytest.mark.parametrize("document", [README, COMPRESS, THEORY])
 def test_python_examples_run_one_after_the_other(document: str, workplace: Path) -> None:
     exec(compile("\n".join(blocks(document, "python")), document, "exec"), {})
 
@@ -46,7 +46,7 @@ def test_shell_examples_run(document: str, written: str, workplace: Path, capsys
     assert (workplace / written).stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("document", [README, COMPRESS])
+@pytest.mark.parametrize("document", [README, COMPRESS, THEORY])
 def test_what_a_document_links_to_is_there(document: str) -> None:
     links = re.findall(r"\]\(([^)#:]+)\)", read(document))
     assert links
