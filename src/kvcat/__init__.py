@@ -9,7 +9,20 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from kvcat import attention, cache, compress, data, evals, losses, models, policies, recipes, report, training
+    from kvcat import (
+        attention,
+        cache,
+        compress,
+        data,
+        evals,
+        losses,
+        models,
+        policies,
+        recipes,
+        report,
+        theory,
+        training,
+    )
     from kvcat.cache import CompactCache
     from kvcat.compress import (
         AttentionMatching,
@@ -26,7 +39,8 @@ if TYPE_CHECKING:
     from kvcat.training import TrainConfig, train
 
 _ROOMS = (
-    "attention", "cache", "compress", "data", "evals", "losses", "models", "policies", "recipes", "report", "training",
+    "attention", "cache", "compress", "data", "evals", "losses", "models", "policies", "recipes", "report", "theory",
+    "training",
 )  # fmt: skip
 _HOME = {
     "AttentionMatching": "compress",
@@ -47,7 +61,7 @@ _HOME = {
 __all__ = [
     "AttentionMatching", "CompactCache", "Eviction", "GradientCompression", "InputError", "Trace", "TrainConfig",
     "attention", "cache", "compare", "compress", "data", "evals", "load", "losses", "models", "policies", "recipes",
-    "reconstruction", "replay", "report", "trace", "train", "training",
+    "reconstruction", "replay", "report", "theory", "trace", "train", "training",
 ]  # fmt: skip
 
 

@@ -14,7 +14,7 @@ def demo_command(
         bool, typer.Option("--quick", help="At most two minutes; shows the path, too short to judge.")
     ] = False,
     full: Annotated[
-        bool, typer.Option("--full", help="The long recipe: six times the tokens, more windows and gradient steps; an hour.")
+        bool, typer.Option("--full", help="The long recipe: six times the tokens and more windows; an hour.")
     ] = False,
     out: Annotated[Path | None, typer.Option(help="Folder; default out/demo, out/demo-quick or out/demo-full.")] = None,
     from_scratch: Annotated[
