@@ -122,3 +122,10 @@ def test_matrices_that_do_not_fit_are_refused() -> None:
         random_model()(torch.zeros(6, dtype=torch.int64))
     with pytest.raises(ValueError, match="symbols must lie in 0 to 2"):
         random_model()(torch.tensor([3]))
+
+
+def test_budgets_above_the_length_and_no_prefixes_are_refused() -> None:
+    with pytest.raises(ValueError, match="budget for 1 tokens must lie in 0 to 1, got 2"):
+        compressibility(random_model(), (keep_all, keep_all), lambda n: 2 * n)
+    with pytest.raises(ValueError, match="no prefix to look at"):
+        compressibility(random_model(), (keep_all, keep_all), lambda n: n, prefixes=[])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy.optimize import linprog
 
-from kvcat.theory.compression import Cache, answer, compressibility, suffix_error
+from kvcat.theory.compression import Cache, answer, compressibility, prefix_cache, suffix_error
 from kvcat.theory.definitions import Transformer, sequences
 from kvcat.theory.detectors import (
     alarm_gain,
@@ -127,12 +127,31 @@ def test_random_caches_of_any_size_err_by_more_than_the_constant_for_every_prefi
     network = incompressible_network(random_function(2, 4, d_out=2, seed=3), constant=5.0)
     for n in range(1, 4):
         for prefix, r, k in itertools.product(sequences(2, n), range(n), range(1, 4 - n + 1)):
-            for seed, scale in enumerate((0.1, 1.0, 10.0, 1000.0)):
+            for seed, scale in enumerate((0.1, 1.0, 10.0, 1e3, 1e6)):
                 cache = random_cache(network, r, scale, seed)
                 assert float(suffix_error(network, cache, prefix, sequences(2, k)).max()) > 5.0
             kept = slots_of_sum(network, prefix, layout_of(network).code(prefix), r)
             assert {keys.shape[0] for heads in kept for keys, _ in heads} == {r}
             assert float(suffix_error(network, kept, prefix, sequences(2, k)).max()) > 5.0
+
+
+def test_the_certificate_is_one_of_exact_arithmetic_a_slot_of_1e17_deceives_float64() -> None:
+    network = incompressible_network(random_function(2, 3), constant=1.0)
+    numbers = [0, 0, 0, -0.020804164559409127, 0.28508401869025257, -6.467185803717482e16]
+    block = torch.tensor(numbers, dtype=torch.float64)
+    y = layout_of(network).block(3)
+
+    def deceiving(size: float) -> Cache:
+        empty = tuple(tuple((keys[:1] * 0, values[:1] * 0) for keys, values in heads) for heads in whole)
+        empty[1][0][1][0, y] = block * torch.tensor([1, 1, 1, 1, 1, size], dtype=torch.float64)
+        return empty
+
+    prefix = torch.tensor([0, 1])
+    whole = prefix_cache(network, prefix)
+    bound = certified_bound(network, 2, 1, 1)
+    assert float(suffix_error(network, deceiving(1.0), prefix, sequences(2, 1)).max()) < 1.0 < bound
+    for size in (1e-6, 1e-9, 1e-12):
+        assert float(suffix_error(network, deceiving(size), prefix, sequences(2, 1)).max()) >= bound
 
 
 def test_each_of_two_suffixes_that_differ_in_the_last_token_can_be_the_one_that_fails() -> None:

@@ -153,3 +153,11 @@ def test_mistakes_are_refused_with_the_offending_value() -> None:
             function(points[:0], 2.0)
     with pytest.raises(ValueError, match="the point must be finite"):
         distance_to_hull(torch.tensor([0.0, torch.nan], dtype=torch.float64), points)
+
+
+@pytest.mark.parametrize("unit", [1e-200, 1e-3, 1e200])
+def test_distances_scale_with_the_unit_however_large_or_small(unit: float) -> None:
+    points = unit * torch.eye(3, dtype=torch.float64)
+    found = distance_to_hull(torch.zeros(3, dtype=torch.float64), points)
+    assert found.distance == pytest.approx(unit / 3**0.5, rel=1e-12)
+    assert found.lower_bound == pytest.approx(unit / 3**0.5, rel=1e-12)

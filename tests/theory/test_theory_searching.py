@@ -114,3 +114,9 @@ def test_arguments_outside_their_range_are_refused() -> None:
         search_cache(model, prefix, [], 1)
     with pytest.raises(ValueError, match="does not have 1 slots"):
         search_cache(model, prefix, suffixes, 1, start=prefix_cache(model, prefix))
+
+
+def test_with_all_slots_the_search_begins_with_the_whole_cache_itself() -> None:
+    model, prefix = compressible_histogram(2, 5), torch.zeros(3, dtype=torch.int64)
+    found = search_cache(model, prefix, [sequences(2, 1), sequences(2, 2)], 3, num_steps=1, num_restarts=1)
+    assert found.error < 1e-12

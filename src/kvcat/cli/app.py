@@ -61,7 +61,7 @@ app.add_typer(eval_app, name="eval", short_help="Measure what a compressed cache
 theory_app.command("histogram", short_help="The motivating example and its exact optimum.")(histogram_command)
 theory_app.command("theorem", short_help="The main theorem for any function, verified.")(theorem_command)
 theory_app.command("train", short_help="Which solution of the histogram training finds.")(train_histogram_command)
-theory_app.command("errata", short_help="What fails as printed, demonstrated.")(errata_command)
+theory_app.command("errata", short_help="What fails as printed or is loose, demonstrated.")(errata_command)
 theory_app.command("profile", short_help="Error of the best cache found against its slots.")(profile_command)
 app.add_typer(theory_app, name="theory", short_help="Compressibility as the paper defines it.")
 app.command("report", short_help="Tables, plots and a page from evaluations.")(report_command)

@@ -4,7 +4,7 @@ import textwrap
 
 
 def errata_command() -> None:
-    """Statements of the paper's theory that fail as printed, each demonstrated, with what stands in its place."""
+    """Statements of the paper's theory that fail as printed, or are loose, each demonstrated beside what holds."""
     from kvcat.theory.errata import errata
 
     for erratum in errata():

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvcat.cli.options import FUNCTION_NAMES, SeedOption
+from kvcat.cli.theory import results_folder, write_results
 from kvcat.errors import InputError
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ _ERRORS = (
     "incompressible, best policy found",
     "scalar code, exact optimum over policies",
 )
+
+_MOST_SEQUENCES, _MOST_ROUNDING = 256, 1e-6
 
 
 def theorem_command(
@@ -36,7 +39,8 @@ def theorem_command(
     """The main theorem for a function: everything built, and verified on every sequence, split and budgeted policy.
 
     Construction D makes both networks, equal but for 2N rows of one matrix; construction H makes an incompressible one
-    whose best policy is found exactly. Both grow as m^N.
+    whose best policy is found exactly. Both grow as m^N. Certificates hold in exact arithmetic: slots of 1e15 and more
+    can deceive float64.
 
     Example: kvcat theory theorem --function parity --symbols 2 --length 5 --budget 1
     """
@@ -45,31 +49,59 @@ def theorem_command(
         if name not in FUNCTION_NAMES:
             raise InputError(f"no function {name!r}; there are {', '.join(FUNCTION_NAMES)}")
     slots = parse_budget(budget)
-    if symbols**length > 5000:
+    if length > 9 or symbols**length > _MOST_SEQUENCES:
         raise InputError(
-            f"{symbols} symbols and N = {length} make {symbols**length} sequences; at most 5000 are verified"
+            f"{symbols} symbols and N = {length}: at most {_MOST_SEQUENCES} sequences of length N are verified"
         )
     if not 0.0 < constant < float("inf"):
         raise InputError(f"--constant is {constant:g}; it must be positive")
 
-    from kvcat.report.rowfiles import rows_csv
     from kvcat.report.theory_plots import save_theorem_plot
+    from kvcat.theory.detectors import incompressible_network
+    from kvcat.theory.detectors_bound import certified_bound, compressed_lengths
     from kvcat.theory.detectors_report import theorem_report
     from kvcat.theory.functions import FUNCTIONS, random_function
+    from kvcat.theory.scalar_code import scalar_code
     from kvcat.theory.scalar_report import scalar_report
 
+    chosen = {
+        name: random_function(symbols, length, seed=seed) if name == "random" else FUNCTIONS[name](symbols, length)
+        for name in names
+    }
+    for name, table in chosen.items():
+        rounding = scalar_code(table, constant).rounding()
+        if not rounding <= _MOST_ROUNDING:
+            raise InputError(
+                f"{name} with C = {constant:g}, N = {length}: float64 rounds by {rounding:.0e}; choose less"
+            )
+    lengths = compressed_lengths(length, slots)
+    results_folder(out)
+
     rows: list[dict[str, Any]] = []
-    for name in names:
-        table = random_function(symbols, length, seed=seed) if name == "random" else FUNCTIONS[name](symbols, length)
-        both, scalar = theorem_report(table, constant, slots, seed=seed), scalar_report(table, constant, slots)
+    bounds: list[dict[str, Any]] = []
+    for name, table in chosen.items():
+        scalar, both = scalar_report(table, constant, slots), theorem_report(table, constant, slots, seed=seed)
+        network = incompressible_network(table, constant=constant)
+        for n, k, r in lengths:
+            bound = certified_bound(network, n, k, r)
+            bounds.append(
+                {
+                    "function": name,
+                    "n": n,
+                    "k": k,
+                    "r": r,
+                    "bound": bound,
+                    "constant": constant,
+                    "margin": bound - constant,
+                }
+            )
         if not rows:
             print(_sizes(symbols, length, budget, both))
         rows.append(_row(name, both, scalar))
         print(_told(rows[-1], both))
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "theorem.csv").write_text(rows_csv(rows), encoding="utf-8")
+    written = write_results(out, {"theorem.csv": rows, "bounds.csv": bounds}, {"seed": seed, "budget": budget})
     errors = {row["function"]: {name: row[name] for name in _ERRORS} for row in rows}
-    for path in [out / "theorem.csv", *save_theorem_plot(errors, constant, out)]:
+    for path in [*written, *save_theorem_plot(errors, constant, out)]:
         print(path)
 
 
@@ -110,6 +142,8 @@ def _row(name: str, both: "TheoremReport", scalar: "ScalarReport") -> dict[str, 
         "incompressible |M - f|": both.incompressible_values,
         "scalar code |M - f|": scalar.approximation_error,
         **dict(zip(_ERRORS, errors, strict=True)),
+        "margin of the certificate": both.certificate.margin,
+        "margin of the scalar code": scalar.margin,
     }
 
 
@@ -119,6 +153,6 @@ def _told(row: dict[str, Any], report: "TheoremReport") -> str:
         f"{row['function']}: |M - f| {row['compressible |M - f|']:.0e}, {row['incompressible |M - f|']:.0e}, "
         f"{row['scalar code |M - f|']:.0e} (scalar code)\n"
         f"  one slot: worst error {first:.0e} over all prefixes and suffixes\n"
-        f"  C = {row['constant']:g}: every policy errs by {second:.4g} at least (proved; the best of "
+        f"  C = {row['constant']:g}: every policy errs by {second:.4g} at least (exact arithmetic; the best of "
         f"{report.found.num_caches} found: {third:.4g}); scalar code: exactly {fourth:.4g}"
     )

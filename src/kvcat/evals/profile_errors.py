@@ -50,7 +50,9 @@ def output_errors(
             "output": (whole.double() - small.double()).norm(dim=-1),
         }
         for name, values in found.items():
-            flat[name][index * rows : index * rows + len(values)] = values.cpu().nan_to_num(nan=torch.inf)
+            flat[name][index * rows : index * rows + len(values)] = values.cpu().nan_to_num(
+                nan=torch.inf, posinf=torch.inf
+            )
     return {name: values.view(dense.shape[:2]) for name, values in flat.items()}
 
 

@@ -17,7 +17,7 @@ from kvcat.models import hidden_states, logits_from_hidden
 from kvcat.types import Bool, Int, Tensor
 
 KINDS = {
-    "model": "continuations drawn from the first model behind the whole prefix, at temperature 1",
+    "model": "continuations drawn from one model, the same for all, behind the whole prefix, at temperature 1",
     "true": "the text that follows the prefix; one, never fitted to",
     "other": "pieces of the text from elsewhere",
     "random": "tokens drawn evenly from the vocabulary",

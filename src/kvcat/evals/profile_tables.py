@@ -27,7 +27,9 @@ def profile_markdown(rows: Sequence[ProfileRow], needed: Sequence[SlotsNeeded], 
     told = "\n".join(f"- {kind}: {KINDS[kind]}" for kind in kinds)
     return (
         f"Error: {MEASURES[measure]}. Mean / worst over {prefixes} prefix{'es' * (prefixes > 1)} and held-out outputs: "
-        f"{counted}. The worst is a lower bound on the maximum over all suffixes.\n\n{told}\n\n"
+        f"{counted}. Each is of the "
+        "cache that the suffixes for the choice favour by it. The worst is a lower bound on the maximum over all "
+        f"suffixes.\n\n{told}\n\n"
         f"### Best cache found\n\n{_best(own, kinds)}\n"
         f"### Every method, all kinds\n\n{_methods(own)}\n"
         f"### Fewest slots tried with an error below epsilon, by mean / worst\n\n{_needed(needed)}"

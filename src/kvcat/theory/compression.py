@@ -123,7 +123,9 @@ def suffix_error(
     """|| M([a, b]) - M_{C,a}(b) || (Euclidean) for each suffix behind a compressed cache of the prefix."""
     whole = torch.cat([prefix.expand(suffixes.shape[0], -1), suffixes], -1)
     errors = torch.linalg.vector_norm(model(whole) - answer(model, cache, prefix.shape[0], suffixes), dim=-1)
-    return errors.nan_to_num(nan=torch.inf)  # finite slots so large that their sums overflow are as wrong as can be
+    return errors.nan_to_num(
+        nan=torch.inf, posinf=torch.inf
+    )  # finite slots so large that their sums overflow are as wrong as can be
 
 
 def compressibility(
@@ -146,7 +148,8 @@ def compressibility(
         prefixes: look at these prefixes alone (each of less than N symbols); default all.
 
     Raises:
-        ValueError: N outside 2 to the model's positions, or a policy that does not return exactly r(n) slots.
+        ValueError: N outside 2 to the model's positions, no prefixes, a budget outside 0 to n, or a policy that does
+            not return exactly r(n) slots.
     """
     longest = model.num_positions if longest is None else longest
     if not 2 <= longest <= model.num_positions:
@@ -157,6 +160,8 @@ def compressibility(
     for row in prefixes:
         prefix = torch.tensor(row, dtype=torch.int64)
         n = prefix.shape[0]
+        if not 0 <= budget(n) <= n:
+            raise ValueError(f"the budget for {n} tokens must lie in 0 to {n}, got {budget(n)}")
         cache = compress(policy, prefix_cache(model, prefix))
         slots = {keys.shape[0] for heads in cache for keys, _ in heads}
         if slots != {budget(n)}:
@@ -167,4 +172,6 @@ def compressibility(
             at = int(errors.argmax())
             if float(errors[at]) > worst.error:
                 worst = WorstCase(float(errors[at]), tuple(prefix.tolist()), tuple(suffixes[at].tolist()))
+    if worst.error < 0.0:
+        raise ValueError("there is no prefix to look at")
     return worst

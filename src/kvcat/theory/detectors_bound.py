@@ -50,8 +50,9 @@ class Certificate:
 def verify_incompressible(network: Transformer, constant: float, budget: Budget) -> Certificate:
     """The least certified error over every n with r(n) < n and every k >= 1, n + k <= N.
 
-    It holds for every prefix and every finite cache of r(n) slots: for each k there is a suffix at which the error is
-    at least the bound. The network is not (N, C, r)-compressible if the margin is not negative.
+    It holds for every prefix and every finite cache of r(n) slots, in exact arithmetic: for each k there is a suffix at
+    which the error is at least the bound. (Run in float64, sums beyond about 1e15 lose the digits that detectors and
+    alarms read, and such a cache can pass.) The network is not (N, C, r)-compressible if the margin is not negative.
 
     Args:
         network: the network of Lemma 2.

@@ -76,7 +76,8 @@ class Units:
 def units(network: Transformer, hidden: Float[Tensor, "*batch width"]) -> Units:
     """The units' answers to rows [w, x, y, z]: [relu(h_a) - relu(h_a - q)] / q by sequence, then the 2N alarms.
 
-    For every real row a detector's answer lies in [0, 1] and an alarm's is not negative.
+    For every real row a detector's answer lies in [0, 1] and an alarm's is not negative (in exact arithmetic: rows of
+    1e15 and more lose the digits they read).
     """
     layout, ffn = layout_of(network), network.blocks[-1].feed_forward
     rise, saturate = layout.detectors

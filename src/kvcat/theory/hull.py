@@ -43,26 +43,37 @@ class HullDistance:
 
 
 def distance_to_hull(x: Float[Tensor, " d"], points: Float[Tensor, "points d"]) -> HullDistance:
-    """dist(x, conv{x_1, ..., x_k}), Euclidean, by Wolfe's active-set method: finite, and exact but for rounding.
+    """dist(x, conv{x_1, ..., x_k}), Euclidean, by Wolfe's active-set method, which is finite.
+
+    The error is rounding for points in general position, and up to 1e-8 of the largest distance where they are nearly
+    dependent; ``lower_bound`` holds whatever the rounding.
 
     Args:
         x: the point.
         points: x_i, at least one; duplicates and points inside the hull of others are allowed.
 
     Raises:
-        ValueError: no points, or anything that is not finite.
+        ValueError: no points, of another width than x, or anything that is not finite.
     """
     _check_points(points)
+    if x.shape != points.shape[1:]:
+        raise ValueError(f"the point has {len(x)} coordinates, the hull's points {points.shape[1]}")
     if not x.isfinite().all():
         raise ValueError("the point must be finite")
     shifted = (points - x).numpy()
+    unit = float(np.abs(shifted).max())  # squares of the rest neither overflow nor vanish
+    if unit == 0.0 or not math.isfinite(unit):
+        if unit:
+            raise ValueError("the points lie too far apart")
+        return HullDistance(0.0, 0.0, x.clone())
+    shifted = shifted / unit
     nearest = _smallest_of_hull(shifted)
     distance = float(np.linalg.norm(nearest))
     reach = float(np.linalg.norm(shifted, axis=1).max())
     if distance <= _ROUNDING * reach:
         return HullDistance(0.0, 0.0, x.clone())
     bound = float((shifted @ (nearest / distance)).min())
-    return HullDistance(distance, max(bound, 0.0), x + torch.from_numpy(nearest))
+    return HullDistance(unit * distance, max(unit * bound, 0.0), x + unit * torch.from_numpy(nearest))
 
 
 def _smallest_of_hull(points: np.ndarray) -> np.ndarray:

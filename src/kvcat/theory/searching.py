@@ -50,7 +50,8 @@ def search_cache(
         suffixes: b, int64 arrays (batch, k) of one length each; together 1 suffix at least.
         num_slots: r, 0 to n.
         num_steps: steps of Adam for each start, and at most of L-BFGS for each of its four sharpnesses.
-        num_restarts: number of starts, each from r tokens of the prefix's own cache with noise.
+        num_restarts: number of starts, each from r tokens of the prefix's own cache with noise (the first from all of
+            them without, where r = n).
         seed: of the starts.
         start: a cache of r slots to begin the first of them from.
 
@@ -69,6 +70,8 @@ def search_cache(
         problem = _Problem.of(model, prefix, suffixes)
         draw = torch.Generator().manual_seed(seed)
         starts = [problem.draw_start(num_slots, draw) for _ in range(num_restarts)]
+        if num_slots == prefix.shape[0]:
+            starts[0] = problem.flatten(problem.whole)  # exact in causal models, and where no block before mixes
         if start is not None:
             starts[0] = problem.flatten(start)
     descents = [_Descent(problem, first, num_slots) for first in (starts if num_slots else starts[:1])]
