@@ -45,6 +45,7 @@ def save_histogram_plot(
         for rank, (label, value) in enumerate(curves[:2]):
             ratios = [value(row) / row.paper_bound if row.paper_bound else float("nan") for row in budgets]
             gap.plot(slots, ratios, color=COLOURS[rank], marker=MARKERS[rank], label=label)
+        gap.set_ylabel("ratio")
         gap.set_title("Optimum over the paper's bound")
         gap.set_ylim(bottom=1.0)
         for axes in (error, gap):
@@ -65,7 +66,9 @@ def save_histogram_plot(
         growth.set_xticks(ticks, [str(tick) for tick in ticks])
         growth.minorticks_off()
         growth.set_xlabel("N (log axis)")
-        growth.set_title("Against N (log axes)")
+        growth.set_ylabel("worst error (log axis)")
+        growth.set_title("Against N")
+        growth.set_ylim(bottom=growth.get_ylim()[0] / 20)
         for axes in (error, growth):
             axes.legend(fontsize=8)
         figure.tight_layout()
