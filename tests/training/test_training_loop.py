@@ -103,6 +103,7 @@ def test_the_control_is_plain_next_token_training(tiny_folder, texts_folder, tmp
     documents = [d for d in file_documents(texts_folder) if split_of(d.id) == "train"]
     read = excerpts(hash_order(documents, run.seed), tokenizer, run.seq_len, 16, run.seed)
     table = pack(read, tokenizer, run.seq_len, max_sequences=16)
+    start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     optimizer = torch.optim.AdamW(
@@ -125,7 +126,9 @@ def test_the_control_is_plain_next_token_training(tiny_folder, texts_folder, tmp
     assert logged == pytest.approx(losses, abs=1e-5)
     trained = exported(run.output)
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(trained[name], parameter.detach(), rtol=0, atol=2e-5)
+        # as a whole: Adam magnifies the rounding of single gradients that are nearly zero
+        moved = (parameter.detach() - start[name]).norm()
+        assert (trained[name] - parameter.detach()).norm() < 5e-4 * moved, name
 
 
 def test_at_the_start_the_masked_pass_is_the_dense_pass_and_the_budget_is_one_over_the_target(
