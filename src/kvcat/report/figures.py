@@ -23,7 +23,7 @@ _QUALITY = {
 _STEPS = {"suffix": ("kl", "delta_nll")}
 _DIFFERENCES = {"suffix": ("kl", "nll")}
 _WIDTH, _HEIGHT, _LINE = 4.6, 3.2, 0.34  # inches, of a panel and of a category
-_LEFT, _RIGHT, _BOTTOM, _TITLE, _LEGEND = 0.72, 0.08, 0.5, 0.3, 0.55
+_LEFT, _RIGHT, _BOTTOM, _TITLE, _LEGEND = 0.84, 0.08, 0.5, 0.3, 0.55
 
 
 @dataclass(frozen=True)
