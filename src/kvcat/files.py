@@ -1,0 +1,196 @@
+"""Files that are whole or absent, logs that survive a kill, and one writer per folder."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from kvcat.errors import InputError
+
+LOCK_FILE = ".kvcat.lock"
+_PARTIAL = ".partial-"
+
+
+@contextmanager
+def atomic_write(target: Path) -> Iterator[Path]:
+    """A temporary path beside the target; at the end of the block it becomes the target, whole.
+
+    The block writes a file, or makes a folder and writes into it. If the block raises, what it wrote is removed and
+    the old target stays. A kill leaves only the temporary path, which ``remove_partial`` and the next write remove.
+
+    Args:
+        target: file or folder to write; an existing one is replaced.
+
+    Raises:
+        InputError: the parent folder cannot be made.
+    """
+    make_folder(target.parent)
+    partial = target.with_name(f"{_PARTIAL}{target.name}")
+    _remove(partial)
+    try:
+        yield partial
+        _sync(partial)
+        if partial.is_dir() and target.exists():
+            _remove(target)
+        partial.replace(target)
+        _sync(target.parent)
+    except BaseException:
+        _remove(partial)
+        raise
+
+
+def write_json(target: Path, content: Any) -> None:
+    """Write a value as indented JSON, whole or not at all.
+
+    Args:
+        target: file to write.
+        content: JSON value.
+    """
+    with atomic_write(target) as partial:
+        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def append_jsonl(path: Path, *records: Mapping[str, Any]) -> None:
+    """Append one JSON line per record and return when they are on disk; first cut off a line torn by a kill.
+
+    Args:
+        path: the log; made if absent.
+        records: JSON objects.
+    """
+    with path.open("a+b") as stream:
+        _cut_torn_line(stream)
+        stream.write("".join(json.dumps(record) + "\n" for record in records).encode())
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The records of a log, in order, without a last line torn by a kill; an absent log has none.
+
+    Args:
+        path: the log.
+
+    Raises:
+        InputError: a whole line that is no JSON object.
+    """
+    if not path.exists():
+        return []
+    try:
+        found = [json.loads(line) for line in path.read_bytes().decode().split("\n")[:-1]]
+    except ValueError as error:
+        raise InputError(f"{path} is damaged: {error}") from None
+    if bad := [record for record in found if not isinstance(record, dict)]:
+        raise InputError(f"{path} is damaged: {bad[0]!r} is no record")
+    return found
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and its parents.
+
+    Raises:
+        InputError: a file is in the way, or the folder cannot be made.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot make folder {path}: {error.strerror}") from None
+
+
+def claim_folder(path: Path, config_file: str, config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What the folder's configuration file holds; None if the folder was absent or empty and is now this writer's.
+
+    Call it under ``one_writer``. A new folder gets the configuration; comparing an old one with it is the caller's.
+
+    Args:
+        path: the folder; made if absent.
+        config_file: name of the configuration file in it.
+        config: written into a new folder, JSON values only.
+
+    Raises:
+        InputError: the folder holds other files but no such configuration, or cannot be written to.
+    """
+    make_folder(path)
+    remove_partial(path)
+    file = path / config_file
+    if file.exists():
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise InputError(f"{file} is not readable: {error}") from None
+        if not isinstance(found, dict):
+            raise InputError(f"{file} is no configuration")
+        return found
+    if others := sorted(entry.name for entry in path.iterdir() if entry.name != LOCK_FILE):
+        raise InputError(f"folder {path} is not empty and has no {config_file}: it holds {others[0]}")
+    try:
+        write_json(file, config)
+    except OSError as error:
+        raise InputError(f"cannot write to folder {path}: {error.strerror}") from None
+    return None
+
+
+@contextmanager
+def one_writer(folder: Path, name: str = LOCK_FILE) -> Iterator[None]:
+    """Hold a folder, so that no other process writes to it during the block.
+
+    The operating system releases the lock however the process ends.
+
+    Args:
+        folder: made if absent.
+        name: of the lock file; writers of different parts of a folder use different names.
+
+    Raises:
+        InputError: another process holds the folder, or the lock file cannot be written.
+    """
+    make_folder(folder)
+    lock = FileLock(folder / name, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise InputError(
+            f"another process is writing to {folder}: wait for its end, or choose another folder"
+        ) from None
+    except OSError as error:
+        raise InputError(f"cannot write to folder {folder}: {error.strerror}") from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def remove_partial(folder: Path) -> None:
+    """Remove what killed writers left in a folder; call it under ``one_writer``."""
+    for left in folder.glob(f"{_PARTIAL}*"):
+        _remove(left)
+
+
+def _cut_torn_line(stream: Any) -> None:
+    end = stream.seek(0, os.SEEK_END)
+    if end == 0:
+        return
+    stream.seek(end - 1)
+    if stream.read(1) == b"\n":
+        return
+    stream.seek(0)
+    stream.truncate(stream.read().rfind(b"\n") + 1)
+
+
+def _sync(path: Path) -> None:
+    for entry in [*path.rglob("*"), path] if path.is_dir() else [path]:
+        descriptor = os.open(entry, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
