@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvcat import InputError
-from kvcat.losses import budget_loss, distillation_kl, next_token_loss
+from kvcat.losses import OutputHead, budget_loss, distillation_kl, next_token_loss, score_positions
 
 
 def logits_of(*probabilities: float) -> torch.Tensor:
@@ -132,3 +132,31 @@ def test_a_sequence_of_one_token_is_refused():
         next_token_loss(torch.zeros(1, 1, 3), torch.zeros(1, 1, dtype=torch.long))
     with pytest.raises(InputError, match="1 tokens"):
         distillation_kl(torch.zeros(1, 1, 3), torch.zeros(1, 1, 3))
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 4])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_scores_at_every_position_are_those_of_the_whole_logits(chunk, softcap):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        head = OutputHead(torch.nn.Linear(6, 13, dtype=torch.float64), 1.3, softcap)
+    hidden, teacher = random_logits(2, 5, 6), random_logits(2, 5, 6, seed=1)
+    targets = torch.randint(13, (2, 5), generator=torch.Generator().manual_seed(0))
+    student, taught = (head.logits(x).log_softmax(-1) for x in (hidden, teacher))
+    scores = score_positions(head, hidden, targets, teacher, chunk_tokens=chunk)
+    expected = {
+        "nll": -student.gather(-1, targets[..., None])[..., 0],
+        "nll_teacher": -taught.gather(-1, targets[..., None])[..., 0],
+        "kl": (taught.exp() * (taught - student)).sum(-1),
+        "top1": (taught.argmax(-1) == student.argmax(-1)).double(),
+    }
+    for name, values in expected.items():
+        torch.testing.assert_close(getattr(scores, name), values.detach(), rtol=1e-12, atol=1e-13)
+    alone = score_positions(head, hidden, targets, chunk_tokens=chunk)
+    assert torch.equal(alone.nll, scores.nll)
+    assert (alone.nll_teacher, alone.kl, alone.top1) == (None, None, None)
+
+
+def test_a_scorer_without_positions_in_a_chunk_is_refused():
+    with pytest.raises(InputError, match="got 0"):
+        score_positions(OutputHead(torch.nn.Linear(1, 2)), torch.ones(3, 1), torch.zeros(3).long(), chunk_tokens=0)

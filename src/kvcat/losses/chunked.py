@@ -78,17 +78,14 @@ def chunked_objective(
         arXiv:2410.10989.
     """
     _check(head, tokens, chunk_tokens)
-    work = _Work(
-        head.scale, head.softcap, mask_weight, anchor_weight,
-        chunk_tokens or default_chunk_tokens(head), head.compute_dtype(),
-    )  # fmt: skip
+    options = PassOptions.of(head, chunk_tokens or default_chunk_tokens(head), mask_weight, anchor_weight)
     dense = dense_hidden[:, :-1].flatten(0, 1)
     masked = None if masked_hidden is None else masked_hidden[:, :-1].flatten(0, 1)
     weight, bias = head.weight, head.bias
     if not torch.is_grad_enabled():  # autograd's own bookkeeping would report that gradients are needed
         weight, bias = weight.detach(), None if bias is None else bias.detach()
         dense, masked = dense.detach(), None if masked is None else masked.detach()
-    total, means = _Objective.apply(dense, masked, weight, bias, tokens[:, 1:].flatten(), work)
+    total, means = _Objective.apply(dense, masked, weight, bias, tokens[:, 1:].flatten(), options)
     return ChunkedLosses(total, *means.unbind())
 
 
@@ -105,15 +102,20 @@ def default_chunk_tokens(head: OutputHead) -> int:
 
 
 @dataclass(frozen=True)
-class _Work:
-    """What the forward needs besides tensors, as in ``chunked_objective`` and ``OutputHead``."""
+class PassOptions:
+    """What the passes over chunks need besides tensors, as in ``chunked_objective`` and ``OutputHead``."""
 
     scale: float
     softcap: float | None
-    mask_weight: float
-    anchor_weight: float
     chunk: int
     dtype: torch.dtype
+    mask_weight: float
+    anchor_weight: float
+
+    @classmethod
+    def of(cls, head: OutputHead, chunk: int, mask_weight: float = 1.0, anchor_weight: float = 1.0) -> "PassOptions":
+        """The options of one head, products in the dtype that the head has now."""
+        return cls(head.scale, head.softcap, chunk, head.compute_dtype(), mask_weight, anchor_weight)
 
 
 class _Objective(torch.autograd.Function):
@@ -127,19 +129,17 @@ class _Objective(torch.autograd.Function):
         weight: Float[Tensor, "vocab hidden"],
         bias: Float[Tensor, " vocab"] | None,
         targets: Int[Tensor, " positions"],
-        work: _Work,
+        options: PassOptions,
     ) -> tuple[Float[Tensor, ""], Float[Tensor, " parts"]]:
         inputs = (dense, masked, weight, bias)
         with torch.autocast(weight.device.type, enabled=False):
-            chunks = _Chunks(inputs, ctx.needs_input_grad[:4], targets, work)
-            for start in range(0, len(targets), work.chunk):
-                chunks.add(slice(start, start + work.chunk))
-        means = chunks.values.mean(1)
-        total = work.anchor_weight * means[0]
+            passes = ChunkedPasses(inputs, ctx.needs_input_grad[:4], targets, options)
+            means = passes.run().mean(1)
+        total = options.anchor_weight * means[0]
         if masked is not None:
-            total = total + work.mask_weight * means[2]
+            total = total + options.mask_weight * means[2]
         ctx.dtypes = [None if x is None else x.dtype for x in inputs]
-        ctx.save_for_backward(*chunks.gradients)
+        ctx.save_for_backward(*passes.gradients)
         ctx.mark_non_differentiable(means)
         return total, means
 
@@ -154,14 +154,14 @@ class _Objective(torch.autograd.Function):
         return *scaled, None, None
 
 
-class _Chunks:
+class ChunkedPasses:
     """Values per position and gradients of the total, one chunk after the other.
 
     Args:
         inputs: dense and masked hidden states, W and b, in any dtype.
         needs: which of the four need a gradient.
         targets: the next token of every position.
-        work: weights, scale, soft-cap, dtype of the products.
+        options: weights, scale, soft-cap, chunk, dtype of the products.
     """
 
     def __init__(
@@ -169,27 +169,32 @@ class _Chunks:
         inputs: tuple[Tensor, Tensor | None, Tensor, Tensor | None],
         needs: tuple[bool, ...],
         targets: Int[Tensor, " positions"],
-        work: _Work,
+        options: PassOptions,
     ):
         self.dense, self.masked, weight, bias = inputs
-        self.targets, self.work = targets, work
-        self.weight, self.bias = weight.to(work.dtype), None if bias is None else bias.to(work.dtype)
-        wide = torch.promote_types(work.dtype, torch.float32)
+        self.targets, self.options = targets, options
+        self.weight, self.bias = weight.to(options.dtype), None if bias is None else bias.to(options.dtype)
+        wide = torch.promote_types(options.dtype, torch.float32)
         self.values = torch.zeros(1 if self.masked is None else 4, len(targets), dtype=wide, device=targets.device)
         self.gradients = [
             torch.zeros_like(x, dtype=wide) if x is not None and need else None
             for x, need in zip(inputs, needs, strict=True)
         ]
 
-    def add(self, rows: slice) -> None:
-        """One chunk's values and gradients."""
-        targets, hidden = self.targets[rows, None], self.dense[rows].to(self.work.dtype)
+    def run(self) -> Float[Tensor, "parts positions"]:
+        """Dense NLL of every position, and with a masked pass its NLL, KL(dense || masked) and top-1 agreement."""
+        for start in range(0, len(self.targets), self.options.chunk):
+            self._add(slice(start, start + self.options.chunk))
+        return self.values
+
+    def _add(self, rows: slice) -> None:
+        targets, hidden = self.targets[rows, None], self.dense[rows].to(self.options.dtype)
         log_p, top, slope = self._log_probs(hidden)
         self.values[0, rows] = -log_p.gather(-1, targets).squeeze(-1)
         p = log_p.exp_() if self.masked is None else self._add_masked(rows, self.masked[rows], log_p, top)
         if self._gradient_through(0):
             p.scatter_add_(-1, targets, p.new_full(targets.shape, -1.0))
-            self._add_gradient(0, rows, hidden, p, slope, self.work.anchor_weight)
+            self._add_gradient(0, rows, hidden, p, slope, self.options.anchor_weight)
 
     def _add_masked(
         self,
@@ -199,14 +204,14 @@ class _Chunks:
         top: Int[Tensor, " chunk"],
     ) -> Float[Tensor, "chunk vocab"]:
         """The masked pass of a chunk; returns p and uses ``log_p`` up."""
-        hidden = masked.to(self.work.dtype)
+        hidden = masked.to(self.options.dtype)
         log_s, top_masked, slope = self._log_probs(hidden)
         p = log_p.exp()
         self.values[1, rows] = -log_s.gather(-1, self.targets[rows, None]).squeeze(-1)
         self.values[2, rows] = log_p.sub_(log_s).mul_(p).sum(-1)
         self.values[3, rows] = (top == top_masked).to(self.values.dtype)
         if self._gradient_through(1):
-            self._add_gradient(1, rows, hidden, log_s.exp_().sub_(p), slope, self.work.mask_weight)
+            self._add_gradient(1, rows, hidden, log_s.exp_().sub_(p), slope, self.options.mask_weight)
         return p
 
     def _log_probs(
@@ -214,13 +219,13 @@ class _Chunks:
     ) -> tuple[Float[Tensor, "chunk vocab"], Int[Tensor, " chunk"], Float[Tensor, "chunk vocab"] | None]:
         """Log-probabilities, the most likely token, and the soft-cap's derivative where there is one."""
         logits = functional.linear(hidden, self.weight, self.bias).to(self.values.dtype)
-        if self.work.scale != 1:
-            logits.mul_(self.work.scale)
+        if self.options.scale != 1:
+            logits.mul_(self.options.scale)
         slope = None
-        if self.work.softcap is not None:
-            logits.div_(self.work.softcap).tanh_()
+        if self.options.softcap is not None:
+            logits.div_(self.options.softcap).tanh_()
             slope = logits.square().neg_().add_(1) if any(g is not None for g in self.gradients) else None
-            logits.mul_(self.work.softcap)
+            logits.mul_(self.options.softcap)
         return logits.log_softmax(-1), logits.argmax(-1), slope
 
     def _gradient_through(self, which: int) -> bool:
@@ -239,8 +244,8 @@ class _Chunks:
         """Gradients of the chunk's rows, of W and of b from those by the logits, which are used up."""
         if slope is not None:
             by_logits.mul_(slope)
-        factor = loss_weight * self.work.scale / len(self.targets)
-        product = by_logits.to(self.work.dtype)
+        factor = loss_weight * self.options.scale / len(self.targets)
+        product = by_logits.to(self.options.dtype)
         by_hidden, (by_weight, by_bias) = self.gradients[which], self.gradients[2:]
         if by_hidden is not None:
             torch.mul((product @ self.weight).to(by_hidden.dtype), factor, out=by_hidden[rows])
