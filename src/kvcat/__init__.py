@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         policies,
         recipes,
         report,
+        serving,
         theory,
         training,
     )
@@ -39,8 +40,8 @@ if TYPE_CHECKING:
     from kvcat.training import TrainConfig, train
 
 _ROOMS = (
-    "attention", "cache", "compress", "data", "evals", "losses", "models", "policies", "recipes", "report", "theory",
-    "training",
+    "attention", "cache", "compress", "data", "evals", "losses", "models", "policies", "recipes", "report", "serving",
+    "theory", "training",
 )  # fmt: skip
 _HOME = {
     "AttentionMatching": "compress",
@@ -61,7 +62,7 @@ _HOME = {
 __all__ = [
     "AttentionMatching", "CompactCache", "Eviction", "GradientCompression", "InputError", "Trace", "TrainConfig",
     "attention", "cache", "compare", "compress", "data", "evals", "load", "losses", "models", "policies", "recipes",
-    "reconstruction", "replay", "report", "theory", "trace", "train", "training",
+    "reconstruction", "replay", "report", "serving", "theory", "trace", "train", "training",
 ]  # fmt: skip
 
 

@@ -11,13 +11,13 @@ from scipy.optimize import lsq_linear
 from structured_heads import positions_of, structured_head
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from kvcat.cache.rerotate import KeyRotation
 from kvcat.compress import AttentionMatching, Eviction, asking, split_supervision, supervised_kl, trace
 from kvcat.compress.asking import ask, log_mass, own_queries, suffix_keys
 from kvcat.compress.fitting import FitOptions, KeptKeys, fit_slots, output_error
 from kvcat.compress.heads import HeadBlock, head_groups, load_block
 from kvcat.compress.selection import KeySelection, summarise
 from kvcat.models import load
+from kvcat.models.rotation import KeyRotation
 
 PLAIN = {"weights": "equal", "own_weight": 0.0}
 

@@ -1,6 +1,7 @@
 """Attention over visible slots: the naive reference, the fast paths, and the way into transformers models."""
 
 from kvcat.attention.biased import attend_biased
+from kvcat.attention.carried import Carried, attach, carried_by
 from kvcat.attention.fast import attend, attend_within
 from kvcat.attention.gates import AttentionGate, Gate, SlotGate, layer_number
 from kvcat.attention.interface import NAME, Recorder, enable, kvcat_attention, scaling_of
@@ -11,15 +12,18 @@ __all__ = [
     "COUPLINGS",
     "NAME",
     "AttentionGate",
+    "Carried",
     "Gate",
     "Recorder",
     "SlotGate",
+    "attach",
     "attend",
     "attend_biased",
     "attend_coupled_reference",
     "attend_extended",
     "attend_reference",
     "attend_within",
+    "carried_by",
     "enable",
     "extend_keys",
     "fused_attention",

@@ -4,8 +4,8 @@ import torch
 from torch.nn.functional import pad
 
 from kvcat.attention.biased import attend_biased
+from kvcat.attention.carried import SlotsByHead
 from kvcat.attention.kernels import attend_extended, extend_keys, fused_attention
-from kvcat.cache import RaggedLayer
 from kvcat.types import Float, Int, Tensor
 
 _FEW_QUERIES = 64
@@ -67,7 +67,7 @@ def attend_ragged(
     q: Float[Tensor, "batch heads queries head_dim"],
     k: Float[Tensor, "batch kv_heads new head_dim"],
     v: Float[Tensor, "batch kv_heads new value_dim"],
-    slots: RaggedLayer,
+    slots: SlotsByHead,
     rows: Int[Tensor, " batch"],
     mask: Tensor | None,
     *,

@@ -10,11 +10,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from kvcat.attention.biased import attend_biased
+from kvcat.attention.carried import carried_by
 from kvcat.attention.compact import attend_compact, attend_ragged
 from kvcat.attention.fast import attend_twice, attend_within
 from kvcat.attention.gates import Gate, layer_number
 from kvcat.attention.reference import reachable
-from kvcat.cache import CarriedSlots, carried_by
 from kvcat.errors import InputError
 from kvcat.types import Float, Tensor
 
@@ -90,7 +90,7 @@ def kvcat_attention(
     carried = carried_by(key)
     if carried is not None:
         _refuse_unsupported(module, kwargs)
-        if isinstance(carried, CarriedSlots):
+        if carried.slots is not None:
             out = attend_ragged(query, key, value, carried.slots, carried.rows, attention_mask, scale=scale)
         else:
             out = attend_compact(query, key, value, carried.log_bias, attention_mask, scale=scale, dropout=dropout)

@@ -1,6 +1,5 @@
 """The compact cache: few slots that stand for a long prefix."""
 
-import importlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 from transformers import Cache, PreTrainedModel
 
+from kvcat.attention import enable
 from kvcat.cache import storage
 from kvcat.cache.fingerprint import fingerprint
 from kvcat.cache.layers import PrefixLayer, RaggedPrefixLayer, StaticPrefixLayer
@@ -195,8 +195,7 @@ class CompactCache:
         if static_tokens is not None and (static_tokens < 1 or read_only):
             raise InputError(f"static_tokens is {static_tokens}: room for at least 1, in a cache that is not read-only")
         if self.has_log_bias or not self.is_uniform:
-            # attention stands above this room in the import order
-            importlib.import_module("kvcat.attention").enable(model)
+            enable(model)
         uniform, prefix_layers = self.is_uniform, []
         for layer, window in zip(self.layers, layer_windows(model.config), strict=True):
             if not uniform and isinstance(layer, CompactLayer) and layer.log_bias is None:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import CacheLayerMixin
 
-from kvcat.cache.carrying import Carried, CarriedBias, CarriedSlots, attach
+from kvcat.attention import Carried, attach
 from kvcat.cache.slots import CompactLayer, Layer, RaggedLayer
 from kvcat.errors import InputError
 from kvcat.types import Float, Int, Tensor
@@ -16,7 +16,7 @@ class PrefixLayer(CacheLayerMixin):
     """One layer's compact prefix and the tokens after it, as transformers' attention sees them.
 
     Positions go on from ``num_tokens`` (the prefix length), however few slots stand for the prefix. The keys that it
-    returns carry the log-bias (``CarriedBias``), which only kvcat's attention function adds.
+    returns carry the log-bias (``Carried``), which only kvcat's attention function adds.
 
     Args:
         slots: the prefix, equally many slots in every head.
@@ -61,7 +61,7 @@ class PrefixLayer(CacheLayerMixin):
         if not self.read_only:
             self.keys, self.values, self.log_bias = keys, values, log_bias
             self.num_new += key_states.shape[-2]
-        return self._carrying(keys, None if log_bias is None else CarriedBias(log_bias)), values
+        return self._carrying(keys, None if log_bias is None else Carried(log_bias)), values
 
     def _carrying(self, keys: Tensor, carried: Carried | None) -> Tensor:
         if self._sent is not None and not self._sent.taken:
@@ -121,7 +121,7 @@ class PrefixLayer(CacheLayerMixin):
 class RaggedPrefixLayer(PrefixLayer):
     """A prefix whose heads keep different numbers of slots; its keys and values are those of the new tokens alone.
 
-    The slots travel beside them (``CarriedSlots``) and are never padded or copied.
+    The slots travel beside them (``Carried``) and are never padded or copied.
 
     Args:
         slots: the prefix.
@@ -141,7 +141,7 @@ class RaggedPrefixLayer(PrefixLayer):
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         if not self.read_only:
             self.rows = rows
-        return self._carrying(keys, CarriedSlots(self.prefix, rows)), values
+        return self._carrying(keys, Carried(slots=self.prefix, rows=rows)), values
 
     def batch_select_indices(self, indices: Int[Tensor, " rows"]) -> None:
         """Keeps the given rows."""
@@ -196,7 +196,7 @@ class StaticPrefixLayer(PrefixLayer):
         self.cumulative_length.add_(count)
         self.keys.index_copy_(2, at, key_states)
         self.values.index_copy_(2, at, value_states)
-        carried = None if self.log_bias is None else CarriedBias(self.log_bias)
+        carried = None if self.log_bias is None else Carried(self.log_bias)
         return self._carrying(self.keys.view_as(self.keys), carried), self.values
 
     def new_tokens(self) -> tuple[Tensor, Tensor]:

@@ -6,10 +6,9 @@ from itertools import accumulate, pairwise
 
 import torch
 
+from kvcat.attention.carried import Head
 from kvcat.errors import InputError
 from kvcat.types import Bool, Float, Int, Tensor
-
-Head = tuple[Float[Tensor, "slots head_dim"], Float[Tensor, "slots value_dim"], Float[Tensor, " slots"] | None]
 
 
 @dataclass(frozen=True)

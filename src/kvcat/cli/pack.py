@@ -47,8 +47,8 @@ def pack_command(
         raise InputError(f"no cache file {cache}")
 
     import kvcat
-    from kvcat.cache.export import check_plain, export_prefix, next_position
-    from kvcat.cache.llama_cpp import write_llama_cpp
+    from kvcat.serving.llama_cpp import write_llama_cpp
+    from kvcat.serving.transformers import check_plain, export_prefix, next_position
 
     compact = kvcat.CompactCache.load(cache)
     check_plain(compact, drop_log_bias=drop_log_bias)

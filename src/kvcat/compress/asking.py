@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 import torch
 
-from kvcat.cache.rerotate import KeyRotation
 from kvcat.compress.common import wide
 from kvcat.compress.freezing import frozen
 from kvcat.compress.tracing import Trace
 from kvcat.errors import InputError
 from kvcat.models import capture
+from kvcat.models.rotation import KeyRotation
 from kvcat.types import Float, Int, Tensor
 
 OWN_POSITIONS = 1024

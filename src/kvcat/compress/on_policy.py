@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from kvcat.attention import Recorder, enable
-from kvcat.cache import CompactCache, CompactLayer, Layer, attach_log_bias
+from kvcat.attention import Carried, Recorder, attach, enable
+from kvcat.cache import CompactCache, CompactLayer, Layer
 from kvcat.compress.asking import LayerKeys
 from kvcat.compress.freezing import frozen
 from kvcat.compress.tracing import Trace
@@ -52,7 +52,7 @@ class OnPolicyRecorder(Recorder):
         layer = layer.padded()
         keys = torch.cat([layer.keys, key[:, :, self.num_slots :]], dim=2)
         values = torch.cat([layer.values, value[:, :, self.num_slots :]], dim=2)
-        return keys if layer.log_bias is None else attach_log_bias(keys, layer.log_bias), values
+        return keys if layer.log_bias is None else attach(keys, Carried(layer.log_bias)), values
 
 
 @torch.no_grad()

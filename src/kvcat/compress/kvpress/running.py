@@ -9,13 +9,13 @@ import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
-from kvcat.cache.rerotate import KeyRotation
 from kvcat.compress.common import example_generators
 from kvcat.compress.freezing import frozen
 from kvcat.compress.kvpress.library import library
 from kvcat.compress.tracing import Trace
 from kvcat.errors import InputError
 from kvcat.models.hub import BASE_NAME, local_folder
+from kvcat.models.rotation import KeyRotation
 from kvcat.types import Float, Tensor
 
 # far above the rounding of 1 - slots / prefix, far below one slot of any cache

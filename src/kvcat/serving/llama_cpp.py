@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 from kvcat.cache import storage
 from kvcat.cache.compact import CompactCache
-from kvcat.cache.export import check_plain, plain_prefix
 from kvcat.errors import InputError
+from kvcat.serving.transformers import check_plain, plain_prefix
 from kvcat.types import Float, Tensor
 
 MAGIC, VERSION = 0x67677371, 3

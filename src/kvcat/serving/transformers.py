@@ -9,10 +9,10 @@ from transformers import PreTrainedModel
 
 from kvcat.cache import storage
 from kvcat.cache.compact import CompactCache
-from kvcat.cache.rerotate import KeyRotation
 from kvcat.cache.slots import CompactLayer
 from kvcat.cachefile import PREFIX
 from kvcat.errors import InputError
+from kvcat.models.rotation import KeyRotation
 
 POSITIONS = ("rerotated", "original")
 

@@ -11,11 +11,11 @@ from torch import nn
 from transformers import DynamicCache
 
 from kvcat.cache import CompactCache, CompactLayer, fingerprint
-from kvcat.cache.export import export_prefix, plain_prefix
-from kvcat.cache.rerotate import KeyRotation
 from kvcat.cli.info import describe
 from kvcat.errors import InputError
 from kvcat.models import capture
+from kvcat.models.rotation import KeyRotation
+from kvcat.serving.transformers import export_prefix, plain_prefix
 from tiny import stock_model
 
 SIZES = {

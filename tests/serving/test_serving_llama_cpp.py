@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from kvcat.cache import CompactCache, CompactLayer, fingerprint
-from kvcat.cache.llama_cpp import load_llama_cpp, write_llama_cpp
 from kvcat.errors import InputError
 from kvcat.models import capture, load
+from kvcat.serving.llama_cpp import load_llama_cpp, write_llama_cpp
 from tiny import stock_model
 
 SIZES = {
