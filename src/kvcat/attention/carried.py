@@ -5,13 +5,14 @@ the tensor arrives. No channel, no mask and no argument of the model is needed.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kvcat.types import Float, Int, Tensor
 
 Head = tuple[Float[Tensor, "slots head_dim"], Float[Tensor, "slots value_dim"], Float[Tensor, " slots"] | None]
 
 
+@runtime_checkable
 class SlotsByHead(Protocol):
     """Slots of a layer whose heads may hold different numbers of them."""
 
