@@ -1,0 +1,28 @@
+# What the scripts of this folder share; see README.md for the variables.
+set -eu
+cd "$(dirname "$0")/../.."
+MODEL=${MODEL:-smollm2-135m}
+OUT=${OUT:-out/smollm2}
+DEVICE=${DEVICE:-cpu}
+DTYPE=${DTYPE:-bfloat16}
+SEED=${SEED:-0}
+STEPS=${STEPS:-256}             # 4,096 tokens each: a million tokens
+BATCH=${BATCH:-4}
+MICRO=${MICRO:-2}
+mkdir -p "$OUT"
+
+kvcat() { python -m kvcat "$@"; }
+
+# tokens: the training text, tokenised once
+tokens() {
+  [ -e "$OUT/tokens/tokens.json" ] || kvcat prepare "${TEXT:?names the training text}" --model "$MODEL" -o "$OUT/tokens"
+}
+
+# continue_pretraining FOLDER MODEL ARGUMENTS...: what adaptation and all branches have in common
+continue_pretraining() {
+  folder=$1; from=$2; shift 2
+  tokens
+  kvcat train small --model "$from" --data "$OUT/tokens" --output "$OUT/$folder" --seq-len 1024 \
+    --batch-size "$BATCH" --micro-batch-size "$MICRO" --dtype "$DTYPE" --device "$DEVICE" \
+    --validation-sequences 32 --validation-every 32 --checkpoint-every 16 "$@"
+}

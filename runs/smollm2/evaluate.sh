@@ -1,0 +1,18 @@
+#!/bin/sh
+# The paper's questions on the branches named as arguments (folders of OUT), beside base and adapted model:
+# Q2 suffixes in three domains, Q3 needles, Q1 multiple choice where QA names a folder of its files.
+. "$(dirname "$0")/common.sh"
+models="base=$MODEL adapted=$OUT/adapt/export"
+for branch in "$@"; do models="$models $branch=$OUT/$branch/export"; done
+common="--device $DEVICE --dtype float32 --batch-size ${EVAL_BATCH:-2}"
+for domain in books tech code; do
+  case $domain in books) text=${BOOKS:-} ;; tech) text=${TECH:-} ;; code) text=${CODE:-installed} ;; esac
+  [ -n "$text" ] || continue
+  split=all; [ "$text" = installed ] && split=test
+  kvcat eval suffix $models --data "$text" --split $split --windows "${WINDOWS:-64}" --per-document 8 \
+    --prefix 768 --suffix 256 --keep 0.05 0.1 0.2 0.4 --out "$OUT/suffix-$domain" $common \
+    --method attention-matching,preset=paper attention-matching h2o snapkv
+done
+kvcat eval needle $models --length 512 --per-depth "${PER_DEPTH:-20}" --keep 0.1 0.2 0.5 \
+  --method attention-matching snapkv --out "$OUT/needle" $common
+[ -z "${QA:-}" ] || kvcat eval qa $models --data "$QA" --out "$OUT/qa" $common
