@@ -3,12 +3,13 @@
 import itertools
 import math
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 import torch
 from scipy.optimize import linprog
 
-from kvcat.theory.compression import Cache, answer, compressibility, prefix_cache, suffix_error
+from kvcat.theory.compression import Cache, answer, compressibility, suffix_error
 from kvcat.theory.definitions import Transformer, sequences
 from kvcat.theory.detectors import (
     alarm_gain,
@@ -135,23 +136,46 @@ def test_random_caches_of_any_size_err_by_more_than_the_constant_for_every_prefi
             assert float(suffix_error(network, kept, prefix, sequences(2, k)).max()) > 5.0
 
 
-def test_the_certificate_is_one_of_exact_arithmetic_a_slot_of_1e17_deceives_float64() -> None:
-    network = incompressible_network(random_function(2, 3), constant=1.0)
-    numbers = [0, 0, 0, -0.020804164559409127, 0.28508401869025257, -6.467185803717482e16]
-    block = torch.tensor(numbers, dtype=torch.float64)
-    y = layout_of(network).block(3)
+def exact_output(network: Transformer, total: list[Fraction], num_slots: int, tokens: list[int]) -> Fraction:
+    """What the network of one output gives for the tokens behind slots of the sum ``total`` in block 3, unrounded."""
+    layout, ffn = layout_of(network), network.blocks[1].feed_forward
+    n, k = network.num_positions - len(tokens), len(tokens)
+    code = layout.code(torch.tensor([[0] * n + tokens]))[0].tolist()
+    code[: n * layout.num_symbols] = [0.0] * (n * layout.num_symbols)
+    rows = [Fraction(0)] * layout.width
+    rows[layout.block(2).stop - 1] = Fraction(1)
+    rows[layout.block(3)] = [(s + Fraction(c)) / (num_slots + k) for s, c in zip(total, code, strict=True)]
+    used = [at for at, value in enumerate(rows) if value]
+    outputs = []
+    for weights, bias, out in zip(ffn.w_1.T.tolist(), ffn.b_1.tolist(), ffn.w_2[:, 0].tolist(), strict=True):
+        hidden = Fraction(bias) + sum(rows[at] * Fraction(weights[at]) for at in used)
+        outputs.append(max(hidden, Fraction(0)) * Fraction(out))
+    return sum(outputs, Fraction(0))
 
-    def deceiving(size: float) -> Cache:
-        empty = tuple(tuple((keys[:1] * 0, values[:1] * 0) for keys, values in heads) for heads in whole)
-        empty[1][0][1][0, y] = block * torch.tensor([1, 1, 1, 1, 1, size], dtype=torch.float64)
-        return empty
 
-    prefix = torch.tensor([0, 1])
-    whole = prefix_cache(network, prefix)
+@pytest.mark.parametrize("size", [1, 2**20, 2**60, 2**200])
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_in_exact_arithmetic_slots_of_any_size_err_by_the_certified_bound(size: int, sign: int) -> None:
+    table = random_function(2, 3)
+    network = incompressible_network(table, constant=1.0)
     bound = certified_bound(network, 2, 1, 1)
-    assert float(suffix_error(network, deceiving(1.0), prefix, sequences(2, 1)).max()) < 1.0 < bound
-    for size in (1e-6, 1e-9, 1e-12):
-        assert float(suffix_error(network, deceiving(size), prefix, sequences(2, 1)).max()) >= bound
+    for at in range(layout_of(network).code_width):
+        total = [Fraction(0), Fraction(0), Fraction(0), Fraction(-1, 48), Fraction(2, 7), Fraction(1, 3)]
+        total[at] = Fraction(sign * size)
+        answers = [exact_output(network, total, 1, [b]) for b in (0, 1)]
+        for prefix in ([0, 1], [1, 1]):
+            wanted = [Fraction(float(table(torch.tensor([*prefix, b])))) for b in (0, 1)]
+            assert max(abs(a - w) for a, w in zip(answers, wanted, strict=True)) >= bound * (1 - 1e-12)
+
+
+def test_the_exact_output_is_the_networks_where_float64_rounds_little() -> None:
+    network = incompressible_network(random_function(2, 3), constant=1.0)
+    total = [Fraction(v) for v in (0, 1, 0, -0.5, 0.25, 3)]
+    found = outputs_behind_sum(
+        network, torch.tensor([float(v) for v in total], dtype=torch.float64), 1, 2, sequences(2, 1)
+    )
+    for row, b in zip(found[:, 0].tolist(), (0, 1), strict=True):
+        assert row == pytest.approx(float(exact_output(network, total, 1, [b])), rel=1e-12)
 
 
 def test_each_of_two_suffixes_that_differ_in_the_last_token_can_be_the_one_that_fails() -> None:

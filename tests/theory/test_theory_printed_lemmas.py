@@ -13,6 +13,7 @@ from kvcat.theory.printed_lemmas import (
     ambiguous_inputs,
     binary_code,
     nearest_in_simplex,
+    obvious_repair_error,
     printed_incompressible,
     vacuous_budgets,
 )
@@ -136,6 +137,18 @@ def test_points_of_a_simplex_are_their_own_nearest_and_others_project_to_its_fac
     points = torch.tensor([[2.0, 0.0, 0.0], [1.0, 1.0, -5.0], [0.0, 0.0, 0.0]], dtype=torch.float64)
     expected = torch.tensor([[1.0, 0.0, 0.0], [0.5, 0.5, 0.0], [1 / 3, 1 / 3, 1 / 3]], dtype=torch.float64)
     torch.testing.assert_close(nearest_in_simplex(points), expected)
+
+
+@pytest.mark.parametrize(("m", "n", "r"), [(2, 2, 1), (2, 3, 2), (3, 3, 2)])
+def test_the_obvious_repair_has_a_policy_with_error_zero(m: int, n: int, r: int) -> None:
+    assert obvious_repair_error(m, n, r) == 0
+
+
+def test_where_a_slot_of_zero_does_not_fool_the_repair_its_error_says_so() -> None:
+    # m = 2, n = 1, one token kept of one: 2/2 b m = b m, the right codes; without a slot 2 b m = 4 lies outside
+    assert obvious_repair_error(2, 1, 1) == 0
+    with pytest.raises(ValueError, match="outside the hull"):
+        obvious_repair_error(2, 1, 0)
 
 
 def test_lengths_that_do_not_fit_are_refused() -> None:

@@ -12,16 +12,14 @@ from kvcat.errors import InputError
 
 if TYPE_CHECKING:
     from kvcat.theory.detectors_report import TheoremReport
-    from kvcat.theory.scalar_report import ScalarReport
 
 _ERRORS = (
     "compressible, one slot",
     "incompressible, certified for every policy",
     "incompressible, best policy found",
-    "scalar code, exact optimum over policies",
 )
 
-_MOST_SEQUENCES, _MOST_ROUNDING = 256, 1e-6
+_MOST_SEQUENCES, _MOST_CONSTANT = 256, 1e6
 
 
 def theorem_command(
@@ -38,9 +36,8 @@ def theorem_command(
 ) -> None:
     """The main theorem for a function: everything built, and verified on every sequence, split and budgeted policy.
 
-    Construction D makes both networks, equal but for 2N rows of one matrix; construction H makes an incompressible one
-    whose best policy is found exactly. Both grow as m^N. Certificates hold in exact arithmetic: slots of 1e15 and more
-    can deceive float64.
+    Construction D makes both networks, equal but for 2N rows of one matrix; they grow as m^N. Certificates hold in
+    exact arithmetic: slots of 1e15 and more can deceive float64.
 
     Example: kvcat theory theorem --function parity --symbols 2 --length 5 --budget 1
     """
@@ -53,34 +50,26 @@ def theorem_command(
         raise InputError(
             f"{symbols} symbols and N = {length}: at most {_MOST_SEQUENCES} sequences of length N are verified"
         )
-    if not 0.0 < constant < float("inf"):
-        raise InputError(f"--constant is {constant:g}; it must be positive")
+    if not 0.0 < constant <= _MOST_CONSTANT:
+        raise InputError(f"--constant is {constant:g}; it must be positive and at most {_MOST_CONSTANT:g}")
 
     from kvcat.report.theory_plots import save_theorem_plot
     from kvcat.theory.detectors import incompressible_network
     from kvcat.theory.detectors_bound import certified_bound, compressed_lengths
     from kvcat.theory.detectors_report import theorem_report
     from kvcat.theory.functions import FUNCTIONS, random_function
-    from kvcat.theory.scalar_code import scalar_code
-    from kvcat.theory.scalar_report import scalar_report
 
     chosen = {
         name: random_function(symbols, length, seed=seed) if name == "random" else FUNCTIONS[name](symbols, length)
         for name in names
     }
-    for name, table in chosen.items():
-        rounding = scalar_code(table, constant).rounding()
-        if not rounding <= _MOST_ROUNDING:
-            raise InputError(
-                f"{name} with C = {constant:g}, N = {length}: float64 rounds by {rounding:.0e}; choose less"
-            )
     lengths = compressed_lengths(length, slots)
     results_folder(out)
 
     rows: list[dict[str, Any]] = []
     bounds: list[dict[str, Any]] = []
     for name, table in chosen.items():
-        scalar, both = scalar_report(table, constant, slots), theorem_report(table, constant, slots, seed=seed)
+        both = theorem_report(table, constant, slots, seed=seed)
         network = incompressible_network(table, constant=constant)
         for n, k, r in lengths:
             bound = certified_bound(network, n, k, r)
@@ -97,7 +86,7 @@ def theorem_command(
             )
         if not rows:
             print(_sizes(symbols, length, budget, both))
-        rows.append(_row(name, both, scalar))
+        rows.append(_row(name, both))
         print(_told(rows[-1], both))
     written = write_results(out, {"theorem.csv": rows, "bounds.csv": bounds}, {"seed": seed, "budget": budget})
     errors = {row["function"]: {name: row[name] for name in _ERRORS} for row in rows}
@@ -128,31 +117,23 @@ def _sizes(symbols: int, length: int, budget: str, report: "TheoremReport") -> s
     )
 
 
-def _row(name: str, both: "TheoremReport", scalar: "ScalarReport") -> dict[str, Any]:
-    errors = (
-        both.one_slot.error,
-        both.certificate.bound,
-        both.found.error,
-        min(row.easiest.error for row in scalar.rows),
-    )
+def _row(name: str, both: "TheoremReport") -> dict[str, Any]:
+    errors = (both.one_slot.error, both.certificate.bound, both.found.error)
     return {
         "function": name,
         "constant": both.constant,
         "compressible |M - f|": both.compressible_values,
         "incompressible |M - f|": both.incompressible_values,
-        "scalar code |M - f|": scalar.approximation_error,
         **dict(zip(_ERRORS, errors, strict=True)),
         "margin of the certificate": both.certificate.margin,
-        "margin of the scalar code": scalar.margin,
     }
 
 
 def _told(row: dict[str, Any], report: "TheoremReport") -> str:
-    first, second, third, fourth = (row[name] for name in _ERRORS)
+    first, second, third = (row[name] for name in _ERRORS)
     return (
-        f"{row['function']}: |M - f| {row['compressible |M - f|']:.0e}, {row['incompressible |M - f|']:.0e}, "
-        f"{row['scalar code |M - f|']:.0e} (scalar code)\n"
+        f"{row['function']}: |M - f| {row['compressible |M - f|']:.0e}, {row['incompressible |M - f|']:.0e}\n"
         f"  one slot: worst error {first:.0e} over all prefixes and suffixes\n"
         f"  C = {row['constant']:g}: every policy errs by {second:.4g} at least (exact arithmetic; the best of "
-        f"{report.found.num_caches} found: {third:.4g}); scalar code: exactly {fourth:.4g}"
+        f"{report.found.num_caches} found: {third:.4g})"
     )

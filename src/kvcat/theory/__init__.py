@@ -42,9 +42,6 @@ from kvcat.theory.histogram_optimum import (
     paper_bound,
 )
 from kvcat.theory.hull import best_shift, distance_to_hull, hull_lemma_bound, sharp_constant
-from kvcat.theory.scalar_code import incompressible_scalar_network, scalar_code
-from kvcat.theory.scalar_report import scalar_report
-from kvcat.theory.scanning import optimal_scalar
 from kvcat.theory.searching import search_cache
 
 __all__ = [
@@ -75,7 +72,6 @@ __all__ = [
     "hull_lemma_bound",
     "incompressible_histogram",
     "incompressible_network",
-    "incompressible_scalar_network",
     "joint_optimum",
     "keep_all",
     "last_symbol",
@@ -84,13 +80,10 @@ __all__ = [
     "one_slot_policy",
     "optimal_error",
     "optimal_policy",
-    "optimal_scalar",
     "paper_bound",
     "parity",
     "prefix_cache",
     "random_function",
-    "scalar_code",
-    "scalar_report",
     "scaling_curve",
     "search_cache",
     "sequences",

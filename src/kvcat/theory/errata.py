@@ -12,8 +12,7 @@ from kvcat.theory.functions import parity
 from kvcat.theory.histogram_optimum import definition_optimum, optimal_error, paper_bound
 from kvcat.theory.hull import hull_lemma_bound, sharp_constant
 from kvcat.theory.printed_histogram import doubled_blocks, misplaced_counts, nilpotent_output, unmoved_output
-from kvcat.theory.printed_lemmas import printed_incompressible, vacuous_budgets
-from kvcat.theory.scalar_report import base_code_network
+from kvcat.theory.printed_lemmas import obvious_repair_error, printed_incompressible, vacuous_budgets
 from kvcat.types import Tensor
 
 
@@ -94,12 +93,11 @@ def _lemmas() -> Iterator[Erratum]:
         f"{moved.num_wrong} with te(b_i, i) as printed",
         "Construction D",
     )
-    repaired = base_code_network(2, 2, 1)
     yield Erratum(
         "Lemma 2, the obvious repair",
         "f at every code that a sequence has, u_0 outside",
-        f"base-2 codes, f = last, n = 2, k = 1, one slot: a policy with error {repaired.worst.error:.0e}",
-        "Construction H: codes whose suffix span exceeds the hull of all",
+        f"base-2 codes, f = last, n = 2, k = 1, one slot of value 0: error {obvious_repair_error(2, 2, 1)}",
+        "Construction D",
     )
     corners = torch.eye(3, dtype=torch.float64)
     yield Erratum(

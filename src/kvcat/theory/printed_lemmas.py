@@ -3,7 +3,9 @@
 ``ambiguous_inputs``: the last map of the compressible network needs its condition on the positions. The lemma asks for
 |p_i| = |p_j|, which suffices where it is not zero; the histogram's proposition, with the same map, does not ask.
 ``printed_incompressible``: the last map of the incompressible network sends almost every sequence to u_0, so the
-network does not approximate f. ``vacuous_budgets``: r(n) < n says nothing at n = 1 without an empty cache.
+network does not approximate f. ``obvious_repair_error``: f on every sequence's code and u_0 outside their hull does
+not help, as a policy can turn a code into another one with the same last symbol. ``vacuous_budgets``: r(n) < n says
+nothing at n = 1 without an empty cache.
 
 References: KV-CAT, appendix "Compressible Transformers for General Functions", the two lemmas.
 """
@@ -179,6 +181,33 @@ def nearest_in_simplex(points: Float[Tensor, "*batch m"]) -> Float[Tensor, "*bat
     thresholds = (ordered.cumsum(-1) - 1) / torch.arange(1, points.shape[-1] + 1)
     last = (ordered > thresholds).sum(-1, keepdim=True) - 1
     return torch.relu(points - thresholds.gather(-1, last))
+
+
+def obvious_repair_error(num_symbols: int, prefix_len: int, num_slots: int) -> Fraction:
+    """The exact worst error behind r slots of value 0, all prefixes of n tokens, all suffixes of one token.
+
+    The network codes a sequence as S = sum_i a_i m^(i-1), reads t = S of n + 1 tokens from the average, and is
+    piecewise linear through f at t = 0, 1, ..., m^(n+1) - 1 and u_0 outside; f is the last symbol. Behind the slots
+    the suffix b has t = (n + 1)/(r + 1) b m^n. For m = 2, n = 2, r = 1 that is 0 or 6, whose last symbols are right.
+
+    Args:
+        num_symbols: m >= 2.
+        prefix_len: n >= 1.
+        num_slots: r, 0 to n.
+
+    Raises:
+        ValueError: the slots turn a suffix into a code outside the hull, where this policy does err.
+    """
+    m, n, r = num_symbols, prefix_len, num_slots
+    errors = []
+    for b in range(m):
+        t = Fraction(n + 1, r + 1) * b * m**n
+        if t > m ** (n + 1) - 1:
+            raise ValueError(f"{r} slots for {n} tokens take suffix {b} to {t}, outside the hull of {m}^{n + 1} codes")
+        below, part = t // 1, t % 1
+        read = (1 - part) * (below // m**n) + part * ((below + 1) // m**n)
+        errors.append(abs(read - b))
+    return max(errors)
 
 
 @dataclass(frozen=True)
