@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcat.errors import InputError
-from kvcat.evals import Record, compare_models, summarise
-from kvcat.evals.matching import accuracy
+from kvcat.evals import Record
+from kvcat.evals.rows import compare_models, summarise
+from kvcat.evals.statistics import share as accuracy
 from kvcat.evals.statistics import wilson
 
 OUTCOMES = st.lists(st.tuples(*[st.sampled_from([0.0, 1.0])] * 4), min_size=2, max_size=25)

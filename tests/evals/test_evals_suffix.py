@@ -10,17 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kvcat.compress import AttentionMatching, replay
 from kvcat.errors import InputError
-from kvcat.evals import (
-    Method,
-    SuffixTask,
-    Window,
-    compare_models,
-    evaluate_suffix,
-    models_of,
-    read_costs,
-    read_records,
-    summarise,
-)
+from kvcat.evals import Method, SuffixTask, Window, evaluate_suffix, models_of, read_costs, read_records
+from kvcat.evals.rows import compare_models, summarise
 from kvcat.models import load
 
 PREFIX, SUFFIX, VOCAB = 12, 6, 40

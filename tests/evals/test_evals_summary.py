@@ -3,7 +3,8 @@ import math
 
 import pytest
 
-from kvcat.evals import Record, compare_models, comparison_pairs, summarise
+from kvcat.evals import Record, comparison_pairs
+from kvcat.evals.rows import compare_models, summarise
 
 
 def record(model, document, window, dense=2.0, delta=0.1, gain=0.5, kl=0.2, **changes):

@@ -3,7 +3,8 @@ import math
 import pytest
 from report_examples import made_up_records, write_results
 
-from kvcat.evals import ComparisonRow, Estimate, SummaryRow
+from kvcat.evals import Estimate
+from kvcat.evals.rows import ComparisonRow, SummaryRow
 from kvcat.report.beside import Paper
 from kvcat.report.charts import pareto_front
 from kvcat.report.derived import improvement, smallest_keeps, speed_ups

@@ -13,8 +13,9 @@ from report_examples import (
 )
 
 from kvcat.errors import InputError
-from kvcat.evals import Estimate, summarise
+from kvcat.evals import Estimate
 from kvcat.evals.qa import averages, task_accuracies
+from kvcat.evals.rows import summarise
 from kvcat.report import headline_markdown, headline_text
 from kvcat.report.beside import Paper
 from kvcat.report.latex import latex_table

@@ -3,7 +3,9 @@ import dataclasses
 import pytest
 from report_examples import made_up_longbench, made_up_needle, made_up_qa, write_results
 
-from kvcat.evals import METRICS, ComparisonRow, Estimate
+from kvcat.evals import Estimate
+from kvcat.evals.rows import ComparisonRow
+from kvcat.evals.rows_metrics import METRICS
 from kvcat.report import pair_verdicts
 from kvcat.report.reading import read_results
 from kvcat.report.verdict import folder_verdicts

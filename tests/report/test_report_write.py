@@ -9,7 +9,7 @@ import pytest
 from report_examples import made_up_needle, made_up_records, write_results, write_run
 
 from kvcat.errors import InputError
-from kvcat.evals import compare_models, summarise
+from kvcat.evals.rows import compare_models, summarise
 from kvcat.report import write_report
 from kvcat.report.rowfiles import comparison_csv, summary_csv
 

@@ -105,7 +105,8 @@ class EvalRequest:
 
         import kvcat
         from kvcat.compress import parse_method, seeded_compressor
-        from kvcat.evals import Method, evaluate, read_records, summarise
+        from kvcat.evals import Method, evaluate, read_records
+        from kvcat.evals.rows import summarise
 
         asked = [method(Method(*parse_method(spec))) for spec in self.methods]
         for wanted in asked:

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from kvcat.evals.matching import accuracy
 from kvcat.evals.records import Record
+from kvcat.evals.statistics import share
 
 FEWEST = 20  # documents below which no accuracy counts as evidence
 
@@ -34,7 +34,7 @@ def _reason(dense: list[Record], chance: float) -> str:
     count = len(set(documents))
     if count < FEWEST:
         return f"plumbing: {count} documents with a dense score, fewer than {FEWEST}"
-    found = accuracy(np.array([record.values["accuracy"] for record in dense]), documents)
+    found = share(np.array([record.values["accuracy"] for record in dense]), documents)
     if found.low > chance:
         return ""
     return (

@@ -1,13 +1,12 @@
 """The figures of the evaluations: what each means, which way is better, how examples become one figure."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from kvcat.evals.matching import accuracy
-from kvcat.evals.statistics import ClusterBootstrap, Draws, Estimate
+from kvcat.evals.statistics import ClusterBootstrap, Draws
 
 Columns = Mapping[str, np.ndarray]
 
@@ -17,24 +16,26 @@ class Metric:
     """A figure over examples.
 
     Args:
-        name: key in summaries and CSV files.
         label: column head.
-        better: which way is better.
-        definition: one line for a reader.
-        columns: the per-example values whose means it is made of.
-        function: of these means, element by element; None is the median of the single column.
+        description: one line for a reader.
+        lower_is_better: which way is better; None where neither is.
+        unit: of the figure; empty for a share.
         percent: shown in percent.
-        binary: a share of what is right: its column is 1 or 0, a second column says which examples count.
+        share: mean of a per-example score between 0 and 1, with the intervals of ``share``.
+        ratio: the ratio of two models means something, because 0 is nothing lost.
+        columns: the per-example values whose means the figure is made of.
+        function: of these means, element by element; None is the median of the single column.
     """
 
-    name: str
     label: str
-    better: Literal["lower", "higher"]
-    definition: str
-    columns: tuple[str, ...]
-    function: Callable[..., Any] | None = lambda mean: mean
+    description: str
+    lower_is_better: bool | None
+    unit: str = "nats/token"
     percent: bool = False
-    binary: bool = False
+    share: bool = False
+    ratio: bool = False
+    columns: tuple[str, ...] = ()
+    function: Callable[..., Any] | None = lambda mean: mean
 
     def draws(self, bootstrap: ClusterBootstrap, columns: Columns) -> Draws:
         """The figure on all examples and on every resample."""
@@ -42,129 +43,106 @@ class Metric:
             return bootstrap.median_draws(columns[self.columns[0]])
         return bootstrap.of_means(self.function, *(columns[name] for name in self.columns))
 
-    def estimate(self, bootstrap: ClusterBootstrap, columns: Columns, documents: Sequence[str]) -> Estimate:
-        """The figure with its interval: Wilson's of a share, the bootstrap's of anything else.
 
-        Args:
-            bootstrap: over the examples' documents.
-            columns: values per example.
-            documents: name of each example's document.
-        """
-        if not self.binary:
-            return bootstrap.estimate(self.draws(bootstrap, columns))
-        right = columns[self.columns[0]]
-        counted = np.flatnonzero(columns[self.columns[1]] if len(self.columns) > 1 else np.ones_like(right)).tolist()
-        if not counted:
-            return Estimate(np.nan, np.nan, np.nan)
-        return accuracy(right[counted], [documents[i] for i in counted])
+def _score(label: str, description: str, *columns: str, function: Callable[..., Any] = lambda mean: mean) -> Metric:
+    return Metric(label, description, False, "", percent=True, share=True, columns=columns, function=function)
 
 
-_LIKELIHOODS = [
-    Metric(
-        "delta_ppl", "delta PPL", "lower",
+_METRICS = {
+    "delta_ppl": Metric(
+        "delta PPL",
         "Mean over windows of exp(NLL on the compact cache) - exp(dense NLL); the paper's figure, heavy-tailed.",
-        ("delta_ppl",),
+        True, "perplexity", ratio=True,
     ),
-    Metric(
-        "kl", "KL", "lower",
-        "KL(dense || compact) of the next-token distributions, nats per suffix token. It compares a model with itself: "
-        "a model that ignores its prefix has none.",
-        ("kl",),
+    "kl": Metric(
+        "KL",
+        "KL(dense || compact) of the next-token distributions, nats per suffix token. It compares a model with "
+        "itself: a model that ignores its prefix has none.",
+        True, ratio=True,
     ),
-    Metric(
-        "top1", "top-1", "higher",
-        "Share of suffix positions where the most likely token is the same with the dense and with the compact cache.",
-        ("top1",), percent=True,
+    "top1": Metric(
+        "top-1",
+        "Share of suffix positions where the most likely token is the same with the dense and the compact cache.",
+        False, "", percent=True,
     ),
-    Metric(
-        "nll", "NLL compact", "lower",
+    "nll": Metric(
+        "NLL compact",
         "Negative log-likelihood of the real suffix, or of the right answer, on the compact cache, nats per token: "
         "what a user gets.",
-        ("nll",),
+        True,
     ),
-    Metric(
-        "delta_nll", "delta NLL", "lower",
-        "NLL on the compact cache minus dense NLL, nats per token.",
-        ("delta_nll",),
-    ),
-    Metric(
-        "nll_dense", "NLL dense", "lower",
+    "delta_nll": Metric("delta NLL", "NLL on the compact cache minus dense NLL, nats per token.", True, ratio=True),
+    "nll_dense": Metric(
+        "NLL dense",
         "Negative log-likelihood with the whole cache, nats per token: the price paid in training.",
-        ("nll_dense",),
+        True,
     ),
-    Metric(
-        "context_gain", "context gain", "higher",
-        "NLL without the prefix minus dense NLL, of a suffix tokens 2 onwards, nats per token: how much the prefix is "
-        "used.",
-        ("context_gain",),
+    "context_gain": Metric(
+        "context gain",
+        "NLL without the prefix minus dense NLL, of suffix tokens 2 onwards, nats per token: how much the model uses "
+        "its prefix.",
+        False,
     ),
-    Metric(
-        "retention", "retention", "higher",
+    "retention": Metric(
+        "retention",
         "1 - (NLL compact - NLL dense) / (NLL without prefix - NLL dense), a ratio of sums: the share of the context "
-        "gain that survives compression; it says nothing where that gain is not clearly above 0.",
-        ("lost", "gained"), lambda lost, gained: 1.0 - lost / gained, percent=True,
+        "gain that survives compression; not given where that gain is not clearly above 0.",
+        False, "", percent=True, columns=("lost", "gained"), function=lambda lost, gained: 1.0 - lost / gained,
     ),
-    Metric(
-        "delta_ppl_median", "median delta PPL", "lower",
+    "delta_ppl_median": Metric(
+        "median delta PPL",
         "Median over windows of exp(NLL on the compact cache) - exp(dense NLL).",
-        ("delta_ppl",), None,
+        True, "perplexity", columns=("delta_ppl",), function=None,
     ),
-    Metric(
-        "delta_ppl_corpus", "corpus delta PPL", "lower",
+    "delta_ppl_corpus": Metric(
+        "corpus delta PPL",
         "exp(mean NLL on the compact cache) - exp(mean dense NLL): the perplexities of all suffixes as one corpus.",
-        ("nll", "nll_dense"), lambda nll, dense: np.exp(nll) - np.exp(dense),
+        True, "perplexity", columns=("nll", "nll_dense"),
+        function=lambda nll, dense: np.exp(nll) - np.exp(dense),
     ),
-    Metric(
-        "nll_none", "NLL no prefix", "lower",
-        "Negative log-likelihood with no prefix at all, of a suffix tokens 2 onwards, nats per token.",
-        ("nll_none",),
+    "nll_none": Metric(
+        "NLL no prefix",
+        "Negative log-likelihood with no prefix at all, of suffix tokens 2 onwards, nats per token.",
+        True,
     ),
-]  # fmt: skip
-
-
-def _share(name: str, label: str, definition: str) -> Metric:
-    return Metric(name, label, "higher", definition, (name,), percent=True, binary=True)
-
-
-_RIGHT = [
-    _share("exact_match", "exact match", "Share of examples whose greedy answer on the compact cache is right."),
-    Metric(
-        "native_exact_match", "exact match, native", "higher",
+    "exact_match": _score("exact match", "Share of examples whose greedy answer on the compact cache is right."),
+    "native_exact_match": _score(
+        "exact match, native",
         "The same of the examples that the model answers rightly with its whole cache: the paper's native-success-"
         "conditioned figure. It rewards a model that is right on few: read it beside the plain and the dense one.",
-        ("native_match", "dense_exact_match"), np.divide, percent=True, binary=True,
+        "native_match", "dense_exact_match", function=np.divide,
     ),
-    _share("dense_exact_match", "exact match, dense", "Share of examples answered rightly with the whole cache."),
-    Metric(
-        "correct_prefix", "digits", "higher",
-        "Share of the passkey's digits before the first wrong one, of the greedy answer.", ("correct_prefix",),
-        percent=True,
+    "dense_exact_match": _score("exact match, dense", "Share of examples answered rightly with the whole cache."),
+    "correct_prefix": _score(
+        "digits", "Share of the passkey's digits before the first wrong one, of the greedy answer."
     ),
-    Metric(
-        "string_match", "string match", "higher",
-        "Share of the right answers that the greedy answer contains: RULER's score.", ("string_match",), percent=True,
+    "string_match": _score(
+        "string match", "Share of the right answers that the greedy answer contains: RULER's score."
     ),
-    Metric(
-        "dense_string_match", "string match, dense", "higher", "The same with the whole cache.",
-        ("dense_string_match",), percent=True,
+    "dense_string_match": _score("string match, dense", "The same with the whole cache."),
+    "accuracy": _score("accuracy", "Share of questions whose right answer has the highest log-likelihood."),
+    "dense_accuracy": _score("accuracy, dense", "The same with the whole cache."),
+    "nll_choice": Metric(
+        "NLL of the choice",
+        "Minus the log of the right answer's probability among the four, nats; 1.386 is guessing.",
+        True, "nats",
     ),
-    _share("accuracy", "accuracy", "Share of questions whose right answer has the highest log-likelihood."),
-    _share("dense_accuracy", "accuracy, dense", "The same with the whole cache."),
-    Metric(
-        "nll_choice", "NLL of the choice", "lower",
-        "Minus the log of the right answer's probability among the four, nats; 1.386 is guessing.", ("nll_choice",),
+    "acc_per_char": _score(
+        "accuracy", "Share of questions whose right answer has the highest log-likelihood per character."
     ),
-    _share("acc_per_char", "accuracy", "Share of questions whose right answer has the highest log-likelihood per "
-           "character."),
-    _share("acc", "accuracy, raw", "The same by the total log-likelihood."),
-    _share("acc_per_token", "accuracy per token", "The same by the log-likelihood per token."),
-    Metric(
-        "nll_per_char", "NLL per character", "lower",
-        "Negative log-likelihood of the right answer, nats per character.", ("nll_per_char",),
+    "acc": _score("accuracy, raw", "The same by the total log-likelihood."),
+    "acc_per_token": _score("accuracy per token", "The same by the log-likelihood per token."),
+    "nll_per_char": Metric(
+        "NLL per character",
+        "Negative log-likelihood of the right answer, nats per character.",
+        True, "nats/character",
     ),
-]  # fmt: skip
+}  # fmt: skip
 
-METRICS: dict[str, Metric] = {metric.name: metric for metric in [*_LIKELIHOODS, *_RIGHT]}
+METRICS: dict[str, Metric] = {
+    name: metric if metric.columns else replace(metric, columns=(name,)) for name, metric in _METRICS.items()
+}
+"""Every figure by its name in summaries and CSV files."""
 
 HEADLINES: dict[str, tuple[str, ...]] = {
     "suffix": ("kl", "nll", "delta_nll", "top1", "retention", "nll_dense", "context_gain"),

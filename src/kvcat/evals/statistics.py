@@ -9,6 +9,8 @@ from statistics import NormalDist
 import numpy as np
 from jaxtyping import Float, Int
 
+from kvcat.errors import InputError
+
 Array = np.ndarray
 
 
@@ -49,17 +51,24 @@ class Draws:
 class ClusterBootstrap:
     """Percentile bootstrap over documents: a resample draws documents with replacement, each with all its windows.
 
-    Windows of one document resemble each other; resampling them one by one would give intervals that are too narrow.
-    Two models on the same windows share the resamples, so the interval of their difference is a paired one. With fewer
-    than about ten documents percentile intervals are too narrow, whatever the number of resamples.
+    Windows of one document resemble each other; resampling them one by one gives intervals that are
+    too narrow. Two models on the same windows share the resamples, so the interval of their
+    difference is a paired one. With fewer than about ten documents percentile intervals are too
+    narrow, whatever the number of resamples.
 
-    With strata every resample draws as many documents of each stratum as there are. A stratum of one document could
-    not vary, which would make the interval too narrow: such documents form one stratum together, and a single one
-    joins the smallest other stratum.
+    With strata every resample draws as many documents of each stratum as there are. A stratum of one
+    document cannot vary: such documents form one stratum together, and a single one joins the
+    smallest other stratum.
+
+    With several training seeds a resample draws seeds as well as documents; all seeds see the same
+    documents. A seed drawn c times out of S has the weight 1/S + sqrt(S / (S - 1)) (c/S - 1/S), so
+    that the variance between seeds is unbiased. Fewer than about five seeds still give intervals
+    that are too narrow.
 
     Args:
         documents: name of each window's document, in the order of the windows.
         strata: name of each window's stratum; None is one stratum of all.
+        seeds: names of the training seeds; columns then have a row per seed. Empty: one training run.
         num_resamples: resamples, at least 1.
         level: coverage of the intervals, in (0, 1).
         seed: of the resampling; equal documents, strata and seeds give equal resamples.
@@ -67,7 +76,8 @@ class ClusterBootstrap:
     Raises:
         ValueError: no window; not one stratum per window; a document in two strata.
 
-    References: Field and Welsh 2007, "Bootstrapping clustered data"; Davison and Hinkley 1997, section 3.2 (strata).
+    References: Field and Welsh 2007, "Bootstrapping clustered data"; Davison and Hinkley 1997,
+    section 3.2 (strata); Owen 2007, "The pigeonhole bootstrap" (seeds crossed with documents).
     """
 
     def __init__(
@@ -75,6 +85,7 @@ class ClusterBootstrap:
         documents: Sequence[str],
         *,
         strata: Sequence[str] | None = None,
+        seeds: Sequence[str] = (),
         num_resamples: int = 10_000,
         level: float = 0.95,
         seed: int = 0,
@@ -87,29 +98,38 @@ class ClusterBootstrap:
         self._tail = (1.0 - level) / 2.0
         stratum_of = _stratum_of_documents(documents, strata, self._document_of)
         self._counts = _resample_counts(tuple(stratum_of), num_resamples, seed)
+        self._weights = _seed_weights(seeds, num_resamples, seed)
 
-    def of_means(self, function: Callable[..., Array], *columns: Float[Array, " windows"]) -> Draws:
+    def of_means(self, function: Callable[..., Array], *columns: Float[Array, "*seeds windows"]) -> Draws:
         """``function`` of the columns' means, on all windows and on every resample.
 
         Args:
             function: takes one array per column and works element by element.
-            columns: one value per window each.
+            columns: one value per window each, with a row per training seed where there are several.
         """
-        sizes = np.bincount(self._document_of, minlength=self.num_documents)
+        sizes = self._counts @ np.bincount(self._document_of, minlength=self.num_documents)
+        values, means = [], []
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            shifts = [column[0] for column in columns]  # constant columns stay constant to the last bit
-            shifted = [column - shift for column, shift in zip(columns, shifts, strict=True)]
-            sums = np.stack([np.bincount(self._document_of, s, minlength=self.num_documents) for s in shifted])
-            means = (self._counts @ sums.T) / (self._counts @ sizes)[:, None] + np.array(shifts)
-            value = function(*(np.asarray(s.mean() + shift) for s, shift in zip(shifted, shifts, strict=True)))
-            return Draws(float(value), np.asarray(function(*means.T), dtype=np.float64))
+            for column in columns:
+                shift = column.reshape(-1)[0]  # constant columns stay constant to the last bit
+                rows = np.atleast_2d(column) - shift
+                sums = [np.bincount(self._document_of, row, minlength=self.num_documents) for row in rows]
+                per_seed = (self._counts @ np.stack(sums).T) / sizes[:, None]
+                values.append(np.asarray(rows.mean() + shift))
+                means.append((per_seed * self._weights).sum(1) + shift)
+            return Draws(float(function(*values)), np.asarray(function(*means), dtype=np.float64))
 
-    def median_draws(self, values: Float[Array, " windows"]) -> Draws:
-        """Median over windows, on all windows and on every resample."""
-        order = np.argsort(values, kind="stable")
-        ordered, documents = values[order], self._document_of[order]
-        parts = [_medians(ordered, counts[:, documents]) for counts in np.array_split(self._counts, 10)]
-        return Draws(float(np.median(values)), np.concatenate(parts))
+    def median_draws(self, values: Float[Array, "*seeds windows"]) -> Draws:
+        """Median over windows (mean of the seeds' medians), on all windows and on every resample."""
+        rows = np.atleast_2d(values)
+        medians = []
+        for row in rows:
+            order = np.argsort(row, kind="stable")
+            ordered, documents = row[order], self._document_of[order]
+            parts = [_medians(ordered, counts[:, documents]) for counts in np.array_split(self._counts, 10)]
+            medians.append(np.concatenate(parts))
+        drawn = (np.stack(medians, 1) * self._weights).sum(1)
+        return Draws(float(np.median(rows, axis=1).mean()), drawn)
 
     def estimate(self, draws: Draws) -> Estimate:
         """The figure with its percentile interval; without one where there is a single document."""
@@ -118,15 +138,25 @@ class ClusterBootstrap:
         low, high = np.quantile(draws.resampled, [self._tail, 1.0 - self._tail], method="inverted_cdf")
         return Estimate(draws.value, float(low), float(high))
 
-    def mean(self, values: Float[Array, " windows"]) -> Estimate:
+    def p_value(self, draws: Draws) -> float:
+        """Two-sided bootstrap p of "the figure is 0": twice the smaller share of resamples beyond 0.
+
+        With B resamples it is at least 2 / (B + 1); NaN where there is no interval.
+        """
+        if self.num_documents == 1 or np.isnan(draws.resampled).any():
+            return float("nan")
+        fewer = min(int((draws.resampled <= 0).sum()), int((draws.resampled >= 0).sum()))
+        return min(1.0, 2.0 * (fewer + 1) / (len(draws.resampled) + 1))
+
+    def mean(self, values: Float[Array, "*seeds windows"]) -> Estimate:
         """Mean over windows."""
         return self.estimate(self.of_means(lambda mean: mean, values))
 
-    def median(self, values: Float[Array, " windows"]) -> Estimate:
+    def median(self, values: Float[Array, "*seeds windows"]) -> Estimate:
         """Median over windows."""
         return self.estimate(self.median_draws(values))
 
-    def ratio(self, numerator: Float[Array, " windows"], denominator: Float[Array, " windows"]) -> Estimate:
+    def ratio(self, numerator: Float[Array, "*seeds windows"], denominator: Float[Array, "*seeds windows"]) -> Estimate:
         """Ratio of sums: sum(numerator) / sum(denominator)."""
         return self.estimate(self.of_means(np.divide, numerator, denominator))
 
@@ -169,6 +199,16 @@ def _resample_counts(stratum_of: tuple[int, ...], num_resamples: int, seed: int)
     return counts
 
 
+def _seed_weights(seeds: Sequence[str], num_resamples: int, seed: int) -> Float[Array, "resamples seeds"]:
+    """Weight of each training seed in each resample; equal names give equal weights, so that models are paired."""
+    count = len(seeds)
+    if count < 2:
+        return np.ones((num_resamples, 1))
+    generator = np.random.default_rng([seed, count, *"\n".join(seeds).encode()])
+    drawn = generator.multinomial(count, np.full(count, 1.0 / count), size=num_resamples)
+    return 1.0 / count + math.sqrt(count / (count - 1)) * (drawn - 1.0) / count
+
+
 def _medians(
     ordered: Float[Array, " windows"], counts: Float[Array, "resamples windows"]
 ) -> Float[Array, " resamples"]:
@@ -203,6 +243,60 @@ def wilson(successes: float | int, num_trials: float | int, *, level: float = 0.
     low = 0.0 if successes == 0 else min(centre - half, rate)  # rounding would leave 1e-18
     high = 1.0 if successes == num_trials else max(centre + half, rate)
     return Estimate(rate, low, high)
+
+
+def share(scores: Float[Array, " examples"], documents: Sequence[str], *, level: float = 0.95) -> Estimate:
+    """Mean of scores between 0 and 1 with Wilson's interval at n = number of documents.
+
+    For right or wrong, one example to a document, this is the usual interval. Elsewhere it is rather
+    too wide than too narrow: no variable in [0, 1] with mean p varies more than p (1 - p), and
+    examples of one document count as copies of one another. It is never of zero width.
+
+    Args:
+        scores: between 0 and 1, such as the share of several right answers that were given.
+        documents: name of each example's document.
+        level: coverage of the interval, in (0, 1).
+
+    Raises:
+        InputError: no example.
+    """
+    if not len(scores):
+        raise InputError("no example to take an accuracy of")
+    num_documents = len(set(documents))
+    return wilson(float(scores.mean()) * num_documents, num_documents, level=level)
+
+
+def share_difference(
+    first: Float[Array, " examples"],
+    second: Float[Array, " examples"],
+    documents: Sequence[str],
+    *,
+    level: float = 0.95,
+) -> tuple[Estimate, float]:
+    """Difference of two mean scores of the same examples, with Agresti and Min's interval, and its p-value.
+
+    Half a document is added to each of four outcomes: both right, neither, the first alone, the second
+    alone. With d_i the difference of document i of n, scaled so that their mean is the difference,
+    m = sum d / (n + 2) and s^2 = ((sum d^2 + 1) / (n + 2) - m^2) / (n + 2), the interval is m +/- z s
+    and p = 2 Phi(-|m| / s). It is never of zero width.
+
+    Args:
+        first: scores between 0 and 1.
+        second: the same examples in the same order.
+        documents: name of each example's document.
+        level: coverage of the interval, in (0, 1).
+
+    References: Agresti and Min 2005, "Simple improved confidence intervals for comparing matched
+    proportions".
+    """
+    names, document_of = np.unique(np.asarray(documents), return_inverse=True)
+    differences = np.bincount(document_of, first - second) * len(names) / len(first)
+    total = len(names) + 2
+    mean = differences.sum() / total
+    error = math.sqrt(((differences**2).sum() + 1.0) / total - mean**2) / math.sqrt(total)
+    half, value = _quantile(level) * error, float((first - second).mean())
+    p = 2.0 * NormalDist().cdf(-abs(mean) / error)
+    return Estimate(value, float(min(mean - half, value)), float(max(mean + half, value))), p
 
 
 @dataclass(frozen=True)
@@ -297,8 +391,39 @@ def carries(num_examples: int, difference: float | None = None, *, discordant: f
     return text if difference is None else f"{text}, {_points(abs(difference))} among them"
 
 
-def _points(share: float) -> str:
-    return f"{100.0 * share:.{0 if share >= 0.1 else 1}f}"
+def cannot_tell(test: McNemar, difference: float, num_examples: int, num_documents: int) -> str:
+    """One line on what a comparison of this size cannot tell; empty where it carries the difference.
+
+    Args:
+        test: of the two models.
+        difference: of their shares.
+        num_examples: examples compared.
+        num_documents: documents they come from.
+    """
+    differing = test.only_first + test.only_second
+    if differing == 0:
+        return f"the models agree on all {num_examples} examples"
+    return carries(num_documents, difference, discordant=differing / num_examples)
+
+
+def holm(p_values: Float[Array, " tests"]) -> Float[Array, " tests"]:
+    """Holm's step-down correction: the family-wise error stays below the level; NaN stays NaN and does not count.
+
+    p_(i) becomes max over j <= i of min(1, (m - j + 1) p_(j)), for the ordered p of m tests.
+
+    References: Holm 1979, "A simple sequentially rejective multiple test procedure".
+    """
+    corrected = np.full(len(p_values), np.nan)
+    order = [i for i in np.argsort(p_values, kind="stable") if not np.isnan(p_values[i])]
+    largest = 0.0
+    for rank, index in enumerate(order):
+        largest = max(largest, min(1.0, (len(order) - rank) * p_values[index]))
+        corrected[index] = largest
+    return corrected
+
+
+def _points(portion: float) -> str:
+    return f"{100.0 * portion:.{0 if portion >= 0.1 else 1}f}"
 
 
 def _quantile(level: float) -> float:

@@ -1,154 +1,118 @@
-"""Records to figures: one row per model, method, keep ratio and step, and paired rows between models."""
+"""Records to tables: every figure with its interval, and paired comparisons of models."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
+import pandas as pd
 
-from kvcat.evals.matching import cannot_tell
-from kvcat.evals.metrics import METRICS, Columns
+from kvcat.errors import InputError
+from kvcat.evals.metrics import METRICS
 from kvcat.evals.records import Record, models_of
-from kvcat.evals.statistics import ClusterBootstrap, Estimate, McNemar, mcnemar
+from kvcat.evals.statistics import (
+    ClusterBootstrap,
+    Estimate,
+    cannot_tell,
+    holm,
+    mcnemar,
+    share,
+    share_difference,
+)
 
-Verdict = Literal["better", "worse", "not distinguishable"]
-RATIOS = ("kl", "delta_ppl", "delta_nll")
-Cell = tuple[str, str, str, str, float, int | None]
-
-
-@dataclass(frozen=True)
-class SummaryRow:
-    """Every metric of one model under one method, keep ratio and step; several seeds count as their mean.
-
-    Args:
-        dataset: name of the data set.
-        stratum: group of examples, empty for all.
-        model: label of the model.
-        method: name of the method with its options.
-        keep_ratio: fraction kept, in (0, 1].
-        step: gradient steps, or None.
-        num_examples: examples averaged over.
-        num_documents: documents they come from.
-        metrics: metric name to figure with interval.
-    """
-
-    dataset: str
-    stratum: str
-    model: str
-    method: str
-    keep_ratio: float
-    step: int | None
-    num_examples: int
-    num_documents: int
-    metrics: Mapping[str, Estimate] = field(repr=False)
-
-    def __getitem__(self, metric: str) -> Estimate:
-        return self.metrics[metric]
+BASELINES = ("dense", "no-context", "truncated")
+SUMMARY_COLUMNS = (
+    "model", "method", "keep_ratio", "step", "stratum", "metric", "value", "low", "high", "num_examples",
+    "num_documents", "num_seeds", "baseline",
+)  # fmt: skip
+COMPARISON_COLUMNS = (
+    "model", "reference", "method", "keep_ratio", "step", "stratum", "metric", "difference", "low", "high", "ratio",
+    "ratio_low", "ratio_high", "p", "p_holm", "verdict", "num_examples", "num_documents", "num_seeds", "primary",
+    "warning",
+)  # fmt: skip
+_NONE = Estimate(np.nan, np.nan, np.nan)
+_Key = tuple[str, str, float, int | None, str]  # model, method, keep ratio, step, stratum
 
 
-@dataclass(frozen=True)
-class ComparisonRow:
-    """One model against another on the same examples: every metric's difference, and ratios.
+def summarise(records: Iterable[Record], *, num_resamples: int = 10_000, seed: int = 0) -> pd.DataFrame:
+    """One row per model, method, keep ratio, step, stratum and metric, with a 95 % interval.
+
+    Columns: model, method (with its options), keep_ratio, step (missing for a method without steps),
+    stratum ("" is all examples), metric (a name in ``METRICS``), value, low, high (NaN where there is
+    no interval), num_examples, num_documents, num_seeds, baseline (scored without compression).
+
+    Several seeds of a compressor count as their mean. Models called ``LABEL@SEED`` are training runs
+    of one variant: the row of LABEL is their mean, and its interval resamples runs and documents.
+    Otherwise intervals resample documents alone and say nothing of other training runs.
 
     Args:
-        dataset: name of the data set.
-        stratum: group of examples, empty for all.
-        model: label of the model judged.
-        reference: label of the model it is compared with.
-        method: name of the method with its options.
-        keep_ratio: fraction kept, in (0, 1].
-        step: gradient steps, or None.
-        num_examples: examples that both models have.
-        num_documents: documents they come from.
-        differences: metric name to model minus reference.
-        ratios: metric name to model over reference, for those of ``RATIOS`` that the records hold.
-        tests: metric name to McNemar's test, for those that are right or wrong; ``only_first`` counts the model's.
-            Means over several seeds are neither and have none.
-        warning: what so many examples cannot tell of the first of these; empty where they carry it.
-    """
-
-    dataset: str
-    stratum: str
-    model: str
-    reference: str
-    method: str
-    keep_ratio: float
-    step: int | None
-    num_examples: int
-    num_documents: int
-    differences: Mapping[str, Estimate] = field(repr=False)
-    ratios: Mapping[str, Estimate] = field(repr=False)
-    tests: Mapping[str, McNemar] = field(default_factory=dict, repr=False)
-    warning: str = ""
-
-    @property
-    def kl_ratio(self) -> Estimate:
-        """KL of the model over KL of the reference."""
-        return self.ratios["kl"]
-
-    def verdict(self, metric: str) -> Verdict:
-        """Whether the model is better in a metric: decided only where the interval of the difference excludes 0.
-
-        Where the outcome is right or wrong McNemar's exact p must be below .05 as well: with few differing examples
-        the interval is too narrow, and with several examples to a document the test takes them for independent.
-        """
-        difference = self.differences[metric]
-        if not difference.excludes(0.0) or (metric in self.tests and self.tests[metric].p > 0.05):
-            return "not distinguishable"
-        return "better" if (difference.value < 0.0) == (METRICS[metric].better == "lower") else "worse"
-
-
-def summarise(
-    records: Iterable[Record], *, by_stratum: bool = False, num_resamples: int = 10_000, seed: int = 0
-) -> list[SummaryRow]:
-    """Rows in the order of models and methods in the records, then by keep ratio and step.
-
-    Args:
-        records: of any number of models and methods; a row never mixes data sets.
-        by_stratum: a row per stratum instead of one for all.
+        records: of one data set.
         num_resamples: of the bootstrap.
         seed: of the bootstrap.
+
+    Raises:
+        InputError: records of two data sets; one label for two sets of weights.
     """
-    rows = []
-    for cell, examples in _cells(records, by_stratum).items():
-        bootstrap, columns, documents = _columns([examples[name] for name in sorted(examples)], num_resamples, seed)
-        metrics = {name: METRICS[name].estimate(bootstrap, columns, documents) for name in _known(columns)}
-        if "retention" in metrics and (metrics["context_gain"].value <= 0 or metrics["context_gain"].low <= 0):
-            metrics["retention"] = Estimate(np.nan, np.nan, np.nan)
-        rows.append(SummaryRow(*cell, bootstrap.num_windows, bootstrap.num_documents, metrics))
-    return rows
+    rows: list[tuple[Any, ...]] = []
+    for key, cell in _cells(records).items():
+        sample = _Sample(cell, sorted(set.intersection(*map(set, cell.values()))), num_resamples, seed)
+        for metric in sample.metrics:
+            figure = sample.estimate(metric)
+            numbers = (figure.value, figure.low, figure.high, *sample.sizes)
+            rows.append((*key, metric, *numbers, key[1] in BASELINES))
+    return _frame(rows, SUMMARY_COLUMNS)
 
 
 def compare_models(
     records: Iterable[Record],
-    pairs: Sequence[tuple[str, str]] | None = None,
+    reference: str,
     *,
-    by_stratum: bool = False,
+    primary: Mapping[str, Any] | None = None,
     num_resamples: int = 10_000,
     seed: int = 0,
-) -> list[ComparisonRow]:
-    """Paired rows (model, reference) on the examples that both have, pair by pair.
+) -> pd.DataFrame:
+    """Every other model against a reference, on the examples that both have.
+
+    Columns: model, reference, method, keep_ratio, step, stratum, metric; difference (model minus
+    reference), low, high; ratio, ratio_low, ratio_high (model over reference; NaN where a ratio means
+    nothing); p; p_holm; verdict ("better", "worse" or "level"); num_examples, num_documents,
+    num_seeds (of the model); primary; warning (what so few examples cannot tell, or "").
+
+    A verdict other than "level" needs an interval without 0, and of right or wrong answers
+    p <= 0.05 as well. p_holm corrects over all rows of one model, metric and level (all examples or
+    strata) but the primary one; those rows are exploratory. p is the bootstrap's; for shares it is the
+    larger of Agresti and Min's and, where every score is right or wrong, McNemar's exact p.
 
     Args:
-        records: of two or more models.
-        pairs: labels (model, reference); None takes ``comparison_pairs`` of the models in the records.
-        by_stratum: a row per stratum instead of one for all.
+        records: of one data set and at least two models.
+        reference: label of a model, without ``@SEED``.
+        primary: the one cell that was named before the run, by method (with options), keep_ratio and
+            metric, as in the folder's configuration; its p is not corrected.
         num_resamples: of the bootstrap.
         seed: of the bootstrap.
+
+    Raises:
+        InputError: no records of the reference; otherwise as ``summarise``.
     """
-    cells = _cells(records, by_stratum)
-    if pairs is None:
-        pairs = comparison_pairs(list(dict.fromkeys(cell[2] for cell in cells)))
-    rows = []
-    for model, reference in pairs:
-        for (dataset, stratum, label, *work), examples in cells.items():
-            other = cells.get((dataset, stratum, reference, *work), {}) if label == model else {}  # type: ignore[arg-type]
-            common = sorted(examples.keys() & other.keys())
-            if common:
-                ours = _columns([examples[name] for name in common], num_resamples, seed)
-                theirs = _columns([other[name] for name in common], num_resamples, seed)
-                rows.append(_compare((dataset, stratum, label, reference, *work), ours, theirs))  # type: ignore[arg-type]
-    return rows
+    cells = _cells(records)
+    if reference not in (labels := {key[0] for key in cells}):
+        raise InputError(f"no records of model {reference!r}; there are {', '.join(sorted(labels))}")
+    rows: list[tuple[Any, ...]] = []
+    for key, cell in cells.items():
+        other = cells.get((reference, *key[1:]), {})
+        if key[0] == reference or not other:
+            continue
+        common = sorted(set.intersection(*map(set, cell.values()), *map(set, other.values())))
+        if common:
+            ours, theirs = (_Sample(own, common, num_resamples, seed) for own in (cell, other))
+            rows += [(key[0], reference, *key[1:], *row) for row in _compare(ours, theirs)]
+    frame = _frame(rows, COMPARISON_COLUMNS)
+    frame["primary"] = _is_primary(frame, primary)
+    tested = frame[~frame["primary"]]
+    for _, group in tested.groupby(["model", "metric", tested["stratum"] == ""], sort=False):
+        frame.loc[group.index, "p_holm"] = holm(group["p"].to_numpy(dtype=float))
+    return frame
 
 
 def comparison_pairs(models: Sequence[str]) -> list[tuple[str, str]]:
@@ -164,65 +128,154 @@ def comparison_pairs(models: Sequence[str]) -> list[tuple[str, str]]:
     return pairs + [("control", "base")] * (len(references) == 2)
 
 
-def _compare(
-    cell: tuple[str, str, str, str, str, float, int | None],
-    ours: tuple[ClusterBootstrap, Columns, list[str]],
-    theirs: tuple[ClusterBootstrap, Columns, list[str]],
-) -> ComparisonRow:
-    (bootstrap, mine, _), (_, other, _) = ours, theirs
-    differences = {
-        name: bootstrap.estimate(METRICS[name].draws(bootstrap, mine) - METRICS[name].draws(bootstrap, other))
-        for name in _known(mine)
-        if name in _known(other)
-    }
-    ratios = {
-        name: bootstrap.estimate(METRICS[name].draws(bootstrap, mine) / METRICS[name].draws(bootstrap, other))
-        for name in RATIOS
-        if name in differences
-    }
-    tests = {
-        name: mcnemar(mine[name], other[name])
-        for name in differences
-        if METRICS[name].binary and name in mine and set(np.unique([mine[name], other[name]])) <= {0.0, 1.0}
-    }
-    sizes = (bootstrap.num_windows, bootstrap.num_documents)
-    warning = next((cannot_tell(test, differences[name].value, *sizes) for name, test in tests.items()), "")
-    return ComparisonRow(*cell, *sizes, differences, ratios, tests, warning)
+@dataclass(frozen=True)
+class _Sample:
+    """One model's values on some examples; a row per training seed.
+
+    ``records`` is seed to example to records, which differ in the compressor's seed.
+    """
+
+    records: Mapping[str, Mapping[tuple[str, str], Sequence[Record]]]
+    examples: Sequence[tuple[str, str]]
+    num_resamples: int
+    seed: int
+
+    @property
+    def documents(self) -> list[str]:
+        return [document for document, _ in self.examples]
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Examples, documents, training seeds."""
+        return len(self.examples), self.bootstrap.num_documents, len(self.records)
+
+    @cached_property
+    def bootstrap(self) -> ClusterBootstrap:
+        first = next(iter(self.records.values()))
+        strata = [first[example][0].stratum for example in self.examples]
+        return ClusterBootstrap(
+            self.documents, strata=strata, seeds=sorted(self.records), num_resamples=self.num_resamples, seed=self.seed
+        )
+
+    @cached_property
+    def columns(self) -> dict[str, np.ndarray]:
+        """Every value that all records have, seeds by examples."""
+        rows = [[self.records[seed][example] for example in self.examples] for seed in sorted(self.records)]
+        names = set.intersection(*(set(record.values) for row in rows for own in row for record in own))
+        columns = {
+            name: np.array([[sum(record.values[name] for record in own) / len(own) for own in row] for row in rows])
+            for name in sorted(names)
+        }
+        if {"delta_nll", "context_gain", "num_tokens", "num_predicted"} <= names:
+            columns["lost"] = columns["delta_nll"] * columns["num_tokens"]
+            columns["gained"] = columns["context_gain"] * columns["num_predicted"]
+        if {"exact_match", "dense_exact_match"} <= names:
+            columns["native_match"] = columns["exact_match"] * columns["dense_exact_match"]
+        return columns
+
+    @property
+    def metrics(self) -> list[str]:
+        """Metrics that these columns can give."""
+        return [name for name, metric in METRICS.items() if set(metric.columns) <= self.columns.keys()]
+
+    def estimate(self, name: str) -> Estimate:
+        """A figure with its interval."""
+        metric = METRICS[name]
+        drawn = self.bootstrap.estimate(metric.draws(self.bootstrap, self.columns))
+        if name == "retention" and not (gain := self.bootstrap.mean(self.columns["gained"])).low > 0.0 < gain.value:
+            return _NONE
+        if not metric.share:
+            return drawn
+        score = self.columns[metric.columns[0]].mean(0)
+        counted = self.columns[metric.columns[1]].mean(0) > 0 if len(metric.columns) > 1 else np.ones(len(score), bool)
+        if not counted.any():
+            return _NONE
+        if len(self.records) > 1:  # Wilson's interval does not know of training seeds
+            wide = share(score, self.documents)
+            return Estimate(drawn.value, float(np.fmin(drawn.low, wide.low)), float(np.fmax(drawn.high, wide.high)))
+        return share(score[counted], [self.documents[i] for i in np.flatnonzero(counted)])
 
 
-def _cells(records: Iterable[Record], by_stratum: bool) -> dict[Cell, dict[tuple[str, str], list[Record]]]:
-    """Records by (data set, stratum, model, method, keep ratio, step), then by (document, example), one per seed."""
-    cells: dict[Cell, dict[tuple[str, str], list[Record]]] = {}
+def _compare(ours: _Sample, theirs: _Sample) -> list[tuple[Any, ...]]:
+    """A row per metric, from difference on."""
+    rows = []
+    bootstrap = ours.bootstrap
+    for name in [name for name in ours.metrics if name in theirs.metrics]:
+        metric = METRICS[name]
+        mine, other = metric.draws(bootstrap, ours.columns), metric.draws(theirs.bootstrap, theirs.columns)
+        difference, p = bootstrap.estimate(mine - other), bootstrap.p_value(mine - other)
+        ratio = bootstrap.estimate(mine / other) if metric.ratio else _NONE
+        warning = ""
+        if metric.share and len(metric.columns) == 1:
+            first, second = ours.columns[name].mean(0), theirs.columns[name].mean(0)
+            wide, p_share = share_difference(first, second, ours.documents)
+            if max(len(ours.records), len(theirs.records)) == 1:
+                difference, p = wide, p_share
+            else:
+                low, high = np.fmin(difference.low, wide.low), np.fmax(difference.high, wide.high)
+                difference, p = Estimate(difference.value, float(low), float(high)), float(np.fmax(p, p_share))
+            if set(np.unique([first, second])) <= {0.0, 1.0}:
+                test = mcnemar(first, second)
+                p, warning = max(p, test.p), cannot_tell(test, difference.value, *ours.sizes[:2])
+        elif metric.share:
+            difference, p = _unpaired(ours.estimate(name), theirs.estimate(name)), np.nan
+        verdict = _verdict(difference, p, metric.lower_is_better, share=metric.share)
+        rows.append((
+            name, difference.value, difference.low, difference.high, ratio.value, ratio.low, ratio.high, p, np.nan,
+            verdict, *ours.sizes, False, warning,
+        ))  # fmt: skip
+    return rows
+
+
+def _unpaired(first: Estimate, second: Estimate) -> Estimate:
+    """Difference of shares of different examples from their two intervals, as if they were independent.
+
+    References: Newcombe 1998, "Interval estimation for the difference between independent proportions".
+    """
+    value = first.value - second.value
+    low = value - np.hypot(first.value - first.low, second.high - second.value)
+    return Estimate(value, float(low), float(value + np.hypot(first.high - first.value, second.value - second.low)))
+
+
+def _verdict(difference: Estimate, p: float, lower_is_better: bool | None, *, share: bool) -> str:
+    if lower_is_better is None or not difference.excludes(0.0) or (share and p > 0.05):
+        return "level"
+    return "better" if (difference.value < 0.0) == lower_is_better else "worse"
+
+
+def _is_primary(frame: pd.DataFrame, primary: Mapping[str, Any] | None) -> pd.Series:
+    """The rows of the primary cell: all examples, the last step."""
+    if primary is None or frame.empty:
+        return pd.Series(False, index=frame.index)
+    found = (frame["stratum"] == "") & frame["method"].eq(primary["method"])
+    found &= frame["metric"].eq(primary["metric"]) & np.isclose(frame["keep_ratio"], primary["keep_ratio"])
+    last = frame[found]["step"].max()
+    return found & (frame["step"].isna() if pd.isna(last) else frame["step"].eq(last).fillna(False))
+
+
+def _cells(records: Iterable[Record]) -> dict[_Key, dict[str, dict[tuple[str, str], list[Record]]]]:
+    """Records by cell, then training seed, then (document, example); strata after all examples."""
     known = list(records)
     models_of(known)
+    if len(datasets := sorted({record.dataset for record in known})) > 1:
+        raise InputError(f"records of two data sets: {datasets[0]!r} and {datasets[1]!r}")
+    strata = list(dict.fromkeys(record.stratum for record in known))
+    cells: dict[_Key, dict[str, dict[tuple[str, str], list[Record]]]] = {}
     for record in known:
-        stratum = record.stratum if by_stratum else ""
-        cell = (record.dataset, stratum, record.model, record.method_label, record.keep_ratio, record.step)
-        cells.setdefault(cell, {}).setdefault((record.document, record.example), []).append(record)
-    ranks = [{name: rank for rank, name in enumerate(dict.fromkeys(cell[i] for cell in cells))} for i in range(4)]
-    order = sorted(cells, key=lambda c: (*(ranks[i][c[i]] for i in range(4)), c[4], -1 if c[5] is None else c[5]))
-    return {cell: cells[cell] for cell in order}
+        model, _, run = record.model.partition("@")
+        label = record.method_label
+        for stratum in {"", record.stratum} if len(strata) > 1 else {""}:
+            cell = cells.setdefault((model, label, record.keep_ratio, record.step, stratum), {})
+            cell.setdefault(run, {}).setdefault((record.document, record.example), []).append(record)
+    ranks = [{name: rank for rank, name in enumerate(dict.fromkeys(key[i] for key in cells))} for i in (0, 1)]
+    place = {name: rank for rank, name in enumerate(["", *strata])}
+
+    def order(key: _Key) -> tuple[Any, ...]:
+        model, method, keep_ratio, step, stratum = key
+        return place[stratum], ranks[0][model], ranks[1][method], keep_ratio, -1 if step is None else step
+
+    return {key: cells[key] for key in sorted(cells, key=order)}
 
 
-def _columns(
-    examples: Sequence[Sequence[Record]], num_resamples: int, seed: int
-) -> tuple[ClusterBootstrap, dict[str, np.ndarray], list[str]]:
-    """Bootstrap over the documents within strata, every value that all records have (means over seeds), documents."""
-    names = set.intersection(*(set(record.values) for records in examples for record in records))
-    columns = {
-        name: np.array([sum(record.values[name] for record in records) / len(records) for records in examples])
-        for name in sorted(names)
-    }
-    if {"delta_nll", "context_gain", "num_tokens", "num_predicted"} <= names:
-        columns["lost"] = columns["delta_nll"] * columns["num_tokens"]
-        columns["gained"] = columns["context_gain"] * columns["num_predicted"]
-    if {"exact_match", "dense_exact_match"} <= names:
-        columns["native_match"] = columns["exact_match"] * columns["dense_exact_match"]
-    documents, strata = ([getattr(records[0], name) for records in examples] for name in ("document", "stratum"))
-    bootstrap = ClusterBootstrap(documents, strata=strata, num_resamples=num_resamples, seed=seed)
-    return bootstrap, columns, documents
-
-
-def _known(columns: Columns) -> list[str]:
-    """Metrics that these columns can give."""
-    return [name for name, metric in METRICS.items() if set(metric.columns) <= columns.keys()]
+def _frame(rows: Sequence[tuple[Any, ...]], columns: Sequence[str]) -> pd.DataFrame:
+    return pd.DataFrame(rows, columns=list(columns)).astype({"step": "Int64"})

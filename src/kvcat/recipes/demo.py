@@ -8,7 +8,8 @@ from rich.console import Console
 
 from kvcat.data import split_documents
 from kvcat.errors import InputError
-from kvcat.evals import Method, Window, evaluate_suffix, read_records, summarise, windows_from_documents
+from kvcat.evals import Method, Window, evaluate_suffix, read_records, windows_from_documents
+from kvcat.evals.rows import summarise
 from kvcat.models import BASE_NAME, load
 from kvcat.recipes.base import pretrain
 from kvcat.report import headline_text, write_report

@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from kvcat.evals import METRICS, SummaryRow
+from kvcat.evals.rows import SummaryRow
+from kvcat.evals.rows_metrics import METRICS
 from kvcat.report.costs import CostRow
 from kvcat.report.plots import log_axis, metric_label
 from kvcat.report.style import colours, markers

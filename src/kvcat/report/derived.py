@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvcat.evals import METRICS, ComparisonRow, Estimate, SummaryRow
+from kvcat.evals import Estimate
+from kvcat.evals.rows import ComparisonRow, SummaryRow
+from kvcat.evals.rows_metrics import METRICS
 
 TOLERANCE = 0.05
 _NAN = float("nan")

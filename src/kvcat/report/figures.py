@@ -6,7 +6,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from kvcat.evals import METRICS, SummaryRow
+from kvcat.evals.rows import SummaryRow
+from kvcat.evals.rows_metrics import METRICS
 from kvcat.report import html
 from kvcat.report.charts import draw_heat, draw_pareto, draw_strata
 from kvcat.report.diagnostics import LOSSES, Records, draw_kept, draw_loss, has_field, has_kept

@@ -5,7 +5,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from kvcat.evals import METRICS
+from kvcat.evals.rows_metrics import METRICS
 from kvcat.report.style import css_colours, markers
 from kvcat.report.tabledata import Cell, Column, TableData
 from kvcat.report.verdict import PairVerdict

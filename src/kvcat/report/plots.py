@@ -5,7 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from kvcat.evals import METRICS, ComparisonRow, Estimate, SummaryRow
+from kvcat.evals import Estimate
+from kvcat.evals.rows import ComparisonRow, SummaryRow
+from kvcat.evals.rows_metrics import METRICS
 from kvcat.report.reading import final_steps
 from kvcat.report.style import colours, markers
 from kvcat.report.tables import keep_label

@@ -8,22 +8,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvcat.errors import InputError
-from kvcat.evals import (
-    HEADLINES,
-    METRICS,
-    ComparisonRow,
-    Record,
-    SummaryRow,
-    compare_models,
-    comparison_pairs,
-    models_of,
-    read_config,
-    read_costs,
-    read_records,
-    summarise,
-)
+from kvcat.evals import HEADLINES, Record, comparison_pairs, models_of, read_config, read_costs, read_records
 from kvcat.evals.chance import plumbing
 from kvcat.evals.records import method_label
+from kvcat.evals.rows import ComparisonRow, SummaryRow, compare_models, summarise
+from kvcat.evals.rows_metrics import METRICS
 from kvcat.report.averages import QAAverage, qa_averages
 from kvcat.report.costs import CostRow, cost_rows
 

@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvcat.evals import METRICS, ComparisonRow, SummaryRow
+from kvcat.evals.rows import ComparisonRow, SummaryRow
+from kvcat.evals.rows_metrics import METRICS
 from kvcat.report.writers import csv_text
 
 _CELL = ("dataset", "stratum", "model", "method", "keep_ratio", "step", "num_examples", "num_documents")

@@ -1,6 +1,7 @@
 """Which tables an evaluation has, and where on the page they stand."""
 
-from kvcat.evals import HEADLINES, SummaryRow
+from kvcat.evals import HEADLINES
+from kvcat.evals.rows import SummaryRow
 from kvcat.report.beside import Paper
 from kvcat.report.derived_tables import improvement_table, smallest_keep_table, speed_up_table
 from kvcat.report.reading import BASELINES, Results, final_steps, headline_method

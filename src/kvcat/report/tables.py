@@ -4,7 +4,9 @@ import math
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
-from kvcat.evals import METRICS, ComparisonRow, Estimate, SummaryRow
+from kvcat.evals import Estimate
+from kvcat.evals.rows import ComparisonRow, SummaryRow
+from kvcat.evals.rows_metrics import METRICS
 from kvcat.report.beside import Paper
 from kvcat.report.reading import BASELINES, Results, final_steps
 from kvcat.report.tabledata import Cell, Column, Figure, TableData, standing_out

@@ -3,7 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from kvcat.evals import HEADLINES, METRICS, ComparisonRow
+from kvcat.evals import HEADLINES
+from kvcat.evals.rows import ComparisonRow
+from kvcat.evals.rows_metrics import METRICS
 from kvcat.report.reading import BASELINES, Results, final_steps
 from kvcat.report.tables import FEW_DOCUMENTS, keep_label, metric_column
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcat.errors import InputError
-from kvcat.evals import METRICS
+from kvcat.evals.rows_metrics import METRICS
 from kvcat.report import html
 from kvcat.report.beside import Paper
 from kvcat.report.diagnostics import LOSSES, Records, run_metrics
