@@ -1,150 +1,349 @@
-"""``kvcat eval``: what a compressed cache costs in quality; what all evaluations share on the command line."""
+"""``kvcat eval``: what a compressed cache costs in quality."""
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import typer
+import tyro
 
-from kvcat.cli.options import METHOD_HELP, check_keep, check_method, labelled_models
+from kvcat.cli.options import Device, Dtype, Floats, Ints, Models, Strings, check_keep, check_least, flat, labelled
 from kvcat.errors import InputError
 
 if TYPE_CHECKING:
     from kvcat.evals import Method, Task
 
-eval_app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Measure what a compressed cache costs in quality."
-)
-
-ModelsArgument = Annotated[list[str], typer.Argument(help="Models to compare: FOLDER, Hub name, or LABEL=FOLDER.")]
-OutOption = Annotated[Path, typer.Option(help="Folder for the records, the summary and the report.")]
-MethodOption = Annotated[list[str] | None, typer.Option(help=f"Methods: {METHOD_HELP}")]
-KeepOption = Annotated[list[float] | None, typer.Option(help="Fractions of the slots to KEEP, each in (0, 1].")]
-BatchOption = Annotated[int, typer.Option(min=1, help="Examples a forward pass.")]
-SeedsOption = Annotated[
-    list[int] | None,
-    typer.Option("--seed", min=0, help="Seed of compressors that draw; several give a record each, averaged."),
-]
-ShardOption = Annotated[
-    str | None,
-    typer.Option(
-        help="INDEX/COUNT: every COUNT-th batch alone, from 0; the shards share one --out, `kvcat report` joins them. "
-        "torchrun sets it by itself, one shard a process."
-    ),
-]
-ContextSupervisionOption = Annotated[
-    Literal["reconstruction", "self"],
-    typer.Option(
-        help="What caches are fitted to: the text repeated after an instruction (needs twice the positions), or its "
-        "own queries."
-    ),
-]
-SpeedOption = Annotated[
-    bool, typer.Option("--speed", help="Also time answers: seconds to the first token, tokens per second.")
-]
-
-
-@eval_app.callback()
-def _group() -> None:
-    """Evaluations write append-only records and continue where they were stopped."""
+Supervision = Literal["reconstruction", "self"]
+NEEDLE_KEEPS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5)
 
 
 @dataclass(frozen=True)
-class EvalRequest:
-    """What every evaluation is told on the command line.
+class Running:
+    """Where an evaluation runs and writes. Stopped and started again, it continues."""
+
+    out: Path
+    """Folder for the records, the summary and the report."""
+    shard: str | None = None
+    """INDEX/COUNT: only every COUNT-th batch, from 0; shards share one --out and `kvcat report` joins them. torchrun
+    sets it by itself, one shard a process."""
+    device: Device = "cpu"
+    dtype: Dtype = "float32"
+
+
+@dataclass(frozen=True)
+class Compressing(Running):
+    """Which caches are compared, and where. Stopped and started again, an evaluation continues."""
+
+    method: Strings = ()
+    """Methods, NAME or NAME,option=value,... (docs/compress.md); attention-matching if none is given."""
+    keep: Floats = ()
+    """Fractions of the slots to KEEP, each in (0, 1]."""
+    seed: Ints = ()
+    """Seeds of compressors that draw; several give a record each, averaged; 0 if none is given."""
+    speed: bool = False
+    """Also time answers: seconds to the first token, tokens per second."""
+
+
+Common = tyro.conf.OmitArgPrefixes[Compressing]
+Uncompressed = tyro.conf.OmitArgPrefixes[Running]
+
+
+def suffix(
+    models: Models,
+    /,
+    common: Common,
+    data: Strings = (),
+    split: Literal["test", "validation", "train", "all"] = "test",
+    supervision: Literal["suffix", "first-half", "reconstruction"] = "suffix",
+    prefix: int = 768,
+    suffix: int = 256,
+    windows: int = 64,
+    per_document: int = 2,
+    window_seed: int = 0,
+    batch_size: int = 8,
+) -> None:
+    """Compress the prefix of held-out windows and score the suffix on the compact cache.
+
+    Reports NLL on the compact cache, delta NLL, delta PPL, KL, top-1 agreement, context gain and retention with 95 %
+    intervals, paired between models. Default keep ratios: 0.05 0.1 0.2 0.4.
+
+    Example: kvcat eval suffix base=./base kvcat=./runs/router/export --keep 0.05 0.1 --out results
 
     Args:
-        models: FOLDER or LABEL=FOLDER.
-        out: results folder.
-        methods: methods with their options, may be empty.
-        keep_ratios: fractions kept.
-        batch_size: examples a forward pass.
-        seeds: of the compressors.
-        shard: INDEX/COUNT or None.
-        speed: time answers.
-        device: torch device.
-        dtype: of the weights.
-        title: of the report.
+        data: installed (the default), a text file, .jsonl or .parquet, a folder of them, hub:NAME, or wikitext-103,
+            pg-19, arxiv, fineweb-edu from the Hub; several give a folder each.
+        split: Documents to use; test and validation are held out by a hash of the document's name.
+        supervision: What caches are fitted to: the suffix that is scored (the paper's probe); its first half, and the
+            rest is scored; or the prefix repeated after an instruction.
+        prefix: Tokens of the compressed prefix.
+        suffix: Tokens of the scored suffix.
+        windows: Windows to evaluate.
+        per_document: Most windows from one document.
+        window_seed: Seed of the choice of windows.
+        batch_size: Examples a forward pass.
     """
+    check_least(2, prefix=prefix, suffix=suffix)
+    check_least(1, windows=windows, per_document=per_document)
+    sources = flat(data) or ["installed"]
 
-    models: list[str]
-    out: Path
-    methods: list[str]
-    keep_ratios: list[float]
-    batch_size: int
-    seeds: list[int]
-    shard: str | None
-    speed: bool
-    device: str
-    dtype: str
-    title: str
+    def tasks(tokenizer: Any) -> "dict[str, Task]":
+        from kvcat.evals import SuffixTask, corpus_documents, windows_from_documents
 
-    def run(
-        self,
-        tasks: Callable[[Any], Mapping[str, "Task"]],
-        *,
-        method: "Callable[[Method], Method]" = lambda method: method,
-    ) -> None:
-        """Evaluate, report, print.
-
-        Args:
-            tasks: makes the tasks from the models' tokenizer: name of a folder in ``out`` to task; "" is ``out``.
-            method: what becomes of a method that was asked for.
-
-        Raises:
-            InputError: a person's mistake, before heavy work.
-        """
-        for ratio in self.keep_ratios:
-            check_keep(ratio)
-        for spec in self.methods:
-            check_method(spec)
-        labelled = labelled_models(self.models)
-        shard = _shard(self.shard)
-
-        import kvcat
-        from kvcat.compress import parse_method, seeded_compressor
-        from kvcat.evals import Method, evaluate, read_records
-        from kvcat.evals.rows import summarise
-
-        asked = [method(Method(*parse_method(spec))) for spec in self.methods]
-        for wanted in asked:
-            seeded_compressor(wanted.name, wanted.options, self.seeds[0])
-        device = self.device if self.device != "cuda" else f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-        loaded = {label: kvcat.load(folder, dtype=self.dtype, device=device) for label, folder in labelled.items()}
-        folders = []
-        for name, task in tasks(next(iter(loaded.values()))[1]).items():
-            folders.append(self.out / name)
-            evaluate(
-                task, loaded, asked, self.keep_ratios, folders[-1],
-                batch_size=self.batch_size, seeds=self.seeds, shard=shard, speed=self.speed,
+        made: dict[str, Task] = {}
+        for source in sources:
+            documents = corpus_documents(source, split, 10 * windows)
+            chosen = windows_from_documents(
+                documents, tokenizer, prefix_len=prefix, suffix_len=suffix, limit=windows, per_document=per_document,
+                seed=window_seed,
             )  # fmt: skip
-        if shard[1] > 1:
-            print(f"shard {shard[0]} of {shard[1]} is done; when all are: kvcat report {' '.join(map(str, folders))}")
-            return
-        from kvcat.report import headline_text, write_report
+            name = re.sub(r"[^\w.-]+", "-", source).strip("-.") if len(sources) > 1 else ""
+            if name in made:
+                raise InputError(f"two --data would write to the same folder {name!r}")
+            made[name] = SuffixTask(tuple(chosen), f"{data_name(source)}:{split}", supervision=supervision)
+        return made
 
-        page = write_report(folders, self.out / "report", title=self.title)
-        for folder in folders:
-            print(headline_text(summarise(read_records(folder))))
-        print(page)
+    title = "Suffix prediction on a compressed prefix"
+    _run(models, common, tasks, title, keeps=(0.05, 0.1, 0.2, 0.4), batch_size=batch_size)
 
 
-def seeds_or_default(seeds: Sequence[int] | None) -> list[int]:
-    """The seeds asked for, or 0."""
-    return list(seeds) if seeds else [0]
+def needle(
+    models: Models,
+    /,
+    common: Common,
+    length: int = 1024,
+    per_depth: int = 20,
+    filler: Path | None = None,
+    needle_seed: int = 0,
+    supervision: Supervision = "reconstruction",
+    batch_size: int = 8,
+) -> None:
+    """Compress a haystack with a six-digit passkey, then ask for it: greedy answer, exact match.
+
+    The paper's method: --method gradient,init=random. A model that cannot find the passkey with its whole cache has
+    no figure here worth reading; the dense accuracy stands beside every other. Default keep ratios: 0.05 to 0.4 in
+    steps of 0.05, and 0.5.
+
+    Example: kvcat eval needle base=./base kvcat=./export --method gradient,init=random --keep 0.1 0.2 --out needle
+
+    Args:
+        length: Tokens of the haystack, exactly.
+        per_depth: Examples at each of five depths; 20 is the paper's, 100 carries claims.
+        filler: Text file whose sentences are the hay; sentences of our own otherwise.
+        needle_seed: Seed of the examples.
+        supervision: What caches are fitted to: the text repeated after an instruction (needs twice the positions), or
+            its own queries.
+        batch_size: Examples a forward pass.
+    """
+    check_least(1, length=length, per_depth=per_depth)
+
+    def tasks(tokenizer: Any) -> "dict[str, Task]":
+        from kvcat.evals.haystack import FILLER, read_filler
+        from kvcat.evals.needle import NeedleOptions, needle_task
+
+        options = NeedleOptions(length=length, per_depth=per_depth, seed=needle_seed, supervision=supervision)
+        sentences = FILLER if filler is None else read_filler(filler)
+        name = "passkey" if filler is None else f"passkey:{filler.name}"
+        return {"": needle_task(tokenizer, options, filler=sentences, dataset=name)}
+
+    _run(models, common, tasks, "A passkey in a compressed haystack", keeps=NEEDLE_KEEPS, batch_size=batch_size)
+
+
+def longbench(
+    models: Models,
+    /,
+    common: Common,
+    data: str = "hub:zai-org/LongBench-v2",
+    sub_domain: Strings = (),
+    max_tokens: int = 32_768,
+    limit: int | None = None,
+) -> None:
+    """Compress long contexts by reconstruction, then answer the question on the compact cache.
+
+    The four answers are scored by log-likelihood; dense, no context, and plain text of the same budget stand beside.
+    The paper's method: --method gradient,activation_checkpointing=true. Figures of a model whose dense accuracy is not
+    above chance are labelled plumbing. Default keep ratios: 0.1 0.2 0.5.
+
+    Example: kvcat eval longbench base=./base kvcat=./export --method gradient --keep 0.1 0.2 0.5 --out longbench
+
+    Args:
+        data: hub:OWNER/NAME, or a .jsonl, .json or .parquet file in LongBench v2's schema.
+        sub_domain: Sub-domains, or `all`; by default the paper's seven, 221 rows.
+        max_tokens: Longest sequence; contexts are cut in the middle so that their repetition fits.
+        limit: The first so many examples, a fair sample.
+    """
+    check_least(64, max_tokens=max_tokens)
+    check_least(1, limit=limit)
+    keeps = (0.1, 0.2, 0.5)
+
+    def tasks(tokenizer: Any) -> "dict[str, Task]":  # noqa: ARG001 examples are text
+        from kvcat.evals.longbench import LongBenchTask
+        from kvcat.evals.longbench_rows import PAPER_SUB_DOMAINS, longbench_examples
+
+        chosen = tuple(flat(sub_domain)) or PAPER_SUB_DOMAINS
+        examples = longbench_examples(data, sub_domains=None if chosen == ("all",) else chosen)[:limit]
+        ratios = tuple(flat(common.keep) or keeps)
+        return {"": LongBenchTask(examples, data_name(data), max_tokens=max_tokens, keep_ratios=ratios)}
+
+    _run(models, common, tasks, "LongBench v2 on compressed contexts", keeps=keeps, batch_size=1)
+
+
+def ruler(
+    models: Models,
+    /,
+    common: Common,
+    task: Strings = (),
+    length: Ints = (),
+    per_task: int = 20,
+    ruler_seed: int = 0,
+    supervision: Supervision = "reconstruction",
+    batch_size: int = 1,
+) -> None:
+    """Compress texts in which something is hidden, then ask for it: RULER's tasks that need no data.
+
+    Score: the share of the right answers that the greedy answer contains, as in RULER (Hsieh et al. 2024). Default
+    keep ratios: 0.05 0.1 0.2 0.4.
+
+    Example: kvcat eval ruler ./model --length 4096 16384 --keep 0.1 0.2 --out ruler
+
+    Args:
+        task: niah_single, niah_multikey_1, niah_multikey_2, niah_multivalue, niah_multiquery, vt (variable tracking),
+            cwe (common words), fwe (frequent words); all by default.
+        length: Tokens of the text, 4096 by default; several give a folder each.
+        per_task: Examples of each task.
+        ruler_seed: Seed of the examples.
+        supervision: What caches are fitted to: the text repeated after an instruction (needs twice the positions), or
+            its own queries.
+        batch_size: Examples a forward pass.
+    """
+    check_least(1, per_task=per_task)
+    lengths = list(dict.fromkeys(flat(length))) or [4096]
+
+    def tasks(tokenizer: Any) -> "dict[str, Task]":
+        from kvcat.evals.ruler import RulerOptions, ruler_task
+        from kvcat.evals.ruler_texts import RULER_TASKS
+
+        names = tuple(flat(task) or RULER_TASKS)
+        made: dict[str, Task] = {}
+        for tokens in lengths:
+            options = RulerOptions(tokens, names, per_task, seed=ruler_seed, supervision=supervision)
+            made[str(tokens) if len(lengths) > 1 else ""] = ruler_task(tokenizer, options)
+        return made
+
+    keeps = (0.05, 0.1, 0.2, 0.4)
+    _run(models, common, tasks, "RULER on compressed contexts", keeps=keeps, batch_size=batch_size)
+
+
+def qa(
+    models: Models,
+    /,
+    common: Uncompressed,
+    data: Path | None = None,
+    task: Strings = (),
+    limit: int = 1000,
+    winogrande: Literal["partial", "whole"] = "partial",
+    question_seed: int = 0,
+    batch_size: int = 32,
+) -> None:
+    """Zero-shot multiple choice with the whole model, nothing compressed: what training did to the model itself.
+
+    The answer with the highest log-likelihood per character counts. Averages over the paper's six tasks, over seven
+    with Social IQa, over eight with CommonsenseQA.
+
+    Example: kvcat eval qa base=./base kvcat=./export --out qa
+
+    Args:
+        data: Folder of JSON lines, a file TASK*.jsonl each; the Hub by default.
+        task: hellaswag, winogrande, piqa, social_i_qa, openbookqa, arc_easy, arc_challenge, commonsense_qa; all by
+            default.
+        limit: Questions of each task, the same for every model.
+        winogrande: partial scores what follows the blank (lm-evaluation-harness), whole the option with it
+            (LightEval, which the paper used).
+        question_seed: Seed of the choice of questions.
+        batch_size: Questions a forward pass.
+    """
+    check_least(1, limit=limit)
+
+    def tasks(tokenizer: Any) -> "dict[str, Task]":  # noqa: ARG001 questions are text
+        from kvcat.evals.qa import qa_task
+        from kvcat.evals.qa_rows import QA_SOURCES, qa_files
+
+        names = flat(task) or None
+        files = dict.fromkeys(names or QA_SOURCES) if data is None else qa_files(data, names)
+        return {"": qa_task(files, num_examples=limit, seed=question_seed, winogrande=winogrande)}
+
+    _run(models, common, tasks, "Multiple choice without compression", keeps=(), batch_size=batch_size)
 
 
 def data_name(source: str) -> str:
-    """What records call a source: a file by its name alone, so that results do not depend on where it lies."""
+    """What records call a source: a file by its name alone, so that results do not depend on its folder."""
     return source if source.startswith("hub:") else Path(source).name
+
+
+def _run(
+    models: Models,
+    common: Running,
+    tasks: "Callable[[Any], Mapping[str, Task]]",
+    title: str,
+    *,
+    keeps: Sequence[float],
+    batch_size: int,
+) -> None:
+    """Evaluate, report, print.
+
+    Args:
+        models: FOLDER or LABEL=FOLDER.
+        common: options of the command line.
+        tasks: makes the tasks from the first model's tokenizer: folder in ``common.out`` ("" is itself) to task.
+        title: of the report.
+        keeps: keep ratios where the command line names none; none at all compresses nothing.
+        batch_size: examples a forward pass.
+
+    Raises:
+        InputError: a person's mistake, before heavy work.
+    """
+    specs, ratios, seeds, speed = [], list(keeps), [0], False
+    if isinstance(common, Compressing):
+        specs = flat(common.method) or ["attention-matching"]
+        ratios, seeds, speed = flat(common.keep) or ratios, flat(common.seed) or seeds, common.speed
+    check_keep(*ratios)
+    check_least(1, batch_size=batch_size)
+    for seed in seeds:
+        check_least(0, seed=seed)
+    folders, (index, count) = labelled(models), _shard(common.shard)
+
+    import kvcat
+    from kvcat.compress import parse_method, seeded_compressor
+    from kvcat.evals import Method, evaluate, read_records
+    from kvcat.evals.rows import summarise
+    from kvcat.report import headline_text, write_report
+
+    methods = [Method(*parse_method(spec)) for spec in specs]
+    for method in methods:
+        seeded_compressor(method.name, method.options, seeds[0])
+    device = common.device if common.device != "cuda" else f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    loaded = {label: kvcat.load(folder, dtype=common.dtype, device=device) for label, folder in folders.items()}
+    written = []
+    for name, task in tasks(next(iter(loaded.values()))[1]).items():
+        written.append(common.out / name)
+        evaluate(
+            task, loaded, methods, ratios, written[-1],
+            batch_size=batch_size, seeds=seeds, shard=(index, count), speed=speed,
+        )  # fmt: skip
+    if count > 1:
+        print(f"shard {index} of {count} is done; when all are: kvcat report {' '.join(map(str, written))}")
+        return
+    page = write_report(written, common.out / "report", title=title)
+    for folder in written:
+        print(headline_text(summarise(read_records(folder))))
+    print(page)
 
 
 def _shard(text: str | None) -> tuple[int, int]:
     if text is None:
         return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    index, separator, count = text.partition("/")
-    if not separator or not index.isdecimal() or not count.isdecimal() or int(index) >= int(count):
+    index, slash, count = text.partition("/")
+    if not slash or not index.isdecimal() or not count.isdecimal() or int(index) >= int(count):
         raise InputError(f"--shard takes INDEX/COUNT with INDEX from 0 to COUNT - 1, not {text!r}")
     return int(index), int(count)

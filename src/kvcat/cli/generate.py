@@ -2,47 +2,45 @@
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from kvcat.cli.options import MODEL_HELP, DeviceOption, SeedOption
+from kvcat.cli.options import Device, Dtype, Model, Seed, Strings, check_least, flat
 from kvcat.errors import InputError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
     from kvcat.cache import CompactCache
-    from kvcat.types import Int, Tensor
 
 
-def generate_command(
-    model: Annotated[str, typer.Argument(help=MODEL_HELP)],
-    cache: Annotated[Path, typer.Option(help="Cache file that `kvcat compress` wrote with the same model.")],
-    prompt: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="What follows the document; may be given several times. Without it, one prompt a line is read."
-        ),
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 64,
-    temperature: Annotated[float, typer.Option(help="0 decodes greedily; from 0.001 to 1000 it samples.")] = 0.0,
-    seed: SeedOption = 0,
-    device: DeviceOption = "cpu",
-    dtype: Annotated[
-        str | None, typer.Option(help="Type of the weights; the one that the cache was made with.")
-    ] = None,
+def generate(
+    model: Model,
+    /,
+    cache: Path,
+    prompt: Strings = (),
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+    seed: Seed = 0,
+    device: Device = "cpu",
+    dtype: Dtype | None = None,
 ) -> None:
     """Answer prompts from a saved cache; every prompt starts from the document alone.
 
-    A cache made with --chat wraps each prompt in the tokenizer's chat template.
+    A cache made with --chat puts each prompt into the tokenizer's chat template.
 
     Example: kvcat generate ./my-model --cache report.safetensors --prompt "What was decided?"
+
+    Args:
+        cache: Cache file that `kvcat compress` wrote.
+        prompt: What follows the document; several may be given. Without it, one prompt a line is read from standard
+            input.
+        max_new_tokens: Longest answer, in tokens.
+        temperature: 0 decodes greedily; from 0.001 to 1000 it samples.
+        dtype: Type of the weights; by default the one that the cache was made with.
     """
     if not cache.is_file():
         raise InputError(f"no cache file {cache}")
+    check_least(1, max_new_tokens=max_new_tokens)
+    check_least(0, seed=seed)
     if temperature != 0 and not 1e-3 <= temperature <= 1e3:
         raise InputError(f"--temperature is {temperature:g}; it must be 0, or lie in [0.001, 1000]")
 
@@ -51,79 +49,58 @@ def generate_command(
     compact = kvcat.CompactCache.load(cache)
     loaded, tokenizer = kvcat.load(model, dtype=dtype or compact.metadata.get("dtype", "float32"), device=device)
     compact.check_model(loaded, str(cache))
-    answer = Answerer(loaded, tokenizer, compact.to(loaded.device), temperature, seed)
-    for text in prompt or []:
-        answer.question(text)
-    for text in _prompts(prompt):
-        if prompt and len(prompt) > 1:
+    compact = compact.to(loaded.device)
+    prompts = flat(prompt)
+    questions = [_question(loaded, tokenizer, compact, text) for text in prompts]
+    sampling = {"do_sample": temperature > 0, "temperature": temperature or None, "seed": seed}
+    for text, (ids, room) in zip(prompts, questions, strict=True):
+        if len(prompts) > 1:
             print(f"> {text}")
-        answer(text, max_new_tokens)
+        _answer(loaded, tokenizer, compact, ids, min(max_new_tokens, room), **sampling)
+    if not prompts:
+        for text in _standard_input():
+            ids, room = _question(loaded, tokenizer, compact, text)
+            _answer(loaded, tokenizer, compact, ids, min(max_new_tokens, room), **sampling)
 
 
-@dataclass(frozen=True)
-class Answerer:
-    """Answers questions about one cached document on standard output.
+def _question(model: Any, tokenizer: Any, cache: "CompactCache", text: str) -> tuple[Any, int]:
+    """A prompt's token ids, (1, tokens), and the most tokens that its answer may have.
 
-    Args:
-        model: the model the cache was made with.
-        tokenizer: its tokenizer.
-        cache: the document.
-        temperature: 0 decodes greedily.
-        seed: of the sampling, for every question anew.
+    Raises:
+        InputError: an empty prompt, or one that leaves no position for an answer.
     """
+    from kvcat.compress.documents import question_ids
 
-    model: "PreTrainedModel"
-    tokenizer: "PreTrainedTokenizerBase"
-    cache: "CompactCache"
-    temperature: float
-    seed: int
-
-    def __call__(self, text: str, max_new_tokens: int) -> None:
-        """Print the answer to one question as it is made.
-
-        Raises:
-            InputError: an empty question, or one that leaves no position for an answer.
-        """
-        import torch
-        from transformers import TextStreamer
-
-        ids, room = self.question(text)
-        sampling = (
-            {"do_sample": True, "temperature": self.temperature} if self.temperature > 0 else {"do_sample": False}
+    ids = question_ids(tokenizer, text, chat=cache.metadata.get("chat") == "yes")
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    room = positions - cache.num_tokens - ids.shape[1]
+    if room < 1:
+        raise InputError(
+            f"no position is left for an answer: the document's {cache.num_tokens} tokens and the prompt's "
+            f"{ids.shape[1]} fill the model's {positions}"
         )
-        end, pad = self.tokenizer.eos_token_id, self.tokenizer.pad_token_id
-        torch.manual_seed(self.seed)
-        self.model.generate(  # type: ignore[operator]
-            **self.cache.inputs(self.model, ids.to(self.model.device)),
-            max_new_tokens=min(max_new_tokens, room),
-            streamer=TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True),
-            pad_token_id=end if pad is None else pad,
-            **sampling,
-        )
-
-    def question(self, text: str) -> tuple["Int[Tensor, 'batch tokens']", int]:
-        """A question's token ids, (1, tokens), and the most tokens that its answer may have.
-
-        Raises:
-            InputError: an empty question, or one that leaves no position for an answer.
-        """
-        from kvcat.compress.documents import question_ids
-
-        ids = question_ids(self.tokenizer, text, chat=self.cache.metadata.get("chat") == "yes")
-        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-        room = positions - self.cache.num_tokens - ids.shape[1]
-        if room < 1:
-            raise InputError(
-                f"no position is left for an answer: the document's {self.cache.num_tokens} tokens and the prompt's "
-                f"{ids.shape[1]} fill the model's {positions}"
-            )
-        return ids, room
+    return ids, room
 
 
-def _prompts(given: list[str] | None) -> Iterator[str]:
-    if given:
-        yield from given
-        return
+def _answer(
+    model: Any, tokenizer: Any, cache: "CompactCache", ids: Any, num_tokens: int, *, seed: int, **sampling: Any
+) -> None:
+    """Print the answer while it is made."""
+    import torch
+    from transformers import TextStreamer
+
+    end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    torch.manual_seed(seed)
+    model.generate(
+        **cache.inputs(model, ids.to(model.device)),
+        max_new_tokens=num_tokens,
+        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        pad_token_id=end if pad is None else pad,
+        **{name: value for name, value in sampling.items() if value is not None},
+    )
+
+
+def _standard_input() -> Iterator[str]:
     if sys.stdin.isatty():
         print("one prompt a line, an empty line ends", file=sys.stderr)
     count = 0

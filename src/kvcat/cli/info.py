@@ -1,28 +1,26 @@
 """``kvcat info``: what a cache file holds and what it saves, without loading a model, or torch."""
 
-import json
 from array import array
 from dataclasses import asdict, dataclass
+from json import dumps, loads
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from kvcat.cachefile import FileHeader, TensorEntry, read_header
 from kvcat.errors import InputError
 
 
-def info_command(
-    file: Annotated[Path, typer.Argument(help="Cache file that `kvcat compress` or `kvcat pack` wrote.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    fast: Annotated[bool, typer.Option("--fast", help="Do not compare the file with its checksum.")] = False,
-) -> None:
-    """Tell what a cache file holds: slots, bytes saved, method, model.
+def info(file: Path, /, json: bool = False, fast: bool = False) -> None:
+    """Describe a cache file without loading a model: slots, bytes saved, method, model.
 
     Example: kvcat info report.safetensors
+
+    Args:
+        file: Cache file that `kvcat compress` or `kvcat pack` wrote.
+        json: Print one JSON object.
+        fast: Do not compare the file with its checksum.
     """
     facts = describe(file, verify=not fast)
-    print(json.dumps(asdict(facts)) if as_json else "\n".join(_lines(facts)))
+    print(dumps(asdict(facts)) if json else "\n".join(_lines(facts)))
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,7 @@ def _facts(path: Path, header: FileHeader, verify: bool) -> CacheFacts:
         mean_slots=mean, keep_ratio=mean / num_tokens, layer_slots=layer_slots, num_layers=len(layer_slots),
         batch_size=batch, num_kv_heads=kv_heads, head_dim=first.shape[-1], dtype=first.dtype,
         log_bias=any(name.endswith(".log_bias") for name in tensors), fingerprint=header.entries["fingerprint"],
-        metadata=dict(json.loads(header.entries["metadata"])),
+        metadata=dict(loads(header.entries["metadata"])),
     )  # fmt: skip
 
 

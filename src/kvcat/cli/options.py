@@ -1,109 +1,148 @@
-"""Options that several commands share."""
+"""Parsing by tyro: option types that commands share, and one line for what a person got wrong."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal, TypeVar
 
-import typer
+import tyro
+from tyro import _errors as events  # the hook for parse errors; tyro is pinned for it
 
 from kvcat.errors import InputError
 
-MODEL_HELP = "Folder or Hub name of a decoder-only causal LM."
-METHODS = ("attention-matching", "gradient", "first", "random", "streaming", "keynorm", "snapkv", "h2o", "tova")
-METHOD_HELP = f"{', '.join(METHODS)}, or kvpress:PRESS; with options as NAME,option=value,..."
-SUFFIX_KINDS = ("model", "true", "other", "random")
-FUNCTION_NAMES = ("random", "parity", "last", "majority", "mean")
-
-DeviceOption = Annotated[str, typer.Option(help="Torch device: cpu, cuda, cuda:1, mps.")]
-DtypeOption = Annotated[str, typer.Option(help="Type of the weights and of the forward pass: float32 or bfloat16.")]
-SeedOption = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of everything random.")]
-
-
-def spread_values(argv: list[str]) -> list[str]:
-    """``--keep 0.05 0.1`` as ``--keep 0.05 --keep 0.1``, and likewise every list of ``kvcat eval`` and ``theory``.
-
-    Further values are taken as long as they look like the option's (a number, the name of a method), so that a folder
-    after them is still a folder.
-    """
-    lists = _LISTS.get(argv[0] if argv else "", {})
-    spread: list[str] = []
-    option, has_value = "", True
-    for argument in argv:
-        if not has_value:
-            has_value = True
-        elif argument in lists:
-            option, has_value = argument, False
-        elif option and lists[option](argument):
-            spread.append(option)
-        else:
-            option = ""
-        spread.append(argument)
-    return spread
+T = TypeVar("T")
+Strings = tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]]
+Floats = tyro.conf.UseAppendAction[tuple[tuple[float, ...], ...]]
+Ints = tyro.conf.UseAppendAction[tuple[tuple[int, ...], ...]]
+Output = Annotated[Path, tyro.conf.arg(aliases=["-o"])]
+Model = Annotated[str, tyro.conf.arg(help="Folder or Hub name of a decoder-only causal LM, or kvcat-base.")]
+Models = Annotated[
+    tuple[str, ...], tyro.conf.arg(help="Models to compare: FOLDER, Hub name, or LABEL=FOLDER.")
+]
+Device = Annotated[str, tyro.conf.arg(help="Torch device: cpu, cuda, cuda:1, mps.")]
+Dtype = Annotated[
+    Literal["float32", "bfloat16", "float16"],
+    tyro.conf.arg(help="Type of the weights and of the forward pass."),
+]
+Seed = Annotated[int, tyro.conf.arg(help="Seed of everything that is drawn.")]
+Overwrite = Annotated[bool, tyro.conf.arg(help="Replace an existing file.")]
 
 
-def labelled_models(models: Sequence[str]) -> dict[str, str]:
-    """Label to folder or Hub name, from FOLDER, Hub name or LABEL=FOLDER.
+def parse(target: Any, prog: str, arguments: Sequence[str], **settings: Any) -> Any:
+    """Call a function, or make a dataclass, with what the command line says; ``--help`` ends the program.
+
+    Args:
+        target: typed function or dataclass.
+        prog: name in the help text.
+        arguments: of the command.
+        settings: of ``tyro.cli``, such as ``default``.
 
     Raises:
-        InputError: an empty label, or one that two models share.
+        InputError: arguments that do not fit.
     """
-    labelled: dict[str, str] = {}
-    for item in models:
-        label, separator, folder = ("", "", item) if Path(item).is_dir() else item.partition("=")
-        if separator and not label:
+    config = (tyro.conf.DisallowNone, tyro.conf.PositionalMetavarFromFieldName, tyro.conf.FlagCreatePairsOff)
+    with events.on_parse_error(_refuse):
+        return tyro.cli(target, prog=prog, args=arguments, config=config, **settings)
+
+
+def completion(commands: Mapping[str, Any], arguments: Sequence[str]) -> None:
+    """Print or write a shell's completion script, as ``--tyro-print-completion SHELL`` asks."""
+    tree: dict[str, Any] = {}
+    for name, function in commands.items():
+        *group, last = name.split()
+        (tree.setdefault(group[0], {}) if group else tree)[last] = function
+    tyro.cli(_union(tree), prog="kvcat", args=arguments)
+
+
+def flat(values: Iterable[Iterable[T]]) -> list[T]:
+    """The values of a list option: ``--keep 0.05 0.1`` and ``--keep 0.05 --keep 0.1`` are the same."""
+    return [value for group in values for value in group]
+
+
+def labelled(items: Sequence[str], what: str = "model") -> dict[str, str]:
+    """Label to folder or Hub name, from FOLDER, Hub name or LABEL=FOLDER; the label is the folder's name if not given.
+
+    Raises:
+        InputError: none, an empty label, or one that two share.
+    """
+    found: dict[str, str] = {}
+    for item in items:
+        label, equals, folder = ("", "", item) if Path(item).is_dir() else item.partition("=")
+        if equals and not label:
             raise InputError(f"{item!r} names no label before the equals sign")
-        label, folder = (label, folder) if separator else (Path(item).name or item, item)
-        if label in labelled:
-            raise InputError(f"two models have the same label; give them as LABEL=FOLDER: {', '.join(models)}")
-        labelled[label] = folder
-    return labelled
+        label, folder = (label, folder) if equals else (Path(item).name or item, item)
+        if label in found:
+            raise InputError(f"two of them have the same label {label!r}; give LABEL=FOLDER: {', '.join(items)}")
+        found[label] = folder
+    if not found:
+        raise InputError(f"name at least one {what}: FOLDER, or LABEL=FOLDER")
+    return found
 
 
-def check_keep(keep: float) -> float:
-    """The keep ratio itself.
-
-    Raises:
-        InputError: outside (0, 1].
-    """
-    if not 0 < keep <= 1:
-        raise InputError(f"--keep is {keep:g}; it is the fraction of slots kept and must lie in (0, 1]")
-    return keep
-
-
-def check_method(spec: str) -> str:
-    """The name in a method and its options, ``NAME,option=value,...``.
+def check_keep(*ratios: float) -> None:
+    """Refuse a keep ratio outside (0, 1].
 
     Raises:
-        InputError: no such method.
+        InputError: the first such.
     """
-    name = spec.partition(",")[0]
-    if not _is_method(name):
-        raise InputError(f"no method {name!r}; methods: {', '.join(METHODS)}, kvpress:PRESS")
-    return name
+    for ratio in ratios:
+        if not 0 < ratio <= 1:
+            raise InputError(f"--keep is {ratio:g}; it is the fraction of slots kept and must lie in (0, 1]")
 
 
-def _is_method(name: str) -> bool:
-    return name in METHODS or name.startswith("kvpress:")
+def check_least(least: int, **options: int | None) -> None:
+    """Refuse the first option below its least value.
+
+    Raises:
+        InputError: one line with the value.
+    """
+    for name, value in options.items():
+        if value is not None and not least <= value < 2**63:
+            raise InputError(f"--{name.replace('_', '-')} is {value}; it must be an integer from {least} to 2^63 - 1")
 
 
-def _names_method(spec: str) -> bool:
-    return _is_method(spec.partition(",")[0])
+def check_output(file: Path, *, overwrite: bool) -> None:
+    """Refuse a file that cannot be written, before any work.
+
+    Raises:
+        InputError: a folder, a file that is there already, or no folder to hold it.
+    """
+    if file.is_dir():
+        raise InputError(f"{file} is a folder: name the file to write")
+    if file.exists() and not overwrite:
+        raise InputError(f"{file} exists; --overwrite replaces it")
+    if not file.parent.is_dir():
+        raise InputError(f"no folder {file.parent} to write {file.name} to")
 
 
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+def _union(tree: Mapping[str, Any]) -> Any:
+    """Sub-commands as the union type that tyro makes sub-parsers of."""
+    union: Any = Annotated[None, tyro.conf.Suppress]
+    for name, branch in tree.items():
+        kind, constructor = (_union(branch), None) if isinstance(branch, dict) else (Any, branch)
+        union = union | Annotated[kind, tyro.conf.subcommand(name=name, constructor=constructor)]
+    return union
 
 
-_LISTS: dict[str, dict[str, Callable[[str], bool]]] = {
-    "eval": {"--keep": _is_number, "--method": _names_method},
-    "theory": {
-        **dict.fromkeys(("--slots", "--keep", "--epsilon", "--scaling"), _is_number),
-        **dict.fromkeys(("--kinds", "--fit-kinds"), SUFFIX_KINDS.__contains__),
-        "--method": _names_method,
-        "--function": FUNCTION_NAMES.__contains__,
-    },
-}
+def _refuse(event: events.ParseErrorEvent) -> None:
+    """Say in one line what tyro refuses."""
+    flag = _flag(getattr(event, "argument", None))
+    if isinstance(event, events.MissingArgs):
+        line = "missing " + ", ".join(_flag(missing.arg) for missing in event.missing_arguments)
+        line += f"; unknown: {' '.join(event.unrecognized_tokens)}" if event.unrecognized_tokens else ""
+    elif isinstance(event, events.UnrecognizedArgs):
+        line = f"unknown argument {' '.join(event.tokens)}"
+    elif isinstance(event, events.InvalidChoice):
+        line = f"{flag} is {event.value!r}; it must be one of {', '.join(event.choices)}"
+    elif isinstance(event, events.InstantiationFailure):
+        line = f"{flag}: {event.message}" if flag else event.message
+    else:
+        line = f"{flag} needs a value"
+    raise InputError(f"{line} (see {event.prog} --help)")
+
+
+def _flag(argument: Any) -> str:
+    if argument is None:
+        return ""
+    if argument.is_positional():
+        return str(argument.lowered.metavar)
+    return max(argument.lowered.name_or_flags, key=len)

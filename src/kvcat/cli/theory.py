@@ -5,21 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from kvcat.errors import InputError
-
-theory_app = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    help="Compressibility, as the paper defines it: what its theory says and what a model shows.",
-)
-
-
-@theory_app.callback()
-def _group() -> None:
-    """Keeps a sub-command's name part of the command line, even where there is one only."""
-
 
 def results_folder(out: Path) -> Path:
     """The folder for results, made if absent; asked for before any heavy work.

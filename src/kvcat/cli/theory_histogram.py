@@ -3,11 +3,9 @@
 import math
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from kvcat.cli.options import SeedOption
+from kvcat.cli.options import Ints, Seed, check_least, flat
 from kvcat.cli.theory import results_folder, write_results
 from kvcat.errors import InputError
 
@@ -19,16 +17,11 @@ _MOST_COUNTS = 5000
 
 
 def histogram_command(
-    symbols: Annotated[int, typer.Option(min=2, help="Size m of the alphabet.")] = 3,
-    length: Annotated[
-        int, typer.Option(min=2, max=32, help="N, the longest sequence, prefix and suffix together.")
-    ] = 8,
-    scaling: Annotated[
-        list[int] | None,
-        typer.Option(help="Values of N for the growth curves, 3 to 256.", show_default="4 8 16 32"),
-    ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for tables and the plot.")] = Path("out/theory/histogram"),
-    seed: SeedOption = 0,
+    symbols: int = 3,
+    length: int = 8,
+    scaling: Ints = (),
+    out: Path = Path("out/theory/histogram"),
+    seed: Seed = 0,
 ) -> None:
     """Two transformers for the same histogram: one needs a single slot, the other resists every policy.
 
@@ -36,8 +29,15 @@ def histogram_command(
     many), and prints the exact optimum over all policies against the number of slots beside the paper's bound.
 
     Example: kvcat theory histogram --symbols 3 --length 8
+
+    Args:
+        symbols: Size m of the alphabet.
+        length: N, the longest sequence, prefix and suffix together.
+        scaling: Values of N for the growth curves, 3 to 256; 4 8 16 32 by default.
+        out: Folder for tables and the plot.
     """
-    lengths = sorted(set(scaling or [4, 8, 16, 32]))
+    check_least(2, symbols=symbols, length=length)
+    lengths = sorted(set(flat(scaling) or [4, 8, 16, 32]))
     if not 3 <= lengths[0] <= lengths[-1] <= 256 or len(lengths) < 2:
         raise InputError(f"--scaling takes two values at least, 3 to 256, not {lengths}")
     counts = math.comb(length + symbols - 1, symbols - 1)

@@ -2,17 +2,16 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from kvcat.cli.options import FUNCTION_NAMES, SeedOption
+from kvcat.cli.options import Seed, Strings, check_least, flat
 from kvcat.cli.theory import results_folder, write_results
 from kvcat.errors import InputError
 
 if TYPE_CHECKING:
     from kvcat.theory.detectors_report import TheoremReport
 
+FUNCTION_NAMES = ("random", "parity", "last", "majority", "mean")
 _ERRORS = (
     "compressible, one slot",
     "incompressible, certified for every policy",
@@ -23,16 +22,13 @@ _MOST_SEQUENCES, _MOST_CONSTANT = 256, 1e6
 
 
 def theorem_command(
-    function: Annotated[
-        list[str] | None,
-        typer.Option(help=f"f: {', '.join(FUNCTION_NAMES)}; several may be given.", show_default="all"),
-    ] = None,
-    symbols: Annotated[int, typer.Option(min=2, help="Size m of the alphabet.")] = 2,
-    length: Annotated[int, typer.Option(min=2, help="N, the longest sequence, prefix and suffix together.")] = 4,
-    constant: Annotated[float, typer.Option(help="C > 0: what every policy's error has to exceed.")] = 1.0,
-    budget: Annotated[str, typer.Option(help="Slots r(n) for n tokens: a number, n-1, or n/2.")] = "n-1",
-    out: Annotated[Path, typer.Option(help="Folder for the table and the plot.")] = Path("out/theory/theorem"),
-    seed: SeedOption = 0,
+    function: Strings = (),
+    symbols: int = 2,
+    length: int = 4,
+    constant: float = 1.0,
+    budget: str = "n-1",
+    out: Path = Path("out/theory/theorem"),
+    seed: Seed = 0,
 ) -> None:
     """The main theorem for a function: everything built, and verified on every sequence, split and budgeted policy.
 
@@ -40,8 +36,17 @@ def theorem_command(
     exact arithmetic: slots of 1e15 and more can deceive float64.
 
     Example: kvcat theory theorem --function parity --symbols 2 --length 5 --budget 1
+
+    Args:
+        function: f: random, parity, last, majority, mean; all by default.
+        symbols: Size m of the alphabet.
+        length: N, the longest sequence, prefix and suffix together.
+        constant: C > 0: what every policy's error has to exceed.
+        budget: Slots r(n) for n tokens: a number, n-1, or n/2.
+        out: Folder for the table and the plot.
     """
-    names = list(dict.fromkeys(function or FUNCTION_NAMES))
+    check_least(2, symbols=symbols, length=length)
+    names = list(dict.fromkeys(flat(function) or FUNCTION_NAMES))
     for name in names:
         if name not in FUNCTION_NAMES:
             raise InputError(f"no function {name!r}; there are {', '.join(FUNCTION_NAMES)}")

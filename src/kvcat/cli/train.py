@@ -1,119 +1,71 @@
-"""``kvcat train``: continued pretraining from a recipe."""
+"""``kvcat train`` and what stands around it: ``demo``, ``get``, ``prepare``, ``export``."""
 
-import dataclasses
-import inspect
 import json
 import os
-import re
 import tomllib
-import typing
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args, get_origin
 
-import typer
+import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
+from kvcat.cli.options import Device, Output, Seed, check_least, parse
 from kvcat.errors import InputError
-from kvcat.recipes.training import RECIPES
-from kvcat.training.config import TrainConfig
+
+_ABOUT = """Continue a checkpoint's pretraining with KV-CAT, or with the plain next-token loss (--policy control).
+
+A recipe is a complete configuration; a file overrides fields of it, options override both. The run's folder holds the
+resolved configuration, metrics.jsonl, checkpoints and, at the end, export/: an ordinary Hugging Face folder. The same
+command continues a run that was stopped. Under torchrun the processes share the work.
+
+Example: kvcat train small --model ./my-model --data ./texts --output runs/router"""
+_REGISTRY = ConstructorRegistry()
 
 
-def _argument_help() -> dict[str, str]:
-    """What the configuration's docstring says of each field."""
-    text = inspect.cleandoc(TrainConfig.__doc__ or "").split("Args:")[1]
-    entries = re.findall(r"^\s+(\w+): (.*(?:\n {8}.*)*)", text, flags=re.MULTILINE)
-    return {name: " ".join(words.split()).replace("``", "") for name, words in entries}
+@dataclass(frozen=True)
+class ConfigFile:
+    """Where else the fields of a configuration come from."""
+
+    config: Path | None = None
+    """TOML or JSON file of fields that override the recipe's, such as another run's config.json."""
 
 
-def _option_type(annotation: Any) -> Any:
-    """The type that the command line parses for a field: a comma-separated text for tuples."""
-    if typing.get_origin(annotation) is tuple:
-        return str
-    if typing.get_origin(annotation) is typing.Literal:
-        return annotation
-    options = [a for a in typing.get_args(annotation) if a is not type(None)]
-    return _option_type(options[0]) if options else annotation
+def train(arguments: Sequence[str]) -> None:
+    """Continue a checkpoint's pretraining: ``RECIPE [--field value ...] [--config FILE] [--dry-run]``.
 
-
-def _signature() -> inspect.Signature:
-    """The command's signature: the recipe, then one option for every field of the configuration."""
-    hints, words = typing.get_type_hints(TrainConfig), _argument_help()
-    recipe = inspect.Parameter(
-        "recipe",
-        inspect.Parameter.POSITIONAL_OR_KEYWORD,
-        annotation=Annotated[str, typer.Argument(help="Name of a recipe, see above.")],
-    )
-    options = [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None,
-            annotation=Annotated[
-                _option_type(hints[field.name]) | None,
-                typer.Option(f"--{field.name.replace('_', '-')}", help=words[field.name], show_default=False),
-            ],
-        )
-        for field in dataclasses.fields(TrainConfig)
-        if hints[field.name] is not bool
-    ]
-    flags = [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None,
-            annotation=Annotated[bool | None, typer.Option(help=words[field.name], show_default=False)],
-        )
-        for field in dataclasses.fields(TrainConfig)
-        if hints[field.name] is bool
-    ]
-    file = inspect.Parameter(
-        "config_file",
-        inspect.Parameter.KEYWORD_ONLY,
-        default=None,
-        annotation=Annotated[
-            Path | None, typer.Option("--config", help="TOML or JSON file of fields that override the recipe's.")
-        ],
-    )
-    dry_run = inspect.Parameter(
-        "dry_run",
-        inspect.Parameter.KEYWORD_ONLY,
-        default=False,
-        annotation=Annotated[bool, typer.Option("--dry-run", help="Print what the run would take, and stop.")],
-    )
-    return inspect.Signature([recipe, file, dry_run, *options, *flags])
-
-
-def _parse(name: str, value: Any) -> Any:
-    """A field's value from what the command line gave: numbers from comma-separated text for tuples."""
-    annotation = typing.get_type_hints(TrainConfig)[name]
-    tuples = [a for a in (annotation, *typing.get_args(annotation)) if typing.get_origin(a) is tuple]
-    if not tuples:
-        return value
-    number, *rest = typing.get_args(tuples[0])
-    try:
-        values = tuple(number(part) for part in value.split(","))
-    except ValueError:
-        raise InputError(f"--{name.replace('_', '-')} takes numbers with commas between them, not {value!r}") from None
-    if rest != [...] and len(values) != 2:
-        raise InputError(f"--{name.replace('_', '-')} takes two numbers with a comma between them, not {value!r}")
-    return values
-
-
-def train_command(recipe: str, config_file: Path | None = None, dry_run: bool = False, **overrides: Any) -> None:
-    """Continue a checkpoint's pretraining with KV-CAT, or with the plain next-token loss (--policy control).
-
-    The recipe is a complete configuration; a file overrides fields of it, options override both. The run's folder holds
-    the resolved configuration, metrics.jsonl, checkpoints and, at the end, export/: an ordinary Hugging Face folder.
-    The same command continues a run that was stopped. Under torchrun the processes share the work.
+    Raises:
+        InputError: no such recipe, or arguments that do not fit.
     """
-    if recipe not in RECIPES:
-        raise InputError(f"no recipe {recipe!r}; recipes: {', '.join(RECIPES)}")
-    given = {name: _parse(name, value) for name, value in overrides.items() if value is not None}
-    config = RECIPES[recipe](**{**read_overrides(config_file), **given})
-    if dry_run:
+    from kvcat.recipes.training import RECIPES
+    from kvcat.training.config import TrainConfig
+
+    width = max(map(len, RECIPES))
+    about = "\n".join([_ABOUT, "", "Recipes:", *(f"  {n:{width}}  {r.about}" for n, r in RECIPES.items())])
+
+    @dataclass(frozen=True)
+    class Train(ConfigFile):
+        fields: tyro.conf.OmitArgPrefixes[TrainConfig] = None  # type: ignore[assignment]
+        dry_run: bool = False
+        """Print what the run would take, and stop."""
+
+    name, rest = (arguments[0], arguments[1:]) if arguments and not arguments[0].startswith("-") else ("", arguments)
+    if not name and not {"-h", "--help"} & set(rest):
+        raise InputError(f"name a recipe first: {', '.join(RECIPES)}")
+    if name and name not in RECIPES:
+        raise InputError(f"no recipe {name!r}; recipes: {', '.join(RECIPES)}")
+    recipe = RECIPES[name or "small"]
+    file = parse(ConfigFile, "kvcat train", rest, return_unknown_args=True, add_help=False)[0].config
+    default = Train(fields=TrainConfig.from_dict({"model": "", "output": "", **recipe.values, **read_fields(file)}))
+    program = f"kvcat train {name or 'RECIPE'}"
+    given = parse(Train, program, rest, default=default, description=about, registry=_REGISTRY)
+    config = recipe(**vars(given.fields))
+    if given.dry_run:
         from kvcat.training.plan import plan
 
-        for name, told in plan(config).items():
-            print(f"{name:18}{told}")
+        for part, text in plan(config).items():
+            print(f"{part:18}{text}")
         return
     from kvcat.training import train
 
@@ -122,8 +74,8 @@ def train_command(recipe: str, config_file: Path | None = None, dry_run: bool = 
         print(f"exported to {result.export}")
 
 
-def read_overrides(path: Path | None) -> dict[str, Any]:
-    """Fields of a configuration from a TOML or JSON file, such as a run's own ``config.json``; nothing without a file.
+def read_fields(path: Path | None) -> dict[str, Any]:
+    """Fields of a configuration from a TOML or JSON file; nothing without a file.
 
     Raises:
         InputError: no such file, or not readable as one.
@@ -133,20 +85,164 @@ def read_overrides(path: Path | None) -> dict[str, Any]:
     try:
         values = (tomllib.loads if path.suffix == ".toml" else json.loads)(path.read_text())
     except (OSError, ValueError) as error:
-        raise InputError(f"cannot read {path}: {' '.join(str(error).split())}") from None
+        raise InputError(f"cannot read {path}: {error}") from None
     if not isinstance(values, dict):
         raise InputError(f"{path} holds no fields of a configuration")
     return values
 
 
-def _recipe_help() -> str:
-    """The recipes, one a line, and an example; backspace keeps typer from wrapping the paragraph after it."""
-    width = max(map(len, RECIPES))
-    lines = [f"  {name:{width}}  {(inspect.getdoc(make) or '').splitlines()[0]}" for name, make in RECIPES.items()]
-    example = "  kvcat train small --model ./my-model --data ./texts --output runs/router"
-    return "\n".join(["\n\n\b", "Recipes:", *lines, "\n\b", "Example:", example])
+@_REGISTRY.primitive_rule
+def _numbers(info: PrimitiveTypeInfo) -> "PrimitiveConstructorSpec[Any] | None":
+    """Tuples of numbers: ``--betas 0.9 0.95`` and ``--betas 0.9,0.95`` are the same."""
+    if get_origin(info.type) is not tuple:
+        return None
+    kind = get_args(info.type)[0]
+    return PrimitiveConstructorSpec(
+        nargs="*",
+        metavar="A,B,...",
+        instance_from_str=lambda words: tuple(kind(word) for word in ",".join(words).split(",")),
+        is_instance=lambda value: isinstance(value, tuple),
+        str_from_instance=lambda value: [",".join(map(str, value))],
+    )
 
 
-train_command.__doc__ = inspect.cleandoc(train_command.__doc__ or "") + _recipe_help()
-train_command.__signature__ = _signature()  # type: ignore[attr-defined]
-train_command.__annotations__ = {name: p.annotation for name, p in train_command.__signature__.parameters.items()}  # type: ignore[attr-defined]
+def demo(
+    quick: bool = False,
+    full: bool = False,
+    out: Path | None = None,
+    from_scratch: bool = False,
+    seed: Seed = 0,
+    device: Device = "cpu",
+) -> None:
+    """Train KV-CAT and its control from the small base, compress held-out text on all three, write report.html.
+
+    No download, no GPU. The text is the Python sources of this installation. Stopped at any moment, the same command
+    continues.
+
+    Example: kvcat demo --quick
+
+    Args:
+        quick: At most two minutes; shows the path, too short to judge by.
+        full: The long recipe: six times the tokens and more windows; an hour.
+        out: Folder; out/demo, out/demo-quick or out/demo-full if not given.
+        from_scratch: Pretrain the base again first; hours on two cores.
+    """
+    if quick and full:
+        raise InputError("--quick and --full exclude each other")
+    check_least(0, seed=seed)
+    from kvcat.recipes.demo import FULL, QUICK, STANDARD, run_demo
+
+    plan = QUICK if quick else FULL if full else STANDARD
+    name = "demo-quick" if quick else "demo-full" if full else "demo"
+    run_demo(plan, out or Path("out") / name, seed=seed, device=device, from_scratch=from_scratch)
+
+
+def prepare(
+    data: str,
+    /,
+    tokenizer: Annotated[str, tyro.conf.arg(aliases=["--model"])],
+    output: Output,
+    max_tokens: int | None = None,
+    workers: int | None = None,
+    seed: Seed = 0,
+) -> None:
+    """Tokenise text once into a folder, for `kvcat train --data FOLDER` on one node or many.
+
+    Documents for training and for validation go into files of their own, EOS after each; test documents are left out.
+    Any sequence length can be cut from them. Stopped at any moment, the same command continues.
+
+    Example: kvcat prepare hub:HuggingFaceFW/fineweb-edu/sample-10BT --model Qwen/Qwen2.5-0.5B -o fineweb
+
+    Args:
+        data: installed, a text file, .jsonl or .parquet, a folder or quoted pattern of them, or hub:NAME.
+        tokenizer: Folder or Hub name of the model that will be trained.
+        output: Folder to write.
+        max_tokens: Training tokens to stop after; by default all text is read.
+        workers: Processes that tokenise; one a core by default, 0 none.
+    """
+    check_least(1, max_tokens=max_tokens)
+    check_least(0, workers=workers, seed=seed)
+    words = _tokenizer(tokenizer)
+
+    from tqdm import tqdm
+
+    from kvcat.data import prepare
+
+    with tqdm(total=max_tokens, unit=" tokens", unit_scale=True, disable=None) as bar:
+        index = prepare(
+            data, words, output, max_tokens=max_tokens, workers=_cores() if workers is None else workers, seed=seed,
+            on_progress=lambda done: bar.update(done.parts["train"].tokens - bar.n),
+        )  # fmt: skip
+    train, validation = index["splits"]["train"], index["splits"]["validation"]
+    print(
+        f"{output}: {train['tokens']:,} training tokens of {train['documents']:,} documents, "
+        f"{validation['tokens']:,} validation tokens of {validation['documents']:,}"
+    )
+
+
+def export(run: Path, /, output: Output, step: int | None = None) -> None:
+    """Write a checkpoint of a run, which may still be going on, as a folder that plain transformers loads.
+
+    Example: kvcat export runs/router -o checkpoint
+
+    Args:
+        run: Folder of a run, finished or not.
+        output: Folder to write.
+        step: Step of the checkpoint; the newest whole one by default.
+    """
+    from kvcat.training.checkpoint import checkpoint_folder, folders, verify
+    from kvcat.training.export import export_checkpoint
+
+    there = folders(run)
+    if not there:
+        raise InputError(f"{run} holds no checkpoint")
+    if step is not None:
+        if (wanted := checkpoint_folder(run, step)) not in there:
+            steps = ", ".join(str(int(folder.name.removeprefix("step-"))) for folder in there)
+            raise InputError(f"{run} holds no checkpoint of step {step}; it has {steps}")
+        there = [wanted]
+    for folder in reversed(there):
+        try:
+            verify(folder)
+        except InputError:
+            if folder == there[0]:
+                raise
+            continue
+        print(f"exported {folder.name} to {export_checkpoint(folder, output)}")
+        return
+
+
+def _cores() -> int:
+    """Processes for the cores that this one may use, at most 32."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, 32)
+
+
+def _tokenizer(name: str) -> Any:
+    """The tokenizer of a folder, of the package's model, or of a Hub name, of which no weights are fetched.
+
+    Raises:
+        InputError: none there, or no way to the Hub.
+    """
+    where, local = str(Path(name).expanduser()), True
+    if not Path(where).is_dir():
+        from kvcat.models.hub import BASE_NAME, local_folder
+
+        local = name == BASE_NAME or Path(where).exists() or name.startswith((".", "/", "~"))
+        where = str(local_folder(name)) if local else name
+
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(where, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # transformers raises anything on a damaged folder
+        if local:
+            raise InputError(f"cannot load the tokenizer of {name}: {str(error)[:200]}") from error
+    from kvcat.network import hub_obstacle
+
+    if obstacle := hub_obstacle():
+        raise InputError(f"{name} is neither a folder nor in the local Hub cache, and {obstacle}")
+    try:
+        return AutoTokenizer.from_pretrained(where, trust_remote_code=False)
+    except Exception as error:
+        raise InputError(f"cannot get the tokenizer of {name} from the Hub: {str(error)[:200]}") from error
