@@ -1,4 +1,4 @@
-"""theory histogram, theorem, train and errata, as a person runs them."""
+"""theory histogram, theorem and errata, as a person runs them."""
 
 import csv
 import json
@@ -6,8 +6,7 @@ import json
 import pytest
 
 from kvcat.cli.app import run
-from kvcat.cli.options import FUNCTION_NAMES
-from kvcat.cli.theory_theorem import parse_budget
+from kvcat.cli.theory_theorem import FUNCTION_NAMES, parse_budget
 from kvcat.theory.functions import FUNCTIONS
 
 
@@ -85,7 +84,7 @@ def test_a_person_s_mistake_is_one_line(argv, told, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("command", ["histogram", "theorem", "train"])
+@pytest.mark.parametrize("command", ["histogram", "theorem"])
 def test_a_file_in_place_of_the_folder_is_one_line_before_any_work(command, tmp_path, capsys):
     (tmp_path / "taken").write_text("x")
     assert run(["theory", command, "--out", str(tmp_path / "taken")]) == 2
@@ -104,20 +103,6 @@ def test_budgets_are_functions_of_the_prefix_length():
 
 def test_the_functions_that_the_command_knows_are_those_there_are():
     assert tuple(FUNCTIONS) == FUNCTION_NAMES
-
-
-def test_a_quick_training_ends_in_tables_and_a_plot_and_goes_on_with_more_seeds(tmp_path, capsys):
-    assert run(["theory", "train", "--quick", "--seeds", "1", "--out", str(tmp_path)]) == 0
-    first = table(tmp_path / "networks.csv")
-    assert run(["theory", "train", "--quick", "--seeds", "2", "--out", str(tmp_path)]) == 0
-    rows = table(tmp_path / "networks.csv")
-    assert [row for row in rows if row["seed"] == "0"] == first
-    assert {row["seed"] for row in rows} == {"0", "1"}
-    assert {row["num_seeds"] for row in table(tmp_path / "summary.csv")} == {"2"}
-    assert (tmp_path / "trained.png").stat().st_size > 10_000
-    said = capsys.readouterr().out
-    assert "router, trained attention" in said
-    assert "incompressible construction, optimum" in said
 
 
 def test_the_errata_are_shown_with_what_stands_in_their_place(capsys):

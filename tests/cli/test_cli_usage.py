@@ -1,36 +1,20 @@
 """Help texts, exit codes, and one line for each mistake; no model is loaded here."""
 
 import json
+import re
 import resource
+import shlex
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcat.cli.app import run
-from kvcat.cli.options import METHODS, spread_values
-
-COMMANDS = (
-    ["demo"],
-    ["prepare"],
-    ["train"],
-    ["export"],
-    ["compress"],
-    ["generate"],
-    ["info"],
-    ["pack"],
-    ["report"],
-    ["eval"],
-    ["eval", "suffix"],
-    ["theory"],
-    ["theory", "histogram"],
-    ["theory", "theorem"],
-    ["theory", "train"],
-    ["theory", "profile"],
-    ["theory", "errata"],
-)
+from kvcat.cli import app
+from kvcat.cli.app import COMMANDS, run
+from kvcat.cli.options import Floats, Strings, flat, parse
 
 
 def mistake(capsys, *argv):
@@ -38,16 +22,14 @@ def mistake(capsys, *argv):
     code = run([str(x) for x in argv])
     said = capsys.readouterr()
     lines = said.err.splitlines()
-    assert code == 2
-    assert said.out == ""
-    assert len(lines) == 1
+    assert (code, said.out, len(lines)) == (2, "", 1), said
     assert lines[0].startswith("kvcat: ")
     return lines[0]
 
 
 def test_help_takes_less_than_half_a_second_and_no_heavy_import():
-    code = "import sys; from kvcat.cli import main\ntry: main(['--help'])\nexcept SystemExit as e: assert not e.code\n"
-    code += "heavy = {'torch', 'transformers', 'numpy', 'datasets'} & set(sys.modules); print(sorted(heavy))"
+    code = "import sys; from kvcat.cli.app import run; assert run(['--help']) == 0\n"
+    code += "heavy = {'torch', 'transformers', 'numpy', 'datasets', 'tyro'} & set(sys.modules); print(sorted(heavy))"
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -55,184 +37,168 @@ def test_help_takes_less_than_half_a_second_and_no_heavy_import():
     assert after.ru_utime - before.ru_utime < 0.5
 
 
-def test_the_overview_names_every_command_with_a_whole_sentence(capsys):
-    assert run(["--help"]) == 0
+def test_the_overview_names_every_command_and_a_group_its_own(capsys):
+    for argv in ([], ["--help"], ["-h"]):
+        assert run(argv) == 0
+        listed = capsys.readouterr().out.split("commands:\n")[1].split("\n\n")[0].splitlines()
+        rows = [re.split(r"\s{2,}", line.strip()) for line in listed]
+        assert rows == [[name, line] for name, (_, line) in COMMANDS.items()]
+    assert run(["eval"]) == 0
     shown = capsys.readouterr().out
-    listed = shown.split("Commands:\n")[1].splitlines()
-    assert {line.split()[0] for line in listed} == {command[0] for command in COMMANDS}
-    assert all(line.endswith(".") and "..." not in line for line in listed)
+    assert "eval needle" in shown
+    assert "theory" not in shown
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_every_command_explains_itself(command, capsys):
-    assert run([*command, "--help"]) == 0
-    assert f"Usage: kvcat {' '.join(command)}" in capsys.readouterr().out
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself_with_an_example(command, capsys):
+    assert run([*command.split(), "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"usage: kvcat {command}")
+    assert f"Example: kvcat {command}" in shown
 
 
-def test_without_arguments_the_help_is_shown(capsys):
-    run([])
-    assert "Usage: kvcat" in "".join(capsys.readouterr())
-
-
-def test_the_version_is_printed(capsys):
-    assert run(["--version"]) == 0
-    assert capsys.readouterr().out.startswith("kvcat 0.")
-
-
-def test_the_train_help_lists_one_recipe_a_line_and_every_field(capsys):
-    from dataclasses import fields
-
+def test_a_recipes_help_shows_the_recipes_own_values_and_every_field(capsys):
     from kvcat.recipes import RECIPES
     from kvcat.training import TrainConfig
 
-    run(["train", "--help"])
+    assert run(["train", "qwen2.5-0.5b", "--help"]) == 0
     shown = capsys.readouterr().out
-    lines = [line.split()[0] for line in shown.splitlines() if line.strip()]
-    assert set(RECIPES) <= set(lines)
+    assert {line.split()[0] for line in shown.splitlines() if line.strip()} >= set(RECIPES)
+    assert "(default: 40000)" in shown
     for field in fields(TrainConfig):
         assert f"--{field.name.replace('_', '-')}" in shown
 
 
-def test_the_methods_are_the_compressors():
-    from kvcat.compress import COMPRESSORS
+def test_the_version_and_a_completion_script_are_printed(capsys):
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("kvcat 0.")
+    assert run(["--tyro-print-completion", "bash"]) == 0
+    shown = capsys.readouterr().out
+    assert "needle" in shown
+    assert "--supervision" in shown
 
-    assert set(METHODS) == set(COMPRESSORS)
+
+@given(st.lists(st.floats(0.01, 1), min_size=1), st.lists(st.sampled_from(["h2o", "gradient,num_steps=3"]), min_size=1))
+def test_values_after_one_option_equal_options_written_each_time(ratios, methods):
+    def lists(keep: Floats = (), method: Strings = ()):
+        return flat(keep), flat(method)
+
+    together = ["--keep", *map(str, ratios), "--method", *methods]
+    apart = [x for r in ratios for x in ("--keep", str(r))] + [f"--method={m}" for m in methods]
+    assert parse(lists, "x", together) == parse(lists, "x", apart) == (ratios, methods)
 
 
 @pytest.mark.parametrize(
-    ("argv", "told"),
+    ("line", "told"),
     [
-        (["nonsense"], "nonsense"),
-        (["train"], "recipe"),
-        (["train", "huge"], "no recipe 'huge'; recipes: small, "),
-        (["train", "small"], "needs a model"),
-        (["train", "small", "--model", "m", "--target-keep", "1.5"], "target_keep is 1.5"),
-        (["train", "small", "--model", "m", "--target-keep", "half"], "'half'"),
-        (["train", "small", "--model", "m", "--policy", "best"], "best"),
-        (["train", "small", "--model", "m", "--group-starts", "0;6"], "'0;6'"),
-        (["train", "small", "--model", "m", "--group-starts", ""], "--group-starts"),
-        (["train", "small", "--model", "m", "--betas", "0.9"], "betas"),
-        (["train", "small", "--model", "m", "--prefix-range", "0.5"], "--prefix-range takes two numbers"),
-        (["train", "small", "--model", "m", "--prefix-range", "0.9,0.2"], "prefix_range is 0.9, 0.2"),
-        (["train", "small", "--model", "m", "--learning-rate", "1"], "--learning-rate"),
-        (["train", "small", "--model", "./gone", "--output", "o"], "model folder ./gone does not exist"),
-        (["compress", "m", "--text", "gone.txt", "-o", "c.safetensors"], "cannot read text file gone.txt"),
-        (["compress", "m", "--text", "t.txt", "-o", "c.safetensors", "--keep", "0"], "--keep is 0;"),
-        (["compress", "m", "--text", "t.txt", "-o", "c.safetensors", "--keep", "1.01"], "--keep is 1.01;"),
-        (["compress", "m", "--text", "t.txt", "-o", "c.safetensors", "--keep", "nan"], "--keep is nan;"),
-        (["compress", "m", "--text", "t.txt", "-o", "c.safetensors", "--keep", "0.1", "0.2"], "0.2"),
-        (["compress", "m", "--text", "t.txt", "-o", "c.safetensors", "--method", "zip"], "no method 'zip'"),
-        (["compress", "m", "--text", "t.txt", "-o", "c.safetensors", "--supervision", "none"], "none"),
-        (["compress", "m", "--text", "t.txt", "-o", "gone/c.safetensors"], "no folder gone"),
-        (["compress", "./gone", "--text", "t.txt", "-o", "c.safetensors"], "model folder ./gone does not exist"),
-        (["compress", "m", "--text", "empty.txt", "-o", "c.safetensors"], "empty.txt is empty"),
-        (["compress", "m", "--text", "latin.txt", "-o", "c.safetensors"], "latin.txt is not UTF-8"),
-        (["compress", "m", "--text", "t.txt", "-o", "t.txt"], "t.txt exists; --overwrite replaces it"),
-        (["compress", "m", "--text", "t.txt", "-o", ".", "--overwrite"], ". is a folder"),
-        (["compress", "m", "--text", "t.txt", "-o", "c.safetensors", "--seed", "-1"], "not '-1'"),
-        (["compress", "m", "--text", "t.txt", "-o", "c.safetensors", "--seed", f"{2**63}"], f"not '{2**63}'"),
-        (["compress", "m"], "--text"),
-        (["generate", "m", "--cache", "gone.safetensors"], "no cache file gone.safetensors"),
-        (["generate", "m", "--cache", "t.txt", "--prompt", "a"], "t.txt is truncated or not a safetensors file"),
-        (["generate", "m", "--cache", "t.txt", "--max-new-tokens", "0"], "not '0'"),
-        (["generate", "m", "--cache", "t.txt", "--temperature", "1e-9"], "--temperature is 1e-09;"),
-        (["generate", "m", "--cache", "t.txt", "--temperature", "-1"], "--temperature is -1;"),
-        (["generate", "m", "--cache", "t.txt", "--temperature", "nan"], "--temperature is nan;"),
-        (["generate", "m", "--cache", "t.txt", "--temperature", "inf"], "--temperature is inf;"),
-        (["eval", "suffix", "m"], "--out"),
-        (["eval", "suffix", "--out", "o"], "models"),
-        (["eval", "suffix", "m", "--keep", "0.1", "2", "--out", "o"], "--keep is 2;"),
-        (["eval", "suffix", "m", "--method", "zip", "--out", "o"], "no method 'zip'"),
-        (["eval", "suffix", "a/m", "b/m", "--out", "o"], "same label"),
-        (["eval", "suffix", "./gone", "--out", "o"], "model folder ./gone does not exist"),
-        (["eval", "nonsense"], "nonsense"),
-        (["report", "gone"], "no folder gone"),
-        (["report", ".", "--run", "gone"], "--run takes LABEL=FOLDER"),
-        (["demo", "--quick", "--full"], "exclude each other"),
+        ("nonsense", "nonsense"),
+        ("eval nonsense", "nonsense"),
+        ("train", "name a recipe first: small, "),
+        ("train huge", "no recipe 'huge'; recipes: small, "),
+        ("train small", "needs a model"),
+        ("train small --model m --target-keep 1.5", "target_keep is 1.5"),
+        ("train small --model m --target-keep half", "--target-keep: could not convert string to float: 'half'"),
+        ("train small --model m --policy best", "--policy is 'best'; it must be one of router, random, "),
+        ("train small --model m --group-starts '0;6'", "'0;6'"),
+        ("train small --model m --group-starts ''", "--group-starts"),
+        ("train small --model m --betas 0.9", "betas"),
+        ("train small --model m --prefix-range 0.9,0.2", "prefix_range is 0.9, 0.2"),
+        ("train small --model m --learning-rate 1", "--learning-rate"),
+        ("train small --model m --config gone.json", "cannot read gone.json"),
+        ("train small --model m --config t.txt", "cannot read t.txt"),
+        ("train small --model m --config", "--config"),
+        ("train small --model ./gone --output o", "model folder ./gone does not exist"),
+        ("compress m", "missing --text, --output"),
+        ("compress m --text gone.txt -o c", "cannot read text file gone.txt"),
+        ("compress m --text t.txt -o c --keep 0", "--keep is 0;"),
+        ("compress m --text t.txt -o c --keep 1.01", "--keep is 1.01;"),
+        ("compress m --text t.txt -o c --keep nan", "--keep is nan;"),
+        ("compress m --text t.txt -o c --keep 0.1 0.2", "unknown argument 0.2"),
+        ("compress m --text t.txt -o c --keep 0.1 --slots 3", "give one of --keep, --slots and --max-kl"),
+        ("compress m --text t.txt -o c --slots 0", "--slots is 0"),
+        ("compress m --text t.txt -o c --max-kl -1", "--max-kl is -1"),
+        ("compress m --text t.txt -o c --method zip", "'zip'"),
+        ("compress m --text t.txt -o c --method gradient --supervision self", "gradient needs --supervision"),
+        ("compress m --text t.txt -o c --supervision none", "--supervision is 'none'; it must be one of"),
+        ("compress m --text t.txt -o gone/c", "no folder gone"),
+        ("compress m --text empty.txt -o c", "empty.txt is empty"),
+        ("compress m --text latin.txt -o c", "latin.txt is not UTF-8"),
+        ("compress m --text t.txt -o t.txt", "t.txt exists; --overwrite replaces it"),
+        ("compress m --text t.txt -o . --overwrite", ". is a folder"),
+        ("compress m --text t.txt -o c --seed -1", "--seed is -1"),
+        (f"compress m --text t.txt -o c --seed {2**63}", f"--seed is {2**63}"),
+        ("compress ./gone --text t.txt -o c", "model folder ./gone does not exist"),
+        ("generate m --cache gone.safetensors", "no cache file gone.safetensors"),
+        ("generate m --cache t.txt --prompt a", "t.txt is truncated or not a safetensors file"),
+        ("generate m --cache t.txt --max-new-tokens 0", "--max-new-tokens is 0"),
+        ("generate m --cache t.txt --temperature 1e-9", "--temperature is 1e-09;"),
+        ("generate m --cache t.txt --temperature -1", "--temperature is -1;"),
+        ("generate m --cache t.txt --temperature nan", "--temperature is nan;"),
+        ("eval suffix m", "missing --out"),
+        ("eval suffix --out o", "at least one model"),
+        ("eval suffix m --keep 0.1 2 --out o", "--keep is 2;"),
+        ("eval suffix m --keep 0.1 x --out o", "--keep: Could not find valid parse for arguments: ['0.1', 'x']"),
+        ("eval suffix m --method zip --out o", "'zip'"),
+        ("eval suffix a/m b/m --out o", "same label"),
+        ("eval suffix =m --out o", "names no label"),
+        ("eval suffix ./gone --out o", "model folder ./gone does not exist"),
+        ("eval suffix m --out o --windows 0", "--windows is 0"),
+        ("eval suffix m --out o --shard 2/2", "--shard takes INDEX/COUNT"),
+        ("report", "name at least one folder"),
+        ("report gone", "no folder gone"),
+        ("report . --run gone", "--run takes LABEL=FOLDER"),
+        ("demo --quick --full", "exclude each other"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_mistake_is_one_line_and_exit_code_2_and_nothing_is_written(argv, told, capsys, tmp_path, monkeypatch):
+def test_a_mistake_is_one_line_and_exit_code_2_and_nothing_is_written(line, told, capsys, tmp_path, monkeypatch):
     (tmp_path / "t.txt").write_text("a text")
     (tmp_path / "empty.txt").write_text(" \n")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9 au lait")
     monkeypatch.chdir(tmp_path)
-    assert told in mistake(capsys, *argv)
+    assert told in mistake(capsys, *shlex.split(line))
     assert sorted(f.name for f in tmp_path.iterdir()) == ["empty.txt", "latin.txt", "t.txt"]
 
 
-def test_a_full_disk_is_one_line(capsys, monkeypatch):
-    monkeypatch.setattr("kvcat.cli.app.app", lambda **_: (_ for _ in ()).throw(OSError(28, "No space", "out/x")))
-    assert "no space left on the disk for out/x" in mistake(capsys, "report", "x")
+class Stopped(Exception):  # noqa: N818
+    signum = 15
 
 
-def test_a_place_that_may_not_be_written_is_one_line(capsys, monkeypatch):
-    monkeypatch.setattr("kvcat.cli.app.app", lambda **_: (_ for _ in ()).throw(PermissionError(13, "Denied", "out/x")))
-    assert "cannot use out/x: Denied" in mistake(capsys, "report", "x")
+@pytest.mark.parametrize(
+    ("raised", "code", "told"),
+    [
+        (OSError(28, "No space", "out/x"), 2, "kvcat: no space left on the disk for out/x\n"),
+        (PermissionError(13, "Denied", "out/x"), 2, "kvcat: cannot use out/x: Denied\n"),
+        (KeyboardInterrupt(), 130, "kvcat: interrupted\n"),
+        (Stopped("saved\nat step 3"), 143, "kvcat: saved at step 3\n"),
+    ],
+    ids=["full disk", "not allowed", "Ctrl-C", "signal"],
+)
+def test_what_ends_a_command_from_outside_is_one_line_and_its_own_exit_code(raised, code, told, capsys, monkeypatch):
+    def command(*folders: str):
+        raise raised
+
+    monkeypatch.setattr(app, "_function", lambda _: command)
+    assert run(["report"]) == code
+    assert capsys.readouterr().err == told
 
 
 def test_a_bug_shows_its_traceback(monkeypatch):
-    monkeypatch.setattr("kvcat.cli.app.app", lambda **_: {}["missing"])
+    monkeypatch.setattr(app, "_function", lambda _: {}["missing"])
     with pytest.raises(KeyError):
         run(["report", "x"])
 
 
-@pytest.mark.parametrize(
-    ("written", "meant"),
-    [
-        ("eval suffix m --keep 0.05 0.1 --out o", "eval suffix m --keep 0.05 --keep 0.1 --out o"),
-        ("eval suffix --keep 0.05 0.1 m", "eval suffix --keep 0.05 --keep 0.1 m"),
-        ("eval suffix --method first h2o m --keep 1", "eval suffix --method first --method h2o m --keep 1"),
-        ("eval suffix --keep", "eval suffix --keep"),
-        ("eval suffix --keep --method first", "eval suffix --keep --method first"),
-        ("eval suffix --keep=0.1 m", "eval suffix --keep=0.1 m"),
-        ("eval suffix --method zip first", "eval suffix --method zip --method first"),
-        ("compress m --keep 0.1 0.2", "compress m --keep 0.1 0.2"),
-    ],
-)
-def test_options_with_several_values(written, meant):
-    assert spread_values(written.split()) == meant.split()
-
-
-words = st.sampled_from(["--keep", "--method", "--out", "0.1", "1", "first", "h2o", "./m", "label=x", "-o", ""])
-
-
-@given(st.lists(words))
-def test_spreading_only_ever_repeats_an_option(argv):
-    spread = spread_values(["eval", *argv])
-    repeats = 0
-    for word in spread[1:]:
-        if repeats < len(argv) and word == argv[repeats]:
-            repeats += 1
-        else:
-            assert word in ("--keep", "--method")
-    assert repeats == len(argv)
-    assert spread_values(spread) == spread
-
-
-@given(st.lists(st.floats(0.01, 1.0), min_size=1), st.lists(st.sampled_from(METHODS), min_size=1))
-def test_values_written_once_equal_options_written_each_time(ratios, methods):
-    short = ["eval", "suffix", "m", "--keep", *map(str, ratios), "--method", *methods]
-    long = ["eval", "suffix", "m", *(x for r in ratios for x in ("--keep", str(r)))]
-    assert spread_values(short) == [*long, *(x for m in methods for x in ("--method", m))]
-
-
-def test_the_configuration_written_by_the_command_line_is_the_recipes(tiny_folder, texts_folder, tmp_path, capsys):
+def test_options_override_a_file_and_a_file_the_recipe(tiny_folder, texts_folder, tmp_path, capsys):
     from kvcat.recipes import small
 
-    options = {
-        "seq_len": 32, "batch_size": 2, "max_steps": 1, "group_starts": (1,), "betas": (0.8, 0.9),
-        "keep_range": (0.2, 0.8), "prefix_range": (0.5, 0.9),
-    }  # fmt: skip
-    argv = ["--seq-len=32", "--batch-size=2", "--max-steps=1", "--group-starts=1", "--betas=0.8,0.9", "--keep-self"]
-    argv += ["--keep-range=0.2,0.8", "--prefix-range=0.5,0.9"]
-    argv += ["--model", str(tiny_folder), "--data", str(texts_folder), "--output", str(tmp_path / "run")]
-    assert run(["train", "small", *argv]) == 0
-    said = capsys.readouterr()
-    assert said.out == f"exported to {tmp_path / 'run' / 'export'}\n"
-    assert all(line.startswith(("step 1/1  dense", "validation at step", "saved ")) for line in said.err.splitlines())
-    written = json.loads((tmp_path / "run" / "config.json").read_text())
+    (tmp_path / "fields.toml").write_text("seq_len = 32\nbatch_size = 4\nmax_steps = 1\ngroup_starts = [1]\n")
+    argv = ["--config", tmp_path / "fields.toml", "--batch-size=2", "--betas=0.8,0.9", "--prefix-range", 0.5, 0.9]
+    argv += ["--model", tiny_folder, "--data", texts_folder, "--output", tmp_path / "run", "--activation-checkpointing"]
+    assert run([str(x) for x in ["train", "small", *argv]]) == 0
+    assert capsys.readouterr().out == f"exported to {tmp_path / 'run' / 'export'}\n"
     expected = small(
-        model=str(tiny_folder), data=str(texts_folder), output=str(tmp_path / "run"), keep_self=True, **options
-    )
+        model=str(tiny_folder), data=str(texts_folder), output=str(tmp_path / "run"), seq_len=32, batch_size=2,
+        max_steps=1, group_starts=(1,), betas=(0.8, 0.9), prefix_range=(0.5, 0.9), activation_checkpointing=True,
+    )  # fmt: skip
+    written = json.loads((tmp_path / "run" / "config.json").read_text())
     assert written == json.loads(json.dumps(vars(expected)))

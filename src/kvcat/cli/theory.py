@@ -7,6 +7,7 @@ from typing import Any
 
 from kvcat.errors import InputError
 
+
 def results_folder(out: Path) -> Path:
     """The folder for results, made if absent; asked for before any heavy work.
 

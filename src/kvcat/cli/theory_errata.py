@@ -4,7 +4,10 @@ import textwrap
 
 
 def errata_command() -> None:
-    """Statements of the paper's theory that fail as printed, or are loose, each demonstrated beside what holds."""
+    """Statements of the paper's theory that fail as printed, or are loose, each demonstrated beside what holds.
+
+    Example: kvcat theory errata
+    """
     from kvcat.theory.errata import errata
 
     for erratum in errata():

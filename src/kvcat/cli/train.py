@@ -24,7 +24,7 @@ Example: kvcat train small --model ./my-model --data ./texts --output runs/route
 _REGISTRY = ConstructorRegistry()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ConfigFile:
     """Where else the fields of a configuration come from."""
 
@@ -44,9 +44,9 @@ def train(arguments: Sequence[str]) -> None:
     width = max(map(len, RECIPES))
     about = "\n".join([_ABOUT, "", "Recipes:", *(f"  {n:{width}}  {r.about}" for n, r in RECIPES.items())])
 
-    @dataclass(frozen=True)
+    @dataclass(frozen=True, kw_only=True)
     class Train(ConfigFile):
-        fields: tyro.conf.OmitArgPrefixes[TrainConfig] = None  # type: ignore[assignment]
+        fields: tyro.conf.OmitArgPrefixes[TrainConfig]
         dry_run: bool = False
         """Print what the run would take, and stop."""
 
@@ -96,11 +96,18 @@ def _numbers(info: PrimitiveTypeInfo) -> "PrimitiveConstructorSpec[Any] | None":
     """Tuples of numbers: ``--betas 0.9 0.95`` and ``--betas 0.9,0.95`` are the same."""
     if get_origin(info.type) is not tuple:
         return None
-    kind = get_args(info.type)[0]
+    kind, *more = get_args(info.type)
+
+    def numbers(words: list[str]) -> tuple[Any, ...]:
+        values = tuple(kind(word) for word in ",".join(words).split(","))
+        if more != [...] and len(values) != 1 + len(more):
+            raise ValueError(f"takes {1 + len(more)} numbers, not {len(values)}")
+        return values
+
     return PrimitiveConstructorSpec(
         nargs="*",
         metavar="A,B,...",
-        instance_from_str=lambda words: tuple(kind(word) for word in ",".join(words).split(",")),
+        instance_from_str=numbers,
         is_instance=lambda value: isinstance(value, tuple),
         str_from_instance=lambda value: [",".join(map(str, value))],
     )

@@ -84,9 +84,7 @@ _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (small, qwen2_5_0_5b, qwen2_5_1_5b)}
 RECIPES |= {
-    f"{name}-{variant}": dataclasses.replace(
-        recipe, about=f"{name} as {about}.", values={**recipe.values, **values}
-    )
+    f"{name}-{variant}": dataclasses.replace(recipe, about=f"{name} as {about}.", values={**recipe.values, **values})
     for name, recipe in RECIPES.items()
     for variant, (about, values) in _VARIANTS.items()
 }
