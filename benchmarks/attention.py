@@ -11,8 +11,15 @@ from collections.abc import Callable
 
 import torch
 
-from kvcat.attention import COUPLINGS, attend, attend_coupled_reference, extend_keys, fused_attention
-from kvcat.attention.kernels import attend_extended
+from kvcat.attention import (
+    COUPLINGS,
+    attend,
+    attend_coupled_reference,
+    attend_extended,
+    extend_keys,
+    fused_attention,
+    reachable,
+)
 
 SHAPES = [(4, 8, 4, 256, 16), (4, 8, 4, 1024, 16), (4, 8, 4, 256, 32), (4, 8, 4, 1024, 32), (2, 14, 2, 1024, 64)]
 
@@ -28,7 +35,7 @@ def seconds(run: Callable[[], torch.Tensor], repeats: int = 5) -> float:
 
 def soft_call(q, k, v, keep):
     """The surrogate as a second attention call whose value is cancelled, instead of a backward of its own."""
-    hard = attend(q, k, v, keep, coupling="none")
+    hard = attend(q, k, v, keep.detach())
     scale = q.shape[-1] ** -0.5
     bias = (keep - keep.detach())[:, None].expand(-1, k.shape[1], -1)
     soft = attend_extended(q.detach(), extend_keys(k.detach(), bias, scale), v.detach(), None, causal=True, scale=scale)
@@ -48,11 +55,11 @@ def main() -> None:
         k, v = (torch.randn(batch, kv_heads, length, dim, requires_grad=True) for _ in range(2))
         hard = (torch.rand(batch, length) < 0.5).float()
         hard[:, 0] = 1.0
-        keep = hard.clone().requires_grad_()
+        keep, reach = hard.clone().requires_grad_(), reachable(length, length)[None]
         plain = seconds(lambda q=q, k=k, v=v: fused_attention(q, k, v, None, causal=True, scale=q.shape[-1] ** -0.5))
         runs: list[Callable[[], torch.Tensor]] = [
-            lambda q=q, k=k, v=v, m=hard: attend(q, k, v, m, path="bias"),
-            lambda q=q, k=k, v=v, m=hard: attend(q, k, v, m, path="mask"),
+            lambda q=q, k=k, v=v, m=hard: attend(q, k, v, m),
+            lambda q=q, k=k, v=v, m=hard, r=reach: attend(q, k, v, m, reach=r),
             *(lambda q=q, k=k, v=v, m=keep, c=c: attend(q, k, v, m, coupling=c) for c in COUPLINGS),
             lambda q=q, k=k, v=v, m=keep: soft_call(q, k, v, m),
             lambda q=q, k=k, v=v, m=keep: attend_coupled_reference(q, k, v, m, coupling="surrogate"),

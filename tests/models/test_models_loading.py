@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, PreTrainedTokenizerFast, T5Config
 
-from kvcat.attention import enable, scaling_of
-from kvcat.attention.fast import attend_twice
+from kvcat.attention import attend_twice, enable
 from kvcat.errors import InputError
 from kvcat.models import capture, decoder_layers, load, logits_from_hidden, model_name, save, self_test
 from kvcat.models.structure import hidden_states
@@ -282,7 +281,7 @@ def test_captured_tensors_make_the_models_own_attention_again(kind):
         assert torch.equal(part.keys[layer], keys)
         assert torch.equal(part.queries[layer], whole.queries[layer][:, :, 4:])
         assert values.shape == keys.shape
-        assert whole.scales[layer] == scaling_of(decoder_layers(model)[layer].self_attn)
+        assert whole.scales[layer] == decoder_layers(model)[layer].self_attn.scaling
     assert torch.allclose(logits_from_hidden(model, whole.hidden), stock.logits, atol=1e-6)
     assert not whole.hidden.requires_grad
     with pytest.raises(InputError, match="11"):

@@ -130,7 +130,7 @@ def test_gradients_of_model_and_policies_equal_the_naive_twins(kind, coupling):
     for a, b in zip(fast, naive, strict=True):
         assert (a is None) == (b is None)
         assert a is None or torch.allclose(a, b, rtol=1e-7, atol=1e-7 * b.abs().max().item())
-    assert all((g is None) == (coupling == "none") for g in fast[-2:])
+    assert all(g is not None for g in fast[-2:])
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -201,27 +201,6 @@ def test_one_seed_gives_one_mask_and_groups_draw_their_own():
     assert torch.equal(a.keep[1], b.keep[1])
     assert not torch.equal(a.keep[1], a.keep[2])
     assert not torch.equal(a.keep[1], c.keep[1])
-
-
-def test_keep_self_lets_a_hidden_token_see_itself():
-    model, ids = supported("llama", num_hidden_layers=1), tokens()
-
-    class Nothing(Sigmoid):
-        def forward(self, hidden, generator=None):
-            return torch.zeros(hidden.shape[:2], dtype=hidden.dtype)
-
-    for keep_self, visible in ((False, [0]), (True, [0, 5])):
-        with MaskedPass(model, {0: Nothing(0)}, keep_self=keep_self) as masked_pass, StaysDouble():
-            out = masked_pass(ids)
-            positions = torch.tensor(visible)
-            alone = model(
-                input_ids=ids[:, positions],
-                position_ids=positions[None].expand(2, -1),
-                attention_mask=torch.ones(2, len(visible), dtype=torch.long),
-                use_cache=False,
-            ).logits[:, -1]
-        # with one layer, position 5 over slots {0, 5} is the two-token sequence at those positions
-        assert torch.allclose(out.masked_logits[:, 5], alone, atol=1e-9) == keep_self
 
 
 def test_closing_takes_every_hook_off():

@@ -1,14 +1,16 @@
-"""Attention over visible slots on PyTorch's fused kernels, with a chosen gradient for the mask."""
+"""Attention over visible slots and log-bias on PyTorch's fused kernels."""
 
 import torch
+from torch.nn.functional import pad
 
-from kvcat.attention.biased import attend_biased
-from kvcat.attention.coupling import COUPLINGS, couple
-from kvcat.attention.kernels import fused_attention
-from kvcat.attention.reference import reachable, visible
-from kvcat.types import Bool, Float, Tensor
+from kvcat.attention.carried import SlotsByHead
+from kvcat.attention.kernels import attend_biased, attend_extended, extend_keys, fused_attention
+from kvcat.attention.mask_gradient import couple
+from kvcat.attention.reference import check_coupling, reachable, visible
+from kvcat.types import Bool, Float, Int, Tensor
 
-DROPPED = -1e4  # nats: exp(DROPPED) is 0 in every dtype, and finite scores keep gradients free of NaN
+_DROPPED = -1e4  # nats: exp(_DROPPED) is 0 in every dtype, and finite scores keep gradients free of NaN
+_FEW_QUERIES = 64  # so few take a log-bias as a tensor of heads x queries x keys
 
 
 def attend(
@@ -16,75 +18,49 @@ def attend(
     k: Float[Tensor, "batch kv_heads keys head_dim"],
     v: Float[Tensor, "batch kv_heads keys value_dim"],
     keep: Float[Tensor, "batch keys"] | Bool[Tensor, "batch keys"] | None = None,
-    log_bias: Float[Tensor, "batch kv_heads keys"] | None = None,
+    log_bias: Float[Tensor, "#batch kv_heads slots"] | None = None,
     causal: bool = True,
     *,
     scale: float | None = None,
     window: int | None = None,
+    reach: Bool[Tensor, "#batch queries keys"] | None = None,
     coupling: str = "surrogate",
-    keep_self: bool = False,
-    path: str = "auto",
+    dropout: float = 0.0,
 ) -> Float[Tensor, "batch heads queries value_dim"]:
     """``attend_reference`` on fused kernels; gradients to q, k, v are exact for the hard mask.
 
-    ``keep`` gets the gradient of ``attend_coupled_reference`` where it requires one.
+    ``keep`` gets the gradient of ``attend_coupled_reference`` where it requires one. Without a window or
+    ``reach`` no tensor of queries x keys is made in the forward.
 
     Args:
-        q, k, v, keep, log_bias, causal, scale, window, keep_self: as in ``attend_reference``.
+        q, k, v, keep, causal, scale, window: as in ``attend_reference``.
+        log_bias: nats added to the scores of the first slots, the keys after them get none; -inf hides
+            a slot; None adds none.
+        reach: True where a query may look at a key, instead of ``causal`` and ``window``.
         coupling: gradient of the mask, one of ``COUPLINGS``.
-        path: "bias" (a number per key, ``attend_biased``: no queries x keys tensor, flash kernels), "mask" (an explicit
-            additive mask) or "auto": the bias wherever it applies.
+        dropout: probability that an attention weight is dropped.
 
     Raises:
-        ValueError: no such coupling or path, or "bias" with a window or ``keep_self``, which need a mask per query.
+        ValueError: no such coupling, or a window that is none.
     """
-    if coupling not in COUPLINGS:
-        raise ValueError(f"coupling must be one of {', '.join(COUPLINGS)}, got {coupling!r}")
-    factor = q.shape[-1] ** -0.5 if scale is None else scale
-    num_queries, num_keys = q.shape[2], k.shape[2]
-    reach = None
+    check_coupling(coupling)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    causal = causal and q.shape[2] > 1
     if window is not None:
-        reach = reachable(num_queries, num_keys, causal=causal, window=window, device=q.device)[None]
-    return attend_within(
-        q, k, v, keep, log_bias, reach, causal and num_queries > 1,
-        scale=factor, coupling=coupling, keep_self=keep_self, path=path,
-    )  # fmt: skip
-
-
-def attend_within(
-    q: Float[Tensor, "batch heads queries head_dim"],
-    k: Float[Tensor, "batch kv_heads keys head_dim"],
-    v: Float[Tensor, "batch kv_heads keys value_dim"],
-    keep: Float[Tensor, "batch keys"] | Bool[Tensor, "batch keys"] | None,
-    log_bias: Float[Tensor, "batch kv_heads keys"] | None,
-    reach: Bool[Tensor, "#batch queries keys"] | None,
-    causal: bool,
-    *,
-    scale: float,
-    coupling: str = "surrogate",
-    keep_self: bool = False,
-    path: str = "auto",
-    dropout: float = 0.0,
-) -> Float[Tensor, "batch heads queries value_dim"]:
-    """``attend`` with what queries may look at given as a matrix.
-
-    Args:
-        q, k, v, keep, log_bias, scale, coupling, keep_self, path: as in ``attend``.
-        reach: True where a query may look at a key; None leaves it to ``causal``.
-        causal: with ``reach`` None, whether later positions are hidden; the queries are those of the last keys.
-        dropout: probability that an attention weight is dropped.
-    """
-    path = _choose(path, keep, reach, keep_self)
-    hard_keep = None if keep is None else keep.detach() > 0
-    if path == "bias":
-        out = _through_bias(q, k, v, hard_keep, log_bias, causal, scale, dropout)
+        reach = reachable(q.shape[2], k.shape[2], causal=causal or q.shape[2] == 1, window=window, device=q.device)[
+            None
+        ]
+    if keep is not None and log_bias is not None:
+        log_bias = pad(log_bias, (0, k.shape[2] - log_bias.shape[-1])).expand(len(k), -1, -1)
+    hard = None if keep is None else keep.detach() > 0
+    if reach is None:
+        out = _without_reach(q, k, v, hard, log_bias, causal, scale, dropout)
     else:
-        out = _through_mask(q, k, v, hard_keep, log_bias, reach, causal, scale, keep_self, dropout)
-    if keep is None or coupling == "none" or not keep.requires_grad:
+        seen = reach if hard is None else visible(hard, reach)
+        out = _within_reach(q, k, v, seen[:, None], log_bias, scale, dropout)
+    if keep is None or not keep.requires_grad:
         return out
-    return couple(
-        out, q, k, v, keep, log_bias, reach, causal=causal, scale=scale, coupling=coupling, keep_self=keep_self
-    )
+    return couple(out, q, k, v, keep, log_bias, reach, causal=causal, scale=scale, coupling=coupling)
 
 
 def attend_twice(
@@ -99,62 +75,87 @@ def attend_twice(
     coupling: str = "surrogate",
     dropout: float = 0.0,
 ) -> Float[Tensor, "batch heads twice value_dim"]:
-    """Attention of sequences and, behind each, of its suffix once more, which sees only the kept slots of the prefix.
+    """Attention of sequences, each followed by its suffix again, which sees only kept prefix slots.
 
-    Of the T + S positions the first T are a sequence that attends densely, the last S its tokens prefix_len..T-1 again:
-    these see the sequence's own slots before prefix_len where ``keep`` is 1, and the slots of their kind up to
-    themselves. Everything before the split is thus computed once for both.
+    Of the T + S positions the first T are a sequence that attends densely, the last S are its tokens
+    prefix_len..T-1 again. These see the sequence's own slots before prefix_len where ``keep`` is 1, and
+    the slots of their kind up to themselves. The prefix is thus computed once for both.
 
     Args:
         q, k, v: of all T + S positions, after rotation; S = T - prefix_len.
         keep: 1 for kept slots of the prefix, 0 for dropped ones; gradient as in ``attend``.
         prefix_len: tokens before the split, in 1..T-1.
-        scale, window, coupling: as in ``attend``.
-        dropout: probability that an attention weight is dropped.
+        scale, window, coupling, dropout: as in ``attend``.
     """
     num_tokens = (q.shape[2] + prefix_len) // 2
-    reach = None
-    if window is not None and window < num_tokens:
-        reach = reachable(num_tokens, num_tokens, window=window, device=q.device)[None]
-    dense = attend_within(
-        q[:, :, :num_tokens], k[:, :, :num_tokens], v[:, :, :num_tokens], None, None, reach, True,
-        scale=scale, dropout=dropout,
-    )  # fmt: skip
+    window = None if window is None or window >= num_tokens else window
+    dense = attend(*(x[:, :, :num_tokens] for x in (q, k, v)), scale=scale, window=window, dropout=dropout)
     keys, values = (torch.cat([x[:, :, :prefix_len], x[:, :, num_tokens:]], dim=2) for x in (k, v))
-    seen = torch.cat([keep, keep.new_ones(len(keep), num_tokens - prefix_len)], dim=1)
-    if reach is not None:
-        reach = reachable(num_tokens - prefix_len, num_tokens, window=window, device=q.device)[None]
-    masked = attend_within(
-        q[:, :, num_tokens:], keys, values, seen, None, reach, True, scale=scale, coupling=coupling, dropout=dropout
+    seen = pad(keep, (0, num_tokens - prefix_len), value=1.0)
+    masked = attend(
+        q[:, :, num_tokens:], keys, values, seen, scale=scale, window=window, coupling=coupling, dropout=dropout
     )
     return torch.cat([dense, masked], dim=2)
 
 
-def _choose(path: str, keep: Tensor | None, reach: Tensor | None, keep_self: bool) -> str:
-    needs_mask = reach is not None or (keep_self and keep is not None)
-    if path == "auto":
-        return "mask" if needs_mask else "bias"
-    if path not in ("bias", "mask"):
-        raise ValueError(f"path must be auto, bias or mask, got {path!r}")
-    if path == "bias" and needs_mask:
-        raise ValueError("path 'bias' cannot serve windows or keep_self")
-    return path
+def attend_ragged(
+    q: Float[Tensor, "batch heads queries head_dim"],
+    k: Float[Tensor, "batch kv_heads new head_dim"],
+    v: Float[Tensor, "batch kv_heads new value_dim"],
+    slots: SlotsByHead,
+    rows: Int[Tensor, " batch"],
+    mask: Bool[Tensor, "#batch queries new"] | None,
+    *,
+    scale: float,
+) -> Float[Tensor, "batch heads queries value_dim"]:
+    """Attention over each head's own slots, which every query sees, and over the tokens behind them.
+
+    One head after the other, for all rows that go on from the same example. Nothing is padded.
+
+    Args:
+        q: queries of the newest tokens.
+        k: of all tokens behind the slots.
+        v: likewise.
+        slots: of every example.
+        rows: the example that each row goes on from.
+        mask: True where a query sees a token behind the slots; None: causal.
+        scale: factor on q.k.
+    """
+    num_groups = q.shape[1] // k.shape[1]
+    out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=v.dtype, device=q.device)
+    for example in rows.unique().tolist():
+        own = (rows == example).nonzero().flatten()
+        reach = mask if mask is None or len(mask) == 1 else mask[own]
+        for head in range(k.shape[1]):
+            *prefix, bias = slots.head(example, head)
+            keys, values = (
+                torch.cat([x.to(new.dtype).expand(len(own), 1, -1, -1), new[own, head : head + 1]], dim=2)
+                for x, new in zip(prefix, (k, v), strict=True)
+            )
+            part = slice(head * num_groups, (head + 1) * num_groups)
+            out[own, part] = attend(
+                q[own, part], keys, values, None, None if bias is None else bias.expand(1, 1, -1),
+                reach=None if reach is None else pad(reach, (len(prefix[0]), 0), value=True), scale=scale,
+            )  # fmt: skip
+    return out
 
 
-def _through_bias(
+def _without_reach(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     keep: Bool[Tensor, "batch keys"] | None,
-    log_bias: Float[Tensor, "batch kv_heads keys"] | None,
+    log_bias: Float[Tensor, "#batch kv_heads slots"] | None,
     causal: bool,
     scale: float,
     dropout: float,
 ) -> Tensor:
+    """Dropped slots have a bias of -1e4; queries that see no kept slot get their own value."""
+    if log_bias is not None:
+        log_bias = _finite(log_bias, k, scale).expand(len(k), -1, -1)
     if keep is None:
         return attend_biased(q, k, v, log_bias, causal=causal, scale=scale, dropout=dropout)
-    lowest = max(DROPPED, 0.5 * scale * torch.finfo(k.dtype).min)
-    bias = torch.where(keep[:, None], q.new_zeros(k.shape[:3]) if log_bias is None else log_bias, lowest)
+    bias = torch.where(keep[:, None], q.new_zeros(k.shape[:3]) if log_bias is None else log_bias, _lowest(k, scale))
     out = attend_biased(q, k, v, bias, causal=causal, scale=scale, dropout=dropout)
     num_queries = q.shape[2]
     seen = keep.cumsum(-1) > 0 if causal else keep.any(-1, keepdim=True)
@@ -163,24 +164,31 @@ def _through_bias(
     return torch.where(blind, own, out)
 
 
-def _through_mask(
+def _within_reach(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    keep: Bool[Tensor, "batch keys"] | None,
-    log_bias: Float[Tensor, "batch kv_heads keys"] | None,
-    reach: Bool[Tensor, "#batch queries keys"] | None,
-    causal: bool,
+    seen: Bool[Tensor, "#batch 1 queries keys"],
+    log_bias: Float[Tensor, "#batch kv_heads slots"] | None,
     scale: float,
-    keep_self: bool,
     dropout: float,
 ) -> Tensor:
-    if reach is None:
-        reach = reachable(q.shape[2], k.shape[2], causal=causal, device=q.device)[None]
-    seen = (reach if keep is None else visible(keep, reach, keep_self=keep_self))[:, None]
+    wide = torch.promote_types(q.dtype, torch.float32)  # a bfloat16 bias would lose 0.01 nats
     if log_bias is None:
         mask = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill(~seen, -torch.inf)
-    else:
-        bias = log_bias.to(q.dtype).repeat_interleave(q.shape[1] // k.shape[1], dim=1)[:, :, None]
-        mask = torch.where(seen, bias, -torch.inf)
-    return fused_attention(q, k, v, mask, causal=False, scale=scale, dropout=dropout)
+        return fused_attention(q, k, v, mask, causal=False, scale=scale, dropout=dropout)
+    bias = pad(log_bias.to(wide), (0, k.shape[2] - log_bias.shape[-1]))
+    if q.shape[2] <= _FEW_QUERIES and (q.device.type == "cpu" or q.dtype == wide):
+        mask = torch.where(seen, bias.repeat_interleave(q.shape[1] // k.shape[1], dim=1)[:, :, None], -torch.inf)
+        return fused_attention(q, k, v, mask, causal=False, scale=scale, dropout=dropout)
+    keys = extend_keys(k, _finite(bias, k, scale).expand(len(k), -1, -1), scale)
+    return attend_extended(q, keys, v, seen, causal=False, scale=scale, dropout=dropout)
+
+
+def _lowest(k: Tensor, scale: float) -> float:
+    return max(_DROPPED, 0.5 * scale * torch.finfo(k.dtype).min)
+
+
+def _finite(log_bias: Tensor, k: Tensor, scale: float) -> Tensor:
+    wide = torch.promote_types(k.dtype, torch.float32)
+    return log_bias.to(wide).clamp(min=_lowest(k, scale))

@@ -7,7 +7,7 @@ import torch
 
 from kvcat.types import Bool, Float, Tensor
 
-COUPLINGS = ("surrogate", "exact", "kept-only", "none")
+COUPLINGS = ("surrogate", "exact")
 
 
 def reachable(
@@ -46,21 +46,17 @@ def reachable(
 def visible(
     keep: Float[Tensor, "#batch keys"] | Bool[Tensor, "#batch keys"],
     reach: Bool[Tensor, "#batch queries keys"] | Bool[Tensor, "queries keys"],
-    *,
-    keep_self: bool = False,
 ) -> Bool[Tensor, "#batch queries keys"]:
     """True where a query sees a slot: {j reachable : keep_j = 1}, and itself if it would see nothing.
 
     Args:
         keep: 1 for kept slots, 0 for dropped ones.
         reach: what causality and windows allow.
-        keep_self: every query sees itself even where its slot is dropped.
     """
     num_queries, num_keys = reach.shape[-2:]
     own = torch.eye(num_keys, dtype=torch.bool, device=keep.device)[num_keys - num_queries :]
     seen = reach & (keep > 0)[:, None, :]
-    blind = ~seen.any(-1, keepdim=True)
-    return seen | (own & (blind | keep_self))
+    return seen | (own & ~seen.any(-1, keepdim=True))
 
 
 def attend_reference(
@@ -73,12 +69,12 @@ def attend_reference(
     *,
     scale: float | None = None,
     window: int | None = None,
-    keep_self: bool = False,
 ) -> Float[Tensor, "batch heads queries value_dim"]:
     """Attention of the last positions over the visible slots.
 
-    o_t = sum_{j in A_t} e^{s_tj} v_j / sum_{j in A_t} e^{s_tj} with s_tj = scale q_t.k_j + log_bias_j and A_t the kept
-    slots that t may look at; a query that sees nothing sees itself. Position 0 is nothing special here.
+    o_t = sum_{j in A_t} e^{s_tj} v_j / sum_{j in A_t} e^{s_tj} with s_tj = scale q_t.k_j + log_bias_j
+    and A_t the kept slots that t may look at. A query that sees nothing sees itself. Position 0 is
+    nothing special here.
 
     Args:
         q: queries, the last ``queries`` of the ``keys`` positions; heads is a multiple of kv_heads.
@@ -89,13 +85,12 @@ def attend_reference(
         causal: whether later positions are hidden.
         scale: factor on q.k; None is head_dim ** -0.5.
         window: tokens a query sees, itself included; None is no limit.
-        keep_self: every query sees itself even where its slot is dropped.
 
     References: KV-CAT, appendix "Masked attention forward pass".
     """
     scores = _scores(q, k, log_bias, scale)
     reach = reachable(q.shape[2], k.shape[2], causal=causal, window=window, device=q.device)
-    seen = reach[None] if keep is None else visible(keep, reach, keep_self=keep_self)
+    seen = reach[None] if keep is None else visible(keep, reach)
     weights = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
     return weights @ _per_head(v, q.shape[1])
 
@@ -111,79 +106,58 @@ def attend_coupled_reference(
     coupling: str,
     scale: float | None = None,
     window: int | None = None,
-    keep_self: bool = False,
 ) -> Float[Tensor, "batch heads queries value_dim"]:
-    """``attend_reference`` with a gradient to ``keep``, each coupling written as the formula autograd differentiates.
+    """``attend_reference`` with a gradient to ``keep``, by the formula that autograd differentiates.
 
-    Gradients to q, k and v are those of the hard mask in all four. With w_tj the weight whose derivative is taken,
-    o_t = sum_j w_tj e^{s_tj} v_j / sum_j w_tj e^{s_tj} over the reachable j:
+    Gradients to q, k and v are those of the hard mask. With w_j the weight of slot j,
+    o_t = sum_j w_j e^{s_tj} v_j / sum_j w_j e^{s_tj} over the reachable j:
 
-    - exact: w_tj = m_j. The kept slots normalise, so a dropped slot's derivative is unbounded.
-    - kept-only: w_tj = m_j sg[m_j]. As exact for kept slots, zero for dropped ones.
-    - surrogate: w_tj = 1 + m_j - sg[m_j] with q, k, v detached, value cancelled: the derivative at the dense attention.
-    - none: no gradient.
-
-    Queries that see only themselves because nothing is kept add to the surrogate's gradient and not to the others';
-    with ``keep_self`` a query's weight on itself is the constant 1.
+    - exact: w_j = m_j. The kept slots normalise, so a dropped slot's derivative is unbounded.
+    - surrogate: w_j = 1 + m_j - sg[m_j] with q, k, v detached and the value cancelled: the
+      derivative at the dense attention. Queries that see nothing but themselves count too.
 
     Args:
-        q, k, v, keep, log_bias, causal, scale, window, keep_self: as in ``attend_reference``.
+        q, k, v, keep, log_bias, causal, scale, window: as in ``attend_reference``.
         coupling: one of ``COUPLINGS``.
 
     Raises:
         ValueError: no such coupling.
     """
-    hard = attend_reference(q, k, v, keep.detach(), log_bias, causal, scale=scale, window=window, keep_self=keep_self)
-    if coupling == "none":
-        return hard
+    check_coupling(coupling)
+    hard = attend_reference(q, k, v, keep.detach(), log_bias, causal, scale=scale, window=window)
     reach = reachable(q.shape[2], k.shape[2], causal=causal, window=window, device=q.device)
-    own = torch.eye(k.shape[2], dtype=torch.bool, device=q.device)[k.shape[2] - q.shape[2] :]
-    stopped = keep.detach()
     if coupling == "surrogate":
-        weights = _pair_weights(1 + keep - stopped, reach, own, keep_self)
         bias = None if log_bias is None else log_bias.detach()
+        weights = (1 + keep - keep.detach())[:, None, :] * reach
         soft = _weighted(_scores(q.detach(), k.detach(), bias, scale), weights, v.detach())
         return hard + soft - soft.detach()
-    if coupling not in ("exact", "kept-only"):
-        raise ValueError(f"coupling must be one of {', '.join(COUPLINGS)}, got {coupling!r}")
-    weights = _pair_weights(keep if coupling == "exact" else keep * stopped, reach, own, keep_self)
+    weights = keep[:, None, :] * reach
     blind = ~(weights.detach() > 0).any(-1)
     weights = torch.where(blind[..., None], reach.to(weights), weights)
     direct = _weighted(_scores(q, k, log_bias, scale), weights, v)
     return torch.where(blind[:, None, :, None], hard, direct)
 
 
-def _per_head(
-    x: Float[Tensor, "batch kv_heads keys channels"], num_heads: int
-) -> Float[Tensor, "batch heads keys channels"]:
+def check_coupling(coupling: str) -> None:
+    """Refuse a coupling that does not exist.
+
+    Raises:
+        ValueError: no such coupling.
+    """
+    if coupling not in COUPLINGS:
+        raise ValueError(f"coupling must be one of {', '.join(COUPLINGS)}, got {coupling!r}")
+
+
+def _per_head(x: Float[Tensor, "b kv_heads keys channels"], num_heads: int) -> Float[Tensor, "b heads keys channels"]:
     return x.repeat_interleave(num_heads // x.shape[1], dim=1)
 
 
-def _scores(
-    q: Float[Tensor, "batch heads queries head_dim"],
-    k: Float[Tensor, "batch kv_heads keys head_dim"],
-    log_bias: Float[Tensor, "batch kv_heads keys"] | None,
-    scale: float | None,
-) -> Float[Tensor, "batch heads queries keys"]:
+def _scores(q: Tensor, k: Tensor, log_bias: Tensor | None, scale: float | None) -> Tensor:
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     scores = factor * (q @ _per_head(k, q.shape[1]).transpose(-1, -2))
     return scores if log_bias is None else scores + _per_head(log_bias[..., None], q.shape[1]).transpose(-1, -2)
 
 
-def _pair_weights(
-    slot_weight: Float[Tensor, "batch keys"],
-    reach: Bool[Tensor, "queries keys"],
-    own: Bool[Tensor, "queries keys"],
-    keep_self: bool,
-) -> Float[Tensor, "batch queries keys"]:
-    weights = slot_weight[:, None, :] * reach
-    return torch.where(own, torch.ones_like(weights), weights) if keep_self else weights
-
-
-def _weighted(
-    scores: Float[Tensor, "batch heads queries keys"],
-    weights: Float[Tensor, "batch queries keys"],
-    v: Float[Tensor, "batch kv_heads keys value_dim"],
-) -> Float[Tensor, "batch heads queries value_dim"]:
+def _weighted(scores: Tensor, weights: Float[Tensor, "batch queries keys"], v: Tensor) -> Tensor:
     mass = (scores - scores.amax(-1, keepdim=True).detach()).exp() * weights[:, None]
     return mass @ _per_head(v, scores.shape[1]) / mass.sum(-1, keepdim=True)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from kvcat.attention import COUPLINGS, AttentionGate, Gate, SlotGate, enable
+from kvcat.attention import COUPLINGS, AttentionGate, SlotGate, enable
 from kvcat.errors import InputError
 from kvcat.models.structure import decoder_layers, hidden_states
 from kvcat.policies import Randomness, SparsificationPolicy, check_group_starts, gate, gate_share
@@ -69,7 +69,7 @@ class _Pass:
     ):
         self.owner, self.num_dense, self.num_masked, self.prefix_len = owner, num_dense, num_masked, prefix_len
         self.seeds, self.per_sequence = seeds, per_sequence
-        self.gates: dict[int, Gate] = {}
+        self.gates: dict[int, SlotGate] = {}
         self.scores: dict[int, Tensor] = {}
 
     def generator(self, start: int) -> Randomness | None:
@@ -97,7 +97,6 @@ class MaskedPass(nn.Module):
         policies: by first layer of each group.
         tau: threshold on the scores, in (0, 1).
         coupling: gradient of the mask, one of ``kvcat.attention.COUPLINGS``.
-        keep_self: a masked token sees itself.
 
     Raises:
         InputError: groups at layers that do not exist, tau outside (0, 1), no such coupling, unsupported model.
@@ -112,7 +111,6 @@ class MaskedPass(nn.Module):
         *,
         tau: float = 0.5,
         coupling: str = "surrogate",
-        keep_self: bool = False,
     ):
         super().__init__()
         layers = decoder_layers(model)
@@ -122,7 +120,7 @@ class MaskedPass(nn.Module):
         if coupling not in COUPLINGS:
             raise InputError(f"coupling must be one of {', '.join(COUPLINGS)}, got {coupling!r}")
         enable(model)
-        self.tau, self.coupling, self.keep_self = tau, coupling, keep_self
+        self.tau, self.coupling = tau, coupling
         self.keep_ratio: float | None = None
         self.policies = nn.ModuleDict({str(start): policies[start] for start in self.group_starts})
         self._model = (model,)  # in a tuple, so that the model's parameters do not become this module's
@@ -224,7 +222,7 @@ class MaskedPass(nn.Module):
         drawn = [torch.randint(2**62, (count,), generator=g, device=g.device).tolist() for g in generators]
         return {start: [seeds[i] for seeds in drawn] for i, start in enumerate(self.group_starts)}
 
-    def open_gate(self, state: _Pass, start: int, hidden: Float[Tensor, "rows tokens hidden"]) -> Gate:
+    def open_gate(self, state: _Pass, start: int, hidden: Float[Tensor, "rows tokens hidden"]) -> SlotGate:
         """The gate of a group in one pass, decided now or, for "attention" policies, inside the layer's attention.
 
         Args:
@@ -243,11 +241,11 @@ class MaskedPass(nn.Module):
                 state.scores[start] = policy(queries, keys, scale=scale, window=window, generator=generator)
                 return self._gate(state.scores[start])
 
-            return AttentionGate(start, state.num_masked, decide, self.coupling, self.keep_self, state.prefix_len)
+            return AttentionGate(start, state.num_masked, decide, self.coupling, state.prefix_len)
         read = hidden[state.num_dense :] if state.prefix_len is None else hidden[:, : state.prefix_len]
         scores = policy(read, generator=state.generator(start))
         state.scores[start] = scores
-        return SlotGate(self._gate(scores), self.coupling, self.keep_self, state.prefix_len)
+        return SlotGate(self._gate(scores), self.coupling, state.prefix_len)
 
     def _gate(self, scores: Float[Tensor, "batch tokens"]) -> Float[Tensor, "batch tokens"]:
         return gate(scores, self.tau) if self.keep_ratio is None else gate_share(scores, self.keep_ratio)

@@ -210,8 +210,7 @@ def _objective(
     if config.masking == "prefix":
         prefix_len = int(torch.randint(1, config.longest, (), generator=masks))
     learned = [start for start, policy in policies.items() if policy.learned]
-    coupling = "surrogate" if learned else "none"
-    out = masked_pass(model, tokens, policies, masks, coupling=coupling, dense=states, prefix_len=prefix_len)
+    out = masked_pass(model, tokens, policies, masks, dense=states, prefix_len=prefix_len)
     distance = (states[-1][:, prefix_len or 0 :].detach() - out.values).square().sum(-1).mean()
     loss = loss + config.mask_weight * distance
     for start in learned:

@@ -40,7 +40,6 @@ class TrainConfig:
         tau: threshold on the keep probability, in (0, 1).
         feature_dim: width of the router's linear attention.
         coupling: how the loss reaches the mask, see ``kvcat.attention.attend``.
-        keep_self: a masked token still sees itself.
         teacher: ``self``, the model's own dense pass; or ``frozen``, the model it started from, which then teaches both
             passes (the paper's footnote: one more model in memory, a third forward pass).
         mask_weight: weight of the distillation KL.
@@ -87,8 +86,7 @@ class TrainConfig:
     prefix_range: tuple[float, float] | None = None
     tau: float = 0.5
     feature_dim: int = 64
-    coupling: Literal["surrogate", "exact", "kept-only", "none"] = "surrogate"
-    keep_self: bool = False
+    coupling: Literal["surrogate", "exact"] = "surrogate"
     teacher: Literal["self", "frozen"] = "self"
     mask_weight: float = 1.0
     anchor_weight: float = 1.0

@@ -179,7 +179,7 @@ def make_masked_pass(model: PreTrainedModel, config: TrainConfig) -> MaskedPass 
         noise=config.router_noise,
         seed=config.seed,
     )
-    return MaskedPass(model, policies, tau=config.tau, coupling=config.coupling, keep_self=config.keep_self)
+    return MaskedPass(model, policies, tau=config.tau, coupling=config.coupling)
 
 
 def mean_record(records: Sequence[Record], weights: Sequence[float], world: World) -> dict[str, Any]:

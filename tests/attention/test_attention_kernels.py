@@ -1,4 +1,4 @@
-"""Attention without a mask: behind a cache, with a bias per key, and inside transformers models."""
+"""Fused kernels with a bias per key, and kvcat's attention in a model whose caches need no mask."""
 
 import pytest
 import torch
@@ -7,15 +7,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
 from kvcat.attention import attend_biased, attend_reference, enable, kvcat_attention, reachable
-from kvcat.attention.compact import attend_compact, attend_ragged
 from kvcat.cache import CompactCache, CompactLayer, fingerprint
+from kvcat.errors import InputError
 
 SHAPES = {
     "a chunk behind a cache": {"queries": 5, "keys": 12},
-    "slots of a bias before tokens without": {"queries": 5, "keys": 12, "biased": 3},
-    "a bias up to the queries": {"queries": 5, "keys": 12, "biased": 7},
     "a bias of some of the queries' own keys": {"queries": 5, "keys": 12, "biased": 9},
-    "a bias of every key": {"queries": 5, "keys": 12, "biased": 12},
     "a bias without a cache": {"queries": 6, "keys": 6, "biased": 6},
     "one query": {"queries": 1, "keys": 6, "biased": 2},
     "many blocks": {"queries": 130, "keys": 700, "biased": 90},
@@ -25,14 +22,11 @@ SHAPES = {
 }
 
 
-def example(*, queries, keys, biased=None, value_dim=8, kv_heads=2, dtype=torch.float64):
+def example(*, queries, keys, biased=None, value_dim=8, kv_heads=2):
     generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
-
-    tensors = [normal(2, 4, queries, 8), normal(2, kv_heads, keys, 8), normal(2, kv_heads, keys, value_dim)]
-    return tensors if biased is None else [*tensors, 2 * normal(2, kv_heads, biased)]
+    shapes = [(4, queries, 8), (kv_heads, keys, 8), (kv_heads, keys, value_dim)]
+    shapes += [(kv_heads, biased)] if biased else []
+    return [torch.randn(2, *shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
 def naive(q, k, v, log_bias=None, *, causal=True):
@@ -52,7 +46,7 @@ def with_gradients(function, tensors):
 def test_output_and_all_gradients_equal_the_naive_twin(shape, causal):
     tensors = example(**SHAPES[shape])
     expected = with_gradients(lambda *x: naive(*x, causal=causal), tensors)
-    # a dropout that drops nothing takes the way of devices without the kernel: extra channels and a lower-right mask
+    # a dropout that drops nothing takes the path of devices without the kernel: extra channels and a mask
     for dropout in (0.0, 1e-14):
         found = with_gradients(lambda *x, p=dropout: attend_biased(*x, causal=causal, scale=0.3, dropout=p), tensors)
         for name, one, other in zip(["out", "q", "k", "v", "bias"][: len(found)], found, expected, strict=True):
@@ -101,41 +95,6 @@ def test_no_tensor_of_queries_times_keys_is_made(biased):
     assert mode.elements >= 400 * 1500
 
 
-@pytest.mark.parametrize("queries", [1, 7, 70])
-def test_slots_without_a_mask_are_what_they_are_with_a_causal_one(queries):
-    q, k, v, bias = example(queries=queries, keys=80 + queries, biased=60)
-    bias[:, :, 5] = -torch.inf
-    mask = reachable(queries, 20 + queries)[None, None]
-    expected = attend_compact(q, k, v, bias, mask, scale=0.3)
-    assert torch.allclose(attend_compact(q, k, v, bias, None, scale=0.3), expected, atol=1e-10)
-    k[:, :, 5] += 7
-    assert torch.allclose(attend_compact(q, k, v, bias, None, scale=0.3), expected, atol=1e-10)
-
-
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("queries", [1, 7, 70])
-def test_heads_of_unequal_slots_attend_as_each_by_itself(queries, masked):
-    q, k, v = example(queries=queries, keys=queries + 4)
-    counts, generator = [(3, 60), (12, 1)], torch.Generator().manual_seed(2)
-    kinds = [
-        [[torch.randn(n, *more, generator=generator, dtype=torch.float64) for n in row] for row in counts]
-        for more in ((8,), (8,), ())
-    ]
-    slots, rows = CompactLayer.ragged(*kinds), torch.tensor([1, 0])
-    seen = reachable(queries, queries + 4).repeat(2, 1, 1, 1)
-    seen[1, :, :, : 2 * masked] = False  # padding of one row
-    mask = seen if masked or queries == 1 else None
-    out = attend_ragged(q, k, v, slots, rows, mask, scale=0.3)
-    for row, example_of in enumerate(rows.tolist()):
-        for head in range(2):
-            keys, values, bias = (kind[example_of][head] for kind in kinds)
-            behind = 2 * row if masked else 0
-            whole = [torch.cat([a, b[row, head, behind:]])[None, None] for a, b in ((keys, k), (values, v))]
-            own = slice(2 * head, 2 * head + 2)
-            alone = naive(q[row : row + 1, own], *whole, bias.expand(1, 1, -1))
-            assert torch.allclose(out[row, own], alone[0], atol=1e-10)
-
-
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
@@ -169,6 +128,13 @@ def masks(model):
 IDS = torch.randint(0, 67, (2, 24), generator=torch.Generator().manual_seed(1))
 
 
+def biased_cache(model):
+    generator = torch.Generator().manual_seed(3)
+    shapes = ((1, 2, 6, 8), (1, 2, 6, 8), (1, 2, 6))
+    layers = [CompactLayer(*(torch.randn(s, generator=generator).double() for s in shapes)) for _ in range(2)]
+    return CompactCache(layers, 40, fingerprint(model))
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 def test_tokens_in_parts_get_the_logits_of_one_forward_whatever_the_cache(model, masks, kind):
@@ -183,13 +149,7 @@ def test_tokens_in_parts_get_the_logits_of_one_forward_whatever_the_cache(model,
 
 @torch.no_grad()
 def test_tokens_behind_slots_need_a_mask_only_where_there_is_padding(model, masks):
-    generator = torch.Generator().manual_seed(3)
-    layers = [
-        CompactLayer(*(torch.randn(1, 2, 6, 8, generator=generator, dtype=torch.float64) for _ in range(2)),
-                     torch.randn(1, 2, 6, generator=generator))
-        for _ in range(2)
-    ]  # fmt: skip
-    cache = CompactCache(layers, 40, fingerprint(model))
+    cache = biased_cache(model)
     whole = model(**cache.inputs(model, IDS)).logits
     assert all(mask is None for mask in masks)
     padding = torch.ones_like(IDS)
@@ -198,9 +158,16 @@ def test_tokens_behind_slots_need_a_mask_only_where_there_is_padding(model, mask
     padded = model(**cache.inputs(model, IDS, padding)).logits
     assert all(mask is not None for mask in masks)
     assert torch.allclose(padded[0], whole[0], atol=1e-5)
-    positions = {"position_ids": torch.arange(40, 40 + 24)[None]}
-    without = model(**cache.inputs(model, IDS[1:, 5:]), position_ids=positions["position_ids"][:, 5:]).logits
+    positions = torch.arange(40, 40 + 24)[None, 5:]
+    without = model(**cache.inputs(model, IDS[1:, 5:]), position_ids=positions).logits
     assert torch.allclose(padded[1, 5:], without[0], atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_mask_of_numbers_is_refused_behind_slots(model):
+    inputs = biased_cache(model).inputs(model, IDS) | {"attention_mask": torch.zeros(2, 1, 24, 30).double()}
+    with pytest.raises(InputError, match=r"a boolean attention mask, not torch\.float64"):
+        model(**inputs)
 
 
 def test_a_bias_of_the_model_s_own_comes_on_top_of_causality(model):
