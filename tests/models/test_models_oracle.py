@@ -88,10 +88,7 @@ def naive_attention(module, query, key, value, attention_mask, scaling=None, sli
         m = functional.pad(m, (0, tokens - m.shape[-1]), value=1.0)
         m = torch.where(torch.arange(tokens)[:, None] >= NAIVE.prefix_len, m, 1.0)
     stop = m.detach()
-    if NAIVE.coupling == "exact":
-        hard = causal * m
-    else:
-        hard = causal * stop
+    hard = causal * m if NAIVE.coupling == "exact" else causal * stop
     hard = torch.where(hard.detach().sum(-1, keepdim=True) > 0, hard, eye)
     out = weighted_mean(q, k, v, hard, scaling)
     if NAIVE.coupling == "surrogate":

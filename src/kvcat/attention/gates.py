@@ -26,7 +26,7 @@ class SlotGate:
 
     def __init__(
         self,
-        keep: Float[Tensor, "batch tokens"] | None,
+        keep: Float[Tensor, "batch slots"] | None,
         coupling: str = "surrogate",
         prefix_len: int | None = None,
     ):
@@ -39,7 +39,7 @@ class SlotGate:
         keys: Float[Tensor, "rows kv_heads tokens head_dim"],  # noqa: ARG002
         scale: float,  # noqa: ARG002
         window: int | None,  # noqa: ARG002
-    ) -> Float[Tensor, "batch tokens"]:
+    ) -> Float[Tensor, "batch slots"]:
         """1 for the slots that the masked rows see in this layer, 0 for the others.
 
         Args:
@@ -78,7 +78,7 @@ class AttentionGate(SlotGate):
 
     def keep_for(
         self, module: nn.Module, queries: Tensor, keys: Tensor, scale: float, window: int | None
-    ) -> Float[Tensor, "batch tokens"]:
+    ) -> Float[Tensor, "batch slots"]:
         """As ``SlotGate.keep_for``; the first call decides.
 
         Raises:
