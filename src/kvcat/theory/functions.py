@@ -1,12 +1,13 @@
-"""Sequence-to-vector functions as tables: f(a) for every sequence of 1 to N symbols of a finite alphabet.
+"""Functions of sequences as tables: f(a) for every sequence of 1 to N symbols of a finite alphabet.
 
-References: KV-CAT, the main theorem ("Let A be a finite alphabet, and let f : union of A^n, n <= N, -> R^d_out").
+References: KV-CAT, the main theorem.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import one_hot
 
 from kvcat.theory.definitions import sequences
 from kvcat.types import Float, Int, Tensor
@@ -14,7 +15,11 @@ from kvcat.types import Float, Int, Tensor
 
 @dataclass(frozen=True, eq=False)
 class FunctionTable:
-    """f, tabulated: ``values[n - 1][i]`` is f of the i-th sequence of length n in lexicographic order."""
+    """f as a table: ``values[n - 1][i]`` is f of the i-th sequence of length n in lexicographic order.
+
+    Raises:
+        ValueError: fewer than 2 symbols, no lengths, a table of another size, values that are not finite.
+    """
 
     num_symbols: int
     values: tuple[Float[Tensor, "_ d_out"], ...]
@@ -30,12 +35,12 @@ class FunctionTable:
 
     @property
     def longest(self) -> int:
-        """N, the length of the longest sequences in the table."""
+        """N, the length of the longest sequences."""
         return len(self.values)
 
     @property
     def d_out(self) -> int:
-        """Width of f's values."""
+        """Width of the values."""
         return self.values[0].shape[1]
 
     def __call__(self, tokens: Int[Tensor, "*batch n"]) -> Float[Tensor, "*batch d_out"]:
@@ -49,40 +54,33 @@ class FunctionTable:
 
 def tabulate(function: Callable[[Tensor], Tensor], num_symbols: int, longest: int) -> FunctionTable:
     """A function of symbol sequences (all, n) -> (all,) or (all, d_out) as a table."""
-    rows: list[Tensor] = []
-    for n in range(1, longest + 1):
-        value = function(sequences(num_symbols, n)).to(torch.float64)
-        rows.append(value[:, None] if value.ndim == 1 else value)
-    return FunctionTable(num_symbols, tuple(rows))
+    values = [function(sequences(num_symbols, n)).to(torch.float64) for n in range(1, longest + 1)]
+    return FunctionTable(num_symbols, tuple(rows[:, None] if rows.ndim == 1 else rows for rows in values))
 
 
 def random_function(num_symbols: int, longest: int, *, d_out: int = 1, seed: int = 0) -> FunctionTable:
     """Independent standard normal values."""
     draw = torch.Generator().manual_seed(seed)
-    return FunctionTable(
-        num_symbols,
-        tuple(torch.randn(num_symbols**n, d_out, generator=draw, dtype=torch.float64) for n in range(1, longest + 1)),
-    )
+    sizes = [num_symbols**n for n in range(1, longest + 1)]
+    values = [torch.randn(size, d_out, generator=draw, dtype=torch.float64) for size in sizes]
+    return FunctionTable(num_symbols, tuple(values))
 
 
 def parity(num_symbols: int, longest: int) -> FunctionTable:
-    """The sum of the symbols modulo 2 (of ones, for two symbols)."""
+    """The sum of the symbols modulo 2."""
     return tabulate(lambda rows: rows.sum(-1) % 2, num_symbols, longest)
 
 
 def last_symbol(num_symbols: int, longest: int) -> FunctionTable:
-    """The last symbol, one-hot: what needs no prefix at all."""
-    return tabulate(lambda rows: torch.nn.functional.one_hot(rows[:, -1], num_symbols), num_symbols, longest)
+    """The last symbol as a one-hot vector, which needs no prefix at all."""
+    return tabulate(lambda rows: one_hot(rows[:, -1], num_symbols), num_symbols, longest)
 
 
 def majority(num_symbols: int, longest: int) -> FunctionTable:
-    """The most frequent symbol, one-hot; the smallest of them on a tie."""
-
-    def most_frequent(rows: Tensor) -> Tensor:
-        counts = torch.nn.functional.one_hot(rows, num_symbols).sum(1)
-        return torch.nn.functional.one_hot(counts.argmax(-1), num_symbols)
-
-    return tabulate(most_frequent, num_symbols, longest)
+    """The most frequent symbol as a one-hot vector; the smallest of them on a tie."""
+    return tabulate(
+        lambda rows: one_hot(one_hot(rows, num_symbols).sum(1).argmax(-1), num_symbols), num_symbols, longest
+    )
 
 
 def mean(num_symbols: int, longest: int) -> FunctionTable:

@@ -1,19 +1,31 @@
-"""Two transformers for the histogram with explicit weights: one no policy can compress, one that needs a single slot.
+"""Two transformers for the histogram with explicit weights: no policy compresses one, one slot serves the other.
 
-Both have the embedding te(a, i) = u_a + p_i in R^m with p_i = (i, 1, 0, ..., 0) and u_a = (0, a, 0, ..., 0), the
-symbols a counted from 0. It is injective, p_i is never 0, and p_i / (j - i + 1) = p_i' / (j - i' + 1) only for i = i'.
-A first block without attention (W_O = 0) turns it into blocks of width m; a second one averages (W_Q = 0).
+Both have the embedding te(a, i) = u_a + p_i in R^m with p_i = (i, 1, 0, ..., 0) and
+u_a = (0, a, 0, ..., 0), the symbols a counted from 0. It is injective, p_i is never 0, and
+p_i / (j - i + 1) = p_i' / (j - i' + 1) only for i = i'. A first block without attention (W_O = 0)
+turns it into blocks of width m; a second one averages (W_Q = 0).
 
-References: KV-CAT, Propositions "hist_non_compressible" and "hist_compressible", appendix "Motivating example".
+References: KV-CAT, Propositions "hist_non_compressible" and "hist_compressible", appendix
+"Motivating example".
 """
 
 import itertools
+from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
 import torch
 
-from kvcat.theory.compression import KeysValues, Policy
-from kvcat.theory.definitions import AttentionHead, Block, FeedForward, Transformer
+from kvcat.theory.definitions import (
+    AttentionHead,
+    Block,
+    FeedForward,
+    Policy,
+    Transformer,
+    averaging_block,
+    compressibility,
+    one_slot_policy,
+)
 from kvcat.types import Float, Int, Tensor
 
 
@@ -22,23 +34,13 @@ def histogram(tokens: Int[Tensor, "*batch n"], num_symbols: int) -> Float[Tensor
     return torch.nn.functional.one_hot(tokens, num_symbols).to(torch.float64).mean(-2)
 
 
-def count_vectors(num_symbols: int, total: int) -> Int[Tensor, "vectors m"]:
-    """Every (n_1, ..., n_m) of non-negative integers with the sum ``total``."""
-    rows = []
-    for bars in itertools.combinations(range(total + num_symbols - 1), num_symbols - 1):
-        edges = (-1, *bars, total + num_symbols - 1)
-        rows.append([right - left - 1 for left, right in itertools.pairwise(edges)])
-    return torch.tensor(rows, dtype=torch.int64)
+def multisets(num_symbols: int, length: int) -> Int[Tensor, "multisets length"]:
+    """One sequence for every count vector of this sum: its symbols in ascending order."""
+    return torch.tensor(list(itertools.combinations_with_replacement(range(num_symbols), length)))
 
 
 def block_moves(num_blocks: int, width: int, *moves: tuple[int, int]) -> Float[Tensor, "d d"]:
-    """The matrix sum of E_ab, E_ab having I at block (a, b): x E_ab holds in block b what x holds in block a.
-
-    Args:
-        num_blocks: blocks of x.
-        width: width of a block.
-        moves: the pairs (a, b), counted from 1.
-    """
+    """The sum of E_ab over moves (a, b), counted from 1: x E_ab holds in block b what x holds in block a."""
     matrix = torch.zeros(num_blocks * width, num_blocks * width, dtype=torch.float64)
     for a, b in moves:
         matrix[(a - 1) * width : a * width, (b - 1) * width : b * width] += torch.eye(width, dtype=torch.float64)
@@ -48,9 +50,9 @@ def block_moves(num_blocks: int, width: int, *moves: tuple[int, int]) -> Float[T
 def incompressible_histogram(num_symbols: int, longest: int, *, num_blocks: int = 2) -> Transformer:
     """Proposition 1: M(a) = hist(a), the plain average of one-hots, read off linearly.
 
-    Two blocks: rho_1(u_a + p_i) = (e_a, 0), W_V = E_12, W_O = I, FFN(x, y) = relu(y) - relu(-y) = y for every real y,
-    since policies are unbounded. (W_V = W_O as printed is nilpotent and yields 0.) Four blocks: rho_1, the
-    widths and W_V of ``compressible_histogram``, W_O = E_33 instead of E_33 + E_44, FFN = y padded with zero units.
+    Two blocks: rho_1(u_a + p_i) = (e_a, 0), W_V = E_12, W_O = I, FFN(x, y) = relu(y) - relu(-y) = y
+    for every real y, since policies are unbounded. Four blocks: the widths, rho_1 and W_V of
+    ``compressible_histogram``, W_O = E_33 instead of E_33 + E_44, FFN = y with zero units added.
 
     Args:
         num_symbols: m, at least 2.
@@ -60,34 +62,32 @@ def incompressible_histogram(num_symbols: int, longest: int, *, num_blocks: int 
     Raises:
         ValueError: an argument outside its range.
     """
-    embedding = _embedding(num_symbols, longest)
     m = num_symbols
-    if num_blocks == 2:
-        first, w_v, w_o, at, width = (
-            _first_map(m, 2),
-            block_moves(2, m, (1, 2)),
-            block_moves(2, m, (1, 1), (2, 2)),
-            2,
-            0,
-        )
-    elif num_blocks == 4:
-        first, w_v, w_o, at = _first_map(m, 4), _four_block_values(m), block_moves(4, m, (3, 3)), 3
-        width = m * len(_breakpoints(longest)[0])
-    else:
+    embedding = _embedding(m, longest)
+    if num_blocks not in (2, 4):
         raise ValueError(f"the construction has 2 or 4 blocks, not {num_blocks}")
-    block_y = block_moves(num_blocks, m, (at, 1))[:, :m]
-    return Transformer(embedding, (_pointwise(first), _averaging(w_v, w_o, _linear_map(block_y, width))))
+    if num_blocks == 2:
+        w_v, w_o, at, padding = block_moves(2, m, (1, 2)), block_moves(2, m, (1, 1), (2, 2)), 2, 0
+    else:
+        w_v, w_o, at = block_moves(4, m, (1, 1), (2, 2), (1, 3)), block_moves(4, m, (3, 3)), 3
+        padding = max(0, m * len(_breakpoints(longest)[0]) - 2 * m)
+    read, one = block_moves(num_blocks, m, (at, 1))[:, :m], torch.eye(m, dtype=torch.float64)
+    pad, zeros = torch.nn.functional.pad, torch.zeros(2 * m + padding, dtype=torch.float64)
+    w_1, w_2 = pad(torch.cat([read, -read], 1), (0, padding)), pad(torch.cat([one, -one]), (0, 0, 0, padding))
+    last = FeedForward(w_1, zeros, w_2, zeros[:m])
+    return Transformer(embedding, (_first_block(m, num_blocks), averaging_block(w_v, w_o, last)))
 
 
 def compressible_histogram(num_symbols: int, longest: int) -> Transformer:
     """Proposition 2: M(a) = hist(a), and ``histogram_policy`` compresses every prefix to one slot without error.
 
-    Blocks (w, x, y, z): rho_1(u_a + p_i) = (e_a, p_i, 0, 0), W_V = E_11 + E_22 + E_13, W_O = E_33 + E_44. The last map
-    is rho_2(w, x, y, z) = y for z = 0 and (k + 1) y / (n + k) for z = p_n / (k + 1), coordinate by coordinate for
-    every real y with 0 <= y_c <= (n + k) / (k + 1). With p_i = (i, 1, 0, ...), (n + k) / (k + 1) = 1 + z_1 - z_2 in
-    both cases, so rho_2 is piecewise linear in t = y_c + Lambda (z_1 - z_2): from 0 to 1 over each value that
-    (n + k) / (k + 1) takes, and back to 0 before the next: two hidden units for each value and coordinate. Lambda
-    grows as N^2 and t as N^3, so float64 keeps about 1e-13 at N = 6, 1e-11 at N = 20, 1e-9 at N = 60.
+    Blocks (w, x, y, z): rho_1(u_a + p_i) = (e_a, p_i, 0, 0), W_V = E_11 + E_22 + E_13,
+    W_O = E_33 + E_44. The last map is rho_2(w, x, y, z) = y for z = 0 and (k + 1) y / (n + k) for
+    z = p_n / (k + 1), coordinate by coordinate for every real y with 0 <= y_c <= (n + k) / (k + 1).
+    With p_i = (i, 1, 0, ...), (n + k) / (k + 1) = 1 + z_1 - z_2 in both cases, so rho_2 is piecewise
+    linear in t = y_c + Lambda (z_1 - z_2): from 0 to 1 over each value that (n + k) / (k + 1) takes,
+    and back to 0 before the next. Lambda grows as N^2 and t as N^3, so float64 keeps about 1e-13 at
+    N = 6, 1e-11 at N = 20, 1e-9 at N = 60.
 
     Args:
         num_symbols: m, at least 2.
@@ -99,41 +99,54 @@ def compressible_histogram(num_symbols: int, longest: int) -> Transformer:
     m = num_symbols
     embedding = _embedding(m, longest)
     breakpoints, slopes, scale = _breakpoints(longest)
-    count = len(breakpoints)
-    w_1 = torch.zeros(4 * m, m, count, dtype=torch.float64)
-    w_2 = torch.zeros(m, count, m, dtype=torch.float64)
+    w_1 = torch.zeros(4 * m, m, len(breakpoints), dtype=torch.float64)
+    w_2 = torch.zeros(m, len(breakpoints), m, dtype=torch.float64)
     for c in range(m):
         w_1[2 * m + c, c] = 1.0
         w_1[3 * m, c] += scale
         w_1[3 * m + 1, c] -= scale
         w_2[c, :, c] = slopes
     last = FeedForward(w_1.flatten(1), -breakpoints.repeat(m), w_2.flatten(0, 1), torch.zeros(m, dtype=torch.float64))
-    w_o = block_moves(4, m, (3, 3), (4, 4))
-    return Transformer(embedding, (_pointwise(_first_map(m, 4)), _averaging(_four_block_values(m), w_o, last)))
+    w_v, w_o = block_moves(4, m, (1, 1), (2, 2), (1, 3)), block_moves(4, m, (3, 3), (4, 4))
+    return Transformer(embedding, (_first_block(m, 4), averaging_block(w_v, w_o, last)))
 
 
 def histogram_policy(num_symbols: int) -> Policy:
     """The policy of Proposition 2: one slot with key 0 and value (sum_i v_i) E_33 + v_n E_24.
 
-    The slot holds the counts of the prefix where the average is read and p_n, hence the prefix's length, behind them.
+    The slot holds the prefix's counts in y, where the average is read, and p_n in z, hence the length.
     """
-    counts, length = block_moves(4, num_symbols, (3, 3)), block_moves(4, num_symbols, (2, 4))
-
-    def nothing(keys: Tensor, values: Tensor) -> KeysValues:
-        return torch.zeros_like(keys[:1]), torch.zeros_like(values[:1])
-
-    def summary(keys: Tensor, values: Tensor) -> KeysValues:
-        return torch.zeros_like(keys[:1]), (values.sum(0) @ counts + values[-1] @ length)[None]
-
-    return nothing, summary
+    return one_slot_policy(block_moves(4, num_symbols, (3, 3)), block_moves(4, num_symbols, (2, 4)))
 
 
 def mass_ratios(longest: int) -> list[Fraction]:
     """Every value of (n + k) / (k + 1) for n >= 1, k >= 1, n + k <= N, ascending; the first is 1.
 
-    It is the sum of y behind ``histogram_policy``'s slot, n tokens counted as one, and 1 without compression.
+    It is the sum of y behind ``histogram_policy``'s slot, and 1 without compression.
     """
     return sorted({Fraction(j, q) for j in range(2, longest + 1) for q in range(2, j + 1)})
+
+
+def check_histogram(model: Transformer, policy: Policy) -> dict[str, Any]:
+    """A histogram network verified: its widths, its error of the task, the worst error behind a one-slot policy.
+
+    Attention is uniform and the last map does not read the last token, so the order of the tokens of
+    a prefix or a suffix does not matter: one sequence for every count vector is enough.
+
+    Args:
+        model: one of the two networks of this module.
+        policy: for one slot; it too must not depend on the order.
+    """
+    m, longest = model.num_symbols, model.num_positions
+    rows = {n: multisets(m, n) for n in range(1, longest + 1)}
+    task = max(float((model(some) - histogram(some, m)).norm(dim=-1).max()) for some in rows.values())
+    prefixes = (row for n in range(1, longest) for row in rows[n].tolist())
+    suffixes: Callable[[int], Tensor] = rows.__getitem__
+    worst = compressibility(model, policy, lambda _: 1, prefixes=prefixes, suffixes=suffixes)
+    num_pairs = sum(len(rows[n]) * len(rows[k]) for n in range(1, longest) for k in range(1, longest - n + 1))
+    first, second = (block.feed_forward for block in model.blocks)
+    widths = (*first.w_1.shape, *second.w_1.shape, second.w_2.shape[1])
+    return {"widths": widths, "task_error": task, "worst_error": worst.error, "num_pairs": num_pairs}
 
 
 def _embedding(num_symbols: int, longest: int) -> Tensor:
@@ -147,8 +160,8 @@ def _embedding(num_symbols: int, longest: int) -> Tensor:
     return table
 
 
-def _first_map(num_symbols: int, num_blocks: int) -> FeedForward:
-    """rho_1: with v = 1 + a the second coordinate, e_a from relu(v - c), c = 0..m-1; i from relu of the first."""
+def _first_block(num_symbols: int, num_blocks: int) -> Block:
+    """No attention; rho_1: with v = 1 + a the second coordinate, e_a from relu(v - c), i from the first."""
     m = num_symbols
     w_1 = torch.zeros(m, m + 1, dtype=torch.float64)
     w_1[1, :m] = 1.0
@@ -164,40 +177,15 @@ def _first_map(num_symbols: int, num_blocks: int) -> FeedForward:
     if num_blocks == 4:
         w_2[m, m] = 1.0
         b_2[m + 1] = 1.0
-    return FeedForward(w_1, b_1, w_2, b_2)
-
-
-def _four_block_values(num_symbols: int) -> Tensor:
-    return block_moves(4, num_symbols, (1, 1), (2, 2), (1, 3))
-
-
-def _linear_map(matrix: Tensor, width: int) -> FeedForward:
-    """The map x -> x matrix for every real x, as relu(y) - relu(-y), padded with zero units to at least this width."""
-    d_out = matrix.shape[1]
-    padding = max(0, width - 2 * d_out)
-    pad = torch.nn.functional.pad
-    w_2 = torch.cat([torch.eye(d_out, dtype=torch.float64), -torch.eye(d_out, dtype=torch.float64)])
-    zeros = torch.zeros(2 * d_out + padding, dtype=torch.float64)
-    w_1 = pad(torch.cat([matrix, -matrix], 1), (0, padding))
-    return FeedForward(w_1, zeros, pad(w_2, (0, 0, 0, padding)), zeros[:d_out])
-
-
-def _pointwise(feed_forward: FeedForward) -> Block:
-    """A block whose attention projections are zero, so that no row sees another."""
-    zero = torch.zeros(feed_forward.w_1.shape[0], feed_forward.w_1.shape[0], dtype=torch.float64)
-    return Block((AttentionHead(zero, zero, zero),), zero, feed_forward)
-
-
-def _averaging(w_v: Tensor, w_o: Tensor, feed_forward: FeedForward) -> Block:
-    """A block of one head with W_Q = W_K = 0: uniform attention."""
-    zero = torch.zeros_like(w_v)
-    return Block((AttentionHead(zero, zero, w_v),), w_o, feed_forward)
+    zero = torch.zeros(m, m, dtype=torch.float64)
+    return Block((AttentionHead(zero, zero, zero),), zero, FeedForward(w_1, b_1, w_2, b_2))
 
 
 def _breakpoints(longest: int) -> tuple[Tensor, Tensor, float]:
     """Breakpoints of rho_2 in t, the changes of slope there, and Lambda.
 
-    For each mass ratio q, t runs over [Lambda (q - 1), Lambda (q - 1) + q]; Lambda leaves at least 1 to the next.
+    For each mass ratio q, t runs over [Lambda (q - 1), Lambda (q - 1) + q]; Lambda leaves at least 1
+    to the next.
     """
     ratios = mass_ratios(longest)
     scale = max([Fraction(1), *((q + 1) / (after - q) for q, after in itertools.pairwise(ratios))])

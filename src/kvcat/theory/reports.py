@@ -1,0 +1,273 @@
+"""The commands ``kvcat theory histogram``, ``theorem`` and ``errata``: print tables, write CSV, JSON and a plot."""
+
+import math
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import pandas as pd
+from matplotlib.figure import Figure
+
+from kvcat.errors import InputError
+from kvcat.files import atomic_write, make_folder, write_json
+from kvcat.theory.certificate import certified_bounds
+from kvcat.theory.definitions import Budget, compressibility
+from kvcat.theory.errata import errata
+from kvcat.theory.functions import FUNCTIONS, FunctionTable, random_function
+from kvcat.theory.histogram import check_histogram, compressible_histogram, histogram_policy, incompressible_histogram
+from kvcat.theory.optimum import budget_curve, definition_optimum, optimal_policy, scaling_curve
+from kvcat.theory.theorem import (
+    compressible_network,
+    differing_rows,
+    incompressible_network,
+    matrices,
+    summary_policy,
+    value_error,
+)
+
+_MOST_PAIRS = 1_000_000
+_MOST_SEQUENCES = 256
+_MOST_CONSTANT = 1e6
+_ONE_SLOT = "compressible, one slot"
+_CERTIFIED = "incompressible, certified for every policy"
+_STYLE = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25}
+
+
+def run_histogram(
+    *,
+    symbols: int = 3,
+    length: int = 8,
+    scaling: Sequence[int] = (4, 8, 16, 32),
+    out: Path = Path("out/theory/histogram"),
+    provenance: Mapping[str, str] | None = None,
+) -> None:
+    """Build two transformers for the histogram: one slot serves one of them, no policy serves the other.
+
+    Both have explicit weights and are verified on every pair of count vectors of prefix and suffix.
+    Prints the exact optimum over all policies against the number of slots and against N, beside the
+    paper's bound.
+
+    Args:
+        symbols: size m of the alphabet, at least 2.
+        length: N, the longest sequence, prefix and suffix together, at least 2.
+        scaling: two or more values of N for the growth curves, 3 to 256.
+        out: folder for budget.csv, scaling.csv, report.json and the plot.
+        provenance: command, versions and hardware for report.json.
+
+    Raises:
+        InputError: an argument out of range, too many pairs of count vectors, a file at ``out``.
+    """
+    lengths = sorted(set(scaling))
+    if symbols < 2 or length < 2:
+        raise InputError(f"a histogram needs 2 symbols and length 2 at least, got {symbols} and {length}")
+    if len(lengths) < 2 or not 3 <= lengths[0] <= lengths[-1] <= 256:
+        raise InputError(f"--scaling takes two values at least, 3 to 256, not {lengths}")
+    pairs = math.comb(length + 2 * symbols, 2 * symbols)
+    if pairs > _MOST_PAIRS:
+        raise InputError(f"{symbols} symbols and N = {length} have {pairs:,} pairs of histograms, too many to verify")
+    make_folder(out)
+    hard = incompressible_histogram(symbols, length, num_blocks=4)
+    best = definition_optimum(symbols, length, lambda _: 1)
+    checks = {
+        "Proposition 1 behind the best policy": check_histogram(hard, optimal_policy(symbols, length, lambda _: 1)),
+        "Proposition 2 behind its policy": check_histogram(
+            compressible_histogram(symbols, length), histogram_policy(symbols)
+        ),
+    }
+    print(f"Histogram of {symbols} symbols, sequences of up to {length}, two networks of one architecture")
+    for name, check in checks.items():
+        print(
+            f"{name}: widths {'-'.join(map(str, check['widths']))}, error of the histogram {check['task_error']:.1e}; "
+            f"one slot, all {check['num_pairs']} pairs of histograms: worst error {check['worst_error']:.4g}"
+        )
+    print(f"  exact optimum over all policies {best.error:.10f}\n")
+    budgets = budget_curve(symbols, length)
+    budgets["ratio"] = budgets.optimum / budgets.paper_bound
+    shown = budgets[["num_slots", "optimum", "single_length", "paper_bound", "ratio"]]
+    print(_table(shown.set_axis(["slots", "optimum", "one length", "bound", "optimum/bound"], axis=1)))
+    curves = {
+        "r = 1": scaling_curve(symbols, lengths, lambda _: 1),
+        "r = max(1, n - 1)": scaling_curve(symbols, lengths, lambda n: max(1, n - 1)),
+        "r = n - 1": scaling_curve(symbols, lengths, lambda n: n - 1),
+    }
+    growth = pd.concat(curves, names=["budget", None]).reset_index(level="budget").reset_index(drop=True)
+    shown = growth[["longest", "budget", "definition_optimum", "definition_prefix_len", "last_optimum", "last_bound"]]
+    print("\n" + _table(shown.set_axis(["N", "budget", "optimum", "at n", "at n = N-1, k = 1", "bound"], axis=1)))
+    _write(out, {"budget.csv": budgets, "scaling.csv": growth}, checks, provenance)
+    one_slot = checks["Proposition 2 behind its policy"]["worst_error"]
+    _save(_histogram_figure(symbols, budgets, curves, one_slot), out / "histogram")
+
+
+def run_theorem(
+    *,
+    function: Sequence[str] = tuple(FUNCTIONS),
+    symbols: int = 2,
+    length: int = 4,
+    constant: float = 1.0,
+    budget: str = "n-1",
+    seed: int = 0,
+    out: Path = Path("out/theory/theorem"),
+    provenance: Mapping[str, str] | None = None,
+) -> None:
+    """Build both networks of the main theorem for each function and verify every sequence, split and policy.
+
+    The networks differ in 2N rows of one matrix; they grow as m^N. The certified bound holds for every
+    policy of the budget in exact arithmetic: in float64 slots of 1e15 and more can deceive the network.
+
+    Args:
+        function: names of f; several may be given.
+        symbols: size m of the alphabet, at least 2.
+        length: N, the longest sequence, prefix and suffix together, at least 2.
+        constant: C > 0, which the error of every policy has to exceed.
+        budget: slots r(n) for n tokens: a number, n-1 or n/2.
+        seed: of the random function.
+        out: folder for theorem.csv, bounds.csv and report.json.
+        provenance: command, versions and hardware for report.json.
+
+    Raises:
+        InputError: an unknown function, an argument out of range, a file at ``out``.
+    """
+    names = list(dict.fromkeys(function))
+    for name in names:
+        if name not in FUNCTIONS:
+            raise InputError(f"no function {name!r}; there are {', '.join(FUNCTIONS)}")
+    slots = parse_budget(budget)
+    if symbols < 2 or length < 2:
+        raise InputError(f"the theorem needs 2 symbols and length 2 at least, got {symbols} and {length}")
+    if length > 9 or symbols**length > _MOST_SEQUENCES:
+        raise InputError(
+            f"{symbols} symbols and N = {length}: at most {_MOST_SEQUENCES} sequences of length N are verified"
+        )
+    if not 0.0 < constant <= _MOST_CONSTANT:
+        raise InputError(f"--constant is {constant:g}; it must be positive and at most {_MOST_CONSTANT:g}")
+    if all(slots(n) == n for n in range(1, length)):
+        raise InputError(f"--budget {budget} keeps all of every prefix of 1 to {length - 1} tokens: no compression")
+    make_folder(out)
+    rows: list[dict[str, Any]] = []
+    bounds: list[pd.DataFrame] = []
+    for name in names:
+        table = random_function(symbols, length, seed=seed) if name == "random" else FUNCTIONS[name](symbols, length)
+        row, bound = _check_theorem(name, table, constant, slots, header=budget if not rows else None)
+        rows.append(row)
+        bounds.append(bound)
+        print(
+            f"{name}: |M - f| {row['compressible |M - f|']:.0e}, {row['incompressible |M - f|']:.0e}\n"
+            f"  one slot: worst error {row[_ONE_SLOT]:.0e} over all prefixes and suffixes\n"
+            f"  C = {constant:g}: every policy errs by {row[_CERTIFIED]:.4g} at least (exact arithmetic)"
+        )
+    tables = {"theorem.csv": pd.DataFrame(rows), "bounds.csv": pd.concat(bounds)}
+    _write(out, tables, {"seed": seed, "budget": budget}, provenance)
+
+
+def run_errata() -> None:
+    """Print every statement of the theory that fails as printed or is loose, demonstrated, and what holds instead."""
+    for erratum in errata():
+        print(erratum.place)
+        for name in ("printed", "shown", "instead"):
+            text = getattr(erratum, name)
+            print(textwrap.fill(text, 100, initial_indent=f"  {name:8s} ", subsequent_indent=" " * 11))
+
+
+def parse_budget(text: str) -> Budget:
+    """r(n): a number r stands for min(r, n), "n-1" and "n/2" (rounded down) for themselves."""
+    named: dict[str, Budget] = {"n-1": lambda n: n - 1, "n/2": lambda n: n // 2}
+    if text in named:
+        return named[text]
+    if not text.isdecimal():
+        raise InputError(f"--budget is {text!r}; it must be a number, n-1 or n/2")
+    return lambda n: min(int(text), n)
+
+
+def _check_theorem(
+    name: str, table: FunctionTable, constant: float, budget: Budget, header: str | None
+) -> tuple[dict[str, Any], pd.DataFrame]:
+    """One row of theorem.csv and the rows of bounds.csv for one function."""
+    easy, hard = compressible_network(table), incompressible_network(table, constant=constant)
+    m, length = table.num_symbols, table.longest
+    if header is not None:
+        first, second = (block.feed_forward for block in easy.blocks)
+        widths = (*first.w_1.shape, *second.w_1.shape)
+        size = sum(matrix.numel() for matrix in matrices(easy).values())
+        num_splits = sum((j - 1) * m**j for j in range(2, length + 1))
+        differ = ", ".join(f"{len(rows)} rows of {matrix}" for matrix, rows in differing_rows(easy, hard).items())
+        print(
+            f"{m} symbols, N = {length}, r(n) = {header}: {sum(map(len, table.values))} sequences, "
+            f"{num_splits} splits, all verified\nconstruction D: widths {'-'.join(map(str, widths))}, "
+            f"{size} parameters; the two networks differ in {differ}\n"
+        )
+    bounds = certified_bounds(hard, budget).assign(constant=constant)
+    bounds["margin"] = bounds.bound - constant
+    bounds.insert(0, "function", name)
+    row = {
+        "function": name,
+        "constant": constant,
+        "compressible |M - f|": value_error(easy, table),
+        "incompressible |M - f|": value_error(hard, table),
+        _ONE_SLOT: compressibility(easy, summary_policy(m, length), lambda _: 1).error,
+        _CERTIFIED: float(bounds.bound.min()),
+        "margin of the certificate": float(bounds.margin.min()),
+    }
+    return row, bounds
+
+
+def _table(frame: pd.DataFrame) -> str:
+    return frame.to_string(index=False, na_rep="--", float_format=lambda value: f"{value:.5f}")
+
+
+def _write(
+    out: Path, tables: Mapping[str, pd.DataFrame], report: Mapping[str, Any], provenance: Mapping[str, str] | None
+) -> None:
+    """A CSV file per table in full precision and report.json; prints their paths."""
+    print()
+    for name, frame in tables.items():
+        with atomic_write(out / name) as partial:
+            frame.to_csv(partial, index=False)
+        print(out / name)
+    write_json(out / "report.json", {**report, "provenance": dict(provenance or {})})
+    print(out / "report.json")
+
+
+def _save(figure: Figure, path: Path) -> None:
+    for suffix, options in ((".png", {"dpi": 150}), (".svg", {"metadata": {"Date": None}})):
+        figure.savefig(path.with_suffix(suffix), **options)
+        print(path.with_suffix(suffix))
+
+
+def _histogram_figure(
+    symbols: int, budgets: pd.DataFrame, curves: Mapping[str, pd.DataFrame], one_slot: float
+) -> Figure:
+    """Error against r, optimum over bound against r, both against N."""
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(12.6, 4.0), layout="tight")
+        error, gap, growth = figure.subplots(1, 3)
+    labels = {
+        "optimum": "exact optimum, suffixes of all lengths",
+        "single_length": "exact optimum, one suffix length",
+        "paper_bound": "the paper's bound",
+    }
+    for (column, label), marker in zip(labels.items(), "os^", strict=True):
+        error.plot(budgets.num_slots, budgets[column], marker=marker, label=label)
+        if column != "paper_bound":
+            gap.plot(budgets.num_slots, budgets[column] / budgets.paper_bound, marker=marker, label=label)
+    error.set_title(f"m = {symbols}, N = {len(budgets) + 1}: no policy below the optimum")
+    error.set_ylabel("worst error over prefixes and suffixes")
+    error.set_ylim(bottom=0.0)
+    error.text(0.97, 0.68, f"Proposition 2, one slot: {one_slot:.0e}", transform=error.transAxes, ha="right")
+    gap.set_title("Optimum over the paper's bound")
+    gap.set_ylim(bottom=1.0)
+    for axes in (error, gap):
+        axes.set_xlabel("slots r, r(n) = min(r, n)")
+    for rank, (name, rows) in enumerate(curves.items()):
+        style = {"color": f"C{rank}", "marker": "os^"[rank]}
+        growth.plot(rows.longest, rows.definition_optimum, **style, label=f"optimum, {name}")
+        growth.plot(rows.longest, rows.last_bound, **style, ls="--", mfc="white", label=f"the paper's constant, {name}")
+    ticks = next(iter(curves.values())).longest
+    growth.set(xscale="log", yscale="log", title="Against N", xlabel="N (log axis)", ylabel="worst error (log axis)")
+    growth.set_xticks(ticks, [str(tick) for tick in ticks])
+    growth.minorticks_off()
+    growth.set_ylim(bottom=growth.get_ylim()[0] / 20)
+    for axes in (error, growth):
+        axes.legend(fontsize=8, frameon=False)
+    return figure
