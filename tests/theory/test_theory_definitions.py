@@ -6,16 +6,20 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvcat.theory.compression import (
+from kvcat.theory.definitions import (
+    AttentionHead,
+    Block,
     CompressedModel,
+    FeedForward,
+    Transformer,
     answer,
     compress,
     compressibility,
     keep_all,
     prefix_cache,
+    sequences,
     suffix_error,
 )
-from kvcat.theory.definitions import AttentionHead, Block, FeedForward, Transformer, sequences
 
 
 def random_model(seed: int = 0, *, causal: bool = False, symbols: int = 3, positions: int = 5) -> Transformer:
@@ -112,16 +116,17 @@ def test_slots_whose_sums_overflow_count_as_infinitely_wrong() -> None:
     assert float(suffix_error(model, huge, prefix, torch.tensor([[1]]))) == torch.inf
 
 
-def test_matrices_that_do_not_fit_are_refused() -> None:
-    block = random_model().blocks[0]
-    with pytest.raises(ValueError, match="w_o has 3 rows, expected 4"):
-        replace(block, w_o=block.w_o[:3])
-    with pytest.raises(ValueError, match="float64"):
-        replace(block.heads[0], w_q=block.heads[0].w_q.float())
+def test_matrices_and_sequences_that_do_not_fit_are_refused() -> None:
+    model = random_model()
+    first, last = model.blocks
+    with pytest.raises(ValueError, match="W_O transposed has 3 rows, expected 4"):
+        replace(model, blocks=(replace(first, w_o=first.w_o[:, :3]), last))
+    with pytest.raises(ValueError, match=r"W_Q is torch\.float32: the theory is computed in float64"):
+        replace(model, blocks=(replace(first, heads=(replace(first.heads[0], w_q=first.heads[0].w_q.float()),)), last))
     with pytest.raises(ValueError, match="sequences have 1 to 5"):
-        random_model()(torch.zeros(6, dtype=torch.int64))
+        model(torch.zeros(6, dtype=torch.int64))
     with pytest.raises(ValueError, match="symbols must lie in 0 to 2"):
-        random_model()(torch.tensor([3]))
+        model(torch.tensor([3]))
 
 
 def test_budgets_above_the_length_and_no_prefixes_are_refused() -> None:

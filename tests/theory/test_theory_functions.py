@@ -5,7 +5,6 @@ import torch
 
 from kvcat.theory.definitions import sequences
 from kvcat.theory.functions import (
-    FUNCTIONS,
     FunctionTable,
     last_symbol,
     majority,
@@ -43,12 +42,6 @@ def test_the_same_seed_draws_the_same_function() -> None:
     first, again, other = (torch.cat(random_function(2, 3, seed=seed).values) for seed in (5, 5, 6))
     assert torch.equal(first, again)
     assert not (first == other).any()
-
-
-@pytest.mark.parametrize("name", sorted(FUNCTIONS))
-def test_every_named_function_is_defined_up_to_its_longest_sequence(name: str) -> None:
-    table = FUNCTIONS[name](3, 3)
-    assert table(sequences(3, 3)).shape == (27, table.d_out)
 
 
 def test_a_table_with_rows_missing_or_sequences_too_long_is_refused() -> None:

@@ -24,9 +24,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "eval qa": ("evaluate.qa", "Answer multiple-choice questions, nothing compressed."),
     "eval profile": ("evaluate.profile", "Measure the error of the best cache found against its slots."),
     "report": ("report.report", "Make tables, plots and a page from evaluations."),
-    "theory histogram": ("theory_histogram.histogram_command", "Build the motivating example and its exact optimum."),
-    "theory theorem": ("theory_theorem.theorem_command", "Verify the main theorem for any function."),
-    "theory errata": ("theory_errata.errata_command", "Demonstrate what fails as printed, and what holds."),
+    "theory histogram": ("theory.histogram", "Build the motivating example and its exact optimum."),
+    "theory theorem": ("theory.theorem", "Verify the main theorem for any function."),
+    "theory errata": ("theory.errata", "Demonstrate what fails as printed, and what holds."),
 }
 """Command to its function in this package and one line for the overview. Only what runs is imported."""
 

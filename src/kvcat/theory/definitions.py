@@ -299,7 +299,9 @@ def compressibility(
         cache = compress(policy, prefix_cache(model, prefix))
         num_slots = {keys.shape[0] for heads in cache for keys, _ in heads}
         if num_slots != {budget(n)}:
-            raise ValueError(f"the budget allows {budget(n)} slots for {n} tokens, the policy returned {num_slots}")
+            raise ValueError(
+                f"the budget allows {budget(n)} slots for {n} tokens, the policy returned {sorted(num_slots)}"
+            )
         for k in range(1, longest - n + 1):
             some = sequences(m, k) if suffixes is None else suffixes(k)
             errors = suffix_error(model, cache, prefix, some)

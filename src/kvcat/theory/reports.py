@@ -32,7 +32,7 @@ _MOST_SEQUENCES = 256
 _MOST_CONSTANT = 1e6
 _ONE_SLOT = "compressible, one slot"
 _CERTIFIED = "incompressible, certified for every policy"
-_STYLE = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25}
+_STYLE: dict[Any, Any] = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25}
 
 
 def run_histogram(

@@ -1,0 +1,252 @@
+"""The optimum over all policies: known answers, brute force over suffixes, SciPy, random policies, the network."""
+
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import linprog, minimize
+
+from kvcat.theory.definitions import Cache, answer, compressibility, sequences, suffix_error
+from kvcat.theory.histogram import histogram, incompressible_histogram, multisets
+from kvcat.theory.optimum import (
+    budget_curve,
+    definition_optimum,
+    joint_optimum,
+    optimal_error,
+    optimal_policy,
+    paper_bound,
+    scaling_curve,
+)
+
+ROOT = 2**0.5
+CONVERGED = 1e-9  # a ball is found to 1e-8 of its radius or refused; SLSQP converges quadratically, so to far less
+
+
+def errors_of(s: np.ndarray, counts: np.ndarray, longest_suffix: int, num_slots: int) -> np.ndarray:
+    """The error behind slots of sum s for every multiset of suffix symbols, from the two averages themselves."""
+    found = []
+    for k in range(1, longest_suffix + 1):
+        for suffix in multisets(len(counts), k):
+            added = np.bincount(suffix, minlength=len(counts))
+            found.append(np.linalg.norm((s + added) / (num_slots + k) - (counts + added) / (counts.sum() + k)))
+    return np.array(found)
+
+
+def cache_of(model_blocks: int, num_symbols: int, slots: torch.Tensor) -> Cache:
+    """Slots (r, m) where y is read, in both blocks (the first does not attend)."""
+    wide = torch.zeros(slots.shape[0], model_blocks * num_symbols, dtype=torch.float64)
+    at = num_symbols * (model_blocks // 2)
+    wide[:, at : at + num_symbols] = slots
+    first = torch.zeros(slots.shape[0], num_symbols, dtype=torch.float64)
+    return ((first, first),), ((torch.zeros_like(wide), wide),)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "r", "optimum", "bound"),
+    [
+        (2, 3, 1, 1, 0.1767766953, 0.125),
+        (3, 5, 1, 1, 0.2721655270, 1 / 6),
+        (4, 7, 3, 3, 0.1732050808, 0.1),
+        (5, 4, 2, 1, 0.2981423970, 1 / 6),
+    ],
+)
+def test_the_optimum_at_one_suffix_length_and_the_papers_bound_have_their_known_values(
+    m: int, n: int, k: int, r: int, optimum: float, bound: float
+) -> None:
+    assert optimal_error(m, n, k, r) == pytest.approx(optimum, abs=5e-11)
+    assert paper_bound(n, k, r) == pytest.approx(bound, rel=1e-14)
+
+
+@pytest.mark.parametrize(("m", "n", "k", "r"), [(2, 3, 1, 1), (3, 3, 2, 2), (5, 2, 1, 1)])
+@pytest.mark.parametrize("num_blocks", [2, 4])
+def test_the_closed_form_is_what_the_network_measures_and_no_other_sum_does_better(
+    m: int, n: int, k: int, r: int, num_blocks: int
+) -> None:
+    model = incompressible_histogram(m, n + k, num_blocks=num_blocks)
+    draw = torch.Generator().manual_seed(0)
+    suffixes = sequences(m, k)
+    for prefix in sequences(m, n)[:: max(1, m**n // 5)]:
+        counts = torch.bincount(prefix, minlength=m)
+        s = ((r + k) * counts.double() - (n - r) * k / m) / (n + k)
+        split = torch.randn(r, m, generator=draw, dtype=torch.float64)
+        split += (s - split.sum(0)) / r
+        errors = suffix_error(model, cache_of(num_blocks, m, split), prefix, suffixes)
+        assert float(errors.max()) == pytest.approx(optimal_error(m, n, k, r), abs=1e-14)
+        for _ in range(20):
+            other = s + 0.1 * torch.randn(m, generator=draw, dtype=torch.float64)
+            errors = suffix_error(model, cache_of(num_blocks, m, other.repeat(r, 1) / r), prefix, suffixes)
+            assert float(errors.max()) > optimal_error(m, n, k, r)
+        if r > 1:  # one slot with the best sum weighs less than r slots
+            alone = suffix_error(model, cache_of(num_blocks, m, s[None]), prefix, suffixes)
+            assert float(alone.max()) > 1.2 * optimal_error(m, n, k, r)
+
+
+@pytest.mark.parametrize(("m", "n", "k", "r"), [(2, 3, 1, 1), (3, 5, 1, 1), (4, 7, 3, 3)])
+def test_the_papers_bound_is_exact_in_the_maximum_norm_and_loose_by_root_two_to_two_in_the_euclidean(
+    m: int, n: int, k: int, r: int
+) -> None:
+    counts = np.bincount(np.arange(n) % m, minlength=m)
+    rows, sides = [], []
+    for i in range(m):  # minimise t over s and t with |short - whole| <= t in every coordinate, for suffixes i^k
+        suffix = k * np.eye(m)[i]
+        offset = suffix / (r + k) - (counts + suffix) / (n + k)
+        for sign in (1, -1):
+            rows.append(np.hstack([sign * np.eye(m) / (r + k), -np.ones((m, 1))]))
+            sides.append(-sign * offset)
+    program = linprog(
+        np.append(np.zeros(m), 1), A_ub=np.vstack(rows), b_ub=np.concatenate(sides), bounds=(None, None), method="highs"
+    )
+    assert program.fun == pytest.approx(paper_bound(n, k, r), rel=1e-9)
+    ratio = optimal_error(m, n, k, r) / paper_bound(n, k, r)
+    assert ROOT - 1e-12 <= ratio < 2
+    assert ratio == pytest.approx(2 * (1 - 1 / m) ** 0.5, rel=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("counts", "longest_suffix", "num_slots", "error"),
+    [
+        ((2, 2), 4, 1, 1 / 3 / ROOT),
+        ((3, 1), 4, 1, 13 / 35 / ROOT),
+        ((4, 0), 4, 1, 3 / 7 / ROOT),
+        ((3, 3), 6, 3, 6 / 35 / ROOT),
+        ((4, 2), 6, 3, 5 / 28 / ROOT),
+        ((5, 1), 6, 3, 37 / 182 / ROOT),
+        ((6, 0), 6, 3, 3 / 13 / ROOT),
+        ((1, 0), 1, 0, 0.5**0.5),
+    ],
+)
+def test_the_optimum_over_all_suffix_lengths_has_its_known_values(
+    counts: tuple[int, ...], longest_suffix: int, num_slots: int, error: float
+) -> None:
+    assert joint_optimum(torch.tensor(counts), longest_suffix, num_slots).error == pytest.approx(error, rel=CONVERGED)
+
+
+def test_the_optimum_for_three_symbols_has_its_known_value() -> None:
+    assert joint_optimum(torch.tensor([4, 0, 0]), 2, 1).error == pytest.approx(0.3101020514, abs=5e-11 + 1e-10)
+
+
+def test_the_definitions_optimum_has_its_known_values() -> None:
+    known = [1 / 6, 1 / 4, 8 / 25, 2 / 5, 16 / 35, 1 / 2, 5 / 9, 3 / 5]
+    found = [definition_optimum(2, longest, lambda n: 1).error for longest in range(3, 11)]
+    assert found == pytest.approx([value / ROOT for value in known], rel=CONVERGED)
+
+
+@pytest.mark.parametrize("longest", [5, 24])
+@pytest.mark.parametrize("num_slots", [1, 3])
+def test_two_symbols_have_a_closed_form_over_all_lengths(longest: int, num_slots: int) -> None:
+    # at the prefix 0^n the suffix 0 (x = r e_1, weight 1 / (r + 1)) and some 1^k touch the ball
+    r = num_slots
+    value = max(
+        ROOT * k * (n - r) / ((n + k) * (2 * r + k + 1)) for n in range(r, longest) for k in range(1, longest - n + 1)
+    )
+    assert definition_optimum(2, longest, lambda n: min(n, r)).error == pytest.approx(value, rel=CONVERGED)
+
+
+@pytest.mark.parametrize(
+    ("counts", "longest_suffix", "num_slots"),
+    [((4, 0), 4, 1), ((3, 1, 0), 4, 2), ((2, 2, 1, 1), 3, 3), ((2, 1, 0), 3, 0)],
+)
+def test_no_suffix_at_all_is_worse_than_those_of_one_symbol_and_scipy_finds_no_better_sum(
+    counts: tuple[int, ...], longest_suffix: int, num_slots: int
+) -> None:
+    best = joint_optimum(torch.tensor(counts), longest_suffix, num_slots)
+    arguments = (np.array(counts), longest_suffix, num_slots)
+    assert errors_of(best.sum.numpy(), *arguments).max() == pytest.approx(best.error, rel=CONVERGED)
+    assert best.gap <= CONVERGED * best.error
+    if num_slots:
+        constraint = {"type": "ineq", "fun": lambda z: z[-1] - errors_of(z[:-1], *arguments) ** 2}
+        start = np.append(np.array(counts) / 2, 10.0)
+        found = minimize(lambda z: z[-1], start, constraints=constraint, method="SLSQP", options={"ftol": 1e-14})
+        assert errors_of(found.x[:-1], *arguments).max() >= best.error * (1 - CONVERGED)
+
+
+def test_prefixes_of_one_symbol_are_the_worst_of_their_length() -> None:
+    for m, n, longest_suffix, r in [(2, 5, 3, 2), (3, 4, 3, 1), (3, 4, 2, 0)]:
+        errors = [joint_optimum(torch.bincount(row, minlength=m), longest_suffix, r).error for row in multisets(m, n)]
+        assert max(errors) == pytest.approx(errors[0], rel=CONVERGED)
+
+
+def test_balanced_prefixes_have_one_sum_that_is_best_for_every_suffix_length() -> None:
+    for m, each, longest_suffix, r in [(2, 3, 6, 3), (4, 2, 7, 5)]:
+        best = joint_optimum(torch.full((m,), each), longest_suffix, r)
+        torch.testing.assert_close(best.sum, torch.full((m,), r / m, dtype=torch.float64), rtol=1e-6, atol=0)
+        single = [optimal_error(m, m * each, k, r) for k in range(1, longest_suffix + 1)]
+        assert best.error == pytest.approx(max(single), rel=CONVERGED)
+
+
+def test_without_slots_the_network_measures_the_formula() -> None:
+    model, prefix = incompressible_histogram(3, 6), torch.tensor([0, 1, 0, 0])
+    empty = cache_of(2, 3, torch.zeros(0, 3, dtype=torch.float64))
+    worst = max(float(suffix_error(model, empty, prefix, sequences(3, k)).max()) for k in (1, 2))
+    assert worst == pytest.approx(joint_optimum(torch.tensor([3, 1, 0]), 2, 0).error, rel=1e-13)
+    torch.testing.assert_close(answer(model, empty, 4, sequences(3, 2)), histogram(sequences(3, 2), 3))
+
+
+@pytest.mark.parametrize(
+    ("m", "longest", "num_blocks", "budget"),
+    [
+        (2, 5, 2, lambda n: 1),
+        (3, 4, 4, lambda n: 1),
+        (2, 5, 4, lambda n: n - 1),
+        (3, 4, 2, lambda n: max(1, n - 1)),
+        (2, 5, 2, lambda n: 0),
+    ],
+)
+def test_the_optimal_policy_run_through_the_network_has_the_optimal_error(
+    m: int, longest: int, num_blocks: int, budget: Callable[[int], int]
+) -> None:
+    model = incompressible_histogram(m, longest, num_blocks=num_blocks)
+    policy, best = optimal_policy(m, longest, budget), definition_optimum(m, longest, budget)
+    assert compressibility(model, policy, budget).error == pytest.approx(best.error, rel=CONVERGED)
+    assert compressibility(model.with_causal_mask(), policy, budget).error == pytest.approx(best.error, rel=CONVERGED)
+
+
+def test_the_curve_against_slots_lies_above_the_bound_and_falls_to_zero() -> None:
+    rows = budget_curve(3, 8)
+    assert rows.num_slots.tolist() == list(range(1, 8))
+    for before, after in itertools.pairwise(rows.optimum):
+        assert before > after
+    assert (rows.optimum >= rows.single_length * (1 - CONVERGED)).all()
+    assert rows.single_length.tolist() == pytest.approx((2 * (2 / 3) ** 0.5 * rows.paper_bound).tolist(), rel=1e-12)
+    assert (rows.optimum.iloc[-1], rows.paper_bound.iloc[-1]) == (0, 0)
+    n, k = int(rows.bound_prefix_len[1]), int(rows.bound_suffix_len[1])
+    assert rows.paper_bound[1] == paper_bound(n, k, 2)
+    assert rows.optimum_prefix_len[1] == definition_optimum(3, 8, lambda n: min(n, 2)).prefix_len
+
+
+def test_at_the_last_prefix_length_the_bound_falls_as_the_square_of_n_but_the_optimum_not_at_all() -> None:
+    lengths = [8, 16]
+    rows = scaling_curve(2, lengths, lambda n: n - 1)
+    assert rows.last_bound.tolist() == pytest.approx([1 / (2 * n * (n - 1)) for n in lengths], rel=1e-13)
+    assert rows.definition_optimum.tolist() == pytest.approx([0.5**0.5] * 2, rel=1e-13)
+    assert rows.definition_prefix_len.tolist() == [1, 1]
+    slotted = scaling_curve(2, lengths, lambda n: max(1, n - 1))
+    assert slotted.definition_prefix_len.tolist() == [2, 2]
+    assert slotted.definition_optimum[0] == pytest.approx(slotted.definition_optimum[1], rel=CONVERGED)
+    growing = scaling_curve(2, lengths, lambda n: min(n, 2))
+    assert growing.last_optimum[1] == pytest.approx(13 / 16 / 3 / ROOT, rel=1e-12)
+    assert (growing.definition_optimum > 1.2 * growing.last_optimum).all()
+
+
+@pytest.mark.parametrize("n", [2, 7, 30])
+def test_the_worst_suffix_length_is_about_the_root_of_prefix_length_times_slots(n: int) -> None:
+    for r in range(1, n, max(1, n // 5)):
+        bounds = [paper_bound(n, k, r) for k in range(1, 4 * n + 1)]
+        assert abs(bounds.index(max(bounds)) + 1 - (n * r) ** 0.5) < 1
+        limit = (n**0.5 - r**0.5) / (n**0.5 + r**0.5)
+        assert limit * 0.94 <= 2 * max(bounds) <= limit * (1 + 1e-12)
+
+
+def test_arguments_outside_their_range_are_refused() -> None:
+    with pytest.raises(ValueError, match="1 slot at least, got 2 and 0"):
+        optimal_error(2, 3, 1, 0)
+    with pytest.raises(ValueError, match="slots must lie in 0 to 3, got 4"):
+        joint_optimum(torch.tensor([3, 0]), 1, 4)
+    with pytest.raises(ValueError, match="lengths 3 and 0"):
+        paper_bound(3, 0, 1)
+    with pytest.raises(ValueError, match="2 symbols, got 1"):
+        definition_optimum(1, 4, lambda n: 1)
+    with pytest.raises(ValueError, match="N >= 2, got 1"):
+        definition_optimum(2, 1, lambda n: 1)
