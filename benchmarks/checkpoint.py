@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from kvcat.training.checkpoint import Checkpoints
-from kvcat.training.optim import make_optimizer
-from kvcat.training.world import join_world
+from kvcat.training.distributed import join_world
+from kvcat.training.loop import make_optimizer
 from training import options, stepper
 
 

@@ -20,7 +20,9 @@ WARM = 3
 
 
 def ours(args: argparse.Namespace) -> float:
-    from kvcat.training import TrainConfig, read_metrics, train
+    from kvcat.files import read_jsonl
+    from kvcat.training.config import TrainConfig
+    from kvcat.training.loop import train
 
     with tempfile.TemporaryDirectory() as scratch:
         settings = TrainConfig.from_dict({
@@ -29,16 +31,15 @@ def ours(args: argparse.Namespace) -> float:
             "validation_sequences": 1, "checkpoint_every": args.steps, "device": args.device,
         })  # fmt: skip
         train(settings, progress=False)
-        rates = [
-            r["tokens_per_s"] for r in read_metrics(Path(scratch) / "run" / "metrics.jsonl") if r["kind"] == "train"
-        ]
+        rates = [r["tokens_per_s"] for r in read_jsonl(Path(scratch) / "run" / "metrics.jsonl") if r["kind"] == "train"]
     return sorted(rates[WARM:])[len(rates[WARM:]) // 2]
 
 
 def theirs(args: argparse.Namespace) -> float:
     from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-    from kvcat.hub import BASE_NAME, local_folder
+    from kvcat.models import BASE_NAME
+    from kvcat.models.hub import local_folder
 
     class Clock(TrainerCallback):
         def __init__(self) -> None:

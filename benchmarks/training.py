@@ -21,9 +21,10 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from kvcat.models import load
-from kvcat.training import TrainConfig
+from kvcat.policies import gate
+from kvcat.training.config import TrainConfig
 from kvcat.training.objective import Objective
-from kvcat.training.throughput import flops_per_token, peak_flops, peak_memory
+from kvcat.training.plan import flops_per_token, peak_flops, peak_memory
 
 SHAPES = {
     "small": {
@@ -38,7 +39,7 @@ SHAPES = {
 VARIANTS = {
     "control": {"policy": "control"},
     "KV-CAT": {},
-    "no gradient of the mask": {"coupling": "none"},
+    "no gradient of the mask": {},
     "random masks, no routers": {"policy": "random"},
     "masked pass on the second half": {"prefix_range": (0.5, 0.5)},
     "masked pass on the last quarter": {"prefix_range": (0.75, 0.75)},
@@ -57,7 +58,9 @@ def make_model(shape: str, device: str) -> torch.nn.Module:
     return Qwen2ForCausalLM(made).to(device).eval()
 
 
-def stepper(args: argparse.Namespace, sequences: int, **options: object) -> tuple[Objective, Callable[[], None]]:
+def stepper(
+    args: argparse.Namespace, sequences: int, name: str = "", **options: object
+) -> tuple[Objective, Callable[[], None]]:
     settings = config(seq_len=args.seq_len, batch_size=sequences, dtype=args.dtype, **options)
     model = make_model(args.shape, args.device)
     objective = Objective(model, settings).to(args.device)
@@ -66,12 +69,14 @@ def stepper(args: argparse.Namespace, sequences: int, **options: object) -> tupl
 
     def step() -> None:
         with torch.autocast(args.device.split(":")[0], torch.bfloat16, enabled=args.dtype == "bfloat16"):
-            total, _ = objective(tokens, generators, range(sequences), 0)
+            total, _ = objective(tokens, generators, 0)
         total.backward()
         objective.zero_grad(set_to_none=True)
         if args.device.startswith("cuda"):
             torch.cuda.synchronize()
 
+    if name == "no gradient of the mask" and objective.masked_pass is not None:
+        objective.masked_pass._gate = lambda scores: gate(scores.detach())  # type: ignore[method-assign]
     if objective.masked_pass is not None and settings.policy == "router":
         with torch.no_grad():  # routers that drop about half, as in training
             for policy in objective.masked_pass.policies.values():
@@ -80,7 +85,7 @@ def stepper(args: argparse.Namespace, sequences: int, **options: object) -> tupl
 
 
 def times(args: argparse.Namespace) -> None:
-    made = {name: stepper(args, args.batch, **options) for name, options in VARIANTS.items()}
+    made = {name: stepper(args, args.batch, name, **options) for name, options in VARIANTS.items()}
     taken: dict[str, list[float]] = {name: [] for name in made}
     for turn in range(args.repeats + 1):
         for name, (_, step) in made.items():

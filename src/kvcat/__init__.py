@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     )
     from kvcat.errors import InputError
     from kvcat.models import load
-    from kvcat.training import TrainConfig, train
+    from kvcat.training import TrainConfig
+    from kvcat.training.loop import train
 
 _ROOMS = (
     "attention", "cache", "compress", "data", "evals", "losses", "models", "policies", "recipes", "report", "serving",
@@ -56,7 +57,7 @@ _HOME = {
     "reconstruction": "compress",
     "replay": "compress",
     "trace": "compress",
-    "train": "training",
+    "train": "training.loop",
 }
 
 __all__ = [

@@ -55,6 +55,24 @@ def write_json(target: Path, content: Any) -> None:
         partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object.
+
+    Args:
+        path: file to read.
+
+    Raises:
+        InputError: no such file, not readable, or no JSON object.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} is not readable: {error}") from None
+    if not isinstance(found, dict):
+        raise InputError(f"{path} holds no JSON object")
+    return found
+
+
 def append_jsonl(path: Path, *records: Mapping[str, Any]) -> None:
     """Append one JSON line per record and return when they are on disk; first cut off a line torn by a kill.
 
@@ -118,13 +136,7 @@ def claim_folder(path: Path, config_file: str, config: Mapping[str, Any]) -> dic
     remove_partial(path)
     file = path / config_file
     if file.exists():
-        try:
-            found = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise InputError(f"{file} is not readable: {error}") from None
-        if not isinstance(found, dict):
-            raise InputError(f"{file} is no configuration")
-        return found
+        return read_json(file)
     if others := sorted(entry.name for entry in path.iterdir() if entry.name != LOCK_FILE):
         raise InputError(f"folder {path} is not empty and has no {config_file}: it holds {others[0]}")
     try:

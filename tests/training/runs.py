@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from kvcat.training import TrainConfig, read_metrics
+from kvcat.files import read_jsonl
+from kvcat.training.config import TrainConfig
 
 POLICIES = ("router", "random", "attention", "control")
 
@@ -64,7 +65,7 @@ def exported(run):
 def records(run):
     """metrics.jsonl without the fields that tell time and memory."""
     measured = ("tokens_per_s", "peak_memory_gib")
-    return [{k: v for k, v in r.items() if k not in measured} for r in read_metrics(Path(run) / "metrics.jsonl")]
+    return [{k: v for k, v in r.items() if k not in measured} for r in read_jsonl(Path(run) / "metrics.jsonl")]
 
 
 def state(run):

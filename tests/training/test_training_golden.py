@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from runs import POLICIES, config, records
 
-from kvcat.training import train
+from kvcat.training.loop import train
 
 GOLDEN = Path(__file__).parent / "golden"
 FIELDS = ("dense_loss", "masked_loss", "kl", "budget", "grad_norm")

@@ -1,4 +1,4 @@
-"""What a step computes: schedule, accumulation, seeds, the control written naively."""
+"""What a step computes: the control and every objective written naively, accumulation, seeds, records."""
 
 import dataclasses
 from pathlib import Path
@@ -10,32 +10,27 @@ from runs import POLICIES, assert_same, config, exported, records
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvcat.data import file_documents, hash_order, pack, split_of
-from kvcat.data.excerpts import excerpts
-from kvcat.errors import InputError
-from kvcat.losses import distillation_kl
-from kvcat.models import load
+from kvcat.cache import CompactCache, CompactLayer, fingerprint
+from kvcat.compress import replay, trace
+from kvcat.data import open_tokens
+from kvcat.files import read_jsonl
+from kvcat.losses import distillation_kl, next_token_loss
+from kvcat.models import MaskedPass, load, logits_from_hidden
+from kvcat.policies import RandomPolicy
 from kvcat.training import loop as loop_module
-from kvcat.training import train
+from kvcat.training.loop import train
 from kvcat.training.objective import Objective
-from kvcat.training.optim import learning_rate
 
 ASSETS = Path(__file__).parents[3] / "shared" / "assets"
+PREFIX = 20
 
 
-def test_the_learning_rate_warms_up_to_the_peak_and_ends_on_the_floor():
-    run = config("m", "d", "o", max_steps=12, warmup_steps=3, peak_lr=0.9, min_lr=0.1)
-    rates = [learning_rate(step, run) for step in range(12)]
-    assert rates[:4] == pytest.approx([0.3, 0.6, 0.9, 0.9])
-    assert rates[7] == pytest.approx(0.5)  # the middle of the cosine from step 3 to step 11
-    assert rates[11] == pytest.approx(0.1)
-    assert rates[3:] == sorted(rates[3:], reverse=True)
+def some_tokens(batch=2):
+    return torch.randint(3, 200, (batch, 32), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize(("warmup", "rates"), [(0, [0.9, 0.1]), (1, [0.9, 0.9]), (2, [0.45, 0.9]), (4, [0.225, 0.45])])
-def test_the_schedule_of_very_short_runs_stays_between_zero_and_peak(warmup, rates):
-    run = config("m", "d", "o", max_steps=2, warmup_steps=warmup, peak_lr=0.9, min_lr=0.1)
-    assert [learning_rate(step, run) for step in range(2)] == pytest.approx(rates)
+def generators(count=2):
+    return [torch.Generator().manual_seed(i) for i in range(count)]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -46,17 +41,9 @@ def test_four_micro_batches_of_one_equal_one_of_four_up_to_rounding(
         return torch.optim.SGD([{"params": list(objective.parameters()), "lr_multiplier": 1.0}])
 
     monkeypatch.setattr(loop_module, "make_optimizer", plain)
+    options = {"policy": policy, "max_steps": 3, "peak_lr": 1.0}
     whole, split = (
-        config(
-            tiny_folder,
-            texts_folder,
-            tmp_path / str(size),
-            policy=policy,
-            micro_batch_size=size,
-            max_steps=3,
-            peak_lr=1.0,
-        )
-        for size in (4, 1)
+        config(tiny_folder, texts_folder, tmp_path / str(size), micro_batch_size=size, **options) for size in (4, 1)
     )
     train(whole, progress=False)
     train(split, progress=False)
@@ -69,41 +56,38 @@ def test_four_micro_batches_of_one_equal_one_of_four_up_to_rounding(
         assert one.get("kl", 0.0) == pytest.approx(four.get("kl", 0.0), abs=1e-4)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_one_seed_gives_one_result_and_another_seed_another(policy, tiny_folder, texts_folder, tmp_path):
+@pytest.mark.parametrize("policy", ["router", "random"])
+def test_one_seed_gives_one_result_whatever_the_global_random_state(policy, tiny_folder, texts_folder, tmp_path):
     runs = [
         config(tiny_folder, texts_folder, tmp_path / str(i), policy=policy, seed=seed, max_steps=2)
         for i, seed in enumerate((3, 3, 4))
     ]
-    for run in runs:
+    for state, run in enumerate(runs):
+        torch.manual_seed(state)
+        np.random.seed(state)  # noqa: NPY002 (the global state is what this test is about)
+        before = torch.get_rng_state()
         train(run, progress=False)
+        assert torch.equal(torch.get_rng_state(), before)
     first, same, other = (exported(run.output) for run in runs)
     assert_same(first, same)
     assert records(runs[0].output) == records(runs[1].output)
     assert any(not torch.equal(first[name], other[name]) for name in first)
 
 
-def test_the_global_random_state_neither_matters_nor_changes(tiny_folder, texts_folder, tmp_path):
-    runs = [config(tiny_folder, texts_folder, tmp_path / str(i), policy="router", max_steps=2) for i in range(2)]
-    for seed, run in enumerate(runs):
-        torch.manual_seed(seed)
-        np.random.seed(seed)  # noqa: NPY002 (the global state is what this test is about)
-        before = torch.get_rng_state()
-        train(run, progress=False)
-        assert torch.equal(torch.get_rng_state(), before)
-    assert_same(exported(runs[0].output), exported(runs[1].output))
-
-
 def test_the_control_is_plain_next_token_training(tiny_folder, texts_folder, tmp_path):
-    run = config(tiny_folder, texts_folder, tmp_path / "run", policy="control", max_steps=4)
+    run = config(tiny_folder, texts_folder, tmp_path / "run", policy="control", max_steps=4, validation_sequences=3)
     train(run, progress=False)
 
     model = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
-    documents = [d for d in file_documents(texts_folder) if split_of(d.id) == "train"]
-    read = excerpts(hash_order(documents, run.seed), tokenizer, run.seq_len, 16, run.seed)
-    table = pack(read, tokenizer, run.seq_len, max_sequences=16)
+    data = open_tokens(
+        str(texts_folder), AutoTokenizer.from_pretrained(tiny_folder), seq_len=run.seq_len, batch_size=run.batch_size,
+        max_steps=4, validation_sequences=3, seed=run.seed,
+    )  # fmt: skip
     start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    held_out = data.validation.take([0, 1, 2])
+    with torch.no_grad():
+        logits = model(held_out).logits[:, :-1].flatten(0, 1)
+        before = functional.cross_entropy(logits, held_out[:, 1:].flatten()).item()
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     optimizer = torch.optim.AdamW(
@@ -111,10 +95,9 @@ def test_the_control_is_plain_next_token_training(tiny_folder, texts_folder, tmp
         betas=run.betas,
     )
     losses = []
-    for step, rate in enumerate([5e-3, 1e-2, 1e-2, 1e-3]):
-        tokens = table.batch(step, run.batch_size, run.seed)
-        logits = model(tokens).logits
-        loss = -logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None]).mean()
+    for rate in [5e-3, 1e-2, 1e-2, 1e-3]:
+        tokens = data.train.read(range(run.batch_size))
+        loss = -model(tokens).logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None]).mean()
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.zero_grad()
@@ -124,6 +107,7 @@ def test_the_control_is_plain_next_token_training(tiny_folder, texts_folder, tmp
         losses.append(loss.item())
     logged = [r["dense_loss"] for r in records(run.output) if r["kind"] == "train"]
     assert logged == pytest.approx(losses, abs=1e-5)
+    assert records(run.output)[0]["dense_loss"] == pytest.approx(before, abs=1e-5)
     trained = exported(run.output)
     for name, parameter in model.named_parameters():
         # as a whole: Adam magnifies the rounding of single gradients that are nearly zero
@@ -131,7 +115,7 @@ def test_the_control_is_plain_next_token_training(tiny_folder, texts_folder, tmp
         assert (trained[name] - parameter.detach()).norm() < 5e-4 * moved, name
 
 
-def test_at_the_start_the_masked_pass_is_the_dense_pass_and_the_budget_is_one_over_the_target(
+def test_without_noise_the_masked_pass_starts_as_the_dense_pass_with_a_budget_of_one_over_the_target(
     tiny_folder, texts_folder, tmp_path
 ):
     run = config(tiny_folder, texts_folder, tmp_path / "run", router_noise=0.0, max_steps=1, target_keep=0.25)
@@ -155,30 +139,61 @@ def test_the_fixed_policies_keep_their_exact_count_and_pay_no_budget(policy, tin
     assert_same(exported(base.output), exported(other.output))
 
 
-def test_validation_weighs_every_held_out_sequence_alike(tiny_folder, texts_folder, tmp_path):
+@pytest.mark.parametrize("teacher", ["self", "frozen"])
+@pytest.mark.parametrize("prefix_range", [None, (0.6, 0.6)])
+def test_the_objective_is_the_kl_of_the_masked_tokens_and_the_anchor_of_all(
+    teacher, prefix_range, tiny_folder, tmp_path
+):
     run = config(
-        tiny_folder, texts_folder, tmp_path / "run", policy="control", max_steps=1, validation_sequences=3, batch_size=2
-    )
-    train(run, progress=False)
-    model = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)
-    documents = [d for d in file_documents(texts_folder) if split_of(d.id) == "validation"]
-    table = pack(hash_order(documents, 0), AutoTokenizer.from_pretrained(tiny_folder), run.seq_len, max_sequences=3)
-    tokens = torch.from_numpy(table.sequences.astype("int64"))
+        tiny_folder, "data", tmp_path / "run", policy="random", mask_weight=0.7, num_groups=1,
+        prefix_range=prefix_range, teacher=teacher,
+    )  # fmt: skip
+    prefix_len = PREFIX if prefix_range else 0
+    assert run.prefix_len_at(0) == run.prefix_len_at(None) == (prefix_len or None)
+    model, _ = load(tiny_folder)
+    objective, tokens = Objective(model, run), some_tokens()
+    assert not any("teacher" in name for name, _ in objective.named_parameters())
     with torch.no_grad():
-        expected = functional.cross_entropy(model(tokens).logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-    assert len(tokens) == 3
-    assert records(run.output)[0]["dense_loss"] == pytest.approx(expected.item(), abs=1e-5)
+        base = model(tokens).logits
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+    total, record = objective(tokens, generators(), 0)
+    with torch.no_grad(), MaskedPass(model, {0: RandomPolicy(0.5)}) as passes:
+        out = passes.hidden(tokens, generators(), prefix_len=prefix_len or None)
+        dense, masked = model(tokens).logits, logits_from_hidden(model, out.masked_hidden)
+    teach = dense if teacher == "self" else base
+    anchor = next_token_loss(dense, tokens) if teacher == "self" else distillation_kl(base, dense)
+    expected = 0.7 * distillation_kl(teach[:, prefix_len:], masked) + anchor
+    assert total.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert record["kl"].item() == pytest.approx(distillation_kl(dense[:, prefix_len:], masked).item(), rel=1e-5)
+    assert record["dense_loss"].item() == pytest.approx(next_token_loss(dense, tokens).item(), rel=1e-5)
 
 
-def test_a_run_that_diverges_stops_with_one_line_and_no_checkpoint_of_bad_weights(tiny_folder, texts_folder, tmp_path):
-    run = config(
-        tiny_folder, texts_folder, tmp_path / "run", policy="control", peak_lr=1e36, warmup_steps=0, checkpoint_every=1
-    )
-    with pytest.raises(InputError, match=r"diverged: the gradient of the model in step \d+ is not finite"):
-        train(run, progress=False)
-    saved = list((tmp_path / "run" / "checkpoints").glob("step-*"))
-    assert len(saved) <= 1
-    assert not (tmp_path / "run" / "export").exists()
+def test_a_suffix_sees_what_it_would_see_on_a_compact_cache_of_the_kept_slots(tiny_folder):
+    model, _ = load(tiny_folder)
+    tokens = some_tokens()
+    with torch.no_grad(), MaskedPass(model, {0: RandomPolicy(0.4)}) as passes:
+        out = passes.hidden(tokens, torch.Generator().manual_seed(1), prefix_len=PREFIX)
+    traced = trace(model, tokens, prefix_len=PREFIX)
+    slots = out.keep[0].nonzero()[:, 1].view(2, 1, -1, 1)
+    layers = [
+        CompactLayer(*(x.gather(2, slots.expand(-1, x.shape[1], -1, x.shape[3])) for x in layer))
+        for layer in zip(traced.keys, traced.values, strict=True)
+    ]
+    cache = CompactCache(layers, PREFIX, fingerprint(model))
+    assert cache.num_slots == 8
+    answered = replay(model, cache, tokens[:, PREFIX:])
+    torch.testing.assert_close(logits_from_hidden(model, out.masked_hidden), answered, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"policy": "random"}, {"policy": "attention", "prefix_range": (0.25, 0.9)}])
+def test_recomputed_activations_change_nothing(options, tiny_folder, texts_folder, tmp_path):
+    plain = config(tiny_folder, texts_folder, tmp_path / "plain", max_steps=3, **options)
+    again = dataclasses.replace(plain, output=str(tmp_path / "again"), activation_checkpointing=True)
+    train(plain, progress=False)
+    train(again, progress=False)
+    assert_same(exported(plain.output), exported(again.output))
+    assert records(plain.output) == records(again.output)
 
 
 def test_bfloat16_compute_keeps_float32_weights(tiny_folder, texts_folder, tmp_path):
@@ -188,11 +203,45 @@ def test_bfloat16_compute_keeps_float32_weights(tiny_folder, texts_folder, tmp_p
     assert all(np.isfinite(r["dense_loss"]) for r in records(run.output))
 
 
+def test_a_record_has_the_rates_and_gradient_norms_of_the_model_and_of_each_router(tiny_folder, texts_folder, tmp_path):
+    run = config(tiny_folder, texts_folder, tmp_path / "run", max_steps=2)
+    train(run, progress=False)
+    for record in (r for r in read_jsonl(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "train"):
+        assert record["router_lr"] == pytest.approx(10 * record["lr"])
+        norms = record["router_grad_norms"]
+        assert norms.keys() == {"0", "1"}
+        assert min(norms.values()) > 0
+        assert record["router_grad_norm"] == pytest.approx(sum(n**2 for n in norms.values()) ** 0.5, rel=1e-5)
+        assert record["grad_norm"] > 0
+        assert record["tokens_per_s"] > 0
+
+
+def test_without_a_terminal_lines_tell_losses_speed_and_the_time_left(tiny_folder, texts_folder, tmp_path, capsys):
+    train(config(tiny_folder, texts_folder, tmp_path / "run", policy="control", max_steps=3))
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("step ")]
+    assert len(lines) == 3
+    assert all("dense " in line and " tokens/s" in line and line.endswith(" left") for line in lines)
+
+
+def test_tensorboard_gets_every_number_of_every_record(tiny_folder, texts_folder, tmp_path):
+    pytest.importorskip("tensorboard", reason="needs kvcat[tensorboard]")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = config(tiny_folder, texts_folder, tmp_path / "run", monitor="tensorboard", max_steps=3)
+    train(run, progress=False)
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    losses = [r["dense_loss"] for r in records(run.output) if r["kind"] == "train"]
+    assert [e.value for e in events.Scalars("train/dense_loss")] == pytest.approx(losses)
+    assert [e.step for e in events.Scalars("train/kept/0")] == [1, 2, 3]
+    assert [e.step for e in events.Scalars("validation/kl")] == [0, 3]
+
+
 def learns(model, data, output, **options):
     """Mean kept fraction of each router over the last 50 of 300 steps of the small recipe."""
     from kvcat.recipes import small
 
-    run = small(model=str(model), data=str(data), output=str(output), max_steps=300, **options)
+    run = small(model=str(model), data=str(data), output=str(output), max_steps=300, validation_every=300, **options)
     train(run, progress=False)
     kept = [r["kept"] for r in records(run.output) if r["kind"] == "train"][-50:]
     return {layer: float(np.mean([k[layer] for k in kept])) for layer in kept[0]}
@@ -200,37 +249,12 @@ def learns(model, data, output, **options):
 
 @pytest.mark.slow
 def test_with_the_recipes_settings_the_routers_reach_their_target(tiny_folder, texts_folder, tmp_path):
-    kept = learns(
-        tiny_folder, texts_folder, tmp_path / "run", seq_len=64, batch_size=4, num_groups=2, validation_every=300
-    )
+    kept = learns(tiny_folder, texts_folder, tmp_path / "run", seq_len=64, batch_size=4, num_groups=2)
     assert all(abs(value - 0.5) <= 0.05 for value in kept.values()), kept
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not ASSETS.is_dir(), reason=f"no {ASSETS}")
 def test_on_a_pretrained_model_the_routers_reach_their_target_too(tmp_path):
-    kept = learns(
-        ASSETS / "models" / "stories260K", ASSETS / "corpora" / "books-validation.parquet", tmp_path / "run",
-        validation_every=300,
-    )  # fmt: skip
+    kept = learns(ASSETS / "models" / "stories260K", ASSETS / "corpora" / "books-validation.parquet", tmp_path / "run")
     assert all(abs(value - 0.5) <= 0.05 for value in kept.values()), kept
-
-
-def test_a_frozen_teacher_teaches_both_passes_and_stays_as_it_was(tiny_folder, texts_folder, tmp_path):
-    run = config(tiny_folder, texts_folder, tmp_path / "run", teacher="frozen", router_noise=0.0)
-    model, _ = load(tiny_folder)
-    objective = Objective(model, run)
-    tokens = torch.randint(3, 200, (2, 32), generator=torch.Generator().manual_seed(0))
-    generators = [torch.Generator().manual_seed(i) for i in range(2)]
-    total, record = objective(tokens, generators, range(2), 0)
-    assert total.item() == pytest.approx(run.budget_weight * 2.0, abs=1e-6)
-    assert record["kl"].item() == pytest.approx(0.0, abs=1e-6)
-    assert not any(name.startswith("_teacher") for name, _ in objective.named_parameters())
-    with torch.no_grad():
-        base = model(tokens).logits
-        for parameter in model.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
-        moved = distillation_kl(base, model(tokens).logits)
-    total, record = objective(tokens, generators, range(2), 0)
-    assert record["kl"].item() == pytest.approx(0.0, abs=1e-6)  # the routers still keep everything
-    assert total.item() == pytest.approx((2 * moved + run.budget_weight * 2.0).item(), rel=1e-5)

@@ -1,19 +1,23 @@
 """A run that was stopped equals one that was not."""
 
+import dataclasses
 import os
 import random
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from runs import POLICIES, assert_same, config, exported, records, start_command, state
 
 from kvcat.errors import InputError
-from kvcat.training import Stopped, train
+from kvcat.files import LOCK_FILE, read_jsonl, write_json
 from kvcat.training import loop as loop_module
 from kvcat.training.checkpoint import Checkpoints, folders, verify
-from kvcat.training.world import World
+from kvcat.training.config import TrainConfig
+from kvcat.training.distributed import World
+from kvcat.training.loop import Stopped, learning_rate, train
 
 
 def interrupt_after(monkeypatch, step):
@@ -28,17 +32,14 @@ def interrupt_after(monkeypatch, step):
     monkeypatch.setattr(loop_module.Trainer, "_train_step", train_step)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("options", [{"policy": p} for p in POLICIES] + [{"lora_rank": 2, "policy": "random"}], ids=str)
 def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
-    policy, tiny_folder, texts_folder, tmp_path, monkeypatch
+    options, tiny_folder, texts_folder, tmp_path, monkeypatch
 ):
-    whole, broken = (config(tiny_folder, texts_folder, tmp_path / name, policy=policy) for name in "ab")
+    whole, broken = (config(tiny_folder, texts_folder, tmp_path / name, **options) for name in "ab")
     train(whole, progress=False)
     for step in (1, 3):
-        with monkeypatch.context() as patch:
-            interrupt_after(patch, step)
-            with pytest.raises(Stopped, match=f"after step {step};"):
-                train(broken, progress=False)
+        stopped(broken, step, monkeypatch)
     train(broken, progress=False)
     assert_same(state(whole.output), state(broken.output))
     assert_same(exported(whole.output), exported(broken.output))
@@ -68,19 +69,39 @@ def test_a_run_killed_between_its_last_checkpoint_and_the_export_only_exports(
     assert (result.export / "model.safetensors").exists()
 
 
+def stopped(run, step, monkeypatch):
+    """A run that was stopped after a step."""
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, step)
+        with pytest.raises(Stopped):
+            train(run, progress=False)
+    return run
+
+
+def harm(folder, how):
+    """Damage a checkpoint."""
+    tensors, described = folder / "__0_0.distcp", folder / "state.json"
+    if how == "truncated":
+        tensors.write_bytes(tensors.read_bytes()[:-9])
+    elif how == "flipped":
+        tensors.write_bytes(bytes([tensors.read_bytes()[0] ^ 1]) + tensors.read_bytes()[1:])
+    elif how == "no state":
+        described.unlink()
+    else:
+        described.write_text("" if how == "empty state" else "[]")
+
+
+def contents(folder):
+    return {f: f.read_bytes() for f in folder.rglob("*") if f.is_file() and f.name != LOCK_FILE}
+
+
 def test_a_damaged_newest_checkpoint_is_passed_over_with_a_message(
     tiny_folder, texts_folder, tmp_path, monkeypatch, capsys
 ):
     whole, broken = (config(tiny_folder, texts_folder, tmp_path / name, checkpoint_every=1) for name in "ab")
     train(whole, progress=False)
-    with monkeypatch.context() as patch:
-        interrupt_after(patch, 4)
-        with pytest.raises(Stopped):
-            train(broken, progress=False)
-    damaged = tmp_path / "b" / "checkpoints" / "step-000004" / "__0_0.distcp"
-    content = bytearray(damaged.read_bytes())
-    content[-1] ^= 1
-    damaged.write_bytes(content)
+    stopped(broken, 4, monkeypatch)
+    harm(tmp_path / "b" / "checkpoints" / "step-000004", "flipped")
     capsys.readouterr()
     train(broken)
     lines = [line for line in capsys.readouterr().err.splitlines() if "is damaged" in line]
@@ -88,6 +109,84 @@ def test_a_damaged_newest_checkpoint_is_passed_over_with_a_message(
     assert "step-000004" in lines[0]
     assert_same(state(whole.output), state(broken.output))
     assert records(whole.output) == records(broken.output)
+
+
+def test_where_no_checkpoint_is_whole_the_run_refuses_names_each_and_touches_nothing(
+    tiny_folder, texts_folder, tmp_path, monkeypatch
+):
+    run = stopped(config(tiny_folder, texts_folder, tmp_path / "run", checkpoint_every=1), 4, monkeypatch)
+    harm(tmp_path / "run" / "checkpoints" / "step-000003", "flipped")
+    harm(tmp_path / "run" / "checkpoints" / "step-000004", "no state")
+    before = contents(tmp_path / "run")
+    with pytest.raises(InputError) as caught:
+        train(dataclasses.replace(run, log_every=2), progress=False)
+    said = str(caught.value)
+    assert all(part in said for part in ("step-000003 is damaged: __0_0", "step-000004 is damaged: state.json"))
+    assert "\n" not in said
+    assert contents(tmp_path / "run") == before
+
+
+@pytest.mark.parametrize("why", ["newer", "unreadable"])
+def test_a_checkpoint_that_may_be_whole_is_never_passed_over(why, tiny_folder, texts_folder, tmp_path, monkeypatch):
+    run = stopped(config(tiny_folder, texts_folder, tmp_path / "run", checkpoint_every=1), 4, monkeypatch)
+    described = tmp_path / "run" / "checkpoints" / "step-000004" / "state.json"
+    if why == "newer":
+        described.write_text(described.read_text().replace('"format": 2', '"format": 3'))
+    else:
+        read = Path.read_text
+
+        def read_text(path, *args, **options):
+            if path == described:
+                raise OSError(5, "Input/output error")
+            return read(path, *args, **options)
+
+        monkeypatch.setattr(Path, "read_text", read_text)
+    before = contents(tmp_path / "run")
+    reason = "format 3; this version reads 2" if why == "newer" else "cannot be read: Input/output error"
+    with pytest.raises(InputError, match=f"step-000004 .*{reason}"):
+        train(run, progress=False)
+    assert contents(tmp_path / "run") == before
+
+
+def test_a_continuation_may_change_how_the_work_is_done_and_records_it(
+    tiny_folder, texts_folder, tmp_path, monkeypatch
+):
+    options = {"policy": "random", "peak_lr": 1e-3}
+    whole, broken = (config(tiny_folder, texts_folder, tmp_path / name, **options) for name in "ab")
+    train(whole, progress=False)
+    stopped(broken, 3, monkeypatch)
+    changed = {"micro_batch_size": 2, "activation_checkpointing": True, "validation_every": 2, "checkpoint_every": 5}
+    train(dataclasses.replace(broken, **changed), progress=False)
+    losses = [[r["dense_loss"] for r in records(run.output) if r["kind"] == "train"] for run in (whole, broken)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    (record,) = read_jsonl(tmp_path / "b" / "changes.jsonl")
+    assert record == {"step": 3, "changed": {n: [getattr(broken, n), new] for n, new in changed.items()}}
+    assert TrainConfig.load(tmp_path / "b" / "config.json") == dataclasses.replace(broken, **changed)
+
+
+def test_a_finished_run_goes_on_to_a_larger_number_of_steps(tiny_folder, texts_folder, tmp_path, capsys):
+    run = config(tiny_folder, texts_folder, tmp_path / "run", policy="control", max_steps=4, checkpoint_every=1)
+    train(run, progress=False)
+    before = records(run.output)
+    longer = dataclasses.replace(run, max_steps=7)
+    assert train(longer).validation["step"] == 7
+    assert "from step 4 on the learning rate follows the schedule of 7 steps" in capsys.readouterr().err
+    after = records(run.output)
+    assert after[: len(before)] == before
+    rates = [r["lr"] for r in after if r["kind"] == "train"]
+    assert rates[4:] == [learning_rate(step, longer) for step in (4, 5, 6)]
+    again = train(dataclasses.replace(longer, max_steps=8), progress=False)  # the table of 4 steps still serves
+    assert again.validation["step"] == 8
+
+
+@pytest.mark.parametrize("name", ["seed", "batch_size", "dtype", "max_grad_norm", "target_keep"])
+def test_what_changes_the_mathematics_stays_refused(name, tiny_folder, texts_folder, tmp_path, monkeypatch):
+    run = config(tiny_folder, texts_folder, tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    write_json(tmp_path / "run" / "config.json", dataclasses.asdict(run))
+    other = {"seed": 9, "batch_size": 2, "dtype": "bfloat16", "max_grad_norm": 2.0, "target_keep": 0.4}[name]
+    with pytest.raises(InputError, match=f"holds another run: its {name} is"):
+        train(dataclasses.replace(run, **{name: other}), progress=False)
 
 
 def checkpoints(run, keep=2, value=0.0):
@@ -106,6 +205,8 @@ def save(run, step, **options):
 
 def test_what_is_saved_is_the_state_at_the_call_and_what_is_loaded_is_what_was_saved(tmp_path):
     made = checkpoints(tmp_path, value=1.0)
+    assert made.load_newest() == (0, [], [])
+    assert (made.module.weight == 1).all()
     made.module.weight.sum().backward()
     made.optimizer.step()
     weight, moment = made.module.weight.detach().clone(), made.optimizer.state[made.module.weight]["exp_avg"].clone()
@@ -120,45 +221,23 @@ def test_what_is_saved_is_the_state_at_the_call_and_what_is_loaded_is_what_was_s
     assert torch.equal(again.optimizer.state[again.module.weight]["exp_avg"], moment)
 
 
-def test_without_a_checkpoint_nothing_changes(tmp_path):
-    made = checkpoints(tmp_path, value=3.0)
-    assert made.load_newest() == (0, [], [])
-    assert (made.module.weight == 3).all()
-
-
-@pytest.mark.parametrize("harm", ["truncate", "flip", "empty state", "no state", "list", "newer"])
-def test_every_kind_of_damage_to_a_checkpoint_is_seen(harm, tmp_path):
+@pytest.mark.parametrize("how", ["truncated", "flipped", "empty state", "no state", "list"])
+def test_every_kind_of_damage_to_a_checkpoint_is_seen(how, tmp_path):
     for step in (1, 2):
         save(tmp_path, step)
-    newest = tmp_path / "checkpoints" / "step-000002"
-    tensors, described = newest / "__0_0.distcp", newest / "state.json"
-    if harm == "truncate":
-        tensors.write_bytes(tensors.read_bytes()[:-9])
-    elif harm == "flip":
-        tensors.write_bytes(bytes([tensors.read_bytes()[0] ^ 1]) + tensors.read_bytes()[1:])
-    elif harm == "no state":
-        described.unlink()
-    elif harm == "newer":
-        described.write_text(described.read_text().replace('"format": 2', '"format": 3'))
-    else:
-        described.write_text("" if harm == "empty state" else "[]")
+    harm(tmp_path / "checkpoints" / "step-000002", how)
     step, states, notes = checkpoints(tmp_path).load_newest()
     assert (step, states) == (1, [{"place": 1}])
     assert len(notes) == 1
 
 
-def test_a_damaged_later_checkpoint_does_not_push_a_whole_one_out(tmp_path):
-    save(tmp_path, 9, keep=1)
-    (tmp_path / "checkpoints" / "step-000009" / "state.json").write_text("{")
-    save(tmp_path, 4, keep=1)
-    assert checkpoints(tmp_path).load_newest() == (4, [{"place": 4}], [])
-
-
-def test_only_the_newest_checkpoints_stay(tmp_path):
+def test_only_the_newest_checkpoints_stay_and_damaged_later_ones_go(tmp_path):
     for step in (2, 10, 999_999, 1_000_000):
         save(tmp_path, step)
     assert {f.name for f in (tmp_path / "checkpoints").iterdir()} == {"step-999999", "step-1000000"}
-    assert checkpoints(tmp_path).load_newest()[0] == 1_000_000
+    (tmp_path / "checkpoints" / "step-1000000" / "state.json").write_text("{")
+    save(tmp_path, 999_999, keep=1)
+    assert checkpoints(tmp_path).load_newest() == (999_999, [{"place": 999_999}], [])
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("failed writing file")])

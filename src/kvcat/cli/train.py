@@ -67,7 +67,7 @@ def train(arguments: Sequence[str]) -> None:
         for part, text in plan(config).items():
             print(f"{part:18}{text}")
         return
-    from kvcat.training import train
+    from kvcat.training.loop import train
 
     result = train(config)
     if os.environ.get("RANK", "0") == "0":
@@ -233,7 +233,7 @@ def _tokenizer(name: str) -> Any:
     """
     where, local = str(Path(name).expanduser()), True
     if not Path(where).is_dir():
-        from kvcat.hub import BASE_NAME, local_folder
+        from kvcat.models.hub import BASE_NAME, local_folder
 
         local = name == BASE_NAME or Path(where).exists() or name.startswith((".", "/", "~"))
         where = str(local_folder(name)) if local else name

@@ -9,8 +9,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from kvcat.data import Document, hash_order, installed_documents, split_of
+from kvcat.files import read_jsonl
 from kvcat.recipes.card import base_card, measure
-from kvcat.training import TrainConfig, read_metrics, train
+from kvcat.training.config import TrainConfig
+from kvcat.training.loop import train
 
 VOCAB_SIZE = 1024
 CONTEXT = 1024
@@ -118,7 +120,7 @@ def pretrain(output: Path, *, device: str = "cpu", progress: bool = True) -> Pat
 def write_card(run: Path, config: TrainConfig) -> None:
     """Measure the exported base on held-out files and write its card."""
     seconds = [
-        config.tokens_per_step / r["tokens_per_s"] for r in read_metrics(run / "metrics.jsonl") if r["kind"] == "train"
+        config.tokens_per_step / r["tokens_per_s"] for r in read_jsonl(run / "metrics.jsonl") if r["kind"] == "train"
     ]
     hours = sum(seconds) * config.log_every / 3600
     (run / "export" / "README.md").write_text(base_card(config, measure(run / "export"), hours))

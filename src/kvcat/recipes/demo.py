@@ -10,11 +10,11 @@ from kvcat.data import split_documents
 from kvcat.errors import InputError
 from kvcat.evals import Method, Window, evaluate_suffix, read_records, windows_from_documents
 from kvcat.evals.rows import summarise
-from kvcat.hub import BASE_NAME
-from kvcat.models import load
+from kvcat.models import BASE_NAME, load
 from kvcat.recipes.base import pretrain
 from kvcat.report import headline_text, write_report
-from kvcat.training import TrainConfig, train
+from kvcat.training.config import TrainConfig
+from kvcat.training.loop import train
 
 PREFIX, SUFFIX = 768, 256
 KEEP_RATIOS = (0.05, 0.1, 0.2, 0.4)

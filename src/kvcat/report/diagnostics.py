@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from kvcat.errors import InputError
+from kvcat.files import read_jsonl
 from kvcat.report.style import COLOURS, colours, markers
-from kvcat.training.metrics import read_metrics
 
 Records = Sequence[Mapping[str, Any]]
 LOSSES = {"dense_loss": "dense loss", "masked_loss": "masked loss", "kl": "KL(dense || masked)"}
@@ -20,7 +20,7 @@ def run_metrics(folder: Path) -> list[dict[str, Any]]:
     Raises:
         InputError: no ``metrics.jsonl`` with records in the folder.
     """
-    records = read_metrics(folder / "metrics.jsonl")
+    records = read_jsonl(folder / "metrics.jsonl")
     if not records:
         raise InputError(f"{folder} is no training run: it has no metrics.jsonl with records")
     return records

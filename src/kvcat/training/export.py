@@ -1,6 +1,5 @@
-"""The product of a run: an ordinary Hugging Face folder with a card that tells how it was made."""
+"""The product of a run: an ordinary Hugging Face folder with a card that says how it was made."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,19 +8,19 @@ from safetensors.torch import save_file
 
 from kvcat import __version__
 from kvcat.errors import InputError
+from kvcat.files import atomic_write, read_jsonl
 from kvcat.models import load, save
 from kvcat.training.checkpoint import load_module, verify
 from kvcat.training.config import TrainConfig
-from kvcat.training.lora import merge_lora
-from kvcat.training.metrics import METRICS_FILE, read_metrics
-from kvcat.training.objective import Objective
-from kvcat.training.setup import CONFIG_FILE
+from kvcat.training.log import METRICS_FILE
+from kvcat.training.objective import Objective, merge_lora
+from kvcat.training.run_folder import CONFIG_FILE
 
 
 def export_checkpoint(checkpoint: Path, target: Path) -> Path:
     """Write a checkpoint of a run, live or ended, as an ordinary Hugging Face folder; returns it.
 
-    Model, tokenizer and card go into ``target``; the routers stay out of it, in a file beside it.
+    Model, tokenizer and card go into ``target``; the routers go into a file next to it.
 
     Args:
         checkpoint: folder ``step-N`` of a run.
@@ -40,19 +39,16 @@ def export_checkpoint(checkpoint: Path, target: Path) -> Path:
     objective = Objective(model, config)
     load_module(checkpoint, objective)
     merge_lora(model, config)
-    validation = [r for r in read_metrics(run / METRICS_FILE) if r["kind"] == "validation"]
-    validation = [r for r in validation if r["step"] <= described["step"]]
-    partial = target.with_name(f".partial-{target.name}")
-    for left in run.glob(".*partial-export*") if own else ():  # by a kill in the middle of an export
-        shutil.rmtree(left, ignore_errors=True)
-    save(model.to(getattr(torch, config.export_dtype)), tokenizer, partial)
-    (partial / "README.md").write_text(model_card(config, described["step"], validation[-1] if validation else {}))
+    records = [r for r in read_jsonl(run / METRICS_FILE) if r["kind"] == "validation"]
+    validation = [r for r in records if r["step"] <= described["step"]]
+    with atomic_write(target) as partial:
+        save(model.to(getattr(torch, config.export_dtype)), tokenizer, partial)
+        (partial / "README.md").write_text(model_card(config, described["step"], validation[-1] if validation else {}))
     routers = {} if objective.masked_pass is None else objective.masked_pass.state_dict()
     if routers:
-        beside = "routers.safetensors" if own else f"{target.name}-routers.safetensors"
-        save_file({k: v.contiguous() for k, v in routers.items()}, target.with_name(beside))
-    shutil.rmtree(target, ignore_errors=True)
-    partial.rename(target)
+        name = "routers.safetensors" if own else f"{target.name}-routers.safetensors"
+        with atomic_write(target.with_name(name)) as partial:
+            save_file({k: v.contiguous() for k, v in routers.items()}, partial)
     return target
 
 

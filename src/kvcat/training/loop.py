@@ -1,11 +1,14 @@
 """The training loop, for one process or many."""
 
-import json
 import math
+import signal
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -15,22 +18,26 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcat.data import ReadingStopped, merge_states, open_tokens
 from kvcat.errors import InputError
+from kvcat.files import one_writer, read_json, read_jsonl, write_json
 from kvcat.models import load, self_test
 from kvcat.training.checkpoint import Checkpoints, checkpoint_folder, folders
 from kvcat.training.config import TrainConfig
+from kvcat.training.distributed import (
+    World,
+    join_world,
+    prepare_layers,
+    reduce_in_next_backward,
+    reduce_policies,
+    shard,
+)
 from kvcat.training.export import export_checkpoint
-from kvcat.training.metrics import METRICS_FILE, MetricsLog, read_metrics
-from kvcat.training.monitors import open_monitor
-from kvcat.training.objective import Objective, Record, mean_record
-from kvcat.training.optim import learning_rate, make_optimizer, set_learning_rate
-from kvcat.training.progress import Progress
-from kvcat.training.setup import check_disk, check_folder, check_request, claim_folder
-from kvcat.training.sharding import prepare_layers, reduce_policies, shard
-from kvcat.training.stop import Stopped, stop_requests
-from kvcat.training.throughput import flops_per_token, peak_flops, peak_memory
-from kvcat.training.world import World, join_world
+from kvcat.training.log import METRICS_FILE, MetricsLog, Progress, mean_record
+from kvcat.training.objective import Objective, Record
+from kvcat.training.plan import check_request, flops_per_token, peak_flops, peak_memory
+from kvcat.training.run_folder import check_disk, check_folder, claim_run, record_changes
 
 EXPLODED = 1e6  # a routers' gradient norm that no clipping makes useful
+DONE_FILE = "done.json"
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,19 @@ class TrainResult:
     validation: dict[str, object]
 
 
+class Stopped(Exception):  # noqa: N818 (not an error)
+    """A signal ended the run after its state was saved.
+
+    Args:
+        signum: the signal's number.
+        message: where the run stands.
+    """
+
+    def __init__(self, signum: int, message: str) -> None:
+        super().__init__(message)
+        self.signum = signum
+
+
 def train(config: TrainConfig, *, progress: bool = True) -> TrainResult:
     """Train a checkpoint, or continue the run that stands in ``config.output``; returns where the result is.
 
@@ -57,32 +77,39 @@ def train(config: TrainConfig, *, progress: bool = True) -> TrainResult:
 
     Args:
         config: the whole configuration.
-        progress: show a progress bar on standard error.
+        progress: show progress on standard error.
 
     Raises:
         InputError: a value out of range, an output folder of another run, text shorter than a sequence, routers at
-            layers that do not exist, too little disk space, a loss that diverges.
+            layers that do not exist, too little disk space, no whole checkpoint among those of the run, a loss that
+            diverges.
         Stopped: a signal ended the run; its state is saved.
     """
     run = Path(config.output)
     check_request(config)
-    check_folder(run, config)
-    if (run / "done.json").exists() and (run / "export" / "config.json").exists():
-        return TrainResult(run, run / "export", read_metrics(run / METRICS_FILE)[-1])
-    with join_world(config.device, group=config.dtype != "float32") as world, stop_requests() as signals:
+    with join_world(config.device, group=config.dtype != "float32") as world, _stop_requests() as signals:
+        changes, finished = world.first(lambda: (check_folder(config), _is_finished(config)))
+        if finished:
+            return TrainResult(run, run / "export", read_jsonl(run / METRICS_FILE)[-1])
         model, tokenizer = load(config.model, dtype="float32", device=str(world.device))
         if config.prefix_range is not None and config.masked_share:
             self_test(model, split=True)
-        check_disk(run, model, config.keep_checkpoints)
-        with Trainer(config, model, tokenizer, world, signals) as trainer:
+        with Trainer(config, model, tokenizer, world, signals, changes) as trainer:
             with Progress(config.max_steps, trainer.step, enabled=progress and world.is_first) as bar:
                 bar.note(*trainer.notes)
                 trainer.run(bar)
             if world.is_first:
                 export_checkpoint(checkpoint_folder(run, config.max_steps), run / "export")
-                (run / "done.json").write_text(json.dumps({"steps": config.max_steps}) + "\n")
+                write_json(run / DONE_FILE, {"steps": config.max_steps})
             world.wait()
     return TrainResult(run, run / "export", trainer.log.last("validation"))
+
+
+def _is_finished(config: TrainConfig) -> bool:
+    run = Path(config.output)
+    if not ((run / DONE_FILE).exists() and (run / "export" / "config.json").exists()):
+        return False
+    return read_json(run / DONE_FILE).get("steps") == config.max_steps
 
 
 class Trainer:
@@ -93,7 +120,8 @@ class Trainer:
         model: the causal LM, float32, on the world's device.
         tokenizer: its tokenizer.
         world: the processes of the run.
-        signals: filled with the number of a signal that asks the run to stop.
+        signals: filled with the number of a signal that stops the run.
+        changes: what this continuation changes, see ``check_folder``.
     """
 
     def __init__(
@@ -102,38 +130,49 @@ class Trainer:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         world: World,
-        signals: Sequence[int] = (),
+        signals: Sequence[int],
+        changes: dict[str, list[Any]],
     ) -> None:
         run = Path(config.output)
         self.config, self.world, self.signals = config, world, signals
         self.flops_per_token = flops_per_token(model, config)
         self.objective = Objective(model, config).to(world.device)
+        world.first(lambda: check_disk(config, self.objective))
         own = config.batch_size // world.size
         self.streams = range(world.rank * own, (world.rank + 1) * own)
-        self.data = open_tokens(
-            config.data, tokenizer, seq_len=config.seq_len, batch_size=config.batch_size, max_steps=config.max_steps,
+        with ExitStack() as stack:
+            read = self._open_data(tokenizer, config.max_steps)
+            steps = world.first(lambda: stack.enter_context(one_writer(run)) or claim_run(config))
+            if steps != config.max_steps:  # the table of a run on local text has the size that it began with
+                read.train.close()
+                read = self._open_data(tokenizer, steps)
+            self.data = read
+            stack.callback(self.data.train.close)
+            prepare_layers(model, config)
+            shard(self.objective, world, getattr(torch, config.dtype))
+            self.optimizer = make_optimizer(self.objective, config)
+            self.checkpoints = Checkpoints(run, config.keep_checkpoints, world, self.objective, self.optimizer)
+            self.step, states, self.notes = self.checkpoints.load_newest()
+            if states:
+                self.data.train.load_state_dict(merge_states(states))
+            self.notes += world.first(lambda: record_changes(config, self.step, changes))
+            self.log = MetricsLog(config, self.step, enabled=world.is_first)
+            stack.callback(self.log.close)
+            self._resources = stack.pop_all()
+
+    def _open_data(self, tokenizer: PreTrainedTokenizerBase, max_steps: int) -> Any:
+        config = self.config
+        return open_tokens(
+            config.data, tokenizer, seq_len=config.seq_len, batch_size=config.batch_size, max_steps=max_steps,
             validation_sequences=config.validation_sequences, seed=config.seed, streams=self.streams,
-            workers=config.workers, stop=lambda: bool(signals), check=world.is_first,
+            workers=config.workers, stop=lambda: bool(self.signals), check=self.world.is_first,
         )  # fmt: skip
-        self.lock = claim_folder(run, config, write=world.is_first)
-        world.wait()
-        prepare_layers(model, config)
-        shard(self.objective, world, getattr(torch, config.dtype))
-        self.optimizer = make_optimizer(self.objective, config)
-        self.checkpoints = Checkpoints(run, config.keep_checkpoints, world, self.objective, self.optimizer)
-        self.step, states, self.notes = self.checkpoints.load_newest()
-        if states:
-            self.data.train.load_state_dict(merge_states(states))
-        monitor = open_monitor(config) if world.is_first else None
-        self.log = MetricsLog(run / METRICS_FILE, self.step, enabled=world.is_first, monitor=monitor)
 
     def __enter__(self) -> "Trainer":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.data.train.close()
-        self.log.close()
-        self.lock.release()
+        self._resources.close()
 
     def run(self, bar: Progress) -> None:
         """Train to the last step, validating and saving on the way."""
@@ -143,8 +182,9 @@ class Trainer:
         while self.step < config.max_steps:
             started = time.perf_counter()
             record = self._train_step()
+            record = {"kind": "train", "step": self.step, **record, **self._speed(started)}
             if self.step % config.log_every == 0 or self.step == config.max_steps:
-                self.log.write({"kind": "train", "step": self.step, **record, **self._speed(started)})
+                self.log.write(record)
             bar.update(self.step, record)
             self._after_step(bar)
         self.checkpoints.wait()
@@ -158,8 +198,10 @@ class Trainer:
             self.checkpoints.save(self.step, self.data.train.state_dict(), bar.saved)
         if stopping and not last:
             self.checkpoints.wait()
-            signum = self.signals[0] if self.signals else 15
-            raise Stopped(signum, f"stopped after step {self.step}; the same command continues")
+            raise self._stopped(f"stopped after step {self.step}; the same command continues")
+
+    def _stopped(self, message: str) -> Stopped:
+        return Stopped(self.signals[0] if self.signals else signal.SIGTERM, message)
 
     def _train_step(self) -> dict[str, Any]:
         config, world = self.config, self.world
@@ -169,41 +211,47 @@ class Trainer:
         size = config.micro_batch_size or own
         records = []
         for start in range(0, own, size):
+            reduce_in_next_backward(self.objective, is_last=start + size >= own)
             streams = self.streams[start : start + size]
             total, record = self._losses(self._read(streams), streams, self.step)
             (total * (size / own)).backward()
             records.append(record)
+        routers = self.objective.router_parameters()
         policies = self.objective.policy_parameters()
         reduce_policies(policies, world)
-        norms = {"grad_norm": _clip(self.objective.model.parameters(), config.max_grad_norm)}
+        norms: dict[str, Any] = {}
+        rates = {"lr": rate}
         if policies:
+            rates["router_lr"] = rate * config.router_lr_multiplier
+            norms["router_grad_norms"] = {start: _norm(parameters) for start, parameters in routers.items()}
             norms["router_grad_norm"] = _clip(policies, config.max_grad_norm)
-        self._refuse_divergence(norms)
+        norms["grad_norm"] = _clip(self.objective.model.parameters(), config.max_grad_norm)
+        self._refuse_divergence("model", norms["grad_norm"])
+        self._refuse_divergence("routers", norms.get("router_grad_norm", 0.0))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
         losses = mean_record(records, [1.0] * len(records), world)
-        return {"tokens": self.step * config.tokens_per_step, "lr": rate, **losses, **norms}
+        return {"tokens": self.step * config.tokens_per_step, **rates, **losses, **norms}
 
     def _read(self, streams: Sequence[int]) -> torch.Tensor:
         try:
             return self.data.train.read(streams)
         except ReadingStopped:
-            signum = self.signals[0] if self.signals else 15
-            told = f"stopped while waiting for data after step {self.step}; the last checkpoint is in place"
-            raise Stopped(signum, told) from None
+            message = f"stopped while waiting for data after step {self.step}; the last checkpoint is in place"
+            raise self._stopped(message) from None
 
     def _losses(self, tokens: torch.Tensor, sequences: Sequence[int], step: int | None) -> tuple[torch.Tensor, Record]:
-        """The objective; masks are a function of seed, step and sequence: nothing to save, nothing to lose."""
+        """The objective; masks are a function of seed, step and sequence, so a checkpoint need not hold them."""
         generators = []
         for sequence in sequences:
             words = np.random.SeedSequence([self.config.seed, step is not None, step or 0, sequence])
             generators.append(torch.Generator().manual_seed(int(words.generate_state(1, np.uint64)[0] >> 1)))
-        return self.objective(tokens.to(self.world.device, non_blocking=True), generators, sequences, step)
+        return self.objective(tokens.to(self.world.device, non_blocking=True), generators, step)
 
     @torch.no_grad()
     def _validate(self, bar: Progress) -> None:
-        """Means over all validation sequences; a process without one left runs along with weight 0."""
+        """Means over all validation sequences; a process without one left takes part with weight 0."""
         table, world = self.data.validation, self.world
         size = self.config.micro_batch_size or len(self.streams)
         rounds = math.ceil(len(table) / (size * world.size))
@@ -218,19 +266,17 @@ class Trainer:
         self.log.write(record)
         bar.validated(record)
 
-    def _refuse_divergence(self, norms: dict[str, float]) -> None:
-        for name, norm in norms.items():
-            whose = "routers" if name.startswith("router") else "model"
-            if math.isfinite(norm) and not (whose == "routers" and norm > EXPLODED):
-                continue
-            self.checkpoints.wait()
-            told = f"exploded to norm {norm:.1e}" if math.isfinite(norm) else "is not finite"
-            saved = folders(Path(self.config.output))
-            place = f"the last checkpoint is {saved[-1].name} in {self.config.output}" if saved else "nothing was saved"
-            raise InputError(
-                f"training diverged: the gradient of the {whose} in step {self.step + 1} "
-                f"{told}; {place}, a smaller peak_lr than {self.config.peak_lr:g} needs another output folder"
-            )
+    def _refuse_divergence(self, whose: str, norm: float) -> None:
+        if math.isfinite(norm) and (whose == "model" or norm <= EXPLODED):
+            return
+        self.checkpoints.wait()
+        what = f"exploded to norm {norm:.1e}" if math.isfinite(norm) else "is not finite"
+        saved = folders(Path(self.config.output))
+        place = f"the last checkpoint is {saved[-1].name} in {self.config.output}" if saved else "nothing was saved"
+        raise InputError(
+            f"training diverged: the gradient of the {whose} in step {self.step + 1} "
+            f"{what}; {place}, a smaller peak_lr than {self.config.peak_lr:g} needs another output folder"
+        )
 
     def _speed(self, started: float) -> dict[str, float]:
         rate = self.config.tokens_per_step / (time.perf_counter() - started)
@@ -239,6 +285,66 @@ class Trainer:
         return {"tokens_per_s": rate, **used, "peak_memory_gib": peak_memory(self.world.device)}
 
 
+def learning_rate(step: int, config: TrainConfig) -> float:
+    """The model's learning rate at a step: linear warm-up to the peak, then half a cosine down to the floor.
+
+    Args:
+        step: number of the step, from 0; the first step already moves.
+        config: gives warm-up, peak, floor and number of steps.
+    """
+    if step < config.warmup_steps:
+        return config.peak_lr * (step + 1) / config.warmup_steps
+    progress = (step - config.warmup_steps) / max(1, config.max_steps - 1 - config.warmup_steps)
+    return config.min_lr + (config.peak_lr - config.min_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+def make_optimizer(objective: Objective, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW over the model (matrices with weight decay, vectors without) and the routers (own rate, no decay)."""
+    parameters = [p for p in objective.model.parameters() if p.requires_grad]
+    groups: list[tuple[list[nn.Parameter], float, float]] = [
+        ([p for p in parameters if p.ndim >= 2], config.weight_decay, 1.0),
+        ([p for p in parameters if p.ndim < 2], 0.0, 1.0),
+        (objective.policy_parameters(), 0.0, config.router_lr_multiplier),
+    ]
+    return torch.optim.AdamW(
+        [{"params": p, "weight_decay": decay, "lr_multiplier": factor} for p, decay, factor in groups if p],
+        lr=config.peak_lr, betas=config.betas, eps=1e-8, fused=True,
+    )  # fmt: skip
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Give every parameter group its multiple of the model's learning rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group["lr_multiplier"]
+
+
+def _norm(parameters: list[nn.Parameter]) -> float:
+    return float(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+
+
 def _clip(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
     norm = nn.utils.clip_grad_norm_([p for p in parameters if p.grad is not None], max_norm)
     return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # type: ignore[operator]
+
+
+@contextmanager
+def _stop_requests() -> Iterator[list[int]]:
+    """A list to which a SIGTERM or SIGINT appends its number during the block; empty outside the main thread.
+
+    The second signal of a kind does what it would do without the block: a second Ctrl-C ends the program at once.
+    """
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+
+    def note(signum: int, _: FrameType | None) -> None:
+        received.append(signum)
+        signal.signal(signum, previous[signal.Signals(signum)])
+
+    previous = {s: signal.signal(s, note) for s in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield received
+    finally:
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)

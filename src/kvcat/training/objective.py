@@ -1,23 +1,23 @@
-"""The training objective as one module: the model, its policies, and the loss of a micro-batch."""
+"""The training objective as one module: the model, its policies, its adapters, and the loss of a micro-batch."""
 
 import copy
+import importlib
+import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from kvcat.errors import InputError
 from kvcat.losses import OutputHead, budget_loss, chunked_kl, chunked_objective
-from kvcat.models import HiddenOutput, MaskedPass, hidden_states, output_head
-from kvcat.policies import AttentionMassPolicy, RandomPolicy, build_policies
+from kvcat.models import HiddenOutput, MaskedPass, decoder_layers, hidden_states, output_head
+from kvcat.policies import build_policies
 from kvcat.training.config import TrainConfig
-from kvcat.training.lora import add_lora
-from kvcat.training.world import World
 from kvcat.types import Float, Int, Tensor
 
-NEAR = 0.05  # a score that close to the threshold is near it
+NEAR = 0.05  # a score within this distance of the threshold counts as near it
 
 Record = dict[str, Any]
 """Scalars without gradient by name; ``kept``, ``mean_score`` and ``near_threshold`` by first layer of each group."""
@@ -26,8 +26,8 @@ Record = dict[str, Any]
 class Objective(nn.Module):
     """L = lambda_mask KL(sg dense || masked) + lambda_anchor NTP(dense) + lambda_budget B; NTP alone for the control.
 
-    Everything that is trained is below this module and everything is used inside its forward, so sharding, gradient
-    reduction and checkpoints need know nothing else.
+    All parameters that are trained belong to this module and are used inside its forward, so sharding, gradient
+    reduction and checkpoints need to know nothing else.
 
     Args:
         model: the causal LM, not yet sharded.
@@ -49,108 +49,82 @@ class Objective(nn.Module):
 
     def policy_parameters(self) -> list[nn.Parameter]:
         """The routers' parameters; empty where the policy learns nothing."""
-        return [] if self.masked_pass is None else list(self.masked_pass.parameters())
+        return [p for parameters in self.router_parameters().values() for p in parameters]
+
+    def router_parameters(self) -> dict[str, list[nn.Parameter]]:
+        """The parameters of each router, by the first layer of its group."""
+        policies = {} if self.masked_pass is None else self.masked_pass.policies
+        return {start: parameters for start, p in policies.items() if (parameters := list(p.parameters()))}
 
     def forward(
-        self,
-        tokens: Int[Tensor, "batch tokens"],
-        generators: Sequence[torch.Generator],
-        sequences: Sequence[int],
-        step: int | None,
+        self, tokens: Int[Tensor, "batch tokens"], generators: Sequence[torch.Generator], step: int | None
     ) -> tuple[Float[Tensor, ""], Record]:
-        """The objective with gradient, and what it is made of.
+        """The objective with gradient, and its parts.
 
         Args:
             tokens: token ids.
             generators: source of random masks, one per sequence.
-            sequences: numbers of the sequences in their step, consecutive.
-            step: from 0, decides target and keep ratio; None for validation, which masks every sequence at the target.
+            step: from 0, decides the routers' target and the split; None for validation.
         """
         config = self.config
         if self.masked_pass is None:
             hidden = hidden_states(self.model, input_ids=tokens, use_cache=False)
             losses = chunked_objective(self.head, hidden, None, tokens, mask_weight=0.0, anchor_weight=1.0)
             return losses.total, {"dense_loss": losses.dense_loss}
-        ratio = self._choose_ratio(step)
         prefix_len = config.prefix_len_at(step)
-        if prefix_len is not None:
-            out = self.masked_pass.hidden(tokens, generators, prefix_len=prefix_len)
-        else:
-            order, num_masked = self._masked_first(sequences, step)
-            tokens, generators = tokens[order], [generators[row] for row in order[:num_masked]]
-            out = self.masked_pass.hidden(tokens, generators, num_masked)
-        total, record = self._distilled(out, tokens, prefix_len or 0)
-        with torch.no_grad():
-            keep = {c: (scores > config.tau).to(scores.dtype) for c, scores in out.scores.items()}
-            kept = keep if ratio is None else out.keep
+        out = self.masked_pass.hidden(tokens, generators, prefix_len=prefix_len)
+        total, record = self._distill(out, tokens, prefix_len or 0)
+        scores = {start: score.detach() for start, score in out.scores.items()}
+        keep = {start: (score > config.tau).to(score.dtype) for start, score in scores.items()}
         target = config.target_keep if step is None else config.target_at(step)
-        budget = torch.stack([budget_loss(keep[c], out.scores[c], target) for c in keep]).mean()
+        budget = torch.stack([budget_loss(keep[start], out.scores[start], target) for start in keep]).mean()
         if self.policy_parameters():
             total = total + config.budget_weight * budget
-        scores = {c: s.detach() for c, s in out.scores.items()}
         record |= {
             "budget": budget.detach(),
-            "kept": {str(c): k.detach().mean() for c, k in kept.items()},
-            "mean_score": {str(c): s.mean() for c, s in scores.items()},
-            "near_threshold": {str(c): ((s - config.tau).abs() < NEAR).float().mean() for c, s in scores.items()},
+            "kept": {str(start): k.mean() for start, k in keep.items()},
+            "mean_score": {str(start): s.mean() for start, s in scores.items()},
+            "near_threshold": {
+                str(start): ((s - config.tau).abs() < NEAR).float().mean() for start, s in scores.items()
+            },
         }
         return total, record
 
-    def _choose_ratio(self, step: int | None) -> float | None:
-        """This step's drawn keep ratio, handed to whoever decides the count; None leaves threshold and target."""
-        ratio = None
-        if self.config.keep_range is not None and step is not None:
-            ratio = float(np.random.default_rng([self.config.seed, step]).uniform(*self.config.keep_range))
-        for policy in self.masked_pass.policies.values() if self.masked_pass else ():
-            if isinstance(policy, RandomPolicy | AttentionMassPolicy):
-                policy.keep_ratio = self.config.target_keep if ratio is None else ratio
-            elif self.masked_pass is not None:
-                self.masked_pass.keep_ratio = ratio
-        return ratio
-
-    def _masked_first(self, sequences: Sequence[int], step: int | None) -> tuple[list[int], int]:
-        """Rows with those of the masked pass first, evenly spread over a step's sequences, and their number."""
-        share = self.config.masked_fraction if step is not None else 1.0
-        chosen = [int((s + 1) * share + 1e-6) > int(s * share + 1e-6) for s in sequences]
-        return sorted(range(len(sequences)), key=lambda row: not chosen[row]), sum(chosen)
-
-    def _distilled(
+    def _distill(
         self, out: HiddenOutput, tokens: Int[Tensor, "batch tokens"], prefix_len: int
     ) -> tuple[Float[Tensor, ""], Record]:
-        """Distillation where there is a masked pass and the anchor everywhere, with their parts."""
-        config, paired = self.config, len(out.masked_hidden)
-        both_passes = slice(0, paired), slice(prefix_len, None)
-        alone = (slice(None), slice(0, prefix_len + 1)) if prefix_len else (slice(paired, None), slice(None))
-        predictions = len(tokens) * (tokens.shape[1] - 1)
-        share = tokens[both_passes][:, 1:].numel() / predictions
+        """The distillation of the masked tokens and the anchor of all tokens, with their parts."""
+        config, suffix = self.config, slice(prefix_len, None)
+        share = (tokens.shape[1] - 1 - prefix_len) / (tokens.shape[1] - 1)
         with torch.set_grad_enabled(torch.is_grad_enabled() and self._teacher is None):
             both = chunked_objective(
-                self.head, out.dense_hidden[both_passes], out.masked_hidden, tokens[both_passes],
+                self.head, out.dense_hidden[:, suffix], out.masked_hidden, tokens[:, suffix],
                 mask_weight=config.mask_weight, anchor_weight=config.anchor_weight * share,
             )  # fmt: skip
             total, dense_loss = both.total, both.dense_loss
-            if share < 1:
+            if prefix_len:
+                prefix = slice(0, prefix_len + 1)
                 rest = chunked_objective(
-                    self.head, out.dense_hidden[alone], None, tokens[alone],
+                    self.head, out.dense_hidden[:, prefix], None, tokens[:, prefix],
                     mask_weight=0.0, anchor_weight=config.anchor_weight * (1 - share),
                 )  # fmt: skip
                 total = total + rest.total
                 dense_loss = share * dense_loss + (1 - share) * rest.dense_loss
         if self._teacher is not None:
-            total = self._taught(out, tokens, both_passes)
-        record = {"dense_loss": dense_loss, "masked_loss": both.masked_loss, "kl": both.kl, "top1": both.top1}
-        return total, record
+            total = self._distill_from_base(out, tokens, prefix_len)
+        return total, {"dense_loss": dense_loss, "masked_loss": both.masked_loss, "kl": both.kl, "top1": both.top1}
 
-    def _taught(
-        self, out: HiddenOutput, tokens: Int[Tensor, "batch tokens"], both_passes: tuple[slice, slice]
+    def _distill_from_base(
+        self, out: HiddenOutput, tokens: Int[Tensor, "batch tokens"], prefix_len: int
     ) -> Float[Tensor, ""]:
-        """lambda_mask KL(base || masked) + lambda_anchor KL(base || dense), the logits of one chunk at a time."""
+        """lambda_mask KL(base || masked) + lambda_anchor KL(base || dense)."""
         model, head = self._teacher or (self.model, self.head)
         with torch.no_grad():
-            taught = hidden_states(model, input_ids=tokens, use_cache=False)
-        masked = chunked_kl(head, taught[both_passes], self.head, out.masked_hidden)
-        dense = chunked_kl(head, taught, self.head, out.dense_hidden)
-        return self.config.mask_weight * masked + self.config.anchor_weight * dense
+            base = hidden_states(model, input_ids=tokens, use_cache=False)
+        masked = chunked_kl(head, base[:, prefix_len:], self.head, out.masked_hidden)
+        return self.config.mask_weight * masked + self.config.anchor_weight * chunked_kl(
+            head, base, self.head, out.dense_hidden
+        )
 
 
 def frozen_teacher(model: PreTrainedModel) -> tuple[PreTrainedModel, OutputHead]:
@@ -182,31 +156,46 @@ def make_masked_pass(model: PreTrainedModel, config: TrainConfig) -> MaskedPass 
     return MaskedPass(model, policies, tau=config.tau, coupling=config.coupling)
 
 
-def mean_record(records: Sequence[Record], weights: Sequence[float], world: World) -> dict[str, Any]:
-    """The weighted average of all processes' records as plain numbers; the devices are read once.
+def check_lora(config: TrainConfig) -> None:
+    """Refuse adapters where their package is missing.
 
-    Args:
-        records: of this process, all of the same names.
-        weights: of each record, at least one positive in some process.
-        world: the processes.
+    Raises:
+        InputError: with the command that installs it.
     """
-    names = list(_flat(records[0]))
-    rows = torch.stack([torch.stack(list(_flat(record).values())).double() for record in records])
-    weight = torch.tensor(weights, dtype=rows.dtype, device=rows.device)
-    sums = world.mean(torch.cat([weight @ rows, weight.sum()[None]]))
-    told: dict[str, Any] = {}
-    for (name, group), value in zip(names, (sums[:-1] / sums[-1]).tolist(), strict=True):
-        if group is None:
-            told[name] = value
-        else:
-            told.setdefault(name, {})[group] = value
-    return told
+    if config.lora_rank and importlib.util.find_spec("peft") is None:
+        raise InputError("--lora-rank needs the package peft: pip install 'kvcat[lora]'")
 
 
-def _flat(record: Record) -> dict[tuple[str, str | None], Tensor]:
-    flat: dict[tuple[str, str | None], Tensor] = {}
-    for name, value in record.items():
-        flat |= (
-            {(name, group): part for group, part in value.items()} if isinstance(value, dict) else {(name, None): value}
-        )
-    return flat
+def add_lora(model: PreTrainedModel, config: TrainConfig) -> None:
+    """Give every linear map of the decoder layers an adapter of ``lora_rank``, scale 1, and freeze all else.
+
+    The adapters start without effect; their first matrices are drawn from the run's seed, and the global random state
+    stays as it was. The model keeps its class. Rank 0 does nothing.
+
+    References: Hu et al. 2021 (LoRA), arXiv:2106.09685.
+    """
+    if not config.lora_rank:
+        return
+    peft = importlib.import_module("peft")
+    inside = {id(module) for layer in decoder_layers(model) for module in layer.modules()}
+    names = [n for n, module in model.named_modules() if isinstance(module, nn.Linear) and id(module) in inside]
+    settings = peft.LoraConfig(r=config.lora_rank, lora_alpha=config.lora_rank, lora_dropout=0.0, target_modules=names)
+    with torch.random.fork_rng():
+        torch.manual_seed(config.seed)
+        peft.inject_adapter_in_model(settings, model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+    model.eval()
+
+
+def merge_lora(model: PreTrainedModel, config: TrainConfig) -> None:
+    """Add the adapters to the weights and remove them: the model has its original modules, with other weights."""
+    if not config.lora_rank:
+        return
+    layer_type = importlib.import_module("peft.tuners.tuners_utils").BaseTunerLayer
+    for name, module in [(n, m) for n, m in model.named_modules() if isinstance(m, layer_type)]:
+        module.merge()
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, module.get_base_layer())
+    if hasattr(model, "peft_config"):
+        del model.peft_config

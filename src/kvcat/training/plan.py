@@ -1,27 +1,60 @@
-"""What a run will take, told before anything is loaded."""
+"""What a run takes, estimated before anything is loaded, and how fast devices are."""
 
+import re
+import resource
+import sys
 import time
+from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from kvcat.errors import InputError
 from kvcat.models import read_config
-from kvcat.training.config import TrainConfig
-from kvcat.training.objective import make_masked_pass
-from kvcat.training.setup import check_request
-from kvcat.training.throughput import flops_per_token, peak_flops
-from kvcat.training.world import world_size
+from kvcat.policies import check_group_starts, default_group_starts
+from kvcat.training.config import TrainConfig, check_batch
+from kvcat.training.distributed import check_device, world_size
+from kvcat.training.log import check_monitor
+from kvcat.training.objective import check_lora, make_masked_pass
 
 _UTILISATION = 0.4  # share of the device's matrix product that training reaches; the aim of benchmarks/training.py
 _ABSENT_GPU = 989e12  # an H100's bfloat16 peak, where the run's GPUs are not on this machine
+# dense peak of one device in operations per second: (bfloat16, float32), from the vendors' data sheets
+_PEAKS = {
+    "H200": (989e12, 67e12),
+    "H100": (989e12, 67e12),
+    "A100": (312e12, 19.5e12),
+    "L40S": (362e12, 92e12),
+    "RTX 4090": (165e12, 83e12),
+}
+
+
+def check_request(config: TrainConfig) -> None:
+    """Refuse what the model's configuration alone shows to be impossible, before weights or data are read.
+
+    Raises:
+        InputError: a batch that does not divide over the processes, sequences longer than the model's positions,
+            groups at layers that do not exist, a package that is not installed.
+    """
+    check_batch(config, world_size())
+    check_monitor(config)
+    check_lora(config)
+    text = read_config(config.model).get_text_config()
+    positions = getattr(text, "max_position_embeddings", None)
+    if positions is not None and config.seq_len > positions:
+        raise InputError(f"seq_len {config.seq_len} exceeds the model's {positions} positions")
+    if config.group_starts is None:
+        default_group_starts(text.num_hidden_layers, config.num_groups)
+    else:
+        check_group_starts(config.group_starts, text.num_hidden_layers)
 
 
 def plan(config: TrainConfig) -> dict[str, str]:
     """Parameters, tokens, steps, memory and hours of a run, each as a line for people; nothing is written.
 
     Memory counts weights, gradients and AdamW's moments in float32, sharded over the processes, the activations of one
-    forward pass, and a chunk of logits; hours take 40 % of what a large matrix product reaches on this device, or of an
-    H100's data sheet where the device is not there.
+    forward pass, and a chunk of logits. Hours assume 40 % of the speed of a large matrix product on this device, or of
+    an H100's data sheet where the device is not there.
 
     Args:
         config: the whole configuration.
@@ -35,6 +68,7 @@ def plan(config: TrainConfig) -> dict[str, str]:
     masked_pass = make_masked_pass(model, config)
     parameters = sum(p.numel() for p in model.parameters())
     routers = 0 if masked_pass is None else sum(p.numel() for p in masked_pass.parameters())
+    starts = [] if masked_pass is None else [str(start) for start in masked_pass.group_starts]
     processes = world_size()
     micro = config.micro_batch_size or config.batch_size // processes
     tokens = config.max_steps * config.tokens_per_step
@@ -44,7 +78,7 @@ def plan(config: TrainConfig) -> dict[str, str]:
     activations = _activations(model, config, micro)
     return {
         "model": f"{config.model}: {parameters:,} parameters, {routers:,} more in routers",
-        "policy": config.policy if masked_pass is None else f"{config.policy}, groups at {_starts(masked_pass)}",
+        "policy": config.policy + (f", groups at {', '.join(starts)}" if starts else ""),
         "data": f"{config.data}, sequences of {config.seq_len} tokens",
         "tokens": f"{tokens:,} in {config.max_steps:,} steps of {config.tokens_per_step:,}",
         "processes": f"{processes}, each {micro} sequences a forward pass, "
@@ -56,8 +90,43 @@ def plan(config: TrainConfig) -> dict[str, str]:
     }
 
 
-def _starts(masked_pass: object) -> str:
-    return ", ".join(str(start) for start in masked_pass.group_starts)  # type: ignore[attr-defined]
+def flops_per_token(model: PreTrainedModel, config: TrainConfig) -> float:
+    """Operations of forward and backward that the objective needs, per token of a sequence.
+
+    6 per parameter that multiplies (all but the embedding where it is not tied to the head), and 6 T d per layer for
+    causal attention over T tokens with d = heads x head_dim; the masked pass adds its share of the tokens. Recomputed
+    activations, the mask's gradient and the routers are not counted.
+
+    Args:
+        model: the causal LM.
+        config: sequence length and policy.
+    """
+    text = model.config.get_text_config()
+    width = text.num_attention_heads * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+    parameters = sum(p.numel() for p in model.parameters())
+    if not text.tie_word_embeddings:
+        parameters -= model.get_input_embeddings().weight.numel()  # type: ignore[operator,union-attr]
+    one_pass = 6.0 * parameters + 6.0 * text.num_hidden_layers * config.seq_len * width
+    return (1 + config.masked_share) * one_pass
+
+
+def peak_flops(device: torch.device, dtype: str) -> float | None:
+    """Operations per second that the device can do in this type, or None where that is not known."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peaks[dtype != "bfloat16"] for part, peaks in _PEAKS.items() if part in name), None)
+
+
+def peak_memory(device: torch.device) -> float:
+    """Most memory this process has held so far, in GiB: on the GPU, or resident where there is none."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    status = Path("/proc/self/status")
+    if status.exists():  # getrusage's figure would include the process that started this one
+        return int(re.search(r"VmHWM:\s*(\d+)", status.read_text())[1]) / 2**20  # type: ignore[index]
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
 def _activations(model: torch.nn.Module, config: TrainConfig, micro: int) -> float:
@@ -66,19 +135,18 @@ def _activations(model: torch.nn.Module, config: TrainConfig, micro: int) -> flo
     rows = micro * config.seq_len * (1 + config.masked_share)
     width = 2 if config.dtype == "bfloat16" else 4
     layer = (10 * text.hidden_size + 5 * getattr(text, "intermediate_size", 4 * text.hidden_size)) * width
-    inputs = text.hidden_size * width
-    layers = (
-        text.num_hidden_layers * inputs + layer if config.activation_checkpointing else text.num_hidden_layers * layer
-    )
+    layers = text.num_hidden_layers * (text.hidden_size * width if config.activation_checkpointing else layer)
+    if config.activation_checkpointing:
+        layers += layer
     chunk = 5 * 4 * min(2**26, rows * text.vocab_size)
     return rows * layers + chunk + 4 * text.vocab_size * text.hidden_size
 
 
 def _speed(config: TrainConfig) -> tuple[float, str]:
-    """Operations a second of one process' device, and where the figure is from."""
-    device = torch.device(config.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
+    """Operations per second of one process' device, and where the figure is from."""
+    if config.device.startswith("cuda") and not torch.cuda.is_available():
         return _ABSENT_GPU, "data sheet of an H100: no GPU here"
+    device = check_device(config.device)
     if peak := peak_flops(device, config.dtype):
         return peak, "data sheet"
     size = 1024

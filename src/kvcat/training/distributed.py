@@ -1,0 +1,217 @@
+"""The processes of a run, one or those that torchrun started, and how the trained module is spread over them."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers import PreTrainedModel
+
+from kvcat.errors import InputError
+from kvcat.models import decoder_layers
+from kvcat.training.config import TrainConfig
+from kvcat.training.objective import Objective
+from kvcat.types import Float, Tensor
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among those of the run.
+
+    Args:
+        rank: number of the process, from 0; the first one writes.
+        size: number of processes.
+        device: the device of this process.
+        mesh: one dimension over all processes; None where there is one process and no process group.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    mesh: DeviceMesh | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes logs, exports and messages."""
+        return self.rank == 0
+
+    def mean(self, values: Float[Tensor, " values"]) -> Float[Tensor, " values"]:
+        """The mean over the processes, the same on each."""
+        if self.size == 1:
+            return values
+        total = values.to(self.device)
+        dist.all_reduce(total)
+        return (total / self.size).to(values.device)
+
+    def any(self, happened: bool) -> bool:
+        """Whether something happened in any process."""
+        if self.size == 1:
+            return happened
+        flag = torch.tensor(float(happened), device=self.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag.item())
+
+    def first(self, work: Callable[[], T], group: Any = None) -> T:
+        """What ``work`` returns in the first process, in every process; so that one process looks at files.
+
+        Args:
+            work: called in the first process only; returns what can be pickled.
+            group: process group with a CPU backend; None takes the default.
+
+        Raises:
+            InputError: raised by ``work``, in every process.
+        """
+        result: list[Any] = [None, None]
+        if self.is_first:
+            try:
+                result = [work(), None]
+            except InputError as error:
+                result = [None, str(error)]
+        if self.size > 1:
+            dist.broadcast_object_list(result, src=0, group=group, device=torch.device("cpu"))
+        if result[1] is not None:
+            raise InputError(result[1])
+        return result[0]
+
+    def wait(self) -> None:
+        """Return when all processes are here."""
+        if self.size > 1:
+            dist.barrier()
+
+
+def world_size() -> int:
+    """The number of processes that torchrun started; 1 without torchrun."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+@contextmanager
+def join_world(device: str, *, group: bool = False) -> Iterator[World]:
+    """The world of this process; a process group that is made here ends with the block.
+
+    torchrun sets rank, size and address as environment variables. Without them there is one process. NCCL serves CUDA
+    devices, each process its own; gloo serves everything else.
+
+    Args:
+        device: "cpu", "cuda" or another torch device; "cuda" becomes the device of the local rank.
+        group: make a process group for a single process as well, as sharded modules need one.
+
+    Raises:
+        InputError: no such device, fewer devices than processes on this machine, or processes that do not find each
+            other.
+    """
+    size, rank = world_size(), int(os.environ.get("RANK", "0"))
+    where = _own_device(check_device(device), int(os.environ.get("LOCAL_RANK", "0")), size)
+    if size == 1 and not group:
+        yield World(0, 1, where)
+        return
+    made = not dist.is_initialized()
+    if made:
+        backend = "cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo"
+        store = dist.HashStore() if "MASTER_ADDR" not in os.environ else None
+        try:
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+        except (RuntimeError, ValueError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise InputError(f"the {size} processes do not find each other: {reason}") from error
+    try:
+        yield World(rank, size, where, init_device_mesh(where.type, (size,)))
+    finally:
+        if made:
+            dist.destroy_process_group()
+
+
+def check_device(device: str) -> torch.device:
+    """The torch device of this name.
+
+    Raises:
+        InputError: torch knows no such device, or cannot use it here.
+    """
+    try:
+        where = torch.device(device)
+        torch.empty(0, device=where)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).strip().splitlines()[0][:150]
+        raise InputError(f"device is {device!r}; torch cannot use it here: {reason}") from None
+    return where
+
+
+def _own_device(where: torch.device, local_rank: int, size: int) -> torch.device:
+    if where.type != "cuda" or where.index is not None or size == 1:
+        return where
+    if local_rank >= torch.cuda.device_count():
+        raise InputError(f"process {local_rank} of this machine has no GPU: there are {torch.cuda.device_count()}")
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def prepare_layers(model: PreTrainedModel, config: TrainConfig) -> None:
+    """Activation checkpointing and compilation of the decoder layers, where the configuration wants them.
+
+    The model stays in evaluation mode, without dropout, so that both passes see the same weights. Only the layers are
+    in training mode, because transformers then recomputes their activations.
+
+    Raises:
+        InputError: the model has no activation checkpointing.
+    """
+    if config.activation_checkpointing:
+        if not model.supports_gradient_checkpointing:
+            raise InputError(f"{type(model).__name__} has no activation checkpointing")
+        # transformers 5.17 to 6 know one name, the other, or both
+        switch_on = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        switch_on({"use_reentrant": False})
+    layers = decoder_layers(model)
+    if config.compile:  # three graphs for layers that are alike: a step, another batch size, no gradient
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(layers))
+    for layer in layers:
+        layer.training = config.activation_checkpointing
+        if config.compile:
+            layer.forward = torch.compile(layer.forward)  # the hooks that hand out the masks stay outside
+
+
+def shard(objective: Objective, world: World, dtype: torch.dtype) -> None:
+    """Shard the model's parameters over the world with FSDP2, one group per decoder layer and one for the rest.
+
+    Master weights, gradients and optimizer state stay float32 and shard with the parameters; a layer computes in
+    ``dtype``. The policies' few parameters stay whole on every process, in float32; ``reduce_policies`` keeps them
+    equal. Without a process group nothing happens.
+
+    Args:
+        objective: float32, on the world's device.
+        world: the processes.
+        dtype: of the matrix products, float32 or bfloat16.
+    """
+    if world.mesh is None:
+        return
+    policy = MixedPrecisionPolicy()
+    if dtype != torch.float32:
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for layer in decoder_layers(objective.model):
+        fully_shard(layer, mesh=world.mesh, mp_policy=policy)
+    fully_shard(objective, mesh=world.mesh, mp_policy=policy, ignored_params=set(objective.policy_parameters()))
+
+
+def reduce_in_next_backward(objective: Objective, is_last: bool) -> None:
+    """Let only the last backward pass of a step reduce the gradients over the processes; the others add them up."""
+    if isinstance(objective, FSDPModule):
+        objective.set_requires_gradient_sync(is_last)
+
+
+@torch.no_grad()
+def reduce_policies(parameters: list[nn.Parameter], world: World) -> None:
+    """Average the gradients of whole parameters over the processes, in one message."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if world.size == 1 or not gradients:
+        return
+    flat = torch.cat([g.flatten() for g in gradients])
+    dist.all_reduce(flat)
+    flat /= world.size
+    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))
