@@ -7,3 +7,8 @@ class InputError(ValueError):
     Raised before any heavy work begins. The command line prints the line and exits with code 2; every other exception
     is a bug and shows its traceback.
     """
+
+
+def one_line(error: BaseException) -> str:
+    """The kind of an error and the beginning of its message, on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -1,62 +1,368 @@
-"""Documents from local files, folders and the Hub."""
+"""Documents of the installed Python sources, of local files and of Hub data sets.
 
-from collections.abc import Iterator
+A source is named by a string: ``installed`` (the Python files of the standard library and of some dependencies), a file
+(text, ``.jsonl`` or ``.parquet`` with a ``text`` column), a folder of such files, a pattern such as
+``texts/*.parquet``, or ``hub:NAME[/CONFIG][@SPLIT]``. ``stream:`` before a local name asks training to stream it.
+"""
+
+import glob
+import hashlib
+import json
+import lzma
+import os
+import re
+import sysconfig
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
-from kvcat.data.rows import Document, read_documents
-from kvcat.data.shards import Shards, local_shards, open_shards
+import datasets
+import fsspec
+from pyarrow import parquet
 
-__all__ = ["Document", "file_documents", "hub_documents", "open_documents", "shard_documents"]
+from kvcat.errors import InputError, one_line
+from kvcat.network import hub_obstacle
+
+TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".tex", ".html")
+PACKED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
+LINES_SUFFIXES = (".jsonl", *(f".jsonl{packed}" for packed in PACKED_SUFFIXES))
+HUB_LINES_SUFFIXES = (*LINES_SUFFIXES, ".json", *(f".json{packed}" for packed in PACKED_SUFFIXES), ".ndjson")
+PACKAGES = (
+    "torch", "transformers", "numpy", "sympy", "pandas", "matplotlib", "networkx", "huggingface_hub", "datasets",
+)  # fmt: skip
+SKIPPED_FOLDERS = frozenset(
+    ("test", "tests", "testing", "idlelib", "site-packages", "dist-packages", "__pycache__", "_vendor", "lib2to3")
+)
+INSTALLED_BYTES = (400, 400_000)  # the smallest and the largest file of the installed sources
+PIECE_CHARACTERS = 1 << 14
+PARQUET_ROWS = 16  # few, as each stream holds so many and a document may be a book
+BUFFER_BYTES = 1 << 20
+_DAMAGE = (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError)  # pyarrow's ArrowInvalid is a ValueError
+
+Kind = Literal["parquet", "jsonl", "text", "python"]
 
 
-def open_documents(source: str) -> Iterator[Document]:
-    """Documents of a source named on the command line, in the order of its files.
+@dataclass(frozen=True)
+class Document:
+    """A text with a name; the text is read on demand, so that a corpus can be listed without being loaded.
 
     Args:
-        source: ``installed`` (the Python sources of this installation), a file (text, ``.jsonl`` or ``.parquet`` with
-            a ``text`` column), a folder of such files, a pattern such as ``texts/*.parquet``, or
-            ``hub:NAME[/CONFIG][@SPLIT]`` (streamed); ``stream:`` before a local one makes no difference here.
-
-    Raises:
-        InputError: nothing of that name, or no readable file in it.
+        id: name that stays the same on every machine; the held-out split is a hash of it.
+        read: returns the text.
     """
-    return shard_documents(open_shards(source))
+
+    id: str
+    read: Callable[[], str]
+
+    @property
+    def text(self) -> str:
+        """The document's text."""
+        return self.read()
 
 
-def file_documents(path: Path, *, text_field: str = "text") -> Iterator[Document]:
-    """Documents of a file or of every readable file below a folder, in the order of their names.
-
-    A table (``.parquet``, ``.jsonl``) holds one document a row, rows without a text left out; a plain text longer than
-    16,384 characters becomes consecutive documents of at most that size, cut at line ends, so that a part of it can be
-    held out. A file of any other name is read as plain text.
+@dataclass(frozen=True)
+class SourceFile:
+    """One file of a source.
 
     Args:
-        path: file or folder.
+        name: the same on every machine; documents without an ``id`` are named after it.
+        url: path, or a URL that fsspec opens.
+        kind: ``parquet`` and ``jsonl`` hold a document per row, ``text`` is cut into pieces, ``python`` is one document.
+    """
+
+    name: str
+    url: str
+    kind: Kind
+
+    @property
+    def remote(self) -> bool:
+        """Whether the file comes over the network."""
+        return "://" in self.url
+
+
+@dataclass(frozen=True)
+class Source:
+    """The files of a source, in the order of their names.
+
+    Args:
+        name: as it was given.
+        files: at least one.
+        revision: a Hub commit, or a hash of names and sizes: the same files have the same one.
+    """
+
+    name: str
+    files: tuple[SourceFile, ...]
+    revision: str
+
+
+class Place(NamedTuple):
+    """Where a document stands in its file: its row, and for JSON lines the byte at which the row begins."""
+
+    row: int = 0
+    byte: int = 0
+
+
+START = Place()
+
+
+def open_documents(source: str, *, text_field: str = "text") -> Iterator[Document]:
+    """The documents of a source, in the order of its files.
+
+    A table (``.parquet``, ``.jsonl``) holds one document per row; rows without a text are left out. A plain text longer
+    than 16,384 characters becomes consecutive documents of at most that size, cut at line ends. A file of any other
+    name that is given itself is read as plain text.
+
+    Args:
+        source: see the module.
         text_field: the column that holds the text.
 
     Raises:
-        InputError: path missing, no readable file; while reading: no such column, a column of something else than
-            text, a damaged file, text that is not UTF-8.
+        InputError: nothing of that name, no readable file in it, or no connection to the Hub (raised within seconds);
+            while reading: no such column, a column without text, a damaged file, a file that is not UTF-8 text.
     """
-    return shard_documents(local_shards(str(path)), text_field=text_field)
+    return source_documents(open_source(source), text_field=text_field)
 
 
-def hub_documents(name: str, *, text_field: str = "text") -> Iterator[Document]:
-    """Documents of a Hub data set, streamed in the order of its files.
+def source_documents(source: Source, *, text_field: str = "text") -> Iterator[Document]:
+    """The documents of a source's files, as ``open_documents`` gives them."""
+    return (document for file in source.files for _, document in read_documents(file, text_field=text_field))
+
+
+def open_source(name: str, *, revision: str | None = None) -> Source:
+    """The files of a source; nothing of them is read.
 
     Args:
-        name: ``OWNER/NAME``, ``OWNER/NAME/CONFIG``, each with an optional ``@SPLIT`` (``train`` if absent).
+        name: see the module.
+        revision: commit of a Hub data set; None takes the newest. Other sources ignore it.
+
+    Raises:
+        InputError: nothing of that name, no readable file in it, or no connection to the Hub (raised within seconds).
+    """
+    if name.startswith("hub:"):
+        return _hub_source(name, revision)
+    local = name.removeprefix("stream:")
+    files = _installed_files() if local == "installed" else _local_files(Path(local).expanduser())
+    return Source(name, tuple(files), _digest(f"{file.name} {Path(file.url).stat().st_size}" for file in files))
+
+
+def read_documents(
+    file: SourceFile, place: Place = START, *, stripe: int = 0, num_stripes: int = 1, text_field: str = "text"
+) -> Iterator[tuple[Place, Document]]:
+    """The documents of a file, or of one stripe of it, from a place on, each with its own place.
+
+    Parquet files continue at the row group of the place, uncompressed JSON lines at its byte. A parquet file with at
+    least ``num_stripes`` row groups is striped by row groups, so that no byte is read twice; all others by rows.
+
+    Args:
+        file: what to read.
+        place: a place that an earlier reading of the same stripe gave, or the start.
+        stripe: which of the stripes, from 0.
+        num_stripes: parts of the file; together they are the file.
         text_field: the column that holds the text.
 
     Raises:
-        InputError: the Hub cannot be reached (told within seconds), no such data set; while reading: no such column,
-            or the network stays away.
+        InputError: no such column, a column without text, a damaged file, a file that is not UTF-8 text, or a network
+            that fails for longer than the Hub's client retries.
     """
-    return shard_documents(open_shards(f"hub:{name}"), text_field=text_field)
+    try:
+        yield from _READERS[file.kind](file, place, stripe, num_stripes, text_field)
+    except InputError:
+        raise
+    except Exception as error:
+        if file.remote or isinstance(error, _DAMAGE):
+            raise InputError(f"{file.url} cannot be read as {file.kind}: {one_line(error)}") from error
+        raise
 
 
-def shard_documents(shards: Shards, *, text_field: str = "text") -> Iterator[Document]:
-    """The documents of these files, in their order."""
-    for shard in shards.files:
-        for _, document in read_documents(shard, text_field=text_field):
-            yield document
+def _parquet_documents(
+    file: SourceFile, place: Place, stripe: int, num_stripes: int, text_field: str
+) -> Iterator[tuple[Place, Document]]:
+    with _open(file) as raw, parquet.ParquetFile(raw if file.remote else file.url, buffer_size=BUFFER_BYTES) as table:
+        names = table.schema_arrow.names
+        if text_field not in names:
+            raise InputError(f"{file.url} has no column {text_field!r}; its columns: {', '.join(names)}")
+        columns = [name for name in (text_field, "id") if name in names]
+        by_group, end = num_stripes <= table.num_row_groups, 0
+        for group in range(table.num_row_groups):
+            row, end = end, end + table.metadata.row_group(group).num_rows
+            if end <= place.row or (by_group and group % num_stripes != stripe):
+                continue
+            for batch in table.iter_batches(PARQUET_ROWS, [group], columns, use_threads=False):
+                for values in batch.to_pylist():
+                    if row >= place.row and (by_group or row % num_stripes == stripe):
+                        yield from _row_document(values, Place(row), file, text_field)
+                    row += 1
+
+
+def _line_documents(
+    file: SourceFile, place: Place, stripe: int, num_stripes: int, text_field: str
+) -> Iterator[tuple[Place, Document]]:
+    with _open(file) as lines:
+        row = byte = 0
+        if place.byte and not file.url.endswith(PACKED_SUFFIXES):
+            row, byte = place
+            lines.seek(byte)
+        for line in lines:
+            here, byte = Place(row, byte), byte + len(line)
+            if not line.strip():
+                continue
+            if row >= place.row and row % num_stripes == stripe:
+                yield from _row_document(_json_row(line, here, file), here, file, text_field)
+            row += 1
+
+
+def _text_documents(
+    file: SourceFile, place: Place, stripe: int, num_stripes: int, _: str
+) -> Iterator[tuple[Place, Document]]:
+    with _open(file) as lines:
+        text = _decoded(lines.read(), file).replace("\r\n", "\n").replace("\r", "\n")
+    start, row = 0, 0
+    while start < len(text):
+        end = min(start + PIECE_CHARACTERS, len(text))
+        if end < len(text):
+            end = text.rfind("\n", start, end) + 1 or end
+        if row >= place.row and row % num_stripes == stripe:
+            yield Place(row), Document(f"{file.name}#{row}", lambda piece=text[start:end]: piece)
+        start, row = end, row + 1
+
+
+def _python_document(file: SourceFile, place: Place, stripe: int, *_: object) -> Iterator[tuple[Place, Document]]:
+    if place.row == 0 and stripe == 0:
+        yield START, Document(file.name, lambda: Path(file.url).read_text(encoding="utf-8", errors="replace"))
+
+
+_READERS = {
+    "parquet": _parquet_documents,
+    "jsonl": _line_documents,
+    "text": _text_documents,
+    "python": _python_document,
+}
+
+
+@contextmanager
+def _open(file: SourceFile) -> Iterator[BufferedReader]:
+    """The file's bytes, unpacked; of a remote one the ranges that are read."""
+    with fsspec.open(file.url, "rb", compression=None if file.kind == "parquet" else "infer") as raw:
+        yield BufferedReader(raw, BUFFER_BYTES)  # type: ignore[type-var]
+
+
+def _row_document(
+    values: dict[str, Any], place: Place, file: SourceFile, text_field: str
+) -> Iterator[tuple[Place, Document]]:
+    if text_field not in values:
+        raise InputError(
+            f"row {place.row} of {file.url} has no column {text_field!r}; its columns: {', '.join(values)}"
+        )
+    text = values[text_field]
+    if text is None:
+        return
+    if not isinstance(text, str):
+        raise InputError(f"column {text_field!r} of {file.url} holds {type(text).__name__}, not text")
+    yield place, Document(str(values.get("id") or f"{file.name}#{place.row}"), lambda: text)
+
+
+def _json_row(line: bytes, place: Place, file: SourceFile) -> dict[str, Any]:
+    where = f"row {place.row} of {file.url}, at byte {place.byte},"
+    try:
+        row = json.loads(_decoded(line, file, place.byte))
+    except json.JSONDecodeError as error:
+        raise InputError(f"{where} is not JSON: {error.msg}") from None
+    if not isinstance(row, dict):
+        raise InputError(f"{where} is no JSON object")
+    return row
+
+
+def _decoded(data: bytes, file: SourceFile, offset: int = 0) -> str:
+    if (zero := data.find(b"\0")) >= 0:
+        raise InputError(f"{file.url} is not text: it has a zero byte at {offset + zero}")
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise InputError(f"{file.url} is not UTF-8 text: {error.reason} at byte {offset + error.start}") from None
+
+
+def _installed_files() -> list[SourceFile]:
+    """Python files without tests, vendored copies, tiny files and generated giants.
+
+    They are named ``stdlib/...`` or ``PACKAGE/...``, so that a file belongs to the same split on every machine.
+    """
+    paths = sysconfig.get_paths()
+    roots = {"stdlib": Path(paths["stdlib"])}
+    for package in PACKAGES:
+        for site in (paths["purelib"], paths["platlib"]):
+            if (Path(site) / package).is_dir():
+                roots[package] = Path(site) / package
+    found = []
+    for name, root in roots.items():
+        for folder, folders, files in os.walk(root):
+            folders[:] = sorted(f for f in folders if f not in SKIPPED_FOLDERS)
+            for path in (Path(folder, file) for file in files if file.endswith(".py")):
+                if INSTALLED_BYTES[0] <= path.stat().st_size <= INSTALLED_BYTES[1]:
+                    found.append(SourceFile(f"{name}/{path.relative_to(root).as_posix()}", str(path), "python"))
+    if not found:
+        raise InputError(f"this installation has no Python sources below {roots['stdlib']}")
+    return sorted(found, key=lambda file: file.name)
+
+
+def _local_files(path: Path) -> list[SourceFile]:
+    if path.is_file():
+        root, found = path.parent, [path]
+    elif path.is_dir():
+        if (path / "tokens.json").is_file():
+            raise InputError(f"{path} holds prepared tokens, not text: name the text itself")
+        suffixes = (*TEXT_SUFFIXES, *LINES_SUFFIXES, ".parquet")
+        root, found = path, sorted(p for p in path.rglob("*") if p.name.endswith(suffixes) and p.is_file())
+        if not found:
+            raise InputError(f"no text, .jsonl or .parquet file in folder {path}")
+    elif glob.has_magic(str(path)):
+        found = sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file())
+        if not found:
+            raise InputError(f"no file matches {path}")
+        root = Path(*path.parts[: next(i for i, part in enumerate(path.parts) if glob.has_magic(part))])
+    else:
+        raise InputError(f"no such text file or folder: {path}")
+    return [SourceFile(p.relative_to(root).as_posix(), str(p), _kind(p.name, LINES_SUFFIXES) or "text") for p in found]
+
+
+def _kind(name: str, lines: tuple[str, ...]) -> Kind | None:
+    if name.endswith(".parquet"):
+        return "parquet"
+    if name.endswith(lines):
+        return "jsonl"
+    return "text" if name.endswith(TEXT_SUFFIXES) else None
+
+
+def _digest(lines: Iterator[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:40]
+
+
+def _hub_source(name: str, revision: str | None) -> Source:
+    path, _, split = name.removeprefix("hub:").partition("@")
+    repository, config = "/".join(path.split("/")[:2]), "/".join(path.split("/")[2:]) or None
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", repository):
+        raise InputError(f"{name} names no data set: write hub:OWNER/NAME, hub:OWNER/NAME/CONFIG or ...@SPLIT")
+    if obstacle := hub_obstacle():
+        raise InputError(f"data set {repository!r} is on the Hub, and {obstacle}")
+    try:
+        listed = datasets.load_dataset_builder(repository, config, revision=revision).config.data_files
+    except (OSError, ValueError) as error:
+        raise InputError(f"data set {repository!r} cannot be opened: {one_line(error)}") from None
+    urls = [str(url) for url in (listed or {}).get(split or "train") or ()]
+    if not urls:
+        found = ", ".join(map(str, listed or ())) or "none"
+        raise InputError(f"data set {repository!r} has no split {split or 'train'!r}; its splits: {found}")
+    files = [_hub_file(url, repository) for url in sorted(urls)]
+    commit = re.search(r"@([^/]+)/", urls[0])
+    return Source(name, tuple(files), commit[1] if commit else _digest(file.url for file in files))
+
+
+def _hub_file(url: str, repository: str) -> SourceFile:
+    name = re.sub(rf"^datasets/{re.escape(repository)}(@[^/]+)?/", "", url.partition("://")[2] or url)
+    kind = _kind(name, HUB_LINES_SUFFIXES)
+    if kind is None:
+        raise InputError(f"data set {repository!r} keeps its text in {name}; only parquet, JSON lines and text stream")
+    return SourceFile(name, url, kind)

@@ -1,129 +1,186 @@
-"""Tokens: documents encoded, packed into sequences of one length, and handed out in an order fixed by the seed."""
+"""Tokens: documents encoded, EOS after each, and packed into sequences of one length."""
 
-import mmap
+import hashlib
+import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from kvcat.data.documents import Document
-from kvcat.data.encoding import end_token
+from kvcat.data.split import name_seed
 from kvcat.errors import InputError
 from kvcat.types import Int, Tensor
 
+# scripts, digits, blanks, contractions, code, marks that combine, an emoji: where tokenizers differ
+PROBE = (
+    "The quick brown fox isn't 12345.678 km away\u2014it's HERE!\n\n\tdef f(x):\n\t\treturn x**2  # na\u00efve\r\n"
+    "\u00dcber \u0434\u043e\u043c \u6771\u4eac \u0639\u0631\u0628\u064a e\u0301 "
+    "\U0001f98a  <|endoftext|></s><s> _a__b CamelCase\u00a0x"
+)
 BATCH_DOCUMENTS = 64
+MIN_SEQUENCES = 2  # an excerpt is at least so long, so that most sequences lie within one document
+SAMPLE_DOCUMENTS, SAMPLE_CHARACTERS = 32, 1 << 14  # what is encoded to estimate the characters per token
+EXCERPT_MARGIN = 1.1
 
 
-def encode_documents(
-    documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Name and token ids of each document, without special tokens, in the documents' order."""
-    iterator = iter(documents)
-    while batch := list(islice(iterator, BATCH_DOCUMENTS)):
-        encoded = tokenizer(
-            [d.text for d in batch], add_special_tokens=False, return_attention_mask=False, verbose=False
-        )
-        for document, ids in zip(batch, encoded["input_ids"], strict=True):
-            yield document.id, np.asarray(ids, dtype=np.int32)
+@dataclass(frozen=True)
+class Encoder:
+    """Text to token ids with EOS after them, as the tokenizer itself gives without special tokens; picklable.
+
+    Args:
+        backend: the fast tokenizer's core.
+        eos: id of the token between documents.
+        name: what the tokenizer was loaded from.
+    """
+
+    backend: Any
+    eos: int
+    name: str
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> "Encoder":
+        """The encoder of a transformers tokenizer, which is copied.
+
+        Raises:
+            InputError: no EOS token, or no fast form.
+        """
+        name, eos = str(tokenizer.name_or_path), tokenizer.eos_token_id
+        if not isinstance(eos, int):
+            raise InputError(f"tokenizer {name!r} has no EOS token to put between documents")
+        core = getattr(tokenizer, "backend_tokenizer", None)
+        if not isinstance(core, Tokenizer):
+            raise InputError(f"tokenizer {name!r} has no fast form (tokenizer.json)")
+        backend = Tokenizer.from_str(core.to_str())
+        backend.no_truncation()
+        backend.no_padding()
+        return cls(backend, eos, name)
+
+    def __call__(self, text: str) -> np.ndarray:
+        """The token ids of a document, int32, EOS last."""
+        return np.array([*self.backend.encode(text, add_special_tokens=False).ids, self.eos], dtype=np.int32)
+
+    def batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The token ids of each document; the tokenizer uses all cores (unless TOKENIZERS_PARALLELISM=false)."""
+        encoded = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array([*document.ids, self.eos], dtype=np.int32) for document in encoded]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The same for tokenizers with one vocabulary and EOS that cut a probe text alike, whatever the versions."""
+        probe = self.backend.encode(PROBE, add_special_tokens=False).ids
+        vocabulary = sorted(self.backend.get_vocab(with_added_tokens=True).items())
+        return hashlib.sha256(json.dumps([vocabulary, self.eos, probe]).encode()).hexdigest()[:16]
+
+    @cached_property
+    def dtype(self) -> np.dtype:
+        """The smallest type that holds every token id: little-endian uint16 or int32."""
+        largest = max(self.backend.get_vocab(with_added_tokens=True).values())
+        return np.dtype("<u2" if largest < 1 << 16 else "<i4")
 
 
 @dataclass(frozen=True)
 class TokenTable:
-    """Sequences of one length, and the order in which training sees them.
+    """Sequences of one length.
 
     Args:
         sequences: (sequences, tokens) token ids, in memory or in a read-only memory map.
         num_documents: documents that the sequences come from.
-        mapped: the memory map, if they lie in one.
     """
 
     sequences: np.ndarray
     num_documents: int
-    mapped: mmap.mmap | None = field(default=None, repr=False, compare=False)
 
     def __len__(self) -> int:
         return len(self.sequences)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens in the table."""
-        return self.sequences.size
-
-    def batch(self, step: int, batch_size: int, seed: int) -> Int[Tensor, "batch tokens"]:
-        """The sequences of one step, a function of step and seed alone; every epoch has its own permutation.
-
-        Args:
-            step: number of the step, from 0.
-            batch_size: sequences a step.
-            seed: seed of the permutations.
-        """
-        return self.take(self.rows(range(step * batch_size, (step + 1) * batch_size), seed))
-
-    def rows(self, places: Iterable[int], seed: int) -> list[int]:
-        """The sequences that stand at these places of the endless order of all epochs."""
-        epochs = (divmod(place, len(self)) for place in places)
-        return [int(_order(seed, epoch, len(self))[place]) for epoch, place in epochs]
 
     def take(self, rows: Sequence[int]) -> Int[Tensor, "batch tokens"]:
         """These sequences, int64."""
         return torch.from_numpy(self.sequences[list(rows)].astype(np.int64))
 
-    def will_need(self, rows: Iterable[int]) -> None:
-        """Ask the system to bring these sequences of a memory map into memory; returns at once."""
-        if self.mapped is None or not hasattr(self.mapped, "madvise"):
-            return
-        size = self.sequences.strides[0]
-        for row in rows:
-            start = row * size // mmap.PAGESIZE * mmap.PAGESIZE
-            self.mapped.madvise(mmap.MADV_WILLNEED, start, (row + 1) * size - start)
-
-    def first(self, count: int) -> "TokenTable":
-        """The first so many sequences, or all where there are fewer."""
-        return replace(self, sequences=self.sequences[:count])
-
-
-@lru_cache(maxsize=4)
-def _order(seed: int, epoch: int, count: int) -> np.ndarray:
-    """The permutation of an epoch; a step needs one or two of them."""
-    order = np.random.default_rng([seed, epoch]).permutation(count)
-    order.flags.writeable = False
-    return order
-
 
 def pack(
-    documents: Iterable[Document],
-    tokenizer: PreTrainedTokenizerBase,
-    seq_len: int,
-    *,
-    max_sequences: int | None = None,
+    documents: Iterable[Document], encoder: Encoder, seq_len: int, *, max_sequences: int | None = None
 ) -> TokenTable:
     """The documents' tokens, EOS after each document, cut into sequences of ``seq_len``; the remainder is dropped.
 
     Args:
         documents: read only as far as needed.
-        tokenizer: must have an EOS token.
-        seq_len: tokens a sequence.
+        encoder: turns texts into tokens.
+        seq_len: tokens per sequence.
         max_sequences: stop after so many; None takes all.
 
     Raises:
-        InputError: no EOS token, or the text is shorter than one sequence.
+        InputError: the text is shorter than one sequence.
     """
-    end = np.array([end_token(tokenizer)], dtype=np.int32)
     limit = None if max_sequences is None else max_sequences * seq_len
-    parts, total, num_documents = [], 0, 0
-    for _, ids in encode_documents(documents, tokenizer):
-        parts += [ids, end]
-        total += len(ids) + 1
-        num_documents += 1
+    parts: list[np.ndarray] = []
+    total = 0
+    for ids in _encoded(documents, encoder):
+        parts.append(ids)
+        total += len(ids)
         if limit is not None and total >= limit:
             break
     if total < seq_len:
         raise InputError(f"the text has {total} tokens, fewer than one sequence of {seq_len}")
     count = total // seq_len if max_sequences is None else min(total // seq_len, max_sequences)
-    dtype = np.uint16 if len(tokenizer) <= 1 << 16 else np.int32
-    flat = np.concatenate(parts)[: count * seq_len]
-    return TokenTable(flat.reshape(count, seq_len).astype(dtype), num_documents)
+    flat = np.concatenate(parts)[: count * seq_len].astype(encoder.dtype)
+    return TokenTable(flat.reshape(count, seq_len), len(parts))
+
+
+def _encoded(documents: Iterable[Document], encoder: Encoder) -> Iterator[np.ndarray]:
+    iterator = iter(documents)
+    while batch := [document.text for document in islice(iterator, BATCH_DOCUMENTS)]:
+        yield from encoder.batch(batch)
+
+
+def excerpts(
+    documents: Sequence[Document], encoder: Encoder, seq_len: int, num_sequences: int, seed: int
+) -> Iterator[Document]:
+    """A short excerpt of every document, together about ``num_sequences`` sequences; whole documents if all are needed.
+
+    A model that trains on all of a few files adapts to them and forgets the rest (docs/log.md). All excerpts have the
+    same length in characters, at least two sequences. Seed and name draw where an excerpt begins, at the start of a
+    line. Texts are read once for their lengths and again when they are yielded.
+
+    Args:
+        documents: in the order in which they are taken.
+        encoder: counts the tokens of the first 32 documents.
+        seq_len: tokens per sequence.
+        num_sequences: sequences needed.
+        seed: seed of the places.
+    """
+    texts = [document.text[:SAMPLE_CHARACTERS] for document in documents[:SAMPLE_DOCUMENTS]]
+    characters_per_token = sum(map(len, texts)) / max(1, sum(len(ids) - 1 for ids in encoder.batch(texts)))
+    lengths = np.array([len(document.text) for document in documents])
+    cap = _cap(lengths, int(EXCERPT_MARGIN * characters_per_token * seq_len * num_sequences))
+    limit = max(cap, int(MIN_SEQUENCES * characters_per_token * seq_len))
+    for document in documents:
+        yield Document(document.id, lambda document=document: _excerpt(document, limit, seed))
+
+
+def _cap(lengths: np.ndarray, needed: int) -> int:
+    """The least L with sum(min(length, L)) >= needed; the largest length where nothing reaches that."""
+    ordered = np.sort(lengths)
+    before = np.concatenate([[0], np.cumsum(ordered)[:-1]])
+    left = len(ordered) - np.arange(len(ordered))
+    reached = np.flatnonzero(before + left * ordered >= needed)
+    if not len(reached):
+        return int(ordered[-1])
+    return int(np.ceil((needed - before[reached[0]]) / left[reached[0]]))
+
+
+def _excerpt(document: Document, limit: int, seed: int) -> str:
+    text = document.text
+    if len(text) <= limit:
+        return text
+    place = int(np.random.default_rng([seed, name_seed(document.id)]).integers(len(text) - limit + 1))
+    line = text.rfind("\n", 0, place) + 1
+    start = line if place - line < limit // 4 else place
+    return text[start : start + limit]

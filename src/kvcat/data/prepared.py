@@ -1,26 +1,36 @@
-"""A folder of tokens that many processes map into memory: its format, and how it is opened.
+"""Text tokenised once into a folder that training maps into memory.
 
-``tokens.json`` describes the folder, ``train.bin`` and ``validation.bin`` hold token ids in little-endian, each
+``tokens.json`` describes the folder; ``train.bin`` and ``validation.bin`` hold token ids in little-endian, each
 document followed by EOS, without gaps, so that sequences of any length can be cut from them.
 """
 
 import json
-import mmap
+import os
+import shutil
+import time
 import zlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from kvcat.data.encoding import Encoder
-from kvcat.data.packing import TokenTable
+import kvcat
+from kvcat.data.documents import Place, Source, open_source, read_documents
+from kvcat.data.packing import Encoder, TokenTable
+from kvcat.data.split import HELD_OUT_FRACTION, split_of
 from kvcat.errors import InputError
+from kvcat.files import LOCK_FILE, one_writer, write_json
 
 INDEX = "tokens.json"
 FORMAT, VERSION = "kvcat tokens", 1
 SPLITS = ("train", "validation")
-BLOCK_BYTES = 1 << 23
+PROGRESS = "progress.json"
+BATCH_CHARACTERS = 1 << 18
+SAVE_SECONDS = 5.0
 
 
 def is_prepared(path: str | Path) -> bool:
@@ -29,37 +39,32 @@ def is_prepared(path: str | Path) -> bool:
 
 
 def open_prepared(
-    folder: str | Path, tokenizer: PreTrainedTokenizerBase, seq_len: int, *, check: bool = True
-) -> dict[str, TokenTable]:
-    """The tables ``train`` and ``validation`` of a prepared folder, mapped read-only.
+    folder: str | Path, encoder: Encoder, seq_len: int, *, check: bool = True
+) -> tuple[TokenTable, TokenTable]:
+    """The training and validation sequences of a prepared folder, mapped read-only.
 
     Args:
         folder: what ``prepare`` wrote.
-        tokenizer: must be the one that the tokens were made with.
-        seq_len: tokens a sequence; what remains at the end is left out.
+        encoder: of the tokenizer that the tokens were made with.
+        seq_len: tokens per sequence; what remains at the end is left out.
         check: compare the checksums too, which reads the files once; sizes are always compared.
 
     Raises:
-        InputError: not such a folder, a newer format, another tokenizer, a truncated or damaged file, fewer tokens
-            than one sequence.
+        InputError: not such a folder, a newer format, another tokenizer, a truncated or damaged file, fewer tokens than
+            one sequence.
     """
     folder = Path(folder).expanduser()
-    index = read_index(folder)
-    encoder = Encoder.of(tokenizer)
+    index = _read_index(folder)
     if index["tokenizer"] != encoder.fingerprint:
         raise InputError(
             f"{folder} holds tokens of tokenizer {index['tokenizer_name']!r} ({index['tokenizer']}), not of "
             f"{encoder.name!r} ({encoder.fingerprint})"
         )
-    return {split: _open_table(folder, split, index, seq_len, check) for split in SPLITS}
+    train, validation = (_open_table(folder, split, index, seq_len, check) for split in SPLITS)
+    return train, validation
 
 
-def read_index(folder: Path) -> dict[str, Any]:
-    """What ``tokens.json`` says.
-
-    Raises:
-        InputError: missing, not readable, or of a newer format.
-    """
+def _read_index(folder: Path) -> dict[str, Any]:
     path = folder / INDEX
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
@@ -72,29 +77,267 @@ def read_index(folder: Path) -> dict[str, Any]:
     return index
 
 
-def file_checksum(path: Path) -> int:
-    """CRC-32 of a file."""
+def _open_table(folder: Path, split: str, index: dict[str, Any], seq_len: int, check: bool) -> TokenTable:
+    path, part, dtype = folder / f"{split}.bin", index["splits"][split], np.dtype(index["dtype"])
+    num_bytes, num_sequences = part["tokens"] * dtype.itemsize, part["tokens"] // seq_len
+    if not path.is_file():
+        raise InputError(f"{folder} is incomplete: {path.name} is missing")
+    if (size := path.stat().st_size) != num_bytes:
+        raise InputError(f"{path} is damaged: it has {size} bytes, not {num_bytes}")
+    if check and (found := _checksum(path)) != part["crc32"]:
+        raise InputError(f"{path} is damaged: its checksum is {found:08x}, not {part['crc32']:08x}")
+    if not num_sequences:
+        raise InputError(f"{path} has {part['tokens']} tokens, fewer than one sequence of {seq_len}")
+    return TokenTable(np.memmap(path, dtype, "r", shape=(num_sequences, seq_len)), part["documents"])
+
+
+def _checksum(path: Path) -> int:
     checksum = 0
     with path.open("rb") as file:
-        while block := file.read(BLOCK_BYTES):
+        while block := file.read(1 << 23):
             checksum = zlib.crc32(block, checksum)
     return checksum
 
 
-def _open_table(folder: Path, split: str, index: dict[str, Any], seq_len: int, check: bool) -> TokenTable:
-    path, told = folder / f"{split}.bin", index["splits"][split]
-    dtype = np.dtype(index["dtype"])
-    expected = told["tokens"] * dtype.itemsize
-    if not path.is_file():
-        raise InputError(f"{folder} is incomplete: {path.name} is missing")
-    if (size := path.stat().st_size) != expected:
-        raise InputError(f"{path} is damaged: it has {size} bytes, not {expected}")
-    if check and (found := file_checksum(path)) != told["crc32"]:
-        raise InputError(f"{path} is damaged: its checksum is {found:08x}, not {told['crc32']:08x}")
-    count = told["tokens"] // seq_len
-    if not count:
-        raise InputError(f"{path} has {told['tokens']} tokens, fewer than one sequence of {seq_len}")
-    with path.open("rb") as file:
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    sequences = np.frombuffer(mapped, dtype, count * seq_len).reshape(count, seq_len)
-    return TokenTable(sequences, told["documents"], mapped)
+class Part(NamedTuple):
+    """How much of a split is written: tokens with EOS, documents with the last if it is cut, checksum of the file."""
+
+    tokens: int = 0
+    documents: int = 0
+    crc32: int = 0
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What is written, and where to read on.
+
+    Args:
+        train: written training tokens.
+        validation: written validation tokens.
+        test_documents: documents of the test split, left out.
+        file: files before the one that is being read.
+        place: of the last document in that file; None before the first.
+        num_files: files in all.
+    """
+
+    train: Part = Part()
+    validation: Part = Part()
+    test_documents: int = 0
+    file: int = 0
+    place: Place | None = None
+    num_files: int = 0
+
+
+def prepare(
+    source: str,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: str | Path,
+    *,
+    max_tokens: int | None = None,
+    seed: int = 0,
+    on_progress: Callable[[Progress], None] = lambda _: None,
+) -> dict[str, Any]:
+    """A folder of the source's training and validation tokens; returns its index.
+
+    The files are read in an order drawn by the seed, their documents in order; test documents are left out. Everything
+    is written to ``FOLDER.partial`` and renamed at the end. Stopped at any moment, the same call continues after the
+    last five seconds; where the folder is complete it returns at once. A mistake leaves nothing behind.
+
+    Args:
+        source: as in ``open_documents``.
+        tokenizer: with a fast form and an EOS token.
+        folder: absent or empty.
+        max_tokens: training tokens after which reading ends, once there is a validation document; None reads
+            everything.
+        seed: seed of the order of the files.
+        on_progress: called after each batch of documents.
+
+    Raises:
+        InputError: no such source, a folder with something else in it, another process at work on it, a tokenizer
+            without EOS, too little disk space, no document for training or validation, a file that cannot be read.
+    """
+    target = Path(folder).expanduser()
+    work = target.with_name(f"{target.name}.partial")
+    encoder = Encoder.of(tokenizer)
+    settings = {
+        "format": FORMAT, "version": VERSION, "source": source, "tokenizer": encoder.fingerprint,
+        "dtype": encoder.dtype.str, "eos": encoder.eos, "seed": seed, "max_tokens": max_tokens,
+        "held_out_fraction": HELD_OUT_FRACTION,
+    }  # fmt: skip
+    if _is_taken(target):
+        return _existing(target, settings)
+    opened = open_source(source, revision=_load_progress(work, settings)[0])
+    with one_writer(work):
+        revision, progress = _load_progress(work, settings)
+        progress = replace(progress if revision == opened.revision else Progress(), num_files=len(opened.files))
+        try:
+            if _is_taken(target):  # by a process that held the lock until now
+                raise InputError(f"another process has just written {target}")
+            _check_disk(work, opened, settings, progress)
+            progress = _write(work, opened, encoder, settings, progress, on_progress)
+            return _finish(work, target, {**settings, "revision": opened.revision}, encoder, progress)
+        except OSError as error:
+            raise InputError(f"cannot write to {work}: {error.strerror}") from error
+        except InputError:
+            if not source.startswith("hub:") or not _load_progress(work, settings)[1].train.tokens:
+                shutil.rmtree(work)
+            raise
+
+
+def _is_taken(target: Path) -> bool:
+    return target.exists() and (not target.is_dir() or any(target.iterdir()))
+
+
+def _existing(target: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """The index of a folder that is complete already, if it holds the same tokens."""
+    if not (target / INDEX).is_file():
+        raise InputError(f"output folder {target} is not empty and holds no prepared tokens")
+    index = _read_index(target)
+    expected = dict(settings)
+    if not settings["source"].startswith("hub:"):
+        expected["revision"] = open_source(settings["source"]).revision
+    for name, value in expected.items():
+        if index.get(name) != value:
+            raise InputError(f"{target} holds other tokens: its {name} is {index.get(name)!r}, not {value!r}")
+    return index
+
+
+def _load_progress(work: Path, settings: dict[str, Any]) -> tuple[str | None, Progress]:
+    """The source's revision and how far an earlier call with the same settings came."""
+    try:
+        saved = json.loads((work / PROGRESS).read_text(encoding="utf-8"))
+        values = saved["progress"]
+        parts = {split: Part(*values[split]) for split in SPLITS}
+        for split, part in parts.items():
+            if (work / f"{split}.bin").stat().st_size < part.tokens * np.dtype(settings["dtype"]).itemsize:
+                return None, Progress()
+        place = Place(*values["place"]) if values["place"] else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None, Progress()
+    if saved["settings"] != settings:
+        return None, Progress()
+    return saved["revision"], Progress(**{**values, **parts, "place": place})
+
+
+def _check_disk(work: Path, source: Source, settings: dict[str, Any], progress: Progress) -> None:
+    """Refuse to start where the tokens will not fit, as far as that is known beforehand."""
+    item_bytes = np.dtype(settings["dtype"]).itemsize
+    if settings["max_tokens"] is not None:
+        needed = settings["max_tokens"] * item_bytes * (1 + HELD_OUT_FRACTION)
+    else:
+        needed = sum(Path(file.url).stat().st_size for file in source.files if not file.remote) / 2
+    needed -= (progress.train.tokens + progress.validation.tokens) * item_bytes
+    if (free := shutil.disk_usage(work).free) < needed:
+        raise InputError(f"no disk space for {work}: {free / 1e6:,.1f} MB free, some {needed / 1e6:,.1f} MB needed")
+
+
+class _Batch(NamedTuple):
+    """Texts of each split, test documents between them, and where the last document stands."""
+
+    texts: dict[str, list[str]]
+    test_documents: int
+    file: int
+    place: Place | None
+
+
+def _batches(source: Source, seed: int, done: Progress) -> Iterator[_Batch]:
+    """The documents after those that are done, in batches of some 260,000 characters."""
+    order = np.random.default_rng(seed).permutation(len(source.files)).tolist()
+    texts, num_test, num_characters = {split: [] for split in SPLITS}, 0, 0
+    for number in range(done.file, len(order)):
+        last = done.place if number == done.file else None
+        for place, document in read_documents(source.files[order[number]], last or Place()):
+            if place == last:
+                continue
+            if (split := split_of(document.id)) == "test":
+                num_test += 1
+            else:
+                texts[split].append(document.text)
+                num_characters += len(texts[split][-1])
+            if num_characters >= BATCH_CHARACTERS:
+                yield _Batch(texts, num_test, number, place)
+                texts, num_test, num_characters = {split: [] for split in SPLITS}, 0, 0
+    yield _Batch(texts, num_test, len(order), None)
+
+
+def _write(
+    work: Path,
+    source: Source,
+    encoder: Encoder,
+    settings: dict[str, Any],
+    progress: Progress,
+    on_progress: Callable[[Progress], None],
+) -> Progress:
+    """Append the tokens of the documents that are not done; every few seconds, record how far the files are good."""
+
+    def save() -> None:
+        for file in files.values():
+            file.flush()
+            os.fsync(file.fileno())
+        record = {"settings": settings, "revision": source.revision, "progress": asdict(progress)}
+        write_json(work / PROGRESS, record)
+
+    max_tokens, saved_at = settings["max_tokens"], time.monotonic()
+    with ExitStack() as stack:
+        files = {split: stack.enter_context((work / f"{split}.bin").open("ab")) for split in SPLITS}
+        for split, file in files.items():
+            file.truncate(getattr(progress, split).tokens * encoder.dtype.itemsize)
+        try:
+            for batch in _batches(source, settings["seed"], progress):
+                tokens = {split: encoder.batch(texts) for split, texts in batch.texts.items()}
+                progress = replace(
+                    progress,
+                    train=_append(files["train"], progress.train, tokens["train"], encoder.dtype, max_tokens),
+                    validation=_append(files["validation"], progress.validation, tokens["validation"], encoder.dtype),
+                    test_documents=progress.test_documents + batch.test_documents,
+                    file=batch.file,
+                    place=batch.place,
+                )
+                if time.monotonic() - saved_at > SAVE_SECONDS:
+                    save()
+                    saved_at = time.monotonic()
+                on_progress(progress)
+                if max_tokens is not None and progress.train.tokens >= max_tokens and progress.validation.tokens:
+                    break
+        finally:
+            save()
+    return progress
+
+
+def _append(file: IO[bytes], part: Part, documents: list[np.ndarray], dtype: np.dtype, limit: int | None = None) -> Part:
+    for ids in documents:
+        ids = ids if limit is None else ids[: limit - part.tokens]
+        if not len(ids):
+            break
+        data = ids.astype(dtype).tobytes()
+        file.write(data)
+        part = Part(part.tokens + len(ids), part.documents + 1, zlib.crc32(data, part.crc32))
+    return part
+
+
+def _finish(
+    work: Path, target: Path, settings: dict[str, Any], encoder: Encoder, progress: Progress
+) -> dict[str, Any]:
+    """Write the index and give the folder its name."""
+    parts = {split: getattr(progress, split) for split in SPLITS}
+    for split, part in parts.items():
+        if not part.tokens:
+            count = sum(part.documents for part in parts.values()) + progress.test_documents
+            raise InputError(
+                f"{settings['source']} has no {split} document among {count}; prepare more text, or train on the text "
+                "itself, which then holds one out"
+            )
+    index = {
+        **settings,
+        "tokenizer_name": encoder.name,
+        "kvcat": kvcat.__version__,
+        "splits": {split: part._asdict() for split, part in parts.items()},
+        "test_documents": progress.test_documents,
+    }
+    write_json(work / INDEX, index)
+    for name in (PROGRESS, LOCK_FILE):
+        (work / name).unlink()
+    if target.is_dir():
+        target.rmdir()
+    work.rename(target)
+    return index

@@ -1,161 +1,146 @@
-"""Training data of any size, streamed: every sequence of a step reads documents of its own."""
+"""Logical streams of sequences, one for each sequence of a step.
 
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+A stream's t-th sequence is a function of seed, stream and t alone: neither the number of processes or workers nor the
+way a step is cut into micro-batches changes it. A position of a few integers is enough to continue a stream.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import count
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
-from kvcat.data.encoding import Encoder
-from kvcat.data.reading import Position, StreamPlan, StreamServer
-from kvcat.data.shards import Shards, open_shards
-from kvcat.data.source import check_identity, check_streams, saved_streams, to_tensor
-from kvcat.data.split import Split
-from kvcat.data.workers import ReadingStopped, Worker, make_worker
-from kvcat.types import Int, Tensor
+from kvcat.data.documents import Place, Source, SourceFile, read_documents
+from kvcat.data.packing import Encoder, TokenTable
+from kvcat.data.split import Split, split_of
+from kvcat.errors import InputError
 
-__all__ = ["ReadingStopped", "TokenStreams"]
-
-READ_AHEAD = 8
+EMPTY_EPOCHS = 100
 
 
-class TokenStreams:
-    """Packed sequences of a Hub data set or of local files, without holding them.
-
-    Stream s of a step reads files (or stripes of files, where there are fewer files than streams) dealt out anew each
-    epoch, skips the documents of other splits, puts EOS after each document and cuts sequences. There is no shuffle
-    buffer. The position of a stream is five numbers; a stream that continues from them gives the identical tokens, in
-    whatever process.
+@dataclass(frozen=True)
+class TableStreams:
+    """The sequences of a table, in a permutation of its own each epoch; a position is the number of steps read.
 
     Args:
-        shards: the files, from ``open_shards``.
-        tokenizer: with a fast form and an EOS token.
-        seq_len: tokens a sequence.
-        num_streams: sequences a step, over all processes.
-        seed: seed of the order of the files.
-        streams: those that this process reads; None for all.
-        split: documents to read.
-        workers: processes that read and tokenise; 0 does it here, when a sequence is asked for.
-        read_ahead: sequences of each stream that workers prepare before they are asked for.
-        stop: asked while data is waited for; ten seconds after it first says so, ``ReadingStopped`` is raised. Without
-            workers it is not asked.
-
-    Raises:
-        InputError: the tokenizer has no EOS token or no fast form.
-        ValueError: counts or streams out of range.
+        table: sequences in memory or in a memory map.
+        num_streams: sequences per step, over all processes.
+        seed: seed of the permutations.
     """
 
-    def __init__(
-        self,
-        shards: Shards,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        seq_len: int,
-        num_streams: int,
-        seed: int,
-        streams: Iterable[int] | None = None,
-        split: Split = "train",
-        workers: int = 0,
-        read_ahead: int = READ_AHEAD,
-        stop: Callable[[], bool] | None = None,
-    ) -> None:
-        own = range(num_streams) if streams is None else sorted(set(streams))
-        if min(seq_len, num_streams, read_ahead, workers + 1) < 1 or not all(0 <= s < num_streams for s in own):
-            raise ValueError(f"seq_len, num_streams or read_ahead below 1, or streams {list(own)} out of range")
-        self._plan = StreamPlan(shards, Encoder.of(tokenizer), seq_len, num_streams, seed, split)
-        self._num_workers, self._read_ahead = min(workers, len(own)), read_ahead if workers else 1
-        self._stop = stop
-        self._positions = {stream: Position() for stream in own}
-        self._workers: list[Worker] = []
-        self._reader: dict[int, Worker] = {}
-        self._ready: dict[int, deque[tuple[np.ndarray, Position]]] = {}
+    table: TokenTable
+    num_streams: int
+    seed: int
+    start: ClassVar = (0,)
 
-    def read(self, streams: Sequence[int]) -> Int[Tensor, "streams tokens"]:
-        """The next sequence of each of these streams, int64; with workers, usually waiting for nothing.
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What decides the sequences, in JSON values."""
+        counts = {"num_sequences": len(self.table), "num_streams": self.num_streams}
+        return {"kind": "table", **counts, "seed": self.seed}
 
-        All or nothing: after an exception every stream is where it was, and no worker runs.
+    def sequences(self, stream: int, start: tuple[int, ...]) -> Iterator[tuple[np.ndarray, tuple[int, ...]]]:
+        """The sequences of a stream from a position on, each with the position after it; without end."""
+        for step in count(start[0]):
+            epoch, place = divmod(step * self.num_streams + stream, len(self.table))
+            yield self.table.sequences[_order(self.seed, epoch, len(self.table))[place]], (step + 1,)
+
+
+@lru_cache(maxsize=4)
+def _order(seed: int, epoch: int, length: int) -> np.ndarray:
+    return np.random.default_rng([seed, epoch]).permutation(length)
+
+
+class Position(NamedTuple):
+    """Where the next token of a stream of text comes from: epoch, file of the epoch, document's place, token of that.
+
+    Tokens that were read but not yet packed need no saving: the document is encoded again.
+    """
+
+    epoch: int = 0
+    item: int = 0
+    row: int = 0
+    byte: int = 0
+    token: int = 0
+
+
+@dataclass(frozen=True)
+class TextStreams:
+    """Sequences packed from the documents of a source, without holding them.
+
+    In every epoch the files, each cut into as many stripes as it takes to give every stream one, are permuted by the
+    seed and dealt out to the streams. There is no shuffle buffer.
+
+    Args:
+        source: the files.
+        encoder: turns documents into tokens.
+        seq_len: tokens per sequence.
+        num_streams: sequences per step, over all processes.
+        seed: seed of the permutations.
+        split: documents of other splits are skipped.
+    """
+
+    source: Source
+    encoder: Encoder
+    seq_len: int
+    num_streams: int
+    seed: int
+    split: Split = "train"
+    start: ClassVar = Position()
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What decides the sequences, in JSON values."""
+        data = {"source": self.source.name, "revision": self.source.revision, "tokenizer": self.encoder.fingerprint}
+        return {"kind": "streams", **data, "num_streams": self.num_streams, "seed": self.seed, "split": self.split}
+
+    @property
+    def num_stripes(self) -> int:
+        """Parts that each file is read in."""
+        return -(-self.num_streams // len(self.source.files))
+
+    def items(self, stream: int, epoch: int) -> list[tuple[SourceFile, int]]:
+        """Files and stripes that a stream reads in an epoch, in order; over all streams each occurs once."""
+        order = np.random.default_rng([self.seed, epoch]).permutation(len(self.source.files) * self.num_stripes)
+        chosen = order[stream :: self.num_streams].tolist()
+        return [(self.source.files[item // self.num_stripes], item % self.num_stripes) for item in chosen]
+
+    def sequences(self, stream: int, start: tuple[int, ...]) -> Iterator[tuple[np.ndarray, Position]]:
+        """The sequences of a stream from a position on, each with the position after it; without end.
 
         Raises:
-            InputError: a file that cannot be read, a network that stays away.
-            ReadingStopped: ``stop`` said so.
-            RuntimeError: a worker died.
+            InputError: a file cannot be read or has changed, or the stream has no document of the split.
         """
-        check_streams(streams, self._positions)
-        try:
-            if not self._workers:
-                self._start()
-            for stream in streams:
-                while not self._ready[stream]:
-                    for other, tokens, position in self._reader[stream].receive():
-                        self._ready[other].append((tokens, position))
-            self._ask(dict.fromkeys(streams))
-        except BaseException:
-            self.close()
-            raise
-        rows = []
-        for stream in streams:
-            tokens, self._positions[stream] = self._ready[stream].popleft()
-            rows.append(tokens)
-        return to_tensor(np.stack(rows))
+        parts: list[np.ndarray] = []
+        used, missing = start[-1], self.seq_len
+        documents = self._documents(stream, Position(*start))
+        for number, (epoch, item, place, ids) in enumerate(documents):
+            if number == 0 and used and ((epoch, item, *place) != tuple(start[:4]) or used > len(ids)):
+                raise InputError(f"{self.source.name} has changed: stream {stream} cannot continue at {tuple(start)}")
+            while used < len(ids):
+                parts.append(ids[used : used + missing])
+                used, missing = used + len(parts[-1]), missing - len(parts[-1])
+                if not missing:
+                    yield np.concatenate(parts), Position(epoch, item, *place, used)
+                    parts, missing = [], self.seq_len
+            used = 0
 
-    def state_dict(self) -> dict[str, Any]:
-        """The position of each stream after what was read; what workers hold ahead does not count."""
-        return {**self._identity(), "streams": {str(s): list(position) for s, position in self._positions.items()}}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where a state says; a Hub data set is read at the commit that the state names.
-
-        Raises:
-            InputError: the state belongs to other data, another tokenizer, seed or number of streams.
-            ValueError: it lacks a stream of this process.
-        """
-        shards = self._plan.shards
-        if shards.source.startswith("hub:") and state.get("revision") not in (None, shards.revision):
-            shards = open_shards(shards.source, revision=state["revision"])
-        check_identity(state, {**self._identity(), "revision": shards.revision})
-        positions = {stream: Position(*saved) for stream, saved in saved_streams(state, self._positions).items()}
-        self.close()
-        self._plan = replace(self._plan, shards=shards)
-        self._positions = positions
-
-    def close(self) -> None:
-        """End the worker processes; a later ``read`` starts them again where the streams are."""
-        for worker in self._workers:
-            worker.close()
-        self._workers = []
-
-    def __enter__(self) -> "TokenStreams":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _identity(self) -> dict[str, Any]:
-        plan = self._plan
-        return {
-            "kind": "streams",
-            "source": plan.shards.source,
-            "revision": plan.shards.revision,
-            "tokenizer": plan.encoder.fingerprint,
-            "num_streams": plan.num_streams,
-            "seed": plan.seed,
-            "split": plan.split,
-        }
-
-    def _start(self) -> None:
-        """Start the workers and ask for the first sequences, those of every stream before the second of any."""
-        count = max(self._num_workers, 1)
-        outside = self._num_workers > 0
-        self._workers = [make_worker(StreamServer(self._plan), process=outside, stop=self._stop) for _ in range(count)]
-        self._reader = {stream: self._workers[i % count] for i, stream in enumerate(self._positions)}
-        self._ready = {stream: deque() for stream in self._positions}
-        for ahead in range(self._read_ahead):
-            self._ask({stream: None if ahead else position for stream, position in self._positions.items()})
-
-    def _ask(self, positions: Mapping[int, Position | None]) -> None:
-        """Ask for the next sequence of each of these streams, with one request to each worker."""
-        for worker in self._workers:
-            if wanted := [(s, position) for s, position in positions.items() if self._reader[s] is worker]:
-                worker.send(wanted)
+    def _documents(self, stream: int, start: Position) -> Iterator[tuple[int, int, Place, np.ndarray]]:
+        place, num_empty = Place(start.row, start.byte), 0
+        for epoch in count(start.epoch):
+            for item, (file, stripe) in enumerate(self.items(stream, epoch)):
+                if epoch == start.epoch and item < start.item:
+                    continue
+                for here, document in read_documents(file, place, stripe=stripe, num_stripes=self.num_stripes):
+                    if split_of(document.id) == self.split:
+                        num_empty = -1
+                        yield epoch, item, here, self.encoder(document.text)
+                place = Place()
+            num_empty += 1
+            if num_empty == EMPTY_EPOCHS:
+                raise InputError(
+                    f"{self.source.name} has too few {self.split} documents for {self.num_streams} streams: stream "
+                    f"{stream} found none in {EMPTY_EPOCHS} epochs"
+                )
