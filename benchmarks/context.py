@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 import kvcat
 from kvcat.compress import parse_method, seeded_compressor, split_supervision, supervised_kl, trace
-from kvcat.data import installed_documents, split_of
+from kvcat.data import open_documents, split_of
 
 METHODS = (
     "first",
@@ -79,7 +79,7 @@ def stretched(model: PreTrainedModel, positions: int) -> PreTrainedModel:
 
 def text_tokens(tokenizer, count: int) -> torch.Tensor:
     ids: list[int] = []
-    for document in installed_documents():
+    for document in open_documents("installed"):
         if split_of(document.id) == "test":
             ids += tokenizer(document.text, verbose=False)["input_ids"]
         if len(ids) >= count:

@@ -19,8 +19,7 @@ import kvcat
 from kvcat.compress import SCORERS, AttentionMatching, Compressor, Eviction, Trace, compare, trace
 from kvcat.compress.kvpress import KVPress, library
 from kvcat.compress.kvpress.library import REFUSED
-from kvcat.data.documents import open_documents
-from kvcat.data.split import split_of
+from kvcat.data import open_documents, split_of
 from kvcat.errors import InputError
 from kvcat.evals.windows import windows_from_documents
 

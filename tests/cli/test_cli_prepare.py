@@ -20,7 +20,7 @@ def corpus(tmp_path_factory):
 def test_the_command_prepares_and_says_what_is_there(corpus, tmp_path, capsys):
     tokenizer = byte_tokenizer()
     tokenizer.save_pretrained(tmp_path / "model")
-    argv = ["prepare", corpus, "--model", str(tmp_path / "model"), "-o", str(tmp_path / "tokens"), "--workers", "0"]
+    argv = ["prepare", corpus, "--model", str(tmp_path / "model"), "-o", str(tmp_path / "tokens")]
     assert run(argv) == 0
     said = capsys.readouterr().out
     index = json.loads((tmp_path / "tokens" / "tokens.json").read_text())
@@ -45,7 +45,7 @@ def test_a_mistake_of_the_command_is_one_line(corpus, arguments, told, tmp_path,
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     argv = [argument.replace("{corpus}", corpus) for argument in arguments]
-    assert run(["prepare", *argv, "-o", str(tmp_path / "out"), "--workers", "0"]) == 2
+    assert run(["prepare", *argv, "-o", str(tmp_path / "out")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert told in line
     assert not (tmp_path / "out").exists()

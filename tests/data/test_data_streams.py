@@ -1,7 +1,13 @@
 """Streams: every document once, the same batches for any number of processes, exact continuation."""
 
 import json
-import random
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,9 +16,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from kvcat.data import Encoder, TableSource, TokenStreams, TokenTable, merge_states, open_shards, open_tokens
-from kvcat.data import shards as shards_module
-from kvcat.data.reading import Position, StreamPlan, StreamReader
+from kvcat.data import (
+    Encoder,
+    ReadingStopped,
+    TokenLoader,
+    TokenTable,
+    loader,
+    merge_states,
+    open_documents,
+    open_tokens,
+    pack,
+    split_of,
+)  # fmt: skip
+from kvcat.data import documents as documents_module
+from kvcat.data.documents import open_source
+from kvcat.data.streams import Position, TableStreams, TextStreams
 from kvcat.errors import InputError
 from text_files import documents_in, of_split, texts, write_corpus, write_lines, write_table
 from tiny import byte_tokenizer
@@ -31,8 +49,12 @@ def corpora(tmp_path_factory):
     return {kind: (f"stream:{root / kind}", write_corpus(root / kind, kind)) for kind in KINDS}
 
 
-def streams_of(source, tokenizer, **options):
-    return TokenStreams(open_shards(source), tokenizer, **{"seq_len": 16, "num_streams": 4, "seed": 0, **options})
+def plan_of(source, tokenizer, *, seq_len=16, num_streams=4, seed=0, split="train"):
+    return TextStreams(open_source(source), Encoder.of(tokenizer), seq_len, num_streams, seed, split)
+
+
+def streams_of(source, tokenizer, *, streams=None, workers=0, stop=None, **options):
+    return TokenLoader(plan_of(source, tokenizer, **options), streams=streams, workers=workers, stop=stop)
 
 
 def steps(source, streams, count):
@@ -41,21 +63,20 @@ def steps(source, streams, count):
 
 def epoch_tokens(source, tokenizer, num_streams, split, seed=0):
     """Each stream's tokens of the first epoch: read one at a time, so that each has its own position."""
-    plan = StreamPlan(open_shards(source), Encoder.of(tokenizer), 1, num_streams, seed, split)
+    plan = plan_of(source, tokenizer, seq_len=1, num_streams=num_streams, seed=seed, split=split)
     for stream in range(num_streams):
         tokens = []
-        for token, position in StreamReader(plan, stream, Position()):
+        for token, position in plan.sequences(stream, Position()):
             if position.epoch > 0:
                 break
             tokens.append(int(token[0]))
         yield tokens
 
 
-@pytest.mark.parametrize("split", ["train", "validation"])
-@pytest.mark.parametrize("num_streams", [1, 2, 7, 70])
+@pytest.mark.parametrize("num_streams", [1, 7, 70])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_document_of_the_split_is_read_once_an_epoch(corpora, tokenizer, kind, num_streams, split):
-    source, documents = corpora[kind]
+def test_every_document_of_the_split_is_read_once_an_epoch(corpora, tokenizer, kind, num_streams):
+    (source, documents), split = corpora[kind], "validation" if num_streams == 7 else "train"
     found = []
     for tokens in epoch_tokens(source, tokenizer, num_streams, split):
         found += documents_in(tokens, tokenizer)
@@ -66,29 +87,25 @@ def test_tokens_continue_across_documents_and_epochs_without_loss(tmp_path, toke
     documents = texts(30)
     write_table(tmp_path / "a.parquet", documents)
     (whole,) = epoch_tokens(f"stream:{tmp_path}", tokenizer, 1, "train")
-    with streams_of(f"stream:{tmp_path}", tokenizer, num_streams=1, seq_len=7) as source:
-        read = steps(source, [0], 2 * len(whole) // 7)
+    read = steps(streams_of(f"stream:{tmp_path}", tokenizer, num_streams=1, seq_len=7), [0], 2 * len(whole) // 7)
     assert read.flatten().tolist() == (whole + whole)[: read.numel()]
 
 
 def test_streams_and_packing_agree_on_the_tokens_of_one_file(tmp_path, tokenizer):
-    from kvcat.data import file_documents, pack, split_of
-
     write_corpus(tmp_path / "c", "groups", num_files=1)
-    table = pack((d for d in file_documents(tmp_path / "c") if split_of(d.id) == "train"), tokenizer, 16)
-    with streams_of(f"stream:{tmp_path / 'c'}", tokenizer, num_streams=1) as source:
-        assert np.array_equal(steps(source, [0], len(table))[:, 0], table.sequences)
+    documents = (d for d in open_documents(str(tmp_path / "c")) if split_of(d.id) == "train")
+    table = pack(documents, Encoder.of(tokenizer), 16)
+    source = streams_of(f"stream:{tmp_path / 'c'}", tokenizer, num_streams=1)
+    assert np.array_equal(steps(source, [0], len(table))[:, 0], table.sequences)
 
 
 def test_another_seed_or_epoch_gives_the_files_in_another_order(corpora, tokenizer):
-    shards, encoder = open_shards(corpora["groups"][0]), Encoder.of(tokenizer)
-    plans = [StreamPlan(shards, encoder, 8, 6, seed, "train") for seed in range(3)]
+    plans = [plan_of(corpora["groups"][0], tokenizer, num_streams=6, seed=seed) for seed in range(3)]
     orders = [str([plan.items(stream, epoch) for stream in range(6)]) for plan in plans for epoch in range(3)]
     assert len(set(orders)) == len(orders)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("kind", ["groups", "lines"])
+@pytest.mark.parametrize(("kind", "world_size"), [("groups", 1), ("groups", 2), ("lines", 4)])
 def test_the_batches_are_the_same_for_any_world_size_and_micro_batch(corpora, tokenizer, kind, world_size):
     source = corpora[kind][0]
     expected = steps(streams_of(source, tokenizer), range(4), 12)
@@ -99,16 +116,90 @@ def test_the_batches_are_the_same_for_any_world_size_and_micro_batch(corpora, to
         assert torch.equal(rows, expected[:, own])
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_the_batches_are_the_same_with_workers_and_continue_without(corpora, tokenizer, workers):
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_workers_give_the_same_batches_survive_the_runs_signals_and_a_death_is_reported(corpora, tokenizer):
     source = corpora["groups"][0]
-    expected = steps(streams_of(source, tokenizer), range(4), 9)
-    with streams_of(source, tokenizer, workers=workers, read_ahead=3) as ahead:
-        assert torch.equal(steps(ahead, range(4), 5), expected[:5])
-        state = ahead.state_dict()
-    alone = streams_of(source, tokenizer)
+    expected = steps(streams_of(source, tokenizer), range(4), 30)
+    ahead = streams_of(source, tokenizer, streams=[0, 1, 3], workers=2)
+    random_state = torch.get_rng_state()
+    assert torch.equal(steps(ahead, [3, 0, 1], 3), expected[:3, [3, 0, 1]])
+    assert torch.equal(torch.get_rng_state(), random_state)
+    pids = [process.pid for process in ahead._processes]
+    assert len(pids) == 2
+    for number in (signal.SIGINT, signal.SIGTERM):
+        for pid in pids:
+            os.kill(pid, number)
+    assert torch.equal(steps(ahead, [0, 1, 3], 12), expected[3:15, [0, 1, 3]])
+    state = ahead.state_dict()
+    os.kill(pids[1], signal.SIGKILL)
+    with pytest.raises(RuntimeError, match="worker"):
+        steps(ahead, [0, 1, 3], 100)
+    assert not any(running(pid) for pid in pids)
+    alone = streams_of(source, tokenizer, streams=[0, 1, 3])
     alone.load_state_dict(state)
-    assert torch.equal(steps(alone, range(4), 4), expected[5:])
+    assert torch.equal(steps(alone, [0, 1, 3], 15), expected[15:, [0, 1, 3]])
+
+
+def test_a_mistake_in_a_worker_is_one_line_here_and_waiting_ends_when_the_run_stops(tmp_path, tokenizer, monkeypatch):
+    (tmp_path / "a.jsonl").write_text("no JSON\n")
+    source = streams_of(f"stream:{tmp_path}", tokenizer, num_streams=1, workers=1)
+    with pytest.raises(InputError, match=r"row 0 of .*a.jsonl, at byte 0, is not JSON: [^\n]*$"):
+        source.read([0])
+    (tmp_path / "a.jsonl").unlink()
+    os.mkfifo(tmp_path / "a.jsonl")  # nobody writes: reading waits for ever
+    monkeypatch.setattr(loader, "POLL_SECONDS", 0.2)
+    monkeypatch.setattr(loader, "PATIENCE_SECONDS", 0.4)
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
+    calls = []
+    source._stop = lambda: len(calls) > 3 or calls.append(0)
+    with pytest.raises(ReadingStopped):
+        source.read([0])
+    assert len(calls) == 4
+    assert not source._processes
+
+
+PARENT = """
+import signal, sys
+from transformers import AutoTokenizer
+from kvcat.data import open_tokens
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs with it ignored
+    tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+    source = open_tokens(
+        sys.argv[2], tokenizer, seq_len=8, batch_size=2, max_steps=1, validation_sequences=1, seed=0, workers=1
+    ).train
+    source.read([0, 1])
+    print(source._processes[0].pid, flush=True)
+    sys.stdin.read()
+"""
+
+
+def running(pid):
+    """Whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_no_worker_outlives_its_parent(corpora, tokenizer, tmp_path, how):
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "parent.py").write_text(PARENT)
+    arguments = [sys.executable, str(tmp_path / "parent.py"), str(tmp_path), corpora["groups"][0]]
+    parent = subprocess.Popen(
+        arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    pid = int(parent.stdout.readline())
+    assert running(pid)
+    parent.send_signal(how)
+    parent.wait(timeout=30)
+    deadline = time.monotonic() + 20
+    while running(pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not running(pid)
+    parent.communicate()
 
 
 @given(st.sampled_from(KINDS), st.integers(0, 25), st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 2, 4]))
@@ -195,8 +286,6 @@ def test_a_changed_local_file_is_refused_at_resume(tmp_path, tokenizer):
 
 
 def test_a_hub_data_set_is_resumed_at_the_commit_it_was_begun_with(tmp_path, tokenizer, monkeypatch):
-    from types import SimpleNamespace
-
     import datasets
 
     commits = {}
@@ -209,7 +298,7 @@ def test_a_hub_data_set_is_resumed_at_the_commit_it_was_begun_with(tmp_path, tok
     monkeypatch.setattr(
         datasets, "load_dataset_builder", lambda path, config, *, revision: commits[revision or newest[0]]
     )
-    monkeypatch.setattr(shards_module, "hub_obstacle", lambda: None)
+    monkeypatch.setattr(documents_module, "hub_obstacle", lambda: None)
     source = streams_of("hub:o/n", tokenizer)
     source.read(range(4))
     state, following = source.state_dict(), source.read(range(4))
@@ -266,31 +355,47 @@ def test_streams_that_are_not_there_are_refused(corpora, tokenizer):
         merge_states([state, state])
 
 
+def table_streams(count, seed=3, num_streams=4):
+    return TableStreams(TokenTable(np.arange(2 * count, dtype=np.uint16).reshape(count, 2), 1), num_streams, seed)
+
+
 @given(st.integers(3, 30), st.integers(0, 9), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]))
 @settings(max_examples=20, deadline=None)
 def test_a_table_gives_each_process_its_part_of_the_batch_and_continues(count, saved_at, before, after):
-    table = TokenTable(np.arange(count * 2, dtype=np.uint16).reshape(count, 2), 1)
-    ranks = [TableSource(table, 4, 3, streams=range(rank, 4, before)) for rank in range(before)]
+    plan = table_streams(count)
+    expected = steps(TokenLoader(plan), range(4), saved_at + 2)
+    ranks = [TokenLoader(plan, streams=range(rank, 4, before)) for rank in range(before)]
     for rank, source in enumerate(ranks):
         for step in range(saved_at):
             own = range(rank, 4, before)
-            assert torch.equal(source.read(own), table.batch(step, 4, 3)[list(own)])
+            assert torch.equal(source.read(own), expected[step, list(own)])
     state = json.loads(json.dumps(merge_states(source.state_dict() for source in ranks)))
     for rank in range(after):
         own = list(range(rank, 4, after))
-        source = TableSource(table, 4, 3, streams=own)
+        source = TokenLoader(plan, streams=own)
         source.load_state_dict(state)
-        assert torch.equal(source.read(own), table.batch(saved_at, 4, 3)[own])
+        assert torch.equal(steps(source, own, 2), expected[saved_at:, own])
     with pytest.raises(InputError, match="num_streams"):
-        TableSource(table, 5, 3).load_state_dict(state)
+        TokenLoader(table_streams(count, num_streams=5)).load_state_dict(state)
 
 
-def test_the_order_of_a_table_never_changes():
-    # results depend on it: the first sequences of the first and the second epoch, seed 7
-    table = TokenTable(np.arange(10, dtype=np.uint16).reshape(10, 1), 1)
-    expected = [np.random.default_rng([7, epoch]).permutation(10)[:5].tolist() for epoch in (0, 1)]
-    assert [table.batch(step, 5, 7)[:, 0].tolist() for step in (0, 2)] == expected
-    assert expected[0] == [8, 0, 7, 1, 3]
+@given(st.integers(1, 12), st.integers(1, 7), st.integers(0, 2**40))
+@settings(max_examples=40, deadline=None)
+def test_every_sequence_of_a_table_is_seen_once_an_epoch_whatever_the_batch_size(count, batch_size, seed):
+    source = TokenLoader(table_streams(count, seed, batch_size))
+    seen = steps(source, range(batch_size), -(-3 * count // batch_size))[:, :, 0].flatten()[: 3 * count]
+    for epoch in seen.reshape(3, count):
+        assert sorted(epoch // 2) == list(range(count))
+
+
+def test_the_order_of_a_table_and_its_state_never_change():
+    # runs continue with them: the first sequences of the first and the second epoch, seed 7
+    source = TokenLoader(table_streams(10, 7, 5))
+    orders = [(source.read(range(5))[:, 0] // 2).tolist() for _ in range(3)]
+    assert orders[::2] == [np.random.default_rng([7, epoch]).permutation(10)[:5].tolist() for epoch in (0, 1)]
+    assert orders[0] == [8, 0, 7, 1, 3]
+    identity = {"kind": "table", "num_sequences": 10, "num_streams": 5, "seed": 7}
+    assert source.state_dict() == {**identity, "streams": {str(stream): [3] for stream in range(5)}}
 
 
 @pytest.mark.parametrize("form", ["stream", "whole"])
@@ -314,13 +419,3 @@ def test_text_without_validation_documents_is_refused_with_its_name(tmp_path, to
         open_tokens(
             f"stream:{tmp_path}", tokenizer, seq_len=8, batch_size=2, max_steps=1, validation_sequences=2, seed=0
         )
-
-
-def test_the_encoder_gives_the_tokenizers_own_ids(tokenizer):
-    encoder, draw = Encoder.of(tokenizer), random.Random(0)
-    for text in ("", "the cat", "<eos> inside", "".join(chr(draw.randint(32, 0x2FFF)) for _ in range(500))):
-        expected = tokenizer(text, add_special_tokens=False)["input_ids"]
-        assert encoder(text).tolist() == [*expected, tokenizer.eos_token_id]
-    assert (
-        encoder.fingerprint == Encoder.of(byte_tokenizer()).fingerprint != Encoder.of(byte_tokenizer(280)).fingerprint
-    )

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from kvcat.data import open_shards
+from kvcat.data.documents import open_source
 from kvcat.errors import InputError
 from kvcat.evals import CORPORA, corpus_documents
 from kvcat.evals.corpora import Corpus
@@ -42,5 +42,5 @@ def test_a_corpus_without_network_is_refused_at_once(monkeypatch):
 @pytest.mark.network
 @pytest.mark.parametrize("name", CORPORA)
 def test_the_hub_has_the_corpora(name):
-    assert len(open_shards(CORPORA[name].source).files) > 0
+    assert len(open_source(CORPORA[name].source).files) > 0
     assert len(corpus_documents(name, "all", 2)) == 2

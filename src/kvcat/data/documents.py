@@ -1,8 +1,9 @@
 """Documents of the installed Python sources, of local files and of Hub data sets.
 
-A source is named by a string: ``installed`` (the Python files of the standard library and of some dependencies), a file
-(text, ``.jsonl`` or ``.parquet`` with a ``text`` column), a folder of such files, a pattern such as
-``texts/*.parquet``, or ``hub:NAME[/CONFIG][@SPLIT]``. ``stream:`` before a local name asks training to stream it.
+A source is named by a string: ``installed`` (the Python files of the standard library and of some
+dependencies), a file (text, ``.jsonl`` or ``.parquet`` with a ``text`` column), a folder of such
+files, a pattern such as ``texts/*.parquet``, or ``hub:NAME[/CONFIG][@SPLIT]``. ``stream:`` before a
+local name asks training to stream it.
 """
 
 import glob
@@ -14,7 +15,6 @@ import re
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -27,10 +27,13 @@ from pyarrow import parquet
 from kvcat.errors import InputError, one_line
 from kvcat.network import hub_obstacle
 
-TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".tex", ".html")
 PACKED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
-LINES_SUFFIXES = (".jsonl", *(f".jsonl{packed}" for packed in PACKED_SUFFIXES))
-HUB_LINES_SUFFIXES = (*LINES_SUFFIXES, ".json", *(f".json{packed}" for packed in PACKED_SUFFIXES), ".ndjson")
+SUFFIXES: dict["Kind", tuple[str, ...]] = {
+    "parquet": (".parquet",),
+    "jsonl": (".jsonl", *(f".jsonl{packed}" for packed in PACKED_SUFFIXES)),
+    "text": (".txt", ".md", ".rst", ".py", ".tex", ".html"),
+}
+HUB_LINES_SUFFIXES = (".json", *(f".json{packed}" for packed in PACKED_SUFFIXES), ".ndjson")
 PACKAGES = (
     "torch", "transformers", "numpy", "sympy", "pandas", "matplotlib", "networkx", "huggingface_hub", "datasets",
 )  # fmt: skip
@@ -41,14 +44,13 @@ INSTALLED_BYTES = (400, 400_000)  # the smallest and the largest file of the ins
 PIECE_CHARACTERS = 1 << 14
 PARQUET_ROWS = 16  # few, as each stream holds so many and a document may be a book
 BUFFER_BYTES = 1 << 20
-_DAMAGE = (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError)  # pyarrow's ArrowInvalid is a ValueError
 
 Kind = Literal["parquet", "jsonl", "text", "python"]
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text with a name; the text is read on demand, so that a corpus can be listed without being loaded.
+    """A text with a name; it is read on demand, so that listing a corpus loads nothing.
 
     Args:
         id: name that stays the same on every machine; the held-out split is a hash of it.
@@ -66,13 +68,7 @@ class Document:
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file of a source.
-
-    Args:
-        name: the same on every machine; documents without an ``id`` are named after it.
-        url: path, or a URL that fsspec opens.
-        kind: ``parquet`` and ``jsonl`` hold a document per row, ``text`` is cut into pieces, ``python`` is one document.
-    """
+    """A path, or a URL that fsspec opens, with a name that is the same on every machine."""
 
     name: str
     url: str
@@ -86,13 +82,7 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Source:
-    """The files of a source, in the order of their names.
-
-    Args:
-        name: as it was given.
-        files: at least one.
-        revision: a Hub commit, or a hash of names and sizes: the same files have the same one.
-    """
+    """The files of a source in the order of their names; the same files have the same revision."""
 
     name: str
     files: tuple[SourceFile, ...]
@@ -100,48 +90,37 @@ class Source:
 
 
 class Place(NamedTuple):
-    """Where a document stands in its file: its row, and for JSON lines the byte at which the row begins."""
+    """Where a document stands in its file: its row, and in JSON lines the row's first byte."""
 
     row: int = 0
     byte: int = 0
 
 
 START = Place()
+Rows = Iterator[tuple[Place, Document]]
 
 
 def open_documents(source: str, *, text_field: str = "text") -> Iterator[Document]:
     """The documents of a source, in the order of its files.
 
-    A table (``.parquet``, ``.jsonl``) holds one document per row; rows without a text are left out. A plain text longer
-    than 16,384 characters becomes consecutive documents of at most that size, cut at line ends. A file of any other
-    name that is given itself is read as plain text.
+    A table (``.parquet``, ``.jsonl``) holds one document per row; rows without a text are left out.
+    A plain text longer than 16,384 characters becomes consecutive documents of at most that size,
+    cut at line ends. A file of any other name that is given itself is read as plain text.
 
     Args:
         source: see the module.
         text_field: the column that holds the text.
 
     Raises:
-        InputError: nothing of that name, no readable file in it, or no connection to the Hub (raised within seconds);
-            while reading: no such column, a column without text, a damaged file, a file that is not UTF-8 text.
+        InputError: nothing of that name, no readable file in it, or no connection to the Hub
+            (raised within seconds); while reading: no such column, a column without text, a damaged
+            file, no UTF-8 text.
     """
     return source_documents(open_source(source), text_field=text_field)
 
 
-def source_documents(source: Source, *, text_field: str = "text") -> Iterator[Document]:
-    """The documents of a source's files, as ``open_documents`` gives them."""
-    return (document for file in source.files for _, document in read_documents(file, text_field=text_field))
-
-
 def open_source(name: str, *, revision: str | None = None) -> Source:
-    """The files of a source; nothing of them is read.
-
-    Args:
-        name: see the module.
-        revision: commit of a Hub data set; None takes the newest. Other sources ignore it.
-
-    Raises:
-        InputError: nothing of that name, no readable file in it, or no connection to the Hub (raised within seconds).
-    """
+    """The files of a source, none of them read; ``revision`` is a Hub data set's commit."""
     if name.startswith("hub:"):
         return _hub_source(name, revision)
     local = name.removeprefix("stream:")
@@ -149,39 +128,32 @@ def open_source(name: str, *, revision: str | None = None) -> Source:
     return Source(name, tuple(files), _digest(f"{file.name} {Path(file.url).stat().st_size}" for file in files))
 
 
+def source_documents(source: Source, *, text_field: str = "text") -> Iterator[Document]:
+    """The documents of a source's files."""
+    return (document for file in source.files for _, document in read_documents(file, text_field=text_field))
+
+
 def read_documents(
     file: SourceFile, place: Place = START, *, stripe: int = 0, num_stripes: int = 1, text_field: str = "text"
-) -> Iterator[tuple[Place, Document]]:
+) -> Rows:
     """The documents of a file, or of one stripe of it, from a place on, each with its own place.
 
-    Parquet files continue at the row group of the place, uncompressed JSON lines at its byte. A parquet file with at
-    least ``num_stripes`` row groups is striped by row groups, so that no byte is read twice; all others by rows.
-
-    Args:
-        file: what to read.
-        place: a place that an earlier reading of the same stripe gave, or the start.
-        stripe: which of the stripes, from 0.
-        num_stripes: parts of the file; together they are the file.
-        text_field: the column that holds the text.
-
-    Raises:
-        InputError: no such column, a column without text, a damaged file, a file that is not UTF-8 text, or a network
-            that fails for longer than the Hub's client retries.
+    Parquet files continue at the row group of the place, uncompressed JSON lines at its byte. A
+    parquet file with at least ``num_stripes`` row groups is striped by row groups, so that no byte
+    is read twice; all others by rows.
     """
     try:
         yield from _READERS[file.kind](file, place, stripe, num_stripes, text_field)
     except InputError:
         raise
-    except Exception as error:
-        if file.remote or isinstance(error, _DAMAGE):
+    except Exception as error:  # ValueError: pyarrow's ArrowInvalid is one
+        if file.remote or isinstance(error, (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError)):
             raise InputError(f"{file.url} cannot be read as {file.kind}: {one_line(error)}") from error
         raise
 
 
-def _parquet_documents(
-    file: SourceFile, place: Place, stripe: int, num_stripes: int, text_field: str
-) -> Iterator[tuple[Place, Document]]:
-    with _open(file) as raw, parquet.ParquetFile(raw if file.remote else file.url, buffer_size=BUFFER_BYTES) as table:
+def _parquet_rows(file: SourceFile, place: Place, stripe: int, num_stripes: int, text_field: str) -> Rows:
+    with _open(file) as raw, parquet.ParquetFile(raw, buffer_size=BUFFER_BYTES) as table:
         names = table.schema_arrow.names
         if text_field not in names:
             raise InputError(f"{file.url} has no column {text_field!r}; its columns: {', '.join(names)}")
@@ -198,11 +170,9 @@ def _parquet_documents(
                     row += 1
 
 
-def _line_documents(
-    file: SourceFile, place: Place, stripe: int, num_stripes: int, text_field: str
-) -> Iterator[tuple[Place, Document]]:
-    with _open(file) as lines:
-        row = byte = 0
+def _json_rows(file: SourceFile, place: Place, stripe: int, num_stripes: int, text_field: str) -> Rows:
+    with _open(file) as raw:
+        lines, row, byte = BufferedReader(raw, BUFFER_BYTES), 0, 0
         if place.byte and not file.url.endswith(PACKED_SUFFIXES):
             row, byte = place
             lines.seek(byte)
@@ -211,16 +181,14 @@ def _line_documents(
             if not line.strip():
                 continue
             if row >= place.row and row % num_stripes == stripe:
-                yield from _row_document(_json_row(line, here, file), here, file, text_field)
+                yield from _row_document(_json_values(line, here, file), here, file, text_field)
             row += 1
 
 
-def _text_documents(
-    file: SourceFile, place: Place, stripe: int, num_stripes: int, _: str
-) -> Iterator[tuple[Place, Document]]:
-    with _open(file) as lines:
-        text = _decoded(lines.read(), file).replace("\r\n", "\n").replace("\r", "\n")
-    start, row = 0, 0
+def _text_pieces(file: SourceFile, place: Place, stripe: int, num_stripes: int, _: str) -> Rows:
+    with _open(file) as raw:
+        text = _decoded(raw.read(), file).replace("\r\n", "\n").replace("\r", "\n")
+    start = row = 0
     while start < len(text):
         end = min(start + PIECE_CHARACTERS, len(text))
         if end < len(text):
@@ -230,29 +198,19 @@ def _text_documents(
         start, row = end, row + 1
 
 
-def _python_document(file: SourceFile, place: Place, stripe: int, *_: object) -> Iterator[tuple[Place, Document]]:
+def _python_document(file: SourceFile, place: Place, stripe: int, *_: object) -> Rows:
     if place.row == 0 and stripe == 0:
         yield START, Document(file.name, lambda: Path(file.url).read_text(encoding="utf-8", errors="replace"))
 
 
-_READERS = {
-    "parquet": _parquet_documents,
-    "jsonl": _line_documents,
-    "text": _text_documents,
-    "python": _python_document,
-}
+_READERS = {"parquet": _parquet_rows, "jsonl": _json_rows, "text": _text_pieces, "python": _python_document}
 
 
-@contextmanager
-def _open(file: SourceFile) -> Iterator[BufferedReader]:
-    """The file's bytes, unpacked; of a remote one the ranges that are read."""
-    with fsspec.open(file.url, "rb", compression=None if file.kind == "parquet" else "infer") as raw:
-        yield BufferedReader(raw, BUFFER_BYTES)  # type: ignore[type-var]
+def _open(file: SourceFile) -> Any:
+    return fsspec.open(file.url, "rb", compression=None if file.kind == "parquet" else "infer")
 
 
-def _row_document(
-    values: dict[str, Any], place: Place, file: SourceFile, text_field: str
-) -> Iterator[tuple[Place, Document]]:
+def _row_document(values: dict[str, Any], place: Place, file: SourceFile, text_field: str) -> Rows:
     if text_field not in values:
         raise InputError(
             f"row {place.row} of {file.url} has no column {text_field!r}; its columns: {', '.join(values)}"
@@ -265,15 +223,15 @@ def _row_document(
     yield place, Document(str(values.get("id") or f"{file.name}#{place.row}"), lambda: text)
 
 
-def _json_row(line: bytes, place: Place, file: SourceFile) -> dict[str, Any]:
+def _json_values(line: bytes, place: Place, file: SourceFile) -> dict[str, Any]:
     where = f"row {place.row} of {file.url}, at byte {place.byte},"
     try:
-        row = json.loads(_decoded(line, file, place.byte))
+        values = json.loads(_decoded(line, file, place.byte))
     except json.JSONDecodeError as error:
         raise InputError(f"{where} is not JSON: {error.msg}") from None
-    if not isinstance(row, dict):
+    if not isinstance(values, dict):
         raise InputError(f"{where} is no JSON object")
-    return row
+    return values
 
 
 def _decoded(data: bytes, file: SourceFile, offset: int = 0) -> str:
@@ -286,23 +244,21 @@ def _decoded(data: bytes, file: SourceFile, offset: int = 0) -> str:
 
 
 def _installed_files() -> list[SourceFile]:
-    """Python files without tests, vendored copies, tiny files and generated giants.
-
-    They are named ``stdlib/...`` or ``PACKAGE/...``, so that a file belongs to the same split on every machine.
-    """
-    paths = sysconfig.get_paths()
-    roots = {"stdlib": Path(paths["stdlib"])}
-    for package in PACKAGES:
-        for site in (paths["purelib"], paths["platlib"]):
-            if (Path(site) / package).is_dir():
-                roots[package] = Path(site) / package
+    """Python files named ``stdlib/...`` or ``PACKAGE/...``; no tests, vendored copies, giants."""
+    install = sysconfig.get_paths()
+    roots = {"stdlib": Path(install["stdlib"])}
+    sites = [Path(install[site]) for site in ("purelib", "platlib")]
+    roots |= {package: site / package for package in PACKAGES for site in sites if (site / package).is_dir()}
     found = []
     for name, root in roots.items():
         for folder, folders, files in os.walk(root):
-            folders[:] = sorted(f for f in folders if f not in SKIPPED_FOLDERS)
-            for path in (Path(folder, file) for file in files if file.endswith(".py")):
-                if INSTALLED_BYTES[0] <= path.stat().st_size <= INSTALLED_BYTES[1]:
-                    found.append(SourceFile(f"{name}/{path.relative_to(root).as_posix()}", str(path), "python"))
+            folders[:] = [f for f in folders if f not in SKIPPED_FOLDERS]
+            paths = [Path(folder, file) for file in files if file.endswith(".py")]
+            found += [
+                SourceFile(f"{name}/{path.relative_to(root).as_posix()}", str(path), "python")
+                for path in paths
+                if INSTALLED_BYTES[0] <= path.stat().st_size <= INSTALLED_BYTES[1]
+            ]
     if not found:
         raise InputError(f"this installation has no Python sources below {roots['stdlib']}")
     return sorted(found, key=lambda file: file.name)
@@ -314,8 +270,7 @@ def _local_files(path: Path) -> list[SourceFile]:
     elif path.is_dir():
         if (path / "tokens.json").is_file():
             raise InputError(f"{path} holds prepared tokens, not text: name the text itself")
-        suffixes = (*TEXT_SUFFIXES, *LINES_SUFFIXES, ".parquet")
-        root, found = path, sorted(p for p in path.rglob("*") if p.name.endswith(suffixes) and p.is_file())
+        root, found = path, sorted(p for p in path.rglob("*") if _kind(p.name) and p.is_file())
         if not found:
             raise InputError(f"no text, .jsonl or .parquet file in folder {path}")
     elif glob.has_magic(str(path)):
@@ -325,15 +280,11 @@ def _local_files(path: Path) -> list[SourceFile]:
         root = Path(*path.parts[: next(i for i, part in enumerate(path.parts) if glob.has_magic(part))])
     else:
         raise InputError(f"no such text file or folder: {path}")
-    return [SourceFile(p.relative_to(root).as_posix(), str(p), _kind(p.name, LINES_SUFFIXES) or "text") for p in found]
+    return [SourceFile(p.relative_to(root).as_posix(), str(p), _kind(p.name) or "text") for p in found]
 
 
-def _kind(name: str, lines: tuple[str, ...]) -> Kind | None:
-    if name.endswith(".parquet"):
-        return "parquet"
-    if name.endswith(lines):
-        return "jsonl"
-    return "text" if name.endswith(TEXT_SUFFIXES) else None
+def _kind(name: str) -> Kind | None:
+    return next((kind for kind, suffixes in SUFFIXES.items() if name.endswith(suffixes)), None)
 
 
 def _digest(lines: Iterator[str]) -> str:
@@ -348,12 +299,12 @@ def _hub_source(name: str, revision: str | None) -> Source:
     if obstacle := hub_obstacle():
         raise InputError(f"data set {repository!r} is on the Hub, and {obstacle}")
     try:
-        listed = datasets.load_dataset_builder(repository, config, revision=revision).config.data_files
+        listed = datasets.load_dataset_builder(repository, config, revision=revision).config.data_files or {}
     except (OSError, ValueError) as error:
         raise InputError(f"data set {repository!r} cannot be opened: {one_line(error)}") from None
-    urls = [str(url) for url in (listed or {}).get(split or "train") or ()]
+    urls = [str(url) for url in listed.get(split or "train") or ()]
     if not urls:
-        found = ", ".join(map(str, listed or ())) or "none"
+        found = ", ".join(map(str, listed)) or "none"
         raise InputError(f"data set {repository!r} has no split {split or 'train'!r}; its splits: {found}")
     files = [_hub_file(url, repository) for url in sorted(urls)]
     commit = re.search(r"@([^/]+)/", urls[0])
@@ -362,7 +313,7 @@ def _hub_source(name: str, revision: str | None) -> Source:
 
 def _hub_file(url: str, repository: str) -> SourceFile:
     name = re.sub(rf"^datasets/{re.escape(repository)}(@[^/]+)?/", "", url.partition("://")[2] or url)
-    kind = _kind(name, HUB_LINES_SUFFIXES)
+    kind = "jsonl" if name.endswith(HUB_LINES_SUFFIXES) else _kind(name)
     if kind is None:
         raise InputError(f"data set {repository!r} keeps its text in {name}; only parquet, JSON lines and text stream")
     return SourceFile(name, url, kind)

@@ -23,7 +23,7 @@ from kvcat.types import Int, Tensor
 
 READ_AHEAD = 8  # steps that each worker prepares
 POLL_SECONDS = 1.0
-PATIENCE_SECONDS = 10.0  # how long a reader that was asked to stop still waits for what is under way
+PATIENCE_SECONDS = 10.0  # how long a stopping reader waits for what is under way
 
 
 class ReadingStopped(Exception):  # noqa: N818 - an end, not an error
@@ -31,13 +31,14 @@ class ReadingStopped(Exception):  # noqa: N818 - an end, not an error
 
 
 class TokenLoader:
-    """The next sequence of each stream, read by torch's ``DataLoader``, and the positions after what was read.
+    """Reads the next sequence of each stream through torch's ``DataLoader``.
 
     Args:
         plan: what the streams read.
         streams: those that this process reads; None for all.
         workers: processes that read and tokenise ahead; 0 does it here, when a sequence is needed.
-        stop: called while workers are waited for; ten seconds after it first returns True, reading ends.
+        stop: called while workers are waited for; ten seconds after it first returns True, reading
+            ends.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class TokenLoader:
         self._plan, self._num_workers, self._stop = plan, min(workers, len(own)), stop
         self._positions: dict[int, tuple[int, ...]] = dict.fromkeys(own, plan.start)
         self._ready: dict[int, deque[tuple[np.ndarray, tuple[int, ...]]]] = {}
-        self._steps: Iterator[Any] | None = None
+        self._steps: Any = None  # torch's iterator
         self._processes: list[BaseProcess] = []
 
     def read(self, streams: Sequence[int]) -> Int[Tensor, "streams tokens"]:
@@ -71,9 +72,10 @@ class TokenLoader:
         if not set(streams) <= self._positions.keys() or len(set(streams)) < len(streams):
             raise ValueError(f"streams {list(streams)} are not among {list(self._positions)}, each once")
         try:
-            steps = self._start() if self._steps is None else self._steps
+            if self._steps is None:
+                self._start()
             while not all(self._ready[stream] for stream in streams):
-                for row, stream in enumerate((step := self._next(steps)).streams):
+                for row, stream in enumerate((step := self._next()).streams):
                     self._ready[stream].append((step.tokens[row], step.positions[row]))
         except BaseException:
             self.close()
@@ -83,14 +85,15 @@ class TokenLoader:
         return torch.from_numpy(np.stack([tokens for tokens, _ in taken]).astype(np.int64))
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the streams of this process are, in JSON values; ``merge_states`` joins those of all processes."""
+        """Where this process's streams are, as JSON; ``merge_states`` joins all processes."""
         return {**self._plan.identity, "streams": {str(s): list(place) for s, place in self._positions.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state; a Hub data set is read at the commit that the state names.
 
         Raises:
-            InputError: the state belongs to other data, another tokenizer, seed or number of streams.
+            InputError: the state belongs to other data, another tokenizer, seed or number of
+                streams.
             ValueError: it lacks a stream of this process.
         """
         plan, revision = self._plan, state.get("revision")
@@ -105,13 +108,14 @@ class TokenLoader:
 
     def close(self) -> None:
         """End the worker processes; a later ``read`` starts them again where the streams are."""
-        self._steps = None  # ends the workers, unless they hang
-        for process in self._processes:
+        if self._processes:
+            self._steps._shutdown_workers()
+        for process in self._processes:  # those that hang
             process.kill()
-        self._processes = []
+        self._steps, self._processes = None, []
 
-    def _start(self) -> Iterator[Any]:
-        """Open the streams at their positions; a worker is a fresh interpreter, which holds no lock of this one."""
+    def _start(self) -> None:
+        """Open the streams; a worker is a fresh interpreter, which holds no lock of this one."""
         workers: dict[str, Any] = {}
         if self._num_workers:
             workers = {"multiprocessing_context": "spawn", "prefetch_factor": READ_AHEAD, "timeout": POLL_SECONDS}
@@ -124,13 +128,12 @@ class TokenLoader:
         self._ready = {stream: deque() for stream in self._positions}
         self._steps = iter(loader)
         self._processes = [process for process in multiprocessing.active_children() if process not in others]
-        return self._steps
 
-    def _next(self, steps: Iterator[Any]) -> "_Step":
+    def _next(self) -> "_Step":
         waited = 0.0
         while True:
             try:
-                step = next(steps)
+                step = next(self._steps)
             except RuntimeError as error:
                 if "timed out" not in str(error):
                     raise
@@ -154,7 +157,8 @@ class _Step(NamedTuple):
 class _StreamDataset(IterableDataset[_Step | InputError]):
     """The steps of some streams; each worker process reads a part of the streams.
 
-    A mistake in the data is the last item: raised in a worker it would come with the worker's traceback.
+    A mistake in the data is the last item: raised in a worker it would come with the worker's
+    traceback.
     """
 
     def __init__(self, plan: TableStreams | TextStreams, positions: Mapping[int, tuple[int, ...]]) -> None:
@@ -237,8 +241,9 @@ def open_tokens(
 ) -> TokenData:
     """Training and validation tokens, disjoint by document.
 
-    A folder that ``prepare`` made is mapped; ``hub:NAME`` and ``stream:PATH`` are streamed; any other source is read
-    whole, its documents in an order drawn by the seed. A run that is too short for all of them reads excerpts.
+    A folder that ``prepare`` made is mapped; ``hub:NAME`` and ``stream:PATH`` are streamed; any
+    other source is read whole, its documents in an order drawn by the seed. A run that is too short
+    for all of them reads excerpts.
 
     Args:
         data: a prepared folder, or a source as in ``open_documents``.

@@ -26,13 +26,13 @@ PROBE = (
 )
 BATCH_DOCUMENTS = 64
 MIN_SEQUENCES = 2  # an excerpt is at least so long, so that most sequences lie within one document
-SAMPLE_DOCUMENTS, SAMPLE_CHARACTERS = 32, 1 << 14  # what is encoded to estimate the characters per token
+SAMPLE_DOCUMENTS, SAMPLE_CHARACTERS = 32, 1 << 14  # encoded to count characters per token
 EXCERPT_MARGIN = 1.1
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """Text to token ids with EOS after them, as the tokenizer itself gives without special tokens; picklable.
+    """Text to the tokenizer's own ids without special tokens, EOS after them; picklable.
 
     Args:
         backend: the fast tokenizer's core.
@@ -67,13 +67,13 @@ class Encoder:
         return np.array([*self.backend.encode(text, add_special_tokens=False).ids, self.eos], dtype=np.int32)
 
     def batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The token ids of each document; the tokenizer uses all cores (unless TOKENIZERS_PARALLELISM=false)."""
+        """The token ids of each document, from all cores unless TOKENIZERS_PARALLELISM=false."""
         encoded = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array([*document.ids, self.eos], dtype=np.int32) for document in encoded]
 
     @cached_property
     def fingerprint(self) -> str:
-        """The same for tokenizers with one vocabulary and EOS that cut a probe text alike, whatever the versions."""
+        """A hash of the vocabulary, EOS and the ids of a probe text, the same in all versions."""
         probe = self.backend.encode(PROBE, add_special_tokens=False).ids
         vocabulary = sorted(self.backend.get_vocab(with_added_tokens=True).items())
         return hashlib.sha256(json.dumps([vocabulary, self.eos, probe]).encode()).hexdigest()[:16]
@@ -108,7 +108,7 @@ class TokenTable:
 def pack(
     documents: Iterable[Document], encoder: Encoder, seq_len: int, *, max_sequences: int | None = None
 ) -> TokenTable:
-    """The documents' tokens, EOS after each document, cut into sequences of ``seq_len``; the remainder is dropped.
+    """The documents' tokens, EOS after each, cut into sequences; the remainder is dropped.
 
     Args:
         documents: read only as far as needed.
@@ -143,11 +143,12 @@ def _encoded(documents: Iterable[Document], encoder: Encoder) -> Iterator[np.nda
 def excerpts(
     documents: Sequence[Document], encoder: Encoder, seq_len: int, num_sequences: int, seed: int
 ) -> Iterator[Document]:
-    """A short excerpt of every document, together about ``num_sequences`` sequences; whole documents if all are needed.
+    """A short excerpt of every document, together about ``num_sequences`` sequences.
 
-    A model that trains on all of a few files adapts to them and forgets the rest (docs/log.md). All excerpts have the
-    same length in characters, at least two sequences. Seed and name draw where an excerpt begins, at the start of a
-    line. Texts are read once for their lengths and again when they are yielded.
+    A model that trains on all of a few files adapts to them and forgets the rest (docs/log.md). All
+    excerpts have the same length in characters, at least two sequences. Seed and name draw where an
+    excerpt begins, at the start of a line. Texts are read once for their lengths and again when
+    they are yielded.
 
     Args:
         documents: in the order in which they are taken.
@@ -166,7 +167,7 @@ def excerpts(
 
 
 def _cap(lengths: np.ndarray, needed: int) -> int:
-    """The least L with sum(min(length, L)) >= needed; the largest length where nothing reaches that."""
+    """The least L with sum(min(length, L)) >= needed; the largest length if there is none."""
     ordered = np.sort(lengths)
     before = np.concatenate([[0], np.cumsum(ordered)[:-1]])
     left = len(ordered) - np.arange(len(ordered))

@@ -1,7 +1,8 @@
 """Text tokenised once into a folder that training maps into memory.
 
-``tokens.json`` describes the folder; ``train.bin`` and ``validation.bin`` hold token ids in little-endian, each
-document followed by EOS, without gaps, so that sequences of any length can be cut from them.
+``tokens.json`` describes the folder; ``train.bin`` and ``validation.bin`` hold token ids in
+little-endian, each document followed by EOS, without gaps, so that sequences of any length can be
+cut from them.
 """
 
 import json
@@ -9,9 +10,9 @@ import os
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -43,15 +44,11 @@ def open_prepared(
 ) -> tuple[TokenTable, TokenTable]:
     """The training and validation sequences of a prepared folder, mapped read-only.
 
-    Args:
-        folder: what ``prepare`` wrote.
-        encoder: of the tokenizer that the tokens were made with.
-        seq_len: tokens per sequence; what remains at the end is left out.
-        check: compare the checksums too, which reads the files once; sizes are always compared.
+    ``check`` compares the checksums too, which reads the files once; sizes are always compared.
 
     Raises:
-        InputError: not such a folder, a newer format, another tokenizer, a truncated or damaged file, fewer tokens than
-            one sequence.
+        InputError: not such a folder, a newer format, another tokenizer, a truncated or damaged
+            file, fewer tokens than one sequence.
     """
     folder = Path(folder).expanduser()
     index = _read_index(folder)
@@ -99,32 +96,23 @@ def _checksum(path: Path) -> int:
     return checksum
 
 
-class Part(NamedTuple):
-    """How much of a split is written: tokens with EOS, documents with the last if it is cut, checksum of the file."""
-
-    tokens: int = 0
-    documents: int = 0
-    crc32: int = 0
-
-
 @dataclass(frozen=True)
 class Progress:
-    """What is written, and where to read on.
+    """What ``prepare`` has written, and where it reads on.
 
     Args:
-        train: written training tokens.
-        validation: written validation tokens.
+        splits: tokens (with EOS), documents (with the last, if it is cut) and checksum of each
+            file.
         test_documents: documents of the test split, left out.
         file: files before the one that is being read.
-        place: of the last document in that file; None before the first.
+        place: row and byte of the last document in that file; None before the first.
         num_files: files in all.
     """
 
-    train: Part = Part()
-    validation: Part = Part()
+    splits: dict[str, dict[str, int]]
     test_documents: int = 0
     file: int = 0
-    place: Place | None = None
+    place: Sequence[int] | None = None
     num_files: int = 0
 
 
@@ -139,22 +127,26 @@ def prepare(
 ) -> dict[str, Any]:
     """A folder of the source's training and validation tokens; returns its index.
 
-    The files are read in an order drawn by the seed, their documents in order; test documents are left out. Everything
-    is written to ``FOLDER.partial`` and renamed at the end. Stopped at any moment, the same call continues after the
-    last five seconds; where the folder is complete it returns at once. A mistake leaves nothing behind.
+    The files are read in an order drawn by the seed, their documents in order; test documents are
+    left out. Everything is written to ``FOLDER.partial`` and renamed at the end. Stopped at any
+    moment, the same call continues after the last five seconds; where the folder is complete it
+    returns at once.
 
     Args:
         source: as in ``open_documents``.
-        tokenizer: with a fast form and an EOS token.
+        tokenizer: with a fast form and an EOS token; it uses all cores, unless
+            ``TOKENIZERS_PARALLELISM=false``.
         folder: absent or empty.
-        max_tokens: training tokens after which reading ends, once there is a validation document; None reads
-            everything.
+        max_tokens: training tokens after which reading ends, once there is a validation document;
+            None reads everything.
         seed: seed of the order of the files.
         on_progress: called after each batch of documents.
 
     Raises:
-        InputError: no such source, a folder with something else in it, another process at work on it, a tokenizer
-            without EOS, too little disk space, no document for training or validation, a file that cannot be read.
+        InputError: no such source, a folder with something else in it, another process at work on
+            it, a tokenizer without EOS, too little disk space, no document for training or
+            validation, a file that cannot be read. A mistake leaves nothing behind, unless tokens
+            of a Hub data set are written.
     """
     target = Path(folder).expanduser()
     work = target.with_name(f"{target.name}.partial")
@@ -164,36 +156,34 @@ def prepare(
         "dtype": encoder.dtype.str, "eos": encoder.eos, "seed": seed, "max_tokens": max_tokens,
         "held_out_fraction": HELD_OUT_FRACTION,
     }  # fmt: skip
-    if _is_taken(target):
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
         return _existing(target, settings)
     opened = open_source(source, revision=_load_progress(work, settings)[0])
     with one_writer(work):
         revision, progress = _load_progress(work, settings)
-        progress = replace(progress if revision == opened.revision else Progress(), num_files=len(opened.files))
+        if revision != opened.revision:
+            progress = _EMPTY
         try:
-            if _is_taken(target):  # by a process that held the lock until now
+            if is_prepared(target):
                 raise InputError(f"another process has just written {target}")
             _check_disk(work, opened, settings, progress)
-            progress = _write(work, opened, encoder, settings, progress, on_progress)
+            with closing(_write(work, opened, encoder, settings, progress)) as written:
+                for progress in written:
+                    on_progress(progress)
             return _finish(work, target, {**settings, "revision": opened.revision}, encoder, progress)
         except OSError as error:
             raise InputError(f"cannot write to {work}: {error.strerror}") from error
         except InputError:
-            if not source.startswith("hub:") or not _load_progress(work, settings)[1].train.tokens:
+            if not (source.startswith("hub:") and progress.splits["train"]["tokens"]):
                 shutil.rmtree(work)
             raise
 
 
-def _is_taken(target: Path) -> bool:
-    return target.exists() and (not target.is_dir() or any(target.iterdir()))
-
-
 def _existing(target: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """The index of a folder that is complete already, if it holds the same tokens."""
-    if not (target / INDEX).is_file():
+    if not is_prepared(target):
         raise InputError(f"output folder {target} is not empty and holds no prepared tokens")
-    index = _read_index(target)
-    expected = dict(settings)
+    index, expected = _read_index(target), dict(settings)
     if not settings["source"].startswith("hub:"):
         expected["revision"] = open_source(settings["source"]).revision
     for name, value in expected.items():
@@ -202,21 +192,19 @@ def _existing(target: Path, settings: dict[str, Any]) -> dict[str, Any]:
     return index
 
 
+_EMPTY = Progress({split: {"tokens": 0, "documents": 0, "crc32": 0} for split in SPLITS})
+
+
 def _load_progress(work: Path, settings: dict[str, Any]) -> tuple[str | None, Progress]:
     """The source's revision and how far an earlier call with the same settings came."""
     try:
         saved = json.loads((work / PROGRESS).read_text(encoding="utf-8"))
-        values = saved["progress"]
-        parts = {split: Part(*values[split]) for split in SPLITS}
-        for split, part in parts.items():
-            if (work / f"{split}.bin").stat().st_size < part.tokens * np.dtype(settings["dtype"]).itemsize:
-                return None, Progress()
-        place = Place(*values["place"]) if values["place"] else None
+        progress, item_bytes = Progress(**saved["progress"]), np.dtype(settings["dtype"]).itemsize
+        sizes = {split: (work / f"{split}.bin").stat().st_size // item_bytes for split in SPLITS}
+        good = saved["settings"] == settings and all(progress.splits[s]["tokens"] <= sizes[s] for s in SPLITS)
+        return (saved["revision"], progress) if good else (None, _EMPTY)
     except (OSError, ValueError, KeyError, TypeError):
-        return None, Progress()
-    if saved["settings"] != settings:
-        return None, Progress()
-    return saved["revision"], Progress(**{**values, **parts, "place": place})
+        return None, _EMPTY
 
 
 def _check_disk(work: Path, source: Source, settings: dict[str, Any], progress: Progress) -> None:
@@ -226,7 +214,7 @@ def _check_disk(work: Path, source: Source, settings: dict[str, Any], progress: 
         needed = settings["max_tokens"] * item_bytes * (1 + HELD_OUT_FRACTION)
     else:
         needed = sum(Path(file.url).stat().st_size for file in source.files if not file.remote) / 2
-    needed -= (progress.train.tokens + progress.validation.tokens) * item_bytes
+    needed -= sum(part["tokens"] for part in progress.splits.values()) * item_bytes
     if (free := shutil.disk_usage(work).free) < needed:
         raise InputError(f"no disk space for {work}: {free / 1e6:,.1f} MB free, some {needed / 1e6:,.1f} MB needed")
 
@@ -235,7 +223,7 @@ class _Batch(NamedTuple):
     """Texts of each split, test documents between them, and where the last document stands."""
 
     texts: dict[str, list[str]]
-    test_documents: int
+    num_test: int
     file: int
     place: Place | None
 
@@ -245,15 +233,15 @@ def _batches(source: Source, seed: int, done: Progress) -> Iterator[_Batch]:
     order = np.random.default_rng(seed).permutation(len(source.files)).tolist()
     texts, num_test, num_characters = {split: [] for split in SPLITS}, 0, 0
     for number in range(done.file, len(order)):
-        last = done.place if number == done.file else None
+        last = Place(*done.place) if done.place and number == done.file else None
         for place, document in read_documents(source.files[order[number]], last or Place()):
             if place == last:
                 continue
             if (split := split_of(document.id)) == "test":
                 num_test += 1
-            else:
-                texts[split].append(document.text)
-                num_characters += len(texts[split][-1])
+                continue
+            texts[split].append(document.text)
+            num_characters += len(texts[split][-1])
             if num_characters >= BATCH_CHARACTERS:
                 yield _Batch(texts, num_test, number, place)
                 texts, num_test, num_characters = {split: [] for split in SPLITS}, 0, 0
@@ -261,14 +249,9 @@ def _batches(source: Source, seed: int, done: Progress) -> Iterator[_Batch]:
 
 
 def _write(
-    work: Path,
-    source: Source,
-    encoder: Encoder,
-    settings: dict[str, Any],
-    progress: Progress,
-    on_progress: Callable[[Progress], None],
-) -> Progress:
-    """Append the tokens of the documents that are not done; every few seconds, record how far the files are good."""
+    work: Path, source: Source, encoder: Encoder, settings: dict[str, Any], progress: Progress
+) -> Generator[Progress, None, None]:
+    """Append what is not done; record every few seconds how far the files are good."""
 
     def save() -> None:
         for file in files.values():
@@ -277,63 +260,55 @@ def _write(
         record = {"settings": settings, "revision": source.revision, "progress": asdict(progress)}
         write_json(work / PROGRESS, record)
 
-    max_tokens, saved_at = settings["max_tokens"], time.monotonic()
+    limits, saved_at = {"train": settings["max_tokens"], "validation": None}, time.monotonic()
     with ExitStack() as stack:
         files = {split: stack.enter_context((work / f"{split}.bin").open("ab")) for split in SPLITS}
         for split, file in files.items():
-            file.truncate(getattr(progress, split).tokens * encoder.dtype.itemsize)
+            file.truncate(progress.splits[split]["tokens"] * encoder.dtype.itemsize)
         try:
-            for batch in _batches(source, settings["seed"], progress):
-                tokens = {split: encoder.batch(texts) for split, texts in batch.texts.items()}
-                progress = replace(
-                    progress,
-                    train=_append(files["train"], progress.train, tokens["train"], encoder.dtype, max_tokens),
-                    validation=_append(files["validation"], progress.validation, tokens["validation"], encoder.dtype),
-                    test_documents=progress.test_documents + batch.test_documents,
-                    file=batch.file,
-                    place=batch.place,
-                )
+            for texts, num_test, number, place in _batches(source, settings["seed"], progress):
+                parts = {
+                    s: _append(files[s], progress.splits[s], encoder.batch(texts[s]), encoder.dtype, limits[s])
+                    for s in SPLITS
+                }
+                progress = Progress(parts, progress.test_documents + num_test, number, place, len(source.files))
                 if time.monotonic() - saved_at > SAVE_SECONDS:
                     save()
                     saved_at = time.monotonic()
-                on_progress(progress)
-                if max_tokens is not None and progress.train.tokens >= max_tokens and progress.validation.tokens:
-                    break
+                yield progress
+                if limits["train"] and parts["train"]["tokens"] >= limits["train"] and parts["validation"]["tokens"]:
+                    return
         finally:
             save()
-    return progress
 
 
-def _append(file: IO[bytes], part: Part, documents: list[np.ndarray], dtype: np.dtype, limit: int | None = None) -> Part:
-    for ids in documents:
-        ids = ids if limit is None else ids[: limit - part.tokens]
+def _append(
+    file: IO[bytes], part: dict[str, int], documents: list[np.ndarray], dtype: np.dtype, limit: int | None
+) -> dict[str, int]:
+    tokens, num_documents, checksum = part["tokens"], part["documents"], part["crc32"]
+    for document in documents:
+        ids = document if limit is None else document[: limit - tokens]
         if not len(ids):
             break
         data = ids.astype(dtype).tobytes()
         file.write(data)
-        part = Part(part.tokens + len(ids), part.documents + 1, zlib.crc32(data, part.crc32))
-    return part
+        tokens, num_documents, checksum = tokens + len(ids), num_documents + 1, zlib.crc32(data, checksum)
+    return {"tokens": tokens, "documents": num_documents, "crc32": checksum}
 
 
-def _finish(
-    work: Path, target: Path, settings: dict[str, Any], encoder: Encoder, progress: Progress
-) -> dict[str, Any]:
+def _finish(work: Path, target: Path, settings: dict[str, Any], encoder: Encoder, progress: Progress) -> dict[str, Any]:
     """Write the index and give the folder its name."""
-    parts = {split: getattr(progress, split) for split in SPLITS}
-    for split, part in parts.items():
-        if not part.tokens:
-            count = sum(part.documents for part in parts.values()) + progress.test_documents
+    for split, part in progress.splits.items():
+        if not part["tokens"]:
+            count = sum(part["documents"] for part in progress.splits.values()) + progress.test_documents
             raise InputError(
                 f"{settings['source']} has no {split} document among {count}; prepare more text, or train on the text "
                 "itself, which then holds one out"
             )
     index = {
-        **settings,
-        "tokenizer_name": encoder.name,
-        "kvcat": kvcat.__version__,
-        "splits": {split: part._asdict() for split, part in parts.items()},
+        **settings, "tokenizer_name": encoder.name, "kvcat": kvcat.__version__, "splits": progress.splits,
         "test_documents": progress.test_documents,
-    }
+    }  # fmt: skip
     write_json(work / INDEX, index)
     for name in (PROGRESS, LOCK_FILE):
         (work / name).unlink()

@@ -21,7 +21,7 @@ def name_seed(name: str) -> int:
 
 
 def split_of(document_id: str, fraction: float = HELD_OUT_FRACTION) -> Split:
-    """The split of a document: test below ``fraction`` of the hash range, validation in the next as much, else train.
+    """The split of a document: test in the first ``fraction`` of the hash range, then validation.
 
     Args:
         document_id: the document's name.
@@ -41,13 +41,14 @@ def hash_order(documents: Iterable[Document], seed: int) -> list[Document]:
 def split_documents(source: str, split: Split | Literal["all"], *, limit: int | None = None) -> list[Document]:
     """The documents of one split of a source, in the source's order.
 
-    The installed Python sources hold copies of their own files; held-out documents that share many lines with training
-    documents are left out there.
+    The installed Python sources hold copies of their own files; held-out documents that share many
+    lines with training documents are left out there.
 
     Args:
         source: as in ``open_documents``.
         split: train, validation, test (held out by a hash of the name), or all.
-        limit: the first so many of a ``hub:`` source, which is streamed; all other sources are read to their end.
+        limit: the first so many of a ``hub:`` source, which is streamed; all other sources are read
+            to their end.
 
     Raises:
         InputError: no such source, or no document in that split.
@@ -69,9 +70,10 @@ def split_documents(source: str, split: Split | Literal["all"], *, limit: int | 
 def training_splits(source: str, seed: int) -> tuple[list[Document], list[Document]]:
     """Training and validation documents of a source that is read whole, each in a random order.
 
-    Of the installed Python sources, training documents that share many lines with others are left out: more than half
-    of some libraries are copies of their own files. Where no document's hash falls into validation, as can be with few
-    documents, the training document whose hash is closest to that range is held out.
+    Of the installed Python sources, training documents that share many lines with others are left
+    out: more than half of some libraries are copies of their own files. Where no document's hash
+    falls into validation, as can be with few documents, the training document whose hash is closest
+    to that range is held out.
 
     Args:
         source: as in ``open_documents``.
@@ -109,7 +111,7 @@ def drop_near_duplicates(held_out: Sequence[Document], training: Iterable[Docume
 
 
 def drop_copies(documents: Iterable[Document]) -> list[Document]:
-    """The documents of whose distinct lines at most 30 % stand in one kept before it, counted likewise."""
+    """The documents of whose distinct lines at most 30 % stand in one that was kept before."""
     seen: set[int] = set()
     kept = []
     for document in documents:

@@ -1,7 +1,8 @@
 """Logical streams of sequences, one for each sequence of a step.
 
-A stream's t-th sequence is a function of seed, stream and t alone: neither the number of processes or workers nor the
-way a step is cut into micro-batches changes it. A position of a few integers is enough to continue a stream.
+A stream's t-th sequence is a function of seed, stream and t alone: neither the number of processes
+or workers nor the way a step is cut into micro-batches changes it. A position of a few integers is
+enough to continue a stream.
 """
 
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ EMPTY_EPOCHS = 100
 
 @dataclass(frozen=True)
 class TableStreams:
-    """The sequences of a table, in a permutation of its own each epoch; a position is the number of steps read.
+    """The sequences of a table, permuted anew each epoch; a position is the number of steps.
 
     Args:
         table: sequences in memory or in a memory map.
@@ -42,7 +43,7 @@ class TableStreams:
         return {"kind": "table", **counts, "seed": self.seed}
 
     def sequences(self, stream: int, start: tuple[int, ...]) -> Iterator[tuple[np.ndarray, tuple[int, ...]]]:
-        """The sequences of a stream from a position on, each with the position after it; without end."""
+        """The endless sequences of a stream from a position on, each with the next position."""
         for step in count(start[0]):
             epoch, place = divmod(step * self.num_streams + stream, len(self.table))
             yield self.table.sequences[_order(self.seed, epoch, len(self.table))[place]], (step + 1,)
@@ -54,7 +55,7 @@ def _order(seed: int, epoch: int, length: int) -> np.ndarray:
 
 
 class Position(NamedTuple):
-    """Where the next token of a stream of text comes from: epoch, file of the epoch, document's place, token of that.
+    """Where the next token comes from: epoch, file of the epoch, document's place, its token.
 
     Tokens that were read but not yet packed need no saving: the document is encoded again.
     """
@@ -70,8 +71,8 @@ class Position(NamedTuple):
 class TextStreams:
     """Sequences packed from the documents of a source, without holding them.
 
-    In every epoch the files, each cut into as many stripes as it takes to give every stream one, are permuted by the
-    seed and dealt out to the streams. There is no shuffle buffer.
+    In every epoch the files, each cut into as many stripes as it takes to give every stream one,
+    are permuted by the seed and dealt out to the streams. There is no shuffle buffer.
 
     Args:
         source: the files.
@@ -102,16 +103,17 @@ class TextStreams:
         return -(-self.num_streams // len(self.source.files))
 
     def items(self, stream: int, epoch: int) -> list[tuple[SourceFile, int]]:
-        """Files and stripes that a stream reads in an epoch, in order; over all streams each occurs once."""
+        """Files and stripes that a stream reads in an epoch; over all streams each occurs once."""
         order = np.random.default_rng([self.seed, epoch]).permutation(len(self.source.files) * self.num_stripes)
         chosen = order[stream :: self.num_streams].tolist()
         return [(self.source.files[item // self.num_stripes], item % self.num_stripes) for item in chosen]
 
     def sequences(self, stream: int, start: tuple[int, ...]) -> Iterator[tuple[np.ndarray, Position]]:
-        """The sequences of a stream from a position on, each with the position after it; without end.
+        """The endless sequences of a stream from a position on, each with the next position.
 
         Raises:
-            InputError: a file cannot be read or has changed, or the stream has no document of the split.
+            InputError: a file cannot be read or has changed, or the stream has no document of the
+                split.
         """
         parts: list[np.ndarray] = []
         used, missing = start[-1], self.seq_len

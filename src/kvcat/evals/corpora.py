@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
 
-from kvcat.data import Document, open_shards, shard_documents, split_documents
-from kvcat.data.split import Split
+from kvcat.data import Document, Split, open_documents, split_documents
 
 _HEADING = re.compile(r" = (?!= ).+ = \n?")
 
@@ -28,7 +27,7 @@ class Corpus:
 
     def documents(self) -> Iterator[tuple[str, str]]:
         """Name and text of its documents, streamed."""
-        documents = shard_documents(open_shards(self.source), text_field=self.text_field)
+        documents = open_documents(self.source, text_field=self.text_field)
         return _articles(documents) if self.lines else ((d.id, d.text) for d in documents)
 
 

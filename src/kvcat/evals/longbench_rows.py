@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from kvcat.compress import INSTRUCTION
-from kvcat.data.retry import one_line
-from kvcat.data.split import name_seed
-from kvcat.errors import InputError
+from kvcat.data import name_seed
+from kvcat.errors import InputError, one_line
 from kvcat.network import hub_obstacle
 
 HUB_SOURCE = "hub:zai-org/LongBench-v2"

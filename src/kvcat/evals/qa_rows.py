@@ -35,8 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvcat.data.retry import one_line, with_retries
-from kvcat.errors import InputError
+from kvcat.errors import InputError, one_line
 from kvcat.network import hub_obstacle
 
 Row = Mapping[str, Any]
@@ -190,13 +189,8 @@ def _hub_rows(source: QASource) -> Iterator[tuple[int, Row]]:
         raise InputError(f"data set {source.repository!r} is on the Hub, and {obstacle}; a local JSONL file serves too")
     import datasets
 
-    def load() -> Any:
-        return datasets.load_dataset(source.repository, source.config, split=source.split)
-
     try:
-        rows = with_retries(source.repository, load)
-    except InputError:
-        raise
+        rows = datasets.load_dataset(source.repository, source.config, split=source.split)
     except (OSError, ValueError) as error:
         raise InputError(f"data set {source.repository!r} cannot be opened: {one_line(error)}") from None
     yield from enumerate(rows, start=1)

@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from kvcat.data import Document, hash_order, installed_documents, split_of
+from kvcat.data import Document, hash_order, open_documents, split_of
 from kvcat.files import read_jsonl
 from kvcat.recipes.card import base_card, measure
 from kvcat.training.config import TrainConfig
@@ -65,7 +65,7 @@ def write_untrained(folder: Path, seed: int) -> None:
         folder: made if absent.
         seed: seed of the weights and of the documents that the tokenizer learns from.
     """
-    training = [d for d in installed_documents() if split_of(d.id) == "train"]
+    training = [d for d in open_documents("installed") if split_of(d.id) == "train"]
     tokenizer = train_tokenizer(hash_order(training, seed)[:TOKENIZER_DOCUMENTS])
     with torch.random.fork_rng():
         torch.manual_seed(seed)

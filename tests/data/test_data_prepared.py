@@ -1,11 +1,13 @@
 """A prepared folder: the tokens of the text, complete or not there, refused when it is damaged."""
 
+import errno
 import json
 import random
 import shutil
 import subprocess
 import sys
 import time
+import zlib
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from kvcat.data import file_documents, is_prepared, open_prepared, open_tokens, pack, prepare, preparing, split_of
+from kvcat.data import Encoder, open_documents, open_tokens, pack, prepare, prepared, split_of
+from kvcat.data.prepared import open_prepared
 from kvcat.errors import InputError
 from text_files import of_split, texts, write_corpus, write_table
 from tiny import byte_tokenizer
@@ -43,7 +46,7 @@ def good(tmp_path_factory, corpus, tokenizer):
 
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch):
-    monkeypatch.setattr(preparing, "BATCH_CHARACTERS", 300)
+    monkeypatch.setattr(prepared, "BATCH_CHARACTERS", 300)
 
 
 def contents(folder):
@@ -63,12 +66,14 @@ def damaged(good, tmp_path, name, content):
 def test_the_tokens_of_one_file_are_those_that_packing_gives(tmp_path, tokenizer):
     write_corpus(tmp_path / "texts", "lines", num_files=1, a_file=80)
     prepare(str(tmp_path / "texts"), tokenizer, tmp_path / "tokens")
-    tables = open_prepared(tmp_path / "tokens", tokenizer, 12)
-    for split in ("train", "validation"):
-        packed = pack((d for d in file_documents(tmp_path / "texts") if split_of(d.id) == split), tokenizer, 12)
-        assert np.array_equal(tables[split].sequences, packed.sequences)
-        assert tables[split].sequences.dtype == np.uint16
-        assert tables[split].num_documents == packed.num_documents
+    encoder = Encoder.of(tokenizer)
+    tables = open_prepared(tmp_path / "tokens", encoder, 12)
+    for split, table in zip(("train", "validation"), tables, strict=True):
+        documents = (d for d in open_documents(str(tmp_path / "texts")) if split_of(d.id) == split)
+        packed = pack(documents, encoder, 12)
+        assert np.array_equal(table.sequences, packed.sequences)
+        assert table.sequences.dtype == np.uint16
+        assert table.num_documents == packed.num_documents
 
 
 def test_every_document_is_there_once_and_held_out_ones_are_apart(corpus, good, tokenizer):
@@ -82,11 +87,6 @@ def test_every_document_is_there_once_and_held_out_ones_are_apart(corpus, good, 
     assert index["test_documents"] == len(of_split(corpus[1], "test"))
 
 
-def test_workers_give_the_same_bytes(corpus, good, tokenizer, tmp_path):
-    prepare(corpus[0], tokenizer, tmp_path / "two", workers=2)
-    assert contents(tmp_path / "two") == contents(good)
-
-
 @given(st.integers(1, 2000))
 @settings(max_examples=8, deadline=None)
 def test_reading_ends_at_the_tokens_asked_for_and_something_to_validate_on(
@@ -97,7 +97,7 @@ def test_reading_ends_at_the_tokens_asked_for_and_something_to_validate_on(
     assert index["splits"]["train"]["tokens"] == count
     assert index["splits"]["validation"]["tokens"] > 0
     assert (good / "train.bin").read_bytes().startswith((folder / "train.bin").read_bytes())
-    open_prepared(folder, tokenizer, 1)
+    open_prepared(folder, Encoder.of(tokenizer), 1)
 
 
 @given(st.integers(1, 15), st.booleans())
@@ -121,7 +121,7 @@ def test_stopped_anywhere_the_same_call_gives_the_same_folder(corpus, good, toke
     prepare(corpus[0], tokenizer, folder, on_progress=seen.append)
     assert contents(folder) == contents(good)
     assert len(seen) + at - 1 <= len(calls) + 30
-    assert seen[0].parts["train"].tokens >= calls[-1].parts["train"].tokens
+    assert seen[0].splits["train"]["tokens"] >= calls[-1].splits["train"]["tokens"]
 
 
 def test_what_was_begun_with_other_settings_is_begun_anew(corpus, good, tokenizer, tmp_path):
@@ -152,7 +152,7 @@ def test_a_folder_of_something_else_is_refused(corpus, tokenizer, tmp_path):
 
 def test_two_processes_do_not_prepare_one_folder(corpus, tokenizer, tmp_path):
     def another(_):
-        with pytest.raises(InputError, match=r"another process is preparing .*tokens.partial"):
+        with pytest.raises(InputError, match=r"another process is writing to .*tokens.partial"):
             prepare(corpus[0], tokenizer, tmp_path / "tokens")
 
     prepare(corpus[0], tokenizer, tmp_path / "tokens", max_tokens=50, on_progress=another)
@@ -162,7 +162,7 @@ def test_two_processes_do_not_prepare_one_folder(corpus, tokenizer, tmp_path):
 def test_too_little_disk_space_is_told_before_anything_is_read(corpus, tokenizer, tmp_path, monkeypatch, options):
     if not options:
         monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
-    monkeypatch.setattr(preparing, "read_documents", lambda *_, **__: pytest.fail("text was read"))
+    monkeypatch.setattr(prepared, "read_documents", lambda *_, **__: pytest.fail("text was read"))
     with pytest.raises(InputError, match=r"no disk space for .* MB free, some .* MB needed"):
         prepare(corpus[0], tokenizer, tmp_path / "tokens", **options)
 
@@ -173,6 +173,47 @@ def test_text_that_lacks_a_split_is_refused_and_leaves_nothing(tokenizer, tmp_pa
     with pytest.raises(InputError, match=f"has no {split} document among"):
         prepare(str(tmp_path / "a.parquet"), tokenizer, tmp_path / "tokens")
     assert [path.name for path in tmp_path.iterdir()] == ["a.parquet"]
+
+
+@pytest.mark.parametrize("content", [b'{"text": "good"}\n{"text": ', b'{"body": "no text"}\n'])
+def test_text_that_cannot_be_read_leaves_nothing(tokenizer, tmp_path, content):
+    (tmp_path / "a.jsonl").write_bytes(content)
+    with pytest.raises(InputError, match=r"a\.jsonl"):
+        prepare(str(tmp_path / "a.jsonl"), tokenizer, tmp_path / "tokens")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_a_folder_that_cannot_be_written_is_refused_with_its_reason(corpus, tokenizer, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(InputError, match=r"cannot make folder .*file/tokens.partial: Not a directory"):
+        prepare(corpus[0], tokenizer, tmp_path / "file" / "tokens")
+
+
+def test_a_full_disk_is_named_and_what_is_written_is_kept(corpus, good, tokenizer, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepared, "_append", full)
+        with pytest.raises(InputError, match=r"cannot write to .*tokens.partial: No space left on device"):
+            prepare(corpus[0], tokenizer, tmp_path / "tokens")
+    prepare(corpus[0], tokenizer, tmp_path / "tokens")
+    assert contents(tmp_path / "tokens") == contents(good)
+
+
+def test_a_folder_of_the_first_version_stays_readable(tmp_path):
+    encoder = Encoder.of(byte_tokenizer())
+    tokens = np.arange(10, dtype="<u2")
+    parts = {}
+    for split, count in (("train", 10), ("validation", 4)):
+        tokens[:count].tofile(tmp_path / f"{split}.bin")
+        parts[split] = {"tokens": count, "documents": 1, "crc32": zlib.crc32(tokens[:count].tobytes())}
+    index = {"format": "kvcat tokens", "version": 1, "source": "texts", "dtype": "<u2", "eos": 0, "splits": parts}
+    index |= {"tokenizer": encoder.fingerprint, "tokenizer_name": "", "test_documents": 0}
+    (tmp_path / "tokens.json").write_text(json.dumps(index))
+    train, validation = open_prepared(tmp_path, encoder, 4)
+    assert train.sequences.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert validation.sequences.tolist() == [[0, 1, 2, 3]]
 
 
 def flipped(data):
@@ -200,21 +241,21 @@ def test_a_damaged_folder_is_refused_in_one_line(good, tokenizer, tmp_path, name
 
 def test_another_tokenizer_and_too_long_sequences_are_refused(good):
     with pytest.raises(InputError, match=r"holds tokens of tokenizer .*, not of"):
-        open_prepared(good, byte_tokenizer(280), 8)
+        open_prepared(good, Encoder.of(byte_tokenizer(280)), 8)
     with pytest.raises(InputError, match=r"tokens, fewer than one sequence of 100000"):
-        open_prepared(good, byte_tokenizer(), 100_000)
+        open_prepared(good, Encoder.of(byte_tokenizer()), 100_000)
 
 
 def test_a_prepared_folder_is_mapped_read_only_and_trained_on_at_any_length(good, tokenizer):
-    assert is_prepared(good)
     for seq_len in (5, 8):
         data = open_tokens(str(good), tokenizer, seq_len=seq_len, **COUNTS)
         again = open_tokens(str(good), tokenizer, seq_len=seq_len, check=False, streams=[1], **COUNTS)
-        table = open_prepared(good, tokenizer, seq_len)["train"]
-        assert table.mapped is not None
+        table, _ = open_prepared(good, Encoder.of(tokenizer), seq_len)
+        assert isinstance(table.sequences, np.memmap)
         assert not table.sequences.flags.writeable
+        order = np.random.default_rng([0, 0]).permutation(len(table)).tolist()
         for step in range(4):
-            batch = table.batch(step, 3, 0)
+            batch = table.take(order[3 * step : 3 * step + 3])
             assert torch.equal(data.train.read([0, 1, 2]), batch)
             assert torch.equal(again.train.read([1]), batch[1:2])
         assert len(data.validation) == 3
@@ -222,16 +263,16 @@ def test_a_prepared_folder_is_mapped_read_only_and_trained_on_at_any_length(good
 
 def test_prepared_tokens_are_not_text(good):
     with pytest.raises(InputError, match="holds prepared tokens, not text"):
-        list(file_documents(good))
+        open_documents(str(good))
 
 
 KILLED = """
 import sys
 from transformers import AutoTokenizer
-from kvcat.data import prepare, preparing
-preparing.BATCH_CHARACTERS, preparing.SAVE_SECONDS = 3000, 0.0
+from kvcat.data import prepare, prepared
+prepared.BATCH_CHARACTERS, prepared.SAVE_SECONDS = 3000, 0.0
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[2])
-prepare(sys.argv[1], tokenizer, sys.argv[3], workers=1, on_progress=lambda _: print("on", flush=True))
+prepare(sys.argv[1], tokenizer, sys.argv[3], on_progress=lambda _: print("on", flush=True))
 """
 
 

@@ -1,0 +1,233 @@
+"""Documents from files, folders, the installation and the Hub."""
+
+import json
+import random
+import time
+import zipfile
+from types import SimpleNamespace
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcat import network
+from kvcat.data import documents as documents_module
+from kvcat.data import open_documents
+from kvcat.data.documents import PIECE_CHARACTERS, SourceFile, open_source, read_documents
+from kvcat.errors import InputError
+
+
+def pairs(source):
+    return [(d.id, d.text) for d in open_documents(str(source))]
+
+
+def refusal(source):
+    with pytest.raises(InputError) as caught:
+        pairs(source)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def write_parquet(path, **columns):
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    return path
+
+
+def test_a_short_text_is_one_document_and_an_empty_one_none(tmp_path):
+    (tmp_path / "a.txt").write_text("hello\n")
+    (tmp_path / "b.txt").write_text("")
+    assert pairs(tmp_path / "a.txt") == [("a.txt#0", "hello\n")]
+    assert pairs(tmp_path / "b.txt") == []
+
+
+@given(st.lists(st.integers(0, 3 * PIECE_CHARACTERS // 2), max_size=5), st.booleans())
+@settings(max_examples=20, deadline=None)
+def test_the_pieces_of_a_long_text_rejoin_to_the_text(tmp_path_factory, lengths, ends):
+    text = "\n".join("x" * length for length in lengths) + "\n" * ends
+    file = tmp_path_factory.mktemp("long") / "long.txt"
+    file.write_text(text)
+    found = pairs(file)
+    assert "".join(text for _, text in found) == text
+    assert [name for name, _ in found] == [f"long.txt#{i}" for i in range(len(found))]
+    assert all(0 < len(text) <= PIECE_CHARACTERS for _, text in found)
+
+
+def test_a_long_text_is_cut_at_line_ends_where_there_are_any(tmp_path):
+    line = "words and more words\r\n"
+    (tmp_path / "a.md").write_bytes(line.encode() * 3000)
+    pieces = [text for _, text in pairs(tmp_path / "a.md")]
+    assert len(pieces) > 2
+    assert "\r" not in pieces[0]
+    assert all(piece.endswith("\n") and len(piece) > PIECE_CHARACTERS - len(line) for piece in pieces[:-1])
+
+
+def test_jsonl_rows_are_documents_named_by_their_id_or_their_place(tmp_path):
+    rows = [{"text": "one", "id": "first"}, {"text": "two"}, {"text": None, "id": "void"}, {"text": "four", "id": 4}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    assert pairs(tmp_path / "a.jsonl") == [("first", "one"), ("a.jsonl#1", "two"), ("4", "four")]
+
+
+def test_documents_are_read_as_datasets_reads_them(tmp_path):
+    import datasets
+
+    texts = [f"text {i}" for i in range(600)] + ["zw\u00f6lf", ""]
+    parquet = write_parquet(tmp_path / "a.parquet", text=texts, id=[str(i) for i in range(602)])
+    jsonl = tmp_path / "a.jsonl"
+    jsonl.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    for builder, file in (("parquet", parquet), ("json", jsonl)):
+        rows = datasets.load_dataset(builder, data_files=str(file), split="train", streaming=True)
+        assert [row["text"] for row in rows] == [text for _, text in pairs(file)]
+    assert [name for name, _ in pairs(parquet)] == [str(i) for i in range(602)]
+
+
+def test_a_folder_or_pattern_gives_its_readable_files_in_the_order_of_their_names(tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "z.txt").write_text("z")
+    (tmp_path / "a.jsonl").write_text('{"text": "row"}\n')
+    (tmp_path / "c.md").write_text("c")
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "picture.png").write_bytes(b"\xff")
+    assert pairs(tmp_path) == [("a.jsonl#0", "row"), ("b/z.txt#0", "z"), ("c.md#0", "c")]
+    assert pairs(tmp_path / "*" / "*.txt") == [("b/z.txt#0", "z")]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"caf\xe9 au lait", "a.txt is not UTF-8 text: invalid continuation byte at byte 3"),
+        ("a.txt", "wide".encode("utf-16-le"), "a.txt is not text: it has a zero byte at 1"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "caf\xe9"}', "not UTF-8 text: .* at byte 27"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": \n', "row 1 of .*, at byte 14, is not JSON"),
+        ("a.jsonl", b"[1, 2]\n", "row 0 of .*, is no JSON object"),
+        ("a.jsonl", b'{"body": "a", "id": 1}\n', "no column 'text'; its columns: body, id"),
+        ("a.jsonl", b'{"text": ["a"]}\n', "holds list, not text"),
+        ("a.jsonl.gz", b"no gzip", "cannot be read as jsonl"),
+        ("a.parquet", b"no parquet", "cannot be read as parquet"),
+        ("picture.png", b"\x89PNG", "not UTF-8"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named_in_one_line(name, content, message, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    assert name in refusal(tmp_path / name)
+    with pytest.raises(InputError, match=message):
+        pairs(tmp_path / name)
+
+
+def test_a_word_document_is_not_text(tmp_path):
+    with zipfile.ZipFile(tmp_path / "letter.docx", "w") as file:
+        file.writestr("word/document.xml", "<w:t>dear</w:t>")
+    assert "letter.docx is not text" in refusal(tmp_path / "letter.docx")
+
+
+def test_a_parquet_file_without_the_text_column_names_its_columns(tmp_path):
+    file = write_parquet(tmp_path / "a.parquet", body=["a"], id=["1"])
+    assert "its columns: body, id" in refusal(file)
+
+
+def test_a_missing_path_and_a_folder_without_texts_are_refused_before_anything_is_read(tmp_path):
+    with pytest.raises(InputError, match="no such text file or folder"):
+        open_documents(str(tmp_path / "gone"))
+    with pytest.raises(InputError, match="no file matches"):
+        open_documents(str(tmp_path / "*.txt"))
+    (tmp_path / "picture.png").write_bytes(b"")
+    with pytest.raises(InputError, match="no text"):
+        open_documents(str(tmp_path))
+
+
+def test_the_installed_corpus_lists_names_without_reading_and_reads(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("pathlib.Path.read_text", lambda *_, **__: pytest.fail("a listing read a file"))
+        found = {d.id: d for d in open_documents("installed")}
+    names = list(found)
+    assert names == sorted(names)
+    assert len(names) > 3000
+    assert {"stdlib", "torch", "transformers", "numpy"} <= {name.split("/")[0] for name in names}
+    assert not any("/tests/" in name or "/test/" in name or "site-packages" in name for name in names)
+    assert "def dataclass(" in found["stdlib/dataclasses.py"].text
+    for name in random.Random(0).sample(names, 20):
+        assert len(found[name].text) >= 100
+
+
+@pytest.fixture
+def online(monkeypatch):
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    return huggingface_hub.constants
+
+
+@pytest.mark.parametrize("name", ["nobody/texts", "nobody/texts/config@validation"])
+def test_a_hub_data_set_without_network_is_refused_within_seconds(name, online, monkeypatch):
+    monkeypatch.setattr(online, "ENDPOINT", "https://192.0.2.1")  # swallows packets
+    monkeypatch.setattr(documents_module, "hub_obstacle", lambda: network.hub_obstacle(0.2))
+    started = time.monotonic()
+    assert "data set 'nobody/texts' is on the Hub, and 192.0.2.1 cannot be reached" in refusal(f"hub:{name}")
+    assert time.monotonic() - started < 3
+
+
+def test_the_offline_switch_of_the_hub_is_named(online, monkeypatch):
+    monkeypatch.setattr(online, "HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE is set" in refusal("hub:nobody/texts")
+
+
+@pytest.mark.parametrize("name", ["", "a b", "../x"])
+def test_what_is_no_name_of_a_data_set_is_refused(name):
+    assert "hub:OWNER/NAME" in refusal(f"hub:{name}")
+
+
+def fake_hub(monkeypatch, listed, calls=None):
+    """The Hub's file lists come from ``listed``; what is asked for goes into ``calls``."""
+    import datasets
+
+    def load_dataset_builder(path, config, *, revision):
+        if isinstance(listed, Exception):
+            raise listed
+        if calls is not None:
+            calls.append((path, config, revision))
+        return SimpleNamespace(config=SimpleNamespace(data_files=listed))
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", load_dataset_builder)
+    monkeypatch.setattr(documents_module, "hub_obstacle", lambda: None)
+
+
+def test_hub_names_carry_configuration_and_split(monkeypatch, tmp_path):
+    file = write_parquet(tmp_path / "a.parquet", text=["one", "two"])
+    calls = []
+    fake_hub(monkeypatch, {"test": [f"file://{file}"], "train": [f"file://{file}"]}, calls)
+    assert [d.text for d in open_documents("hub:o/n/c@test")] == ["one", "two"]
+    open_documents("hub:o/n")
+    assert calls == [("o/n", "c", None), ("o/n", None, None)]
+    with pytest.raises(InputError, match="no split 'dev'; its splits: test, train"):
+        open_documents("hub:o/n@dev")
+
+
+def test_documents_of_the_hub_are_named_after_their_file_and_pinned_to_its_commit(monkeypatch):
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    fake_hub(monkeypatch, {"train": [f"hf://datasets/o/n@{commit}/data/{i}" for i in ("1.parquet", "0.json.gz")]})
+    source = open_source("hub:o/n")
+    assert [(file.name, file.kind) for file in source.files] == [
+        ("data/0.json.gz", "jsonl"),
+        ("data/1.parquet", "parquet"),
+    ]
+    assert source.revision == commit
+    assert all(file.remote for file in source.files)
+
+
+def test_a_hub_data_set_of_another_kind_or_none_is_refused(monkeypatch):
+    fake_hub(monkeypatch, {"train": ["hf://datasets/o/n@main/data/a.tar"]})
+    assert "data/a.tar; only parquet, JSON lines and text stream" in refusal("hub:o/n")
+    fake_hub(monkeypatch, FileNotFoundError("no such\ndata set"))
+    assert "cannot be opened: FileNotFoundError: no such data set" in refusal("hub:o/n")
+
+
+def test_what_a_client_of_the_network_raises_ends_in_one_line(monkeypatch):
+    def fail(*_, **__):
+        raise type("ReadTimeout", (Exception,), {})("the line\nis dead")
+
+    monkeypatch.setattr(documents_module.fsspec, "open", fail)
+    with pytest.raises(InputError, match=r"a.parquet cannot be read as parquet: ReadTimeout: the line is dead"):
+        list(read_documents(SourceFile("a.parquet", "hf://datasets/o/n/a.parquet", "parquet")))

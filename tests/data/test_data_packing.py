@@ -1,0 +1,125 @@
+"""Documents to tokens, to sequences of one length, and to excerpts."""
+
+import pickle
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcat.data import Document, Encoder, pack
+from kvcat.data.packing import _cap, excerpts
+from kvcat.errors import InputError
+from tiny import byte_tokenizer
+
+
+def document(name, text):
+    return Document(name, lambda: text)
+
+
+def corpus(lengths):
+    texts = ["".join(f"d{i} has a line number {j}\n" for j in range(length)) for i, length in enumerate(lengths)]
+    return [document(f"d{i}", text) for i, text in enumerate(texts)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return byte_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def encoder(tokenizer):
+    return Encoder.of(tokenizer)
+
+
+def test_the_encoder_gives_the_tokenizers_own_ids_whatever_the_length(tokenizer, caplog):
+    tokenizer.model_max_length = 8
+    encoder, draw = pickle.loads(pickle.dumps(Encoder.of(tokenizer))), random.Random(0)
+    texts = ["", "the cat", "<eos> inside", "".join(chr(draw.randint(32, 0x2FFF)) for _ in range(500))]
+    for text, ids in zip(texts, encoder.batch(texts), strict=True):
+        expected = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        assert encoder(text).tolist() == ids.tolist() == [*expected, tokenizer.eos_token_id]
+    assert not caplog.records
+
+
+def test_the_fingerprint_tells_tokenizers_apart(encoder):
+    assert (
+        encoder.fingerprint == Encoder.of(byte_tokenizer()).fingerprint != Encoder.of(byte_tokenizer(280)).fingerprint
+    )
+
+
+def test_a_tokenizer_without_eos_is_refused():
+    tokenizer = byte_tokenizer()
+    tokenizer.eos_token = None
+    with pytest.raises(InputError, match="no EOS token"):
+        Encoder.of(tokenizer)
+
+
+def test_documents_are_packed_with_eos_after_each_and_the_remainder_dropped(tokenizer, encoder):
+    documents = [document("a", "the cat"), document("b", "a dog sees the river"), document("c", "it")]
+    flat = []
+    for d in documents:
+        flat += [*tokenizer(d.text)["input_ids"], tokenizer.eos_token_id]
+    table = pack(documents, encoder, 3)
+    count = len(flat) // 3
+    assert len(flat) % 3, "the example must leave a remainder"
+    assert table.sequences.tolist() == np.array(flat[: 3 * count]).reshape(count, 3).tolist()
+    assert table.sequences.dtype == np.uint16
+    assert (len(table), table.num_documents) == (count, 3)
+    assert table.take([2, 0]).tolist() == table.sequences[[2, 0]].tolist()
+
+
+def test_packing_reads_no_further_than_it_needs(encoder):
+    def endless():
+        number = 0
+        while True:
+            yield document(str(number), "the cat sees a dog and then it was red. " * 5)
+            number += 1
+
+    whole = pack((d for d, _ in zip(endless(), range(128), strict=False)), encoder, 16)
+    table = pack(endless(), encoder, 16, max_sequences=7)
+    assert np.array_equal(table.sequences, whole.sequences[:7])
+
+
+def test_a_text_shorter_than_a_sequence_is_refused_with_its_length(encoder):
+    with pytest.raises(InputError, match=r"the text has 0 tokens, fewer than one sequence of 9"):
+        pack([], encoder, 9)
+    with pytest.raises(InputError, match="fewer than one sequence of 99"):
+        pack([document("a", "the cat")], encoder, 99)
+
+
+def test_a_short_run_reads_an_excerpt_of_every_document_from_the_start_of_a_line(encoder):
+    documents = corpus([400] * 30)
+    cut = list(excerpts(documents, encoder, 32, 90, 0))
+    assert [d.id for d in cut] == [d.id for d in documents]
+    table = pack(cut, encoder, 32, max_sequences=90)
+    assert len(table) == 90
+    assert table.num_documents > 25
+    assert len({len(d.text) for d in cut}) == 1
+    starts = [whole.text.index(part.text) for whole, part in zip(documents, cut, strict=True)]
+    assert all(start == 0 or whole.text[start - 1] == "\n" for start, whole in zip(starts, documents, strict=True))
+    assert len(set(starts)) > 15
+
+
+def test_one_seed_gives_one_choice_of_excerpts_and_another_gives_another(encoder):
+    first, again, other = ([d.text for d in excerpts(corpus([400] * 10), encoder, 32, 30, s)] for s in (0, 0, 1))
+    assert first == again != other
+
+
+def test_where_no_text_is_to_spare_documents_are_whole(encoder):
+    documents = corpus([3, 50, 10])
+    assert [d.text for d in excerpts(documents, encoder, 32, 10_000, 0)] == [d.text for d in documents]
+
+
+def test_an_excerpt_holds_at_least_two_sequences(encoder):
+    (cut, *_) = excerpts(corpus([400] * 500), encoder, 64, 4, 0)
+    assert len(encoder(cut.text)) >= 110
+
+
+@settings(max_examples=50, deadline=None)
+@given(lengths=st.lists(st.integers(0, 60), min_size=1, max_size=12), needed=st.integers(0, 700))
+def test_the_cap_is_the_least_that_gives_enough(lengths, needed):
+    totals = [sum(min(n, cap) for n in lengths) for cap in range(max(lengths) + 1)]
+    enough = [cap for cap, total in enumerate(totals) if total >= needed]
+    assert _cap(np.array(lengths), needed) == (enough[0] if enough else max(lengths))

@@ -1,0 +1,130 @@
+"""What is held out, and which copies are left out."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcat.data import Document, hash_order, split_documents, split_of
+from kvcat.data import split as split_module
+from kvcat.data.split import drop_copies, drop_near_duplicates, training_splits
+from kvcat.errors import InputError
+from text_files import texts, write_table
+from tiny import sentences
+
+
+def document(name, text=""):
+    return Document(name, lambda: text)
+
+
+def named(**texts):
+    return [document(name, text) for name, text in texts.items()]
+
+
+def lines(name, count):
+    return "".join(f"{name} has a line number {i}\n" for i in range(count))
+
+
+def test_the_split_is_a_function_of_the_name_with_five_percent_each_held_out():
+    names = [f"document {i}" for i in range(5_000)]
+    splits = [split_of(name) for name in names]
+    assert splits == [split_of(name) for name in names]
+    for held_out in ("test", "validation"):
+        assert splits.count(held_out) / len(names) == pytest.approx(0.05, abs=0.01)
+
+
+@given(st.text(), st.floats(0.01, 0.2), st.floats(0.2, 0.49))
+@settings(max_examples=30, deadline=None)
+def test_a_test_document_stays_one_when_more_is_held_out(name, small, large):
+    if split_of(name, small) == "test":
+        assert split_of(name, large) == "test"
+
+
+def test_the_split_of_known_names_never_changes():
+    # a changed hash would move held-out documents into the training of published checkpoints
+    known = {
+        "stdlib/argparse.py": "test", "numpy/linalg/_linalg.py": "test", "a": "validation", "b": "validation",
+        "c": "test", "d": "validation", "e": "train", "f": "test",
+    }  # fmt: skip
+    assert {name: split_of(name, 0.25) for name in known} == known
+
+
+@given(st.lists(st.text(), unique=True), st.integers(0, 3), st.randoms())
+@settings(max_examples=30, deadline=None)
+def test_the_order_depends_on_names_and_seed_not_on_the_listing(names, seed, random):
+    documents = [document(name) for name in names]
+    order = [d.id for d in hash_order(documents, seed)]
+    assert order == [d.id for d in hash_order(random.sample(documents, len(documents)), seed)]
+    assert sorted(order) == sorted(names)
+
+
+def test_another_seed_gives_another_order():
+    documents = [document(str(i)) for i in range(50)]
+    assert [d.id for d in hash_order(documents, 0)] != [d.id for d in hash_order(documents, 1)]
+
+
+def test_held_out_documents_that_share_their_lines_with_training_are_dropped():
+    lines, other = sentences(10, seed=1), sentences(10, seed=2)
+    held_out = named(
+        copy="".join(lines),
+        own="".join(other),
+        third="".join(lines[:3] + other[3:]),
+        most="".join(lines[:4] + other[4:]),
+    )
+    training = named(a="".join(lines[:5]), b="".join(lines[5:]))
+    assert [d.id for d in drop_near_duplicates(held_out, training)] == ["own", "third"]
+
+
+def test_short_lines_and_indentation_do_not_make_a_duplicate():
+    held_out = named(
+        a="x = 1\nreturn x\na line of its own here\n", b="only\nshort\nlines\n", c="    a shared long line\n"
+    )
+    training = named(t="x = 1\nreturn x\na shared long line\n")
+    assert [d.id for d in drop_near_duplicates(held_out, training)] == ["a"]
+
+
+def test_a_copy_of_an_earlier_document_is_left_out():
+    documents = named(
+        a=lines("a", 10), half=lines("a", 10) + lines("b", 9), little=lines("a", 3) + lines("c", 20), empty="x\n"
+    )
+    assert [d.id for d in drop_copies(documents)] == ["a", "little"]
+
+
+def test_training_documents_of_the_installation_hold_no_copies(monkeypatch):
+    held = [f"held {i}" for i in range(200) if split_of(f"held {i}") == "validation"][:1]
+    names = [f"d{i}" for i in range(40) if split_of(f"d{i}") == "train"][:4]
+    found = [document(name, lines("the same", 10)) for name in names] + [document(held[0], lines("held", 10))]
+    monkeypatch.setattr(split_module, "open_documents", lambda _: iter(found))
+    assert [len(training_splits(source, 1)[0]) for source in ("installed", "texts")] == [1, 4]
+
+
+def test_where_no_document_falls_into_validation_one_is_held_out(tmp_path):
+    names = [f"doc-{i}" for i in range(40) if split_of(f"doc-{i}") == "train"][:5]
+    write_table(tmp_path / "a.parquet", dict.fromkeys(names, "text"))
+    train, validation = training_splits(str(tmp_path), 0)
+    assert len(validation) == 1
+    assert {d.id for d in train} | {d.id for d in validation} == set(names)
+    write_table(tmp_path / "a.parquet", texts(1))
+    with pytest.raises(InputError, match=r"too few documents \(1\)"):
+        training_splits(str(tmp_path), 0)
+
+
+def test_a_stream_is_read_no_further_than_the_limit(monkeypatch):
+    def endless(_):
+        number = 0
+        while True:
+            yield document(str(number))
+            number += 1
+
+    monkeypatch.setattr(split_module, "open_documents", endless)
+    assert [d.id for d in split_documents("hub:o/n", "all", limit=3)] == ["0", "1", "2"]
+    found = split_documents("hub:o/n", "test", limit=4)
+    assert len(found) == 4
+    assert {split_of(d.id) for d in found} == {"test"}
+
+
+def test_a_split_without_documents_is_refused_by_name(tmp_path):
+    (tmp_path / "a.txt").write_text("alone\n")
+    for split in {"train", "validation", "test"} - {split_of("a.txt#0")}:
+        with pytest.raises(InputError, match=rf"no document in split '{split}' \(of 1\)"):
+            split_documents(str(tmp_path), split)
+    assert [d.text for d in split_documents(str(tmp_path), "all")] == ["alone\n"]
