@@ -121,7 +121,7 @@ def test_stopped_anywhere_the_same_call_gives_the_same_folder(corpus, good, toke
     prepare(corpus[0], tokenizer, folder, on_progress=seen.append)
     assert contents(folder) == contents(good)
     assert len(seen) + at - 1 <= len(calls) + 30
-    assert seen[0].splits["train"]["tokens"] >= calls[-1].splits["train"]["tokens"]
+    assert seen[0] >= calls[-1]
 
 
 def test_what_was_begun_with_other_settings_is_begun_anew(corpus, good, tokenizer, tmp_path):

@@ -150,7 +150,6 @@ def prepare(
     tokenizer: Annotated[str, tyro.conf.arg(aliases=["--model"])],
     output: Output,
     max_tokens: int | None = None,
-    workers: int | None = None,
     seed: Seed = 0,
 ) -> None:
     """Tokenise text once into a folder, for `kvcat train --data FOLDER` on one node or many.
@@ -165,10 +164,9 @@ def prepare(
         tokenizer: Folder or Hub name of the model that will be trained.
         output: Folder to write.
         max_tokens: Training tokens to stop after; by default all text is read.
-        workers: Processes that tokenise; one a core by default, 0 none.
     """
     check_least(1, max_tokens=max_tokens)
-    check_least(0, workers=workers, seed=seed)
+    check_least(0, seed=seed)
     words = _tokenizer(tokenizer)
 
     from tqdm import tqdm
@@ -177,8 +175,8 @@ def prepare(
 
     with tqdm(total=max_tokens, unit=" tokens", unit_scale=True, disable=None) as bar:
         index = prepare(
-            data, words, output, max_tokens=max_tokens, workers=_cores() if workers is None else workers, seed=seed,
-            on_progress=lambda done: bar.update(done.parts["train"].tokens - bar.n),
+            data, words, output, max_tokens=max_tokens, seed=seed,
+            on_progress=lambda num_tokens: bar.update(num_tokens - bar.n),
         )  # fmt: skip
     train, validation = index["splits"]["train"], index["splits"]["validation"]
     print(
@@ -217,12 +215,6 @@ def export(run: Path, /, output: Output, step: int | None = None) -> None:
             continue
         print(f"exported {folder.name} to {export_checkpoint(folder, output)}")
         return
-
-
-def _cores() -> int:
-    """Processes for the cores that this one may use, at most 32."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, 32)
 
 
 def _tokenizer(name: str) -> Any:

@@ -97,23 +97,13 @@ def _checksum(path: Path) -> int:
 
 
 @dataclass(frozen=True)
-class Progress:
-    """What ``prepare`` has written, and where it reads on.
-
-    Args:
-        splits: tokens (with EOS), documents (with the last, if it is cut) and checksum of each
-            file.
-        test_documents: documents of the test split, left out.
-        file: files before the one that is being read.
-        place: row and byte of the last document in that file; None before the first.
-        num_files: files in all.
-    """
+class _Progress:
+    """What each file holds; the last document: files before its own, its row and byte."""
 
     splits: dict[str, dict[str, int]]
     test_documents: int = 0
     file: int = 0
     place: Sequence[int] | None = None
-    num_files: int = 0
 
 
 def prepare(
@@ -123,7 +113,7 @@ def prepare(
     *,
     max_tokens: int | None = None,
     seed: int = 0,
-    on_progress: Callable[[Progress], None] = lambda _: None,
+    on_progress: Callable[[int], None] = lambda _: None,
 ) -> dict[str, Any]:
     """A folder of the source's training and validation tokens; returns its index.
 
@@ -140,7 +130,7 @@ def prepare(
         max_tokens: training tokens after which reading ends, once there is a validation document;
             None reads everything.
         seed: seed of the order of the files.
-        on_progress: called after each batch of documents.
+        on_progress: called with the training tokens written so far.
 
     Raises:
         InputError: no such source, a folder with something else in it, another process at work on
@@ -169,7 +159,7 @@ def prepare(
             _check_disk(work, opened, settings, progress)
             with closing(_write(work, opened, encoder, settings, progress)) as written:
                 for progress in written:
-                    on_progress(progress)
+                    on_progress(progress.splits["train"]["tokens"])
             return _finish(work, target, {**settings, "revision": opened.revision}, encoder, progress)
         except OSError as error:
             raise InputError(f"cannot write to {work}: {error.strerror}") from error
@@ -192,14 +182,14 @@ def _existing(target: Path, settings: dict[str, Any]) -> dict[str, Any]:
     return index
 
 
-_EMPTY = Progress({split: {"tokens": 0, "documents": 0, "crc32": 0} for split in SPLITS})
+_EMPTY = _Progress({split: {"tokens": 0, "documents": 0, "crc32": 0} for split in SPLITS})
 
 
-def _load_progress(work: Path, settings: dict[str, Any]) -> tuple[str | None, Progress]:
+def _load_progress(work: Path, settings: dict[str, Any]) -> tuple[str | None, _Progress]:
     """The source's revision and how far an earlier call with the same settings came."""
     try:
         saved = json.loads((work / PROGRESS).read_text(encoding="utf-8"))
-        progress, item_bytes = Progress(**saved["progress"]), np.dtype(settings["dtype"]).itemsize
+        progress, item_bytes = _Progress(**saved["progress"]), np.dtype(settings["dtype"]).itemsize
         sizes = {split: (work / f"{split}.bin").stat().st_size // item_bytes for split in SPLITS}
         good = saved["settings"] == settings and all(progress.splits[s]["tokens"] <= sizes[s] for s in SPLITS)
         return (saved["revision"], progress) if good else (None, _EMPTY)
@@ -207,7 +197,7 @@ def _load_progress(work: Path, settings: dict[str, Any]) -> tuple[str | None, Pr
         return None, _EMPTY
 
 
-def _check_disk(work: Path, source: Source, settings: dict[str, Any], progress: Progress) -> None:
+def _check_disk(work: Path, source: Source, settings: dict[str, Any], progress: _Progress) -> None:
     """Refuse to start where the tokens will not fit, as far as that is known beforehand."""
     item_bytes = np.dtype(settings["dtype"]).itemsize
     if settings["max_tokens"] is not None:
@@ -228,7 +218,7 @@ class _Batch(NamedTuple):
     place: Place | None
 
 
-def _batches(source: Source, seed: int, done: Progress) -> Iterator[_Batch]:
+def _batches(source: Source, seed: int, done: _Progress) -> Iterator[_Batch]:
     """The documents after those that are done, in batches of some 260,000 characters."""
     order = np.random.default_rng(seed).permutation(len(source.files)).tolist()
     texts, num_test, num_characters = {split: [] for split in SPLITS}, 0, 0
@@ -249,8 +239,8 @@ def _batches(source: Source, seed: int, done: Progress) -> Iterator[_Batch]:
 
 
 def _write(
-    work: Path, source: Source, encoder: Encoder, settings: dict[str, Any], progress: Progress
-) -> Generator[Progress, None, None]:
+    work: Path, source: Source, encoder: Encoder, settings: dict[str, Any], progress: _Progress
+) -> Generator[_Progress, None, None]:
     """Append what is not done; record every few seconds how far the files are good."""
 
     def save() -> None:
@@ -271,7 +261,7 @@ def _write(
                     s: _append(files[s], progress.splits[s], encoder.batch(texts[s]), encoder.dtype, limits[s])
                     for s in SPLITS
                 }
-                progress = Progress(parts, progress.test_documents + num_test, number, place, len(source.files))
+                progress = _Progress(parts, progress.test_documents + num_test, number, place)
                 if time.monotonic() - saved_at > SAVE_SECONDS:
                     save()
                     saved_at = time.monotonic()
@@ -296,7 +286,9 @@ def _append(
     return {"tokens": tokens, "documents": num_documents, "crc32": checksum}
 
 
-def _finish(work: Path, target: Path, settings: dict[str, Any], encoder: Encoder, progress: Progress) -> dict[str, Any]:
+def _finish(
+    work: Path, target: Path, settings: dict[str, Any], encoder: Encoder, progress: _Progress
+) -> dict[str, Any]:
     """Write the index and give the folder its name."""
     for split, part in progress.splits.items():
         if not part["tokens"]:
