@@ -4,12 +4,11 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rich.console import Console
-
 from kvcat.data import split_documents
 from kvcat.errors import InputError
 from kvcat.evals import Method, Window, evaluate_suffix, read_records, windows_from_documents
 from kvcat.evals.rows import summarise
+from kvcat.files import claim_folder, one_writer
 from kvcat.models import BASE_NAME, load
 from kvcat.recipes.base import pretrain
 from kvcat.report import headline_text, write_report
@@ -99,17 +98,15 @@ def training_config(plan: DemoPlan, policy: str, model: str, out: Path, *, seed:
     )
 
 
-def demo_windows(plan: DemoPlan, tokenizer: object, split: str = "test") -> list[Window]:
+def demo_windows(plan: DemoPlan, tokenizer: object) -> list[Window]:
     """Held-out windows: the same ones for every seed of the training."""
-    documents = [(d.id, d.text) for d in split_documents("installed", split)]  # type: ignore[arg-type]
+    documents = [(d.id, d.text) for d in split_documents("installed", "test")]
     return windows_from_documents(
         documents, tokenizer, prefix_len=PREFIX, suffix_len=SUFFIX, limit=plan.num_windows, per_document=2, seed=0
     )
 
 
-def run_demo(
-    plan: DemoPlan, out: Path, *, seed: int = 0, device: str = "cpu", from_scratch: bool = False, progress: bool = True
-) -> Path:
+def run_demo(plan: DemoPlan, out: Path, *, seed: int = 0, device: str = "cpu", from_scratch: bool = False) -> Path:
     """Train, compress, measure and report; returns the path of ``report.html``.
 
     Every part continues where it was stopped: the runs from their checkpoints, the evaluation from its records.
@@ -120,36 +117,30 @@ def run_demo(
         seed: of training and compression; the windows stay the same.
         device: torch device.
         from_scratch: pretrain the base again, on the same device, before anything else.
-        progress: say what happens.
 
     Raises:
         InputError: the folder holds something else, or a demo with another plan or seed.
     """
-    _claim(out, {"plan": asdict(plan), "seed": seed, "from_scratch": from_scratch})
-    say = Console(quiet=not progress, highlight=False).print
+    described = json.loads(json.dumps({"plan": asdict(plan), "seed": seed, "from_scratch": from_scratch}))
+    with one_writer(out):
+        found = claim_folder(out, "demo.json", described)
+    if found not in (None, described):
+        raise InputError(f"{out} holds a demo with another plan or seed; choose another folder with --out")
     base = BASE_NAME
     if from_scratch:
-        say("Pretraining the base from scratch.")
-        base = str(pretrain(out / "base", device=device, progress=progress))
+        _say("Pretraining the base from scratch.")
+        base = str(pretrain(out / "base", device=device))
     labels = {"base": base}
     for policy, label in (("control", "control"), ("router", "KV-CAT")):
-        say(f"\nTraining {label}: {plan.max_steps} steps of {plan.batch_size * plan.seq_len} tokens.")
-        config = training_config(plan, policy, base, out, seed=seed, device=device)
-        labels[label] = str(train(config, progress=progress).export)
-    say("\nCompressing held-out text.")
+        _say(f"\nTraining {label}: {plan.max_steps} steps of {plan.batch_size * plan.seq_len} tokens.")
+        labels[label] = str(train(training_config(plan, policy, base, out, seed=seed, device=device)).export)
+    _say("\nCompressing held-out text.")
     models = {label: load(folder, device=device) for label, folder in labels.items()}
     windows = demo_windows(plan, models["base"][1])
     results = out / "suffix"
     evaluate_suffix(
-        models,
-        windows,
-        plan.methods,
-        plan.keep_ratios,
-        results,
-        dataset="installed:test",
-        seeds=[seed],
-        progress=progress,
-    )
+        models, windows, plan.methods, plan.keep_ratios, results, dataset="installed:test", seeds=[seed]
+    )  # fmt: skip
     page = write_report(
         [results],
         out / "report",
@@ -157,19 +148,10 @@ def run_demo(
         runs={"KV-CAT": out / "kv-cat", "control": out / "control"},
         context={"plan": plan.name, "training seed": str(seed), "base": base},
     )
-    say("\n" + headline_text(summarise(read_records(results))), soft_wrap=True)
-    say(f"Report: {page}")
+    _say("\n" + headline_text(summarise(read_records(results))))
+    _say(f"Report: {page}")
     return page
 
 
-def _claim(out: Path, described: dict[str, object]) -> None:
-    marker = out / "demo.json"
-    text = json.dumps(described, indent=2) + "\n"
-    if marker.exists():
-        if marker.read_text() != text:
-            raise InputError(f"{out} holds a demo with another plan or seed; choose another folder with --out")
-        return
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise InputError(f"output folder {out} is not empty and holds no demo of ours")
-    out.mkdir(parents=True, exist_ok=True)
-    marker.write_text(text)
+def _say(text: str) -> None:
+    print(text, flush=True)
