@@ -25,26 +25,10 @@ def info(file: Path, /, json: bool = False, fast: bool = False) -> None:
 
 @dataclass(frozen=True)
 class CacheFacts:
-    """What a cache file says of itself.
+    """What a cache file says of itself: sizes in bytes, slots per layer and KV head.
 
-    Args:
-        file: its path.
-        format: name and version.
-        verified: whether the checksum was compared.
-        file_bytes: size of the file.
-        cache_bytes: keys, values and log-bias.
-        dense_bytes: keys and values of the dense cache of the same tokens, examples and dtype.
-        saved_bytes: what is saved against it.
-        num_tokens: prefix length.
-        num_slots: of the fullest head.
-        mean_slots: per layer and head.
-        keep_ratio: mean_slots over num_tokens.
-        layer_slots: mean slots of a head, by layer.
-        num_layers, batch_size, num_kv_heads, head_dim: shape of the cache; of its first layer where layers differ.
-        dtype: of keys and values.
-        log_bias: whether there is one.
-        fingerprint: of the model's weights.
-        metadata: how it was made: method, model, seed, ...
+    ``num_slots`` are those of the fullest head, ``layer_slots`` the mean of each layer, ``mean_slots`` of all;
+    ``dense_bytes`` is the dense cache of the same tokens, examples and dtype, ``saved_bytes`` the difference.
     """
 
     file: str
