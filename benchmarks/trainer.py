@@ -38,8 +38,7 @@ def ours(args: argparse.Namespace) -> float:
 def theirs(args: argparse.Namespace) -> float:
     from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-    from kvcat.models import BASE_NAME
-    from kvcat.models.hub import local_folder
+    from kvcat.hub import BASE_NAME, local_folder
 
     class Clock(TrainerCallback):
         def __init__(self) -> None:

@@ -209,7 +209,7 @@ def test_a_hub_name_without_network_fails_within_seconds(monkeypatch, tmp_path):
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "https://192.0.2.1")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("kvcat.models.hub._PATIENCE", 0.3)
+    monkeypatch.setattr("kvcat.hub._PATIENCE", 0.3)
     for variable in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY"):
         monkeypatch.delenv(variable, raising=False)
     started = time.monotonic()

@@ -225,7 +225,7 @@ def _tokenizer(name: str) -> Any:
     """
     where, local = str(Path(name).expanduser()), True
     if not Path(where).is_dir():
-        from kvcat.models.hub import BASE_NAME, local_folder
+        from kvcat.hub import BASE_NAME, local_folder
 
         local = name == BASE_NAME or Path(where).exists() or name.startswith((".", "/", "~"))
         where = str(local_folder(name)) if local else name

@@ -1,21 +1,21 @@
 """Adapters around unmodified transformers models: load, save, the masked pass, the capture of keys and queries."""
 
 from kvcat.models.capture import Capture, capture
+from kvcat.models.download import get
 from kvcat.models.head import logits_from_hidden, output_head
-from kvcat.models.hub import BASE_NAME
 from kvcat.models.loading import load, parse_device, parse_dtype, read_config, save
 from kvcat.models.masked_pass import HiddenOutput, MaskedPass, PassOutput
 from kvcat.models.self_test import self_test
 from kvcat.models.structure import decoder_layers, hidden_states, model_name
 
 __all__ = [
-    "BASE_NAME",
     "Capture",
     "HiddenOutput",
     "MaskedPass",
     "PassOutput",
     "capture",
     "decoder_layers",
+    "get",
     "hidden_states",
     "load",
     "logits_from_hidden",

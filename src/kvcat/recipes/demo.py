@@ -9,7 +9,8 @@ from kvcat.errors import InputError
 from kvcat.evals import Method, Window, evaluate_suffix, read_records, windows_from_documents
 from kvcat.evals.rows import summarise
 from kvcat.files import claim_folder, one_writer
-from kvcat.models import BASE_NAME, load
+from kvcat.hub import BASE_NAME
+from kvcat.models import load
 from kvcat.recipes.base import pretrain
 from kvcat.report import headline_text, write_report
 from kvcat.training.config import TrainConfig

@@ -14,7 +14,7 @@ from kvcat.compress.freezing import frozen
 from kvcat.compress.kvpress.library import library
 from kvcat.compress.tracing import Trace
 from kvcat.errors import InputError
-from kvcat.models.hub import BASE_NAME, local_folder
+from kvcat.hub import BASE_NAME, local_folder
 from kvcat.models.rotation import KeyRotation
 from kvcat.types import Float, Tensor
 

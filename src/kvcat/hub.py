@@ -1,0 +1,75 @@
+"""Model names to files on this machine, without loading torch, so that a wrong name costs no time."""
+
+import os
+import re
+from importlib.resources import files
+from pathlib import Path
+
+from huggingface_hub import snapshot_download, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from kvcat.errors import InputError
+from kvcat.network import PATIENCE, hub_obstacle
+
+BASE_NAME = "kvcat-base"
+SMOLLM2 = "smollm2-135m"
+_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.bin"]
+_PATIENCE = PATIENCE
+
+
+def models_home() -> Path:
+    """Where ``kvcat get`` puts models: ``models`` in KVCAT_HOME, or in kvcat's folder of the user's cache."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.environ.get("KVCAT_HOME") or Path(cache) / "kvcat").expanduser() / "models"
+
+
+def local_folder(name_or_path: str | Path, *, weights: bool = True) -> Path:
+    """The folder or .gguf file of a model; a Hub name is taken from the local Hub cache, or else fetched.
+
+    Args:
+        name_or_path: folder, .gguf file, Hub name such as "Qwen/Qwen2.5-0.5B", "kvcat-base" (the small
+            model of the package) or "smollm2-135m" (from ``kvcat get``).
+        weights: False fetches no more of a Hub model than its config.json.
+
+    Raises:
+        InputError: no such folder, no such model on the Hub, or no way to the Hub, within seconds.
+    """
+    path, name = Path(name_or_path).expanduser(), str(name_or_path)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise InputError(f"{path} is not a model folder: it has no config.json")
+        return path
+    if path.exists():
+        if path.suffix != ".gguf":
+            raise InputError(f"{name} is a file, not a model folder and not a .gguf file")
+        return path
+    if name == BASE_NAME:
+        return Path(str(files("kvcat") / "assets" / BASE_NAME))
+    if name == SMOLLM2:
+        if not (folder := models_home() / name).is_dir():
+            raise InputError(f"{name} is not on this machine: `kvcat get {name}` puts it into {folder}")
+        return folder
+    if path.is_absolute() or name.startswith((".", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+        raise InputError(f"model folder {name} does not exist")
+    return _cached(name, weights) or _download(name, _PATTERNS if weights else ["config.json"])
+
+
+def _cached(name: str, weights: bool) -> Path | None:
+    try:
+        config = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:
+        return None
+    if not isinstance(config, str):
+        return None
+    folder = Path(config).parent
+    found = not weights or any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
+    return folder if found else None
+
+
+def _download(name: str, patterns: list[str]) -> Path:
+    if obstacle := hub_obstacle(_PATIENCE):
+        raise InputError(f"{name} is neither a folder nor in the local Hub cache, and {obstacle}")
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns, etag_timeout=_PATIENCE))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise InputError(f"cannot get {name} from the Hub: {' '.join(str(error).split())[:200]}") from error
