@@ -1,12 +1,26 @@
-"""The paper's tables as data: every printed figure with what it is a figure of and where it stands."""
+"""The paper's tables as data, and its figures beside ours."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
 from typing import Any
 
+from kvcat.errors import InputError
+
 PERCENT_METRICS = ("accuracy", "exact_match", "top1")
+_VARIANTS = {
+    "base": "base", "kvcat": "kv-cat", "kv-cat": "kv-cat", "router": "kv-cat", "rand": "rand", "random": "rand",
+    "attn": "attn", "attention": "attn",
+}  # fmt: skip
+_CORPORA = {"wikitext-103": "WikiText-103", "pg-19": "PG-19", "arxiv": "arXiv"}
+_METRICS = {
+    "suffix": {"delta_ppl": "delta_ppl", "kl": "kl", "top1": "top1"},
+    "needle": {"native_exact_match": "exact_match"},
+    "longbench": {"accuracy": "accuracy"},
+    "qa": {"acc_per_char": "accuracy"},
+}
 
 
 @dataclass(frozen=True)
@@ -42,21 +56,7 @@ class PaperCell:
     @property
     def value(self) -> float:
         """The figure in our units: shares, not percent."""
-        return float(self.printed.rstrip("%")) * self._unit
-
-    @property
-    def rounding(self) -> float:
-        """Half a unit of the last printed digit: how far the figure may lie from what was rounded."""
-        decimals = len(self.printed.rstrip("%").partition(".")[2])
-        return 0.5 * 10.0**-decimals * self._unit
-
-    def agrees(self, value: float) -> bool:
-        """Whether a value in our units rounds to what is printed; either way where it lies in the middle."""
-        return abs(value - self.value) <= self.rounding * (1.0 + 1e-6)
-
-    @property
-    def _unit(self) -> float:
-        return 0.01 if self.metric in PERCENT_METRICS else 1.0
+        return float(self.printed.rstrip("%")) * (0.01 if self.metric in PERCENT_METRICS else 1.0)
 
 
 def paper_cells(**fields: Any) -> list[PaperCell]:
@@ -83,24 +83,6 @@ def paper_cell(**fields: Any) -> PaperCell | None:
     return cells[0] if cells else None
 
 
-def paper_improvement(**fields: Any) -> float | None:
-    """How many times better KV-CAT is than the base: base / KV-CAT of a loss, KV-CAT / base of a share.
-
-    Args:
-        fields: of ``PaperCell`` by name, all but ``variant``.
-
-    Returns:
-        A ratio above 1 where KV-CAT is better; None where the paper lacks either cell.
-
-    Raises:
-        ValueError: the fields name cells with different figures.
-    """
-    base, ours = paper_cell(**fields, variant="base"), paper_cell(**fields, variant="kv-cat")
-    if base is None or ours is None:
-        return None
-    return ours.value / base.value if base.metric in PERCENT_METRICS else base.value / ours.value
-
-
 def paper_settings(model: str) -> dict[str, str]:
     """The table of training hyperparameters for a model: setting to what is printed.
 
@@ -115,6 +97,67 @@ def paper_settings(model: str) -> dict[str, str]:
         raise ValueError(f"the paper trains {' and '.join(settings['models'])}, not {model}")
     column = 1 + settings["models"].index(model)
     return {row[0]: row[column] for row in settings["rows"]}
+
+
+@dataclass(frozen=True)
+class Paper:
+    """What the paper prints for one evaluation of one of its models; nothing where no model is named.
+
+    Args:
+        model: ``Qwen2.5-0.5B`` or ``Qwen2.5-1.5B``: what the models labelled base, kvcat (kv-cat,
+            router), rand and attn are; None prints nothing.
+        evaluation: name of the evaluation.
+        dataset: name of the data set.
+
+    Raises:
+        InputError: a model that the paper does not have.
+    """
+
+    model: str | None
+    evaluation: str = ""
+    dataset: str = ""
+
+    def __post_init__(self) -> None:
+        known = sorted({cell.model for cell in paper_cells() if cell.model is not None})
+        if self.model is not None and self.model not in known:
+            raise InputError(f"the paper has no model {self.model!r}; it has {' and '.join(known)}")
+
+    def figure(
+        self, label: str, method: str, keep_ratio: float, step: int | None, stratum: str = ""
+    ) -> Callable[[str], str]:
+        """Metric to the printed figure without its percent sign, empty where there is none.
+
+        Args:
+            label: of our model.
+            method: name of our method with its options.
+            keep_ratio: fraction kept.
+            step: gradient steps; None or negative without.
+            stratum: task or sub-domain; ``total`` or ``average`` over all.
+        """
+        variant = _VARIANTS.get(label.partition(" ")[0].lower().replace("_", "-"))
+        corpus = _CORPORA.get(self.dataset.partition(":")[0], "")
+        qa = self.evaluation == "qa"
+
+        def printed(metric: str) -> str:
+            name = _METRICS.get(self.evaluation, {}).get(metric)
+            if self.model is None or variant is None or name is None:
+                return ""
+            cell = paper_cell(
+                model=None if self.evaluation == "longbench" else self.model, variant=variant, metric=name,
+                group=corpus if self.evaluation == "suffix" else stratum,
+                method=None if qa else method.partition(" ")[0], keep_ratio=None if qa else keep_ratio,
+            )  # fmt: skip
+            return "" if cell is None or cell.steps not in (None, step) else cell.printed.rstrip("%")
+
+        return printed
+
+    @property
+    def note(self) -> str:
+        """Where the paper's data are others than ours; empty where they are not, or nothing is printed."""
+        corpus = self.dataset.partition(":")[0]
+        if self.model is None or self.evaluation != "suffix" or corpus in _CORPORA or corpus.startswith("fineweb"):
+            return ""
+        return f"The paper's figures are of {self.model} on FineWeb, ours of {self.dataset}."
 
 
 @lru_cache(maxsize=1)

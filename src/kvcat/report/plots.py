@@ -1,142 +1,155 @@
-"""Plots of an evaluation: quality against keep ratio, and against gradient steps."""
+"""The plots of a report: panels that are drawn side by side into a PNG and one by one into the page."""
 
-from collections.abc import Sequence
+import base64
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
-from kvcat.evals import Estimate
-from kvcat.evals.rows import ComparisonRow, SummaryRow
-from kvcat.evals.rows_metrics import METRICS
-from kvcat.report.reading import final_steps
-from kvcat.report.style import colours, markers
-from kvcat.report.tables import keep_label
+from kvcat.evals import METRICS
+from kvcat.report.results import NO_STEP, Results, final_steps, headline_method
+from kvcat.report.tables import keep_label, pair_rows
 
+# Okabe and Ito's palette, from the pair that differs most; markers differ as well
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#666666")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+GREY = "#808080"
 DENSE = {
     "nll": "nll_dense", "exact_match": "dense_exact_match", "string_match": "dense_string_match",
     "accuracy": "dense_accuracy",
 }  # fmt: skip
 """Metric on the compact cache to the same with the whole cache."""
-_LOG_METRICS = ("kl",)
+_QUALITY = {"suffix": ("kl", "nll"), "needle": ("exact_match",), "ruler": ("string_match",)}
+_STEPS = {"suffix": ("kl", "delta_ppl")}
+_DIFFERENCES = {"suffix": ("kl", "nll")}
+_WIDTH, _HEIGHT = 4.4, 3.6  # inches, of a panel
+_MARGINS = 0.8, 1.05, 0.1, 0.3  # inches to the left, below, to the right and above the axes
+_LOG = ("kl",)
 
 
-def draw_quality(axes: Any, rows: Sequence[SummaryRow], metric: str, models: Sequence[str]) -> None:
-    """One metric of one method against the keep ratio in bands of intervals; dashed the levels with the whole cache.
-
-    Args:
-        axes: matplotlib axes.
-        rows: of one method.
-        metric: name in ``METRICS``.
-        models: all labels of the page, in order; they fix colours.
-    """
-    rows = final_steps(rows)
-    keeps = sorted({row.keep_ratio for row in rows})
-    for model in models:
-        own = sorted((row for row in rows if row.model == model), key=lambda row: row.keep_ratio)
-        if not own:
-            continue
-        _line(axes, [row.keep_ratio for row in own], own, metric, model, models)
-        if DENSE.get(metric) in own[-1].metrics:
-            level = _scaled(metric, own[-1][DENSE[metric]].value)
-            axes.axhline(level, color=colours(models)[model], linestyle="--", linewidth=1.0)
-    if DENSE.get(metric) in rows[0].metrics:
-        axes.plot([], [], color="#808080", linestyle="--", linewidth=1.0, label="dense level of the model")
-    _keep_axis(axes, keeps)
-    _finish(axes, metric)
-
-
-def draw_difference(axes: Any, rows: Sequence[ComparisonRow], metric: str, models: Sequence[str]) -> None:
-    """Paired difference of one method to one reference against the keep ratio, with intervals; KL as a ratio.
+@dataclass(frozen=True)
+class Plot:
+    """Panels that belong together.
 
     Args:
-        axes: matplotlib axes.
-        rows: of one method and one reference, the last step each.
-        metric: name in ``METRICS``.
-        models: all labels of the page, in order; they fix colours.
+        name: of the file.
+        title: heading.
+        panels: title of each and what draws it on matplotlib axes.
+        same_scale: all panels have the same y axis.
     """
-    shown = [model for model in models if any(row.model == model for row in rows)]
-    for rank, model in enumerate(shown):
-        own = sorted((row for row in rows if row.model == model), key=lambda row: row.keep_ratio)
-        dodge = 1.0 + 0.03 * (rank - (len(shown) - 1) / 2)
-        estimates = [row.kl_ratio if metric == "kl" else row.differences[metric] for row in own]
-        scale = 100.0 if METRICS[metric].percent else 1.0
-        _errorbar(axes, [row.keep_ratio * dodge for row in own], estimates, model, models, scale)
-    axes.axhline(1.0 if metric == "kl" else 0.0, color="#808080", linewidth=1.2)
-    _keep_axis(axes, sorted({row.keep_ratio for row in rows}))
-    unit = "points" if METRICS[metric].percent else "nats per token"
-    axes.set_ylabel("ratio" if metric == "kl" else f"difference ({unit})")
+
+    name: str
+    title: str
+    panels: Sequence[tuple[str, Callable[[Any], None]]]
+    same_scale: bool = False
+
+    def save(self, target: Path) -> None:
+        """The panels side by side as a PNG file."""
+        target.parent.mkdir(parents=True, exist_ok=True)
+        columns = min(3, len(self.panels))
+        lines = -(-len(self.panels) // columns)
+        with plotting() as plt:
+            figure = plt.figure(figsize=(_WIDTH * columns, _HEIGHT * lines))
+            panels = [_place(figure, columns, lines, rank) for rank in range(len(self.panels))]
+            self._draw(panels)
+            for axes, (title, _) in zip(panels, self.panels, strict=True):
+                axes.set_title(title)
+            figure.savefig(target, dpi=150, metadata={"Software": None})
+
+    def images(self) -> list[tuple[str, str]]:
+        """Title and address (``data:``) of an SVG image of each panel."""
+        with plotting() as plt:
+            figures = [plt.figure(figsize=(_WIDTH, _HEIGHT)) for _ in self.panels]
+            self._draw([_place(figure, 1, 1, 0) for figure in figures])
+            return [(title, _svg_address(figure)) for figure, (title, _) in zip(figures, self.panels, strict=True)]
+
+    def _draw(self, panels: Sequence[Any]) -> None:
+        for axes, (_, draw) in zip(panels, self.panels, strict=True):
+            draw(axes)
+            handles, labels = axes.get_legend_handles_labels()
+            if len(labels) > 1:
+                columns = 2 if max(map(len, labels)) > 14 else 3
+                axes.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.45, -0.2), ncols=columns)
+        if all(axes.get_legend() is None for axes in panels):
+            for axes in panels:  # take the legend's place
+                box = axes.get_position()
+                axes.set_position((box.x0, 0.6 * box.y0, box.width, box.y1 - 0.6 * box.y0))
+        if self.same_scale:
+            limits = np.array([axes.get_ylim() for axes in panels])
+            for axes in panels:
+                axes.set_ylim(limits[:, 0].min(), limits[:, 1].max())
 
 
-def draw_steps(axes: Any, rows: Sequence[SummaryRow], metric: str, models: Sequence[str]) -> None:
-    """One metric of one method and keep ratio against gradient steps, with bands of intervals.
+@contextmanager
+def plotting() -> Iterator[Any]:
+    """Matplotlib's pyplot on the Agg back-end with our style, restored afterwards."""
+    import matplotlib as mpl
 
-    Args:
-        axes: matplotlib axes.
-        rows: of one method and keep ratio, one per model and step.
-        metric: name in ``METRICS``.
-        models: all labels of the page, in order; they fix colours.
-    """
-    steps = sorted({row.step for row in rows if row.step is not None})
-    for model in models:
-        own = sorted((row for row in rows if row.model == model), key=lambda row: row.step or 0)
-        if own:
-            _line(axes, [float(row.step or 0) for row in own], own, metric, model, models)
-    axes.set_xscale("symlog", linthresh=1.0, linscale=0.5)
-    axes.set_xticks(steps, [str(step) for step in steps])
-    axes.minorticks_off()
-    axes.set_xlabel("gradient steps")
-    _finish(axes, metric)
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    settings: dict[Any, Any] = {
+        "font.size": 10.0, "axes.titlesize": 10.0, "axes.spines.top": False, "axes.spines.right": False,
+        "axes.grid": True, "axes.formatter.useoffset": False, "grid.color": GREY, "grid.alpha": 0.25,
+        "grid.linewidth": 0.6, "lines.linewidth": 1.6, "lines.markersize": 5.0, "legend.frameon": False,
+        "legend.fontsize": 8.5, "svg.fonttype": "none", "svg.hashsalt": "kvcat",
+    }  # fmt: skip
+    with mpl.rc_context(settings):
+        yield plt
+        plt.close("all")
 
 
-def _line(
-    axes: Any, x: Sequence[float], rows: Sequence[SummaryRow], metric: str, model: str, models: Sequence[str]
-) -> None:
-    """A model's line in the band of its intervals; figures of zero are left out on a log axis."""
-    values = _scaled(metric, 1.0) * np.array(
-        [[getattr(row[metric], e) for e in ("value", "low", "high")] for row in rows]
-    )
-    shown = np.isfinite(values[:, 0]) & ((values[:, 0] > 0.0) | (metric not in _LOG_METRICS))
-    places, (value, low, high) = np.asarray(x)[shown], values[shown].T
-    low, high = np.where(np.isnan(low), value, low), np.where(np.isnan(high), value, high)
-    low = np.maximum(low, value * 1e-3) if metric in _LOG_METRICS else low
-    axes.fill_between(places, low, high, color=colours(models)[model], alpha=0.13, linewidth=0.0)
-    axes.plot(places, value, color=colours(models)[model], marker=markers(models)[model], label=model)
+def headline_plot(results: Results) -> Plot | None:
+    """The headline method's quality against the slots kept; None where nothing was compressed."""
+    if not results.methods:
+        return None
+    own = results.compressed[results.compressed["method"] == headline_method(results.compressed)]
+    name = own["method"].iloc[0]
+    names = [metric for metric in _metrics(results, _QUALITY) if metric in set(own["metric"])]
+    panels = [(METRICS[metric].label, _quality(own, metric, results.models)) for metric in names]
+    return Plot("headline", f"Quality against the slots kept, {name}", panels)
 
 
-def _errorbar(
-    axes: Any,
-    x: Sequence[float],
-    estimates: Sequence[Estimate],
-    model: str,
-    models: Sequence[str],
-    scale: float,
-) -> None:
-    """A model's line with intervals."""
-    value, low, high = (
-        scale * np.array([getattr(estimate, end) for estimate in estimates]) for end in ("value", "low", "high")
-    )
-    low, high = np.where(np.isnan(low), value, low), np.where(np.isnan(high), value, high)
-    shown = np.isfinite(value)
-    errors = np.stack([np.maximum(value - low, 0.0), np.maximum(high - value, 0.0)])
-    axes.errorbar(
-        np.asarray(x)[shown], value[shown], yerr=errors[:, shown], color=colours(models)[model],
-        marker=markers(models)[model], capsize=2.5, elinewidth=1.0, label=model,
-    )  # fmt: skip
+def difference_plot(results: Results, model: str, reference: str) -> Plot | None:
+    """Gain and what a user gets, a line per method, on one scale; None where nothing was compressed."""
+    rows = pair_rows(results, model, reference)
+    rows = final_steps(rows[rows["method"].isin(results.methods)]) if results.methods else rows.iloc[:0]
+    names = [metric for metric in _metrics(results, _DIFFERENCES) if metric in set(rows["metric"])]
+    if rows.empty or not names:
+        return None
+    panels = [
+        (f"{METRICS[name].label}: {model} minus {reference}", _differences(rows, name, results.methods))
+        for name in names
+    ]
+    title = f"Difference to {reference} by method and share of slots kept"
+    return Plot(f"differences-{_slug(model)}-{_slug(reference)}", title, panels, same_scale=True)
 
 
-def _keep_axis(axes: Any, keeps: Sequence[float]) -> None:
-    axes.set_xscale("log")
-    axes.set_xticks(keeps, [keep_label(keep).rstrip("%") for keep in keeps], fontsize=10 if len(keeps) < 7 else 8)
-    axes.minorticks_off()
-    axes.set_xlim(keeps[0] / 1.25, keeps[-1] * 1.25)
-    axes.set_xlabel("slots kept (%)")
+def other_plots(results: Results) -> list[Plot]:
+    """Quality of every method against the slots kept, and against gradient steps."""
+    rows, plots = results.compressed, []
+    for metric in _metrics(results, _QUALITY) if len(results.methods) > 1 else ():
+        panels = [(name, _quality(rows[rows["method"] == name], metric, results.models)) for name in results.methods]
+        plots.append(Plot(f"quality-{metric}", f"{METRICS[metric].label} against the slots kept", panels))
+    stepped = rows[rows["step"] != NO_STEP]
+    for metric in _metrics(results, _STEPS) if len(stepped) else ():
+        cells = stepped.groupby(["method", "keep_ratio"], sort=False)
+        panels = [
+            (f"{name}, {keep_label(keep)} kept", _steps(own, metric, results.models)) for (name, keep), own in cells
+        ]
+        plots.append(Plot(f"steps-{metric}", f"{METRICS[metric].label} against gradient steps", panels))
+    return plots
 
 
-def metric_label(metric: str, *, log: bool = False) -> str:
-    """The name of a metric with its unit, for an axis."""
-    unit = {"nll_choice": "nats", "nll_per_char": "nats per character"}.get(metric, "nats per token")
-    unit = "%" if METRICS[metric].percent else unit
-    return f"{METRICS[metric].label} ({unit}{', log axis' if log else ''})"
+def colour(name: str, names: Sequence[str]) -> dict[str, str]:
+    """Colour and marker of a line, fixed by the place of its name."""
+    rank = list(names).index(name)
+    return {"color": COLOURS[rank % len(COLOURS)], "marker": MARKERS[rank % len(MARKERS)]}
 
 
 def log_axis(axes: Any) -> None:
@@ -149,15 +162,110 @@ def log_axis(axes: Any) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def _scaled(metric: str, value: float) -> float:
-    return 100.0 * value if METRICS[metric].percent else value
+def _quality(rows: pd.DataFrame, metric: str, models: Sequence[str]) -> Callable[[Any], None]:
+    """A metric against the keep ratio, a line per model; dashed the level with the whole cache."""
+
+    def draw(axes: Any) -> None:
+        last = final_steps(rows)
+        for model in (model for model in models if model in set(last["model"])):
+            own = last[last["model"] == model]
+            style = colour(model, models)
+            _line(axes, own[own["metric"] == metric].sort_values("keep_ratio"), "keep_ratio", metric, model, style)
+            level = own[own["metric"] == DENSE.get(metric)]["value"]
+            if len(level):
+                axes.axhline(_scale(metric) * level.iloc[-1], color=style["color"], linestyle="--", linewidth=1.0)
+        if DENSE.get(metric) in set(last["metric"]):
+            axes.plot([], [], color=GREY, linestyle="--", linewidth=1.0, label="whole cache")
+        _keep_axis(axes, sorted(last["keep_ratio"].unique()))
+        _value_axis(axes, metric)
+
+    return draw
 
 
-def _finish(axes: Any, metric: str) -> None:
-    positive = any((np.asarray(line.get_ydata()) > 0.0).any() for line in axes.lines)
-    log = metric in _LOG_METRICS and positive
-    axes.set_ylabel(metric_label(metric, log=log))
+def _steps(rows: pd.DataFrame, metric: str, models: Sequence[str]) -> Callable[[Any], None]:
+    """A metric against gradient steps, a line per model."""
+
+    def draw(axes: Any) -> None:
+        for model in (model for model in models if model in set(rows["model"])):
+            own = rows[(rows["model"] == model) & (rows["metric"] == metric)].sort_values("step")
+            _line(axes, own, "step", metric, model, colour(model, models))
+        steps = sorted(rows["step"].unique())
+        axes.set_xscale("symlog", linthresh=1.0, linscale=0.5)
+        axes.set_xticks(steps, [str(step) for step in steps])
+        axes.minorticks_off()
+        axes.set_xlabel("gradient steps")
+        _value_axis(axes, metric)
+
+    return draw
+
+
+def _differences(rows: pd.DataFrame, metric: str, methods: Sequence[str]) -> Callable[[Any], None]:
+    """Paired differences with intervals against the keep ratio, a line per method."""
+
+    def draw(axes: Any) -> None:
+        own = rows[rows["metric"] == metric]
+        shown = [name for name in methods if name in set(own["method"])]
+        for rank, name in enumerate(shown):
+            line = own[own["method"] == name].sort_values("keep_ratio")
+            value, low, high = (_scale(metric) * line[end].to_numpy() for end in ("difference", "low", "high"))
+            errors = np.nan_to_num(np.maximum(np.stack([value - low, high - value]), 0.0))
+            x = line["keep_ratio"].to_numpy() * (1.0 + 0.03 * (rank - (len(shown) - 1) / 2))
+            axes.errorbar(x, value, yerr=errors, label=name, capsize=2.5, elinewidth=1.0, **colour(name, methods))
+        axes.axhline(0.0, color="black", linewidth=1.0)
+        better = "below" if METRICS[metric].lower_is_better else "above"
+        _keep_axis(axes, sorted(own["keep_ratio"].unique()))
+        unit = "points" if METRICS[metric].percent else METRICS[metric].unit
+        axes.set_ylabel(f"{unit}, {better} 0 is better")
+
+    return draw
+
+
+def _line(axes: Any, rows: pd.DataFrame, x: str, metric: str, label: str, style: Mapping[str, str]) -> None:
+    """A line without its interval: the paired differences say who is better. No zeros on a log axis."""
+    shown = rows[rows["value"].notna() & ((rows["value"] > 0.0) | (metric not in _LOG))]
+    axes.plot(shown[x], _scale(metric) * shown["value"], label=label, **style)
+
+
+def _keep_axis(axes: Any, keeps: Sequence[float]) -> None:
+    axes.set_xscale("log")
+    axes.set_xticks(keeps, [keep_label(keep).rstrip("%") for keep in keeps], fontsize=10 if len(keeps) < 7 else 8)
+    axes.minorticks_off()
+    axes.set_xlim(keeps[0] / 1.25, keeps[-1] * 1.25)
+    axes.set_xlabel("slots kept (%)")
+
+
+def _value_axis(axes: Any, metric: str) -> None:
+    unit = "%" if METRICS[metric].percent else METRICS[metric].unit
+    log = metric in _LOG and any((np.asarray(line.get_ydata()) > 0.0).any() for line in axes.lines)
+    axes.set_ylabel(f"{METRICS[metric].label} ({unit}{', log axis' if log else ''})")
     if log:
         log_axis(axes)
-    if METRICS[metric].percent and METRICS[metric].binary:
-        axes.set_ylim(-3.0, 103.0)
+
+
+def _place(figure: Any, columns: int, lines: int, rank: int) -> Any:
+    """Axes of a panel with fixed margins: layout by the sizes of texts is slow."""
+    line, column = divmod(rank, columns)
+    left, bottom, right, top = _MARGINS
+    x, y = column * _WIDTH + left, (lines - 1 - line) * _HEIGHT + bottom
+    width, height = _WIDTH * columns, _HEIGHT * lines
+    size = (_WIDTH - left - right) / width, (_HEIGHT - bottom - top) / height
+    return figure.add_axes((x / width, y / height, *size))
+
+
+def _scale(metric: str) -> float:
+    return 100.0 if METRICS[metric].percent else 1.0
+
+
+def _metrics(results: Results, table: Mapping[str, Sequence[str]]) -> list[str]:
+    names = table.get(results.config["evaluation"], (results.evaluation.deciding,))
+    return [name for name in names if name in results.metrics]
+
+
+def _svg_address(figure: Any) -> str:
+    stream = io.BytesIO()
+    figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None})
+    return "data:image/svg+xml;base64," + base64.b64encode(stream.getvalue()).decode()
+
+
+def _slug(text: str) -> str:
+    return "".join(c if c.isascii() and (c.isalnum() or c in ".-") else "-" for c in text)
