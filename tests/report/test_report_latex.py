@@ -6,11 +6,11 @@ import subprocess
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kvcat.report.latex import escape, latex_table
+from kvcat.report.tabledata import Column, Figure, TableData, standing_out
 
 from kvcat.evals import Estimate
-from kvcat.report.latex import escape, latex_table
 from kvcat.report.paper import paper_cell
-from kvcat.report.tabledata import Column, Figure, TableData, standing_out
 
 COMPILER = next((name for name in ("pdflatex", "tectonic", "lualatex", "xelatex") if shutil.which(name)), None)
 COLUMNS = (

@@ -2,11 +2,11 @@ import math
 
 import numpy as np
 import pytest
+from kvcat.report.style import COLOURS, plotting
 
 from kvcat.evals import Estimate
 from kvcat.evals.profile_summary import ProfileRow
 from kvcat.report.profile_plot import draw_profile, save_profile_plot
-from kvcat.report.style import COLOURS, plotting
 
 MODELS = ["base", "kvcat"]
 KINDS = ["model", "random"]

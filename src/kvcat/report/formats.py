@@ -46,7 +46,7 @@ def csv(table: Table) -> str:
         columns[plain] = [figure.value for figure in figures]
         for part in ("low", "high", "verdict", "paper"):
             values = [getattr(figure, part) for figure in figures]
-            if any(value != "" and value == value for value in values):  # noqa: PLR0124 (NaN is not itself)
+            if any(value != "" and not pd.isna(value) for value in values):
                 columns[f"{plain} {part}"] = values
     return pd.DataFrame(columns).to_csv(index=False)
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pandas as pd
@@ -17,23 +17,18 @@ from kvcat.report.tables import (
     difference_figure,
     head,
     keep_label,
-    method_label,
     pair_rows,
     ratio_figure,
+    step_label,
     summary_figure,
 )
+
+_LABELS = {"nll": "NLL on the compact cache", "nll_dense": "Dense loss"}
 
 
 @dataclass(frozen=True)
 class Tile:
-    """One of the figures at the top.
-
-    Args:
-        label: what it is.
-        figure: the number.
-        unit: behind the number.
-        detail: the two figures that it compares; empty for a single model.
-    """
+    """One of the figures at the top: label, number, unit behind it, and what it compares."""
 
     label: str
     figure: Figure
@@ -42,177 +37,155 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Grid:
-    """One metric by method (rows) and keep ratio (columns)."""
-
-    title: str
-    keeps: list[str]
-    rows: list[tuple[str, list[Figure | None]]]
-
-
-@dataclass(frozen=True)
 class Section:
     """An evaluation as the template shows it.
 
     Args:
         title: heading.
-        subtitle: the data.
         results: of the folder.
-        tiles: at the top.
-        cell: which cell the tiles show.
-        plots: shown, those of differences first.
-        grids: of the main pair.
-        price: what the main pair pays without compression.
-        tables: all of them; the first is shown, the rest is folded.
+        plots: shown, in order.
+        tables: the first is shown, the others are folded.
         folded_plots: shown on demand.
-        facts: what was run.
     """
 
     title: str
-    subtitle: str
     results: Results
-    tiles: list[Tile]
-    cell: str
-    plots: list[Plot]
-    grids: list[Grid]
-    price: list[tuple[str, Figure]]
-    tables: list[Table]
-    folded_plots: list[Plot]
-    facts: dict[str, list[str]]
+    plots: list[Plot] = field(repr=False)
+    tables: list[Table] = field(repr=False)
+    folded_plots: list[Plot] = field(repr=False)
+
+    @property
+    def pair(self) -> tuple[str, str] | None:
+        """The models that the section compares first."""
+        return self.results.pairs[0] if self.results.pairs else None
+
+    @property
+    def subtitle(self) -> str:
+        """The data."""
+        config = self.results.config
+        text = f"{config['num_examples']} {self.results.evaluation.example}s of {config['dataset']}"
+        if "prefix_len" in config:
+            text += f", {config['prefix_len']} prefix and {config['suffix_len']} suffix tokens"
+        return text + (f", {config['length']} tokens each" if "length" in config else "") + "."
+
+    @property
+    def cell(self) -> str:
+        """The cell that the tiles show, and whether it was named before the run."""
+        method, keep, step = self.results.cell
+        where = method_label(method, step) + (f" at {keep_label(keep)} of the slots" if self.results.methods else "")
+        if self.pair is None:
+            return where
+        if self.results.comparisons["primary"].any():
+            return f"{where}: the primary cell, named before the run"
+        return f"{where}. No primary cell was named before the run, so every cell is exploratory"
+
+    @property
+    def seeds(self) -> int:
+        """Training runs behind the model that has most."""
+        return int(self.results.summary["num_seeds"].max())
+
+    @property
+    def tiles(self) -> list[Tile]:
+        """Ratio or differences of the pair; a single model's own figures."""
+        results, pair = self.results, self.pair
+        own = _at(results.summary[results.summary["stratum"] == ""], results.cell)
+        values = {model: rows.set_index("metric") for model, rows in own.groupby("model")}
+        compared = self._compared() if pair else values[results.models[0]]
+        tiles = []
+        for name in (name for name in results.evaluation.tiles if name in compared.index):
+            metric, row = METRICS[name], compared.loc[name]
+            label, unit = _LABELS.get(name, metric.label), "%" if metric.percent else metric.unit
+            if pair is None:
+                tiles.append(Tile(label, summary_figure(row), "", unit))
+                continue
+            detail = f"{' and '.join(f'{m} {summary_figure(values[m].loc[name]).text}' for m in pair)} {unit}"
+            if _is_ratio(results, name):
+                tiles.append(Tile(f"{label}: ratio to {pair[1]}", ratio_figure(row), "", detail))
+            else:
+                points = " points" if metric.percent else ""
+                tiles.append(Tile(f"{label}: minus {pair[1]}", difference_figure(row), points, detail))
+        return tiles
+
+    @property
+    def grids(self) -> list[tuple[str, list[str], list[tuple[str, list[Figure | None]]]]]:
+        """Title, keep ratios, and for every method its figure at each: of the first two metrics of the tiles."""
+        if self.pair is None or not self.results.methods:
+            return []
+        rows = final_steps(pair_rows(self.results, *self.pair))
+        keeps = sorted(rows["keep_ratio"].unique())
+        grids = []
+        for name in (name for name in self.results.evaluation.tiles[:2] if name in set(rows["metric"])):
+            make, kind = (ratio_figure, "ratio") if _is_ratio(self.results, name) else (difference_figure, "minus")
+            lines = []
+            for method, own in rows[rows["metric"] == name].groupby("method", sort=False):
+                found = {row["keep_ratio"]: make(row) for _, row in own.iterrows()}
+                lines.append((method_label(str(method), int(own["step"].max())), [found.get(keep) for keep in keeps]))
+            title = f"{METRICS[name].label}, {kind} {'to ' if kind == 'ratio' else ''}{self.pair[1]}"
+            grids.append((title, [keep_label(keep) for keep in keeps], lines))
+        return grids
+
+    @property
+    def price(self) -> list[tuple[str, Figure]]:
+        """What the model pays without compression."""
+        rows = self._compared() if self.pair else pd.DataFrame()
+        return [(head(n), difference_figure(rows.loc[n])) for n in self.results.evaluation.price if n in rows.index]
+
+    @property
+    def facts(self) -> dict[str, list[str]]:
+        """What was run: name to lines."""
+        starts = [event for event in self.results.events if event.get("event") == "start"]
+        ends = [event for event in self.results.events if event.get("event") == "end"]
+        facts = {name: _lines(value) for name, value in self.results.config.items()}
+        if starts:
+            facts |= {name: _lines(value) for name, value in starts[-1].items() if name != "event"}
+            facts["command"] = list(dict.fromkeys(str(event.get("command")) for event in starts))
+        if ends:
+            facts["seconds"] = [f"{sum(event.get('seconds', 0.0) for event in ends):.0f}"]
+            facts["interrupted runs"] = [str(max(0, len(starts) - len(ends)))]
+        return facts
+
+    def _compared(self) -> pd.DataFrame:
+        """Comparisons of the pair in the cell of the tiles, by metric."""
+        return _at(pair_rows(self.results, *self.results.pairs[0]), self.results.cell).set_index("metric")
 
 
-def make_section(
-    results: Results, title: str, tables: list[Table], plots: Sequence[Plot | None], folded: list[Plot]
-) -> Section:
-    """An evaluation's part of the page.
-
-    Args:
-        results: of the folder.
-        title: heading.
-        tables: in order; the first is shown, the rest is folded.
-        plots: to show, in order; None is left out.
-        folded: plots to show on demand.
-    """
-    pair = results.pairs[0] if results.pairs else None
-    method, keep, step, named = results.cell
-    where = method_label(method, step) + (f" at {keep_label(keep)} of the slots" if results.methods else "")
-    shown = {
-        "named": f"{where}, the primary cell, named before the run",
-        "none": f"{where}. No primary cell was named before the run: every cell is exploratory",
-    }
-    return Section(
-        title, _subtitle(results), results, _tiles(results, pair, (method, keep, step)),
-        shown["named" if named else "none"] if pair else where, [plot for plot in plots if plot is not None],
-        _grids(results, pair), _price(results, pair, (method, keep, step)), tables, folded,
-        _facts(results),
-    )  # fmt: skip
-
-
-def render(
-    title: str, sections: Sequence[Section], training: tuple[Plot, Table] | None, context: dict[str, str]
-) -> str:
+def render(title: str, sections: Sequence[Section], training: tuple[Plot, Table] | None, context: Mapping) -> str:
     """The whole page; no request leaves it.
 
     Args:
         title: of the page.
         sections: evaluations.
         training: plot and table of training runs.
-        context: more facts about what was run.
+        context: more facts about what was run, name to text.
     """
-    loader = PackageLoader("kvcat.report", ".")
     environment = Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    used = {name for section in sections for name in section.results.metrics}
-    return environment.get_template("page.html").render(
-        title=title, sections=sections, training=training, context=context,
-        metrics={METRICS[name].label: METRICS[name] for name in METRICS if name in used},
+        loader=PackageLoader("kvcat.report", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True,
     )  # fmt: skip
+    used = {name for section in sections for name in section.results.metrics}
+    metrics = {METRICS[name].label: METRICS[name] for name in METRICS if name in used}
+    return environment.get_template("page.html").render(
+        title=title, sections=sections, training=training, context=context, metrics=metrics
+    )
 
 
-def _tiles(results: Results, pair: tuple[str, str] | None, cell: tuple[str, float, int]) -> list[Tile]:
-    """Ratio or differences of the main pair, the model's own figures where there is no pair."""
-    labels = {"nll": "NLL on the compact cache", "nll_dense": "Dense loss"}
-    own = _cell(results.summary[results.summary["stratum"] == ""], cell)
-    values = {model: rows.set_index("metric") for model, rows in own.groupby("model")}
-    compared = _cell(pair_rows(results, *pair), cell).set_index("metric") if pair else values[results.models[0]]
-    tiles = []
-    for name in (name for name in results.evaluation.tiles if name in compared.index):
-        metric, row = METRICS[name], compared.loc[name]
-        label = labels.get(name, metric.label)
-        if pair is None:
-            tiles.append(Tile(label, summary_figure(row), " %" if metric.percent else "", metric.unit))
-            continue
-        unit = "%" if metric.percent else metric.unit
-        detail = " and ".join(f"{model} {summary_figure(values[model].loc[name]).text}" for model in pair)
-        if _is_ratio(results, name):
-            tiles.append(Tile(f"{label}: ratio to {pair[1]}", ratio_figure(row), "", f"{detail} {unit}"))
-        else:
-            points = " points" if metric.percent else ""
-            tiles.append(Tile(f"{label}: minus {pair[1]}", difference_figure(row), points, f"{detail} {unit}"))
-    return tiles
+def method_label(method: str, step: int) -> str:
+    """A method with its gradient steps."""
+    return f"{method}, {step} step{'' if step == 1 else 's'}" if step_label(step) else method
 
 
 def _is_ratio(results: Results, metric: str) -> bool:
     return results.evaluation.ratio and metric == results.evaluation.deciding
 
 
-def _grids(results: Results, pair: tuple[str, str] | None) -> list[Grid]:
-    if pair is None or not results.methods:
-        return []
-    rows = final_steps(pair_rows(results, *pair))
-    rows = rows[rows["method"].isin(results.methods)]
-    keeps = sorted(rows["keep_ratio"].unique())
-    grids = []
-    for name in (name for name in results.evaluation.tiles[:2] if name in set(rows["metric"])):
-        make = ratio_figure if _is_ratio(results, name) else difference_figure
-        lines = []
-        for method, own in rows[rows["metric"] == name].groupby("method", sort=False):
-            by_keep = {row["keep_ratio"]: row for _, row in own.iterrows()}
-            label = method_label(str(method), own["step"].max())
-            lines.append((label, [make(by_keep[keep]) if keep in by_keep else None for keep in keeps]))
-        kind = "ratio" if _is_ratio(results, name) else "difference"
-        title = f"{METRICS[name].label}, {kind} to {pair[1]}"
-        grids.append(Grid(title, [keep_label(keep) for keep in keeps], lines))
-    return grids
-
-
-def _price(results: Results, pair: tuple[str, str] | None, cell: tuple[str, float, int]) -> list[tuple[str, Figure]]:
-    if pair is None:
-        return []
-    rows = _cell(pair_rows(results, *pair), cell).set_index("metric")
-    return [(head(name), difference_figure(rows.loc[name])) for name in results.evaluation.price if name in rows.index]
-
-
-def _cell(rows: pd.DataFrame, cell: tuple[str, float, int]) -> pd.DataFrame:
+def _at(rows: pd.DataFrame, cell: tuple[str, float, int]) -> pd.DataFrame:
     method, keep, step = cell
     return rows[(rows["method"] == method) & (rows["keep_ratio"] == keep) & (rows["step"] == step)]
-
-
-def _subtitle(results: Results) -> str:
-    config = results.config
-    text = f"{config['num_examples']} {results.evaluation.example}s of {config['dataset']}"
-    if "prefix_len" in config:
-        text += f", {config['prefix_len']} prefix and {config['suffix_len']} suffix tokens"
-    return text + (f", {config['length']} tokens each" if "length" in config else "") + "."
-
-
-def _facts(results: Results) -> dict[str, list[str]]:
-    starts = [event for event in results.events if event.get("event") == "start"]
-    ends = [event for event in results.events if event.get("event") == "end"]
-    facts = {name: _lines(value) for name, value in results.config.items() if name != "methods"}
-    facts["methods"] = [json.dumps(method) for method in results.config["methods"]]
-    if starts:
-        facts["command"] = list(dict.fromkeys(str(event.get("command")) for event in starts))
-        facts |= {name: _lines(value) for name, value in starts[-1].items() if name not in ("event", "command")}
-    if ends:
-        stopped = max(0, len(starts) - len(ends))
-        seconds = f"{sum(event.get('seconds', 0.0) for event in ends):.0f} s"
-        facts["evaluation time"] = [seconds + (f", without {stopped} interrupted runs" if stopped else "")]
-    return facts
 
 
 def _lines(value: Any) -> list[str]:
     if isinstance(value, Mapping):
         return [f"{name}: {part}" for name, part in value.items()]
-    return [str(part) for part in value] if isinstance(value, list | tuple) else [str(value)]
+    if isinstance(value, list | tuple):
+        return [part if isinstance(part, str) else json.dumps(part) for part in value]
+    return [str(value)]

@@ -1,11 +1,10 @@
 """The paper's tables as data, and its figures beside ours."""
 
-import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
-from typing import Any
+
+import pandas as pd
 
 from kvcat.errors import InputError
 
@@ -23,64 +22,21 @@ _METRICS = {
 }
 
 
-@dataclass(frozen=True)
-class PaperCell:
-    """One printed figure.
+@lru_cache(maxsize=1)
+def paper_tables() -> pd.DataFrame:
+    """A row per printed figure, in the paper's order.
 
-    Args:
-        table: label of the table, e.g. ``tab:niah``.
-        place: section it belongs to.
-        method: ``attention-matching``, ``gradient``, or None without compression.
-        steps: gradient steps, None where there are none or the paper contradicts itself.
-        num_examples: examples behind the figure.
-        model: ``Qwen2.5-0.5B``, ``Qwen2.5-1.5B``, or None where the paper does not say.
-        variant: ``base``, ``kv-cat`` (the one with routers), ``rand`` or ``attn``.
-        group: task, sub-domain or corpus; ``average`` and ``total`` are over the groups; may be empty.
-        keep_ratio: fraction kept, None without compression and for averages over keep ratios.
-        metric: ``accuracy``, ``exact_match``, ``delta_ppl``, ``kl`` or ``top1``.
-        printed: as in the paper, e.g. ``88.5%``.
+    Columns: table (its label), method (empty without compression), steps (NaN where there are none or
+    the paper contradicts itself), num_examples, model (empty where the paper does not say), variant
+    (base, kv-cat, rand, attn), group (task, sub-domain or corpus; average and total are over the
+    groups), keep_ratio (NaN without compression and for averages over keep ratios), metric, printed
+    (e.g. 88.5%) and value (shares, not percent).
     """
-
-    table: str
-    place: str
-    method: str | None
-    steps: int | None
-    num_examples: int
-    model: str | None
-    variant: str
-    group: str
-    keep_ratio: float | None
-    metric: str
-    printed: str
-
-    @property
-    def value(self) -> float:
-        """The figure in our units: shares, not percent."""
-        return float(self.printed.rstrip("%")) * (0.01 if self.metric in PERCENT_METRICS else 1.0)
-
-
-def paper_cells(**fields: Any) -> list[PaperCell]:
-    """Cells whose fields have these values, in the paper's order; without fields all of them.
-
-    Args:
-        fields: of ``PaperCell`` by name, e.g. ``table="tab:niah", variant="base"``.
-    """
-    return [cell for cell in _cells() if all(getattr(cell, name) == value for name, value in fields.items())]
-
-
-def paper_cell(**fields: Any) -> PaperCell | None:
-    """The cell that the fields name, None where the paper has none.
-
-    Args:
-        fields: of ``PaperCell`` by name; cells that several tables repeat count as one.
-
-    Raises:
-        ValueError: the fields name cells with different figures.
-    """
-    cells = paper_cells(**fields)
-    if len({(cell.printed, cell.model, cell.variant, cell.group, cell.keep_ratio, cell.metric) for cell in cells}) > 1:
-        raise ValueError(f"{len(cells)} cells of the paper have {fields}")
-    return cells[0] if cells else None
+    rows = _read("paper_tables.csv", dtype={"printed": str})
+    texts = ["method", "model", "group"]
+    share = rows["metric"].isin(PERCENT_METRICS).map({True: 0.01, False: 1.0})
+    value = rows["printed"].str.rstrip("%").astype(float) * share
+    return rows.assign(value=value, **rows[texts].fillna("").to_dict("series"))
 
 
 def paper_settings(model: str) -> dict[str, str]:
@@ -88,15 +44,8 @@ def paper_settings(model: str) -> dict[str, str]:
 
     Args:
         model: ``Qwen2.5-0.5B`` or ``Qwen2.5-1.5B``.
-
-    Raises:
-        ValueError: another model.
     """
-    settings = _data()["settings"]
-    if model not in settings["models"]:
-        raise ValueError(f"the paper trains {' and '.join(settings['models'])}, not {model}")
-    column = 1 + settings["models"].index(model)
-    return {row[0]: row[column] for row in settings["rows"]}
+    return _read("paper_settings.csv", dtype=str, index_col="setting")[model].to_dict()
 
 
 @dataclass(frozen=True)
@@ -118,38 +67,35 @@ class Paper:
     dataset: str = ""
 
     def __post_init__(self) -> None:
-        known = sorted({cell.model for cell in paper_cells() if cell.model is not None})
+        known = [name for name in paper_tables()["model"].unique() if name]
         if self.model is not None and self.model not in known:
             raise InputError(f"the paper has no model {self.model!r}; it has {' and '.join(known)}")
 
-    def figure(
-        self, label: str, method: str, keep_ratio: float, step: int | None, stratum: str = ""
-    ) -> Callable[[str], str]:
-        """Metric to the printed figure without its percent sign, empty where there is none.
+    def printed(self, label: str, method: str, keep_ratio: float, step: int, metric: str, stratum: str = "") -> str:
+        """The paper's figure without its percent sign, empty where there is none.
 
         Args:
             label: of our model.
             method: name of our method with its options.
             keep_ratio: fraction kept.
-            step: gradient steps; None or negative without.
+            step: gradient steps; negative without.
+            metric: name in ``METRICS``.
             stratum: task or sub-domain; ``total`` or ``average`` over all.
         """
         variant = _VARIANTS.get(label.partition(" ")[0].lower().replace("_", "-"))
-        corpus = _CORPORA.get(self.dataset.partition(":")[0], "")
-        qa = self.evaluation == "qa"
-
-        def printed(metric: str) -> str:
-            name = _METRICS.get(self.evaluation, {}).get(metric)
-            if self.model is None or variant is None or name is None:
-                return ""
-            cell = paper_cell(
-                model=None if self.evaluation == "longbench" else self.model, variant=variant, metric=name,
-                group=corpus if self.evaluation == "suffix" else stratum,
-                method=None if qa else method.partition(" ")[0], keep_ratio=None if qa else keep_ratio,
-            )  # fmt: skip
-            return "" if cell is None or cell.steps not in (None, step) else cell.printed.rstrip("%")
-
-        return printed
+        name = _METRICS.get(self.evaluation, {}).get(metric)
+        if self.model is None or variant is None or name is None:
+            return ""
+        group = _CORPORA.get(self.dataset.partition(":")[0], "") if self.evaluation == "suffix" else stratum
+        rows = paper_tables()
+        rows = rows[(rows["variant"] == variant) & (rows["metric"] == name) & (rows["group"] == group)]
+        rows = rows[rows["model"] == ("" if self.evaluation == "longbench" else self.model)]
+        if self.evaluation == "qa":
+            rows = rows[rows["keep_ratio"].isna()]
+        else:
+            rows = rows[(rows["method"] == method.partition(" ")[0]) & (rows["keep_ratio"] == keep_ratio)]
+            rows = rows[rows["steps"].isna() | (rows["steps"] == step)]
+        return "" if rows.empty else rows["printed"].iloc[0].rstrip("%")
 
     @property
     def note(self) -> str:
@@ -160,19 +106,6 @@ class Paper:
         return f"The paper's figures are of {self.model} on FineWeb, ours of {self.dataset}."
 
 
-@lru_cache(maxsize=1)
-def _cells() -> tuple[PaperCell, ...]:
-    data = _data()
-    cells = []
-    for table in data["tables"]:
-        sizes = table.get("group_sizes", {})
-        common = (table["label"], table["place"], table["method"], table["steps"])
-        for cell in table["cells"]:
-            named = dict(zip(data["cell"], cell, strict=True))
-            cells.append(PaperCell(*common, sizes.get(named["group"], table["num_examples"]), **named))
-    return tuple(cells)
-
-
-@lru_cache(maxsize=1)
-def _data() -> dict[str, Any]:
-    return json.loads(files("kvcat.report").joinpath("paper_tables.json").read_text(encoding="utf-8"))
+def _read(name: str, **options: object) -> pd.DataFrame:
+    with files("kvcat.report").joinpath(name).open(encoding="utf-8") as stream:
+        return pd.read_csv(stream, **options)  # type: ignore[call-overload]

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from kvcat.evals import METRICS
-from kvcat.report.results import NO_STEP, Results, final_steps, headline_method
+from kvcat.report.results import NO_STEP, Results, final_steps
 from kvcat.report.tables import keep_label, pair_rows
 
 # Okabe and Ito's palette, from the pair that differs most; markers differ as well
@@ -104,24 +104,29 @@ def plotting() -> Iterator[Any]:
         plt.close("all")
 
 
-def headline_plot(results: Results) -> Plot | None:
-    """The headline method's quality against the slots kept; None where nothing was compressed."""
+def quality_plots(results: Results) -> list[Plot]:
+    """Quality against the slots kept: of the first method as ``headline``, then of every method metric by metric."""
     if not results.methods:
-        return None
-    own = results.compressed[results.compressed["method"] == headline_method(results.compressed)]
-    name = own["method"].iloc[0]
-    names = [metric for metric in _metrics(results, _QUALITY) if metric in set(own["metric"])]
-    panels = [(METRICS[metric].label, _quality(own, metric, results.models)) for metric in names]
-    return Plot("headline", f"Quality against the slots kept, {name}", panels)
+        return []
+    rows, names = results.whole, _metrics(results, _QUALITY)
+    parts = {method: rows[rows["method"] == method] for method in results.methods}
+    panels = [
+        [(f"{METRICS[name].label}, {method}", _quality(own, name, results.models)) for method, own in parts.items()]
+        for name in names
+    ]
+    plots = [Plot("headline", "Against the slots kept", [own[0] for own in panels])]
+    if len(parts) > 1:
+        titles = [f"{METRICS[name].label} against the slots kept, every method" for name in names]
+        plots += [Plot(f"quality-{name}", title, own) for name, title, own in zip(names, titles, panels, strict=True)]
+    return plots
 
 
 def difference_plot(results: Results, model: str, reference: str) -> Plot | None:
     """Gain and what a user gets, a line per method, on one scale; None where nothing was compressed."""
-    rows = pair_rows(results, model, reference)
-    rows = final_steps(rows[rows["method"].isin(results.methods)]) if results.methods else rows.iloc[:0]
-    names = [metric for metric in _metrics(results, _DIFFERENCES) if metric in set(rows["metric"])]
-    if rows.empty or not names:
+    if not results.methods:
         return None
+    rows = final_steps(pair_rows(results, model, reference))
+    names = [metric for metric in _metrics(results, _DIFFERENCES) if metric in set(rows["metric"])]
     panels = [
         (f"{METRICS[name].label}: {model} minus {reference}", _differences(rows, name, results.methods))
         for name in names
@@ -130,17 +135,13 @@ def difference_plot(results: Results, model: str, reference: str) -> Plot | None
     return Plot(f"differences-{_slug(model)}-{_slug(reference)}", title, panels, same_scale=True)
 
 
-def other_plots(results: Results) -> list[Plot]:
-    """Quality of every method against the slots kept, and against gradient steps."""
-    rows, plots = results.compressed, []
-    for metric in _metrics(results, _QUALITY) if len(results.methods) > 1 else ():
-        panels = [(name, _quality(rows[rows["method"] == name], metric, results.models)) for name in results.methods]
-        plots.append(Plot(f"quality-{metric}", f"{METRICS[metric].label} against the slots kept", panels))
-    stepped = rows[rows["step"] != NO_STEP]
-    for metric in _metrics(results, _STEPS) if len(stepped) else ():
-        cells = stepped.groupby(["method", "keep_ratio"], sort=False)
+def step_plots(results: Results) -> list[Plot]:
+    """Quality against gradient steps, a panel per method and keep ratio."""
+    rows, plots = results.whole[results.whole["step"] != NO_STEP], []
+    for metric in _metrics(results, _STEPS) if len(rows) else ():
         panels = [
-            (f"{name}, {keep_label(keep)} kept", _steps(own, metric, results.models)) for (name, keep), own in cells
+            (f"{name}, {keep_label(keep)} kept", _steps(own, metric, results.models))
+            for (name, keep), own in rows.groupby(["method", "keep_ratio"], sort=False)
         ]
         plots.append(Plot(f"steps-{metric}", f"{METRICS[metric].label} against gradient steps", panels))
     return plots

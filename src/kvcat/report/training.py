@@ -36,7 +36,8 @@ def training_plot(runs: Mapping[str, Records], models: Sequence[str]) -> Plot:
         models: all labels of the page, in order; they fix colours.
     """
     labels = list(dict.fromkeys([*models, *runs]))
-    measured = [name for name in LOSSES if any(r.get(name) is not None for records in runs.values() for r in records)]
+    everything = [record for records in runs.values() for record in records]
+    measured = [name for name in LOSSES if any(record.get(name) is not None for record in everything)]
     panels = [(LOSSES[name], _losses(runs, name, labels)) for name in measured]
     routed = {label: records for label, records in runs.items() if any(r.get("kept") for r in records)}
     panels += [(f"{label}: fraction kept", _kept(records)) for label, records in routed.items()]

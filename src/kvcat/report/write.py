@@ -10,9 +10,9 @@ import pandas as pd
 from kvcat.errors import InputError
 from kvcat.files import atomic_write
 from kvcat.report.formats import write_table
-from kvcat.report.page import Section, make_section, render
+from kvcat.report.page import Section, render
 from kvcat.report.paper import Paper
-from kvcat.report.plots import difference_plot, headline_plot, other_plots
+from kvcat.report.plots import difference_plot, quality_plots, step_plots
 from kvcat.report.results import NO_STEP, Results, read_results
 from kvcat.report.tables import result_tables
 from kvcat.report.training import run_metrics, training_plot, training_table
@@ -87,16 +87,12 @@ def _section(results: Results, out_dir: Path, paper_model: str | None, *, severa
     tables = result_tables(results, paper)
     for table in tables:
         write_table(table, out_dir / "tables", prefix)
-    headline = headline_plot(results)
-    differences = [difference_plot(results, *pair) for pair in results.pairs]
-    others = other_plots(results)
-    for plot in [headline, *differences, *others]:
-        if plot is not None:
-            plot.save(out_dir / "plots" / f"{prefix}{plot.name}.png")
-    shown = differences[:1] or [headline]
-    folded = [plot for plot in [*([headline] if differences else []), *differences[1:], *others] if plot is not None]
+    differences = [plot for pair in results.pairs if (plot := difference_plot(results, *pair)) is not None]
+    plots = [*differences[:1], *quality_plots(results), *differences[1:], *step_plots(results)]
+    for plot in plots:
+        plot.save(out_dir / "plots" / f"{prefix}{plot.name}.png")
     heading = results.evaluation.title + (f" ({results.name})" if several else "")
-    return make_section(results, heading, tables, shown, folded)
+    return Section(heading, results, plots[:1], tables, plots[1:])
 
 
 def _write_frame(frame: pd.DataFrame, target: Path) -> None:
