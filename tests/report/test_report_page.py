@@ -1,4 +1,4 @@
-"""The page in a headless browser: on a phone, in print, and cut off from the network."""
+"""The page in a headless browser: on a phone and in print, cut off from the network."""
 
 import re
 import shutil
@@ -15,14 +15,16 @@ OPTIONS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
     "--disable-background-networking", "--disable-component-update", "--hide-scrollbars",
 )  # fmt: skip
-needs_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome on this machine")
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome on this machine")
 
-# what the probe finds stands in the title of the page it dumps
+# the frame's page tells the outer one its widths, what sticks out and what it requested
 PROBE = """<script>addEventListener('load', () => {
-  const wide = [...document.querySelectorAll('main > *, .scroll, figure, .verdict, .alarm')]
+  const wide = [...document.querySelectorAll('section > *, .scroll, figure, .tile, .alarm')]
     .filter(e => e.getBoundingClientRect().right > innerWidth + 1).map(e => e.outerHTML.slice(0, 60));
   const loaded = performance.getEntriesByType('resource').map(r => r.name).filter(n => !n.startsWith('data:'));
-  document.title = 'probe ' + JSON.stringify([document.documentElement.scrollWidth, innerWidth, wide, loaded]);
+  const tables = [...document.querySelectorAll('table')].filter(t => t.getBoundingClientRect().width > 0);
+  const narrow = tables.filter(t => t.rows[1].cells[0].getBoundingClientRect().width > innerWidth / 2).length;
+  parent.postMessage('probe ' + JSON.stringify([document.documentElement.scrollWidth, wide, loaded, narrow]), '*');
 });</script>"""
 
 
@@ -30,8 +32,8 @@ PROBE = """<script>addEventListener('load', () => {
 def page(tmp_path_factory):
     root = tmp_path_factory.mktemp("page")
     folders = [
-        write_results(root / "suffix", made_up_records(("base", "kvcat"), 3, ("random",))),
-        write_results(root / "needle", made_up_needle(("base", "kvcat"), 3, (0.1, 0.5)), "needle", length=1024),
+        write_results(root / "suffix", made_up_records(("base", "kvcat"), 3, ("snapkv",))),
+        write_results(root / "needle", made_up_needle(per_depth=3), "needle", length=1024),
         write_results(root / "longbench", made_up_longbench(skill=0.25), "longbench"),
         write_results(root / "qa", made_up_qa(("base", "kvcat"), 5), "qa"),
     ]
@@ -43,62 +45,33 @@ def browse(page, tmp_path, *options):
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
 
 
-def probed(page, tmp_path, width):
-    """Scroll width, width, elements that stick out and what was requested, in a frame of a phone's width."""
-    inner = tmp_path / "inner.html"
-    inner.write_text(page.read_text().replace("</head>", f"{PROBE}</head>"))
-    outer = tmp_path / "outer.html"  # a window cannot be made as narrow as a frame
+def probed(text, tmp_path):
+    """What the page tells in a frame of a phone's width; a window cannot be made as narrow."""
+    inner, outer = tmp_path / "inner.html", tmp_path / "outer.html"
+    inner.write_text(text.replace("</head>", f"{PROBE}</head>"))
     outer.write_text(
-        f"<iframe src='{inner.as_uri()}' width={width} height=800 style='border:0'></iframe>"
+        f"<iframe src='{inner.as_uri()}' width=390 height=800 style='border:0'></iframe>"
         "<script>addEventListener('message', e => document.title = e.data)</script>"
     )
-    inner.write_text(inner.read_text().replace("document.title = ", "parent.postMessage(").replace(
-        "wide, loaded]);\n", "wide, loaded]), '*');\n"
-    ))  # fmt: skip
     dumped = browse(outer, tmp_path, "--dump-dom", "--virtual-time-budget=5000")
     found = re.search(r"<title>probe (.*?)</title>", dumped)
     assert found, dumped[:500]
     return found[1]
 
 
-@needs_browser
-def test_nothing_sticks_out_on_a_phone_and_nothing_is_requested(page, tmp_path):
-    assert probed(page, tmp_path, 390) == "[390,390,[],[]]"
+def test_nothing_sticks_out_on_a_phone_labels_leave_room_and_nothing_is_requested(page, tmp_path):
+    text = page.read_text()
+    assert probed(text, tmp_path) == "[390,[],[],0]"
+    broken = text.replace("<main>", '<main><p style="width:600px">wide</p>', 1)
+    assert not probed(broken, tmp_path).startswith("[390")
 
 
-@needs_browser
-def test_the_probe_sees_what_sticks_out(page, tmp_path):
-    broken = tmp_path / "broken.html"
-    broken.write_text(page.read_text().replace("<main>", '<main><p style="width:600px">wide</p>', 1))
-    assert not probed(broken, tmp_path, 390).startswith("[390,390")
-
-
-@needs_browser
-def test_print_shows_every_section_and_what_is_folded_on_the_screen(page, tmp_path):
-    """In print what is folded is laid out: a browser told to print makes a longer document with it than without."""
-    target, without = tmp_path / "page.pdf", tmp_path / "without.pdf"
-    browse(page, tmp_path, "--no-pdf-header-footer", f"--print-to-pdf={target}")
+def test_print_shows_what_is_folded_on_the_screen(page, tmp_path):
     bare = tmp_path / "bare.html"
     bare.write_text(re.sub(r"</summary>.*?</details>", "</summary></details>", page.read_text(), flags=re.S))
-    browse(bare, tmp_path, "--no-pdf-header-footer", f"--print-to-pdf={without}")
-    count = [len(re.findall(rb"/Type\s*/Page\b", file.read_bytes())) for file in (target, without)]
-    assert count[0] > count[1] > 0
-
-
-def test_models_that_cannot_do_a_task_get_an_alarm_and_no_verdict(page):
-    text = page.read_text()
-    section = text[text.index("LongBench v2 (longbench)</h2>") : text.index("Questions without compression (qa)</h2>")]
-    assert section.count("PLUMBING, NOT A RESULT") == 2
-    assert "no result, a check that everything runs" in section
-    assert section.index("PLUMBING, NOT A RESULT") < section.index("<h3>Verdict")
-    assert "not above chance, 25%" in section
-
-
-def test_each_evaluation_is_a_section_with_its_verdict_first(page):
-    text = page.read_text()
-    heads = re.findall(r"<h2[^>]*>(.*?)</h2>", text)
-    assert heads[0] == "In short"
-    assert [head.partition(" (")[2] for head in heads[1:5]] == ["suffix)", "needle)", "longbench)", "qa)"]
-    for section in re.split(r"<h2", text)[2:6]:
-        assert re.findall(r"<h3>(.*?)</h3>", section)[0] == "Verdict"
-    assert "average of six tasks" in text
+    counts = []
+    for source in (page, bare):
+        target = tmp_path / f"{source.stem}.pdf"
+        browse(source, tmp_path, "--no-pdf-header-footer", f"--print-to-pdf={target}")
+        counts.append(len(re.findall(rb"/Type\s*/Page\b", target.read_bytes())))
+    assert counts[0] > counts[1] > 0

@@ -2,10 +2,10 @@ import math
 
 import numpy as np
 import pytest
-from kvcat.report.style import COLOURS, plotting
 
 from kvcat.evals import Estimate
 from kvcat.evals.profile_summary import ProfileRow
+from kvcat.report.plots import COLOURS, plotting
 from kvcat.report.profile_plot import draw_profile, save_profile_plot
 
 MODELS = ["base", "kvcat"]

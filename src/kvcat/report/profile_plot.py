@@ -6,8 +6,7 @@ from typing import Any
 
 from kvcat.evals.profile_suffixes import KINDS
 from kvcat.evals.profile_summary import BEST, STATISTICS, ProfileRow, Statistic
-from kvcat.report.plots import log_axis
-from kvcat.report.style import colours, markers, plotting
+from kvcat.report.plots import colour, log_axis, plotting
 
 _LABELS = {
     "kl": "KL(dense || compact) (nats, log axis)",
@@ -35,11 +34,10 @@ def draw_profile(axes: Any, rows: Sequence[ProfileRow], statistic: Statistic, mo
             curve = [row for row in rows if (row.model, row.kind, row.method) == (model, kind, BEST)]
             shown = sorted((row for row in curve if row.error(statistic) > 0.0), key=lambda row: row.num_slots)
             places = [row.num_slots for row in shown]
-            colour = colours(models)[model]
             label = f"{model}, {kind}" if len(models) > 1 else kind
             axes.plot(
-                places, [row.error(statistic) for row in shown], color=colour, linestyle=_STYLES[kind],
-                marker=markers(kinds)[kind], markersize=4.0, label=label,
+                places, [row.error(statistic) for row in shown], color=colour(model, models)["color"],
+                linestyle=_STYLES[kind], marker=colour(kind, kinds)["marker"], markersize=4.0, label=label,
             )  # fmt: skip
     slots = sorted({row.num_slots for row in rows})
     axes.set_xscale("symlog", base=2, linthresh=1.0, linscale=0.7)
