@@ -419,8 +419,7 @@ def _run(
 
     import kvcat
     from kvcat.compress import parse_method, seeded_compressor
-    from kvcat.evals import Method, evaluate, read_records
-    from kvcat.evals.rows import summarise
+    from kvcat.evals import Method, evaluate, read_records, summarise
     from kvcat.report import headline_text, write_report
 
     methods = [Method(*parse_method(spec)) for spec in specs]

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from kvcat.data import split_documents
 from kvcat.errors import InputError
-from kvcat.evals import Method, Window, evaluate_suffix, read_records, windows_from_documents
-from kvcat.evals.rows import summarise
+from kvcat.evals import Method, Window, evaluate_suffix, read_records, summarise, windows_from_documents
 from kvcat.files import claim_folder, one_writer
 from kvcat.hub import BASE_NAME
 from kvcat.models import load

@@ -8,9 +8,9 @@ import numpy as np
 import pandas as pd
 
 from kvcat.errors import InputError
+from kvcat.files import read_jsonl
 from kvcat.report.plots import COLOURS, Plot, colour
 from kvcat.report.tables import Table
-from kvcat.files import read_jsonl
 
 Records = Sequence[Mapping[str, Any]]
 LOSSES = {"dense_loss": "dense loss", "masked_loss": "masked loss", "kl": "KL(dense || masked)"}
