@@ -7,7 +7,7 @@ in nats per token, mean over windows: over the half that was fitted to, and over
 - dropped: the same without the log-bias
 - refitted: the same keys, values fitted again without log-bias (`refit_without_log_bias`)
 - without: keys and values fitted without log-bias from the start (`AttentionMatching(log_bias=False)`)
-- evicted: the keys' own values without log-bias (`AttentionMatching(log_bias=False, values="original")`)
+- evicted: the keys' own values without log-bias
 
 Every method's re-rotated export is replayed as well; the last line is the largest difference of a logit.
 """
@@ -20,7 +20,7 @@ import torch
 import kvcat
 from kvcat.cache import CompactCache, CompactLayer
 from kvcat.compress import AttentionMatching, Trace, replay, trace
-from kvcat.compress.refitting import refit_without_log_bias
+from kvcat.compress.refit import refit_without_log_bias
 from kvcat.data import split_documents
 from kvcat.evals.windows import windows_from_documents
 from kvcat.serving.transformers import plain_prefix
@@ -33,6 +33,15 @@ def without_bias(cache: CompactCache) -> CompactCache:
     return CompactCache(layers, cache.num_tokens, cache.fingerprint, cache.metadata)
 
 
+def original_values(fitted: Trace, cache: CompactCache) -> CompactCache:
+    """The kept keys with the values that they had in the prefix."""
+    layers = []
+    for layer, values in zip(cache.layers, fitted.values, strict=True):
+        rows = layer.positions.unsqueeze(-1).expand(-1, -1, -1, values.shape[-1])
+        layers.append(CompactLayer(layer.keys, values.gather(2, rows)))
+    return CompactCache(layers, cache.num_tokens, cache.fingerprint, cache.metadata)
+
+
 def caches(fitted: Trace, keep_ratio: float) -> dict[str, CompactCache]:
     kept = AttentionMatching()(fitted, keep_ratio=keep_ratio)
     return {
@@ -40,7 +49,7 @@ def caches(fitted: Trace, keep_ratio: float) -> dict[str, CompactCache]:
         "dropped": without_bias(kept),
         "refitted": refit_without_log_bias(fitted, kept),
         "without": AttentionMatching(log_bias=False)(fitted, keep_ratio=keep_ratio),
-        "evicted": AttentionMatching(log_bias=False, values="original")(fitted, keep_ratio=keep_ratio),
+        "evicted": original_values(fitted, kept),
     }
 
 

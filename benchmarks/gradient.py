@@ -23,8 +23,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import kvcat
 from kvcat.compress import GradientCompression, slots_for, trace
-from kvcat.compress.optimising import SlotOptimisation
-from kvcat.compress.starting import starting_layers
+from kvcat.compress.slot_training import SlotTraining
 
 SHAPES = {
     "large-vocabulary": {
@@ -35,10 +34,8 @@ SHAPES = {
 }  # fmt: skip
 FORMS = {
     "bare": None,
-    "step": {},
-    "step, KL told": {"with_kl": True},
-    "step, teacher made anew": {"teacher_bytes": 0},
-    "step, activation checkpointing": {"activation_checkpointing": True},
+    "step": False,
+    "step, activation checkpointing": True,
 }
 
 
@@ -50,13 +47,11 @@ def make_step(options: argparse.Namespace) -> Callable[[], object]:
     ids = torch.randint(vocab, (options.batch, options.prefix + options.suffix))
     traced = trace(model, ids, options.prefix)
     slots = slots_for(options.prefix, options.keep, None)
-    start = starting_layers(traced, slots, "first", seed=0, num_sinks=0)
-    form = FORMS[options.one]
-    if form is not None:
-        fields = {name: value for name, value in form.items() if name != "with_kl"}
-        method = GradientCompression(**fields)
-        run = SlotOptimisation([traced], start, method.step_options())
-        return lambda: run.step(with_kl="with_kl" in form)
+    start = GradientCompression().starting_layers(traced, slots)
+    recompute = FORMS[options.one]
+    if recompute is not None:
+        rate = GradientCompression().learning_rate
+        return SlotTraining([traced], start, learning_rate=rate, freeze_first_slot=False, recompute=recompute).step
     leaves = [tensor.requires_grad_(True) for layer in start for tensor in (layer.keys, layer.values)]
     model.requires_grad_(False).set_attn_implementation("sdpa")
     suffix, targets = ids[:, options.prefix :], ids[:, options.prefix + 1 :]

@@ -17,8 +17,7 @@ import transformers
 
 import kvcat
 from kvcat.compress import SCORERS, AttentionMatching, Compressor, Eviction, Trace, compare, trace
-from kvcat.compress.kvpress import KVPress, library
-from kvcat.compress.kvpress.library import REFUSED
+from kvcat.compress.kvpress import REFUSED, KVPress, library
 from kvcat.data import open_documents, split_of
 from kvcat.errors import InputError
 from kvcat.evals.windows import windows_from_documents

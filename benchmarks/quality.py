@@ -21,10 +21,10 @@ METHODS = (
     "attention-matching",
     "attention-matching,budgets=adaptive",
     "attention-matching,budgets=layers",
-    "attention-matching,weights=equal,own_weight=0",
-    "attention-matching,selection=omp,picks=4",
+    "attention-matching,own_weight=0",
+    "attention-matching,selection=omp",
     "attention-matching,preset=paper",
-    "attention-matching,log_bias=false,values=original",
+    "attention-matching,log_bias=false",
     "gradient,num_steps=20,init=attention-matching",
     "gradient,num_steps=20",
     "snapkv",
@@ -66,8 +66,7 @@ def main() -> None:
         fitted, judge = split_supervision(traced, 0.5)
         for spec in options.methods:
             compressor = seeded_compressor(*parse_method(spec), seed=0)
-            for keep in options.keep:
-                cache = compressor(fitted, keep_ratio=keep)
+            for keep, cache in zip(options.keep, compressor.each(fitted, options.keep), strict=True):
                 pair = found.setdefault((spec, keep), ([], []))
                 pair[0].append(supervised_kl(fitted, cache).item())
                 pair[1].append(supervised_kl(judge, cache).item())

@@ -5,8 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcat.compress import Eviction, trace
-from kvcat.compress.scorers import SCORERS
+from kvcat.compress import SCORERS, Eviction, trace
 from kvcat.errors import InputError
 
 NESTED = ("first", "random", "streaming", "keynorm", "tova")

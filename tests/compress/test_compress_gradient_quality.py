@@ -1,14 +1,15 @@
 """The smallest cache that reaches a KL, judged where it was not fitted."""
 
 import math
+import sys
 from dataclasses import dataclass, field
 
 import pytest
 import torch
 
 from kvcat.compress import AttentionMatching, Eviction, GradientCompression, compare, make_compressor, replay, trace
-from kvcat.compress.quality import smallest_cache, split_supervision, supervised_kl
-from kvcat.compress.sequences import Reconstruction
+from kvcat.compress.compare import smallest_cache, split_supervision, supervised_kl
+from kvcat.compress.documents import Reconstruction
 from kvcat.errors import InputError
 
 
@@ -43,9 +44,8 @@ def test_the_result_reaches_the_mark_and_one_slot_fewer_misses_it(one, judge):
 
 
 def test_the_answer_is_that_of_trying_everything_where_the_kl_falls_with_every_slot(one, judge, monkeypatch):
-    monkeypatch.setattr(
-        "kvcat.compress.quality.supervised_kl", lambda trace, cache: 1 / torch.tensor([cache.num_slots]).double()
-    )
+    kl = lambda trace, cache: 1 / torch.tensor([cache.num_slots]).double()  # noqa: E731
+    monkeypatch.setattr(sys.modules["kvcat.compress.compare"], "supervised_kl", kl)
     for slots in range(1, 48):
         assert smallest_cache(one, Eviction("first"), 1 / slots).num_slots == slots
     assert smallest_cache(one, Eviction("first"), 1 / 48).num_slots == 48
@@ -53,9 +53,8 @@ def test_the_answer_is_that_of_trying_everything_where_the_kl_falls_with_every_s
 
 def test_a_kl_that_rises_and_falls_still_gives_a_cache_that_reaches_the_mark(one, monkeypatch):
     bumpy = {slots: 0.0 if slots in (3, 7, 8, 20, 21) or slots > 30 else 1.0 for slots in range(1, 48)}
-    monkeypatch.setattr(
-        "kvcat.compress.quality.supervised_kl", lambda trace, cache: torch.tensor([bumpy[cache.num_slots]])
-    )
+    kl = lambda trace, cache: torch.tensor([bumpy[cache.num_slots]])  # noqa: E731
+    monkeypatch.setattr(sys.modules["kvcat.compress.compare"], "supervised_kl", kl)
     result = smallest_cache(one, Eviction("first"), 0.5)
     assert bumpy[result.num_slots] == 0.0
     assert all(kl > 0.5 for slots, kl in result.tried.items() if slots < result.num_slots)
@@ -99,7 +98,7 @@ def test_both_parts_of_a_split_are_traces_of_their_tokens(model, windows):
     learn, judge = split_supervision(found, 0.4)
     plain = trace(model, windows[:, :57], 48)
     assert torch.equal(learn.input_ids, plain.input_ids)
-    for name in ("keys", "queries", "tail_queries"):
+    for name in ("keys", "queries", "suffix_keys"):
         for a, b in zip(getattr(learn, name), getattr(plain, name), strict=True):
             assert torch.allclose(a, b, atol=1e-5)
     assert torch.allclose(learn.logits, plain.logits, atol=1e-5)
@@ -171,7 +170,7 @@ def test_what_cannot_be_asked_is_refused_before_any_cache_is_made(model, windows
         ((one, 0.1), {"held_out": trace(model, windows[1:2], 48)}, "of other prefixes"),
         ((one, 0.1), {"held_out": trace(model, windows, 48)}, "of other prefixes"),
         ((one, 0.1), {"held_out": trace(model, windows[:1], 48)}, "has the tokens of the trace"),
-        ((own, 0.1), {}, "supervision='self' has no predictions after its prefix to hold out"),
+        ((own, 0.1), {}, "supervision='self' has no predictions after its prefix to judge by"),
         ((one, 0.1), {"held_out": own}, "supervision='self' has no predictions"),
     ]
     for (found, max_kl), options, message in requests:

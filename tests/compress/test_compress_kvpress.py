@@ -13,8 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvcat.cache import CompactCache
 from kvcat.compress import compare, trace
-from kvcat.compress.kvpress import KVPress, library
-from kvcat.compress.kvpress.running import removed_fraction
+from kvcat.compress.kvpress import KVPress, library, removed_fraction
 from kvcat.errors import InputError
 from kvcat.models import load
 from tiny import stock_model

@@ -9,9 +9,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvcat.compress import Eviction, replay, trace
-from kvcat.compress.kvpress import KVPress
-from kvcat.compress.kvpress.running import removed_fraction
-from kvcat.compress.scorers import received_mass
+from kvcat.compress.kvpress import KVPress, removed_fraction
+from kvcat.compress.scorer import received_mass
 
 # fire 0.6, which kvpress pins, imports a module that Python 3.13 drops
 pytestmark = pytest.mark.filterwarnings("ignore:'pipes' is deprecated:DeprecationWarning")

@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvcat.compress.naming import parse_method
 from kvcat.errors import InputError
+from kvcat.methods import parse_method
 
 
 @pytest.mark.parametrize(

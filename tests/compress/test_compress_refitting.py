@@ -8,10 +8,11 @@ import torch
 
 from kvcat.cache import CompactLayer
 from kvcat.compress import AttentionMatching, compare, trace
-from kvcat.compress.refitting import refit_without_log_bias
+from kvcat.compress.queries import fitted_queries
+from kvcat.compress.refit import refit_without_log_bias
 from kvcat.errors import InputError
 
-PLAIN = {"weights": "equal", "own_weight": 0.0}  # the trace's queries alone, which the oracles know
+PLAIN = {"own_weight": 0.0}  # the trace's queries alone, which the oracles know
 
 
 def dropped(cache):
@@ -21,14 +22,17 @@ def dropped(cache):
 def output_errors(traced, cache, layer):
     """Squared error of every head's attention output over all queries, one head and one query at a time."""
     group = traced.queries[layer].shape[1] // traced.keys[layer].shape[1]
+    shares = fitted_queries(traced, 0.0, by_share=True).weights[layer]
     errors = torch.zeros(traced.keys[layer].shape[:2], dtype=torch.float64)
     for b, h in np.ndindex(*errors.shape):
         keys, values, bias = (x if x is None else x.double() for x in cache.layers[layer].head(b, h))
-        for query in traced.queries[layer][b, h * group : (h + 1) * group].flatten(0, 1).double():
+        own = slice(h * group, (h + 1) * group)
+        queries, weights = traced.queries[layer][b, own].flatten(0, 1), shares[b, own].flatten()
+        for query, weight in zip(queries.double(), weights.double(), strict=True):
             scores = traced.scales[layer] * keys @ query
             kept = (scores if bias is None else scores + bias).softmax(0) @ values
             dense = (traced.scales[layer] * traced.keys[layer][b, h].double() @ query).softmax(0)
-            errors[b, h] += (kept - dense @ traced.values[layer][b, h].double()).square().sum()
+            errors[b, h] += (kept - dense @ traced.values[layer][b, h].double()).square().sum() * weight.square()
     return errors
 
 
@@ -59,7 +63,8 @@ def test_with_hardly_any_ridge_the_values_are_the_least_squares_solution(make_mo
     keys, queries = cache.layers[1].keys[2, 1], double.queries[1][2, 2:].flatten(0, 1) * double.scales[1]
     weights = (queries @ keys.mT).softmax(-1)
     outputs = (queries @ double.keys[1][2, 1].mT).softmax(-1) @ double.values[1][2, 1]
-    expected = np.linalg.lstsq(weights.numpy(), outputs.numpy(), rcond=None)[0]
+    share = fitted_queries(double, 0.0, by_share=True).weights[1][2, 2:].flatten().unsqueeze(-1)
+    expected = np.linalg.lstsq((weights * share).numpy(), (outputs * share).numpy(), rcond=None)[0]
     assert torch.allclose(refitted.layers[1].values[2, 1], torch.from_numpy(expected), atol=1e-6)
 
 
@@ -105,6 +110,7 @@ def test_heads_of_unequal_slots_are_fitted_each_as_the_least_squares_solution(ma
         ]
         layers.append(CompactLayer.ragged(*parts))
     ragged = replace(full, layers=layers)
+    shares = fitted_queries(double, 0.0, by_share=True).weights
     for ridge, tolerance in ((1e-13, 1e-5), (1e12, None)):
         refitted = refit_without_log_bias(double, ragged, ridge=ridge, **PLAIN)
         assert [layer.counts.tolist() for layer in refitted.layers] == counts
@@ -115,6 +121,8 @@ def test_heads_of_unequal_slots_are_fitted_each_as_the_least_squares_solution(ma
             assert torch.equal(keys, old[0])
             queries = double.queries[index][b, 2 * h : 2 * h + 2].flatten(0, 1) * double.scales[index]
             outputs = (queries @ double.keys[index][b, h].mT).softmax(-1) @ double.values[index][b, h]
-            expected = np.linalg.lstsq((queries @ keys.mT).softmax(-1).numpy(), outputs.numpy(), rcond=None)[0]
+            share = shares[index][b, 2 * h : 2 * h + 2].flatten().unsqueeze(-1)
+            weights = (queries @ keys.mT).softmax(-1)
+            expected = np.linalg.lstsq((weights * share).numpy(), (outputs * share).numpy(), rcond=None)[0]
             wanted = old[1] if tolerance is None else torch.from_numpy(expected)
             assert torch.allclose(values, wanted, atol=tolerance or 1e-5)

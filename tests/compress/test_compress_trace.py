@@ -1,16 +1,14 @@
 """Traces, replays and what is told about them."""
 
-import sys
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
 from kvcat.cache import CompactCache
 from kvcat.compress import AttentionMatching, Eviction, Reconstruction, compare, reconstruction, replay, trace
-from kvcat.compress.quality import supervised_kl
-from kvcat.compress.replaying import replay_hidden
+from kvcat.compress.compare import replay_hidden, supervised_kl
 from kvcat.errors import InputError
+from kvcat.losses import scoring
 from kvcat.models import capture
 from tiny import byte_tokenizer
 
@@ -24,7 +22,6 @@ def test_a_trace_holds_what_the_model_computes(model, windows, traced):
         assert torch.allclose(traced.values[index], layer.values, atol=1e-5)
     assert [q.shape for q in traced.queries] == [(3, 4, 16, 8)] * 2
     assert torch.allclose(traced.logits, logits[:, 48:], atol=1e-5)
-    assert torch.allclose(traced.logits_at(-1, 0), logits[:, 47:48], atol=1e-5)
 
 
 def test_a_full_cache_compares_as_equal(traced):
@@ -58,7 +55,7 @@ def test_the_figures_are_those_of_their_definitions(model, windows, traced):
 def test_long_vocabularies_are_scored_in_chunks_with_the_same_result(traced, monkeypatch):
     cache = Eviction("first")(traced, num_slots=5)
     whole = compare(traced, cache)
-    monkeypatch.setitem(sys.modules["kvcat.compress.teacher"]._CHUNK_ELEMENTS, "cpu", 67 * 3 * 5)
+    monkeypatch.setitem(scoring._CHUNK_ELEMENTS, "cpu", 67 * 3 * 5)
     chunked = compare(traced, cache)
     for name in ("nll", "nll_dense", "kl", "top1"):
         assert torch.allclose(getattr(whole, name), getattr(chunked, name), atol=1e-5)
@@ -143,11 +140,11 @@ def test_a_trace_in_chunks_is_that_of_one_forward(make_model, windows, source, c
     ids = Reconstruction(windows[:1], 28, 36) if source == "reconstruction" else windows
     options = {} if source == "reconstruction" else {"prefix_len": 40, "supervision": source}
     whole, parts = (trace(model, ids, **options, **more) for more in ({}, {"chunk_tokens": chunk_tokens}))
-    for name in ("keys", "values", "queries", "tail_queries"):
+    for name in ("keys", "values", "queries", "prefix_queries"):
         for left, right in zip(getattr(whole, name), getattr(parts, name), strict=True):
             assert torch.allclose(left, right, atol=1e-12)
             assert right.untyped_storage().nbytes() == right.numel() * right.element_size()
-    assert torch.allclose(whole.logits_at(-1, 0), parts.logits_at(-1, 0), atol=1e-12)
+    assert torch.allclose(whole.hidden, parts.hidden, atol=1e-12)
     assert torch.allclose(whole.logits, parts.logits, atol=1e-12)
 
 

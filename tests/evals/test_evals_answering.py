@@ -8,7 +8,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import kvcat
-from kvcat.compress.sequences import opening_ids, reconstruction, reconstruction_of_tokens
+from kvcat.compress.documents import opening_ids, reconstruction, reconstruction_of_tokens
 from kvcat.errors import InputError
 from kvcat.evals.answering import (
     BASELINES,

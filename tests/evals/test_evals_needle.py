@@ -6,7 +6,7 @@ import torch
 from test_evals_answering import with_opening
 
 import kvcat
-from kvcat.compress.sequences import INSTRUCTION
+from kvcat.compress.documents import INSTRUCTION
 from kvcat.errors import InputError
 from kvcat.evals.answering import BASELINES
 from kvcat.evals.haystack import FILLER, read_filler

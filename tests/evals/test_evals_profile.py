@@ -187,7 +187,6 @@ def test_a_model_added_later_gives_what_both_at_once_give(models, texts, tmp_pat
         ({"methods": []}, "no method given"),
         ({"methods": [Method("first"), Method("first")]}, "method first is asked for twice"),
         ({"methods": [Method("nothing")]}, "no compressor 'nothing'"),
-        ({"methods": [Method("attention-matching", {"on_policy": True})]}, "on_policy fits to one suffix"),
         ({"models": {}}, "no model given"),
         ({"models": {"small": (tiny(0, 30), None)}}, "outside the vocabulary of model 'small', 30 tokens"),
         ({"plan": SuffixPlan(40, SUFFIX)}, r"40 \+ 4 tokens exceed the 32 positions"),

@@ -15,7 +15,7 @@ from kvcat.attention.fast import attend, attend_ragged, attend_twice
 from kvcat.attention.gates import SlotGate, layer_number
 from kvcat.attention.reference import reachable
 from kvcat.errors import InputError
-from kvcat.types import Bool, Float, Tensor
+from kvcat.types import Bool, Float, Int, Tensor
 
 NAME = "kvcat"
 
@@ -26,11 +26,13 @@ class Recorder:
 
     Args:
         query_start: position from which on queries are kept.
+        query_positions: positions whose queries are kept in place of these, ascending; None: all from there on.
         queries, keys, values: by layer, after rotation; keys and values include those of a cache.
         scales: factor on q.k by layer.
     """
 
     query_start: int = 0
+    query_positions: Int[Tensor, " kept"] | None = None
     queries: dict[int, Float[Tensor, "batch heads queries head_dim"]] = field(default_factory=dict)
     keys: dict[int, Float[Tensor, "batch kv_heads tokens key_dim"]] = field(default_factory=dict)
     values: dict[int, Float[Tensor, "batch kv_heads tokens value_dim"]] = field(default_factory=dict)
@@ -38,8 +40,11 @@ class Recorder:
 
     def record(self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Keep one layer's tensors; return the keys and values to attend to, here those it was given."""
-        wanted = query[:, :, self.query_start :]
-        self.queries[layer_idx] = wanted.clone() if self.query_start else wanted
+        if self.query_positions is not None:
+            self.queries[layer_idx] = query[:, :, self.query_positions]
+        else:
+            wanted = query[:, :, self.query_start :]
+            self.queries[layer_idx] = wanted.clone() if self.query_start else wanted
         self.keys[layer_idx], self.values[layer_idx], self.scales[layer_idx] = key, value, scale
         return key, value
 

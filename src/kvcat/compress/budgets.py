@@ -1,79 +1,42 @@
 """How many slots each head deserves, at a given total."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import torch
 
-from kvcat.cache import Layer
-from kvcat.compress.common import Fit, fitted_layer
-from kvcat.compress.heads import Head
-from kvcat.compress.tracing import Trace
+from kvcat.compress.heads import DenseAttention, HeadBatch, HeadIndex, take
+from kvcat.compress.solvers import largest_eigenvalue
 from kvcat.types import Float, Int, Tensor
 
 GRID = (0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0)
-_AT_FIRST = 2.0
+RIDGE = 1e-2
 
 
-@dataclass(frozen=True)
-class HeadFit:
-    """One head with some number of slots.
+def error_curves(batch: HeadBatch, dense: DenseAttention, largest: int) -> list[Float[Tensor, " slots"]]:
+    """Per head, an estimate of the squared error of the attention outputs with 1, 2, ... slots, in one pass.
 
-    Args:
-        positions: of the kept keys, among the slots that the head has of the prefix.
-        values: of the slots.
-        log_bias: of the slots, nats; None: none.
-        error: what the fit leaves, at least 0, in units that are the same for all heads.
-    """
-
-    positions: Int[Tensor, " slots"]
-    values: Float[Tensor, "slots value_dim"]
-    log_bias: Float[Tensor, " slots"] | None
-    error: float
-
-
-def share_out(
-    trace: Trace, num_slots: int, fit: Callable[[int], dict[Head, HeadFit]], *, by_layer: bool = False
-) -> list[Layer]:
-    """Layers whose heads have slots by need, ``num_slots`` per head on average at most, in every example.
-
-    All heads are fitted with each of several numbers of slots, and those whose errors fall fastest get more. More than
-    twice the average, which costs most to fit, is tried only where some head gets all that was tried before.
+    The slots are nested: in the order of their importance. With P the dense attention weights of the first s slots and
+    O the outputs, both times the queries' weights, and V the slots' own values, the estimate is the least of
+    |P C - O|^2 + lambda |C - V|^2 over C. All s follow from one Cholesky factor L of P^T P + lambda I, since the
+    leading blocks of L are the factors of fewer slots: |O|^2 + lambda |V_s|^2 - |(L^-1 (P^T O + lambda V))_s|^2.
 
     Args:
-        trace: of the windows.
-        num_slots: average, in [1, slots of the prefix].
-        fit: all heads with a given number of slots; heads that have no more keep all.
-        by_layer: all heads of a layer get equally many.
+        batch: heads with their queries.
+        dense: their dense attention.
+        largest: most slots.
     """
-    every = slot_sizes(num_slots, trace.num_slots)
-    fits: dict[int, dict[Head, HeadFit]] = {}
-    plain: dict[Head, Fit] = {}
-    for example in range(trace.batch_size):
-        count = sum(size <= max(num_slots, round(_AT_FIRST * num_slots)) for size in every)
-        while True:
-            sizes = every[:count]
-            fits |= {size: fit(size) for size in sizes if size not in fits}
-            chosen = _chosen([(size, fits[size]) for size in sizes], example, num_slots, by_layer=by_layer)
-            if count == len(every) or sizes[-1] not in chosen.values():
-                break
-            count += 1
-        found = {head: fits[size][head] for head, size in chosen.items()}
-        plain |= {head: (fit.positions, fit.values, fit.log_bias) for head, fit in found.items()}
-    return [fitted_layer(trace, index, plain) for index in range(len(trace.keys))]
-
-
-def _chosen(
-    fits: list[tuple[int, dict[Head, HeadFit]]], example: int, num_slots: int, *, by_layer: bool
-) -> dict[Head, int]:
-    """The size of every head of an example."""
-    heads = sorted(head for head in fits[0][1] if head[1] == example)
-    errors = torch.tensor([[fit[head].error for head in heads] for _, fit in fits], dtype=torch.float64)
-    costs = torch.tensor([[len(fit[head].positions) for head in heads] for _, fit in fits])
-    parts = torch.tensor([layer if by_layer else index for index, (layer, _, _) in enumerate(heads)])
-    costs, errors = (x.new_zeros(len(fits), int(parts.max()) + 1).index_add_(1, parts, x) for x in (costs, errors))
-    found = allocate(costs, errors, num_slots * len(heads))[parts].tolist()
-    return {head: fits[index][0] for head, index in zip(heads, found, strict=True)}
+    order = dense.importance.sort(dim=-1, descending=True, stable=True).indices[:, :largest]
+    attention = batch.scores(slots=order).sub_(dense.log_mass.unsqueeze(-1)).exp_().mul_(batch.weights.unsqueeze(-1))
+    outputs, values = dense.outputs * batch.weights.unsqueeze(-1), take(batch.values, order).double()
+    gram, target = (attention.mT @ attention).double(), (attention.mT @ outputs).double()
+    shift = RIDGE * largest_eigenvalue(gram).clamp_min(1e-30)
+    gram.diagonal(dim1=-2, dim2=-1).add_(shift.unsqueeze(-1))
+    found = torch.linalg.solve_triangular(
+        torch.linalg.cholesky(gram), target + shift[:, None, None] * values, upper=False
+    )
+    saved = (found.square() - shift[:, None, None] * values.square()).sum(-1).cumsum(-1)
+    errors = outputs.double().square().sum((1, 2)).unsqueeze(-1) - saved
+    return list(errors.clamp_min(0.0))
 
 
 def slot_sizes(num_slots: int, prefix_len: int) -> list[int]:
@@ -86,6 +49,30 @@ def slot_sizes(num_slots: int, prefix_len: int) -> list[int]:
         prefix_len: most slots of a head.
     """
     return sorted({min(prefix_len, max(1, round(factor * num_slots))) for factor in GRID})
+
+
+def share_out(
+    curves: Mapping[HeadIndex, Float[Tensor, " slots"]], num_slots: int, prefix_len: int, *, by_layer: bool
+) -> dict[HeadIndex, int]:
+    """Slots of every head, ``num_slots`` on average at most in every example, so that the errors sum to little.
+
+    Args:
+        curves: by (layer, example, KV head), the error with 1, 2, ... slots, as far as the largest size or all slots
+            that the head has of the prefix.
+        num_slots: average, in [1, prefix_len].
+        prefix_len: most slots of a head.
+        by_layer: all heads of a layer get equally many.
+    """
+    sizes, found = slot_sizes(num_slots, prefix_len), {}
+    for example in sorted({example for _, example, _ in curves}):
+        heads = sorted(head for head in curves if head[1] == example)
+        costs = torch.tensor([[min(size, len(curves[head])) for head in heads] for size in sizes])
+        errors = torch.stack([curves[head][costs[:, i] - 1].double().cpu() for i, head in enumerate(heads)], 1)
+        parts = torch.tensor([layer if by_layer else index for index, (layer, _, _) in enumerate(heads)])
+        grouped = [x.new_zeros(len(sizes), int(parts.max()) + 1).index_add_(1, parts, x) for x in (costs, errors)]
+        chosen = allocate(*grouped, num_slots * len(heads))[parts].tolist()
+        found |= {head: int(costs[index, i]) for i, (head, index) in enumerate(zip(heads, chosen, strict=True))}
+    return found
 
 
 def allocate(

@@ -1,80 +1,107 @@
-"""Attention heads of a trace, taken from all layers and examples into blocks that fit in memory."""
+"""KV heads of all layers and examples, in batches that are fitted together and fit in memory."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from kvcat.compress.common import example_generators, wide
-from kvcat.compress.tracing import Trace
-from kvcat.types import Bool, Float, Int, Tensor
+from kvcat.compress.base import example_generators, wide
+from kvcat.compress.queries import FittedQueries
+from kvcat.compress.trace import Trace
+from kvcat.types import Float, Int, Tensor
 
-Head = tuple[int, int, int]
-_BLOCK_ELEMENTS = 2**23
+HeadIndex = tuple[int, int, int]
+_BATCH_ELEMENTS = 2**23
 
 
 @dataclass(frozen=True)
-class HeadBlock:
+class HeadBatch:
     """KV heads with their keys, values and the queries that read them, in at least float32.
 
     Args:
         queries: multiplied by the layer's scale.
+        weights: what the error of each query is multiplied by.
         keys: of the slots that the head has of the prefix.
         values: of these slots.
-        positions: slots of the queries within the prefix when it supervises itself; None: all see the whole prefix.
         log_bias: nats added to the scores of these slots; None: none.
-        weights: what the errors of each query are multiplied by; None: 1.
+        last: last slot that each query sees; None: all see the whole prefix.
     """
 
     queries: Float[Tensor, "heads queries head_dim"]
+    weights: Float[Tensor, "heads queries"]
     keys: Float[Tensor, "heads prefix head_dim"]
     values: Float[Tensor, "heads prefix value_dim"]
-    positions: Int[Tensor, "heads queries"] | None
     log_bias: Float[Tensor, "heads prefix"] | None = None
-    weights: Float[Tensor, "heads queries"] | None = None
+    last: Int[Tensor, "heads queries"] | None = None
 
-    def select(self, rows: Int[Tensor, " rows"]) -> "HeadBlock":
+    def select(self, rows: Int[Tensor, " rows"]) -> "HeadBatch":
         """Some of the heads."""
-        positions = None if self.positions is None else self.positions[rows]
-        log_bias = None if self.log_bias is None else self.log_bias[rows]
-        weights = None if self.weights is None else self.weights[rows]
-        return HeadBlock(self.queries[rows], self.keys[rows], self.values[rows], positions, log_bias, weights)
-
-    def weighted(
-        self, rows: Float[Tensor, "heads queries columns"], chunk: slice
-    ) -> Float[Tensor, "heads queries columns"]:
-        """Rows of a chunk of queries, each multiplied by its query's weight.
-
-        Args:
-            rows: one per query of the chunk.
-            chunk: which queries.
-        """
-        return rows if self.weights is None else rows * self.weights[:, chunk].unsqueeze(-1)
+        return HeadBatch(**{name: None if x is None else x[rows] for name, x in vars(self).items()})
 
     def query_chunks(self) -> Iterator[slice]:
         """Ranges of queries whose scores against the whole prefix fit in memory."""
-        heads, prefix, _ = self.keys.shape
-        step = max(1, _BLOCK_ELEMENTS // (heads * prefix))
+        step = max(1, _BATCH_ELEMENTS // (self.keys.shape[0] * self.keys.shape[1]))
         for start in range(0, self.queries.shape[1], step):
             yield slice(start, start + step)
 
     def scores(
-        self, chunk: slice, slots: Int[Tensor, "heads slots"] | None = None
+        self, chunk: slice = slice(None), slots: Int[Tensor, "heads slots"] | None = None
     ) -> Float[Tensor, "heads queries slots"]:
-        """Scores of a chunk of queries against the kept keys, or all: scale q.k + log-bias, -inf where one is not seen.
+        """Scores of a chunk of queries against some slots: scale q.k + log-bias, -inf where one is not seen.
 
         Args:
             chunk: which queries.
-            slots: positions of the kept keys; None takes the whole prefix.
+            slots: positions of the slots; None takes the whole prefix.
         """
         keys = self.keys if slots is None else take(self.keys, slots)
         scores = self.queries[:, chunk] @ keys.mT
         if self.log_bias is not None:
             scores += (self.log_bias if slots is None else self.log_bias.gather(1, slots)).unsqueeze(1)
-        if self.positions is not None:
+        if self.last is not None:
             at = torch.arange(keys.shape[1], device=keys.device).expand(len(keys), -1) if slots is None else slots
-            scores = scores.masked_fill(_later(at, self.positions[:, chunk]), -torch.inf)
+            scores.masked_fill_(at.unsqueeze(1) > self.last[:, chunk].unsqueeze(2), -torch.inf)
         return scores
+
+
+@dataclass(frozen=True)
+class DenseAttention:
+    """What a batch of heads gives on the whole prefix.
+
+    Args:
+        log_mass: log sum over the prefix of exp(score), nats.
+        mass: the same sum with each query's largest score taken off its scores.
+        outputs: attention over the prefix.
+        importance: how much attention each slot gets: over all queries, the sum of its squared weights, each times the
+            query's own weight.
+    """
+
+    log_mass: Float[Tensor, "heads queries"]
+    mass: Float[Tensor, "heads queries"]
+    outputs: Float[Tensor, "heads queries value_dim"]
+    importance: Float[Tensor, "heads prefix"]
+
+    def select(self, rows: Int[Tensor, " rows"]) -> "DenseAttention":
+        """Some of the heads."""
+        return DenseAttention(**{name: x[rows] for name, x in vars(self).items()})
+
+
+def dense_attention(batch: HeadBatch) -> DenseAttention:
+    """Attention of a batch of heads over the whole prefix, in chunks of queries.
+
+    Args:
+        batch: heads with their queries.
+    """
+    log_masses, masses, outputs, importance = [], [], [], torch.zeros_like(batch.keys[..., 0])
+    for chunk in batch.query_chunks():
+        attention = batch.scores(chunk)
+        top = attention.amax(-1, keepdim=True)
+        attention = attention.sub_(top).exp_()
+        masses.append(attention.sum(-1))
+        log_masses.append(top.squeeze(-1) + masses[-1].log())
+        attention = attention.div_(masses[-1].unsqueeze(-1))
+        outputs.append(attention @ batch.values)
+        importance += attention.mul_(batch.weights[:, chunk].unsqueeze(-1)).square_().sum(-2)
+    return DenseAttention(torch.cat(log_masses, 1), torch.cat(masses, 1), torch.cat(outputs, 1), importance)
 
 
 def take(
@@ -84,43 +111,43 @@ def take(
     return states.gather(1, slots.unsqueeze(-1).expand(-1, -1, states.shape[-1]))
 
 
-def head_groups(trace: Trace, layers: Iterable[int] | None = None) -> list[list[Head]]:
-    """Heads (layer, example, KV head) in groups of as many slots and queries that are solved together.
+def head_groups(trace: Trace, fitted: FittedQueries) -> list[list[HeadIndex]]:
+    """Heads (layer, example, KV head) in groups of equal shape that are solved together.
 
     A group's dense scores hold about 2^23 elements, or one head's where that is more.
 
     Args:
         trace: where the heads come from.
-        layers: whose heads; None takes all layers.
+        fitted: the queries.
     """
-    alike: dict[tuple[int, ...], list[Head]] = {}
-    for index in range(len(trace.keys)) if layers is None else layers:
-        keys, queries = trace.keys[index], trace.queries[index]
-        looks = queries.shape[1] // keys.shape[1] * queries.shape[2]
-        for example, row in enumerate(trace.counts(index).tolist()):
+    alike: dict[tuple[int, ...], list[HeadIndex]] = {}
+    for layer, (keys, queries) in enumerate(zip(trace.keys, fitted.queries, strict=True)):
+        count = queries.shape[1] // keys.shape[1] * queries.shape[2]
+        for example, row in enumerate(trace.counts(layer).tolist()):
             for head, slots in enumerate(row):
-                shape = looks, slots, keys.shape[3], trace.values[index].shape[3]
-                alike.setdefault(shape, []).append((index, example, head))
+                shape = count, slots, keys.shape[3], trace.values[layer].shape[3]
+                alike.setdefault(shape, []).append((layer, example, head))
     groups = []
-    for (looks, slots, *_), heads in alike.items():
-        step = max(1, _BLOCK_ELEMENTS // (looks * slots))
+    for (count, slots, *_), heads in alike.items():
+        step = max(1, _BATCH_ELEMENTS // (count * slots))
         groups += [heads[start : start + step] for start in range(0, len(heads), step)]
     return groups
 
 
-def draw_queries(trace: Trace, num_queries: int | None, seed: int) -> dict[Head, Int[Tensor, " drawn"]] | None:
-    """Which of a KV head's queries are used, drawn per example without replacement; None: all of them.
+def draw_queries(
+    trace: Trace, fitted: FittedQueries, num_queries: int, seed: int
+) -> dict[HeadIndex, Int[Tensor, " drawn"]]:
+    """Which of a KV head's queries are used, drawn per example without replacement.
 
     Args:
         trace: the tokens of its prefixes and the seed determine the draw.
-        num_queries: at most this many per KV head; None: all.
+        fitted: the queries.
+        num_queries: at most this many per KV head.
         seed: any integer.
     """
-    if num_queries is None:
-        return None
     drawn = {}
     for example, generator in enumerate(example_generators(trace, seed)):
-        for layer, (keys, queries) in enumerate(zip(trace.keys, trace.queries, strict=True)):
+        for layer, (keys, queries) in enumerate(zip(trace.keys, fitted.queries, strict=True)):
             available = queries.shape[1] // keys.shape[1] * queries.shape[2]
             for head in range(keys.shape[1]):
                 order = torch.randperm(available, generator=generator)[:num_queries]
@@ -128,49 +155,38 @@ def draw_queries(trace: Trace, num_queries: int | None, seed: int) -> dict[Head,
     return drawn
 
 
-def load_block(
+def load_heads(
     trace: Trace,
-    heads: list[Head],
-    drawn: dict[Head, Int[Tensor, " drawn"]] | None,
-    weights: Mapping[int, Float[Tensor, "batch heads queries"]] | None = None,
-) -> HeadBlock:
+    fitted: FittedQueries,
+    heads: list[HeadIndex],
+    drawn: dict[HeadIndex, Int[Tensor, " drawn"]] | None = None,
+) -> HeadBatch:
     """The tensors of one group of heads.
 
     Args:
         trace: where they come from.
+        fitted: the queries.
         heads: of equal shape.
         drawn: which queries to take; None: all.
-        weights: by layer, of the queries' errors; None: 1.
     """
     layer, _, _ = heads[0]
-    group = trace.queries[layer].shape[1] // trace.keys[layer].shape[1]
+    group = fitted.queries[layer].shape[1] // trace.keys[layer].shape[1]
     keys, values, biases = zip(*(trace.head(*head) for head in heads), strict=True)
-    # of a prefix that supervises itself, behind a compact cache only the last slots have queries
-    last, first = len(keys[0]), len(keys[0]) - trace.queries[layer].shape[2]
-    causal = trace.supervision == "self"
-    queries, positions, counted = [], [], []
+    # behind a compact cache, only the last slots of a prefix that supervises itself have queries
+    first, last = len(keys[0]) - fitted.queries[layer].shape[2], len(keys[0])
+    queries, weights, seen = [], [], []
     for index, example, head in heads:
         part = slice(head * group, (head + 1) * group)
-        own = trace.queries[index][example, part].flatten(0, 1)
-        chosen = None if drawn is None else drawn[index, example, head].to(own.device)
-        queries.append(wide(own if chosen is None else own[chosen]) * trace.scales[index])
-        if weights is not None:
-            own = wide(weights[index][example, part].flatten())
-            counted.append(own if chosen is None else own[chosen])
-        if causal:
-            at = torch.arange(first, last, device=own.device).repeat(group)
-            positions.append(at if chosen is None else at[chosen])
-    return HeadBlock(
+        own, weight = fitted.queries[index][example, part].flatten(0, 1), fitted.weights[index][example, part].flatten()
+        chosen = slice(None) if drawn is None else drawn[index, example, head].to(own.device)
+        queries.append(wide(own[chosen]) * trace.scales[index])
+        weights.append(wide(weight[chosen]))
+        seen.append(torch.arange(first, last, device=own.device).repeat(group)[chosen])
+    return HeadBatch(
         torch.stack(queries),
+        torch.stack(weights),
         wide(torch.stack(keys)),
         wide(torch.stack(values)),
-        torch.stack(positions) if causal else None,
         None if trace.log_bias is None else wide(torch.stack([bias for bias in biases if bias is not None])),
-        torch.stack(counted) if counted else None,
+        torch.stack(seen) if fitted.causal else None,
     )
-
-
-def _later(
-    slots: Int[Tensor, "heads slots"], positions: Int[Tensor, "heads queries"]
-) -> Bool[Tensor, "heads queries slots"]:
-    return slots.unsqueeze(1) > positions.unsqueeze(2)

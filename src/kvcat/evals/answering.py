@@ -13,13 +13,12 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from kvcat.cache import CompactCache
 from kvcat.compress import Trace, trace
-from kvcat.compress.common import wide
-from kvcat.compress.freezing import frozen
-from kvcat.compress.replaying import replay_hidden
-from kvcat.compress.sequences import INSTRUCTION, opening_ids, reconstruction_of_tokens
+from kvcat.compress.base import wide
+from kvcat.compress.compare import replay_hidden
+from kvcat.compress.documents import INSTRUCTION, opening_ids, reconstruction_of_tokens
 from kvcat.errors import InputError
 from kvcat.evals.task import Baseline, Values
-from kvcat.models import hidden_states, logits_from_hidden
+from kvcat.models import frozen, hidden_states, logits_from_hidden
 from kvcat.types import Float, Tensor
 
 SUPERVISIONS = ("reconstruction", "self")

@@ -6,10 +6,9 @@ import torch
 from transformers import PreTrainedModel
 
 from kvcat.cache import CompactCache
-from kvcat.compress.common import wide
-from kvcat.compress.freezing import frozen
-from kvcat.compress.replaying import replay_hidden
-from kvcat.models import hidden_states, logits_from_hidden
+from kvcat.compress.base import wide
+from kvcat.compress.compare import replay_hidden
+from kvcat.models import frozen, hidden_states, logits_from_hidden
 from kvcat.types import Float, Tensor
 
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcat.cache import CompactCache
 from kvcat.compress import INSTRUCTION, Trace, slots_for, trace
-from kvcat.compress.sequences import reconstruction_of_tokens
+from kvcat.compress.documents import reconstruction_of_tokens
 from kvcat.errors import InputError
 from kvcat.evals.choices import choice_log_likelihoods, choice_values
 from kvcat.evals.longbench_prompt import LEAD, QUESTION, LongBenchPrompt, check_prompts, check_vocabulary, tokenised

@@ -6,7 +6,7 @@ from itertools import chain
 
 from transformers import PreTrainedTokenizerBase
 
-from kvcat.compress.sequences import INSTRUCTION, opening_ids
+from kvcat.compress.documents import INSTRUCTION, opening_ids
 from kvcat.errors import InputError
 from kvcat.evals.longbench_rows import LETTERS, LongBenchExample
 

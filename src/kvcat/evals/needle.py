@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from kvcat.compress.sequences import INSTRUCTION, opening_ids
+from kvcat.compress.documents import INSTRUCTION, opening_ids
 from kvcat.errors import InputError
 from kvcat.evals.answering import (
     Question,

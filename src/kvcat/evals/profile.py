@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 
 from kvcat.cache import CompactCache, fingerprint
 from kvcat.compress import Compressor, GradientCompression, Trace, seeded_compressor, takes_seed, trace
-from kvcat.compress.replaying import replay_hidden
-from kvcat.compress.starting import joined
+from kvcat.compress.compare import replay_hidden
+from kvcat.compress.slot_training import joined
 from kvcat.errors import InputError
 from kvcat.evals.profile_checks import check_held_out, check_models, check_slots
 from kvcat.evals.profile_errors import output_errors, summary_values, without_prefix
@@ -228,8 +228,6 @@ def _cells(methods: Sequence[Method], slots: Sequence[int], plan: SuffixPlan) ->
             raise InputError(f"method {method.name} is asked for twice")
         known.add(identity)
         compressor = seeded_compressor(method.name, method.options, plan.seed)
-        if getattr(compressor, "on_policy", False):
-            raise InputError(f"{method.name},on_policy fits to one suffix; a profile's caches serve many")
         seed = plan.seed if takes_seed(method.name, method.options) else None
         cells += [_Cell(method, compressor, count, seed) for count in sorted(slots) if count < plan.prefix_len]
     if not methods:

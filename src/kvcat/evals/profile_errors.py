@@ -5,8 +5,7 @@ from collections.abc import Mapping
 import torch
 from transformers import PreTrainedModel
 
-from kvcat.compress.freezing import frozen
-from kvcat.models import hidden_states, logits_from_hidden
+from kvcat.models import frozen, hidden_states, logits_from_hidden
 from kvcat.types import Bool, Float, Int, Tensor
 
 MEASURES = {

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvcat.compress.common import wide
-from kvcat.compress.freezing import frozen
+from kvcat.compress.base import wide
 from kvcat.errors import InputError
-from kvcat.models import hidden_states, logits_from_hidden
+from kvcat.models import frozen, hidden_states, logits_from_hidden
 from kvcat.types import Float, Int, Tensor
 
 _LOGITS_AT_ONCE = 1 << 25

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from kvcat.compress.sequences import opening_ids
+from kvcat.compress.documents import opening_ids
 from kvcat.errors import InputError
 from kvcat.evals.answering import (
     Question,

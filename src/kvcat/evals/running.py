@@ -5,7 +5,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +186,7 @@ class _Run:
         """Caches and their scores; on a job's first batch also what they cost, sharing no work with other jobs."""
         traced, first = prepared.trace, id(job) not in self.measured
         meter, found, costs = Meter(traced.input_ids.device), [], []
-        for step, cache in metered(job.caches(replace(traced, _memo={}) if first else traced), meter):
+        for step, cache in metered(job.caches(traced), meter):
             found.append((step, prepared.score(cache)))
             if first:
                 cost = {"step": step, "seconds": meter.seconds, "peak_mib": meter.peak_mib, "bytes": cache.nbytes}

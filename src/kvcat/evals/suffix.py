@@ -14,12 +14,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcat.cache import CompactCache
 from kvcat.compress import Trace, compare, trace
-from kvcat.compress.sequences import reconstruction_of_tokens
+from kvcat.compress.documents import reconstruction_of_tokens
 from kvcat.errors import InputError
 from kvcat.evals.records import Record
 from kvcat.evals.running import Method, ModelSource, evaluate, manifest
 from kvcat.evals.task import Baseline, Example, Values
 from kvcat.evals.windows import Window
+from kvcat.models import logits_from_hidden
 from kvcat.types import Float, Int, Tensor
 
 SUPERVISIONS = ("suffix", "first-half", "reconstruction")
@@ -211,7 +212,8 @@ def _context_gain(
     dense = torch.zeros(batch, dtype=torch.float64)
     for start in range(first, length - 1, step):
         stop = min(start + step, length - 1)
-        dense += _nll_sum(traced.logits_at(start, stop), suffix[:, start + 1 : stop + 1])
+        logits = logits_from_hidden(model, traced.hidden[:, start + 1 : stop + 1])
+        dense += _nll_sum(logits, suffix[:, start + 1 : stop + 1])
     rows = max(1, _LOGITS_AT_ONCE // (length * vocab))
     none = torch.cat([
         _nll_sum(model(input_ids=part, use_cache=False).logits[:, first:-1], part[:, first + 1 :])

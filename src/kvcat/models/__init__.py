@@ -2,11 +2,11 @@
 
 from kvcat.models.capture import Capture, capture
 from kvcat.models.download import get
-from kvcat.models.head import logits_from_hidden, output_head
+from kvcat.models.head import examined_head, logits_from_hidden, output_head
 from kvcat.models.loading import load, parse_device, parse_dtype, read_config, save
 from kvcat.models.masked_pass import HiddenOutput, MaskedPass, PassOutput
 from kvcat.models.self_test import self_test
-from kvcat.models.structure import decoder_layers, hidden_states, model_name
+from kvcat.models.structure import decoder_layers, frozen, hidden_states, model_name
 
 __all__ = [
     "Capture",
@@ -15,6 +15,8 @@ __all__ = [
     "PassOutput",
     "capture",
     "decoder_layers",
+    "examined_head",
+    "frozen",
     "get",
     "hidden_states",
     "load",

@@ -41,6 +41,7 @@ def capture(
     input_ids: Int[Tensor, "batch tokens"],
     *,
     query_start: int = 0,
+    query_positions: Int[Tensor, " kept"] | None = None,
     hidden_start: int = 0,
     past: Cache | None = None,
     chunk_tokens: int = 4096,
@@ -55,6 +56,7 @@ def capture(
         model: a causal LM that passed ``self_test``; it is switched to kvcat's attention.
         input_ids: token ids, no padding.
         query_start: token from which on queries are kept, 0..tokens - 1.
+        query_positions: tokens whose queries are kept in place of these, ascending; None: all from there on.
         hidden_start: token from which on the input of the head is kept, 0..tokens - 1.
         past: what the tokens follow, such as ``CompactCache.to_transformers(model)``; it grows by the tokens.
         chunk_tokens: most tokens of each example that run at once, at least 1.
@@ -79,6 +81,9 @@ def capture(
         if start and past is not None and past.get_seq_length() != before + start:
             raise InputError(f"past does not grow: {num_tokens} tokens cannot follow it in chunks of {step}")
         recorder = Recorder(max(0, query_start - start))
+        if query_positions is not None:
+            here = (query_positions >= start) & (query_positions < start + step)
+            recorder.query_positions = query_positions[here].to(input_ids.device) - start
         states = hidden_states(
             model,
             input_ids=input_ids[:, start : start + step],

@@ -31,9 +31,21 @@ def logits_from_hidden(model: PreTrainedModel, hidden: Float[Tensor, "*batch hid
     Raises:
         InputError: as ``output_head``.
     """
+    return examined_head(model).logits(hidden)
+
+
+def examined_head(model: PreTrainedModel) -> OutputHead:
+    """The output head of a model; it is examined (``output_head``) at the first call only.
+
+    Args:
+        model: a causal LM.
+
+    Raises:
+        InputError: as ``output_head``.
+    """
     if model not in _HEADS:
         _HEADS[model] = output_head(model)
-    return _HEADS[model].logits(hidden)
+    return _HEADS[model]
 
 
 @torch.no_grad()

@@ -1,5 +1,7 @@
-"""Where things are in an unmodified transformers model."""
+"""Where things are in an unmodified transformers model, and how its weights stay as they are."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from torch import nn
@@ -39,3 +41,20 @@ def hidden_states(model: PreTrainedModel, **inputs: object) -> Float[Tensor, "ba
         inputs: keywords of its forward.
     """
     return model.base_model(**inputs).last_hidden_state
+
+
+@contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """Freeze a model for the duration of a block: evaluation mode, no gradients of its parameters."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    training = [m for m in model.modules() if m.training]
+    try:
+        for parameter in parameters:
+            parameter.requires_grad_(False)
+        model.eval()
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+        for module in training:
+            module.training = True

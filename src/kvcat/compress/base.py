@@ -1,0 +1,184 @@
+"""What every compressor is, and what it needs: numbers of slots, draws per example, the cache it returns."""
+
+import hashlib
+import importlib
+import math
+import pkgutil
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from kvcat.cache import CompactCache, CompactLayer, Layer
+from kvcat.compress.trace import Trace
+from kvcat.errors import InputError
+from kvcat.models import model_name
+from kvcat.types import Float, Int, Tensor
+
+
+@dataclass(frozen=True)
+class Compressor(ABC):
+    """Makes compact caches from traces. A subclass is a frozen dataclass whose fields are its options."""
+
+    @property
+    def draws(self) -> bool:
+        """Whether the result depends on an option ``seed``."""
+        return False
+
+    def __call__(
+        self, trace: Trace, *, keep_ratio: float | int | None = None, num_slots: int | None = None
+    ) -> CompactCache:
+        """The compact cache with ceil(keep_ratio * prefix_len) or num_slots slots per layer and head.
+
+        Heads that have fewer, because part of the prefix was compact already, keep all of them.
+
+        Args:
+            trace: of the windows to compress.
+            keep_ratio: fraction kept, in (0, 1]; 1 returns the dense cache.
+            num_slots: number kept, in [1, prefix_len].
+
+        Raises:
+            InputError: keep_ratio or num_slots out of range, or a trace that the method cannot compress.
+        """
+        slots = slots_for(trace.prefix_len, keep_ratio, num_slots)
+        return trace.dense_cache() if slots >= trace.num_slots else next(self.compress(trace, [slots]))
+
+    def each(self, trace: Trace, keep_ratios: Sequence[float]) -> Iterator[CompactCache]:
+        """The compact caches of several keep ratios, in their order, with the work that they share done once.
+
+        Args:
+            trace: of the windows to compress.
+            keep_ratios: fractions kept, each in (0, 1].
+
+        Raises:
+            InputError: as a plain call.
+        """
+        sizes = [slots_for(trace.prefix_len, keep_ratio, None) for keep_ratio in keep_ratios]
+        caches = self.compress(trace, [slots for slots in sizes if slots < trace.num_slots])
+        for slots in sizes:
+            yield next(caches) if slots < trace.num_slots else trace.dense_cache()
+
+    @abstractmethod
+    def compress(self, trace: Trace, sizes: Sequence[int]) -> Iterator[CompactCache]:
+        """The compact caches of several sizes, in their order.
+
+        Args:
+            trace: of the windows to compress.
+            sizes: slots per layer and head, each in [1, trace.num_slots).
+        """
+
+
+def slots_for(prefix_len: int, keep_ratio: float | int | None, num_slots: int | None) -> int:
+    """Number of slots: ceil(keep_ratio * prefix_len), or num_slots itself.
+
+    The product is rounded at the 12th significant digit first, so that 0.1 * 30 = 3.0000000000000004 gives 3.
+
+    Args:
+        prefix_len: tokens of the prefix.
+        keep_ratio: fraction kept, in (0, 1].
+        num_slots: number kept, in [1, prefix_len].
+
+    Raises:
+        InputError: out of range, or not exactly one of the two given.
+    """
+    if (keep_ratio is None) == (num_slots is None):
+        raise InputError(f"give either keep_ratio or num_slots, not keep_ratio={keep_ratio} and num_slots={num_slots}")
+    if num_slots is not None:
+        if not 1 <= num_slots <= prefix_len:
+            raise InputError(f"num_slots must be in [1, {prefix_len}], not {num_slots}")
+        return num_slots
+    if keep_ratio is None or not 0 < keep_ratio <= 1:
+        raise InputError(f"keep_ratio must be in (0, 1], not {keep_ratio}")
+    return max(1, math.ceil(float(f"{keep_ratio * prefix_len:.12g}")))
+
+
+def compact_cache(trace: Trace, layers: Sequence[Layer], method: str, options: dict[str, object]) -> CompactCache:
+    """A compact cache of this trace whose metadata say how it was made.
+
+    Args:
+        trace: what was compressed.
+        layers: one per layer of the model.
+        method: name of the method.
+        options: further facts for the metadata.
+    """
+    cache = CompactCache(layers, trace.prefix_len, trace.fingerprint)
+    slots = cache.mean_slots
+    facts = {
+        "method": method,
+        "num_slots": f"{slots:.6g}",
+        "keep_ratio": f"{slots / trace.prefix_len:.6g}",
+        **options,
+        "supervision": trace.supervision,
+        "model": model_name(trace.model),
+        "architecture": type(trace.model).__name__,
+    }
+    return replace(cache, metadata={key: str(fact) for key, fact in facts.items()})
+
+
+def best_layer(trace: Trace, index: int, scores: Float[Tensor, "batch kv_heads prefix"], num_slots: int) -> Layer:
+    """One layer's slots of the highest scores, unchanged; of equal scores the earlier slot wins.
+
+    Args:
+        trace: of the windows.
+        index: of the layer.
+        scores: one per slot of the prefix; those of slots that a head does not have play no part.
+        num_slots: slots kept per head; heads with fewer keep all they have.
+    """
+    slots = top_positions(scores.masked_fill(trace.ranks(index) < 0, -torch.inf), num_slots)
+    bias = None if trace.log_bias is None else trace.log_bias[index].gather(2, slots)
+    rows = slots.unsqueeze(-1)
+    keys, values = (x[index].gather(2, rows.expand(-1, -1, -1, x[index].shape[-1])) for x in (trace.keys, trace.values))
+    return CompactLayer(keys, values, bias, None if trace.past_len else slots).without_absent()
+
+
+def top_positions(scores: Float[Tensor, "*heads prefix"], num_slots: int) -> Int[Tensor, "*heads slots"]:
+    """Positions of the highest scores, in ascending order; of equal scores the earlier position wins.
+
+    Args:
+        scores: one per position.
+        num_slots: how many to keep, in [1, prefix].
+    """
+    order = scores.sort(dim=-1, descending=True, stable=True).indices
+    return order[..., :num_slots].sort(dim=-1).values
+
+
+def example_generators(trace: Trace, seed: int) -> list[torch.Generator]:
+    """One random stream per example, a function of the seed and the tokens of the example's prefix.
+
+    Examples draw independently, and each draws the same alone as in any batch.
+
+    Args:
+        trace: of the examples.
+        seed: any integer.
+    """
+    generators = []
+    for row in trace.input_ids[:, : trace.prefix_len].cpu():
+        digest = hashlib.sha256(f"{seed}:".encode() + row.contiguous().numpy().tobytes()).digest()
+        generators.append(torch.Generator().manual_seed(int.from_bytes(digest[:7], "little")))
+    return generators
+
+
+def wide(states: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """The states in float32, or in float64 where they are."""
+    return states if states.dtype == torch.float64 else states.float()
+
+
+def classes_in(package: str, folder: Iterable[str], base: type) -> dict[str, Any]:
+    """The one subclass of ``base`` in every module of a package, by the module's name with "-" for "_".
+
+    Args:
+        package: dotted name of the package.
+        folder: its ``__path__``.
+        base: of the classes.
+    """
+    found = {}
+    for entry in pkgutil.iter_modules(folder):
+        module = importlib.import_module(f"{package}.{entry.name}")
+        (found[entry.name.replace("_", "-")],) = (
+            kind
+            for kind in vars(module).values()
+            if isinstance(kind, type) and issubclass(kind, base) and kind.__module__ == module.__name__
+        )
+    return found

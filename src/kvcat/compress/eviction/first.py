@@ -1,0 +1,15 @@
+"""The first positions."""
+
+from dataclasses import dataclass
+
+from kvcat.compress.scorer import Scorer, Scores
+from kvcat.compress.trace import Trace
+
+
+@dataclass(frozen=True)
+class First(Scorer):
+    """Keeps the first slots of the prefix."""
+
+    def measure(self, trace: Trace) -> Scores:
+        """Minus the position."""
+        return [-trace.ranks(layer).float() for layer in range(len(trace.keys))]

@@ -1,0 +1,30 @@
+"""H2O: heavy hitters and recent positions."""
+
+from dataclasses import dataclass
+
+import torch
+
+from kvcat.compress.scorer import Scorer, Scores, received_mass
+from kvcat.compress.trace import Trace
+
+
+@dataclass(frozen=True)
+class H2O(Scorer):
+    """Keeps the most recent positions in half of the slots, those of the largest accumulated attention in the rest.
+
+    The accumulated attention of a position is what it receives from all queries of the prefix, summed over a KV head's
+    query heads.
+
+    References: Zhang et al. 2023, "H2O: Heavy-Hitter Oracle for Efficient Generative Inference", arXiv:2306.14048.
+    """
+
+    def measure(self, trace: Trace) -> Scores:
+        """Accumulated attention."""
+        return received_mass(trace, 0)
+
+    def protect(self, scores: Scores, num_slots: int) -> Scores:
+        """The recent half of the slots; an odd one goes to the heavy hitters."""
+        result = [mass.clone() for mass in scores]
+        for mass in result:
+            mass[..., mass.shape[-1] - num_slots // 2 :] = torch.inf
+        return result

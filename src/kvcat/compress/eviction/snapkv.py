@@ -1,0 +1,60 @@
+"""SnapKV: what the end of the prefix attends to."""
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import avg_pool1d, max_pool1d
+
+from kvcat.compress.scorer import Scorer, Scores, received_mass
+from kvcat.compress.trace import Trace
+from kvcat.errors import InputError
+
+
+@dataclass(frozen=True)
+class SnapKV(Scorer):
+    """Keeps an observation window at the end of the prefix and what its queries attend to.
+
+    Votes are the attention mass that a position receives from the window's queries, pooled along the positions before
+    the window. The whole window is kept when there are more slots than it has positions, as published; with fewer
+    slots, which the paper does not treat, the last half of the slots' number is.
+
+    Args:
+        window: observation window in tokens, at least 1.
+        kernel_size: of the pooling, odd, at least 1.
+        pooling: "max" or "average".
+
+    Raises:
+        InputError: an option out of its range.
+
+    References: Li et al. 2024, "SnapKV: LLM Knows What You are Looking for Before Generation", arXiv:2404.14469.
+    """
+
+    window: int = 32
+    kernel_size: int = 7
+    pooling: str = "max"
+
+    def __post_init__(self) -> None:
+        if self.window < 1:
+            raise InputError(f"window must be at least 1, not {self.window}")
+        if self.kernel_size < 1 or self.kernel_size % 2 == 0:
+            raise InputError(f"kernel_size must be odd and positive, not {self.kernel_size}")
+        if self.pooling not in ("max", "average"):
+            raise InputError(f"pooling must be 'max' or 'average', not {self.pooling!r}")
+
+    def measure(self, trace: Trace) -> Scores:
+        """Pooled votes; within the window as they are."""
+        before = trace.prefix_len - min(self.window, trace.prefix_len)
+        result = received_mass(trace, before)
+        pool = max_pool1d if self.pooling == "max" else avg_pool1d
+        for votes in result if before else []:
+            votes[..., :before] = pool(votes[..., :before], self.kernel_size, 1, self.kernel_size // 2)
+        return result
+
+    def protect(self, scores: Scores, num_slots: int) -> Scores:
+        """The window, or its last positions where slots are few."""
+        result = [votes.clone() for votes in scores]
+        for votes in result:
+            window = min(self.window, votes.shape[-1])
+            always = window if num_slots > window else num_slots // 2
+            votes[..., votes.shape[-1] - always :] = torch.inf
+        return result

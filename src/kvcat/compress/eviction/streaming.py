@@ -1,0 +1,37 @@
+"""StreamingLLM: attention sinks and recent positions."""
+
+from dataclasses import dataclass
+
+import torch
+
+from kvcat.compress.scorer import Scorer, Scores
+from kvcat.compress.trace import Trace
+from kvcat.errors import InputError
+
+
+@dataclass(frozen=True)
+class StreamingLLM(Scorer):
+    """Keeps the first positions, which queries attend to whatever they hold, and the most recent ones.
+
+    With no more slots than sinks only sinks are kept. Slots keep their original positions; the paper counts positions
+    within the cache.
+
+    Args:
+        num_sinks: first positions kept, at least 0.
+
+    Raises:
+        InputError: num_sinks negative.
+
+    References: Xiao et al. 2023, "Efficient Streaming Language Models with Attention Sinks", arXiv:2309.17453.
+    """
+
+    num_sinks: int = 4
+
+    def __post_init__(self) -> None:
+        if self.num_sinks < 0:
+            raise InputError(f"num_sinks must be at least 0, not {self.num_sinks}")
+
+    def measure(self, trace: Trace) -> Scores:
+        """The position; infinite for the sinks."""
+        ranks = [trace.ranks(layer) for layer in range(len(trace.keys))]
+        return [own.float().masked_fill(own < self.num_sinks, torch.inf) for own in ranks]

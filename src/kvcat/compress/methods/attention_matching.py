@@ -1,0 +1,261 @@
+"""Attention Matching: few slots fitted to the attention of the whole prefix."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
+
+import torch
+from tqdm.auto import tqdm
+
+from kvcat.cache import CompactCache, CompactLayer, Layer
+from kvcat.compress.base import Compressor, compact_cache, top_positions
+from kvcat.compress.budgets import error_curves, share_out, slot_sizes
+from kvcat.compress.heads import (
+    DenseAttention,
+    HeadBatch,
+    HeadIndex,
+    dense_attention,
+    draw_queries,
+    head_groups,
+    load_heads,
+    take,
+)
+from kvcat.compress.matching_pursuit import pursue
+from kvcat.compress.options import check_options
+from kvcat.compress.queries import FittedQueries, fitted_queries
+from kvcat.compress.solvers import check_ridge, fit_log_bias, fit_values
+from kvcat.compress.trace import Trace
+from kvcat.errors import InputError
+from kvcat.types import Float, Int, Tensor
+
+BOUNDS = (-3.0, 3.0)
+PULL = 0.1
+PRESETS: dict[str, dict[str, Any]] = {
+    "stable": {},
+    "paper": {"num_queries": 256, "num_iters": 2, "ridge": 1e-4, "own_weight": 0.0},
+}
+_SECONDS_BEFORE_BAR = 2.0
+
+
+@dataclass(frozen=True, init=False)
+class AttentionMatching(Compressor):
+    """Kept keys by attention, then a log-bias and values fitted so that attention over them equals the dense one.
+
+    For every layer and KV head: keep some of the keys; fit the log-bias beta so that sum_j exp(q.k_j + beta_j) over
+    kept keys equals the sum over the whole prefix; fit values C so that softmax(q.K_kept + beta) C equals the dense
+    attention output. ``match_attention`` does this for a batch of heads. The default (preset "stable") fits all
+    queries and holds each slot to the key and value it was, so that what few queries say of a slot does not carry it
+    away; ``AttentionMatching.paper()`` is the paper's method.
+
+    Args:
+        preset: "stable" or "paper": values of the options below that are not given.
+        selection: "rms" keeps the keys with the largest root-mean-square attention weight over the queries, "omp"
+            chooses keys one after the other that make up the attention mass (``pursue``).
+        num_queries: queries per KV head, drawn without replacement; None takes all.
+        num_iters: None weighs a query's errors by the part of its attention that goes to the prefix, solves the
+            log-bias to convergence, pulled to 0 (``fit_log_bias`` with a pull of 0.1), pulls values towards those of
+            their keys, and fits heads without log-bias where kept keys and values unchanged would do better. A number
+            is the paper's form: all queries count alike, so many projected-gradient steps without a pull, values
+            pulled towards 0.
+        ridge: strength of the values' pull, relative to the squared spectral norm; None for minimum-norm least squares.
+        own_weight: of the prefix's own queries, moved behind it (``fitted_queries``), all together and relative to the
+            others; 0: none. They stand for what later text may look for; models without rotary positions have none.
+        log_bias: False fits no log-bias; slots that carry one from an earlier compression keep it.
+        budgets: "equal", as many slots in every head; or every example shares out the same total so that the squared
+            errors of the attention outputs sum to little: "adaptive" among the heads of all layers, "layers" among the
+            layers, whose heads then have equally many; both ours.
+        seed: of the draw of queries.
+
+    Raises:
+        InputError: an unknown option, or one out of its range.
+
+    References: KV-CAT, appendix "Attention-Matching"; Zweiger et al. 2026, arXiv:2602.16284 (AM-HighestAttnKeys and
+    AM-OMP).
+    """
+
+    preset: str = field(default="stable", compare=False)
+    selection: str = "rms"
+    num_queries: int | None = None
+    num_iters: int | None = None
+    ridge: float | None = 1e-2
+    own_weight: float = 1.0
+    log_bias: bool = True
+    budgets: str = "equal"
+    seed: int = 0
+
+    def __init__(self, preset: str = "stable", **options: Any) -> None:
+        if preset not in PRESETS:
+            raise InputError(f"preset must be one of {', '.join(PRESETS)}, not {preset!r}")
+        check_options(AttentionMatching, options, "attention-matching")
+        given = {"preset": preset, **PRESETS[preset], **options}
+        for option in fields(self):
+            object.__setattr__(self, option.name, given.get(option.name, option.default))
+        for name, values in (("selection", ("rms", "omp")), ("budgets", ("equal", "adaptive", "layers"))):
+            if getattr(self, name) not in values:
+                raise InputError(f"{name} must be one of {', '.join(values)}, not {getattr(self, name)!r}")
+        for name, least in (("num_queries", 1), ("num_iters", 0), ("own_weight", 0)):
+            value = getattr(self, name)
+            if value is not None and not least <= value < math.inf:
+                raise InputError(f"{name} must be at least {least}, not {value}")
+        check_ridge(self.ridge)
+
+    @property
+    def draws(self) -> bool:
+        """Whether the result depends on the seed."""
+        return self.num_queries is not None
+
+    @classmethod
+    def paper(cls, **options: Any) -> "AttentionMatching":
+        """The paper's method: 256 queries per KV head, 2 steps for the log-bias, ridge 1e-4, no queries of the prefix.
+
+        Args:
+            options: those that differ.
+        """
+        return cls("paper", **options)
+
+    @torch.no_grad()
+    def compress(self, trace: Trace, sizes: Sequence[int]) -> Iterator[CompactCache]:
+        """The caches of several sizes; queries and dense attention are worked out once for all of them.
+
+        Args:
+            trace: of the windows to compress.
+            sizes: slots per layer and head, on average.
+        """
+        if not sizes:
+            return
+        fitted = fitted_queries(trace, self.own_weight, by_share=self.num_iters is None)
+        drawn = None if self.num_queries is None else draw_queries(trace, fitted, self.num_queries, self.seed)
+        groups = head_groups(trace, fitted)
+        plans, known = self._plans(trace, fitted, drawn, groups, sizes)
+        fits: list[dict[HeadIndex, HeadFit]] = [{} for _ in sizes]
+        for heads in _with_progress(groups, "attention matching"):
+            batch = load_heads(trace, fitted, heads, drawn)
+            dense = known.get(heads[0]) or dense_attention(batch)
+            for found, plan in zip(fits, plans, strict=True):
+                wanted = torch.tensor([plan[head] for head in heads])
+                for count in wanted.unique().tolist():
+                    rows = (wanted == count).nonzero().flatten()
+                    own = (batch, dense) if len(rows) == len(heads) else (batch.select(rows), dense.select(rows))
+                    fit = match_attention(
+                        *own, count, selection=self.selection, num_iters=self.num_iters, ridge=self.ridge,
+                        log_bias=self.log_bias,
+                    )  # fmt: skip
+                    found |= {heads[row]: HeadFit(*parts) for row, *parts in zip(rows.tolist(), *fit, strict=True)}
+        options = {option.name: getattr(self, option.name) for option in fields(self)}
+        for found in fits:
+            layers = [_layer(trace, index, found, log_bias=self.log_bias) for index in range(len(trace.keys))]
+            yield compact_cache(trace, layers, "attention-matching", options)
+
+    def _plans(
+        self,
+        trace: Trace,
+        fitted: FittedQueries,
+        drawn: dict[HeadIndex, Tensor] | None,
+        groups: list[list[HeadIndex]],
+        sizes: Sequence[int],
+    ) -> tuple[list[dict[HeadIndex, int]], dict[HeadIndex, DenseAttention]]:
+        """Slots of every head, for every size; and the dense attention of groups by first head, if it was needed."""
+        heads = [head for group in groups for head in group]
+        if self.budgets == "equal":
+            return [dict.fromkeys(heads, size) for size in sizes], {}
+        largest, curves, known = slot_sizes(max(sizes), trace.num_slots)[-1], {}, {}
+        for group in _with_progress(groups, "errors by number of slots"):
+            batch = load_heads(trace, fitted, group, drawn)
+            known[group[0]] = dense_attention(batch)
+            curves |= zip(group, error_curves(batch, known[group[0]], largest), strict=True)
+        by_layer = self.budgets == "layers"
+        return [share_out(curves, size, trace.num_slots, by_layer=by_layer) for size in sizes], known
+
+
+def match_attention(
+    batch: HeadBatch,
+    dense: DenseAttention,
+    num_slots: int,
+    *,
+    selection: str = "rms",
+    num_iters: int | None = None,
+    ridge: float | None = 1e-2,
+    log_bias: bool = True,
+) -> tuple[Int[Tensor, "heads slots"], Float[Tensor, "heads slots value_dim"], Float[Tensor, "heads slots"]]:
+    """Positions, values and log-bias of the slots of a batch of KV heads; without log-bias this is 0.
+
+    Args:
+        batch: keys, values, queries and their weights.
+        dense: their attention over the whole prefix.
+        num_slots: slots per head; heads that have no more keep all as they are.
+        selection, num_iters, ridge, log_bias: as in ``AttentionMatching``.
+    """
+    heads, prefix, _ = batch.keys.shape
+    if num_slots >= prefix:
+        every = torch.arange(prefix, device=batch.keys.device).expand(heads, -1)
+        return every, batch.values, torch.zeros_like(batch.keys[..., 0])
+    stable = num_iters is None
+    # relative masses: a query's equation is divided by its whole mass, unless it is the paper's
+    weights = batch.weights if stable else batch.weights * dense.mass
+    if selection == "omp":
+        atoms = batch.scores().sub_(dense.log_mass.unsqueeze(-1)).exp_().mul_(weights.unsqueeze(-1))
+        slots = pursue(atoms, num_slots, bounds=BOUNDS)
+    else:
+        slots = top_positions(dense.importance, num_slots)
+    scores, own = batch.scores(slots=slots), take(batch.values, slots)
+    none = torch.zeros_like(own[..., 0])
+    towards = own if stable else torch.zeros_like(own)
+    outputs = dense.outputs * batch.weights.unsqueeze(-1)
+    if batch.last is not None:
+        outputs = outputs * (scores.amax(-1, keepdim=True) > -torch.inf)
+    bias = none
+    if log_bias:
+        pull, mass = PULL if stable else 0.0, dense.log_mass.unsqueeze(-1)
+        bias = fit_log_bias(scores, mass, bounds=BOUNDS, num_iters=num_iters, pull=pull, weights=weights)
+    attention = _weighted_attention(scores, bias, batch.weights)
+    values = fit_values(attention, outputs, ridge=ridge, towards=towards)
+    if stable and log_bias:
+        plain = _weighted_attention(scores, none, batch.weights)
+        worse = (_error(attention, values, outputs) > _error(plain, own, outputs)).nonzero().flatten()
+        if len(worse):
+            refitted = fit_values(plain[worse], outputs[worse], ridge=ridge, towards=own[worse])
+            values, bias = values.index_copy(0, worse, refitted), bias.index_fill(0, worse, 0.0)
+    return slots, values, bias
+
+
+class HeadFit(NamedTuple):
+    """One head's slots: their positions among the slots that the head has, values and log-bias."""
+
+    positions: Int[Tensor, " slots"]
+    values: Float[Tensor, "slots value_dim"]
+    log_bias: Float[Tensor, " slots"]
+
+
+def _weighted_attention(
+    scores: Float[Tensor, "heads queries slots"],
+    log_bias: Float[Tensor, "heads slots"],
+    weights: Float[Tensor, "heads queries"],
+) -> Float[Tensor, "heads queries slots"]:
+    """Attention over the slots times the query's weight; 0 where a query sees no slot."""
+    return (scores + log_bias.unsqueeze(1)).softmax(-1).nan_to_num_(0.0).mul_(weights.unsqueeze(-1))
+
+
+def _error(attention: Tensor, values: Tensor, outputs: Tensor) -> Float[Tensor, " heads"]:
+    """Squared error of the outputs, summed over queries."""
+    return (attention @ values - outputs).square().sum((1, 2))
+
+
+def _layer(trace: Trace, index: int, fits: dict[HeadIndex, HeadFit], *, log_bias: bool) -> Layer:
+    """One layer's kept keys with the values and the log-bias that were fitted to them."""
+    examples, heads = trace.keys[index].shape[:2]
+    keys, values, biases, positions = ([[] for _ in range(examples)] for _ in range(4))
+    for example in range(examples):
+        for head in range(heads):
+            fit, (own_keys, _, before) = fits[index, example, head], trace.head(index, example, head)
+            keys[example].append(own_keys[fit.positions])
+            values[example].append(fit.values.to(own_keys.dtype))
+            biases[example].append(fit.log_bias if before is None else fit.log_bias + before[fit.positions])
+            positions[example].append(fit.positions)
+    has_bias = log_bias or trace.log_bias is not None
+    return CompactLayer.ragged(keys, values, biases if has_bias else None, None if trace.past_len else positions)
+
+
+def _with_progress(groups: list[list[HeadIndex]], name: str) -> Iterator[list[HeadIndex]]:
+    """The groups, with a bar in a terminal once they take more than two seconds; TQDM_DISABLE=1 hides it."""
+    yield from tqdm(groups, name, delay=_SECONDS_BEFORE_BAR, disable=None, leave=False)

@@ -1,0 +1,301 @@
+"""A dense forward and what compressors learn from it."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from transformers import PreTrainedModel
+
+from kvcat.cache import CompactCache, CompactLayer, Head, fingerprint, layer_windows
+from kvcat.errors import InputError
+from kvcat.models import capture, frozen, logits_from_hidden
+from kvcat.types import Float, Int, Tensor
+
+SAMPLED_POSITIONS = 1024
+_TAIL = 32
+
+
+@dataclass(frozen=True)
+class Reconstruction:
+    """A sequence <text><instruction><text> whose second copy supervises the compression of the first.
+
+    Args:
+        input_ids: the whole sequence, one row per text.
+        prefix_len: tokens of the first copy.
+        supervision_start: position of the first token of the second copy.
+    """
+
+    input_ids: Int[Tensor, "batch tokens"]
+    prefix_len: int
+    supervision_start: int
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Keys, values and queries of one forward, split at the end of the prefix.
+
+    The forward is dense, or goes on from a compact cache: then the slots of the prefix are those of the cache and of
+    the tokens behind it. Heads that had fewer slots in the cache than others of their layer are filled up with slots of
+    log-bias -inf, which no query sees and no compressor keeps; ``head`` leaves them out.
+
+    Args:
+        model: the model that ran.
+        input_ids: all tokens, prefix first.
+        prefix_len: number of tokens to compress.
+        supervision: whose queries a compressor may use: "suffix" the later tokens', "self" the prefix's own.
+        supervision_start: first position whose query and teacher logits supervise.
+        keys: per layer, keys of the prefix's slots after rotation: one per token, fewer behind a compact cache.
+        values: per layer, their values.
+        queries: per layer, queries after rotation of the positions from ``supervision_start`` on ("suffix"), or of the
+            whole prefix ("self").
+        suffix_keys: per layer, keys of the tokens after the prefix.
+        prefix_positions: positions of the prefix whose queries are kept: evenly spaced ones, at most 1024, and the last
+            32; all with "self"; of those behind a compact cache.
+        prefix_queries: per layer, queries after rotation of these positions.
+        scales: per layer, the factor on q.k.
+        hidden: input of the head at the positions from the last of the prefix on.
+        fingerprint: identifies the model's weights.
+        past_len: tokens that a compact cache stood for; 0: none.
+        log_bias: per layer, nats added to the scores of the prefix's slots, -inf where a head has none; None: none.
+    """
+
+    model: PreTrainedModel
+    input_ids: Int[Tensor, "batch tokens"]
+    prefix_len: int
+    supervision: str
+    supervision_start: int
+    keys: Sequence[Float[Tensor, "batch kv_heads _ head_dim"]]
+    values: Sequence[Float[Tensor, "batch kv_heads _ value_dim"]]
+    queries: Sequence[Float[Tensor, "batch heads queries head_dim"]]
+    suffix_keys: Sequence[Float[Tensor, "batch kv_heads suffix head_dim"]]
+    prefix_positions: Int[Tensor, " sampled"]
+    prefix_queries: Sequence[Float[Tensor, "batch heads sampled head_dim"]]
+    scales: Sequence[float]
+    hidden: Float[Tensor, "batch positions hidden"]
+    fingerprint: str
+    past_len: int = 0
+    log_bias: Sequence[Float[Tensor, "batch kv_heads _"]] | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the prefix: the position of the token after it."""
+        return self.prefix_len
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of the prefix per layer and head, where they differ of the fullest: what a compressor keeps at most."""
+        return max(int(self.counts(layer).max()) for layer in range(len(self.keys)))
+
+    @property
+    def batch_size(self) -> int:
+        """Number of examples."""
+        return self.input_ids.shape[0]
+
+    @property
+    def suffix_ids(self) -> Int[Tensor, "batch suffix"]:
+        """Tokens after the prefix."""
+        return self.input_ids[:, self.prefix_len :]
+
+    @property
+    def logits(self) -> Float[Tensor, "batch suffix vocab"]:
+        """Dense logits of the suffix positions, made anew at every call."""
+        with torch.no_grad():
+            return logits_from_hidden(self.model, self.hidden[:, 1:])
+
+    def dense_cache(self) -> CompactCache:
+        """The prefix with all its slots: one per token, but for what was compact before."""
+        biases = self.log_bias or [None] * len(self.keys)
+        layers = [CompactLayer(*parts).without_absent() for parts in zip(self.keys, self.values, biases, strict=True)]
+        cache = CompactCache(layers, self.prefix_len, self.fingerprint)
+        return replace(cache, metadata={"method": "dense", "num_slots": f"{cache.mean_slots:.6g}"})
+
+    def counts(self, layer: int) -> Int[Tensor, "batch kv_heads"]:
+        """Slots of the prefix that every head of a layer has; on the CPU.
+
+        Args:
+            layer: index of the layer.
+        """
+        return (self.ranks(layer) >= 0).sum(-1).cpu()
+
+    def ranks(self, layer: int) -> Int[Tensor, "batch kv_heads slots"]:
+        """Number of every slot among those that its head has, from 0; -1 for a slot that the head does not have.
+
+        Args:
+            layer: index of the layer.
+        """
+        keys = self.keys[layer]
+        if self.log_bias is None:
+            return torch.arange(keys.shape[2], device=keys.device).expand(keys.shape[:3])
+        there = self.log_bias[layer] > -torch.inf
+        return (there.cumsum(-1) - 1).masked_fill(~there, -1)
+
+    def head(self, layer: int, example: int, head: int) -> Head:
+        """Keys, values and log-bias of the slots that a head of the prefix has.
+
+        Args:
+            layer: index of the layer.
+            example: row of the batch.
+            head: KV head.
+        """
+        keys, values = self.keys[layer][example, head], self.values[layer][example, head]
+        if self.log_bias is None:
+            return keys, values, None
+        bias = self.log_bias[layer][example, head]
+        there = bias > -torch.inf
+        return (keys, values, bias) if bool(there.all()) else (keys[there], values[there], bias[there])
+
+    def prefix_queries_from(self, start: int) -> Sequence[Float[Tensor, "batch heads queries head_dim"]]:
+        """Per layer, the queries of all prefix positions from ``start`` on; a second forward where some were not kept.
+
+        Args:
+            start: first position, in [0, prefix_len).
+
+        Raises:
+            InputError: a compact cache stood for part of the prefix: its queries are gone.
+        """
+        if self.past_len:
+            raise InputError(
+                "eviction by attention needs the queries of the whole prefix, part of which is compact already"
+            )
+        kept = int((self.prefix_positions >= start).sum())
+        if kept == self.prefix_len - start:
+            return [q[:, :, q.shape[2] - kept :] for q in self.prefix_queries]
+        with frozen(self.model):
+            ids = self.input_ids[:, : self.prefix_len]
+            return capture(self.model, ids, query_start=start, hidden_start=self.prefix_len - 1).queries
+
+
+def trace(
+    model: PreTrainedModel,
+    input_ids: Int[Tensor, "batch tokens"] | Reconstruction,
+    prefix_len: int | None = None,
+    *,
+    supervision: str = "suffix",
+    past: CompactCache | None = None,
+    chunk_tokens: int = 4096,
+) -> Trace:
+    """A forward over prefix and suffix, kept for compression and for comparison.
+
+    Args:
+        model: a decoder-only transformers model.
+        input_ids: windows of equal length, or a reconstruction sequence, which brings its own prefix length.
+        prefix_len: number of tokens to compress, in [1, tokens); with "self" up to all tokens, which is the default.
+        supervision: "suffix" lets compressors use the queries after the prefix, "self" the prefix's own.
+        past: a compact cache of the first ``past.num_tokens`` tokens, fewer than the prefix has: these are not run
+            again, and prefix and cache are compressed together. As many examples as ``input_ids``.
+        chunk_tokens: most tokens of each example that run at once (``capture``).
+
+    Raises:
+        InputError: lengths that do not fit, more tokens than the model has positions, layers that cannot be
+            compressed (sliding windows shorter than the sequence, linear attention), or a cache of something else.
+    """
+    if supervision not in ("suffix", "self"):
+        raise InputError(f"supervision must be 'suffix' or 'self', not {supervision!r}")
+    start = None
+    if isinstance(input_ids, Reconstruction):
+        start, prefix_len, input_ids = input_ids.supervision_start, input_ids.prefix_len, input_ids.input_ids
+    num_tokens = input_ids.shape[1]
+    if prefix_len is None:
+        if supervision == "suffix":
+            raise InputError(
+                "prefix_len is missing: without a suffix use supervision='self' or a reconstruction sequence"
+            )
+        prefix_len = num_tokens
+    longest = num_tokens - (supervision == "suffix")
+    if not 1 <= prefix_len <= longest:
+        raise InputError(f"prefix_len must be in [1, {longest}] for {num_tokens} tokens, not {prefix_len}")
+    _check_model(model, num_tokens)
+    known = 0 if past is None else _check_past(past, model, prefix_len, len(input_ids))
+    start = prefix_len if start is None else start
+    wide = None if past is None else replace(past, layers=[layer.padded() for layer in past.layers])
+    sampled = _sampled_positions(known, prefix_len, every=supervision == "self")
+    asked = sampled if supervision == "self" else torch.cat([sampled, torch.arange(start, num_tokens)])
+    with frozen(model):
+        seen = capture(
+            model,
+            input_ids[:, known:],
+            query_positions=asked - known,
+            hidden_start=prefix_len - 1 - known,
+            past=None if wide is None else wide.to_transformers(model),
+            chunk_tokens=chunk_tokens,
+        )
+    if not all(bool(x.isfinite().all()) for x in (seen.hidden, *seen.keys, *seen.values)):
+        raise InputError(
+            f"{type(model).__name__} computes numbers that are not finite: its weights hold NaN or infinity"
+        )
+    later = num_tokens - prefix_len
+    suffix_keys = [keys[:, :, keys.shape[2] - later :].clone() for keys in seen.keys]
+    prefix_queries = [queries[:, :, : len(sampled)].clone() for queries in seen.queries]
+    for index, (keys, values) in enumerate(zip(seen.keys, seen.values, strict=True)):
+        # each layer's own tensors are freed as soon as their part is copied
+        seen.keys[index], seen.values[index] = (x[:, :, : x.shape[2] - later].clone() for x in (keys, values))
+        seen.queries[index] = seen.queries[index][:, :, len(sampled) :].clone()
+    return Trace(
+        model=model,
+        input_ids=input_ids,
+        prefix_len=prefix_len,
+        supervision=supervision,
+        supervision_start=start,
+        keys=seen.keys,
+        values=seen.values,
+        queries=prefix_queries if supervision == "self" else seen.queries,
+        suffix_keys=suffix_keys,
+        prefix_positions=sampled,
+        prefix_queries=prefix_queries,
+        scales=list(seen.scales),
+        hidden=seen.hidden,
+        fingerprint=fingerprint(model),
+        past_len=known,
+        log_bias=None if wide is None else _log_bias(wide, prefix_len - known),
+    )
+
+
+def sampled_positions(prefix_len: int) -> Int[Tensor, " sampled"]:
+    """Evenly spaced positions of a prefix, all of a short one.
+
+    Args:
+        prefix_len: tokens of the prefix.
+    """
+    count = min(prefix_len, SAMPLED_POSITIONS)
+    return torch.arange(count) * prefix_len // count
+
+
+def _sampled_positions(known: int, prefix_len: int, *, every: bool) -> Int[Tensor, " sampled"]:
+    """Positions of the prefix whose queries a trace keeps."""
+    if every:
+        return torch.arange(known, prefix_len)
+    tail = torch.arange(max(known, prefix_len - _TAIL), prefix_len)
+    return tail if known else torch.cat([sampled_positions(prefix_len), tail]).unique()
+
+
+def _check_past(past: CompactCache, model: PreTrainedModel, prefix_len: int, batch: int) -> int:
+    past.check_model(model)
+    if past.num_tokens >= prefix_len:
+        raise InputError(f"past holds {past.num_tokens} tokens: the prefix of {prefix_len} adds none to them")
+    if past.batch_size != batch:
+        raise InputError(f"past holds {past.batch_size} examples, input_ids {batch}")
+    return past.num_tokens
+
+
+def _log_bias(past: CompactCache, added: int) -> list[Float[Tensor, "batch kv_heads _"]]:
+    """The log-bias of all slots, 0 for those of the tokens behind the cache."""
+    biases = [(x.log_bias, x.keys) for x in past.layers if isinstance(x, CompactLayer)]
+    wide = [k.new_zeros(k.shape[:3], dtype=torch.float32) if bias is None else bias for bias, k in biases]
+    return [torch.nn.functional.pad(bias, (0, added)) for bias in wide]
+
+
+def _check_model(model: PreTrainedModel, num_tokens: int) -> None:
+    name, config = type(model).__name__, model.config.get_text_config(decoder=True)
+    window = min((w for w in layer_windows(model.config) if w is not None), default=math.inf)
+    if window < num_tokens:
+        raise InputError(
+            f"{name}: a sliding window of {window} tokens is shorter than the sequence of {num_tokens}; "
+            "compressing such layers is not supported yet"
+        )
+    positions = getattr(config, "max_position_embeddings", None) or math.inf
+    if num_tokens > positions:
+        raise InputError(
+            f"{num_tokens} tokens exceed the {positions} positions of {name}; a shorter text, or supervision='self' "
+            "in place of a reconstruction sequence, needs fewer"
+        )
