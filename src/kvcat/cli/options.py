@@ -14,7 +14,7 @@ Strings = tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]]
 Floats = tyro.conf.UseAppendAction[tuple[tuple[float, ...], ...]]
 Ints = tyro.conf.UseAppendAction[tuple[tuple[int, ...], ...]]
 Output = Annotated[Path, tyro.conf.arg(aliases=["-o"])]
-Model = Annotated[str, tyro.conf.arg(help="Folder or Hub name of a decoder-only causal LM, or kvcat-base.")]
+Model = Annotated[str, tyro.conf.arg(help="Folder, .gguf file or Hub name of a decoder-only causal LM; kvcat-base.")]
 Models = Annotated[tuple[str, ...], tyro.conf.arg(help="Models to compare: FOLDER, Hub name, or LABEL=FOLDER.")]
 Device = Annotated[str, tyro.conf.arg(help="Torch device: cpu, cuda, cuda:1, mps.")]
 Dtype = Annotated[
@@ -54,6 +54,18 @@ def completion(commands: Mapping[str, Any], arguments: Sequence[str]) -> None:
 def flat(values: Iterable[Iterable[T]]) -> list[T]:
     """The values of a list option: ``--keep 0.05 0.1`` and ``--keep 0.05 --keep 0.1`` are the same."""
     return [value for group in values for value in group]
+
+
+def check_model(*names: str) -> None:
+    """Refuse a model that is neither on this machine nor on the Hub, before torch is loaded.
+
+    Raises:
+        InputError: the first such.
+    """
+    from kvcat.hub import local_folder
+
+    for name in names:
+        local_folder(name, weights=False)
 
 
 def labelled(items: Sequence[str], what: str = "model") -> dict[str, str]:
