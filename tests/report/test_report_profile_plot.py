@@ -2,10 +2,11 @@ import math
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from kvcat.evals import Estimate
 from kvcat.evals.profile_summary import ProfileRow
-from kvcat.report.plots import COLOURS, plotting
+from kvcat.report.plots import COLOURS
 from kvcat.report.profile_plot import draw_profile, save_profile_plot
 
 MODELS = ["base", "kvcat"]
@@ -30,8 +31,7 @@ ROWS = [
 @pytest.mark.parametrize(("statistic", "top"), [("mean", 1.0), ("worst", 5.0)])
 def test_there_is_one_line_per_model_and_kind_with_the_best_caches_errors(statistic, top):
     others = [row("base", "model", 1, 3.0, 3.0, method="first")]
-    with plotting() as plt:
-        _, axes = plt.subplots()
+    for axes in [Figure().subplots()]:
         draw_profile(axes, [*ROWS, *others], statistic, MODELS)
         lines = {line.get_label(): line for line in axes.lines}
         assert list(lines) == [f"{model}, {kind}" for model in MODELS for kind in KINDS]
@@ -47,8 +47,7 @@ def test_there_is_one_line_per_model_and_kind_with_the_best_caches_errors(statis
 
 
 def test_a_single_model_needs_no_name_in_the_legend():
-    with plotting() as plt:
-        _, axes = plt.subplots()
+    for axes in [Figure().subplots()]:
         draw_profile(axes, [r for r in ROWS if r.model == "base" and r.num_slots < 8], "mean", ["base"])
         assert [line.get_label() for line in axes.lines] == KINDS
         assert not axes.texts

@@ -14,7 +14,6 @@ from kvcat.report.tables import (
     differences_table,
     quality_table,
     result_tables,
-    strata_differences_table,
     strata_table,
 )
 
@@ -101,8 +100,6 @@ def test_strata_have_a_row_each_and_one_for_all(folders):
     ]  # fmt: skip
     assert row_of(table, keep="50%", depth="0.5")["kvcat"].value == pytest.approx(sum(own) / len(own))
     assert row_of(table, keep="50%", depth="all")["n"] == "60"
-    differences = strata_differences_table(folders["needle"])
-    assert {"0", "0.5", "1"} <= set(differences.frame.columns)
 
 
 def test_qa_averages_are_means_over_tasks_with_the_interval_of_independent_tasks(folders):

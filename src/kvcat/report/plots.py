@@ -1,15 +1,17 @@
-"""The plots of a report: panels that are drawn side by side into a PNG and one by one into the page."""
+"""The plots of a report: panels that stand side by side in a PNG file and one by one in the page."""
 
 import base64
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
 import numpy as np
 import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from kvcat.evals import METRICS
 from kvcat.report.results import NO_STEP, Results, final_steps
@@ -19,17 +21,19 @@ from kvcat.report.tables import keep_label, pair_rows
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#666666")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 GREY = "#808080"
-DENSE = {
+STYLE = {
+    "font.size": 10.0, "axes.titlesize": 10.0, "axes.spines.top": False, "axes.spines.right": False,
+    "axes.grid": True, "axes.formatter.useoffset": False, "grid.color": GREY, "grid.alpha": 0.25,
+    "grid.linewidth": 0.6, "lines.linewidth": 1.6, "lines.markersize": 5.0, "legend.frameon": False,
+    "legend.fontsize": 8.5, "svg.fonttype": "none", "svg.hashsalt": "kvcat",
+}  # fmt: skip
+_WHOLE_CACHE = {
     "nll": "nll_dense", "exact_match": "dense_exact_match", "string_match": "dense_string_match",
     "accuracy": "dense_accuracy",
 }  # fmt: skip
-"""Metric on the compact cache to the same with the whole cache."""
-_QUALITY = {"suffix": ("kl", "nll"), "needle": ("exact_match",), "ruler": ("string_match",)}
-_STEPS = {"suffix": ("kl", "delta_ppl")}
-_DIFFERENCES = {"suffix": ("kl", "nll")}
 _WIDTH, _HEIGHT = 4.4, 3.6  # inches, of a panel
 _MARGINS = 0.8, 1.05, 0.1, 0.3  # inches to the left, below, to the right and above the axes
-_LOG = ("kl",)
+Draw = Callable[[Any], None]
 
 
 @dataclass(frozen=True)
@@ -45,16 +49,16 @@ class Plot:
 
     name: str
     title: str
-    panels: Sequence[tuple[str, Callable[[Any], None]]]
+    panels: Sequence[tuple[str, Draw]]
     same_scale: bool = False
 
     def save(self, target: Path) -> None:
-        """The panels side by side as a PNG file."""
+        """Write the panels side by side as a PNG file."""
         target.parent.mkdir(parents=True, exist_ok=True)
         columns = min(3, len(self.panels))
         lines = -(-len(self.panels) // columns)
-        with plotting() as plt:
-            figure = plt.figure(figsize=(_WIDTH * columns, _HEIGHT * lines))
+        with mpl.rc_context(STYLE):
+            figure = Figure(figsize=(_WIDTH * columns, _HEIGHT * lines))
             panels = [_place(figure, columns, lines, rank) for rank in range(len(self.panels))]
             self._draw(panels)
             for axes, (title, _) in zip(panels, self.panels, strict=True):
@@ -63,8 +67,8 @@ class Plot:
 
     def images(self) -> list[tuple[str, str]]:
         """Title and address (``data:``) of an SVG image of each panel."""
-        with plotting() as plt:
-            figures = [plt.figure(figsize=(_WIDTH, _HEIGHT)) for _ in self.panels]
+        with mpl.rc_context(STYLE):
+            figures = [Figure(figsize=(_WIDTH, _HEIGHT)) for _ in self.panels]
             self._draw([_place(figure, 1, 1, 0) for figure in figures])
             return [(title, _svg_address(figure)) for figure, (title, _) in zip(figures, self.panels, strict=True)]
 
@@ -85,60 +89,41 @@ class Plot:
                 axes.set_ylim(limits[:, 0].min(), limits[:, 1].max())
 
 
-@contextmanager
-def plotting() -> Iterator[Any]:
-    """Matplotlib's pyplot on the Agg back-end with our style, restored afterwards."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    settings: dict[Any, Any] = {
-        "font.size": 10.0, "axes.titlesize": 10.0, "axes.spines.top": False, "axes.spines.right": False,
-        "axes.grid": True, "axes.formatter.useoffset": False, "grid.color": GREY, "grid.alpha": 0.25,
-        "grid.linewidth": 0.6, "lines.linewidth": 1.6, "lines.markersize": 5.0, "legend.frameon": False,
-        "legend.fontsize": 8.5, "svg.fonttype": "none", "svg.hashsalt": "kvcat",
-    }  # fmt: skip
-    with mpl.rc_context(settings):
-        yield plt
-        plt.close("all")
-
-
-def quality_plots(results: Results) -> list[Plot]:
-    """Quality against the slots kept: of the first method as ``headline``, then of every method metric by metric."""
-    if not results.methods:
-        return []
-    rows, names = results.whole, _metrics(results, _QUALITY)
-    parts = {method: rows[rows["method"] == method] for method in results.methods}
-    panels = [
-        [(f"{METRICS[name].label}, {method}", _quality(own, name, results.models)) for method, own in parts.items()]
-        for name in names
-    ]
-    plots = [Plot("headline", "Against the slots kept", [own[0] for own in panels])]
-    if len(parts) > 1:
-        titles = [f"{METRICS[name].label} against the slots kept, every method" for name in names]
-        plots += [Plot(f"quality-{name}", title, own) for name, title, own in zip(names, titles, panels, strict=True)]
-    return plots
-
-
 def difference_plot(results: Results, model: str, reference: str) -> Plot | None:
     """Gain and what a user gets, a line per method, on one scale; None where nothing was compressed."""
     if not results.methods:
         return None
     rows = final_steps(pair_rows(results, model, reference))
-    names = [metric for metric in _metrics(results, _DIFFERENCES) if metric in set(rows["metric"])]
     panels = [
         (f"{METRICS[name].label}: {model} minus {reference}", _differences(rows, name, results.methods))
-        for name in names
+        for name in results.evaluation.plots
+        if name in set(rows["metric"])
     ]
-    title = f"Difference to {reference} by method and share of slots kept"
-    return Plot(f"differences-{_slug(model)}-{_slug(reference)}", title, panels, same_scale=True)
+    name = f"differences-{model}-{reference}".replace(" ", "-")
+    title = f"{model} against {reference} by method and share of slots kept"
+    return Plot(name, title, panels, same_scale=True)
+
+
+def quality_plots(results: Results) -> list[Plot]:
+    """Quality against the slots kept: of the first method as ``headline``, then of every method metric by metric."""
+    plots, first = [], []
+    for name in results.evaluation.plots if results.methods else ():
+        panels = [
+            (f"{METRICS[name].label}, {method}", _quality(own, name, results.models))
+            for method in results.methods
+            if name in set((own := results.whole[results.whole["method"] == method])["metric"])
+        ]
+        plots.append(Plot(f"quality-{name}", f"{METRICS[name].label} against the slots kept", panels))
+        first += panels[:1]
+    several = [plot for plot in plots if len(plot.panels) > 1]
+    return [Plot("headline", "Against the slots kept", first), *several] if first else []
 
 
 def step_plots(results: Results) -> list[Plot]:
     """Quality against gradient steps, a panel per method and keep ratio."""
     rows, plots = results.whole[results.whole["step"] != NO_STEP], []
-    for metric in _metrics(results, _STEPS) if len(rows) else ():
+    names = ("kl", "delta_ppl") if results.config["evaluation"] == "suffix" else (results.evaluation.deciding,)
+    for metric in names if len(rows) else ():
         panels = [
             (f"{name}, {keep_label(keep)} kept", _steps(own, metric, results.models))
             for (name, keep), own in rows.groupby(["method", "keep_ratio"], sort=False)
@@ -147,7 +132,7 @@ def step_plots(results: Results) -> list[Plot]:
     return plots
 
 
-def colour(name: str, names: Sequence[str]) -> dict[str, str]:
+def line_style(name: str, names: Sequence[str]) -> dict[str, str]:
     """Colour and marker of a line, fixed by the place of its name."""
     rank = list(names).index(name)
     return {"color": COLOURS[rank % len(COLOURS)], "marker": MARKERS[rank % len(MARKERS)]}
@@ -155,92 +140,84 @@ def colour(name: str, names: Sequence[str]) -> dict[str, str]:
 
 def log_axis(axes: Any) -> None:
     """A logarithmic y axis with plain numbers at 1, 2 and 5."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def _quality(rows: pd.DataFrame, metric: str, models: Sequence[str]) -> Callable[[Any], None]:
+def _quality(rows: pd.DataFrame, metric: str, models: Sequence[str]) -> Draw:
     """A metric against the keep ratio, a line per model; dashed the level with the whole cache."""
 
     def draw(axes: Any) -> None:
         last = final_steps(rows)
-        for model in (model for model in models if model in set(last["model"])):
-            own = last[last["model"] == model]
-            style = colour(model, models)
-            _line(axes, own[own["metric"] == metric].sort_values("keep_ratio"), "keep_ratio", metric, model, style)
-            level = own[own["metric"] == DENSE.get(metric)]["value"]
-            if len(level):
-                axes.axhline(_scale(metric) * level.iloc[-1], color=style["color"], linestyle="--", linewidth=1.0)
-        if DENSE.get(metric) in set(last["metric"]):
+        _lines(axes, last, "keep_ratio", metric, models)
+        dense = last[last["metric"] == _WHOLE_CACHE.get(metric)]
+        for model, level in dense.groupby("model")["value"].last().items():
+            style = line_style(str(model), models)["color"]
+            axes.axhline(_scale(metric) * level, color=style, linestyle="--", linewidth=1.0)
+        if len(dense):
             axes.plot([], [], color=GREY, linestyle="--", linewidth=1.0, label="whole cache")
-        _keep_axis(axes, sorted(last["keep_ratio"].unique()))
-        _value_axis(axes, metric)
+        _keep_axis(axes, last)
 
     return draw
 
 
-def _steps(rows: pd.DataFrame, metric: str, models: Sequence[str]) -> Callable[[Any], None]:
+def _steps(rows: pd.DataFrame, metric: str, models: Sequence[str]) -> Draw:
     """A metric against gradient steps, a line per model."""
 
     def draw(axes: Any) -> None:
-        for model in (model for model in models if model in set(rows["model"])):
-            own = rows[(rows["model"] == model) & (rows["metric"] == metric)].sort_values("step")
-            _line(axes, own, "step", metric, model, colour(model, models))
+        _lines(axes, rows, "step", metric, models)
         steps = sorted(rows["step"].unique())
         axes.set_xscale("symlog", linthresh=1.0, linscale=0.5)
         axes.set_xticks(steps, [str(step) for step in steps])
         axes.minorticks_off()
         axes.set_xlabel("gradient steps")
-        _value_axis(axes, metric)
 
     return draw
 
 
-def _differences(rows: pd.DataFrame, metric: str, methods: Sequence[str]) -> Callable[[Any], None]:
+def _differences(rows: pd.DataFrame, metric: str, methods: Sequence[str]) -> Draw:
     """Paired differences with intervals against the keep ratio, a line per method."""
 
     def draw(axes: Any) -> None:
-        own = rows[rows["metric"] == metric]
+        own = rows[rows["metric"] == metric].sort_values("keep_ratio")
         shown = [name for name in methods if name in set(own["method"])]
         for rank, name in enumerate(shown):
-            line = own[own["method"] == name].sort_values("keep_ratio")
+            line = own[own["method"] == name]
             value, low, high = (_scale(metric) * line[end].to_numpy() for end in ("difference", "low", "high"))
             errors = np.nan_to_num(np.maximum(np.stack([value - low, high - value]), 0.0))
             x = line["keep_ratio"].to_numpy() * (1.0 + 0.03 * (rank - (len(shown) - 1) / 2))
-            axes.errorbar(x, value, yerr=errors, label=name, capsize=2.5, elinewidth=1.0, **colour(name, methods))
+            axes.errorbar(x, value, yerr=errors, label=name, capsize=2.5, elinewidth=1.0, **line_style(name, methods))
         axes.axhline(0.0, color="black", linewidth=1.0)
-        better = "below" if METRICS[metric].lower_is_better else "above"
-        _keep_axis(axes, sorted(own["keep_ratio"].unique()))
+        _keep_axis(axes, own)
         unit = "points" if METRICS[metric].percent else METRICS[metric].unit
-        axes.set_ylabel(f"{unit}, {better} 0 is better")
+        axes.set_ylabel(f"{unit}, {'below' if METRICS[metric].lower_is_better else 'above'} 0 is better")
 
     return draw
 
 
-def _line(axes: Any, rows: pd.DataFrame, x: str, metric: str, label: str, style: Mapping[str, str]) -> None:
-    """A line without its interval: the paired differences say who is better. No zeros on a log axis."""
-    shown = rows[rows["value"].notna() & ((rows["value"] > 0.0) | (metric not in _LOG))]
-    axes.plot(shown[x], _scale(metric) * shown["value"], label=label, **style)
+def _lines(axes: Any, rows: pd.DataFrame, x: str, metric: str, models: Sequence[str]) -> None:
+    """A line per model without its interval, for paired differences say who is better; KL on a log axis."""
+    own = rows[(rows["metric"] == metric) & rows["value"].notna()].sort_values(x)
+    log = metric == "kl" and (own["value"] > 0.0).any()
+    own = own[own["value"] > 0.0] if log else own
+    for model in (model for model in models if model in set(own["model"])):
+        line = own[own["model"] == model]
+        axes.plot(line[x], _scale(metric) * line["value"], label=model, **line_style(model, models))
+    unit = "%" if METRICS[metric].percent else METRICS[metric].unit
+    axes.set_ylabel(f"{METRICS[metric].label} ({unit}{', log axis' if log else ''})")
+    if log:
+        log_axis(axes)
 
 
-def _keep_axis(axes: Any, keeps: Sequence[float]) -> None:
+def _keep_axis(axes: Any, rows: pd.DataFrame) -> None:
+    keeps = sorted(rows["keep_ratio"].unique())
     axes.set_xscale("log")
     axes.set_xticks(keeps, [keep_label(keep).rstrip("%") for keep in keeps], fontsize=10 if len(keeps) < 7 else 8)
     axes.minorticks_off()
     axes.set_xlim(keeps[0] / 1.25, keeps[-1] * 1.25)
     axes.set_xlabel("slots kept (%)")
-
-
-def _value_axis(axes: Any, metric: str) -> None:
-    unit = "%" if METRICS[metric].percent else METRICS[metric].unit
-    log = metric in _LOG and any((np.asarray(line.get_ydata()) > 0.0).any() for line in axes.lines)
-    axes.set_ylabel(f"{METRICS[metric].label} ({unit}{', log axis' if log else ''})")
-    if log:
-        log_axis(axes)
 
 
 def _place(figure: Any, columns: int, lines: int, rank: int) -> Any:
@@ -257,16 +234,7 @@ def _scale(metric: str) -> float:
     return 100.0 if METRICS[metric].percent else 1.0
 
 
-def _metrics(results: Results, table: Mapping[str, Sequence[str]]) -> list[str]:
-    names = table.get(results.config["evaluation"], (results.evaluation.deciding,))
-    return [name for name in names if name in results.metrics]
-
-
 def _svg_address(figure: Any) -> str:
     stream = io.BytesIO()
     figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None})
     return "data:image/svg+xml;base64," + base64.b64encode(stream.getvalue()).decode()
-
-
-def _slug(text: str) -> str:
-    return "".join(c if c.isascii() and (c.isalnum() or c in ".-") else "-" for c in text)

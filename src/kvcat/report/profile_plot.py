@@ -4,9 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
+from matplotlib.figure import Figure
+
 from kvcat.evals.profile_suffixes import KINDS
 from kvcat.evals.profile_summary import BEST, STATISTICS, ProfileRow, Statistic
-from kvcat.report.plots import colour, log_axis, plotting
+from kvcat.report.plots import STYLE, line_style, log_axis
 
 _LABELS = {
     "kl": "KL(dense || compact) (nats, log axis)",
@@ -36,8 +39,8 @@ def draw_profile(axes: Any, rows: Sequence[ProfileRow], statistic: Statistic, mo
             places = [row.num_slots for row in shown]
             label = f"{model}, {kind}" if len(models) > 1 else kind
             axes.plot(
-                places, [row.error(statistic) for row in shown], color=colour(model, models)["color"],
-                linestyle=_STYLES[kind], marker=colour(kind, kinds)["marker"], markersize=4.0, label=label,
+                places, [row.error(statistic) for row in shown], color=line_style(model, models)["color"],
+                linestyle=_STYLES[kind], marker=line_style(kind, kinds)["marker"], markersize=4.0, label=label,
             )  # fmt: skip
     slots = sorted({row.num_slots for row in rows})
     axes.set_xscale("symlog", base=2, linthresh=1.0, linscale=0.7)
@@ -68,8 +71,9 @@ def save_profile_plot(rows: Sequence[ProfileRow], folder: Path, *, measure: str 
         "mean": "mean over held-out suffixes",
         "worst": "worst of the held-out suffixes",
     }
-    with plotting() as plt:
-        figure, panels = plt.subplots(1, 2, figsize=(10.4, 4.4), sharey=True)
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(10.4, 4.4))
+        panels = figure.subplots(1, 2, sharey=True)
         for axes, statistic in zip(panels, STATISTICS, strict=True):
             draw_profile(axes, own, statistic, models)
             axes.set_title(f"Best cache found, {titles[statistic]}")

@@ -29,6 +29,7 @@ class Evaluation:
         stratum: what a stratum is called.
         metrics: columns of its tables; the first decides.
         tiles: figures at the top of its section: gain, what a user gets, price.
+        plots: metrics of its plots, the deciding one first; those of one unit.
         price: metrics without compression, shown beside every gain.
         ratio: whether the deciding metric is compared as a ratio.
         steps: gradient steps that are reported besides the last one.
@@ -39,6 +40,7 @@ class Evaluation:
     stratum: str
     metrics: tuple[str, ...]
     tiles: tuple[str, ...]
+    plots: tuple[str, ...]
     price: tuple[str, ...] = ()
     ratio: bool = False
     steps: tuple[int, ...] = ()
@@ -53,24 +55,24 @@ EVALUATIONS = {
     "suffix": Evaluation(
         "Text after a compressed prefix", "window", "stratum",
         ("kl", "nll", "nll_dense", "context_gain", "delta_nll", "delta_ppl", "top1", "retention"),
-        ("kl", "nll", "nll_dense"), ("nll_dense", "context_gain"), ratio=True,
+        ("kl", "nll", "nll_dense"), ("kl", "nll"), ("nll_dense", "context_gain"), ratio=True,
     ),
     "needle": Evaluation(
         "Needle in a haystack", "example", "depth",
         ("exact_match", "dense_exact_match", "native_exact_match", "correct_prefix", "nll", "nll_dense"),
-        ("exact_match", "nll", "dense_exact_match"), ("dense_exact_match", "nll_dense"),
+        ("exact_match", "nll", "dense_exact_match"), ("exact_match",), ("dense_exact_match", "nll_dense"),
     ),
     "ruler": Evaluation(
         "RULER", "example", "task", ("string_match", "dense_string_match", "exact_match", "nll", "nll_dense"),
-        ("string_match", "nll", "dense_string_match"), ("dense_string_match", "nll_dense"),
+        ("string_match", "nll", "dense_string_match"), ("string_match",), ("dense_string_match", "nll_dense"),
     ),
     "longbench": Evaluation(
         "LongBench v2", "question", "sub-domain", ("accuracy", "dense_accuracy", "nll_choice"),
-        ("accuracy", "nll_choice", "dense_accuracy"), ("dense_accuracy",), steps=(20, 100),
+        ("accuracy", "nll_choice", "dense_accuracy"), ("accuracy",), ("dense_accuracy",), steps=(20, 100),
     ),
     "qa": Evaluation(
         "Multiple choice without compression", "question", "task",
-        ("acc_per_char", "acc", "acc_per_token", "nll_per_char"), ("acc_per_char", "nll_per_char"),
+        ("acc_per_char", "acc", "acc_per_token", "nll_per_char"), ("acc_per_char", "nll_per_char"), ("acc_per_char",),
     ),
 }  # fmt: skip
 

@@ -125,10 +125,8 @@ def result_tables(results: Results, paper: Paper) -> list[Table]:
     names = [*results.methods, *dict.fromkeys(results.summary["method"])]
     quality = [quality_table(results, paper, name) for name in dict.fromkeys(names)]
     differences = [differences_table(results, *pair) for pair in results.pairs]
-    strata = []
-    if (results.summary["stratum"] != "").any():
-        strata = [strata_table(results, paper, name) for name in dict.fromkeys(names)]
-        strata += [strata_differences_table(results)] if results.pairs else []
+    several = (results.summary["stratum"] != "").any()
+    strata = [strata_table(results, paper, name) for name in dict.fromkeys(names)] if several else []
     first = strata[:1] if not results.methods else differences[:1]
     tables = [*first, *quality, *differences, *strata, *([costs_table(results)] if len(results.costs) else [])]
     return list({table.name: table for table in tables}.values())
@@ -210,20 +208,6 @@ def strata_table(results: Results, paper: Paper, method: str) -> Table:
     caption = f"{_title(results)}, {method}: {head(name)} by {evaluation.stratum}.{_reference(results)}"
     title = f"{method} by {evaluation.stratum}"
     return _table(results, f"{evaluation.stratum}-{_slug(method)}", title, caption, lines, paper)
-
-
-def strata_differences_table(results: Results) -> Table:
-    """Differences of the deciding metric by stratum, of every pair of models."""
-    name, stratum = results.evaluation.deciding, results.evaluation.stratum
-    rows = results.comparisons[(results.comparisons["metric"] == name) & (results.comparisons["stratum"] != "")]
-    rows = final_steps(rows, results.evaluation.steps)
-    lines: list[Line] = []
-    for (model, reference, method, keep, step), own in rows.groupby(["model", "reference", *CELL], sort=False):
-        line: Line = {"model": model, "reference": reference, "method": method, "keep": keep_label(keep)}
-        line["steps"] = step_label(step)
-        lines.append(line | {row["stratum"]: difference_figure(row) for _, row in own.iterrows()})
-    caption = f"{_title(results)}: {head(name, difference=True)} by {stratum}. All cells are exploratory."
-    return _table(results, f"differences-by-{_slug(stratum)}", f"Differences by {stratum}", caption, lines)
 
 
 def costs_table(results: Results) -> Table:
