@@ -5,7 +5,6 @@ Nothing here trains and nothing needs a model. ``docs/theory.md`` explains each 
 
 from kvcat.theory.certificate import certified_bound, certified_bounds
 from kvcat.theory.definitions import CompressedModel, Transformer, compress, compressibility, prefix_cache, sequences
-from kvcat.theory.errata import errata
 from kvcat.theory.functions import FUNCTIONS, FunctionTable
 from kvcat.theory.histogram import compressible_histogram, histogram_policy, incompressible_histogram
 from kvcat.theory.hull import best_shift, distance_to_hull, enclosing_ball, hull_lemma_bound, sharp_constant
@@ -28,7 +27,6 @@ __all__ = [
     "definition_optimum",
     "distance_to_hull",
     "enclosing_ball",
-    "errata",
     "histogram_policy",
     "hull_lemma_bound",
     "incompressible_histogram",
