@@ -1,7 +1,8 @@
-"""What a file of tensors says of itself, read and verified without loading torch.
+"""The header of a cache file, read and verified without loading torch.
 
-A file is a safetensors file: eight bytes with the length of the header, the header as JSON, the tensors' bytes. Ours
-hold a ``format`` of the form NAME-VERSION and a SHA-256 over every byte of the file, taken with zeros in its own place.
+A file is a safetensors file: eight bytes with the length of the header, the header as JSON, the tensors'
+bytes. Ours hold a ``format`` of the form NAME-VERSION and a SHA-256 over every byte of the file, taken
+with zeros in its own place.
 """
 
 import hashlib
@@ -17,11 +18,10 @@ from kvcat.errors import InputError
 
 CACHE, PREFIX = "kvcat-compact-cache", "kvcat-prefix"
 KINDS = {CACHE: "a compact cache of kvcat", PREFIX: "an exported prefix of kvcat"}
-VERSIONS = {CACHE: (1, 2), PREFIX: (1, 1)}
+VERSIONS = {CACHE: 2, PREFIX: 1}
 NO_DIGEST = "0" * 64
-_LONGEST_HEADER = 2**27
+_LONGEST_HEADER = 2**24
 _BLOCK = 2**22
-_TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64"}
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def read_header(path: Path, *, verify: bool = True) -> FileHeader:
         verify: whether the bytes of the whole file are compared with its checksum.
 
     Raises:
-        InputError: missing, truncated, no safetensors file, not ours, of a newer kvcat, or changed since written.
+        InputError: missing, truncated, no safetensors file, not ours, of another version, or changed.
     """
     if not path.is_file():
         raise InputError(f"no cache file {path}")
@@ -88,12 +88,12 @@ def parse_header(file: io.BufferedIOBase, path: Path, *, verify: bool = True) ->
     """As ``read_header``, from an open file.
 
     Args:
-        file: at its beginning.
+        file: open for reading.
         path: its name, for messages.
-        verify: as there.
+        verify: as in ``read_header``.
 
     Raises:
-        InputError: as there, but for a missing file.
+        InputError: as ``read_header``, but for a missing file.
     """
     broken = f"{path} is truncated or not a safetensors file"
     size = file.seek(0, os.SEEK_END)
@@ -112,13 +112,29 @@ def parse_header(file: io.BufferedIOBase, path: Path, *, verify: bool = True) ->
     end = max((tensor.stop for tensor in tensors.values()), default=8 + length)
     if end != size:
         raise InputError(f"{broken}: its header describes {end} bytes, it has {size}")
-    told = entries.pop("sha256", "")
-    if verify:
-        old = (kind, version) == (CACHE, 1)
-        found = _digest_of_version_1(file, tensors, entries) if old else digest(file, text, told)
-        if told != found:
-            raise InputError(f"{path} is corrupt: its contents do not match its checksum")
+    stated = entries.pop("sha256", "")
+    if verify and stated != _digest(file, text, stated):
+        raise InputError(f"{path} is corrupt: its contents do not match its checksum")
     return FileHeader(kind, version, entries, tensors, size)
+
+
+def parse_metadata(text: str, name: object) -> dict[str, str]:
+    """How a cache was made, from its header entry.
+
+    Args:
+        text: JSON.
+        name: of the cache, for the message.
+
+    Raises:
+        InputError: no flat table of texts.
+    """
+    try:
+        metadata = json.loads(text)
+    except (ValueError, RecursionError):
+        metadata = None
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise InputError(f"{name}: its metadata is no table of texts")
+    return metadata
 
 
 def _entry(facts: dict[str, Any], offset: int) -> TensorEntry:
@@ -128,43 +144,22 @@ def _entry(facts: dict[str, Any], offset: int) -> TensorEntry:
     return TensorEntry(str(facts["dtype"]), tuple(int(n) for n in facts["shape"]), offset + start, offset + stop)
 
 
-def _format(told: str, path: Path) -> tuple[str, int]:
-    match = re.fullmatch(r"(kvcat-[a-z-]+)-(\d{1,9})", told, re.ASCII)
+def _format(stated: str, path: Path) -> tuple[str, int]:
+    match = re.fullmatch(r"(kvcat-[a-z-]+)-(\d{1,9})", stated, re.ASCII)
     if match is None or match[1] not in KINDS:
         raise InputError(f"{path} is not {KINDS[CACHE]}")
-    (oldest, newest), version = VERSIONS[match[1]], int(match[2])
-    if version > newest:
-        known = f"{oldest}..{newest}" if oldest < newest else f"{newest}"
-        raise InputError(f"{path} was written by a newer kvcat, format {version}; this version reads {known}")
-    if version < oldest:
-        raise InputError(f"{path} has format {version}, which no kvcat wrote")
+    known, version = VERSIONS[match[1]], int(match[2])
+    if version != known:
+        age = "was written by a newer kvcat," if version > known else "has"
+        raise InputError(f"{path} {age} format {version}; this version reads {known}")
     return match[1], version
 
 
-def digest(file: io.BufferedIOBase, header: bytes, told: str) -> str:
-    """SHA-256 of the whole file, with zeros where its own checksum stands.
-
-    Args:
-        file: open for reading, anywhere.
-        header: the header's bytes.
-        told: the checksum that the header holds.
-    """
+def _digest(file: io.BufferedIOBase, header: bytes, stated: str) -> str:
+    """SHA-256 of the whole file, with zeros where its own checksum stands."""
     result = hashlib.sha256(len(header).to_bytes(8, "little"))
-    result.update(header.replace(f'"sha256":"{told}"'.encode(), f'"sha256":"{NO_DIGEST}"'.encode()))
+    result.update(header.replace(f'"sha256":"{stated}"'.encode(), f'"sha256":"{NO_DIGEST}"'.encode()))
     file.seek(8 + len(header))
     while block := file.read(_BLOCK):
         result.update(block)
-    return result.hexdigest()
-
-
-def _digest_of_version_1(file: io.BufferedIOBase, tensors: dict[str, TensorEntry], entries: dict[str, str]) -> str:
-    """SHA-256 over the header's entries and every tensor's name, dtype, shape and bytes."""
-    entries = {"format": f"{CACHE}-1", **entries}
-    result = hashlib.sha256(json.dumps(entries, sort_keys=True).encode())
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        result.update(f"{name} torch.{_TORCH_NAMES.get(tensor.dtype, tensor.dtype)} {tensor.shape}\n".encode())
-        file.seek(tensor.start)
-        for done in range(0, tensor.nbytes, _BLOCK):
-            result.update(file.read(min(_BLOCK, tensor.nbytes - done)))
     return result.hexdigest()

@@ -2,9 +2,8 @@
 
 from kvcat.cache.compact import CompactCache, next_turn
 from kvcat.cache.fingerprint import fingerprint
-from kvcat.cache.layers import PrefixLayer
+from kvcat.cache.layers import PrefixLayer, layer_windows
 from kvcat.cache.slots import CompactLayer, Head, Layer, RaggedLayer
-from kvcat.cache.windows import layer_windows
 
 __all__ = [
     "CompactCache", "CompactLayer", "Head", "Layer", "PrefixLayer", "RaggedLayer", "fingerprint", "layer_windows",

@@ -1,6 +1,5 @@
 """The compact cache: few slots that stand for a long prefix."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,21 +10,20 @@ from torch import nn
 from transformers import Cache, PreTrainedModel
 
 from kvcat.attention import enable
-from kvcat.cache import storage
+from kvcat.cache.files import read_cache, write_cache
 from kvcat.cache.fingerprint import fingerprint
-from kvcat.cache.layers import PrefixLayer, RaggedPrefixLayer, StaticPrefixLayer
-from kvcat.cache.slots import CompactLayer, Layer, RaggedLayer
-from kvcat.cache.windows import layer_windows
+from kvcat.cache.layers import PrefixLayer, RaggedPrefixLayer, StaticPrefixLayer, layer_windows
+from kvcat.cache.slots import CompactLayer, Layer, RaggedLayer, Rows
 from kvcat.errors import InputError
 from kvcat.types import Int, Tensor
 
 
 @dataclass(frozen=True)
 class CompactCache:
-    """A prefix of ``num_tokens`` tokens held in few KV slots: ``num_slots`` per layer and head, or a number for each.
+    """A prefix of ``num_tokens`` tokens held in few KV slots per layer and head.
 
-    Decoding never changes it: every conversion to a transformers cache is fresh, so that one compact cache answers any
-    number of questions.
+    Decoding never changes it: every conversion to a transformers cache is fresh, so that one compact
+    cache answers any number of questions.
 
     Args:
         layers: one per layer of the model, of equal batch.
@@ -52,7 +50,7 @@ class CompactCache:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether every head of every layer holds equally many slots, in tensors that say so."""
+        """Whether every head of every layer holds equally many slots."""
         equal = all(isinstance(layer, CompactLayer) for layer in self.layers)
         return equal and len({layer.num_slots for layer in self.layers}) == 1
 
@@ -63,7 +61,7 @@ class CompactCache:
 
     @property
     def nbytes(self) -> int:
-        """Memory of keys, values and log-bias, bytes; what only describes them is not counted."""
+        """Memory of keys, values and log-bias, bytes."""
         used = ("keys", "values", "log_bias")
         return sum(x.nbytes for layer in self.layers for name, x in layer.tensors().items() if name in used)
 
@@ -72,7 +70,7 @@ class CompactCache:
         """Whether any layer has a log-bias."""
         return any(layer.log_bias is not None for layer in self.layers)
 
-    def select(self, rows: Int[Tensor, " rows"] | list[int] | slice) -> "CompactCache":
+    def select(self, rows: Rows) -> "CompactCache":
         """The cache of the given examples.
 
         Args:
@@ -81,16 +79,16 @@ class CompactCache:
         return replace(self, layers=[layer.select(rows) for layer in self.layers])
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "CompactCache":
-        """The cache on another device, its keys and values in another floating dtype (the log-bias keeps its own).
+        """The cache on another device, its keys and values in another floating dtype.
 
         Args:
             device: target device; None keeps it.
-            dtype: target dtype; None keeps it.
+            dtype: target dtype; None keeps it. The log-bias keeps its own.
         """
         return replace(self, layers=[layer.to(device, dtype) for layer in self.layers])
 
     def save(self, path: str | Path) -> None:
-        """Writes a safetensors file with a checksum; the path holds the old file or the whole new one.
+        """Write a safetensors file with a checksum; the path holds the old file or the whole new one.
 
         Args:
             path: file to write; its folder must exist.
@@ -98,14 +96,8 @@ class CompactCache:
         Raises:
             InputError: no such folder, no permission, or the disk is full.
         """
-        tensors = {f"layers.{i}.{n}": t for i, layer in enumerate(self.layers) for n, t in layer.tensors().items()}
-        header = {
-            "num_layers": str(len(self.layers)),
-            "num_tokens": str(self.num_tokens),
-            "fingerprint": self.fingerprint,
-            "metadata": json.dumps(self.metadata, sort_keys=True),
-        }
-        storage.write(Path(path), tensors, header)
+        layers = [layer.tensors() for layer in self.layers]
+        write_cache(Path(path), layers, self.num_tokens, self.fingerprint, self.metadata)
 
     @classmethod
     def load(cls, path: str | Path, model: nn.Module | None = None) -> "CompactCache":
@@ -118,20 +110,16 @@ class CompactCache:
         Raises:
             InputError: missing, truncated, corrupt, not one of ours, or of another model.
         """
-        tensors, header = storage.read(Path(path))
-        layers = []
-        for index in range(int(header["num_layers"])):
-            prefix = f"layers.{index}."
-            fields: dict[str, Any] = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
-            layers.append(RaggedLayer(**{"log_bias": None, **fields}) if "counts" in fields else CompactLayer(**fields))
-        cache = cls(layers, int(header["num_tokens"]), header["fingerprint"], json.loads(header["metadata"]))
+        layers, num_tokens, owner, metadata = read_cache(Path(path))
+        made = [RaggedLayer(**{"log_bias": None, **x}) if "counts" in x else CompactLayer(**x) for x in layers]
+        cache = cls(made, num_tokens, owner, metadata)
         if model is None:
             return cache
         cache.check_model(model, str(path))
         return cache.to(next(model.parameters()).device)
 
     def check_model(self, model: nn.Module, name: str = "the compact cache") -> None:
-        """Refuses a model that the cache was not made with.
+        """Refuse a model that the cache was not made with.
 
         Raises:
             InputError: the model's weights have another fingerprint.
@@ -150,17 +138,14 @@ class CompactCache:
         *,
         static_tokens: int | None = None,
     ) -> dict[str, Any]:
-        """Keyword arguments with which ``model.generate`` or ``model`` goes on from the prefix.
-
-        ``input_ids``, a fresh ``past_key_values``, and an ``attention_mask`` over ``num_tokens`` and the new tokens.
-        With a log-bias, or slots that differ in number, the model is switched to kvcat's attention function.
+        """Keyword arguments with which ``model.generate`` or ``model`` continues the prefix.
 
         Args:
             model: the model the cache was made with.
             input_ids: tokens after the prefix; one cached example serves any number of rows.
             attention_mask: 1 for tokens, 0 for padding on the left; None: no padding.
-            static_tokens: room for so many tokens behind the prefix, new and generated ones, is allocated at once, as
-                a compiled model needs it; None: the cache grows as they come.
+            static_tokens: allocate room for so many tokens after the prefix at once, as a compiled model
+                needs it; None: the cache grows as they come.
 
         Raises:
             InputError: another model, no tokens, or a batch that does not fit.
@@ -181,13 +166,13 @@ class CompactCache:
     ) -> Cache:
         """A fresh transformers cache that starts with the compact prefix.
 
-        With a log-bias, or slots that differ in number, the model is switched to kvcat's attention function, because
-        stock attention knows neither.
+        With a log-bias, or slots that differ in number, the model is switched to kvcat's attention,
+        because stock attention knows neither.
 
         Args:
             model: the model the cache was made with.
             read_only: forwards leave the cache as it is.
-            static_tokens: room for so many tokens behind the prefix, allocated once; None: it grows as they come.
+            static_tokens: as in ``inputs``.
 
         Raises:
             InputError: static_tokens below 1, or together with read_only.
@@ -196,35 +181,33 @@ class CompactCache:
             raise InputError(f"static_tokens is {static_tokens}: room for at least 1, in a cache that is not read-only")
         if self.has_log_bias or not self.is_uniform:
             enable(model)
-        uniform, prefix_layers = self.is_uniform, []
+        uniform, made = self.is_uniform, []
         for layer, window in zip(self.layers, layer_windows(model.config), strict=True):
             if not uniform and isinstance(layer, CompactLayer) and layer.log_bias is None:
                 # masks are made for the first layer's slots; with a log-bias, attention takes this layer's part
                 layer = replace(layer, log_bias=torch.zeros(layer.keys.shape[:3], device=layer.keys.device))
             if static_tokens is not None:
-                made = StaticPrefixLayer(layer, self.num_tokens, capacity=static_tokens, window=window)
+                made.append(StaticPrefixLayer(layer, self.num_tokens, capacity=static_tokens, window=window))
             else:
                 kind: Any = RaggedPrefixLayer if isinstance(layer, RaggedLayer) else PrefixLayer
-                made = kind(layer, self.num_tokens, window=window, read_only=read_only)
-            prefix_layers.append(made)
-        return Cache(layers=prefix_layers)
+                made.append(kind(layer, self.num_tokens, window=window, read_only=read_only))
+        return Cache(layers=made)
 
 
 def next_turn(past: Cache, input_ids: Int[Tensor, "batch new"]) -> dict[str, Any]:
-    """Keyword arguments with which ``model.generate`` goes on after an earlier answer on the same transformers cache.
+    """Keyword arguments with which ``model.generate`` goes on after an earlier answer on the same cache.
 
-    The cache grows behind its compact part from turn to turn (``trace(..., past=...)`` compresses both again). No row
-    may hold padding.
+    The cache grows behind its compact part from turn to turn (``trace(..., past=...)`` compresses both
+    again). No row may hold padding.
 
     Args:
         past: ``past_key_values`` of ``CompactCache.inputs``, after the earlier turns.
-        input_ids: the last generated token, which the cache does not hold yet, and the tokens of the new turn.
+        input_ids: the last generated token, which the cache does not hold yet, and those of the new turn.
 
     Raises:
         InputError: no tokens.
     """
     if input_ids.shape[1] == 0:
         raise InputError("input_ids hold no token: there is nothing to go on from")
-    seen = int(past.get_seq_length())
-    mask = input_ids.new_ones(len(input_ids), seen + input_ids.shape[1])
+    mask = input_ids.new_ones(len(input_ids), int(past.get_seq_length()) + input_ids.shape[1])
     return {"input_ids": input_ids, "past_key_values": past, "attention_mask": mask}

@@ -26,9 +26,9 @@ def hash_tensor(digest: Any, name: str, tensor: Tensor) -> None:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """SHA-256 of the model's class, the configuration that shapes its output, and every parameter's name and bytes.
+    """SHA-256 of the model's class, the configuration that shapes its output, and all parameters.
 
-    The digest is remembered for as long as no parameter is replaced or written to (writes through ``.data`` go
+    The digest is remembered until a parameter is replaced or written to (writes through ``.data`` go
     unnoticed, as they do to autograd).
 
     Args:

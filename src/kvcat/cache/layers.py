@@ -2,6 +2,8 @@
 
 # pyright: reportIncompatibleVariableOverride=false
 
+from typing import Any
+
 import torch
 from torch import nn
 from transformers.cache_utils import CacheLayerMixin
@@ -9,20 +11,20 @@ from transformers.cache_utils import CacheLayerMixin
 from kvcat.attention import Carried, attach
 from kvcat.cache.slots import CompactLayer, Layer, RaggedLayer
 from kvcat.errors import InputError
-from kvcat.types import Float, Int, Tensor
+from kvcat.types import Int, Tensor
 
 
 class PrefixLayer(CacheLayerMixin):
     """One layer's compact prefix and the tokens after it, as transformers' attention sees them.
 
-    Positions go on from ``num_tokens`` (the prefix length), however few slots stand for the prefix. The keys that it
-    returns carry the log-bias (``Carried``), which only kvcat's attention function adds.
+    Positions go on from ``num_tokens`` (the prefix length), however few slots stand for the prefix. The
+    returned keys carry the log-bias (``Carried``), which only kvcat's attention function adds.
 
     Args:
         slots: the prefix, equally many slots in every head.
         num_tokens: prefix length in tokens, at least the number of slots.
         window: sliding window of this layer in tokens, None without one.
-        read_only: updates return slots and new tokens but store nothing (for optimisation and scoring).
+        read_only: updates return slots and new tokens but store nothing.
     """
 
     keys: Tensor
@@ -49,15 +51,13 @@ class PrefixLayer(CacheLayerMixin):
         A cache of batch b serves a batch that is a multiple of b: every row is repeated, as beams are.
 
         Raises:
-            InputError: the batch is no multiple of the cache's, or a sliding window no longer covers everything.
+            InputError: the batch is no multiple of the cache's, or a sliding window is too short.
         """
-        check_window(self.window, self.num_tokens + self.num_new + key_states.shape[-2])
-        repeats = repeats_for(key_states.shape[0], self.keys.shape[0])
-        keys, values, log_bias = (repeat_rows(x, repeats) for x in (self.keys, self.values, self.log_bias))
-        assert keys is not None
-        assert values is not None
-        keys = torch.cat([keys.to(key_states.dtype), key_states], dim=-2)
-        values = torch.cat([values.to(value_states.dtype), value_states], dim=-2)
+        _check_window(self.window, self.num_tokens + self.num_new + key_states.shape[-2])
+        repeats = _repeats(key_states.shape[0], self.keys.shape[0])
+        keys = torch.cat([_repeated(self.keys, repeats).to(key_states.dtype), key_states], dim=-2)
+        values = torch.cat([_repeated(self.values, repeats).to(value_states.dtype), value_states], dim=-2)
+        log_bias = None if self.log_bias is None else _repeated(self.log_bias, repeats)
         if not self.read_only:
             self.keys, self.values, self.log_bias = keys, values, log_bias
             self.num_new += key_states.shape[-2]
@@ -79,7 +79,7 @@ class PrefixLayer(CacheLayerMixin):
         return self.num_tokens + self.num_new
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Number of keys and the position the first of them stands at in the mask."""
+        """Number of keys, and the position of the first one in the mask."""
         return self.num_slots + self.num_new + query_length, self.num_tokens - self.num_slots
 
     def get_max_length(self) -> int:
@@ -87,11 +87,11 @@ class PrefixLayer(CacheLayerMixin):
         return -1
 
     def reset(self) -> None:
-        """Drops the new tokens and keeps the prefix."""
+        """Drop the new tokens and keep the prefix."""
         self.crop(-self.num_new)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last ``-tokens_to_remove`` tokens; the compact prefix itself cannot be cropped.
+        """Remove the last ``-tokens_to_remove`` tokens; the compact prefix itself cannot be cropped.
 
         Raises:
             InputError: more tokens than were added after the prefix.
@@ -104,24 +104,24 @@ class PrefixLayer(CacheLayerMixin):
             self.num_new -= count
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats every row."""
+        """Repeat every row."""
         self.batch_select_indices(torch.arange(self.keys.shape[0]).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Int[Tensor, " rows"]) -> None:
-        """Keeps the given rows."""
+        """Keep the given rows."""
         rows = indices.to(self.keys.device)
         self.keys, self.values = self.keys[rows], self.values[rows]
         self.log_bias = None if self.log_bias is None else self.log_bias[rows]
 
     def reorder_cache(self, beam_idx: Int[Tensor, " rows"]) -> None:
-        """Rows in the order of the surviving beams."""
+        """Put the rows in the order of the surviving beams."""
         self.batch_select_indices(beam_idx)
 
 
 class RaggedPrefixLayer(PrefixLayer):
-    """A prefix whose heads keep different numbers of slots; its keys and values are those of the new tokens alone.
+    """A prefix whose heads hold different numbers of slots; its keys are those of the new tokens alone.
 
-    The slots travel beside them (``Carried``) and are never padded or copied.
+    The slots travel with the keys (``Carried``) and are never padded or copied.
 
     Args:
         slots: the prefix.
@@ -137,14 +137,14 @@ class RaggedPrefixLayer(PrefixLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Keys and values of all new tokens so far, carrying the slots."""
-        rows = self.rows.repeat_interleave(repeats_for(key_states.shape[0], len(self.rows)))
+        rows = self.rows.repeat_interleave(_repeats(key_states.shape[0], len(self.rows)))
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         if not self.read_only:
             self.rows = rows
         return self._carrying(keys, Carried(slots=self.prefix, rows=rows)), values
 
     def batch_select_indices(self, indices: Int[Tensor, " rows"]) -> None:
-        """Keeps the given rows."""
+        """Keep the given rows."""
         super().batch_select_indices(indices)
         self.rows = self.rows[indices.to(self.rows.device)]
 
@@ -152,7 +152,7 @@ class RaggedPrefixLayer(PrefixLayer):
 class StaticPrefixLayer(PrefixLayer):
     """A prefix with room for a fixed number of tokens, allocated once, as transformers' ``StaticLayer``.
 
-    Shapes never change, so that a compiled model is compiled once. Heads with fewer slots than the fullest are padded.
+    Shapes never change, so that a model is compiled once. Heads with fewer slots are padded.
 
     Args:
         slots: the prefix.
@@ -165,24 +165,22 @@ class StaticPrefixLayer(PrefixLayer):
 
     def __init__(self, slots: Layer, num_tokens: int, *, capacity: int, window: int | None = None):
         super().__init__(slots.padded(), num_tokens, window=window)
-        check_window(window, num_tokens + capacity)
+        _check_window(window, num_tokens + capacity)
         self.capacity, self.is_initialized = capacity, False
         self.cumulative_length = torch.tensor(0, device=self.device)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocates the room, in the dtype and for the batch of the first tokens."""
-        repeats = repeats_for(key_states.shape[0], self.keys.shape[0])
-
-        def roomy(slots: Tensor, like: Tensor) -> Tensor:
-            repeated = slots.repeat_interleave(repeats, dim=0).to(like)
-            return nn.functional.pad(repeated, (0, 0, 0, self.capacity))
-
-        self.keys, self.values = roomy(self.keys, key_states), roomy(self.values, value_states)
-        self.log_bias = repeat_rows(self.log_bias, repeats)
+        """Allocate the room, in the dtype and for the batch of the first tokens."""
+        repeats = _repeats(key_states.shape[0], self.keys.shape[0])
+        self.keys, self.values = (
+            nn.functional.pad(_repeated(slots, repeats).to(like), (0, 0, 0, self.capacity))
+            for slots, like in ((self.keys, key_states), (self.values, value_states))
+        )
+        self.log_bias = None if self.log_bias is None else _repeated(self.log_bias, repeats)
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_args, **_kwargs) -> tuple[Tensor, Tensor]:
-        """All room there is, the new tokens written behind those before.
+        """The whole room, the new tokens written behind those before.
 
         Raises:
             InputError: more tokens than there is room for, or a batch that is no multiple of the cache's.
@@ -205,11 +203,11 @@ class StaticPrefixLayer(PrefixLayer):
         return self.keys[..., own, :], self.values[..., own, :]
 
     def get_seq_length(self) -> Tensor:  # type: ignore[override]
-        """Position of the next token, as a tensor, which a compiled model reads without being compiled anew."""
+        """Position of the next token, as a tensor, so that a compiled model is not compiled anew."""
         return self.num_tokens + self.cumulative_length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:  # noqa: ARG002
-        """Number of keys and the position the first of them stands at in the mask."""
+        """Number of keys, and the position of the first one in the mask."""
         return self.num_slots + self.capacity, self.num_tokens - self.num_slots
 
     def get_max_length(self) -> int:
@@ -217,11 +215,11 @@ class StaticPrefixLayer(PrefixLayer):
         return self.num_tokens + self.capacity
 
     def reset(self) -> None:
-        """Drops the new tokens and keeps the prefix."""
+        """Drop the new tokens and keep the prefix."""
         self.cumulative_length.zero_()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Not there: a static cache forgets all new tokens (``reset``) or none.
+        """Not possible: a static cache drops all new tokens (``reset``) or none.
 
         Raises:
             InputError: always.
@@ -229,31 +227,40 @@ class StaticPrefixLayer(PrefixLayer):
         raise InputError(f"a static cache cannot be cropped by {-tokens_to_remove} tokens")
 
 
-def check_window(window: int | None, total: int) -> None:
-    """Refuses more tokens than a sliding window covers.
+def layer_windows(config: Any) -> list[int | None]:
+    """Sliding window of every layer in tokens, None where a layer sees everything before it.
 
     Args:
-        window: sliding window in tokens, None without one.
-        total: tokens up to and with the newest.
+        config: a transformers configuration.
 
     Raises:
-        InputError: the window no longer covers everything.
+        InputError: a layer keeps no keys and values (linear attention, state space) or shares another's.
     """
+    config = config.get_text_config(decoder=True)
+    window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        kind = "sliding_attention" if window else "chunked_attention" if chunk else "full_attention"
+        types = [kind] * config.num_hidden_layers
+    windows = {"full_attention": None, "sliding_attention": window, "chunked_attention": chunk}
+    for kind in types:
+        if kind not in windows:
+            raise InputError(f"{config.model_type}: layers of type {kind!r} keep no keys and values to compress")
+    if getattr(config, "num_kv_shared_layers", 0):
+        raise InputError(f"{config.model_type}: layers that share keys and values are not supported")
+    return [windows[kind] for kind in types]
+
+
+def _check_window(window: int | None, total: int) -> None:
     if window is not None and total > window:
         raise InputError(f"{total} tokens exceed the sliding window of {window}: not supported with a compact cache")
 
 
-def repeats_for(batch: int, rows: int) -> int:
-    """How often every row of a cache is repeated to serve a batch.
-
-    Raises:
-        InputError: the batch is no multiple of the rows.
-    """
+def _repeats(batch: int, rows: int) -> int:
     if batch % rows:
         raise InputError(f"a cache of {rows} examples cannot serve a batch of {batch}")
     return batch // rows
 
 
-def repeat_rows(states: Float[Tensor, "rows ..."] | None, repeats: int) -> Float[Tensor, "batch ..."] | None:
-    """Every row so many times, one after the other; None stays None."""
-    return states if states is None or repeats == 1 else states.repeat_interleave(repeats, dim=0)
+def _repeated(states: Tensor, repeats: int) -> Tensor:
+    return states if repeats == 1 else states.repeat_interleave(repeats, dim=0)

@@ -1,25 +1,41 @@
-"""The slots of one layer: equally many in every head, or as many as each head deserves."""
+"""The slots of one layer: equally many in every head, or a number for each head."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
 import torch
 
-from kvcat.attention.carried import Head
+from kvcat.attention import Head
 from kvcat.errors import InputError
 from kvcat.types import Bool, Float, Int, Tensor
 
+Rows = Int[Tensor, " rows"] | list[int] | slice
+
+
+class _Tensors:
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors there are, by field name."""
+        named = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "Layer":
+        """On another device, keys and values in another dtype; the log-bias keeps its own."""
+        moved = {name: tensor.to(device=device) for name, tensor in self.tensors().items() if name != "counts"}
+        moved |= {name: moved[name].to(dtype=dtype) for name in ("keys", "values")}
+        return replace(self, **moved)  # type: ignore[type-var]
+
 
 @dataclass(frozen=True)
-class CompactLayer:
+class CompactLayer(_Tensors):
     """Keys and values of one layer's slots, and what is added to the scores of each slot.
 
     Args:
         keys: keys after rotation at their original positions.
         values: values.
         log_bias: nats added to the scaled score of each slot; None adds none.
-        positions: token positions that the slots' keys stood at, where the method knows them.
+        positions: token positions of the slots' keys, where the method knows them.
     """
 
     keys: Float[Tensor, "batch kv_heads slots head_dim"]
@@ -34,7 +50,7 @@ class CompactLayer:
 
     @property
     def num_slots(self) -> int:
-        """Slots of the fullest head: of every head."""
+        """Slots of every head."""
         return self.keys.shape[2]
 
     @property
@@ -43,27 +59,22 @@ class CompactLayer:
         return torch.full(self.keys.shape[:2], self.num_slots)
 
     def head(self, example: int, head: int) -> Head:
-        """Keys, values and log-bias of one head.
-
-        Args:
-            example: row of the batch.
-            head: KV head.
-        """
+        """Keys, values and log-bias of one KV head of one example."""
         bias = None if self.log_bias is None else self.log_bias[example, head]
         return self.keys[example, head], self.values[example, head], bias
 
     def padded(self) -> "CompactLayer":
-        """The layer itself: nothing is missing."""
+        """The layer itself."""
         return self
 
     def without_absent(self) -> "Layer":
-        """Without the slots of log-bias -inf, which no query sees: what ``padded`` added goes again."""
+        """Without the slots of log-bias -inf, which no query sees; undoes ``RaggedLayer.padded``."""
         if self.log_bias is None or bool((there := self.log_bias > -torch.inf).all()):
             return self
         return self.taken(there)
 
     def taken(self, there: Bool[Tensor, "batch kv_heads slots"]) -> "Layer":
-        """Some of the slots, ragged where heads are left with other numbers of them.
+        """Some of the slots, ragged where heads keep different numbers of them.
 
         Args:
             there: which ones; at least one of every head.
@@ -72,23 +83,11 @@ class CompactLayer:
             InputError: a head without slots.
         """
         flat = {name: tensor[there] for name, tensor in self.tensors().items()}
-        return _evened(RaggedLayer(**{"log_bias": None, **flat}, counts=there.sum(-1).cpu()))
+        return _equal_if_possible(RaggedLayer(**{"log_bias": None, **flat}, counts=there.sum(-1).cpu()))
 
-    def select(self, rows: Int[Tensor, " rows"] | list[int] | slice) -> "CompactLayer":
+    def select(self, rows: Rows) -> "CompactLayer":
         """The given examples."""
         return CompactLayer(**{name: tensor[rows] for name, tensor in self.tensors().items()})
-
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "CompactLayer":
-        """On another device, keys and values in another dtype; the log-bias keeps its own."""
-        moved = {name: tensor.to(device=device) for name, tensor in self.tensors().items()}
-        return CompactLayer(
-            **{**moved, "keys": moved["keys"].to(dtype=dtype), "values": moved["values"].to(dtype=dtype)}
-        )
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensors there are, by field name."""
-        named = {name: getattr(self, name) for name in ("keys", "values", "log_bias", "positions")}
-        return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     @staticmethod
     def ragged(
@@ -97,7 +96,7 @@ class CompactLayer:
         log_bias: list[list[Tensor]] | None = None,
         positions: list[list[Tensor]] | None = None,
     ) -> "Layer":
-        """A layer whose heads have slots of their own number; where these are equal, an ordinary one.
+        """A layer from single heads, ragged where they hold different numbers of slots.
 
         Args:
             keys: per example and KV head, keys after rotation (slots, head_dim), at least one slot.
@@ -106,24 +105,21 @@ class CompactLayer:
             positions: likewise, (slots,); None where they are not known.
         """
         counts = torch.tensor([[len(head) for head in row] for row in keys])
-        flat = {
-            name: torch.cat([head for row in part for head in row])
-            for name, part in (("keys", keys), ("values", values), ("log_bias", log_bias), ("positions", positions))
-            if part is not None
-        }
-        return _evened(RaggedLayer(**{"log_bias": None, **flat}, counts=counts))
+        parts = {"keys": keys, "values": values, "log_bias": log_bias, "positions": positions}
+        flat = {n: torch.cat([head for row in part for head in row]) for n, part in parts.items() if part is not None}
+        return _equal_if_possible(RaggedLayer(**{"log_bias": None, **flat}, counts=counts))
 
 
 @dataclass(frozen=True)
-class RaggedLayer:
-    """Slots of one layer whose heads keep different numbers of them, one head after the other in one tensor.
+class RaggedLayer(_Tensors):
+    """Slots of one layer whose heads hold different numbers of them, one head after the other.
 
     Args:
         keys: of all heads of the first example, then of the next.
         values: in the same order.
         log_bias: in the same order, nats; None adds none.
         counts: slots of every head, at least 1; on the CPU.
-        positions: token positions that the slots' keys stood at, where the method knows them.
+        positions: token positions of the slots' keys, where the method knows them.
 
     Raises:
         InputError: a head without slots, or counts that do not add up.
@@ -143,8 +139,8 @@ class RaggedLayer:
             raise InputError(f"heads of {int(self.counts.sum())} slots in all do not fit tensors of {sorted(lengths)}")
 
     @cached_property
-    def _ends(self) -> list[int]:
-        return [0, *accumulate(self.counts.flatten().tolist())]
+    def _heads(self) -> list[slice]:
+        return list(_spans(self.counts.flatten()))
 
     @property
     def batch_size(self) -> int:
@@ -157,62 +153,41 @@ class RaggedLayer:
         return int(self.counts.max())
 
     def head(self, example: int, head: int) -> Head:
-        """Keys, values and log-bias of one head.
-
-        Args:
-            example: row of the batch.
-            head: KV head.
-        """
-        ends = self._ends
-        index = example * self.counts.shape[1] + head
-        own = slice(ends[index], ends[index + 1])
+        """Keys, values and log-bias of one KV head of one example."""
+        own = self._heads[example * self.counts.shape[1] + head]
         return self.keys[own], self.values[own], None if self.log_bias is None else self.log_bias[own]
 
     def padded(self) -> CompactLayer:
-        """All heads with as many slots as the fullest; those added have a log-bias of -inf: no query sees them."""
-        batch, kv_heads = self.counts.shape
-        wide = self.num_slots
-        counts = self.counts.to(self.keys.device)
-        there = (torch.arange(wide, device=counts.device) < counts.unsqueeze(-1)).flatten()
-        bias = self.keys.new_full((len(there),), -torch.inf, dtype=torch.promote_types(self.keys.dtype, torch.float32))
+        """All heads with as many slots as the fullest; added slots have log-bias -inf, unseen by queries."""
+        wide, counts = self.num_slots, self.counts.to(self.keys.device)
+        there = torch.arange(wide, device=counts.device) < counts.unsqueeze(-1)
+        bias = self.keys.new_full(there.shape, -torch.inf, dtype=torch.promote_types(self.keys.dtype, torch.float32))
         bias[there] = 0.0 if self.log_bias is None else self.log_bias.to(bias.dtype)
-
-        def spread(flat: Tensor) -> Tensor:
-            result = flat.new_zeros(len(there), flat.shape[-1])
+        spread = [flat.new_zeros(*there.shape, flat.shape[-1]) for flat in (self.keys, self.values)]
+        for result, flat in zip(spread, (self.keys, self.values), strict=True):
             result[there] = flat
-            return result.view(batch, kv_heads, wide, -1)
+        return CompactLayer(*spread, bias)
 
-        return CompactLayer(spread(self.keys), spread(self.values), bias.view(batch, kv_heads, wide))
-
-    def select(self, rows: Int[Tensor, " rows"] | list[int] | slice) -> "Layer":
+    def select(self, rows: Rows) -> "Layer":
         """The given examples."""
-        chosen = torch.arange(self.batch_size)[rows].tolist()
-        ends = [0, *accumulate(self.counts.sum(1).tolist())]
-        spans = [slice(start, stop) for start, stop in pairwise(ends)]
-
-        def taken(flat: Tensor) -> Tensor:
-            return torch.cat([flat[spans[row]] for row in chosen])
-
-        flat = {name: taken(tensor) for name, tensor in self.tensors().items() if name != "counts"}
-        return _evened(RaggedLayer(**{"log_bias": None, **flat}, counts=self.counts[chosen]))
-
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "RaggedLayer":
-        """On another device, keys and values in another dtype; the log-bias keeps its own."""
-        moved = {name: tensor.to(device=device) for name, tensor in self.tensors().items() if name != "counts"}
-        moved |= {"keys": moved["keys"].to(dtype=dtype), "values": moved["values"].to(dtype=dtype)}
-        return RaggedLayer(**{"log_bias": None, **moved}, counts=self.counts)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensors there are, by field name."""
-        named = {name: getattr(self, name) for name in ("keys", "values", "log_bias", "counts", "positions")}
-        return {name: tensor for name, tensor in named.items() if tensor is not None}
+        chosen, examples = torch.arange(self.batch_size)[rows], list(_spans(self.counts.sum(1)))
+        flat = {
+            name: torch.cat([tensor[examples[row]] for row in chosen.tolist()])
+            for name, tensor in self.tensors().items()
+            if name != "counts"
+        }
+        return _equal_if_possible(RaggedLayer(**{"log_bias": None, **flat}, counts=self.counts[chosen]))
 
 
 Layer = CompactLayer | RaggedLayer
 
 
-def _evened(layer: RaggedLayer) -> Layer:
-    """An ordinary layer where all heads hold equally many slots."""
+def _spans(counts: Int[Tensor, " parts"]) -> Iterator[slice]:
+    return (slice(start, stop) for start, stop in pairwise([0, *accumulate(counts.tolist())]))
+
+
+def _equal_if_possible(layer: RaggedLayer) -> Layer:
+    """A ``CompactLayer`` where all heads hold equally many slots."""
     if int(layer.counts.min()) < layer.num_slots:
         return layer
     shape = (*layer.counts.shape, layer.num_slots)

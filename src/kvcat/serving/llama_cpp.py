@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from kvcat.cache import storage
-from kvcat.cache.compact import CompactCache
+from kvcat.cache import CompactCache
+from kvcat.cache.files import write_bytes
 from kvcat.errors import InputError
 from kvcat.serving.transformers import check_plain, plain_prefix
 from kvcat.types import Float, Tensor
@@ -85,7 +85,7 @@ def write_llama_cpp(
     keys = [_keys(layer.keys[0], interleaved=INTERLEAVED[kind]) for layer in plain.layers]
     values = [layer.values[0].transpose(0, 1).flatten(1) for layer in plain.layers]
     parts = [prompt, head, *_rows(keys, dtype), *(_rows if flash_attention else _columns)(values, dtype)]
-    storage.write_whole(Path(path), *parts, bytes(4 * (num_streams - 1)))
+    write_bytes(Path(path), *parts, bytes(4 * (num_streams - 1)))
 
 
 def load_llama_cpp(context: Any, path: str | Path, sequence: int = 0) -> int:

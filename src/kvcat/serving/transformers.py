@@ -7,9 +7,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from kvcat.cache import storage
-from kvcat.cache.compact import CompactCache
-from kvcat.cache.slots import CompactLayer
+from kvcat.cache import CompactCache, CompactLayer
+from kvcat.cache.files import write_tensors
 from kvcat.cachefile import PREFIX
 from kvcat.errors import InputError
 from kvcat.models.rotation import KeyRotation
@@ -122,4 +121,4 @@ def export_prefix(
         "fingerprint": cache.fingerprint,
         "metadata": json.dumps(plain.metadata, sort_keys=True),
     }
-    storage.write(Path(path), tensors, header, PREFIX)
+    write_tensors(Path(path), tensors, header, PREFIX)
