@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +22,8 @@ def atomic_write(target: Path) -> Iterator[Path]:
     """A temporary path beside the target; at the end of the block it becomes the target, whole.
 
     The block writes a file, or makes a folder and writes into it. If the block raises, what it wrote is removed and
-    the old target stays. A kill leaves only the temporary path, which ``remove_partial`` and the next write remove.
+    the old target stays. A kill leaves only the temporary path, which ``remove_partial`` removes. Several writers of
+    one target each have a path of their own; the last one wins.
 
     Args:
         target: file or folder to write; an existing one is replaced.
@@ -30,11 +32,11 @@ def atomic_write(target: Path) -> Iterator[Path]:
         InputError: the parent folder cannot be made.
     """
     make_folder(target.parent)
-    partial = target.with_name(f"{_PARTIAL}{target.name}")
+    partial = target.with_name(f"{_PARTIAL}{os.getpid()}-{threading.get_ident()}-{target.name}")
     _remove(partial)
     try:
         yield partial
-        _sync(partial)
+        _sync(*(partial.rglob("*") if partial.is_dir() else ()), partial)
         if partial.is_dir() and target.exists():
             _remove(target)
         partial.replace(target)
@@ -192,9 +194,9 @@ def _cut_torn_line(stream: Any) -> None:
     stream.truncate(stream.read().rfind(b"\n") + 1)
 
 
-def _sync(path: Path) -> None:
-    for entry in [*path.rglob("*"), path] if path.is_dir() else [path]:
-        descriptor = os.open(entry, os.O_RDONLY)
+def _sync(*paths: Path) -> None:
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:

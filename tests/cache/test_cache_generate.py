@@ -1,27 +1,27 @@
-"""A compact cache in transformers' generate, against a naive forward of the stock model."""
+"""A compact cache in transformers' forward and generate, against stock attention head by head."""
 
 import pytest
 import torch
 from transformers import DynamicCache
 
-from kvcat.cache import CompactCache, CompactLayer, fingerprint
+from kvcat.cache import CompactCache, CompactLayer, PrefixLayer, RaggedLayer, fingerprint, next_turn
 from kvcat.errors import InputError
 from tiny import stock_model
 
 SIZES = {
-    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "bos_token_id": None, "eos_token_id": None,
+    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": None,
     "pad_token_id": 0,
 }  # fmt: skip
 MODELS = {
-    "qwen2": {}, "llama": {}, "gemma": {}, "qwen3": {}, "gpt_neox": {}, "granite": {"attention_multiplier": 0.6},
+    "qwen2": {}, "llama": {}, "gemma": {}, "qwen3": {}, "granite": {"attention_multiplier": 0.6},
     "mistral": {"sliding_window": 24},
 }  # fmt: skip
-PREFIX, SLOTS = 20, 5
+PREFIX = 20
+COUNTS = ([[1, 5], [4, 2]], [[3, 3], [7, 1]], [[2, 6], [6, 6]])  # layer, example, head
 
 
 def tiny(name="llama"):
-    """A model whose weights are the same at every call."""
     with torch.random.fork_rng():
         torch.manual_seed(1)
         model = stock_model(name, **SIZES, **MODELS[name])
@@ -31,197 +31,241 @@ def tiny(name="llama"):
     return model.double().eval()
 
 
-def random_cache(model, batch=1, log_bias=True, seed=0):
-    draw = torch.Generator().manual_seed(seed)
-    heads = getattr(model.config, "num_key_value_heads", model.config.num_attention_heads)
-    heads = 4 if model.config.model_type == "gpt_neox" else heads
-    shape = (batch, heads, SLOTS, 8)
-    bias = torch.randn(shape[:3], generator=draw) if log_bias else None
-    layers = [
-        CompactLayer(torch.randn(shape, generator=draw).double(), torch.randn(shape, generator=draw).double(), bias)
-        for _ in range(model.config.num_hidden_layers)
-    ]
+def made(model, form="ragged", batch=2):
+    """A cache of random slots: "plain", "biased" (equal slots), "layers" (equal in a layer), "ragged"."""
+    layers = []
+    for index, counts in enumerate(COUNTS):
+        draw = torch.Generator().manual_seed(index)
+        if form.startswith("ragged"):
+            parts = [[[torch.randn(n, *s, generator=draw).double() for n in row] for row in counts[:batch]]
+                     for s in ((8,), (8,), ())]  # fmt: skip
+            layers.append(CompactLayer.ragged(*parts[: 2 if form == "ragged, no bias" else 3]))
+        else:
+            slots = 5 + index * (form == "layers")
+            shapes = [(batch, 2, slots, 8)] * 2 + [(batch, 2, slots)] * (form == "biased")
+            layers.append(CompactLayer(*(torch.randn(shape, generator=draw).double() for shape in shapes)))
     return CompactCache(layers, PREFIX, fingerprint(model))
 
 
-def naive_logits(name, cache, ids, mask=None):
-    """Stock attention on the slots and all new tokens, the log-bias as a 4-D additive mask."""
-    stock = tiny(name)
-    batch, new = ids.shape
-    mask = torch.ones_like(ids) if mask is None else mask
-    past = DynamicCache()
+def naive_logits(cache, ids, name="llama", padding=None):
+    """Stock attention over every head's own slots, padded with hidden ones, the log-bias in the mask."""
+    model, (batch, new) = tiny(name), ids.shape
+    mask = torch.ones_like(ids) if padding is None else padding
+    wide, past = cache.num_slots, DynamicCache()
     for index, layer in enumerate(cache.layers):
-        past.update(layer.keys.expand(batch, -1, -1, -1), layer.values.expand(batch, -1, -1, -1), index)
-    heads, kv_heads = stock.config.num_attention_heads, cache.layers[0].keys.shape[1]
-    bias = torch.zeros(batch, heads, new, SLOTS + new, dtype=torch.float64)
-    if cache.has_log_bias:
-        per_head = cache.layers[0].log_bias.repeat_interleave(heads // kv_heads, dim=1)
-        bias[..., :SLOTS] += per_head.unsqueeze(2)
-    causal = torch.ones(new, new).tril().bool() & mask.bool()[:, None, None, :]
-    bias[..., SLOTS:].masked_fill_(~causal, -1e30)
+        keys, values = (torch.zeros(batch, 2, wide, 8).double() for _ in range(2))
+        bias = torch.full((batch, 2, wide), -1e30).double()
+        for row in range(batch):
+            for head in range(2):
+                k, v, b = layer.head(min(row, cache.batch_size - 1), head)
+                keys[row, head, : len(k)], values[row, head, : len(k)] = k, v
+                bias[row, head, : len(k)] = 0 if b is None else b
+        past.update(keys, values, index)
+        full = torch.zeros(batch, 4, new, wide + new).double()
+        full[..., :wide] = bias.repeat_interleave(2, dim=1).unsqueeze(2)
+        causal = torch.ones(new, new).tril().bool() & mask.bool()[:, None, None, :]
+        full[..., wide:] = torch.where(causal, 0.0, -1e30)
+        model.model.layers[index].register_forward_pre_hook(
+            lambda _module, args, kwargs, full=full: (args, {**kwargs, "attention_mask": full}), with_kwargs=True
+        )
     positions = PREFIX + (mask.cumsum(-1) - 1).clamp(min=0)
     with torch.no_grad():
-        return stock(ids, past_key_values=past, attention_mask=bias, position_ids=positions).logits
+        return model(ids, past_key_values=past, position_ids=positions).logits
+
+
+def greedy(cache, ids, steps):
+    for _ in range(steps):
+        ids = torch.cat([ids, naive_logits(cache, ids)[:, -1:].argmax(-1)], dim=1)
+    return ids.tolist()
+
+
+def questions(rows, length=7):
+    return torch.randint(1, 61, (rows, length), generator=torch.Generator().manual_seed(3))
 
 
 @pytest.mark.parametrize(
-    ("name", "log_bias"), [("qwen2", True), ("llama", False), ("gemma", True), ("qwen3", True), ("gpt_neox", True)]
-)
-def test_a_forward_on_the_cache_equals_the_stock_model_with_the_bias_as_a_mask(name, log_bias):
+    ("name", "form", "new"),
+    [
+        ("llama", "plain", 7), ("qwen2", "biased", 7), ("gemma", "ragged", 7), ("qwen3", "biased", 1),
+        ("granite", "biased", 3), ("llama", "layers", 5), ("qwen3", "ragged", 70), ("llama", "ragged, no bias", 7),
+    ],
+)  # fmt: skip
+def test_a_forward_equals_stock_attention_head_by_head(name, form, new):
     model = tiny(name)
-    cache, ids = (
-        random_cache(model, 2, log_bias),
-        torch.randint(1, 61, (2, 7), generator=torch.Generator().manual_seed(3)),
-    )
+    cache, ids = made(model, form), questions(2, new)
     with torch.no_grad():
         logits = model(**cache.inputs(model, ids)).logits
-    assert torch.allclose(logits, naive_logits(name, cache, ids), atol=1e-12)
+    assert torch.allclose(logits, naive_logits(cache, ids, name), atol=1e-10)
 
 
-def test_the_scale_of_a_model_that_states_its_own_reaches_the_log_bias():
-    model = tiny("granite")
-    cache, ids = random_cache(model), torch.tensor([[5, 9, 2]])
-    with torch.no_grad():
-        logits = model(**cache.inputs(model, ids)).logits
-    assert model.model.layers[0].self_attn.scaling == 0.6
-    assert torch.allclose(logits, naive_logits("granite", cache, ids), atol=1e-12)
-
-
-@pytest.mark.parametrize("log_bias", [False, True])
-def test_greedy_generation_takes_the_naive_argmax_at_every_step(log_bias):
-    model, ids = tiny(), torch.tensor([[4, 8, 15, 16]])
-    cache = random_cache(model, log_bias=log_bias)
-    out = model.generate(**cache.inputs(model, ids), max_new_tokens=8, do_sample=False)
-    for _ in range(8):
-        ids = torch.cat([ids, naive_logits("llama", cache, ids)[:, -1:].argmax(-1)], dim=1)
-    assert out.tolist() == ids.tolist()
+@pytest.mark.parametrize("static_tokens", [None, 11])
+@pytest.mark.parametrize("form", ["plain", "biased", "ragged"])
+def test_greedy_generation_takes_the_naive_argmax_at_every_step(form, static_tokens):
+    model, ids = tiny(), questions(2, 3)
+    cache = made(model, form)
+    before = [{name: x.clone() for name, x in layer.tensors().items()} for layer in cache.layers]
+    out = model.generate(**cache.inputs(model, ids, static_tokens=static_tokens), max_new_tokens=8, do_sample=False)
+    assert out.tolist() == greedy(cache, ids, 8)
+    for layer, tensors in zip(cache.layers, before, strict=True):
+        assert all(torch.equal(x, tensors[name]) for name, x in layer.tensors().items())
 
 
 def test_sampled_generation_draws_from_the_naive_distribution():
     model, ids = tiny(), torch.tensor([[4, 8, 15]])
-    cache = random_cache(model)
+    cache = made(model, "biased", 1)
     with torch.random.fork_rng():
         torch.manual_seed(7)
         out = model.generate(**cache.inputs(model, ids), max_new_tokens=6, do_sample=True, top_k=0)
         torch.manual_seed(7)
         for _ in range(6):
-            drawn = torch.multinomial(naive_logits("llama", cache, ids)[:, -1].softmax(-1), 1)
+            drawn = torch.multinomial(naive_logits(cache, ids)[:, -1].softmax(-1), 1)
             ids = torch.cat([ids, drawn], dim=1)
     assert out.tolist() == ids.tolist()
 
 
-def test_left_padded_questions_on_one_cache_are_answered_as_each_would_be_alone():
+@pytest.mark.parametrize("static_tokens", [None, 12])
+@pytest.mark.parametrize("form", ["biased", "ragged"])
+def test_left_padded_questions_are_answered_as_each_would_be_alone(form, static_tokens):
     model = tiny()
-    cache = random_cache(model)
-    questions = [[7, 3], [11, 12, 13, 14], [9, 2, 5]]
-    width = max(map(len, questions))
-    ids = torch.tensor([[0] * (width - len(q)) + q for q in questions])
-    mask = torch.tensor([[0] * (width - len(q)) + [1] * len(q) for q in questions])
-    out = model.generate(**cache.inputs(model, ids, mask), max_new_tokens=6, do_sample=False)
-    for row, question in zip(out, questions, strict=True):
-        alone = torch.tensor([question])
-        for _ in range(6):
-            alone = torch.cat([alone, naive_logits("llama", cache, alone)[:, -1:].argmax(-1)], dim=1)
-        assert row[width:].tolist() == alone[0, len(question) :].tolist()
+    cache, texts = made(model, form, 1), [[7, 3], [11, 12, 13, 14], [9, 2, 5]]
+    ids = torch.tensor([[0] * (4 - len(q)) + q for q in texts])
+    mask = torch.tensor([[0] * (4 - len(q)) + [1] * len(q) for q in texts])
+    inputs = cache.inputs(model, ids, mask, static_tokens=static_tokens)
+    out = model.generate(**inputs, max_new_tokens=6, do_sample=False)
+    for row, question in zip(out, texts, strict=True):
+        assert row[4:].tolist() == greedy(cache, torch.tensor([question]), 6)[0][len(question) :]
 
 
-def naive_beams(cache, ids, num_beams, steps):
-    beams = [(0.0, ids)]
-    for _ in range(steps):
-        grown = []
-        for total, sequence in beams:
-            log_probs = naive_logits("llama", cache, sequence)[0, -1].log_softmax(-1)
-            grown += [
-                (total + p, torch.cat([sequence, torch.tensor([[t]])], 1)) for t, p in enumerate(log_probs.tolist())
-            ]
-        beams = sorted(grown, key=lambda beam: -beam[0])[:num_beams]
-    return beams[0]
-
-
-@pytest.mark.parametrize("cached", [1, 2])
-def test_three_beams_find_what_a_naive_beam_search_finds(cached):
+@pytest.mark.parametrize(("form", "cached"), [("biased", 1), ("ragged", 2)])
+def test_three_beams_find_what_a_naive_beam_search_finds(form, cached):
     model, ids = tiny(), torch.tensor([[4, 8, 15], [16, 23, 42]])
-    cache = random_cache(model, cached)
-    out = model.generate(
-        **cache.inputs(model, ids), max_new_tokens=3, num_beams=3, do_sample=False,
-        return_dict_in_generate=True, output_scores=True,
-    )  # fmt: skip
+    cache = made(model, form, cached)
+    out = model.generate(**cache.inputs(model, ids), max_new_tokens=3, num_beams=3, do_sample=False)
     for row in range(2):
-        total, best = naive_beams(cache.select([min(row, cached - 1)]), ids[row : row + 1], 3, 3)
-        assert out.sequences[row].tolist() == best[0].tolist()
-        assert out.sequences_scores[row].item() == pytest.approx(total / 3, abs=1e-6)
+        own, beams = cache.select([min(row, cached - 1)]), [(0.0, ids[row : row + 1])]
+        for _ in range(3):
+            grown = []
+            for total, sequence in beams:
+                log_probs = naive_logits(own, sequence)[0, -1].log_softmax(-1).tolist()
+                grown += [(total + p, torch.cat([sequence, torch.tensor([[t]])], 1)) for t, p in enumerate(log_probs)]
+            beams = sorted(grown, key=lambda beam: -beam[0])[:3]
+        assert out[row].tolist() == beams[0][1][0].tolist()
 
 
-def test_decoding_leaves_the_compact_cache_as_it_was():
-    model = tiny()
-    cache = random_cache(model)
-    before = [{name: tensor.clone() for name, tensor in layer.tensors().items()} for layer in cache.layers]
-    ids = torch.tensor([[3, 1, 4]])
-    first = model.generate(**cache.inputs(model, ids), max_new_tokens=5, do_sample=False)
-    second = model.generate(**cache.inputs(model, ids), max_new_tokens=5, do_sample=False)
-    assert torch.equal(first, second)
-    for layer, tensors in zip(cache.layers, before, strict=True):
-        assert all(torch.equal(tensor, tensors[name]) for name, tensor in layer.tensors().items())
+@pytest.mark.parametrize(("form", "static_tokens"), [("ragged", None), ("biased", None), ("biased", 40)])
+def test_a_second_turn_goes_on_from_the_first(form, static_tokens):
+    model, ids = tiny(), questions(1, 4)
+    cache = made(model, form, 1)
+    first = cache.inputs(model, ids, static_tokens=static_tokens)
+    answered = model.generate(**first, max_new_tokens=5, do_sample=False)
+    second = torch.cat([answered[:, -1:], torch.tensor([[3, 1, 4]])], dim=1)
+    answer = model.generate(**next_turn(first["past_key_values"], second), max_new_tokens=5, do_sample=False)
+    whole = torch.cat([answered, second[:, 1:]], dim=1)
+    assert answer[0, -5:].tolist() == greedy(cache, whole, 5)[0][-5:]
+    with pytest.raises(InputError, match="hold no token"):
+        next_turn(first["past_key_values"], second[:, :0])
 
 
 def test_a_full_cache_decodes_like_the_dense_model():
-    model, ids = tiny(), torch.randint(1, 61, (1, PREFIX + 6), generator=torch.Generator().manual_seed(5))
+    model, ids = tiny(), questions(1, PREFIX + 6)
     with torch.no_grad():
         past = model(ids[:, :PREFIX], use_cache=True).past_key_values
         dense = model(ids).logits[:, PREFIX:]
     cache = CompactCache([CompactLayer(x.keys, x.values) for x in past.layers], PREFIX, fingerprint(model))
     with torch.no_grad():
         assert torch.allclose(model(**cache.inputs(model, ids[:, PREFIX:])).logits, dense, atol=1e-12)
-    out = model.generate(**cache.inputs(model, ids[:, PREFIX:]), max_new_tokens=8, do_sample=False)
-    assert out[0, 6:].tolist() == model.generate(ids, max_new_tokens=8, do_sample=False)[0, PREFIX + 6 :].tolist()
 
 
-def test_a_cropped_layer_forgets_new_tokens_but_never_the_prefix():
-    model = tiny()
-    past = random_cache(model).to_transformers(model)
+def test_a_slot_of_log_bias_log_two_counts_as_that_slot_twice():
+    model, ids = tiny(), questions(1, 5)
+    once, twice = [], []
+    for layer in made(model, "plain", 1).layers:
+        bias = torch.zeros(1, 2, 5).double()
+        bias[..., 1] = torch.tensor(2.0).log()
+        once.append(CompactLayer(layer.keys, layer.values, bias))
+        again = [0, 1, 1, 2, 3, 4]
+        twice.append(CompactLayer(layer.keys[:, :, again], layer.values[:, :, again]))
     with torch.no_grad():
-        expected = model(torch.tensor([[3, 4]]), past_key_values=random_cache(model).to_transformers(model)).logits
-        model(torch.tensor([[9, 9, 9]]), past_key_values=past)
-        past.crop(-3)
-        assert torch.equal(model(torch.tensor([[3, 4]]), past_key_values=past).logits, expected)
-    with pytest.raises(InputError, match="cannot crop 3 tokens: 2 follow"):
-        past.crop(-3)
+        biased, dense = (
+            model(**CompactCache(x, PREFIX, fingerprint(model)).inputs(model, ids)).logits for x in (once, twice)
+        )
+    assert torch.allclose(biased, dense, atol=1e-12)
+
+
+def test_a_ragged_cache_holds_its_slots_and_nothing_else():
+    model = tiny()
+    cache, total = made(model), sum(sum(map(sum, counts)) for counts in COUNTS)
+    assert (cache.num_slots, cache.mean_slots, cache.is_uniform) == (7, total / 12, False)
+    assert cache.nbytes == total * (8 + 8 + 1) * 8
+    assert sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.to_transformers(model).layers) == 0
+
+
+def test_selected_and_padded_slots_are_the_ones_they_were():
+    cache = made(tiny())
+    swapped = cache.select([1, 0, 1])
+    for layer, chosen in zip(cache.layers, swapped.layers, strict=True):
+        again = layer.padded().without_absent()
+        for head in range(2):
+            for row, source in enumerate([1, 0, 1]):
+                pairs = zip(layer.head(source, head), chosen.head(row, head), strict=True)
+                assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
+            assert all(torch.equal(*pair) for pair in zip(layer.head(0, head), again.head(0, head), strict=True))
+    equal = cache.select([0]).layers[1]  # heads of three slots each
+    assert isinstance(equal, CompactLayer)
+    assert equal.keys.shape == (1, 2, 3, 8)
+
+
+def test_new_tokens_can_be_taken_back_but_never_the_prefix():
+    model = tiny()
+    for static_tokens in (None, 6):
+        past = made(model, "biased", 1).to_transformers(model, static_tokens=static_tokens)
+        mask = torch.ones(1, PREFIX + 2, dtype=torch.long)
+        with torch.no_grad():
+            first = model(torch.tensor([[3, 4]]), past_key_values=past, attention_mask=mask).logits
+            past.reset()
+            assert torch.equal(model(torch.tensor([[3, 4]]), past_key_values=past, attention_mask=mask).logits, first)
+        with pytest.raises(InputError, match=r"cannot crop 3 tokens: 2 follow|cannot be cropped by 3"):
+            past.crop(-3)
 
 
 def test_a_read_only_conversion_stores_nothing():
     model = tiny()
-    past = random_cache(model).to_transformers(model, read_only=True)
+    past = made(model, "biased", 1).to_transformers(model, read_only=True)
     with torch.no_grad():
         first = model(torch.tensor([[3, 4]]), past_key_values=past).logits
         assert torch.equal(model(torch.tensor([[3, 4]]), past_key_values=past).logits, first)
     assert past.get_seq_length() == PREFIX
 
 
-def test_a_sliding_window_that_no_longer_covers_everything_is_refused():
-    model = tiny("mistral")
-    cache = random_cache(model)
-    model.generate(**cache.inputs(model, torch.tensor([[1, 2]])), max_new_tokens=2, do_sample=False)
+def test_keys_that_lose_their_log_bias_on_the_way_are_noticed():
+    layer = PrefixLayer(CompactLayer(*(torch.randn(1, 2, 3, 8) for _ in range(2)), torch.ones(1, 2, 3)), PREFIX)
+    new = torch.randn(1, 2, 1, 8)
+    layer.update(new, new)
+    with pytest.raises(InputError, match="did not reach attention"):
+        layer.update(new, new)
+
+
+def test_what_does_not_fit_is_refused():
+    model, ids = tiny(), questions(1, 3)
+    cache = made(model, "biased")
+    for wrong, message in ((ids[:, :0], "hold no token"), (questions(3), "cache of 2 examples cannot serve 3 rows")):
+        with pytest.raises(InputError, match=message):
+            cache.inputs(model, wrong)
+    with pytest.raises(InputError, match="static_tokens is 0"):
+        cache.inputs(model, questions(2), static_tokens=0)
+    with pytest.raises(InputError, match="more tokens than the static cache has room for: 4"):
+        model.generate(**cache.inputs(model, questions(2, 3), static_tokens=4), max_new_tokens=8, do_sample=False)
+    with pytest.raises(InputError, match="belongs to another model"):
+        cache.inputs(tiny("qwen2"), ids)
+    windowed = tiny("mistral")
     with pytest.raises(InputError, match="25 tokens exceed the sliding window of 24"):
-        model.generate(**cache.inputs(model, torch.tensor([[1, 2]])), max_new_tokens=9, do_sample=False)
+        windowed.generate(**made(windowed, "plain", 1).inputs(windowed, ids), max_new_tokens=9, do_sample=False)
 
 
 @pytest.mark.parametrize(
-    ("ids", "message"),
-    [
-        (torch.zeros(1, 0, dtype=torch.long), "hold no token"),
-        (torch.ones(3, 2, dtype=torch.long), "cache of 2 examples cannot serve 3 rows"),
-    ],
+    ("length", "counts", "message"),
+    [(3, [[3, 0]], "a head without slots"), (4, [[1, 2]], r"heads of 3 slots in all do not fit")],
 )
-def test_inputs_that_do_not_fit_the_cache_are_refused(ids, message):
-    model = tiny()
+def test_ragged_layers_that_do_not_add_up_are_refused(length, counts, message):
     with pytest.raises(InputError, match=message):
-        random_cache(model, 2).inputs(model, ids)
-
-
-def test_another_model_is_refused():
-    model = tiny()
-    cache = random_cache(model)
-    with torch.no_grad():
-        model.lm_head.weight[0, 0] += 1
-    with pytest.raises(InputError, match="belongs to another model"):
-        cache.inputs(model, torch.tensor([[1]]))
+        RaggedLayer(torch.zeros(length, 8), torch.zeros(length, 8), None, torch.tensor(counts))
