@@ -2,11 +2,7 @@
 
 import errno
 import json
-import random
 import shutil
-import subprocess
-import sys
-import time
 import zlib
 from types import SimpleNamespace
 
@@ -15,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
 
 from kvcat.data import Encoder, open_documents, open_tokens, pack, prepare, prepared, split_of
 from kvcat.data.prepared import open_prepared
@@ -264,30 +259,3 @@ def test_a_prepared_folder_is_mapped_read_only_and_trained_on_at_any_length(good
 def test_prepared_tokens_are_not_text(good):
     with pytest.raises(InputError, match="holds prepared tokens, not text"):
         open_documents(str(good))
-
-
-KILLED = """
-import sys
-from transformers import AutoTokenizer
-from kvcat.data import prepare, prepared
-prepared.BATCH_CHARACTERS, prepared.SAVE_SECONDS = 3000, 0.0
-tokenizer = AutoTokenizer.from_pretrained(sys.argv[2])
-prepare(sys.argv[1], tokenizer, sys.argv[3], on_progress=lambda _: print("on", flush=True))
-"""
-
-
-@pytest.mark.slow
-def test_killed_at_random_moments_the_same_command_still_gives_the_same_folder(tokenizer, tmp_path):
-    write_corpus(tmp_path / "texts", "groups", num_files=4, a_file=2000)
-    tokenizer.save_pretrained(tmp_path / "model")
-    prepare(str(tmp_path / "texts"), AutoTokenizer.from_pretrained(tmp_path / "model"), tmp_path / "whole")
-    arguments = [sys.executable, "-c", KILLED, *(str(tmp_path / name) for name in ("texts", "model", "tokens"))]
-    draw = random.Random(0)
-    for _ in range(4):
-        child = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
-        child.stdout.readline()
-        time.sleep(draw.uniform(0, 0.1))
-        child.kill()
-        child.communicate()
-    subprocess.run(arguments, check=True, stdout=subprocess.DEVNULL)
-    assert contents(tmp_path / "tokens") == contents(tmp_path / "whole")

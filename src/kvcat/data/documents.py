@@ -100,7 +100,7 @@ START = Place()
 Rows = Iterator[tuple[Place, Document]]
 
 
-def open_documents(source: str, *, text_field: str = "text") -> Iterator[Document]:
+def open_documents(source: str | Source, *, text_field: str = "text") -> Iterator[Document]:
     """The documents of a source, in the order of its files.
 
     A table (``.parquet``, ``.jsonl``) holds one document per row; rows without a text are left out.
@@ -108,7 +108,7 @@ def open_documents(source: str, *, text_field: str = "text") -> Iterator[Documen
     cut at line ends. A file of any other name that is given itself is read as plain text.
 
     Args:
-        source: see the module.
+        source: its name, see the module, or its files.
         text_field: the column that holds the text.
 
     Raises:
@@ -116,7 +116,8 @@ def open_documents(source: str, *, text_field: str = "text") -> Iterator[Documen
             (raised within seconds); while reading: no such column, a column without text, a damaged
             file, no UTF-8 text.
     """
-    return source_documents(open_source(source), text_field=text_field)
+    files = (open_source(source) if isinstance(source, str) else source).files
+    return (document for file in files for _, document in read_documents(file, text_field=text_field))
 
 
 def open_source(name: str, *, revision: str | None = None) -> Source:
@@ -126,11 +127,6 @@ def open_source(name: str, *, revision: str | None = None) -> Source:
     local = name.removeprefix("stream:")
     files = _installed_files() if local == "installed" else _local_files(Path(local).expanduser())
     return Source(name, tuple(files), _digest(f"{file.name} {Path(file.url).stat().st_size}" for file in files))
-
-
-def source_documents(source: Source, *, text_field: str = "text") -> Iterator[Document]:
-    """The documents of a source's files."""
-    return (document for file in source.files for _, document in read_documents(file, text_field=text_field))
 
 
 def read_documents(

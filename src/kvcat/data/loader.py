@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase
 
-from kvcat.data.documents import Document, open_source, source_documents
+from kvcat.data.documents import Document, open_documents, open_source
 from kvcat.data.packing import Encoder, TokenTable, excerpts, pack
 from kvcat.data.prepared import is_prepared, open_prepared
 from kvcat.data.split import split_of, training_splits
@@ -271,7 +271,7 @@ def open_tokens(
 
     if data.startswith(("hub:", "stream:")):
         source = open_source(data)
-        held_out = (document for document in source_documents(source) if split_of(document.id) == "validation")
+        held_out = (document for document in open_documents(source) if split_of(document.id) == "validation")
         validation = packed("validation", held_out, validation_sequences)
         plan = TextStreams(source, encoder, seq_len, batch_size, seed)
         return TokenData(TokenLoader(plan, streams=streams, workers=workers, stop=stop), validation)
