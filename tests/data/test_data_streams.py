@@ -309,6 +309,13 @@ def test_a_hub_data_set_is_resumed_at_the_commit_it_was_begun_with(tmp_path, tok
     assert torch.equal(again.read(range(4)), following)
 
 
+def test_a_small_corpus_is_read_for_any_number_of_epochs(tmp_path, tokenizer):
+    write_table(tmp_path / "a.parquet", of_split(texts(3), "train"))
+    source = streams_of(f"stream:{tmp_path}", tokenizer, num_streams=1, seq_len=1000)
+    while source.state_dict()["streams"]["0"][0] < 150:
+        source.read([0])
+
+
 def test_too_few_documents_for_the_streams_are_refused_by_name(tmp_path, tokenizer):
     write_table(tmp_path / "a.parquet", of_split(texts(200), "test"))
     with pytest.raises(InputError, match="has too few train documents for 2 streams"):
