@@ -149,7 +149,7 @@ def claim_folder(path: Path, config_file: str, config: Mapping[str, Any]) -> dic
 
 
 @contextmanager
-def one_writer(folder: Path, name: str = LOCK_FILE) -> Iterator[None]:
+def one_writer(folder: Path, name: str = LOCK_FILE, *, timeout: float = 0.0) -> Iterator[None]:
     """Hold a folder, so that no other process writes to it during the block.
 
     The operating system releases the lock however the process ends.
@@ -157,12 +157,13 @@ def one_writer(folder: Path, name: str = LOCK_FILE) -> Iterator[None]:
     Args:
         folder: made if absent.
         name: of the lock file; writers of different parts of a folder use different names.
+        timeout: seconds to wait for the other process.
 
     Raises:
         InputError: another process holds the folder, or the lock file cannot be written.
     """
     make_folder(folder)
-    lock = FileLock(folder / name, timeout=0)
+    lock = FileLock(folder / name, timeout=timeout)
     try:
         lock.acquire()
     except Timeout:

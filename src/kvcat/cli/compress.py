@@ -173,9 +173,9 @@ def _smallest(trace: "Trace", compressor: "Compressor", max_kl: float) -> "Compa
 
 def _optimised(trace: "Trace", compressor: Any, options: dict[str, Any]) -> "CompactCache":
     """With a bar, and a state from which the same command continues after a kill."""
-    from kvcat.evals.progress import EvalProgress
+    from kvcat.evals import Progress
 
-    with EvalProgress(compressor.num_steps, name="step") as bar:
+    with Progress(compressor.num_steps, "step") as bar:
         return compressor(trace, on_step=lambda _, kl: bar.advance(1, f"KL {kl:.5f}"), **options)
 
 

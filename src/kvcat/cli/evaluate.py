@@ -104,19 +104,17 @@ def suffix(
     sources = flat(data) or ["installed"]
 
     def tasks(tokenizer: Any) -> "dict[str, Task]":
-        from kvcat.evals import SuffixTask, corpus_documents, windows_from_documents
+        from kvcat.evals.suffix import make_task
 
         made: dict[str, Task] = {}
         for source in sources:
-            documents = corpus_documents(source, split, 10 * windows)
-            chosen = windows_from_documents(
-                documents, tokenizer, prefix_len=prefix, suffix_len=suffix, limit=windows, per_document=per_document,
-                seed=window_seed,
-            )  # fmt: skip
             name = re.sub(r"[^\w.-]+", "-", source).strip("-.") if len(sources) > 1 else ""
             if name in made:
                 raise InputError(f"two --data would write to the same folder {name!r}")
-            made[name] = SuffixTask(tuple(chosen), f"{data_name(source)}:{split}", supervision=supervision)
+            made[name] = make_task(
+                tokenizer, source, split, prefix=prefix, suffix=suffix, windows=windows, per_document=per_document,
+                seed=window_seed, supervision=supervision,
+            )  # fmt: skip
         return made
 
     title = "Suffix prediction on a compressed prefix"
@@ -154,13 +152,10 @@ def needle(
     check_least(1, length=length, per_depth=per_depth)
 
     def tasks(tokenizer: Any) -> "dict[str, Task]":
-        from kvcat.evals.haystack import FILLER, read_filler
-        from kvcat.evals.needle import NeedleOptions, needle_task
+        from kvcat.evals.needle import make_task
 
-        options = NeedleOptions(length=length, per_depth=per_depth, seed=needle_seed, supervision=supervision)
-        sentences = FILLER if filler is None else read_filler(filler)
-        name = "passkey" if filler is None else f"passkey:{filler.name}"
-        return {"": needle_task(tokenizer, options, filler=sentences, dataset=name)}
+        settings = {"length": length, "per_depth": per_depth, "filler": filler, "seed": needle_seed}
+        return {"": make_task(tokenizer, **settings, supervision=supervision)}
 
     _run(models, common, tasks, "A passkey in a compressed haystack", keeps=NEEDLE_KEEPS, batch_size=batch_size)
 
@@ -193,13 +188,11 @@ def longbench(
     keeps = (0.1, 0.2, 0.5)
 
     def tasks(tokenizer: Any) -> "dict[str, Task]":  # noqa: ARG001 examples are text
-        from kvcat.evals.longbench import LongBenchTask
-        from kvcat.evals.longbench_rows import PAPER_SUB_DOMAINS, longbench_examples
+        from kvcat.evals.longbench import PAPER_SUB_DOMAINS, make_task
 
         chosen = tuple(flat(sub_domain)) or PAPER_SUB_DOMAINS
-        examples = longbench_examples(data, sub_domains=None if chosen == ("all",) else chosen)[:limit]
-        ratios = tuple(flat(common.keep) or keeps)
-        return {"": LongBenchTask(examples, data_name(data), max_tokens=max_tokens, keep_ratios=ratios)}
+        settings = {"limit": limit, "max_tokens": max_tokens, "keep_ratios": tuple(flat(common.keep) or keeps)}
+        return {"": make_task(data, sub_domains=None if chosen == ("all",) else chosen, **settings)}
 
     _run(models, common, tasks, "LongBench v2 on compressed contexts", keeps=keeps, batch_size=1)
 
@@ -236,15 +229,13 @@ def ruler(
     lengths = list(dict.fromkeys(flat(length))) or [4096]
 
     def tasks(tokenizer: Any) -> "dict[str, Task]":
-        from kvcat.evals.ruler import RulerOptions, ruler_task
-        from kvcat.evals.ruler_texts import RULER_TASKS
+        from kvcat.evals.ruler import make_task
 
-        names = tuple(flat(task) or RULER_TASKS)
-        made: dict[str, Task] = {}
-        for tokens in lengths:
-            options = RulerOptions(tokens, names, per_task, seed=ruler_seed, supervision=supervision)
-            made[str(tokens) if len(lengths) > 1 else ""] = ruler_task(tokenizer, options)
-        return made
+        settings = {"tasks": flat(task) or None, "per_task": per_task, "seed": ruler_seed, "supervision": supervision}
+        return {
+            str(tokens) if len(lengths) > 1 else "": make_task(tokenizer, length=tokens, **settings)
+            for tokens in lengths
+        }
 
     keeps = (0.05, 0.1, 0.2, 0.4)
     _run(models, common, tasks, "RULER on compressed contexts", keeps=keeps, batch_size=batch_size)
@@ -281,12 +272,10 @@ def qa(
     check_least(1, limit=limit)
 
     def tasks(tokenizer: Any) -> "dict[str, Task]":  # noqa: ARG001 questions are text
-        from kvcat.evals.qa import qa_task
-        from kvcat.evals.qa_rows import QA_SOURCES, qa_files
+        from kvcat.evals.qa import make_task
 
-        names = flat(task) or None
-        files = dict.fromkeys(names or QA_SOURCES) if data is None else qa_files(data, names)
-        return {"": qa_task(files, num_examples=limit, seed=question_seed, winogrande=winogrande)}
+        settings = {"num_examples": limit, "seed": question_seed, "winogrande": winogrande}
+        return {"": make_task(data, tasks=flat(task) or None, **settings)}
 
     _run(models, common, tasks, "Multiple choice without compression", keeps=(), batch_size=batch_size)
 
@@ -359,6 +348,7 @@ def profile(
     from kvcat.evals import Method, profile
     from kvcat.evals.profile_checks import check_models, check_slots, slot_grid
     from kvcat.evals.profile_suffixes import SuffixPlan
+    from kvcat.evals.suffix import data_name
 
     judged = tuple(flat(kinds)) or ("model", "true", "other", "random")
     fitted = tuple(flat(fit_kinds)) or tuple(kind for kind in judged if kind != "true")
@@ -379,11 +369,6 @@ def profile(
     dataset = "+".join(data_name(source) for source in flat(text)) + ("" if split == "all" else f":{split}")
     records = profile.profile(loaded, texts, plan, asked, counts, out, dataset=dataset)
     _write_profile(out, [record for record in records if record.model in loaded], epsilons, measure)
-
-
-def data_name(source: str) -> str:
-    """What records call a source: a file by its name alone, so that results do not depend on its folder."""
-    return source if source.startswith("hub:") else Path(source).name
 
 
 def _run(

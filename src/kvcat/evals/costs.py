@@ -1,10 +1,13 @@
-"""What compression takes and what answers from a compact cache take: seconds, memory, tokens per second."""
+"""What compression and answers from a compact cache take: seconds, memory, tokens per second."""
 
+import ctypes
+import ctypes.util
 import re
+import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -12,69 +15,94 @@ from transformers import PreTrainedModel
 from kvcat.cache import CompactCache
 from kvcat.types import Int, Tensor
 
+MAX_RUNS, MAX_SECONDS = 3, 2.0
 _MIB = 2**20
 _Value = TypeVar("_Value")
+Step = int | None
 
 
-class Meter:
-    """Seconds and memory of all that runs within its ``with`` blocks.
+def measure(
+    make: Callable[[], Iterator[tuple[Step, CompactCache]]],
+    device: torch.device,
+    *,
+    use: Callable[[Step, CompactCache], None] = lambda *_: None,
+) -> list[dict[str, Any]]:
+    """Cost of the caches that ``make`` yields, each by its step: seconds, peak memory and bytes.
 
-    Memory is the highest that was allocated (CUDA) or resident (Linux) within a block, above what was at its
-    beginning; where neither can be known it is None.
+    Work of at most ``MAX_SECONDS`` runs ``MAX_RUNS`` times; seconds are the median of the runs, memory
+    is the highest. The first run of a process is slower than the rest: call ``make`` once before.
+    ``peak_mib`` is the highest memory above that before the work, from the same process: allocated by
+    torch on CUDA; resident on Linux, after the C library has given free memory back, so that earlier
+    work changes it little; otherwise None.
 
     Args:
-        device: where the work runs.
+        make: starts the work anew.
+        device: where it runs.
+        use: called with every cache of the first run, outside the measurement.
     """
+    runs: list[list[dict[str, Any]]] = []
+    spent = 0.0
+    while not runs or (len(runs) < MAX_RUNS and spent < MAX_SECONDS):
+        meter, found = _Meter(device), []
+        caches = make()
+        while (made := meter.run(lambda caches=caches: next(caches, None))) is not None:
+            step, cache = made
+            found.append({"step": step, "seconds": meter.seconds, "peak_mib": meter.peak_mib, "bytes": cache.nbytes})
+            if not runs:
+                use(step, cache)
+        runs.append(found)
+        spent += meter.seconds
+    return [
+        {
+            **same[0],
+            "seconds": statistics.median(cost["seconds"] for cost in same),
+            "peak_mib": max((cost["peak_mib"] for cost in same if cost["peak_mib"] is not None), default=None),
+            "runs": len(runs),
+        }
+        for same in zip(*runs, strict=True)
+    ]
+
+
+class _Meter:
+    """Seconds and highest memory of all that ran under it."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self.seconds = 0.0
         self.peak_mib: float | None = None
 
-    def __enter__(self) -> "Meter":
-        self._sync()
-        self._before = self._start_memory()
-        self._begun = time.perf_counter()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._sync()
-        self.seconds += time.perf_counter() - self._begun
+    def run(self, work: Callable[[], _Value]) -> _Value:
+        before = self._start_memory()
+        begun = time.perf_counter()
+        value = work()
+        if self._cuda:
+            torch.cuda.synchronize()
+        self.seconds += time.perf_counter() - begun
         highest = torch.cuda.max_memory_allocated() / _MIB if self._cuda else _resident("VmHWM")
-        if self._before is not None and highest is not None:
-            self.peak_mib = max(self.peak_mib or 0.0, highest - self._before)
+        if before is not None and highest is not None:
+            self.peak_mib = max(self.peak_mib or 0.0, highest - before)
+        return value
 
     def _start_memory(self) -> float | None:
         if self._cuda:
+            torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             return torch.cuda.memory_allocated() / _MIB
         try:
+            ctypes.CDLL(ctypes.util.find_library("c")).malloc_trim(0)
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # forgets the highest resident size
-        except OSError:
+        except (OSError, AttributeError):
             return None
         return _resident("VmRSS")
-
-    def _sync(self) -> None:
-        if self._cuda:
-            torch.cuda.synchronize()
-
-
-def metered(values: Iterator[_Value], meter: Meter) -> Iterator[_Value]:
-    """The same values; the meter runs while they are made, not while they are used."""
-    while True:
-        try:
-            with meter:
-                value = next(values)
-        except StopIteration:
-            return
-        yield value
 
 
 @torch.no_grad()
 def answer_speed(
     model: PreTrainedModel, cache: CompactCache, prompt_ids: Int[Tensor, "batch tokens"], *, num_tokens: int = 16
 ) -> dict[str, float]:
-    """Seconds to the first token of an answer, ``ttft``, and ``tokens_per_s`` behind it, one example decoded greedily.
+    """Seconds to the first token of an answer, ``ttft``, and ``tokens_per_s`` after it, one example decoded greedily.
+
+    The fastest of two runs each, so that the first one warms up.
 
     Args:
         model: the model the cache was made with.
@@ -84,12 +112,15 @@ def answer_speed(
     """
     seconds = []
     for count in (1, num_tokens):
-        begun = time.perf_counter()
-        model.generate(  # type: ignore[operator]
-            **cache.inputs(model, prompt_ids), max_new_tokens=count, min_new_tokens=count, do_sample=False,
-            pad_token_id=0,
-        ).cpu()  # fmt: skip
-        seconds.append(time.perf_counter() - begun)
+        runs = []
+        for _ in range(2):
+            begun = time.perf_counter()
+            model.generate(  # type: ignore[operator]
+                **cache.inputs(model, prompt_ids), max_new_tokens=count, min_new_tokens=count, do_sample=False,
+                pad_token_id=0,
+            ).cpu()  # fmt: skip
+            runs.append(time.perf_counter() - begun)
+        seconds.append(min(runs))
     first, whole = seconds
     return {"ttft": first, "tokens_per_s": (num_tokens - 1) / max(whole - first, 1e-9)}
 

@@ -3,6 +3,7 @@
 import random
 import re
 from collections.abc import Iterator, Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import TypeVar
 
@@ -11,50 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from kvcat.errors import InputError
 
 _Item = TypeVar("_Item")
-_WORDS = range(3, 61)
-
-FILLER = (
-    "The river runs slowly past the old mill at the edge of the valley.",
-    "Bread smells best in the first hour after it leaves the oven.",
-    "Two gardeners argued quietly about the right time to prune the roses.",
-    "In winter the harbour is empty except for a few fishing boats.",
-    "Her brother repairs clocks in a small shop behind the station.",
-    "The lecture began late because the projector would not start.",
-    "Clouds gathered over the hills, but the rain never came.",
-    "Children drew long lines of chalk along the pavement.",
-    "A good map shows the paths that people really use.",
-    "The orchestra tuned its instruments while the hall filled up.",
-    "Nobody remembered who had planted the walnut tree.",
-    "Fresh paint dried on the fence beside the tennis court.",
-    "The cat prefers the chair by the window in the afternoon.",
-    "Wool shrinks when it is washed in water that is too hot.",
-    "They walked along the canal until the lamps were lit.",
-    "The bakery closes early on the day before a holiday.",
-    "Old letters were kept in a tin box under the stairs.",
-    "A light wind moved the flags in front of the town hall.",
-    "The recipe asks for patience more than for rare ingredients.",
-    "Trains to the coast leave from the platform near the entrance.",
-    "Students often study in the library because it is quiet there.",
-    "The carpenter measured the shelf again before he cut it.",
-    "Bees return to the same meadow as long as clover blooms.",
-    "Snow covered the tracks that the fox had left in the field.",
-    "The museum lends its paintings to other cities in summer.",
-    "He learned to whistle from an uncle who kept pigeons.",
-    "Tea tastes different when it is made with water from a spring.",
-    "The bridge was closed while workers replaced the wooden planks.",
-    "Every morning the postman stops to talk about the weather.",
-    "A pile of books held the door of the office open.",
-    "The lighthouse can be seen from the far side of the bay.",
-    "Sheep graze on the slope where the castle used to stand.",
-    "The play ended with a song that the audience knew by heart.",
-    "Moss grows thickly on the northern side of the stone wall.",
-    "Her notebook is full of sketches of birds and bridges.",
-    "The market sells apples, honey, candles and knitted gloves.",
-    "Ink was spilled on the desk and left a mark like a leaf.",
-    "The doctor cycles to her patients when the roads are dry.",
-    "Some roofs in the village are still covered with straw.",
-    "The choir practises in a barn because the church is cold.",
-)
+FILLER = tuple(files("kvcat.evals").joinpath("filler.txt").read_text(encoding="utf-8").splitlines())
+"""Forty neutral sentences."""
 
 
 def read_filler(path: Path) -> tuple[str, ...]:
@@ -76,7 +35,7 @@ def read_filler(path: Path) -> tuple[str, ...]:
     except UnicodeDecodeError as error:
         raise InputError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
     sentences = [" ".join(part.split()) for part in re.split(r"(?<=[.!?])\s+", text)]
-    usable = [s for s in sentences if len(s.split()) in _WORDS and not re.search(r"\d|passkey", s.lower())]
+    usable = [s for s in sentences if 3 <= len(s.split()) <= 60 and not re.search(r"\d|passkey", s.lower())]
     if not usable:
         raise InputError(
             f"{path} has no usable sentence: one of 3 to 60 words without a digit and without the word passkey"
@@ -107,12 +66,7 @@ class Pieces:
         return self._known[text]
 
     def fitting(self, lines: Iterator[str], num_tokens: int) -> list[str]:
-        """The first lines, as many as fit whole into so many tokens.
-
-        Args:
-            lines: endless.
-            num_tokens: at least 0.
-        """
+        """The first lines of an endless iterator, as many as fit whole into so many tokens."""
         taken = []
         for line in lines:
             num_tokens -= len(self(line))
@@ -137,11 +91,7 @@ class Pieces:
 
 
 def draws(*key: object) -> random.Random:
-    """A random stream that is a function of the key alone; only its ``random`` is the same for every Python.
-
-    Args:
-        key: whatever tells this stream from others.
-    """
+    """A random stream that is a function of the key alone; only its ``random`` is the same for every Python."""
     return random.Random(":".join(map(str, key)))
 
 

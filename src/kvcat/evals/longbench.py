@@ -1,35 +1,114 @@
 """LongBench v2 with a compressed context: four continuations by likelihood after the question."""
 
+import hashlib
+import json
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from itertools import chain
+from pathlib import Path
+from typing import Any, ClassVar
 
+import pyarrow.parquet
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcat.cache import CompactCache
 from kvcat.compress import INSTRUCTION, Trace, slots_for, trace
-from kvcat.compress.documents import reconstruction_of_tokens
+from kvcat.compress.sequences import opening_ids, reconstruction_of_tokens
+from kvcat.data.retry import one_line
+from kvcat.data.split import name_seed
 from kvcat.errors import InputError
-from kvcat.evals.choices import choice_log_likelihoods, choice_values
-from kvcat.evals.longbench_prompt import LEAD, QUESTION, LongBenchPrompt, check_prompts, check_vocabulary, tokenised
-from kvcat.evals.longbench_rows import LETTERS, LongBenchExample
-from kvcat.evals.running import manifest
-from kvcat.evals.task import Baseline, Values
-from kvcat.models import model_name
+from kvcat.evals.answers import choice_values, token_nll
+from kvcat.evals.hub import hub_rows
+from kvcat.evals.runner import Baseline, Task, Values, check_fits
+from kvcat.evals.suffix import data_name
 
+HUB_SOURCE = "hub:zai-org/LongBench-v2"
 MAX_TOKENS = 32_768
+LETTERS = ("A", "B", "C", "D")
+# Rows of each name in the released data set, 503 in all. Academic (44 + 50), Legal (19 + 14), Financial (22 + 15) and
+# Governmental (18 + 23) occur in Single-Document QA and in Multi-Document QA; the KV-CAT paper's accuracies are
+# multiples of 1/94 and 1/33, so it counts both.
+SUB_DOMAINS = {
+    "Academic": 94, "Agent history QA": 20, "Code repo QA": 50, "Detective": 22, "Dialogue history QA": 19,
+    "Event ordering": 20, "Financial": 37, "Governmental": 41, "Knowledge graph reasoning": 15, "Legal": 33,
+    "Literary": 30, "Many-shot learning": 21, "Multi-news": 23, "New language translation": 20, "Table QA": 18,
+    "User guide QA": 40,
+}  # fmt: skip
+PAPER_SUB_DOMAINS = (
+    "Academic", "Agent history QA", "Knowledge graph reasoning", "Legal", "Many-shot learning",
+    "New language translation", "Table QA",
+)  # fmt: skip
+
+# Words as in the KV-CAT paper's appendix, line breaks as in LongBench v2's prompts/0shot.txt. That template also has
+# <text> tags and a line "Choices:", which the paper's prompt does not name.
+LEAD = "Please read the following text and answer the question below.\n\n"
+QUESTION = (
+    "\n\nWhat is the correct answer to this question: {question}\n(A) {A}\n(B) {B}\n(C) {C}\n(D) {D}\n\n"
+    "The correct answer is ("
+)
+CONTINUATIONS = tuple(f"{letter})" for letter in LETTERS)
+_CHOICES = tuple(f"choice_{letter}" for letter in LETTERS)
+_COLUMNS = ("_id", "domain", "sub_domain", "difficulty", "length", "question", *_CHOICES, "answer", "context")
 
 
 @dataclass(frozen=True)
-class LongBenchTask:
+class LongBenchExample:
+    """A question about a long text, with four answers.
+
+    Args:
+        document: hash of the context: questions about one text are resampled together.
+        name: the row's ``_id``.
+        stratum: sub-domain.
+        context: the long text.
+        question: about it.
+        choices: the answers A to D.
+        answer: letter of the right one.
+    """
+
+    document: str
+    name: str
+    stratum: str
+    context: str
+    question: str
+    choices: tuple[str, str, str, str]
+    answer: str
+
+
+def make_task(
+    data: str = HUB_SOURCE,
+    *,
+    sub_domains: Sequence[str] | None = PAPER_SUB_DOMAINS,
+    limit: int | None = None,
+    max_tokens: int = MAX_TOKENS,
+    keep_ratios: Sequence[float] = (0.1, 0.2, 0.5),
+) -> "LongBenchTask":
+    """The LongBench v2 evaluation of a source.
+
+    Args:
+        data: as ``source`` of ``longbench_examples``.
+        sub_domains: names among ``SUB_DOMAINS``; None takes all rows.
+        limit: the first so many examples, a fair sample.
+        max_tokens: as in ``LongBenchTask``.
+        keep_ratios: of the truncated baselines.
+
+    Raises:
+        InputError: as ``longbench_examples`` and ``LongBenchTask``.
+    """
+    examples = longbench_examples(data, sub_domains=sub_domains)[:limit]
+    return LongBenchTask(tuple(examples), data_name(data), max_tokens, tuple(keep_ratios))
+
+
+@dataclass(frozen=True)
+class LongBenchTask(Task):
     """Questions about long texts; the text is compressed, the question is read on the compact cache.
 
     Compressed is the prompt's first sentence with the context, fitted to the reconstruction sequence
     <prefix><instruction><prefix>. Then question and answers follow uncompressed, and "A)", "B)", "C)", "D)" after
-    "The correct answer is (" are scored by total log-likelihood: ``choice_values``.
+    "The correct answer is (" are scored by total log-likelihood: ``choice_values``, and with the prefix ``dense_`` the
+    same on the whole cache.
 
     Args:
         examples: ``longbench_examples``.
@@ -50,8 +129,7 @@ class LongBenchTask:
     dataset: str
     max_tokens: int = MAX_TOKENS
     keep_ratios: tuple[float, ...] = (0.1, 0.2, 0.5)
-    evaluation: str = "longbench"
-    tokenized: bool = False
+    evaluation: ClassVar[str] = "longbench"
 
     def __post_init__(self) -> None:
         for keep_ratio in self.keep_ratios:
@@ -71,7 +149,6 @@ class LongBenchTask:
             "prompt": f"{LEAD}{{context}}{QUESTION}",
             "instruction": INSTRUCTION,
             "sub_domains": dict(sorted(Counter(example.stratum for example in self.examples).items())),
-            "manifest": manifest(self.examples),
         }
 
     def batch_key(self, example: LongBenchExample) -> Hashable:
@@ -79,112 +156,249 @@ class LongBenchTask:
         return example.name
 
     def check(self, label: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """Refuses a model that cannot run these examples.
+        """Refuse a model that cannot run these examples.
 
         Raises:
             InputError: no tokenizer, too few positions, a question that leaves no room, a token outside the vocabulary.
         """
         if tokenizer is None:
             raise InputError(f"model {label!r} has no tokenizer, which LongBench v2 needs")
-        text = model.config.get_text_config(decoder=True)
-        positions = getattr(text, "max_position_embeddings", None)
-        if positions is not None and self.max_tokens > positions:
-            raise InputError(f"max_tokens={self.max_tokens} exceeds the {positions} positions of model {label!r}")
-        check_prompts(label, self.examples, tokenizer, max_tokens=self.max_tokens, vocab_size=text.vocab_size)
+        check_fits(label, model, num_tokens=self.max_tokens, largest=0, what="sequences")
+        for example in self.examples:  # without the context, which takes long to tokenise
+            prompt = _prompt(replace(example, context=""), tokenizer)
+            tokens = chain(prompt.prefix, prompt.instruction, prompt.question, *prompt.choices)
+            check_fits(label, model, num_tokens=0, largest=max(tokens), what="prompts")
+            try:
+                prompt.room(self.max_tokens)
+            except InputError as error:
+                raise InputError(f"row {example.name!r}: {error}") from None
 
     def prepare(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, batch: Sequence[LongBenchExample]
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: Sequence[LongBenchExample]
     ) -> "PreparedLongBench":
-        """The examples as token ids of the model, cut to ``max_tokens``.
+        """An example as token ids of the model, cut to ``max_tokens``.
 
         Raises:
-            InputError: no tokenizer, no room for a context, prefixes of unequal lengths, or a token outside the model's
-                vocabulary.
+            InputError: no room for a context, or a token outside the model's vocabulary.
         """
-        if tokenizer is None:
-            raise InputError("LongBench v2 needs a tokenizer")
-        prompts = [tokenised(example, tokenizer).fitted(self.max_tokens) for example in batch]
-        if len(lengths := {len(prompt.prefix) for prompt in prompts}) > 1:
-            raise InputError(f"prefixes of unequal lengths cannot share a batch: {sorted(lengths)} tokens")
-        for prompt in prompts:
-            vocab_size = model.config.get_text_config(decoder=True).vocab_size
-            check_vocabulary(model_name(model), prompt.prefix, vocab_size)
-        return PreparedLongBench(model, tokenizer, prompts, [LETTERS.index(example.answer) for example in batch])
+        (example,) = batch
+        prompt = _prompt(example, tokenizer)
+        prompt = replace(prompt, context=cut_middle(prompt.context, prompt.room(self.max_tokens)))
+        check_fits(example.name, model, num_tokens=0, largest=max(prompt.prefix), what="prompts")
+        return PreparedLongBench(model, tokenizer, prompt, LETTERS.index(example.answer))
 
 
 @dataclass(frozen=True)
 class PreparedLongBench:
-    """Questions about contexts of one length on one model.
-
-    Every value of ``choice_values`` comes twice: on the compact cache, and with the prefix ``dense_`` on the whole one.
-
-    Args:
-        model: what runs.
-        tokenizer: its tokenizer.
-        prompts: one per example, their contexts cut.
-        right: index of each one's right answer.
-    """
+    """A question about a context on one model; ``right`` is the index of its answer."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    prompts: Sequence[LongBenchPrompt]
-    right: Sequence[int]
-
-    @property
-    def trace(self) -> Trace:
-        """The dense forward over the reconstruction sequences; it runs when first asked for."""
-        return self._traced
+    prompt: "LongBenchPrompt"
+    right: int
 
     @cached_property
-    def _traced(self) -> Trace:
-        prefixes = torch.tensor([prompt.prefix for prompt in self.prompts], device=self._device)
-        return trace(self.model, reconstruction_of_tokens(self.tokenizer, prefixes))
+    def trace(self) -> Trace:
+        """The dense forward over the reconstruction sequence; it runs when first needed."""
+        return trace(self.model, reconstruction_of_tokens(self.tokenizer, self._ids(self.prompt.prefix)))
 
     def score(self, cache: CompactCache) -> list[Values]:
-        """Values of every question when the compact cache stands for its context.
-
-        Args:
-            cache: of this trace.
-        """
-        return self._beside_dense([self._values(row, cache.select([row])) for row in range(len(self.prompts))])
+        """Values of the question when the compact cache stands for its context."""
+        return self._with_dense(self._values(cache))
 
     def baseline(self, baseline: Baseline) -> list[Values]:
-        """Values with the whole context, without any, or with as much of it as plain text as the budget has slots.
-
-        Args:
-            baseline: one of the task's.
-        """
+        """Values with the whole context, without any, or with as much of it as plain text as the budget has slots."""
         if baseline.name == "dense":
-            return self._beside_dense(self._dense)
-        caches = (
-            None if baseline.name == "no-context" else self._truncated(row, baseline.keep_ratio)
-            for row in range(len(self.prompts))
-        )
-        return self._beside_dense([self._values(row, cache) for row, cache in enumerate(caches)])
+            return self._with_dense(self._dense)
+        if baseline.name == "no-context":
+            return self._with_dense(self._values(None))
+        prefix = self.prompt.shortened(slots_for(len(self.prompt.prefix), baseline.keep_ratio, None))
+        # the question stands behind it only because a trace needs a suffix
+        traced = trace(self.model, self._ids([*prefix, *self.prompt.question]), len(prefix))
+        return self._with_dense(self._values(traced.dense_cache()))
 
     @cached_property
-    def _dense(self) -> list[Values]:
-        cache = self.trace.dense_cache()
-        return [self._values(row, cache.select([row])) for row in range(len(self.prompts))]
+    def _dense(self) -> Values:
+        return self._values(self.trace.dense_cache())
 
-    def _beside_dense(self, found: Sequence[Values]) -> list[Values]:
-        return [
-            {**own, **{f"dense_{name}": value for name, value in dense.items()}}
-            for own, dense in zip(found, self._dense, strict=True)
-        ]
+    def _with_dense(self, values: Values) -> list[Values]:
+        return [{**values, **{f"dense_{name}": value for name, value in self._dense.items()}}]
+
+    def _ids(self, tokens: list[int]) -> torch.Tensor:
+        return torch.tensor([tokens], device=next(self.model.parameters()).device)
+
+    def _values(self, cache: CompactCache | None) -> Values:
+        question = self.prompt.question if cache is not None else [*self.prompt.opening, *self.prompt.question]
+        nll = token_nll(self.model, cache, [question] * len(LETTERS), self.prompt.choices)
+        return choice_values(torch.stack([-own.sum() for own in nll]), self.right)
+
+
+@dataclass(frozen=True)
+class LongBenchPrompt:
+    """Token ids of a question and of its context, joined as ids and never as text, so that copies are the same tokens.
+
+    Args:
+        opening: what the tokenizer puts at the start of a text, such as a beginning-of-text token; often nothing.
+        lead: the first sentence, part of what is compressed.
+        context: the long text.
+        instruction: between the two copies of the reconstruction sequence.
+        question: question, answers and the beginning of the reply, down to "(".
+        choices: "A)" to "D)".
+    """
+
+    opening: list[int]
+    lead: list[int]
+    context: list[int]
+    instruction: list[int]
+    question: list[int]
+    choices: list[list[int]]
 
     @property
-    def _device(self) -> torch.device:
-        return next(self.model.parameters()).device
+    def prefix(self) -> list[int]:
+        """What is compressed."""
+        return [*self.opening, *self.lead, *self.context]
 
-    def _values(self, row: int, cache: CompactCache | None) -> Values:
-        prompt = self.prompts[row]
-        question = prompt.alone if cache is None else prompt.question
-        return choice_values(choice_log_likelihoods(self.model, cache, question, prompt.choices), self.right[row])
+    def room(self, max_tokens: int) -> int:
+        """Most context tokens with which reconstruction sequence and answered question both fit.
 
-    def _truncated(self, row: int, keep_ratio: float) -> CompactCache:
-        """Dense cache of the shortened prefix; the question stands behind it only because a trace wants a suffix."""
-        prompt = self.prompts[row]
-        prefix = prompt.shortened(slots_for(len(prompt.prefix), keep_ratio, None))
-        ids = torch.tensor([[*prefix, *prompt.question]], device=self._device)
-        return trace(self.model, ids, len(prefix)).dense_cache()
+        Raises:
+            InputError: fewer than two.
+        """
+        copies = (max_tokens - len(self.opening) - len(self.instruction)) // 2
+        answered = max_tokens - len(self.opening) - len(self.question) - max(map(len, self.choices))
+        room = min(copies, answered) - len(self.lead)
+        if room < 2:
+            raise InputError(
+                f"prompt and question leave {room} of max_tokens={max_tokens} for the context; at least 2 are needed"
+            )
+        return room
+
+    def shortened(self, num_tokens: int) -> list[int]:
+        """As much of the prefix as plain text: its context cut in the middle, or less than the lead."""
+        room = num_tokens - len(self.opening) - len(self.lead)
+        return self.prefix[:num_tokens] if room < 0 else [*self.opening, *self.lead, *cut_middle(self.context, room)]
+
+
+def cut_middle(tokens: list[int], room: int) -> list[int]:
+    """The first and the last room // 2 tokens; unchanged where there are no more than ``room``."""
+    if len(tokens) <= room:
+        return tokens
+    half = room // 2
+    return [*tokens[:half], *tokens[len(tokens) - half :]]
+
+
+def _prompt(example: LongBenchExample, tokenizer: PreTrainedTokenizerBase) -> LongBenchPrompt:
+    def ids(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False, verbose=False)
+
+    question = QUESTION.format(question=example.question, **dict(zip(LETTERS, example.choices, strict=True)))
+    return LongBenchPrompt(
+        opening_ids(tokenizer), ids(LEAD), ids(example.context), ids(INSTRUCTION), ids(question),
+        [ids(text) for text in CONTINUATIONS],
+    )  # fmt: skip
+
+
+def longbench_examples(
+    source: str = HUB_SOURCE, *, sub_domains: Sequence[str] | None = PAPER_SUB_DOMAINS
+) -> list[LongBenchExample]:
+    """Examples of a source, in an order that their names alone decide, so that the first n are a fair sample.
+
+    Every row is checked, also those that are not chosen. Texts are stripped, as LongBench v2's own script strips them.
+
+    Args:
+        source: ``hub:OWNER/NAME[@SPLIT]`` (split ``train`` if absent), or a file in the same schema: ``.parquet``,
+            JSON lines, or one JSON array of rows.
+        sub_domains: names among ``SUB_DOMAINS``; the default is the paper's seven, 221 rows of the released data set.
+            None takes all rows.
+
+    Raises:
+        InputError: no such file or data set, no way to the Hub (told within seconds), a damaged or empty file, a row
+            that lacks a column or holds no valid text in it, an answer that is none of A to D, an ``_id`` that occurs
+            twice, a context shorter than the instruction of the reconstruction sequence, an unknown sub-domain, or no
+            row of those wanted.
+    """
+    for name in sub_domains or ():
+        if name not in SUB_DOMAINS:
+            raise InputError(f"LongBench v2 has no sub-domain {name!r}; there are {', '.join(SUB_DOMAINS)}")
+    seen: dict[str, int] = {}
+    examples = []
+    for number, row in enumerate(_rows(source)):
+        example = _example(row, f"row {number} of {source}")
+        if example.name in seen:
+            raise InputError(f"rows {seen[example.name]} and {number} of {source} share the _id {example.name!r}")
+        seen[example.name] = number
+        examples.append(example)
+    if not examples:
+        raise InputError(f"{source} holds no row")
+    chosen = [example for example in examples if sub_domains is None or example.stratum in sub_domains]
+    if not chosen:
+        found = ", ".join(sorted({example.stratum for example in examples}))
+        raise InputError(f"{source} has no row of sub-domain {', '.join(sub_domains or ())}; it has {found}")
+    return sorted(chosen, key=lambda example: name_seed(f"longbench:{example.name}"))
+
+
+def _example(row: Any, where: str) -> LongBenchExample:
+    if not isinstance(row, dict):
+        raise InputError(f"{where} is no JSON object")
+    for column in _COLUMNS:
+        if column not in row:
+            raise InputError(f"{where} has no column {column!r}; its columns: {', '.join(row)}")
+        if not isinstance(row[column], str):
+            raise InputError(f"{where}: column {column!r} holds {type(row[column]).__name__}, not text")
+        try:
+            row[column].encode()
+        except UnicodeEncodeError as error:
+            raise InputError(f"{where}: column {column!r} is no valid Unicode: {error.reason}") from None
+    texts = {column: row[column].strip() for column in _COLUMNS}
+    for column in ("_id", "sub_domain", "question", *_CHOICES):
+        if not texts[column]:
+            raise InputError(f"{where}: column {column!r} is empty")
+    if texts["answer"] not in LETTERS:
+        raise InputError(f"{where}: answer {row['answer']!r} is none of A, B, C, D")
+    length, least = len(texts["context"]), len(INSTRUCTION.strip())
+    if length < least:
+        raise InputError(
+            f"{where}: its context of {length} characters is shorter than the instruction to reproduce it, {least}"
+        )
+    a, b, c, d = (texts[column] for column in _CHOICES)
+    document = hashlib.sha256(texts["context"].encode()).hexdigest()[:16]
+    return LongBenchExample(
+        document, texts["_id"], texts["sub_domain"], texts["context"], texts["question"], (a, b, c, d), texts["answer"]
+    )
+
+
+def _rows(source: str) -> Iterator[Any]:
+    if source.startswith("hub:"):
+        path, _, split = source.removeprefix("hub:").partition("@")
+        yield from hub_rows(path, None, split or "train")
+        return
+    path = Path(source)
+    if not path.is_file():
+        raise InputError(f"no such LongBench v2 file: {path}")
+    try:
+        if path.suffix == ".parquet":
+            with pyarrow.parquet.ParquetFile(path) as table:
+                for batch in table.iter_batches(16):
+                    yield from batch.to_pylist()
+        else:
+            yield from _json_rows(path)
+    except InputError:
+        raise
+    except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid and UnicodeDecodeError are ValueErrors
+        raise InputError(f"{path} cannot be read: {one_line(error)}") from None
+
+
+def _json_rows(path: Path) -> Iterator[Any]:
+    """Rows of a JSON array, or of JSON lines."""
+    with path.open(encoding="utf-8") as file:
+        lines = (line for line in file if line.strip())
+        first = next(lines, "")
+        if first.lstrip().startswith("["):
+            file.seek(0)
+            yield from json.load(file)
+            return
+        for number, line in enumerate(chain([first] if first else [], lines)):
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError as error:
+                raise InputError(f"row {number} of {path} is not JSON: {error.msg}") from None

@@ -29,11 +29,9 @@ from kvcat.errors import InputError
 from kvcat.evals.profile_checks import check_held_out, check_models, check_slots
 from kvcat.evals.profile_errors import output_errors, summary_values, without_prefix
 from kvcat.evals.profile_suffixes import ROLES, PrefixSuffixes, SuffixPlan, write_suffixes
-from kvcat.evals.progress import EvalProgress
 from kvcat.evals.provenance import provenance
 from kvcat.evals.records import Record, ResultsFolder
-from kvcat.evals.running import Method
-from kvcat.evals.task import Values
+from kvcat.evals.runner import Method, Progress, Values
 from kvcat.types import Float, Tensor
 
 NO_CACHE, DENSE = "no-context", "dense"
@@ -102,7 +100,7 @@ def profile(
     begun, config = time.monotonic(), _config(texts, plan, methods, slots, dataset)
     with (
         ResultsFolder(out_dir, config) as folder,
-        EvalProgress(len(models) * len(texts) * len(cells), shown=progress, name="profile") as bar,
+        Progress(len(models) * len(texts) * len(cells), "profile", progress) as bar,
     ):
         if not (out_dir / SUFFIXES_FILE).exists():
             write_suffixes(out_dir / SUFFIXES_FILE, plan, texts)
@@ -127,7 +125,7 @@ class _Subject:
     dtype: str
     dataset: str
 
-    def measure(self, text: PrefixSuffixes, cells: Sequence[_Cell], folder: ResultsFolder, bar: EvalProgress) -> None:
+    def measure(self, text: PrefixSuffixes, cells: Sequence[_Cell], folder: ResultsFolder, bar: Progress) -> None:
         """Do what is missing of a prefix."""
         missing = [
             cell for cell in cells if not all(folder.done(self._record(text, cell, k, {}).key) for k in text.suffixes)

@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from kvcat.errors import InputError
-from kvcat.evals.windows import Window
+from kvcat.evals.suffix import Window
 from kvcat.models import hidden_states, logits_from_hidden
 from kvcat.types import Bool, Int, Tensor
 

@@ -11,8 +11,8 @@ from kvcat.errors import InputError
 from kvcat.evals.profile_errors import MEASURES
 from kvcat.evals.profile_suffixes import KINDS
 from kvcat.evals.records import Record
+from kvcat.evals.runner import Values
 from kvcat.evals.statistics import ClusterBootstrap, Estimate
-from kvcat.evals.task import Values
 
 BEST, ALL = "best", "all"
 Statistic = Literal["mean", "worst"]

@@ -1,19 +1,21 @@
 """Results on disk: one JSON line per example, model, method, keep ratio, step and seed, appended and never changed."""
 
 import json
-import os
+import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from kvcat.errors import InputError
-from kvcat.locking import FolderLock
+from kvcat.evals.metrics import HEADLINES
+from kvcat.files import LOCK_FILE, append_jsonl, claim_folder, one_writer, read_jsonl
 
-_PARTIAL = "config.partial"
 _RECORDS = re.compile(r"records(-\d+-of-\d+)?\.jsonl")
-Key = tuple[str, str, str, str, str, float, int | None, int | None, str, str, str]
+_SECONDS_FOR_CLAIM = 30.0
+Key = tuple[Any, ...]
 Shard = tuple[int, int]
 
 
@@ -22,7 +24,7 @@ class Record:
     """What one example gave under one model, method, keep ratio, step and seed.
 
     Args:
-        model: label of the model.
+        model: label of the model; ``LABEL@SEED`` for one of several training runs.
         fingerprint: of the model's weights.
         dtype: of the model's weights, e.g. ``float32``.
         method: name of the compressor, or of a baseline.
@@ -34,7 +36,10 @@ class Record:
         stratum: group of the example that is reported apart, may be empty.
         document: name of the document, the unit that the intervals resample.
         example: name of the example in its document.
-        values: metric name to value; nats per token where a unit applies, 0 or 1 for what is right or wrong.
+        values: metric name to value; nats per token where a unit applies, shares in [0, 1].
+
+    Raises:
+        ValueError: a field of the wrong type, or a value that is no number.
     """
 
     model: str
@@ -50,6 +55,14 @@ class Record:
     document: str
     example: str
     values: dict[str, float]
+
+    def __post_init__(self) -> None:
+        texts = (*astuple(self)[:5], self.dataset, self.stratum, self.document, self.example)
+        if not all(isinstance(text, str) for text in texts) or not isinstance(self.values, dict):
+            raise ValueError("a field of the wrong type")
+        for name, value in {"keep_ratio": self.keep_ratio, **self.values}.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+                raise ValueError(f"{name} of example {self.example!r} of {self.document!r} is {value!r}, no number")
 
     @property
     def key(self) -> Key:
@@ -73,10 +86,10 @@ def method_label(name: str, options: Mapping[str, Any]) -> str:
 class ResultsFolder:
     """A folder of results of one configuration: ``config.json``, ``records.jsonl``, ``costs.jsonl``.
 
-    Every append reaches the disk before it returns. A line torn by a kill is cut off when the folder is opened again.
-    The configuration never changes; models may be added. A whole run is the folder's only writer; shards share it,
-    each the only writer of ``records-INDEX-of-COUNT.jsonl``, and all read what the others have done. Close it, or use
-    it in a ``with`` block: until then nobody else can open it.
+    Every append reaches the disk before it returns. The configuration never changes; models may be
+    added. A whole run is the folder's only writer; shards share it, each the only writer of
+    ``records-INDEX-of-COUNT.jsonl``, and all read what the others have done. Use it in a ``with`` block
+    or close it: until then no other process can open it.
 
     Args:
         path: the folder; made if absent.
@@ -84,63 +97,53 @@ class ResultsFolder:
         shard: (index, count) of this writer, index in [0, count).
 
     Raises:
-        InputError: the folder holds results of another configuration, or something that is no result; another process
-            is writing to it; it cannot be written to.
+        InputError: the folder holds results of another configuration, or something that is no result;
+            another process is writing to it; it cannot be written to.
     """
 
     def __init__(self, path: Path, config: Mapping[str, Any], *, shard: Shard = (0, 1)) -> None:
         self.path = path
-        index, count = shard
-        self._suffix = "" if count == 1 else f"-{index}-of-{count}"
-        _make_folder(path)
-        self._locks = [FolderLock(path, shared=count > 1)]
-        try:
-            _claim(path, json.loads(json.dumps(config)))
-            self._file = self._open()
-        except BaseException:
-            self._release()
-            raise
-
-    def _open(self) -> TextIO:
-        file = self.path / f"records{self._suffix}.jsonl"
-        try:
-            if self._suffix:
-                file.touch()
-                self._locks.append(FolderLock(file))
-            _cut_torn_line(file)
-            _cut_torn_line(self._costs)
-            self.records = read_records(self.path)
+        suffix = "" if shard[1] == 1 else f"-{shard[0]}-of-{shard[1]}"
+        self._files = {name: path / f"{name}{suffix}.jsonl" for name in ("records", "costs", "provenance")}
+        with ExitStack() as stack:
+            if suffix:  # shards hold the folder only while they claim it
+                with one_writer(path, timeout=_SECONDS_FOR_CLAIM):
+                    self._claim(config)
+                stack.enter_context(one_writer(path, f"{LOCK_FILE}{suffix}"))
+            else:
+                stack.enter_context(one_writer(path))
+                self._claim(config)
+            self.records = read_records(path)
             self._keys = {record.key for record in self.records}
-            return file.open("a", encoding="utf-8")
-        except OSError as error:
-            raise InputError(f"cannot write to results folder {self.path}: {error.strerror}") from error
+            self._open = stack.pop_all()
 
-    @property
-    def _costs(self) -> Path:
-        return self.path / f"costs{self._suffix}.jsonl"
-
-    def _release(self) -> None:
-        for lock in self._locks:
-            lock.release()
+    def _claim(self, config: Mapping[str, Any]) -> None:
+        config = json.loads(json.dumps(config))
+        there = claim_folder(self.path, "config.json", config)
+        for field in [*config, *there] if there is not None else []:
+            if config.get(field) != there.get(field):
+                raise InputError(
+                    f"{self.path} holds results of another configuration: "
+                    f"{field} is {there.get(field)} there, {config.get(field)} here; choose another folder"
+                )
 
     def close(self) -> None:
-        """Ends the writing and lets others open the folder."""
-        self._file.close()
-        self._release()
+        """End the writing and let others open the folder."""
+        self._open.close()
 
     def check_model(self, label: str, fingerprint: str, dtype: str) -> None:
-        """Nothing where the label stands for these weights in this folder, or for none yet.
+        """Refuse a label that stands for other weights or another dtype in this folder.
 
         Raises:
-            InputError: it stands for other weights or another dtype.
+            InputError: with both.
         """
-        for name, known in models_of(self.records).items():
-            for field, value in (("fingerprint", fingerprint), ("dtype", dtype)):
-                if name == label and known[field] != value:
-                    raise InputError(
-                        f"{self.path} holds results of another model {label!r}: {field} is {known[field]} there, "
-                        f"{value} here"
-                    )
+        known = models_of(self.records).get(label, {})
+        for field, value in (("fingerprint", fingerprint), ("dtype", dtype)):
+            if known.get(field, value) != value:
+                raise InputError(
+                    f"{self.path} holds results of another model {label!r}: {field} is {known[field]} there, "
+                    f"{value} here"
+                )
 
     def done(self, key: Key) -> bool:
         """Whether a record of this key is on disk."""
@@ -149,16 +152,17 @@ class ResultsFolder:
     def append(self, records: Iterable[Record]) -> None:
         """Write records that are not there yet and wait until they are on disk."""
         new = [record for record in records if record.key not in self._keys]
-        self._file.write("".join(json.dumps(asdict(record)) + "\n" for record in new))
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        append_jsonl(self._files["records"], *map(asdict, new))
         self.records.extend(new)
         self._keys.update(record.key for record in new)
 
-    def append_cost(self, cost: Mapping[str, Any]) -> None:
-        """Write what a batch took, apart from the records, which a repetition must give again to the last bit."""
-        with self._costs.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(cost) + "\n")
+    def append_cost(self, *costs: Mapping[str, Any]) -> None:
+        """Write what a method took, apart from the records, which a repetition gives again to the last bit."""
+        append_jsonl(self._files["costs"], *costs)
+
+    def append_event(self, event: Mapping[str, Any]) -> None:
+        """Write a line of provenance."""
+        append_jsonl(self._files["provenance"], event)
 
     def __enter__(self) -> "ResultsFolder":
         return self
@@ -167,39 +171,44 @@ class ResultsFolder:
         self.close()
 
 
-def read_records(path: Path) -> list[Record]:
+def read_records(folder: Path) -> list[Record]:
     """Records of a results folder, of all its shards, each once; torn last lines are left out.
 
     Raises:
-        InputError: a line that is no record.
+        InputError: a line that is no record, a value that is no number, or two records of one example
+            that differ.
     """
     found: dict[Key, Record] = {}
-    for file in sorted(file for file in path.iterdir() if _RECORDS.fullmatch(file.name)) if path.is_dir() else []:
-        try:
-            lines = file.read_text(encoding="utf-8").split("\n")
-            for line in lines[:-1]:
-                record = Record(**json.loads(line))
-                if not isinstance(record.values, dict):
-                    raise ValueError(f"its values are {record.values!r}")
-                found.setdefault(record.key, record)
-        except (ValueError, TypeError) as error:  # ValueError: not JSON, or not UTF-8
-            raise InputError(f"{file} has a line that is no record: {error}") from None
+    for file in sorted(file for file in folder.iterdir() if _RECORDS.fullmatch(file.name)) if folder.is_dir() else []:
+        for line in read_jsonl(file):
+            try:
+                record = Record(**line)
+            except (ValueError, TypeError) as error:
+                raise InputError(f"{file} has a line that is no record: {error}") from None
+            if found.setdefault(record.key, record) != record:
+                raise InputError(
+                    f"{file} has a second, different record of example {record.example!r} of {record.document!r}: "
+                    f"{record.model}, {record.method_label}, keep ratio {record.keep_ratio:g}"
+                )
     return list(found.values())
 
 
-def read_costs(path: Path) -> list[dict[str, Any]]:
-    """What the batches of a results folder took, of all its shards; torn last lines are left out.
+def read_costs(folder: Path) -> list[dict[str, Any]]:
+    """What the methods of a results folder took, of all its shards; torn last lines are left out.
 
     Raises:
-        InputError: a line that is no cost.
+        InputError: a line that is no JSON object.
     """
-    found = []
-    for file in sorted(path.glob("costs*.jsonl")):
-        try:
-            found += [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n")[:-1]]
-        except ValueError as error:
-            raise InputError(f"{file} has a line that is no cost: {error}") from None
-    return found
+    return [cost for file in sorted(folder.glob("costs*.jsonl")) for cost in read_jsonl(file)]
+
+
+def read_events(folder: Path) -> list[dict[str, Any]]:
+    """Command, versions, hardware and duration of every run that wrote to a results folder.
+
+    Raises:
+        InputError: a line that is no JSON object.
+    """
+    return [event for file in sorted(folder.glob("provenance*.jsonl")) for event in read_jsonl(file)]
 
 
 def models_of(records: Iterable[Record]) -> dict[str, dict[str, str]]:
@@ -216,70 +225,27 @@ def models_of(records: Iterable[Record]) -> dict[str, dict[str, str]]:
     return models
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
     """Configuration of a results folder.
 
     Raises:
-        InputError: no such folder, or no results in it.
+        InputError: no results folder, a damaged configuration, an unknown evaluation.
     """
-    file = path / "config.json"
+    file = folder / "config.json"
     if not file.is_file():
-        raise InputError(f"{path} is no results folder: it has no config.json")
+        raise InputError(f"{folder} is no results folder: it has no config.json")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise InputError(f"{file} is damaged: {error}") from None
     if not isinstance(config, dict) or config.get("evaluation") is None:
-        raise InputError(f"{path} is no results folder: its config.json names no evaluation")
+        raise InputError(f"{folder} is no results folder: its config.json names no evaluation")
+    if config["evaluation"] not in HEADLINES:
+        raise InputError(f"{file}: no evaluation {config['evaluation']!r}; there are {', '.join(HEADLINES)}")
+    for field, kind in {"dataset": str, "num_examples": int, "methods": list}.items():
+        if not isinstance(config.get(field), kind):
+            raise InputError(f"{file} is damaged: {field} is {config.get(field)!r}")
+    for method in config["methods"]:
+        if not isinstance(method, dict) or not {"name", "options", "keep_ratios", "num_examples"} <= method.keys():
+            raise InputError(f"{file} is damaged: {method!r} is no method")
     return config
-
-
-def _make_folder(path: Path) -> None:
-    if path.exists() and not path.is_dir():
-        raise InputError(f"{path} is a file, not a results folder")
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"cannot make results folder {path}: {error.strerror}") from error
-
-
-def _claim(path: Path, config: dict[str, Any]) -> None:
-    """The folder's configuration is this one from now on, or was already."""
-    if all(file.name.startswith(_PARTIAL) for file in path.iterdir()):  # a kill at the very start leaves such a file
-        try:
-            _create(path / "config.json", config)
-            return
-        except FileExistsError:  # another shard was faster
-            pass
-        except OSError as error:
-            raise InputError(f"cannot write to results folder {path}: {error.strerror}") from error
-    there = read_config(path)
-    for field in [*config, *there]:
-        if config.get(field) != there.get(field):
-            raise InputError(
-                f"{path} holds results of another configuration: "
-                f"{field} is {there.get(field)} there, {config.get(field)} here; choose another folder"
-            )
-
-
-def _create(file: Path, content: dict[str, Any]) -> None:
-    """Write a file that is whole as soon as it is there, and never replace one."""
-    partial = file.with_name(f"{_PARTIAL}.{os.getpid()}")
-    try:
-        with partial.open("w", encoding="utf-8") as stream:
-            stream.write(json.dumps(content, indent=2) + "\n")
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.link(partial, file)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def _cut_torn_line(file: Path) -> None:
-    if not file.exists():
-        return
-    content = file.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        with file.open("r+b") as stream:
-            stream.truncate(whole)

@@ -1,143 +1,279 @@
-"""RULER's synthetic tasks that need no data, at any length, with the question asked after compression."""
+"""RULER's synthetic tasks that need no data, at any length, with the question read after compression."""
 
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count, pairwise
+from typing import ClassVar, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from kvcat.compress.documents import opening_ids
 from kvcat.errors import InputError
-from kvcat.evals.answering import (
-    Question,
-    QuestionTask,
-    answer_ids,
-    check_supervision,
-    vocabulary,
-)
-from kvcat.evals.haystack import FILLER, Pieces, draws, filler_lines
-from kvcat.evals.ruler_texts import RULER_TASKS, Room, RulerSizes
-from kvcat.evals.running import manifest
-from kvcat.evals.task import Values
+from kvcat.evals.answers import Question, QuestionTask, answer_ids, check_supervision
+from kvcat.evals.haystack import FILLER, Pieces, draws, filler_lines, number, pick, shuffled
+from kvcat.evals.runner import Values, vocabulary
 
-
-@dataclass(frozen=True)
-class RulerOptions:
-    """What the examples of a RULER evaluation are.
-
-    Args:
-        length: tokens of what is compressed: the task's introduction and its text.
-        tasks: names of ``RULER_TASKS``.
-        per_task: examples per task, at least 1.
-        sizes: how much is hidden in a text.
-        seed: any integer.
-        supervision: "reconstruction" fits compressors to <text><instruction><text>, which takes twice the positions;
-            "self" to the queries of the text itself.
-
-    Raises:
-        InputError: an option out of its range, an unknown task.
-    """
-
-    length: int = 4096
-    tasks: tuple[str, ...] = tuple(RULER_TASKS)
-    per_task: int = 20
-    sizes: RulerSizes = field(default_factory=RulerSizes)
-    seed: int = 0
-    supervision: str = "reconstruction"
-
-    def __post_init__(self) -> None:
-        for name in ("length", "per_task"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        unknown = [task for task in self.tasks if task not in RULER_TASKS]
-        if unknown:
-            raise InputError(f"no RULER task {unknown[0]!r}; there are {', '.join(RULER_TASKS)}")
-        if not self.tasks or len(set(self.tasks)) < len(self.tasks):
-            raise InputError(f"tasks are {list(self.tasks)}; give at least one, and each once")
-        check_supervision(self.supervision)
+# RULER's own sizes.
+NUM_KEYS = NUM_VALUES = NUM_QUERIES = 4
+NUM_HOPS = 4
+NUM_COMMON, COMMON_TIMES, UNCOMMON_TIMES = 10, 30, 3
+ALPHA = 2.0
+_CONSONANTS, _VOWELS = "bdfgklmnprstvz", "aeiou"
+_CODED_WORDS = 2000
+_MOST_CODED = 3
 
 
 @dataclass(frozen=True)
 class RulerTask(QuestionTask):
-    """Questions on long synthetic texts that are compressed before they are asked; ``ruler_task`` makes it.
+    """Questions on long synthetic texts that are compressed before; ``make_task`` makes it.
 
-    Per example: ``string_match``, the share of the reference answers that the greedy answer contains, whatever their
-    case (RULER's string_match_all); ``exact_match``, whether it contains them all; both also on the dense cache, with
-    the prefix ``dense_``; and the NLL of all reference answers in a row (``PreparedQuestions``).
+    Judged are ``string_match``, the share of the reference answers that the greedy answer contains,
+    whatever their case (RULER's string_match_all), and ``exact_match``, whether it contains them all.
 
-    Unlike RULER's own prompts, texts come without a solved example before them, words are invented, and an answer may
-    have 16 tokens more than twice those of the right one.
-
-    Args:
-        dataset: name with the length.
-        examples: task after task, so that the first n are spread over the tasks for every n.
-        options: what they were made from.
-        words: ``vocabulary`` of the tokenizer.
+    Unlike RULER's own prompts, texts come without a solved example before them, words are invented, and
+    an answer may have 16 tokens more than twice those of the right one.
 
     References: Hsieh et al. 2024, arXiv:2404.06654.
     """
 
-    dataset: str
-    examples: tuple[Question, ...]
-    options: RulerOptions
-    words: str
-    evaluation: str = "ruler"
+    evaluation: ClassVar[str] = "ruler"
 
-    def describe(self) -> Mapping[str, Any]:
-        """The options, and the hash of all examples with their tokens."""
-        return {**asdict(self.options), "manifest": manifest(self.examples)}
-
-    def judge(self, answer: str, references: Sequence[str]) -> Values:
-        """``judge_strings``."""
-        return judge_strings(answer, references)
+    @staticmethod
+    def judge(answer: str, references: Sequence[str]) -> Values:
+        """``string_match`` and ``exact_match`` of a decoded answer."""
+        found = sum(reference.lower() in answer.lower() for reference in references) / len(references)
+        return {"string_match": found, "exact_match": float(found == 1.0)}
 
 
-def ruler_task(tokenizer: PreTrainedTokenizerBase, options: RulerOptions | None = None) -> RulerTask:
-    """The examples of the options, in the tokens of a tokenizer.
+def make_task(
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    length: int = 4096,
+    tasks: Sequence[str] | None = None,
+    per_task: int = 20,
+    seed: int = 0,
+    supervision: str = "reconstruction",
+) -> RulerTask:
+    """RULER's tasks in the tokens of a tokenizer.
 
     Every text is exactly ``length`` tokens: its lines stand whole, and what is left is filled with the end of a neutral
-    line before them. An example's draws are a function of the seed, its task, the length and its number alone.
+    line before them. An example's draws are a function of the seed, its task, the length and its number alone. Examples
+    go task after task, so that the first n are spread over the tasks for every n.
 
     Args:
         tokenizer: of the models to evaluate.
-        options: None: all tasks at 4096 tokens.
+        length: tokens of what is compressed: the task's introduction and its text.
+        tasks: names of ``RULER_TASKS``; None takes all.
+        per_task: examples per task, at least 1.
+        seed: any integer.
+        supervision: as in ``QuestionTask``.
 
     Raises:
-        InputError: a text too short for what is to be hidden in it, a tokenizer that cannot spell the answers.
+        InputError: a value out of its range, an unknown task, a text too short for what is to be hidden in it, a
+            tokenizer that cannot spell the answers.
     """
-    options = RulerOptions() if options is None else options
+    tasks = tuple(RULER_TASKS if tasks is None else tasks)
+    for name, value in {"length": length, "per_task": per_task}.items():
+        if value < 1:
+            raise InputError(f"{name} is {value}; it must be at least 1")
+    if unknown := [task for task in tasks if task not in RULER_TASKS]:
+        raise InputError(f"no RULER task {unknown[0]!r}; there are {', '.join(RULER_TASKS)}")
+    if not tasks or len(set(tasks)) < len(tasks):
+        raise InputError(f"tasks are {list(tasks)}; give at least one, and each once")
+    check_supervision(supervision)
     pieces, opening = Pieces(tokenizer), tuple(opening_ids(tokenizer))
-    examples = []
-    for instance in range(options.per_task):
-        for task in options.tasks:
-            draw = draws(options.seed, task, options.length, instance)
-            examples.append(_example(tokenizer, pieces, opening, draw, task, instance, options))
-    return RulerTask(f"ruler-{options.length}", tuple(examples), options, vocabulary(tokenizer))
+    examples, left = [], length - len(opening)
+    for instance in range(per_task):
+        for task in tasks:
+            draw = draws(seed, task, length, instance)
+            lines, query, answers = RULER_TASKS[task](draw, Room(pieces, left, task))
+            context = (*opening, *pieces.filled(lines, filler_lines(draw, FILLER), left))
+            question, answer = answer_ids(tokenizer, query, " " + ", ".join(answers))
+            name, most = f"{task}-{instance}", 2 * len(answer) + 16
+            examples.append(Question(name, "0", task, context, question, answer, answers, most))
+    options = {"length": length, "tasks": tasks, "per_task": per_task, "seed": seed}
+    return RulerTask(f"ruler-{length}", tuple(examples), options, supervision, vocabulary(tokenizer))
 
 
-def _example(
-    tokenizer: PreTrainedTokenizerBase,
-    pieces: Pieces,
-    opening: tuple[int, ...],
-    draw: random.Random,
-    task: str,
-    instance: int,
-    options: RulerOptions,
-) -> Question:
-    room = options.length - len(opening)
-    told = RULER_TASKS[task](draw, Room(pieces, room, task), options.sizes)
-    context = (*opening, *pieces.filled(told.lines, filler_lines(draw, FILLER), room))
-    question, answer = answer_ids(tokenizer, told.question, " " + ", ".join(told.answers))
-    return Question(f"{task}-{instance}", "0", task, context, question, answer, told.answers, 2 * len(answer) + 16)
+class Hidden(NamedTuple):
+    """A text as whole lines or words, the question after it, and all that belongs into the answer."""
+
+    lines: list[str]
+    question: str
+    answers: tuple[str, ...]
 
 
-def judge_strings(answer: str, references: Sequence[str]) -> Values:
-    """``string_match`` and ``exact_match`` of an answer.
+@dataclass(frozen=True)
+class Room:
+    """How many tokens a text of a task may have."""
+
+    pieces: Pieces
+    num_tokens: int
+    task: str
+
+    def after(self, lines: Sequence[str]) -> int:
+        """Tokens left after these parts.
+
+        Raises:
+            InputError: they do not fit.
+        """
+        taken = sum(len(self.pieces(line)) for line in lines)
+        if taken > self.num_tokens:
+            raise InputError(f"{self.num_tokens} tokens are too few for {self.task}, which takes at least {taken}")
+        return self.num_tokens - taken
+
+
+def niah(
+    draw: random.Random, room: Room, *, keys: int = 1, values: int = 1, others: int = 0, among_needles: bool = False
+) -> Hidden:
+    """Numbers under keys, between neutral sentences or between other such needles.
 
     Args:
-        answer: decoded.
-        references: the answers that it should contain.
+        draw: of all that is random.
+        room: for the text.
+        keys: that the question names.
+        values: numbers of each of them.
+        others: keys that it does not name, with one number each.
+        among_needles: all other lines are needles with further keys.
     """
-    found = sum(reference.lower() in answer.lower() for reference in references) / len(references)
-    return {"string_match": found, "exact_match": float(found == 1.0)}
+    names, codes = _distinct(lambda: f"{_word(draw)}-{_word(draw)}"), _distinct(lambda: number(draw, 7))
+    wanted = [(next(names), [next(codes) for _ in range(values)]) for _ in range(keys)]
+    pairs = [(key, code) for key, own in wanted for code in own]
+    pairs += [(next(names), next(codes)) for _ in range(others)]
+    needles = [_needle(key, code) for key, code in pairs]
+    head = (
+        "Some special magic numbers are hidden within the following text. Make sure to memorize them. "
+        "I will quiz you about the numbers afterwards.\n"
+    )
+    rest: Iterator[str] = (
+        (_needle(next(names), next(codes)) for _ in count()) if among_needles else filler_lines(draw, FILLER)
+    )
+    lines = room.pieces.fitting(rest, room.after([head, *needles]))
+    numbers = [code for _, own in wanted for code in own]
+    named = ", ".join(key for key, _ in wanted)
+    what, verb = ("number", "is") if len(numbers) == 1 else ("numbers", "are")
+    question = (
+        f"What {verb} the special magic {what} for {named} mentioned in the text above? "
+        f"The special magic {what} for {named} mentioned in the text above {verb}"
+    )
+    return Hidden([head, *_scattered(draw, lines, shuffled(draw, needles))], question, tuple(numbers))
+
+
+def variable_tracking(draw: random.Random, room: Room) -> Hidden:
+    """A chain X1 = 12345, X2 = X1, ... between neutral sentences; the question asks for all its variables."""
+    names = _distinct(lambda: "".join(pick(draw, _CONSONANTS.upper()) for _ in range(5)))
+    chain = [next(names) for _ in range(NUM_HOPS + 1)]
+    root = str(10000 + int(draw.random() * 90000))
+    assignments = [f"VAR {chain[0]} = {root}.\n", *(f"VAR {new} = VAR {old}.\n" for old, new in pairwise(chain))]
+    shuffled(draw, assignments)  # advances the stream as the order of several chains would
+    head = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n"
+    lines = room.pieces.fitting(filler_lines(draw, FILLER), room.after([head, *assignments]))
+    question = (
+        f"Question: Find all variables that are assigned the value {root} in the text above. Answer: According to "
+        f"the chain(s) of variable assignment in the text above, {len(chain)} variables are assigned the value "
+        f"{root}, they are:"
+    )
+    return Hidden([head, *_scattered(draw, lines, assignments)], question, tuple(chain))
+
+
+def common_words(draw: random.Random, room: Room) -> Hidden:
+    """A numbered list in which ``NUM_COMMON`` words are common; as many uncommon ones as fit."""
+    words = _distinct(lambda: _word(draw))
+    common = [next(words) for _ in range(NUM_COMMON)]
+    head = (
+        "Below is a numbered list of words. In these words, some appear more often than others. "
+        "Memorize the ones that appear most often.\n"
+    )
+    entries = [f" {word}\n" for word in common for _ in range(COMMON_TIMES)]
+    left = room.after([head, *(f"{index}." for index in range(1, len(entries) + 1)), *entries])
+    for word in words:
+        more = [f" {word}\n"] * UNCOMMON_TIMES
+        numbers = range(len(entries) + 1, len(entries) + len(more) + 1)
+        left -= sum(len(room.pieces(part)) for part in (*more, *(f"{index}." for index in numbers)))
+        if left < 0:
+            break
+        entries += more
+    listed = [part for index, entry in enumerate(shuffled(draw, entries), 1) for part in (f"{index}.", entry)]
+    question = (
+        f"Question: What are the {NUM_COMMON} most common words in the above list? Answer: The top "
+        f"{NUM_COMMON} words that appear most often in the list are:"
+    )
+    return Hidden([head, *listed], question, tuple(common))
+
+
+def frequent_words(draw: random.Random, room: Room) -> Hidden:
+    """A coded text of Zipf-distributed words, the most frequent of which is noise; the question asks for the next 3.
+
+    The word of rank k of 2000 occurs floor(n k^-alpha / sum_j j^-alpha) times, n as large as fits.
+    """
+    words = _distinct(lambda: _word(draw))
+    head = (
+        "Read the following coded text and track the frequency of each coded word. "
+        "Find the three most frequently appeared coded words.\n"
+    )
+    left = room.after([head, "\n"])
+    weights = [rank**-ALPHA for rank in range(1, _CODED_WORDS + 1)]
+    whole = sum(weights)
+    # a word takes a token at least, so that ranks beyond these never occur
+    shares = [w / whole for rank, w in enumerate(weights) if w * left >= whole or rank <= _MOST_CODED + 1]
+    coded = [" ....", *(f" {next(words)}" for _ in shares[1:])]
+    costs = [len(room.pieces(word)) for word in coded]
+    low, high = 0, left + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        fits = sum(int(middle * share) * cost for share, cost in zip(shares, costs, strict=True)) <= left
+        low, high = (middle, high) if fits else (low, middle)
+    times = [int(low * share) for share in shares]
+    if times[_MOST_CODED] <= times[_MOST_CODED + 1]:
+        raise InputError(
+            f"{room.num_tokens} tokens are too few for {room.task}: its words of ranks 4 and 5 both occur "
+            f"{times[_MOST_CODED]} times"
+        )
+    text = shuffled(draw, [word for word, number_of in zip(coded, times, strict=True) for _ in range(number_of)])
+    question = (
+        "Question: Do not provide any explanation. Please ignore the dots '....'. What are the three most frequently "
+        "appeared words in the above coded text? Answer: According to the coded text above, the three most frequently "
+        "appeared words are:"
+    )
+    return Hidden([head, *text, "\n"], question, tuple(word.strip() for word in coded[1 : _MOST_CODED + 1]))
+
+
+RULER_TASKS: dict[str, Callable[[random.Random, Room], Hidden]] = {
+    "niah_single": niah,
+    "niah_multikey_1": lambda draw, room: niah(draw, room, others=NUM_KEYS - 1),
+    "niah_multikey_2": lambda draw, room: niah(draw, room, among_needles=True),
+    "niah_multivalue": lambda draw, room: niah(draw, room, values=NUM_VALUES),
+    "niah_multiquery": lambda draw, room: niah(draw, room, keys=NUM_QUERIES),
+    "vt": variable_tracking,
+    "cwe": common_words,
+    "fwe": frequent_words,
+}
+"""RULER's names, but for ``niah_single``: its three kinds differ in their text, which here is always the same."""
+
+
+def _needle(key: str, code: str) -> str:
+    return f"One of the special magic numbers for {key} is: {code}.\n"
+
+
+def _word(draw: random.Random) -> str:
+    """A word that can be spoken; all have six letters, so that none contains another."""
+    return "".join(pick(draw, letters) for _ in range(3) for letters in (_CONSONANTS, _VOWELS))
+
+
+def _distinct(make: Callable[[], str]) -> Iterator[str]:
+    known: set[str] = set()
+    while True:
+        made = make()
+        if made not in known:
+            known.add(made)
+            yield made
+
+
+def _scattered(draw: random.Random, lines: Sequence[str], needles: Sequence[str]) -> list[str]:
+    """The needles in their order at random places between the lines."""
+    places = sorted(int(draw.random() * (len(lines) + 1)) for _ in needles)
+    result = list(lines)
+    for place, needle in zip(reversed(places), reversed(needles), strict=True):
+        result.insert(place, needle)
+    return result

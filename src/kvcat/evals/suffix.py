@@ -1,39 +1,219 @@
 """Suffix evaluation: a document's prefix is compressed, the text that follows is scored on the compact cache."""
 
-# ruff: noqa: ARG002 a task takes what the protocol gives
-
-from collections.abc import Hashable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcat.cache import CompactCache
 from kvcat.compress import Trace, compare, trace
-from kvcat.compress.documents import reconstruction_of_tokens
+from kvcat.compress.sequences import reconstruction_of_tokens
+from kvcat.data import Document, open_shards, shard_documents, split_documents
+from kvcat.data.split import Split
 from kvcat.errors import InputError
 from kvcat.evals.records import Record
-from kvcat.evals.running import Method, ModelSource, evaluate, manifest
-from kvcat.evals.task import Baseline, Example, Values
-from kvcat.evals.windows import Window
-from kvcat.models import logits_from_hidden
+from kvcat.evals.runner import Baseline, Method, ModelSource, Task, Values, check_fits, evaluate
 from kvcat.types import Float, Int, Tensor
 
 SUPERVISIONS = ("suffix", "first-half", "reconstruction")
+CORPORA = {
+    "wikitext-103": "hub:Salesforce/wikitext/wikitext-103-raw-v1@test",
+    "pg-19": "hub:emozilla/pg19@test",
+    "arxiv": "hub:ccdv/arxiv-summarization/document@test",
+    "fineweb-edu": "hub:HuggingFaceFW/fineweb-edu/sample-10BT",
+}
+"""Text that the paper evaluates on, by name."""
+
 _LOGITS_AT_ONCE = 1 << 26
+_WIKITEXT_HEADING = re.compile(r" = (?!= ).+ = \n?")
 
 
 @dataclass(frozen=True)
-class SuffixTask:
+class Window:
+    """Consecutive tokens of a single document.
+
+    Args:
+        document: the document's name; windows of one document are resampled together.
+        name: the window's name in its document: the position of its first token.
+        tokens: token ids of prefix and suffix, in order.
+        prefix_len: how many of them are the prefix, at least 1 and at most ``len(tokens) - 2``.
+        stratum: group that is reported apart; may be empty.
+
+    Raises:
+        InputError: a prefix without tokens, a suffix of fewer than two.
+    """
+
+    document: str
+    name: str
+    tokens: tuple[int, ...]
+    prefix_len: int
+    stratum: str = ""
+
+    def __post_init__(self) -> None:
+        if self.prefix_len < 1 or self.suffix_len < 2:
+            raise InputError(
+                f"a window needs a prefix of at least 1 token and a suffix of at least 2, "
+                f"not {self.prefix_len} and {self.suffix_len}"
+            )
+
+    @property
+    def suffix_len(self) -> int:
+        """Tokens scored."""
+        return len(self.tokens) - self.prefix_len
+
+
+def make_task(
+    tokenizer: PreTrainedTokenizerBase,
+    data: str = "installed",
+    split: Split | Literal["all"] = "test",
+    *,
+    prefix: int = 768,
+    suffix: int = 256,
+    windows: int = 64,
+    per_document: int = 2,
+    seed: int = 0,
+    supervision: str = "suffix",
+) -> "SuffixTask":
+    """The suffix evaluation of windows drawn from a source of text.
+
+    Args:
+        tokenizer: of the models to evaluate.
+        data: as in ``corpus_documents``.
+        split: test and validation are held out by a hash of the document's name.
+        prefix: tokens compressed.
+        suffix: tokens scored.
+        windows: most windows.
+        per_document: most windows of one document.
+        seed: of the draw of windows.
+        supervision: as in ``SuffixTask``.
+
+    Raises:
+        InputError: as ``corpus_documents``, ``windows_from_documents`` and ``SuffixTask``.
+    """
+    documents = corpus_documents(data, split, 10 * windows)
+    chosen = windows_from_documents(
+        documents, tokenizer, prefix_len=prefix, suffix_len=suffix, limit=windows, per_document=per_document, seed=seed
+    )
+    return SuffixTask(tuple(chosen), f"{data_name(data)}:{split}", supervision)
+
+
+def data_name(source: str) -> str:
+    """What records call a source: a file by its name alone, so that results do not depend on where it lies."""
+    return source if source.startswith("hub:") else Path(source).name
+
+
+def corpus_documents(name: str, split: Split | Literal["all"], limit: int) -> list[tuple[str, str]]:
+    """Name and text of documents to cut windows from.
+
+    Args:
+        name: one of ``CORPORA``, whose split for tests is used whole, or a source as in
+            ``kvcat.data.open_documents``.
+        split: of a source: train, validation, test (held out by a hash of the document's name), or all.
+        limit: the first so many of what is streamed.
+
+    Raises:
+        InputError: no such source, or no document in that split; the Hub cannot be reached.
+    """
+    if name not in CORPORA:
+        return [(document.id, document.text) for document in split_documents(name, split, limit=limit)]
+    rows = shard_documents(open_shards(CORPORA[name]), text_field="article" if name == "arxiv" else "text")
+    documents = _wikitext_articles(rows) if name == "wikitext-103" else ((row.id, row.text) for row in rows)
+    return list(islice(documents, limit))
+
+
+def windows_from_documents(
+    documents: Iterable[tuple[str, str]],
+    tokenizer: Any,
+    *,
+    prefix_len: int,
+    suffix_len: int,
+    limit: int | None = None,
+    per_document: int = 1,
+    seed: int = 0,
+) -> list[Window]:
+    """Windows that do not overlap, of documents and places drawn by the seed.
+
+    The first window of every document comes before the second of any, so a shorter list still spans as many documents
+    as it can. Documents are tokenised without special tokens, and only as many as the limit needs.
+
+    Args:
+        documents: pairs (name, text); names are unique.
+        tokenizer: a transformers tokenizer.
+        prefix_len: tokens compressed, at least 1.
+        suffix_len: tokens scored, at least 2.
+        limit: windows in all, at least 1; None takes all.
+        per_document: windows of one document at most, at least 1.
+        seed: of the draw.
+
+    Raises:
+        InputError: no document is long enough, two documents share a name, a length or count out of range.
+    """
+    least = {"prefix_len": (prefix_len, 1), "suffix_len": (suffix_len, 2), "per_document": (per_document, 1)}
+    for name, (value, bound) in {**least, "limit": (1 if limit is None else limit, 1)}.items():
+        if value < bound:
+            raise InputError(f"{name} is {value}; it must be at least {bound}")
+    pairs = list(documents)
+    names = [name for name, _ in pairs]
+    if len(set(names)) < len(names):
+        raise InputError(f"two documents share the name {next(n for n in names if names.count(n) > 1)!r}")
+    length, longest = prefix_len + suffix_len, 0
+    generator = np.random.default_rng(seed)
+    chosen: list[list[Window]] = []
+    for index in generator.permutation(len(pairs)):
+        name, text = pairs[index]
+        tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        longest = max(longest, len(tokens))
+        starts = _starts(len(tokens), length, per_document, generator)
+        if starts:
+            chosen.append([Window(name, str(s), tuple(tokens[s : s + length]), prefix_len) for s in starts])
+        if limit is not None and len(chosen) >= limit:
+            break
+    if not chosen:
+        raise InputError(
+            f"no document is long enough for a window of {prefix_len} + {suffix_len} tokens; "
+            f"the longest of {len(pairs)} has {longest}"
+        )
+    return [windows[rank] for rank in range(per_document) for windows in chosen if rank < len(windows)][:limit]
+
+
+def _starts(num_tokens: int, length: int, count: int, generator: np.random.Generator) -> list[int]:
+    """First positions of at most ``count`` windows: the document is cut at a random offset, blocks are drawn."""
+    blocks = num_tokens // length
+    if blocks == 0:
+        return []
+    offset = int(generator.integers(num_tokens - blocks * length + 1))
+    return [offset + int(block) * length for block in generator.permutation(blocks)[:count]]
+
+
+def _wikitext_articles(lines: Iterator[Document]) -> Iterator[tuple[str, str]]:
+    """WikiText has a row per line: an article reaches from one heading of the first level to the next."""
+    name, text = "", []
+    for line in lines:
+        if _WIKITEXT_HEADING.fullmatch(line.text):
+            if name:
+                yield name, "".join(text)
+            name, text = " ".join([line.id, line.text.strip(" =\n")]), []
+        text.append(line.text)
+    if name:
+        yield name, "".join(text)
+
+
+@dataclass(frozen=True)
+class SuffixTask(Task):
     """Windows whose suffix is scored; values per window are those of ``kvcat.compare`` and of the context gain.
 
-    ``nll``, ``nll_dense``, ``delta_nll``, ``delta_ppl``, ``kl``, ``top1``; ``nll_none`` of suffix tokens 2.. without
-    the prefix; ``context_gain``, that minus the dense NLL of the same tokens; ``retention`` = 1 - sum(NLL lost) /
-    sum(NLL gained by the prefix); ``num_tokens`` in the NLLs, ``num_predicted`` in the gain.
+    ``nll``, ``nll_dense``, ``delta_nll``, ``delta_ppl``, ``kl``, ``top1``; ``nll_none`` of suffix tokens
+    2.. without the prefix; ``context_gain``, that minus the dense NLL of the same tokens; ``retention`` =
+    1 - sum(NLL lost) / sum(NLL gained by the prefix), where that gain is not 0; ``num_tokens`` in the
+    NLLs, ``num_predicted`` in the gain.
 
     Args:
         windows: of equal lengths, with token ids of a vocabulary that all models share.
@@ -43,7 +223,7 @@ class SuffixTask:
             prefix repeated after an instruction.
 
     Raises:
-        InputError: windows of unequal lengths, another supervision, a suffix too short to be halved.
+        InputError: no window, windows of unequal lengths, another supervision, a suffix too short to be halved.
 
     References: KV-CAT, appendix "Suffix perplexity under prefix KV cache compression".
     """
@@ -51,9 +231,9 @@ class SuffixTask:
     windows: tuple[Window, ...]
     dataset: str
     supervision: str = "suffix"
-    evaluation: str = "suffix"
-    tokenized: bool = True
-    baselines: tuple[Baseline, ...] = ()
+    evaluation: ClassVar[str] = "suffix"
+    tokenized: ClassVar[bool] = True
+    baselines: ClassVar[tuple[Baseline, ...]] = ()
 
     def __post_init__(self) -> None:
         shapes = {(window.prefix_len, window.suffix_len) for window in self.windows}
@@ -70,51 +250,31 @@ class SuffixTask:
         return self.windows
 
     def describe(self) -> Mapping[str, Any]:
-        """Lengths, and a hash of the windows."""
+        """Lengths and supervision."""
         first = self.windows[0]
-        lengths = {"prefix_len": first.prefix_len, "suffix_len": first.suffix_len}
-        return {**lengths, "supervision": self.supervision, "manifest": manifest(self.windows)}
-
-    def batch_key(self, example: Example) -> Hashable:
-        """All windows may share a batch."""
-        return None
+        return {"prefix_len": first.prefix_len, "suffix_len": first.suffix_len, "supervision": self.supervision}
 
     def check(self, label: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """Positions and vocabulary.
+        """Refuse a model with too few positions or another vocabulary.
 
         Raises:
-            InputError: windows too long for the model, or tokens that it does not have.
+            InputError: with the numbers.
         """
-        text = model.config.get_text_config()
-        length, positions = len(self.windows[0].tokens), getattr(text, "max_position_embeddings", None)
-        if positions is not None and length > positions:
-            raise InputError(f"windows of {length} tokens exceed the {positions} positions of model {label!r}")
+        first = self.windows[0]
+        largest = max(max(window.tokens) for window in self.windows)
+        check_fits(label, model, num_tokens=len(first.tokens), largest=largest, what="windows")
         if self.supervision == "reconstruction":
             if tokenizer is None:
                 raise InputError(f"supervision reconstruction needs the tokenizer of model {label!r}")
-            needed = reconstruction_of_tokens(tokenizer, torch.tensor([self.windows[0].tokens[: self._prefix_len]]))
-            if positions is not None and needed.input_ids.shape[1] > positions:
-                raise InputError(
-                    f"prefixes of {self._prefix_len} tokens make reconstruction sequences of "
-                    f"{needed.input_ids.shape[1]}, more than the {positions} positions of model {label!r}"
-                )
-        largest = max(max(window.tokens) for window in self.windows)
-        if largest >= text.vocab_size:
-            raise InputError(f"token {largest} is outside the vocabulary of model {label!r}, {text.vocab_size} tokens")
+            repeated = reconstruction_of_tokens(tokenizer, torch.tensor([first.tokens[: first.prefix_len]])).input_ids
+            check_fits(label, model, num_tokens=repeated.shape[1], largest=0, what="reconstruction sequences")
 
     def prepare(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase | None,
-        batch: Sequence[Window],
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, batch: Sequence[Window]
     ) -> "PreparedWindows":
         """The windows on a model."""
         tokens = torch.tensor([window.tokens for window in batch], device=model.device)
-        return PreparedWindows(model, tokenizer, tokens, self._prefix_len, self.supervision)
-
-    @property
-    def _prefix_len(self) -> int:
-        return self.windows[0].prefix_len
+        return PreparedWindows(model, tokenizer, tokens, batch[0].prefix_len, self.supervision)
 
 
 @dataclass(frozen=True)
@@ -127,13 +287,9 @@ class PreparedWindows:
     prefix_len: int
     supervision: str
 
-    @property
+    @cached_property
     def trace(self) -> Trace:
         """What compressors are fitted to."""
-        return self._fitted
-
-    @cached_property
-    def _fitted(self) -> Trace:
         if self.supervision == "suffix":
             return self._traced
         if self.supervision == "first-half":
@@ -165,7 +321,8 @@ class PreparedWindows:
         columns["retention"] = 1.0 - columns["delta_nll"] * count / (columns["context_gain"] * predicted)
         columns |= {"num_tokens": torch.full_like(columns["nll"], count)}
         columns |= {"num_predicted": torch.full_like(columns["nll"], predicted)}
-        return [{name: float(column[row]) for name, column in columns.items()} for row in range(len(self.tokens))]
+        rows = [{name: float(column[row]) for name, column in columns.items()} for row in range(len(self.tokens))]
+        return [{name: value for name, value in row.items() if name != "retention" or value == value} for row in rows]
 
     def baseline(self, baseline: Baseline) -> list[Values]:
         """There is none: dense figures stand in every record."""
@@ -212,8 +369,7 @@ def _context_gain(
     dense = torch.zeros(batch, dtype=torch.float64)
     for start in range(first, length - 1, step):
         stop = min(start + step, length - 1)
-        logits = logits_from_hidden(model, traced.hidden[:, start + 1 : stop + 1])
-        dense += _nll_sum(logits, suffix[:, start + 1 : stop + 1])
+        dense += _nll_sum(traced.logits_at(start, stop), suffix[:, start + 1 : stop + 1])
     rows = max(1, _LOGITS_AT_ONCE // (length * vocab))
     none = torch.cat([
         _nll_sum(model(input_ids=part, use_cache=False).logits[:, first:-1], part[:, first + 1 :])

@@ -1,0 +1,319 @@
+"""Questions about a context that is compressed: greedy answers, and how likely given answers are."""
+
+from abc import abstractmethod
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from kvcat.cache import CompactCache
+from kvcat.compress import Trace, trace
+from kvcat.compress.freezing import frozen
+from kvcat.compress.replaying import replay_hidden
+from kvcat.compress.sequences import INSTRUCTION, opening_ids, reconstruction_of_tokens
+from kvcat.errors import InputError
+from kvcat.evals.runner import Baseline, Task, Values, check_fits, vocabulary
+from kvcat.losses.scoring import score_positions
+from kvcat.models import hidden_states, output_head
+from kvcat.types import Float, Tensor
+
+SUPERVISIONS = ("reconstruction", "self")
+
+
+@dataclass(frozen=True)
+class Question:
+    """A context, a question about it, and its answer, as the tokens of one tokenizer.
+
+    Args:
+        document: name of the context.
+        name: of the question, unique in the document.
+        stratum: group that is reported apart.
+        context: token ids of what is compressed, with what the tokenizer puts at the start of a text.
+        question: token ids after it, at least one.
+        answer: token ids of the right answer, at least one.
+        references: texts that the answer is judged by.
+        max_new_tokens: most tokens of a greedy answer, at least 1.
+    """
+
+    document: str
+    name: str
+    stratum: str
+    context: tuple[int, ...]
+    question: tuple[int, ...]
+    answer: tuple[int, ...]
+    references: tuple[str, ...]
+    max_new_tokens: int
+
+
+@dataclass(frozen=True)
+class QuestionTask(Task):
+    """Questions about contexts that are compressed before; a task of this kind adds how answers are judged.
+
+    Values are those of ``judge`` on the compact cache, and with the prefix ``dense_`` on the whole one;
+    and, nats per token of the right answer under teacher forcing, ``nll``, ``nll_dense``, ``delta_nll`` =
+    nll - nll_dense, ``nll_none`` without the context, ``context_gain`` = nll_none - nll_dense.
+
+    Args:
+        dataset: name of the data set.
+        examples: the questions, in an order whose first n are a fair sample for every n.
+        options: what they were made from; stands in the configuration.
+        supervision: "reconstruction" fits compressors to <context><instruction><context>; "self" to the
+            queries of the context itself, which takes half the positions.
+        vocabulary: hash of the vocabulary of the tokenizer that made the examples.
+
+    Raises:
+        InputError: another supervision.
+    """
+
+    dataset: str
+    examples: tuple[Question, ...]
+    options: Mapping[str, Any]
+    supervision: str
+    vocabulary: str
+    tokenized: ClassVar[bool] = True
+    baselines: ClassVar[tuple[Baseline, ...]] = (Baseline("dense", 1.0), Baseline("no-context", 0.0))
+
+    def __post_init__(self) -> None:
+        check_supervision(self.supervision)
+
+    @staticmethod
+    @abstractmethod
+    def judge(answer: str, references: Sequence[str]) -> Values:
+        """Values of a decoded answer: 1 is right, 0 wrong."""
+
+    def describe(self) -> Mapping[str, Any]:
+        """The options and the supervision."""
+        return {**self.options, "supervision": self.supervision}
+
+    def batch_key(self, example: Question) -> Hashable:
+        """Contexts of equal length may share a batch."""
+        return len(example.context)
+
+    def check(self, label: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        """Refuse a model with another vocabulary or too few positions.
+
+        Raises:
+            InputError: with the difference.
+        """
+        if tokenizer is None or vocabulary(tokenizer) != self.vocabulary:
+            found = "none" if tokenizer is None else "another one"
+            raise InputError(f"the examples need the tokenizer they were made with, model {label!r} has {found}")
+        largest = max(max(*q.context, *q.question, *q.answer) for q in self.examples)
+        longest = max(len(q.context) + len(q.question) + max(len(q.answer), q.max_new_tokens) for q in self.examples)
+        check_fits(label, model, num_tokens=longest, largest=largest, what="context, question and answer")
+        if self.supervision == "reconstruction":
+            middle = len(tokenizer.encode(INSTRUCTION, add_special_tokens=False))
+            longest = 2 * max(len(q.context) for q in self.examples) - len(opening_ids(tokenizer)) + middle
+            what = "reconstruction sequences (supervision 'self' needs only the first copy)"
+            check_fits(label, model, num_tokens=longest, largest=0, what=what)
+
+    def prepare(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: Sequence[Question]
+    ) -> "PreparedQuestions":
+        """The batch on a model."""
+        return PreparedQuestions(self, model, tokenizer, batch)
+
+
+@dataclass(frozen=True)
+class PreparedQuestions:
+    """Questions with contexts of equal length, on a model."""
+
+    task: QuestionTask
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    batch: Sequence[Question]
+
+    @cached_property
+    def trace(self) -> Trace:
+        """What compressors are fitted to, one row per question."""
+        contexts = torch.tensor([example.context for example in self.batch], device=self.model.device)
+        if self.task.supervision == "self":
+            return trace(self.model, contexts, supervision="self")
+        return trace(self.model, reconstruction_of_tokens(self.tokenizer, contexts))
+
+    def score(self, cache: CompactCache) -> list[Values]:
+        """Values per question when the compact cache stands for the contexts."""
+        return self._with_dense(self._judged(cache), self._nll(cache))
+
+    def baseline(self, baseline: Baseline) -> list[Values]:
+        """Values with the whole context or without any."""
+        if baseline.name == "dense":
+            return self._with_dense(*self._dense)
+        return self._with_dense(self._judged(None), self._nll_none)
+
+    @cached_property
+    def _dense(self) -> tuple[list[Values], list[float]]:
+        cache = self.trace.dense_cache()
+        return self._judged(cache), self._nll(cache)
+
+    @cached_property
+    def _nll_none(self) -> list[float]:
+        return self._nll(None)
+
+    def _judged(self, cache: CompactCache | None) -> list[Values]:
+        longest = max(example.max_new_tokens for example in self.batch)
+        answers = greedy_answers(self.model, cache, self._questions(cache), longest)
+        texts = [
+            str(self.tokenizer.decode(tokens[: example.max_new_tokens], skip_special_tokens=True))
+            for tokens, example in zip(answers, self.batch, strict=True)
+        ]
+        return [self.task.judge(text, example.references) for text, example in zip(texts, self.batch, strict=True)]
+
+    def _nll(self, cache: CompactCache | None) -> list[float]:
+        answers = [example.answer for example in self.batch]
+        return [float(nll.mean()) for nll in token_nll(self.model, cache, self._questions(cache), answers)]
+
+    def _questions(self, cache: CompactCache | None) -> list[tuple[int, ...]]:
+        """Without a context the question is the start of the text."""
+        start = opening_ids(self.tokenizer) if cache is None else ()
+        return [(*start, *example.question) for example in self.batch]
+
+    def _with_dense(self, judged: Sequence[Values], nll: Sequence[float]) -> list[Values]:
+        dense, nll_dense = self._dense
+        return [
+            {
+                **judged[row],
+                **{f"dense_{name}": value for name, value in dense[row].items()},
+                "nll": nll[row],
+                "nll_dense": nll_dense[row],
+                "delta_nll": nll[row] - nll_dense[row],
+                "nll_none": self._nll_none[row],
+                "context_gain": self._nll_none[row] - nll_dense[row],
+            }
+            for row in range(len(self.batch))
+        ]
+
+
+def greedy_answers(
+    model: PreTrainedModel, cache: CompactCache | None, questions: Sequence[Sequence[int]], max_new_tokens: int
+) -> list[list[int]]:
+    """The most likely next tokens after each question, one at a time, before an end-of-text token.
+
+    Shorter questions are padded on the left, so that each is answered as it would be alone. Penalties, sampling and
+    the like of the model's own generation settings are not used.
+
+    Args:
+        model: that answers.
+        cache: stands for the contexts; None: there are none.
+        questions: token ids, at least one each.
+        max_new_tokens: most tokens of an answer, at least 1.
+    """
+    width = max(map(len, questions))
+    ids = torch.tensor([[0] * (width - len(q)) + list(q) for q in questions], device=model.device)
+    mask = torch.tensor([[0] * (width - len(q)) + [1] * len(q) for q in questions], device=model.device)
+    inputs = {"input_ids": ids, "attention_mask": mask} if cache is None else cache.inputs(model, ids, mask)
+    with frozen(model), _plain_generation(model) as ends:
+        found = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)  # type: ignore[operator]
+    rows = found[:, width:].tolist()
+    return [row[: next((i for i, token in enumerate(row) if token in ends), len(row))] for row in rows]
+
+
+@torch.no_grad()
+def token_nll(
+    model: PreTrainedModel,
+    cache: CompactCache | None,
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[Sequence[int]],
+) -> list[Float[Tensor, " tokens"]]:
+    """-log p(a_t | context, prompt, a_<t) of every token of each answer, nats.
+
+    Prompt and answer are joined as token ids: as one text an answer could merge with the end of the
+    prompt ("(" and "A)" give "(A").
+
+    Args:
+        model: that answers.
+        cache: stands for the contexts, one for each row or one for all; None: there are none.
+        prompts: token ids, at least one each.
+        answers: token ids, at least one each.
+
+    Raises:
+        ValueError: nothing to score, or a prompt or an answer without tokens.
+    """
+    if not answers or not all(prompts) or not all(answers):
+        raise ValueError("prompts and answers of at least one token each are needed")
+    rows = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
+    width = max(map(len, rows))
+    # padding stands after everything that is scored in its row
+    ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=next(model.parameters()).device)
+    if cache is None:
+        with frozen(model):
+            hidden = hidden_states(model, input_ids=ids, use_cache=False)
+    else:
+        hidden = replay_hidden(model, cache, ids)
+    spans = [slice(len(prompt), len(prompt) + len(a)) for prompt, a in zip(prompts, answers, strict=True)]
+    before = torch.cat([hidden[row, span.start - 1 : span.stop - 1] for row, span in enumerate(spans)])
+    targets = torch.cat([ids[row, span] for row, span in enumerate(spans)])
+    nll = score_positions(output_head(model), before, targets).nll.double().cpu()
+    return list(nll.split(list(map(len, answers))))
+
+
+def choice_values(log_likelihoods: Float[Tensor, " choices"], right: int) -> Values:
+    """What one multiple-choice question gives.
+
+    ``accuracy`` is 1 where the right continuation is the most likely one (of equally likely ones the first is taken),
+    otherwise 0; ``margin`` its log-likelihood minus the best wrong one's, nats; ``nll_choice`` minus the log of its
+    probability among the continuations, nats, log(4) for four equally likely ones; ``choice`` the index taken.
+
+    Args:
+        log_likelihoods: of at least two continuations, nats.
+        right: index of the right one.
+    """
+    found = log_likelihoods.tolist()
+    taken = found.index(max(found))
+    wrong = max(value for index, value in enumerate(found) if index != right)
+    return {
+        "accuracy": float(taken == right),
+        "margin": found[right] - wrong,
+        "nll_choice": -float(log_likelihoods.log_softmax(0)[right]),
+        "choice": float(taken),
+    }
+
+
+def answer_ids(
+    tokenizer: PreTrainedTokenizerBase, question: str, answer: str
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Token ids of a question and of the answer that goes on from it.
+
+    The answer's are those it has behind the question, or where a token would span the two, those it has alone.
+
+    Args:
+        tokenizer: of the model.
+        question: text with a token.
+        answer: text with a token.
+
+    Raises:
+        InputError: the tokenizer does not give the answer's text back.
+    """
+    first = tokenizer.encode(question, add_special_tokens=False, verbose=False)
+    both = tokenizer.encode(question + answer, add_special_tokens=False, verbose=False)
+    rest = both[len(first) :] if both[: len(first)] == first else tokenizer.encode(answer, add_special_tokens=False)
+    if str(tokenizer.decode(rest)).strip() != answer.strip():
+        raise InputError(f"the tokenizer {tokenizer.name_or_path!r} cannot spell the answer {answer.strip()!r}")
+    return tuple(first), tuple(rest)
+
+
+def check_supervision(supervision: str) -> None:
+    """Refuse what is not one of ``SUPERVISIONS``.
+
+    Raises:
+        InputError: with the word.
+    """
+    if supervision not in SUPERVISIONS:
+        raise InputError(f"supervision must be {' or '.join(map(repr, SUPERVISIONS))}, not {supervision!r}")
+
+
+@contextmanager
+def _plain_generation(model: PreTrainedModel) -> Iterator[list[int]]:
+    """No settings of generation but the end-of-text tokens, which it yields."""
+    own = model.generation_config
+    found = own.eos_token_id  # type: ignore[union-attr]
+    ends = [] if found is None else [found] if isinstance(found, int) else list(found)
+    try:
+        model.generation_config = GenerationConfig(eos_token_id=ends or None, pad_token_id=ends[0] if ends else 0)
+        yield ends
+    finally:
+        model.generation_config = own

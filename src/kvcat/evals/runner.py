@@ -1,0 +1,494 @@
+"""The one loop behind every evaluation: models, batches, baselines, compressors; records that survive a kill."""
+
+import hashlib
+import json
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from kvcat.cache import CompactCache, fingerprint
+from kvcat.compress import Compressor, Trace, seeded_compressor, takes_seed
+from kvcat.errors import InputError
+from kvcat.evals.costs import Step, answer_speed, measure
+from kvcat.evals.metrics import HEADLINES, METRICS
+from kvcat.evals.provenance import provenance
+from kvcat.evals.records import Record, ResultsFolder, Shard, method_label
+
+Values = dict[str, float]
+ModelSource = tuple[PreTrainedModel, Any] | Callable[[], tuple[PreTrainedModel, Any]]
+_PROMPT, _ANSWER = 32, 16
+
+
+class Example(Protocol):
+    """One thing to score; a task's own examples hold more.
+
+    Attributes:
+        document: name of what it was taken from, the unit that intervals resample.
+        name: unique in the document.
+        stratum: group that is reported and resampled apart, e.g. a depth or a sub-domain; may be empty.
+    """
+
+    @property
+    def document(self) -> str: ...  # noqa: D102
+    @property
+    def name(self) -> str: ...  # noqa: D102
+    @property
+    def stratum(self) -> str: ...  # noqa: D102
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """A score without any compression, beside which the compressed ones stand.
+
+    Args:
+        name: ``dense`` (the whole cache), ``no-context`` (none) or ``truncated`` (as much plain text as the budget).
+        keep_ratio: fraction of the context's tokens that it sees, in [0, 1].
+    """
+
+    name: str
+    keep_ratio: float
+
+
+class Prepared(Protocol):
+    """A batch of examples on one model; the dense forward runs when first needed."""
+
+    @property
+    def trace(self) -> Trace:
+        """What compressors are fitted to, one row per example."""
+        ...
+
+    def score(self, cache: CompactCache) -> list[Values]:
+        """Values per example when the compact cache stands for the context."""
+        ...
+
+    def baseline(self, baseline: Baseline) -> list[Values]:
+        """Values per example under one of the task's baselines."""
+        ...
+
+
+class Task:
+    """An evaluation's examples and how they are scored: a frozen dataclass that inherits from this one.
+
+    Attributes:
+        evaluation: name of the evaluation, a key of ``HEADLINES``.
+        dataset: name of the data set, part of every record.
+        examples: in the order of evaluation, so that the first n are a fair sample for every n.
+        baselines: those that are scored for every model.
+        tokenized: whether examples are token ids, so that all models need one tokenizer.
+    """
+
+    evaluation: ClassVar[str]
+    tokenized: ClassVar[bool] = False
+
+    dataset: str
+    examples: Sequence[Any]
+    baselines: Sequence[Baseline]
+
+    def describe(self) -> Mapping[str, Any]:
+        """What the results depend on besides the examples, JSON values."""
+        return {}
+
+    def batch_key(self, example: Any) -> Hashable:  # noqa: ARG002
+        """Neighbouring examples of equal keys may share a batch."""
+        return None
+
+    def check(self, label: str, model: PreTrainedModel, tokenizer: Any) -> None:
+        """Refuse a model that cannot run these examples, before heavy work.
+
+        Raises:
+            InputError: too few positions, a token outside the vocabulary, no tokenizer.
+        """
+        raise NotImplementedError
+
+    def prepare(self, model: PreTrainedModel, tokenizer: Any, batch: Sequence[Any]) -> Prepared:
+        """The batch on a model."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Method:
+    """A compressor to evaluate, and on how much.
+
+    Args:
+        name: of the compressor, e.g. ``attention-matching``.
+        options: of the compressor where they differ from its defaults, JSON values.
+        keep_ratios: those of this method, each in (0, 1]; None takes the evaluation's.
+        num_examples: only the first examples; None takes all.
+    """
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    keep_ratios: tuple[float, ...] | None = None
+    num_examples: int | None = None
+
+    @property
+    def label(self) -> str:
+        """Name with options, as in tables."""
+        return method_label(self.name, self.options)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One method at one keep ratio and seed, and the examples it covers; or a baseline."""
+
+    name: str
+    options: Mapping[str, Any]
+    keep_ratio: float
+    num_examples: int
+    seed: int | None = None
+    compressor: Compressor | None = None
+
+    @property
+    def last_step(self) -> Step:
+        """The last snapshot of a method with steps."""
+        return getattr(self.compressor, "num_steps", None) if hasattr(self.compressor, "snapshots") else None
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        return self.name, json.dumps(dict(self.options), sort_keys=True), self.keep_ratio, self.seed
+
+    def caches(self, prepared: Prepared, *, alone: bool = False) -> Iterator[tuple[Step, CompactCache]]:
+        """Caches of a batch by step; ``alone`` shares no work with other jobs."""
+        if hasattr(prepared, "compress"):
+            yield self.last_step, prepared.compress(self.compressor, self.keep_ratio)
+            return
+        trace = _unshared(prepared.trace) if alone else prepared.trace
+        if self.last_step is None:
+            yield None, self.compressor(trace, keep_ratio=self.keep_ratio)
+        else:
+            yield from self.compressor.snapshots(trace, keep_ratio=self.keep_ratio)
+
+
+def evaluate(
+    task: Task,
+    models: Mapping[str, ModelSource],
+    methods: Sequence[str | Method],
+    keep_ratios: Sequence[float],
+    out_dir: Path,
+    *,
+    batch_size: int = 16,
+    seeds: Sequence[int] = (0,),
+    shard: Shard = (0, 1),
+    primary: tuple[str, float, str] | None = None,
+    speed: bool = False,
+    progress: bool = True,
+) -> list[Record]:
+    """Records of every model, baseline, method, keep ratio, seed and example, also those of earlier runs.
+
+    One trace per batch serves all methods. A method with snapshots gives one record per snapshot. Batches
+    are written as they finish; the same call after a kill does what is missing and ends with the same
+    records. What each method took on the first batch stands in ``costs.jsonl``, versions and hardware in
+    ``provenance.jsonl``.
+
+    Args:
+        task: the examples and how they are scored.
+        models: label to (model, tokenizer), or to a function that loads them, called when their turn
+            comes. Labels ``LABEL@SEED`` are training runs of one variant, which tables join.
+        methods: names of compressors, or ``Method`` for options, own keep ratios or fewer examples.
+        keep_ratios: fractions kept, each in (0, 1].
+        out_dir: the results folder; one configuration per folder, to which models may be added.
+        batch_size: examples per trace, at least 1.
+        seeds: of the compressors that draw; one record per seed. Others run once.
+        shard: (index, count): every count-th batch alone, for processes that share the folder.
+        primary: the cell that decides a comparison, named before the run: method with its options, keep
+            ratio, metric. None takes the first method at its first keep ratio and the evaluation's first
+            metric. It stands in the configuration.
+        speed: also time answers from the compact and from the dense cache.
+        progress: show progress on standard error.
+
+    Raises:
+        InputError: nothing to evaluate, a value out of range, an unknown method or evaluation, examples
+            that a model cannot run, tokenizers that differ, a folder of another configuration, a score
+            that is not a number.
+    """
+    count = len(task.examples)
+    methods = [Method(method) if isinstance(method, str) else method for method in methods]
+    plan = [job for method in methods for job in _jobs(method, keep_ratios, count, seeds)]
+    baselines = [_Job(baseline.name, {}, baseline.keep_ratio, count) for baseline in task.baselines]
+    _check_request(task, models, plan, batch_size, seeds, shard)
+    vocabularies: dict[str, str] = {}
+    for label, source in models.items():
+        if not callable(source):
+            _check_model(task, label, *source, vocabularies)
+    config = _config(task, methods, keep_ratios, _primary(task, plan, primary), batch_size, seeds)
+    batches = _batches(task, batch_size, {job.num_examples for job in plan})[shard[0] :: shard[1]]
+    work = {batch: [job for job in [*baselines, *plan] if batch[0] < job.num_examples] for batch in batches}
+    total = len(models) * sum(len(jobs) * (stop - start) for (start, stop), jobs in work.items())
+    begun, seconds = time.monotonic(), defaultdict[str, float](float)
+    with ResultsFolder(out_dir, config, shard=shard) as folder, Progress(total, task.evaluation, progress) as bar:
+        folder.append_event({"event": "start", **provenance()})
+        for label, source in models.items():
+            model, tokenizer = source() if callable(source) else source
+            _check_model(task, label, model, tokenizer, vocabularies)
+            dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+            run = _Run(task, label, model, tokenizer, fingerprint(model), dtype, folder, bar, seconds, speed)
+            folder.check_model(label, run.fingerprint, dtype)
+            for (start, stop), jobs in work.items():
+                run.batch(task.examples[start:stop], jobs)
+        by_method = {name: round(spent, 2) for name, spent in seconds.items()}
+        spent = round(time.monotonic() - begun, 1)
+        folder.append_event({"event": "end", "seconds": spent, "seconds_by_method": by_method})
+        return folder.records
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One model's part of an evaluation; ``measured`` holds the jobs whose costs are known."""
+
+    task: Task
+    label: str
+    model: PreTrainedModel
+    tokenizer: Any
+    fingerprint: str
+    dtype: str
+    folder: ResultsFolder
+    bar: "Progress"
+    seconds: dict[str, float]
+    speed: bool
+    measured: set[Any] = field(default_factory=set)
+
+    def batch(self, batch: Sequence[Example], jobs: Sequence[_Job]) -> None:
+        """Do what is missing of a batch."""
+        # an example's last step is written after its others, so its record stands for them
+        missing = [
+            job for job in jobs
+            if not all(self.folder.done(self._record(job, job.last_step, example, {}).key) for example in batch)
+        ]  # fmt: skip
+        self.bar.advance(len(batch) * (len(jobs) - len(missing)), f"{self.label}: found on disk")
+        prepared = self.task.prepare(self.model, self.tokenizer, batch) if missing else None
+        for job in missing:
+            begun = time.monotonic()
+            if job.compressor is None:
+                found = [(None, prepared.baseline(Baseline(job.name, job.keep_ratio)))]
+            else:
+                found = self._compress(job, batch, prepared)
+            self.folder.append(
+                self._record(job, step, example, values[row])
+                for row, example in enumerate(batch)
+                for step, values in found
+            )
+            self.seconds[job.name] += time.monotonic() - begun
+            self.bar.advance(len(batch), f"{self.label}: {job.name} keep {job.keep_ratio:g}")
+
+    def _record(self, job: _Job, step: Step, example: Example, values: Values) -> Record:
+        options = json.dumps(dict(job.options), sort_keys=True)
+        try:
+            return Record(
+                self.label, self.fingerprint, self.dtype, job.name, options, job.keep_ratio, step, job.seed,
+                self.task.dataset, example.stratum, example.document, example.name, values,
+            )  # fmt: skip
+        except ValueError as error:
+            raise InputError(f"model {self.label!r}, {job.name} at keep ratio {job.keep_ratio:g}: {error}") from None
+
+    def _compress(self, job: _Job, batch: Sequence[Example], prepared: Prepared) -> list[tuple[Step, list[Values]]]:
+        """Scores by step; on a job's first batch also what it costs."""
+        if job.identity in self.measured:
+            return [(step, prepared.score(cache)) for step, cache in job.caches(prepared)]
+        if not self.measured:
+            next(job.caches(prepared, alone=True))  # warms up
+        found, last = [], None
+
+        def use(step: Step, cache: CompactCache) -> None:
+            nonlocal last
+            found.append((step, prepared.score(cache)))
+            last = cache
+
+        trace = prepared.trace
+        costs = measure(lambda: job.caches(prepared, alone=True), trace.input_ids.device, use=use)
+        costs[-1] |= self._speed(trace, last)
+        about = {
+            "model": self.label, "method": job.name, "options": dict(job.options), "keep_ratio": job.keep_ratio,
+            "seed": job.seed, "dataset": self.task.dataset, "examples": len(batch), "tokens": trace.prefix_len,
+            "dense_bytes": trace.dense_cache().nbytes,
+        }  # fmt: skip
+        self.folder.append_cost(*({**about, **cost} for cost in costs))
+        self.measured.add(job.identity)
+        return found
+
+    def _speed(self, trace: Trace, cache: CompactCache) -> dict[str, float]:
+        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        if not self.speed or (positions is not None and trace.prefix_len + _PROMPT + _ANSWER > positions):
+            return {}
+        caches, prompt = (trace.dense_cache().select([0]), cache.select([0])), trace.input_ids[:1, :_PROMPT]
+        dense, compact = (answer_speed(self.model, own, prompt, num_tokens=_ANSWER) for own in caches)
+        return {**compact, **{f"{name}_dense": value for name, value in dense.items()}}
+
+
+class Progress:
+    """A progress bar on standard error; where that is no terminal, a line every ten seconds.
+
+    Args:
+        total: units of work.
+        name: of what goes on.
+        shown: False prints nothing.
+    """
+
+    def __init__(self, total: int, name: str, shown: bool = True) -> None:
+        seconds = 0.1 if sys.stderr.isatty() else 10.0
+        self._bar = tqdm(total=total, desc=name, disable=not shown, mininterval=seconds, file=sys.stderr)
+
+    def advance(self, count: int, what: str) -> None:
+        """``count`` more units are done, the last of them for ``what``."""
+        self._bar.set_postfix_str(what, refresh=False)
+        self._bar.update(count)
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+
+def manifest(examples: Sequence[Any]) -> str:
+    """A hash of everything that examples hold, so that a folder is about these and no others."""
+    digest = hashlib.sha256()
+    for example in examples:
+        digest.update(json.dumps(sorted(vars(example).items()), default=str).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def vocabulary(tokenizer: Any) -> str:
+    """A hash of the tokenizer's tokens and their ids."""
+    return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
+
+
+def check_fits(label: str, model: PreTrainedModel, *, num_tokens: int, largest: int, what: str) -> None:
+    """Refuse sequences that a model has no positions or no tokens for.
+
+    Args:
+        label: of the model.
+        model: the model.
+        num_tokens: of the longest sequence.
+        largest: token id.
+        what: the sequence is, for the message.
+
+    Raises:
+        InputError: with both numbers.
+    """
+    config = model.config.get_text_config(decoder=True)
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and num_tokens > positions:
+        raise InputError(f"{what} of {num_tokens} tokens exceed the {positions} positions of model {label!r}")
+    if largest >= config.vocab_size:
+        raise InputError(f"token {largest} is outside the vocabulary of model {label!r}, {config.vocab_size} tokens")
+
+
+def _unshared(trace: Trace) -> Trace:
+    return replace(trace, _memo={}) if hasattr(trace, "_memo") else trace
+
+
+def _jobs(method: Method, keep_ratios: Sequence[float], count: int, seeds: Sequence[int]) -> list[_Job]:
+    if method.num_examples is not None and method.num_examples < 1:
+        raise InputError(f"{method.name}: num_examples is {method.num_examples}; it must be at least 1")
+    covered = min(method.num_examples or count, count)
+    drawn = seeds if takes_seed(method.name, method.options) else [None]
+    return [
+        _Job(
+            method.name, method.options, float(ratio), covered, seed,
+            seeded_compressor(method.name, method.options, seed or 0),
+        )
+        for ratio in (keep_ratios if method.keep_ratios is None else method.keep_ratios)
+        for seed in drawn
+    ]  # fmt: skip
+
+
+def _batches(task: Task, batch_size: int, limits: set[int]) -> list[tuple[int, int]]:
+    """Bounds of the batches: of examples that may share one; every method's examples end at the end of a batch."""
+    batches, start, total = [], 0, len(task.examples)
+    keys = [task.batch_key(example) for example in task.examples]
+    for stop in range(1, total + 1):
+        if stop in limits or stop == total or stop - start == batch_size or keys[stop] != keys[start]:
+            batches.append((start, stop))
+            start = stop
+    return batches
+
+
+def _primary(task: Task, plan: Sequence[_Job], wanted: tuple[str, float, str] | None) -> dict[str, Any] | None:
+    cells = [(method_label(job.name, job.options), job.keep_ratio) for job in plan]
+    if wanted is None and not cells:
+        return None
+    method, keep_ratio, metric = wanted or (*cells[0], HEADLINES[task.evaluation][0])
+    if (method, keep_ratio) not in cells:
+        raise InputError(f"primary cell: {method} at keep ratio {keep_ratio:g} is not evaluated")
+    if metric not in METRICS:
+        raise InputError(f"primary cell: no metric {metric!r}; there are {', '.join(METRICS)}")
+    return {"method": method, "keep_ratio": keep_ratio, "metric": metric}
+
+
+def _config(
+    task: Task,
+    methods: Sequence[Method],
+    keep_ratios: Sequence[float],
+    primary: dict[str, Any] | None,
+    batch_size: int,
+    seeds: Sequence[int],
+) -> dict[str, Any]:
+    count = len(task.examples)
+    return {
+        "evaluation": task.evaluation,
+        "dataset": task.dataset,
+        "num_examples": count,
+        **task.describe(),
+        "manifest": manifest(task.examples),
+        "baselines": [[baseline.name, baseline.keep_ratio] for baseline in task.baselines],
+        "methods": [
+            {
+                "name": method.name,
+                "options": dict(method.options),
+                "num_examples": min(method.num_examples or count, count),
+                "keep_ratios": list(map(float, keep_ratios if method.keep_ratios is None else method.keep_ratios)),
+            }
+            for method in methods
+        ],
+        "primary": primary,
+        "batch_size": batch_size,
+        "seeds": list(seeds),
+    }
+
+
+def _check_request(
+    task: Task,
+    models: Mapping[str, ModelSource],
+    plan: Sequence[_Job],
+    batch_size: int,
+    seeds: Sequence[int],
+    shard: Shard,
+) -> None:
+    if task.evaluation not in HEADLINES:
+        raise InputError(f"no evaluation {task.evaluation!r}; there are {', '.join(HEADLINES)}")
+    wanted = [*plan, *task.baselines]
+    for name, found in [("model", models), ("example", task.examples), ("method or keep ratio", wanted)]:
+        if not found:
+            raise InputError(f"nothing to evaluate: no {name} given")
+    if batch_size < 1:
+        raise InputError(f"batch_size is {batch_size}; it must be at least 1")
+    if not 0 <= shard[0] < shard[1]:
+        raise InputError(f"shard {shard[0]} of {shard[1]} does not exist; the first is 0, the last {shard[1] - 1}")
+    if len(set(seeds)) < len(seeds) or not seeds:
+        raise InputError(f"seeds are {list(seeds)}; give at least one, and each once")
+    identities = set()
+    for job in plan:
+        if not 0.0 < job.keep_ratio <= 1.0:
+            raise InputError(f"keep ratio {job.keep_ratio:g} is outside (0, 1]")
+        if job.identity in identities:
+            raise InputError(f"{job.name} at keep ratio {job.keep_ratio:g} is given twice")
+        identities.add(job.identity)
+    if len({(example.document, example.name) for example in task.examples}) < len(task.examples):
+        raise InputError("two examples share document and name")
+
+
+def _check_model(task: Task, label: str, model: PreTrainedModel, tokenizer: Any, vocabularies: dict[str, str]) -> None:
+    task.check(label, model, tokenizer)
+    if tokenizer is None or not task.tokenized:
+        return
+    vocabularies[label] = vocabulary(tokenizer)
+    first = next(iter(vocabularies))
+    if vocabularies[first] != vocabularies[label]:
+        raise InputError(f"models {first!r} and {label!r} have different tokenizers: their examples differ")
