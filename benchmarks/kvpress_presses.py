@@ -20,7 +20,7 @@ from kvcat.compress import SCORERS, AttentionMatching, Compressor, Eviction, Tra
 from kvcat.compress.kvpress import REFUSED, KVPress, library
 from kvcat.data import open_documents, split_of
 from kvcat.errors import InputError
-from kvcat.evals.windows import windows_from_documents
+from kvcat.evals import windows_from_documents
 
 KEEP, PREFIX, SUFFIX = 0.25, 384, 128
 # defaults that are too long for a prefix of 384 tokens

@@ -2,36 +2,73 @@ import time
 
 import pytest
 import torch
-from test_evals_suffix import tiny
+from test_evals_runner import tiny
 
-from kvcat.compress import trace
-from kvcat.evals.costs import Meter, answer_speed
+from kvcat.compress import AttentionMatching, trace
+from kvcat.evals.costs import MAX_RUNS, answer_speed, measure
 
-
-def test_a_meter_sums_the_seconds_of_its_blocks_alone():
-    meter = Meter(torch.device("cpu"))
-    for _ in range(2):
-        with meter:
-            time.sleep(0.02)
-        time.sleep(0.05)
-    assert 0.04 <= meter.seconds < 0.09
+CPU = torch.device("cpu")
 
 
-def test_a_meter_sees_memory_that_was_given_back_before_the_block_ended():
-    meter = Meter(torch.device("cpu"))
-    with meter:
-        torch.ones(16 << 20).neg_()
-    if meter.peak_mib is None:
-        pytest.skip("this system does not tell the highest resident size")
-    assert 60 < meter.peak_mib < 120
-    with meter:
-        pass
-    assert meter.peak_mib < 120
-
-
-def test_answers_are_timed_to_the_first_token_and_behind_it():
-    model = tiny(0)
+@pytest.fixture(scope="module")
+def traced():
     ids = torch.randint(0, 40, (1, 8), generator=torch.Generator().manual_seed(0))
-    speed = answer_speed(model, trace(model, ids, 6).dense_cache(), ids[:, :4], num_tokens=4)
+    return trace(tiny(0), ids, 6)
+
+
+def test_seconds_are_those_of_making_a_cache_and_not_of_using_it(traced):
+    cache, used = traced.dense_cache(), []
+
+    def make():
+        for step in (0, 5):
+            time.sleep(0.02)
+            yield step, cache
+
+    def use(step, _):
+        used.append(step)
+        time.sleep(0.2)
+
+    first, last = measure(make, CPU, use=use)
+    assert used == [0, 5]
+    assert (first["step"], last["step"], last["bytes"]) == (0, 5, cache.nbytes)
+    assert last["runs"] == MAX_RUNS
+    assert 0.02 <= first["seconds"] < 0.15
+    assert 0.04 <= last["seconds"] < 0.19
+
+
+def test_long_work_runs_once(traced, monkeypatch):
+    monkeypatch.setattr("kvcat.evals.costs.MAX_SECONDS", 0.0)
+    calls = []
+    measure(lambda: iter([(None, calls.append(1) or traced.dense_cache())]), CPU)
+    assert len(calls) == 1
+
+
+def test_peak_memory_counts_what_was_given_back_and_not_what_was_there_before(traced):
+    def work(size):
+        def make():
+            torch.ones(size << 18).neg_()
+            yield None, traced.dense_cache()
+
+        return measure(make, CPU)[0]["peak_mib"]
+
+    peaks = [work(size) for size in (64, 8, 64, 8)]  # MiB
+    if peaks[0] is None:
+        pytest.skip("this system does not tell the highest resident size")
+    for peak, size in zip(peaks, (64, 8, 64, 8), strict=True):
+        assert size - 4 < peak < size + 32
+
+
+def test_a_method_costs_the_same_whatever_ran_before(traced):
+    model = tiny(0)
+    ids = torch.randint(0, 40, (64, 32), generator=torch.Generator().manual_seed(0))
+    large = trace(model, ids, 24)
+    method = AttentionMatching()
+    costs = [measure(lambda: iter([(None, method(large, keep_ratio=0.5))]), CPU)[0] for _ in range(2)]
+    if costs[0]["peak_mib"] is not None:
+        assert abs(costs[0]["peak_mib"] - costs[1]["peak_mib"]) < 16
+
+
+def test_answers_are_timed_to_the_first_token_and_after_it(traced):
+    speed = answer_speed(tiny(0), traced.dense_cache(), traced.input_ids[:, :4], num_tokens=4)
     assert speed["ttft"] > 0
     assert speed["tokens_per_s"] > 0

@@ -1,36 +1,32 @@
 import json
 from dataclasses import replace
 
+import pyarrow as pa
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from longbench_files import ASSETS, SAMPLE, row, written
-from tokenizers.processors import TemplateProcessing
+from pyarrow import parquet
+from test_evals_answers import with_opening
 
 from kvcat.compress import INSTRUCTION, AttentionMatching, GradientCompression, slots_for
 from kvcat.errors import InputError
-from kvcat.evals.longbench import LongBenchTask
-from kvcat.evals.longbench_prompt import LongBenchPrompt, cut_middle, tokenised
-from kvcat.evals.longbench_rows import longbench_examples
-from kvcat.evals.running import Method, evaluate
-from kvcat.evals.task import Baseline, Prepared, Task
+from kvcat.evals import Method, evaluate
+from kvcat.evals.longbench import (
+    PAPER_SUB_DOMAINS,
+    SUB_DOMAINS,
+    LongBenchPrompt,
+    LongBenchTask,
+    _prompt,
+    cut_middle,
+    longbench_examples,
+    make_task,
+)
+from kvcat.evals.runner import Baseline
 from tiny import byte_tokenizer, stock_model
 
-
-def with_start_token():
-    tokenizer = byte_tokenizer()
-    tokenizer.add_special_tokens({"bos_token": "<bos>"})
-    start = tokenizer.bos_token_id
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<bos> $A", special_tokens=[("<bos>", start)]
-    )
-    return tokenizer
-
-
-@pytest.fixture(scope="module", params=["plain", "start token"])
-def tokenizer(request):
-    return byte_tokenizer() if request.param == "plain" else with_start_token()
+DENSE, NONE = Baseline("dense", 1.0), Baseline("no-context", 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -57,12 +53,12 @@ def examples(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def task(examples):
-    return LongBenchTask(examples, "fixture", max_tokens=500, keep_ratios=(0.1, 0.5, 1.0))
+    return LongBenchTask(tuple(examples), "fixture", max_tokens=500, keep_ratios=(0.1, 0.5, 1.0))
 
 
 @pytest.fixture(scope="module")
 def prepared(task, model, plain):
-    return task.prepare(model, plain, task.examples[:2])
+    return task.prepare(model, plain, task.examples[:1])
 
 
 @torch.no_grad()
@@ -84,10 +80,11 @@ def assert_scored_as(values, totals, right):
     assert values["accuracy"] == float(totals[right] > wrong)
 
 
-def test_the_prompt_reads_as_the_papers(tokenizer, examples):
-    example = next(e for e in examples if e.name == "id0")
-    prompt = tokenised(example, tokenizer)
-    start = "<bos>" if prompt.opening else ""
+@pytest.mark.parametrize("make", [byte_tokenizer, with_opening])
+def test_the_prompt_reads_as_the_papers_and_both_copies_are_the_same_tokens(make, model, examples):
+    tokenizer, example = make(), next(e for e in examples if e.name == "id0")
+    prompt = _prompt(example, tokenizer)
+    start = tokenizer.decode(prompt.opening)
     assert tokenizer.decode(prompt.prefix) == (
         f"{start}Please read the following text and answer the question below.\n\n{example.context}"
     )
@@ -96,14 +93,11 @@ def test_the_prompt_reads_as_the_papers(tokenizer, examples):
         "(A) the cat\n(B) a dog\n(C) a river and a tree\n(D) it\n\nThe correct answer is ("
     )
     assert [tokenizer.decode(choice) for choice in prompt.choices] == ["A)", "B)", "C)", "D)"]
-
-
-def test_both_copies_of_the_reconstruction_sequence_are_the_same_tokens(tokenizer, model, examples):
-    prepared = LongBenchTask(examples, "fixture", max_tokens=400).prepare(model, tokenizer, examples[:1])
-    ids, prefix = prepared.trace.input_ids[0].tolist(), prepared.prompts[0].prefix
-    begun, second = len(prepared.prompts[0].opening), prepared.trace.supervision_start
+    prepared = LongBenchTask((example,), "fixture", max_tokens=400).prepare(model, tokenizer, [example])
+    ids, prefix = prepared.trace.input_ids[0].tolist(), prepared.prompt.prefix
+    second = prepared.trace.supervision_start
     assert ids[: len(prefix)] == prefix
-    assert ids[second:] == prefix[begun:]
+    assert ids[second:] == prefix[len(prompt.opening) :]
     assert tokenizer.decode(ids[len(prefix) : second]) == INSTRUCTION
     assert 397 <= len(ids) <= 400
 
@@ -112,6 +106,10 @@ def lengths(opening, lead, context, instruction, question, choice):
     return LongBenchPrompt(
         [1] * opening, [2] * lead, list(range(context)), [3] * instruction, [4] * question, [[5] * choice]
     )
+
+
+def fitted(prompt, most):
+    return cut_middle(prompt.context, prompt.room(most))
 
 
 @given(
@@ -127,7 +125,7 @@ def test_the_context_keeps_the_longest_equal_head_and_tail_that_fit(
         copies = opening + 2 * (lead + num_context) + instruction
         return max(copies, opening + lead + num_context + question + choice) <= most
 
-    kept = prompt.fitted(most).context
+    kept = fitted(prompt, most)
     if fits(context):
         assert kept == list(range(context))
     else:
@@ -137,13 +135,10 @@ def test_the_context_keeps_the_longest_equal_head_and_tail_that_fit(
         assert not fits(len(kept) + 2)
 
 
-def test_a_cut_reconstruction_sequence_has_its_length_to_the_token():
-    for most, expected in ((100, 100), (101, 100), (102, 100), (103, 100), (104, 104)):
-        assert 2 * len(lengths(0, 10, 500, 20, 5, 2).fitted(most).prefix) + 20 == expected
-
-
 def test_a_long_question_leaves_less_of_the_context():
-    assert len(lengths(0, 10, 500, 20, 70, 2).fitted(100).context) == 100 - 10 - 70 - 2
+    assert len(fitted(lengths(0, 10, 500, 20, 70, 2), 100)) == 100 - 10 - 70 - 2
+    with pytest.raises(InputError, match="leave -12 of max_tokens=100 for the context; at least 2 are needed"):
+        fitted(lengths(0, 10, 500, 20, 100, 2), 100)
 
 
 @pytest.mark.parametrize(("room", "kept"), [(6, [0, 1, 2, 3, 4, 5]), (5, [0, 1, 4, 5]), (2, [0, 5]), (1, []), (0, [])])
@@ -158,9 +153,7 @@ def test_shortened_prefixes_have_as_many_tokens_as_the_budget():
     assert prompt.shortened(4) == [1, 2, 2, 2]
 
 
-def test_the_task_and_what_it_prepares_follow_the_protocol(task, prepared):
-    assert isinstance(task, Task)
-    assert isinstance(prepared, Prepared)
+def test_the_task_names_its_baselines_and_what_its_results_depend_on(task):
     assert [(b.name, b.keep_ratio) for b in task.baselines] == [
         ("dense", 1.0), ("no-context", 0.0), ("truncated", 0.1), ("truncated", 0.5)
     ]  # fmt: skip
@@ -170,87 +163,29 @@ def test_the_task_and_what_it_prepares_follow_the_protocol(task, prepared):
     assert len({task.batch_key(example) for example in task.examples}) == 4
 
 
-def test_the_manifest_changes_with_any_text(task, examples):
-    other = replace(task, examples=[*examples[:3], replace(examples[3], context=examples[3].context + ".")])
-    assert other.describe()["manifest"] != task.describe()["manifest"]
-
-
-def test_contexts_that_are_too_long_are_compressed_at_the_length_that_fits(task, prepared, plain):
-    traced, prompt = prepared.trace, prepared.prompts[0]
-    assert len(tokenised(task.examples[0], plain).context) > len(prompt.context)
-    assert traced.prefix_len == len(prompt.prefix)
-    assert 497 <= traced.input_ids.shape[1] <= 500
-
-
-def test_dense_scores_equal_a_full_forward_of_the_same_ids(prepared, model):
-    dense = prepared.baseline(Baseline("dense", 1.0))
-    for values, prompt, right in zip(dense, prepared.prompts, prepared.right, strict=True):
-        assert_scored_as(values, full_forward(model, [*prompt.prefix, *prompt.question], prompt), right)
-
-
-def test_no_context_scores_equal_a_full_forward_of_the_question(prepared, model):
-    for values, prompt, right in zip(
-        prepared.baseline(Baseline("no-context", 0.0)), prepared.prompts, prepared.right, strict=True
-    ):
-        assert_scored_as(values, full_forward(model, prompt.question, prompt), right)
-
-
-@pytest.mark.parametrize("keep", [0.02, 0.1, 0.5])
-def test_truncated_scores_equal_a_full_forward_of_the_shortened_text(prepared, model, keep):
-    for values, prompt, right in zip(
-        prepared.baseline(Baseline("truncated", keep)), prepared.prompts, prepared.right, strict=True
-    ):
+@pytest.mark.parametrize("make", [byte_tokenizer, with_opening])
+def test_every_baseline_equals_a_full_forward_of_the_same_ids(model, examples, make):
+    tokenizer = make()
+    prepared = LongBenchTask(tuple(examples), "fixture", max_tokens=500).prepare(model, tokenizer, examples[:1])
+    prompt, right = prepared.prompt, prepared.right
+    assert len(_prompt(examples[0], tokenizer).context) > len(prompt.context)
+    texts = {DENSE: prompt.prefix, NONE: prompt.opening}
+    for keep in (0.02, 0.5):
         budget = slots_for(len(prompt.prefix), keep, None)
-        shortened = prompt.shortened(budget)
-        assert budget - 1 <= len(shortened) <= budget
-        assert_scored_as(values, full_forward(model, [*shortened, *prompt.question], prompt), right)
-
-
-@pytest.mark.parametrize("name", ["start token", "plain"])
-def test_a_start_token_stands_before_every_sequence_that_is_scored(model, examples, name):
-    tokenizer = with_start_token() if name == "start token" else byte_tokenizer()
-    prepared = LongBenchTask(examples, "fixture", max_tokens=500).prepare(model, tokenizer, examples[:1])
-    (prompt,), (right,) = prepared.prompts, prepared.right
-    start = [tokenizer.bos_token_id] if name == "start token" else []
-    (alone,) = prepared.baseline(Baseline("no-context", 0.0))
-    assert_scored_as(alone, full_forward(model, [*start, *prompt.question], prompt), right)
-    (dense,) = prepared.baseline(Baseline("dense", 1.0))
-    text = [*start, *prompt.lead, *prompt.context, *prompt.question]
-    assert_scored_as(dense, full_forward(model, text, prompt), right)
+        texts[Baseline("truncated", keep)] = prompt.shortened(budget)
+        assert budget - 1 <= len(prompt.shortened(budget)) <= budget
+    for baseline, text in texts.items():
+        (values,) = prepared.baseline(baseline)
+        assert_scored_as(values, full_forward(model, [*text, *prompt.question], prompt), right)
 
 
 @pytest.mark.parametrize(
     "method", [AttentionMatching(), GradientCompression(num_steps=2, activation_checkpointing=True)]
 )
-def test_keeping_every_slot_at_step_0_scores_as_the_dense_cache(prepared, method):
-    dense = prepared.baseline(Baseline("dense", 1.0))
-    if isinstance(method, GradientCompression):
-        caches = dict(method.snapshots(prepared.trace, keep_ratio=1.0))
-        assert list(caches) == [0, 1, 2]
-    else:
-        caches = {None: method(prepared.trace, keep_ratio=1.0)}
-    for cache in caches.values():
-        assert prepared.score(cache) == dense
-
-
-def test_gradient_snapshots_are_scored_and_move(prepared):
-    method = GradientCompression(num_steps=2, init="first", activation_checkpointing=True)
-    found = {step: prepared.score(cache) for step, cache in method.snapshots(prepared.trace, keep_ratio=0.2)}
-    assert list(found) == [0, 1, 2]
-    assert found[0] != found[2]
-    (dense, _), (values, _) = prepared.baseline(Baseline("dense", 1.0)), found[2]
-    names = ("accuracy", "margin", "nll_choice", "choice")
-    assert set(values) == {*names, *(f"dense_{name}" for name in names)}
-    assert all(values[f"dense_{name}"] == dense[f"dense_{name}"] == dense[name] for name in names)
-
-
-def test_an_example_scores_the_same_alone_as_in_a_batch(task, model, plain, prepared):
-    method = AttentionMatching()
-    together = prepared.score(method(prepared.trace, keep_ratio=0.2))
-    for index, example in enumerate(task.examples[:2]):
-        alone = task.prepare(model, plain, [example])
-        (values,) = alone.score(method(alone.trace, keep_ratio=0.2))
-        assert values == pytest.approx(together[index], abs=1e-6)
+def test_keeping_every_slot_scores_as_the_dense_cache(prepared, method):
+    caches = [cache for _, cache in prepared.caches(method, 1.0, prepared.trace)]
+    assert len(caches) == (3 if isinstance(method, GradientCompression) else 1)
+    assert all(prepared.score(cache) == prepared.baseline(DENSE) for cache in caches)
 
 
 def test_the_loop_of_all_evaluations_runs_it_and_a_second_run_does_nothing(task, model, plain, tmp_path, monkeypatch):
@@ -271,21 +206,10 @@ def test_the_loop_of_all_evaluations_runs_it_and_a_second_run_does_nothing(task,
     assert evaluate(small, {"base": (model, plain)}, methods, [0.2], tmp_path, **settings) == found
 
 
-def test_prefixes_of_unequal_lengths_do_not_share_a_batch(examples, model, plain):
-    task = LongBenchTask(examples, "fixture", max_tokens=4000)
-    with pytest.raises(InputError, match="unequal lengths cannot share a batch"):
-        task.prepare(model, plain, examples)
-
-
-def test_a_prompt_that_leaves_no_room_is_not_prepared(examples, model, plain):
-    with pytest.raises(InputError, match=r"leave -\d+ of max_tokens=150 for the context; at least 2 are needed"):
-        LongBenchTask(examples, "fixture", max_tokens=150).prepare(model, plain, examples[:1])
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"max_tokens": 801}, "max_tokens=801 exceeds the 800 positions of model 'tiny'"),
+        ({"max_tokens": 801}, "sequences of 801 tokens exceed the 800 positions of model 'tiny'"),
         ({"max_tokens": 150}, r"row 'id\d': prompt and question leave -\d+ of max_tokens=150 for the context"),
         ({"keep_ratios": (0.0,)}, r"keep ratio 0 is outside \(0, 1\]"),
         ({"keep_ratios": (1.2,)}, r"keep ratio 1.2 is outside \(0, 1\]"),
@@ -293,7 +217,7 @@ def test_a_prompt_that_leaves_no_room_is_not_prepared(examples, model, plain):
 )
 def test_a_mistake_is_told_before_heavy_work(examples, model, plain, options, said):
     with pytest.raises(InputError, match=said):
-        LongBenchTask(examples, "fixture", **{"max_tokens": 500, **options}).check("tiny", model, plain)
+        LongBenchTask(tuple(examples), "fixture", **{"max_tokens": 500, **options}).check("tiny", model, plain)
 
 
 def test_a_model_without_tokenizer_or_with_too_few_tokens_is_refused(task, model, plain):
@@ -320,10 +244,10 @@ def qwen():
 
 def test_a_real_row_that_fits_is_untouched_and_a_longer_one_is_cut_to_the_token(qwen):
     example = longbench_examples(str(SAMPLE))[0]
-    prompt = tokenised(example, qwen)
+    prompt = _prompt(example, qwen)
     whole = qwen.encode(example.context, verbose=False)
-    assert prompt.fitted(2 * len(whole) + 1000).context == whole
-    cut = prompt.fitted(4096)
+    assert fitted(prompt, 2 * len(whole) + 1000) == whole
+    cut = replace(prompt, context=fitted(prompt, 4096))
     half = len(cut.context) // 2
     assert cut.context == whole[:half] + whole[-half:]
     assert 4093 <= 2 * len(cut.prefix) + len(cut.instruction) <= 4096
@@ -331,16 +255,117 @@ def test_a_real_row_that_fits_is_untouched_and_a_longer_one_is_cut_to_the_token(
     assert [qwen.convert_ids_to_tokens(choice) for choice in cut.choices] == [[letter, ")"] for letter in "ABCD"]
 
 
-def test_the_papers_method_runs_on_a_real_row(qwen):
-    torch.manual_seed(0)
-    model = stock_model(
-        "qwen2", vocab_size=151_936, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=32_768, tie_word_embeddings=True,
-    ).eval()  # fmt: skip
-    task = LongBenchTask(longbench_examples(str(SAMPLE))[:1], "sample", max_tokens=512, keep_ratios=(0.1,))
-    task.check("random", model, qwen)
-    prepared = task.prepare(model, qwen, task.examples)
-    method = GradientCompression(num_steps=1, init="first", activation_checkpointing=True)
-    found = {step: prepared.score(cache) for step, cache in method.snapshots(prepared.trace, keep_ratio=0.1)}
-    assert list(found) == [0, 1]
-    assert all(torch.tensor(list(values.values())).isfinite().all() for (values,) in found.values())
+def test_json_lines_a_json_array_and_parquet_give_the_same_examples(tmp_path):
+    rows = [row(number) for number in range(6)]
+    lines = longbench_examples(written(tmp_path / "a.jsonl", rows), sub_domains=None)
+    (tmp_path / "a.json").write_text(json.dumps(rows, indent=1))
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    assert len(lines) == 6
+    assert longbench_examples(str(tmp_path / "a.json"), sub_domains=None) == lines
+    assert longbench_examples(str(tmp_path / "a.parquet"), sub_domains=None) == lines
+
+
+def test_the_order_depends_on_the_names_alone(tmp_path):
+    rows = [row(number) for number in range(6)]
+    forward = longbench_examples(written(tmp_path / "a.jsonl", rows), sub_domains=None)
+    assert longbench_examples(written(tmp_path / "b.jsonl", rows[::-1]), sub_domains=None) == forward
+    assert [example.name for example in forward] != [f"id{number}" for number in range(6)]
+
+
+def test_questions_about_one_text_share_a_document(tmp_path):
+    rows = [row(0), row(1), row(2, context=row(1)["context"])]
+    found = {e.name: e.document for e in longbench_examples(written(tmp_path / "a.jsonl", rows), sub_domains=None)}
+    assert found["id1"] == found["id2"] != found["id0"]
+
+
+def test_the_papers_seven_sub_domains_are_221_rows_of_503():
+    assert sum(SUB_DOMAINS.values()) == 503
+    assert sum(SUB_DOMAINS[name] for name in PAPER_SUB_DOMAINS) == 221
+    assert [SUB_DOMAINS[name] for name in PAPER_SUB_DOMAINS] == [94, 20, 15, 33, 21, 20, 18]
+
+
+def test_sub_domains_choose_rows_of_every_domain(tmp_path):
+    rows = [row(0), row(1), row(2), row(3), row(4, domain="Multi-Document QA")]
+    source = written(tmp_path / "a.jsonl", rows)
+    assert {e.name for e in longbench_examples(source)} == {"id0", "id1", "id3", "id4"}
+    assert {e.name for e in longbench_examples(source, sub_domains=["Legal"])} == {"id0", "id4"}
+    assert len(longbench_examples(source, sub_domains=None)) == 5
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([], "holds no row"),
+        ([row(0), {"_id": "x"}], r"row 1 of .*a.jsonl has no column 'domain'; its columns: _id$"),
+        ([row(0, question=7)], "row 0 of .*a.jsonl: column 'question' holds int, not text"),
+        ([row(0, choice_D=" ")], "row 0 of .*a.jsonl: column 'choice_D' is empty"),
+        ([row(0), row(1, answer="E")], "row 1 of .*a.jsonl: answer 'E' is none of A, B, C, D"),
+        ([row(0), row(1, answer="")], "row 1 of .*a.jsonl: answer '' is none of"),
+        ([row(0), row(1), row(0)], "rows 0 and 2 of .*a.jsonl share the _id 'id0'"),
+        ([row(0, context="too short")], "row 0 of .*a.jsonl: its context of 9 characters is shorter than the instr"),
+        ([row(2)], "a.jsonl has no row of sub-domain Academic, .*; it has Literary"),
+        ([row(0, question="\ud83d")], "row 0 of .*a.jsonl: column 'question' is no valid Unicode: surrogates"),
+        ([["a"]], "row 0 of .*a.jsonl is no JSON object"),
+    ],
+)
+def test_a_mistake_in_the_data_is_one_clear_line(tmp_path, rows, said):
+    with pytest.raises(InputError, match=said) as error:
+        longbench_examples(written(tmp_path / "a.jsonl", rows))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.jsonl", json.dumps(row(0)) + "\n{torn", "row 1 of .*a.jsonl is not JSON"),
+        ("a.json", "[{", "a.json cannot be read: JSONDecodeError"),
+        ("a.parquet", "no parquet", "a.parquet cannot be read: ArrowInvalid"),
+        ("a.jsonl", b"\xff\xfe\n", "a.jsonl cannot be read: UnicodeDecodeError"),
+    ],
+)
+def test_a_damaged_file_is_one_clear_line(tmp_path, name, content, said):
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(InputError, match=said) as error:
+        longbench_examples(str(tmp_path / name))
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_file_and_an_unknown_sub_domain_are_named(tmp_path):
+    with pytest.raises(InputError, match=r"no such LongBench v2 file: .*none.jsonl"):
+        longbench_examples(str(tmp_path / "none.jsonl"))
+    with pytest.raises(InputError, match="no sub-domain 'Legl'; there are Academic"):
+        longbench_examples(str(tmp_path / "none.jsonl"), sub_domains=["Legl"])
+
+
+def test_without_a_way_to_the_hub_the_run_ends_at_once(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("kvcat.evals.hub.hub_obstacle", lambda: "huggingface.co cannot be reached")
+    with pytest.raises(InputError, match=r"zai-org/LongBench-v2' is on the Hub, and huggingface.co cannot be reached"):
+        longbench_examples()
+
+
+def test_the_rows_of_the_hub_are_those_of_its_split(monkeypatch):
+    asked = []
+
+    def load_dataset(name, config, split):
+        asked.append((name, split))
+        return [row(0), row(1)]
+
+    monkeypatch.setattr("kvcat.evals.hub.hub_obstacle", lambda: None)
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    assert {e.name for e in longbench_examples()} == {"id0", "id1"}
+    assert {e.name for e in longbench_examples("hub:me/mine@test")} == {"id0", "id1"}
+    assert asked == [("zai-org/LongBench-v2", "train"), ("me/mine", "test")]
+
+
+@pytest.mark.skipif(not SAMPLE.is_file(), reason="no LongBench v2 sample in ../shared/assets")
+def test_real_rows_are_read_by_sub_domain():
+    assert len(longbench_examples(str(SAMPLE), sub_domains=None)) == 20
+    assert {e.stratum for e in longbench_examples(str(SAMPLE))} == {"Academic", "Legal"}
+
+
+def test_a_task_is_made_of_the_first_rows_of_a_file(tmp_path):
+    source = written(tmp_path / "rows.jsonl", map(row, range(6)))
+    task = make_task(source, sub_domains=None, limit=3, max_tokens=400, keep_ratios=[0.2])
+    assert (task.dataset, len(task.examples), task.max_tokens, task.keep_ratios) == ("rows.jsonl", 3, 400, (0.2,))
+    assert task.examples == tuple(longbench_examples(source, sub_domains=None)[:3])

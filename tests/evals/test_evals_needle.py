@@ -3,18 +3,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_evals_answering import with_opening
+from test_evals_answers import with_opening
 
 import kvcat
 from kvcat.compress.documents import INSTRUCTION
 from kvcat.errors import InputError
-from kvcat.evals.answering import BASELINES
 from kvcat.evals.haystack import FILLER, read_filler
-from kvcat.evals.needle import QUERY, NeedleOptions, judge_passkey, needle_task
-from kvcat.evals.running import evaluate
+from kvcat.evals.needle import QUERY, NeedleTask, make_task
+from kvcat.evals.runner import evaluate, manifest
 from tiny import byte_tokenizer, stock_model
 
 QWEN = Path(__file__).parents[3] / "shared" / "assets" / "tokenizers" / "qwen2.5"
+BASELINES = NeedleTask.baselines
 DISTRACTOR = re.compile(r"candidate (\d{6})\.|The code (\d{6}) is a decoy")
 
 
@@ -30,12 +30,12 @@ def tokenizer(base):
 
 @pytest.fixture(scope="module")
 def paper(tokenizer):
-    return needle_task(tokenizer)
+    return make_task(tokenizer)
 
 
 @pytest.fixture(scope="module")
 def short(tokenizer):
-    return needle_task(tokenizer, NeedleOptions(length=300, per_depth=2))
+    return make_task(tokenizer, length=300, per_depth=2)
 
 
 def text_of(tokenizer, example):
@@ -56,16 +56,15 @@ def test_the_paper_s_examples_are_twenty_at_each_of_five_depths(paper):
 
 def test_the_examples_never_change(paper):
     assert paper.describe()["texts"] == "b6be10e0f37494fd11019e8210a84c94f27081ca0907f1822a10ecf62e1906fa"
-    assert paper.describe()["manifest"] == "c5df5c8be6f049acfad5dcd971180372f9682d980ff9d7f8cc85228e968dee8a"
+    assert manifest(paper.examples) == "c5df5c8be6f049acfad5dcd971180372f9682d980ff9d7f8cc85228e968dee8a"
 
 
 @pytest.mark.parametrize("length", [120, 301, 1024])
 @pytest.mark.parametrize("make", [byte_tokenizer, with_opening])
 def test_every_haystack_has_exactly_the_tokens_asked_for_and_its_needle_at_its_depth(length, make):
     tokenizer = make()
-    depths = (0.0, 0.1, 0.5, 0.77, 1.0)
     first = len(tokenizer.encode(""))
-    for example in needle_task(tokenizer, NeedleOptions(length=length, depths=depths, per_depth=2)).examples:
+    for example in make_task(tokenizer, length=length, per_depth=2).examples:
         needle = [*example.question, *example.answer, *tokenizer.encode(".\n", add_special_tokens=False)]
         assert len(example.context) == length
         room = length - len(needle) - first
@@ -101,45 +100,33 @@ def test_each_drawn_line_is_a_distractor_with_the_paper_s_probability(tokenizer,
     assert kinds[0] / counts[1] == pytest.approx(0.5, abs=4 * (0.25 / counts[1]) ** 0.5)
 
 
-@pytest.mark.parametrize("rate", [0.0, 1.0])
-def test_all_lines_are_distractors_or_none(tokenizer, rate):
-    task = needle_task(tokenizer, NeedleOptions(length=300, per_depth=1, distractor_rate=rate))
-    for example in task.examples:
-        text = text_of(tokenizer, example)
-        assert bool(distractors(text)) == bool(rate)
-        assert bool(any(f"\n{line}\n" in text for line in FILLER)) != bool(rate)
-
-
 def test_a_code_that_equals_the_passkey_is_drawn_again():
     from kvcat.evals.needle import _Lines
 
-    key, options = (0, 0, 0), NeedleOptions(distractor_rate=1.0)
-    plain = distractors("".join(_Lines(key, "none", FILLER, options).first(10)[0]))
-    told = "".join(_Lines(key, plain[3], FILLER, options).first(10)[0])
-    assert plain[3] not in distractors(told)
-    assert distractors(told)[:3] == plain[:3]
+    plain = distractors("".join(_Lines((0, 0, 0), "none", FILLER).first(40)[0]))
+    again = distractors("".join(_Lines((0, 0, 0), plain[3], FILLER).first(40)[0]))
+    assert plain[3] not in again
+    assert again[:3] == plain[:3]
 
 
-def test_more_examples_or_depths_leave_the_first_as_they_are(tokenizer):
-    few, many = (needle_task(tokenizer, NeedleOptions(length=200, per_depth=n)).examples for n in (1, 3))
+def test_more_examples_leave_the_first_as_they_are(tokenizer):
+    few, many = (make_task(tokenizer, length=200, per_depth=n).examples for n in (1, 3))
     assert many[: len(few)] == few
-    two = needle_task(tokenizer, NeedleOptions(length=200, per_depth=1, depths=(0.0, 0.25))).examples
-    assert two == few[:2]
     assert [example.stratum for example in many[5:10]] == [example.stratum for example in few]
 
 
 def test_seeds_give_other_passkeys_and_other_text(tokenizer):
-    one, two = (needle_task(tokenizer, NeedleOptions(length=200, per_depth=2, seed=seed)) for seed in (0, 1))
+    one, two = (make_task(tokenizer, length=200, per_depth=2, seed=seed) for seed in (0, 1))
     assert not {example.references for example in one.examples} & {example.references for example in two.examples}
     assert one.describe()["texts"] != two.describe()["texts"]
-    assert one.describe()["manifest"] != two.describe()["manifest"]
+    assert manifest(one.examples) != manifest(two.examples)
 
 
 def test_texts_are_drawn_alike_for_every_tokenizer_and_length(tokenizer, short):
-    other = needle_task(byte_tokenizer(), NeedleOptions(length=200, per_depth=2))
-    assert other.texts == short.texts
+    other = make_task(byte_tokenizer(), length=200, per_depth=2)
+    assert other.options["texts"] == short.options["texts"]
     assert [example.references for example in other.examples] == [example.references for example in short.examples]
-    assert other.describe()["manifest"] != short.describe()["manifest"]
+    assert manifest(other.examples) != manifest(short.examples)
 
 
 def test_the_tokens_are_those_of_the_text_read_as_a_whole(tokenizer, short):
@@ -153,8 +140,8 @@ def test_qwen_s_tokens_are_those_of_the_text_read_as_a_whole():
     from transformers import AutoTokenizer
 
     qwen = AutoTokenizer.from_pretrained(QWEN)
-    task = needle_task(qwen, NeedleOptions(per_depth=1))
-    assert task.describe()["manifest"] == "fd5b42edf8426a5baf0a5ca8f324f6afe220af1fd0f777dbdad51526db6f1c7b"
+    task = make_task(qwen, per_depth=1)
+    assert manifest(task.examples) == "fd5b42edf8426a5baf0a5ca8f324f6afe220af1fd0f777dbdad51526db6f1c7b"
     for example in task.examples:
         assert len(example.context) == 1024
         assert qwen.encode(text_of(qwen, example)) == list(example.context)
@@ -191,7 +178,7 @@ def test_keeping_every_slot_gives_the_dense_values_and_keeping_few_does_not(base
 def learned():
     """A model that has learned five haystacks' passkeys by heart, and these haystacks."""
     tokenizer = byte_tokenizer()
-    task = needle_task(tokenizer, NeedleOptions(length=130, per_depth=1))
+    task = make_task(tokenizer, length=130, per_depth=1)
     stop = tokenizer.encode(".")
     rows = torch.tensor([[*e.context, *e.question, *e.answer, *stop] for e in task.examples])
     with torch.random.fork_rng():
@@ -256,42 +243,20 @@ def test_the_loop_writes_records_by_depth_and_a_second_run_only_reads_them(learn
     ],
 )
 def test_an_answer_is_right_where_its_digits_are_the_passkey(answer, exact, prefix):
-    assert judge_passkey(answer, ("483920",)) == {"exact_match": exact, "correct_prefix": pytest.approx(prefix)}
-
-
-def test_an_answer_has_room_for_a_digit_too_many(short):
-    assert all(example.max_new_tokens > len(example.answer) for example in short.examples)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"length": 0}, "length is 0"),
-        ({"per_depth": 0}, "per_depth is 0"),
-        ({"depths": ()}, r"depths are \[\]"),
-        ({"depths": (0.5, 0.5)}, "each once"),
-        ({"depths": (0.5, 1.5)}, "1.5"),
-        ({"depths": (float("nan"),)}, "nan"),
-        ({"distractor_rate": 1.1}, "distractor_rate is 1.1"),
-        ({"supervision": "suffix"}, "not 'suffix'"),
-    ],
-)
-def test_options_out_of_range_are_refused(options, said):
-    with pytest.raises(InputError, match=said):
-        NeedleOptions(**options)
+    assert NeedleTask.judge(answer, ("483920",)) == {"exact_match": exact, "correct_prefix": pytest.approx(prefix)}
 
 
 def test_a_haystack_too_short_for_needle_and_instruction_is_refused(tokenizer):
     needle, instruction = f"{QUERY}483920.\n", INSTRUCTION
     least = len(tokenizer.encode(needle)) + len(tokenizer.encode(instruction))
-    needle_task(tokenizer, NeedleOptions(length=least, per_depth=1, depths=(0.5,)))
+    make_task(tokenizer, length=least, per_depth=1)
     with pytest.raises(InputError, match=f"a haystack of {least - 1} tokens is too short: .* take {least}"):
-        needle_task(tokenizer, NeedleOptions(length=least - 1, per_depth=1, depths=(0.5,)))
+        make_task(tokenizer, length=least - 1, per_depth=1)
 
 
 def test_a_model_with_too_few_positions_is_refused_before_it_runs(base, paper):
     model, tokenizer = base
-    with pytest.raises(InputError, match=r"1024 tokens .* more than the 1024 positions of model 'base'"):
+    with pytest.raises(InputError, match=r"of \d+ tokens exceed the 1024 positions of model 'base'"):
         paper.check("base", model, tokenizer)
 
 
@@ -301,16 +266,12 @@ def test_sentences_of_a_file_hide_the_needle(tokenizer, tmp_path):
         "The  ship\nsailed at dawn. In 1851 it sank! Was a passkey lost? Oh no. Was anyone saved then? The ship sailed "
         "at dawn."
     )
-    filler = read_filler(file)
-    assert filler == ("The ship sailed at dawn.", "Was anyone saved then?")
-    task = needle_task(
-        tokenizer, NeedleOptions(length=200, per_depth=1, distractor_rate=0.0), filler=filler, dataset="book"
-    )
-    lines = {line for e in task.examples for line in text_of(tokenizer, e).splitlines() if not line.startswith(QUERY)}
-    assert set(filler) <= lines
-    assert all(any(whole.endswith(line) for whole in filler) for line in lines)
-    assert task.dataset == "book"
-    assert task.texts != needle_task(tokenizer, NeedleOptions(length=200, per_depth=1, distractor_rate=0.0)).texts
+    assert read_filler(file) == ("The ship sailed at dawn.", "Was anyone saved then?")
+    task = make_task(tokenizer, length=200, per_depth=1, filler=file)
+    assert task.dataset == "passkey:book.txt"
+    assert all("The ship sailed at dawn.\n" in text_of(tokenizer, example) for example in task.examples)
+    assert not any(line in text_of(tokenizer, example) for example in task.examples for line in FILLER)
+    assert task.options["texts"] != make_task(tokenizer, length=200, per_depth=1).options["texts"]
 
 
 @pytest.mark.parametrize(
@@ -330,11 +291,14 @@ def test_a_file_without_usable_sentences_is_refused(tmp_path, content, said):
         read_filler(file)
 
 
-def test_no_filler_at_all_is_refused(tokenizer):
-    with pytest.raises(InputError, match="no filler sentence"):
-        needle_task(tokenizer, filler=())
-
-
 def test_our_own_sentences_are_many_neutral_and_different():
     assert len(set(FILLER)) == len(FILLER) >= 40
     assert not any(re.search(r"\d|passkey|memory|code|record", sentence.lower()) for sentence in FILLER)
+
+
+def test_numbers_out_of_range_are_refused(tokenizer):
+    for options in ({"length": 0}, {"per_depth": 0}):
+        with pytest.raises(InputError, match=f"{next(iter(options))} is 0"):
+            make_task(tokenizer, **options)
+    with pytest.raises(InputError, match="not 'suffix'"):
+        make_task(tokenizer, supervision="suffix")

@@ -1,23 +1,222 @@
-"""QA without compression: log-likelihoods, accuracies, averages, and what compressors are told."""
-
+import importlib.util
 import json
 import math
+from pathlib import Path
 
+import datasets
+import huggingface_hub
 import pytest
 import torch
 
 from kvcat.cache import fingerprint
 from kvcat.errors import InputError
-from kvcat.evals import qa_scoring
-from kvcat.evals.qa import QATask, averages, choice_values, qa_task, task_accuracies
-from kvcat.evals.qa_rows import QAExample
-from kvcat.evals.qa_scoring import Continuation, encode_continuations, log_likelihoods
-from kvcat.evals.records import Record
-from kvcat.evals.running import evaluate
-from kvcat.evals.task import Baseline, Task
+from kvcat.evals import evaluate
+from kvcat.evals.harness import QAExample, write_task_files
+from kvcat.evals.qa import QA_SOURCES, QATask, choice_values, make_task, read_examples
 from tiny import byte_tokenizer, stock_model
 
-DENSE = Baseline("dense", 1.0)
+pytestmark = pytest.mark.filterwarnings("default")  # the harness and what it imports warn of their own affairs
+needs_harness = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm_eval is not installed")
+ASSETS = Path(__file__).parents[3] / "shared" / "assets" / "multiple_choice"
+needs_assets = pytest.mark.skipif(not ASSETS.is_dir(), reason="the multiple-choice files are not here")
+CHOICES = {"text": ["ice", "fire", "sand"], "label": ["A", "B", "C"]}
+HELLASWAG = {
+    "ind": 24, "activity_label": "Roof", "ctx_a": "A man [header] sits.", "ctx_b": "he", "label": "1",
+    "ctx": "A man [header] sits. he", "endings": [" is using [step] wrap.", "rips [title] tiles.", "holds.", "starts."],
+}  # fmt: skip
+WINOGRANDE = {"sentence": "Ann beat Bob as _ was quick. ", "option1": "Ann", "option2": "Bob", "answer": "1"}
+ROWS = {
+    "hellaswag": HELLASWAG,
+    "winogrande": WINOGRANDE,
+    "piqa": {"goal": "Boil water.", "sol1": "Use a pot ", "sol2": "Use a hat", "label": 0},
+    "social_i_qa": {
+        "context": "Al fell.", "question": "How is Al?", "answerA": "sore", "answerB": "glad", "answerC": "rich",
+        "label": "1",
+    },
+    "openbookqa": {"id": "7-980", "question_stem": "What is hot?", "choices": CHOICES, "answerKey": "B"},
+    "arc_easy": {"id": "M1", "question": "What is hot?", "choices": CHOICES, "answerKey": "B"},
+    "arc_challenge": {
+        "id": "M2", "question": "What is hot?", "choices": {**CHOICES, "label": ["1", "2", "3"]}, "answerKey": "2",
+    },
+    "commonsense_qa": {"id": "c", "question": "What is hot?", "choices": CHOICES, "answerKey": "B"},
+}  # fmt: skip
+
+
+def write(folder, *rows, task="rows"):
+    file = folder / f"{task}.jsonl"
+    file.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return file
+
+
+def read_one(folder, task, row, **options):
+    (example,) = read_examples(task, write(folder, row), **options)
+    return example
+
+
+@pytest.mark.parametrize(
+    ("task", "contexts", "texts", "gold"),
+    [
+        ("hellaswag", ["Roof: A man sits. He"] * 4, ["is using wrap.", "rips. tiles.", "holds.", "starts."], 1),
+        ("winogrande", ["Ann beat Bob as Ann", "Ann beat Bob as Bob"], ["was quick."] * 2, 0),
+        ("piqa", ["Question: Boil water.\nAnswer:"] * 2, ["Use a pot ", "Use a hat"], 0),
+        ("social_i_qa", ["Al fell. How is Al?"] * 3, ["sore", "glad", "rich"], 0),
+        ("openbookqa", ["What is hot?"] * 3, ["ice", "fire", "sand"], 1),
+        ("arc_easy", ["Question: What is hot?\nAnswer:"] * 3, ["ice", "fire", "sand"], 1),
+        ("arc_challenge", ["Question: What is hot?\nAnswer:"] * 3, ["ice", "fire", "sand"], 1),
+        ("commonsense_qa", ["What is hot?"] * 3, ["ice", "fire", "sand"], 1),
+    ],
+)
+def test_a_row_becomes_the_cloze_question_of_its_task(tmp_path, task, contexts, texts, gold):
+    example = read_one(tmp_path, task, ROWS[task])
+    assert (example.contexts, example.texts, example.gold) == (tuple(contexts), tuple(texts), gold)
+    assert example.stratum == task
+    assert example.document.startswith(f"{task}:")
+
+
+def test_winogrande_as_a_whole_has_one_context_and_the_options_in_the_texts(tmp_path):
+    example = read_one(tmp_path, "winogrande", WINOGRANDE, winogrande="whole")
+    assert example.contexts == ("Ann beat Bob as",) * 2
+    assert example.texts == ("Ann was quick.", "Bob was quick.")
+
+
+@pytest.mark.parametrize("task", ["openbookqa", "arc_easy", "commonsense_qa"])
+def test_the_authors_own_nested_schema_gives_the_same_question_as_the_hubs(tmp_path, task):
+    pairs = [{"text": text, "label": label} for text, label in zip(CHOICES["text"], CHOICES["label"], strict=True)]
+    row = ROWS[task]
+    nested = {"id": row["id"], "question": {"stem": "What is hot?", "choices": pairs}, "answerKey": "B"}
+    assert read_one(tmp_path, task, nested) == read_one(tmp_path, task, row)
+
+
+def test_other_forms_in_the_wild_give_the_same_question(tmp_path):
+    social = {key: value for key, value in ROWS["social_i_qa"].items() if key != "label"}
+    assert read_one(tmp_path, "social_i_qa", {**social, "correct": "A"}) == read_one(
+        tmp_path, "social_i_qa", ROWS["social_i_qa"]
+    )
+    joined = {key: value for key, value in HELLASWAG.items() if key not in ("ctx_a", "ctx_b")}
+    clean = {
+        **joined,
+        "ctx": "A man sits. He",
+        "label": 1,
+        "endings": list(read_one(tmp_path, "hellaswag", HELLASWAG).texts),
+    }
+    assert read_one(tmp_path, "hellaswag", clean) == read_one(tmp_path, "hellaswag", HELLASWAG)
+
+
+@pytest.mark.parametrize(
+    ("task", "change", "told"),
+    [
+        ("piqa", {"sol2": None}, "it has no text 'sol2'"),
+        ("piqa", {"label": -1}, "its 'label' is -1 and not one of 0, 1"),
+        ("hellaswag", {"label": ""}, "its 'label' is '' and not one of 0, 1, 2, 3"),
+        ("hellaswag", {"endings": "x"}, "it has no list 'endings'"),
+        ("winogrande", {"sentence": "no blank"}, "its sentence has no blank '_' with text after it"),
+        ("social_i_qa", {"answerB": "  "}, "it has no text 'answerB'"),
+        ("openbookqa", {"choices": ["a"]}, "it has no 'choices' with 'text' and 'label'"),
+        ("arc_easy", {"answerKey": "D"}, "its 'answerKey' is 'D' and not one of A, B, C"),
+        ("arc_easy", {"choices": {"text": ["a"], "label": ["A"]}}, "its choices are not at least two texts"),
+        ("commonsense_qa", {"choices": {"text": ["a", "b"], "label": ["A"]}}, "it has 2 choices and 1 labels"),
+        ("commonsense_qa", {"id": None}, "it has no text 'id'"),
+    ],
+)
+def test_a_row_that_is_none_is_told_with_file_and_number(tmp_path, task, change, told):
+    first = ROWS[task] if task not in ("piqa",) else {**ROWS[task], "goal": "Another"}
+    file = write(tmp_path, first, {**ROWS[task], **change})
+    with pytest.raises(InputError) as error:
+        read_examples(task, file)
+    assert str(error.value) == f"{file}, row 2: {told}, so it is no row of {task}"
+
+
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        ([], " holds no row"),
+        (["\n"], " holds no row"),
+        ([ROWS["arc_easy"], "{oops"], ", row 2: not a line of JSON"),
+        (["[1]"], ", row 1: not a JSON object"),
+        ([ROWS["arc_easy"], ROWS["arc_easy"]], ", row 2: id 'M1' is that of row 1 too"),
+    ],
+)
+def test_a_file_that_cannot_serve_is_told_in_one_line(tmp_path, rows, told):
+    file = write(tmp_path, *rows)
+    with pytest.raises(InputError) as error:
+        read_examples("arc_easy", file)
+    assert str(error.value) == f"{file}{told}"
+
+
+def test_what_does_not_exist_is_told(tmp_path):
+    with pytest.raises(InputError, match="no such file"):
+        read_examples("piqa", tmp_path / "none.jsonl")
+    for settings, said in [
+        ({"tasks": ["boolq"]}, "no QA task 'boolq'; there are hellaswag"),
+        ({"winogrande": "half"}, "winogrande is 'half'"),
+        ({"num_examples": 0}, "num_examples is 0"),
+        ({"folder": tmp_path / "none"}, "no such folder"),
+        ({"folder": tmp_path}, "has no file of a QA task"),
+        ({"folder": tmp_path, "tasks": ["piqa"]}, r"has no file piqa\*\.jsonl"),
+    ]:
+        with pytest.raises(InputError, match=said):
+            make_task(**settings)
+
+
+def test_equal_rows_without_an_id_stay_and_twins_share_a_document(tmp_path):
+    twin = {**WINOGRANDE, "sentence": "Ann lost to Bob as _ was slow.", "option1": "Bob", "option2": "Ann"}
+    first, second, copy = read_examples("winogrande", write(tmp_path, WINOGRANDE, twin, WINOGRANDE))
+    assert first.document == second.document == copy.document
+    assert len({first.name, second.name, copy.name}) == 3
+    assert copy.name == f"{first.name}-2"
+
+
+def test_the_sample_depends_on_seed_and_names_only_and_tasks_take_turns(tmp_path):
+    rows = [{**ROWS["arc_easy"], "id": f"M{number}"} for number in range(40)]
+    for name, order in [("one", rows), ("two", rows[::-1])]:
+        (tmp_path / name).mkdir()
+        write(tmp_path / name, *order, task="arc_easy_test")
+        write(tmp_path / name, ROWS["piqa"], task="piqa_validation_hf")
+    drawn = make_task(tmp_path / "one", num_examples=10).examples
+    assert [example.name for example in drawn[1:5]] == ["M33", "M30", "M11", "M17"]  # the same on every machine
+    assert drawn[0].stratum == "piqa"
+    assert make_task(tmp_path / "two", num_examples=10).examples == drawn
+    assert make_task(tmp_path / "one", num_examples=20).examples[:11] == drawn
+    assert make_task(tmp_path / "one", num_examples=10, seed=1).examples != drawn
+    assert len(make_task(tmp_path / "one", tasks=["arc_easy"]).examples) == 40
+    write(tmp_path / "one", ROWS["piqa"], task="piqa_test")
+    with pytest.raises(InputError, match=r"two files of piqa: piqa_test\.jsonl and piqa_validation_hf\.jsonl"):
+        make_task(tmp_path / "one")
+
+
+def test_without_a_network_the_hub_is_refused_at_once(monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("kvcat.evals.hub.hub_obstacle", lambda: "it cannot be reached")
+    with pytest.raises(InputError, match="'baber/piqa' is on the Hub, and it cannot be reached"):
+        make_task(tasks=["piqa"])
+
+
+def test_the_hubs_rows_give_the_same_questions_as_a_files(tmp_path, monkeypatch):
+    asked = []
+
+    def load_dataset(repository, config, split):
+        asked.append((repository, config, split))
+        return datasets.Dataset.from_list([ROWS["arc_challenge"]])
+
+    monkeypatch.setattr("kvcat.evals.hub.hub_obstacle", lambda: None)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert read_examples("arc_challenge") == [read_one(tmp_path, "arc_challenge", ROWS["arc_challenge"])]
+    assert asked == [("allenai/ai2_arc", "ARC-Challenge", "test")]
+
+
+def test_only_arc_comes_from_the_test_split():
+    assert {task for task, source in QA_SOURCES.items() if source.split == "test"} == {"arc_easy", "arc_challenge"}
+
+
+@needs_assets
+@pytest.mark.parametrize(("task", "count"), [
+    ("hellaswag", 1000), ("winogrande", 1267), ("piqa", 1838), ("social_i_qa", 1954), ("openbookqa", 500),
+    ("arc_easy", 570), ("arc_challenge", 299), ("commonsense_qa", 1221),
+])  # fmt: skip
+def test_every_real_row_is_a_question_with_a_name_of_its_own(task, count):
+    examples = make_task(ASSETS, tasks=[task], num_examples=2000).examples
+    assert len(examples) == len({example.name for example in examples}) == count
+    assert all("[" not in text for example in examples for text in example.texts if task == "hellaswag")
 
 
 @pytest.fixture(scope="module")
@@ -27,14 +226,10 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def model(tokenizer):
-    return tiny(tokenizer)
-
-
-def tiny(tokenizer, positions=128):
     torch.manual_seed(0)
     return stock_model(
         "qwen2", vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=positions, initializer_range=0.3,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.3,
     ).eval()  # fmt: skip
 
 
@@ -42,16 +237,14 @@ def example(number, contexts, texts, gold=0, task="piqa"):
     return QAExample(f"{task}:{number}", str(number), task, tuple(contexts), tuple(texts), gold)
 
 
-@pytest.fixture(scope="module")
-def examples():
-    return (
-        example(0, ["the cat sees"] * 2, ["a dog and a tree.", "it"]),
-        example(1, ["the old house was", "the red river was"], ["small."] * 2, 1, "winogrande"),
-        example(
-            2, ["Question: where is the stone? \nAnswer:"] * 3, ["it was", "in the river ", "Äpfel"], 2, "arc_easy"
-        ),
-        example(3, ["a "] * 2, ["dog", "house and tree and river"]),
-    )
+EXAMPLES = (
+    example(0, ["the cat sees"] * 2, ["a dog and a tree.", "it"]),
+    example(1, ["the old house was", "the red river was"], ["small."] * 2, 1, "winogrande"),
+    example(
+        2, ["Question: where is the stone? \nAnswer:"] * 3, ["it was", "in the river ", "\u00c4pfel"], 2, "arc_easy"
+    ),
+    example(3, ["a "] * 2, ["dog", "house and tree and river"]),
+)
 
 
 def naive(model, tokenizer, context, text):
@@ -62,174 +255,95 @@ def naive(model, tokenizer, context, text):
     return sum(logits[t - 1, whole[t]].item() for t in range(start, len(whole)))
 
 
-def test_log_likelihoods_are_those_of_one_sequence_at_a_time(model, tokenizer, examples, monkeypatch):
-    pairs = [pair for each in examples for pair in zip(each.contexts, each.texts, strict=True)]
-    encoded = encode_continuations(tokenizer, pairs)
-    expected = [naive(model, tokenizer, *pair) for pair in pairs]
-    for tokens_at_once in (1, 60, 10_000):
-        assert log_likelihoods(model, encoded, tokens_at_once=tokens_at_once) == pytest.approx(expected, abs=1e-4)
-    monkeypatch.setattr(qa_scoring, "_LOGITS_AT_ONCE", 3 * len(tokenizer))
-    assert log_likelihoods(model, encoded) == pytest.approx(expected, abs=1e-4)
-
-
-def test_uniform_predictions_cost_log_vocabulary_a_token(tokenizer, examples):
-    uniform = tiny(tokenizer)
-    torch.nn.init.zeros_(uniform.lm_head.weight)
-    (values,) = QATask(examples).prepare(uniform, tokenizer, examples[:1]).baseline(DENSE)
-    tokens = len(tokenizer.encode(" a dog and a tree."))
-    assert values["nll_per_char"] == pytest.approx(tokens * math.log(len(tokenizer)) / len("a dog and a tree."))
-    assert values["acc"] == 0.0  # the text of fewer tokens wins
-    assert values["acc_per_token"] == 1.0  # of equal scores the first
-
-
-def test_each_accuracy_has_its_own_argmax():
-    question = example(0, ["x"] * 3, ["abcdefghij", "abc", "ab"], 0)
-    values = choice_values(question, [-10.0, -4.0, -3.9], [10, 5, 2])
-    assert values == {"acc": 0.0, "acc_per_char": 1.0, "acc_per_token": 0.0, "nll_per_char": 1.0}
-    values = choice_values(example(0, ["x"] * 3, question.texts, 1), [-10.0, -4.0, -3.9], [10, 5, 2])
-    assert values["acc_per_token"] == 1.0
-    assert choice_values(example(0, ["x"] * 3, question.texts, 2), [-10.0, -4.0, -3.9], [10, 5, 2])["acc"] == 1.0
-
-
-def test_a_question_scores_alone_as_in_any_batch(model, tokenizer, examples):
-    task = QATask(examples)
-    together = task.prepare(model, tokenizer, examples).baseline(DENSE)
-    for question, values in zip(examples, together, strict=True):
-        (alone,) = task.prepare(model, tokenizer, [question]).baseline(DENSE)
-        assert alone == pytest.approx(values, abs=1e-5)
-
-
-def test_the_runner_writes_one_record_a_question_and_resumes(model, tokenizer, examples, tmp_path):
-    task, models = QATask(examples), {"base": (model, tokenizer)}
+@needs_harness
+def test_the_harness_gives_the_values_of_plain_forwards_and_the_run_resumes(model, tokenizer, tmp_path, monkeypatch):
+    task, models, before = QATask(EXAMPLES), {"base": (model, tokenizer)}, fingerprint(model)
+    state = torch.get_rng_state()
     records = evaluate(task, models, [], [], tmp_path / "out", batch_size=3, progress=False)
-    expected = task.prepare(model, tokenizer, examples).baseline(DENSE)
-    for question, found, values in zip(examples, records, expected, strict=True):
+    for question, found in zip(EXAMPLES, records, strict=True):
+        pairs = zip(question.contexts, question.texts, strict=True)
+        values = choice_values(question, [naive(model, tokenizer, *pair) for pair in pairs])
         assert (found.stratum, found.document, found.example) == (question.stratum, question.document, question.name)
         assert found.values == pytest.approx(values, abs=1e-5)
-    assert set(task_accuracies(records)) == {"piqa", "winogrande", "arc_easy"}
+    assert torch.is_grad_enabled()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert fingerprint(model) == before
+    monkeypatch.setattr("kvcat.evals.qa.log_likelihoods", None)
     assert evaluate(task, models, [], [], tmp_path / "out", batch_size=3, progress=False) == records
 
 
-def test_a_context_beyond_the_positions_loses_its_beginning(tokenizer):
-    short = tiny(tokenizer, positions=16)
-    long, near = "the tree " * 40 + "likes the dog", "tree likes the dog"
-    far = example(0, [long, near], ["and"] * 2)
-    (values,) = QATask((far,)).prepare(short, tokenizer, [far]).baseline(DENSE)
-    assert values["truncated"] == 1.0
-    (whole,) = encode_continuations(tokenizer, [(long, "and")])
-    (piece,) = whole.pieces(16)
-    assert len(piece.tokens) == 17  # the last token is predicted, not read
-    assert piece.tokens == whole.tokens[-17:]
-    assert log_likelihoods(short, [whole]) == pytest.approx(log_likelihoods(short, [piece]))
-    assert whole.pieces(None) == whole.pieces(len(whole.tokens) - 1) == [whole]
+def test_each_accuracy_has_its_own_argmax():
+    texts = ["abcdefghij", "abc", "ab"]
+    values = [choice_values(example(0, ["x"] * 3, texts, gold), [-10.0, -4.0, -3.9]) for gold in range(3)]
+    assert [v["acc"] for v in values] == [0.0, 0.0, 1.0]
+    assert [v["acc_per_char"] for v in values] == [1.0, 0.0, 0.0]
+    assert values[0]["nll_per_char"] == 1.0
+    assert choice_values(example(0, ["x"] * 2, ["ab", "cd"]), [-math.log(4)] * 2)["acc"] == 1.0  # the first of equals
 
 
-def test_a_continuation_beyond_the_positions_is_scored_token_by_token_in_pieces(tokenizer):
-    whole = Continuation(tuple(range(3, 50)), 40)
-    pieces = whole.pieces(10)
-    scored = [piece.tokens[-piece.num_scored :] for piece in pieces]
-    assert tuple(token for part in reversed(scored) for token in part) == whole.tokens[-40:]
-    assert all(len(piece.tokens) <= 11 and piece.num_scored <= 5 for piece in pieces)
-    short = tiny(tokenizer, positions=10)
-    assert log_likelihoods(short, [whole])[0] == pytest.approx(sum(log_likelihoods(short, pieces)))
-
-
-def test_scoring_leaves_autograd_on_and_the_model_as_it_was(model, tokenizer, examples):
-    import kvcat.evals  # noqa: F401
-
-    before = fingerprint(model)
-    model.train()
-    try:
-        QATask(examples).prepare(model, tokenizer, examples).baseline(DENSE)
-        assert torch.is_grad_enabled()
-        assert not torch.is_inference_mode_enabled()
-        assert model.training
-        assert all(parameter.requires_grad for parameter in model.parameters())
-    finally:
-        model.eval()
-    assert fingerprint(model) == before
-
-
-def test_compressors_are_refused(model, tokenizer, examples):
-    prepared = QATask(examples).prepare(model, tokenizer, examples)
-    with pytest.raises(InputError, match="qa is evaluated without compression"):
-        _ = prepared.trace
-    with pytest.raises(InputError, match="qa has no baseline 'truncated'"):
-        prepared.baseline(Baseline("truncated", 0.5))
-    task = QATask(examples)
-    assert isinstance(task, Task)
-    assert task.baselines == (DENSE,)
-
-
-def test_what_a_model_cannot_score_is_told_before_work(model, tokenizer, examples):
-    task = QATask(examples)
-    task.check("m", model, tokenizer)
+def test_what_a_model_cannot_score_is_told_before_work(model, tokenizer, monkeypatch):
+    task = QATask(EXAMPLES)
     with pytest.raises(InputError, match="qa needs the tokenizer of model 'm'"):
         task.check("m", model, None)
-    with pytest.raises(InputError, match="qa needs the model's tokenizer"):
-        task.prepare(model, None, examples)
-    small = stock_model(
-        "llama", vocab_size=20, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
-    )
-    with pytest.raises(InputError, match="outside the vocabulary of model 'm', 20 tokens"):
+    long = example(4, ["a"] * 2, ["dog " * 200, "cat"])
+    with pytest.raises(InputError, match=r"choices of piqa 4 of \d+ tokens exceed the 128 positions of model 'm'"):
+        QATask((long,)).check("m", model, tokenizer)
+    small = stock_model("qwen2", vocab_size=90, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+                        num_attention_heads=1, num_key_value_heads=1)  # fmt: skip
+    with pytest.raises(InputError, match=r"token \d+ is outside the vocabulary of model 'm', 90 tokens"):
         task.check("m", small, tokenizer)
-    with pytest.raises(InputError, match=r"model 'm', piqa 9: .* no token after its context"):
-        QATask((example(9, ["", "a"], ["b", "b"]),)).check("m", model, tokenizer)
+    monkeypatch.setattr("kvcat.evals.harness.find_spec", lambda _: None)
+    with pytest.raises(InputError, match=r"pip install 'kvcat\[harness\]'"):
+        task.check("m", model, tokenizer)
 
 
-def test_the_manifest_knows_every_part_of_a_question(examples):
-    hashes = {QATask(examples).describe()["manifest"]}
-    first = examples[0]
-    for changed in [
-        example(0, first.contexts, first.texts, 1),
-        example(0, ["x"] * 2, first.texts),
-        example(0, first.contexts, ["x"] * 2),
-        example(9, first.contexts, first.texts),
-    ]:
-        hashes.add(QATask((changed, *examples[1:])).describe()["manifest"])
-    assert len(hashes) == 5
-    assert QATask(examples).describe()["tasks"] == {"arc_easy": 1, "piqa": 2, "winogrande": 1}
+def test_compression_is_refused(model, tokenizer, tmp_path):
+    with pytest.raises(InputError, match="qa is evaluated without compression"):
+        evaluate(QATask(EXAMPLES), {"m": (model, tokenizer)}, ["first"], [0.5], tmp_path)
 
 
-def test_tasks_take_turns_in_the_order_of_evaluation(tmp_path):
-    choices = {"text": ["ice", "fire"], "label": ["A", "B"]}
-    files = {}
-    for task, count in [("arc_easy", 5), ("openbookqa", 2)]:
-        rows = [{"id": f"{task}-{n}", "question": "Hot?", "choices": choices, "answerKey": "B"} for n in range(count)]
-        files[task] = tmp_path / f"{task}.jsonl"
-        files[task].write_text("".join(json.dumps(row) + "\n" for row in rows))
-    strata = [each.stratum for each in qa_task(files, num_examples=4).examples]
-    assert strata == ["openbookqa", "arc_easy", "openbookqa", "arc_easy", "arc_easy", "arc_easy"]
-    assert qa_task(files).describe() == qa_task(dict(reversed(files.items()))).describe()
-    with pytest.raises(InputError, match="no QA task given"):
-        qa_task({})
+OWN_TASKS = {
+    "hellaswag": "hellaswag/hellaswag", "winogrande": "winogrande/default", "piqa": "piqa/piqa",
+    "openbookqa": "openbookqa/openbookqa", "arc_easy": "arc/arc_easy", "arc_challenge": "arc/arc_easy",
+}  # fmt: skip
 
 
-def test_the_averages_of_the_papers_table_are_its_own():
-    tasks = ["hellaswag", "winogrande", "piqa", "openbookqa", "arc_easy", "arc_challenge"]
-    for row, average in [
-        ([54.6, 52.9, 70.4, 38.2, 60.8, 32.2], 51.5),
-        ([53.6, 54.1, 72.1, 37.4, 63.6, 32.4], 52.2),
-        ([68.6, 60.5, 76.2, 40.0, 73.3, 45.2], 60.6),
-        ([66.4, 60.5, 75.5, 40.6, 73.9, 43.5], 60.1),
-    ]:
-        found = averages(dict(zip(tasks, row, strict=True)))
-        assert set(found) == {"six"}
-        assert found["six"] == pytest.approx(average, abs=0.051)
-    eight = {**dict.fromkeys(tasks, 0.5), "social_i_qa": 0.85, "commonsense_qa": 0.1}
-    assert averages(eight) == pytest.approx({"six": 0.5, "seven": 0.55, "eight": 0.49375})
+@pytest.fixture
+def files(tmp_path):
+    return {task: write(tmp_path, row, task=task) for task, row in ROWS.items()}
 
 
-def record(task, name, right, model="base"):
-    return Record(
-        model=model, fingerprint="f", dtype="float32", method="dense", options="{}", keep_ratio=1.0, step=None,
-        seed=None, dataset="cloze", stratum=task, document=f"{task}:{name}", example=name,
-        values={"acc_per_char": right},
-    )  # fmt: skip
+@needs_harness
+@pytest.mark.parametrize("name", OWN_TASKS)
+def test_the_prompts_are_those_of_the_harness_own_task_files(files, name):
+    import lm_eval
+    from lm_eval.api.task import ConfigurableTask
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    (example,) = read_examples(name, files[name])
+    file = Path(lm_eval.__file__).parent / "tasks" / f"{OWN_TASKS[name]}.yaml"
+    local = {"data_files": dict.fromkeys(("train", "validation", "test"), str(files[name]))}
+    config = {
+        **load_yaml(file),
+        "dataset_path": "json",
+        "dataset_name": None,
+        "dataset_kwargs": local,
+        "num_fewshot": 0,
+    }
+    own = ConfigurableTask(config=config)
+    own.build_all_requests()
+    assert [instance.args for instance in own.instances] == [
+        (context, f" {text}") for context, text in zip(example.contexts, example.texts, strict=True)
+    ]
 
 
-def test_task_accuracies_are_means_of_one_models_records():
-    records = [record("piqa", "1", 1.0), record("piqa", "2", 0.0), record("arc_easy", "1", 1.0)]
-    assert task_accuracies(records) == {"piqa": 0.5, "arc_easy": 1.0}
-    with pytest.raises(InputError, match="records of two models: base, other"):
-        task_accuracies([*records, record("piqa", "1", 1.0, model="other")])
+def test_task_files_hold_the_questions(files, tmp_path):
+    (tmp_path / "out").mkdir()
+    names = write_task_files(make_task(files["piqa"].parent).examples, tmp_path / "out")
+    assert sorted(names) == sorted(f"kvcat_{task}" for task in ROWS)
+    row = json.loads((tmp_path / "out" / "kvcat_winogrande.jsonl").read_text())
+    contexts = ["Ann beat Bob as Ann", "Ann beat Bob as Bob"]
+    assert (row["text"], row["choices"], row["target"]) == (0, contexts, "was quick.")
+    for name, metrics in [("kvcat_winogrande", ["acc"]), ("kvcat_piqa", ["acc", "acc_norm"])]:
+        config = json.loads((tmp_path / "out" / f"{name}.yaml").read_text())
+        assert [entry["metric"] for entry in config["metric_list"]] == metrics

@@ -1,14 +1,12 @@
 import dataclasses
-import errno
 import json
-import os
 
 import pytest
 
 from kvcat.errors import InputError
-from kvcat.evals import Record, ResultsFolder, models_of, read_records
+from kvcat.evals import Record, ResultsFolder, models_of, read_config, read_costs, read_records
 
-CONFIG = {"evaluation": "suffix", "prefix_len": 8, "seed": 0}
+CONFIG = {"evaluation": "suffix", "dataset": "t", "num_examples": 2, "methods": [], "prefix_len": 8}
 
 
 def record(window, keep_ratio=0.1, step=None):
@@ -56,14 +54,55 @@ def test_a_line_torn_by_a_kill_is_dropped_and_the_next_append_is_whole(tmp_path,
     assert read_records(tmp_path) == [record(0), record(1)]
 
 
-@pytest.mark.parametrize("damage", [b"{broken\n", b"3\n", b"\xff\xfe\n"])
-def test_a_damaged_line_in_the_middle_is_refused(tmp_path, damage):
+def line(**changes):
+    return json.dumps({**dataclasses.asdict(record(0)), **changes})
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (b"{broken", "damaged"),
+        (b"3", "is no record"),
+        (b"\xff\xfe", "damaged"),
+        (b"{}", "no record"),
+        (line(values={"kl": float("nan")}).encode(), "kl of example '0' of 'doc' is nan, no number"),
+        (line(values={"kl": "0.1"}).encode(), "kl of example '0' of 'doc' is '0.1', no number"),
+        (line(values={"kl": True}).encode(), "is True, no number"),
+        (line(values=3).encode(), "its values is 3"),
+        (line(model=None).encode(), "its model is None"),
+        (line(keep_ratio="0.1").encode(), "its keep_ratio is '0.1'"),
+        (line(values={"kl": 0.5}).encode(), "second, different record of example '0' of 'doc': base, first, keep"),
+    ],
+)
+def test_a_damaged_line_is_refused_in_one_line(tmp_path, damage, said):
     with ResultsFolder(tmp_path, CONFIG) as folder:
         folder.append([record(0)])
     file = tmp_path / "records.jsonl"
-    file.write_bytes(damage + file.read_bytes())
-    with pytest.raises(InputError, match="no record"):
+    file.write_bytes(damage + b"\n" + file.read_bytes())
+    with pytest.raises(InputError, match=said) as error:
         read_records(tmp_path)
+    assert "\n" not in str(error.value)
+    (tmp_path / "costs.jsonl").write_bytes(b"{oops\n")
+    with pytest.raises(InputError, match=r"costs\.jsonl is damaged"):
+        read_costs(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"evaluation": "magic"}, "no evaluation 'magic'; there are suffix"),
+        ({"evaluation": None}, "names no evaluation"),
+        ({"num_examples": None}, "num_examples is None"),
+        ({"num_examples": "3"}, "num_examples is '3'"),
+        ({"methods": {}}, "methods is {}"),
+        ({"methods": [{"name": "first"}]}, "is no method"),
+    ],
+)
+def test_a_damaged_configuration_is_refused_in_one_line(tmp_path, changes, said):
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **changes}))
+    with pytest.raises(InputError, match=said) as error:
+        read_config(tmp_path)
+    assert "\n" not in str(error.value)
 
 
 def test_another_configuration_is_refused_with_the_field_that_differs(tmp_path):
@@ -86,7 +125,7 @@ def test_models_may_be_added_but_a_label_keeps_its_weights(tmp_path):
             folder.check_model("base", "abc", "bfloat16")
 
 
-def test_shards_share_a_folder_and_each_sees_what_the_others_did(tmp_path):
+def test_shards_share_a_folder_and_each_sees_what_the_others_did(tmp_path, monkeypatch):
     with (
         ResultsFolder(tmp_path, CONFIG, shard=(0, 2)) as first,
         ResultsFolder(tmp_path, CONFIG, shard=(1, 2)) as second,
@@ -100,6 +139,7 @@ def test_shards_share_a_folder_and_each_sees_what_the_others_did(tmp_path):
     with ResultsFolder(tmp_path, CONFIG) as whole:
         assert whole.done(record(0).key)
         assert whole.done(record(1).key)
+        monkeypatch.setattr("kvcat.evals.records._SECONDS_FOR_CLAIM", 0.1)
         with pytest.raises(InputError, match="another process is writing"):
             ResultsFolder(tmp_path, CONFIG, shard=(0, 2))
     assert read_records(tmp_path) == [record(0), record(1)]
@@ -107,7 +147,7 @@ def test_shards_share_a_folder_and_each_sees_what_the_others_did(tmp_path):
 
 def test_a_record_that_two_shards_wrote_counts_once(tmp_path):
     for index in range(2):
-        (tmp_path / f"records-{index}-of-2.jsonl").write_text(json.dumps(dataclasses.asdict(record(0))) + "\n")
+        (tmp_path / f"records-{index}-of-2.jsonl").write_text(line() + "\n")
     assert read_records(tmp_path) == [record(0)]
 
 
@@ -126,16 +166,10 @@ def test_one_label_for_two_models_is_refused():
 
 def test_a_folder_of_something_else_is_refused_and_left_alone(tmp_path):
     (tmp_path / "thesis.txt").write_text("dear")
-    with pytest.raises(InputError, match="no results folder"):
+    with pytest.raises(InputError, match="not empty and has no config"):
         ResultsFolder(tmp_path, CONFIG)
-    assert [file.name for file in tmp_path.iterdir()] == ["thesis.txt"]
-
-
-@pytest.mark.parametrize("content", [b"{", b"{}", b"[1]", b"\xff"])
-def test_a_config_that_is_not_ours_is_refused(tmp_path, content):
-    (tmp_path / "config.json").write_bytes(content)
-    with pytest.raises(InputError, match=r"damaged|names no evaluation"):
-        ResultsFolder(tmp_path, CONFIG)
+    assert (tmp_path / "thesis.txt").read_text() == "dear"
+    assert not (tmp_path / "config.json").exists()
 
 
 def test_a_folder_has_one_writer_at_a_time(tmp_path):
@@ -158,25 +192,10 @@ def test_a_refused_folder_is_free_for_the_next(tmp_path):
         pass
 
 
-def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
+def test_what_cannot_be_a_folder_is_refused(tmp_path):
     (tmp_path / "file").write_text("dear")
     for place in ("file", "file/results"):
-        with pytest.raises(InputError, match=r"is a file|cannot make results folder .*: Not a directory"):
+        with pytest.raises(InputError, match="cannot make folder"):
             ResultsFolder(tmp_path / place, CONFIG)
-
-
-def test_a_full_disk_is_told_and_leaves_nothing_half_written(tmp_path, monkeypatch):
-    def full(_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(InputError, match=r"cannot write to results folder .*: No space left on device"):
-        ResultsFolder(tmp_path, CONFIG)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_kill_while_the_folder_is_begun_leaves_one_that_can_be_used(tmp_path):
-    (tmp_path / "config.partial.7").write_text("{")
-    with ResultsFolder(tmp_path, CONFIG) as folder:
-        folder.append([record(0)])
-    assert read_records(tmp_path) == [record(0)]
+    with pytest.raises(InputError, match="is no results folder"):
+        read_config(tmp_path)

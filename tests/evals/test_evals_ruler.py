@@ -3,17 +3,20 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from test_evals_answering import with_opening
+from test_evals_answers import with_opening
 
 import kvcat
 from kvcat.errors import InputError
-from kvcat.evals.answering import BASELINES
-from kvcat.evals.ruler import RulerOptions, judge_strings, ruler_task
-from kvcat.evals.ruler_texts import RULER_TASKS, RulerSizes
+from kvcat.evals.ruler import RULER_TASKS, RulerTask, make_task
+from kvcat.evals.runner import manifest
 from tiny import byte_tokenizer
 
-SMALL = RulerSizes(num_chains=2, num_hops=3, num_common=3, common_times=6, uncommon_times=2)
-OPTIONS = RulerOptions(length=440, per_task=2, sizes=SMALL)
+SHORT = tuple(name for name in RULER_TASKS if name != "cwe")  # its list takes thousands of tokens
+DENSE = RulerTask.baselines[0]
+
+
+def small(tokenizer, **changes):
+    return make_task(tokenizer, **{"length": 440, "per_task": 2, "tasks": SHORT, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +31,7 @@ def tokenizer(base):
 
 @pytest.fixture(scope="module")
 def task(tokenizer):
-    return ruler_task(tokenizer, OPTIONS)
+    return small(tokenizer)
 
 
 def read_needles(text, question):
@@ -61,28 +64,26 @@ READERS = {name: read_needles for name in RULER_TASKS if name.startswith("niah")
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("length", [440, 1500])
 @pytest.mark.parametrize("name", RULER_TASKS)
-def test_a_reader_of_the_text_finds_the_answers_of(tokenizer, name, length):
-    for example in ruler_task(tokenizer, replace(OPTIONS, tasks=(name,), length=length)).examples:
+def test_a_reader_of_the_text_finds_the_answers_of(tokenizer, name):
+    for example in small(tokenizer, tasks=(name,), length=4096 if name == "cwe" else 1500).examples:
         text, question = tokenizer.decode(example.context), tokenizer.decode(example.question)
         assert READERS[name](text, question) == set(example.references)
         assert tokenizer.decode(example.answer) == " " + ", ".join(example.references)
-        assert judge_strings(tokenizer.decode(example.answer), example.references)["exact_match"] == 1.0
+        assert RulerTask.judge(tokenizer.decode(example.answer), example.references)["exact_match"] == 1.0
 
 
-@pytest.mark.parametrize("length", [440, 441, 997])
+@pytest.mark.parametrize("length", [880, 1995])
 @pytest.mark.parametrize("make", [byte_tokenizer, with_opening])
-def test_every_text_has_exactly_the_tokens_asked_for(make, length):
+def test_every_text_has_exactly_the_tokens_of_its_length(make, length):
     tokenizer = make()
-    options = replace(OPTIONS, length=2 * length, per_task=1)  # its tokens are short
-    for example in ruler_task(tokenizer, options).examples:
-        assert len(example.context) == 2 * length
+    for example in small(tokenizer, length=length, per_task=1).examples:
+        assert len(example.context) == length
         assert list(example.context[: len(tokenizer.encode(""))]) == tokenizer.encode("")
 
 
 def test_the_texts_are_filled_as_far_as_whole_lines_go(tokenizer):
-    for example in ruler_task(tokenizer, replace(OPTIONS, length=1500, per_task=1)).examples:
+    for example in small(tokenizer, length=1500, per_task=1).examples:
         head = re.split(r"Some special|Memorize and|Below is|Read the", tokenizer.decode(example.context))[0]
         assert len(tokenizer.encode(head)) < 80
 
@@ -93,55 +94,36 @@ def test_the_tokens_are_those_of_the_text_read_as_a_whole(tokenizer, task):
 
 
 def test_the_first_examples_are_spread_over_the_tasks_and_stay_when_there_are_more(tokenizer, task):
-    assert [example.stratum for example in task.examples] == list(RULER_TASKS) * 2
-    assert ruler_task(tokenizer, replace(OPTIONS, per_task=1)).examples == task.examples[: len(RULER_TASKS)]
-    one = ruler_task(tokenizer, replace(OPTIONS, tasks=("vt",))).examples
+    assert [example.stratum for example in task.examples] == list(SHORT) * 2
+    assert small(tokenizer, per_task=1).examples == task.examples[: len(SHORT)]
+    one = small(tokenizer, tasks=("vt",)).examples
     assert one == tuple(example for example in task.examples if example.stratum == "vt")
 
 
 def test_seeds_give_other_texts_and_the_same_seed_the_same(tokenizer, task):
-    assert ruler_task(tokenizer, OPTIONS).describe() == task.describe()
-    other = ruler_task(tokenizer, replace(OPTIONS, seed=1))
+    assert small(tokenizer) == task
+    other = small(tokenizer, seed=1)
     assert not {e.references for e in other.examples} & {e.references for e in task.examples}
-    assert other.describe()["manifest"] != task.describe()["manifest"]
 
 
-def test_the_examples_never_change(task):
-    assert task.describe()["manifest"] == "be65622dbe9c7609ca525edb560ca64cac148926124899ca72191ef9eb9af236"
+def test_the_examples_never_change(tokenizer, task):
+    assert manifest(task.examples) == "fbbc7290676429850e05c49c68798126634fae860865ddea224163958c569ffc"
+    words = make_task(tokenizer, tasks=("cwe",), per_task=1)
+    assert manifest(words.examples) == "ba99317b3ce56fa5be9e4983c8483df9d503c04e81b3daef5c53637c664cb01b"
 
 
-def test_sizes_say_how_much_is_hidden(tokenizer):
-    sizes = replace(SMALL, num_keys=3, num_values=2, num_queries=2, num_hops=5)
-    options = RulerOptions(length=700, per_task=1, sizes=sizes)
-    by_task = {example.stratum: example for example in ruler_task(tokenizer, options).examples}
-    texts = {name: tokenizer.decode(example.context) for name, example in by_task.items()}
-    needles = {name: texts[name].count("One of the special") for name in texts}
-    assert [needles[f"niah_{kind}"] for kind in ("single", "multikey_1", "multivalue", "multiquery")] == [1, 3, 2, 2]
-    assert needles["niah_multikey_2"] > 5
-    assert [len(by_task[f"niah_{kind}"].references) for kind in ("single", "multikey_1", "multivalue")] == [1, 1, 2]
-    assert texts["vt"].count("VAR") - texts["vt"].count("= VAR") == 2 * 6
-    assert len(by_task["vt"].references) == 6
-
-
-def test_words_of_the_list_occur_as_often_as_asked_for(tokenizer, task):
-    for example in task.examples:
-        if example.stratum == "cwe":
-            words = Counter(re.findall(r"^\d+\. (\w+)$", tokenizer.decode(example.context), flags=re.MULTILINE))
-            assert {word: words[word] for word in example.references} == dict.fromkeys(example.references, 6)
-            assert {times for word, times in words.items() if word not in example.references} == {2}
-
-
-def test_the_defaults_at_4096_tokens_are_ruler_s(tokenizer):
-    (example,) = ruler_task(tokenizer, RulerOptions(tasks=("cwe",), per_task=1)).examples
+def test_common_words_occur_30_times_and_others_3_times_as_in_ruler(tokenizer):
+    (example,) = make_task(tokenizer, tasks=("cwe",), per_task=1).examples
     words = Counter(re.findall(r"^\d+\. (\w+)$", tokenizer.decode(example.context), flags=re.MULTILINE))
-    assert sorted(words.values(), reverse=True)[:12] == [30] * 10 + [3, 3]
+    assert {word: words[word] for word in example.references} == dict.fromkeys(example.references, 30)
+    assert {times for word, times in words.items() if word not in example.references} == {3}
 
 
 @pytest.mark.parametrize(
     ("answer", "found"), [("A, b and c", 1.0), ("a b", 2 / 3), ("B", 1 / 3), ("", 0.0), ("x y z", 0.0)]
 )
 def test_a_match_is_the_share_of_references_that_the_answer_contains(answer, found):
-    assert judge_strings(answer, ("a", "b", "c")) == {
+    assert RulerTask.judge(answer, ("a", "b", "c")) == {
         "string_match": pytest.approx(found), "exact_match": float(found == 1),
     }  # fmt: skip
 
@@ -149,12 +131,12 @@ def test_a_match_is_the_share_of_references_that_the_answer_contains(answer, fou
 @pytest.mark.parametrize("supervision", ["reconstruction", "self"])
 def test_keeping_every_slot_gives_the_dense_values(base, supervision):
     model, tokenizer = base
-    task = ruler_task(tokenizer, replace(OPTIONS, supervision=supervision, tasks=("niah_single",)))
+    task = small(tokenizer, supervision=supervision, tasks=("niah_single",))
     task.check("base", model, tokenizer)
     batch = task.prepare(model, tokenizer, task.examples[:2])
     assert batch.trace.supervision == ("self" if supervision == "self" else "suffix")
     assert batch.trace.prefix_len == 440
-    dense = batch.baseline(BASELINES[0])
+    dense = batch.baseline(DENSE)
     assert batch.score(kvcat.Eviction("first")(batch.trace, keep_ratio=1.0)) == dense
     assert {"string_match", "exact_match", "dense_string_match", "dense_exact_match", "nll"} <= set(dense[0])
     assert batch.score(kvcat.Eviction("first")(batch.trace, keep_ratio=0.05)) != dense
@@ -173,21 +155,7 @@ def test_keeping_every_slot_gives_the_dense_values(base, supervision):
 )
 def test_options_out_of_range_are_refused(options, said):
     with pytest.raises(InputError, match=said):
-        RulerOptions(**options)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "said"),
-    [
-        ({"num_keys": 1}, "num_keys is 1"),
-        ({"num_hops": 0}, "num_hops is 0"),
-        ({"common_times": 3}, "common_times is 3; it must be at least 4"),
-        ({"alpha": 1.0}, "alpha is 1.0"),
-    ],
-)
-def test_sizes_out_of_range_are_refused(sizes, said):
-    with pytest.raises(InputError, match=said):
-        RulerSizes(**sizes)
+        small(byte_tokenizer(), **options)
 
 
 @pytest.mark.parametrize(
@@ -202,19 +170,19 @@ def test_sizes_out_of_range_are_refused(sizes, said):
 )
 def test_a_text_too_short_for_what_it_hides_is_refused(tokenizer, name, length, said):
     with pytest.raises(InputError, match=said):
-        ruler_task(tokenizer, RulerOptions(length=length, tasks=(name,)))
+        make_task(tokenizer, length=length, tasks=(name,))
 
 
 def test_a_model_with_too_few_positions_is_refused_before_it_runs(base, task):
     model, tokenizer = base
-    long = ruler_task(tokenizer, replace(OPTIONS, length=700, tasks=("vt",)))
-    with pytest.raises(InputError, match=r"reconstruction sequence of .* more than the 1024 positions of model 'base'"):
+    long = small(tokenizer, length=700, tasks=("vt",))
+    with pytest.raises(InputError, match=r"reconstruction sequences .* exceed the 1024 positions of model 'base'"):
         long.check("base", model, tokenizer)
-    replace(long, options=replace(long.options, supervision="self")).check("base", model, tokenizer)
+    replace(long, supervision="self").check("base", model, tokenizer)
 
 
 def test_coded_words_follow_the_zipf_distribution_up_to_whole_words(tokenizer):
-    (example,) = ruler_task(tokenizer, RulerOptions(length=2000, tasks=("fwe",), per_task=1)).examples
+    (example,) = make_task(tokenizer, length=2000, tasks=("fwe",), per_task=1).examples
     words = Counter(tokenizer.decode(example.context).partition("coded words.\n")[2].split())
     times = sorted(words.values(), reverse=True)
     assert words["...."] == times[0]

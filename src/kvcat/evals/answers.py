@@ -16,7 +16,7 @@ from kvcat.compress.freezing import frozen
 from kvcat.compress.replaying import replay_hidden
 from kvcat.compress.sequences import INSTRUCTION, opening_ids, reconstruction_of_tokens
 from kvcat.errors import InputError
-from kvcat.evals.runner import Baseline, Task, Values, check_fits, vocabulary
+from kvcat.evals.runner import Baseline, Prepared, Task, Values, check_fits, vocabulary
 from kvcat.losses.scoring import score_positions
 from kvcat.models import hidden_states, output_head
 from kvcat.types import Float, Tensor
@@ -119,7 +119,7 @@ class QuestionTask(Task):
 
 
 @dataclass(frozen=True)
-class PreparedQuestions:
+class PreparedQuestions(Prepared):
     """Questions with contexts of equal length, on a model."""
 
     task: QuestionTask

@@ -7,11 +7,12 @@ import json
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -20,9 +21,20 @@ from kvcat.errors import InputError
 _PREFIX = "kvcat_"
 
 
-class Choices(Protocol):
-    """A question; see ``kvcat.evals.qa.QAExample``."""
+@dataclass(frozen=True)
+class QAExample:
+    """A question with its choices.
 
+    Args:
+        document: task and what it was taken from; questions about one context, and WinoGrande's twins, share it.
+        name: the row's own id, or a hash of its content; the same from a file and from the Hub.
+        stratum: name of the task.
+        contexts: one per choice.
+        texts: one per choice; its characters are those that the score per character counts.
+        gold: number of the right choice.
+    """
+
+    document: str
     name: str
     stratum: str
     contexts: tuple[str, ...]
@@ -41,7 +53,7 @@ def check_harness() -> None:
 
 
 def log_likelihoods(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Sequence[Choices], *, batch_size: int = 8
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Sequence[QAExample], *, batch_size: int = 8
 ) -> list[list[float]]:
     """Log-likelihood of every choice of every question, nats, from lm-evaluation-harness' own run.
 
@@ -73,7 +85,7 @@ def log_likelihoods(
     return [scores[example.stratum, example.name] for example in examples]
 
 
-def write_task_files(examples: Iterable[Choices], folder: Path) -> list[str]:
+def write_task_files(examples: Iterable[QAExample], folder: Path) -> list[str]:
     """Task files for lm-evaluation-harness with the questions beside them; returns the names of the tasks.
 
     ``lm_eval --model hf --model_args pretrained=MODEL --include_path FOLDER --tasks kvcat_piqa,...`` runs them without
@@ -84,7 +96,7 @@ def write_task_files(examples: Iterable[Choices], folder: Path) -> list[str]:
         examples: of any tasks.
         folder: an existing folder.
     """
-    by_task: dict[str, list[Choices]] = defaultdict(list)
+    by_task: dict[str, list[QAExample]] = defaultdict(list)
     for example in examples:
         by_task[example.stratum].append(example)
     for task, questions in by_task.items():
@@ -97,7 +109,7 @@ def write_task_files(examples: Iterable[Choices], folder: Path) -> list[str]:
     return [f"{_PREFIX}{task}" for task in by_task]
 
 
-def _row(question: Choices, partial: bool) -> dict[str, Any]:
+def _row(question: QAExample, partial: bool) -> dict[str, Any]:
     if partial:  # the harness wants the number of the right context as text, and what follows it as target
         fields = {"text": question.gold, "choices": question.contexts, "target": question.texts[0]}
     else:

@@ -22,7 +22,7 @@ from kvcat.data.split import name_seed
 from kvcat.errors import InputError
 from kvcat.evals.answers import choice_values, token_nll
 from kvcat.evals.hub import hub_rows
-from kvcat.evals.runner import Baseline, Task, Values, check_fits
+from kvcat.evals.runner import Baseline, Prepared, Task, Values, check_fits
 from kvcat.evals.suffix import data_name
 
 HUB_SOURCE = "hub:zai-org/LongBench-v2"
@@ -189,7 +189,7 @@ class LongBenchTask(Task):
 
 
 @dataclass(frozen=True)
-class PreparedLongBench:
+class PreparedLongBench(Prepared):
     """A question about a context on one model; ``right`` is the index of its answer."""
 
     model: PreTrainedModel

@@ -32,17 +32,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvcat.cache import CompactCache
-from kvcat.compress import Trace
 from kvcat.errors import InputError
-from kvcat.evals.harness import check_harness, log_likelihoods
+from kvcat.evals.harness import QAExample, check_harness, log_likelihoods
 from kvcat.evals.hub import hub_rows
-from kvcat.evals.runner import Baseline, Task, Values, check_fits
+from kvcat.evals.runner import Baseline, Prepared, Task, Values, check_fits
 
 SIX = ("hellaswag", "winogrande", "piqa", "openbookqa", "arc_easy", "arc_challenge")
 AVERAGES: dict[str, tuple[str, ...]] = {
@@ -54,27 +52,6 @@ AVERAGES: dict[str, tuple[str, ...]] = {
 
 WINOGRANDE_FORMS = ("partial", "whole")
 Row = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class QAExample:
-    """A question with its choices.
-
-    Args:
-        document: task and what it was taken from; questions about one context, and WinoGrande's twins, share it.
-        name: the row's own id, or a hash of its content; the same from a file and from the Hub.
-        stratum: name of the task.
-        contexts: one per choice.
-        texts: one per choice; its characters are those that the score per character counts.
-        gold: number of the right choice.
-    """
-
-    document: str
-    name: str
-    stratum: str
-    contexts: tuple[str, ...]
-    texts: tuple[str, ...]
-    gold: int
 
 
 def make_task(
@@ -132,6 +109,7 @@ class QATask(Task):
     examples: tuple[QAExample, ...]
     dataset: str = "cloze"
     evaluation: ClassVar[str] = "qa"
+    compresses: ClassVar[bool] = False
     baselines: ClassVar[tuple[Baseline, ...]] = (Baseline("dense", 1.0),)
 
     def describe(self) -> Mapping[str, Any]:
@@ -165,26 +143,15 @@ class QATask(Task):
 
 
 @dataclass(frozen=True)
-class PreparedQA:
+class PreparedQA(Prepared):
     """Questions on one model; there is nothing to compress."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     batch: Sequence[QAExample]
 
-    @property
-    def trace(self) -> Trace:
-        """None: it raises InputError."""
-        _refuse()
-
-    def score(self, cache: CompactCache) -> list[Values]:  # noqa: ARG002
-        """None: it raises InputError."""
-        _refuse()
-
-    def baseline(self, baseline: Baseline) -> list[Values]:
+    def baseline(self, baseline: Baseline) -> list[Values]:  # noqa: ARG002 there is one
         """Values of every question under the whole model."""
-        if baseline.name != "dense":
-            raise InputError(f"qa has no baseline {baseline.name!r}, only 'dense'")
         scores = log_likelihoods(self.model, self.tokenizer, self.batch)
         return [choice_values(example, own) for example, own in zip(self.batch, scores, strict=True)]
 
@@ -395,10 +362,6 @@ def _answer(row: Row, field: str, keys: Sequence[str]) -> int:
 
 def _digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
-
-
-def _refuse() -> NoReturn:
-    raise InputError("qa is evaluated without compression")
 
 
 QA_SOURCES: dict[str, QASource] = {

@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,12 @@ from kvcat.evals.metrics import HEADLINES
 from kvcat.files import LOCK_FILE, append_jsonl, claim_folder, one_writer, read_jsonl
 
 _RECORDS = re.compile(r"records(-\d+-of-\d+)?\.jsonl")
-_SECONDS_FOR_CLAIM = 30.0
+_SECONDS_FOR_CLAIM = 5.0
+_FIELDS = {
+    **dict.fromkeys(("model", "fingerprint", "dtype", "method", "options", "dataset", "stratum"), str),
+    **{"document": str, "example": str, "keep_ratio": (int, float), "values": dict},
+    **dict.fromkeys(("step", "seed"), (int, type(None))),
+}
 Key = tuple[Any, ...]
 Shard = tuple[int, int]
 
@@ -39,7 +44,7 @@ class Record:
         values: metric name to value; nats per token where a unit applies, shares in [0, 1].
 
     Raises:
-        ValueError: a field of the wrong type, or a value that is no number.
+        ValueError: a value that is not a number.
     """
 
     model: str
@@ -57,12 +62,9 @@ class Record:
     values: dict[str, float]
 
     def __post_init__(self) -> None:
-        texts = (*astuple(self)[:5], self.dataset, self.stratum, self.document, self.example)
-        if not all(isinstance(text, str) for text in texts) or not isinstance(self.values, dict):
-            raise ValueError("a field of the wrong type")
-        for name, value in {"keep_ratio": self.keep_ratio, **self.values}.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
-                raise ValueError(f"{name} of example {self.example!r} of {self.document!r} is {value!r}, no number")
+        for name, value in self.values.items():
+            if math.isnan(value):
+                raise ValueError(f"{name} of example {self.example!r} of {self.document!r} is {value}, no number")
 
     @property
     def key(self) -> Key:
@@ -112,6 +114,9 @@ class ResultsFolder:
                 stack.enter_context(one_writer(path, f"{LOCK_FILE}{suffix}"))
             else:
                 stack.enter_context(one_writer(path))
+                for shard_lock in sorted(path.glob(f"{LOCK_FILE}-*")):
+                    with one_writer(path, shard_lock.name):  # refused while a shard runs
+                        pass
                 self._claim(config)
             self.records = read_records(path)
             self._keys = {record.key for record in self.records}
@@ -182,7 +187,7 @@ def read_records(folder: Path) -> list[Record]:
     for file in sorted(file for file in folder.iterdir() if _RECORDS.fullmatch(file.name)) if folder.is_dir() else []:
         for line in read_jsonl(file):
             try:
-                record = Record(**line)
+                record = _record(line)
             except (ValueError, TypeError) as error:
                 raise InputError(f"{file} has a line that is no record: {error}") from None
             if found.setdefault(record.key, record) != record:
@@ -191,6 +196,17 @@ def read_records(folder: Path) -> list[Record]:
                     f"{record.model}, {record.method_label}, keep ratio {record.keep_ratio:g}"
                 )
     return list(found.values())
+
+
+def _record(line: dict[str, Any]) -> Record:
+    for field, kind in _FIELDS.items():
+        if not isinstance(line.get(field), kind) or isinstance(line[field], bool):
+            raise ValueError(f"its {field} is {line.get(field)!r}")
+    for name, value in line["values"].items():
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise ValueError(f"{name} of example {line['example']!r} of {line['document']!r} is {value!r}, no number")
+    json.loads(line["options"])
+    return Record(**line)
 
 
 def read_costs(folder: Path) -> list[dict[str, Any]]:

@@ -8,13 +8,21 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from kvcat.cache import CompactCache, fingerprint
-from kvcat.compress import Compressor, Trace, seeded_compressor, takes_seed
+from kvcat.compress import (
+    AttentionMatching,
+    Compressor,
+    GradientCompression,
+    Trace,
+    make_compressor,
+    seeded_compressor,
+    takes_seed,
+)
 from kvcat.errors import InputError
 from kvcat.evals.costs import Step, answer_speed, measure
 from kvcat.evals.metrics import HEADLINES, METRICS
@@ -26,21 +34,24 @@ ModelSource = tuple[PreTrainedModel, Any] | Callable[[], tuple[PreTrainedModel, 
 _PROMPT, _ANSWER = 32, 16
 
 
+@runtime_checkable
 class Example(Protocol):
-    """One thing to score; a task's own examples hold more.
-
-    Attributes:
-        document: name of what it was taken from, the unit that intervals resample.
-        name: unique in the document.
-        stratum: group that is reported and resampled apart, e.g. a depth or a sub-domain; may be empty.
-    """
+    """One thing to score; a task's own examples hold more."""
 
     @property
-    def document(self) -> str: ...  # noqa: D102
+    def document(self) -> str:
+        """Name of what it was taken from, the unit that intervals resample."""
+        ...
+
     @property
-    def name(self) -> str: ...  # noqa: D102
+    def name(self) -> str:
+        """Unique in the document."""
+        ...
+
     @property
-    def stratum(self) -> str: ...  # noqa: D102
+    def stratum(self) -> str:
+        """Group that is reported and resampled apart, e.g. a depth or a sub-domain; may be empty."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -56,21 +67,29 @@ class Baseline:
     keep_ratio: float
 
 
-class Prepared(Protocol):
-    """A batch of examples on one model; the dense forward runs when first needed."""
+class Prepared:
+    """A batch of examples on one model: a frozen dataclass that inherits from this one.
 
-    @property
-    def trace(self) -> Trace:
-        """What compressors are fitted to, one row per example."""
-        ...
+    Attributes:
+        trace: what compressors are fitted to, one row per example; made when first needed.
+    """
+
+    trace: Trace
 
     def score(self, cache: CompactCache) -> list[Values]:
         """Values per example when the compact cache stands for the context."""
-        ...
+        raise NotImplementedError
 
     def baseline(self, baseline: Baseline) -> list[Values]:
         """Values per example under one of the task's baselines."""
-        ...
+        raise InputError(f"this evaluation has no baseline {baseline.name!r}")
+
+    def caches(self, compressor: Compressor, keep_ratio: float, trace: Trace) -> Iterator[tuple[Step, CompactCache]]:
+        """Compact caches of the batch by step; None is the step of a method without steps."""
+        if hasattr(compressor, "snapshots"):
+            yield from compressor.snapshots(trace, keep_ratio=keep_ratio)
+        else:
+            yield None, compressor(trace, keep_ratio=keep_ratio)
 
 
 class Task:
@@ -82,10 +101,12 @@ class Task:
         examples: in the order of evaluation, so that the first n are a fair sample for every n.
         baselines: those that are scored for every model.
         tokenized: whether examples are token ids, so that all models need one tokenizer.
+        compresses: whether there is a context to compress.
     """
 
     evaluation: ClassVar[str]
     tokenized: ClassVar[bool] = False
+    compresses: ClassVar[bool] = True
 
     dataset: str
     examples: Sequence[Any]
@@ -156,14 +177,8 @@ class _Job:
 
     def caches(self, prepared: Prepared, *, alone: bool = False) -> Iterator[tuple[Step, CompactCache]]:
         """Caches of a batch by step; ``alone`` shares no work with other jobs."""
-        if hasattr(prepared, "compress"):
-            yield self.last_step, prepared.compress(self.compressor, self.keep_ratio)
-            return
         trace = _unshared(prepared.trace) if alone else prepared.trace
-        if self.last_step is None:
-            yield None, self.compressor(trace, keep_ratio=self.keep_ratio)
-        else:
-            yield from self.compressor.snapshots(trace, keep_ratio=self.keep_ratio)
+        return prepared.caches(self.compressor, self.keep_ratio, trace)
 
 
 def evaluate(
@@ -208,11 +223,13 @@ def evaluate(
             that a model cannot run, tokenizers that differ, a folder of another configuration, a score
             that is not a number.
     """
+    if len(set(seeds)) < len(seeds) or not seeds:
+        raise InputError(f"seeds are {list(seeds)}; give at least one, and each once")
     count = len(task.examples)
     methods = [Method(method) if isinstance(method, str) else method for method in methods]
     plan = [job for method in methods for job in _jobs(method, keep_ratios, count, seeds)]
     baselines = [_Job(baseline.name, {}, baseline.keep_ratio, count) for baseline in task.baselines]
-    _check_request(task, models, plan, batch_size, seeds, shard)
+    _check_request(task, models, plan, batch_size, shard)
     vocabularies: dict[str, str] = {}
     for label, source in models.items():
         if not callable(source):
@@ -384,11 +401,21 @@ def _unshared(trace: Trace) -> Trace:
     return replace(trace, _memo={}) if hasattr(trace, "_memo") else trace
 
 
+def _draws(method: Method) -> bool:
+    """Whether caches of a method depend on a seed that its options leave open."""
+    if not takes_seed(method.name, method.options):
+        return False
+    compressor = make_compressor(method.name, **method.options)
+    if isinstance(compressor, AttentionMatching):
+        return compressor.options().num_queries is not None
+    return not isinstance(compressor, GradientCompression) or compressor.init == "random"
+
+
 def _jobs(method: Method, keep_ratios: Sequence[float], count: int, seeds: Sequence[int]) -> list[_Job]:
     if method.num_examples is not None and method.num_examples < 1:
         raise InputError(f"{method.name}: num_examples is {method.num_examples}; it must be at least 1")
     covered = min(method.num_examples or count, count)
-    drawn = seeds if takes_seed(method.name, method.options) else [None]
+    drawn = seeds if _draws(method) else [None]
     return [
         _Job(
             method.name, method.options, float(ratio), covered, seed,
@@ -458,7 +485,6 @@ def _check_request(
     models: Mapping[str, ModelSource],
     plan: Sequence[_Job],
     batch_size: int,
-    seeds: Sequence[int],
     shard: Shard,
 ) -> None:
     if task.evaluation not in HEADLINES:
@@ -467,12 +493,12 @@ def _check_request(
     for name, found in [("model", models), ("example", task.examples), ("method or keep ratio", wanted)]:
         if not found:
             raise InputError(f"nothing to evaluate: no {name} given")
+    if plan and not task.compresses:
+        raise InputError(f"{task.evaluation} is evaluated without compression")
     if batch_size < 1:
         raise InputError(f"batch_size is {batch_size}; it must be at least 1")
     if not 0 <= shard[0] < shard[1]:
         raise InputError(f"shard {shard[0]} of {shard[1]} does not exist; the first is 0, the last {shard[1] - 1}")
-    if len(set(seeds)) < len(seeds) or not seeds:
-        raise InputError(f"seeds are {list(seeds)}; give at least one, and each once")
     identities = set()
     for job in plan:
         if not 0.0 < job.keep_ratio <= 1.0:

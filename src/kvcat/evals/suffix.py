@@ -20,7 +20,7 @@ from kvcat.data import Document, open_shards, shard_documents, split_documents
 from kvcat.data.split import Split
 from kvcat.errors import InputError
 from kvcat.evals.records import Record
-from kvcat.evals.runner import Baseline, Method, ModelSource, Task, Values, check_fits, evaluate
+from kvcat.evals.runner import Baseline, Method, ModelSource, Prepared, Task, Values, check_fits, evaluate
 from kvcat.types import Float, Int, Tensor
 
 SUPERVISIONS = ("suffix", "first-half", "reconstruction")
@@ -278,7 +278,7 @@ class SuffixTask(Task):
 
 
 @dataclass(frozen=True)
-class PreparedWindows:
+class PreparedWindows(Prepared):
     """Windows of equal lengths on one model."""
 
     model: PreTrainedModel
@@ -323,10 +323,6 @@ class PreparedWindows:
         columns |= {"num_predicted": torch.full_like(columns["nll"], predicted)}
         rows = [{name: float(column[row]) for name, column in columns.items()} for row in range(len(self.tokens))]
         return [{name: value for name, value in row.items() if name != "retention" or value == value} for row in rows]
-
-    def baseline(self, baseline: Baseline) -> list[Values]:
-        """There is none: dense figures stand in every record."""
-        raise InputError(f"the suffix evaluation has no baseline {baseline.name!r}")
 
 
 def evaluate_suffix(

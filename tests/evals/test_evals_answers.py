@@ -1,3 +1,4 @@
+import math
 from functools import cache as once
 
 import pytest
@@ -8,18 +9,9 @@ from tokenizers.processors import TemplateProcessing
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import kvcat
-from kvcat.compress.documents import opening_ids, reconstruction, reconstruction_of_tokens
 from kvcat.errors import InputError
-from kvcat.evals.answering import (
-    BASELINES,
-    PreparedQuestions,
-    Question,
-    answer_ids,
-    answer_nll,
-    check_questions,
-    greedy_answers,
-    vocabulary,
-)  # fmt: skip
+from kvcat.evals.answers import Question, QuestionTask, answer_ids, choice_values, greedy_answers, token_nll
+from kvcat.evals.runner import vocabulary
 from tiny import byte_tokenizer
 
 CONTEXT, NEW = 24, 5
@@ -52,12 +44,22 @@ def questions():
     return made
 
 
-def judge(answer, references):
-    return {"length": float(len(answer)), "match": float(references[0] in answer)}
+class Matching(QuestionTask):
+    @staticmethod
+    def judge(answer, references):
+        return {"length": float(len(answer)), "match": float(references[0] in answer)}
+
+
+DENSE, NONE = BASELINES = Matching.baselines
+
+
+def task_of(tokenizer, batch=None, supervision="reconstruction", words=None):
+    return Matching("fixture", tuple(batch or questions()), {}, supervision, words or vocabulary(tokenizer))
 
 
 def prepared(model, tokenizer, batch=None, supervision="reconstruction"):
-    return PreparedQuestions(model, tokenizer, batch or questions(), supervision, judge)
+    task = task_of(tokenizer, batch, supervision)
+    return task.prepare(model, tokenizer, task.examples)
 
 
 def naive_answer(model, tokens, count):
@@ -78,21 +80,17 @@ def test_answers_on_the_whole_cache_are_those_of_full_forwards(model, tokenizer)
     dense = prepared(model, tokenizer).trace.dense_cache()
     found = greedy_answers(model, dense, [q.question for q in questions()], NEW)
     assert found == [naive_answer(model, q.context + q.question, NEW) for q in questions()]
-
-
-def test_answers_without_a_context_are_those_of_full_forwards(model):
-    found = greedy_answers(model, None, [q.question for q in questions()], NEW)
-    assert found == [naive_answer(model, q.question, NEW) for q in questions()]
-    assert found != [naive_answer(model, q.context + q.question, NEW) for q in questions()]
+    none = greedy_answers(model, None, [q.question for q in questions()], NEW)
+    assert none == [naive_answer(model, q.question, NEW) for q in questions()] != found
 
 
 def test_nll_with_and_without_the_context_is_that_of_full_forwards(model, tokenizer):
     asked, answers = [q.question for q in questions()], [q.answer for q in questions()]
-    dense = answer_nll(model, prepared(model, tokenizer).trace.dense_cache(), asked, answers)
-    none = answer_nll(model, None, asked, answers)
+    dense = token_nll(model, prepared(model, tokenizer).trace.dense_cache(), asked, answers)
+    none = token_nll(model, None, asked, answers)
     for row, q in enumerate(questions()):
-        assert float(dense[row]) == pytest.approx(naive_nll(model, q.context + q.question, q.answer), abs=1e-5)
-        assert float(none[row]) == pytest.approx(naive_nll(model, q.question, q.answer), abs=1e-5)
+        assert float(dense[row].mean()) == pytest.approx(naive_nll(model, q.context + q.question, q.answer), abs=1e-5)
+        assert float(none[row].mean()) == pytest.approx(naive_nll(model, q.question, q.answer), abs=1e-5)
 
 
 @pytest.mark.parametrize("method", [kvcat.AttentionMatching(), kvcat.Eviction("snapkv")])
@@ -107,27 +105,14 @@ def test_an_example_gives_the_same_alone_as_in_a_batch(model, tokenizer, method,
             assert alone.baseline(baseline)[0] == pytest.approx(together.baseline(baseline)[row], abs=2e-4)
 
 
-def test_answers_on_a_compact_cache_are_the_same_alone_as_in_a_batch(model, tokenizer):
-    compact = kvcat.AttentionMatching()(prepared(model, tokenizer).trace, keep_ratio=0.25)
-    asked = [q.question for q in questions()]
-    alone = [greedy_answers(model, compact.select([row]), [q], NEW)[0] for row, q in enumerate(asked)]
-    assert greedy_answers(model, compact, asked, NEW) == alone
-
-
 @pytest.mark.parametrize("supervision", ["reconstruction", "self"])
 def test_keeping_every_slot_gives_the_dense_values(model, tokenizer, supervision):
     batch = prepared(model, tokenizer, supervision=supervision)
     values = batch.score(kvcat.AttentionMatching()(batch.trace, keep_ratio=1.0))
-    assert values == batch.baseline(BASELINES[0])
+    assert values == batch.baseline(DENSE)
     for row in values:
         assert row["delta_nll"] == 0.0
         assert (row["length"], row["match"]) == (row["dense_length"], row["dense_match"])
-
-
-def test_step_0_of_a_gradient_cache_of_all_slots_gives_the_dense_values(model, tokenizer):
-    batch = prepared(model, tokenizer)
-    snapshots = kvcat.GradientCompression(num_steps=1).snapshots(batch.trace, keep_ratio=1.0)
-    assert [batch.score(cache) for _, cache in snapshots] == [batch.baseline(BASELINES[0])] * 2
 
 
 def test_figures_of_one_example_belong_together(model, tokenizer):
@@ -144,8 +129,8 @@ def test_figures_of_one_example_belong_together(model, tokenizer):
 
 def test_every_question_has_its_own_longest_answer(model, tokenizer):
     short, long = (Question("d", "0", "", (5,) * CONTEXT, (7, 8), (9,), ("e",), count) for count in (1, NEW))
-    own = [prepared(model, tokenizer, [q]).baseline(BASELINES[0])[0]["length"] for q in (short, long)]
-    together = prepared(model, tokenizer, [short, long]).baseline(BASELINES[0])
+    own = [prepared(model, tokenizer, [q]).baseline(DENSE)[0]["length"] for q in (short, long)]
+    together = prepared(model, tokenizer, [short, long]).baseline(DENSE)
     assert [row["length"] for row in together] == own
     assert own[0] < own[1]
 
@@ -204,39 +189,9 @@ def with_opening():
     return tokenizer
 
 
-@pytest.mark.parametrize("make", [byte_tokenizer, with_opening])
-def test_a_sequence_of_token_ids_is_that_of_their_text(make):
-    tokenizer, text = make(), "the cat sees a river.\n"
-    naive = reconstruction(tokenizer, text)
-    found = reconstruction_of_tokens(tokenizer, torch.tensor([tokenizer.encode(text)] * 2))
-    assert found.input_ids.tolist() == naive.input_ids.tolist() * 2
-    assert (found.prefix_len, found.supervision_start) == (naive.prefix_len, naive.supervision_start)
-
-
-def test_a_sequence_of_token_ids_holds_every_row_twice():
-    tokens = torch.randint(1, 300, (3, 9), generator=torch.Generator().manual_seed(0))
-    found = reconstruction_of_tokens(byte_tokenizer(), tokens)
-    assert torch.equal(found.input_ids[:, : found.prefix_len], tokens)
-    assert torch.equal(found.input_ids[:, found.supervision_start :], tokens)
-
-
-def test_the_start_of_a_text_is_found():
-    assert opening_ids(byte_tokenizer()) == []
-    assert opening_ids(with_opening()) == [with_opening().eos_token_id]
-
-
-@pytest.mark.parametrize(
-    ("rows", "said"),
-    [([[]], "no token to compress"), ([[0]], "no token to compress"), ([[0, 5], [5, 6]], r"begin with \[0\]")],
-)
-def test_rows_that_are_no_texts_are_refused(rows, said):
-    with pytest.raises(InputError, match=said):
-        reconstruction_of_tokens(with_opening(), torch.tensor(rows, dtype=torch.int64))
-
-
 def test_without_a_context_the_question_starts_the_text(model):
     tokenizer, q = with_opening(), questions()[0]
-    (row,) = prepared(model, tokenizer, [q]).baseline(BASELINES[1])
+    (row,) = prepared(model, tokenizer, [q]).baseline(NONE)
     assert row["nll"] == pytest.approx(naive_nll(model, [0, *q.question], q.answer), abs=1e-5)
 
 
@@ -246,8 +201,8 @@ def test_without_a_context_the_question_starts_the_text(model):
         ({"tokenizer": None}, "model 'base' has none"),
         ({"words": "else"}, "model 'base' has another one"),
         ({"vocab_size": 20}, "outside the vocabulary of model 'base', 20 tokens"),
-        ({"positions": 30}, "24 tokens with question and answer are 36, more than the 30 positions of model 'base'"),
-        ({"positions": 40}, "make a reconstruction sequence of 129, more than the 40 positions of model 'base'"),
+        ({"positions": 30}, "context, question and answer of 36 tokens exceed the 30 positions of model 'base'"),
+        ({"positions": 40}, "of 129 tokens exceed the 40 positions of model 'base'"),
         ({"positions": 40, "supervision": "self"}, None),
     ],
 )
@@ -256,11 +211,44 @@ def test_a_model_that_cannot_run_the_questions_is_refused_by_name(tokenizer, cha
         vocab_size=changes.get("vocab_size", 300), hidden_size=8, intermediate_size=8, num_hidden_layers=1,
         num_attention_heads=1, num_key_value_heads=1, max_position_embeddings=changes.get("positions", 128),
     )  # fmt: skip
-    words = changes.get("words", vocabulary(tokenizer))
-    supervision = changes.get("supervision", "reconstruction")
-    arguments = LlamaForCausalLM(config), changes.get("tokenizer", tokenizer), questions(), supervision, words
+    task = task_of(tokenizer, None, changes.get("supervision", "reconstruction"), changes.get("words"))
+    arguments = "base", LlamaForCausalLM(config), changes.get("tokenizer", tokenizer)
     if said is None:
-        check_questions("base", *arguments)
+        task.check(*arguments)
         return
     with pytest.raises(InputError, match=said):
-        check_questions("base", *arguments)
+        task.check(*arguments)
+
+
+def test_another_supervision_is_refused(tokenizer):
+    with pytest.raises(InputError, match="supervision must be 'reconstruction' or 'self', not 'suffix'"):
+        task_of(tokenizer, supervision="suffix")
+
+
+def test_all_rows_may_share_one_cache_and_padding_changes_nothing(model, tokenizer):
+    cache = kvcat.AttentionMatching()(prepared(model, tokenizer).trace, keep_ratio=0.25).select([1])
+    choices = [[3, 7], [4], [11, 7, 8]]
+    together = token_nll(model, cache, [(5, 9, 2)] * 3, choices)
+    assert list(map(len, together)) == [2, 1, 3]
+    for nll, choice in zip(together, choices, strict=True):
+        (alone,) = token_nll(model, cache, [(5, 9, 2)], [choice])
+        assert nll.tolist() == pytest.approx(alone.tolist(), abs=1e-5)
+        log_probs = kvcat.replay(model, cache, torch.tensor([[5, 9, 2, *choice]]))[0].log_softmax(-1)
+        own = [-float(log_probs[2 + i, token]) for i, token in enumerate(choice)]
+        assert nll.tolist() == pytest.approx(own, abs=1e-5)
+
+
+@pytest.mark.parametrize(("prompts", "answers"), [([()], [[1]]), ([], []), ([[1], [1]], [[1], []])])
+def test_prompts_and_answers_without_tokens_are_refused(model, prompts, answers):
+    with pytest.raises(ValueError, match="at least one token"):
+        token_nll(model, None, prompts, answers)
+
+
+def test_known_log_likelihoods_of_choices_give_known_figures():
+    equal = [choice_values(torch.full((4,), -7.0, dtype=torch.float64), right) for right in range(4)]
+    assert [v["accuracy"] for v in equal] == [1.0, 0.0, 0.0, 0.0]  # of equally likely ones the first
+    assert all(v["margin"] == 0.0 and v["nll_choice"] == pytest.approx(math.log(4)) for v in equal)
+    found = choice_values(torch.tensor([0.1, 0.2, 0.6, 0.1], dtype=torch.float64).log() - 30.0, 1)
+    assert (found["accuracy"], found["choice"]) == (0.0, 2.0)
+    assert found["margin"] == pytest.approx(math.log(0.2 / 0.6))
+    assert found["nll_choice"] == pytest.approx(-math.log(0.2))

@@ -1,0 +1,247 @@
+import dataclasses
+import json
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from kvcat.errors import InputError
+from kvcat.evals import (
+    Method,
+    SuffixTask,
+    Window,
+    compare_models,
+    evaluate,
+    evaluate_suffix,
+    models_of,
+    read_config,
+    read_costs,
+    read_events,
+    read_records,
+    summarise,
+)
+from kvcat.evals.suffix import PreparedWindows
+
+PREFIX, SUFFIX, VOCAB = 12, 6, 40
+METHODS = ["attention-matching", Method("random"), Method("gradient", {"num_steps": 2}, (0.5,), 2)]
+
+
+def tiny(seed, vocab=VOCAB):
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocab, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32, initializer_range=0.4,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def noise():
+    tokens = torch.randint(VOCAB, (5, PREFIX + SUFFIX), generator=torch.Generator().manual_seed(0)).tolist()
+    return [Window(f"d{i % 3}", str(i), tuple(row), PREFIX) for i, row in enumerate(tokens)]
+
+
+@pytest.fixture(scope="module")
+def windows():
+    return noise()
+
+
+@pytest.fixture(scope="module")
+def models():
+    return {"base": (tiny(0), None), "kvcat": (tiny(1), None)}
+
+
+def run(models, windows, out_dir, methods=METHODS, keep_ratios=(0.25, 0.5), **options):
+    settings = {"dataset": "noise", "batch_size": 3, "progress": False, **options}
+    return evaluate_suffix(models, windows, methods, keep_ratios, out_dir, **settings)
+
+
+@pytest.fixture(scope="module")
+def finished(models, windows, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("eval") / "out"
+    return folder, run(models, windows, folder)
+
+
+def test_every_model_method_ratio_and_window_has_its_record(finished):
+    folder, records = finished
+    assert records == read_records(folder)
+    counts = {}
+    for record in records:
+        cell = (record.method, record.keep_ratio, record.step)
+        counts[cell] = counts.get(cell, 0) + 1
+    wanted = {(method, keep, None): 10 for method in ("attention-matching", "random") for keep in (0.25, 0.5)}
+    assert counts == wanted | {("gradient", 0.5, step): 4 for step in (0, 1, 2)}
+
+
+def test_keeping_every_slot_loses_nothing(models, windows, tmp_path):
+    for record in run(models, windows, tmp_path, ["attention-matching", "first"], (1.0,)):
+        assert record.values["kl"] == pytest.approx(0.0, abs=1e-6)
+        assert record.values["top1"] == 1.0
+
+
+@pytest.mark.parametrize("kept_bytes", [0.0, 0.31, 0.8])
+def test_a_killed_run_continues_to_the_same_records(finished, models, windows, tmp_path, kept_bytes):
+    folder, records = finished
+    for name in ("config.json", "provenance.jsonl"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    content = (folder / "records.jsonl").read_bytes()
+    (tmp_path / "records.jsonl").write_bytes(content[: int(kept_bytes * len(content))])
+    resumed = run(models, windows, tmp_path)
+    assert {r.key: r.values for r in resumed} == {r.key: r.values for r in records}
+    assert len(resumed) == len(records)
+
+
+def test_a_finished_run_is_read_and_not_repeated(finished, models, windows, monkeypatch):
+    folder, records = finished
+    monkeypatch.setattr("kvcat.evals.suffix.trace", None)
+    assert run(models, windows, folder) == records
+
+
+def test_two_runs_with_one_seed_write_the_same_bytes(finished, models, windows, tmp_path):
+    run(models, windows, tmp_path)
+    assert (tmp_path / "records.jsonl").read_bytes() == (finished[0] / "records.jsonl").read_bytes()
+
+
+def test_shards_together_give_the_records_of_the_whole_to_the_last_bit(finished, models, windows, tmp_path):
+    for index in range(3):
+        run(models, windows, tmp_path, shard=(index, 3))
+    assert {r.key: r.values for r in read_records(tmp_path)} == {r.key: r.values for r in finished[1]}
+    assert run(models, windows, tmp_path) == read_records(tmp_path)
+    assert not (tmp_path / "records.jsonl").exists() or not (tmp_path / "records.jsonl").read_text()
+
+
+def test_several_seeds_are_several_records_of_methods_that_draw_and_one_of_others(models, windows, tmp_path):
+    methods = ["random", "first", "attention-matching", Method("attention-matching", {"num_queries": 2})]
+    base = {"base": models["base"]}
+    records = run(base, windows, tmp_path, [*methods, Method("gradient", {"num_steps": 1})], (0.25,), seeds=(0, 1))
+    assert {(r.method_label, r.seed) for r in records} == {
+        ("random", 0), ("random", 1), ("first", None), ("attention-matching", None), ("gradient num_steps=1", None),
+        ("attention-matching num_queries=2", 0), ("attention-matching num_queries=2", 1),
+    }  # fmt: skip
+    table = summarise(records, num_resamples=9).set_index(["method", "metric"])
+    assert table.loc[("random", "kl")].num_examples == 5
+    mean = sum(r.values["kl"] for r in records if r.method == "random") / 10
+    assert table.loc[("random", "kl")].value == pytest.approx(mean)
+    assert len({r.values["kl"] for r in records if r.method == "random" and r.example == "0"}) == 2
+
+
+def test_seconds_and_bytes_of_the_first_batch_stand_beside_the_records(models, windows, tmp_path):
+    run({"base": models["base"]}, windows, tmp_path, ["first"], (0.25,), speed=True, batch_size=2)
+    (cost,) = read_costs(tmp_path)
+    assert (cost["examples"], cost["step"]) == (2, None)
+    assert cost["seconds"] > 0
+    assert cost["bytes"] * 4 == cost["dense_bytes"]
+    assert "ttft" not in cost  # 12 + 48 positions exceed the model's 32
+
+
+def test_a_model_may_be_added_and_is_paired_with_the_others(models, windows, tmp_path):
+    run({"base": models["base"]}, windows, tmp_path, ["first"])
+    loads = []
+    records = run({"kvcat": lambda: loads.append(1) or models["kvcat"]}, windows, tmp_path, ["first"])
+    assert loads == [1]
+    table = compare_models(records, "base", num_resamples=9)
+    assert set(table.model) == {"kvcat"}
+    assert set(table.num_examples) == {5}
+    assert list(models_of(records)) == ["base", "kvcat"]
+
+
+def test_other_weights_under_a_known_label_are_refused(models, windows, tmp_path):
+    run({"base": models["base"]}, windows, tmp_path, ["first"])
+    with pytest.raises(InputError, match="another model 'base': fingerprint"):
+        run({"base": models["kvcat"]}, windows, tmp_path, ["first"])
+
+
+def test_the_primary_cell_is_named_before_the_run(finished, models, windows, tmp_path):
+    first = {"method": "attention-matching", "keep_ratio": 0.25, "metric": "kl"}
+    assert read_config(finished[0])["primary"] == first
+    with pytest.raises(InputError, match="primary is"):
+        run(models, windows, finished[0], primary=("random", 0.5, "nll"))
+    for cell, said in [(("random", 0.3, "kl"), "random at keep ratio 0.3"), (("random", 0.5, "x"), "no metric 'x'")]:
+        with pytest.raises(InputError, match=f"primary cell: {said}"):
+            run(models, windows, tmp_path, primary=cell)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"seeds": [7]}, r"seeds is \[0\] there, \[7\] here"),
+        ({"methods": ["random"]}, "methods is"),
+        ({"keep_ratios": (0.1,)}, "methods is"),
+        ({"dataset": "other"}, "dataset is noise there"),
+        ({"windows": noise()[::-1]}, "manifest is"),
+    ],
+)
+def test_another_configuration_into_the_same_folder_is_refused(finished, models, windows, changes, said):
+    with pytest.raises(InputError, match=said):
+        run(models, **{"windows": windows, "out_dir": finished[0], **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"keep_ratios": (0.0,)}, r"keep ratio 0 is outside \(0, 1\]"),
+        ({"keep_ratios": (1.5,)}, r"keep ratio 1.5"),
+        ({"keep_ratios": (float("nan"),)}, r"keep ratio nan"),
+        ({"keep_ratios": (0.5, 0.5)}, "twice"),
+        ({"keep_ratios": (), "methods": ["first"]}, "no method or keep ratio"),
+        ({"methods": ["magic"]}, "magic"),
+        ({"methods": [Method("first", num_examples=0)]}, "num_examples is 0"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"seeds": ()}, "at least one"),
+        ({"shard": (2, 2)}, "shard 2 of 2"),
+        ({"windows": []}, "no example"),
+        ({"models": {}}, "no model"),
+        ({"models": {"base": (tiny(0, vocab=10), None)}}, "outside the vocabulary of model 'base'"),
+        ({"windows": [Window("d", "0", (1,) * 40, 30)]}, "windows of 40 tokens exceed the 32 positions of model"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_written(models, windows, tmp_path, changes, said):
+    with pytest.raises(InputError, match=said):
+        run(out_dir=tmp_path / "out", **{"models": models, "windows": windows, **changes})
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_evaluation_without_headlines_is_refused(models, windows, tmp_path):
+    class Other(SuffixTask):
+        evaluation = "surprise"
+
+    with pytest.raises(InputError, match="no evaluation 'surprise'; there are suffix"):
+        evaluate(Other(tuple(windows), "noise"), models, ["first"], (0.5,), tmp_path)
+
+
+def test_a_score_that_is_not_a_number_ends_the_run_in_one_line(models, windows, tmp_path, monkeypatch):
+    monkeypatch.setattr(PreparedWindows, "score", lambda self, _: [{"kl": float("nan")}] * len(self.tokens))
+    with pytest.raises(InputError, match=r"model 'base', first at keep ratio 0.5: kl .* is nan, no number") as error:
+        run(models, windows, tmp_path, ["first"], (0.5,))
+    assert "\n" not in str(error.value)
+
+
+def test_models_with_different_tokenizers_are_refused(models, windows, tmp_path):
+    def words(word):
+        return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({word: 0}, unk_token=word)))
+
+    pairs = {label: (model, words(label)) for label, (model, _) in models.items()}
+    with pytest.raises(InputError, match="'base' and 'kvcat' have different tokenizers"):
+        run(pairs, windows, tmp_path, ["first"])
+
+
+def test_two_examples_of_one_name_are_refused(models, windows, tmp_path):
+    twins = [windows[0], dataclasses.replace(windows[1], document=windows[0].document, name=windows[0].name)]
+    with pytest.raises(InputError, match="two examples share document and name"):
+        run(models, twins, tmp_path)
+
+
+def test_command_versions_and_seconds_stand_beside_the_results(finished):
+    events = [json.loads(line) for line in (finished[0] / "provenance.jsonl").read_text().splitlines()]
+    assert events == read_events(finished[0])
+    assert [event["event"] for event in events[:2]] == ["start", "end"]
+    assert events[0]["torch"] == torch.__version__
+    assert set(events[1]["seconds_by_method"]) == {"attention-matching", "random", "gradient"}
+
+
+def test_progress_is_shown_where_wanted(models, windows, tmp_path, capsys):
+    run({"base": models["base"]}, windows, tmp_path, ["first"], progress=True)
+    assert "10/10" in capsys.readouterr().err
+    run({"base": models["base"]}, windows, tmp_path, ["first"])
+    assert not capsys.readouterr().err
