@@ -1,10 +1,12 @@
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 
-from kvcat.evals import Record, comparison_pairs
-from kvcat.evals.rows import compare_models, summarise
+from kvcat.errors import InputError
+from kvcat.evals import Record, compare_models, comparison_pairs, summarise
+from kvcat.evals.chance import plumbing
 
 
 def record(model, document, window, dense=2.0, delta=0.1, gain=0.5, kl=0.2, **changes):
@@ -17,94 +19,225 @@ def record(model, document, window, dense=2.0, delta=0.1, gain=0.5, kl=0.2, **ch
     return dataclasses.replace(new, **changes)
 
 
+def row_of(table, metric="kl", **cell):
+    """The one row of a metric and cell, over all examples unless the cell names a stratum."""
+    for column, value in {"stratum": "", "metric": metric, **cell}.items():
+        table = table[table[column] == value]
+    (row,) = table.itertuples()
+    return row
+
+
 def test_a_row_holds_means_medians_and_sizes():
     records = [record("base", d, w, delta=x) for d, w, x in [("a", "0", 0.1), ("a", "1", 0.2), ("b", "0", 0.9)]]
-    (row,) = summarise(records)
-    assert (row.num_examples, row.num_documents) == (3, 2)
-    assert row["delta_nll"].value == pytest.approx(0.4)
-    assert row["delta_ppl_median"].value == pytest.approx(math.exp(2.2) - math.exp(2.0))
-    assert row["delta_ppl"].value == pytest.approx(sum(math.exp(2 + x) - math.exp(2) for x in (0.1, 0.2, 0.9)) / 3)
-    assert row["delta_ppl_corpus"].value == pytest.approx(math.exp(2.4) - math.exp(2.0))
-    assert row["nll"].value - row["nll_dense"].value == pytest.approx(row["delta_nll"].value)
+    table = summarise(records)
+    assert {(row.num_examples, row.num_documents, row.num_seeds) for row in table.itertuples()} == {(3, 2, 1)}
+    assert row_of(table, "delta_nll").value == pytest.approx(0.4)
+    assert row_of(table, "delta_ppl_median").value == pytest.approx(math.exp(2.2) - math.exp(2.0))
+    mean = sum(math.exp(2 + x) - math.exp(2) for x in (0.1, 0.2, 0.9)) / 3
+    assert row_of(table, "delta_ppl").value == pytest.approx(mean)
+    assert row_of(table, "delta_ppl_corpus").value == pytest.approx(math.exp(2.4) - math.exp(2.0))
+    low, high = row_of(table, "delta_nll").low, row_of(table, "delta_nll").high
+    assert (low, high) == (pytest.approx(0.15), pytest.approx(0.9))  # the two documents' means
 
 
 def test_retention_is_a_ratio_of_sums_over_the_tokens_each_part_counts():
     records = [record("base", "a", "0", delta=0.1, gain=0.5), record("base", "b", "0", delta=0.3, gain=1.5)]
-    (row,) = summarise(records)
-    assert row["retention"].value == pytest.approx(1 - (0.4 * 5) / (2.0 * 4))
+    assert row_of(summarise(records), "retention").value == pytest.approx(1 - (0.4 * 5) / (2.0 * 4))
+    kept, lost = (summarise([record("m", d, "0", delta=x, gain=0.5) for d in "ab"]) for x in (0.0, 0.4))
+    assert row_of(kept, "retention").value == 1.0
+    assert row_of(lost, "retention").value == pytest.approx(0.0)
 
 
-def test_a_cache_that_loses_nothing_retains_everything_and_one_that_loses_all_nothing():
-    kept, lost = (summarise([record("m", d, "0", delta=x, gain=0.5) for d in "ab"])[0] for x in (0.0, 0.4))
-    assert kept["retention"].value == 1.0
-    assert lost["retention"].value == pytest.approx(0.0)
+def test_retention_is_not_given_where_the_context_gain_is_not_clearly_above_0():
+    records = [record("m", d, "0", gain=g) for d, g in [("a", 0.5), ("b", -0.1), ("c", 0.3)]]
+    assert math.isnan(row_of(summarise(records), "retention").value)
 
 
-def test_rows_are_sorted_by_model_method_keep_and_step_whatever_the_order_of_records():
+def test_rows_are_sorted_by_stratum_model_method_keep_and_step_whatever_the_order_of_records():
     records = [
-        record(m, d, "0", keep_ratio=k, step=s) for s in (5, None, 0) for k in (0.4, 0.05) for m in "ba" for d in "xy"
-    ]
-    rows = summarise(records)
-    assert [(r.model, r.keep_ratio, r.step) for r in rows] == [
-        (m, k, s) for m in "ba" for k in (0.05, 0.4) for s in (None, 0, 5)
-    ]
+        record(m, d, "0", keep_ratio=k, step=s, stratum=d)
+        for s in (5, None, 0) for k in (0.4, 0.05) for m in "ba" for d in "xy"
+    ]  # fmt: skip
+    table = summarise(records, num_resamples=9)
+    cells = table[table.metric == "kl"][["stratum", "model", "keep_ratio", "step"]]
+    wanted = [(g, m, k, s) for g in ("", "x", "y") for m in "ba" for k in (0.05, 0.4) for s in (None, 0, 5)]
+    assert [(g, m, k, None if s is None or s != s else s) for g, m, k, s in cells.astype(object).where(
+        cells.notna(), None).itertuples(index=False)] == wanted  # fmt: skip
 
 
-def test_the_order_of_records_does_not_change_a_row():
+def test_the_order_of_records_does_not_change_a_row_and_options_make_another_method():
     records = [record("m", f"d{i % 5}", str(i), delta=0.01 * i) for i in range(20)]
-    assert summarise(records)[0].metrics == summarise(records[::-1])[0].metrics
+    assert summarise(records, num_resamples=99).equals(summarise(records[::-1], num_resamples=99))
+    records = [record("m", d, "0", options=o, method=n) for d in "ab" for n, o in [
+        ("first", "{}"), ("first", '{"preset": "paper"}'), ("dense", "{}")]]  # fmt: skip
+    table = summarise(records, num_resamples=9)
+    assert list(dict.fromkeys(zip(table.method, table.baseline, strict=True))) == [
+        ("first", False), ("first preset=paper", False), ("dense", True)
+    ]  # fmt: skip
 
 
-def test_options_make_another_method():
-    records = [record("m", d, "0", options=o) for d in "ab" for o in ("{}", '{"preset": "paper"}')]
-    assert [row.method for row in summarise(records)] == ["first", "first preset=paper"]
+def test_differences_and_ratios_are_paired_on_the_examples_that_both_models_have():
+    noise = [0.3, 0.1, 0.8, 0.5, 0.2]
+    base = [record("base", f"d{i}", "0", kl=x + 0.1, delta=x) for i, x in enumerate(noise)]
+    other = [record("kvcat", f"d{i}", "0", kl=x + 0.05, delta=x / 2) for i, x in enumerate(noise[:4])]
+    table = compare_models(base + other, "base")
+    row = row_of(table)
+    assert (row.model, row.reference, row.num_examples) == ("kvcat", "base", 4)
+    assert (row.difference, row.low, row.high) == pytest.approx((-0.05,) * 3)
+    assert row.verdict == "better"
+    assert row_of(table, "delta_nll").ratio == row_of(table, "delta_nll").ratio_low == pytest.approx(0.5)
+    assert math.isnan(row_of(table, "nll").ratio)
+    assert row_of(table, "nll_dense").verdict == "level"
+    swapped = row_of(compare_models(base + other, "kvcat"))
+    assert (swapped.difference, swapped.verdict) == (pytest.approx(0.05), "worse")
 
 
-def test_a_constant_difference_has_zero_width_however_documents_differ():
-    records = [record("base", f"d{i}", "0", dense=float(i), kl=0.2 * (i + 1)) for i in range(6)]
-    records += [record("kvcat", f"d{i}", "0", dense=i - 0.25, kl=0.1 * (i + 1)) for i in range(6)]
-    (row,) = compare_models(records)
-    difference = row.differences["nll_dense"]
-    assert difference.value == pytest.approx(-0.25)
-    assert difference.high - difference.low < 1e-12
-    assert row.kl_ratio.value == pytest.approx(0.5)
-    assert row.kl_ratio.high - row.kl_ratio.low < 1e-12
-    assert row.verdict("nll_dense") == row.verdict("kl") == "better"
+def test_pairs_worth_a_comparison_have_control_and_base_as_references():
+    assert comparison_pairs(["base", "kvcat", "control"]) == [
+        ("kvcat", "control"), ("kvcat", "base"), ("control", "base")
+    ]  # fmt: skip
+    assert comparison_pairs(["a", "b", "c"]) == [("b", "a"), ("c", "a")]
 
 
-def test_only_windows_that_both_models_have_are_compared():
-    records = [record("base", f"d{i}", "0") for i in range(5)] + [record("kvcat", f"d{i}", "0") for i in range(3, 9)]
-    (row,) = compare_models(records)
-    assert row.num_examples == 2
-    assert compare_models([record("base", "a", "0"), record("kvcat", "b", "0")]) == []
+def drawn(model, shift, seed=3):
+    rng = np.random.default_rng(seed)
+    made = []
+    for i in range(24):
+        delta, kl = float(rng.normal(0.2, 0.1)) + shift, float(rng.uniform(0.1, 0.3)) + shift
+        for keep in (0.1, 0.4):
+            known = {"keep_ratio": keep, "stratum": "ab"[i % 2]}
+            made.append(record(model, f"d{i % 12}", str(i), delta=delta, kl=kl, **known))
+    return made
 
 
-def test_a_difference_whose_interval_holds_zero_is_not_distinguishable():
-    records = [record("base", f"d{i}", "0", kl=0.2) for i in range(8)]
-    records += [record("kvcat", f"d{i}", "0", kl=0.2 + 0.1 * (-1) ** i) for i in range(8)]
-    assert compare_models(records)[0].verdict("kl") == "not distinguishable"
+def test_holm_leaves_the_primary_cell_alone_and_corrects_the_others_of_its_metric():
+    own = drawn("kvcat", -0.01) + drawn("control", 0.0, seed=4)
+    table = compare_models(own, "control", primary={"method": "first", "keep_ratio": 0.4, "metric": "kl"})
+    assert table.primary.sum() == 1
+    (primary,) = table[table.primary].itertuples()
+    assert (primary.keep_ratio, primary.metric, primary.stratum) == (0.4, "kl", "")
+    assert np.isnan(primary.p_holm)
+    other = table[(table.stratum == "") & (table.metric == "kl") & ~table.primary]
+    assert other.p_holm.tolist() == other.p.tolist()
+    nll = table[(table.stratum == "") & (table.metric == "nll")]
+    assert nll.p_holm.min() == pytest.approx(min(1.0, 2 * nll.p.min()))
 
 
-def test_one_document_decides_nothing():
-    records = [record("base", "a", str(i), kl=0.2) for i in range(8)]
-    records += [record("kvcat", "a", str(i), kl=0.1) for i in range(8)]
-    assert compare_models(records)[0].verdict("kl") == "not distinguishable"
+def test_records_of_two_data_sets_and_an_unknown_reference_are_refused():
+    own = drawn("kvcat", 0.0)
+    with pytest.raises(InputError, match="two data sets"):
+        summarise([*own, dataclasses.replace(own[0], dataset="other")])
+    with pytest.raises(InputError, match="no records of model 'base'"):
+        compare_models(own, "base")
 
 
-def test_higher_is_better_for_retention_and_context_gain():
-    records = [record("base", d, "0", gain=0.5) for d in "abc"] + [record("kvcat", d, "0", gain=0.4) for d in "abc"]
-    (row,) = compare_models(records)
-    assert row.verdict("context_gain") == row.verdict("retention") == "worse"
+def test_training_seeds_become_one_row_whose_interval_knows_of_them():
+    seeds = [dataclasses.replace(r, model=f"kvcat@{s}") for s in range(3) for r in drawn("kvcat", 0.1 * s)]
+    own = seeds + drawn("control", 0.0)
+    table = summarise(own)
+    kl = table[(table.metric == "kl") & (table.stratum == "") & (table.keep_ratio == 0.1)].set_index("model")
+    assert kl.loc["kvcat"].num_seeds == 3
+    assert kl.loc["kvcat"].value == pytest.approx(kl.loc["control"].value + 0.1)
+    assert kl.loc["kvcat"].high - kl.loc["kvcat"].low > 2 * (kl.loc["control"].high - kl.loc["control"].low)
+    compared = compare_models(own, "control")
+    row = compared[(compared.metric == "kl") & (compared.stratum == "") & (compared.keep_ratio == 0.1)].iloc[0]
+    assert row.difference == pytest.approx(0.1)
+    assert row.low < 0.05
 
 
-@pytest.mark.parametrize(
-    ("models", "pairs"),
-    [
-        (["base", "control", "kvcat"], [("kvcat", "control"), ("kvcat", "base"), ("control", "base")]),
-        (["base", "kvcat"], [("kvcat", "base")]),
-        (["a", "b", "c"], [("b", "a"), ("c", "a")]),
-        (["a"], []),
-    ],
-)
-def test_pairs_put_the_control_first(models, pairs):
-    assert comparison_pairs(models) == pairs
+def answers(model, right, dense=None, documents=None, strata=None):
+    dense = [1.0] * len(right) if dense is None else dense
+    documents = [f"d{i:03}" for i in range(len(right))] if documents is None else documents
+    found = []
+    for i, (one, native, document) in enumerate(zip(right, dense, documents, strict=True)):
+        values = {"exact_match": float(one), "dense_exact_match": float(native)}
+        stratum = strata[i] if strata else ""
+        found.append(
+            Record(
+                model, "f" + model, "float32", "first", "{}", 0.1, None, None, "n", stratum, document, str(i), values
+            )
+        )
+    return found
+
+
+def match(table):
+    return row_of(table, "exact_match")
+
+
+def test_a_share_has_wilsons_interval_at_the_number_of_documents():
+    row = match(summarise(answers("m", [1, 1, 1, 0])))
+    assert (row.value, row.low, row.high) == pytest.approx((0.75, 0.3006, 0.9544), abs=1e-4)
+    row = match(summarise(answers("m", [1] * 10, documents=["a", "b"] * 5)))
+    assert (row.value, row.high) == (1.0, 1.0)
+    assert row.low == pytest.approx(0.3424, abs=1e-4)  # two documents
+
+
+def test_a_share_of_several_right_answers_has_an_interval_that_narrows_with_n():
+    for count in (12, 48):
+        records = [dataclasses.replace(r, values={"string_match": 0.5}) for r in answers("m", [1] * count)]
+        row = row_of(summarise(records), "string_match")
+        assert row.value == 0.5
+        assert row.high - row.low == pytest.approx(1.96 / math.sqrt(count + 1.96**2), rel=1e-4)  # Wilson at 1/2
+
+
+def test_the_native_share_is_over_the_examples_that_the_dense_pass_gets_right():
+    records = answers("m", [1, 0, 1, 1], dense=[1, 1, 0, 1]) + answers("base", [1, 1, 1, 1], dense=[1, 1, 1, 1])
+    table = summarise(records)
+    assert row_of(table, "native_exact_match", model="m").value == pytest.approx(2 / 3)
+    row = row_of(compare_models(records, "base"), "native_exact_match")
+    assert row.difference == pytest.approx(-1 / 3)
+    assert row.low < row.difference < row.high
+    none = summarise(answers("m", [1, 0], dense=[0, 0]))
+    assert math.isnan(row_of(none, "native_exact_match").value)
+
+
+def test_models_that_agree_everywhere_still_have_an_interval():
+    row = match(compare_models(answers("m", [1, 0] * 6) + answers("base", [1, 0] * 6), "base"))
+    assert (row.difference, row.verdict) == (0.0, "level")
+    assert row.low < -0.1 < 0.1 < row.high
+    assert row.warning == "the models agree on all 12 examples"
+
+
+def test_a_clear_difference_of_shares_is_found_and_four_differing_examples_decide_nothing():
+    clear = match(compare_models(answers("m", [1] * 40) + answers("base", [1, 0] * 20), "base"))
+    assert (clear.verdict, clear.warning) == ("better", "")
+    assert clear.p < 1e-4
+    few = match(compare_models(answers("m", [1] * 40) + answers("base", [0] * 4 + [1] * 36), "base"))
+    assert (few.p, few.verdict) == (0.125, "level")
+    assert "differences under" in few.warning
+
+
+def test_many_examples_of_few_documents_decide_nothing():
+    documents = [f"d{i % 3}" for i in range(60)]
+    records = answers("m", [1] * 60, documents=documents) + answers("base", [0, 1] * 30, documents=documents)
+    assert match(compare_models(records, "base")).verdict == "level"
+
+
+def test_models_without_shown_ability_are_plumbing_in_every_evaluation():
+    made = [
+        *answers("able", [1] * 20, dense=[1] * 20), *answers("blind", [0] * 20, dense=[0] * 20),
+        *answers("few", [1] * 5, dense=[1] * 5),
+    ]  # fmt: skip
+    found = plumbing(made)
+    assert set(found) == {"blind", "few"}
+    assert found["blind"].startswith("plumbing: dense exact match 0.0% [0.0%, 16.1%] on 20 documents is not above")
+    assert found["few"] == "plumbing: 5 documents with a dense score, fewer than 20"
+
+    def choose(model, right, total, value, method="dense", stratum="Legal"):
+        return [
+            dataclasses.replace(r, method=method, stratum=stratum, values={value: float(i < right)})
+            for i, r in enumerate(answers(model, [1] * total))
+        ]
+
+    found = plumbing([*choose("able", 100, 221, "accuracy"), *choose("guesser", 60, 221, "accuracy"),
+                      *choose("unknown", 221, 221, "accuracy", "gradient")])  # fmt: skip
+    assert found == {
+        "guesser": "plumbing: dense accuracy 27.1% [21.7%, 33.4%] on 221 documents is not above chance, 25%",
+        "unknown": "plumbing: 0 documents with a dense score, fewer than 20",
+    }
+    tasks = {"piqa": "m", "commonsense_qa": "n"}
+    made = [r for task, model in tasks.items() for r in choose(model, 90, 200, "acc_per_char", stratum=task)]
+    assert set(plumbing(made)) == {"m"}  # 45 % of two choices and of five
+    gains = {"uses": (0.4, 0.5, 0.6), "ignores": (0.1, -0.1, 0.0)}
+    made = [record(m, f"d{i}", "0", gain=g) for m, own in gains.items() for i, g in enumerate(own)]
+    assert set(plumbing(made)) == {"ignores"}

@@ -12,13 +12,12 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from kvcat.cache import CompactCache
 from kvcat.compress import Trace, trace
-from kvcat.compress.freezing import frozen
-from kvcat.compress.replaying import replay_hidden
-from kvcat.compress.sequences import INSTRUCTION, opening_ids, reconstruction_of_tokens
+from kvcat.compress.compare import replay_hidden
+from kvcat.compress.documents import INSTRUCTION, opening_ids, reconstruction_of_tokens
 from kvcat.errors import InputError
 from kvcat.evals.runner import Baseline, Prepared, Task, Values, check_fits, vocabulary
 from kvcat.losses.scoring import score_positions
-from kvcat.models import hidden_states, output_head
+from kvcat.models import examined_head, frozen, hidden_states
 from kvcat.types import Float, Tensor
 
 SUPERVISIONS = ("reconstruction", "self")
@@ -247,7 +246,7 @@ def token_nll(
     spans = [slice(len(prompt), len(prompt) + len(a)) for prompt, a in zip(prompts, answers, strict=True)]
     before = torch.cat([hidden[row, span.start - 1 : span.stop - 1] for row, span in enumerate(spans)])
     targets = torch.cat([ids[row, span] for row, span in enumerate(spans)])
-    nll = score_positions(output_head(model), before, targets).nll.double().cpu()
+    nll = score_positions(examined_head(model), before, targets).nll.double().cpu()
     return list(nll.split(list(map(len, answers))))
 
 

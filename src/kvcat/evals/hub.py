@@ -7,8 +7,7 @@ import datasets
 from datasets.exceptions import DatasetsError
 from huggingface_hub import constants
 
-from kvcat.data.retry import one_line, with_retries
-from kvcat.errors import InputError
+from kvcat.errors import InputError, one_line
 from kvcat.network import hub_obstacle
 
 
@@ -30,8 +29,6 @@ def hub_rows(repository: str, config: str | None, split: str) -> Iterator[Any]:
             "take the one an earlier run left in the cache"
         )
     try:
-        yield from with_retries(repository, lambda: datasets.load_dataset(repository, config, split=split))
-    except InputError:
-        raise
+        yield from datasets.load_dataset(repository, config, split=split)
     except (OSError, ValueError, DatasetsError) as error:
         raise InputError(f"data set {repository!r} cannot be opened: {one_line(error)}") from None

@@ -16,10 +16,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcat.cache import CompactCache
 from kvcat.compress import INSTRUCTION, Trace, slots_for, trace
-from kvcat.compress.sequences import opening_ids, reconstruction_of_tokens
-from kvcat.data.retry import one_line
-from kvcat.data.split import name_seed
-from kvcat.errors import InputError
+from kvcat.compress.documents import opening_ids, reconstruction_of_tokens
+from kvcat.data import name_seed
+from kvcat.errors import InputError, one_line
 from kvcat.evals.answers import choice_values, token_nll
 from kvcat.evals.hub import hub_rows
 from kvcat.evals.runner import Baseline, Prepared, Task, Values, check_fits

@@ -4,9 +4,9 @@ import hashlib
 import json
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -14,15 +14,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from kvcat.cache import CompactCache, fingerprint
-from kvcat.compress import (
-    AttentionMatching,
-    Compressor,
-    GradientCompression,
-    Trace,
-    make_compressor,
-    seeded_compressor,
-    takes_seed,
-)
+from kvcat.compress import Compressor, Trace, seeded_compressor, takes_seed
 from kvcat.errors import InputError
 from kvcat.evals.costs import Step, answer_speed, measure
 from kvcat.evals.metrics import HEADLINES, METRICS
@@ -84,12 +76,16 @@ class Prepared:
         """Values per example under one of the task's baselines."""
         raise InputError(f"this evaluation has no baseline {baseline.name!r}")
 
-    def caches(self, compressor: Compressor, keep_ratio: float, trace: Trace) -> Iterator[tuple[Step, CompactCache]]:
-        """Compact caches of the batch by step; None is the step of a method without steps."""
+    def caches(
+        self, compressor: Compressor, keep_ratios: Sequence[float]
+    ) -> Iterator[Iterator[tuple[Step, CompactCache]]]:
+        """For each keep ratio the batch's compact caches by step; None is the step of a method without steps."""
         if hasattr(compressor, "snapshots"):
-            yield from compressor.snapshots(trace, keep_ratio=keep_ratio)
+            for keep_ratio in keep_ratios:
+                yield compressor.snapshots(self.trace, keep_ratio=keep_ratio)
         else:
-            yield None, compressor(trace, keep_ratio=keep_ratio)
+            for cache in compressor.each(self.trace, keep_ratios):
+                yield iter([(None, cache)])
 
 
 class Task:
@@ -157,11 +153,11 @@ class Method:
 
 @dataclass(frozen=True)
 class _Job:
-    """One method at one keep ratio and seed, and the examples it covers; or a baseline."""
+    """One method with one seed, or a baseline; and the examples that it covers."""
 
     name: str
     options: Mapping[str, Any]
-    keep_ratio: float
+    keep_ratios: tuple[float, ...]
     num_examples: int
     seed: int | None = None
     compressor: Compressor | None = None
@@ -172,13 +168,9 @@ class _Job:
         return getattr(self.compressor, "num_steps", None) if hasattr(self.compressor, "snapshots") else None
 
     @property
-    def identity(self) -> tuple[Any, ...]:
-        return self.name, json.dumps(dict(self.options), sort_keys=True), self.keep_ratio, self.seed
-
-    def caches(self, prepared: Prepared, *, alone: bool = False) -> Iterator[tuple[Step, CompactCache]]:
-        """Caches of a batch by step; ``alone`` shares no work with other jobs."""
-        trace = _unshared(prepared.trace) if alone else prepared.trace
-        return prepared.caches(self.compressor, self.keep_ratio, trace)
+    def cells(self) -> list[tuple[str, float]]:
+        """Label and keep ratio of each of its rows in tables."""
+        return [(method_label(self.name, self.options), keep_ratio) for keep_ratio in self.keep_ratios]
 
 
 def evaluate(
@@ -228,7 +220,7 @@ def evaluate(
     count = len(task.examples)
     methods = [Method(method) if isinstance(method, str) else method for method in methods]
     plan = [job for method in methods for job in _jobs(method, keep_ratios, count, seeds)]
-    baselines = [_Job(baseline.name, {}, baseline.keep_ratio, count) for baseline in task.baselines]
+    baselines = [_Job(baseline.name, {}, (baseline.keep_ratio,), count) for baseline in task.baselines]
     _check_request(task, models, plan, batch_size, shard)
     vocabularies: dict[str, str] = {}
     for label, source in models.items():
@@ -237,7 +229,9 @@ def evaluate(
     config = _config(task, methods, keep_ratios, _primary(task, plan, primary), batch_size, seeds)
     batches = _batches(task, batch_size, {job.num_examples for job in plan})[shard[0] :: shard[1]]
     work = {batch: [job for job in [*baselines, *plan] if batch[0] < job.num_examples] for batch in batches}
-    total = len(models) * sum(len(jobs) * (stop - start) for (start, stop), jobs in work.items())
+    total = len(models) * sum(
+        len(job.keep_ratios) * (stop - start) for (start, stop), jobs in work.items() for job in jobs
+    )
     begun, seconds = time.monotonic(), defaultdict[str, float](float)
     with ResultsFolder(out_dir, config, shard=shard) as folder, Progress(total, task.evaluation, progress) as bar:
         folder.append_event({"event": "start", **provenance()})
@@ -257,7 +251,7 @@ def evaluate(
 
 @dataclass(frozen=True)
 class _Run:
-    """One model's part of an evaluation; ``measured`` holds the jobs whose costs are known."""
+    """One model's part of an evaluation; ``measured`` holds the jobs' keep ratios whose costs are known."""
 
     task: Task
     label: str
@@ -269,64 +263,77 @@ class _Run:
     bar: "Progress"
     seconds: dict[str, float]
     speed: bool
-    measured: set[Any] = field(default_factory=set)
+    measured: set[tuple[int, float]] = field(default_factory=set)
 
     def batch(self, batch: Sequence[Example], jobs: Sequence[_Job]) -> None:
         """Do what is missing of a batch."""
-        # an example's last step is written after its others, so its record stands for them
-        missing = [
-            job for job in jobs
-            if not all(self.folder.done(self._record(job, job.last_step, example, {}).key) for example in batch)
-        ]  # fmt: skip
-        self.bar.advance(len(batch) * (len(jobs) - len(missing)), f"{self.label}: found on disk")
-        prepared = self.task.prepare(self.model, self.tokenizer, batch) if missing else None
-        for job in missing:
+        prepared = None
+        for job in jobs:
+            missing = [keep_ratio for keep_ratio in job.keep_ratios if not self._done(job, keep_ratio, batch)]
+            self.bar.advance(len(batch) * (len(job.keep_ratios) - len(missing)), f"{self.label}: found on disk")
+            if not missing:
+                continue
+            prepared = prepared or self.task.prepare(self.model, self.tokenizer, batch)
             begun = time.monotonic()
-            if job.compressor is None:
-                found = [(None, prepared.baseline(Baseline(job.name, job.keep_ratio)))]
-            else:
-                found = self._compress(job, batch, prepared)
-            self.folder.append(
-                self._record(job, step, example, values[row])
-                for row, example in enumerate(batch)
-                for step, values in found
-            )
+            for keep_ratio, found in zip(missing, self._scores(job, missing, prepared, len(batch)), strict=True):
+                self.folder.append(
+                    self._record(job, keep_ratio, step, example, values[row])
+                    for row, example in enumerate(batch)
+                    for step, values in found
+                )
+                self.bar.advance(len(batch), f"{self.label}: {job.name} keep {keep_ratio:g}")
             self.seconds[job.name] += time.monotonic() - begun
-            self.bar.advance(len(batch), f"{self.label}: {job.name} keep {job.keep_ratio:g}")
 
-    def _record(self, job: _Job, step: Step, example: Example, values: Values) -> Record:
+    def _done(self, job: _Job, keep_ratio: float, batch: Sequence[Example]) -> bool:
+        """An example's last step is written after its others, so its record stands for them."""
+        records = (self._record(job, keep_ratio, job.last_step, example, {}) for example in batch)
+        return all(self.folder.done(record.key) for record in records)
+
+    def _record(self, job: _Job, keep_ratio: float, step: Step, example: Example, values: Values) -> Record:
         options = json.dumps(dict(job.options), sort_keys=True)
         try:
             return Record(
-                self.label, self.fingerprint, self.dtype, job.name, options, job.keep_ratio, step, job.seed,
+                self.label, self.fingerprint, self.dtype, job.name, options, keep_ratio, step, job.seed,
                 self.task.dataset, example.stratum, example.document, example.name, values,
             )  # fmt: skip
         except ValueError as error:
-            raise InputError(f"model {self.label!r}, {job.name} at keep ratio {job.keep_ratio:g}: {error}") from None
+            raise InputError(f"model {self.label!r}, {job.name} at keep ratio {keep_ratio:g}: {error}") from None
 
-    def _compress(self, job: _Job, batch: Sequence[Example], prepared: Prepared) -> list[tuple[Step, list[Values]]]:
-        """Scores by step; on a job's first batch also what it costs."""
-        if job.identity in self.measured:
-            return [(step, prepared.score(cache)) for step, cache in job.caches(prepared)]
-        if not self.measured:
-            next(job.caches(prepared, alone=True))  # warms up
-        found, last = [], None
+    def _scores(
+        self, job: _Job, keep_ratios: Sequence[float], prepared: Prepared, num_examples: int
+    ) -> Iterator[list[tuple[Step, list[Values]]]]:
+        """Scores by step for each keep ratio; on a job's first batch also what each costs alone."""
+        if job.compressor is None:
+            yield [(None, prepared.baseline(Baseline(job.name, keep_ratios[0])))]
+        elif all((id(job), keep_ratio) in self.measured for keep_ratio in keep_ratios):
+            for caches in prepared.caches(job.compressor, keep_ratios):
+                yield [(step, prepared.score(cache)) for step, cache in caches]
+        else:
+            for keep_ratio in keep_ratios:
+                yield self._measure(job, keep_ratio, prepared, num_examples)
+
+    def _measure(
+        self, job: _Job, keep_ratio: float, prepared: Prepared, num_examples: int
+    ) -> list[tuple[Step, list[Values]]]:
+        def make() -> Iterator[tuple[Step, CompactCache]]:
+            return next(prepared.caches(job.compressor, [keep_ratio]))
 
         def use(step: Step, cache: CompactCache) -> None:
-            nonlocal last
             found.append((step, prepared.score(cache)))
-            last = cache
+            last.append(cache)
 
-        trace = prepared.trace
-        costs = measure(lambda: job.caches(prepared, alone=True), trace.input_ids.device, use=use)
-        costs[-1] |= self._speed(trace, last)
+        found, last, trace = [], deque[CompactCache](maxlen=1), prepared.trace
+        if not self.measured:
+            next(make())  # warms up
+        costs = measure(make, trace.input_ids.device, use=use)
+        costs[-1] |= self._speed(trace, last[0])
         about = {
-            "model": self.label, "method": job.name, "options": dict(job.options), "keep_ratio": job.keep_ratio,
-            "seed": job.seed, "dataset": self.task.dataset, "examples": len(batch), "tokens": trace.prefix_len,
+            "model": self.label, "method": job.name, "options": dict(job.options), "keep_ratio": keep_ratio,
+            "seed": job.seed, "dataset": self.task.dataset, "examples": num_examples, "tokens": trace.prefix_len,
             "dense_bytes": trace.dense_cache().nbytes,
         }  # fmt: skip
         self.folder.append_cost(*({**about, **cost} for cost in costs))
-        self.measured.add(job.identity)
+        self.measured.add((id(job), keep_ratio))
         return found
 
     def _speed(self, trace: Trace, cache: CompactCache) -> dict[str, float]:
@@ -397,32 +404,21 @@ def check_fits(label: str, model: PreTrainedModel, *, num_tokens: int, largest: 
         raise InputError(f"token {largest} is outside the vocabulary of model {label!r}, {config.vocab_size} tokens")
 
 
-def _unshared(trace: Trace) -> Trace:
-    return replace(trace, _memo={}) if hasattr(trace, "_memo") else trace
-
-
-def _draws(method: Method) -> bool:
-    """Whether caches of a method depend on a seed that its options leave open."""
-    if not takes_seed(method.name, method.options):
-        return False
-    compressor = make_compressor(method.name, **method.options)
-    if isinstance(compressor, AttentionMatching):
-        return compressor.options().num_queries is not None
-    return not isinstance(compressor, GradientCompression) or compressor.init == "random"
-
-
 def _jobs(method: Method, keep_ratios: Sequence[float], count: int, seeds: Sequence[int]) -> list[_Job]:
     if method.num_examples is not None and method.num_examples < 1:
         raise InputError(f"{method.name}: num_examples is {method.num_examples}; it must be at least 1")
+    ratios = tuple(map(float, keep_ratios if method.keep_ratios is None else method.keep_ratios))
+    for keep_ratio in ratios:
+        if not 0.0 < keep_ratio <= 1.0:
+            raise InputError(f"keep ratio {keep_ratio:g} is outside (0, 1]")
     covered = min(method.num_examples or count, count)
-    drawn = seeds if _draws(method) else [None]
     return [
         _Job(
-            method.name, method.options, float(ratio), covered, seed,
+            method.name, method.options, ratios, covered, seed,
             seeded_compressor(method.name, method.options, seed or 0),
         )
-        for ratio in (keep_ratios if method.keep_ratios is None else method.keep_ratios)
-        for seed in drawn
+        for seed in (seeds if takes_seed(method.name, method.options) else [None])
+        if ratios
     ]  # fmt: skip
 
 
@@ -438,7 +434,7 @@ def _batches(task: Task, batch_size: int, limits: set[int]) -> list[tuple[int, i
 
 
 def _primary(task: Task, plan: Sequence[_Job], wanted: tuple[str, float, str] | None) -> dict[str, Any] | None:
-    cells = [(method_label(job.name, job.options), job.keep_ratio) for job in plan]
+    cells = [cell for job in plan for cell in job.cells]
     if wanted is None and not cells:
         return None
     method, keep_ratio, metric = wanted or (*cells[0], HEADLINES[task.evaluation][0])
@@ -499,13 +495,10 @@ def _check_request(
         raise InputError(f"batch_size is {batch_size}; it must be at least 1")
     if not 0 <= shard[0] < shard[1]:
         raise InputError(f"shard {shard[0]} of {shard[1]} does not exist; the first is 0, the last {shard[1] - 1}")
-    identities = set()
-    for job in plan:
-        if not 0.0 < job.keep_ratio <= 1.0:
-            raise InputError(f"keep ratio {job.keep_ratio:g} is outside (0, 1]")
-        if job.identity in identities:
-            raise InputError(f"{job.name} at keep ratio {job.keep_ratio:g} is given twice")
-        identities.add(job.identity)
+    cells = Counter((*cell, job.seed) for job in plan for cell in job.cells)
+    for (label, keep_ratio, _), times in cells.items():
+        if times > 1:
+            raise InputError(f"{label} at keep ratio {keep_ratio:g} is given twice")
     if len({(example.document, example.name) for example in task.examples}) < len(task.examples):
         raise InputError("two examples share document and name")
 

@@ -10,17 +10,17 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcat.cache import CompactCache
 from kvcat.compress import Trace, compare, trace
-from kvcat.compress.sequences import reconstruction_of_tokens
-from kvcat.data import Document, open_shards, shard_documents, split_documents
-from kvcat.data.split import Split
+from kvcat.compress.documents import reconstruction_of_tokens
+from kvcat.data import Document, Split, open_documents, split_documents
 from kvcat.errors import InputError
 from kvcat.evals.records import Record
 from kvcat.evals.runner import Baseline, Method, ModelSource, Prepared, Task, Values, check_fits, evaluate
+from kvcat.losses.scoring import score_positions
+from kvcat.models import examined_head, frozen, hidden_states
 from kvcat.types import Float, Int, Tensor
 
 SUPERVISIONS = ("suffix", "first-half", "reconstruction")
@@ -32,7 +32,6 @@ CORPORA = {
 }
 """Text that the paper evaluates on, by name."""
 
-_LOGITS_AT_ONCE = 1 << 26
 _WIKITEXT_HEADING = re.compile(r" = (?!= ).+ = \n?")
 
 
@@ -124,7 +123,7 @@ def corpus_documents(name: str, split: Split | Literal["all"], limit: int) -> li
     """
     if name not in CORPORA:
         return [(document.id, document.text) for document in split_documents(name, split, limit=limit)]
-    rows = shard_documents(open_shards(CORPORA[name]), text_field="article" if name == "arxiv" else "text")
+    rows = open_documents(CORPORA[name], text_field="article" if name == "arxiv" else "text")
     documents = _wikitext_articles(rows) if name == "wikitext-103" else ((row.id, row.text) for row in rows)
     return list(islice(documents, limit))
 
@@ -358,24 +357,10 @@ def _context_gain(
     Of the suffix tokens that suffix positions from ``first`` on predict: without the prefix the first token has no
     prediction.
     """
-    suffix = traced.suffix_ids
-    batch, length = suffix.shape
-    vocab = model.config.get_text_config().vocab_size
-    step = max(1, _LOGITS_AT_ONCE // (batch * vocab))
-    dense = torch.zeros(batch, dtype=torch.float64)
-    for start in range(first, length - 1, step):
-        stop = min(start + step, length - 1)
-        dense += _nll_sum(traced.logits_at(start, stop), suffix[:, start + 1 : stop + 1])
-    rows = max(1, _LOGITS_AT_ONCE // (length * vocab))
-    none = torch.cat([
-        _nll_sum(model(input_ids=part, use_cache=False).logits[:, first:-1], part[:, first + 1 :])
-        for part in suffix.split(rows)
-    ])  # fmt: skip
-    return (none - dense) / (length - 1 - first), none / (length - 1 - first)
-
-
-def _nll_sum(
-    logits: Float[Tensor, "batch tokens vocab"], targets: Int[Tensor, "batch tokens"]
-) -> Float[Tensor, " batch"]:
-    losses = nn.functional.cross_entropy(logits.float().transpose(1, 2), targets, reduction="none")
-    return losses.double().sum(1).cpu()
+    suffix, targets, head = traced.suffix_ids, traced.suffix_ids[:, first + 1 :], examined_head(model)
+    dense = score_positions(head, traced.hidden[:, first + 1 : -1], targets).nll
+    with frozen(model):
+        alone = hidden_states(model, input_ids=suffix, use_cache=False)[:, first:-1]
+    none = score_positions(head, alone, targets).nll
+    dense, none = (nll.double().sum(1).cpu() / targets.shape[1] for nll in (dense, none))
+    return none - dense, none
