@@ -77,29 +77,11 @@ class Transformer:
     """A table of embeddings te(a, i) and blocks; called on sequences it returns the last token's output.
 
     ``embedding[a, i - 1]`` is te(a, i). In code symbols are numbered from 0.
-
-    Raises:
-        ValueError: a matrix is not float64 or does not fit the one before it.
     """
 
     embedding: Float[Tensor, "symbols positions d_0"]
     blocks: tuple[Block, ...]
     causal: bool = False
-
-    def __post_init__(self) -> None:
-        width = self.embedding.shape[2]
-        for block in self.blocks:
-            ffn, (_, d_out) = block.feed_forward, block.feed_forward.w_2.shape
-            inputs = [("W_1", ffn.w_1), ("W_O transposed", block.w_o.T)]
-            for head in block.heads:
-                inputs += [("W_Q", head.w_q), ("W_K", head.w_k), ("W_V", head.w_v)]
-            for name, matrix in [*inputs, ("the embedding", self.embedding), ("W_2", ffn.w_2)]:
-                if matrix.dtype != torch.float64:
-                    raise ValueError(f"{name} is {matrix.dtype}: the theory is computed in float64")
-            for name, matrix in inputs:
-                if matrix.shape[0] != width:
-                    raise ValueError(f"{name} has {matrix.shape[0]} rows, expected {width}")
-            width = d_out
 
     @property
     def num_symbols(self) -> int:

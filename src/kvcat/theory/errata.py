@@ -198,14 +198,11 @@ def printed_incompressible(
     u_0 = (max |f| + C + 1) e_1 beyond delta. Every sequence other than [a, b] lies beyond.
 
     Args:
-        table: f, on sequences of 1 to N symbols.
-        prefix: the lemma's a, of n >= 1 symbols.
-        suffix_len: k >= 1, n + k <= N.
+        table: f.
+        prefix: the lemma's a, n >= 1 symbols; n + k <= N.
+        suffix_len: k >= 1.
         constant: C > 0.
-        shifted: put the suffixes at positions n + 1 to n + k, as they run; False as printed, te(b_i, i).
-
-    Raises:
-        ValueError: a prefix or suffix of no symbols, or n + k > N.
+        shifted: suffixes at positions n + 1 to n + k, as they run; False as printed, te(b_i, i).
     """
     n, k, m, longest = len(prefix), suffix_len, table.num_symbols, table.longest
     if n < 1 or k < 1 or n + k > longest:
@@ -241,11 +238,6 @@ def obvious_repair_error(num_symbols: int, prefix_len: int, num_slots: int) -> F
     symbol. Behind the slots the suffix b has t = (n + 1)/(r + 1) b m^n. For m = 2, n = 2, r = 1 that is
     0 or 6, whose last symbols are right.
 
-    Args:
-        num_symbols: m >= 2.
-        prefix_len: n >= 1.
-        num_slots: r, 0 to n.
-
     Raises:
         ValueError: the slots turn a suffix into a code outside the hull, where this policy does err.
     """
@@ -261,16 +253,9 @@ def obvious_repair_error(num_symbols: int, prefix_len: int, num_slots: int) -> F
 
 
 def vacuous_budgets(table: FunctionTable, *, constant: float = 1.0) -> tuple[int, int, float]:
-    """What r(n) < n for all n asks of budgets with a slot at least: nothing is left at n = 1.
+    """Number of budgets with 1 <= r(n) <= n for n = 1 to N - 1, number of those with r(n) < n for all n (none).
 
-    Args:
-        table: f, on sequences of 1 to N >= 2 symbols.
-        constant: C > 0.
-
-    Returns:
-        The number of budgets with 1 <= r(n) <= n for n = 1 to N - 1; the number of those with
-        r(n) < n for all n; and the largest error of the incompressible network behind a prefix of one
-        token kept in its one slot.
+    And the largest error of the incompressible network behind a prefix of one token kept in its slot.
     """
     budgets = list(itertools.product(*(range(1, n + 1) for n in range(1, table.longest))))
     below = [budget for budget in budgets if all(r < n for n, r in enumerate(budget, 1))]

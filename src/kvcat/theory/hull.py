@@ -1,4 +1,4 @@
-"""The smallest enclosing ball, the distance to a convex hull, and the paper's hull lemma with its sharp constant.
+"""The smallest enclosing ball, and the paper's hull lemma with its sharp constant.
 
 H = conv{x_1, ..., x_k}, alpha > 1. The lemma: for every v some i has
 dist(alpha x_i + v, H) >= (alpha - 1) diam(H) / 2. The sharp constant is (alpha - 1) R, with R the
@@ -94,28 +94,6 @@ def _center(x: np.ndarray, w: np.ndarray, start: np.ndarray) -> np.ndarray:
         options={"ftol": 1e-16, "maxiter": 200},
     )
     return found.x[:-1]
-
-
-def distance_to_hull(x: Float[Tensor, " d"], points: Float[Tensor, "points d"]) -> float:
-    """dist(x, conv{x_1, ..., x_k}), Euclidean.
-
-    min ||sum_i w_i (x_i - x)|| over the simplex is a non-negative least-squares problem: with
-    u >= 0 minimise ||sum_i u_i (x_i - x)||^2 + (sum_i u_i - 1)^2, then w = u / sum(u).
-
-    Args:
-        x: the point.
-        points: x_i, at least one; duplicates and points inside the hull of others are allowed.
-
-    Raises:
-        ValueError: no points, of another width than x, or anything that is not finite.
-    """
-    _check_points(points)
-    if x.shape != points.shape[1:] or not x.isfinite().all():
-        raise ValueError(f"the point must be finite and have {points.shape[1]} coordinates, got {x.tolist()}")
-    shifted = (points - x).numpy()
-    unit = float(np.abs(shifted).max()) or 1.0
-    weights, _ = nnls(np.vstack([shifted.T / unit, np.ones(len(shifted))]), np.append(np.zeros(len(x)), 1.0))
-    return unit * float(np.linalg.norm(weights / weights.sum() @ (shifted / unit)))
 
 
 def hull_lemma_bound(points: Float[Tensor, "points d"], alpha: float) -> float:

@@ -85,15 +85,16 @@ def run_histogram(
     print(f"  exact optimum over all policies {best.error:.10f}\n")
     budgets = budget_curve(symbols, length)
     budgets["ratio"] = budgets.optimum / budgets.paper_bound
-    shown = budgets[["num_slots", "optimum", "single_length", "paper_bound", "ratio"]]
+    shown = pd.DataFrame(budgets, columns=["num_slots", "optimum", "single_length", "paper_bound", "ratio"])
     print(_table(shown.set_axis(["slots", "optimum", "one length", "bound", "optimum/bound"], axis=1)))
     curves = {
         "r = 1": scaling_curve(symbols, lengths, lambda _: 1),
         "r = max(1, n - 1)": scaling_curve(symbols, lengths, lambda n: max(1, n - 1)),
         "r = n - 1": scaling_curve(symbols, lengths, lambda n: n - 1),
     }
-    growth = pd.concat(curves, names=["budget", None]).reset_index(level="budget").reset_index(drop=True)
-    shown = growth[["longest", "budget", "definition_optimum", "definition_prefix_len", "last_optimum", "last_bound"]]
+    growth = pd.concat([rows.assign(budget=name) for name, rows in curves.items()])
+    names = ["longest", "budget", "definition_optimum", "definition_prefix_len", "last_optimum", "last_bound"]
+    shown = pd.DataFrame(growth, columns=names)
     print("\n" + _table(shown.set_axis(["N", "budget", "optimum", "at n", "at n = N-1, k = 1", "bound"], axis=1)))
     _write(out, {"budget.csv": budgets, "scaling.csv": growth}, checks, provenance)
     one_slot = checks["Proposition 2 behind its policy"]["worst_error"]
@@ -230,18 +231,18 @@ def _write(
 
 
 def _save(figure: Figure, path: Path) -> None:
-    for suffix, options in ((".png", {"dpi": 150}), (".svg", {"metadata": {"Date": None}})):
-        figure.savefig(path.with_suffix(suffix), **options)
-        print(path.with_suffix(suffix))
+    figure.savefig(path.with_suffix(".png"), dpi=150)
+    figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
+    print(f"{path}.png\n{path}.svg")
 
 
 def _histogram_figure(
     symbols: int, budgets: pd.DataFrame, curves: Mapping[str, pd.DataFrame], one_slot: float
 ) -> Figure:
-    """Error against r, optimum over bound against r, both against N."""
+    """Error against r, and optimum and bound against N."""
     with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(12.6, 4.0), layout="tight")
-        error, gap, growth = figure.subplots(1, 3)
+        figure = Figure(figsize=(9.0, 4.0), layout="tight")
+        error, growth = figure.subplots(1, 2)
     labels = {
         "optimum": "exact optimum, suffixes of all lengths",
         "single_length": "exact optimum, one suffix length",
@@ -249,16 +250,11 @@ def _histogram_figure(
     }
     for (column, label), marker in zip(labels.items(), "os^", strict=True):
         error.plot(budgets.num_slots, budgets[column], marker=marker, label=label)
-        if column != "paper_bound":
-            gap.plot(budgets.num_slots, budgets[column] / budgets.paper_bound, marker=marker, label=label)
     error.set_title(f"m = {symbols}, N = {len(budgets) + 1}: no policy below the optimum")
     error.set_ylabel("worst error over prefixes and suffixes")
     error.set_ylim(bottom=0.0)
     error.text(0.97, 0.68, f"Proposition 2, one slot: {one_slot:.0e}", transform=error.transAxes, ha="right")
-    gap.set_title("Optimum over the paper's bound")
-    gap.set_ylim(bottom=1.0)
-    for axes in (error, gap):
-        axes.set_xlabel("slots r, r(n) = min(r, n)")
+    error.set_xlabel("slots r, r(n) = min(r, n)")
     for rank, (name, rows) in enumerate(curves.items()):
         style = {"color": f"C{rank}", "marker": "os^"[rank]}
         growth.plot(rows.longest, rows.definition_optimum, **style, label=f"optimum, {name}")
