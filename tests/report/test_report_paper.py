@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvcat.evals.statistics import carries, mcnemar
+from kvcat.evals.statistics import mcnemar
 from kvcat.recipes import qwen2_5_0_5b, qwen2_5_1_5b
 from kvcat.report.paper import PERCENT_METRICS, paper_settings, paper_tables
 
@@ -98,7 +98,7 @@ def test_the_qa_averages_are_over_the_six_columns(table):
     assert len(averages) == 4
     for average in averages:
         cells = parts(table=table, model=average.model, variant=average.variant)
-        assert len(cells) == 6
+        assert len(cells) == 6  # the paper says eight, and its appendix names seven
         assert agrees(average, mean(cell.value for cell in cells))
 
 
@@ -125,6 +125,9 @@ def test_the_longbench_cells_are_whole_numbers_of_rows_and_add_up_to_the_totals(
         counts[total.keep_ratio, total.variant] = sum(right)
     pairs = [(counts[keep, "base"], counts[keep, "kv-cat"]) for keep in (0.1, 0.2, 0.5)]
     assert pairs == [(49, 67), (49, 68), (56, 69)]
+    assert 49 / 221 < 0.25  # the base's figures at 10 and 20 % lie below chance
+    assert [round(_worst_p(*pair, 221), 2) for pair in pairs] == [0.11, 0.10, 0.28]
+    assert all(row.model == "" and np.isnan(row.steps) for row in rows(table=LONGBENCH))
 
 
 def test_the_headline_ratios_are_the_best_cells_of_their_tables():
@@ -141,12 +144,6 @@ def test_the_headline_ratios_are_the_best_cells_of_their_tables():
     longbench = [improvement(table=LONGBENCH, group="total", keep_ratio=keep) for keep in (0.1, 0.2, 0.5)]
     assert longbench == pytest.approx([67 / 49, 68 / 49, 69 / 56], abs=0.005)
     assert round(100 * (68 / 49 - 1)) == 39
-
-
-def test_attention_matching_is_better_with_kv_cat_in_every_cell_of_the_main_table():
-    for cell in rows(table=SUFFIX, variant="base"):
-        fields = {"table": SUFFIX, "model": cell.model, "keep_ratio": cell.keep_ratio, "metric": cell.metric}
-        assert improvement(**fields) > 1.0
 
 
 def test_the_ablation_tables_repeat_the_main_ones_and_the_router_is_best_in_every_cell():
@@ -173,17 +170,12 @@ def test_cross_domain_kl_and_top1_always_improve_and_delta_ppl_in_11_of_12():
         for c in cells
     }
     worse = [key for key, ratio in ratios.items() if ratio <= 1.0]
+    assert ratios["WikiText-103", 0.1, "delta_ppl"] == pytest.approx(5.29, abs=0.005)
     assert len(ratios) == 36
     assert worse == [("arXiv", 0.4, "delta_ppl")]
 
 
 # what does not add up: docs/paper.md lists each
-
-
-def test_the_qa_average_is_said_to_be_over_eight_tasks_but_the_table_has_six():
-    assert len({cell.group for cell in parts(table=QA)}) == 6
-    assert not rows(group="social_iqa")  # one of the seven that the appendix names
-    assert not rows(group="commonsense_qa")
 
 
 def test_the_drop_of_half_a_point_is_a_difference_of_rounded_averages():
@@ -198,9 +190,6 @@ def test_the_arc_figures_are_impossible_on_the_validation_split(group, validatio
     cells = [cell for table in (QA, QA_POLICIES) for cell in rows(table=table, group=group)]
     assert not all(_reachable(cell, validation) for cell in cells)
     assert all(_reachable(cell, min(test, 1000)) for cell in cells)
-
-
-def test_the_openbookqa_figures_are_shares_of_500():
     assert all(_reachable(cell, 500) for cell in rows(group="openbookqa"))
 
 
@@ -220,40 +209,19 @@ def test_an_11_to_19_point_gain_at_30_to_50_percent_holds_for_the_smaller_model_
     assert gains == {SMALL: [11, 11, 14, 19], LARGE: [3, 8, 13, 18]}
 
 
-def test_the_best_ratio_of_delta_ppl_stands_in_the_appendix_and_is_5_29():
-    best = improvement(table=DOMAINS, group="WikiText-103", keep_ratio=0.1, metric="delta_ppl")
-    assert best == pytest.approx(5.29, abs=0.005)
-
-
 def test_no_model_of_the_main_table_gets_steadily_better_with_more_slots():
     for model, variant in itertools.product((SMALL, LARGE), ("base", "kv-cat")):
         kls = [cell.value for cell in rows(table=SUFFIX, model=model, variant=variant, metric="kl")]
         assert kls != sorted(kls, reverse=True)
 
 
-def test_the_longbench_table_names_no_model_and_its_steps_are_contradictory():
-    assert all(cell.model == "" and np.isnan(cell.steps) for cell in rows(table=LONGBENCH))
-
-
-def test_most_needle_and_all_longbench_differences_are_smaller_than_their_examples_can_tell():
-    told = []
-    for cell in parts(table=NEEDLE, variant="base"):
-        ours = value(table=NEEDLE, model=cell.model, variant="kv-cat", keep_ratio=cell.keep_ratio)
-        if not carries(cell.num_examples, ours - cell.value):
-            told.append((cell.model, cell.keep_ratio))
-    assert told == [(SMALL, 0.4), (SMALL, 0.5), (LARGE, 0.5)]
-    for base, ours in ((49, 67), (49, 68), (56, 69)):
-        assert carries(221, (ours - base) / 221).startswith("221 examples: differences under 9.3 points")
-
-
-def test_only_one_needle_figure_and_no_longbench_total_differs_significantly_however_the_examples_pair_up():
+def test_only_one_needle_figure_differs_significantly_however_the_examples_pair_up():
     sure = []
     for cell in parts(table=NEEDLE, variant="base"):
         ours = value(table=NEEDLE, model=cell.model, variant="kv-cat", keep_ratio=cell.keep_ratio)
         if _worst_p(round(100 * cell.value), round(100 * ours), 100) <= 0.05:
             sure.append((cell.model, cell.keep_ratio))
     assert sure == [(SMALL, 0.5)]
-    assert [round(_worst_p(*pair, 221), 2) for pair in ((49, 67), (49, 68), (56, 69))] == [0.11, 0.10, 0.28]
 
 
 def _worst_p(base, ours, total):
@@ -263,8 +231,3 @@ def _worst_p(base, ours, total):
     second = np.roll(np.arange(total) < base, ours - both)
     assert (first & second).sum() == both
     return mcnemar(first * 1.0, second * 1.0).p
-
-
-def test_longbench_base_figures_at_10_and_20_percent_lie_below_chance():
-    below = [c.keep_ratio for c in rows(table=LONGBENCH, group="total", variant="base") if c.value < 0.25]
-    assert below == [0.1, 0.2]

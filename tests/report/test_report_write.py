@@ -53,7 +53,7 @@ def test_the_page_opens_with_three_figures_then_differences_then_the_grid(report
     text = report.read_text()
     tiles = re.findall(r'<div class="tile (.*?)">\s*<p>(.*?)</p>\s*<p class="big">(.*?)</p>\s*<p>(\[.*?\])', text)
     assert [tile[1] for tile in tiles] == [
-        "KL: ratio to control", "NLL on the compact cache: minus control", "Dense loss: minus control",
+        "KL, ratio to control", "NLL on the compact cache, minus control", "Dense loss, minus control",
     ]  # fmt: skip
     rows = pd.read_csv(report.parent / "comparisons.csv").set_index("metric")
     rows = rows[

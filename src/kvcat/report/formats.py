@@ -35,20 +35,18 @@ def markdown(table: Table) -> str:
 
 def csv(table: Table) -> str:
     """A column per value, end of an interval, verdict and figure of the paper; full precision, shares not percent."""
-    columns: dict[str, list[object]] = {}
-    for name in table.frame:
-        cells = list(table.frame[name])
-        if all(isinstance(cell, str) for cell in cells):
-            columns[str(name)] = cells
+    columns = []
+    for name in map(str, table.frame):
+        if list(table.frame).index(name) < table.num_labels:
+            columns.append(table.frame[name])
             continue
-        figures = [cell if isinstance(cell, Figure) else Figure(math.nan) for cell in cells]
-        plain = str(name).removesuffix(" (%)").removesuffix(" (pt)")
-        columns[plain] = [figure.value for figure in figures]
-        for part in ("low", "high", "verdict", "paper"):
-            values = [getattr(figure, part) for figure in figures]
-            if any(value != "" and not pd.isna(value) for value in values):
-                columns[f"{plain} {part}"] = values
-    return pd.DataFrame(columns).to_csv(index=False)
+        cells = [cell if isinstance(cell, Figure) else Figure(math.nan) for cell in table.frame[name]]
+        parts = ("value", "low", "high", "verdict", "paper")
+        frame = pd.DataFrame({part: [getattr(cell, part) for cell in cells] for part in parts})
+        given = [part for part in parts if part == "value" or not frame[part].isin(["", math.nan]).all()]
+        plain = name.removesuffix(" (%)").removesuffix(" (pt)")
+        columns.append(frame[given].set_axis([f"{plain} {part}".removesuffix(" value") for part in given], axis=1))
+    return pd.concat(columns, axis=1).to_csv(index=False)
 
 
 def latex(table: Table, label: str) -> str:

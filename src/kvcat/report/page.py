@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NamedTuple
 
 import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -26,14 +26,21 @@ from kvcat.report.tables import (
 _LABELS = {"nll": "NLL on the compact cache", "nll_dense": "Dense loss"}
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """One of the figures at the top: label, number, unit behind it, and what it compares."""
 
     label: str
     figure: Figure
     unit: str
     detail: str
+
+
+class Grid(NamedTuple):
+    """One metric: keep ratios, and for every method its figure at each."""
+
+    title: str
+    keeps: list[str]
+    rows: list[tuple[str, list[Figure | None]]]
 
 
 @dataclass(frozen=True)
@@ -43,16 +50,14 @@ class Section:
     Args:
         title: heading.
         results: of the folder.
-        plots: shown, in order.
+        plots: the first is shown, the others are folded.
         tables: the first is shown, the others are folded.
-        folded_plots: shown on demand.
     """
 
     title: str
     results: Results
     plots: list[Plot] = field(repr=False)
     tables: list[Table] = field(repr=False)
-    folded_plots: list[Plot] = field(repr=False)
 
     @property
     def pair(self) -> tuple[str, str] | None:
@@ -72,7 +77,7 @@ class Section:
     def cell(self) -> str:
         """The cell that the tiles show, and whether it was named before the run."""
         method, keep, step = self.results.cell
-        where = method_label(method, step) + (f" at {keep_label(keep)} of the slots" if self.results.methods else "")
+        where = _method(method, step) + (f" at {keep_label(keep)} of the slots" if self.results.methods else "")
         if self.pair is None:
             return where
         if self.results.comparisons["primary"].any():
@@ -87,41 +92,37 @@ class Section:
     @property
     def tiles(self) -> list[Tile]:
         """Ratio or differences of the pair; a single model's own figures."""
-        results, pair = self.results, self.pair
-        own = _at(results.summary[results.summary["stratum"] == ""], results.cell)
+        own = _at(self.results.summary[self.results.summary["stratum"] == ""], self.results.cell)
         values = {model: rows.set_index("metric") for model, rows in own.groupby("model")}
-        compared = self._compared() if pair else values[results.models[0]]
-        tiles = []
-        for name in (name for name in results.evaluation.tiles if name in compared.index):
+        compared, tiles = self._compared() if self.pair else values[self.results.models[0]], []
+        for name in (name for name in self.results.evaluation.tiles if name in compared.index):
             metric, row = METRICS[name], compared.loc[name]
             label, unit = _LABELS.get(name, metric.label), "%" if metric.percent else metric.unit
-            if pair is None:
+            if self.pair is None:
                 tiles.append(Tile(label, summary_figure(row), "", unit))
                 continue
-            detail = f"{' and '.join(f'{m} {summary_figure(values[m].loc[name]).text}' for m in pair)} {unit}"
-            if _is_ratio(results, name):
-                tiles.append(Tile(f"{label}: ratio to {pair[1]}", ratio_figure(row), "", detail))
-            else:
-                points = " points" if metric.percent else ""
-                tiles.append(Tile(f"{label}: minus {pair[1]}", difference_figure(row), points, detail))
+            detail = f"{' and '.join(f'{m} {summary_figure(values[m].loc[name]).text}' for m in self.pair)} {unit}"
+            figure, relation = self._compare(name, row)
+            points = " points" if metric.percent else ""
+            tiles.append(Tile(f"{label}, {relation} {self.pair[1]}", figure, points, detail))
         return tiles
 
     @property
-    def grids(self) -> list[tuple[str, list[str], list[tuple[str, list[Figure | None]]]]]:
-        """Title, keep ratios, and for every method its figure at each: of the first two metrics of the tiles."""
+    def grids(self) -> list[Grid]:
+        """The first two metrics of the tiles by method and keep ratio."""
         if self.pair is None or not self.results.methods:
             return []
-        rows = final_steps(pair_rows(self.results, *self.pair))
+        rows, grids = final_steps(pair_rows(self.results, *self.pair)), []
         keeps = sorted(rows["keep_ratio"].unique())
-        grids = []
         for name in (name for name in self.results.evaluation.tiles[:2] if name in set(rows["metric"])):
-            make, kind = (ratio_figure, "ratio") if _is_ratio(self.results, name) else (difference_figure, "minus")
-            lines = []
+            lines, relation = [], ""
             for method, own in rows[rows["metric"] == name].groupby("method", sort=False):
-                found = {row["keep_ratio"]: make(row) for _, row in own.iterrows()}
-                lines.append((method_label(str(method), int(own["step"].max())), [found.get(keep) for keep in keeps]))
-            title = f"{METRICS[name].label}, {kind} {'to ' if kind == 'ratio' else ''}{self.pair[1]}"
-            grids.append((title, [keep_label(keep) for keep in keeps], lines))
+                found = {}
+                for _, row in own.iterrows():
+                    found[row["keep_ratio"]], relation = self._compare(name, row)
+                lines.append((_method(str(method), int(own["step"].max())), [found.get(keep) for keep in keeps]))
+            title = f"{METRICS[name].label}, {relation} {self.pair[1]}"
+            grids.append(Grid(title, [keep_label(keep) for keep in keeps], lines))
         return grids
 
     @property
@@ -131,22 +132,22 @@ class Section:
         return [(head(n), difference_figure(rows.loc[n])) for n in self.results.evaluation.price if n in rows.index]
 
     @property
-    def facts(self) -> dict[str, list[str]]:
-        """What was run: name to lines."""
-        starts = [event for event in self.results.events if event.get("event") == "start"]
-        ends = [event for event in self.results.events if event.get("event") == "end"]
-        facts = {name: _lines(value) for name, value in self.results.config.items()}
-        if starts:
-            facts |= {name: _lines(value) for name, value in starts[-1].items() if name != "event"}
-            facts["command"] = list(dict.fromkeys(str(event.get("command")) for event in starts))
-        if ends:
-            facts["seconds"] = [f"{sum(event.get('seconds', 0.0) for event in ends):.0f}"]
-            facts["interrupted runs"] = [str(max(0, len(starts) - len(ends)))]
-        return facts
+    def facts(self) -> dict[str, str]:
+        """What was run: the configuration, and every line of provenance."""
+        runs = [f"{event.get('event', 'run')} {rank}" for rank, event in enumerate(self.results.events)]
+        facts = {**self.results.config, **dict(zip(runs, self.results.events, strict=True))}
+        return {name: fact if isinstance(fact, str) else json.dumps(fact) for name, fact in facts.items()}
 
     def _compared(self) -> pd.DataFrame:
         """Comparisons of the pair in the cell of the tiles, by metric."""
         return _at(pair_rows(self.results, *self.results.pairs[0]), self.results.cell).set_index("metric")
+
+    def _compare(self, metric: str, row: pd.Series) -> tuple[Figure, str]:
+        """The ratio where that is how the metric is compared, else the difference; and how it relates."""
+        evaluation = self.results.evaluation
+        if evaluation.ratio and metric == evaluation.deciding:
+            return ratio_figure(row), "ratio to"
+        return difference_figure(row), "minus"
 
 
 def render(title: str, sections: Sequence[Section], training: tuple[Plot, Table] | None, context: Mapping) -> str:
@@ -158,34 +159,22 @@ def render(title: str, sections: Sequence[Section], training: tuple[Plot, Table]
         training: plot and table of training runs.
         context: more facts about what was run, name to text.
     """
-    environment = Environment(
-        loader=PackageLoader("kvcat.report", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
-        lstrip_blocks=True,
-    )  # fmt: skip
+    loader = PackageLoader("kvcat.report", ".")
+    options = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
     used = {name for section in sections for name in section.results.metrics}
     metrics = {METRICS[name].label: METRICS[name] for name in METRICS if name in used}
-    return environment.get_template("page.html").render(
-        title=title, sections=sections, training=training, context=context, metrics=metrics
+    return (
+        Environment(loader=loader, **options)  # type: ignore[arg-type]
+        .get_template("page.html")
+        .render(title=title, sections=sections, training=training, context=context, metrics=metrics)
     )
 
 
-def method_label(method: str, step: int) -> str:
+def _method(method: str, step: int) -> str:
     """A method with its gradient steps."""
     return f"{method}, {step} step{'' if step == 1 else 's'}" if step_label(step) else method
-
-
-def _is_ratio(results: Results, metric: str) -> bool:
-    return results.evaluation.ratio and metric == results.evaluation.deciding
 
 
 def _at(rows: pd.DataFrame, cell: tuple[str, float, int]) -> pd.DataFrame:
     method, keep, step = cell
     return rows[(rows["method"] == method) & (rows["keep_ratio"] == keep) & (rows["step"] == step)]
-
-
-def _lines(value: Any) -> list[str]:
-    if isinstance(value, Mapping):
-        return [f"{name}: {part}" for name, part in value.items()]
-    if isinstance(value, list | tuple):
-        return [part if isinstance(part, str) else json.dumps(part) for part in value]
-    return [str(value)]

@@ -15,7 +15,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from kvcat.evals import METRICS
 from kvcat.report.results import NO_STEP, Results, final_steps
-from kvcat.report.tables import keep_label, pair_rows
+from kvcat.report.tables import keep_label, pair_rows, slug
 
 # Okabe and Ito's palette, from the pair that differs most; markers differ as well
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#666666")
@@ -99,7 +99,7 @@ def difference_plot(results: Results, model: str, reference: str) -> Plot | None
         for name in results.evaluation.plots
         if name in set(rows["metric"])
     ]
-    name = f"differences-{model}-{reference}".replace(" ", "-")
+    name = f"differences-{slug(model)}-{slug(reference)}"
     title = f"{model} against {reference} by method and share of slots kept"
     return Plot(name, title, panels, same_scale=True)
 

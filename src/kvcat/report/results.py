@@ -33,6 +33,7 @@ class Evaluation:
         price: metrics without compression, shown beside every gain.
         ratio: whether the deciding metric is compared as a ratio.
         steps: gradient steps that are reported besides the last one.
+        total: what the paper calls all strata together.
     """
 
     title: str
@@ -44,6 +45,7 @@ class Evaluation:
     price: tuple[str, ...] = ()
     ratio: bool = False
     steps: tuple[int, ...] = ()
+    total: str = ""
 
     @property
     def deciding(self) -> str:
@@ -68,7 +70,8 @@ EVALUATIONS = {
     ),
     "longbench": Evaluation(
         "LongBench v2", "question", "sub-domain", ("accuracy", "dense_accuracy", "nll_choice"),
-        ("accuracy", "nll_choice", "dense_accuracy"), ("accuracy",), ("dense_accuracy",), steps=(20, 100),
+        ("accuracy", "nll_choice", "dense_accuracy"), ("accuracy",), ("dense_accuracy",),
+        steps=(20, 100), total="total",
     ),
     "qa": Evaluation(
         "Multiple choice without compression", "question", "task",

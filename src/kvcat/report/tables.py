@@ -11,7 +11,6 @@ from kvcat.evals.qa import AVERAGES
 from kvcat.report.paper import Paper
 from kvcat.report.results import CELL, EVALUATIONS, NO_STEP, Results, final_steps, plain_steps
 
-NAN = float("nan")
 _COSTS = {
     "seconds": ("s per example", 3), "peak_mib": ("peak MiB", 0), "kib": ("KiB per cache", 1),
     "dense_share": ("bytes / dense", 3), "ttft_ratio": ("first token / dense", 2),
@@ -37,8 +36,8 @@ class Figure:
     """
 
     value: float
-    low: float = NAN
-    high: float = NAN
+    low: float = math.nan
+    high: float = math.nan
     decimals: int = 3
     percent: bool = False
     signed: bool = False
@@ -107,66 +106,46 @@ class Table:
 
     def without_repeated_labels(self) -> list[list[str | Figure]]:
         """Rows whose leading texts are empty where they repeat the row above."""
-        rows, above = [], [""] * self.num_labels
+        rows, above = [], ()
         for row in self.frame.itertuples(index=False, name=None):
-            same = [row[: i + 1] == tuple(above[: i + 1]) for i in range(self.num_labels - 1)]
-            rows.append(["" if i < len(same) and same[i] else cell for i, cell in enumerate(row)])
+            repeated = [i < self.num_labels - 1 and row[: i + 1] == above[: i + 1] for i in range(len(row))]
+            rows.append(["" if same else cell for same, cell in zip(repeated, row, strict=True)])
             above = row
         return rows
 
 
 def result_tables(results: Results, paper: Paper) -> list[Table]:
-    """All tables of a folder, the most telling first.
-
-    Args:
-        results: of a folder.
-        paper: for the paper's figures.
-    """
-    names = [*results.methods, *dict.fromkeys(results.summary["method"])]
-    quality = [quality_table(results, paper, name) for name in dict.fromkeys(names)]
+    """All tables of a folder, the most telling first, with the paper's figures beside ours."""
+    names = list(dict.fromkeys([*results.methods, *results.summary["method"]]))
+    quality = [quality_table(results, paper, name) for name in names]
     differences = [differences_table(results, *pair) for pair in results.pairs]
     several = (results.summary["stratum"] != "").any()
-    strata = [strata_table(results, paper, name) for name in dict.fromkeys(names)] if several else []
-    first = strata[:1] if not results.methods else differences[:1]
-    tables = [*first, *quality, *differences, *strata, *([costs_table(results)] if len(results.costs) else [])]
-    return list({table.name: table for table in tables}.values())
+    strata = [strata_table(results, paper, name) for name in names] if several else []
+    tables = [*differences[:1], *quality, *differences[1:], *strata] if results.methods else [*strata, *differences]
+    return [*(tables or quality), *([costs_table(results)] if len(results.costs) else [])]
 
 
 def quality_table(results: Results, paper: Paper, method: str) -> Table:
-    """Every metric of one method or baseline, the models below one another.
-
-    Args:
-        results: of a folder.
-        paper: for the paper's figures.
-        method: name of the method with its options, or of a baseline.
-    """
+    """Every metric of one method or baseline, the models below one another."""
     rows = results.summary[(results.summary["method"] == method) & (results.summary["stratum"] == "")]
     lines: list[Line] = []
-    for (keep, step, model), own in _groups(final_steps(rows, results.evaluation.steps), results, "model"):
-        line: Line = {"keep": keep_label(keep), "steps": step_label(step), "model": model}
-        line["n"] = str(own["num_examples"].max())
+    for (keep, step, model), own in _groups(rows, results, "model"):
+        line: Line = {"keep": keep_label(keep), "steps": step_label(step), "model": model, "n": _count(own)}
         for name, row in own.set_index("metric").reindex(results.metrics).dropna(how="all").iterrows():
-            printed = paper.printed(model, method, keep, step, str(name), _total(results))
-            line[head(str(name))] = summary_figure(row, paper=printed)
+            printed = paper.printed(model, method, keep, step, str(name), results.evaluation.total)
+            line[head(str(name))] = summary_figure(row, printed)
         lines.append(line)
-    caption = f"{_title(results)}, {method}: {sizes(rows, results.evaluation.example)}.{_reference(results)}"
-    return _table(results, f"quality-{_slug(method)}", f"{method}: every figure", caption, lines, paper)
+    caption = f"{method}: {sizes(rows, results.evaluation.example)}.{_reference(results)}"
+    return _table(results, f"quality-{slug(method)}", f"{method}: every figure", caption, lines, paper)
 
 
 def differences_table(results: Results, model: str, reference: str) -> Table:
-    """One model minus another on the same examples: gain and price in every row.
-
-    Args:
-        results: of a folder.
-        model: label of the model judged.
-        reference: label of the model it is compared with.
-    """
+    """One model minus another on the same examples: gain and price in every row."""
     decides, ratio = results.evaluation.deciding, results.evaluation.ratio
     rows = pair_rows(results, model, reference)
     lines: list[Line] = []
     for (method, keep, step), own in rows.groupby(CELL, sort=False):
-        line: Line = {"method": method, "keep": keep_label(keep), "steps": step_label(step)}
-        line["n"] = str(own["num_examples"].max())
+        line: Line = {"method": method, "keep": keep_label(keep), "steps": step_label(step), "n": _count(own)}
         by_metric = own.set_index("metric")
         line |= {f"{head(decides)} ratio": ratio_figure(by_metric.loc[decides])} if ratio else {}
         line["p (Holm)"] = Figure(by_metric.loc[decides, "p_holm"])
@@ -174,40 +153,33 @@ def differences_table(results: Results, model: str, reference: str) -> Table:
         names.sort(key=lambda name: ratio and name == decides)
         lines.append(line | {head(name, difference=True): difference_figure(by_metric.loc[name]) for name in names})
     caption = (
-        f"{_title(results)}: {model} minus {reference} on the same {sizes(rows, results.evaluation.example)}. "
-        f"p (Holm): of {METRICS[decides].label}, corrected for the number of exploratory cells."
+        f"{model} minus {reference} on the same {sizes(rows, results.evaluation.example)}. p (Holm): of "
+        f"{METRICS[decides].label}, corrected for the number of exploratory cells."
     )
     warnings = [warning for warning in dict.fromkeys(rows["warning"]) if warning]
-    name = f"differences-{_slug(model)}-{_slug(reference)}"
+    name = f"differences-{slug(model)}-{slug(reference)}"
     return _table(results, name, f"{model} minus {reference}", caption, lines, notes=warnings)
 
 
 def strata_table(results: Results, paper: Paper, method: str) -> Table:
-    """The deciding metric by stratum, a column per model; all strata together, or averages over tasks, last.
-
-    Args:
-        results: of a folder with strata.
-        paper: for the paper's figures.
-        method: name of the method with its options, or of a baseline.
-    """
+    """The deciding metric by stratum, a column per model; all strata together, and averages over tasks, last."""
     evaluation, name = results.evaluation, results.evaluation.deciding
     rows = results.summary[(results.summary["method"] == method) & (results.summary["metric"] == name)]
-    rows = rows.assign(stratum=rows["stratum"].replace("", "all"))
     lines: list[Line] = []
-    for cell, group in _groups(final_steps(rows, evaluation.steps), results):
+    for cell, group in _groups(rows, results):
         labels: Line = {"keep": keep_label(cell[0]), "steps": step_label(cell[1])}
-        for stratum in sorted(dict.fromkeys(group["stratum"]), key=lambda text: text == "all"):
-            own = group[group["stratum"] == stratum].set_index("model")
-            line = labels | {evaluation.stratum: stratum, "n": str(own["num_examples"].max())}
-            where = _total(results) if stratum == "all" else stratum
-            for model, row in own.iterrows():
-                line[str(model)] = summary_figure(row, name, paper.printed(str(model), method, *cell, name, where))
+        for stratum in sorted(dict.fromkeys(group["stratum"]), key=lambda text: text == ""):
+            own = group[group["stratum"] == stratum]
+            line = labels | {evaluation.stratum: stratum or "all", "n": _count(own)}
+            for _, row in own.iterrows():
+                printed = paper.printed(row["model"], method, *cell, name, stratum or evaluation.total)
+                line[row["model"]] = summary_figure(row, printed)
             lines.append(line)
         if results.config["evaluation"] == "qa":
             lines += [labels | line for line in _average_lines(group, paper)]
-    caption = f"{_title(results)}, {method}: {head(name)} by {evaluation.stratum}.{_reference(results)}"
+    caption = f"{method}: {head(name)} by {evaluation.stratum}.{_reference(results)}"
     title = f"{method} by {evaluation.stratum}"
-    return _table(results, f"{evaluation.stratum}-{_slug(method)}", title, caption, lines, paper)
+    return _table(results, f"{evaluation.stratum}-{slug(method)}", title, caption, lines, paper)
 
 
 def costs_table(results: Results) -> Table:
@@ -218,9 +190,8 @@ def costs_table(results: Results) -> Table:
     for _, row in rows.sort_values(["method", "keep_ratio"], kind="stable").iterrows():
         line: Line = {"method": row["method"], "keep": keep_label(row["keep_ratio"]), "model": row["model"]}
         line[head(row["metric"])] = summary_figure(row)
-        lines.append(line | {title: Figure(row[key], decimals=n) for key, (title, n) in _COSTS.items() if key in row})
-    caption = f"{_title(results)}: quality and cost per example, as measured during this evaluation."
-    return _table(results, "costs", "Quality and cost", caption, lines)
+        lines.append(line | {title: Figure(row[key], decimals=n) for key, (title, n) in _COSTS.items()})
+    return _table(results, "costs", "Quality and cost", "Quality and cost per example, as measured here.", lines)
 
 
 def headline_text(summary: pd.DataFrame) -> str:
@@ -250,9 +221,9 @@ def pair_rows(results: Results, model: str, reference: str) -> pd.DataFrame:
     return final_steps(rows, results.evaluation.steps)
 
 
-def summary_figure(row: pd.Series, metric: str = "", paper: str = "") -> Figure:
-    """The figure of a row of the summary, whose metric is a field or the row's name."""
-    name = metric or row.get("metric", row.name)
+def summary_figure(row: pd.Series, paper: str = "") -> Figure:
+    """The figure of a row of the summary; its metric is a field or the row's name."""
+    name = row.get("metric", row.name)
     percent, verdict = METRICS[name].percent, row.get("verdict", "")
     decimals = 1 if percent else 4 if name in ("kl", "delta_nll") else 3
     return Figure(row["value"], row["low"], row["high"], decimals, percent, verdict=verdict, paper=paper)
@@ -289,10 +260,13 @@ def step_label(step: int) -> str:
 def sizes(rows: pd.DataFrame, example: str) -> str:
     """How much data stands behind the rows, e.g. ``128 windows of 64 documents``."""
     counts = sorted(set(zip(rows["num_examples"], rows["num_documents"], strict=True)))
-    return ", or ".join(
-        f"{examples} {example}{'s' if examples > 1 else ''} of {documents} document{'s' if documents > 1 else ''}"
-        for examples, documents in counts
-    )
+    several = [(n, f"{example}{'s' if n > 1 else ''}", m, f"document{'s' if m > 1 else ''}") for n, m in counts]
+    return ", or ".join(f"{n} {examples} of {m} {documents}" for n, examples, m, documents in several)
+
+
+def slug(text: str) -> str:
+    """A text as a part of a file's name or a label."""
+    return "-".join("".join(c if c.isascii() and (c.isalnum() or c in ".-") else " " for c in text).split())
 
 
 def _average_lines(group: pd.DataFrame, paper: Paper) -> list[Line]:
@@ -309,8 +283,7 @@ def _average_lines(group: pd.DataFrame, paper: Paper) -> list[Line]:
         for model, rows in own.groupby("model", sort=False):
             value = rows["value"].mean()
             low, high = (math.hypot(*(rows["value"] - rows[end])) / len(tasks) for end in ("low", "high"))
-            metric = rows["metric"].iloc[0] if name == "six" else ""
-            printed = paper.printed(str(model), "", 1.0, NO_STEP, metric, "average")
+            printed = paper.printed(str(model), "", 1.0, NO_STEP, "acc_per_char", "average") if name == "six" else ""
             line[str(model)] = Figure(value, value - low, value + high, 1, True, paper=printed)
         lines.append(line)
     return lines
@@ -322,10 +295,10 @@ def _judgement(row: pd.Series) -> dict:
 
 
 def _groups(rows: pd.DataFrame, results: Results, *more: str) -> list[tuple[tuple, pd.DataFrame]]:
-    """Groups by keep ratio, step and more, in rising order; models in the order of the results."""
-    keys = ["keep_ratio", "step", *more]
-    rank = {"model": results.models.index}
-    rows = rows.sort_values(keys, key=lambda c: c.map(rank[c.name]) if c.name in rank else c, kind="stable")
+    """Groups of the reported steps by keep ratio, step and more in rising order; models in the order of the results."""
+    keys, rank = ["keep_ratio", "step", *more], {model: i for i, model in enumerate(results.models)}
+    rows = final_steps(rows, results.evaluation.steps)
+    rows = rows.sort_values(keys, key=lambda c: c.map(rank) if c.name == "model" else c, kind="stable")
     return list(rows.groupby(keys, sort=False))  # type: ignore[arg-type]
 
 
@@ -335,26 +308,18 @@ def _table(
 ) -> Table:  # fmt: skip
     """The table without steps where there are none, and without a number of examples that is the same everywhere."""
     frame = pd.DataFrame(lines).fillna("")
-    for column, needless in (("steps", {""}), ("n", set(frame.get("n", [])[:1]))):
-        if column in frame and set(frame[column]) <= needless:
-            frame = frame.drop(columns=column)
+    needless = [name for name in ("steps", "n") if name in frame and frame[name].nunique() == 1]
+    frame = frame.drop(columns=[name for name in needless if name == "n" or not frame[name].iloc[0]])
     fewest = int(results.summary["num_documents"].min())
     few = [f"Only {fewest} documents: the intervals are likely too narrow."] if fewest < 10 else []
     said = [paper.note] if paper and paper.note and any(map(Table("", "", "", frame).has_paper, frame)) else []
-    return Table(name, title, caption, frame, ("95% intervals.", *results.warnings, *few, *notes, *said))
+    where = f"{results.evaluation.title}, {results.config['dataset']}. "
+    return Table(name, title, where + caption, frame, ("95% intervals.", *results.warnings, *few, *notes, *said))
+
+
+def _count(rows: pd.DataFrame) -> str:
+    return str(rows["num_examples"].max())
 
 
 def _reference(results: Results) -> str:
     return f" Marked: better or worse than {results.pairs[0][1]}." if results.pairs else ""
-
-
-def _total(results: Results) -> str:
-    return {"longbench": "total"}.get(results.config["evaluation"], "")
-
-
-def _title(results: Results) -> str:
-    return f"{results.evaluation.title}, {results.config['dataset']}"
-
-
-def _slug(text: str) -> str:
-    return "-".join("".join(c if c.isascii() and (c.isalnum() or c in ".-") else " " for c in text).split())

@@ -92,7 +92,7 @@ def _section(results: Results, out_dir: Path, paper_model: str | None, *, severa
     for plot in plots:
         plot.save(out_dir / "plots" / f"{prefix}{plot.name}.png")
     heading = results.evaluation.title + (f" ({results.name})" if several else "")
-    return Section(heading, results, plots[:1], tables, plots[1:])
+    return Section(heading, results, plots, tables)
 
 
 def _write_frame(frame: pd.DataFrame, target: Path) -> None:
