@@ -162,7 +162,11 @@ def damaged(config=None, **changes):
     ("change", "line"),
     [
         (damaged({"num_examples": None}), "num_examples"),
-        (damaged({"evaluation": "chess"}), "unknown evaluation 'chess'"),
+        (damaged({"evaluation": "chess"}), "no evaluation 'chess'"),
+        (damaged(example="x", values={"kl": "many"}), "many"),
+        (damaged(example="x", values={"kl": float("nan")}), "(?i)nan"),
+        (damaged(example="x", values=3), "3"),
+        (damaged(values={"kl": 77.0}), "(?i)twice|conflict|differ"),
         (damaged(example="x", values={"nll": 1.0}), "without 'kl'"),
         (lambda folder: (folder / "costs.jsonl").write_text("garbage\n"), "costs.jsonl"),
     ],

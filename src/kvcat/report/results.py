@@ -9,10 +9,17 @@ from typing import Any
 import pandas as pd
 
 from kvcat.errors import InputError
-from kvcat.evals import compare_models, comparison_pairs, read_config, read_costs, read_records, summarise
+from kvcat.evals import (
+    compare_models,
+    comparison_pairs,
+    read_config,
+    read_costs,
+    read_events,
+    read_records,
+    summarise,
+)
 from kvcat.evals.chance import plumbing
 from kvcat.evals.records import method_label
-from kvcat.files import read_jsonl
 
 NO_STEP = -1  # stands for a missing number of gradient steps, so that rows compare equal
 CELL = ["method", "keep_ratio", "step"]
@@ -164,13 +171,6 @@ def read_results(folder: Path) -> Results:
         InputError: no results folder, no record in it, an unknown evaluation, or damaged content.
     """
     config = read_config(folder)
-    if config["evaluation"] not in EVALUATIONS:
-        raise InputError(
-            f"{folder} holds an unknown evaluation {config['evaluation']!r}; known are {', '.join(EVALUATIONS)}"
-        )
-    for name in ("dataset", "num_examples", "methods"):
-        if name not in config:
-            raise InputError(f"the config.json of {folder} has no {name}")
     records = read_records(folder)
     if not records:
         raise InputError(f"{folder} holds no records yet")
@@ -178,7 +178,7 @@ def read_results(folder: Path) -> Results:
     if not all(decides in record.values for record in records):
         raise InputError(f"{folder} has a record without {decides!r}, which {config['evaluation']} measures")
     summary = plain_steps(summarise(records))
-    reasons = plumbing(records) if config["evaluation"] == "longbench" else {}
+    reasons = {label.partition("@")[0]: reason for label, reason in plumbing(records).items()}
     shown = {label: label + PLUMBING if label in reasons else label for label in dict.fromkeys(summary["model"])}
     pairs = comparison_pairs(list(shown))
     tables = [
@@ -202,7 +202,7 @@ def read_results(folder: Path) -> Results:
     return Results(
         folder.resolve().name, config, summary, comparisons, costs, list(shown.values()),
         [(shown[model], shown[reference]) for model, reference in pairs], warnings,
-        read_jsonl(folder / "provenance.jsonl"),
+        read_events(folder),
     )  # fmt: skip
 
 
@@ -212,6 +212,7 @@ def _costs(batches: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
         return pd.DataFrame()
     rows = pd.DataFrame(batches)
     rows["method"] = [method_label(cost["method"], cost["options"]) for cost in batches]
+    rows["model"], rows["peak_mib"] = rows["model"].str.partition("@")[0], pd.to_numeric(rows["peak_mib"])
     speeds = ["ttft", "ttft_dense", "tokens_per_s", "tokens_per_s_dense"]
     rows = plain_steps(rows.reindex(columns=list(dict.fromkeys([*rows.columns, *speeds]))))
     cells = rows.groupby(["model", *CELL], sort=False)
