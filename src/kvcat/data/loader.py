@@ -1,7 +1,9 @@
 """What a trainer reads: the next sequence of each of its streams, with a state to continue from."""
 
+import atexit
 import multiprocessing
 import signal
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -127,6 +129,7 @@ class TokenLoader:
         others = multiprocessing.active_children()
         self._ready = {stream: deque() for stream in self._positions}
         self._steps = iter(loader)
+        _OPEN.add(self)
         self._processes = [process for process in multiprocessing.active_children() if process not in others]
 
     def _next(self) -> "_Step":
@@ -144,6 +147,16 @@ class TokenLoader:
             if isinstance(step, InputError):
                 raise step
             return step
+
+
+_OPEN: "weakref.WeakSet[TokenLoader]" = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """End workers before multiprocessing waits for them: they ignore its SIGTERM."""
+    for loader in list(_OPEN):
+        loader.close()
 
 
 class _Step(NamedTuple):
