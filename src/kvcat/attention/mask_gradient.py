@@ -8,7 +8,9 @@ from torch.autograd.function import once_differentiable
 from kvcat.attention.reference import reachable
 from kvcat.types import Bool, Float, Tensor
 
-_CPU_ELEMENTS, _DEVICE_ELEMENTS = 2**20, 2**26  # scores held at once in the backward
+# scores held at once in the backward: on a CPU they stay in its cache, and short causal chunks skip more keys
+_CPU_ELEMENTS, _DEVICE_ELEMENTS = 2**17, 2**26
+_LEAST_QUERIES = 16
 
 
 def couple(
@@ -54,18 +56,21 @@ class _KeepGradient(torch.autograd.Function):
         num_keys = k.shape[2]
         grad_keep = keep.new_zeros(keep.shape, dtype=torch.promote_types(q.dtype, torch.float32))
         budget = _CPU_ELEMENTS if q.device.type == "cpu" else _DEVICE_ELEMENTS
-        step = max(1, min(num_queries, budget // (batch * num_heads * num_keys)))
+        step = max(_LEAST_QUERIES, budget // (batch * num_heads * num_keys))
         for start in range(0, num_queries, step):
             stop = min(start + step, num_queries)
-            # later keys are out of reach of every query of the chunk
-            limit = num_keys - num_queries + stop if ctx.causal and reach is None else num_keys
-            if reach is None:
-                pairs = reachable(stop - start, limit, causal=ctx.causal, device=q.device)[None]
+            own = slice(start, stop)
+            limit = num_keys
+            if reach is not None:
+                hidden = ~reach[:, own]
+            elif ctx.causal:  # only the last keys of a chunk are later than some of its queries
+                limit = num_keys - num_queries + stop
+                hidden = ~reachable(stop - start, stop - start, device=q.device)[None]
             else:
-                pairs = reach[:, start:stop]
+                hidden = keep.new_zeros(1, 1, 1, dtype=torch.bool)
             grad_keep[:, :limit] += _chunk_gradient(
-                grad_out[:, :, start:stop], q[:, :, start:stop], k[:, :, :limit], v[:, :, :limit],
-                keep[:, :limit] > 0, None if log_bias is None else log_bias[:, :, :limit], pairs,
+                grad_out[:, :, own], q[:, :, own], k[:, :, :limit], v[:, :, :limit],
+                keep[:, :limit] > 0, None if log_bias is None else log_bias[:, :, :limit], hidden,
                 scale=ctx.scale, coupling=ctx.coupling,
             )  # fmt: skip
         return grad_out, grad_keep.to(keep.dtype), *[None] * 8
@@ -78,28 +83,29 @@ def _chunk_gradient(
     v: Float[Tensor, "batch kv_heads keys value_dim"],
     kept: Bool[Tensor, "batch keys"],
     log_bias: Float[Tensor, "batch kv_heads keys"] | None,
-    pairs: Bool[Tensor, "#batch queries keys"],
+    hidden: Bool[Tensor, "#batch #queries last_keys"],
     *,
     scale: float,
     coupling: str,
 ) -> Float[Tensor, "batch keys"]:
-    scores = _grouped_product(q, k) * scale
-    value_gradient = _grouped_product(grad_out, v)
+    """sum_i P_ij dO_i.v_j - sum_i P_ij c_i with c_i = dO_i.o_i; ``hidden`` speaks of the last keys."""
+    scores = _grouped_product(q, k).mul_(scale)
     if log_bias is not None:
         scores += log_bias[:, :, None, None, :]
+    scores[..., -hidden.shape[-1] :].masked_fill_(hidden[:, None, None], -torch.inf)
     if coupling == "surrogate":
-        weights = scores.masked_fill_(~pairs[:, None, None], -torch.inf).softmax(-1)
-        centre = (weights * value_gradient).sum(-1, keepdim=True)
+        weights = scores.softmax(-1)
+        products = _grouped_product(grad_out, v).mul_(weights)
+        centre = products.sum(-1)
     else:
-        seen = pairs & kept[:, None]
-        blind = ~seen.any(-1, keepdim=True)
-        hard = scores.masked_fill(~(seen | blind)[:, None, None], -torch.inf)
-        log_mass = hard.logsumexp(-1, keepdim=True)
-        centre = ((hard - log_mass).exp() * value_gradient).sum(-1, keepdim=True)
-        pairs = pairs & ~blind
-        weights = (scores.masked_fill_(~pairs[:, None, None], -torch.inf) - log_mass).exp()
-    per_pair = value_gradient.sub_(centre).mul_(weights).sum((1, 2))
-    return (per_pair * pairs).sum(1)
+        dropped = ~kept[:, None, None, None]
+        log_mass = scores.masked_fill(dropped, -torch.inf).logsumexp(-1, keepdim=True)
+        blind = log_mass == -torch.inf  # such a query sees itself, whatever the mask
+        weights = scores.sub_(log_mass.masked_fill_(blind, torch.inf)).exp_()
+        products = _grouped_product(grad_out, v).mul_(weights)
+        centre = products.masked_fill(dropped, 0).sum(-1)
+    centred = centre.flatten(1).unsqueeze(1) @ weights.flatten(1, 3)
+    return products.sum((1, 2, 3)) - centred.squeeze(1)
 
 
 def _grouped_product(
