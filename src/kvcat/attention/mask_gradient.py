@@ -53,68 +53,74 @@ class _KeepGradient(torch.autograd.Function):
         (grad_out,) = grad_outputs
         keep, q, k, v, log_bias, reach = ctx.saved_tensors
         batch, num_heads, num_queries, _ = q.shape
-        num_keys = k.shape[2]
-        grad_keep = keep.new_zeros(keep.shape, dtype=torch.promote_types(q.dtype, torch.float32))
+        kv_heads, num_keys = k.shape[1:3]
+        wide = torch.promote_types(q.dtype, torch.float32)
+        grad_keep = keep.new_zeros(keep.shape, dtype=wide)
         budget = _CPU_ELEMENTS if q.device.type == "cpu" else _DEVICE_ELEMENTS
-        step = max(_LEAST_QUERIES, budget // (batch * num_heads * num_keys))
+        step = min(num_queries, max(_LEAST_QUERIES, budget // (batch * num_heads * num_keys)))
+        rows_q, rows_grad = (_by_query(x.to(k.dtype), kv_heads) for x in (q, grad_out))
+        if reach is None and ctx.causal:
+            later = ~reachable(step, step, device=q.device)[None]
         for start in range(0, num_queries, step):
-            stop = min(start + step, num_queries)
-            own = slice(start, stop)
-            limit = num_keys
+            own = slice(start, min(start + step, num_queries))
+            limit, hidden = num_keys, None
             if reach is not None:
                 hidden = ~reach[:, own]
             elif ctx.causal:  # only the last keys of a chunk are later than some of its queries
-                limit = num_keys - num_queries + stop
-                hidden = ~reachable(stop - start, stop - start, device=q.device)[None]
-            else:
-                hidden = keep.new_zeros(1, 1, 1, dtype=torch.bool)
+                limit = num_keys - num_queries + own.stop
+                hidden = later[:, : own.stop - start, : own.stop - start]
             grad_keep[:, :limit] += _chunk_gradient(
-                grad_out[:, :, own], q[:, :, own], k[:, :, :limit], v[:, :, :limit],
-                keep[:, :limit] > 0, None if log_bias is None else log_bias[:, :, :limit], hidden,
+                rows_grad[:, :, own], rows_q[:, :, own], k[:, :, :limit], v[:, :, :limit], keep[:, :limit] > 0,
+                None if log_bias is None else log_bias[:, :, :limit], hidden,
                 scale=ctx.scale, coupling=ctx.coupling,
             )  # fmt: skip
         return grad_out, grad_keep.to(keep.dtype), *[None] * 8
 
 
 def _chunk_gradient(
-    grad_out: Float[Tensor, "batch heads queries value_dim"],
-    q: Float[Tensor, "batch heads queries head_dim"],
+    grad_out: Float[Tensor, "batch kv_heads queries group value_dim"],
+    q: Float[Tensor, "batch kv_heads queries group head_dim"],
     k: Float[Tensor, "batch kv_heads keys head_dim"],
     v: Float[Tensor, "batch kv_heads keys value_dim"],
     kept: Bool[Tensor, "batch keys"],
     log_bias: Float[Tensor, "batch kv_heads keys"] | None,
-    hidden: Bool[Tensor, "#batch #queries last_keys"],
+    hidden: Bool[Tensor, "#batch queries last_keys"] | None,
     *,
     scale: float,
     coupling: str,
 ) -> Float[Tensor, "batch keys"]:
-    """sum_i P_ij dO_i.v_j - sum_i P_ij c_i with c_i = dO_i.o_i; ``hidden`` speaks of the last keys."""
-    scores = _grouped_product(q, k).mul_(scale)
+    """sum_i P_ij dO_i.v_j - sum_i P_ij c_i with c_i = dO_i.o_i; ``hidden`` is about the last keys."""
+    scores = _product(q, k).mul_(scale)
     if log_bias is not None:
-        scores += log_bias[:, :, None, None, :]
-    scores[..., -hidden.shape[-1] :].masked_fill_(hidden[:, None, None], -torch.inf)
+        scores += log_bias[:, :, None]
+    if hidden is not None:
+        by_query = scores.view(*q.shape[:4], -1)[..., -hidden.shape[-1] :]
+        by_query.masked_fill_(hidden[:, None, :, None], -torch.inf)
     if coupling == "surrogate":
         weights = scores.softmax(-1)
-        products = _grouped_product(grad_out, v).mul_(weights)
-        centre = products.sum(-1)
+        products = _product(grad_out, v).mul_(weights)
+        centre = products.sum(-1, keepdim=True)
     else:
-        dropped = ~kept[:, None, None, None]
+        dropped = ~kept[:, None, None]
         log_mass = scores.masked_fill(dropped, -torch.inf).logsumexp(-1, keepdim=True)
         blind = log_mass == -torch.inf  # such a query sees itself, whatever the mask
         weights = scores.sub_(log_mass.masked_fill_(blind, torch.inf)).exp_()
-        products = _grouped_product(grad_out, v).mul_(weights)
-        centre = products.masked_fill(dropped, 0).sum(-1)
-    centred = centre.flatten(1).unsqueeze(1) @ weights.flatten(1, 3)
-    return products.sum((1, 2, 3)) - centred.squeeze(1)
+        products = _product(grad_out, v).mul_(weights)
+        centre = products.masked_fill(dropped, 0).sum(-1, keepdim=True)
+    centre = centre.transpose(-1, -2)
+    return (torch.ones_like(centre) @ products - centre @ weights).sum((1, 2))
 
 
-def _grouped_product(
-    a: Float[Tensor, "batch heads queries channels"], b: Float[Tensor, "batch kv_heads keys channels"]
-) -> Float[Tensor, "batch kv_heads group queries keys"]:
-    """a.b for every query head with its KV head, in at least float32, without repeating b."""
-    batch, num_heads, num_queries, channels = a.shape
-    kv_heads, num_keys = b.shape[1], b.shape[2]
-    rows = a.to(b.dtype).reshape(batch, kv_heads, num_heads // kv_heads * num_queries, channels)
-    product = rows @ b.transpose(-1, -2)
-    product = product.to(torch.promote_types(product.dtype, torch.float32))
-    return product.view(batch, kv_heads, num_heads // kv_heads, num_queries, num_keys)
+def _by_query(
+    x: Float[Tensor, "batch heads queries channels"], kv_heads: int
+) -> Float[Tensor, "batch kv_heads queries group channels"]:
+    """Query heads of one KV head next to each other, so that a chunk of queries is one matrix."""
+    return x.unflatten(1, (kv_heads, -1)).transpose(2, 3).contiguous()
+
+
+def _product(
+    rows: Float[Tensor, "batch kv_heads queries group channels"], keys: Float[Tensor, "batch kv_heads keys channels"]
+) -> Float[Tensor, "batch kv_heads rows keys"]:
+    """Dot products in at least float32."""
+    product = rows.flatten(2, 3) @ keys.transpose(-1, -2)
+    return product.to(torch.promote_types(product.dtype, torch.float32))
