@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from kvcat.attention import COUPLINGS, AttentionGate, SlotGate, enable
 from kvcat.errors import InputError
 from kvcat.models.structure import decoder_layers, hidden_states
-from kvcat.policies import Randomness, SparsificationPolicy, check_group_starts, gate, gate_share
+from kvcat.policies import Randomness, SparsificationPolicy, check_group_starts, gate
 from kvcat.types import Float, Int, Tensor
 
 
@@ -61,13 +61,12 @@ class _Pass:
     def __init__(
         self,
         owner: "MaskedPass",
-        num_dense: int,
-        num_masked: int,
+        num_sequences: int,
         prefix_len: int | None,
         seeds: dict[int, list[int]],
         per_sequence: bool,
     ):
-        self.owner, self.num_dense, self.num_masked, self.prefix_len = owner, num_dense, num_masked, prefix_len
+        self.owner, self.num_sequences, self.prefix_len = owner, num_sequences, prefix_len
         self.seeds, self.per_sequence = seeds, per_sequence
         self.gates: dict[int, SlotGate] = {}
         self.scores: dict[int, Tensor] = {}
@@ -89,8 +88,7 @@ class MaskedPass(nn.Module):
     followed by its suffix once more, at the same positions, which sees the kept slots of the prefix and all of its own,
     as a compact cache will be used. The prefix is computed once for both passes.
 
-    The module's parameters are the policies', not the model's. Where ``keep_ratio`` is set, the slots with the highest
-    scores are kept in that share, whatever the threshold: training with a budget that changes from step to step.
+    The module's parameters are the policies', not the model's.
 
     Args:
         model: a causal LM; it is switched to kvcat's attention and gets hooks until ``close``.
@@ -121,7 +119,6 @@ class MaskedPass(nn.Module):
             raise InputError(f"coupling must be one of {', '.join(COUPLINGS)}, got {coupling!r}")
         enable(model)
         self.tau, self.coupling = tau, coupling
-        self.keep_ratio: float | None = None
         self.policies = nn.ModuleDict({str(start): policies[start] for start in self.group_starts})
         self._model = (model,)  # in a tuple, so that the model's parameters do not become this module's
         self._handles: list[RemovableHandle] = []
@@ -150,31 +147,27 @@ class MaskedPass(nn.Module):
         self,
         input_ids: Int[Tensor, "batch tokens"],
         generator: Randomness | None = None,
-        num_masked: int | None = None,
         prefix_len: int | None = None,
     ) -> HiddenOutput:
         """Both passes up to the final norm, for losses that apply the output head themselves.
 
         Args:
             input_ids: token ids, no padding.
-            generator: as in ``forward``, one per masked sequence where there are several.
-            num_masked: how many of the sequences, from the first, go through the masked pass; None for all.
+            generator: as in ``forward``.
             prefix_len: tokens whose slots may be hidden, from the tokens behind them, which alone go through the
                 masked pass; None masks whole sequences. With it ``masked_hidden`` are the suffixes', and ``keep`` and
                 ``scores`` the prefixes'.
 
         Raises:
-            InputError: as in ``forward``, or a prefix_len that leaves no prefix or no suffix, or only some sequences.
+            InputError: as in ``forward``, or a prefix_len that leaves no prefix or no suffix.
         """
         (model,) = self._model
-        batch, num_tokens = input_ids.shape
-        if prefix_len is not None and (num_masked is not None or not 0 < prefix_len < num_tokens):
-            raise InputError(f"prefix_len {prefix_len} must lie in 1..{num_tokens - 1} and holds for all sequences")
-        state, hidden = self._run(
-            input_ids, generator, lambda **inputs: hidden_states(model, **inputs), num_masked, prefix_len
-        )
+        num_tokens = input_ids.shape[1]
+        if prefix_len is not None and not 0 < prefix_len < num_tokens:
+            raise InputError(f"prefix_len {prefix_len} must lie in 1..{num_tokens - 1}")
+        state, hidden = self._run(input_ids, generator, lambda **inputs: hidden_states(model, **inputs), prefix_len)
         if prefix_len is None:
-            dense, masked = hidden.split([batch, len(hidden) - batch])
+            dense, masked = hidden.chunk(2)
         else:
             dense, masked = hidden.split([num_tokens, num_tokens - prefix_len], dim=1)
         return HiddenOutput(dense, masked, self._keep(state), {s: state.scores[s] for s in self.group_starts})
@@ -184,7 +177,6 @@ class MaskedPass(nn.Module):
         input_ids: Int[Tensor, "batch tokens"],
         generator: Randomness | None,
         run: Callable[..., Tensor],
-        num_masked: int | None = None,
         prefix_len: int | None = None,
     ) -> tuple[_Pass, Tensor]:
         (model,) = self._model
@@ -193,9 +185,9 @@ class MaskedPass(nn.Module):
         _refuse_reentrant(model)
         each = isinstance(generator, Sequence)
         seeds = self._draw_seeds([] if generator is None else generator if each else [generator])
-        masked = input_ids[:num_masked]
-        state = _Pass(self, len(input_ids), len(masked), prefix_len, seeds, each)
-        inputs = {"input_ids": torch.cat([input_ids, masked])} if prefix_len is None else _repeat(masked, prefix_len)
+        state = _Pass(self, len(input_ids), prefix_len, seeds, each)
+        twice = {"input_ids": torch.cat([input_ids, input_ids])}
+        inputs = twice if prefix_len is None else _repeat(input_ids, prefix_len)
         out = run(**inputs, use_cache=False, kv_gate=state)
         if sorted(state.scores) != self.group_starts:
             raise InputError(f"{type(model).__name__} is not supported: keyword arguments do not reach its layers")
@@ -241,14 +233,14 @@ class MaskedPass(nn.Module):
                 state.scores[start] = policy(queries, keys, scale=scale, window=window, generator=generator)
                 return self._gate(state.scores[start])
 
-            return AttentionGate(start, state.num_masked, decide, self.coupling, state.prefix_len)
-        read = hidden[state.num_dense :] if state.prefix_len is None else hidden[:, : state.prefix_len]
+            return AttentionGate(start, state.num_sequences, decide, self.coupling, state.prefix_len)
+        read = hidden[state.num_sequences :] if state.prefix_len is None else hidden[:, : state.prefix_len]
         scores = policy(read, generator=state.generator(start))
         state.scores[start] = scores
         return SlotGate(self._gate(scores), self.coupling, state.prefix_len)
 
     def _gate(self, scores: Float[Tensor, "batch tokens"]) -> Float[Tensor, "batch tokens"]:
-        return gate(scores, self.tau) if self.keep_ratio is None else gate_share(scores, self.keep_ratio)
+        return gate(scores, self.tau)
 
 
 class _LayerHook:

@@ -1,25 +1,24 @@
-"""Sparsification policies: which KV slots the masked pass of training sees. One file each, one row in ``POLICIES``."""
+"""Sparsification policies: which KV slots the masked pass of training sees. A policy is a file with a ``make``."""
 
+import importlib
+import pkgutil
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from kvcat.errors import InputError
-from kvcat.policies.attention_mass import AttentionMassPolicy, attention_mass, attention_mass_naive
-from kvcat.policies.base import (
+from kvcat.policies._base import (
+    PolicyOptions,
     Randomness,
     SparsificationPolicy,
     check_group_starts,
     default_group_starts,
     gate,
-    gate_share,
     kept_count,
 )
-from kvcat.policies.linear_attention import linear_attention, linear_attention_naive
+from kvcat.policies.attention import AttentionMassPolicy, attention_mass
 from kvcat.policies.random import RandomPolicy
-from kvcat.policies.router import Router
+from kvcat.policies.router import Router, linear_attention
 
 __all__ = [
     "POLICIES",
@@ -30,50 +29,20 @@ __all__ = [
     "Router",
     "SparsificationPolicy",
     "attention_mass",
-    "attention_mass_naive",
     "build_policies",
     "check_group_starts",
     "default_group_starts",
     "gate",
-    "gate_share",
     "kept_count",
     "linear_attention",
-    "linear_attention_naive",
 ]
 
-
-@dataclass(frozen=True)
-class PolicyOptions:
-    """What a factory of ``POLICIES`` may use; each policy takes what it needs.
-
-    Args:
-        hidden_size: width of the model's hidden states.
-        target: keep ratio rho aimed at, in (0, 1); the exact count of the fixed policies.
-        feature_dim: width of the router's linear attention.
-        noise: standard deviation of the noise on the router's W_P.
-        generator: source of initial weights, shared by all groups, so that each starts differently.
-    """
-
-    hidden_size: int
-    target: float
-    feature_dim: int
-    noise: float
-    generator: torch.Generator
-
-
-class PolicyFactory(Protocol):
-    """Makes the policy of one group of layers."""
-
-    def __call__(self, options: PolicyOptions, /) -> SparsificationPolicy:
-        """A new policy."""
-        ...
-
-
-POLICIES: dict[str, PolicyFactory] = {
-    "router": lambda o: Router(o.hidden_size, o.feature_dim, noise=o.noise, generator=o.generator),
-    "random": lambda o: RandomPolicy(o.target),
-    "attention": lambda o: AttentionMassPolicy(o.target),
+POLICIES = {
+    module.name: importlib.import_module(f"{__name__}.{module.name}").make
+    for module in pkgutil.iter_modules(__path__)
+    if not module.name.startswith("_")
 }
+"""What makes the policy of one group of layers from its ``PolicyOptions``, by the name of the policy's file."""
 
 
 def build_policies(

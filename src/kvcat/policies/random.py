@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 import torch
 
 from kvcat.errors import InputError
-from kvcat.policies.base import Randomness, SparsificationPolicy, check_keep_ratio, kept_count
+from kvcat.policies._base import PolicyOptions, Randomness, SparsificationPolicy, check_keep_ratio, keep_largest
 from kvcat.types import Float, Tensor
 
 
@@ -49,7 +49,10 @@ class RandomPolicy(SparsificationPolicy):
         noise = torch.cat([
             torch.rand(rows, num_tokens, generator=g, device=g.device, dtype=torch.float64) for g in sources
         ])  # fmt: skip
-        noise[:, 0] = -1.0
-        kept = noise.argsort(dim=1, stable=True)[:, : kept_count(self.keep_ratio, num_tokens)].to(hidden.device)
-        scores = hidden.new_zeros(batch, num_tokens, dtype=torch.promote_types(hidden.dtype, torch.float32))
-        return scores.scatter(1, kept, 1.0)
+        scores = keep_largest(-noise, self.keep_ratio)
+        return scores.to(hidden.device, torch.promote_types(hidden.dtype, torch.float32))
+
+
+def make(options: PolicyOptions) -> RandomPolicy:
+    """The policy with the target as its keep ratio."""
+    return RandomPolicy(options.target)

@@ -7,8 +7,7 @@ from torch import nn
 from torch.nn import functional
 
 from kvcat.errors import InputError
-from kvcat.policies.base import Randomness, SparsificationPolicy
-from kvcat.policies.linear_attention import linear_attention
+from kvcat.policies._base import PolicyOptions, Randomness, SparsificationPolicy
 from kvcat.types import Float, Tensor
 
 
@@ -80,9 +79,9 @@ class Router(SparsificationPolicy):
             h = hidden.to(dtype)
             weight, bias = self.norm.weight.to(dtype), self.norm.bias.to(dtype)
             normed = functional.layer_norm(h, self.norm.normalized_shape, weight, bias, self.norm.eps)
-            q = functional.elu(_apply(self.q_proj, normed)) + 1
-            k = functional.elu(_apply(self.k_proj, normed)) + 1
-            summary = _apply(self.o_proj, linear_attention(q, k, _apply(self.v_proj, normed)))
+            weights = torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight]).to(dtype)
+            q, k, v = functional.linear(normed, weights).chunk(3, dim=-1)
+            summary = _apply(self.o_proj, linear_attention(functional.elu(q) + 1, functional.elu(k) + 1, v))
             cosine = _cosine(_apply(self.p_proj, h), h + self.alpha.to(dtype) * summary)
             return (0.5 - 0.5 * cosine).clamp(0.0, 1.0)
 
@@ -110,3 +109,48 @@ def _projection(num_inputs: int, num_outputs: int, generator: torch.Generator) -
 
 def _apply(layer: nn.Linear, x: Float[Tensor, "batch tokens inputs"]) -> Float[Tensor, "batch tokens outputs"]:
     return functional.linear(x, layer.weight.to(x.dtype))
+
+
+def linear_attention(
+    queries: Float[Tensor, "batch tokens features"],
+    keys: Float[Tensor, "batch tokens features"],
+    values: Float[Tensor, "batch tokens channels"],
+    *,
+    chunk: int = 64,
+    eps: float = 1e-6,
+) -> Float[Tensor, "batch tokens channels"]:
+    """Weighted mean of the values so far, q_t^T S_t / (q_t^T z_t + eps).
+
+    S_t = sum_{j<=t} k_j v_j^T and z_t = sum_{j<=t} k_j.
+
+    Within a chunk the products q_t.k_j are formed, across chunks only the sums S and z are carried: memory grows as
+    tokens * chunk + tokens / chunk * features * channels.
+
+    Args:
+        queries: non-negative features phi(W_Q h).
+        keys: non-negative features phi(W_K h).
+        values: r = W_V h.
+        chunk: tokens of a chunk.
+        eps: added to the normaliser, positive.
+
+    Raises:
+        InputError: chunk below 1.
+
+    References: KV-CAT, appendix "Router parameterization"; Katharopoulos et al. 2020, arXiv:2006.16236.
+    """
+    if chunk < 1:
+        raise InputError(f"chunk must be at least 1 token, got {chunk}")
+    num_tokens = queries.shape[1]
+    chunk = min(chunk, max(num_tokens, 1))
+    padding = -num_tokens % chunk
+    q, k, v = (functional.pad(x, (0, 0, 0, padding)).unflatten(1, (-1, chunk)) for x in (queries, keys, values))
+    v = functional.pad(v, (0, 1), value=1.0)  # a channel of ones makes the normaliser
+    sums = (k.transpose(-1, -2) @ v).cumsum(1)
+    earlier = functional.pad(sums[:, :-1], (0, 0, 0, 0, 1, 0))
+    both = (q @ k.transpose(-1, -2)).tril() @ v + q @ earlier
+    return (both[..., :-1] / (both[..., -1:] + eps)).flatten(1, 2)[:, :num_tokens]
+
+
+def make(options: PolicyOptions) -> Router:
+    """The router of one group."""
+    return Router(options.hidden_size, options.feature_dim, noise=options.noise, generator=options.generator)

@@ -8,12 +8,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvcat.errors import InputError
 from kvcat.files import read_json
 
-PolicyName = Literal["router", "random", "attention", "control"]
+_POLICY_FILES = (Path(__file__).parents[1] / "policies").glob("[!_]*.py")
+if TYPE_CHECKING:
+    PolicyName = str
+else:  # a policy is a file; its name is known without importing it
+    PolicyName = Literal[(*sorted(file.stem for file in _POLICY_FILES), "control")]
 
 
 @dataclass(frozen=True)
@@ -79,8 +83,9 @@ class TrainConfig:
     """Clipping norm, of the model's gradient and of the routers' separately."""
     router_lr_multiplier: float = 10.0
     """Learning rate of the routers over the model's. Not in the paper."""
-    router_noise: float = 0.0
-    """Standard deviation of the seeded noise on W_P at the start; the paper has 0."""
+    router_noise: float = 0.05
+    """Standard deviation of the seeded noise on W_P at the start. The paper has 0, a critical point of the keep
+    probabilities, from which rounding decides the way."""
     seed: int = 0
     """Seed of data order, masks and noise."""
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -1,7 +1,8 @@
-"""What every sparsification policy is, the gate made of its scores, and the groups of layers that share a mask."""
+"""What every sparsification policy is, the gate made from its scores, and the groups of layers that share a mask."""
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
 from typing import ClassVar, Literal
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from kvcat.errors import InputError
-from kvcat.types import Float, Int, Tensor
+from kvcat.types import Float, Tensor
 
 Randomness = torch.Generator | Sequence[torch.Generator]
 """One source for all sequences of a batch, or one for each: a sequence's draw then does not depend on its batch."""
@@ -39,6 +40,25 @@ class SparsificationPolicy(nn.Module):
     learned: ClassVar[bool]
 
 
+@dataclass(frozen=True)
+class PolicyOptions:
+    """What the ``make`` of a policy's file may use.
+
+    Args:
+        hidden_size: width of the model's hidden states.
+        target: keep ratio rho aimed at, in (0, 1); the exact count of the fixed policies.
+        feature_dim: width of the router's linear attention.
+        noise: standard deviation of the noise on the router's W_P.
+        generator: source of initial weights, shared by all groups, so that each starts differently.
+    """
+
+    hidden_size: int
+    target: float
+    feature_dim: int
+    noise: float
+    generator: torch.Generator
+
+
 def gate(scores: Float[Tensor, "batch tokens"], tau: float = 0.5) -> Float[Tensor, "batch tokens"]:
     """The mask m_t = 1[p_t > tau], exactly 0 or 1, with position 0 always 1 and dm/dp = 1 (straight through).
 
@@ -59,32 +79,6 @@ def gate(scores: Float[Tensor, "batch tokens"], tau: float = 0.5) -> Float[Tenso
     return torch.cat([torch.ones_like(hard[:, :1]), hard[:, 1:]], dim=1)
 
 
-def gate_share(scores: Float[Tensor, "batch tokens"], keep_ratio: float) -> Float[Tensor, "batch tokens"]:
-    """The mask that keeps the share of slots with the highest scores, position 0 among them; gradient as in ``gate``.
-
-    The count is ``kept_count(keep_ratio, tokens)``. Equal scores are kept in an order that looks random and is always
-    the same (by the bits of the position, reversed), so that no part of the text is preferred.
-
-    Args:
-        scores: keep probabilities p, in [0, 1].
-        keep_ratio: share kept, in (0, 1].
-    """
-    num_tokens = scores.shape[1]
-    ranked = scores.detach().clone()
-    ranked[:, 0] = 2.0
-    order = _spread(num_tokens).to(scores.device)
-    best = ranked[:, order].argsort(dim=1, descending=True, stable=True)[:, : kept_count(keep_ratio, num_tokens)]
-    hard = torch.zeros_like(ranked).scatter(1, order[best], 1.0) + (scores - scores.detach())
-    return torch.cat([torch.ones_like(hard[:, :1]), hard[:, 1:]], dim=1)
-
-
-def _spread(count: int) -> Int[Tensor, " tokens"]:
-    """0..count-1 in van der Corput's order."""
-    bits = max(1, (count - 1).bit_length())
-    reversed_bits = [int(format(i, f"0{bits}b")[::-1], 2) for i in range(1 << bits)]
-    return torch.tensor([i for i in reversed_bits if i < count])
-
-
 def kept_count(keep_ratio: float, num_tokens: int) -> int:
     """Number of slots that an exact-count policy keeps: keep_ratio * num_tokens, halves up, position 0 included.
 
@@ -96,6 +90,14 @@ def kept_count(keep_ratio: float, num_tokens: int) -> int:
     """
     exact = Fraction(repr(float(keep_ratio))) * num_tokens
     return max(1, math.floor(exact + Fraction(1, 2)))
+
+
+def keep_largest(values: Float[Tensor, "batch tokens"], keep_ratio: float) -> Float[Tensor, "batch tokens"]:
+    """1 for position 0 and the largest values, ``kept_count`` in all, 0 for the rest; ties go to lower positions."""
+    values = values.clone()
+    values[:, 0] = torch.inf
+    order = values.argsort(dim=1, descending=True, stable=True)
+    return torch.zeros_like(values).scatter(1, order[:, : kept_count(keep_ratio, values.shape[1])], 1.0)
 
 
 def check_keep_ratio(keep_ratio: float) -> float:

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 import torch
 
 from kvcat.errors import InputError
-from kvcat.policies.base import Randomness, SparsificationPolicy, check_keep_ratio, kept_count
+from kvcat.policies._base import PolicyOptions, Randomness, SparsificationPolicy, check_keep_ratio, keep_largest
 from kvcat.types import Float, Tensor
 
 
@@ -54,10 +54,7 @@ class AttentionMassPolicy(SparsificationPolicy):
             generator: not used, the policy is deterministic.
         """
         mass = attention_mass(queries, keys, scale=scale, window=window, query_chunk=self.query_chunk)
-        num_tokens = mass.shape[1]
-        mass[:, 0] = torch.inf
-        order = mass.argsort(dim=1, descending=True, stable=True)
-        return torch.zeros_like(mass).scatter(1, order[:, : kept_count(self.keep_ratio, num_tokens)], 1.0)
+        return keep_largest(mass, self.keep_ratio)
 
 
 def attention_mass(
@@ -97,20 +94,6 @@ def attention_mass(
     return mass
 
 
-def attention_mass_naive(
-    queries: Float[Tensor, "batch heads tokens head_dim"],
-    keys: Float[Tensor, "batch kv_heads tokens head_dim"],
-    *,
-    scale: float,
-    window: int | None = None,
-) -> Float[Tensor, "batch tokens"]:
-    """The same as ``attention_mass``, query by query and head by head: the oracle of its tests."""
-    batch, heads, num_tokens, _ = queries.shape
-    mass = torch.zeros(batch, num_tokens, dtype=queries.dtype)
-    for b in range(batch):
-        for head in range(heads):
-            k = keys[b, head * keys.shape[1] // heads]
-            for t in range(num_tokens):
-                first = 0 if window is None else max(0, t - window + 1)
-                mass[b, first : t + 1] += ((k[first : t + 1] @ queries[b, head, t]) * scale).softmax(0)
-    return mass
+def make(options: PolicyOptions) -> AttentionMassPolicy:
+    """The policy with the target as its keep ratio."""
+    return AttentionMassPolicy(options.target)
