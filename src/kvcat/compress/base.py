@@ -45,7 +45,7 @@ class Compressor(ABC):
         slots = slots_for(trace.prefix_len, keep_ratio, num_slots)
         return trace.dense_cache() if slots >= trace.num_slots else next(self.compress(trace, [slots]))
 
-    def each(self, trace: Trace, keep_ratios: Sequence[float]) -> Iterator[CompactCache]:
+    def each(self, trace: Trace, keep_ratios: Sequence[float | int]) -> Iterator[CompactCache]:
         """The compact caches of several keep ratios, in their order, with the work that they share done once.
 
         Args:

@@ -1,0 +1,236 @@
+"""Attention Matching: what it keeps, what it fits and what it promises."""
+
+import argparse
+import difflib
+import inspect
+
+import numpy as np
+import pytest
+import torch
+from structured_heads import plain_error, structured_head
+
+from kvcat.compress import (
+    AttentionMatching,
+    Eviction,
+    fit_log_bias,
+    fit_values,
+    split_supervision,
+    supervised_kl,
+    trace,
+)
+from kvcat.compress import heads as heads_module
+from kvcat.compress.heads import HeadBatch, dense_attention, draw_queries, head_groups, load_heads
+from kvcat.compress.matching_pursuit import pursue
+from kvcat.compress.methods.attention_matching import match_attention
+from kvcat.compress.queries import fitted_queries
+from kvcat.errors import InputError
+from kvcat.models import load
+
+
+def loaded(found, own_weight=0.0):
+    """All heads of a trace whose heads are of one shape."""
+    fitted = fitted_queries(found, own_weight, by_share=True)
+    (group,) = head_groups(found, fitted)
+    return load_heads(found, fitted, group)
+
+
+def output_error(batch, slots, values, log_bias):
+    """Weighted squared error of the attention outputs, in the most direct way."""
+    scores = (batch.queries @ batch.keys.mT).double()
+    kept = scores.gather(2, slots.unsqueeze(1).expand(-1, scores.shape[1], -1)) + log_bias.unsqueeze(1)
+    error = kept.softmax(-1) @ values.double() - scores.softmax(-1) @ batch.values.double()
+    return (error * batch.weights.unsqueeze(-1)).square().sum((1, 2))
+
+
+def test_presets_are_their_options_spelled_out():
+    paper = AttentionMatching(num_queries=256, num_iters=2, ridge=1e-4, own_weight=0.0)
+    assert AttentionMatching.paper() == AttentionMatching("paper") == AttentionMatching(preset="paper") == paper
+    assert AttentionMatching.paper(num_queries=None) == AttentionMatching("paper", num_queries=None) != paper
+    stable = AttentionMatching(
+        selection="rms", num_queries=None, num_iters=None, ridge=1e-2, own_weight=1.0, log_bias=True, budgets="equal"
+    )
+    assert AttentionMatching() == AttentionMatching("stable") == stable
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"preset": "fast"}, {"selection": "mean"}, {"num_queries": 0}, {"ridge": -1.0}, {"num_iters": -2},
+        {"budgets": "fair"}, {"own_weight": -0.1}, {"own_weight": float("nan")}, {"on_policy": True},
+    ],
+)  # fmt: skip
+def test_options_that_it_cannot_take_are_refused(options):
+    with pytest.raises(InputError, match=next(iter(options))):
+        AttentionMatching(**options)
+
+
+def test_both_forms_are_the_public_solvers_one_head_at_a_time(traced):
+    """The paper's from its formulas; the stable one from weighted relative masses, pulled to the kept slots."""
+    batch = loaded(traced)
+    dense = dense_attention(batch)
+    for num_iters, ridge in ((2, 1e-4), (None, 1e-2)):
+        slots, values, log_bias = match_attention(batch, dense, 9, num_iters=num_iters, ridge=ridge)
+        for head in range(len(slots)):
+            queries, keys, own = batch.queries[head], batch.keys[head, slots[head]], batch.values[head, slots[head]]
+            weight = batch.weights[head]
+            kept, every = queries @ keys.mT, queries @ batch.keys[head].mT
+            if num_iters is None:
+                whole = every.logsumexp(-1, keepdim=True)
+                expected = fit_log_bias(kept, whole, pull=0.1, weights=weight)
+            else:
+                expected = fit_log_bias(kept, every, num_iters=2, weights=weight)
+            assert torch.allclose(log_bias[head], expected, atol=2e-2 if num_iters else 1e-3)
+            attention = (kept + log_bias[head]).softmax(-1) * weight.unsqueeze(-1)
+            outputs = every.softmax(-1) @ batch.values[head] * weight.unsqueeze(-1)
+            towards = own if num_iters is None else torch.zeros_like(own)
+            assert torch.allclose(
+                values[head], fit_values(attention, outputs, ridge=ridge, towards=towards), atol=1e-2, rtol=1e-2
+            )
+
+
+def test_the_kept_keys_are_those_of_the_largest_rms_attention(traced):
+    cache = AttentionMatching("paper", num_queries=None)(traced, num_slots=6)
+    for index in range(2):
+        queries = traced.queries[index].unflatten(1, (2, 2)).flatten(2, 3)
+        weights = (queries @ traced.keys[index].mT * traced.scales[index]).softmax(-1)
+        kept = weights.square().mean(2).sqrt().topk(6).indices.sort(-1).values
+        assert torch.equal(cache.layers[index].positions, kept)
+        expected = traced.keys[index].gather(2, kept.unsqueeze(-1).expand(-1, -1, -1, 8))
+        assert torch.equal(cache.layers[index].keys, expected)
+
+
+def test_dropping_copies_of_a_token_loses_nothing_while_one_of_each_is_kept():
+    draw = torch.Generator().manual_seed(0)
+    keys, values = (torch.randn(1, 6, 8, generator=draw).repeat_interleave(5, 1) for _ in range(2))
+    batch = HeadBatch(torch.randn(1, 50, 8, generator=draw), torch.ones(1, 50), keys, values)
+    # without a pull in the way the five copies' mass is exact
+    fit = match_attention(batch, dense_attention(batch), 26, num_iters=2, ridge=1e-6)
+    assert output_error(batch, *fit).item() < 1e-3
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_stable_fit_improves_with_every_slot_count_and_beats_eviction_of_the_same_keys(seed):
+    batch = structured_head(seed=seed)
+    dense, errors = dense_attention(batch), []
+    for num_slots in (8, 16, 32, 64, 128):
+        fit = match_attention(batch, dense, num_slots)
+        errors.append(output_error(batch, *fit).item())
+        assert errors[-1] <= 1.0001 * plain_error(batch, dense, fit[0]).item()
+    assert errors == sorted(errors, reverse=True)
+
+
+def test_a_head_that_the_fit_would_leave_worse_than_eviction_is_fitted_without_log_bias(traced):
+    batch = loaded(traced, 1.0)
+    dense, guarded = dense_attention(batch), 0
+    for num_slots, ridge in [(2, 1.0), (10, 10.0), (24, 1.0), (40, 1.0), (47, 1.0), (47, 10.0)]:
+        slots, values, log_bias = match_attention(batch, dense, num_slots, ridge=ridge)
+        guarded += (log_bias == 0).all(-1).sum().item()
+        own = batch.values.gather(1, slots.unsqueeze(-1).expand(-1, -1, 8))
+        plain = output_error(batch, slots, own, torch.zeros_like(log_bias))
+        assert (output_error(batch, slots, values, log_bias) <= 1.0001 * plain + 1e-6).all()
+    assert guarded > 0
+
+
+@pytest.mark.parametrize("selection", ["rms", "omp"])
+@pytest.mark.parametrize("log_bias", [True, False])
+def test_a_query_of_weight_root_two_counts_as_that_query_twice(selection, log_bias):
+    head = structured_head(prefix=60, queries=50, dim=8)
+    weights = torch.ones(1, 50).double()
+    weights[:, 10:20] = 2**0.5
+    queries, keys, values = (x.double() for x in (head.queries, head.keys, head.values))
+    weighted = HeadBatch(queries, weights, keys, values)
+    twice = HeadBatch(torch.cat([queries, queries[:, 10:20]], 1), torch.ones(1, 60).double(), keys, values)
+    fits = [
+        match_attention(b, dense_attention(b), 12, selection=selection, log_bias=log_bias) for b in (weighted, twice)
+    ]
+    for left, right in zip(*fits, strict=True):
+        assert torch.allclose(left, right, atol=1e-4)
+
+
+def test_small_batches_and_chunks_of_queries_change_nothing(traced, monkeypatch):
+    whole = AttentionMatching()(traced, num_slots=9)
+    monkeypatch.setattr(heads_module, "_BATCH_ELEMENTS", 48 * 10)
+    pieces = AttentionMatching()(traced, num_slots=9)
+    for left, right in zip(whole.layers, pieces.layers, strict=True):
+        assert torch.equal(left.keys, right.keys)
+        assert torch.allclose(left.log_bias, right.log_bias, atol=1e-3)
+        assert torch.allclose(left.values, right.values, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("options", [{}, {"budgets": "adaptive"}, {"preset": "paper", "num_queries": 20}], ids=str)
+def test_caches_of_several_keep_ratios_are_those_of_single_calls(traced, options):
+    method, ratios = AttentionMatching(**options), [0.3, 1, 0.1]
+    for ratio, cache in zip(ratios, method.each(traced, ratios), strict=True):
+        alone = method(traced, keep_ratio=ratio)
+        assert cache.metadata == alone.metadata
+        for left, right in zip(cache.layers, alone.layers, strict=True):
+            assert all(torch.allclose(x, right.tensors()[name], atol=1e-6) for name, x in left.tensors().items())
+
+
+@pytest.mark.parametrize("options", [{}, {"budgets": "adaptive"}], ids=str)
+def test_slots_tell_the_positions_of_their_tokens(traced, options):
+    cache = AttentionMatching(**options)(traced, num_slots=6)
+    for index, layer in enumerate(cache.layers):
+        counts = layer.counts.flatten().tolist()
+        keys, positions = (part.reshape(sum(counts), -1).split(counts) for part in (layer.keys, layer.positions))
+        for head, (kept, at) in enumerate(zip(keys, positions, strict=True)):
+            assert torch.equal(kept, traced.keys[index].flatten(0, 1)[head][at[:, 0]])
+
+
+def test_queries_are_drawn_without_replacement_and_at_most_as_many_as_there_are(traced):
+    fitted = fitted_queries(traced, 0.0, by_share=False)
+    drawn, other = (draw_queries(traced, fitted, 20, seed=seed) for seed in (0, 1))
+    assert {len(set(rows.tolist())) for rows in drawn.values()} == {20}
+    assert {len(rows) for rows in draw_queries(traced, fitted, 999, seed=0).values()} == {32}
+    assert any(not torch.equal(drawn[head], other[head]) for head in drawn)
+    assert AttentionMatching.paper().draws
+    assert not AttentionMatching().draws
+
+
+def test_matching_pursuit_is_the_naive_one():
+    """One atom after the other in Python, four between two fits, weights by projected gradient steps."""
+    batch = structured_head(prefix=40, queries=30, dim=8)
+    atoms = (batch.scores() - dense_attention(batch).log_mass.unsqueeze(-1)).exp().double()
+    found = pursue(atoms, 12, bounds=(-3.0, 3.0))
+    table, chosen, left = atoms[0].numpy(), [], atoms[0].sum(-1).numpy()
+    for _ in range(3):
+        gains = left @ table
+        gains[chosen] = -np.inf
+        chosen += list(np.argsort(-gains)[:4])
+        part, weights = table[:, chosen], np.ones(len(chosen))
+        for _ in range(20_000):
+            slope = part.T @ (part @ weights - table.sum(1))
+            weights = np.clip(weights - slope / np.linalg.norm(part, 2) ** 2, np.exp(-3), np.exp(3))
+        left = table.sum(1) - part @ weights
+    assert found[0].tolist() == sorted(chosen)
+
+
+def test_a_prefix_that_supervises_itself_in_place_sees_no_later_key(model, windows):
+    found = trace(model, windows[:1, :20], supervision="self")
+    fitted = fitted_queries(found, 0.0, by_share=True)
+    batch = load_heads(found, fitted, head_groups(found, fitted)[0])
+    scores = batch.scores()
+    assert torch.equal(scores[0] > -torch.inf, torch.ones(20, 20).tril().bool().repeat(2, 1))
+    with torch.no_grad():
+        eager = type(model)._from_config(model.config, attn_implementation="eager")
+        eager.load_state_dict(model.state_dict())
+        attention = eager(windows[:1, :20], output_attentions=True).attentions
+    assert torch.allclose(scores[2].softmax(-1).view(2, 20, 20), attention[1][0, :2], atol=1e-5)
+    for options in ({"own_weight": 0.0}, {"preset": "paper"}):
+        cache = AttentionMatching(**options)(found, num_slots=4)
+        assert all(x.isfinite().all() for layer in cache.layers for x in layer.tensors().values())
+
+
+def test_on_a_real_model_what_is_fitted_to_few_queries_serves_others_better_than_eviction():
+    model, tokenizer = load("kvcat-base")
+    texts = [inspect.getsource(module) for module in (argparse, difflib, inspect)]
+    ids = torch.tensor([tokenizer.encode(text, verbose=False)[2000:2768] for text in texts])
+    fitted, judge = split_supervision(trace(model, ids, 512), 0.5)
+
+    def held_out(method):
+        return supervised_kl(judge, method(fitted, keep_ratio=0.4)).mean().item()
+
+    alone, stable = held_out(AttentionMatching(own_weight=0.0)), held_out(AttentionMatching())
+    assert alone < 0.8 * held_out(AttentionMatching.paper(num_queries=None, ridge=1e-6))
+    assert stable < 0.5 * held_out(Eviction("streaming"))
+    assert stable < alone

@@ -1,0 +1,81 @@
+"""Unequal budgets: error curves from one pass, and slots shared out by them."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from structured_heads import structured_head
+
+from kvcat.compress.budgets import RIDGE, allocate, error_curves, share_out, slot_sizes
+from kvcat.compress.heads import dense_attention
+
+
+def test_a_curve_is_the_ridge_regression_on_the_dense_weights_of_the_first_slots():
+    batch = structured_head(prefix=40, queries=60, dim=8)
+    dense = dense_attention(batch)
+    (curve,) = error_curves(batch, dense, 30)
+    weights = (batch.queries[0] @ batch.keys[0].mT).softmax(-1).double()
+    order = weights.square().sum(0).argsort(descending=True)
+    outputs = weights @ batch.values[0].double()
+    shift = RIDGE * torch.linalg.matrix_norm(weights[:, order[:30]], 2).square()
+    for count in (1, 7, 30):
+        kept, own = weights[:, order[:count]], batch.values[0, order[:count]].double()
+        gram = kept.mT @ kept + shift * torch.eye(count)
+        values = own + torch.linalg.solve(gram, kept.mT @ (outputs - kept @ own))
+        expected = (kept @ values - outputs).square().sum() + shift * (values - own).square().sum()
+        assert torch.allclose(curve[count - 1], expected, rtol=1e-3)
+    assert (curve.diff() <= 1e-6 * curve[0]).all()
+
+
+def test_sizes_run_from_an_eighth_of_the_average_to_four_times_it():
+    assert slot_sizes(16, 1000) == [2, 4, 8, 12, 16, 24, 32, 48, 64]
+    assert slot_sizes(1, 1000) == [1, 2, 3, 4]
+    assert slot_sizes(16, 20) == [2, 4, 8, 12, 16, 20]
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 999), heads=st.integers(1, 4))
+def test_what_is_shared_out_is_close_to_the_best_choice_and_never_worse_than_equal_sizes(seed, heads):
+    draw = torch.Generator().manual_seed(seed)
+    sizes = [1, 2, 4, 8]
+    costs = torch.tensor(sizes).unsqueeze(1).expand(-1, heads)
+    errors = torch.rand(4, heads, generator=draw).cumsum(0).flip(0)
+    for total in range(heads, 8 * heads + 1):
+        chosen = allocate(costs, errors, total).tolist()
+        spent = sum(sizes[i] for i in chosen)
+        assert spent <= total
+        found = sum(errors[i, h].item() for h, i in enumerate(chosen))
+        choices = itertools.product(range(4), repeat=heads)
+        best = {}
+        for choice in choices:
+            cost, error = sum(sizes[i] for i in choice), sum(errors[i, h].item() for h, i in enumerate(choice))
+            best[cost] = min(error, best.get(cost, error))
+        # the greedy choice is at least that of the largest step fewer
+        assert found <= min(error for cost, error in best.items() if cost <= max(heads, total - 7)) + 1e-6
+        equal = max(i for i in range(4) if sizes[i] * heads <= total)
+        assert found <= errors[equal].sum().item() + 1e-6
+
+
+def test_a_head_with_a_steep_curve_gets_more_and_a_head_cannot_get_more_than_it_has():
+    flat, steep = torch.full((40,), 1.0), 10 / torch.arange(1, 41)
+    curves = {(0, 0, 0): flat, (0, 0, 1): steep, (1, 0, 0): flat, (1, 0, 1): steep}
+    plan = share_out(curves, 10, 40, by_layer=False)
+    assert plan[0, 0, 1] > 10 > plan[0, 0, 0]
+    assert sum(plan.values()) <= 40
+    short = share_out({**curves, (0, 0, 1): steep[:12]}, 10, 40, by_layer=False)
+    assert short[0, 0, 1] <= 12
+
+
+@pytest.mark.parametrize("examples", [1, 2])
+def test_by_layer_the_heads_of_a_layer_get_equally_many_in_every_example(examples):
+    curve = 1 / torch.arange(1.0, 41)
+    curves = {
+        (layer, example, head): curve * (1 + 5 * layer + head) for layer in range(3) for example in range(examples)
+        for head in range(2)
+    }  # fmt: skip
+    plan = share_out(curves, 8, 40, by_layer=True)
+    for layer, example in itertools.product(range(3), range(examples)):
+        assert plan[layer, example, 0] == plan[layer, example, 1]
+    assert plan[2, 0, 0] > plan[0, 0, 0]

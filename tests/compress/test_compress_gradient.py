@@ -1,0 +1,289 @@
+"""Gradient-based caches: steps, starts, snapshots, one cache for many suffixes, resume."""
+
+import dataclasses
+
+import pytest
+import torch
+from structured_heads import positions_of
+from transformers import DynamicCache
+
+from kvcat.cache import CompactCache, CompactLayer
+from kvcat.compress import (
+    SNAPSHOT_STEPS,
+    AttentionMatching,
+    Eviction,
+    GradientCompression,
+    Reconstruction,
+    compare,
+    trace,
+)
+from kvcat.compress.slot_training import joined
+from kvcat.errors import InputError
+
+
+def slots_of(cache):
+    return [tensor for layer in cache.layers for name, tensor in layer.tensors().items() if name != "positions"]
+
+
+def distance(left, right):
+    return max((a - b).abs().max().item() for a, b in zip(slots_of(left), slots_of(right), strict=True))
+
+
+def naive_loop(model, prefix_len, rows, start, steps, *, lr=1e-2, rate=lambda step: 1.0):
+    """One cache for all rows of token ids: full logits, torch's own clipping, the stock cache and loss."""
+    teachers = [model(ids[None]).logits[0, prefix_len:].detach().log_softmax(-1) for ids in rows]
+    leaves = [x.clone().requires_grad_(True) for layer in start for x in (layer.keys, layer.values)]
+    optimizer = torch.optim.AdamW(leaves, lr=lr, weight_decay=0.0)
+    for step in range(steps):
+        total = 0.0
+        for ids, dense in zip(rows, teachers, strict=True):
+            past, new = DynamicCache(), len(ids) - prefix_len
+            for index in range(len(start)):
+                past.update(leaves[2 * index], leaves[2 * index + 1], index)
+            slots = leaves[0].shape[2]
+            mask = torch.cat([torch.ones(new, slots), torch.ones(new, new).tril()], 1).bool()[None, None]
+            at = torch.arange(prefix_len, len(ids))[None]
+            logits = model(ids[None, prefix_len:], past_key_values=past, position_ids=at, attention_mask=mask).logits
+            total = total + (dense.exp() * (dense - logits[0].log_softmax(-1))).sum()
+        optimizer.zero_grad()
+        (total / sum(len(dense) for dense in teachers)).backward()
+        torch.nn.utils.clip_grad_norm_(leaves, 1.0)
+        optimizer.param_groups[0]["lr"] = lr * rate(step)
+        optimizer.step()
+    found = [x.detach() for x in leaves]
+    return CompactCache([CompactLayer(*pair) for pair in zip(found[::2], found[1::2], strict=True)], prefix_len, "")
+
+
+@pytest.fixture(scope="module")
+def double(make_model):
+    return make_model(torch.float64)
+
+
+@pytest.fixture(scope="module")
+def rows(windows):
+    """Three windows of one prefix of 48 tokens."""
+    return torch.cat([windows[:1, :48].expand(3, -1), windows[:, 48:]], 1)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rate"),
+    [("constant", lambda step: 1.0), ("cosine", lambda step: [1, 0.8535533906, 0.5, 0.1464466094][step])],
+)
+def test_steps_are_those_of_the_naive_loop(double, windows, schedule, rate):
+    found = trace(double, windows[:1], 48)
+    # a large learning rate makes gradients whose norm is clipped
+    method = GradientCompression(num_steps=4, init="random", schedule=schedule, lr=0.05)
+    start = GradientCompression(num_steps=0, init="random")(found, num_slots=5)
+    naive = naive_loop(double, 48, windows[:1], start.layers, 4, lr=0.05, rate=rate)
+    cache = method(found, num_slots=5)
+    assert distance(cache, start) > 5e-3
+    assert distance(cache, naive) < 1e-7
+    lean = dataclasses.replace(method, activation_checkpointing=True)
+    assert distance(lean(found, num_slots=5), cache) < 1e-12
+
+
+def test_snapshots_come_at_their_steps_and_the_loss_falls(traced):
+    seen = {}
+    for step, cache in GradientCompression(num_steps=12, lr=0.05).snapshots(traced, num_slots=6):
+        seen[step] = compare(traced, cache).kl
+    assert list(seen) == [step for step in SNAPSHOT_STEPS if step <= 10] + [12]
+    assert (seen[12] < seen[5]).all()
+    assert (seen[5] < seen[0]).all()
+
+
+def test_starts_are_the_caches_of_the_methods_they_name(traced):
+    cache = AttentionMatching("paper")(traced, num_slots=6)
+    for init, expected in [
+        ("first", Eviction("first")(traced, num_slots=6)),
+        ("snapkv,window=4", Eviction("snapkv", window=4)(traced, num_slots=6)),
+        ("attention-matching,preset=paper", cache),
+        (cache, cache),
+    ]:
+        assert distance(GradientCompression(num_steps=0, init=init)(traced, num_slots=6), expected) == 0
+    drawn = GradientCompression(num_steps=0, init="random")(traced, num_slots=6)
+    at = [positions_of(layer.keys, keys) for layer, keys in zip(drawn.layers, traced.keys, strict=True)]
+    assert all(torch.equal(head, at[0][:, 0]) for layer in at for head in layer.unbind(1))
+    assert GradientCompression(init="random").draws
+    assert not GradientCompression().draws
+
+
+def test_a_frozen_first_slot_stays(traced):
+    method = GradientCompression(num_steps=2, freeze_first_slot=True)
+    (_, start), _, (_, end) = method.snapshots(traced, num_slots=6)
+    for before, after in zip(start.layers, end.layers, strict=True):
+        assert torch.equal(before.values[:, :, 0], after.values[:, :, 0])
+        assert not torch.equal(before.values[:, :, 1], after.values[:, :, 1])
+
+
+def test_unequal_slots_and_their_log_bias_are_trained_and_none_is_added(model, windows):
+    found = trace(model, windows, 48)
+    start = AttentionMatching(budgets="adaptive")(found, num_slots=6)
+    cache = GradientCompression(num_steps=4, lr=0.02, init=start)(found, num_slots=6)
+    assert [layer.counts.tolist() for layer in cache.layers] == [layer.counts.tolist() for layer in start.layers]
+    assert all(x.isfinite().all() for x in slots_of(cache))
+    assert any((a.log_bias != b.log_bias).any() for a, b in zip(cache.layers, start.layers, strict=True))
+    assert compare(found, cache).kl.mean() < compare(found, start).kl.mean()
+    for row in range(3):
+        alone = GradientCompression(num_steps=4, lr=0.02, init=start.select([row]))
+        assert distance(cache.select([row]), alone(trace(model, windows[row : row + 1], 48), num_slots=6)) < 1e-3
+
+
+def test_only_the_second_copy_of_a_reconstruction_supervises(model, windows):
+    late, early = (trace(model, Reconstruction(windows[:1], 20, start)) for start in (44, 20))
+    assert late.queries[0].shape[2] == 20
+    assert distance(*(GradientCompression(num_steps=2)(found, num_slots=5) for found in (late, early))) > 1e-3
+
+
+def test_a_shared_cache_is_the_naive_loop_over_all_suffixes(double, rows):
+    short = rows[1:2, :55]
+    found = [trace(double, rows[[0, 2]], 48), trace(double, short, 48)]
+    told = []
+    cache = GradientCompression(num_steps=3).shared(found, num_slots=5, on_step=lambda _, kl: told.append(kl))
+    start = GradientCompression(num_steps=0).shared(found, num_slots=5)
+    naive = naive_loop(double, 48, [rows[0], rows[2], short[0]], start.layers, 3)
+    assert (cache.batch_size, cache.num_slots, cache.num_tokens) == (1, 5, 48)
+    assert distance(cache, naive) < 1e-8 < distance(cache, start)
+    sums = [compare(t, start).kl.sum().item() * t.suffix_ids.shape[1] for t in found]
+    assert told[0] == pytest.approx(sum(sums) / (2 * 16 + 7), rel=1e-6)
+
+
+def test_sharing_one_suffix_is_the_plain_call_and_keeping_everything_the_dense_cache(model, rows):
+    one, method = trace(model, rows[:1], 48), GradientCompression(num_steps=4)
+    assert distance(method.shared([one], num_slots=5), method(one, num_slots=5)) == 0
+    whole = method.shared([trace(model, rows, 48)], keep_ratio=1)
+    assert (whole.batch_size, whole.num_slots) == (1, 48)
+
+
+def test_a_shared_start_sees_the_queries_of_all_rows(model, rows):
+    found = [trace(model, rows[:2], 48), trace(model, rows[2:, :52], 48)]
+    merged = joined(found)
+    assert merged.queries[0].shape == (1, 4, 36, 8)
+    for head in range(4):
+        own = [t.queries[1][row, head] for t in found for row in range(t.batch_size)]
+        assert torch.equal(merged.queries[1][0, head], torch.cat(own))
+    start = GradientCompression(num_steps=0, init="attention-matching").shared(found, num_slots=5)
+    assert distance(start, AttentionMatching()(merged, num_slots=5)) == 0
+
+
+def test_traces_that_share_no_prefix_are_refused(make_model, model, rows, windows):
+    method, found = GradientCompression(num_steps=1), trace(model, rows, 48)
+    for other in [trace(model, windows, 48), trace(model, rows, 40), trace(make_model(rms_norm_eps=1e-2), rows, 48)]:
+        with pytest.raises(InputError, match="one prefix only: these 2 traces have several models or prefixes"):
+            method.shared([found, other], num_slots=5)
+    with pytest.raises(InputError, match="no trace to train a shared cache on"):
+        method.shared([], num_slots=5)
+    with pytest.raises(InputError, match="use AttentionMatching"):
+        method(trace(model, rows, 48, supervision="self"), num_slots=5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_steps": -1}, "num_steps"), ({"lr": 0.0}, "lr"), ({"init": "last"}, "init"), ({"schedule": "warm"}, "sch"),
+        ({"init": "random,seed=2"}, "has no option 'seed'"), ({"init": "snapkv,seed=2"}, "init snapkv has no option"),
+        ({"init": "attention-matching,ridge=0.0"}, "ridge"),
+    ],
+)  # fmt: skip
+def test_options_that_it_cannot_take_are_refused(options, message):
+    with pytest.raises(InputError, match=message):
+        GradientCompression(**options)
+
+
+def test_starts_that_do_not_fit_are_refused(make_model, windows, traced):
+    other = trace(make_model(rms_norm_eps=1e-2), windows, 48)
+    uneven = AttentionMatching(budgets="adaptive")(traced, num_slots=9)
+    for init, message in [
+        (Eviction("first")(traced, num_slots=4), "init has 4 slots, 5 are wanted"),
+        (uneven, "slots, 5 are wanted"),
+        (Eviction("first")(traced, num_slots=5).select([0, 1]), "init has 2 examples, the trace 3"),
+        (Eviction("first")(other, num_slots=5), "init is a cache of 48 tokens and model"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            GradientCompression(init=init)(traced, num_slots=5)
+
+
+class KilledError(Exception):
+    pass
+
+
+def killed_at(last):
+    def on_step(step, kl):
+        if step == last:
+            raise KilledError
+
+    return on_step
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"init": "random", "schedule": "cosine", "freeze_first_slot": True},
+        {"init": "attention-matching,budgets=adaptive"},
+    ],
+    ids=["schedule", "ragged"],
+)
+@pytest.mark.parametrize("last", [1, 4])
+def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(traced, tmp_path, options, last):
+    method, path = GradientCompression(num_steps=5, **options), tmp_path / "state"
+    whole = method(traced, num_slots=5)
+    with pytest.raises(KilledError):
+        method(traced, num_slots=5, resume=path, save_every=2, on_step=killed_at(last))
+    steps = []
+    lean = dataclasses.replace(method, activation_checkpointing=last == 4)
+    resumed = lean(traced, num_slots=5, resume=path, save_every=2, on_step=lambda step, kl: steps.append(step))
+    assert distance(resumed, whole) == 0
+    assert steps[0] == last // 2 * 2 + 1
+    assert distance(method(traced, num_slots=5, resume=path), whole) == 0
+
+
+def test_a_shared_run_and_one_in_half_precision_resume_too(make_model, windows, tmp_path):
+    found = trace(make_model(torch.bfloat16), windows[:1], 48)
+    method = GradientCompression(num_steps=4, lr=1e-4)
+    for name, make in (("one", lambda **o: method(found, num_slots=5, **o)),
+                       ("shared", lambda **o: method.shared([found, found], num_slots=5, **o))):  # fmt: skip
+        with pytest.raises(KilledError):
+            make(resume=tmp_path / name, save_every=1, on_step=killed_at(3))
+        assert distance(make(resume=tmp_path / name), make()) == 0
+
+
+def test_the_state_of_another_run_is_refused_in_one_line(model, windows, traced, tmp_path):
+    path, method = tmp_path / "state", GradientCompression(num_steps=1)
+    method(traced, num_slots=5, resume=path)
+    before = path.read_bytes()
+    for change, message in [
+        ({"lr": 0.5}, "its lr is 0.01, here it is 0.5"),
+        ({"init": "random"}, "its init is first, here it is random"),
+        ({"init": AttentionMatching()(traced, num_slots=5)}, "its init is first, here it is cache [0-9a-f]{16}$"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            dataclasses.replace(method, **change)(traced, num_slots=5, resume=path)
+    with pytest.raises(InputError, match="its num_slots is 5, here it is 6"):
+        method(traced, num_slots=6, resume=path)
+    with pytest.raises(InputError, match=r"its tokens is .*, here it is"):
+        method(trace(model, windows.flip(0), 48), num_slots=5, resume=path)
+    assert path.read_bytes() == before
+
+
+def test_damaged_foreign_and_unwritable_states_are_refused(traced, tmp_path):
+    path, method = tmp_path / "state", GradientCompression(num_steps=1)
+    cache = method(traced, num_slots=5, resume=path)
+    whole = path.read_bytes()
+    middle = len(whole) // 2
+    for content, message in [
+        (whole[:-9], "truncated"),
+        (whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :], "not match its checksum"),
+        (whole.replace(b"kvcat-gradient-state-2", b"kvcat-gradient-state-3"), "not a state .* by this version"),
+        (b"", "truncated"),
+    ]:
+        path.write_bytes(content)
+        with pytest.raises(InputError, match=message):
+            method(traced, num_slots=5, resume=path)
+    cache.save(tmp_path / "cache")
+    for resume, save_every, message in [
+        (tmp_path / "cache", 10, "not a state of a gradient-based run"),
+        (tmp_path / "none" / "state", 10, "none/state: no such folder"),
+        (tmp_path, 10, "it is a folder"),
+        (tmp_path / "new", 0, "save_every must be at least 1, not 0"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            method(traced, num_slots=5, resume=resume, save_every=save_every, on_step=killed_at(1))

@@ -1,0 +1,104 @@
+"""The queries that Attention Matching fits to, and their weights."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from kvcat.compress import queries as queries_module
+from kvcat.compress import split_supervision, trace
+from kvcat.compress.queries import fitted_queries, log_mass
+from kvcat.models.rotation import KeyRotation
+
+
+@pytest.fixture(scope="module")
+def double(make_model):
+    return make_model(torch.float64)
+
+
+@pytest.fixture
+def found(double, windows):
+    return trace(double, windows, 48)
+
+
+def attention_of(model, ids):
+    """Attention weights of every layer by transformers' own eager path: (batch, heads, tokens, tokens)."""
+    eager = type(model)._from_config(model.config, attn_implementation="eager").to(model.dtype)
+    eager.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        return eager(ids, output_attentions=True).attentions
+
+
+def own(found):
+    """The prefix's own queries alone, weighted by share."""
+    return fitted_queries(replace(found, supervision="self"), 1.0, by_share=True)
+
+
+def test_the_mass_of_keys_is_that_of_the_plain_sum(monkeypatch):
+    draw = torch.Generator().manual_seed(0)
+    queries, keys = torch.randn(2, 4, 9, 5, generator=draw), torch.randn(2, 2, 7, 5, generator=draw)
+    bias, last = torch.randn(2, 2, 7, generator=draw), torch.tensor([0, 6, 2, 3, 3, 1, 5, 4, 6])
+    expected = torch.zeros(2, 4, 9)
+    for b, h, i in np.ndindex(2, 4, 9):
+        terms = [
+            math.exp(0.3 * float(queries[b, h, i] @ keys[b, h // 2, j]) + float(bias[b, h // 2, j]))
+            for j in range(int(last[i]) + 1)
+        ]
+        expected[b, h, i] = math.log(sum(terms))
+    for elements in (2**21, 2 * 4 * 7 * 2):
+        monkeypatch.setattr(queries_module, "_CHUNK_ELEMENTS", elements)
+        assert torch.allclose(log_mass(queries, keys, 0.3, last=last, log_bias=bias), expected, atol=1e-5)
+
+
+def test_a_query_weighs_as_the_attention_that_it_gives_to_the_prefix(double, windows, found):
+    fitted, plain = (fitted_queries(found, 0.0, by_share=by_share) for by_share in (True, False))
+    for layer, attention in enumerate(attention_of(double, windows)):
+        assert torch.allclose(fitted.weights[layer], attention[:, :, 48:, :48].sum(-1), atol=1e-9)
+        assert torch.equal(fitted.queries[layer], found.queries[layer])
+        assert (plain.weights[layer] == 1).all()
+    learn, _ = split_supervision(found, 0.5)
+    for part, whole in zip(fitted_queries(learn, 0.0, by_share=True).weights, fitted.weights, strict=True):
+        assert torch.allclose(part, whole[:, :, :8], atol=1e-12)
+
+
+@pytest.mark.parametrize("prefix_len", [48, 46, 1])
+def test_own_queries_of_the_first_layer_are_those_of_each_third_written_again_behind_the_prefix(
+    double, windows, prefix_len
+):
+    found = own(trace(double, windows, prefix_len))
+    part = -(-prefix_len // 3)
+    for stop in range(prefix_len, 0, -part):
+        text, rows = slice(max(0, stop - part), stop), slice(prefix_len - stop, prefix_len - max(0, stop - part))
+        ids = torch.cat([windows[:, :prefix_len], windows[:, text]], 1)
+        # the model makes its rotations in single precision
+        assert torch.allclose(found.queries[0][:, :, rows], trace(double, ids, prefix_len).queries[0], atol=1e-5)
+        shares = attention_of(double, ids)[0][:, :, prefix_len:, :prefix_len].sum(-1)
+        assert torch.allclose(found.weights[0][:, :, rows], shares, atol=1e-5)
+
+
+def test_own_queries_of_deeper_layers_hold_what_they_held_in_place(double, windows, found):
+    """Turned back by the 16 positions that the last third moved, they are the queries of the dense forward."""
+    back = KeyRotation(double, -16)(own(found).queries[1][:, :, :16], 1)
+    in_place = trace(double, windows[:, :48], supervision="self").queries[1][:, :, 32:]
+    assert torch.allclose(back, in_place, atol=1e-5)
+
+
+def test_all_own_queries_together_weigh_what_they_are_said_to(found):
+    for own_weight in (0.5, 2.0):
+        fitted = fitted_queries(found, own_weight, by_share=False)
+        for layer in range(2):
+            squares = fitted.weights[layer].square().sum(2)
+            assert torch.allclose(squares[0, 0], torch.tensor(16 * (1 + own_weight), dtype=torch.float64))
+            assert torch.equal(fitted.queries[layer][:, :, 16:], own(found).queries[layer])
+
+
+def test_models_whose_positions_cannot_be_turned_have_no_own_queries(double, windows, found, monkeypatch):
+    def refuse(*_):
+        raise queries_module.InputError("no rotary position embedding")
+
+    monkeypatch.setattr(queries_module, "KeyRotation", refuse)
+    assert fitted_queries(found, 1.0, by_share=True).queries[0].shape[2] == 16
+    alone = fitted_queries(trace(double, windows, supervision="self"), 1.0, by_share=True)
+    assert alone.causal
