@@ -14,7 +14,9 @@ def structured_head(prefix=192, queries=160, dim=16, seed=0):
     values = centres[topic].roll(1, -1) + torch.randn(prefix, dim, generator=draw)
     wanted = centres[torch.randint(0, 12, (queries,), generator=draw)]
     looks = (wanted + torch.randn(queries, dim, generator=draw)) * dim**-0.5
-    return HeadBatch(looks[None], torch.ones(1, queries), keys[None], values[None])
+    return HeadBatch(
+        looks[None], torch.ones(1, queries), torch.full((1, queries), -torch.inf), keys[None], values[None]
+    )
 
 
 def positions_of(kept, states):

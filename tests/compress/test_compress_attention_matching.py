@@ -39,7 +39,7 @@ def output_error(batch, slots, values, log_bias):
     scores = (batch.queries @ batch.keys.mT).double()
     kept = scores.gather(2, slots.unsqueeze(1).expand(-1, scores.shape[1], -1)) + log_bias.unsqueeze(1)
     error = kept.softmax(-1) @ values.double() - scores.softmax(-1) @ batch.values.double()
-    return (error * batch.weights.unsqueeze(-1)).square().sum((1, 2))
+    return (error * dense_attention(batch).weights.unsqueeze(-1)).square().sum((1, 2))
 
 
 def test_presets_are_their_options_spelled_out():
@@ -72,7 +72,7 @@ def test_both_forms_are_the_public_solvers_one_head_at_a_time(traced):
         slots, values, log_bias = match_attention(batch, dense, 9, num_iters=num_iters, ridge=ridge)
         for head in range(len(slots)):
             queries, keys, own = batch.queries[head], batch.keys[head, slots[head]], batch.values[head, slots[head]]
-            weight = batch.weights[head]
+            weight = dense.weights[head]
             kept, every = queries @ keys.mT, queries @ batch.keys[head].mT
             if num_iters is None:
                 whole = every.logsumexp(-1, keepdim=True)
@@ -101,8 +101,9 @@ def test_the_kept_keys_are_those_of_the_largest_rms_attention(traced):
 
 def test_dropping_copies_of_a_token_loses_nothing_while_one_of_each_is_kept():
     draw = torch.Generator().manual_seed(0)
+    none = torch.full((1, 60), -torch.inf)
     keys, values = (torch.randn(1, 6, 8, generator=draw).repeat_interleave(5, 1) for _ in range(2))
-    batch = HeadBatch(torch.randn(1, 50, 8, generator=draw), torch.ones(1, 50), keys, values)
+    batch = HeadBatch(torch.randn(1, 50, 8, generator=draw), torch.ones(1, 50), none[:, :50], keys, values)
     # without a pull in the way the five copies' mass is exact
     fit = match_attention(batch, dense_attention(batch), 26, num_iters=2, ridge=1e-6)
     assert output_error(batch, *fit).item() < 1e-3
@@ -138,11 +139,12 @@ def test_a_query_of_weight_root_two_counts_as_that_query_twice(selection, log_bi
     weights = torch.ones(1, 50).double()
     weights[:, 10:20] = 2**0.5
     queries, keys, values = (x.double() for x in (head.queries, head.keys, head.values))
-    weighted = HeadBatch(queries, weights, keys, values)
-    twice = HeadBatch(torch.cat([queries, queries[:, 10:20]], 1), torch.ones(1, 60).double(), keys, values)
-    fits = [
-        match_attention(b, dense_attention(b), 12, selection=selection, log_bias=log_bias) for b in (weighted, twice)
-    ]
+    none = torch.full((1, 60), -torch.inf).double()
+    weighted = HeadBatch(queries, weights, none[:, :50], keys, values)
+    queries = torch.cat([queries, queries[:, 10:20]], 1)
+    twice = HeadBatch(queries, torch.ones(1, 60).double(), none, keys, values)
+    options = {"selection": selection, "log_bias": log_bias}
+    fits = [match_attention(b, dense_attention(b), 12, **options) for b in (weighted, twice)]
     for left, right in zip(*fits, strict=True):
         assert torch.allclose(left, right, atol=1e-4)
 

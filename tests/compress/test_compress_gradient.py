@@ -179,7 +179,8 @@ def test_traces_that_share_no_prefix_are_refused(make_model, model, rows, window
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_steps": -1}, "num_steps"), ({"lr": 0.0}, "lr"), ({"init": "last"}, "init"), ({"schedule": "warm"}, "sch"),
+        ({"num_steps": -1}, "num_steps"), ({"lr": 0.0}, "lr"), ({"init": "last"}, "init"),
+        ({"schedule": "warm"}, "schedule"),
         ({"init": "random,seed=2"}, "has no option 'seed'"), ({"init": "snapkv,seed=2"}, "init snapkv has no option"),
         ({"init": "attention-matching,ridge=0.0"}, "ridge"),
     ],

@@ -9,6 +9,7 @@ import torch
 
 from kvcat.compress import queries as queries_module
 from kvcat.compress import split_supervision, trace
+from kvcat.compress.heads import dense_attention, load_heads
 from kvcat.compress.queries import fitted_queries, log_mass
 from kvcat.models.rotation import KeyRotation
 
@@ -36,6 +37,16 @@ def own(found):
     return fitted_queries(replace(found, supervision="self"), 1.0, by_share=True)
 
 
+def weights_of(found, fitted, layer):
+    """What the errors of a layer's queries are multiplied by: (batch, heads, queries)."""
+    result = torch.zeros_like(fitted.factors[layer])
+    for head in range(2):
+        for example in range(len(result)):
+            own = dense_attention(load_heads(found, fitted, [(layer, example, head)])).weights
+            result[example, 2 * head : 2 * head + 2] = own.view(2, -1)
+    return result
+
+
 def test_the_mass_of_keys_is_that_of_the_plain_sum(monkeypatch):
     draw = torch.Generator().manual_seed(0)
     queries, keys = torch.randn(2, 4, 9, 5, generator=draw), torch.randn(2, 2, 7, 5, generator=draw)
@@ -55,11 +66,11 @@ def test_the_mass_of_keys_is_that_of_the_plain_sum(monkeypatch):
 def test_a_query_weighs_as_the_attention_that_it_gives_to_the_prefix(double, windows, found):
     fitted, plain = (fitted_queries(found, 0.0, by_share=by_share) for by_share in (True, False))
     for layer, attention in enumerate(attention_of(double, windows)):
-        assert torch.allclose(fitted.weights[layer], attention[:, :, 48:, :48].sum(-1), atol=1e-9)
+        assert torch.allclose(weights_of(found, fitted, layer), attention[:, :, 48:, :48].sum(-1), atol=1e-9)
         assert torch.equal(fitted.queries[layer], found.queries[layer])
-        assert (plain.weights[layer] == 1).all()
+        assert (weights_of(found, plain, layer) == 1).all()
     learn, _ = split_supervision(found, 0.5)
-    for part, whole in zip(fitted_queries(learn, 0.0, by_share=True).weights, fitted.weights, strict=True):
+    for part, whole in zip(fitted_queries(learn, 0.0, by_share=True).log_rest, fitted.log_rest, strict=True):
         assert torch.allclose(part, whole[:, :, :8], atol=1e-12)
 
 
@@ -67,7 +78,9 @@ def test_a_query_weighs_as_the_attention_that_it_gives_to_the_prefix(double, win
 def test_own_queries_of_the_first_layer_are_those_of_each_third_written_again_behind_the_prefix(
     double, windows, prefix_len
 ):
-    found = own(trace(double, windows, prefix_len))
+    traced = trace(double, windows, prefix_len)
+    found = own(traced)
+    weights = weights_of(traced, found, 0)
     part = -(-prefix_len // 3)
     for stop in range(prefix_len, 0, -part):
         text, rows = slice(max(0, stop - part), stop), slice(prefix_len - stop, prefix_len - max(0, stop - part))
@@ -75,7 +88,7 @@ def test_own_queries_of_the_first_layer_are_those_of_each_third_written_again_be
         # the model makes its rotations in single precision
         assert torch.allclose(found.queries[0][:, :, rows], trace(double, ids, prefix_len).queries[0], atol=1e-5)
         shares = attention_of(double, ids)[0][:, :, prefix_len:, :prefix_len].sum(-1)
-        assert torch.allclose(found.weights[0][:, :, rows], shares, atol=1e-5)
+        assert torch.allclose(weights[:, :, rows], shares, atol=1e-5)
 
 
 def test_own_queries_of_deeper_layers_hold_what_they_held_in_place(double, windows, found):
@@ -89,7 +102,7 @@ def test_all_own_queries_together_weigh_what_they_are_said_to(found):
     for own_weight in (0.5, 2.0):
         fitted = fitted_queries(found, own_weight, by_share=False)
         for layer in range(2):
-            squares = fitted.weights[layer].square().sum(2)
+            squares = weights_of(found, fitted, layer).square().sum(2)
             assert torch.allclose(squares[0, 0], torch.tensor(16 * (1 + own_weight), dtype=torch.float64))
             assert torch.equal(fitted.queries[layer][:, :, 16:], own(found).queries[layer])
 

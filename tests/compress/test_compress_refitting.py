@@ -8,11 +8,18 @@ import torch
 
 from kvcat.cache import CompactLayer
 from kvcat.compress import AttentionMatching, compare, trace
-from kvcat.compress.queries import fitted_queries
+from kvcat.compress.queries import fitted_queries, log_mass
 from kvcat.compress.refit import refit_without_log_bias
 from kvcat.errors import InputError
 
 PLAIN = {"own_weight": 0.0}  # the trace's queries alone, which the oracles know
+
+
+def shares_of(found, layer):
+    """The part of each query's attention that goes to the prefix: (batch, heads, queries)."""
+    fitted = fitted_queries(found, 0.0, by_share=True)
+    mass = log_mass(found.queries[layer], found.keys[layer], found.scales[layer])
+    return (mass - fitted.log_rest[layer]).sigmoid()
 
 
 def dropped(cache):
@@ -22,7 +29,7 @@ def dropped(cache):
 def output_errors(traced, cache, layer):
     """Squared error of every head's attention output over all queries, one head and one query at a time."""
     group = traced.queries[layer].shape[1] // traced.keys[layer].shape[1]
-    shares = fitted_queries(traced, 0.0, by_share=True).weights[layer]
+    shares = shares_of(traced, layer)
     errors = torch.zeros(traced.keys[layer].shape[:2], dtype=torch.float64)
     for b, h in np.ndindex(*errors.shape):
         keys, values, bias = (x if x is None else x.double() for x in cache.layers[layer].head(b, h))
@@ -63,7 +70,7 @@ def test_with_hardly_any_ridge_the_values_are_the_least_squares_solution(make_mo
     keys, queries = cache.layers[1].keys[2, 1], double.queries[1][2, 2:].flatten(0, 1) * double.scales[1]
     weights = (queries @ keys.mT).softmax(-1)
     outputs = (queries @ double.keys[1][2, 1].mT).softmax(-1) @ double.values[1][2, 1]
-    share = fitted_queries(double, 0.0, by_share=True).weights[1][2, 2:].flatten().unsqueeze(-1)
+    share = shares_of(double, 1)[2, 2:].flatten().unsqueeze(-1)
     expected = np.linalg.lstsq((weights * share).numpy(), (outputs * share).numpy(), rcond=None)[0]
     assert torch.allclose(refitted.layers[1].values[2, 1], torch.from_numpy(expected), atol=1e-6)
 
@@ -110,7 +117,7 @@ def test_heads_of_unequal_slots_are_fitted_each_as_the_least_squares_solution(ma
         ]
         layers.append(CompactLayer.ragged(*parts))
     ragged = replace(full, layers=layers)
-    shares = fitted_queries(double, 0.0, by_share=True).weights
+    shares = [shares_of(double, layer) for layer in range(2)]
     for ridge, tolerance in ((1e-13, 1e-5), (1e12, None)):
         refitted = refit_without_log_bias(double, ragged, ridge=ridge, **PLAIN)
         assert [layer.counts.tolist() for layer in refitted.layers] == counts

@@ -26,8 +26,8 @@ def error_curves(batch: HeadBatch, dense: DenseAttention, largest: int) -> list[
         largest: most slots.
     """
     order = dense.importance.sort(dim=-1, descending=True, stable=True).indices[:, :largest]
-    attention = batch.scores(slots=order).sub_(dense.log_mass.unsqueeze(-1)).exp_().mul_(batch.weights.unsqueeze(-1))
-    outputs, values = dense.outputs * batch.weights.unsqueeze(-1), take(batch.values, order).double()
+    attention = batch.scores(slots=order).sub_(dense.log_mass.unsqueeze(-1)).exp_().mul_(dense.weights.unsqueeze(-1))
+    outputs, values = dense.outputs * dense.weights.unsqueeze(-1), take(batch.values, order).double()
     gram, target = (attention.mT @ attention).double(), (attention.mT @ outputs).double()
     shift = RIDGE * largest_eigenvalue(gram).clamp_min(1e-30)
     gram.diagonal(dim1=-2, dim2=-1).add_(shift.unsqueeze(-1))

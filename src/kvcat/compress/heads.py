@@ -12,6 +12,7 @@ from kvcat.types import Float, Int, Tensor
 
 HeadIndex = tuple[int, int, int]
 _BATCH_ELEMENTS = 2**23
+_LEAST_SHARE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class HeadBatch:
 
     Args:
         queries: multiplied by the layer's scale.
-        weights: what the error of each query is multiplied by.
+        factors, log_rest: of the queries, as in ``FittedQueries``.
         keys: of the slots that the head has of the prefix.
         values: of these slots.
         log_bias: nats added to the scores of these slots; None: none.
@@ -28,7 +29,8 @@ class HeadBatch:
     """
 
     queries: Float[Tensor, "heads queries head_dim"]
-    weights: Float[Tensor, "heads queries"]
+    factors: Float[Tensor, "heads queries"]
+    log_rest: Float[Tensor, "heads queries"]
     keys: Float[Tensor, "heads prefix head_dim"]
     values: Float[Tensor, "heads prefix value_dim"]
     log_bias: Float[Tensor, "heads prefix"] | None = None
@@ -71,13 +73,15 @@ class DenseAttention:
         log_mass: log sum over the prefix of exp(score), nats.
         mass: the same sum with each query's largest score taken off its scores.
         outputs: attention over the prefix.
-        importance: how much attention each slot gets: over all queries, the sum of its squared weights, each times the
-            query's own weight.
+        weights: what the error of each query is multiplied by; a millionth of its factor at least.
+        importance: how much attention each slot gets: over all queries, the sum of its squared attention weights, each
+            times the query's own weight.
     """
 
     log_mass: Float[Tensor, "heads queries"]
     mass: Float[Tensor, "heads queries"]
     outputs: Float[Tensor, "heads queries value_dim"]
+    weights: Float[Tensor, "heads queries"]
     importance: Float[Tensor, "heads prefix"]
 
     def select(self, rows: Int[Tensor, " rows"]) -> "DenseAttention":
@@ -91,17 +95,18 @@ def dense_attention(batch: HeadBatch) -> DenseAttention:
     Args:
         batch: heads with their queries.
     """
-    log_masses, masses, outputs, importance = [], [], [], torch.zeros_like(batch.keys[..., 0])
+    parts, importance = [], torch.zeros_like(batch.keys[..., 0])
     for chunk in batch.query_chunks():
         attention = batch.scores(chunk)
         top = attention.amax(-1, keepdim=True)
         attention = attention.sub_(top).exp_()
-        masses.append(attention.sum(-1))
-        log_masses.append(top.squeeze(-1) + masses[-1].log())
-        attention = attention.div_(masses[-1].unsqueeze(-1))
-        outputs.append(attention @ batch.values)
-        importance += attention.mul_(batch.weights[:, chunk].unsqueeze(-1)).square_().sum(-2)
-    return DenseAttention(torch.cat(log_masses, 1), torch.cat(masses, 1), torch.cat(outputs, 1), importance)
+        mass = attention.sum(-1)
+        log_mass = top.squeeze(-1) + mass.log()
+        weights = batch.factors[:, chunk] * (log_mass - batch.log_rest[:, chunk]).sigmoid().clamp_min(_LEAST_SHARE)
+        attention = attention.div_(mass.unsqueeze(-1))
+        parts.append((log_mass, mass, attention @ batch.values, weights))
+        importance += attention.mul_(weights.unsqueeze(-1)).square_().sum(-2)
+    return DenseAttention(*(torch.cat(part, 1) for part in zip(*parts, strict=True)), importance)
 
 
 def take(
@@ -174,19 +179,25 @@ def load_heads(
     keys, values, biases = zip(*(trace.head(*head) for head in heads), strict=True)
     # behind a compact cache, only the last slots of a prefix that supervises itself have queries
     first, last = len(keys[0]) - fitted.queries[layer].shape[2], len(keys[0])
-    queries, weights, seen = [], [], []
+    columns: list[list[Tensor]] = [[], [], [], []]
     for index, example, head in heads:
         part = slice(head * group, (head + 1) * group)
-        own, weight = fitted.queries[index][example, part].flatten(0, 1), fitted.weights[index][example, part].flatten()
-        chosen = slice(None) if drawn is None else drawn[index, example, head].to(own.device)
-        queries.append(wide(own[chosen]) * trace.scales[index])
-        weights.append(wide(weight[chosen]))
-        seen.append(torch.arange(first, last, device=own.device).repeat(group)[chosen])
+        own = [x[index][example, part].flatten(0, 1) for x in (fitted.queries, fitted.factors, fitted.log_rest)]
+        own = [
+            wide(own[0]) * trace.scales[index],
+            *own[1:],
+            torch.arange(first, last, device=own[0].device).repeat(group),
+        ]
+        chosen = slice(None) if drawn is None else drawn[index, example, head].to(own[0].device)
+        for column, x in zip(columns, own, strict=True):
+            column.append(x[chosen])
+    queries, factors, log_rest, seen = (torch.stack(column) for column in columns)
     return HeadBatch(
-        torch.stack(queries),
-        torch.stack(weights),
+        queries,
+        factors,
+        log_rest,
         wide(torch.stack(keys)),
         wide(torch.stack(values)),
         None if trace.log_bias is None else wide(torch.stack([bias for bias in biases if bias is not None])),
-        torch.stack(seen) if fitted.causal else None,
+        seen if fitted.causal else None,
     )

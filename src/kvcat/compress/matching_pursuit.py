@@ -9,7 +9,7 @@ from kvcat.compress.solvers import solve_box
 from kvcat.types import Float, Int, Tensor
 
 _PICKS = 4
-_TOLERANCE = 1e-4
+_TOLERANCE, _MAX_STEPS = 1e-4, 40
 
 
 def pursue(
@@ -18,8 +18,8 @@ def pursue(
     """Positions of the chosen keys of every head, ascending; no key is chosen twice.
 
     With the atoms a_j and their sum b over the whole prefix: start from the residual r = b; add the four keys with the
-    largest a_j.r; fit weights w in the box of the log-bias to all chosen atoms, minimising |b - sum_j w_j a_j|; set
-    r = b - sum_j w_j a_j; and so on. The correlations follow from products of atoms alone,
+    largest a_j.r; fit weights w in the box of the log-bias to all chosen atoms, in at most 40 steps towards the least
+    |b - sum_j w_j a_j|; set r = b - sum_j w_j a_j; and so on. The correlations follow from products of atoms alone,
     a_j.r = a_j.b - sum_i a_j.a_i w_i.
 
     Args:
@@ -46,6 +46,7 @@ def pursue(
         products[:, start:stop] = own.mT @ atoms
         index = chosen[:, :stop]
         gram = products[:, :stop].gather(2, index.unsqueeze(1).expand(-1, stop, -1))
-        weights = solve_box(gram, reach.gather(1, index), low, high, pull=0.0, tolerance=_TOLERANCE)
+        target = reach.gather(1, index)
+        weights = solve_box(gram, target, low, high, pull=0.0, tolerance=_TOLERANCE, max_steps=_MAX_STEPS)
         correlation = reach - (weights.unsqueeze(1) @ products[:, :stop]).squeeze(1)
     return chosen.sort(-1).values

@@ -1,7 +1,7 @@
 """Which queries Attention Matching fits to, and how much each of them counts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,22 +12,26 @@ from kvcat.models.rotation import KeyRotation
 from kvcat.types import Float, Int, Tensor
 
 _PARTS = 3
-_LEAST = 1e-6
 _CHUNK_ELEMENTS = 2**21
 
 
 @dataclass(frozen=True)
 class FittedQueries:
-    """Per layer, the queries to fit to.
+    """Per layer, the queries to fit to, and what the error of each query is multiplied by.
+
+    That is factor * share, the share of the query's attention that goes to the prefix and not to what stands behind it:
+    m / (m + exp(log_rest)), m the mass of the prefix.
 
     Args:
         queries: after rotation.
-        weights: what the error of each query is multiplied by; 1 where all count equally.
+        factors: of the queries.
+        log_rest: mass of the keys behind the prefix that each query sees, nats; -inf where all count equally.
         causal: the queries are the prefix's own at their own positions, and see no later key.
     """
 
     queries: Sequence[Float[Tensor, "batch heads queries head_dim"]]
-    weights: Sequence[Float[Tensor, "batch heads queries"]]
+    factors: Sequence[Float[Tensor, "batch heads queries"]]
+    log_rest: Sequence[Float[Tensor, "batch heads queries"]]
     causal: bool = False
 
 
@@ -48,29 +52,26 @@ def fitted_queries(trace: Trace, own_weight: float, *, by_share: bool) -> Fitted
     """
     own = _own_queries(trace) if own_weight else None
     if trace.supervision == "self":
-        if own is None:
-            return FittedQueries(trace.queries, [torch.ones_like(q[..., 0]) for q in trace.queries], causal=True)
-        shares = own.weights if by_share else [torch.ones_like(share) for share in own.weights]
-        return FittedQueries(own.queries, shares)
+        found = own or FittedQueries(trace.queries, _filled(trace.queries, 1.0), _none(trace.queries), causal=True)
+        return found if by_share else replace(found, log_rest=_none(found.queries))
     last = torch.arange(trace.supervision_start - trace.prefix_len, trace.suffix_ids.shape[1])
-    queries, weights = [], []
-    for layer, supervising in enumerate(trace.queries):
-        own_weights = torch.ones_like(supervising[..., 0])
-        if by_share and supervising.shape[2] == len(last):
-            rest = log_mass(supervising, trace.suffix_keys[layer], trace.scales[layer], last=last)
-            own_weights = _share(trace, layer, supervising, rest)
-        parts = [(supervising, own_weights)]
-        if own is not None:
-            moved, share = own.queries[layer], own.weights[layer]
-            factor = (own_weight * supervising.shape[2] / moved.shape[2]) ** 0.5
-            parts.append((moved, factor * (share if by_share else torch.ones_like(share))))
-        queries.append(torch.cat([part for part, _ in parts], 2))
-        weights.append(torch.cat([part for _, part in parts], 2))
-    return FittedQueries(queries, weights)
+    found = FittedQueries(trace.queries, _filled(trace.queries, 1.0), _none(trace.queries))
+    if by_share and trace.queries[0].shape[2] == len(last):
+        parts = zip(trace.queries, trace.suffix_keys, trace.scales, strict=True)
+        found = replace(found, log_rest=[log_mass(q, keys, scale, last=last) for q, keys, scale in parts])
+    if own is None:
+        return found
+    factor = (own_weight * found.queries[0].shape[2] / own.queries[0].shape[2]) ** 0.5
+    own = FittedQueries(own.queries, _filled(own.queries, factor), own.log_rest if by_share else _none(own.queries))
+    joined = (
+        [torch.cat(pair, 2) for pair in zip(*parts, strict=True)]
+        for parts in zip(_lists(found), _lists(own), strict=True)
+    )
+    return FittedQueries(*joined)
 
 
 def _own_queries(trace: Trace) -> FittedQueries | None:
-    """Queries of the prefix moved behind it, as if its text were repeated there; weights: their shares.
+    """Queries of the prefix moved behind it, as if its text were repeated there.
 
     The prefix is cut into thirds (the first may be shorter), and each is put behind the whole prefix, its queries and
     keys turned by the model's rotary embedding and otherwise as they were: the query at t of a third that begins at a
@@ -83,22 +84,22 @@ def _own_queries(trace: Trace) -> FittedQueries | None:
     part = -(-length // _PARTS)
     bounds = [(max(0, stop - part), stop) for stop in range(length, 0, -part)]
     try:
-        rotations = [KeyRotation(trace.model, length - start) for start, _ in bounds]
+        rotation = KeyRotation(trace.model, part)
     except InputError:
         return None
     positions = sampled_positions(length)
     kept = torch.isin(trace.prefix_positions, positions)
-    queries, shares = [], []
+    queries, rest = [], []
     for layer, every in enumerate(trace.prefix_queries):
         sampled, moved, rests = every[:, :, kept], [], []
-        for (start, stop), rotation in zip(bounds, rotations, strict=True):
+        for start, stop in bounds:
             rows = (positions >= start) & (positions < stop)
             own, keys = sampled[:, :, rows], trace.keys[layer][:, :, start:stop]
-            moved.append(rotation(own, layer))
+            moved.append(rotation.by(length - start)(own, layer))
             rests.append(log_mass(own, keys, trace.scales[layer], last=positions[rows] - start))
         queries.append(torch.cat(moved, 2))
-        shares.append(_share(trace, layer, queries[-1], torch.cat(rests, 2)))
-    return FittedQueries(queries, shares)
+        rest.append(torch.cat(rests, 2))
+    return FittedQueries(queries, _filled(queries, 1.0), rest)
 
 
 def log_mass(
@@ -133,8 +134,15 @@ def log_mass(
     return torch.cat(found, 2)
 
 
-def _share(trace: Trace, layer: int, queries: Tensor, rest: Tensor) -> Float[Tensor, "batch heads queries"]:
-    """The part of the queries' attention that goes to the prefix; a millionth at least, so that none is empty."""
-    bias = None if trace.log_bias is None else trace.log_bias[layer]
-    whole = log_mass(queries, trace.keys[layer], trace.scales[layer], log_bias=bias)
-    return (whole - rest).sigmoid().clamp_min(_LEAST)
+def _filled(queries: Sequence[Tensor], value: float) -> list[Tensor]:
+    """A number for every query."""
+    return [torch.full_like(wide(own[..., 0]), value) for own in queries]
+
+
+def _none(queries: Sequence[Tensor]) -> list[Tensor]:
+    """No mass behind the prefix."""
+    return _filled(queries, -torch.inf)
+
+
+def _lists(fitted: FittedQueries) -> tuple[Sequence[Tensor], ...]:
+    return fitted.queries, fitted.factors, fitted.log_rest

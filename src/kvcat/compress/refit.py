@@ -68,5 +68,6 @@ def _refitted(
     """Values of a batch of heads."""
     keys, values, _ = zip(*(cache.layers[i].head(b, h) for i, b, h in heads), strict=True)
     attention = (batch.queries @ torch.stack(keys).to(batch.keys).mT).softmax(-1)
-    weights, towards = batch.weights.unsqueeze(-1), torch.stack(values).to(batch.keys)
-    return fit_values(attention * weights, dense_attention(batch).outputs * weights, ridge=ridge, towards=towards)
+    dense, towards = dense_attention(batch), torch.stack(values).to(batch.keys)
+    weights = dense.weights.unsqueeze(-1)
+    return fit_values(attention * weights, dense.outputs * weights, ridge=ridge, towards=towards)

@@ -9,7 +9,6 @@ from kvcat.types import Float, Tensor
 
 _TOLERANCE = 1e-5
 _EXACT_TOLERANCE = 1e-11
-_MAX_STEPS = 20_000
 _POWER_STEPS = 60
 _STEPS_PER_CHECK = 4
 _SINGLE_PRECISION_RIDGE = 1e-5
@@ -167,6 +166,7 @@ def solve_box(
     *,
     pull: float,
     tolerance: float,
+    max_steps: int = 20_000,
 ) -> Float[Tensor, "*heads slots"]:
     """Weights w within [low, high] that minimise w.Gw / 2 - target.w + pull |G|_2 |w - 1|^2 / 2.
 
@@ -176,6 +176,7 @@ def solve_box(
         low, high: sides of the box, low < high.
         pull: at least 0.
         tolerance: it ends when a step moves no weight by more.
+        max_steps: most steps, at least 1.
     """
     unit = torch.ones_like(target)
     if not pull:
@@ -188,7 +189,7 @@ def solve_box(
     step, target = 1 / (1.001 * largest + shift), target + shift
     found = point = unit
     speed = torch.ones_like(largest)
-    for index in range(_MAX_STEPS):
+    for index in range(max_steps):
         new = torch.clamp(point - step * (_times(gram, point) + shift * point - target), low * unit, high * unit)
         if index % _STEPS_PER_CHECK == 0 and ((new - point).abs() <= tolerance * unit).all():
             return new / unit

@@ -1,5 +1,6 @@
 """Keys turned to other positions, with the model's own rotary embedding."""
 
+import copy
 import sys
 from typing import Any
 
@@ -54,6 +55,16 @@ class KeyRotation:
             layer: index of the layer.
         """
         return self.turn(keys, layer) if self.shift and self.turned[layer] else keys
+
+    def by(self, shift: int) -> "KeyRotation":
+        """The same rotation by another number of positions, without trying the model again.
+
+        Args:
+            shift: positions added, not 0.
+        """
+        other = copy.copy(self)
+        other.shift = shift
+        return other
 
     def turn(
         self, keys: Float[Tensor, "batch kv_heads slots head_dim"], layer: int

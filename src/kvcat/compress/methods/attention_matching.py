@@ -192,7 +192,7 @@ def match_attention(
         return every, batch.values, torch.zeros_like(batch.keys[..., 0])
     stable = num_iters is None
     # relative masses: a query's equation is divided by its whole mass, unless it is the paper's
-    weights = batch.weights if stable else batch.weights * dense.mass
+    weights = dense.weights if stable else dense.weights * dense.mass
     if selection == "omp":
         atoms = batch.scores().sub_(dense.log_mass.unsqueeze(-1)).exp_().mul_(weights.unsqueeze(-1))
         slots = pursue(atoms, num_slots, bounds=BOUNDS)
@@ -201,17 +201,17 @@ def match_attention(
     scores, own = batch.scores(slots=slots), take(batch.values, slots)
     none = torch.zeros_like(own[..., 0])
     towards = own if stable else torch.zeros_like(own)
-    outputs = dense.outputs * batch.weights.unsqueeze(-1)
+    outputs = dense.outputs * dense.weights.unsqueeze(-1)
     if batch.last is not None:
         outputs = outputs * (scores.amax(-1, keepdim=True) > -torch.inf)
     bias = none
     if log_bias:
         pull, mass = PULL if stable else 0.0, dense.log_mass.unsqueeze(-1)
         bias = fit_log_bias(scores, mass, bounds=BOUNDS, num_iters=num_iters, pull=pull, weights=weights)
-    attention = _weighted_attention(scores, bias, batch.weights)
+    attention = _weighted_attention(scores, bias, dense.weights)
     values = fit_values(attention, outputs, ridge=ridge, towards=towards)
     if stable and log_bias:
-        plain = _weighted_attention(scores, none, batch.weights)
+        plain = _weighted_attention(scores, none, dense.weights)
         worse = (_error(attention, values, outputs) > _error(plain, own, outputs)).nonzero().flatten()
         if len(worse):
             refitted = fit_values(plain[worse], outputs[worse], ridge=ridge, towards=own[worse])
