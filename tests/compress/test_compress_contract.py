@@ -192,10 +192,3 @@ def test_values_of_another_type_are_refused_by_name(name, options, message):
 @given(tokens=st.integers(1, 5000), percent=st.integers(1, 100))
 def test_slots_are_the_ceiling_of_the_exact_product(tokens, percent):
     assert slots_for(tokens, percent / 100, None) == -(-tokens * percent // 100)
-
-
-def test_a_tenth_of_thirty_is_three_slots():
-    assert 0.1 * 3 * 10 > 3
-    assert slots_for(30, 0.1, None) == 3
-    assert slots_for(768, 0.05, None) == 39
-    assert slots_for(3, 1e-9, None) == 1

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcat.compress import SCORERS, Eviction, trace
+from kvcat.compress.scorer import received_mass
 from kvcat.errors import InputError
 
 NESTED = ("first", "random", "streaming", "keynorm", "tova")
@@ -25,14 +26,14 @@ def attention(model, windows):
         return eager(windows[:, :48], output_attentions=True).attentions
 
 
-def positions_of(cache, found):
+def _at(cache, found):
     """Per layer (examples, KV heads, slots): where the cache's keys stand in the prefix."""
     pairs = zip(cache.layers, found.keys, strict=True)
     return [(layer.keys.unsqueeze(3) == keys.unsqueeze(2)).all(-1).float().argmax(-1) for layer, keys in pairs]
 
 
 def kept(found, name, num_slots, **options):
-    return positions_of(Eviction(name, **options)(found, num_slots=num_slots), found)
+    return _at(Eviction(name, **options)(found, num_slots=num_slots), found)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +129,7 @@ def test_a_larger_budget_keeps_all_that_a_smaller_one_does(found, few, more, nam
 @pytest.mark.parametrize("name", SCORERS)
 def test_keys_and_values_are_those_of_the_kept_positions(found, name):
     cache = Eviction(name)(found, num_slots=9)
-    for layer, positions, values in zip(cache.layers, positions_of(cache, found), found.values, strict=True):
+    for layer, positions, values in zip(cache.layers, _at(cache, found), found.values, strict=True):
         assert torch.equal(layer.values, values.gather(2, positions.unsqueeze(-1).expand(-1, -1, -1, 8)))
         assert (positions.diff(dim=-1) > 0).all()
         assert layer.log_bias is None
@@ -138,3 +139,31 @@ def test_the_cache_tells_the_options_of_its_scorer(found):
     cache = Eviction("snapkv", window=8, pooling="average")(found, num_slots=9)
     told = {key: cache.metadata[key] for key in ("method", "window", "kernel_size", "pooling", "num_slots")}
     assert told == {"method": "snapkv", "window": "8", "kernel_size": "7", "pooling": "average", "num_slots": "9"}
+
+
+def test_first_random_and_keynorm_keep_what_their_names_say(traced):
+    keys = traced.keys[1]
+    assert torch.equal(Eviction("first")(traced, num_slots=5).layers[1].keys, keys[:, :, :5])
+    small = keys.norm(dim=-1).topk(5, largest=False).indices.sort(-1).values
+    assert torch.equal(kept(traced, "keynorm", 5)[1], small)
+    few, many = (kept(traced, "random", n, seed=4)[1] for n in (5, 9))
+    assert all(set(f.tolist()) < set(m.tolist()) for f, m in zip(few.flatten(0, 1), many.flatten(0, 1), strict=True))
+    other = kept(traced, "random", 5, seed=5)[1]
+    assert not torch.equal(few, other)
+
+
+def test_received_mass_is_the_column_sum_of_the_models_attention(model, windows, traced):
+    eager = type(model)._from_config(model.config, attn_implementation="eager")
+    eager.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        attention = eager(windows[:, :48], output_attentions=True).attentions
+    for start in (0, 40):
+        for index, mass in enumerate(received_mass(traced, start)):
+            expected = attention[index][:, :, start:].sum(2).unflatten(1, (2, 2)).sum(2)
+            assert torch.allclose(mass, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{"window": 0}, {"kernel_size": 4}, {"pooling": "min"}])
+def test_snapkv_refuses_options_it_cannot_take(options):
+    with pytest.raises(InputError, match=next(iter(options))):
+        Eviction("snapkv", **options)

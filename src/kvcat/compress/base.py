@@ -62,12 +62,7 @@ class Compressor(ABC):
 
     @abstractmethod
     def compress(self, trace: Trace, sizes: Sequence[int]) -> Iterator[CompactCache]:
-        """The compact caches of several sizes, in their order.
-
-        Args:
-            trace: of the windows to compress.
-            sizes: slots per layer and head, each in [1, trace.num_slots).
-        """
+        """The compact caches of several sizes, in their order."""
 
 
 def slots_for(prefix_len: int, keep_ratio: float | int | None, num_slots: int | None) -> int:
@@ -118,14 +113,7 @@ def compact_cache(trace: Trace, layers: Sequence[Layer], method: str, options: d
 
 
 def best_layer(trace: Trace, index: int, scores: Float[Tensor, "batch kv_heads prefix"], num_slots: int) -> Layer:
-    """One layer's slots of the highest scores, unchanged; of equal scores the earlier slot wins.
-
-    Args:
-        trace: of the windows.
-        index: of the layer.
-        scores: one per slot of the prefix; those of slots that a head does not have play no part.
-        num_slots: slots kept per head; heads with fewer keep all they have.
-    """
+    """One layer's slots of the highest scores, unchanged; of equal scores the earlier slot wins."""
     slots = top_positions(scores.masked_fill(trace.ranks(index) < 0, -torch.inf), num_slots)
     bias = None if trace.log_bias is None else trace.log_bias[index].gather(2, slots)
     rows = slots.unsqueeze(-1)
@@ -134,12 +122,7 @@ def best_layer(trace: Trace, index: int, scores: Float[Tensor, "batch kv_heads p
 
 
 def top_positions(scores: Float[Tensor, "*heads prefix"], num_slots: int) -> Int[Tensor, "*heads slots"]:
-    """Positions of the highest scores, in ascending order; of equal scores the earlier position wins.
-
-    Args:
-        scores: one per position.
-        num_slots: how many to keep, in [1, prefix].
-    """
+    """Positions of the highest scores, in ascending order; of equal scores the earlier position wins."""
     order = scores.sort(dim=-1, descending=True, stable=True).indices
     return order[..., :num_slots].sort(dim=-1).values
 
@@ -166,13 +149,7 @@ def wide(states: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
 
 
 def classes_in(package: str, folder: Iterable[str], base: type) -> dict[str, Any]:
-    """The one subclass of ``base`` in every module of a package, by the module's name with "-" for "_".
-
-    Args:
-        package: dotted name of the package.
-        folder: its ``__path__``.
-        base: of the classes.
-    """
+    """The one subclass of ``base`` in every module of a package, by the module's name with "-" for "_"."""
     found = {}
     for entry in pkgutil.iter_modules(folder):
         module = importlib.import_module(f"{package}.{entry.name}")

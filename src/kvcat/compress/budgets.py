@@ -43,10 +43,6 @@ def slot_sizes(num_slots: int, prefix_len: int) -> list[int]:
     """Numbers of slots that a head may get where heads have ``num_slots`` on average, ascending.
 
     From an eighth of the average to four times it, the average among them.
-
-    Args:
-        num_slots: average per head, in [1, prefix_len].
-        prefix_len: most slots of a head.
     """
     return sorted({min(prefix_len, max(1, round(factor * num_slots))) for factor in GRID})
 

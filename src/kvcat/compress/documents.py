@@ -64,11 +64,7 @@ def reconstruction_of_tokens(
 
 
 def opening_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What the tokenizer puts at the start of a text, such as a beginning-of-text token; often nothing.
-
-    Args:
-        tokenizer: of the model.
-    """
+    """What the tokenizer puts at the start of a text, such as a beginning-of-text token; often nothing."""
     whole, body = tokenizer.encode("a"), tokenizer.encode("a", add_special_tokens=False)
     return whole[: next(i for i in range(len(whole)) if whole[i : i + len(body)] == body)]
 
@@ -136,11 +132,7 @@ def question_ids(tokenizer: PreTrainedTokenizerBase, text: str, *, chat: bool = 
 
 
 def chat_parts(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str, str]:
-    """What the chat template puts before the document, between document and question, and after the question.
-
-    Raises:
-        InputError: the tokenizer has no chat template.
-    """
+    """What the chat template puts before the document, between document and question, and after the question."""
     if not tokenizer.chat_template:
         raise InputError(f"tokenizer {tokenizer.name_or_path!r} has no chat template: leave out --chat")
     turn = [{"role": "user", "content": f"{_DOCUMENT}\n\n{_QUESTION}"}]

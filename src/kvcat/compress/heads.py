@@ -49,12 +49,7 @@ class HeadBatch:
     def scores(
         self, chunk: slice = slice(None), slots: Int[Tensor, "heads slots"] | None = None
     ) -> Float[Tensor, "heads queries slots"]:
-        """Scores of a chunk of queries against some slots: scale q.k + log-bias, -inf where one is not seen.
-
-        Args:
-            chunk: which queries.
-            slots: positions of the slots; None takes the whole prefix.
-        """
+        """Scores of a chunk of queries against some slots: scale q.k + log-bias, -inf where one is not seen."""
         keys = self.keys if slots is None else take(self.keys, slots)
         scores = self.queries[:, chunk] @ keys.mT
         if self.log_bias is not None:
@@ -90,11 +85,7 @@ class DenseAttention:
 
 
 def dense_attention(batch: HeadBatch) -> DenseAttention:
-    """Attention of a batch of heads over the whole prefix, in chunks of queries.
-
-    Args:
-        batch: heads with their queries.
-    """
+    """Attention of a batch of heads over the whole prefix, in chunks of queries."""
     parts, importance = [], torch.zeros_like(batch.keys[..., 0])
     for chunk in batch.query_chunks():
         attention = batch.scores(chunk)
@@ -120,10 +111,6 @@ def head_groups(trace: Trace, fitted: FittedQueries) -> list[list[HeadIndex]]:
     """Heads (layer, example, KV head) in groups of equal shape that are solved together.
 
     A group's dense scores hold about 2^23 elements, or one head's where that is more.
-
-    Args:
-        trace: where the heads come from.
-        fitted: the queries.
     """
     alike: dict[tuple[int, ...], list[HeadIndex]] = {}
     for layer, (keys, queries) in enumerate(zip(trace.keys, fitted.queries, strict=True)):
@@ -142,14 +129,7 @@ def head_groups(trace: Trace, fitted: FittedQueries) -> list[list[HeadIndex]]:
 def draw_queries(
     trace: Trace, fitted: FittedQueries, num_queries: int, seed: int
 ) -> dict[HeadIndex, Int[Tensor, " drawn"]]:
-    """Which of a KV head's queries are used, drawn per example without replacement.
-
-    Args:
-        trace: the tokens of its prefixes and the seed determine the draw.
-        fitted: the queries.
-        num_queries: at most this many per KV head.
-        seed: any integer.
-    """
+    """Which of a KV head's queries are used, drawn per example without replacement."""
     drawn = {}
     for example, generator in enumerate(example_generators(trace, seed)):
         for layer, (keys, queries) in enumerate(zip(trace.keys, fitted.queries, strict=True)):
@@ -166,14 +146,7 @@ def load_heads(
     heads: list[HeadIndex],
     drawn: dict[HeadIndex, Int[Tensor, " drawn"]] | None = None,
 ) -> HeadBatch:
-    """The tensors of one group of heads.
-
-    Args:
-        trace: where they come from.
-        fitted: the queries.
-        heads: of equal shape.
-        drawn: which queries to take; None: all.
-    """
+    """The tensors of one group of heads."""
     layer, _, _ = heads[0]
     group = fitted.queries[layer].shape[1] // trace.keys[layer].shape[1]
     keys, values, biases = zip(*(trace.head(*head) for head in heads), strict=True)

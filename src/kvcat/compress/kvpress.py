@@ -16,7 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvcat.cache import CompactCache, CompactLayer, RaggedLayer
-from kvcat.compress.base import Compressor, compact_cache, example_generators, slots_for
+from kvcat.compress.base import Compressor, compact_cache, example_generators
 from kvcat.compress.trace import Trace
 from kvcat.errors import InputError
 from kvcat.hub import BASE_NAME, local_folder
@@ -45,12 +45,7 @@ _NUDGE = 1e-12
 
 @dataclass(frozen=True)
 class Kept:
-    """What a press leaves of one layer of one example, per KV head.
-
-    Args:
-        keys: after rotation at their original positions.
-        values: of the same slots.
-    """
+    """What a press leaves of one layer of one example, per KV head."""
 
     keys: list[Float[Tensor, "_ head_dim"]]
     values: list[Float[Tensor, "_ value_dim"]]
@@ -94,35 +89,14 @@ class KVPress(Compressor):
 
         Presses that choose per layer or per head keep so many slots on average; presses that keep whole chunks come
         near it.
-
-        Args:
-            trace: of the windows to compress; its suffix plays no part.
-            sizes: slots per layer and head.
-
-        Raises:
-            InputError: a model or size that the press does not take, or a prefix that is compact already.
         """
         if trace.past_len:
             raise InputError("kvpress presses whole prefixes, and part of this one is compact already")
         for size in sizes:
-            examples = [press_prefix(self._build(), trace, row, size) for row in range(trace.batch_size)]
+            examples = [_press_prefix(self._build(), trace, row, size) for row in range(trace.batch_size)]
             layers = [_layer([kept[index] for kept in examples]) for index in range(len(trace.keys))]
             facts = {"kvpress": library().version, **self._facts()}
             yield compact_cache(trace, layers, f"kvpress:{self}", facts)
-
-    def scores(self, trace: Trace, num_slots: int) -> list[Float[Tensor, "batch kv_heads prefix"]]:
-        """Per layer the score of each position and KV head: a press that scores keeps the highest.
-
-        Args:
-            trace: of the windows; its suffix plays no part.
-            num_slots: slots per head; some scores depend on it.
-
-        Raises:
-            InputError: a press that ranks nothing, or a model or size that it does not take.
-        """
-        slots_for(trace.prefix_len, None, num_slots)
-        examples = [score_prefix(self._build(), trace, row, num_slots) for row in range(trace.batch_size)]
-        return [torch.cat(rows) for rows in zip(*examples, strict=True)]
 
     def __str__(self) -> str:
         inner = self.options.get("press")
@@ -138,7 +112,7 @@ class KVPress(Compressor):
 
     def _build(self) -> Any:
         made = {key: option._build() if isinstance(option, KVPress) else option for key, option in self.options.items()}
-        return build(self.name, made)
+        return _build(self.name, made)
 
 
 @dataclass(frozen=True)
@@ -154,11 +128,7 @@ class Library:
     presses: dict[str, type]
 
     def base(self, name: str) -> type:
-        """One of the classes that presses derive from or wrap.
-
-        Args:
-            name: its class name.
-        """
+        """One of the classes that presses derive from or wrap."""
         return getattr(importlib.import_module("kvpress"), name)
 
 
@@ -182,16 +152,8 @@ def library() -> Library:
     return Library(importlib.metadata.version("kvpress"), presses)
 
 
-def build(name: str, options: dict[str, Any]) -> Any:
-    """A new press, which holds the state of one use.
-
-    Args:
-        name: its class name.
-        options: its fields.
-
-    Raises:
-        InputError: an unknown press, one that cannot make a compact cache, or options that it does not take.
-    """
+def _build(name: str, options: dict[str, Any]) -> Any:
+    """A new press, which holds the state of one use."""
     found = library()
     if name not in found.presses:
         raise InputError(f"kvpress {found.version} has no press {name!r}; there are {', '.join(sorted(found.presses))}")
@@ -220,18 +182,8 @@ def _attention_functions_restored() -> Iterator[None]:
                     ALL_ATTENTION_FUNCTIONS[name] = function
 
 
-def press_prefix(press: Any, trace: Trace, row: int, num_slots: int) -> list[Kept]:
-    """Per layer what the press keeps of one example's prefix.
-
-    Args:
-        press: a fresh press.
-        trace: the example's model and tokens.
-        row: which example.
-        num_slots: slots per head, in [1, prefix_len).
-
-    Raises:
-        InputError: a model or size that the press does not take.
-    """
+def _press_prefix(press: Any, trace: Trace, row: int, num_slots: int) -> list[Kept]:
+    """Per layer what the press keeps of one example's prefix."""
     with _pressed(press, trace, row, num_slots) as (cache, attentions):
         kept = []
         layers: list[Any] = cache.layers
@@ -250,43 +202,10 @@ def press_prefix(press: Any, trace: Trace, row: int, num_slots: int) -> list[Kep
     return kept
 
 
-def score_prefix(press: Any, trace: Trace, row: int, num_slots: int) -> list[Float[Tensor, "1 kv_heads prefix"]]:
-    """Per layer the scores of one example's positions.
-
-    Args:
-        press: a fresh press, a ``ScorerPress``.
-        trace: the example's model and tokens.
-        row: which example.
-        num_slots: slots per head, in [1, prefix_len].
-
-    Raises:
-        InputError: a press that ranks nothing, or a model or size that it does not take.
-    """
-    if not isinstance(press, library().base("ScorerPress")):
-        raise InputError(f"{type(press).__name__} gives no scores: it is no ScorerPress")
-    seen = []
-
-    def record(module, hidden_states, keys, values, attentions, kwargs):
-        seen.append(press.score(module, hidden_states, keys, values, attentions, kwargs).clone())
-        return keys, values
-
-    press.compress = record
-    with _pressed(press, trace, row, num_slots):
-        return seen
-
-
-def set_size(press: Any, trace: Trace, num_slots: int) -> None:
+def _set_size(press: Any, trace: Trace, num_slots: int) -> None:
     """Gives a press the fraction to remove that leaves so many slots per head, on average.
 
     DuoAttention keeps some heads whole, the others' sinks and recent positions: the number of the latter heads follows.
-
-    Args:
-        press: initialised for the trace's model.
-        trace: the prefix.
-        num_slots: slots per head, in [1, prefix_len].
-
-    Raises:
-        InputError: fewer slots than DuoAttention leaves at least, or a prefix too short for it.
     """
     if not isinstance(press, library().base("DuoAttentionPress")):
         press.compression_ratio = removed_fraction(
@@ -300,13 +219,7 @@ def set_size(press: Any, trace: Trace, num_slots: int) -> None:
 
 
 def removed_fraction(num_slots: int, prefix_len: int, *, counts_removed: bool) -> float:
-    """The compression ratio at which kvpress, which rounds down, keeps so many slots per head and not one less.
-
-    Args:
-        num_slots: in [1, prefix_len).
-        prefix_len: tokens of the prefix.
-        counts_removed: the press rounds the number it removes, in place of the number it keeps.
-    """
+    """The compression ratio at which kvpress, which rounds down, keeps so many slots per head and not one less."""
     return 1 - num_slots / prefix_len + (_NUDGE if counts_removed else -_NUDGE)
 
 
@@ -322,7 +235,7 @@ def _pressed(press: Any, trace: Trace, row: int, num_slots: int) -> Iterator[tup
             press.post_init_from_model(model)
         except Exception as error:  # whatever a download or a table of known models raises
             raise InputError(f"{name} has no part trained for {label!r}: {error}") from error
-        set_size(press, trace, num_slots)
+        _set_size(press, trace, num_slots)
         try:
             with press(model):
                 model.model(input_ids=prefix, past_key_values=cache, use_cache=True)
@@ -360,11 +273,6 @@ def _as_kvpress_expects(model: Any, attentions: list[Any], *, eager: bool) -> It
     """What newer transformers no longer gives: cache_position, a head_dim in every config; afterwards all is as before.
 
     The package's own model gets the name of its folder, where presses look for a tokenizer.
-
-    Args:
-        model: its attention modules get what they lack.
-        attentions: these modules.
-        eager: the press reads attention weights.
     """
     modules: list[nn.Module] = [model, model.get_submodule("model"), *attentions]
     before = [(set(vars(module)), set(module._modules)) for module in modules]

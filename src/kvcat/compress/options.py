@@ -13,16 +13,7 @@ _WORDS = {bool: "true or false", int: "a whole number", float: "a finite number"
 
 
 def check_options(kind: type, options: Mapping[str, Any], name: str) -> None:
-    """Refuses options that a dataclass does not have, or values of another type than their field's.
-
-    Args:
-        kind: the dataclass.
-        options: by field name.
-        name: what the options were given to.
-
-    Raises:
-        InputError: no such field, or a value that does not fit its annotation.
-    """
+    """Refuses options that a dataclass does not have, or values of another type than their field's."""
     hints = typing.get_type_hints(kind)
     fields = [field.name for field in dataclasses.fields(kind)]
     for option, value in options.items():

@@ -18,19 +18,10 @@ class Scorer(ABC):
 
     @abstractmethod
     def measure(self, trace: Trace) -> Scores:
-        """Per layer one score per position and KV head; the highest are kept.
-
-        Args:
-            trace: of the windows; its suffix plays no part.
-        """
+        """Per layer one score per position and KV head; the highest are kept."""
 
     def protect(self, scores: Scores, num_slots: int) -> Scores:  # noqa: ARG002
-        """The scores with infinity where a position is kept whatever its score; here nowhere.
-
-        Args:
-            scores: as measured; they are left as they are.
-            num_slots: slots per head.
-        """
+        """The scores with infinity where a position is kept whatever its score; here nowhere."""
         return scores
 
 

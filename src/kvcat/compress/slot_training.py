@@ -102,11 +102,7 @@ class SlotTraining:
         return tensors
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        """Go on from what ``state`` gave.
-
-        Args:
-            tensors: of a training of equal options and shapes.
-        """
+        """Go on from what ``state`` gave."""
         self.num_steps = int(tensors["num_steps"])
         for index, parameter in enumerate(self._parameters):
             parameter.data.copy_(tensors[f"slots.{index}"])
@@ -212,11 +208,7 @@ class StateFile:
         return cls(path, {**settings, "model": model, "tokens": digest.hexdigest()[:16]}, every)
 
     def write(self, tensors: dict[str, Tensor]) -> None:
-        """Replace the file.
-
-        Raises:
-            InputError: no permission, or the disk is full.
-        """
+        """Replace the file."""
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         settings = json.dumps(self.settings, sort_keys=True)
         header = {"format": _FORMAT, "settings": settings, "sha256": _checksum(tensors, settings)}
@@ -227,11 +219,7 @@ class StateFile:
             raise InputError(f"cannot write {self.path}: {error}") from error
 
     def read(self) -> dict[str, Tensor] | None:
-        """The tensors last written; None where there is no file yet.
-
-        Raises:
-            InputError: not such a file, damaged, or of a run with other settings.
-        """
+        """The tensors last written; None where there is no file yet."""
         if not self.path.exists():
             return None
         try:

@@ -103,11 +103,7 @@ def fit_values(
 
 
 def check_ridge(ridge: float | None) -> None:
-    """Refuses a ridge that is not larger than 0.
-
-    Raises:
-        InputError: ridge not larger than 0.
-    """
+    """Refuses a ridge that is not larger than 0."""
     if ridge is not None and not 0 < ridge < math.inf:
         raise InputError(f"ridge must be larger than 0 and finite, or None, not {ridge}")
 

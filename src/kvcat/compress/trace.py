@@ -111,19 +111,11 @@ class Trace:
         return replace(cache, metadata={"method": "dense", "num_slots": f"{cache.mean_slots:.6g}"})
 
     def counts(self, layer: int) -> Int[Tensor, "batch kv_heads"]:
-        """Slots of the prefix that every head of a layer has; on the CPU.
-
-        Args:
-            layer: index of the layer.
-        """
+        """Slots of the prefix that every head of a layer has; on the CPU."""
         return (self.ranks(layer) >= 0).sum(-1).cpu()
 
     def ranks(self, layer: int) -> Int[Tensor, "batch kv_heads slots"]:
-        """Number of every slot among those that its head has, from 0; -1 for a slot that the head does not have.
-
-        Args:
-            layer: index of the layer.
-        """
+        """Number of every slot among those that its head has, from 0; -1 for a slot that the head does not have."""
         keys = self.keys[layer]
         if self.log_bias is None:
             return torch.arange(keys.shape[2], device=keys.device).expand(keys.shape[:3])
@@ -131,13 +123,7 @@ class Trace:
         return (there.cumsum(-1) - 1).masked_fill(~there, -1)
 
     def head(self, layer: int, example: int, head: int) -> Head:
-        """Keys, values and log-bias of the slots that a head of the prefix has.
-
-        Args:
-            layer: index of the layer.
-            example: row of the batch.
-            head: KV head.
-        """
+        """Keys, values and log-bias of the slots that a head of the prefix has."""
         keys, values = self.keys[layer][example, head], self.values[layer][example, head]
         if self.log_bias is None:
             return keys, values, None
@@ -252,11 +238,7 @@ def trace(
 
 
 def sampled_positions(prefix_len: int) -> Int[Tensor, " sampled"]:
-    """Evenly spaced positions of a prefix, all of a short one.
-
-    Args:
-        prefix_len: tokens of the prefix.
-    """
+    """Evenly spaced positions of a prefix, all of a short one."""
     count = min(prefix_len, SAMPLED_POSITIONS)
     return torch.arange(count) * prefix_len // count
 

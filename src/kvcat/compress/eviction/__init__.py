@@ -48,12 +48,7 @@ class Eviction(Compressor):
 
     @torch.no_grad()
     def compress(self, trace: Trace, sizes: Sequence[int]) -> Iterator[CompactCache]:
-        """The caches; scores are measured once for all sizes.
-
-        Args:
-            trace: of the windows to compress.
-            sizes: slots per layer and head.
-        """
+        """The caches; scores are measured once for all sizes."""
         measured = self.scorer.measure(trace) if sizes else []
         for size in sizes:
             scores = self.scorer.protect(measured, size)

@@ -116,12 +116,7 @@ class AttentionMatching(Compressor):
 
     @torch.no_grad()
     def compress(self, trace: Trace, sizes: Sequence[int]) -> Iterator[CompactCache]:
-        """The caches of several sizes; queries and dense attention are worked out once for all of them.
-
-        Args:
-            trace: of the windows to compress.
-            sizes: slots per layer and head, on average.
-        """
+        """The caches of several sizes; queries and dense attention are worked out once for all of them."""
         if not sizes:
             return
         fitted = fitted_queries(trace, self.own_weight, by_share=self.num_iters is None)

@@ -107,12 +107,7 @@ class GradientCompression(Compressor):
         return cache
 
     def compress(self, trace: Trace, sizes: Sequence[int]) -> Iterator[CompactCache]:
-        """The caches of several sizes, one training each.
-
-        Args:
-            trace: of the windows to compress.
-            sizes: slots per layer and head.
-        """
+        """The caches of several sizes, one training each."""
         return (self(trace, num_slots=size) for size in sizes)
 
     def snapshots(
@@ -176,25 +171,13 @@ class GradientCompression(Compressor):
         return cache
 
     def learning_rate(self, step: int) -> float:
-        """Learning rate of a step.
-
-        Args:
-            step: its number, from 0.
-        """
+        """Learning rate of a step."""
         if self.schedule == "constant":
             return self.lr
         return self.lr * 0.5 * (1 + math.cos(math.pi * step / max(1, self.num_steps)))
 
     def starting_layers(self, trace: Trace, num_slots: int) -> list[Layer]:
-        """Slots to start from, float32 (float64 where the model is).
-
-        Args:
-            trace: of the windows to compress.
-            num_slots: slots per layer and head, on average at most where heads differ, smaller than the prefix.
-
-        Raises:
-            InputError: a compact cache that does not fit the trace or the number of slots.
-        """
+        """Slots to start from, float32 (float64 where the model is)."""
         if isinstance(self.init, CompactCache):
             layers = _fitting(trace, num_slots, self.init)
         elif (method := _starting_method(self.init)) is not None:
