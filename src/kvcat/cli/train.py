@@ -225,10 +225,11 @@ def _tokenizer(name: str) -> Any:
     """
     from kvcat.hub import BASE_NAME, SMOLLM2, local_folder
 
-    folder = local_folder(name, weights=False)
+    path = Path(name).expanduser()
+    folder = path if path.is_dir() else local_folder(name, weights=False)
     from transformers import AutoTokenizer
 
-    local = Path(name).expanduser().exists() or name in (BASE_NAME, SMOLLM2)
+    local = path.exists() or name in (BASE_NAME, SMOLLM2)
     try:
         return AutoTokenizer.from_pretrained(folder if local else name, trust_remote_code=False)
     except Exception as error:  # transformers raises anything on a damaged folder
