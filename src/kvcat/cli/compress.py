@@ -15,10 +15,12 @@ from kvcat.cli.options import (
     Seed,
     check_keep,
     check_least,
+    check_method,
     check_model,
     check_output,
 )
 from kvcat.errors import InputError
+from kvcat.methods import parse_method
 
 if TYPE_CHECKING:
     from kvcat.cache import CompactCache
@@ -62,7 +64,8 @@ def compress(
     """
     if sum(budget is not None for budget in (keep, slots, max_kl)) > 1:
         raise InputError("give one of --keep, --slots and --max-kl")
-    name = method.partition(",")[0]
+    check_method(method)
+    name, options = parse_method(method)
     if supervision == "self" and (name == "gradient" or max_kl is not None):
         what = "--max-kl" if max_kl is not None else name
         raise InputError(f"{what} needs --supervision reconstruction: the document alone leaves nothing to predict")
@@ -78,10 +81,10 @@ def compress(
     check_model(model)
 
     import kvcat
-    from kvcat.compress import parse_method, seeded_compressor
+    from kvcat.compress import seeded_compressor
     from kvcat.compress.documents import document_trace
 
-    compressor = seeded_compressor(*parse_method(method), seed)
+    compressor = seeded_compressor(name, options, seed)
     loaded, tokenizer = kvcat.load(model, dtype=dtype, device=device)
     trace = document_trace(loaded, tokenizer, document, supervision=supervision, chat=chat)
     digest = hashlib.sha256(repr((model, document, method, keep, slots, seed, chat, dtype)).encode()).hexdigest()

@@ -19,11 +19,13 @@ from kvcat.cli.options import (
     Strings,
     check_keep,
     check_least,
+    check_method,
     check_model,
     flat,
     labelled,
 )
 from kvcat.errors import InputError
+from kvcat.methods import parse_method
 
 if TYPE_CHECKING:
     from kvcat.evals import Task
@@ -344,7 +346,7 @@ def profile(
             raise InputError(f"--epsilon is {value:g}; it must be larger than 0")
 
     import kvcat
-    from kvcat.compress import parse_method, seeded_compressor, slots_for
+    from kvcat.compress import seeded_compressor, slots_for
     from kvcat.evals import Method, profile
     from kvcat.evals.profile_checks import check_models, check_slots, slot_grid
     from kvcat.evals.profile_suffixes import SuffixPlan
@@ -399,13 +401,14 @@ def _run(
         ratios, seeds, speed = flat(common.keep) or ratios, flat(common.seed) or seeds, common.speed
     check_keep(*ratios)
     check_least(1, batch_size=batch_size)
+    check_method(*specs)
     for seed in seeds:
         check_least(0, seed=seed)
     folders, (index, count) = labelled(models), _shard(common.shard)
     check_model(*folders.values())
 
     import kvcat
-    from kvcat.compress import parse_method, seeded_compressor
+    from kvcat.compress import seeded_compressor
     from kvcat.evals import Method, evaluate, read_records, summarise
     from kvcat.report import headline_text, write_report
 

@@ -8,6 +8,7 @@ import tyro
 from tyro import _errors as events  # the hook for parse errors; tyro is pinned for it
 
 from kvcat.errors import InputError
+from kvcat.methods import method_names, parse_method
 
 T = TypeVar("T")
 Strings = tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]]
@@ -54,6 +55,18 @@ def completion(commands: Mapping[str, Any], arguments: Sequence[str]) -> None:
 def flat(values: Iterable[Iterable[T]]) -> list[T]:
     """The values of a list option: ``--keep 0.05 0.1`` and ``--keep 0.05 --keep 0.1`` are the same."""
     return [value for group in values for value in group]
+
+
+def check_method(*specs: str) -> None:
+    """Refuse a method that does not exist, before torch is loaded.
+
+    Raises:
+        InputError: the first such.
+    """
+    for spec in specs:
+        name, names = parse_method(spec)[0], method_names()
+        if name not in names and not name.startswith("kvpress:"):
+            raise InputError(f"no method {name!r}; methods: {', '.join(names)}, kvpress:PRESS")
 
 
 def check_model(*names: str) -> None:
