@@ -1,14 +1,14 @@
-"""compress, then generate: a document compressed once answers again and again."""
+"""compress, generate, pack: a document compressed once answers again and again."""
 
+import dataclasses
 import io
-import shutil
 
 import pytest
-import torch
-from safetensors import safe_open
+import safetensors
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvcat
+from kvcat.cache import CompactLayer
 from kvcat.cli.app import run
 from kvcat.compress.documents import chat_parts, document_trace, question_ids
 from tiny import sentences, write_tiny_model
@@ -16,15 +16,18 @@ from tiny import sentences, write_tiny_model
 DOCUMENT = "".join(sentences(4, seed=7))
 
 
-@pytest.fixture(scope="module")
-def model(tiny_folder):
-    return kvcat.load(tiny_folder)
-
-
 @pytest.fixture
 def document(tmp_path):
     (tmp_path / "doc.txt").write_text(DOCUMENT)
     return tmp_path / "doc.txt"
+
+
+@pytest.fixture(scope="module")
+def saved(tiny_folder, tmp_path_factory):
+    """A cache of the document with 30 % of its slots, made once."""
+    folder = tmp_path_factory.mktemp("saved")
+    (folder / "doc.txt").write_text(DOCUMENT)
+    return compress(tiny_folder, folder / "doc.txt", "--keep", 0.3)
 
 
 def compress(folder, document, *options):
@@ -38,10 +41,15 @@ def generate(folder, cache, *options):
     return run([str(x) for x in ["generate", folder, "--cache", cache, "--max-new-tokens", 8, *options]])
 
 
+def answer(capsys, folder, cache, *options):
+    capsys.readouterr()
+    assert generate(folder, cache, *options) == 0
+    return capsys.readouterr().out
+
+
 def mistake(capsys, code):
     said = capsys.readouterr()
-    assert code == 2
-    assert len(said.err.splitlines()) == 1
+    assert (code, len(said.err.splitlines())) == (2, 1), said
     return said.err
 
 
@@ -54,195 +62,126 @@ def stock_answer(folder, text, tokens=8):
     return tokenizer.decode(out[0, ids.input_ids.shape[1] :], skip_special_tokens=True)
 
 
-def test_keep_one_answers_as_the_model_does_without_a_cache(tiny_folder, document, capsys):
-    cache = compress(tiny_folder, document, "--keep", 1)
-    capsys.readouterr()
-    assert generate(tiny_folder, cache, "--prompt", "the cat") == 0
-    assert capsys.readouterr().out == stock_answer(tiny_folder, DOCUMENT + "the cat") + "\n"
+@pytest.mark.parametrize("chat", [False, True])
+def test_keep_one_answers_as_the_model_does_without_a_cache_plain_or_in_its_chat_template(
+    chat, tiny_folder, document, capsys
+):
+    cache = compress(tiny_folder, document, "--keep", 1, *(["--chat"] if chat else []))
+    text = f"<user>{DOCUMENT}\n\nthe cat</user><assistant>" if chat else f"{DOCUMENT}the cat"
+    assert answer(capsys, tiny_folder, cache, "--prompt", "the cat") == stock_answer(tiny_folder, text) + "\n"
 
 
-def test_a_cache_says_what_it_holds_and_how_it_was_made(tiny_folder, document, capsys):
-    cache = compress(tiny_folder, document, "--keep", 0.25, "--method", "snapkv")
-    said = capsys.readouterr()
-    loaded = kvcat.CompactCache.load(cache)
-    assert said.err == ""
-    assert said.out.startswith(f"{cache}: {loaded.num_tokens} tokens in {loaded.num_slots} slots")
-    facts = {"method": "snapkv", "supervision": "reconstruction", "chat": "no", "dtype": "float32"}
-    assert facts.items() <= loaded.metadata.items()
-    assert loaded.num_slots == -(-loaded.num_tokens // 4)
-
-
-@pytest.mark.parametrize("method", ["attention-matching", "first", "random", "keynorm", "snapkv", "h2o"])
-def test_every_method_makes_a_cache_that_answers(method, tiny_folder, document, capsys):
-    for seed in (0, 0):
-        cache = compress(tiny_folder, document, "--keep", 0.2, "--method", method, "--seed", seed, "--overwrite")
-        assert generate(tiny_folder, cache, "--prompt", "the cat") == 0
-    first, _, second = capsys.readouterr().out.partition(f"{cache}: ")[2].partition(f"{cache}: ")
-    assert first == second
-
-
-def test_several_prompts_each_start_from_the_document_alone(tiny_folder, document, capsys):
-    cache = compress(tiny_folder, document, "--keep", 0.3)
-    capsys.readouterr()
-    alone = []
-    for prompt in ("the cat", "a dog sees"):
-        generate(tiny_folder, cache, "--prompt", prompt)
-        alone.append(capsys.readouterr().out)
-    generate(tiny_folder, cache, "--prompt", "the cat", "--prompt", "a dog sees")
-    assert capsys.readouterr().out == f"> the cat\n{alone[0]}> a dog sees\n{alone[1]}"
-
-
-def test_prompts_are_read_from_standard_input_up_to_an_empty_line(tiny_folder, document, capsys, monkeypatch):
-    cache = compress(tiny_folder, document, "--keep", 0.3)
-    capsys.readouterr()
-    generate(tiny_folder, cache, "--prompt", "the cat")
-    one = capsys.readouterr().out
-    monkeypatch.setattr("sys.stdin", io.StringIO("the cat\nthe cat\n\nthe dog\n"))
-    assert generate(tiny_folder, cache) == 0
-    assert capsys.readouterr().out == one + one
-
-
-def test_no_prompt_at_all_is_a_mistake(tiny_folder, document, capsys, monkeypatch):
-    cache = compress(tiny_folder, document, "--keep", 0.3)
-    capsys.readouterr()
-    monkeypatch.setattr("sys.stdin", io.StringIO(""))
-    assert "no prompt" in mistake(capsys, generate(tiny_folder, cache))
-    assert "the prompt is empty" in mistake(capsys, generate(tiny_folder, cache, "--prompt", ""))
-
-
-def test_every_prompt_is_checked_before_the_first_is_answered(tiny_folder, document, capsys):
-    cache = compress(tiny_folder, document, "--keep", 0.3)
-    for bad, told in [("", "the prompt is empty"), (DOCUMENT * 9, "no position is left")]:
-        capsys.readouterr()
-        assert generate(tiny_folder, cache, "--prompt", "the cat", "--prompt", bad) == 2
-        said = capsys.readouterr()
-        assert said.out == ""
-        assert told in said.err
-
-
-def test_a_text_beyond_the_tokenizers_length_is_one_line_all_the_same(document, tmp_path, capfd):
-    folder = write_tiny_model(tmp_path / "strict")
-    tokenizer = AutoTokenizer.from_pretrained(folder, model_max_length=256)
-    tokenizer.save_pretrained(folder)
-    cache = compress(folder, document, "--keep", 0.3)
-    capfd.readouterr()
-    assert "no position is left" in mistake(capfd, generate(folder, cache, "--prompt", DOCUMENT * 9))
-    document.write_text(DOCUMENT * 9)
-    again = ["compress", folder, "--text", document, "-o", tmp_path / "long.safetensors"]
-    for extra in ([], ["--chat"]):
-        assert "more than the model's 256" in mistake(capfd, run([str(x) for x in [*again, *extra]]))
-
-
-def test_sampling_is_a_function_of_the_seed(tiny_folder, document, capsys):
-    cache = compress(tiny_folder, document, "--keep", 0.3)
-    answers = []
-    for seed in (1, 1, 2):
-        capsys.readouterr()
-        generate(tiny_folder, cache, "--prompt", "the cat", "--temperature", 2, "--seed", seed)
-        answers.append(capsys.readouterr().out)
-    assert answers[0] == answers[1] != answers[2]
-
-
-def test_a_chat_cache_and_its_question_are_the_templates_own_tokens(model):
-    loaded, tokenizer = model
-    head, between, tail = chat_parts(tokenizer)
-    assert (head, between, tail) == ("<user>", "\n\n", "</user><assistant>")
+def test_a_chat_cache_and_its_question_are_the_templates_own_tokens(tiny_folder):
+    loaded, tokenizer = kvcat.load(tiny_folder)
+    assert chat_parts(tokenizer) == ("<user>", "\n\n", "</user><assistant>")
     trace = document_trace(loaded, tokenizer, DOCUMENT, supervision="self", chat=True)
     ids = [*trace.input_ids[0].tolist(), *question_ids(tokenizer, "who sees it", chat=True)[0].tolist()]
     turn = [{"role": "user", "content": f"{DOCUMENT}\n\nwho sees it"}]
     assert tokenizer.decode(ids) == tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
 
 
-def test_a_chat_cache_wraps_every_prompt(tiny_folder, document, capsys):
-    cache = compress(tiny_folder, document, "--keep", 1, "--chat")
-    capsys.readouterr()
-    assert generate(tiny_folder, cache, "--prompt", "who sees it") == 0
-    wrapped = f"<user>{DOCUMENT}\n\nwho sees it</user><assistant>"
-    assert capsys.readouterr().out == stock_answer(tiny_folder, wrapped) + "\n"
+@pytest.mark.parametrize("method", ["attention-matching", "gradient,num_steps=2", "random", "h2o"])
+def test_a_cache_says_how_it_was_made_and_the_same_command_makes_the_same_one(method, tiny_folder, document, capsys):
+    options = ("--keep", 0.25, "--method", method, "--seed", 3, "--overwrite", "--dtype", "bfloat16")
+    first = compress(tiny_folder, document, *options).read_bytes()
+    cache = compress(tiny_folder, document, *options)
+    loaded = kvcat.CompactCache.load(cache)
+    assert cache.read_bytes() == first
+    assert capsys.readouterr().out.startswith(f"{cache}: {loaded.num_tokens} tokens in {loaded.num_slots} slots")
+    facts = {"method": method.split(",")[0], "supervision": "reconstruction", "chat": "no", "dtype": "bfloat16"}
+    assert facts.items() <= loaded.metadata.items()
+    assert loaded.num_slots == -(-loaded.num_tokens // 4)
+    assert str(loaded.layers[0].keys.dtype) == "torch.bfloat16"
+    assert answer(capsys, tiny_folder, cache, "--prompt", "the cat").strip()
 
 
-def test_chat_without_a_template_is_a_mistake(document, tmp_path, capsys):
-    plain = write_tiny_model(tmp_path / "plain", chat=False)
-    code = run(["compress", str(plain), "--text", str(document), "-o", str(tmp_path / "c.safetensors"), "--chat"])
-    assert "no chat template" in mistake(capsys, code)
-    assert not (tmp_path / "c.safetensors").exists()
+def test_the_smallest_cache_for_a_kl_is_told_size_by_size(tiny_folder, document, capsys):
+    loaded = kvcat.CompactCache.load(compress(tiny_folder, document, "--max-kl", 1e-3))
+    assert "KL" in capsys.readouterr().err
+    assert float(loaded.metadata["held_out_kl"]) <= 1e-3
 
 
-def test_the_supervision_decides_how_long_a_document_may_be(tiny_folder, tmp_path, capsys):
-    document = tmp_path / "doc.txt"
+def test_every_prompt_starts_from_the_document_alone_wherever_it_comes_from(tiny_folder, saved, capsys, monkeypatch):
+    alone = [answer(capsys, tiny_folder, saved, "--prompt", prompt) for prompt in ("the cat", "a dog sees")]
+    both = answer(capsys, tiny_folder, saved, "--prompt", "the cat", "a dog sees")
+    assert both == f"> the cat\n{alone[0]}> a dog sees\n{alone[1]}"
+    monkeypatch.setattr("sys.stdin", io.StringIO("the cat\na dog sees\n\nthe tree\n"))
+    assert answer(capsys, tiny_folder, saved) == "".join(alone)
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert "no prompt" in mistake(capsys, generate(tiny_folder, saved))
+
+
+def test_every_prompt_is_checked_before_the_first_is_answered(tiny_folder, saved, capsys):
+    for bad, told in [("", "the prompt is empty"), (DOCUMENT * 9, "no position is left")]:
+        capsys.readouterr()
+        assert generate(tiny_folder, saved, "--prompt", "the cat", bad) == 2
+        said = capsys.readouterr()
+        assert said.out == ""
+        assert told in said.err
+
+
+def test_sampling_is_a_function_of_the_seed(tiny_folder, saved, capsys):
+    options = ("--prompt", "the cat", "--temperature", 2, "--seed")
+    first, again, other = (answer(capsys, tiny_folder, saved, *options, seed) for seed in (1, 1, 2))
+    assert first == again != other
+
+
+def test_a_document_too_long_for_its_repetition_fits_by_its_own_queries(tiny_folder, tmp_path, capsys):
+    document, output = tmp_path / "doc.txt", tmp_path / "c.safetensors"
     document.write_text("".join(sentences(9, seed=7)))
-    output = tmp_path / "c.safetensors"
     argv = ["compress", str(tiny_folder), "--text", str(document), "-o", str(output)]
     assert "use --supervision self" in mistake(capsys, run(argv))
     assert not output.exists()
     assert run([*argv, "--supervision", "self"]) == 0
-    assert kvcat.CompactCache.load(output).metadata["supervision"] == "self"
     document.write_text("".join(sentences(90, seed=7)))
     capsys.readouterr()
-    told = mistake(capsys, run([*argv, "--supervision", "self", "--overwrite"]))
-    assert "more than the model's 256 positions" in told
-
-
-def test_an_existing_cache_is_only_replaced_on_request(tiny_folder, document, capsys):
-    cache = compress(tiny_folder, document, "--keep", 0.5)
-    before = cache.read_bytes()
-    capsys.readouterr()
-    again = ["compress", str(tiny_folder), "--text", str(document), "-o", str(cache), "--keep", "0.1"]
-    assert "--overwrite" in mistake(capsys, run(again))
-    assert cache.read_bytes() == before
-    assert run([*again, "--overwrite"]) == 0
-    assert cache.stat().st_size < len(before)
-
-
-def test_a_cache_of_another_model_is_a_mistake(tiny_folder, document, tmp_path, capsys):
-    cache = compress(tiny_folder, document, "--keep", 0.5)
-    other = write_tiny_model(tmp_path / "other", seed=1)
-    capsys.readouterr()
-    assert "belongs to another model" in mistake(capsys, generate(other, cache, "--prompt", "the cat"))
-
-
-@pytest.mark.parametrize("where", [0.3, 0.9, 0.999])
-def test_a_truncated_cache_is_a_mistake(where, tiny_folder, document, capsys):
-    cache = compress(tiny_folder, document, "--keep", 0.5)
-    cache.write_bytes(cache.read_bytes()[: int(where * cache.stat().st_size)])
-    capsys.readouterr()
-    told = mistake(capsys, generate("./no-model-is-loaded-for-this", cache, "--prompt", "the cat"))
-    assert "truncated" in told
-
-
-def test_a_changed_cache_is_a_mistake(tiny_folder, document, capsys):
-    cache = compress(tiny_folder, document, "--keep", 0.5)
-    content = bytearray(cache.read_bytes())
-    content[-5] ^= 1
-    cache.write_bytes(content)
-    capsys.readouterr()
-    assert "checksum" in mistake(capsys, generate(tiny_folder, cache, "--prompt", "the cat"))
-
-
-def test_another_safetensors_file_is_no_cache(tiny_folder, capsys):
-    told = mistake(capsys, generate(tiny_folder, tiny_folder / "model.safetensors", "--prompt", "the cat"))
-    assert "not a compact cache" in told
-
-
-def test_a_cache_of_bfloat16_is_answered_in_bfloat16(tiny_folder, document, capsys):
-    cache = compress(tiny_folder, document, "--keep", 0.5, "--dtype", "bfloat16")
-    with safe_open(cache, "pt") as file:
-        assert file.get_tensor("layers.0.keys").dtype == torch.bfloat16
-    assert generate(tiny_folder, cache, "--prompt", "the cat") == 0
+    for extra in ([], ["--chat"]):
+        code = run([*argv, "--supervision", "self", "--overwrite", *extra])
+        assert "more than the model's 256 positions" in mistake(capsys, code)
 
 
 def test_answers_end_at_the_models_last_position(tiny_folder, tmp_path, capsys):
     document = tmp_path / "doc.txt"
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
-    text = "".join(sentences(60, seed=7))
-    document.write_text(tokenizer.decode(tokenizer(text)["input_ids"][:250]))
-    cache = compress(tiny_folder, document, "--supervision", "self")
+    document.write_text(tokenizer.decode(tokenizer("".join(sentences(60, seed=7)))["input_ids"][:250]))
+    cache = compress(tiny_folder, document, "--supervision", "self", "--method", "snapkv")
     assert generate(tiny_folder, cache, "--prompt", " the") == 0
-    capsys.readouterr()
-    assert "no position is left" in mistake(capsys, generate(tiny_folder, cache, "--prompt", DOCUMENT))
 
 
-def test_a_model_without_a_tokenizer_is_a_mistake(tiny_folder, document, tmp_path, capsys):
-    bare = shutil.copytree(tiny_folder, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
-    code = run(["compress", str(bare), "--text", str(document), "-o", str(tmp_path / "c.safetensors")])
-    assert "no tokenizer" in mistake(capsys, code)
+def test_what_does_not_belong_together_is_one_line(tiny_folder, saved, document, tmp_path, capsys):
+    other = write_tiny_model(tmp_path / "other", seed=1, chat=False)
+    assert "belongs to another model" in mistake(capsys, generate(other, saved, "--prompt", "the cat"))
+    argv = ["compress", str(other), "--text", str(document), "-o", str(tmp_path / "c")]
+    assert "no chat template" in mistake(capsys, run([*argv, "--chat"]))
+    (other / "tokenizer.json").unlink()
+    (other / "tokenizer_config.json").unlink()
+    assert "no tokenizer" in mistake(capsys, run(argv))
+    changed = tmp_path / "changed"
+    changed.write_bytes(saved.read_bytes()[:-5] + b"?" + saved.read_bytes()[-4:])
+    assert "checksum" in mistake(capsys, generate(tiny_folder, changed, "--prompt", "the cat"))
+    changed.write_bytes(saved.read_bytes()[:-20])
+    assert "truncated" in mistake(capsys, generate("./no-model-is-loaded-for-this", changed, "--prompt", "the cat"))
+    weights = tiny_folder / "model.safetensors"
+    assert "not a compact cache" in mistake(capsys, generate(tiny_folder, weights, "--prompt", "the cat"))
+
+
+def test_a_cache_is_packed_for_transformers_and_llama_cpp_without_its_log_bias_only_on_demand(
+    tiny_folder, document, tmp_path, capsys
+):
+    cache = compress(tiny_folder, document, "--slots", 5, "--method", "random")
+    tokens = kvcat.CompactCache.load(cache).num_tokens
+    base = ["pack", str(tiny_folder), "--cache", str(cache), "-o"]
+    assert run([*base, str(tmp_path / "p")]) == 0
+    assert capsys.readouterr().out.endswith("5 slots for transformers, rerotated; the next token stands at 5\n")
+    with safetensors.safe_open(tmp_path / "p", "pt") as file:
+        assert file.metadata()["format"] == "kvcat-prefix-1"
+    options = ["--engine", "llama.cpp", "--positions", "original", "--cache-type", "float32", "--no-flash-attention"]
+    assert run([*base, str(tmp_path / "s"), *options]) == 0
+    assert capsys.readouterr().out.endswith(f"for llama.cpp, original; the next token stands at {tokens}\n")
+    assert (tmp_path / "s").read_bytes()[:8] == b"qsgg\3\0\0\0"
+    assert "exists; --overwrite replaces it" in mistake(capsys, run([*base, str(tmp_path / "s")]))
+    plain = kvcat.CompactCache.load(cache)
+    biased = [CompactLayer(x.keys, x.values, x.keys.new_ones(x.keys.shape[:3])) for x in plain.layers]
+    dataclasses.replace(plain, layers=biased).save(cache)
+    assert "has a log-bias" in mistake(capsys, run([*base, str(tmp_path / "b")]))
+    assert run([*base, str(tmp_path / "b"), "--drop-log-bias"]) == 0
