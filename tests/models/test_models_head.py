@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from models_zoo import SUPPORTED, StaysDouble, supported, tiny
+from models_zoo import SUPPORTED, StaysDouble, tiny
 from torch import nn
 from transformers import LlamaForCausalLM
 
-from kvcat.attention import SlotGate, enable
 from kvcat.errors import InputError
 from kvcat.losses import chunked_objective, distillation_kl, next_token_loss
 from kvcat.models import hidden_states
@@ -34,7 +33,7 @@ def difference(found, expected):
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("kind", HEADS)
 def test_the_head_is_described_as_the_configuration_means_it(kind, dtype):
     model = tiny(kind, dtype=dtype, **HEADS[kind])
@@ -52,8 +51,7 @@ def test_the_head_on_the_hidden_states_gives_the_model_s_logits(kind):
     torch.testing.assert_close(found, model(input_ids=ids, use_cache=False).logits, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 100])
-@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize(("kind", "chunk"), [("qwen2", 1), ("gemma2", 7), ("cohere", 7), ("granite", 100), ("phi", 7)])
 def test_the_chunked_objective_equals_the_naive_one_in_every_gradient_of_the_model(kind, chunk):
     model, ids = tiny(kind, **HEADS[kind]), some_tokens()
     other = torch.where(torch.rand(ids.shape, generator=torch.Generator().manual_seed(1)) < 0.3, some_tokens(2), ids)
@@ -71,17 +69,6 @@ def test_the_chunked_objective_equals_the_naive_one_in_every_gradient_of_the_mod
     assert losses.kl > 5e-5  # Cohere's scale makes all distributions flat
     assert all(gradient.abs().max() > 0 for gradient in expected)
     assert difference(found, expected) < 1e-11
-
-
-@pytest.mark.parametrize("kind", ["qwen2", "gemma", "cohere2", "granite", "mistral"])
-def test_a_gate_reaches_the_layers_through_the_model_without_head(kind):
-    model, ids = supported(kind), some_tokens()
-    enable(model)
-    keep = (torch.rand(ids.shape, generator=torch.Generator().manual_seed(1)) < 0.5).double()
-    inputs = {"input_ids": torch.cat([ids, ids]), "use_cache": False, "kv_gate": SlotGate(keep)}
-    dense, masked = hidden_states(model, **inputs).chunk(2)
-    torch.testing.assert_close(output_head(model).logits(masked), model(**inputs).logits[2:], rtol=1e-12, atol=1e-12)
-    assert (dense - masked).abs().max() > 1e-3
 
 
 def test_under_autocast_the_losses_are_those_of_the_model_s_own_logits():

@@ -44,7 +44,7 @@ def attend(
         ValueError: no such coupling, or a window that is none.
     """
     check_coupling(coupling)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
     causal = causal and q.shape[2] > 1
     if window is not None:
         reach = reachable(q.shape[2], k.shape[2], causal=causal or q.shape[2] == 1, window=window, device=q.device)[
@@ -54,13 +54,13 @@ def attend(
         log_bias = pad(log_bias, (0, k.shape[2] - log_bias.shape[-1])).expand(len(k), -1, -1)
     hard = None if keep is None else keep.detach() > 0
     if reach is None:
-        out = _without_reach(q, k, v, hard, log_bias, causal, scale, dropout)
+        out = _without_reach(q, k, v, hard, log_bias, causal, factor, dropout)
     else:
         seen = reach if hard is None else visible(hard, reach)
-        out = _within_reach(q, k, v, seen[:, None], log_bias, scale, dropout)
+        out = _within_reach(q, k, v, seen[:, None], log_bias, factor, dropout)
     if keep is None or not keep.requires_grad:
         return out
-    return couple(out, q, k, v, keep, log_bias, reach, causal=causal, scale=scale, coupling=coupling)
+    return couple(out, q, k, v, keep, log_bias, reach, causal=causal, scale=factor, coupling=coupling)
 
 
 def attend_twice(
@@ -89,7 +89,8 @@ def attend_twice(
     """
     num_tokens = (q.shape[2] + prefix_len) // 2
     window = None if window is None or window >= num_tokens else window
-    dense = attend(*(x[:, :, :num_tokens] for x in (q, k, v)), scale=scale, window=window, dropout=dropout)
+    first = slice(0, num_tokens)
+    dense = attend(q[:, :, first], k[:, :, first], v[:, :, first], scale=scale, window=window, dropout=dropout)
     keys, values = (torch.cat([x[:, :, :prefix_len], x[:, :, num_tokens:]], dim=2) for x in (k, v))
     seen = pad(keep, (0, num_tokens - prefix_len), value=1.0)
     masked = attend(

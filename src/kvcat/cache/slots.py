@@ -166,7 +166,7 @@ class RaggedLayer(_Tensors):
         spread = [flat.new_zeros(*there.shape, flat.shape[-1]) for flat in (self.keys, self.values)]
         for result, flat in zip(spread, (self.keys, self.values), strict=True):
             result[there] = flat
-        return CompactLayer(*spread, bias)
+        return CompactLayer(spread[0], spread[1], bias)
 
     def select(self, rows: Rows) -> "Layer":
         """The given examples."""

@@ -4,7 +4,7 @@ from kvcat.models.capture import Capture, capture
 from kvcat.models.download import get
 from kvcat.models.head import examined_head, logits_from_hidden, output_head
 from kvcat.models.loading import load, parse_device, parse_dtype, read_config, save
-from kvcat.models.masked_pass import HiddenOutput, MaskedPass, PassOutput
+from kvcat.models.masked_pass import HiddenOutput, MaskedPass
 from kvcat.models.self_test import self_test
 from kvcat.models.structure import decoder_layers, frozen, hidden_states, model_name
 
@@ -12,7 +12,6 @@ __all__ = [
     "Capture",
     "HiddenOutput",
     "MaskedPass",
-    "PassOutput",
     "capture",
     "decoder_layers",
     "examined_head",

@@ -1,7 +1,6 @@
 """The output head of an unmodified causal LM, described so that losses can apply it themselves."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from itertools import product
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -12,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvcat.errors import InputError
 from kvcat.losses import OutputHead
-from kvcat.models.structure import hidden_states
+from kvcat.models.structure import frozen, hidden_states
 from kvcat.types import Float, Int, Tensor
 
 _HEADS: WeakKeyDictionary[PreTrainedModel, OutputHead] = WeakKeyDictionary()
@@ -52,19 +51,19 @@ def examined_head(model: PreTrainedModel) -> OutputHead:
 def output_head(model: PreTrainedModel) -> OutputHead:
     """The head whose ``logits`` of ``hidden_states(model, ...)`` are the model's own.
 
-    Scale and soft-cap are read from the configuration: ``logit_scale`` and ``lm_head_multiplier`` and
-    ``output_multiplier`` multiply the logits, ``logits_scaling`` divides them (Granite) or multiplies them (HyperCLOVA
-    X), ``final_logit_softcapping`` or ``logits_soft_cap`` caps them. Of these readings, then of those that leave a
-    scale or the cap away, the first one is taken that gives the model's own logits on 8 random tokens, for hidden
-    states amplified until the logits reach 100: a cap that the configuration does not state, or states and does not
-    use, is noticed.
+    Scale and soft-cap are read from the configuration: ``logit_scale``, ``lm_head_multiplier`` and
+    ``output_multiplier`` multiply the logits, ``logits_scaling`` divides them (Granite) or multiplies
+    them (HyperCLOVA X), ``final_logit_softcapping`` or ``logits_soft_cap`` caps them. The first of these
+    readings, then of those without scale or cap, is taken that gives the model's own logits on 8 random
+    tokens, for hidden states amplified until the logits reach 100. So a cap that the configuration does
+    not state, or states and does not use, is noticed.
 
     Args:
-        model: a causal LM with its weights loaded, not yet sharded; two short forwards run in evaluation mode.
+        model: a causal LM with its weights loaded, not yet sharded.
 
     Raises:
-        InputError: no linear head, a head that does not read the output of the model without head, or logits that no
-            reading gives; with the model's class.
+        InputError: no linear head, a head that does not read the output of the model without head, or
+            logits that no reading gives; with the model's class.
     """
     kind = type(model).__name__
     linear = model.get_output_embeddings()
@@ -76,7 +75,7 @@ def output_head(model: PreTrainedModel) -> OutputHead:
         raise InputError(f"{kind} is not supported: {error}") from error
     tolerance = _TOLERANCE.get(linear.weight.dtype, 3e-2)
     tokens = _example(model)
-    with _evaluating(model), torch.autocast(model.device.type, enabled=False):
+    with frozen(model), torch.autocast(model.device.type, enabled=False):
         hidden = hidden_states(model, input_ids=tokens, use_cache=False)
         seen, loud, logits = _amplified(model, tokens, heads[0])
     if seen.shape != hidden.shape or not _close(seen, hidden, tolerance):
@@ -115,7 +114,7 @@ def _amplified(
 ) -> tuple[
     Float[Tensor, "batch tokens hidden"], Float[Tensor, "batch tokens hidden"], Float[Tensor, "batch tokens vocab"]
 ]:
-    """What the model's head was given, the same made loud, and the model's logits of the loud ones."""
+    """The input of the model's head, the same amplified, and the model's logits of the amplified one."""
     seen: list[Tensor] = []
 
     def amplify(_linear: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
@@ -123,24 +122,14 @@ def _amplified(
         seen.extend([args[0], args[0] * (_LOUD / loudest)])
         return (seen[-1],)
 
-    with ExitStack() as stack:
-        stack.callback(head.linear.register_forward_pre_hook(amplify).remove)
+    handle = head.linear.register_forward_pre_hook(amplify)
+    try:
         logits = model(input_ids=tokens, use_cache=False).logits
+    finally:
+        handle.remove()
     if len(seen) != 2:
         raise InputError(f"{type(model).__name__} is not supported: it runs its head {len(seen) // 2} times")
     return seen[0], seen[1], logits
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode for a while; every module gets its own mode back."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _close(a: Tensor, b: Tensor, tolerance: float) -> bool:

