@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 from report_examples import made_up_longbench, made_up_needle, made_up_qa, made_up_records, write_results
@@ -6,6 +7,7 @@ from report_examples import made_up_longbench, made_up_needle, made_up_qa, made_
 from kvcat.errors import InputError
 from kvcat.evals import summarise
 from kvcat.report import headline_text
+from kvcat.report.page import Section
 from kvcat.report.paper import Paper
 from kvcat.report.results import read_results
 from kvcat.report.tables import (
@@ -89,6 +91,20 @@ def test_one_named_cell_is_primary_and_only_the_others_are_corrected(tmp_path):
     assert not marked[0].exploratory
     assert math.isnan(row_of(table, method="snapkv", keep="20%")["p (Holm)"].value)
     assert row_of(table, method="snapkv", keep="10%")["p (Holm)"].value <= 1.0
+
+
+def test_several_training_seeds_are_one_model_with_intervals_over_both(tmp_path):
+    records = [
+        replace(
+            own, model=f"kvcat@{seed}", fingerprint=str(seed), values={**own.values, "kl": own.values["kl"] * factor}
+        )
+        for own in made_up_records(("kvcat",), 4, ("snapkv",))
+        for seed, factor in (("0", 1.0), ("1", 3.0))
+    ]
+    results = read_results(write_results(tmp_path / "r", [*made_up_records(("base",), 4, ("snapkv",)), *records]))
+    assert (results.models, Section("t", results, [], []).seeds) == (["base", "kvcat"], 2)
+    (row,) = costs_table(results).frame.query("model == 'kvcat' and keep == '5%'").itertuples()
+    assert row.KL.high / row.KL.low > 2.0
 
 
 def test_strata_have_a_row_each_and_one_for_all(folders):

@@ -27,7 +27,7 @@ def write_table(table: Table, folder: Path, prefix: str = "") -> None:
 
 def markdown(table: Table) -> str:
     """The table with its caption above and its notes below."""
-    frame = _with_paper(table)
+    frame = _with_paper(table, table.frame)
     lines = [list(frame.columns), ["---"] * frame.shape[1], *frame.map(_markdown_cell).to_numpy().tolist()]
     body = "".join("| " + " | ".join(line) + " |\n" for line in lines)
     return f"### {table.caption}\n\n{body}\n{' '.join(table.notes)}\n"
@@ -87,9 +87,8 @@ def _tabular(frame: pd.DataFrame, num_labels: int) -> str:
     return frame.to_latex(index=False, escape=False, header=heads, column_format=letters)
 
 
-def _with_paper(table: Table, frame: pd.DataFrame | None = None) -> pd.DataFrame:
+def _with_paper(table: Table, frame: pd.DataFrame) -> pd.DataFrame:
     """The cells with a column of the paper's figures behind each that has some."""
-    frame = table.frame if frame is None else frame
     columns = {}
     for name in frame:
         columns[str(name)] = list(frame[name])

@@ -21,7 +21,7 @@ from kvcat.report.tables import keep_label, pair_rows, slug
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#666666")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 GREY = "#808080"
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.size": 10.0, "axes.titlesize": 10.0, "axes.spines.top": False, "axes.spines.right": False,
     "axes.grid": True, "axes.formatter.useoffset": False, "grid.color": GREY, "grid.alpha": 0.25,
     "grid.linewidth": 0.6, "lines.linewidth": 1.6, "lines.markersize": 5.0, "legend.frameon": False,

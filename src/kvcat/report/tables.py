@@ -156,7 +156,8 @@ def differences_table(results: Results, model: str, reference: str) -> Table:
         f"{model} minus {reference} on the same {sizes(rows, results.evaluation.example)}. p (Holm): of "
         f"{METRICS[decides].label}, corrected for the number of exploratory cells."
     )
-    warnings = [warning for warning in dict.fromkeys(rows["warning"]) if warning]
+    told = dict.fromkeys(text.partition(",")[0] for text in rows.loc[rows["metric"] == decides, "warning"] if text)
+    warnings = [f"{text[0].upper()}{text[1:]}." for text in told]
     name = f"differences-{slug(model)}-{slug(reference)}"
     return _table(results, name, f"{model} minus {reference}", caption, lines, notes=warnings)
 
@@ -172,7 +173,7 @@ def strata_table(results: Results, paper: Paper, method: str) -> Table:
             own = group[group["stratum"] == stratum]
             line = labels | {evaluation.stratum: stratum or "all", "n": _count(own)}
             for _, row in own.iterrows():
-                printed = paper.printed(row["model"], method, *cell, name, stratum or evaluation.total)
+                printed = paper.printed(row["model"], method, cell[0], cell[1], name, stratum or evaluation.total)
                 line[row["model"]] = summary_figure(row, printed)
             lines.append(line)
         if results.config["evaluation"] == "qa":
@@ -310,7 +311,7 @@ def _table(
     frame = pd.DataFrame(lines).fillna("")
     needless = [name for name in ("steps", "n") if name in frame and frame[name].nunique() == 1]
     frame = frame.drop(columns=[name for name in needless if name == "n" or not frame[name].iloc[0]])
-    fewest = int(results.summary["num_documents"].min())
+    fewest = int(results.whole["num_documents"].min())
     few = [f"Only {fewest} documents: the intervals are likely too narrow."] if fewest < 10 else []
     said = [paper.note] if paper and paper.note and any(map(Table("", "", "", frame).has_paper, frame)) else []
     where = f"{results.evaluation.title}, {results.config['dataset']}. "
