@@ -1,23 +1,35 @@
-import json
 import math
 
 import numpy as np
 import pytest
 import torch
-from profile_examples import PLAN, PREFIX, SUFFIX, VOCAB, drawn, noise, tiny
-from transformers import GPT2Config, GPT2LMHeadModel
+from test_evals_runner import tiny
 
-import kvcat.evals.profile as module
 from kvcat.errors import InputError
-from kvcat.evals import Method, read_records
-from kvcat.evals.profile import profile
-from kvcat.evals.profile_checks import check_models, slot_grid
-from kvcat.evals.profile_errors import MEASURES, output_errors, without_prefix
-from kvcat.evals.profile_suffixes import PrefixSuffixes, SuffixPlan
-from kvcat.evals.profile_summary import STATISTICS, profile_rows, slots_needed
-from kvcat.evals.profile_tables import needed_csv, profile_csv, profile_markdown
+from kvcat.evals import Method, Record, evaluate, read_records
+from kvcat.evals.profile import (
+    MEASURES,
+    Plan,
+    Prefix,
+    ProfileTask,
+    draw_prefixes,
+    make_task,
+    output_errors,
+    sample_continuations,
+    slot_grid,
+    slot_ratios,
+)
+from kvcat.evals.profile_summary import profile_markdown, profile_table, slots_needed
+from tiny import byte_tokenizer, stock_model
 
+PREFIX, SUFFIX, VOCAB = 12, 4, 40
+PLAN = Plan(PREFIX, SUFFIX, num_fit=3, num_choice=2, num_test=4)
 METHODS = [Method("attention-matching"), Method("first"), Method("gradient", {"num_steps": 3, "init": "first"})]
+
+
+def noise():
+    draw = torch.Generator().manual_seed(0)
+    return {name: torch.randint(VOCAB, (length,), generator=draw).tolist() for name, length in [("a", 60), ("b", 40)]}
 
 
 @pytest.fixture(scope="module")
@@ -26,22 +38,18 @@ def models():
 
 
 @pytest.fixture(scope="module")
-def texts(models):
-    return drawn(models["base"][0], noise())
+def task():
+    return ProfileTask(tuple(draw_prefixes(noise(), PLAN, 2, tiny(0), VOCAB)), "noise", PLAN)
 
 
-def run(models, texts, out_dir, methods=METHODS, slots=(2, 4, PREFIX), plan=PLAN):
-    return profile(models, texts, plan, methods, slots, out_dir, dataset="noise", progress=False)
+def run(task, models, out_dir, methods=METHODS, slots=(2, 4)):
+    return evaluate(task, models, methods, slot_ratios(slots, PREFIX), out_dir, progress=False)
 
 
 @pytest.fixture(scope="module")
-def finished(models, texts, tmp_path_factory):
+def finished(task, models, tmp_path_factory):
     folder = tmp_path_factory.mktemp("profile") / "out"
-    return folder, run(models, texts, folder)
-
-
-def kind_of(record):
-    return record.dataset.rpartition(":")[2]
+    return folder, run(task, models, folder)
 
 
 def outputs_behind(model, prefix, suffix, kept):
@@ -58,196 +66,254 @@ def outputs_behind(model, prefix, suffix, kept):
 
 
 @pytest.mark.parametrize(("method", "kept"), [("no-context", 0), ("first", 2), ("first", 4)])
-def test_every_measure_is_that_of_stock_attention_over_the_kept_slots(finished, texts, method, kept):
+def test_every_measure_is_that_of_stock_attention_over_the_kept_slots(finished, task, method, kept):
     stock = tiny(0)
-    for text in texts:
-        every = {}
+    for text in task.examples:
+        (record,) = [
+            r for r in finished[1]
+            if (r.model, r.method, r.values["num_slots"]) == ("base", method, kept)
+            and (r.document, r.example) == (text.document, text.name)
+        ]  # fmt: skip
         for kind, groups in text.suffixes.items():
-            every[kind] = {name: [] for name in MEASURES}
+            errors = {name: [] for name in MEASURES}
             for row, counted in zip(groups["test"], text.held_out(kind, "test").tolist(), strict=True):
                 (whole, p), (small, q) = (outputs_behind(stock, text.prefix, row, n) for n in (PREFIX, kept))
                 for k in np.flatnonzero(counted):
-                    every[kind]["kl"].append(sum(np.exp(p[k]) * (p[k] - q[k])))
-                    every[kind]["tv"].append(sum(abs(np.exp(p[k]) - np.exp(q[k]))) / 2)
-                    every[kind]["log_prob"].append(max(abs(p[k] - q[k])))
-                    every[kind]["output"].append(math.dist(whole[k], small[k]))
-        own = [
-            r
-            for r in finished[1]
-            if (r.model, r.method, r.values["num_slots"]) == ("base", method, kept)
-            and (r.document, r.example) == (text.document, text.name)
-        ]
-        assert [kind_of(record) for record in own] == list(text.suffixes)
-        for record in own:
-            for name, values in every[kind_of(record)].items():
-                assert record.values["num_outputs"] == len(values)
-                assert record.values[name] == pytest.approx(np.mean(values), rel=2e-4)
-                assert record.values[f"{name}_worst"] == pytest.approx(max(values), rel=2e-4)
-
-
-def test_without_a_cache_tokens_stand_at_their_own_positions():
-    torch.manual_seed(0)
-    config = GPT2Config(vocab_size=VOCAB, n_positions=32, n_embd=16, n_layer=2, n_head=2, attn_implementation="eager")
-    model = GPT2LMHeadModel(config).eval()
-    torch.nn.init.normal_(model.transformer.wpe.weight)
-    prefix, suffix = list(range(PREFIX)), [5, 1, 7]
-    alone = without_prefix(model, torch.tensor([suffix]), PREFIX)[0]
-    assert torch.allclose(alone.double(), torch.from_numpy(outputs_behind(model, prefix, suffix, 0)[0]), atol=1e-5)
+                    errors["kl"].append(sum(np.exp(p[k]) * (p[k] - q[k])))
+                    errors["tv"].append(sum(abs(np.exp(p[k]) - np.exp(q[k]))) / 2)
+                    errors["log_prob"].append(max(abs(p[k] - q[k])))
+                    errors["output"].append(math.dist(whole[k], small[k]))
+            for name, values in errors.items():
+                assert record.values[f"{kind}_num_outputs"] == len(values)
+                assert record.values[f"{kind}_{name}"] == pytest.approx(np.mean(values), rel=2e-4)
+                assert record.values[f"{kind}_{name}_worst"] == pytest.approx(max(values), rel=2e-4)
 
 
 def test_with_all_slots_every_error_is_exactly_zero_and_without_any_none_is(finished):
     for record in finished[1]:
-        errors = [v for k, v in record.values.items() if k.removeprefix("fit_").removeprefix("choice_") in MEASURES]
+        errors = [v for k, v in record.values.items() if not k.startswith("num_") and "num_outputs" not in k]
         if record.method == "dense":
-            assert record.keep_ratio == 1.0
             assert set(errors) == {0.0}
         if record.method == "no-context":
-            assert record.keep_ratio == 0.0
             assert min(errors) > 1e-3
-
-
-def test_the_measures_keep_their_inequalities(finished):
-    for record in finished[1]:
-        v = record.values
-        assert v["tv"] <= math.sqrt(v["kl"] / 2) + 1e-12  # Pinsker, and Jensen over the outputs
-        assert v["kl_worst"] <= v["log_prob_worst"] + 1e-12
-        assert v["tv_worst"] <= 1.0
-        assert all(v[name] <= v[f"{name}_worst"] for name in MEASURES)
 
 
 def test_what_is_not_finite_is_infinitely_wrong(models):
     hidden = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(0))
     broken = hidden.clone()
     broken[1, 2] = torch.nan
-    errors = output_errors(models["base"][0], hidden, broken)
-    for values in errors.values():
+    for values in output_errors(models["base"][0], hidden, broken).values():
         assert values[1, 2] == math.inf
         assert values.flatten()[:-1].tolist() == [0.0] * 5
 
 
-def test_one_cache_serves_every_suffix_and_gradient_steps_bring_it_nearer_where_it_is_fitted(models, texts, tmp_path):
+def test_one_cache_serves_every_suffix_and_gradient_steps_bring_it_nearer_where_it_is_fitted(task, models, tmp_path):
     start, trained = (Method("gradient", {"num_steps": n, "init": "first", "lr": 0.05}) for n in (0, 40))
-    records = run({"base": models["base"]}, texts[:1], tmp_path, [start, trained, Method("first")], (3,))
-    rows = {row.method: row for row in profile_rows(records, measures=["kl"], num_resamples=9) if row.kind == "all"}
-    assert rows["gradient init=first lr=0.05 num_steps=0"].fit_mean == pytest.approx(rows["first"].fit_mean, rel=1e-6)
-    assert rows["gradient init=first lr=0.05 num_steps=40"].fit_mean < 0.7 * rows["first"].fit_mean
+    records = run(task, {"base": models["base"]}, tmp_path, [start, trained, Method("first")], (3,))
+    fit = {}
+    for record in records:
+        kinds = [record.values[f"{kind}_fit_kl"] for kind in ("model", "other", "random")]
+        fit.setdefault(record.method_label, []).append(sum(kinds))
+    assert fit["gradient init=first lr=0.05 num_steps=0"] == pytest.approx(fit["first"], rel=1e-4)
+    assert all(a < 0.9 * b for a, b in zip(fit["gradient init=first lr=0.05 num_steps=40"], fit["first"], strict=True))
 
 
-def test_suffixes_traced_a_few_at_a_time_give_the_same_caches(models, texts, tmp_path, monkeypatch):
-    args = ({"base": models["base"]}, texts[:1])
-    whole = run(*args, tmp_path / "whole")
-    monkeypatch.setattr(module, "_TOKENS_AT_ONCE", 2 * (PREFIX + SUFFIX))
-    for one, other in zip(whole, run(*args, tmp_path / "parts"), strict=True):
-        assert one.key == other.key
-        assert other.values == pytest.approx(one.values, rel=2e-3, abs=1e-6)
+def test_suffixes_traced_a_few_at_a_time_give_the_same_caches(task, models, tmp_path, monkeypatch, finished):
+    monkeypatch.setattr("kvcat.evals.profile._TOKENS_AT_ONCE", 40)
+    again = run(task, {"base": models["base"]}, tmp_path)
+    whole = {r.key: r.values for r in finished[1]}
+    for record in again:
+        assert record.values == pytest.approx(whole[record.key], rel=1e-3, abs=1e-6)
 
 
-def test_every_model_prefix_cache_and_kind_has_its_record(finished, models, texts):
-    folder, records = finished
-    assert records == read_records(folder)
-    cells = [("no-context", 0), *((m.name, r) for m in METHODS for r in (2, 4)), ("dense", PREFIX)]
-    wanted = [
-        (model, text.document, text.name, method, slots / PREFIX, kind)
-        for model in models for text in texts for method, slots in cells for kind in text.suffixes
-    ]  # fmt: skip
-    found = [(r.model, r.document, r.example, r.method, r.keep_ratio, kind_of(r)) for r in records]
-    assert found == wanted
-    assert json.loads((folder / "config.json").read_text())["evaluation"] == "profile"
-
-
-def test_a_killed_run_continues_to_the_same_records(finished, models, texts, tmp_path):
+def test_a_killed_run_continues_and_a_finished_one_is_only_read(task, finished, models, tmp_path, monkeypatch):
     folder, records = finished
     content = (folder / "records.jsonl").read_bytes()
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
-    (tmp_path / "records.jsonl").write_bytes(content[: int(0.55 * len(content))])
-    assert run(models, texts, tmp_path) == records
-    assert (tmp_path / "records.jsonl").read_bytes() == content
-    assert (tmp_path / "suffixes.json").read_bytes() == (folder / "suffixes.json").read_bytes()
+    (tmp_path / "records.jsonl").write_bytes(content[: int(0.4 * len(content))])
+    assert {r.key: r.values for r in run(task, models, tmp_path)} == {r.key: r.values for r in records}
+    assert len(records) == 2 * 2 * (2 + 3 * 2)
+    monkeypatch.setattr("kvcat.evals.profile.trace", None)
+    assert run(task, models, folder) == records == read_records(folder)
 
 
-def test_a_finished_run_is_read_and_not_repeated(finished, models, texts, monkeypatch):
-    monkeypatch.setattr(module, "trace", None)
-    assert run(models, texts, finished[0]) == finished[1]
+def test_every_kind_has_its_suffixes_in_every_role_and_the_true_one_is_never_fitted(task):
+    for text in task.examples:
+        sizes = {kind: {role: len(rows) for role, rows in own.items()} for kind, own in text.suffixes.items()}
+        each = {"fit": 3, "choice": 2, "test": 4}
+        assert sizes == {"model": each, "true": {"test": 1}, "other": each, "random": each}
+        start = int(text.name)
+        tokens = noise()[text.document]
+        assert list(text.prefix) == tokens[start : start + PREFIX]
+        assert text.suffixes["true"]["test"] == [tokens[start + PREFIX : start + PREFIX + SUFFIX]]
+    assert [text.document for text in task.examples] == ["a", "b"]
 
 
-def test_a_model_added_later_gives_what_both_at_once_give(models, texts, tmp_path):
-    quick = {"methods": [Method("first")], "slots": (2,)}
-    both = run(models, texts, tmp_path / "both", **quick)
-    run({"base": models["base"]}, texts, tmp_path / "one", **quick)
-    assert run({"kvcat": models["kvcat"]}, texts, tmp_path / "one", **quick) == both
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"slots": (0,)}, "0 slots are outside 1 to 12"),
-        ({"slots": (13,)}, "13 slots are outside 1 to 12"),
-        ({"slots": (2, 2)}, "slots 2, 2: give each number once"),
-        ({"slots": ()}, "no number of slots"),
-        ({"methods": []}, "no method given"),
-        ({"methods": [Method("first"), Method("first")]}, "method first is asked for twice"),
-        ({"methods": [Method("nothing")]}, "no compressor 'nothing'"),
-        ({"models": {}}, "no model given"),
-        ({"models": {"small": (tiny(0, 30), None)}}, "outside the vocabulary of model 'small', 30 tokens"),
-        ({"plan": SuffixPlan(40, SUFFIX)}, r"40 \+ 4 tokens exceed the 32 positions"),
-    ],
-)
-def test_what_cannot_be_profiled_is_refused_before_anything_is_written(models, texts, tmp_path, changes, said):
-    given = {"models": models, "texts": texts, "out_dir": tmp_path / "out", **changes}
-    with pytest.raises(InputError, match=said):
-        run(**given)
-    assert not (tmp_path / "out").exists()
-
-
-def test_suffixes_that_leave_nothing_held_out_are_refused(models, tmp_path):
-    rows = {"fit": [[1, 2], [3, 4]], "choice": [[5, 6]], "test": [[1, 2]]}
-    for groups, role in [(rows, "test"), ({**rows, "choice": [[1, 2]], "test": [[5, 6]]}, "choice")]:
-        text = PrefixSuffixes("d", "0", tuple(range(PREFIX)), {"random": groups})
-        with pytest.raises(InputError, match=f"every suffix for the {role} behind token 0 of 'd' is one that"):
-            run(models, [text], tmp_path / "out")
-
-
-def test_a_true_continuation_that_was_fitted_to_is_no_test_and_leaves_its_prefix_out(models, tmp_path):
-    fitted = {"random": {"fit": [[1, 2, 3, 4]], "choice": [[5, 6, 7, 8]], "test": [[9, 1, 1, 1]]}}
-    texts = [
-        PrefixSuffixes("d", "0", tuple(range(PREFIX)), {"true": {"test": [[1, 2, 3, 4]]}, **fitted}),
-        PrefixSuffixes("e", "0", tuple(range(PREFIX)), {"true": {"test": [[1, 2, 3, 5]]}, **fitted}),
-    ]
-    records = run(models, texts, tmp_path / "two", [Method("first")], (2,))
-    assert [r.values["num_outputs"] for r in records if r.method == "first" and kind_of(r) == "true"] == [0, 1] * 2
-    rows = [r for r in profile_rows(records, measures=["kl"]) if (r.method, r.num_slots) == ("first", 2)]
-    counts = {(r.model, r.kind): (r.num_prefixes, r.num_outputs) for r in rows}
-    assert counts == {
-        (model, kind): n for model in models for kind, n in [("true", (1, 1)), ("random", (2, 8)), ("all", (2, 9))]
+def test_pieces_from_elsewhere_overlap_neither_the_window_nor_each_other():
+    numbered = {
+        name: list(range(100 * rank, 100 * rank + len(own))) for rank, (name, own) in enumerate(noise().items())
     }
-    (row,) = [r for r in rows if (r.model, r.kind) == ("kvcat", "true")]
-    assert row.mean.value == row.worst > 0
-    assert row.ratio.value == pytest.approx(row.worst_ratio)
-    alone = run(models, texts[:1], tmp_path / "one", [Method("first")], (2,))
-    rows = profile_rows(alone, measures=["kl"])
-    assert all(math.isnan(r.error(s)) and r.num_outputs == 0 for r in rows if r.kind == "true" for s in STATISTICS)
-    assert all(r.num_outputs == 4 and r.worst > 0 for r in rows if r.kind == "all")
-    assert {r.num_slots for r in slots_needed(rows, [99.0]) if r.kind == "true"} == {None}
-    assert "| base | 2 | 16.7% | " in profile_markdown(rows, slots_needed(rows, [1.0]))
+    model = tiny(0, vocab=200)
+    plan = Plan(PREFIX, SUFFIX, 8, 6, 7)  # all that there is room for
+    (text,) = draw_prefixes(numbered, plan, 1, model, 200)
+    taken = [token for rows in text.suffixes["other"].values() for row in rows for token in row]
+    window = [*text.prefix, *text.suffixes["true"]["test"][0]]
+    assert sorted([*taken, *window]) == sorted(token for own in numbered.values() for token in own)
+    with pytest.raises(InputError, match=r"22 'other' suffixes of 4 tokens: outside .* there is room for 21"):
+        draw_prefixes(numbered, Plan(PREFIX, SUFFIX, 8, 6, 8), 1, model, 200)
 
 
-def test_the_tokens_that_all_models_have_are_drawn_from(models):
-    assert check_models({**models, "small": (tiny(0, 30), None)}, PLAN) == 30
+def test_continuations_follow_the_models_own_distribution_behind_the_whole_prefix(models):
+    model = models["base"][0]
+    prefix = torch.randint(VOCAB, (1, 9), generator=torch.Generator().manual_seed(3))
+    found = sample_continuations(model, prefix, 5, 6, torch.Generator().manual_seed(7), 30)
+    draw, whole = torch.Generator().manual_seed(7), prefix.expand(5, -1)
+    for _ in range(6):
+        with torch.no_grad():
+            probabilities = tiny(0)(whole).logits[:, -1, :30].double().softmax(-1)
+        whole = torch.cat([whole, torch.multinomial(probabilities, 1, generator=draw)], 1)
+    assert found.tolist() == whole[:, 9:].tolist()
 
 
-def test_the_grid_of_slots_doubles_up_to_all(finished):
-    assert slot_grid(128) == [1, 2, 4, 8, 16, 32, 64, 128]
-    assert slot_grid(100) == [1, 2, 4, 8, 16, 32, 64, 100]
-    assert slot_grid(1) == [1]
+def test_the_draw_is_a_function_of_the_seed(task):
+    assert tuple(draw_prefixes(noise(), PLAN, 2, tiny(0), VOCAB)) == task.examples
+    other = draw_prefixes(noise(), Plan(PREFIX, SUFFIX, 3, 2, 4, seed=1), 2, tiny(0), VOCAB)
+    for text, own in zip(task.examples, other, strict=True):
+        assert all((own.suffixes[kind] == text.suffixes[kind]) == (kind == "true") for kind in text.suffixes)
+
+
+def test_outputs_behind_tokens_that_were_fitted_or_chosen_by_are_not_held_out():
+    groups = {
+        "random": {"fit": [[1, 2, 3]], "choice": [[1, 2, 9], [4, 4, 4]], "test": [[1, 2, 3], [4, 5, 6], [1, 2, 9]]},
+        "true": {"test": [[1, 7, 3]]},
+    }
+    text = Prefix("d", "0", (0,), groups)
+    assert text.held_out("random", "choice").tolist() == [[False, False, True], [True, True, True]]
+    assert text.held_out("random", "test").tolist() == [[False] * 3, [False, True, True], [False] * 3]
+    assert text.held_out("true", "test").tolist() == [[False, True, True]]
+    assert text.held_out("true", "choice").numel() == 0
+    used = Prefix("d", "0", (0,), {"random": {role: [[1, 2]] for role in ("fit", "choice", "test")}})
+    with pytest.raises(InputError, match="every suffix for the choice behind token 0 of 'd' is one that caches"):
+        ProfileTask((used,), "noise", PLAN)
+
+
+def test_a_task_is_made_of_a_text_for_all_models(tmp_path):
+    tokenizer = byte_tokenizer()
+    model = stock_model("qwen2", vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                        num_attention_heads=1, num_key_value_heads=1, max_position_embeddings=32)  # fmt: skip
+    file = tmp_path / "book.txt"
+    file.write_text("The cat sees a dog and a tree. " * 40)
+    task = make_task({"m": (model, tokenizer)}, [str(file)], plan=PLAN, num_prefixes=2)
+    assert (task.dataset, len(task.examples)) == ("book.txt", 2)
+    task.check("m", model, tokenizer)
+    with pytest.raises(InputError, match=r"of 40 tokens exceed the 32 positions of model 'm'"):
+        make_task({"m": (model, tokenizer)}, [str(file)], plan=Plan(36, 4))
+    file.write_text("The cat.")
+    with pytest.raises(InputError, match="the text is too short"):
+        make_task({"m": (model, tokenizer)}, [str(file)], plan=PLAN)
+
+
+def test_numbers_out_of_range_are_refused():
+    assert slot_grid(12) == [1, 2, 4, 8]
+    assert slot_ratios([4, 12, 2], 12) == [2 / 12, 4 / 12]
+    for slots, said in [([], "at least one"), ([2, 2], "each once"), ([0], "0 slots are outside 1 to 12")]:
+        with pytest.raises(InputError, match=said):
+            slot_ratios(slots, 12)
+    with pytest.raises(InputError, match="suffix_len is 1; it must be at least 2"):
+        Plan(suffix_len=1)
+
+
+def record(slots, method, choice, test, *, document="d", model="m", kind="model", fit=0.0):
+    values = {"num_slots": float(slots), f"{kind}_num_outputs": 5.0, f"{kind}_kl": test[0], f"{kind}_kl_worst": test[1]}
+    if choice is not None:
+        values |= {f"{kind}_choice_kl": choice[0], f"{kind}_choice_kl_worst": choice[1], f"{kind}_fit_kl": fit}
+    return Record(model, "f", "float32", method, "{}", slots / 8, None, None, "text", "", document, "0", values)
+
+
+def merged(records, others):
+    """Records of two kinds of suffixes as one record each."""
+    return [Record(**{**vars(a), "values": {**a.values, **b.values}}) for a, b in zip(records, others, strict=True)]
+
+
+CACHES = [
+    record(0, "no-context", (9.0, 9.0), (9.0, 9.5)),
+    record(2, "snapkv", (1.0, 6.0), (2.0, 2.5)),
+    record(2, "gradient", (2.0, 5.0), (1.0, 7.0)),
+    record(4, "snapkv", (1.5, 3.0), (0.5, 4.0)),
+    record(4, "gradient", (1.2, 8.0), (0.1, 0.2)),
+    record(8, "dense", (0.0, 0.0), (0.0, 0.0)),
+]
+
+
+def table_of(records):
+    return profile_table(records, measures=["kl"], num_resamples=50)
+
+
+def best(records, kind="model", model="m"):
+    table = table_of(records)
+    return table[(table.method == "best") & (table.kind == kind) & (table.model == model)]
+
+
+def test_the_best_cache_is_chosen_without_a_look_at_the_test_and_may_have_fewer_slots():
+    curve = best(CACHES)
+    assert curve.num_slots.tolist() == [0, 2, 4, 8]
+    assert curve["mean"].tolist() == [9.0, 2.0, 2.0, 0.0]
+    assert curve.worst.tolist() == [9.5, 7.0, 4.0, 0.0]  # by the worst: gradient at 2, snapkv at 4
+    assert curve.chosen.tolist() == ["no-context at 0", "snapkv at 2", "snapkv at 2", "dense at 8"]
+
+
+def test_the_best_cache_is_chosen_prefix_by_prefix_over_all_kinds_at_once():
+    other = [
+        record(r.values["num_slots"], r.method, (c, c), (t, t), document="e")
+        for r, c, t in zip(CACHES, (9.0, 3.0, 1.0, 3.0, 1.0, 0.0), (9.0, 3.0, 0.5, 3.0, 0.5, 0.0), strict=True)
+    ]
+    row = best([*CACHES, *other]).iloc[1]
+    assert (row["mean"], row.worst, row.num_prefixes, row.num_outputs) == (1.25, 7.0, 2, 10)
+    assert (row.low, row.high) == (0.5, 2.0)
+    assert row.chosen == "1 x gradient at 2, 1 x snapkv at 2"
+    kinds = [
+        record(r.values["num_slots"], r.method, (0.0, 0.0) if r.method == "gradient" else (4.0, 4.0), (0.3, 0.7),
+               kind="random") for r in CACHES
+    ]  # fmt: skip
+    row = best(merged(CACHES, kinds), "all").iloc[1]
+    assert (row["mean"], row.worst) == ((1.0 + 0.3) / 2, 7.0)
+
+
+def test_a_kind_without_suffixes_for_the_choice_is_judged_by_the_others_choice():
+    true = [record(r.values["num_slots"], r.method, None, (r.values["num_slots"], 7.0), kind="true") for r in CACHES]
+    curve = best(merged(CACHES, true), "true")
+    assert curve["mean"].tolist() == [0.0, 2.0, 2.0, 8.0]
+    assert curve.fit_mean.isna().all()
+
+
+def test_models_are_paired_with_the_first_on_the_same_prefixes():
+    double = [
+        record(r.values["num_slots"], r.method, (r.values["model_choice_kl"], r.values["model_choice_kl_worst"]),
+               (2 * r.values["model_kl"], 3 * r.values["model_kl_worst"]), model="n") for r in CACHES
+    ]  # fmt: skip
+    assert best([*CACHES, *double]).ratio.isna().all()
+    assert best([*CACHES, *double], model="n").ratio.tolist()[:3] == [2.0] * 3
+    assert math.isnan(best([*CACHES, *double], model="n").ratio.iloc[3])  # 0 / 0
+    with pytest.raises(InputError, match="model 'n' and the first one have records of different caches"):
+        table_of([*CACHES[:3], *double])
+    with pytest.raises(InputError, match="nothing was profiled"):
+        table_of([])
+
+
+def test_the_curve_inverted_names_the_fewest_slots_whose_error_is_below_epsilon():
+    needed = slots_needed(table_of(CACHES[:5]), [10.0, 9.0, 2.0, 2.1, 4.5])
+    own = needed[needed.kind == "model"].fillna({"num_slots": -1})
+    found = {(row.statistic, row.epsilon): row.num_slots for row in own.itertuples()}
+    assert found == {
+        ("mean", 10.0): 0, ("mean", 9.0): 2, ("mean", 2.0): -1, ("mean", 2.1): 2, ("mean", 4.5): 2,
+        ("worst", 10.0): 0, ("worst", 9.0): 2, ("worst", 2.0): -1, ("worst", 2.1): -1, ("worst", 4.5): 4,
+    }  # fmt: skip
+    with pytest.raises(InputError, match="epsilon is 0"):
+        slots_needed(table_of(CACHES), [0.0])
 
 
 def test_the_tables_hold_every_model_kind_and_method(finished):
-    rows = profile_rows(finished[1], num_resamples=50)
-    needed = slots_needed(rows, [0.5])
-    text = profile_markdown(rows, needed)
-    assert next(line for line in text.splitlines() if line.startswith("| kvcat | 2 |")).count("|") == 11
-    lines = profile_csv(rows).splitlines()
-    assert len(lines) == 1 + len(rows) == 1 + 2 * 4 * 5 * (4 + 8)
-    row = next(r for r in rows if r.method == "best" and r.num_slots == 2 and r.kind == "true" and r.measure == "tv")
-    assert f"base,true,2,0.166667,best,tv,{row.mean.value!r},{row.mean.low!r}" in profile_csv(rows)
-    assert len(needed_csv(needed).splitlines()) == 1 + 2 * 5 * 2
+    text = profile_markdown(profile_table(finished[1], num_resamples=50), [1.0])
+    for words in ("base", "kvcat", "attention-matching", "gradient init=first num_steps=3", "- true:", "random", "(1."):
+        assert words in text
+    assert "nan" not in text

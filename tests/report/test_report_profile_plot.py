@@ -1,11 +1,8 @@
-import math
-
 import numpy as np
+import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from kvcat.evals import Estimate
-from kvcat.evals.profile_summary import ProfileRow
 from kvcat.report.plots import COLOURS
 from kvcat.report.profile_plot import draw_profile, save_profile_plot
 
@@ -14,10 +11,8 @@ KINDS = ["model", "random"]
 
 
 def row(model, kind, slots, mean, worst, method="best"):
-    estimate = Estimate(mean, math.nan, math.nan)
-    return ProfileRow(
-        model, kind, slots, slots / 8, method, "kl", estimate, worst, None, math.nan, math.nan, 1, 5, {}
-    )  # fmt: skip
+    cell = {"model": model, "kind": kind, "num_slots": slots, "method": method, "measure": "kl"}
+    return {**cell, "mean": mean, "worst": worst}
 
 
 ROWS = [
@@ -31,7 +26,7 @@ ROWS = [
 @pytest.mark.parametrize(("statistic", "top"), [("mean", 1.0), ("worst", 5.0)])
 def test_there_is_one_line_per_model_and_kind_with_the_best_caches_errors(statistic, top):
     axes = Figure().subplots()
-    draw_profile(axes, [*ROWS, row("base", "model", 1, 3.0, 3.0, method="first")], statistic, MODELS)
+    draw_profile(axes, pd.DataFrame([*ROWS, row("base", "model", 1, 3.0, 3.0, method="first")]), statistic, MODELS)
     lines = {line.get_label(): line for line in axes.lines}
     assert list(lines) == [f"{model}, {kind}" for model in MODELS for kind in KINDS]
     for label, line in lines.items():
@@ -46,6 +41,6 @@ def test_there_is_one_line_per_model_and_kind_with_the_best_caches_errors(statis
 
 def test_the_plot_is_a_file_also_where_all_errors_are_zero(tmp_path):
     for name, rows in (("a", ROWS), ("b", ROWS), ("zero", [row("base", "model", 8, 0.0, 0.0)])):
-        save_profile_plot(rows, tmp_path / name)
+        save_profile_plot(pd.DataFrame(rows), tmp_path / name)
     assert (tmp_path / "a" / "profile.png").read_bytes() == (tmp_path / "b" / "profile.png").read_bytes()
     assert (tmp_path / "zero" / "profile.png").read_bytes().startswith(b"\x89PNG")

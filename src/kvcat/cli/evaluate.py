@@ -29,7 +29,6 @@ from kvcat.methods import parse_method
 
 if TYPE_CHECKING:
     from kvcat.evals import Task
-    from kvcat.evals.profile_suffixes import PrefixSuffixes, SuffixPlan
 
 Split = Literal["all", "test", "validation", "train"]
 Supervision = Literal["reconstruction", "self"]
@@ -294,12 +293,9 @@ def profile(
     suffix_len: int = 16,
     num_prefixes: int = 2,
     split: Split = "all",
-    kinds: Strings = (),
-    fit_kinds: Strings = (),
     num_fit_suffixes: int = 16,
     num_choice_suffixes: int = 8,
     num_test_suffixes: int = 16,
-    suffixes: Path | None = None,
     measure: Literal["kl", "tv", "log_prob", "output"] = "kl",
     epsilon: Floats = (),
     seed: Seed = 0,
@@ -309,15 +305,15 @@ def profile(
     """Measure a model's compressibility on a text: the error of the best cache found against its slots.
 
     The definition asks for one cache per prefix that serves every suffix. Here caches are fitted to some suffixes and
-    judged on others, that no cache was fitted to or chosen by. Several models meet the same prefixes and suffixes.
-    Killed and started again, it continues.
+    judged on others, that no cache was fitted to or chosen by. Several models meet the same prefixes and suffixes; the
+    first one draws some of these. Killed and started again, it continues.
 
     Example: kvcat eval profile kvcat-base --text book.txt --slots 1 4 16 64
 
     Args:
         text: A text file, .jsonl or .parquet, a folder of them, installed, or hub:NAME; several may be given.
         out: Folder for records, tables and the plot.
-        slots: Slots per layer and head, from 1 to --prefix-len; 1 2 4 8 ... all by default.
+        slots: Slots per layer and head, from 1 to --prefix-len; 1 2 4 8 ... by default.
         keep: In place of --slots: fractions of the slots to KEEP, each in (0, 1].
         method: Methods among which the best cache is chosen; by default attention-matching, 40 gradient steps from it,
             snapkv, h2o.
@@ -325,13 +321,9 @@ def profile(
         suffix_len: Tokens of a suffix.
         num_prefixes: Prefixes: the beginning of every document, then what follows it.
         split: Documents of the text to use; test and validation by a hash of the document's name.
-        kinds: Suffixes to judge on, all by default: drawn from the first `model`, the `true` one, pieces of the text
-            from elsewhere (`other`), `random` tokens.
-        fit_kinds: Those that caches are fitted to, never the true one; all others by default.
-        num_fit_suffixes: Suffixes of each of these kinds that caches are fitted to.
+        num_fit_suffixes: Suffixes of each kind but the true one that caches are fitted to.
         num_choice_suffixes: Further ones by which the best cache is chosen.
         num_test_suffixes: Further suffixes of every kind, to judge on.
-        suffixes: suffixes.json of another profile of this text: its suffixes, whichever model drew them.
         measure: Error in tables and plot: KL, total variation, largest difference of log-probabilities, or norm of the
             output's difference. The CSV file has all.
         epsilon: Errors for which the fewest slots are printed; 1 0.3 0.1 0.03 0.01 by default.
@@ -341,36 +333,37 @@ def profile(
         raise InputError("give one of --slots and --keep")
     check_keep(*ratios)
     check_least(0, seed=seed)
+    check_method(*flat(method))
+    check_model(*folders.values())
     for value in epsilons:
         if not value > 0:
             raise InputError(f"--epsilon is {value:g}; it must be larger than 0")
 
     import kvcat
     from kvcat.compress import seeded_compressor, slots_for
-    from kvcat.evals import Method, profile
-    from kvcat.evals.profile_checks import check_models, check_slots, slot_grid
-    from kvcat.evals.profile_suffixes import SuffixPlan
-    from kvcat.evals.suffix import data_name
+    from kvcat.evals import Method, evaluate
+    from kvcat.evals.profile import METHODS, Plan, make_task, slot_grid, slot_ratios
+    from kvcat.evals.profile_summary import profile_markdown, profile_table, slots_needed
+    from kvcat.report.profile_plot import save_profile_plot
 
-    judged = tuple(flat(kinds)) or ("model", "true", "other", "random")
-    fitted = tuple(flat(fit_kinds)) or tuple(kind for kind in judged if kind != "true")
-    plan = SuffixPlan(
-        prefix_len, suffix_len, judged, fitted, num_fit_suffixes, num_choice_suffixes, num_test_suffixes, seed
-    )
-    asked = [Method(*parse_method(spec)) for spec in flat(method)] or list(profile.PROFILE_METHODS)
-    for wanted in asked:
+    plan = Plan(prefix_len, suffix_len, num_fit_suffixes, num_choice_suffixes, num_test_suffixes, seed)
+    methods = [Method(*parse_method(spec)) for spec in flat(method)] or list(METHODS)
+    for wanted in methods:
         seeded_compressor(wanted.name, wanted.options, seed)
     counts = flat(slots) or [slots_for(prefix_len, ratio, None) for ratio in ratios] or slot_grid(prefix_len)
-    check_slots(counts, prefix_len)
+    keeps = slot_ratios(counts, prefix_len)
     loaded = {label: kvcat.load(folder, dtype=dtype, device=device) for label, folder in folders.items()}
-    vocab_size = check_models(loaded, plan)
-    earlier = out / profile.SUFFIXES_FILE
-    given = suffixes or (earlier if earlier.is_file() else None)
-    first = next(iter(loaded.values()))
-    texts = _profile_texts(first, flat(text), split, plan, num_prefixes, vocab_size, given)
-    dataset = "+".join(data_name(source) for source in flat(text)) + ("" if split == "all" else f":{split}")
-    records = profile.profile(loaded, texts, plan, asked, counts, out, dataset=dataset)
-    _write_profile(out, [record for record in records if record.model in loaded], epsilons, measure)
+    task = make_task(loaded, flat(text), split, plan=plan, num_prefixes=num_prefixes)
+    records = evaluate(task, loaded, methods, keeps, out, batch_size=1, seeds=[seed])
+    table = profile_table([record for record in records if record.model in loaded])
+    tables = profile_markdown(table, epsilons, measure=measure)
+    table.to_csv(out / "profile.csv", index=False)
+    slots_needed(table, epsilons, measure=measure).to_csv(out / "epsilon.csv", index=False)
+    (out / "profile.md").write_text(tables, encoding="utf-8")
+    print(tables)
+    names = ("profile.csv", "epsilon.csv", "profile.md")
+    for path in [*(out / name for name in names), *save_profile_plot(table, out, measure=measure)]:
+        print(path)
 
 
 def _run(
@@ -440,50 +433,3 @@ def _shard(text: str | None) -> tuple[int, int]:
     if not slash or not index.isdecimal() or not count.isdecimal() or int(index) >= int(count):
         raise InputError(f"--shard takes INDEX/COUNT with INDEX from 0 to COUNT - 1, not {text!r}")
     return int(index), int(count)
-
-
-def _write_profile(out: Path, records: list[Any], epsilons: list[float], measure: str) -> None:
-    from kvcat.evals.profile_summary import profile_rows, slots_needed
-    from kvcat.evals.profile_tables import needed_csv, profile_csv, profile_markdown
-    from kvcat.report.profile_plot import save_profile_plot
-
-    rows = profile_rows(records)
-    needed = slots_needed(rows, epsilons, measure=measure)
-    tables = profile_markdown(rows, needed, measure=measure)
-    files = {"profile.csv": profile_csv(rows), "epsilon.csv": needed_csv(needed), "profile.md": tables}
-    for name, content in files.items():
-        (out / name).write_text(content, encoding="utf-8")
-    print(tables)
-    for path in [*(out / name for name in files), *save_profile_plot(rows, out, measure=measure)]:
-        print(path)
-
-
-def _profile_texts(
-    first: tuple[Any, Any],
-    sources: list[str],
-    split: Split,
-    plan: "SuffixPlan",
-    num_prefixes: int,
-    vocab_size: int,
-    given: Path | None,
-) -> "list[PrefixSuffixes]":
-    """Prefixes and suffixes: those of a file, or drawn with the first model."""
-    from kvcat.evals import corpus_documents
-    from kvcat.evals.profile_suffixes import draw_suffixes, prefix_windows, read_suffixes
-
-    model, tokenizer = first
-    documents: dict[str, list[int]] = {}
-    enough, length = 0, plan.prefix_len + plan.suffix_len
-    for source in sources:
-        for name, content in corpus_documents(source, split, 10 * num_prefixes):
-            if enough == num_prefixes:
-                break
-            if name in documents:
-                raise InputError(f"two documents of {', '.join(sources)} share the name {name!r}")
-            documents[name] = tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"]
-            enough += len(documents[name]) >= length
-    found = list(documents.items())
-    windows = prefix_windows(found, plan, num_prefixes)
-    if given is not None:
-        return read_suffixes(given, plan, windows)
-    return draw_suffixes(windows, found, plan, model, vocab_size)

@@ -131,7 +131,6 @@ _METRICS = {
         "accuracy", "Share of questions whose right answer has the highest log-likelihood per character."
     ),
     "acc": _score("accuracy, raw", "The same by the total log-likelihood."),
-    "acc_per_token": _score("accuracy per token", "The same by the log-likelihood per token."),
     "nll_per_char": Metric(
         "NLL per character",
         "Negative log-likelihood of the right answer, nats per character.",
@@ -149,6 +148,7 @@ HEADLINES: dict[str, tuple[str, ...]] = {
     "needle": ("exact_match", "native_exact_match", "dense_exact_match", "correct_prefix", "nll", "nll_dense"),
     "ruler": ("string_match", "dense_string_match", "exact_match", "nll", "nll_dense"),
     "longbench": ("accuracy", "dense_accuracy", "nll_choice"),
-    "qa": ("acc_per_char", "acc", "acc_per_token", "nll_per_char"),
+    "qa": ("acc_per_char", "acc", "nll_per_char"),
+    "profile": ("kl",),
 }
 """The metrics of each evaluation that its tables show, the first of them the one that decides."""

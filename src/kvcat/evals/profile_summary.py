@@ -1,133 +1,100 @@
-"""A compressibility profile read from its records: the best cache found, every method, and slots that suffice."""
+"""Records of a compressibility profile to tables: the best cache found, every method, and the slots that suffice."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from kvcat.errors import InputError
-from kvcat.evals.profile_errors import MEASURES
-from kvcat.evals.profile_suffixes import KINDS
+from kvcat.evals.profile import KINDS, MEASURES
 from kvcat.evals.records import Record
 from kvcat.evals.runner import Values
 from kvcat.evals.statistics import ClusterBootstrap, Estimate
 
 BEST, ALL = "best", "all"
-Statistic = Literal["mean", "worst"]
-STATISTICS: tuple[Statistic, Statistic] = ("mean", "worst")
-Prefix = tuple[str, str]
-Cache = tuple[int, str]
-Figures = Mapping[Prefix, Mapping[Cache, Mapping[str, Values]]]
-"""Document and name of a prefix, then slots and label of a method, then kind of suffix."""
-Errors = dict[Prefix, tuple[float, float]]
-"""Mean and worst of every prefix."""
+STATISTICS = ("mean", "worst")
+COLUMNS = (
+    "model", "kind", "num_slots", "method", "measure", "mean", "low", "high", "worst", "ratio", "ratio_low",
+    "ratio_high", "fit_mean", "num_prefixes", "num_outputs", "chosen",
+)  # fmt: skip
+_Prefix, _Cache = tuple[str, str], tuple[int, str]
+_Figures = dict[_Prefix, dict[_Cache, Values]]
+_NONE = Estimate(np.nan, np.nan, np.nan)
 
 
-@dataclass(frozen=True)
-class ProfileRow:
-    """One point of a profile.
-
-    Args:
-        model: label.
-        kind: of the held-out suffixes; "all" is the mean over the kinds' means, and the worst of all.
-        num_slots: r(n), the slots allowed per layer and head.
-        keep_ratio: r(n) / n.
-        method: label of a method, or "best": for every prefix the cache of at most so many slots, no cache among them,
-            whose error on the suffixes for the choice is smallest: by their mean for the mean, by their worst for the
-            worst.
-        measure: a name in ``MEASURES``.
-        mean: over outputs, then over prefixes, with an interval that resamples documents (none where there is one).
-        worst: over outputs and prefixes.
-        ratio: the mean over that of the first model on the same prefixes, with its interval; None for that model.
-        worst_ratio: likewise of the worst.
-        fit_mean: as the mean, on the suffixes that caches were fitted to; NaN where the kind has none.
-        num_prefixes: prefixes that have held-out outputs of the kind; without any, errors are NaN.
-        num_outputs: held-out outputs of all prefixes.
-        chosen: for "best", by the mean and by the worst: the method and its slots, and for how many prefixes it was
-            chosen.
-    """
-
-    model: str
-    kind: str
-    num_slots: int
-    keep_ratio: float
-    method: str
-    measure: str
-    mean: Estimate
-    worst: float
-    ratio: Estimate | None
-    worst_ratio: float
-    fit_mean: float
-    num_prefixes: int
-    num_outputs: int
-    chosen: Mapping[Statistic, Mapping[tuple[str, int], int]]
-
-    def error(self, statistic: Statistic) -> float:
-        """The mean's value, or the worst."""
-        return self.mean.value if statistic == "mean" else self.worst
-
-
-@dataclass(frozen=True)
-class SlotsNeeded:
-    """The curve read the other way.
-
-    Args:
-        model: label.
-        kind: of the suffixes, or "all".
-        measure: a name in ``MEASURES``.
-        statistic: "mean" or "worst".
-        epsilon: error that is undercut, in the measure's unit.
-        num_slots: the fewest slots tried whose best cache does, with 0 for no cache; None where none of those tried
-            does (all slots always do: their error is 0).
-    """
-
-    model: str
-    kind: str
-    measure: str
-    statistic: Statistic
-    epsilon: float
-    num_slots: int | None
-
-
-def profile_rows(
+def profile_table(
     records: Iterable[Record], *, measures: Sequence[str] = tuple(MEASURES), num_resamples: int = 10_000, seed: int = 0
-) -> list[ProfileRow]:
-    """Rows of the best cache found and of every method, models in the order of the records.
+) -> pd.DataFrame:
+    """One row per measure, model, method, number of slots and kind of suffix.
+
+    Columns: model; kind, of the held-out suffixes, or "all": the mean over the kinds' means, the worst of all;
+    num_slots, r(n); method, a label or "best": for every prefix the cache of at most so many slots, no
+    cache among them, whose error on the suffixes for the choice is smallest, by their mean for the mean
+    and by their worst for the worst; measure; mean over outputs, then prefixes, with low and high, which
+    resample documents; worst over outputs and prefixes; ratio of the mean to the first model's on the
+    same prefixes with its interval (NaN for the first model); fit_mean, the mean on the suffixes that
+    caches were fitted to; num_prefixes that have held-out outputs of the kind; num_outputs; chosen, of
+    "best" by the mean: methods with their slots and for how many prefixes each was chosen.
 
     Args:
-        records: of ``profile``, complete for every model.
+        records: of a ``ProfileTask``, complete for every model.
         measures: names in ``MEASURES``.
         num_resamples: of the bootstrap.
         seed: of the bootstrap.
 
     Raises:
-        InputError: models with other prefixes or methods than the first: the run did not end.
+        InputError: no records, or models with other prefixes or caches than the first: the run did not end.
     """
-    models = _figures(records)
-    rows: list[ProfileRow] = []
-    first: dict[tuple[str, int, str], Errors] = {}
+    models: dict[str, _Figures] = {}
+    for record in records:
+        cache = int(record.values["num_slots"]), record.method_label
+        models.setdefault(record.model, {}).setdefault((record.document, record.example), {})[cache] = record.values
+    if not models:
+        raise InputError("no records: nothing was profiled")
+    first = next(iter(models))
+    caches = list(dict.fromkeys(cache for own in models[first].values() for cache in own))
+    for model, figures in models.items():
+        if any(set(own) != set(caches) for own in figures.values()) or figures.keys() != models[first].keys():
+            raise InputError(f"model {model!r} and the first one have records of different caches: the run did not end")
+    values = next(iter(models[first].values()))[caches[0]]
+    kinds = [kind for kind in KINDS if f"{kind}_num_outputs" in values]
+    labels = list(dict.fromkeys(label for _, label in caches))
+    points = [(BEST, slots) for slots in sorted({slots for slots, _ in caches})]
+    points += [(label, slots) for label in labels for slots, own in sorted(caches) if own == label]
+    rows: list[dict[str, Any]] = []
     for measure in measures:
-        for rank, (model, figures) in enumerate(models.items()):
-            table = _Table(model, figures, measure, num_resamples, seed)
-            for method, slots in table.points():
-                for kind in [*table.kinds, ALL]:
-                    key = kind, slots, method
-                    own = table.errors(kind, slots, method)
-                    if rank == 0:
-                        first[key] = own
-                    elif key not in first or list(first[key]) != list(own):
-                        raise InputError(f"model {model!r} and the first one have records of different caches")
-                    rows.append(table.row(kind, slots, method, own, None if rank == 0 else first[key]))
-    return rows
+        means: dict[tuple[str, str, int], dict[_Prefix, float]] = {}
+        for model, figures in models.items():
+            for method, slots in points:
+                chosen = {
+                    statistic: {p: _chosen(own, kinds, slots, method, measure, statistic) for p, own in figures.items()}
+                    for statistic in STATISTICS
+                }
+                for kind in [*kinds, ALL]:
+                    among = kinds if kind == ALL else [kind]
+                    row = _row(figures, chosen, among, measure)
+                    own = row.pop("means")
+                    other = means.setdefault((kind, method, slots), own)
+                    bootstrap = {"num_resamples": num_resamples, "seed": seed}
+                    mean, ratio = _intervals(own, other if model != first else None, **bootstrap)
+                    picked = Counter(chosen["mean"].values()) if method == BEST else Counter()
+                    rows.append({
+                        "model": model, "kind": kind, "num_slots": slots, "method": method, "measure": measure,
+                        "mean": mean.value, "low": mean.low, "high": mean.high, **row, "ratio": ratio.value,
+                        "ratio_low": ratio.low, "ratio_high": ratio.high, "chosen": _told(picked),
+                    })  # fmt: skip
+    return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
-def slots_needed(rows: Iterable[ProfileRow], epsilons: Sequence[float], *, measure: str = "kl") -> list[SlotsNeeded]:
-    """For every model, kind and statistic the fewest slots whose best cache has an error below epsilon.
+def slots_needed(table: pd.DataFrame, epsilons: Sequence[float], *, measure: str = "kl") -> pd.DataFrame:
+    """For every model, kind, statistic and epsilon the fewest slots tried whose best cache has an error below it.
+
+    Columns: model, kind, statistic ("mean" or "worst"), epsilon, num_slots (missing where none suffices).
 
     Args:
-        rows: of ``profile_rows``.
+        table: of ``profile_table``.
         epsilons: errors, larger than 0, in the measure's unit.
         measure: a name in ``MEASURES``.
 
@@ -136,122 +103,133 @@ def slots_needed(rows: Iterable[ProfileRow], epsilons: Sequence[float], *, measu
     """
     for epsilon in epsilons:
         if not epsilon > 0:
-            raise InputError(f"epsilon is {epsilon:g}; an error below it must be possible: it must be larger than 0")
-    curves: dict[tuple[str, str], list[ProfileRow]] = {}
-    for row in rows:
-        if row.method == BEST and row.measure == measure:
-            curves.setdefault((row.model, row.kind), []).append(row)
-    found = []
-    for (model, kind), curve in curves.items():
-        for statistic in STATISTICS:
-            for epsilon in epsilons:
-                enough = [row.num_slots for row in curve if row.error(statistic) < epsilon]
-                found.append(SlotsNeeded(model, kind, measure, statistic, epsilon, min(enough, default=None)))
-    return found
+            raise InputError(f"epsilon is {epsilon:g}; it must be larger than 0")
+    best = table[(table["method"] == BEST) & (table["measure"] == measure)]
+    rows = [
+        (model, kind, statistic, epsilon, curve["num_slots"][curve[statistic] < epsilon].min())
+        for (model, kind), curve in best.groupby(["model", "kind"], sort=False)
+        for statistic in STATISTICS
+        for epsilon in epsilons
+    ]
+    columns = ["model", "kind", "statistic", "epsilon", "num_slots"]
+    return pd.DataFrame(rows, columns=columns).astype({"num_slots": "Int64"})
 
 
-@dataclass(frozen=True)
-class _Table:
-    """One model's figures in one measure."""
+def profile_markdown(table: pd.DataFrame, epsilons: Sequence[float], *, measure: str = "kl") -> str:
+    """Tables of the best caches, of every method, and of the slots needed, in one measure.
 
-    model: str
-    figures: Figures
-    measure: str
-    num_resamples: int
-    seed: int
-
-    @property
-    def kinds(self) -> list[str]:
-        """Kinds of suffixes, in the order of ``KINDS``."""
-        there = next(iter(next(iter(self.figures.values())).values()))
-        return [kind for kind in KINDS if kind in there]
-
-    def points(self) -> list[tuple[str, int]]:
-        """Methods and slots, the best caches first."""
-        caches = sorted({cache for own in self.figures.values() for cache in own})
-        slots = sorted({count for count, _ in caches})
-        order = list(dict.fromkeys(label for own in self.figures.values() for _, label in own))
-        return [(BEST, count) for count in slots] + [(m, count) for m in order for count, own in caches if own == m]
-
-    def chosen(self, prefix: Prefix, slots: int, method: str, statistic: Statistic) -> Cache:
-        """The cache that stands for a method, by the suffixes for the choice where it is the best one."""
-        if method != BEST:
-            return slots, method
-        able = {cache: self._choice(values, statistic) for cache, values in self.figures[prefix].items()}
-        able = {cache: error for cache, error in able.items() if cache[0] <= slots}
-        return min(able, key=lambda cache: (able[cache], cache[0]))
-
-    def _choice(self, values: Mapping[str, Values], statistic: Statistic) -> float:
-        name = f"choice_{self.measure}" + "_worst" * (statistic == "worst")
-        errors = [own[name] for own in values.values() if name in own]
-        return float(np.mean(errors) if statistic == "mean" else max(errors))
-
-    def errors(self, kind: str, slots: int, method: str) -> Errors:
-        """Mean and worst error of every prefix that has held-out outputs of the kind."""
-        found: Errors = {}
-        for prefix in sorted(self.figures):
-            pair = []
-            for statistic in STATISTICS:
-                over, tail = (np.mean, "") if statistic == "mean" else (np.max, "_worst")
-                values = self.figures[prefix][self.chosen(prefix, slots, method, statistic)]
-                own = values.values() if kind == ALL else [values[kind]]
-                there = [value[self.measure + tail] for value in own if self.measure in value]
-                pair += [float(over(there))] if there else []
-            if pair:
-                found[prefix] = pair[0], pair[1]
-        return found
-
-    def row(self, kind: str, slots: int, method: str, errors: Errors, first: Errors | None) -> ProfileRow:
-        """A row of these errors, beside those of the first model."""
-        documents, means = [document for document, _ in errors], _means(errors)
-        mean, worst = Estimate(np.nan, np.nan, np.nan), max((own[1] for own in errors.values()), default=np.nan)
-        if np.isfinite(means).all() and len(means):
-            mean = self._bootstrap(documents).mean(means)
-        elif len(means):
-            mean = Estimate(float(means.mean()), np.nan, np.nan)
-        ratio, worst_ratio = None if first is None else Estimate(np.nan, np.nan, np.nan), np.nan
-        if first and np.isfinite([means, _means(first)]).all():
-            ratio = self._bootstrap(documents).ratio(means, _means(first))
-            largest = max(own[1] for own in first.values())
-            worst_ratio = worst / largest if largest > 0 else np.nan
-        chosen: dict[Statistic, list[Cache]] = {
-            s: [self.chosen(prefix, slots, method, s) for prefix in self.figures] for s in STATISTICS
-        }
-        counts: dict[Statistic, Mapping[tuple[str, int], int]] = {}
-        if method == BEST:
-            counts = {s: Counter((label, count) for count, label in caches) for s, caches in chosen.items()}
-        caches = [self.figures[prefix][cache] for prefix, cache in zip(self.figures, chosen["mean"], strict=True)]
-        picked = [values[name] for values in caches for name in (self.kinds if kind == ALL else [kind])]
-        fit = [own[name] for own in picked if (name := f"fit_{self.measure}") in own]
-        return ProfileRow(
-            self.model, kind, slots, self._keep_ratio(slots), method, self.measure, mean, worst, ratio, worst_ratio,
-            float(np.mean(fit)) if fit else np.nan, len(errors), int(sum(own["num_outputs"] for own in picked)), counts,
-        )  # fmt: skip
-
-    def _bootstrap(self, documents: Sequence[str]) -> ClusterBootstrap:
-        return ClusterBootstrap(documents, num_resamples=self.num_resamples, seed=self.seed)
-
-    def _keep_ratio(self, slots: int) -> float:
-        return next(
-            values["keep_ratio"]
-            for own in self.figures.values()
-            for (count, _), kinds in own.items()
-            if count == slots
-            for values in kinds.values()
-        )
+    Args:
+        table: of ``profile_table``.
+        epsilons: as in ``slots_needed``.
+        measure: a name in ``MEASURES``.
+    """
+    own = table[table["measure"] == measure]
+    best = own[own["method"] == BEST].assign(error=lambda rows: _error(rows))
+    kinds = [ALL, *(kind for kind in KINDS if kind in set(own["kind"]))]
+    wide = best.pivot_table(index=["model", "num_slots"], columns="kind", values="error", aggfunc="first", sort=False)
+    every = best[best["kind"] == ALL].set_index(["model", "num_slots"])
+    wide = wide[kinds].assign(**{"mean to the first model's": _ratio(every), "chosen by the mean": every["chosen"]})
+    methods = own[(own["method"] != BEST) & (own["kind"] == ALL)].assign(error=lambda rows: _error(rows))
+    methods = methods[["model", "method", "num_slots", "error", "fit_mean"]]
+    needed = slots_needed(table, epsilons, measure=measure).astype({"num_slots": "string"}).fillna("-")
+    needed = needed.groupby(["model", "epsilon", "kind"], sort=False)["num_slots"].agg(" / ".join).unstack()[kinds]
+    outputs = ", ".join(
+        f"{n} {kind}" for kind, n in best.drop_duplicates("kind").set_index("kind")["num_outputs"].items()
+    )
+    legend = "\n".join(f"- {kind}: {KINDS[kind]}" for kind in kinds if kind != ALL)
+    wide = wide.rename_axis(["label", "slots"]).reset_index()
+    needed = needed.rename_axis(["label", "epsilon"]).reset_index()
+    return (
+        f"Error: {MEASURES[measure]}. Mean / worst over {best['num_prefixes'].max()} prefixes and held-out outputs: "
+        f"{outputs}. Each is of the cache that the suffixes for the choice favour by it. The worst is a lower bound "
+        f"on the maximum over all suffixes.\n\n{legend}\n\n### Best cache found\n\n{_markdown(wide)}\n"
+        f"### Every method, all kinds\n\n{_markdown(methods.rename(columns={'fit_mean': 'mean where fitted'}))}\n"
+        "### Fewest slots tried with an error below epsilon, by mean / worst\n\n"
+        f"{_markdown(needed)}"
+    )
 
 
-def _means(errors: Errors) -> np.ndarray:
-    return np.array([mean for mean, _ in errors.values()])
-
-
-def _figures(records: Iterable[Record]) -> dict[str, dict[Prefix, dict[Cache, dict[str, Values]]]]:
-    """Values by model, prefix, cache and kind."""
-    found: dict[str, dict[Prefix, dict[Cache, dict[str, Values]]]] = {}
-    for record in records:
-        prefix, cache = (record.document, record.example), (int(record.values["num_slots"]), record.method_label)
-        kinds = found.setdefault(record.model, {}).setdefault(prefix, {}).setdefault(cache, {})
-        kinds[record.dataset.rpartition(":")[2]] = {**record.values, "keep_ratio": record.keep_ratio}
+def _of(values: Values, kinds: Sequence[str], name: str, statistic: str) -> float:
+    """A figure over kinds: the mean of their means, or the worst of all; NaN where no kind has it."""
+    tail = "_worst" if statistic == "worst" else ""
+    found = [values[f"{kind}_{name}{tail}"] for kind in kinds if f"{kind}_{name}{tail}" in values]
     if not found:
-        raise InputError("no records: nothing was profiled")
-    return found
+        return np.nan
+    return float(np.mean(found)) if statistic == "mean" else max(found)
+
+
+def _chosen(
+    caches: Mapping[_Cache, Values], kinds: Sequence[str], slots: int, method: str, measure: str, statistic: str
+) -> _Cache:
+    """The cache that stands for a method: itself, or the best by the suffixes for the choice."""
+    if method != BEST:
+        return slots, method
+    able = [cache for cache in caches if cache[0] <= slots]
+    return min(able, key=lambda cache: (_of(caches[cache], kinds, f"choice_{measure}", statistic), cache[0]))
+
+
+def _row(
+    figures: _Figures, chosen: Mapping[str, Mapping[_Prefix, _Cache]], kinds: Sequence[str], measure: str
+) -> dict[str, Any]:
+    """Everything but the intervals; ``means`` is by prefix."""
+    means, worsts, fits, outputs = {}, [], [], 0.0
+    for prefix in sorted(figures):
+        values = figures[prefix][chosen["mean"][prefix]]
+        mean = _of(values, kinds, measure, "mean")
+        outputs += sum(values[f"{kind}_num_outputs"] for kind in kinds)
+        fits.append(_of(values, kinds, f"fit_{measure}", "mean"))
+        if not np.isnan(mean):
+            means[prefix] = mean
+            worsts.append(_of(figures[prefix][chosen["worst"][prefix]], kinds, measure, "worst"))
+    fitted = [fit for fit in fits if not np.isnan(fit)]
+    return {
+        "means": means, "worst": max(worsts, default=np.nan), "num_prefixes": len(means), "num_outputs": int(outputs),
+        "fit_mean": float(np.mean(fitted)) if fitted else np.nan,
+    }  # fmt: skip
+
+
+def _intervals(
+    own: Mapping[_Prefix, float], first: Mapping[_Prefix, float] | None, **options: int
+) -> tuple[Estimate, Estimate]:
+    """Mean over prefixes, and its ratio to the first model's."""
+    if not own:
+        return _NONE, _NONE
+    means = np.array(list(own.values()))
+    if not np.isfinite(means).all():
+        return Estimate(float(means.mean()), np.nan, np.nan), _NONE
+    bootstrap = ClusterBootstrap([document for document, _ in own], **options)
+    ratio = _NONE
+    if first is not None and first.keys() == own.keys() and np.isfinite(other := np.array(list(first.values()))).all():
+        ratio = bootstrap.ratio(means, other)
+    return bootstrap.mean(means), ratio
+
+
+def _told(counts: Counter[_Cache]) -> str:
+    """Methods with their slots, the most frequent first."""
+    order = sorted(counts.items(), key=lambda item: (-item[1], item[0][1], item[0][0]))
+    return ", ".join(f"{f'{n} x ' * (len(counts) > 1)}{label} at {slots}" for (slots, label), n in order)
+
+
+def _error(rows: pd.DataFrame) -> list[str]:
+    pairs = zip(rows["mean"], rows["worst"], strict=True)
+    return ["" if np.isnan(mean) else f"{mean:.3g} / {worst:.3g}" for mean, worst in pairs]
+
+
+def _ratio(rows: pd.DataFrame) -> pd.Series:
+    intervals = zip(rows["ratio"], rows["ratio_low"], rows["ratio_high"], strict=True)
+    texts = [
+        "" if np.isnan(r) else f"{r:.2f}" + ("" if np.isnan(a) else f" ({a:.2f} to {b:.2f})") for r, a, b in intervals
+    ]
+    return pd.Series(texts, index=rows.index)
+
+
+def _markdown(table: pd.DataFrame) -> str:
+    lines = [[str(c) for c in table.columns], ["---"] * len(table.columns)]
+    lines += [
+        [
+            "" if cell is None or cell != cell else f"{cell:.3g}" if isinstance(cell, float) else str(cell)
+            for cell in row
+        ]
+        for row in table.itertuples(index=False)
+    ]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
