@@ -59,8 +59,7 @@ class _KeepGradient(torch.autograd.Function):
         budget = _CPU_ELEMENTS if q.device.type == "cpu" else _DEVICE_ELEMENTS
         step = min(num_queries, max(_LEAST_QUERIES, budget // (batch * num_heads * num_keys)))
         rows_q, rows_grad = _by_query(q.to(k.dtype), kv_heads), _by_query(grad_out.to(v.dtype), kv_heads)
-        if reach is None and ctx.causal:
-            later = ~reachable(step, step, device=q.device)[None]
+        later = ~reachable(step, step, device=q.device)[None]
         for start in range(0, num_queries, step):
             own = slice(start, min(start + step, num_queries))
             limit, hidden = num_keys, None

@@ -192,8 +192,9 @@ def merge_lora(model: PreTrainedModel, config: TrainConfig) -> None:
     """Add the adapters to the weights and remove them: the model has its original modules, with other weights."""
     if not config.lora_rank:
         return
-    layer_type = importlib.import_module("peft.tuners.tuners_utils").BaseTunerLayer
-    for name, module in [(n, m) for n, m in model.named_modules() if isinstance(m, layer_type)]:
+    layer_type: Any = importlib.import_module("peft.tuners.tuners_utils").BaseTunerLayer
+    wrapped: list[tuple[str, Any]] = [(n, m) for n, m in model.named_modules() if isinstance(m, layer_type)]
+    for name, module in wrapped:
         module.merge()
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, module.get_base_layer())
