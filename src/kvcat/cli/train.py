@@ -174,10 +174,11 @@ def prepare(
     from kvcat.data import prepare
 
     with tqdm(total=max_tokens, unit=" tokens", unit_scale=True, disable=None) as bar:
-        index = prepare(
-            data, words, output, max_tokens=max_tokens, seed=seed,
-            on_progress=lambda num_tokens: bar.update(num_tokens - bar.n),
-        )  # fmt: skip
+
+        def show(num_tokens: int) -> None:
+            bar.update(num_tokens - bar.n)
+
+        index = prepare(data, words, output, max_tokens=max_tokens, seed=seed, on_progress=show)
     train, validation = index["splits"]["train"], index["splits"]["validation"]
     print(
         f"{output}: {train['tokens']:,} training tokens of {train['documents']:,} documents, "
