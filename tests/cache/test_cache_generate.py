@@ -98,8 +98,10 @@ def test_a_forward_equals_stock_attention_head_by_head(name, form, new):
     assert torch.allclose(logits, naive_logits(cache, ids, name), atol=1e-10)
 
 
-@pytest.mark.parametrize("static_tokens", [None, 11])
-@pytest.mark.parametrize("form", ["plain", "biased", "ragged"])
+@pytest.mark.parametrize(
+    ("form", "static_tokens"),
+    [("plain", 11), ("biased", None), ("biased", 11), ("ragged", None), ("ragged", 11), ("ragged, no bias", 11)],
+)
 def test_greedy_generation_takes_the_naive_argmax_at_every_step(form, static_tokens):
     model, ids = tiny(), questions(2, 3)
     cache = made(model, form)
