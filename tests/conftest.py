@@ -1,5 +1,7 @@
 """Shape and type annotations are checked while the tests run; a tiny model for the tests that need a folder of one."""
 
+import os
+
 from jaxtyping import install_import_hook
 
 install_import_hook("kvcat", "beartype.beartype")
@@ -9,7 +11,7 @@ import torch  # noqa: E402
 
 from tiny import write_texts, write_tiny_model  # noqa: E402
 
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ.get("KVCAT_TEST_THREADS", "1")))
 
 
 @pytest.fixture(scope="session")
