@@ -136,7 +136,7 @@ class LongBenchTask(Task):
                 raise InputError(f"keep ratio {keep_ratio:g} is outside (0, 1]")
 
     @property
-    def baselines(self) -> tuple[Baseline, ...]:
+    def baselines(self) -> tuple[Baseline, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Dense, no context, and as much plain text as each keep ratio's budget."""
         truncated = (Baseline("truncated", keep_ratio) for keep_ratio in self.keep_ratios if keep_ratio < 1.0)
         return Baseline("dense", 1.0), Baseline("no-context", 0.0), *truncated

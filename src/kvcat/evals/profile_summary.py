@@ -19,7 +19,8 @@ COLUMNS = (
     "model", "kind", "num_slots", "method", "measure", "mean", "low", "high", "worst", "ratio", "ratio_low",
     "ratio_high", "fit_mean", "num_prefixes", "num_outputs", "chosen",
 )  # fmt: skip
-_Prefix, _Cache = tuple[str, str], tuple[int, str]
+_Prefix = tuple[str, str]  # document and name
+_Cache = tuple[int, str]  # slots and label of a method
 _Figures = dict[_Prefix, dict[_Cache, Values]]
 _NONE = Estimate(np.nan, np.nan, np.nan)
 
@@ -77,8 +78,7 @@ def profile_table(
                     row = _row(figures, chosen, among, measure)
                     own = row.pop("means")
                     other = means.setdefault((kind, method, slots), own)
-                    bootstrap = {"num_resamples": num_resamples, "seed": seed}
-                    mean, ratio = _intervals(own, other if model != first else None, **bootstrap)
+                    mean, ratio = _intervals(own, other if model != first else None, num_resamples, seed)
                     picked = Counter(chosen["mean"].values()) if method == BEST else Counter()
                     rows.append({
                         "model": model, "kind": kind, "num_slots": slots, "method": method, "measure": measure,
@@ -189,7 +189,7 @@ def _row(
 
 
 def _intervals(
-    own: Mapping[_Prefix, float], first: Mapping[_Prefix, float] | None, **options: int
+    own: Mapping[_Prefix, float], first: Mapping[_Prefix, float] | None, num_resamples: int, seed: int
 ) -> tuple[Estimate, Estimate]:
     """Mean over prefixes, and its ratio to the first model's."""
     if not own:
@@ -197,7 +197,7 @@ def _intervals(
     means = np.array(list(own.values()))
     if not np.isfinite(means).all():
         return Estimate(float(means.mean()), np.nan, np.nan), _NONE
-    bootstrap = ClusterBootstrap([document for document, _ in own], **options)
+    bootstrap = ClusterBootstrap([document for document, _ in own], num_resamples=num_resamples, seed=seed)
     ratio = _NONE
     if first is not None and first.keys() == own.keys() and np.isfinite(other := np.array(list(first.values()))).all():
         ratio = bootstrap.ratio(means, other)

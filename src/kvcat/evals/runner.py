@@ -66,7 +66,7 @@ class Prepared:
         trace: what compressors are fitted to, one row per example; made when first needed.
     """
 
-    trace: Trace
+    trace: Any
 
     def score(self, cache: CompactCache) -> list[Values]:
         """Values per example when the compact cache stands for the context."""
@@ -82,7 +82,7 @@ class Prepared:
         """For each keep ratio the batch's compact caches by step; None is the step of a method without steps."""
         if hasattr(compressor, "snapshots"):
             for keep_ratio in keep_ratios:
-                yield compressor.snapshots(self.trace, keep_ratio=keep_ratio)
+                yield compressor.snapshots(self.trace, keep_ratio=keep_ratio)  # type: ignore[attr-defined]
         else:
             for cache in compressor.each(self.trace, keep_ratios):
                 yield iter([(None, cache)])
@@ -104,9 +104,9 @@ class Task:
     tokenized: ClassVar[bool] = False
     compresses: ClassVar[bool] = True
 
+    baselines: ClassVar[Any]
+    examples: Any
     dataset: str
-    examples: Sequence[Any]
-    baselines: Sequence[Baseline]
 
     def describe(self) -> Mapping[str, Any]:
         """What the results depend on besides the examples, JSON values."""
@@ -310,13 +310,13 @@ class _Run:
                 yield [(step, prepared.score(cache)) for step, cache in caches]
         else:
             for keep_ratio in keep_ratios:
-                yield self._measure(job, keep_ratio, prepared, num_examples)
+                yield self._measure(job, job.compressor, keep_ratio, prepared, num_examples)
 
     def _measure(
-        self, job: _Job, keep_ratio: float, prepared: Prepared, num_examples: int
+        self, job: _Job, compressor: Compressor, keep_ratio: float, prepared: Prepared, num_examples: int
     ) -> list[tuple[Step, list[Values]]]:
         def make() -> Iterator[tuple[Step, CompactCache]]:
-            return next(prepared.caches(job.compressor, [keep_ratio]))
+            return next(prepared.caches(compressor, [keep_ratio]))
 
         def use(step: Step, cache: CompactCache) -> None:
             found.append((step, prepared.score(cache)))

@@ -111,7 +111,7 @@ def compare_models(
     frame["primary"] = _is_primary(frame, primary)
     tested = frame[~frame["primary"]]
     for _, group in tested.groupby(["model", "metric", tested["stratum"] == ""], sort=False):
-        frame.loc[group.index, "p_holm"] = holm(group["p"].to_numpy(dtype=float))
+        frame.loc[group.index, "p_holm"] = holm(np.asarray(group["p"], dtype=float))
     return frame
 
 
