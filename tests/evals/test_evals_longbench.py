@@ -183,7 +183,8 @@ def test_every_baseline_equals_a_full_forward_of_the_same_ids(model, examples, m
     "method", [AttentionMatching(), GradientCompression(num_steps=2, activation_checkpointing=True)]
 )
 def test_keeping_every_slot_scores_as_the_dense_cache(prepared, method):
-    caches = [cache for _, cache in prepared.caches(method, 1.0, prepared.trace)]
+    (steps,) = prepared.caches(method, [1.0])
+    caches = [cache for _, cache in steps]
     assert len(caches) == (3 if isinstance(method, GradientCompression) else 1)
     assert all(prepared.score(cache) == prepared.baseline(DENSE) for cache in caches)
 
