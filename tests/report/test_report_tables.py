@@ -204,3 +204,7 @@ def test_the_terminal_shows_every_method_model_and_stratum():
 )
 def test_figures_are_shown_with_their_digits_sign_and_interval(figure, text, interval):
     assert (figure.text, figure.interval) == (text, interval)
+
+
+def test_only_a_decided_difference_is_marked():
+    assert [Figure(1.0, verdict=v).decided for v in ("better", "worse", "level", "")] == ["better", "worse", "", ""]
