@@ -10,6 +10,7 @@ gradient, the worst of all suffixes counting, beside the two constructions of ``
 
 import argparse
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -236,8 +237,8 @@ def main() -> None:
             show(name, runs, usual if kind == "router" else None, f"  task error (rms) {rms:.4f}")
             usual = usual or runs
     prefixes, n, m = draw_prefixes(setting), setting.prefix_len, SYMBOLS
-    hard = incompressible_histogram(m, setting.length, num_blocks=4).with_causal_mask()
-    easy = compressible_histogram(m, setting.length).with_causal_mask()
+    hard = replace(incompressible_histogram(m, setting.length, num_blocks=4), causal=True)
+    easy = replace(compressible_histogram(m, setting.length), causal=True)
     counts, budgets = [torch.bincount(row, minlength=m) for row in prefixes], range(1, n + 1)
     optima = [torch.tensor([joint_optimum(row, setting.length - n, r).error for row in counts]) for r in budgets]
     show("incompressible construction, optimum", [optima])

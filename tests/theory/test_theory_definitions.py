@@ -9,16 +9,21 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvcat.theory.definitions import (
     AttentionHead,
     Block,
-    CompressedModel,
     FeedForward,
+    FunctionTable,
     Transformer,
     answer,
     compress,
     compressibility,
     keep_all,
+    last_symbol,
+    majority,
+    mean,
+    parity,
     prefix_cache,
+    random_function,
     sequences,
-    suffix_error,
+    tabulate,
 )
 
 
@@ -53,10 +58,6 @@ def test_under_the_causal_mask_a_whole_cache_gives_the_model_itself() -> None:
     assert worst.error < 1e-11
 
 
-def test_without_a_mask_a_whole_cache_differs_where_the_first_block_mixes() -> None:
-    assert compressibility(random_model(), (keep_all, keep_all), lambda n: n).error > 1e-3
-
-
 def test_the_worst_case_is_the_maximum_over_every_prefix_and_suffix() -> None:
     model = random_model(causal=True, symbols=2, positions=4)
 
@@ -69,9 +70,8 @@ def test_the_worst_case_is_the_maximum_over_every_prefix_and_suffix() -> None:
         for prefix in sequences(2, n):
             for k in range(1, 4 - n + 1):
                 for suffix in sequences(2, k):
-                    difference = model(torch.cat([prefix, suffix])) - CompressedModel(model, (first, first), prefix)(
-                        suffix
-                    )
+                    cache = compress((first, first), prefix_cache(model, prefix))
+                    difference = model(torch.cat([prefix, suffix])) - answer(model, cache, n, suffix)
                     errors[tuple(prefix.tolist()), tuple(suffix.tolist())] = float(difference.norm())
     assert len(errors) == 2 * (2 + 4 + 8) + 4 * (2 + 4) + 8 * 2
     assert worst.error == pytest.approx(max(errors.values()), rel=1e-12)
@@ -97,23 +97,14 @@ def test_a_cache_that_is_not_finite_is_refused(bad: float, part: int) -> None:
         return pair[0], pair[1]
 
     with pytest.raises(ValueError, match="block 2 are not finite"):
-        CompressedModel(model, (keep_all, poisoned), torch.tensor([0]))(torch.tensor([1]))
+        compress((keep_all, poisoned), prefix_cache(model, torch.tensor([0])))
 
 
 def test_a_policy_outside_its_budget_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"allows 1 slots for 2 tokens, the policy returned \[2\]"):
+    with pytest.raises(ValueError, match=r"allows 1 slots for 2 tokens, the policy gave \[2\]"):
         compressibility(random_model(), (keep_all, keep_all), lambda n: 1)
     with pytest.raises(ValueError, match="one function per block"):
         compress((keep_all,), prefix_cache(random_model(), torch.tensor([0])))
-
-
-def test_slots_whose_sums_overflow_count_as_infinitely_wrong() -> None:
-    model = random_model()
-    prefix = torch.tensor([0, 1])
-    huge = tuple(
-        tuple((keys, torch.full_like(values, 1e308)) for keys, values in heads) for heads in prefix_cache(model, prefix)
-    )
-    assert float(suffix_error(model, huge, prefix, torch.tensor([[1]]))) == torch.inf
 
 
 def test_sequences_that_do_not_fit_are_refused() -> None:
@@ -129,3 +120,41 @@ def test_budgets_above_the_length_and_no_prefixes_are_refused() -> None:
         compressibility(random_model(), (keep_all, keep_all), lambda n: 2 * n)
     with pytest.raises(ValueError, match="no prefix to look at"):
         compressibility(random_model(), (keep_all, keep_all), lambda n: n, prefixes=[])
+
+
+@pytest.mark.parametrize(
+    ("table", "tokens", "value"),
+    [
+        (parity(2, 4), [1, 1, 0, 1], [1.0]),
+        (parity(2, 4), [1, 1], [0.0]),
+        (last_symbol(3, 3), [0, 2, 1], [0.0, 1.0, 0.0]),
+        (majority(3, 4), [2, 1, 2], [0.0, 0.0, 1.0]),
+        (majority(3, 4), [2, 1, 2, 1], [0.0, 1.0, 0.0]),
+        (mean(4, 3), [3, 0], [1.5]),
+    ],
+)
+def test_a_table_holds_what_its_function_says(table: FunctionTable, tokens: list[int], value: list[float]) -> None:
+    assert table(torch.tensor(tokens)).tolist() == value
+
+
+def test_rows_are_found_in_lexicographic_order_for_every_length() -> None:
+    table = random_function(3, 4, d_out=2, seed=1)
+    for n in range(1, 5):
+        assert torch.equal(table(sequences(3, n)), table.values[n - 1])
+    assert table.longest == 4
+    assert table.d_out == 2
+
+
+def test_the_same_seed_draws_the_same_function() -> None:
+    first, again, other = (torch.cat(random_function(2, 3, seed=seed).values) for seed in (5, 5, 6))
+    assert torch.equal(first, again)
+    assert not (first == other).any()
+
+
+def test_a_table_with_rows_missing_or_sequences_too_long_is_refused() -> None:
+    with pytest.raises(ValueError, match="length 2 needs a finite float64 table of 4 rows of 1"):
+        FunctionTable(2, (torch.zeros(2, 1, dtype=torch.float64), torch.zeros(3, 1, dtype=torch.float64)))
+    with pytest.raises(ValueError, match="length 1 needs a finite"):
+        tabulate(lambda rows, _: rows.sum(-1) / 0, 2, 2)
+    with pytest.raises(ValueError, match="1 to 3 symbols, not 4"):
+        parity(2, 3)(torch.zeros(4, dtype=torch.int64))

@@ -1,4 +1,4 @@
-"""The paper's definitions in float64: transformer, policy, compressed model, compressibility.
+"""The paper's definitions in float64: transformer, policy, compressibility, functions of sequences.
 
 Rows are tokens and matrices multiply from the right. As in the paper there is no layer norm, no
 residual around the feed-forward map and no mask; ``causal=True`` adds the mask. A policy sees the
@@ -11,24 +11,19 @@ embedding, transformer, KV cache compression and KV compressibility.
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeAlias
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, TypeAlias
 
 import torch
+from torch.nn.functional import one_hot
 
 from kvcat.types import Float, Int, Tensor
 
-KeysValues: TypeAlias = tuple[Tensor, Tensor]
-"""Keys (slots, d_k) and values (slots, d_v) of one head."""
-
-Cache: TypeAlias = tuple[tuple[KeysValues, ...], ...]
-"""Keys and values by block, then by head."""
-
-Policy: TypeAlias = Sequence[Callable[[Tensor, Tensor], KeysValues]]
-"""C = (C_1, ..., C_L): each maps keys (n, d_k) and values (n, d_v) of a prefix to r(n) of them."""
-
-Budget: TypeAlias = Callable[[int], int]
-"""r(n), the number of slots for a prefix of n tokens, 0 <= r(n) <= n."""
+KeysValues: TypeAlias = tuple[Tensor, Tensor]  # keys (slots, d_k) and values (slots, d_v) of one head
+Cache: TypeAlias = tuple[tuple[KeysValues, ...], ...]  # by block, then by head
+Policy: TypeAlias = Sequence[Callable[[Tensor, Tensor], KeysValues]]  # C_1, ..., C_L: n keys and values to r(n)
+Budget: TypeAlias = Callable[[int], int]  # r(n), slots for a prefix of n tokens, 0 <= r(n) <= n
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,10 +51,7 @@ class FeedForward:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """X -> FFN([head_1(X), ..., head_h(X)] W_O + X).
-
-    W_O maps to the input width, as the residual adds X; the feed-forward map may change the width.
-    """
+    """X -> FFN([head_1(X), ..., head_h(X)] W_O + X): W_O maps to the input width, FFN to another."""
 
     heads: tuple[AttentionHead, ...]
     w_o: Float[Tensor, "h_d_v d_in"]
@@ -74,10 +66,7 @@ def averaging_block(w_v: Tensor, w_o: Tensor, feed_forward: FeedForward) -> Bloc
 
 @dataclass(frozen=True, eq=False)
 class Transformer:
-    """A table of embeddings te(a, i) and blocks; called on sequences it returns the last token's output.
-
-    ``embedding[a, i - 1]`` is te(a, i). In code symbols are numbered from 0.
-    """
+    """Embeddings te(a, i) = ``embedding[a, i - 1]`` of symbols a = 0, 1, ... and blocks."""
 
     embedding: Float[Tensor, "symbols positions d_0"]
     blocks: tuple[Block, ...]
@@ -85,7 +74,7 @@ class Transformer:
 
     @property
     def num_symbols(self) -> int:
-        """Size m of the alphabet."""
+        """m, the size of the alphabet."""
         return self.embedding.shape[0]
 
     @property
@@ -93,16 +82,8 @@ class Transformer:
         """N, the length of the longest sequences."""
         return self.embedding.shape[1]
 
-    def with_causal_mask(self, causal: bool = True) -> "Transformer":
-        """The same weights with (without) the causal mask."""
-        return replace(self, causal=causal)
-
     def embed(self, tokens: Int[Tensor, "*batch tokens"], start: int = 0) -> Float[Tensor, "*batch tokens d_0"]:
-        """te(a_1, start + 1), te(a_2, start + 2), ...
-
-        Raises:
-            ValueError: no tokens, more than there are positions, or a symbol outside the alphabet.
-        """
+        """te(a_1, start + 1), te(a_2, start + 2), ...; ValueError for tokens that do not fit."""
         length = tokens.shape[-1]
         if length < 1 or start + length > self.num_positions:
             raise ValueError(f"{length} tokens from position {start}, but sequences have 1 to {self.num_positions}")
@@ -121,7 +102,7 @@ class Transformer:
 def run_block(
     block: Block, x: Float[Tensor, "*batch queries d_in"], slots: Sequence[KeysValues], causal: bool
 ) -> Float[Tensor, "*batch queries d_out"]:
-    """A block on rows ``x``; each head attends to its keys and values, of which the rows' own come last.
+    """A block on rows ``x``; each head attends to its slots, of which the rows' own come last.
 
     The softmax runs over all slots, or with the causal mask over those up to each row.
     """
@@ -137,13 +118,7 @@ def run_block(
 
 
 def sequences(num_symbols: int, length: int) -> Int[Tensor, "all_sequences length"]:
-    """Every sequence of this length >= 1 in lexicographic order.
-
-    Raises:
-        ValueError: length below 1.
-    """
-    if length < 1:
-        raise ValueError(f"sequences have at least one symbol, got length {length}")
+    """Every sequence of this length >= 1 in lexicographic order."""
     return torch.tensor(list(itertools.product(range(num_symbols), repeat=length)), dtype=torch.int64)
 
 
@@ -153,22 +128,18 @@ def keep_all(keys: Tensor, values: Tensor) -> KeysValues:
 
 
 def one_slot_policy(keep_sum: Float[Tensor, "d d"], keep_last: Float[Tensor, "d d"]) -> Policy:
-    """One slot of key 0 in both blocks: value 0 in the first, (sum_i v_i) keep_sum + v_n keep_last in the second."""
-
-    def nothing(keys: Tensor, values: Tensor) -> KeysValues:
-        return torch.zeros_like(keys[:1]), torch.zeros_like(values[:1])
+    """One slot of key 0: value 0 in block 1, (sum_i v_i) keep_sum + v_n keep_last in block 2."""
 
     def summary(keys: Tensor, values: Tensor) -> KeysValues:
-        return torch.zeros_like(keys[:1]), (values.sum(0) @ keep_sum + values[-1] @ keep_last)[None]
+        return 0 * keys[:1], (values.sum(0) @ keep_sum + values[-1] @ keep_last)[None]
 
-    return nothing, summary
+    return lambda keys, values: (0 * keys[:1], 0 * values[:1]), summary
 
 
 def prefix_cache(model: Transformer, prefix: Int[Tensor, " n"]) -> Cache:
     """(K_a, V_a) of every block and head, from the model run on the prefix alone.
 
-    With the causal mask M([a, b]) computes the same keys and values. Without it they agree only
-    where no earlier block mixes tokens, as in the paper's constructions.
+    M([a, b]) computes the same with the causal mask, or where no earlier block mixes tokens.
     """
     x = model.embed(prefix)
     layers: list[tuple[KeysValues, ...]] = []
@@ -181,28 +152,25 @@ def prefix_cache(model: Transformer, prefix: Int[Tensor, " n"]) -> Cache:
 def compress(policy: Policy, cache: Cache) -> Cache:
     """The policy applied to every head.
 
-    Raises:
-        ValueError: not one function per block, or a compressed cache that is not finite. (Infinite
-            keys and values would act through matrices of zeros.)
+    ValueError for a cache of another shape, or one not finite, which would act through zeros.
     """
     if len(policy) != len(cache):
         raise ValueError(f"a policy needs one function per block: {len(policy)} for {len(cache)} blocks")
     compressed = tuple(tuple(layer(*head) for head in heads) for layer, heads in zip(policy, cache, strict=True))
     for number, heads in enumerate(compressed, 1):
-        for keys, values in heads:
-            if keys.shape[0] != values.shape[0]:
-                raise ValueError(f"block {number} has {keys.shape[0]} keys but {values.shape[0]} values")
-            if not (keys.isfinite().all() and values.isfinite().all()):
-                raise ValueError(f"the compressed keys and values of block {number} are not finite")
+        if any(len(keys) != len(values) for keys, values in heads):
+            raise ValueError(f"block {number} has not as many compressed keys as values")
+        if not all(part.isfinite().all() for head in heads for part in head):
+            raise ValueError(f"the compressed keys and values of block {number} are not finite")
     return compressed
 
 
 def answer(
     model: Transformer, cache: Cache, prefix_len: int, suffixes: Int[Tensor, "*batch k"]
 ) -> Float[Tensor, "*batch d_out"]:
-    """M_{C,a}(b): the last token's output of suffixes run behind a cache that stands for ``prefix_len`` tokens.
+    """M_{C,a}(b): the last token's output of suffixes behind a cache, which may be empty.
 
-    Positions continue from the prefix, te(b_i, n + i). The cache may be empty.
+    Positions continue from the ``prefix_len`` = n tokens that the cache stands for, te(b_i, n + i).
     """
     x = model.embed(suffixes, start=prefix_len)
     for block, cached in zip(model.blocks, cache, strict=True):
@@ -215,31 +183,16 @@ def answer(
     return x[..., -1, :]
 
 
-@dataclass(frozen=True, eq=False)
-class CompressedModel:
-    """M_{C,a}: the model behind the compressed cache of the prefix a."""
-
-    model: Transformer
-    policy: Policy
-    prefix: Int[Tensor, " n"]
-
-    def __call__(self, suffix: Int[Tensor, "*batch k"]) -> Float[Tensor, "*batch d_out"]:
-        """M_{C,a}(b), for one suffix or many of one length."""
-        cache = compress(self.policy, prefix_cache(self.model, self.prefix))
-        return answer(self.model, cache, self.prefix.shape[0], suffix)
-
-
 def suffix_error(
     model: Transformer, cache: Cache, prefix: Int[Tensor, " n"], suffixes: Int[Tensor, "batch k"]
 ) -> Float[Tensor, " batch"]:
-    """|| M([a, b]) - M_{C,a}(b) || (Euclidean) for each suffix; infinite where finite slots overflow."""
+    """|| M([a, b]) - M_{C,a}(b) || (Euclidean) of each suffix; infinite where slots overflow."""
     whole = torch.cat([prefix.expand(suffixes.shape[0], -1), suffixes], -1)
     errors = torch.linalg.vector_norm(model(whole) - answer(model, cache, prefix.shape[0], suffixes), dim=-1)
     return errors.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
-@dataclass(frozen=True)
-class WorstCase:
+class WorstCase(NamedTuple):
     """The largest error and the pair where it occurs."""
 
     error: float
@@ -255,9 +208,9 @@ def compressibility(
     prefixes: Iterable[Sequence[int]] | None = None,
     suffixes: Callable[[int], Tensor] | None = None,
 ) -> WorstCase:
-    """The least epsilon with which a policy shows the model (N, epsilon, r)-compressible (errors <= epsilon).
+    """The least epsilon (errors <= epsilon) at which a policy shows (N, epsilon, r)-compressibility.
 
-    The maximum of the error over every prefix of n >= 1 and every suffix of k >= 1 tokens, n + k <= N.
+    The largest error over every prefix of n >= 1 and every suffix of k >= 1 tokens, n + k <= N.
 
     Args:
         model: the transformer M, with N positions.
@@ -267,7 +220,7 @@ def compressibility(
         suffixes: k to the suffixes (batch, k) to look at; default all.
 
     Raises:
-        ValueError: no prefixes, a budget outside 0 to n, or a policy that returns another number of slots.
+        ValueError: no prefixes, a budget outside 0 to n, or another number of slots than it says.
     """
     m, longest = model.num_symbols, model.num_positions
     if prefixes is None:
@@ -279,17 +232,73 @@ def compressibility(
         if not 0 <= budget(n) <= n:
             raise ValueError(f"the budget for {n} tokens must lie in 0 to {n}, got {budget(n)}")
         cache = compress(policy, prefix_cache(model, prefix))
-        num_slots = {keys.shape[0] for heads in cache for keys, _ in heads}
+        num_slots = {len(keys) for heads in cache for keys, _ in heads}
         if num_slots != {budget(n)}:
-            raise ValueError(
-                f"the budget allows {budget(n)} slots for {n} tokens, the policy returned {sorted(num_slots)}"
-            )
+            raise ValueError(f"the budget allows {budget(n)} slots for {n} tokens, the policy gave {sorted(num_slots)}")
         for k in range(1, longest - n + 1):
             some = sequences(m, k) if suffixes is None else suffixes(k)
             errors = suffix_error(model, cache, prefix, some)
             at = int(errors.argmax())
             if float(errors[at]) > worst.error:
-                worst = WorstCase(float(errors[at]), tuple(prefix.tolist()), tuple(some[at].tolist()))
+                worst = WorstCase(float(errors[at]), tuple(row), tuple(some[at].tolist()))
     if worst.error < 0.0:
         raise ValueError("there is no prefix to look at")
     return worst
+
+
+@dataclass(frozen=True, eq=False)
+class FunctionTable:
+    """f of m >= 2 symbols: ``values[n - 1][i]`` is f of the i-th sequence of length n, lexicographically."""
+
+    num_symbols: int
+    values: tuple[Float[Tensor, "_ d_out"], ...]
+
+    def __post_init__(self) -> None:
+        if self.num_symbols < 2 or not self.values:
+            raise ValueError(f"a table needs 2 symbols and length 1 at least, got {self.num_symbols} symbols")
+        for n, rows in enumerate(self.values, 1):
+            shape = self.num_symbols**n, self.d_out
+            if rows.shape != shape or rows.dtype != torch.float64 or not rows.isfinite().all():
+                raise ValueError(f"length {n} needs a finite float64 table of {shape[0]} rows of {shape[1]}")
+
+    @property
+    def longest(self) -> int:
+        """N, the length of the longest sequences."""
+        return len(self.values)
+
+    @property
+    def d_out(self) -> int:
+        """Width of the values."""
+        return self.values[0].shape[1]
+
+    def __call__(self, tokens: Int[Tensor, "*batch n"]) -> Float[Tensor, "*batch d_out"]:
+        """f, looked up."""
+        n = tokens.shape[-1]
+        if not 1 <= n <= self.longest:
+            raise ValueError(f"the table has sequences of 1 to {self.longest} symbols, not {n}")
+        return self.values[n - 1][(tokens * self.num_symbols ** torch.arange(n - 1, -1, -1)).sum(-1)]
+
+
+def tabulate(function: Callable[[Tensor, int], Tensor], num_symbols: int, longest: int) -> FunctionTable:
+    """A function of sequences (all, n) and m, with values (all,) or (all, d_out), as a table."""
+    values = [function(sequences(num_symbols, n), num_symbols).double() for n in range(1, longest + 1)]
+    return FunctionTable(num_symbols, tuple(rows[:, None] if rows.ndim == 1 else rows for rows in values))
+
+
+def random_function(num_symbols: int, longest: int, *, d_out: int = 1, seed: int = 0) -> FunctionTable:
+    """Independent standard normal values."""
+    draw, sizes = torch.Generator().manual_seed(seed), [num_symbols**n for n in range(1, longest + 1)]
+    values = (torch.randn(size, d_out, generator=draw, dtype=torch.float64) for size in sizes)
+    return FunctionTable(num_symbols, tuple(values))
+
+
+# The sum of the symbols modulo 2; the last symbol, which needs no prefix, as a one-hot vector; the
+# most frequent one, the smallest on a tie, as a one-hot vector; the mean of the symbols.
+parity = partial(tabulate, lambda rows, _: rows.sum(-1) % 2)
+last_symbol = partial(tabulate, lambda rows, m: one_hot(rows[:, -1], m))
+majority = partial(tabulate, lambda rows, m: one_hot(one_hot(rows, m).sum(1).argmax(-1), m))
+mean = partial(tabulate, lambda rows, _: rows.double().mean(-1))
+FUNCTIONS: dict[str, Callable[[int, int], FunctionTable]] = {
+    "random": random_function, "parity": parity, "last": last_symbol, "majority": majority, "mean": mean,
+}  # fmt: skip
+"""The functions that the theorem is checked on, by name."""

@@ -3,21 +3,23 @@
 Both have the embedding te(a, i) = u_a + p_i in R^m with p_i = (i, 1, 0, ..., 0) and
 u_a = (0, a, 0, ..., 0), the symbols a counted from 0. It is injective, p_i is never 0, and
 p_i / (j - i + 1) = p_i' / (j - i' + 1) only for i = i'. A first block without attention (W_O = 0)
-turns it into blocks of width m; a second one averages (W_Q = 0).
+turns it into blocks of width m; a second one averages (W_Q = 0). ``num_symbols`` is m, ``longest``
+N, both at least 2 (ValueError).
 
 References: KV-CAT, Propositions "hist_non_compressible" and "hist_compressible", appendix
 "Motivating example".
 """
 
 import itertools
+import math
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
 import torch
+from torch.nn.functional import one_hot, pad
 
 from kvcat.theory.definitions import (
-    AttentionHead,
     Block,
     FeedForward,
     Policy,
@@ -25,13 +27,13 @@ from kvcat.theory.definitions import (
     averaging_block,
     compressibility,
     one_slot_policy,
-)
+)  # fmt: skip
 from kvcat.types import Float, Int, Tensor
 
 
 def histogram(tokens: Int[Tensor, "*batch n"], num_symbols: int) -> Float[Tensor, "*batch m"]:
     """hist(a) = (n_1 / n, ..., n_m / n), n_i the number of symbols i in a."""
-    return torch.nn.functional.one_hot(tokens, num_symbols).to(torch.float64).mean(-2)
+    return one_hot(tokens, num_symbols).double().mean(-2)
 
 
 def multisets(num_symbols: int, length: int) -> Int[Tensor, "multisets length"]:
@@ -40,11 +42,11 @@ def multisets(num_symbols: int, length: int) -> Int[Tensor, "multisets length"]:
 
 
 def block_moves(num_blocks: int, width: int, *moves: tuple[int, int]) -> Float[Tensor, "d d"]:
-    """The sum of E_ab over moves (a, b), counted from 1: x E_ab holds in block b what x holds in block a."""
-    matrix = torch.zeros(num_blocks * width, num_blocks * width, dtype=torch.float64)
+    """The sum of E_ab over moves (a, b): x E_ab holds in block b (from 1) what x holds in block a."""
+    grid = torch.zeros(num_blocks, num_blocks, dtype=torch.float64)
     for a, b in moves:
-        matrix[(a - 1) * width : a * width, (b - 1) * width : b * width] += torch.eye(width, dtype=torch.float64)
-    return matrix
+        grid[a - 1, b - 1] += 1
+    return torch.kron(grid, torch.eye(width, dtype=torch.float64))
 
 
 def incompressible_histogram(num_symbols: int, longest: int, *, num_blocks: int = 2) -> Transformer:
@@ -53,33 +55,25 @@ def incompressible_histogram(num_symbols: int, longest: int, *, num_blocks: int 
     Two blocks: rho_1(u_a + p_i) = (e_a, 0), W_V = E_12, W_O = I, FFN(x, y) = relu(y) - relu(-y) = y
     for every real y, since policies are unbounded. Four blocks: the widths, rho_1 and W_V of
     ``compressible_histogram``, W_O = E_33 instead of E_33 + E_44, FFN = y with zero units added.
-
-    Args:
-        num_symbols: m, at least 2.
-        longest: N, at least 2.
-        num_blocks: 2, or 4 for the architecture of ``compressible_histogram``.
-
-    Raises:
-        ValueError: an argument outside its range.
     """
     m = num_symbols
-    embedding = _embedding(m, longest)
     if num_blocks not in (2, 4):
         raise ValueError(f"the construction has 2 or 4 blocks, not {num_blocks}")
+    embedding = _embedding(m, longest)
     if num_blocks == 2:
         w_v, w_o, at, padding = block_moves(2, m, (1, 2)), block_moves(2, m, (1, 1), (2, 2)), 2, 0
     else:
         w_v, w_o, at = block_moves(4, m, (1, 1), (2, 2), (1, 3)), block_moves(4, m, (3, 3)), 3
         padding = max(0, m * len(_breakpoints(longest)[0]) - 2 * m)
     read, one = block_moves(num_blocks, m, (at, 1))[:, :m], torch.eye(m, dtype=torch.float64)
-    pad, zeros = torch.nn.functional.pad, torch.zeros(2 * m + padding, dtype=torch.float64)
+    zeros = torch.zeros(2 * m + padding, dtype=torch.float64)
     w_1, w_2 = pad(torch.cat([read, -read], 1), (0, padding)), pad(torch.cat([one, -one]), (0, 0, 0, padding))
-    last = FeedForward(w_1, zeros, w_2, zeros[:m])
-    return Transformer(embedding, (_first_block(m, num_blocks), averaging_block(w_v, w_o, last)))
+    last = averaging_block(w_v, w_o, FeedForward(w_1, zeros, w_2, zeros[:m]))
+    return Transformer(embedding, (_first_block(m, num_blocks), last))
 
 
 def compressible_histogram(num_symbols: int, longest: int) -> Transformer:
-    """Proposition 2: M(a) = hist(a), and ``histogram_policy`` compresses every prefix to one slot without error.
+    """Proposition 2: M(a) = hist(a), and behind ``histogram_policy`` one slot does the same.
 
     Blocks (w, x, y, z): rho_1(u_a + p_i) = (e_a, p_i, 0, 0), W_V = E_11 + E_22 + E_13,
     W_O = E_33 + E_44. The last map is rho_2(w, x, y, z) = y for z = 0 and (k + 1) y / (n + k) for
@@ -88,25 +82,15 @@ def compressible_histogram(num_symbols: int, longest: int) -> Transformer:
     linear in t = y_c + Lambda (z_1 - z_2): from 0 to 1 over each value that (n + k) / (k + 1) takes,
     and back to 0 before the next. Lambda grows as N^2 and t as N^3, so float64 keeps about 1e-13 at
     N = 6, 1e-11 at N = 20, 1e-9 at N = 60.
-
-    Args:
-        num_symbols: m, at least 2.
-        longest: N, at least 2.
-
-    Raises:
-        ValueError: an argument outside its range.
     """
-    m = num_symbols
-    embedding = _embedding(m, longest)
+    m, embedding = num_symbols, _embedding(num_symbols, longest)
     breakpoints, slopes, scale = _breakpoints(longest)
-    w_1 = torch.zeros(4 * m, m, len(breakpoints), dtype=torch.float64)
-    w_2 = torch.zeros(m, len(breakpoints), m, dtype=torch.float64)
-    for c in range(m):
-        w_1[2 * m + c, c] = 1.0
-        w_1[3 * m, c] += scale
-        w_1[3 * m + 1, c] -= scale
-        w_2[c, :, c] = slopes
-    last = FeedForward(w_1.flatten(1), -breakpoints.repeat(m), w_2.flatten(0, 1), torch.zeros(m, dtype=torch.float64))
+    read = block_moves(4, m, (3, 1))[:, :m]  # y_c, and Lambda (z_1 - z_2) for every c
+    read[3 * m] += scale
+    read[3 * m + 1] -= scale
+    one, zeros = torch.eye(m, dtype=torch.float64), torch.zeros(m, dtype=torch.float64)
+    w_1 = read.repeat_interleave(len(breakpoints), 1)
+    last = FeedForward(w_1, -breakpoints.repeat(m), torch.kron(one, slopes[:, None]), zeros)
     w_v, w_o = block_moves(4, m, (1, 1), (2, 2), (1, 3)), block_moves(4, m, (3, 3), (4, 4))
     return Transformer(embedding, (_first_block(m, 4), averaging_block(w_v, w_o, last)))
 
@@ -114,7 +98,7 @@ def compressible_histogram(num_symbols: int, longest: int) -> Transformer:
 def histogram_policy(num_symbols: int) -> Policy:
     """The policy of Proposition 2: one slot with key 0 and value (sum_i v_i) E_33 + v_n E_24.
 
-    The slot holds the prefix's counts in y, where the average is read, and p_n in z, hence the length.
+    The slot holds the prefix's counts in y, where the average is read, and p_n, the length, in z.
     """
     return one_slot_policy(block_moves(4, num_symbols, (3, 3)), block_moves(4, num_symbols, (2, 4)))
 
@@ -128,14 +112,11 @@ def mass_ratios(longest: int) -> list[Fraction]:
 
 
 def check_histogram(model: Transformer, policy: Policy) -> dict[str, Any]:
-    """A histogram network verified: its widths, its error of the task, the worst error behind a one-slot policy.
+    """A histogram network verified: its widths, its task error, the worst error behind one slot.
 
     Attention is uniform and the last map does not read the last token, so the order of the tokens of
     a prefix or a suffix does not matter: one sequence for every count vector is enough.
-
-    Args:
-        model: one of the two networks of this module.
-        policy: for one slot; it too must not depend on the order.
+    The policy, for one slot, must not depend on it either.
     """
     m, longest = model.num_symbols, model.num_positions
     rows = {n: multisets(m, n) for n in range(1, longest + 1)}
@@ -163,22 +144,16 @@ def _embedding(num_symbols: int, longest: int) -> Tensor:
 def _first_block(num_symbols: int, num_blocks: int) -> Block:
     """No attention; rho_1: with v = 1 + a the second coordinate, e_a from relu(v - c), i from the first."""
     m = num_symbols
+    zero, zeros = torch.zeros(m, m, dtype=torch.float64), torch.zeros(num_blocks * m, dtype=torch.float64)
     w_1 = torch.zeros(m, m + 1, dtype=torch.float64)
-    w_1[1, :m] = 1.0
-    w_1[0, m] = 1.0
-    b_1 = torch.zeros(m + 1, dtype=torch.float64)
-    b_1[:m] = -torch.arange(m)
-    w_2 = torch.zeros(m + 1, num_blocks * m, dtype=torch.float64)
-    b_2 = torch.zeros(num_blocks * m, dtype=torch.float64)
-    for a in range(m):
-        for c, weight in ((a, 1.0), (a + 1, -2.0), (a + 2, 1.0)):  # a hat around v = a + 1
-            if c < m:
-                w_2[c, a] = weight
+    w_1[1, :m] = w_1[0, m] = 1.0
+    b_1 = pad(-torch.arange(m, dtype=torch.float64), (0, 1))
+    step = torch.eye(m, dtype=torch.float64) - torch.ones(m - 1, dtype=torch.float64).diag(-1)
+    w_2 = pad(step @ step, (0, (num_blocks - 1) * m, 0, 1))  # a hat around v = a + 1: 1, -2, 1
+    b_2 = zeros.clone()
     if num_blocks == 4:
-        w_2[m, m] = 1.0
-        b_2[m + 1] = 1.0
-    zero = torch.zeros(m, m, dtype=torch.float64)
-    return Block((AttentionHead(zero, zero, zero),), zero, FeedForward(w_1, b_1, w_2, b_2))
+        w_2[m, m] = b_2[m + 1] = 1.0
+    return averaging_block(zero, zero, FeedForward(w_1, b_1, w_2, b_2))
 
 
 def _breakpoints(longest: int) -> tuple[Tensor, Tensor, float]:
@@ -188,15 +163,11 @@ def _breakpoints(longest: int) -> tuple[Tensor, Tensor, float]:
     to the next.
     """
     ratios = mass_ratios(longest)
-    scale = max([Fraction(1), *((q + 1) / (after - q) for q, after in itertools.pairwise(ratios))])
-    scale = Fraction(-(-scale.numerator // scale.denominator))
-    corners: list[tuple[Fraction, Fraction]] = []
-    slope = Fraction(0)
-    for number, q in enumerate(ratios):
-        start = scale * (q - 1)
-        corners.append((start, 1 / q - slope))
-        last = number + 1 == len(ratios)
-        slope = Fraction(0) if last else -1 / (scale * (ratios[number + 1] - 1) - start - q)
-        corners.append((start + q, slope - 1 / q))
-    breakpoints, slopes = zip(*((float(at), float(change)) for at, change in corners), strict=True)
-    return torch.tensor(breakpoints, dtype=torch.float64), torch.tensor(slopes, dtype=torch.float64), float(scale)
+    scale = math.ceil(max([Fraction(1), *((q + 1) / (after - q) for q, after in itertools.pairwise(ratios))]))
+    corners, down = [], Fraction(0)
+    for q, after in itertools.zip_longest(ratios, ratios[1:]):
+        start, before = scale * (q - 1), down
+        down = -1 / (scale * (after - 1) - start - q) if after else Fraction(0)
+        corners += [(start, 1 / q - before), (start + q, down - 1 / q)]
+    breakpoints, slopes = torch.tensor([[float(v) for v in corner] for corner in corners], dtype=torch.float64).T
+    return breakpoints, slopes, float(scale)

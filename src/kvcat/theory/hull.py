@@ -7,9 +7,7 @@ it, since alpha x_i + v lies (alpha - 1)(x_i - c) from x_i in H. Conversely c = 
 mu in the simplex and mu_i > 0 only where |x_i - c| = R. Project onto the unit vector along x_i - c:
 the distance of alpha x_i + v is at least (alpha - 1) R + <v + (alpha - 1) c, x_i - c> / R, since
 <x - c, x_i - c> <= R^2 on H. The mu-mean of the last term is 0, so for some i it is not negative.
-
-R >= diam / 2, and by Jung's theorem R <= diam sqrt(d / (2 (d + 1))) in d dimensions: the lemma is
-loose by less than sqrt 2.
+By Jung's theorem R <= diam sqrt(d / (2 (d + 1))): the lemma is loose by less than sqrt 2.
 
 References: KV-CAT, appendix "Compressible Transformers for General Functions", the lemma on convex
 hulls; Jung 1901.
@@ -44,11 +42,10 @@ def enclosing_ball(points: Float[Tensor, "points d"], weights: Float[Tensor, " p
     SciPy's SLSQP on the few points that matter: the farthest point is added until none is outside.
 
     Args:
-        points: x_i, at least one; duplicates and affinely dependent points are allowed.
+        points: x_i, at least one, finite; duplicates and affinely dependent points are allowed.
         weights: w_i > 0, default 1.
 
     Raises:
-        ValueError: no point, points that are not finite, weights that are not positive and finite.
         ArithmeticError: the radius exceeds its lower bound by more than 1e-8 of itself.
     """
     _check_points(points)
@@ -81,52 +78,33 @@ def enclosing_ball(points: Float[Tensor, "points d"], weights: Float[Tensor, " p
 def _center(x: np.ndarray, w: np.ndarray, start: np.ndarray) -> np.ndarray:
     """The centre of the ball around these points: minimise t with w_i^2 ||c - x_i||^2 <= t."""
     squares = w[:, None] ** 2
-    found = minimize(
-        lambda z: z[-1],
-        np.append(start, (squares * (start - x) ** 2).sum(1).max()),
-        jac=lambda z: np.eye(len(z))[-1],
-        constraints={
-            "type": "ineq",
-            "fun": lambda z: z[-1] - (squares * (z[:-1] - x) ** 2).sum(1),
-            "jac": lambda z: np.column_stack([-2 * squares * (z[:-1] - x), np.ones(len(x))]),
-        },
-        method="SLSQP",
-        options={"ftol": 1e-16, "maxiter": 200},
-    )
+    inside = {
+        "type": "ineq",
+        "fun": lambda z: z[-1] - (squares * (z[:-1] - x) ** 2).sum(1),
+        "jac": lambda z: np.column_stack([-2 * squares * (z[:-1] - x), np.ones(len(x))]),
+    }
+    first = np.append(start, (squares * (start - x) ** 2).sum(1).max())
+    slope = np.append(np.zeros(len(start)), 1.0)
+    options = {"ftol": 1e-16, "maxiter": 200}
+    found = minimize(lambda z: z[-1], first, jac=lambda _: slope, constraints=inside, method="SLSQP", options=options)
     return found.x[:-1]
 
 
 def hull_lemma_bound(points: Float[Tensor, "points d"], alpha: float) -> float:
-    """(alpha - 1) / 2 diam(H): for every v the distance of some alpha x_i + v from H is at least this.
+    """(alpha - 1) / 2 diam(H): for every v some alpha x_i + v is at least this far from H.
 
     Args:
-        points: x_i, at least one.
+        points: x_i, at least one, finite.
         alpha: the stretch, above 1; in Lemma 2 it is (n + k) / (r + k).
-
-    Raises:
-        ValueError: alpha not above 1, no points, or anything that is not finite.
     """
     _check_points(points, alpha)
-    apart = torch.linalg.vector_norm(points[:, None] - points, dim=-1)
-    return (alpha - 1) / 2 * float(apart.max())
+    return (alpha - 1) / 2 * float(torch.linalg.vector_norm(points[:, None] - points, dim=-1).max())
 
 
 def sharp_constant(points: Float[Tensor, "points d"], alpha: float) -> float:
-    """(alpha - 1) R = min_v max_i dist(alpha x_i + v, H): the largest constant for which the lemma holds.
-
-    Arguments and errors as :func:`hull_lemma_bound`.
-    """
+    """(alpha - 1) R = min_v max_i dist(alpha x_i + v, H); arguments as :func:`hull_lemma_bound`."""
     _check_points(points, alpha)
     return (alpha - 1) * enclosing_ball(points).radius
-
-
-def best_shift(points: Float[Tensor, "points d"], alpha: float) -> Float[Tensor, " d"]:
-    """The shift v = -(alpha - 1) c at which max_i dist(alpha x_i + v, H) is the sharp constant.
-
-    Arguments and errors as :func:`hull_lemma_bound`.
-    """
-    _check_points(points, alpha)
-    return -(alpha - 1) * enclosing_ball(points).center
 
 
 def _check_points(points: Tensor, alpha: float = 2.0) -> None:

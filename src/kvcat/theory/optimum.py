@@ -9,7 +9,10 @@ repeated symbol are the worst of their length, and the best s is the centre of a
 m points for every k, with weight 1 / (r + k). It is convex in (s, S_a) together, so its minimum
 over s is convex in S_a: prefixes of one repeated symbol are the worst of their length.
 
-References: KV-CAT, Proposition "hist_non_compressible" and its proof in appendix "Motivating example".
+Arguments throughout: ``num_symbols`` m >= 2, ``longest`` N >= 2, ``prefix_len`` n >= 1,
+``suffix_len`` k >= 1, ``num_slots`` r and ``budget`` r(n), 0 to n. Others raise ValueError.
+
+References: KV-CAT, Proposition "hist_non_compressible", its proof in appendix "Motivating example".
 """
 
 from collections.abc import Sequence
@@ -24,16 +27,7 @@ from kvcat.types import Float, Int, Tensor
 
 
 def paper_bound(prefix_len: int, suffix_len: int, num_slots: int) -> float:
-    """The paper's lower bound k (n - r) / (2 (n + k)(r + k)), for every number of symbols.
-
-    Args:
-        prefix_len: n, at least 1.
-        suffix_len: k, at least 1.
-        num_slots: r, 0 to n.
-
-    Raises:
-        ValueError: an argument outside its range.
-    """
+    """The paper's lower bound k (n - r) / (2 (n + k)(r + k)), for every number of symbols."""
     n, k, r = prefix_len, suffix_len, num_slots
     if n < 1 or k < 1:
         raise ValueError(f"prefix and suffix need at least one symbol, got lengths {n} and {k}")
@@ -43,16 +37,9 @@ def paper_bound(prefix_len: int, suffix_len: int, num_slots: int) -> float:
 
 
 def optimal_error(num_symbols: int, prefix_len: int, suffix_len: int, num_slots: int) -> float:
-    """The least worst-case error at one suffix length, k (n - r) / ((n + k)(r + k)) sqrt(1 - 1/m), for every prefix.
+    """The least worst-case error at one suffix length, the same for every prefix of n symbols.
 
-    Args:
-        num_symbols: m, at least 2.
-        prefix_len: n, at least 1.
-        suffix_len: k, at least 1.
-        num_slots: r, 1 to n (for r = 0 there is no sum to choose).
-
-    Raises:
-        ValueError: an argument outside its range.
+    k (n - r) / ((n + k)(r + k)) sqrt(1 - 1/m), r >= 1 (for r = 0 there is no sum to choose).
     """
     if num_symbols < 2 or num_slots < 1:
         raise ValueError(f"the optimum needs 2 symbols and 1 slot at least, got {num_symbols} and {num_slots}")
@@ -61,9 +48,10 @@ def optimal_error(num_symbols: int, prefix_len: int, suffix_len: int, num_slots:
 
 @dataclass(frozen=True, eq=False)
 class JointOptimum:
-    """The least worst-case error for prefixes of n symbols over suffixes of 1 to K, and the sum s that attains it.
+    """The least worst-case error for prefixes of n symbols over suffixes of 1 to K symbols.
 
-    ``gap`` is by how much ``error`` may exceed the true optimum; s is zero for an empty cache.
+    ``gap`` is by how much ``error`` may exceed the true optimum; ``sum`` is the s that attains it,
+    zero for an empty cache.
     """
 
     prefix_len: int
@@ -76,17 +64,14 @@ def joint_optimum(counts: Int[Tensor, " m"], longest_suffix: int, num_slots: int
     """The optimum of the definition for one prefix: one cache, every suffix of 1 to K symbols.
 
     Args:
-        counts: S_a, the counts of the prefix, m >= 2.
+        counts: S_a, the counts of the prefix.
         longest_suffix: K, at least 1; N - n in the definition.
         num_slots: r, 0 to n.
-
-    Raises:
-        ValueError: an argument outside its range.
     """
     n, m = int(counts.sum()), counts.shape[0]
     if m < 2:
         raise ValueError(f"a histogram needs at least 2 symbols, got {m}")
-    paper_bound(n, longest_suffix, num_slots)
+    paper_bound(n, longest_suffix, num_slots)  # checks its arguments
     if num_slots == 0:  # n / (n + k) max_i || e_i - S_a / n ||, largest at k = 1
         distances = (torch.eye(m, dtype=torch.float64) - counts.double() / n).norm(dim=1)
         return JointOptimum(n, float(distances.max()) * n / (n + 1), 0.0, torch.zeros(m, dtype=torch.float64))
@@ -102,37 +87,24 @@ def definition_optimum(num_symbols: int, longest: int, budget: Budget) -> JointO
     """The least epsilon for which any policy of this budget shows (N, epsilon, r)-compressibility.
 
     The largest ``joint_optimum`` over n = 1, ..., N - 1 at prefixes of one repeated symbol.
-
-    Args:
-        num_symbols: m, at least 2.
-        longest: N, at least 2.
-        budget: r(n), 0 <= r(n) <= n.
-
-    Raises:
-        ValueError: an argument outside its range.
     """
     if longest < 2:
         raise ValueError(f"a prefix and a suffix need N >= 2, got {longest}")
-    counts = [torch.tensor([n] + [0] * (num_symbols - 1)) for n in range(1, longest)]
-    found = [joint_optimum(row, longest - int(row[0]), budget(int(row[0]))) for row in counts]
+    counts = {n: torch.tensor([n] + [0] * (num_symbols - 1)) for n in range(1, longest)}
+    found = (joint_optimum(row, longest - n, budget(n)) for n, row in counts.items())
     return max(found, key=lambda one: one.error)
 
 
 def optimal_policy(num_symbols: int, longest: int, budget: Budget) -> Policy:
-    """The policy that attains ``joint_optimum`` at every prefix: s in one slot, r(n) - 1 slots of value 0, keys 0.
+    """The policy that attains ``joint_optimum``: s in one slot, r(n) - 1 slots of value 0, keys 0.
 
     (One slot with value s would not do: all r slots count in the softmax. Any split of s does.)
-
-    Args:
-        num_symbols: m, at least 2.
-        longest: N; the suffixes behind a prefix of n symbols have 1 to N - n.
-        budget: r(n), 0 <= r(n) <= n.
     """
     m = num_symbols
 
     def nothing(keys: Tensor, values: Tensor) -> KeysValues:
         num_slots = budget(keys.shape[0])
-        return torch.zeros_like(keys[:num_slots]), torch.zeros_like(values[:num_slots])
+        return 0 * keys[:num_slots], 0 * values[:num_slots]
 
     def best_sum(keys: Tensor, values: Tensor) -> KeysValues:
         keys, slots = nothing(keys, values)
@@ -146,7 +118,7 @@ def optimal_policy(num_symbols: int, longest: int, budget: Budget) -> Policy:
 
 
 def budget_curve(num_symbols: int, longest: int) -> pd.DataFrame:
-    """Optimum and bound for r = 1, ..., N - 1 slots, r(n) = min(r, n), over prefixes of every length.
+    """Optimum and bound for r = 1, ..., N - 1 slots, r(n) = min(r, n).
 
     ``optimum`` is the definition's, over suffixes of all lengths; ``paper_bound`` the paper's at the
     n and k where it is largest; ``single_length`` the exact optimum at these n and k.
@@ -163,11 +135,7 @@ def budget_curve(num_symbols: int, longest: int) -> pd.DataFrame:
 
 
 def scaling_curve(num_symbols: int, lengths: Sequence[int], budget: Budget) -> pd.DataFrame:
-    """Optimum and bound against N, ``last`` at the paper's choice n = N - 1, k = 1.
-
-    With r(n) = n - 1 the bound there is 1 / (2 N (N - 1)), but the definition asks for every n: its
-    optimum does not fall with N, since short prefixes are the worst.
-    """
+    """Optimum and bound against N, ``last`` at the paper's choice n = N - 1, k = 1."""
     rows = []
     for longest in lengths:
         best, n = definition_optimum(num_symbols, longest, budget), longest - 1

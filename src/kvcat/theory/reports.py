@@ -1,7 +1,6 @@
-"""The commands ``kvcat theory histogram``, ``theorem`` and ``errata``: print tables, write CSV, JSON and a plot."""
+"""The commands ``kvcat theory histogram`` and ``theorem``: print tables, write CSV, JSON and a plot."""
 
 import math
-import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,26 +11,14 @@ from matplotlib.figure import Figure
 
 from kvcat.errors import InputError
 from kvcat.files import atomic_write, make_folder, write_json
-from kvcat.theory.certificate import certified_bounds
-from kvcat.theory.definitions import Budget, compressibility
-from kvcat.theory.errata import errata
-from kvcat.theory.functions import FUNCTIONS, FunctionTable, random_function
+from kvcat.theory import theorem as t
+from kvcat.theory.definitions import FUNCTIONS, Budget, FunctionTable, Transformer, compressibility, random_function
 from kvcat.theory.histogram import check_histogram, compressible_histogram, histogram_policy, incompressible_histogram
 from kvcat.theory.optimum import budget_curve, definition_optimum, optimal_policy, scaling_curve
-from kvcat.theory.theorem import (
-    compressible_network,
-    differing_rows,
-    incompressible_network,
-    matrices,
-    summary_policy,
-    value_error,
-)
 
 _MOST_PAIRS = 1_000_000
 _MOST_SEQUENCES = 256
 _MOST_CONSTANT = 1e6
-_ONE_SLOT = "compressible, one slot"
-_CERTIFIED = "incompressible, certified for every policy"
 _STYLE: dict[Any, Any] = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25}
 
 
@@ -43,21 +30,10 @@ def run_histogram(
     out: Path = Path("out/theory/histogram"),
     provenance: Mapping[str, str] | None = None,
 ) -> None:
-    """Build two transformers for the histogram: one slot serves one of them, no policy serves the other.
+    """Verify both histogram networks; print the exact optimum over all policies beside the bound.
 
-    Both have explicit weights and are verified on every pair of count vectors of prefix and suffix.
-    Prints the exact optimum over all policies against the number of slots and against N, beside the
-    paper's bound.
-
-    Args:
-        symbols: size m of the alphabet, at least 2.
-        length: N, the longest sequence, prefix and suffix together, at least 2.
-        scaling: two or more values of N for the growth curves, 3 to 256.
-        out: folder for budget.csv, scaling.csv, report.json and the plot.
-        provenance: command, versions and hardware for report.json.
-
-    Raises:
-        InputError: an argument out of range, too many pairs of count vectors, a file at ``out``.
+    Arguments as in ``kvcat theory histogram --help``, others are an InputError; ``provenance`` is
+    the command, versions and hardware for report.json.
     """
     lengths = sorted(set(scaling))
     if symbols < 2 or length < 2:
@@ -70,11 +46,10 @@ def run_histogram(
     make_folder(out)
     hard = incompressible_histogram(symbols, length, num_blocks=4)
     best = definition_optimum(symbols, length, lambda _: 1)
+    easy = compressible_histogram(symbols, length)
     checks = {
         "Proposition 1 behind the best policy": check_histogram(hard, optimal_policy(symbols, length, lambda _: 1)),
-        "Proposition 2 behind its policy": check_histogram(
-            compressible_histogram(symbols, length), histogram_policy(symbols)
-        ),
+        "Proposition 2 behind its policy": check_histogram(easy, histogram_policy(symbols)),
     }
     print(f"Histogram of {symbols} symbols, sequences of up to {length}, two networks of one architecture")
     for name, check in checks.items():
@@ -93,12 +68,14 @@ def run_histogram(
         "r = n - 1": scaling_curve(symbols, lengths, lambda n: n - 1),
     }
     growth = pd.concat([rows.assign(budget=name) for name, rows in curves.items()])
-    names = ["longest", "budget", "definition_optimum", "definition_prefix_len", "last_optimum", "last_bound"]
-    shown = pd.DataFrame(growth, columns=names)
+    names = "longest budget definition_optimum definition_prefix_len last_optimum last_bound"
+    shown = pd.DataFrame(growth, columns=names.split())
     print("\n" + _table(shown.set_axis(["N", "budget", "optimum", "at n", "at n = N-1, k = 1", "bound"], axis=1)))
     _write(out, {"budget.csv": budgets, "scaling.csv": growth}, checks, provenance)
-    one_slot = checks["Proposition 2 behind its policy"]["worst_error"]
-    _save(_histogram_figure(symbols, budgets, curves, one_slot), out / "histogram")
+    figure = _histogram_figure(symbols, budgets, curves, checks["Proposition 2 behind its policy"]["worst_error"])
+    figure.savefig(out / "histogram.png", dpi=150)
+    figure.savefig(out / "histogram.svg", metadata={"Date": None})
+    print(out / "histogram.png", out / "histogram.svg", sep="\n")
 
 
 def run_theorem(
@@ -112,35 +89,20 @@ def run_theorem(
     out: Path = Path("out/theory/theorem"),
     provenance: Mapping[str, str] | None = None,
 ) -> None:
-    """Build both networks of the main theorem for each function and verify every sequence, split and policy.
+    """Build both networks of the theorem for each function; verify each sequence, split and policy.
 
-    The networks differ in 2N rows of one matrix; they grow as m^N. The certified bound holds for every
-    policy of the budget in exact arithmetic: in float64 slots of 1e15 and more can deceive the network.
-
-    Args:
-        function: names of f; several may be given.
-        symbols: size m of the alphabet, at least 2.
-        length: N, the longest sequence, prefix and suffix together, at least 2.
-        constant: C > 0, which the error of every policy has to exceed.
-        budget: slots r(n) for n tokens: a number, n-1 or n/2.
-        seed: of the random function.
-        out: folder for theorem.csv, bounds.csv and report.json.
-        provenance: command, versions and hardware for report.json.
-
-    Raises:
-        InputError: an unknown function, an argument out of range, a file at ``out``.
+    Arguments as in ``kvcat theory theorem --help``, others are an InputError; ``provenance`` is the
+    command, versions and hardware for report.json.
     """
     names = list(dict.fromkeys(function))
-    for name in names:
-        if name not in FUNCTIONS:
-            raise InputError(f"no function {name!r}; there are {', '.join(FUNCTIONS)}")
+    if unknown := [name for name in names if name not in FUNCTIONS]:
+        raise InputError(f"no function {unknown[0]!r}; there are {', '.join(FUNCTIONS)}")
     slots = parse_budget(budget)
     if symbols < 2 or length < 2:
         raise InputError(f"the theorem needs 2 symbols and length 2 at least, got {symbols} and {length}")
     if length > 9 or symbols**length > _MOST_SEQUENCES:
-        raise InputError(
-            f"{symbols} symbols and N = {length}: at most {_MOST_SEQUENCES} sequences of length N are verified"
-        )
+        most = f"at most {_MOST_SEQUENCES} sequences of length N are verified"
+        raise InputError(f"{symbols} symbols and N = {length}: {most}")
     if not 0.0 < constant <= _MOST_CONSTANT:
         raise InputError(f"--constant is {constant:g}; it must be positive and at most {_MOST_CONSTANT:g}")
     if all(slots(n) == n for n in range(1, length)):
@@ -150,25 +112,30 @@ def run_theorem(
     bounds: list[pd.DataFrame] = []
     for name in names:
         table = random_function(symbols, length, seed=seed) if name == "random" else FUNCTIONS[name](symbols, length)
-        row, bound = _check_theorem(name, table, constant, slots, header=budget if not rows else None)
+        easy, hard = t.compressible_network(table), t.incompressible_network(table, constant=constant)
+        if not rows:
+            print(_sizes(table, easy, hard, budget))
+        some = t.certified_bounds(hard, slots).assign(constant=constant)
+        some["margin"] = some.bound - constant
+        some.insert(0, "function", name)
+        bounds.append(some)
+        row: dict[str, Any] = {
+            "function": name,
+            "constant": constant,
+            "compressible |M - f|": t.value_error(easy, table),
+            "incompressible |M - f|": t.value_error(hard, table),
+            "compressible, one slot": compressibility(easy, t.summary_policy(symbols, length), lambda _: 1).error,
+            "incompressible, certified for every policy": float(some.bound.min()),
+            "margin of the certificate": float(some.margin.min()),
+        }
         rows.append(row)
-        bounds.append(bound)
         print(
             f"{name}: |M - f| {row['compressible |M - f|']:.0e}, {row['incompressible |M - f|']:.0e}\n"
-            f"  one slot: worst error {row[_ONE_SLOT]:.0e} over all prefixes and suffixes\n"
-            f"  C = {constant:g}: every policy errs by {row[_CERTIFIED]:.4g} at least (exact arithmetic)"
+            f"  one slot: worst error {row['compressible, one slot']:.0e} over all prefixes and suffixes\n"
+            f"  C = {constant:g}: every policy errs by {some.bound.min():.4g} at least (exact arithmetic)"
         )
     tables = {"theorem.csv": pd.DataFrame(rows), "bounds.csv": pd.concat(bounds)}
     _write(out, tables, {"seed": seed, "budget": budget}, provenance)
-
-
-def run_errata() -> None:
-    """Print every statement of the theory that fails as printed or is loose, demonstrated, and what holds instead."""
-    for erratum in errata():
-        print(erratum.place)
-        for name in ("printed", "shown", "instead"):
-            text = getattr(erratum, name)
-            print(textwrap.fill(text, 100, initial_indent=f"  {name:8s} ", subsequent_indent=" " * 11))
 
 
 def parse_budget(text: str) -> Budget:
@@ -181,36 +148,17 @@ def parse_budget(text: str) -> Budget:
     return lambda n: min(int(text), n)
 
 
-def _check_theorem(
-    name: str, table: FunctionTable, constant: float, budget: Budget, header: str | None
-) -> tuple[dict[str, Any], pd.DataFrame]:
-    """One row of theorem.csv and the rows of bounds.csv for one function."""
-    easy, hard = compressible_network(table), incompressible_network(table, constant=constant)
+def _sizes(table: FunctionTable, easy: Transformer, hard: Transformer, budget: str) -> str:
     m, length = table.num_symbols, table.longest
-    if header is not None:
-        first, second = (block.feed_forward for block in easy.blocks)
-        widths = (*first.w_1.shape, *second.w_1.shape)
-        size = sum(matrix.numel() for matrix in matrices(easy).values())
-        num_splits = sum((j - 1) * m**j for j in range(2, length + 1))
-        differ = ", ".join(f"{len(rows)} rows of {matrix}" for matrix, rows in differing_rows(easy, hard).items())
-        print(
-            f"{m} symbols, N = {length}, r(n) = {header}: {sum(map(len, table.values))} sequences, "
-            f"{num_splits} splits, all verified\nconstruction D: widths {'-'.join(map(str, widths))}, "
-            f"{size} parameters; the two networks differ in {differ}\n"
-        )
-    bounds = certified_bounds(hard, budget).assign(constant=constant)
-    bounds["margin"] = bounds.bound - constant
-    bounds.insert(0, "function", name)
-    row = {
-        "function": name,
-        "constant": constant,
-        "compressible |M - f|": value_error(easy, table),
-        "incompressible |M - f|": value_error(hard, table),
-        _ONE_SLOT: compressibility(easy, summary_policy(m, length), lambda _: 1).error,
-        _CERTIFIED: float(bounds.bound.min()),
-        "margin of the certificate": float(bounds.margin.min()),
-    }
-    return row, bounds
+    widths = "-".join(str(width) for block in easy.blocks for width in block.feed_forward.w_1.shape)
+    size = sum(matrix.numel() for matrix in t.matrices(easy).values())
+    num_splits = sum((j - 1) * m**j for j in range(2, length + 1))
+    differ = ", ".join(f"{len(rows)} rows of {matrix}" for matrix, rows in t.differing_rows(easy, hard).items())
+    return (
+        f"{m} symbols, N = {length}, r(n) = {budget}: {sum(map(len, table.values))} sequences, "
+        f"{num_splits} splits, all verified\nconstruction D: widths {widths}, "
+        f"{size} parameters; the two networks differ in {differ}\n"
+    )
 
 
 def _table(frame: pd.DataFrame) -> str:
@@ -230,12 +178,6 @@ def _write(
     print(out / "report.json")
 
 
-def _save(figure: Figure, path: Path) -> None:
-    figure.savefig(path.with_suffix(".png"), dpi=150)
-    figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
-    print(f"{path}.png\n{path}.svg")
-
-
 def _histogram_figure(
     symbols: int, budgets: pd.DataFrame, curves: Mapping[str, pd.DataFrame], one_slot: float
 ) -> Figure:
@@ -243,18 +185,13 @@ def _histogram_figure(
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(9.0, 4.0), layout="tight")
         error, growth = figure.subplots(1, 2)
-    labels = {
-        "optimum": "exact optimum, suffixes of all lengths",
-        "single_length": "exact optimum, one suffix length",
-        "paper_bound": "the paper's bound",
-    }
-    for (column, label), marker in zip(labels.items(), "os^", strict=True):
-        error.plot(budgets.num_slots, budgets[column], marker=marker, label=label)
+    names = "exact optimum, suffixes of all lengths", "exact optimum, one suffix length", "the paper's bound"
+    for column, name, marker in zip(("optimum", "single_length", "paper_bound"), names, "os^", strict=True):
+        error.plot(budgets.num_slots, budgets[column], marker=marker, label=name)
+    error.set(xlabel="slots r, r(n) = min(r, n)", ylabel="worst error over prefixes and suffixes")
     error.set_title(f"m = {symbols}, N = {len(budgets) + 1}: no policy below the optimum")
-    error.set_ylabel("worst error over prefixes and suffixes")
     error.set_ylim(bottom=0.0)
     error.text(0.97, 0.68, f"Proposition 2, one slot: {one_slot:.0e}", transform=error.transAxes, ha="right")
-    error.set_xlabel("slots r, r(n) = min(r, n)")
     for rank, (name, rows) in enumerate(curves.items()):
         style = {"color": f"C{rank}", "marker": "os^"[rank]}
         growth.plot(rows.longest, rows.definition_optimum, **style, label=f"optimum, {name}")

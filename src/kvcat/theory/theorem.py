@@ -9,120 +9,83 @@ Notation: m symbols, sequences of 1 to N; phi(te(a, i)) is the one-hot e_(a,i) o
 the last token's phi, x = e_j its position, y the average of phi, z what a one-slot cache says of the
 prefix's length.
 
+Lemma 2 is certified for every policy at once. In the last block W_Q = 0, so a cache of r slots acts
+through the sum of its values alone, and W_O lets it into y and z, of which the last map reads y.
+Of two suffixes that differ in the last token, one raises an alarm whatever that sum.
+
 References: KV-CAT, the main theorem and appendix "Compressible Transformers for General Functions".
 """
 
 import math
-from dataclasses import dataclass
 
+import pandas as pd
 import torch
 from torch.nn.functional import one_hot, pad
 
 from kvcat.errors import InputError
-from kvcat.theory.definitions import (
-    AttentionHead,
-    Block,
-    FeedForward,
-    Policy,
-    Transformer,
-    averaging_block,
-    one_slot_policy,
-    sequences,
-)
-from kvcat.theory.functions import FunctionTable
+from kvcat.theory import definitions as d
+from kvcat.theory.definitions import FeedForward, FunctionTable, Transformer, sequences
 from kvcat.types import Float, Int, Tensor
 
 ALARM_SYMBOL = 0
 """t, the symbol whose coordinates of y the alarms watch; any would do."""
 
 
-@dataclass(frozen=True)
 class Layout:
-    """Where Construction D keeps what: blocks of the residual stream and hidden units of the last map."""
+    """Where Construction D for m symbols and N >= 2 keeps what, and its constants; N < 2 is an InputError.
 
-    num_symbols: int
-    num_positions: int
+    Blocks of the residual stream: widths mN of phi, 2(m + 1)N in all. Units of the last map: the
+    detectors' relu(h), then relu(h - q), each by length, then lexicographically, then the alarms that
+    watch y_(t,j) from above, then those from below, each for j = 1 to N. ``watched`` are the
+    coordinates (t, j) within block 3.
 
-    @property
-    def code_width(self) -> int:
-        """Width mN of phi, of blocks 1 and 3."""
-        return self.num_symbols * self.num_positions
+    Over q = 2^-ceil(log2 4N) (``ramp``) a detector rises from 0 to 1; a division by it is exact.
+    mu* = 1/(2N(N - 1)) (``least_excess``): some suffix puts y_(t,j) this far outside [0, 1/j]
+    whatever r < n slots hold. Two suffixes that differ in the last token alone, t or not, put it at
+    (v + 1)/(r + k) and v/(r + k), which are further apart than 1/j = 1/(n + k). Half of the
+    difference, (n - r)/(2(r + k)(n + k)), is least at r = n - 1 and n + k = N.
+    """
 
-    @property
-    def width(self) -> int:
-        """Width 2(m + 1)N of the residual stream behind block 1."""
-        return 2 * (self.code_width + self.num_positions)
-
-    @property
-    def num_sequences(self) -> int:
-        """Number of sequences of 1 to N symbols."""
-        return sum(self.num_symbols**j for j in range(1, self.num_positions + 1))
+    def __init__(self, num_symbols: int, num_positions: int) -> None:
+        m, N = num_symbols, num_positions
+        if N < 2:
+            raise InputError(f"a prefix and a suffix need N >= 2, the table has N = {N}")
+        self.num_symbols, self.num_positions, self.code_width, self.width = m, N, m * N, 2 * (m + 1) * N
+        self.num_sequences = S = sum(m**j for j in range(1, N + 1))
+        self.units = slice(0, S), slice(S, 2 * S), slice(2 * S, 2 * S + N), slice(2 * S + N, 2 * S + 2 * N)
+        self.watched = torch.arange(N) * m + ALARM_SYMBOL
+        self.ramp, self.least_excess = 2.0 ** -math.ceil(math.log2(4 * N)), 1 / (2 * N * (N - 1))
 
     def block(self, number: int) -> slice:
         """Block 1 (w), 2 (x), 3 (y) or 4 (z) of the residual stream."""
-        starts = [0, self.code_width, self.code_width + self.num_positions, self.width - self.num_positions, self.width]
+        starts = [0, self.code_width, self.width // 2, self.width - self.num_positions, self.width]
         return slice(starts[number - 1], starts[number])
 
-    def move(self, source: int, target: int) -> Float[Tensor, "width width"]:
-        """E_ab: x E_ab holds block a of x at block b, and zeros elsewhere."""
+    def move(self, *moves: tuple[int, int]) -> Float[Tensor, "width width"]:
+        """The sum of E_ab over moves (a, b): x E_ab holds block a of x at block b, zeros elsewhere."""
         matrix = torch.zeros(self.width, self.width, dtype=torch.float64)
-        size = self.block(source).stop - self.block(source).start
-        matrix[self.block(source), self.block(target)] = torch.eye(size, dtype=torch.float64)
+        for source, target in moves:
+            matrix[self.block(source), self.block(target)].fill_diagonal_(1)
         return matrix
 
     def code(self, tokens: Int[Tensor, "*batch length"]) -> Float[Tensor, "*batch d_1"]:
-        """1_a, the sum of phi(te(a_i, i)) over a sequence: ones at every (a_i, i), in the order (i - 1) m + a."""
-        ones = one_hot(tokens, self.num_symbols).to(torch.float64).flatten(-2)
+        """1_a, the sum of phi(te(a_i, i)): ones at every (a_i, i), in the order (i - 1) m + a."""
+        ones = one_hot(tokens, self.num_symbols).double().flatten(-2)
         return pad(ones, (0, self.code_width - ones.shape[-1]))
-
-    @property
-    def watched(self) -> Int[Tensor, " positions"]:
-        """Coordinates (t, j) within block 3, for j = 1 to N."""
-        return torch.arange(self.num_positions) * self.num_symbols + ALARM_SYMBOL
-
-    @property
-    def detectors(self) -> tuple[slice, slice]:
-        """Units relu(h) and units relu(h - q), each in order of length, then lexicographic."""
-        return slice(0, self.num_sequences), slice(self.num_sequences, 2 * self.num_sequences)
-
-    @property
-    def alarms(self) -> tuple[slice, slice]:
-        """Units that watch y_(t,j) from above and from below, each for j = 1 to N."""
-        start, N = 2 * self.num_sequences, self.num_positions
-        return slice(start, start + N), slice(start + N, start + 2 * N)
-
-
-def ramp_width(num_positions: int) -> float:
-    """The width q = 2^-ceil(log2 4N) over which a detector rises from 0 to 1; dividing by a power of two is exact."""
-    return 2.0 ** -math.ceil(math.log2(4 * num_positions))
-
-
-def least_excess(num_positions: int) -> float:
-    """mu* = 1 / (2N(N - 1)): some suffix puts y_(t,j) this far outside [0, 1/j] whatever r < n slots hold.
-
-    Two suffixes that differ in the last token alone, t or not, put y_(t,j) at (v + 1)/(r + k) and
-    v/(r + k), which are further apart than 1/j = 1/(n + k). Half of the difference,
-    (n - r)/(2(r + k)(n + k)), is least at r = n - 1 and n + k = N.
-    """
-    return 1 / (2 * num_positions * (num_positions - 1))
 
 
 def alarm_gain(table: FunctionTable, constant: float) -> float:
-    """U, the least power of two that is at least 9/8 of (C + max f_1 + sum max(0, -f_1)) / (mu* - sl).
+    """U, the least power of two >= 9/8 (C + max f_1 + sum max(0, -f_1)) / (mu* - sl).
 
     f_1 is f's first coordinate and sl = mu*/4 the excess that raises no alarm yet. An alarm then
     outweighs C, the value wanted and all that detectors, each between 0 and f(a), can take from it.
     A power of two, so that the product is exact; the eighth leaves room for rounding.
-
-    Raises:
-        InputError: N < 2, C not positive or not finite.
     """
-    _check_longest(table)
     if not 0 < constant < math.inf:
         raise InputError(f"the constant C must be positive and finite, got {constant}")
     first = torch.cat(table.values)[:, 0]
     opposed = constant + float(first.max() - first.clamp(max=0).sum())
-    return 2.0 ** math.ceil(math.log2(1.125 * opposed / (0.75 * least_excess(table.longest))))
+    return 2.0 ** math.ceil(math.log2(1.125 * opposed / (0.75 * Layout(table.num_symbols, table.longest).least_excess)))
 
 
 def compressible_network(table: FunctionTable) -> Transformer:
@@ -130,116 +93,87 @@ def compressible_network(table: FunctionTable) -> Transformer:
 
     Its detectors fire for c * 1_a whatever the scale c >= 1/N, so it does not matter that a one-slot
     cache changes the average's denominator from n + k to 1 + k.
-
-    Args:
-        table: f, on sequences of 1 to N >= 2 symbols.
-
-    Raises:
-        InputError: N < 2.
     """
     return _network(table, 0.0)
 
 
 def incompressible_network(table: FunctionTable, *, constant: float) -> Transformer:
-    """The network of Lemma 2: it computes f, and behind every cache of r(n) < n slots it errs by more than C.
+    """The network of Lemma 2: it computes f, but behind any r(n) < n slots errs by more than C.
 
-    For every prefix of n tokens, every finite cache of r < n slots and every k there is a suffix of k
-    tokens at which || M([a, b]) - M_{C,a}(b) || > C.
+    For every prefix, finite cache and k some suffix has || M([a, b]) - M_{C,a}(b) || > C.
 
     Args:
         table: f, any function on sequences of 1 to N >= 2 symbols.
-        constant: C > 0, in the unit of f.
-
-    Raises:
-        InputError: N < 2, C not positive or not finite.
+        constant: C > 0, in the unit of f; InputError unless positive and finite.
     """
     return _network(table, alarm_gain(table, constant))
 
 
-def summary_policy(num_symbols: int, num_positions: int) -> Policy:
-    """Lemma 1's policy, r(n) = 1: key 0, value (sum_i v_i) E_33 + v_n E_24, the sum of phi and the length as e_n."""
+def summary_policy(num_symbols: int, num_positions: int) -> d.Policy:
+    """Lemma 1's policy, r(n) = 1: key 0, value (sum_i v_i) E_33 + v_n E_24, so sum of phi and e_n."""
     layout = Layout(num_symbols, num_positions)
-    return one_slot_policy(layout.move(3, 3), layout.move(2, 4))
-
-
-def differing_rows(first: Transformer, second: Transformer) -> dict[str, tuple[int, ...]]:
-    """The rows, from 0, in which two networks of one architecture differ, by matrix; biases are columns.
-
-    Raises:
-        ValueError: the networks have different numbers or shapes of matrices.
-    """
-    mine, theirs = matrices(first), matrices(second)
-    if {name: matrix.shape for name, matrix in mine.items()} != {name: m.shape for name, m in theirs.items()}:
-        raise ValueError("the two networks have different architectures")
-    rows = {name: (matrix != theirs[name]).any(-1).nonzero().flatten().tolist() for name, matrix in mine.items()}
-    return {name: tuple(found) for name, found in rows.items() if found}
+    return d.one_slot_policy(layout.move((3, 3)), layout.move((2, 4)))
 
 
 def matrices(network: Transformer) -> dict[str, Tensor]:
     """Every matrix of a network by name, the embedding with a row for each (symbol, position)."""
     found = {"te": network.embedding.flatten(0, 1)}
     for number, block in enumerate(network.blocks, 1):
-        for index, head in enumerate(block.heads, 1):
-            for name, matrix in (("W_Q", head.w_q), ("W_K", head.w_k), ("W_V", head.w_v)):
-                found[f"block {number} head {index} {name}"] = matrix
         ffn = block.feed_forward
         named = {"W_O": block.w_o, "W_1": ffn.w_1, "b_1": ffn.b_1[:, None], "W_2": ffn.w_2, "b_2": ffn.b_2[:, None]}
+        for index, head in enumerate(block.heads, 1):
+            named |= {f"head {index} {name}": getattr(head, name.lower()) for name in ("W_Q", "W_K", "W_V")}
         found |= {f"block {number} {name}": matrix for name, matrix in named.items()}
     return found
+
+
+def differing_rows(first: Transformer, second: Transformer) -> dict[str, tuple[int, ...]]:
+    """The rows, from 0, in which two networks of one architecture differ, by matrix; biases are columns."""
+    pairs = zip(matrices(first).items(), matrices(second).values(), strict=True)
+    rows = {name: (mine != theirs).any(-1).nonzero().flatten().tolist() for (name, mine), theirs in pairs}
+    return {name: tuple(found) for name, found in rows.items() if found}
 
 
 def value_error(network: Transformer, table: FunctionTable) -> float:
     """The largest || M(a) - f(a) || over every sequence a of 1 to N symbols."""
     inputs = (sequences(table.num_symbols, length) for length in range(1, table.longest + 1))
-    return max(float(torch.linalg.vector_norm(network(some) - table(some), dim=-1).max()) for some in inputs)
-
-
-def _check_longest(table: FunctionTable) -> None:
-    if table.longest < 2:
-        raise InputError(f"a prefix and a suffix need N >= 2, the table has N = {table.longest}")
+    return max(float((network(some) - table(some)).norm(dim=-1).max()) for some in inputs)
 
 
 def _network(table: FunctionTable, gain: float) -> Transformer:
-    _check_longest(table)
     layout = Layout(table.num_symbols, table.longest)
     m, N = layout.num_symbols, layout.num_positions
-    symbols = torch.eye(m, dtype=torch.float64)[:, None].expand(m, N, m)
-    positions = torch.eye(N, dtype=torch.float64).expand(m, N, N)
+    symbols, positions = torch.eye(m, dtype=torch.float64), torch.eye(N, dtype=torch.float64)
+    embedding = torch.cat([symbols[:, None].expand(m, N, m), positions.expand(m, N, N)], -1)
+    # te(a, i) = [e_a, e_i] -> [e_(a,i), e_i, 0, 0]: unit (a, i) is relu(te_a + te_(m+i) - 1)
+    w_1 = torch.cat([symbols.repeat(1, N), positions.repeat_interleave(m, 1)])
+    codes = torch.cat([torch.eye(m * N, dtype=torch.float64), positions.repeat_interleave(m, 0)], 1)
+    w_2, b_2 = pad(codes, (0, layout.width // 2)), torch.zeros(layout.width, dtype=torch.float64)
     nothing = torch.zeros(m + N, m + N, dtype=torch.float64)
-    first = Block((AttentionHead(nothing, nothing, nothing),), nothing, _code_map(layout))
-    w_v = layout.move(1, 1) + layout.move(2, 2) + layout.move(1, 3)
-    second = averaging_block(w_v, layout.move(3, 3) + layout.move(4, 4), _detector_map(layout, table, gain))
-    return Transformer(torch.cat([symbols, positions], -1), (first, second))
-
-
-def _code_map(layout: Layout) -> FeedForward:
-    """te(a, i) = [e_a, e_i] -> [e_(a,i), e_i, 0, 0]: unit (a, i) is relu(te_a + te_(m+i) - 1)."""
-    m, N = layout.num_symbols, layout.num_positions
-    one, ones = torch.eye(m * N, dtype=torch.float64), torch.eye(N, dtype=torch.float64)
-    w_1 = torch.cat([torch.eye(m, dtype=torch.float64).repeat(1, N), ones.repeat_interleave(m, 1)])
-    w_2 = pad(torch.cat([one, ones.repeat_interleave(m, 0)], 1), (0, layout.width - (m + 1) * N))
-    return FeedForward(w_1, -one.sum(0), w_2, torch.zeros(layout.width, dtype=torch.float64))
+    first = d.averaging_block(nothing, nothing, FeedForward(w_1, -torch.ones_like(w_2[:, 0]), w_2, b_2))
+    last = _detector_map(layout, table, gain)
+    second = d.averaging_block(layout.move((1, 1), (2, 2), (1, 3)), layout.move((3, 3), (4, 4)), last)
+    return Transformer(embedding, (first, second))
 
 
 def _detector_map(layout: Layout, table: FunctionTable, gain: float) -> FeedForward:
-    """[w, x, y, z] -> sum_a f(a) [relu(h_a) - relu(h_a - q)] / q, and the alarms in the first coordinate.
+    """[w, x, y, z] -> sum_a f(a) [relu(h_a) - relu(h_a - q)] / q, and alarms in the first coordinate.
 
     Detector of a sequence a of length j: h_a = <1_a, y> - ((j - 1/2)/j) sum(y) + N (x_j - 1), which
     is c/2 at y = c 1_a, x = e_j and at most -c/2 at y = c 1_b for other sequences b of j symbols.
     Alarms of each j: relu(y_(t,j) - 1/j - sl + N (x_j - 1)) and relu(-y_(t,j) - sl), times U = gain.
     """
-    N, q, slack = layout.num_positions, ramp_width(layout.num_positions), least_excess(layout.num_positions) / 4
-    (rise, saturate), (above, below) = layout.detectors, layout.alarms
+    N, q, slack = layout.num_positions, layout.ramp, layout.least_excess / 4
+    rise, saturate, above, below = layout.units
     w_1 = torch.zeros(layout.width, below.stop, dtype=torch.float64)
     b_1 = torch.full((below.stop,), -float(N), dtype=torch.float64)
     w_2 = torch.zeros(below.stop, table.d_out, dtype=torch.float64)
     x, y = w_1[layout.block(2)], w_1[layout.block(3)]
     start = 0
     for j in range(1, N + 1):
-        some = slice(start, start + layout.num_symbols**j)
+        some = slice(start, start := start + layout.num_symbols**j)
         y[:, some] = layout.code(sequences(layout.num_symbols, j)).T - (j - 0.5) / j
         x[j - 1, some] = N
-        start = some.stop
     w_1[:, saturate] = w_1[:, rise]
     b_1[saturate] -= q
     w_2[rise] = torch.cat(table.values) / q
@@ -249,5 +183,100 @@ def _detector_map(layout: Layout, table: FunctionTable, gain: float) -> FeedForw
     x[:, above] = N * torch.eye(N, dtype=torch.float64)
     b_1[above] -= 1 / torch.arange(1, N + 1, dtype=torch.float64) + slack
     b_1[below] = -slack
-    w_2[above, 0] = w_2[below, 0] = gain
+    w_2[above.start :, 0] = gain
     return FeedForward(w_1, b_1, w_2, torch.zeros(table.d_out, dtype=torch.float64))
+
+
+def certified_bounds(network: Transformer, budget: d.Budget) -> pd.DataFrame:
+    """The bound for every n with r(n) < n and every k >= 1, n + k <= N: columns n, k, r, bound.
+
+    With bounds above C the network is not (N, C, r)-compressible. (In float64 slots of 1e15 and more
+    lose the digits that the units read.)
+
+    InputError for a budget r(n) outside 0 to n (an empty cache is a policy, too) or equal to n everywhere.
+    """
+    longest = network.num_positions
+    for n in range(1, longest):
+        if not 0 <= budget(n) <= n:
+            raise InputError(f"a prefix of {n} tokens can have 0 to {n} slots, the budget says {budget(n)}")
+    cases = [(n, k, budget(n)) for n in range(1, longest) if budget(n) < n for k in range(1, longest - n + 1)]
+    if not cases:
+        raise InputError(f"the budget keeps all of every prefix of 1 to {longest - 1} tokens: nothing is compressed")
+    return pd.DataFrame([(*case, certified_bound(network, *case)) for case in cases], columns=["n", "k", "r", "bound"])
+
+
+def certified_bound(network: Transformer, prefix_len: int, suffix_len: int, num_slots: int) -> float:
+    """The bound at one (n, k, r): for every finite cache and prefix some suffix errs by at least this.
+
+    In exact arithmetic. With e_1 the alarms' direction, an error is at least its first coordinate,
+        min over v of max over the two suffixes of U [alarms of j = n + k]
+        + sum over a of min(0, f(a)_1) - max over sequences c of n + k symbols of M(c)_1.
+    The other alarms are not negative, and each detector's answer lies in [0, 1].
+
+    Raises:
+        ValueError: r not in 0 to n - 1, k < 1 or n + k > N; or the weights are not those of
+            Construction D, so that the argument does not hold.
+    """
+    n, k, r = prefix_len, suffix_len, num_slots
+    if not (0 <= r < n and k >= 1 and n + k <= network.num_positions):
+        raise ValueError(f"the bound needs 0 <= r < n, k >= 1 and n + k <= N, got n = {n}, k = {k}, r = {r}")
+    check_argument(network)
+    ffn, (rise, saturate, *_) = network.blocks[-1].feed_forward, _layout(network).units
+    steps = ffn.w_2[rise, 0] * (ffn.b_1[rise] - ffn.b_1[saturate])
+    largest = float(network(sequences(network.num_symbols, n + k))[:, 0].max())
+    return least_alarm(network, n + k, r + k) + float(ffn.b_2[0] + steps.clamp(max=0).sum()) - largest
+
+
+def least_alarm(network: Transformer, position: int, num_averaged: int) -> float:
+    """The least larger alarm of the two suffixes: x = e_j, y_(t,j) = (v + [b_k = t])/(r + k), v real.
+
+    Suffixes that end in t raise U (y - 1/j - sl) above, those that do not U (-y - sl) below. One line
+    rises in v, the other falls; the largest of both is least where they cross.
+    ``position`` is j = n + k, ``num_averaged`` r + k, the number of slots that attention averages.
+    """
+    layout, ffn, j = _layout(network), network.blocks[-1].feed_forward, position - 1
+    y, x = layout.block(3).start + int(layout.watched[j]), layout.block(2).start + j
+    lines = []
+    for side, last_is_t in zip(layout.units[2:], (1, 0), strict=True):
+        unit = side.start + j
+        slope, gain = float(ffn.w_1[y, unit]) / num_averaged, float(ffn.w_2[unit, 0])
+        lines.append((gain * slope, gain * (slope * last_is_t + float(ffn.b_1[unit] + ffn.w_1[x, unit]))))
+    (up, above), (down, below) = lines
+    return max(0.0, (up * below - down * above) / (up - down)) if down < 0 < up else 0.0
+
+
+def check_argument(network: Transformer) -> None:
+    """Raise ValueError, naming what does not hold, unless the weights allow the argument of the bound."""
+    layout, (first, last) = _layout(network), network.blocks
+    (head,), ffn, (rise, saturate, above, below) = last.heads, last.feed_forward, layout.units
+    if ffn.w_1.shape != (layout.width, below.stop):
+        raise ValueError(f"not a network of Construction D: its last map has the shape {tuple(ffn.w_1.shape)}")
+    gains, y, z = ffn.w_2[above.start :], layout.block(3), layout.block(4)
+    one = torch.eye(layout.num_positions, dtype=torch.float64)
+    read = ffn.w_1[:, above].bool() | ffn.w_1[:, below].bool()
+    read[y.start + layout.watched, torch.arange(layout.num_positions)] = False
+    read[layout.block(2)] &= ~one.bool()
+    codes = torch.eye(layout.code_width, dtype=torch.float64).unflatten(0, (-1, network.num_symbols)).transpose(0, 1)
+    claimed = torch.cat([codes, one.expand(network.num_symbols, -1, -1)], -1)
+    claims = {
+        "block 1 ignores its heads": not first.w_o.any(),
+        "block 1 gives codes and positions": torch.equal(
+            first.feed_forward(network.embedding), pad(claimed, (0, layout.width // 2))
+        ),
+        "attention in block 2 is uniform": not head.w_q.any(),
+        "a cache reaches y and z alone": not last.w_o[:, : y.start].any(),
+        "a token adds its code to y": torch.equal(head.w_v @ last.w_o[:, y], layout.move((1, 3))[:, y]),
+        "no unit reads z": not ffn.w_1[z].any(),
+        "detectors are pairs": torch.equal(ffn.w_1[:, rise], ffn.w_1[:, saturate])
+        and torch.equal(ffn.w_2[rise], -ffn.w_2[saturate])
+        and bool((ffn.b_1[rise] > ffn.b_1[saturate]).all()),
+        "alarms only add to the first coordinate": bool((gains[:, 0] >= 0).all()) and not gains[:, 1:].any(),
+        "an alarm reads y_(t,j) and x_j alone": not read.any(),
+    }
+    failed = [claim for claim, holds in claims.items() if not holds]
+    if failed:
+        raise ValueError(f"not a network of Construction D: it does not hold that {', '.join(failed)}")
+
+
+def _layout(network: Transformer) -> Layout:
+    return Layout(network.num_symbols, network.num_positions)
