@@ -19,9 +19,10 @@ from torch import Tensor
 
 from kvcat.losses import budget_loss
 from kvcat.policies import Router, gate
-from kvcat.theory import compressible_histogram, histogram_policy, incompressible_histogram, joint_optimum, sequences
+from kvcat.theory import compressible_histogram, histogram_policy, incompressible_histogram, sequences
 from kvcat.theory import definitions as d
 from kvcat.theory.histogram import multisets
+from kvcat.theory.optimum import joint_optimum
 
 SYMBOLS = 3
 MATRICES = ("w_q", "w_k", "w_v", "w_o", "w_1", "w_2")

@@ -1,4 +1,4 @@
-"""The paper's theory as running code, in float64: constructions, exact optima over all policies, errata.
+"""The paper's theory as running code: constructions, exact optima over all policies, errata.
 
 Nothing here trains and nothing needs a model. ``docs/theory.md`` explains each result.
 """
@@ -6,14 +6,13 @@ Nothing here trains and nothing needs a model. ``docs/theory.md`` explains each 
 from kvcat.theory.definitions import FUNCTIONS, FunctionTable, Transformer, compressibility, sequences
 from kvcat.theory.errata import run_errata
 from kvcat.theory.histogram import compressible_histogram, histogram_policy, incompressible_histogram
-from kvcat.theory.hull import enclosing_ball, hull_lemma_bound, sharp_constant
-from kvcat.theory.optimum import definition_optimum, joint_optimum, optimal_error, optimal_policy, paper_bound
+from kvcat.theory.optimum import definition_optimum, hull_lemma_bound, optimal_error, paper_bound, sharp_constant
 from kvcat.theory.reports import run_histogram, run_theorem
 from kvcat.theory.theorem import certified_bound, compressible_network, incompressible_network, summary_policy
 
 __all__ = [
     "FUNCTIONS", "FunctionTable", "Transformer", "certified_bound", "compressibility", "compressible_histogram",
-    "compressible_network", "definition_optimum", "enclosing_ball", "histogram_policy", "hull_lemma_bound",
-    "incompressible_histogram", "incompressible_network", "joint_optimum", "optimal_error", "optimal_policy",
-    "paper_bound", "run_errata", "run_histogram", "run_theorem", "sequences", "sharp_constant", "summary_policy",
+    "compressible_network", "definition_optimum", "histogram_policy", "hull_lemma_bound", "incompressible_histogram",
+    "incompressible_network", "optimal_error", "paper_bound", "run_errata", "run_histogram", "run_theorem",
+    "sequences", "sharp_constant", "summary_policy",
 ]  # fmt: skip

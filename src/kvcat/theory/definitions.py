@@ -20,9 +20,9 @@ from torch.nn.functional import one_hot
 
 from kvcat.types import Float, Int, Tensor
 
-KeysValues: TypeAlias = tuple[Tensor, Tensor]  # keys (slots, d_k) and values (slots, d_v) of one head
+KeysValues: TypeAlias = tuple[Tensor, Tensor]  # (slots, d_k) and (slots, d_v) of one head
 Cache: TypeAlias = tuple[tuple[KeysValues, ...], ...]  # by block, then by head
-Policy: TypeAlias = Sequence[Callable[[Tensor, Tensor], KeysValues]]  # C_1, ..., C_L: n keys and values to r(n)
+Policy: TypeAlias = Sequence[Callable[[Tensor, Tensor], KeysValues]]  # C_1, ..., C_L
 Budget: TypeAlias = Callable[[int], int]  # r(n), slots for a prefix of n tokens, 0 <= r(n) <= n
 
 
@@ -137,7 +137,7 @@ def one_slot_policy(keep_sum: Float[Tensor, "d d"], keep_last: Float[Tensor, "d 
 
 
 def prefix_cache(model: Transformer, prefix: Int[Tensor, " n"]) -> Cache:
-    """(K_a, V_a) of every block and head, from the model run on the prefix alone.
+    """(K_a, V_a) of every block and head from the prefix alone.
 
     M([a, b]) computes the same with the causal mask, or where no earlier block mixes tokens.
     """
@@ -212,15 +212,8 @@ def compressibility(
 
     The largest error over every prefix of n >= 1 and every suffix of k >= 1 tokens, n + k <= N.
 
-    Args:
-        model: the transformer M, with N positions.
-        policy: C, one function per block.
-        budget: r(n), the number of slots for a prefix of n tokens, 0 <= r(n) <= n.
-        prefixes: only these; default all.
-        suffixes: k to the suffixes (batch, k) to look at; default all.
-
-    Raises:
-        ValueError: no prefixes, a budget outside 0 to n, or another number of slots than it says.
+    ``budget`` is r(n), 0 to n; ``prefixes`` and ``suffixes`` (k to (batch, k)) restrict the maximum,
+    default all. ValueError for no prefixes or a policy with another number of slots.
     """
     m, longest = model.num_symbols, model.num_positions
     if prefixes is None:
@@ -248,7 +241,7 @@ def compressibility(
 
 @dataclass(frozen=True, eq=False)
 class FunctionTable:
-    """f of m >= 2 symbols: ``values[n - 1][i]`` is f of the i-th sequence of length n, lexicographically."""
+    """f: ``values[n - 1][i]`` is its value at the i-th sequence of n symbols, lexicographically."""
 
     num_symbols: int
     values: tuple[Float[Tensor, "_ d_out"], ...]
@@ -301,4 +294,3 @@ mean = partial(tabulate, lambda rows, _: rows.double().mean(-1))
 FUNCTIONS: dict[str, Callable[[int, int], FunctionTable]] = {
     "random": random_function, "parity": parity, "last": last_symbol, "majority": majority, "mean": mean,
 }  # fmt: skip
-"""The functions that the theorem is checked on, by name."""

@@ -16,8 +16,7 @@ from torch.nn.functional import one_hot, pad
 
 from kvcat.theory import definitions as d
 from kvcat.theory.histogram import block_moves, compressible_histogram, histogram, incompressible_histogram
-from kvcat.theory.hull import hull_lemma_bound, sharp_constant
-from kvcat.theory.optimum import definition_optimum, optimal_error, paper_bound
+from kvcat.theory.optimum import definition_optimum, hull_lemma_bound, optimal_error, paper_bound, sharp_constant
 from kvcat.theory.theorem import incompressible_network
 from kvcat.types import Float, Int, Tensor
 
@@ -113,7 +112,7 @@ def nilpotent_output(tokens: Int[Tensor, " n"], num_symbols: int, *, transposed:
 
 
 def unmoved_output(tokens: Int[Tensor, " n"], num_symbols: int) -> Float[Tensor, " m"]:
-    """Proposition 2 with the printed W_V, whose third block column is 0, and W_O = I: the output is 0."""
+    """Proposition 2 with the printed W_V, which moves nothing to y, and W_O = I: the output is 0."""
     return _printed_one_slot(tokens, block_moves(4, num_symbols, (1, 1), (2, 2), (3, 1)))(tokens)
 
 
@@ -173,12 +172,8 @@ def printed_incompressible(
     delta = ((n + k)/(n - 1 + k) - 1) diam(H)/2; rho-bar is rho(j y) within delta/2 of H and
     u_0 = (max |f| + C + 1) e_1 beyond delta. Every sequence other than [a, b] lies beyond.
 
-    Args:
-        num_symbols: m.
-        longest: N.
-        prefix: the lemma's a, n >= 1 symbols.
-        suffix_len: k >= 1, n + k <= N.
-        shifted: suffixes at positions n + 1 to n + k, as they run; False as printed, te(b_i, i).
+    ``longest`` is N, ``prefix`` the lemma's a, n + k <= N. ``shifted`` puts suffixes at positions
+    n + 1 to n + k, as they run; False as printed, te(b_i, i).
     """
     n, k, m = len(prefix), suffix_len, num_symbols
     if n < 1 or k < 1 or n + k > longest:
@@ -188,18 +183,14 @@ def printed_incompressible(
     distances: list[Tensor] = []
     for length in range(1, longest + 1):
         offsets = pad(one_hot(d.sequences(m, length), m).double(), (0, 0, 0, longest - length)) - corner
-        offsets[:, free] = offsets[:, free] - nearest_in_simplex(offsets[:, free])
+        ordered = offsets[:, free].sort(-1, descending=True).values
+        # the nearest point of the simplex is relu(p - c), of sum 1
+        c = (ordered.cumsum(-1) - 1) / torch.arange(1, m + 1)
+        last = (ordered > c).sum(-1, keepdim=True) - 1
+        offsets[:, free] = torch.minimum(offsets[:, free], c.gather(-1, last))
         distances.append(torch.linalg.vector_norm(offsets.flatten(1), dim=-1))
-    delta = ((n + k) / (n - 1 + k) - 1) * math.sqrt(2 * k) / 2  # k simplices of one-hots have diameter sqrt(2 k)
+    delta = ((n + k) / (n - 1 + k) - 1) * math.sqrt(2 * k) / 2
     return PrintedIncompressible(torch.cat(distances), delta)
-
-
-def nearest_in_simplex(points: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch m"]:
-    """The point of {x >= 0, sum x = 1} nearest to each: relu(p - c), c such that it sums to 1."""
-    ordered = points.sort(-1, descending=True).values
-    thresholds = (ordered.cumsum(-1) - 1) / torch.arange(1, points.shape[-1] + 1)
-    last = (ordered > thresholds).sum(-1, keepdim=True) - 1
-    return torch.relu(points - thresholds.gather(-1, last))
 
 
 def obvious_repair_error(num_symbols: int, prefix_len: int, num_slots: int) -> Fraction:
@@ -207,8 +198,8 @@ def obvious_repair_error(num_symbols: int, prefix_len: int, num_slots: int) -> F
 
     The network codes a sequence as S = sum_i a_i m^(i-1), reads t = S of n + 1 tokens from the average,
     and is piecewise linear through f, the last symbol, at t = 0, 1, ..., m^(n+1) - 1 and u_0 outside.
-    Behind the slots the suffix b has t = (n + 1)/(r + 1) b m^n; outside the hull raises ValueError.
-    For m = 2, n = 2, r = 1 that is 0 or 6, whose last symbols are right.
+    Behind the slots the suffix b has t = (n + 1)/(r + 1) b m^n (0 or 6 for m = 2, n = 2, r = 1, whose
+    last symbols are right); a t outside the hull raises ValueError.
     """
     m, n, r = num_symbols, prefix_len, num_slots
     errors = []
@@ -222,10 +213,7 @@ def obvious_repair_error(num_symbols: int, prefix_len: int, num_slots: int) -> F
 
 
 def vacuous_budgets(table: d.FunctionTable) -> tuple[int, int, float]:
-    """How many budgets have 1 <= r(n) <= n for n = 1 to N - 1, how many of them r(n) < n (none).
-
-    And the largest error of the incompressible network behind a prefix of one token kept whole.
-    """
+    """Budgets with 1 <= r(n) <= n, those with r(n) < n (none), the error of one token kept whole."""
     budgets = list(itertools.product(*(range(1, n + 1) for n in range(1, table.longest))))
     below = [budget for budget in budgets if all(r < n for n, r in enumerate(budget, 1))]
     network, ones = incompressible_network(table, constant=1.0), [(symbol,) for symbol in range(table.num_symbols)]

@@ -1,4 +1,4 @@
-"""Two transformers for the histogram with explicit weights: no policy compresses one, one slot serves the other.
+"""Two transformers for the histogram: no policy compresses one, one slot serves the other.
 
 Both have the embedding te(a, i) = u_a + p_i in R^m with p_i = (i, 1, 0, ..., 0) and
 u_a = (0, a, 0, ..., 0), the symbols a counted from 0. It is injective, p_i is never 0, and
@@ -19,15 +19,7 @@ from typing import Any
 import torch
 from torch.nn.functional import one_hot, pad
 
-from kvcat.theory.definitions import (
-    Block,
-    FeedForward,
-    Policy,
-    Transformer,
-    averaging_block,
-    compressibility,
-    one_slot_policy,
-)  # fmt: skip
+from kvcat.theory import definitions as d
 from kvcat.types import Float, Int, Tensor
 
 
@@ -49,7 +41,7 @@ def block_moves(num_blocks: int, width: int, *moves: tuple[int, int]) -> Float[T
     return torch.kron(grid, torch.eye(width, dtype=torch.float64))
 
 
-def incompressible_histogram(num_symbols: int, longest: int, *, num_blocks: int = 2) -> Transformer:
+def incompressible_histogram(num_symbols: int, longest: int, *, num_blocks: int = 2) -> d.Transformer:
     """Proposition 1: M(a) = hist(a), the plain average of one-hots, read off linearly.
 
     Two blocks: rho_1(u_a + p_i) = (e_a, 0), W_V = E_12, W_O = I, FFN(x, y) = relu(y) - relu(-y) = y
@@ -68,11 +60,11 @@ def incompressible_histogram(num_symbols: int, longest: int, *, num_blocks: int 
     read, one = block_moves(num_blocks, m, (at, 1))[:, :m], torch.eye(m, dtype=torch.float64)
     zeros = torch.zeros(2 * m + padding, dtype=torch.float64)
     w_1, w_2 = pad(torch.cat([read, -read], 1), (0, padding)), pad(torch.cat([one, -one]), (0, 0, 0, padding))
-    last = averaging_block(w_v, w_o, FeedForward(w_1, zeros, w_2, zeros[:m]))
-    return Transformer(embedding, (_first_block(m, num_blocks), last))
+    last = d.averaging_block(w_v, w_o, d.FeedForward(w_1, zeros, w_2, zeros[:m]))
+    return d.Transformer(embedding, (_first_block(m, num_blocks), last))
 
 
-def compressible_histogram(num_symbols: int, longest: int) -> Transformer:
+def compressible_histogram(num_symbols: int, longest: int) -> d.Transformer:
     """Proposition 2: M(a) = hist(a), and behind ``histogram_policy`` one slot does the same.
 
     Blocks (w, x, y, z): rho_1(u_a + p_i) = (e_a, p_i, 0, 0), W_V = E_11 + E_22 + E_13,
@@ -90,28 +82,22 @@ def compressible_histogram(num_symbols: int, longest: int) -> Transformer:
     read[3 * m + 1] -= scale
     one, zeros = torch.eye(m, dtype=torch.float64), torch.zeros(m, dtype=torch.float64)
     w_1 = read.repeat_interleave(len(breakpoints), 1)
-    last = FeedForward(w_1, -breakpoints.repeat(m), torch.kron(one, slopes[:, None]), zeros)
+    last = d.FeedForward(w_1, -breakpoints.repeat(m), torch.kron(one, slopes[:, None]), zeros)
     w_v, w_o = block_moves(4, m, (1, 1), (2, 2), (1, 3)), block_moves(4, m, (3, 3), (4, 4))
-    return Transformer(embedding, (_first_block(m, 4), averaging_block(w_v, w_o, last)))
+    return d.Transformer(embedding, (_first_block(m, 4), d.averaging_block(w_v, w_o, last)))
 
 
-def histogram_policy(num_symbols: int) -> Policy:
-    """The policy of Proposition 2: one slot with key 0 and value (sum_i v_i) E_33 + v_n E_24.
-
-    The slot holds the prefix's counts in y, where the average is read, and p_n, the length, in z.
-    """
-    return one_slot_policy(block_moves(4, num_symbols, (3, 3)), block_moves(4, num_symbols, (2, 4)))
+def histogram_policy(num_symbols: int) -> d.Policy:
+    """Proposition 2's policy: key 0, value (sum_i v_i) E_33 + v_n E_24, counts in y, p_n in z."""
+    return d.one_slot_policy(block_moves(4, num_symbols, (3, 3)), block_moves(4, num_symbols, (2, 4)))
 
 
 def mass_ratios(longest: int) -> list[Fraction]:
-    """Every value of (n + k) / (k + 1) for n >= 1, k >= 1, n + k <= N, ascending; the first is 1.
-
-    It is the sum of y behind ``histogram_policy``'s slot, and 1 without compression.
-    """
+    """The sums of y, 1 without compression, (n + k) / (k + 1) behind one slot, n + k <= N, ascending."""
     return sorted({Fraction(j, q) for j in range(2, longest + 1) for q in range(2, j + 1)})
 
 
-def check_histogram(model: Transformer, policy: Policy) -> dict[str, Any]:
+def check_histogram(model: d.Transformer, policy: d.Policy) -> dict[str, Any]:
     """A histogram network verified: its widths, its task error, the worst error behind one slot.
 
     Attention is uniform and the last map does not read the last token, so the order of the tokens of
@@ -123,7 +109,7 @@ def check_histogram(model: Transformer, policy: Policy) -> dict[str, Any]:
     task = max(float((model(some) - histogram(some, m)).norm(dim=-1).max()) for some in rows.values())
     prefixes = (row for n in range(1, longest) for row in rows[n].tolist())
     suffixes: Callable[[int], Tensor] = rows.__getitem__
-    worst = compressibility(model, policy, lambda _: 1, prefixes=prefixes, suffixes=suffixes)
+    worst = d.compressibility(model, policy, lambda _: 1, prefixes=prefixes, suffixes=suffixes)
     num_pairs = sum(len(rows[n]) * len(rows[k]) for n in range(1, longest) for k in range(1, longest - n + 1))
     first, second = (block.feed_forward for block in model.blocks)
     widths = (*first.w_1.shape, *second.w_1.shape, second.w_2.shape[1])
@@ -141,8 +127,8 @@ def _embedding(num_symbols: int, longest: int) -> Tensor:
     return table
 
 
-def _first_block(num_symbols: int, num_blocks: int) -> Block:
-    """No attention; rho_1: with v = 1 + a the second coordinate, e_a from relu(v - c), i from the first."""
+def _first_block(num_symbols: int, num_blocks: int) -> d.Block:
+    """No attention; rho_1: e_a from relu(v - c), v = 1 + a the second coordinate, i from the first."""
     m = num_symbols
     zero, zeros = torch.zeros(m, m, dtype=torch.float64), torch.zeros(num_blocks * m, dtype=torch.float64)
     w_1 = torch.zeros(m, m + 1, dtype=torch.float64)
@@ -153,7 +139,7 @@ def _first_block(num_symbols: int, num_blocks: int) -> Block:
     b_2 = zeros.clone()
     if num_blocks == 4:
         w_2[m, m] = b_2[m + 1] = 1.0
-    return averaging_block(zero, zero, FeedForward(w_1, b_1, w_2, b_2))
+    return d.averaging_block(zero, zero, d.FeedForward(w_1, b_1, w_2, b_2))
 
 
 def _breakpoints(longest: int) -> tuple[Tensor, Tensor, float]:

@@ -1,4 +1,4 @@
-"""The commands ``kvcat theory histogram`` and ``theorem``: print tables, write CSV, JSON and a plot."""
+"""The commands ``kvcat theory histogram`` and ``theorem``: tables, CSV, JSON and a plot."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,24 +16,17 @@ from kvcat.theory.definitions import FUNCTIONS, Budget, FunctionTable, Transform
 from kvcat.theory.histogram import check_histogram, compressible_histogram, histogram_policy, incompressible_histogram
 from kvcat.theory.optimum import budget_curve, definition_optimum, optimal_policy, scaling_curve
 
-_MOST_PAIRS = 1_000_000
-_MOST_SEQUENCES = 256
-_MOST_CONSTANT = 1e6
+_MOST_PAIRS, _MOST_SEQUENCES, _MOST_CONSTANT = 1_000_000, 256, 1e6
+_TABLE: Any = {"index": False, "na_rep": "--", "float_format": "{:.5f}".format}
 _STYLE: dict[Any, Any] = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25}
 
 
 def run_histogram(
-    *,
-    symbols: int = 3,
-    length: int = 8,
-    scaling: Sequence[int] = (4, 8, 16, 32),
-    out: Path = Path("out/theory/histogram"),
-    provenance: Mapping[str, str] | None = None,
+    *, symbols: int, length: int, scaling: Sequence[int], out: Path, provenance: Mapping[str, str]
 ) -> None:
     """Verify both histogram networks; print the exact optimum over all policies beside the bound.
 
-    Arguments as in ``kvcat theory histogram --help``, others are an InputError; ``provenance`` is
-    the command, versions and hardware for report.json.
+    Arguments and errors as for ``kvcat theory histogram``; ``provenance`` goes into report.json.
     """
     lengths = sorted(set(scaling))
     if symbols < 2 or length < 2:
@@ -45,8 +38,7 @@ def run_histogram(
         raise InputError(f"{symbols} symbols and N = {length} have {pairs:,} pairs of histograms, too many to verify")
     make_folder(out)
     hard = incompressible_histogram(symbols, length, num_blocks=4)
-    best = definition_optimum(symbols, length, lambda _: 1)
-    easy = compressible_histogram(symbols, length)
+    best, easy = definition_optimum(symbols, length, lambda _: 1), compressible_histogram(symbols, length)
     checks = {
         "Proposition 1 behind the best policy": check_histogram(hard, optimal_policy(symbols, length, lambda _: 1)),
         "Proposition 2 behind its policy": check_histogram(easy, histogram_policy(symbols)),
@@ -61,7 +53,7 @@ def run_histogram(
     budgets = budget_curve(symbols, length)
     budgets["ratio"] = budgets.optimum / budgets.paper_bound
     shown = pd.DataFrame(budgets, columns=["num_slots", "optimum", "single_length", "paper_bound", "ratio"])
-    print(_table(shown.set_axis(["slots", "optimum", "one length", "bound", "optimum/bound"], axis=1)))
+    print(shown.set_axis(["slots", "optimum", "one length", "bound", "optimum/bound"], axis=1).to_string(**_TABLE))
     curves = {
         "r = 1": scaling_curve(symbols, lengths, lambda _: 1),
         "r = max(1, n - 1)": scaling_curve(symbols, lengths, lambda n: max(1, n - 1)),
@@ -70,7 +62,8 @@ def run_histogram(
     growth = pd.concat([rows.assign(budget=name) for name, rows in curves.items()])
     names = "longest budget definition_optimum definition_prefix_len last_optimum last_bound"
     shown = pd.DataFrame(growth, columns=names.split())
-    print("\n" + _table(shown.set_axis(["N", "budget", "optimum", "at n", "at n = N-1, k = 1", "bound"], axis=1)))
+    shown.columns = ["N", "budget", "optimum", "at n", "at n = N-1, k = 1", "bound"]
+    print("\n" + shown.to_string(**_TABLE))
     _write(out, {"budget.csv": budgets, "scaling.csv": growth}, checks, provenance)
     figure = _histogram_figure(symbols, budgets, curves, checks["Proposition 2 behind its policy"]["worst_error"])
     figure.savefig(out / "histogram.png", dpi=150)
@@ -80,19 +73,18 @@ def run_histogram(
 
 def run_theorem(
     *,
-    function: Sequence[str] = tuple(FUNCTIONS),
-    symbols: int = 2,
-    length: int = 4,
-    constant: float = 1.0,
-    budget: str = "n-1",
-    seed: int = 0,
-    out: Path = Path("out/theory/theorem"),
-    provenance: Mapping[str, str] | None = None,
+    function: Sequence[str],
+    symbols: int,
+    length: int,
+    constant: float,
+    budget: str,
+    seed: int,
+    out: Path,
+    provenance: Mapping[str, str],
 ) -> None:
     """Build both networks of the theorem for each function; verify each sequence, split and policy.
 
-    Arguments as in ``kvcat theory theorem --help``, others are an InputError; ``provenance`` is the
-    command, versions and hardware for report.json.
+    Arguments and errors as for ``kvcat theory theorem``; ``provenance`` goes into report.json.
     """
     names = list(dict.fromkeys(function))
     if unknown := [name for name in names if name not in FUNCTIONS]:
@@ -161,12 +153,8 @@ def _sizes(table: FunctionTable, easy: Transformer, hard: Transformer, budget: s
     )
 
 
-def _table(frame: pd.DataFrame) -> str:
-    return frame.to_string(index=False, na_rep="--", float_format=lambda value: f"{value:.5f}")
-
-
 def _write(
-    out: Path, tables: Mapping[str, pd.DataFrame], report: Mapping[str, Any], provenance: Mapping[str, str] | None
+    out: Path, tables: Mapping[str, pd.DataFrame], report: Mapping[str, Any], provenance: Mapping[str, str]
 ) -> None:
     """A CSV file per table in full precision and report.json; prints their paths."""
     print()
@@ -174,7 +162,7 @@ def _write(
         with atomic_write(out / name) as partial:
             frame.to_csv(partial, index=False)
         print(out / name)
-    write_json(out / "report.json", {**report, "provenance": dict(provenance or {})})
+    write_json(out / "report.json", {**report, "provenance": dict(provenance)})
     print(out / "report.json")
 
 

@@ -1,4 +1,4 @@
-"""The main theorem: for any function, one network that one slot serves and one that no policy serves.
+"""For any function, one network that one slot serves and one that no policy serves.
 
 Construction D makes both with explicit weights. They differ in 2N rows of one matrix, W_2 of the
 last block: the compressible network (Lemma 1) holds zeros there; in the incompressible one (Lemma 2)
@@ -8,7 +8,6 @@ Notation: m symbols, sequences of 1 to N; phi(te(a, i)) is the one-hot e_(a,i) o
 [w, x, y, z] of the residual stream have widths mN, N, mN, N. Before the last feed-forward map w is
 the last token's phi, x = e_j its position, y the average of phi, z what a one-slot cache says of the
 prefix's length.
-
 Lemma 2 is certified for every policy at once. In the last block W_Q = 0, so a cache of r slots acts
 through the sum of its values alone, and W_O lets it into y and z, of which the last map reads y.
 Of two suffixes that differ in the last token, one raises an alarm whatever that sum.
@@ -27,12 +26,11 @@ from kvcat.theory import definitions as d
 from kvcat.theory.definitions import FeedForward, FunctionTable, Transformer, sequences
 from kvcat.types import Float, Int, Tensor
 
-ALARM_SYMBOL = 0
-"""t, the symbol whose coordinates of y the alarms watch; any would do."""
+ALARM_SYMBOL = 0  # t, the symbol whose coordinates of y the alarms watch; any would do
 
 
 class Layout:
-    """Where Construction D for m symbols and N >= 2 keeps what, and its constants; N < 2 is an InputError.
+    """Where Construction D keeps what, and its constants; N < 2 is an InputError.
 
     Blocks of the residual stream: widths mN of phi, 2(m + 1)N in all. Units of the last map: the
     detectors' relu(h), then relu(h - q), each by length, then lexicographically, then the alarms that
@@ -102,9 +100,7 @@ def incompressible_network(table: FunctionTable, *, constant: float) -> Transfor
 
     For every prefix, finite cache and k some suffix has || M([a, b]) - M_{C,a}(b) || > C.
 
-    Args:
-        table: f, any function on sequences of 1 to N >= 2 symbols.
-        constant: C > 0, in the unit of f; InputError unless positive and finite.
+    ``table`` is f, any function on sequences of 1 to N >= 2 symbols; ``constant`` C > 0, in its unit.
     """
     return _network(table, alarm_gain(table, constant))
 
@@ -128,7 +124,7 @@ def matrices(network: Transformer) -> dict[str, Tensor]:
 
 
 def differing_rows(first: Transformer, second: Transformer) -> dict[str, tuple[int, ...]]:
-    """The rows, from 0, in which two networks of one architecture differ, by matrix; biases are columns."""
+    """The rows, from 0, in which two networks differ, by matrix; biases are columns."""
     pairs = zip(matrices(first).items(), matrices(second).values(), strict=True)
     rows = {name: (mine != theirs).any(-1).nonzero().flatten().tolist() for (name, mine), theirs in pairs}
     return {name: tuple(found) for name, found in rows.items() if found}
@@ -190,10 +186,8 @@ def _detector_map(layout: Layout, table: FunctionTable, gain: float) -> FeedForw
 def certified_bounds(network: Transformer, budget: d.Budget) -> pd.DataFrame:
     """The bound for every n with r(n) < n and every k >= 1, n + k <= N: columns n, k, r, bound.
 
-    With bounds above C the network is not (N, C, r)-compressible. (In float64 slots of 1e15 and more
-    lose the digits that the units read.)
-
-    InputError for a budget r(n) outside 0 to n (an empty cache is a policy, too) or equal to n everywhere.
+    With bounds above C the network is not (N, C, r)-compressible.
+    InputError for a budget r(n) outside 0 to n or equal to n everywhere; r(n) = 0 is allowed.
     """
     longest = network.num_positions
     for n in range(1, longest):
@@ -213,9 +207,7 @@ def certified_bound(network: Transformer, prefix_len: int, suffix_len: int, num_
         + sum over a of min(0, f(a)_1) - max over sequences c of n + k symbols of M(c)_1.
     The other alarms are not negative, and each detector's answer lies in [0, 1].
 
-    Raises:
-        ValueError: r not in 0 to n - 1, k < 1 or n + k > N; or the weights are not those of
-            Construction D, so that the argument does not hold.
+    ValueError unless 0 <= r < n, k >= 1, n + k <= N and the weights are those of Construction D.
     """
     n, k, r = prefix_len, suffix_len, num_slots
     if not (0 <= r < n and k >= 1 and n + k <= network.num_positions):
@@ -231,8 +223,8 @@ def least_alarm(network: Transformer, position: int, num_averaged: int) -> float
     """The least larger alarm of the two suffixes: x = e_j, y_(t,j) = (v + [b_k = t])/(r + k), v real.
 
     Suffixes that end in t raise U (y - 1/j - sl) above, those that do not U (-y - sl) below. One line
-    rises in v, the other falls; the largest of both is least where they cross.
-    ``position`` is j = n + k, ``num_averaged`` r + k, the number of slots that attention averages.
+    rises in v, the other falls; the largest of both is least where they cross. ``position`` is
+    j = n + k, ``num_averaged`` r + k, the number of slots that attention averages.
     """
     layout, ffn, j = _layout(network), network.blocks[-1].feed_forward, position - 1
     y, x = layout.block(3).start + int(layout.watched[j]), layout.block(2).start + j
@@ -246,7 +238,7 @@ def least_alarm(network: Transformer, position: int, num_averaged: int) -> float
 
 
 def check_argument(network: Transformer) -> None:
-    """Raise ValueError, naming what does not hold, unless the weights allow the argument of the bound."""
+    """Raise ValueError, naming what does not hold, unless the bound's argument holds."""
     layout, (first, last) = _layout(network), network.blocks
     (head,), ffn, (rise, saturate, above, below) = last.heads, last.feed_forward, layout.units
     if ffn.w_1.shape != (layout.width, below.stop):
