@@ -44,7 +44,7 @@ def measure(
     spent = 0.0
     while not runs or (len(runs) < MAX_RUNS and spent < MAX_SECONDS):
         meter, found = _Meter(device), []
-        caches = make()
+        caches = meter.run(make)
         while (made := meter.run(lambda caches=caches: next(caches, None))) is not None:
             step, cache = made
             found.append({"step": step, "seconds": meter.seconds, "peak_mib": meter.peak_mib, "bytes": cache.nbytes})
