@@ -66,7 +66,7 @@ def share_out(
         errors = torch.stack([curves[head][costs[:, i] - 1].double().cpu() for i, head in enumerate(heads)], 1)
         parts = torch.tensor([layer if by_layer else index for index, (layer, _, _) in enumerate(heads)])
         grouped = [x.new_zeros(len(sizes), int(parts.max()) + 1).index_add_(1, parts, x) for x in (costs, errors)]
-        chosen = allocate(*grouped, num_slots * len(heads))[parts].tolist()
+        chosen = allocate(grouped[0], grouped[1], num_slots * len(heads))[parts].tolist()
         found |= {head: int(costs[index, i]) for i, (head, index) in enumerate(zip(heads, chosen, strict=True))}
     return found
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -38,7 +39,8 @@ class HeadBatch:
 
     def select(self, rows: Int[Tensor, " rows"]) -> "HeadBatch":
         """Some of the heads."""
-        return HeadBatch(**{name: None if x is None else x[rows] for name, x in vars(self).items()})
+        taken: dict[str, Any] = {name: None if x is None else x[rows] for name, x in vars(self).items()}
+        return HeadBatch(**taken)
 
     def query_chunks(self) -> Iterator[slice]:
         """Ranges of queries whose scores against the whole prefix fit in memory."""
@@ -97,7 +99,8 @@ def dense_attention(batch: HeadBatch) -> DenseAttention:
         attention = attention.div_(mass.unsqueeze(-1))
         parts.append((log_mass, mass, attention @ batch.values, weights))
         importance += attention.mul_(weights.unsqueeze(-1)).square_().sum(-2)
-    return DenseAttention(*(torch.cat(part, 1) for part in zip(*parts, strict=True)), importance)
+    log_mass, mass, outputs, weights = (torch.cat(part, 1) for part in zip(*parts, strict=True))
+    return DenseAttention(log_mass, mass, outputs, weights, importance)
 
 
 def take(

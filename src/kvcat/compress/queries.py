@@ -144,5 +144,6 @@ def _none(queries: Sequence[Tensor]) -> list[Tensor]:
     return _filled(queries, -torch.inf)
 
 
-def _lists(fitted: FittedQueries) -> tuple[Sequence[Tensor], ...]:
-    return fitted.queries, fitted.factors, fitted.log_rest
+def _joined(first: Sequence[Tensor], second: Sequence[Tensor]) -> list[Tensor]:
+    """Per layer, the queries of both."""
+    return [torch.cat(pair, 2) for pair in zip(first, second, strict=True)]

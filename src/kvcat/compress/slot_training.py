@@ -89,8 +89,10 @@ class SlotTraining:
         """The slots as they are, copied, keys and values in the given dtype."""
         found = []
         for own, fixed in zip(self._trained, self._fixed, strict=True):
-            layer = CompactLayer(**{name: x.detach().clone() for name, x in own.items()}).to(dtype=dtype)
-            found.append(layer.without_absent() if fixed is None else layer.taken(fixed > -torch.inf))
+            copied = {name: x.detach().clone() for name, x in own.items()}
+            layer = CompactLayer(**copied)
+            kept = layer.without_absent() if fixed is None else layer.taken(fixed > -torch.inf)
+            found.append(kept.to(dtype=dtype))
         return found
 
     def state(self) -> dict[str, Tensor]:
