@@ -63,11 +63,9 @@ def fitted_queries(trace: Trace, own_weight: float, *, by_share: bool) -> Fitted
         return found
     factor = (own_weight * found.queries[0].shape[2] / own.queries[0].shape[2]) ** 0.5
     own = FittedQueries(own.queries, _filled(own.queries, factor), own.log_rest if by_share else _none(own.queries))
-    joined = (
-        [torch.cat(pair, 2) for pair in zip(*parts, strict=True)]
-        for parts in zip(_lists(found), _lists(own), strict=True)
+    return FittedQueries(
+        _joined(found.queries, own.queries), _joined(found.factors, own.factors), _joined(found.log_rest, own.log_rest)
     )
-    return FittedQueries(*joined)
 
 
 def _own_queries(trace: Trace) -> FittedQueries | None:
