@@ -2,6 +2,7 @@
 
 import pickle
 import random
+from itertools import chain, count, islice
 
 import numpy as np
 import pytest
@@ -43,14 +44,9 @@ def test_the_encoder_gives_the_tokenizers_own_ids_whatever_the_length(tokenizer,
     assert not caplog.records
 
 
-def test_the_fingerprint_tells_tokenizers_apart(encoder):
-    assert (
-        encoder.fingerprint == Encoder.of(byte_tokenizer()).fingerprint != Encoder.of(byte_tokenizer(280)).fingerprint
-    )
-
-
-def test_a_tokenizer_without_eos_is_refused():
+def test_the_fingerprint_tells_tokenizers_apart_and_one_without_eos_is_refused(encoder):
     tokenizer = byte_tokenizer()
+    assert encoder.fingerprint == Encoder.of(tokenizer).fingerprint != Encoder.of(byte_tokenizer(280)).fingerprint
     tokenizer.eos_token = None
     with pytest.raises(InputError, match="no EOS token"):
         Encoder.of(tokenizer)
@@ -58,28 +54,20 @@ def test_a_tokenizer_without_eos_is_refused():
 
 def test_documents_are_packed_with_eos_after_each_and_the_remainder_dropped(tokenizer, encoder):
     documents = [document("a", "the cat"), document("b", "a dog sees the river"), document("c", "it")]
-    flat = []
-    for d in documents:
-        flat += [*tokenizer(d.text)["input_ids"], tokenizer.eos_token_id]
+    flat = [token for d in documents for token in (*tokenizer(d.text)["input_ids"], tokenizer.eos_token_id)]
     table = pack(documents, encoder, 3)
-    count = len(flat) // 3
+    rows = len(flat) // 3
     assert len(flat) % 3, "the example must leave a remainder"
-    assert table.sequences.tolist() == np.array(flat[: 3 * count]).reshape(count, 3).tolist()
-    assert table.sequences.dtype == np.uint16
-    assert (len(table), table.num_documents) == (count, 3)
+    assert table.sequences.tolist() == np.array(flat[: 3 * rows]).reshape(rows, 3).tolist()
+    assert (table.sequences.dtype, len(table), table.num_documents) == (np.uint16, rows, 3)
     assert table.take([2, 0]).tolist() == table.sequences[[2, 0]].tolist()
 
 
 def test_packing_reads_no_further_than_it_needs(encoder):
-    def endless():
-        number = 0
-        while True:
-            yield document(str(number), "the cat sees a dog and then it was red. " * 5)
-            number += 1
-
-    whole = pack((d for d, _ in zip(endless(), range(128), strict=False)), encoder, 16)
-    table = pack(endless(), encoder, 16, max_sequences=7)
-    assert np.array_equal(table.sequences, whole.sequences[:7])
+    endless = (document(str(number), "the cat sees a dog and then it was red. " * 5) for number in count())
+    documents = list(islice(endless, 128))
+    table = pack(chain(documents, endless), encoder, 16, max_sequences=7)
+    assert np.array_equal(table.sequences, pack(documents, encoder, 16).sequences[:7])
 
 
 def test_a_text_shorter_than_a_sequence_is_refused_with_its_length(encoder):
@@ -102,19 +90,13 @@ def test_a_short_run_reads_an_excerpt_of_every_document_from_the_start_of_a_line
     assert len(set(starts)) > 15
 
 
-def test_one_seed_gives_one_choice_of_excerpts_and_another_gives_another(encoder):
+def test_excerpts_follow_the_seed_hold_two_sequences_and_are_whole_where_no_text_is_to_spare(encoder):
     first, again, other = ([d.text for d in excerpts(corpus([400] * 10), encoder, 32, 30, s)] for s in (0, 0, 1))
     assert first == again != other
-
-
-def test_where_no_text_is_to_spare_documents_are_whole(encoder):
-    documents = corpus([3, 50, 10])
-    assert [d.text for d in excerpts(documents, encoder, 32, 10_000, 0)] == [d.text for d in documents]
-
-
-def test_an_excerpt_holds_at_least_two_sequences(encoder):
     (cut, *_) = excerpts(corpus([400] * 500), encoder, 64, 4, 0)
     assert len(encoder(cut.text)) >= 110
+    documents = corpus([3, 50, 10])
+    assert [d.text for d in excerpts(documents, encoder, 32, 10_000, 0)] == [d.text for d in documents]
 
 
 @settings(max_examples=50, deadline=None)
