@@ -11,7 +11,6 @@ from kvcat.attention import (
     COUPLINGS,
     attend,
     attend_coupled_reference,
-    attend_extended,
     attend_ragged,
     attend_reference,
     attend_twice,
@@ -149,12 +148,6 @@ def test_a_log_bias_of_log_two_counts_a_slot_twice():
     assert torch.allclose(out, attend_reference(q, *twice, causal=False), atol=1e-12)
 
 
-def test_log_bias_through_extra_channels_equals_the_reference():
-    q, k, v, _, bias = example()
-    out = attend_extended(q, extend_keys(k, bias, 0.3), v, None, causal=True, scale=0.3)
-    assert torch.allclose(out, attend_reference(q, k, v, log_bias=bias, scale=0.3), atol=1e-12)
-
-
 def test_bfloat16_keys_hold_a_log_bias_to_a_thousandth():
     bias = torch.linspace(-3, 3, 50)[None, None]
     keys = extend_keys(torch.zeros(1, 1, 50, 8, dtype=torch.bfloat16), bias, 0.125)
@@ -193,16 +186,6 @@ def test_no_output_depends_on_later_positions(seed, at, kind):
     k[:, :, at:], v[:, :, at:], bias[:, :, at:], keep[:, at:] = 7.0, -7.0, 3.0, 1.0
     after = attend(q, k, v, keep, bias, **KINDS[kind])[:, :, :at]
     assert torch.allclose(before, after, atol=1e-12)
-
-
-@settings(max_examples=20, deadline=None)
-@given(seed=st.integers(0, 1000))
-def test_the_order_of_slots_does_not_matter_without_causality(seed):
-    q, k, v, keep, bias = example(seed)
-    keep[:, 0] = 1.0
-    order = torch.randperm(9, generator=torch.Generator().manual_seed(seed))
-    shuffled = attend(q, k[:, :, order], v[:, :, order], keep[:, order], bias[:, :, order], causal=False)
-    assert torch.allclose(attend(q, k, v, keep, bias, causal=False), shuffled, atol=1e-12)
 
 
 def test_a_mistake_is_named():

@@ -112,19 +112,6 @@ def test_greedy_generation_takes_the_naive_argmax_at_every_step(form, static_tok
         assert all(torch.equal(x, tensors[name]) for name, x in layer.tensors().items())
 
 
-def test_sampled_generation_draws_from_the_naive_distribution():
-    model, ids = tiny(), torch.tensor([[4, 8, 15]])
-    cache = made(model, "biased", 1)
-    with torch.random.fork_rng():
-        torch.manual_seed(7)
-        out = model.generate(**cache.inputs(model, ids), max_new_tokens=6, do_sample=True, top_k=0)
-        torch.manual_seed(7)
-        for _ in range(6):
-            drawn = torch.multinomial(naive_logits(cache, ids)[:, -1].softmax(-1), 1)
-            ids = torch.cat([ids, drawn], dim=1)
-    assert out.tolist() == ids.tolist()
-
-
 @pytest.mark.parametrize("static_tokens", [None, 12])
 @pytest.mark.parametrize("form", ["biased", "ragged"])
 def test_left_padded_questions_are_answered_as_each_would_be_alone(form, static_tokens):
@@ -166,32 +153,6 @@ def test_a_second_turn_goes_on_from_the_first(form, static_tokens):
     assert answer[0, -5:].tolist() == greedy(cache, whole, 5)[0][-5:]
     with pytest.raises(InputError, match="hold no token"):
         next_turn(first["past_key_values"], second[:, :0])
-
-
-def test_a_full_cache_decodes_like_the_dense_model():
-    model, ids = tiny(), questions(1, PREFIX + 6)
-    with torch.no_grad():
-        past = model(ids[:, :PREFIX], use_cache=True).past_key_values
-        dense = model(ids).logits[:, PREFIX:]
-    cache = CompactCache([CompactLayer(x.keys, x.values) for x in past.layers], PREFIX, fingerprint(model))
-    with torch.no_grad():
-        assert torch.allclose(model(**cache.inputs(model, ids[:, PREFIX:])).logits, dense, atol=1e-12)
-
-
-def test_a_slot_of_log_bias_log_two_counts_as_that_slot_twice():
-    model, ids = tiny(), questions(1, 5)
-    once, twice = [], []
-    for layer in made(model, "plain", 1).layers:
-        bias = torch.zeros(1, 2, 5).double()
-        bias[..., 1] = torch.tensor(2.0).log()
-        once.append(CompactLayer(layer.keys, layer.values, bias))
-        again = [0, 1, 1, 2, 3, 4]
-        twice.append(CompactLayer(layer.keys[:, :, again], layer.values[:, :, again]))
-    with torch.no_grad():
-        biased, dense = (
-            model(**CompactCache(x, PREFIX, fingerprint(model)).inputs(model, ids)).logits for x in (once, twice)
-        )
-    assert torch.allclose(biased, dense, atol=1e-12)
 
 
 def test_a_ragged_cache_holds_its_slots_and_nothing_else():

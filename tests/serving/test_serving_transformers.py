@@ -7,22 +7,15 @@ import sys
 import pytest
 import safetensors.torch
 import torch
+from evicted_caches import evicted, ids, make_model, our_logits
 from torch import nn
 from transformers import DynamicCache
 
-from kvcat.cache import CompactCache, CompactLayer, fingerprint
+from kvcat.cache import CompactCache, CompactLayer
 from kvcat.cli.info import describe
 from kvcat.errors import InputError
-from kvcat.models import capture
 from kvcat.models.rotation import KeyRotation
 from kvcat.serving.transformers import export_prefix, plain_prefix
-from tiny import stock_model
-
-SIZES = {
-    "vocab_size": 67, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": None, "eos_token_id": None,
-    "pad_token_id": None,
-}  # fmt: skip
 
 
 def rope(kind, **options):
@@ -48,16 +41,6 @@ ROTARY = {
 every_rotary = pytest.mark.parametrize(("kind", "options"), ROTARY.values(), ids=ROTARY)
 
 
-def make_model(kind="llama", options=None, dtype=torch.float32):
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = stock_model(kind, **{**SIZES, **(options or {})})
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.data.normal_(std=0.3)
-    return model.to(dtype).eval()
-
-
 class ExactRotary(nn.Module):
     """A model's own rotary embedding in float64, where transformers computes the angles in float32."""
 
@@ -79,33 +62,18 @@ def exact(model, monkeypatch):
     return model.double()
 
 
-def evicted(model, tokens, num_slots, log_bias=False):
-    """A cache of every head's own random slots of a prefix, without any compressor."""
-    seen, draw = capture(model, tokens), torch.Generator().manual_seed(1)
-    layers = []
-    for keys, values in zip(seen.keys, seen.values, strict=True):
-        order = torch.rand(keys.shape[:3], generator=draw).argsort(-1)[..., :num_slots].sort(-1).values
-        kept = [states.gather(2, order[..., None].expand(-1, -1, -1, states.shape[-1])) for states in (keys, values)]
-        bias = torch.randn(keys.shape[0], keys.shape[1], num_slots, generator=draw) if log_bias else None
-        layers.append(CompactLayer(*kept, bias))
-    return CompactCache(layers, tokens.shape[1], fingerprint(model), {"method": "random"})
-
-
-def ids(*shape):
-    return torch.randint(0, 67, shape, generator=torch.Generator().manual_seed(5))
-
-
-def stock_logits(model, layers, suffix, positions):
-    """Logits on a stock transformers cache of the given keys and values, tokens at the given position and after."""
+def stock_cache(layers):
+    """A stock transformers cache of the given keys and values."""
     cache = DynamicCache()
     for index, layer in enumerate(layers):
         cache.update(layer.keys, layer.values, index)
-    at = torch.arange(positions, positions + suffix.shape[1]).expand(len(suffix), -1)
-    return model(suffix, past_key_values=cache, position_ids=at).logits.detach()
+    return cache
 
 
-def our_logits(model, cache, suffix):
-    return model(**cache.inputs(model, suffix)).logits.detach()
+def stock_logits(model, layers, suffix, start):
+    """Logits on a stock cache, the tokens at the given position and after."""
+    at = torch.arange(start, start + suffix.shape[1]).expand(len(suffix), -1)
+    return model(suffix, past_key_values=stock_cache(layers), position_ids=at).logits.detach()
 
 
 @every_rotary
@@ -196,61 +164,27 @@ def test_a_process_without_kvcat_continues_from_the_file(tmp_path):
     assert all(torch.allclose(logits, ours, atol=1e-4, rtol=0) for logits in theirs.values())
 
 
-def test_generation_from_the_rerotated_prefix_needs_no_kvcat_and_gives_the_same_tokens():
-    model = make_model()
-    cache, question = evicted(model, ids(1, 30), 7), ids(1, 4)
-    ours = model.generate(**cache.inputs(model, question), max_new_tokens=8, do_sample=False, pad_token_id=0)
-    past = DynamicCache()
-    for index, layer in enumerate(plain_prefix(cache, model).layers):
-        past.update(layer.keys, layer.values, index)
-    mask = torch.ones(1, 7 + 4, dtype=torch.long)
-    theirs = model.generate(
-        question, attention_mask=mask, past_key_values=past, max_new_tokens=8, do_sample=False, pad_token_id=0
-    )
-    assert torch.equal(ours, theirs)
-
-
-def uneven_layers(model, tokens, counts):
-    """As ``evicted``, each layer with its own number of slots."""
-    full = evicted(model, tokens, max(counts))
-    cut = [CompactLayer(x.keys[:, :, :n], x.values[:, :, :n]) for x, n in zip(full.layers, counts, strict=True)]
-    return CompactCache(cut, full.num_tokens, full.fingerprint, full.metadata)
-
-
-@pytest.mark.parametrize("counts", [(9, 4), (3, 8)])
+@pytest.mark.parametrize("counts", [(7, 7), (9, 4), (3, 8)])
 def test_layers_of_their_own_number_of_slots_answer_in_a_stock_cache_token_by_token(counts):
     model, question = make_model(), ids(1, 4)
-    cache = uneven_layers(model, ids(1, 30), counts)
+    cache = evicted(model, ids(1, 30), counts)
     ours = model.generate(**cache.inputs(model, question), max_new_tokens=8, do_sample=False, pad_token_id=0)
     expected = our_logits(model, cache, question)
     model.set_attn_implementation("sdpa")
-    plain, past = plain_prefix(cache, model), DynamicCache()
+    plain = plain_prefix(cache, model)
     assert (plain.num_tokens, [layer.num_slots for layer in plain.layers]) == (counts[0], list(counts))
-    for index, layer in enumerate(plain.layers):
-        past.update(layer.keys, layer.values, index)
     theirs = model.generate(
-        question, attention_mask=torch.ones(1, counts[0] + 4, dtype=torch.long), past_key_values=past,
+        question, attention_mask=torch.ones(1, counts[0] + 4, dtype=torch.long),
+        past_key_values=stock_cache(plain.layers),
         prefill_chunk_size=1, max_new_tokens=8, do_sample=False, pad_token_id=0,
     )  # fmt: skip
     assert torch.equal(ours, theirs)
     for layers, start in ((plain.layers, counts[0]), (cache.layers, 30)):
-        stock = DynamicCache()
-        for index, layer in enumerate(layers):
-            stock.update(layer.keys, layer.values, index)
+        stock = stock_cache(layers)
         for step in range(4):
             at = torch.tensor([[start + step]])
             logits = model(question[:, step : step + 1], past_key_values=stock, position_ids=at).logits.detach()
             assert torch.allclose(logits[:, 0], expected[:, step], atol=1e-4, rtol=1e-4)
-
-
-def test_a_file_of_uneven_layers_tells_the_first_layers_slots_and_the_next_position(tmp_path):
-    model = make_model()
-    export_prefix(uneven_layers(model, ids(1, 30), (3, 8)), model, tmp_path / "p")
-    with safetensors.safe_open(tmp_path / "p", "pt") as file:
-        told = file.metadata()
-        assert [file.get_slice(f"layers.{i}.keys").get_shape()[2] for i in (0, 1)] == [3, 8]
-    assert (told["num_slots"], told["next_position"], told["num_tokens"]) == ("3", "3", "30")
-    assert describe(tmp_path / "p").layer_slots == [3, 8]
 
 
 def test_the_file_tells_all_a_reader_needs(tmp_path):
@@ -271,6 +205,11 @@ def test_the_file_tells_all_a_reader_needs(tmp_path):
     assert (facts.format, facts.num_tokens, facts.num_slots, facts.dtype) == ("kvcat-prefix-1", 30, 7, "BF16")
     with pytest.raises(InputError, match="p is an exported prefix of kvcat, not a compact cache of kvcat"):
         CompactCache.load(tmp_path / "p")
+    export_prefix(evicted(model, ids(1, 30), (3, 8)), model, tmp_path / "uneven")
+    with safetensors.safe_open(tmp_path / "uneven", "pt") as file:
+        told = file.metadata()
+    assert (told["num_slots"], told["next_position"], told["num_tokens"]) == ("3", "3", "30")
+    assert describe(tmp_path / "uneven").layer_slots == [3, 8]
 
 
 def test_a_log_bias_is_refused_unless_it_may_be_dropped():
@@ -318,21 +257,10 @@ def test_models_whose_keys_cannot_be_turned_are_refused_by_name(kind, options, t
 
 def test_a_rotation_that_is_not_the_models_is_noticed():
     model = make_model()
-    model.model.layers[1].self_attn.forward = with_wrong_angles(model.model.layers[1].self_attn.forward)
+    attention = model.model.layers[1].self_attn
+    forward = attention.forward
+    attention.forward = lambda *args, position_embeddings, **kwargs: forward(
+        *args, position_embeddings=[x.roll(1, -1) for x in position_embeddings], **kwargs
+    )
     with pytest.raises(InputError, match="the keys of layer 1 do not turn with their position"):
         KeyRotation(model, -23)
-
-
-def with_wrong_angles(forward):
-    def wrong(*args, position_embeddings, **kwargs):
-        cos, sin = position_embeddings
-        return forward(*args, position_embeddings=(cos.roll(1, -1), sin.roll(1, -1)), **kwargs)
-
-    return wrong
-
-
-def test_a_cache_of_every_token_is_exported_as_it_is():
-    model = make_model()
-    cache = evicted(model, ids(1, 12), 12)
-    plain = plain_prefix(cache, model)
-    assert all(torch.equal(a.keys, b.keys) for a, b in zip(plain.layers, cache.layers, strict=True))

@@ -1,4 +1,4 @@
-"""Small transformers models as GGUF files, without words (a module of the tests, not a test)."""
+"""Small transformers models as GGUF files (a module of the tests, not a test)."""
 
 import gguf
 import torch
@@ -11,24 +11,25 @@ NAMES = {
 }  # fmt: skip
 
 
-def write_gguf(model, path):
-    """A Llama, Qwen2 or Qwen3 in float32, as llama.cpp's own converter lays it out."""
+def write_gguf(model, path, words=()):
+    """A Llama, Qwen2 or Qwen3 in float32, as llama.cpp's own converter lays it out; the last word ends a text."""
     config = model.config
     writer = gguf.GGUFWriter(path, config.model_type)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("no_vocab")
+    for field, value in (
+        ("context_length", config.max_position_embeddings), ("embedding_length", config.hidden_size),
+        ("block_count", config.num_hidden_layers), ("feed_forward_length", config.intermediate_size),
+        ("head_count", config.num_attention_heads), ("head_count_kv", config.num_key_value_heads),
+        ("key_length", head_dim), ("value_length", head_dim), ("rope_dimension_count", head_dim),
+        ("rope_freq_base", config.rope_parameters["rope_theta"]), ("layer_norm_rms_eps", config.rms_norm_eps),
+        ("vocab_size", config.vocab_size), ("tokenizer_model", "gpt2" if words else "no_vocab"),
+    ):  # fmt: skip
+        getattr(writer, f"add_{field}")(value)
+    if words:
+        writer.add_token_list(words)
+        writer.add_token_types([1] * len(words))
+        writer.add_token_merges(["a b"])
+        writer.add_eos_token_id(len(words) - 1)
     for name, tensor in model.state_dict().items():
         if config.model_type == "llama" and ("q_proj" in name or "k_proj" in name):
             # llama.cpp's rotation pairs neighbours, transformers' the halves of a head
