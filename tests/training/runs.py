@@ -7,11 +7,12 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from kvcat.files import read_jsonl
+from kvcat.files import LOCK_FILE, read_jsonl
 from kvcat.training.config import TrainConfig
 
 POLICIES = ("router", "random", "attention", "control")
@@ -62,6 +63,10 @@ def exported(run):
     return load_file(Path(run) / "export" / "model.safetensors")
 
 
+def contents(folder):
+    return {f: f.read_bytes() for f in Path(folder).rglob("*") if f.is_file() and f.name != LOCK_FILE}
+
+
 def records(run):
     """metrics.jsonl without the fields that tell time and memory."""
     measured = ("tokens_per_s", "peak_memory_gib")
@@ -88,3 +93,15 @@ def assert_same(a, b):
     assert a.keys() == b.keys()
     different = [name for name in a if not torch.equal(a[name], b[name])]
     assert not different
+
+
+def assert_close(ours, theirs, weights):
+    """Losses and weights of two runs agree to rounding; AdamW's first steps magnify that of the gradients."""
+    for one, two in zip(records(ours), records(theirs), strict=True):
+        assert (one.keys(), one["kind"], one["step"]) == (two.keys(), two["kind"], two["step"])
+        for name in ("dense_loss", "masked_loss", "kl"):
+            assert one.get(name, 0.0) == pytest.approx(two.get(name, 0.0), rel=1e-4, abs=1e-4)
+    a, b = exported(ours), exported(theirs)
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=0, atol=weights)

@@ -13,79 +13,57 @@ from kvcat.training.loop import learning_rate
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("target_keep", 0.0), ("target_keep", math.nan), ("tau", 1.0), ("max_steps", 0), ("seq_len", 1),
-        ("micro_batch_size", 3), ("micro_batch_size", 0), ("peak_lr", 0.0), ("peak_lr", math.inf), ("min_lr", 1.0),
-        ("warmup_steps", -1), ("mask_weight", math.nan), ("router_noise", -0.1), ("seed", 2**63), ("policy", "best"),
-        ("coupling", "kept-only"), ("betas", (0.9, 1.0)), ("learning_rate", 0.1), ("prefix_range", (0.9, 0.2)),
-        ("prefix_range", (0.0, 0.5)), ("masked_fraction", 0.5), ("keep_self", True),
-    ],
-)  # fmt: skip
-def test_a_value_out_of_range_is_named_in_one_line(name, value):
-    with pytest.raises(InputError, match=name) as caught:
-        config("model", "data", "out", **{name: value})
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
         ("max_steps", 3.5, "a whole number"), ("max_steps", True, "a whole number"), ("max_steps", "3", "a whole"),
         ("betas", 0.9, "a list of two numbers"), ("betas", [0.9], "a list of two"), ("peak_lr", "1e-4", "a number"),
         ("compile", "no", "true or false"), ("model", 5, "text"), ("group_starts", [0, 1.5], "whole numbers or none"),
-        ("policy", 1, "one of router"), ("seed", None, "a whole number"), ("micro_batch_size", "all", "or none"),
+        ("policy", 1, "one of attention"), ("seed", None, "a whole number"), ("micro_batch_size", "all", "or none"),
+        ("target_keep", 0.0, ""), ("target_keep", math.nan, ""), ("tau", 1.0, ""), ("max_steps", 0, ""),
+        ("seq_len", 1, ""), ("micro_batch_size", 3, ""), ("micro_batch_size", 0, ""), ("peak_lr", 0.0, ""),
+        ("peak_lr", math.inf, ""), ("min_lr", 1.0, ""), ("warmup_steps", -1, ""), ("mask_weight", math.nan, ""),
+        ("router_noise", -0.1, ""), ("seed", 2**63, ""), ("policy", "best", ""), ("coupling", "kept-only", ""),
+        ("betas", (0.9, 1.0), ""), ("learning_rate", 0.1, ""), ("prefix_range", (0.9, 0.2), ""),
+        ("prefix_range", (0.0, 0.5), ""), ("masked_fraction", 0.5, ""), ("keep_self", True, ""),
     ],
 )  # fmt: skip
-def test_a_value_of_another_type_is_named_in_one_line(name, value, expected):
-    with pytest.raises(InputError, match=f"{name} is .*; it must be .*{expected}") as caught:
-        TrainConfig.from_dict({"model": "model", "output": "out", name: value})
+def test_a_value_of_another_type_or_out_of_range_is_named_in_one_line(name, value, expected):
+    with pytest.raises(InputError, match=f"{name} is .*; it must be .*{expected}" if expected else name) as caught:
+        config("model", "data", "out", **{name: value})
     assert "\n" not in str(caught.value)
 
 
-def test_whole_numbers_serve_as_numbers_and_lists_as_tuples():
-    run = config("model", "data", "out", peak_lr=1, betas=[0, 0.5], group_starts=[0, 3])
+def test_a_configuration_reads_back_what_was_saved_and_removed_options_that_were_off(tmp_path):
+    run = config("model", "data", "out", peak_lr=1, betas=[0, 0.5], group_starts=[0, 3], micro_batch_size=2)
     assert (run.peak_lr, run.betas, run.group_starts) == (1.0, (0.0, 0.5), (0, 3))
     assert isinstance(run.peak_lr, float)
-
-
-def test_the_control_has_no_frozen_teacher():
+    file = tmp_path / "config.json"
+    removed = {"masked_fraction": 1.0, "keep_range": None, "keep_self": False}
+    file.write_text(json.dumps({**dataclasses.asdict(run), **removed}))
+    assert TrainConfig.load(file) == run
+    for content in ("", "[]", "{}", '{"model": "m"}', '{"hidden_size": 3}', '{"model": 5}'):
+        file.write_text(content)
+        with pytest.raises(InputError):
+            TrainConfig.load(file)
     with pytest.raises(InputError, match="no masked pass to teach"):
         config("model", "data", "out", policy="control", teacher="frozen")
 
 
-def test_a_configuration_reads_back_what_was_saved_and_removed_options_that_were_off(tmp_path):
-    run = config("model", "data", "out", group_starts=(0, 3), micro_batch_size=2)
-    removed = {"masked_fraction": 1.0, "keep_range": None, "keep_self": False}
-    (tmp_path / "config.json").write_text(json.dumps({**dataclasses.asdict(run), **removed}))
-    assert TrainConfig.load(tmp_path / "config.json") == run
-
-
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"model": "m"}', '{"hidden_size": 3}', '{"model": 5}'])
-def test_what_is_no_configuration_is_refused(content, tmp_path):
-    (tmp_path / "config.json").write_text(content)
-    with pytest.raises(InputError):
-        TrainConfig.load(tmp_path / "config.json")
-
-
 def test_the_learning_rate_warms_up_to_the_peak_and_ends_on_the_floor():
-    run = config("m", "d", "o", max_steps=12, warmup_steps=3, peak_lr=0.9, min_lr=0.1)
-    rates = [learning_rate(step, run) for step in range(12)]
+    rates = [learning_rate(step, scheduled(max_steps=12, warmup_steps=3)) for step in range(12)]
     assert rates[:4] == pytest.approx([0.3, 0.6, 0.9, 0.9])
     assert rates[7] == pytest.approx(0.5)  # the middle of the cosine from step 3 to step 11
     assert rates[11] == pytest.approx(0.1)
     assert rates[3:] == sorted(rates[3:], reverse=True)
-
-
-@pytest.mark.parametrize(("warmup", "rates"), [(0, [0.9, 0.1]), (1, [0.9, 0.9]), (4, [0.225, 0.45])])
-def test_the_schedule_of_very_short_runs_stays_between_zero_and_peak(warmup, rates):
-    run = config("m", "d", "o", max_steps=2, warmup_steps=warmup, peak_lr=0.9, min_lr=0.1)
-    assert [learning_rate(step, run) for step in range(2)] == pytest.approx(rates)
-
-
-def test_the_target_falls_in_equal_steps_from_one_to_the_kept_fraction():
-    run = config("m", "d", "o", target_keep=0.4, target_warmup_steps=2)
+    for warmup, expected in ((0, [0.9, 0.1]), (1, [0.9, 0.9]), (4, [0.225, 0.45])):
+        short = scheduled(max_steps=2, warmup_steps=warmup)
+        assert [learning_rate(step, short) for step in range(2)] == pytest.approx(expected)
+    run = scheduled(target_keep=0.4, target_warmup_steps=2)
     assert [run.target_at(step) for step in range(4)] == pytest.approx([0.8, 0.6, 0.4, 0.4])
+
+
+def scheduled(**options):
+    return config("m", "d", "o", peak_lr=0.9, min_lr=0.1, **options)
 
 
 def test_the_split_is_drawn_anew_each_step_from_the_seed_alone():

@@ -4,10 +4,9 @@ import dataclasses
 import importlib.util
 import shutil
 from collections import namedtuple
-from pathlib import Path
 
 import pytest
-from runs import config
+from runs import config, contents
 
 from kvcat.errors import InputError
 from kvcat.files import one_writer
@@ -24,85 +23,66 @@ def refusal(run):
     return str(caught.value)
 
 
-@pytest.fixture
-def out(tmp_path):
-    """An output folder that must not exist afterwards."""
-    yield tmp_path / "run"
-    assert not (tmp_path / "run").exists()
+MISTAKES = {
+    "./nowhere": {"model": "./nowhere"},
+    "gone.txt": {"data": "gone.txt"},
+    "nor in the local Hub cache": {"model": "nobody/no-such-model"},
+    "nobody/texts": {"data": "hub:nobody/texts"},
+    "model.safetensors is corrupt": {"model": "broken"},
+    "fewer than one sequence of 32": {"data": "2 of 1"},
+    "too few documents (1)": {"data": "1 of 90"},
+    "seq_len 257 exceeds the model's 256 positions": {"seq_len": 257},
+    "group start 2": {"group_starts": (0, 2)},
+    "group start": {"group_starts": ()},
+    "1..2": {"num_groups": 3},
+    "device is 'foo'": {"device": "foo"},
+    "device is 'cuda:99'": {"device": "cuda:99"},
+    "pip install 'kvcat[wandb]'": {"monitor": "wandb"},
+    "pip install 'kvcat[lora]'": {"lora_rank": 2},
+}
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"model": "./nowhere"}, "./nowhere"),
-        ({"data": "gone.txt"}, "gone.txt"),
-        ({"seq_len": 257}, "seq_len 257 exceeds the model's 256 positions"),
-        ({"group_starts": (0, 2)}, "group start 2"),
-        ({"group_starts": ()}, "group start"),
-        ({"num_groups": 3}, "1..2"),
-        ({"device": "foo"}, "device is 'foo'"),
-        ({"device": "cuda:99"}, "device is 'cuda:99'"),
-    ],
-)
-def test_what_a_run_cannot_have_is_named(options, message, tiny_folder, texts_folder, out):
-    assert message in refusal(dataclasses.replace(config(tiny_folder, texts_folder, out), **options))
-
-
-def test_a_corrupt_model_folder_is_named(tiny_folder, texts_folder, tmp_path, out):
-    broken = shutil.copytree(tiny_folder, tmp_path / "broken")
-    weights = broken / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:2000])
-    assert "model.safetensors is corrupt" in refusal(config(broken, texts_folder, out))
-
-
-def test_the_hub_without_network_is_one_line(tiny_folder, texts_folder, out, monkeypatch):
+@pytest.mark.parametrize("message", MISTAKES)
+def test_what_a_run_cannot_have_is_named(message, tiny_folder, texts_folder, tmp_path, monkeypatch):
+    options = dict(MISTAKES[message])
     monkeypatch.setattr("kvcat.network._reachable", lambda *_: False)
-    assert "nor in the local Hub cache" in refusal(config("nobody/no-such-model", texts_folder, out))
-    assert "nobody/texts" in refusal(config(tiny_folder, "hub:nobody/texts", out))
-
-
-@pytest.mark.parametrize(
-    ("documents", "length", "message"), [(2, 1, "fewer than one sequence of 32"), (1, 90, "too few documents (1)")]
-)
-def test_text_that_is_too_short_is_named(documents, length, message, tiny_folder, tmp_path, out):
-    texts = write_texts(tmp_path / "short", documents=documents, length=length)
-    told = refusal(config(tiny_folder, texts, out))
+    if "pip" in message:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    if options.get("model") == "broken":
+        options["model"] = str(shutil.copytree(tiny_folder, tmp_path / "broken"))
+        weights = tmp_path / "broken" / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:2000])
+    if " of " in options.get("data", ""):
+        documents, length = map(int, options["data"].split(" of "))
+        options["data"] = str(write_texts(tmp_path / "short", documents=documents, length=length))
+    told = refusal(dataclasses.replace(config(tiny_folder, texts_folder, tmp_path / "run"), **options))
     assert message in told
-    assert str(texts) in told
-
-
-@pytest.mark.parametrize(("option", "package"), [({"monitor": "wandb"}, "wandb"), ({"lora_rank": 2}, "lora")])
-def test_a_missing_package_is_told_with_its_installation(option, package, tiny_folder, texts_folder, out, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    assert f"pip install 'kvcat[{package}]'" in refusal(config(tiny_folder, texts_folder, out, **option))
+    assert options.get("data", "") in told
+    assert not (tmp_path / "run").exists()
 
 
 def free_space(monkeypatch, free):
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr("kvcat.training.run_folder.shutil.disk_usage", lambda _: usage(10**9, 10**9, free))
+    monkeypatch.setattr("kvcat.training.checkpoint.shutil.disk_usage", lambda _: usage(10**9, 10**9, free))
 
 
 def test_the_disk_must_hold_what_is_still_to_be_written_with_the_routers(
     tiny_folder, texts_folder, tmp_path, monkeypatch
 ):
     run = config(tiny_folder, texts_folder, tmp_path / "run", max_steps=6, checkpoint_every=2, keep_checkpoints=2)
-    parameters = sum(p.numel() for p in Objective(load(tiny_folder)[0], run).parameters())
-    weights = 4 * parameters  # the export; a checkpoint holds these and two moments of each
-    free_space(monkeypatch, 3 * 3 * weights + weights - 1)
-    assert "no disk space" in refusal(run)
-    assert not (tmp_path / "run").exists()
-    free_space(monkeypatch, 3 * 3 * weights + weights)
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            "kvcat.training.loop.Trainer._after_step", lambda self, _: (_ for _ in ()).throw(InterruptedError)
-        )
-        with pytest.raises(InterruptedError):
-            train(run, progress=False)
-    for step in (2, 4):
-        (tmp_path / "run" / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
-    free_space(monkeypatch, 3 * weights + weights - 1)
-    assert "no disk space" in refusal(run)
-    free_space(monkeypatch, 3 * weights + weights)
+    weights = 4 * sum(p.numel() for p in Objective(load(tiny_folder)[0], run).parameters())  # of the export
+    for num_written in (3, 1):  # a checkpoint holds weights and two moments of each
+        free_space(monkeypatch, (3 * num_written + 1) * weights - 1)
+        assert "no disk space" in refusal(run)
+        assert (tmp_path / "run").exists() == (num_written == 1)
+        free_space(monkeypatch, (3 * num_written + 1) * weights)
+        if num_written == 3:
+            with monkeypatch.context() as patch:
+                patch.setattr("kvcat.training.loop.Trainer.run", lambda *_: (_ for _ in ()).throw(InterruptedError))
+                with pytest.raises(InterruptedError):
+                    train(run, progress=False)
+            for step in (2, 4):
+                (tmp_path / "run" / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
     assert "is missing" in refusal(run)  # there is room; the two checkpoints are empty folders
 
 
@@ -122,14 +102,19 @@ def test_a_folder_that_holds_something_else_is_left_alone(tiny_folder, texts_fol
 def test_the_folder_of_another_run_keeps_its_run(tiny_folder, texts_folder, tmp_path):
     run = config(tiny_folder, texts_folder, tmp_path / "run", policy="control", max_steps=2)
     train(run, progress=False)
-    before = contents(tmp_path / "run")
-    assert "its peak_lr is 0.01, not 0.5" in refusal(dataclasses.replace(run, peak_lr=0.5))
-    assert "its max_steps is 2, not 1" in refusal(dataclasses.replace(run, max_steps=1))
-    assert contents(tmp_path / "run") == before
-
-
-def contents(folder):
-    return {f: f.read_bytes() for f in Path(folder).rglob("*") if f.is_file()}
+    before = contents(run.output)
+    changes = {
+        "seed": 9,
+        "batch_size": 2,
+        "dtype": "bfloat16",
+        "max_grad_norm": 2.0,
+        "weight_decay": 0.4,
+        "max_steps": 1,
+    }
+    for name, value in changes.items():
+        told = refusal(dataclasses.replace(run, **{name: value}))
+        assert f"holds another run: its {name} is {getattr(run, name)!r}, not {value!r}" in told
+    assert contents(run.output) == before
 
 
 def test_a_second_process_does_not_write_into_a_run(tiny_folder, texts_folder, tmp_path):

@@ -1,7 +1,12 @@
-"""Checkpoints: sharded, written in the background, whole or absent, verified when read."""
+"""The folder of a run: whose it is, what a continuation may change, and its checkpoints.
 
+Checkpoints are sharded, written in the background, whole or absent, and verified when read.
+"""
+
+import dataclasses
 import hashlib
 import json
+import math
 import shutil
 import threading
 import warnings
@@ -14,17 +19,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as torch_states
 
 from kvcat.errors import InputError
-from kvcat.files import atomic_write, remove_partial, write_json
+from kvcat.files import LOCK_FILE, append_jsonl, atomic_write, claim_folder, read_jsonl, remove_partial, write_json
+from kvcat.training.config import TrainConfig
 from kvcat.training.distributed import World
 
+CONFIG_FILE = "config.json"
+CHANGES_FILE = "changes.jsonl"
+_MAY_CHANGE = (
+    "output", "device", "micro_batch_size", "activation_checkpointing", "compile", "workers", "monitor", "log_every",
+    "validation_every", "checkpoint_every", "keep_checkpoints", "export_dtype",
+)  # fmt: skip
 _FORMAT = 2
 _STATE = "state.json"
 
@@ -34,17 +41,10 @@ class DamagedError(InputError):
 
 
 class Checkpoints:
-    """The checkpoints of a run, and the one that is being written.
+    """The ``keep`` newest checkpoints of a run, and the one that is being written; all processes call every method.
 
     A checkpoint holds the module's and the optimizer's state in the form of ``torch.distributed.checkpoint``, which
     any number of processes can read, a small JSON state, and checksums of all files.
-
-    Args:
-        run: the run's folder.
-        keep: number of newest checkpoints to keep.
-        world: the processes; all of them call every method.
-        module: what is trained.
-        optimizer: over the module's parameters.
     """
 
     def __init__(self, run: Path, keep: int, world: World, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -61,9 +61,6 @@ class Checkpoints:
             step: optimizer steps done.
             state: JSON values of this process besides the tensors, such as its place in the data.
             done: called with the finished folder, in the first process.
-
-        Raises:
-            InputError: the previous checkpoint could not be written; earlier ones are in place.
         """
         self.wait()
         states: list[dict[str, Any]] = [state] * self.world.size
@@ -74,11 +71,7 @@ class Checkpoints:
         self._writing.start()
 
     def wait(self) -> None:
-        """Return when no checkpoint is being written.
-
-        Raises:
-            InputError: the last one could not be written.
-        """
+        """Return when no checkpoint is being written; refuse to go on where the last one could not be written."""
         if self._writing is not None:
             self._writing.join()
             self._writing = None
@@ -103,13 +96,13 @@ class Checkpoints:
         tensors = self._tensors()
         with _quiet():
             dcp.load(tensors, checkpoint_id=folder, process_group=self._group, no_dist=self.world.size == 1)
-        set_state_dict(
+        torch_states.set_state_dict(
             self.module, self.optimizer, model_state_dict=tensors["module"], optim_state_dict=tensors["optimizer"]
         )
         return described["step"], described["states"], notes
 
     def _tensors(self) -> dict[str, Any]:
-        module, optimizer = get_state_dict(self.module, self.optimizer)
+        module, optimizer = torch_states.get_state_dict(self.module, self.optimizer)
         return {"module": module, "optimizer": optimizer}
 
     def _write(
@@ -165,11 +158,7 @@ def step_of(folder: Path) -> int:
 
 
 def newest(run: Path) -> tuple[Path | None, dict[str, Any], list[str]]:
-    """The newest whole checkpoint, what its ``state.json`` says, and one line for each newer damaged one.
-
-    Raises:
-        InputError: there are checkpoints and all are damaged, one cannot be read, or has another format.
-    """
+    """The newest whole checkpoint, what its ``state.json`` says, and one line for each newer damaged one."""
     notes: list[str] = []
     for folder in reversed(folders(run)):
         try:
@@ -209,16 +198,11 @@ def verify(folder: Path) -> dict[str, Any]:
 
 
 def load_module(folder: Path, module: nn.Module) -> None:
-    """Load a checkpoint's tensors into a module on one process, without its optimizer.
-
-    Args:
-        folder: a checkpoint that ``verify`` accepts.
-        module: the module whose state was saved, not sharded.
-    """
-    tensors = {"module": get_model_state_dict(module)}
+    """Load the tensors of a verified checkpoint into an unsharded module on one process, without its optimizer."""
+    tensors = {"module": torch_states.get_model_state_dict(module)}
     with _quiet():
         dcp.load(tensors, checkpoint_id=folder, no_dist=True)
-    set_model_state_dict(module, tensors["module"])
+    torch_states.set_model_state_dict(module, tensors["module"])
 
 
 def _copied(value: Any) -> Any:
@@ -241,3 +225,81 @@ def _quiet() -> Iterator[None]:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def check_folder(config: TrainConfig) -> dict[str, list[Any]]:
+    """Old and new value by name of what a continuation changes; nothing is written.
+
+    Refuses a folder that is neither absent nor empty nor of a run that computes the same.
+    """
+    run = Path(config.output)
+    if (run / CONFIG_FILE).exists():
+        try:
+            previous = TrainConfig.load(run / CONFIG_FILE)
+        except InputError as error:
+            reason = str(error).partition(";")[0]
+            raise InputError(f"output folder {run} is not empty and holds no run of ours: {reason}") from None
+        return _changes(previous, config)
+    left = run.iterdir() if run.is_dir() else ()  # by a run that was killed while it claimed the folder
+    if run.exists() and not (run.is_dir() and all(f.name == LOCK_FILE or f.name.startswith(".partial-") for f in left)):
+        raise InputError(f"output folder {run} is not empty and holds no run of ours")
+    return {}
+
+
+def claim_run(config: TrainConfig) -> int:
+    """Make the folder this run's, under ``one_writer``; an existing configuration stays until ``record_changes``.
+
+    Returns the ``max_steps`` that the run began with, which decides what a run on local text reads.
+    """
+    run = Path(config.output)
+    previous = claim_folder(run, CONFIG_FILE, dataclasses.asdict(config))
+    if previous is None:
+        return config.max_steps
+    _changes(before := TrainConfig.from_dict(previous), config)
+    grown = [r["changed"]["max_steps"][0] for r in read_jsonl(run / CHANGES_FILE) if "max_steps" in r["changed"]]
+    return grown[0] if grown else before.max_steps
+
+
+def record_changes(config: TrainConfig, step: int, changes: dict[str, list[Any]]) -> list[str]:
+    """Record in ``changes.jsonl`` and ``config.json`` what a continuation changes; returns lines for people."""
+    if not changes:
+        return []
+    run = Path(config.output)
+    append_jsonl(run / CHANGES_FILE, {"step": step, "changed": changes})
+    write_json(run / CONFIG_FILE, dataclasses.asdict(config))
+    lines = [f"from step {step} on {name} is {new!r}, was {old!r}" for name, (old, new) in changes.items()]
+    if "max_steps" in changes:
+        lines.append(f"from step {step} on the learning rate follows the schedule of {config.max_steps} steps")
+    return lines
+
+
+def check_disk(config: TrainConfig, module: nn.Module) -> None:
+    """Refuse to start where the checkpoints still to be written and the export do not fit.
+
+    A new checkpoint is written before the oldest is removed. It holds weights, in float32, and two moments for those
+    that are trained, the routers among them.
+    """
+    run = Path(config.output)
+    existing = folders(run)
+    still = math.ceil((config.max_steps - (step_of(existing[-1]) if existing else 0)) / config.checkpoint_every)
+    num_written = min(max(1, config.keep_checkpoints + 1 - len(existing)), max(0, still))
+    one = sum(p.numel() * (12 if p.requires_grad else 4) for p in module.parameters())
+    export = sum(p.numel() for p in module.parameters()) * (2 if config.export_dtype == "bfloat16" else 4)
+    needed = num_written * one + export
+    free = shutil.disk_usage(next(f for f in (run.absolute(), *run.absolute().parents) if f.is_dir())).free
+    if free < needed:
+        room = f"{free / 1e6:,.1f} MB free, checkpoints and export need {needed / 1e6:,.1f} MB"
+        raise InputError(f"no disk space for {run}: {room}")
+
+
+def _changes(previous: TrainConfig, config: TrainConfig) -> dict[str, list[Any]]:
+    """Old and new value of what differs, all of which a continuation may change."""
+    changed: dict[str, list[Any]] = {}
+    for name, new in dataclasses.asdict(config).items():
+        old = getattr(previous, name)
+        if old == new or (config.policy == "control" and name.startswith("router_")):
+            continue
+        if name not in _MAY_CHANGE and not (name == "max_steps" and new > old):
+            raise InputError(f"{config.output} holds another run: its {name} is {old!r}, not {new!r}")
+        changed[name] = [old, new]
+    return changed

@@ -148,11 +148,7 @@ class TrainConfig:
 
     @classmethod
     def load(cls, path: Path) -> "TrainConfig":
-        """Read the ``config.json`` of a run.
-
-        Raises:
-            InputError: not readable as a configuration.
-        """
+        """Read the ``config.json`` of a run."""
         return cls.from_dict(read_json(path))
 
     @classmethod
@@ -197,11 +193,7 @@ _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
 
 
 def check_batch(config: TrainConfig, num_processes: int) -> None:
-    """Refuse a batch that does not divide into the processes' forward passes.
-
-    Raises:
-        InputError: batch_size is no multiple of processes times micro_batch_size.
-    """
+    """Refuse a batch that does not divide into the processes' forward passes."""
     if config.batch_size % num_processes:
         raise InputError(f"batch_size {config.batch_size} does not divide into {num_processes} processes")
     own = config.batch_size // num_processes

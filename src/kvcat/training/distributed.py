@@ -24,13 +24,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """This process among those of the run.
+    """This process, number ``rank`` from 0, among those of the run, with its device.
 
-    Args:
-        rank: number of the process, from 0; the first one writes.
-        size: number of processes.
-        device: the device of this process.
-        mesh: one dimension over all processes; None where there is one process and no process group.
+    ``mesh`` has one dimension over all processes; None where there is one process and no process group.
     """
 
     rank: int
@@ -60,14 +56,11 @@ class World:
         return bool(flag.item())
 
     def first(self, work: Callable[[], T], group: Any = None) -> T:
-        """What ``work`` returns in the first process, in every process; so that one process looks at files.
+        """What ``work`` returns or refuses in the first process, in every process; so that one looks at files.
 
         Args:
             work: called in the first process only; returns what can be pickled.
             group: process group with a CPU backend; None takes the default.
-
-        Raises:
-            InputError: raised by ``work``, in every process.
         """
         result: list[Any] = [None, None]
         if self.is_first:
@@ -96,19 +89,22 @@ def world_size() -> int:
 def join_world(device: str, *, group: bool = False) -> Iterator[World]:
     """The world of this process; a process group that is made here ends with the block.
 
-    torchrun sets rank, size and address as environment variables. Without them there is one process. NCCL serves CUDA
-    devices, each process its own; gloo serves everything else.
+    torchrun sets rank, size and address as environment variables. Without them there is one process.
 
     Args:
         device: "cpu", "cuda" or another torch device; "cuda" becomes the device of the local rank.
         group: make a process group for a single process as well, as sharded modules need one.
 
     Raises:
-        InputError: no such device, fewer devices than processes on this machine, or processes that do not find each
-            other.
+        InputError: no such device, fewer devices than processes here, or processes that do not find each other.
     """
-    size, rank = world_size(), int(os.environ.get("RANK", "0"))
-    where = _own_device(check_device(device), int(os.environ.get("LOCAL_RANK", "0")), size)
+    size, rank, local_rank = world_size(), *(int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
+    where = check_device(device)
+    if where.type == "cuda" and where.index is None and size > 1:
+        if local_rank >= torch.cuda.device_count():
+            raise InputError(f"process {local_rank} of this machine has no GPU: there are {torch.cuda.device_count()}")
+        torch.cuda.set_device(local_rank)
+        where = torch.device("cuda", local_rank)
     if size == 1 and not group:
         yield World(0, 1, where)
         return
@@ -129,11 +125,7 @@ def join_world(device: str, *, group: bool = False) -> Iterator[World]:
 
 
 def check_device(device: str) -> torch.device:
-    """The torch device of this name.
-
-    Raises:
-        InputError: torch knows no such device, or cannot use it here.
-    """
+    """The torch device of this name; refuses one that torch does not know or cannot use here."""
     try:
         where = torch.device(device)
         torch.empty(0, device=where)
@@ -143,23 +135,11 @@ def check_device(device: str) -> torch.device:
     return where
 
 
-def _own_device(where: torch.device, local_rank: int, size: int) -> torch.device:
-    if where.type != "cuda" or where.index is not None or size == 1:
-        return where
-    if local_rank >= torch.cuda.device_count():
-        raise InputError(f"process {local_rank} of this machine has no GPU: there are {torch.cuda.device_count()}")
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
-
-
 def prepare_layers(model: PreTrainedModel, config: TrainConfig) -> None:
     """Activation checkpointing and compilation of the decoder layers, where the configuration wants them.
 
     The model stays in evaluation mode, without dropout, so that both passes see the same weights. Only the layers are
-    in training mode, because transformers then recomputes their activations.
-
-    Raises:
-        InputError: the model has no activation checkpointing.
+    in training mode, because transformers then recomputes their activations. Refuses a model that cannot.
     """
     if config.activation_checkpointing:
         if not model.supports_gradient_checkpointing:
@@ -182,11 +162,6 @@ def shard(objective: Objective, world: World, dtype: torch.dtype) -> None:
     Master weights, gradients and optimizer state stay float32 and shard with the parameters; a layer computes in
     ``dtype``. The policies' few parameters stay whole on every process, in float32; ``reduce_policies`` keeps them
     equal. Without a process group nothing happens.
-
-    Args:
-        objective: float32, on the world's device.
-        world: the processes.
-        dtype: of the matrix products, float32 or bfloat16.
     """
     if world.mesh is None:
         return

@@ -10,11 +10,10 @@ from kvcat import __version__
 from kvcat.errors import InputError
 from kvcat.files import atomic_write, read_jsonl
 from kvcat.models import load, save
-from kvcat.training.checkpoint import load_module, verify
+from kvcat.training.checkpoint import CONFIG_FILE, load_module, verify
 from kvcat.training.config import TrainConfig
 from kvcat.training.log import METRICS_FILE
 from kvcat.training.objective import Objective, merge_lora
-from kvcat.training.run_folder import CONFIG_FILE
 
 
 def export_checkpoint(checkpoint: Path, target: Path) -> Path:
@@ -55,11 +54,7 @@ def export_checkpoint(checkpoint: Path, target: Path) -> Path:
 def model_card(config: TrainConfig, steps: int, validation: dict[str, Any]) -> str:
     """The README.md of an exported checkpoint: what it is, how it was made, what it cost in dense loss."""
     kind = "plain next-token training (the control)" if config.policy == "control" else "KV-CAT"
-    losses = "\n".join(
-        f"- {name}: {value:.4f}"
-        for name, value in validation.items()
-        if name not in ("step",) and isinstance(value, float)
-    )
+    losses = "\n".join(f"- {name}: {value:.4f}" for name, value in validation.items() if isinstance(value, float))
     kept = ", ".join(f"layer {layer}: {value:.2f}" for layer, value in validation.get("kept", {}).items())
     masked = (
         ""

@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import importlib
-import importlib.util
 import json
 import sys
 import time
@@ -14,14 +13,12 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from kvcat.errors import InputError
 from kvcat.files import append_jsonl, atomic_write, read_jsonl
 from kvcat.training.config import TrainConfig
 from kvcat.training.distributed import World
 from kvcat.training.objective import Record
 
 METRICS_FILE = "metrics.jsonl"
-_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}
 _LINE_EVERY = 60.0  # seconds between lines where there is no terminal
 _LINES = 20  # lines of a short run
 
@@ -29,12 +26,8 @@ _LINES = 20  # lines of a short run
 class MetricsLog:
     """``metrics.jsonl`` of a run: records ``{"kind": ..., "step": ..., ...}``.
 
-    Opened at a step, it first drops later records, so that a resumed run has neither gaps nor duplicates.
-
-    Args:
-        config: of the run; its monitor gets a copy of every record.
-        step: steps already done.
-        enabled: whether this process writes the file; the others only remember the newest records.
+    Opened at a step, it first drops later records, so that a resumed run has neither gaps nor duplicates. The run's
+    monitor gets a copy of every record. A process where it is not enabled only remembers the newest records.
     """
 
     def __init__(self, config: TrainConfig, step: int, *, enabled: bool = True) -> None:
@@ -61,19 +54,6 @@ class MetricsLog:
     def last(self, kind: str) -> dict[str, Any]:
         """The newest record of a kind, or an empty one."""
         return self._last.get(kind, {})
-
-
-def check_monitor(config: TrainConfig) -> None:
-    """Refuse a monitor whose package is missing.
-
-    Raises:
-        InputError: with the command that installs it.
-    """
-    package = _PACKAGES.get(config.monitor)
-    if package and importlib.util.find_spec(package) is None:
-        raise InputError(
-            f"--monitor {config.monitor} needs the package {package}: pip install 'kvcat[{config.monitor}]'"
-        )
 
 
 def open_monitor(config: TrainConfig) -> tuple[Callable[[dict[str, Any]], None] | None, Callable[[], None]]:
@@ -106,13 +86,7 @@ def _numbers(record: dict[str, Any]) -> dict[str, float]:
 
 
 def mean_record(records: Sequence[Record], weights: Sequence[float], world: World) -> dict[str, Any]:
-    """The weighted average of all processes' records as plain numbers; the devices are read once.
-
-    Args:
-        records: of this process, all of the same names.
-        weights: of each record, at least one positive in some process.
-        world: the processes.
-    """
+    """The weighted average of all processes' records of the same names as plain numbers; devices are read once."""
     rows = torch.stack([torch.stack([value for *_, value in _flat(record)]).double() for record in records])
     weight = torch.tensor(weights, dtype=rows.dtype, device=rows.device)
     sums = world.mean(torch.cat([weight @ rows, weight.sum()[None]]))
@@ -134,13 +108,7 @@ def _flat(record: Record) -> list[tuple[Any, ...]]:
 
 
 class Progress:
-    """A bar on standard error with losses and kept fractions; without a terminal a line every now and then.
-
-    Args:
-        total: steps of the run.
-        done: steps done before.
-        enabled: False shows nothing.
-    """
+    """A bar on standard error with losses and kept fractions; without a terminal a line every now and then."""
 
     def __init__(self, total: int, done: int, *, enabled: bool = True) -> None:
         self._total, self._done, self._enabled = total, done, enabled
@@ -177,10 +145,6 @@ class Progress:
     def validated(self, record: dict[str, Any]) -> None:
         """Print a validation's losses."""
         self.note(f"validation at step {record['step']}: {_losses(record)}")
-
-    def saved(self, folder: Path) -> None:
-        """Print where a checkpoint was saved."""
-        self.note(f"saved {folder}")
 
 
 def _losses(record: dict[str, Any]) -> str:

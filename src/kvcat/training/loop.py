@@ -20,6 +20,7 @@ from kvcat.data import ReadingStopped, merge_states, open_tokens
 from kvcat.errors import InputError
 from kvcat.files import one_writer, read_json, read_jsonl, write_json
 from kvcat.models import load, self_test
+from kvcat.training import checkpoint as run_folder
 from kvcat.training.checkpoint import Checkpoints, checkpoint_folder, folders
 from kvcat.training.config import TrainConfig
 from kvcat.training.distributed import (
@@ -34,7 +35,6 @@ from kvcat.training.export import export_checkpoint
 from kvcat.training.log import METRICS_FILE, MetricsLog, Progress, mean_record
 from kvcat.training.objective import Objective, Record
 from kvcat.training.plan import check_request, flops_per_token, peak_flops, peak_memory
-from kvcat.training.run_folder import check_disk, check_folder, claim_run, record_changes
 
 EXPLODED = 1e6  # a routers' gradient norm that no clipping makes useful
 DONE_FILE = "done.json"
@@ -42,13 +42,7 @@ DONE_FILE = "done.json"
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a finished run leaves.
-
-    Args:
-        folder: the run's folder, with ``config.json``, ``metrics.jsonl`` and ``checkpoints``.
-        export: an ordinary Hugging Face folder with the trained model.
-        validation: the last validation record.
-    """
+    """What a finished run leaves: its folder, the exported Hugging Face folder, the last validation record."""
 
     folder: Path
     export: Path
@@ -56,12 +50,7 @@ class TrainResult:
 
 
 class Stopped(Exception):  # noqa: N818 (not an error)
-    """A signal ended the run after its state was saved.
-
-    Args:
-        signum: the signal's number.
-        message: where the run stands.
-    """
+    """A signal of this number ended the run after its state was saved."""
 
     def __init__(self, signum: int, message: str) -> None:
         super().__init__(message)
@@ -81,14 +70,13 @@ def train(config: TrainConfig, *, progress: bool = True) -> TrainResult:
 
     Raises:
         InputError: a value out of range, an output folder of another run, text shorter than a sequence, routers at
-            layers that do not exist, too little disk space, no whole checkpoint among those of the run, a loss that
-            diverges.
+            layers that do not exist, too little disk space, no whole checkpoint among those of the run, divergence.
         Stopped: a signal ended the run; its state is saved.
     """
     run = Path(config.output)
     check_request(config)
     with join_world(config.device, group=config.dtype != "float32") as world, _stop_requests() as signals:
-        changes, finished = world.first(lambda: (check_folder(config), _is_finished(config)))
+        changes, finished = world.first(lambda: (run_folder.check_folder(config), _is_finished(config)))
         if finished:
             return TrainResult(run, run / "export", read_jsonl(run / METRICS_FILE)[-1])
         model, tokenizer = load(config.model, dtype="float32", device=str(world.device))
@@ -125,24 +113,19 @@ class Trainer:
     """
 
     def __init__(
-        self,
-        config: TrainConfig,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        world: World,
-        signals: Sequence[int],
-        changes: dict[str, list[Any]],
-    ) -> None:
+        self, config: TrainConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, world: World,
+        signals: Sequence[int], changes: dict[str, list[Any]],
+    ) -> None:  # fmt: skip
         run = Path(config.output)
         self.config, self.world, self.signals = config, world, signals
         self.flops_per_token = flops_per_token(model, config)
         self.objective = Objective(model, config).to(world.device)
-        world.first(lambda: check_disk(config, self.objective))
+        world.first(lambda: run_folder.check_disk(config, self.objective))
         own = config.batch_size // world.size
         self.streams = range(world.rank * own, (world.rank + 1) * own)
         with ExitStack() as stack:
             read = self._open_data(tokenizer, config.max_steps)
-            steps = world.first(lambda: stack.enter_context(one_writer(run)) or claim_run(config))
+            steps = world.first(lambda: stack.enter_context(one_writer(run)) or run_folder.claim_run(config))
             if steps != config.max_steps:  # the table of a run on local text has the size that it began with
                 read.train.close()
                 read = self._open_data(tokenizer, steps)
@@ -155,7 +138,7 @@ class Trainer:
             self.step, states, self.notes = self.checkpoints.load_newest()
             if states:
                 self.data.train.load_state_dict(merge_states(states))
-            self.notes += world.first(lambda: record_changes(config, self.step, changes))
+            self.notes += world.first(lambda: run_folder.record_changes(config, self.step, changes))
             self.log = MetricsLog(config, self.step, enabled=world.is_first)
             stack.callback(self.log.close)
             self._resources = stack.pop_all()
@@ -195,7 +178,7 @@ class Trainer:
         if self.step % config.validation_every == 0 or last:
             self._validate(bar)
         if self.step % config.checkpoint_every == 0 or last or stopping:
-            self.checkpoints.save(self.step, self.data.train.state_dict(), bar.saved)
+            self.checkpoints.save(self.step, self.data.train.state_dict(), lambda folder: bar.note(f"saved {folder}"))
         if stopping and not last:
             self.checkpoints.wait()
             raise self._stopped(f"stopped after step {self.step}; the same command continues")
@@ -206,7 +189,8 @@ class Trainer:
     def _train_step(self) -> dict[str, Any]:
         config, world = self.config, self.world
         rate = learning_rate(self.step, config)
-        set_learning_rate(self.optimizer, rate)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate * group["lr_multiplier"]
         own = len(self.streams)
         size = config.micro_batch_size or own
         records = []
@@ -216,14 +200,16 @@ class Trainer:
             total, record = self._losses(self._read(streams), streams, self.step)
             (total * (size / own)).backward()
             records.append(record)
-        routers = self.objective.router_parameters()
-        policies = self.objective.policy_parameters()
+        routers, policies = self.objective.router_parameters(), self.objective.policy_parameters()
         reduce_policies(policies, world)
         norms: dict[str, Any] = {}
         rates = {"lr": rate}
         if policies:
             rates["router_lr"] = rate * config.router_lr_multiplier
-            norms["router_grad_norms"] = {start: _norm(parameters) for start, parameters in routers.items()}
+            norms["router_grad_norms"] = {
+                start: float(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+                for start, parameters in routers.items()
+            }
             norms["router_grad_norm"] = _clip(policies, config.max_grad_norm)
         norms["grad_norm"] = _clip(self.objective.model.parameters(), config.max_grad_norm)
         self._refuse_divergence("model", norms["grad_norm"])
@@ -271,12 +257,10 @@ class Trainer:
             return
         self.checkpoints.wait()
         what = f"exploded to norm {norm:.1e}" if math.isfinite(norm) else "is not finite"
-        saved = folders(Path(self.config.output))
+        saved, rate = folders(Path(self.config.output)), self.config.peak_lr
         place = f"the last checkpoint is {saved[-1].name} in {self.config.output}" if saved else "nothing was saved"
-        raise InputError(
-            f"training diverged: the gradient of the {whose} in step {self.step + 1} "
-            f"{what}; {place}, a smaller peak_lr than {self.config.peak_lr:g} needs another output folder"
-        )
+        what = f"training diverged: the gradient of the {whose} in step {self.step + 1} {what}"
+        raise InputError(f"{what}; {place}, a smaller peak_lr than {rate:g} needs another output folder")
 
     def _speed(self, started: float) -> dict[str, float]:
         rate = self.config.tokens_per_step / (time.perf_counter() - started)
@@ -286,12 +270,7 @@ class Trainer:
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
-    """The model's learning rate at a step: linear warm-up to the peak, then half a cosine down to the floor.
-
-    Args:
-        step: number of the step, from 0; the first step already moves.
-        config: gives warm-up, peak, floor and number of steps.
-    """
+    """The model's learning rate at a step, from 0: linear warm-up to the peak, then half a cosine to the floor."""
     if step < config.warmup_steps:
         return config.peak_lr * (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / max(1, config.max_steps - 1 - config.warmup_steps)
@@ -310,16 +289,6 @@ def make_optimizer(objective: Objective, config: TrainConfig) -> torch.optim.Ada
         [{"params": p, "weight_decay": decay, "lr_multiplier": factor} for p, decay, factor in groups if p],
         lr=config.peak_lr, betas=config.betas, eps=1e-8, fused=True,
     )  # fmt: skip
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Give every parameter group its multiple of the model's learning rate."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate * group["lr_multiplier"]
-
-
-def _norm(parameters: list[nn.Parameter]) -> float:
-    return float(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
 
 
 def _clip(parameters: Iterable[nn.Parameter], max_norm: float) -> float:

@@ -2,7 +2,6 @@
 
 import copy
 import importlib
-import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,8 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from kvcat.errors import InputError
-from kvcat.losses import OutputHead, budget_loss, chunked_kl, chunked_objective
+from kvcat.losses import budget_loss, chunked_kl, chunked_objective
 from kvcat.models import HiddenOutput, MaskedPass, decoder_layers, hidden_states, output_head
 from kvcat.policies import build_policies
 from kvcat.training.config import TrainConfig
@@ -44,7 +42,10 @@ class Objective(nn.Module):
         self.config, self.model = config, model
         self.masked_pass = make_masked_pass(model, config)
         self.head = output_head(model)
-        self._teacher = frozen_teacher(model) if config.teacher == "frozen" else None
+        self._teacher = None
+        if config.teacher == "frozen":  # a copy as the model stands; a tuple, so that it is not part of the state
+            teacher = copy.deepcopy(model).requires_grad_(False).eval()
+            self._teacher = (teacher, output_head(teacher))
         add_lora(model, config)
 
     def policy_parameters(self) -> list[nn.Parameter]:
@@ -82,11 +83,9 @@ class Objective(nn.Module):
             total = total + config.budget_weight * budget
         record |= {
             "budget": budget.detach(),
-            "kept": {str(start): k.mean() for start, k in keep.items()},
-            "mean_score": {str(start): s.mean() for start, s in scores.items()},
-            "near_threshold": {
-                str(start): ((s - config.tau).abs() < NEAR).float().mean() for start, s in scores.items()
-            },
+            "kept": {str(i): k.mean() for i, k in keep.items()},
+            "mean_score": {str(i): s.mean() for i, s in scores.items()},
+            "near_threshold": {str(i): ((s - config.tau).abs() < NEAR).float().mean() for i, s in scores.items()},
         }
         return total, record
 
@@ -127,43 +126,17 @@ class Objective(nn.Module):
         )
 
 
-def frozen_teacher(model: PreTrainedModel) -> tuple[PreTrainedModel, OutputHead]:
-    """A copy of the model as it stands, in evaluation mode and without gradient, and its head."""
-    teacher = copy.deepcopy(model).requires_grad_(False).eval()
-    return teacher, output_head(teacher)
-
-
 def make_masked_pass(model: PreTrainedModel, config: TrainConfig) -> MaskedPass | None:
-    """The pair of passes with the configured policy, or None for the control.
-
-    Raises:
-        InputError: groups that start at layers which do not exist.
-    """
+    """The pair of passes with the configured policy, or None for the control."""
     if config.policy == "control":
         return None
     text = model.config.get_text_config()
     policies = build_policies(
-        config.policy,
-        num_layers=text.num_hidden_layers,
-        hidden_size=text.hidden_size,
-        group_starts=config.group_starts,
-        num_groups=config.num_groups,
-        target=config.target_keep,
-        feature_dim=config.feature_dim,
-        noise=config.router_noise,
-        seed=config.seed,
-    )
+        config.policy, num_layers=text.num_hidden_layers, hidden_size=text.hidden_size,
+        group_starts=config.group_starts, num_groups=config.num_groups, target=config.target_keep,
+        feature_dim=config.feature_dim, noise=config.router_noise, seed=config.seed,
+    )  # fmt: skip
     return MaskedPass(model, policies, tau=config.tau, coupling=config.coupling)
-
-
-def check_lora(config: TrainConfig) -> None:
-    """Refuse adapters where their package is missing.
-
-    Raises:
-        InputError: with the command that installs it.
-    """
-    if config.lora_rank and importlib.util.find_spec("peft") is None:
-        raise InputError("--lora-rank needs the package peft: pip install 'kvcat[lora]'")
 
 
 def add_lora(model: PreTrainedModel, config: TrainConfig) -> None:

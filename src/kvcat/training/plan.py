@@ -1,5 +1,6 @@
 """What a run takes, estimated before anything is loaded, and how fast devices are."""
 
+import importlib.util
 import re
 import resource
 import sys
@@ -14,31 +15,25 @@ from kvcat.models import read_config
 from kvcat.policies import check_group_starts, default_group_starts
 from kvcat.training.config import TrainConfig, check_batch
 from kvcat.training.distributed import check_device, world_size
-from kvcat.training.log import check_monitor
-from kvcat.training.objective import check_lora, make_masked_pass
+from kvcat.training.objective import make_masked_pass
 
 _UTILISATION = 0.4  # share of the device's matrix product that training reaches; the aim of benchmarks/training.py
 _ABSENT_GPU = 989e12  # an H100's bfloat16 peak, where the run's GPUs are not on this machine
 # dense peak of one device in operations per second: (bfloat16, float32), from the vendors' data sheets
 _PEAKS = {
-    "H200": (989e12, 67e12),
-    "H100": (989e12, 67e12),
-    "A100": (312e12, 19.5e12),
-    "L40S": (362e12, 92e12),
+    "H200": (989e12, 67e12), "H100": (989e12, 67e12), "A100": (312e12, 19.5e12), "L40S": (362e12, 92e12),
     "RTX 4090": (165e12, 83e12),
-}
+}  # fmt: skip
 
 
 def check_request(config: TrainConfig) -> None:
-    """Refuse what the model's configuration alone shows to be impossible, before weights or data are read.
-
-    Raises:
-        InputError: a batch that does not divide over the processes, sequences longer than the model's positions,
-            groups at layers that do not exist, a package that is not installed.
-    """
+    """Refuse what the model's configuration alone shows to be impossible, before weights or data are read."""
     check_batch(config, world_size())
-    check_monitor(config)
-    check_lora(config)
+    options = {(f"--monitor {config.monitor}", config.monitor, config.monitor): config.monitor != "none"}
+    options |= {("--lora-rank", "peft", "lora"): config.lora_rank > 0}
+    for (option, package, extra), wanted in options.items():
+        if wanted and importlib.util.find_spec(package) is None:
+            raise InputError(f"{option} needs the package {package}: pip install 'kvcat[{extra}]'")
     text = read_config(config.model).get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
     if positions is not None and config.seq_len > positions:
@@ -54,13 +49,7 @@ def plan(config: TrainConfig) -> dict[str, str]:
 
     Memory counts weights, gradients and AdamW's moments in float32, sharded over the processes, the activations of one
     forward pass, and a chunk of logits. Hours assume 40 % of the speed of a large matrix product on this device, or of
-    an H100's data sheet where the device is not there.
-
-    Args:
-        config: the whole configuration.
-
-    Raises:
-        InputError: what ``train`` would refuse before it loads the model.
+    an H100's data sheet where the device is not there. Refuses what ``train`` would refuse before it loads the model.
     """
     check_request(config)
     with torch.device("meta"):
@@ -96,10 +85,6 @@ def flops_per_token(model: PreTrainedModel, config: TrainConfig) -> float:
     6 per parameter that multiplies (all but the embedding where it is not tied to the head), and 6 T d per layer for
     causal attention over T tokens with d = heads x head_dim; the masked pass adds its share of the tokens. Recomputed
     activations, the mask's gradient and the routers are not counted.
-
-    Args:
-        model: the causal LM.
-        config: sequence length and policy.
     """
     text = model.config.get_text_config()
     width = text.num_attention_heads * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
