@@ -53,12 +53,6 @@ def test_attention_mass_in_chunks_equals_its_naive_twin(heads, window, chunk):
     torch.testing.assert_close(fast.sum(1), torch.full((2,), 13.0 * heads[0], dtype=torch.float64))
 
 
-def test_equal_keys_give_the_mass_of_uniform_attention():
-    mass = attention_mass(normal(1, 2, 4, 3), torch.zeros(1, 1, 4, 3, dtype=torch.float64), scale=1.0)
-    harmonic = [1 + 1 / 2 + 1 / 3 + 1 / 4, 1 / 2 + 1 / 3 + 1 / 4, 1 / 3 + 1 / 4, 1 / 4]
-    torch.testing.assert_close(mass, 2 * torch.tensor([harmonic], dtype=torch.float64))
-
-
 def test_the_slots_that_everyone_looks_at_are_kept():
     keys = torch.zeros(1, 1, 8, 2)
     keys[0, 0, [3, 6], 0] = 10.0
