@@ -29,7 +29,7 @@ from kvcat.training.loop import learning_rate
 )  # fmt: skip
 def test_a_value_of_another_type_or_out_of_range_is_named_in_one_line(name, value, expected):
     with pytest.raises(InputError, match=f"{name} is .*; it must be .*{expected}" if expected else name) as caught:
-        config("model", "data", "out", **{name: value})
+        TrainConfig.from_dict({**dataclasses.asdict(config("model", "data", "out")), name: value})
     assert "\n" not in str(caught.value)
 
 
