@@ -1,4 +1,4 @@
-"""eval suffix and report, end to end."""
+"""The evaluations and report, end to end."""
 
 import contextlib
 import io
@@ -13,7 +13,9 @@ import pytest
 
 from kvcat.cli.app import run
 from kvcat.evals.records import ResultsFolder, read_records
-from tiny import write_texts, write_tiny_model
+from tiny import write_texts
+
+SMALL = Path(__file__).parents[2] / "runs" / "small"
 
 
 @pytest.fixture(scope="module")
@@ -43,22 +45,19 @@ def finished(tiny_folder, data, tmp_path_factory):
     return argv, out, said.getvalue()
 
 
-def test_an_evaluation_ends_in_records_a_table_and_a_page(finished):
-    _, out, said = finished
-    page = out / "report" / "report.html"
+def test_an_evaluation_ends_in_records_a_table_and_a_page_and_again_adds_nothing(finished, tiny_folder, data, capsys):
+    argv, out, said = finished
+    page, before = out / "report" / "report.html", records(out)
     assert said.splitlines()[-1] == str(page)
     assert "base" in said
-    assert len(records(out)) == 4 * 2 * 2
-    assert {json.loads(line)["model"] for line in records(out)} == {"base"}
+    assert len(before) == 4 * 2 * 2
+    assert {json.loads(line)["model"] for line in before} == {"base"}
     assert page.stat().st_size > 1000
-
-
-def test_the_same_command_again_adds_nothing(finished, capsys):
-    argv, out, said = finished
-    before = records(out)
     assert run(argv) == 0
-    assert records(out) == before
     assert capsys.readouterr().out == said
+    assert run(arguments(tiny_folder, data, out, "--method", "first", "--keep", 0.3)) == 2  # another configuration
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert records(out) == before
 
 
 def test_a_report_over_recorded_evaluations_and_a_run(finished, tiny_folder, texts_folder, tmp_path, capsys):
@@ -70,40 +69,6 @@ def test_a_report_over_recorded_evaluations_and_a_run(finished, tiny_folder, tex
     assert run([str(x) for x in report]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'page' / 'report.html'}\n"
     assert "<title>T" in (tmp_path / "page" / "report.html").read_text()
-
-
-def test_another_configuration_in_the_same_folder_is_a_mistake(finished, tiny_folder, data, capsys):
-    _, out, _ = finished
-    before = records(out)
-    assert run(arguments(tiny_folder, data, out, "--method", "first", "--keep", 0.3)) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
-    assert records(out) == before
-
-
-@pytest.mark.parametrize(
-    ("source", "options", "told"),
-    [
-        ("data", ["--prefix", 300], "no document is long enough"),
-        ("long", ["--prefix", 300], "windows of 308 tokens exceed the 256 positions"),
-        ("text", ["--split", "test"], "no document in split 'test'"),
-        ("data", ["--keep", 0.5, 0.5], "twice"),
-        ("data", ["--data", "text"], "no document is long enough"),
-        ("data", ["--shard", "2/2"], "--shard takes INDEX/COUNT"),
-        ("data", ["--supervision", "reconstruction", "--prefix", 150], "reconstruction sequences of"),
-    ],
-)
-def test_windows_that_cannot_be_are_one_line_and_nothing_is_written(
-    source, options, told, tiny_folder, data, tmp_path, capsys
-):
-    (tmp_path / "text").mkdir()
-    (tmp_path / "text" / "1.txt").write_text("short")
-    sources = {"data": data, "long": write_texts(tmp_path / "long", documents=4, length=90), "text": tmp_path / "text"}
-    filled = [sources.get(option, option) for option in options]
-    assert run(arguments(tiny_folder, sources[source], tmp_path / "out", "--method", "first", *filled)) == 2
-    said = capsys.readouterr().err
-    assert told in said
-    assert len(said.splitlines()) == 1
-    assert not (tmp_path / "out").exists()
 
 
 def test_several_sources_and_shards_end_in_one_report(tiny_folder, data, tmp_path, capsys, monkeypatch):
@@ -120,51 +85,122 @@ def test_several_sources_and_shards_end_in_one_report(tiny_folder, data, tmp_pat
     assert [len(read_records(Path(folder))) for folder in folders] == [4, 4]
 
 
-def test_an_evaluation_stopped_between_two_batches_ends_with_the_same_records_and_table(
-    finished, tiny_folder, data, tmp_path, capsys, monkeypatch
-):
-    _, whole, said = finished
-    argv = arguments(f"base={tiny_folder}", data, tmp_path / "out", *QUICK)
-    append, calls = ResultsFolder.append, []
-
-    def stop(self, new):
-        append(self, new)
-        calls.append(new)
-        if len(calls) == 1:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ResultsFolder, "append", stop)
-        assert run(argv) == 130
-    assert 0 < len(records(tmp_path / "out")) < len(records(whole))
-    capsys.readouterr()
-    assert run(argv) == 0
-    assert records(tmp_path / "out") == records(whole)
-    assert capsys.readouterr().out.replace(str(tmp_path / "out"), str(whole)) == said
-
-
-def evaluate(argv):
+def run_in_silence(argv):
     with open(os.devnull, "w") as nothing:
         sys.stdout = sys.stderr = nothing
         os._exit(run(argv))
 
 
-@pytest.mark.slow
-def test_a_killed_evaluation_ends_with_the_same_records_and_summary(tiny_folder, data, tmp_path, capsys):
-    other = write_tiny_model(tmp_path / "other", seed=1)
-    whole, broken = tmp_path / "a", tmp_path / "b"
-    both = (f"other={other}", *QUICK, "--batch-size", 1)
-    assert run(arguments(f"base={tiny_folder}", data, whole, *both)) == 0
-    said = capsys.readouterr().out
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["kvcat.cli.app", "kvcat.evals", "kvcat.training.loop"])
-    child = context.Process(target=evaluate, args=(arguments(f"base={tiny_folder}", data, broken, *both),), daemon=True)
-    child.start()
-    while not (broken / "records.jsonl").exists() or len(records(broken)) < 3:
-        time.sleep(0.005)
-    child.kill()
-    child.join()
-    assert len(records(broken)) < len(records(whole))
-    assert run(arguments(f"base={tiny_folder}", data, broken, *both)) == 0
-    assert capsys.readouterr().out.replace(str(broken), str(whole)) == said
-    assert records(broken) == records(whole)
+@pytest.mark.parametrize("end", ["Ctrl-C", pytest.param("kill", marks=pytest.mark.slow)])
+def test_a_stopped_evaluation_ends_with_the_same_records_and_table(
+    end, finished, tiny_folder, data, tmp_path, capsys, monkeypatch
+):
+    _, whole, said = finished
+    out, append = tmp_path / "out", ResultsFolder.append
+    argv = arguments(f"base={tiny_folder}", data, out, *QUICK)
+
+    def stop(self, new):
+        append(self, new)
+        raise KeyboardInterrupt
+
+    if end == "kill":
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["kvcat.cli.app", "kvcat.evals", "kvcat.training.loop"])
+        child = context.Process(target=run_in_silence, args=(argv,), daemon=True)
+        child.start()
+        while not (out / "records.jsonl").exists() or len(records(out)) < 3:
+            time.sleep(0.005)
+        child.kill()
+        child.join()
+    else:
+        with monkeypatch.context() as patch:
+            patch.setattr(ResultsFolder, "append", stop)
+            assert run(argv) == 130
+    assert 0 < len(records(out)) < len(records(whole))
+    capsys.readouterr()
+    assert run(argv) == 0
+    assert records(out) == records(whole)
+    assert capsys.readouterr().out.replace(str(out), str(whole)) == said
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory):
+    """Evaluates with kvcat-base; the folder of the results."""
+
+    def evaluate(name, *options):
+        out = tmp_path_factory.mktemp("evaluation") / name
+        argv = ["eval", name, "base=kvcat-base", "--out", out, *options]
+        assert run([str(x) for x in argv]) == 0
+        return out
+
+    return evaluate
+
+
+def methods(out):
+    return {(record.method, record.keep_ratio, record.step) for record in read_records(out)}
+
+
+def test_a_needle_run_ends_in_records_of_both_methods_the_baselines_and_a_page(evaluated):
+    method = ("--method", "first", "gradient,init=random,num_steps=1", "--keep", 0.5, "--batch-size", 5)
+    out = evaluated("needle", "--length", 200, "--per-depth", 1, *method)
+    expected = {("dense", 1.0, None), ("no-context", 0.0, None), ("first", 0.5, None)}
+    assert methods(out) == expected | {("gradient", 0.5, step) for step in (0, 1)}
+    assert len(read_records(out)) == 5 * 5
+    assert "exact match" in (out / "report" / "report.html").read_text()
+
+
+def test_a_ruler_run_takes_several_lengths(evaluated):
+    tasks = ("--task", "vt", "--per-task", 1, "--method", "first", "--keep", 0.5, "--supervision", "self")
+    out = evaluated("ruler", "--length", 400, 420, *tasks)
+    for length in ("400", "420"):
+        assert {record.dataset for record in read_records(out / length)} == {f"ruler-{length}"}
+    assert (out / "report" / "report.html").exists()
+
+
+def test_a_longbench_run_of_a_model_that_cannot_do_it_is_labelled_plumbing(evaluated):
+    options = ("--sub-domain", "all", "--max-tokens", 700, "--limit", 2, "--method", "first", "--keep", 0.2)
+    out = evaluated("longbench", "--data", SMALL / "longbench.jsonl", *options)
+    baselines = {("dense", 1.0, None), ("no-context", 0.0, None), ("truncated", 0.2, None)}
+    assert methods(out) == baselines | {("first", 0.2, None)}
+    assert "plumbing" in (out / "report" / "report.html").read_text()
+
+
+def test_a_multiple_choice_run_covers_the_eight_tasks(evaluated):
+    out = evaluated("qa", "--data", SMALL / "qa", "--limit", 2)
+    assert len({record.stratum for record in read_records(out)}) == 8
+    assert methods(out) == {("dense", 1.0, None)}
+
+
+SUFFIX = ["suffix", "--split", "all", "--suffix", 8, "--method", "first"]
+LONGBENCH = ["longbench", "--data", SMALL / "longbench.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        ([*SUFFIX, "--data", "data", "--prefix", 230], "no document is long enough"),
+        ([*SUFFIX, "--data", "long", "--prefix", 300], "windows of 308 tokens exceed the 256 positions"),
+        (["suffix", "--data", "text", "--split", "test", "--prefix", 32], "no document in split 'test'"),
+        ([*SUFFIX, "--data", "data", "--keep", 0.5, 0.5], "twice"),
+        ([*SUFFIX, "--data", "data", "--shard", "2/2"], "--shard takes INDEX/COUNT"),
+        ([*SUFFIX, "--data", "data", "--supervision", "reconstruction", "--prefix", 150], "reconstruction sequences"),
+        (["needle", "--length", 20], "too short"), (["needle", "--length", 900], "positions"),
+        (["needle", "--filler", "absent.txt"], "absent.txt"), (["ruler", "--task", "maze"], "no RULER task 'maze'"),
+        (["longbench", "--data", "absent.jsonl"], "absent.jsonl"), ([*LONGBENCH, "--sub-domain", "Poetry"], "Poetry"),
+        ([*LONGBENCH, "--sub-domain", "all"], "sequences of 32768 tokens exceed"),
+        (["qa", "--data", SMALL], "no file of a QA task"), (["qa", "--data", SMALL / "qa", "--task", "maths"], "maths"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line_before_anything_is_written(argv, told, tiny_folder, data, tmp_path, capsys):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "1.txt").write_text("short")
+    sources = {"data": data, "text": tmp_path / "text", "long": tmp_path / "long"}
+    if "long" in argv:
+        write_texts(tmp_path / "long", documents=4, length=90)
+    name, *options = [str(sources.get(option, option)) for option in argv]
+    model = tiny_folder if name == "suffix" else "kvcat-base"
+    assert run(["eval", name, str(model), "--out", str(tmp_path / "out"), *options]) == 2
+    said = capsys.readouterr().err
+    assert told in said
+    assert len(said.splitlines()) == 1
+    assert not (tmp_path / "out").exists()

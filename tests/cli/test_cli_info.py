@@ -15,21 +15,18 @@ from kvcat.errors import InputError
 OWNER = "0123456789ab" + "c" * 52
 
 
-def equal_slots(dtype=torch.bfloat16, log_bias=True):
+def equal_slots():
     def layer():
-        states = (torch.ones(3, 2, 10, 8, dtype=dtype), torch.ones(3, 2, 10, 8, dtype=dtype))
-        return CompactLayer(*states, torch.zeros(3, 2, 10) if log_bias else None)
+        states = (torch.ones(3, 2, 10, 8, dtype=torch.bfloat16) for _ in range(2))
+        return CompactLayer(*states, torch.zeros(3, 2, 10))
 
     told = {"method": "attention-matching", "model": "tiny", "seed": "7", "preset": "stable"}
     return CompactCache([layer() for _ in range(4)], 100, OWNER, told)
 
 
-def ragged(first=((2, 4),), second=((1, 3),)):
-    def layer(counts):
-        heads = [[torch.ones(n, 8) for n in row] for row in counts]
-        return CompactLayer.ragged(heads, heads)
-
-    return CompactCache([layer(first), layer(second)], 20, OWNER, {"method": "by hand"})
+def ragged():
+    heads = [[[torch.ones(n, 8) for n in counts]] for counts in ((2, 4), (1, 3))]
+    return CompactCache([CompactLayer.ragged(x, x) for x in heads], 20, OWNER, {"method": "by hand"})
 
 
 def saved(cache, folder):
@@ -62,7 +59,10 @@ def test_ragged_layers_tell_their_mean_and_their_fullest_head(tmp_path):
 
 
 def test_the_text_names_slots_ratio_bytes_method_settings_seed_and_model(tmp_path, capsys):
-    assert run(["info", str(saved(equal_slots(), tmp_path))]) == 0
+    path = saved(equal_slots(), tmp_path)
+    assert run(["info", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == vars(describe(path))
+    assert run(["info", str(path)]) == 0
     shown = capsys.readouterr().out
     for told in (
         "format kvcat-compact-cache-2, whole (checksum compared)", "100 tokens in 10 slots", "(10.0% kept)",
@@ -77,31 +77,19 @@ def test_the_text_names_slots_ratio_bytes_method_settings_seed_and_model(tmp_pat
     assert "slots by layer  3 2\n" in shown
 
 
-def test_json_holds_every_fact(tmp_path, capsys):
+def test_damaged_and_other_files_are_one_line_and_exit_code_2(tmp_path, capsys):
     path = saved(equal_slots(), tmp_path)
-    assert run(["info", str(path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == vars(describe(path))
-
-
-def test_a_changed_byte_is_found_unless_fast(tmp_path, capsys):
-    path = saved(equal_slots(), tmp_path)
-    content = bytearray(path.read_bytes())
-    content[-5] ^= 1
-    path.write_bytes(content)
-    assert run(["info", str(path)]) == 2
-    assert "doc.safetensors is corrupt" in capsys.readouterr().err
-    assert run(["info", str(path), "--fast"]) == 0
-    assert "checksum not compared" in capsys.readouterr().out
-
-
-def test_other_files_are_one_line_and_exit_code_2(tmp_path, capsys):
+    content = path.read_bytes()
+    path.write_bytes(content[:-5] + b"?" + content[-4:])
     (tmp_path / "text").write_text("a text")
-    for name, told in (("gone", "no cache file"), ("text", "not a safetensors file"), (".", "no cache file")):
+    for name, told in ((path.name, "doc.safetensors is corrupt"), ("gone", "no cache file"), (".", "no cache file"),
+                       ("text", "not a safetensors file")):  # fmt: skip
         assert run(["info", str(tmp_path / name)]) == 2
         said = capsys.readouterr()
         assert told in said.err
-        assert len(said.err.splitlines()) == 1
-        assert said.out == ""
+        assert (len(said.err.splitlines()), said.out) == (1, "")
+    assert run(["info", str(path), "--fast"]) == 0
+    assert "checksum not compared" in capsys.readouterr().out
 
 
 def test_a_header_without_the_facts_is_refused(tmp_path):

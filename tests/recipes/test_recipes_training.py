@@ -1,7 +1,7 @@
 import pytest
 
 from kvcat.errors import InputError
-from kvcat.recipes import RECIPES, qwen2_5_0_5b, qwen2_5_1_5b, small
+from kvcat.recipes import qwen2_5_0_5b, qwen2_5_1_5b
 
 
 def test_the_papers_recipes_hold_every_figure_of_its_table() -> None:
@@ -24,14 +24,3 @@ def test_a_recipe_takes_overrides_and_refuses_unknown_fields() -> None:
     assert qwen2_5_0_5b(max_steps=200).max_steps == 200
     with pytest.raises(InputError, match="max_step"):
         qwen2_5_0_5b(max_step=200)
-
-
-def test_a_recipe_without_a_model_says_so() -> None:
-    with pytest.raises(InputError, match="needs a model"):
-        small()
-
-
-def test_every_recipe_has_a_first_line_that_help_can_show() -> None:
-    for make in RECIPES.values():
-        assert make.__doc__
-        assert make.__doc__.splitlines()[0].endswith(".")
