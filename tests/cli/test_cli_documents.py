@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import kvcat
 from kvcat.cache import CompactLayer
 from kvcat.cli.app import run
-from kvcat.compress.documents import chat_parts, document_trace, question_ids
 from tiny import sentences, write_tiny_model
 
 DOCUMENT = "".join(sentences(4, seed=7))
@@ -69,15 +68,6 @@ def test_keep_one_answers_as_the_model_does_without_a_cache_plain_or_in_its_chat
     cache = compress(tiny_folder, document, "--keep", 1, *(["--chat"] if chat else []))
     text = f"<user>{DOCUMENT}\n\nthe cat</user><assistant>" if chat else f"{DOCUMENT}the cat"
     assert answer(capsys, tiny_folder, cache, "--prompt", "the cat") == stock_answer(tiny_folder, text) + "\n"
-
-
-def test_a_chat_cache_and_its_question_are_the_templates_own_tokens(tiny_folder):
-    loaded, tokenizer = kvcat.load(tiny_folder)
-    assert chat_parts(tokenizer) == ("<user>", "\n\n", "</user><assistant>")
-    trace = document_trace(loaded, tokenizer, DOCUMENT, supervision="self", chat=True)
-    ids = [*trace.input_ids[0].tolist(), *question_ids(tokenizer, "who sees it", chat=True)[0].tolist()]
-    turn = [{"role": "user", "content": f"{DOCUMENT}\n\nwho sees it"}]
-    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
 
 
 @pytest.mark.parametrize("method", ["attention-matching", "gradient,num_steps=2", "random", "h2o"])

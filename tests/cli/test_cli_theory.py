@@ -14,10 +14,8 @@ def table(path):
 
 
 def test_the_histogram_command_writes_both_curves_and_tells_the_optimum(tmp_path, capsys):
-    assert (
-        run(["theory", "histogram", "--symbols", "2", "--length", "5", "--scaling", "4", "6", "--out", str(tmp_path)])
-        == 0
-    )
+    argv = ["--symbols", "2", "--length", "5", "--scaling", "4", "6"]
+    assert run(["theory", "histogram", *argv, "--out", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "all 85 pairs of histograms" in said
     assert {path.name for path in tmp_path.iterdir()} == {
@@ -64,15 +62,8 @@ def test_the_theorem_command_shows_one_network_exact_and_the_other_above_c(tmp_p
         (["theorem", "--budget", "half"], "--budget is 'half'; it must be a number, n-1 or n/2"),
         (["theorem", "--constant", "0"], "--constant is 0; it must be positive"),
         (["theorem", "--symbols", "4", "--length", "9"], "4 symbols and N = 9: at most 256 sequences"),
-        (
-            ["theorem", "--function", "parity", "--constant", "1e14"],
-            "--constant is 1e+14; it must be positive and at most 1e+06",
-        ),
         (["histogram", "--scaling", "2", "8"], "--scaling takes two values at least, 3 to 256, not [2, 8]"),
-        (
-            ["histogram", "--symbols", "6", "--length", "24"],
-            "6 symbols and N = 24 have 1,251,677,700 pairs of histograms",
-        ),
+        (["histogram", "--symbols", "6", "--length", "24"], "N = 24 have 1,251,677,700 pairs of histograms"),
         (["histogram", "--symbols", "1"], "2 symbols and length 2 at least, got 1 and 8"),
     ],
 )

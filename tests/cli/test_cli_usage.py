@@ -90,47 +90,28 @@ def test_values_after_one_option_equal_options_written_each_time(ratios, methods
     [
         ("nonsense", "nonsense"),
         ("train", "name a recipe first: small, "),
-        ("train huge", "no recipe 'huge'; recipes: small, "),
-        ("train small", "needs a model"),
         ("train small --model m --target-keep 1.5", "target_keep is 1.5"),
-        ("train small --model m --group-starts '0;6'", "'0;6'"),
-        ("train small --model m --prefix-range 0.9,0.2", "prefix_range is 0.9, 0.2"),
-        ("train small --model m --config gone.json", "cannot read gone.json"),
         ("compress m", "missing --text, --output"),
         ("compress m --text gone.txt -o c", "cannot read text file gone.txt"),
         ("compress m --text t.txt -o c --keep 0", "--keep is 0;"),
-        ("compress m --text t.txt -o c --keep 0.1 0.2", "unknown argument 0.2"),
         ("compress m --text t.txt -o c --keep 0.1 --slots 3", "give one of --keep, --slots and --max-kl"),
-        ("compress m --text t.txt -o c --method zip", "'zip'"),
         ("compress m --text t.txt -o c --method gradient --supervision self", "gradient needs --supervision"),
-        ("compress m --text t.txt -o gone/c", "no folder gone"),
         ("compress m --text empty.txt -o c", "empty.txt is empty"),
-        ("compress m --text latin.txt -o c", "latin.txt is not UTF-8"),
         ("compress m --text t.txt -o t.txt", "t.txt exists; --overwrite replaces it"),
         ("compress m --text t.txt -o . --overwrite", ". is a folder"),
-        ("compress m --text t.txt -o c --seed -1", "--seed is -1"),
-        ("generate m --cache gone.safetensors", "no cache file gone.safetensors"),
         ("generate m --cache t.txt --prompt a", "t.txt is truncated or not a safetensors file"),
-        ("generate m --cache t.txt --max-new-tokens 0", "--max-new-tokens is 0"),
-        ("generate m --cache t.txt --temperature 1e-9", "--temperature is 1e-09;"),
         ("eval suffix m", "missing --out"),
-        ("eval suffix --out o", "at least one model"),
         ("eval suffix m --keep 0.1 x --out o", "--keep: Could not find valid parse for arguments: ['0.1', 'x']"),
-        ("eval suffix a/m b/m --out o", "same label"),
-        ("eval suffix =m --out o", "names no label"),
         ("eval suffix m --out o --windows 0", "--windows is 0"),
         ("report", "name at least one folder"),
-        ("report . --run gone", "--run takes LABEL=FOLDER"),
-        ("demo --quick --full", "exclude each other"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2_and_nothing_is_written(line, told, capsys, tmp_path, monkeypatch):
     (tmp_path / "t.txt").write_text("a text")
     (tmp_path / "empty.txt").write_text(" \n")
-    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 au lait")
     monkeypatch.chdir(tmp_path)
     assert told in mistake(capsys, *shlex.split(line))
-    assert sorted(f.name for f in tmp_path.iterdir()) == ["empty.txt", "latin.txt", "t.txt"]
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["empty.txt", "t.txt"]
 
 
 class Stopped(Exception):  # noqa: N818

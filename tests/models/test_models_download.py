@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 import zipfile
 from pathlib import Path
 
@@ -109,12 +108,10 @@ def test_a_missing_model_is_refused_without_loading_torch(tmp_path):
     )
     environment = {"KVCAT_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     for name in ("./nowhere", "Qwen/no-such-model", SMOLLM2):
-        started = time.process_time()
         child = subprocess.run([sys.executable, "-c", code, name], capture_output=True, text=True, check=True,
                                env=environment | {"PYTHONPATH": ":".join(sys.path)})  # fmt: skip
         assert child.stdout.endswith("[]\n"), child.stdout
         assert child.stdout.count("\n") == 1
-        assert time.process_time() - started < 1
 
 
 @pytest.mark.real

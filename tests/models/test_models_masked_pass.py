@@ -7,7 +7,7 @@ from torch import nn
 
 from kvcat.errors import InputError
 from kvcat.models import MaskedPass, decoder_layers, logits_from_hidden, self_test
-from kvcat.policies import AttentionMassPolicy, RandomPolicy, Router, SparsificationPolicy
+from kvcat.policies import AttentionMassPolicy, RandomPolicy, SparsificationPolicy
 
 STARTS = (1, 2)
 
@@ -62,14 +62,6 @@ def test_activation_checkpointing_changes_no_gradient_and_calls_attention_polici
             gradients.append([p.grad for p in (*model.parameters(), *masked_pass.parameters())])
     for plain, recomputed in zip(*gradients, strict=True):
         assert torch.equal(plain, recomputed)
-
-
-def test_a_fresh_router_leaves_the_masked_pass_dense():
-    model = supported("qwen2", dtype=torch.float32)
-    with MaskedPass(model, {s: Router(32) for s in STARTS}) as masked_pass:
-        out = masked_pass.hidden(tokens())
-    assert torch.allclose(out.dense_hidden, out.masked_hidden, atol=1e-4)
-    assert all(k.all() for k in out.keep.values())
 
 
 def test_closing_removes_every_hook_and_its_parameters_are_the_policies_alone():

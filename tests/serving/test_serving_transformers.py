@@ -38,7 +38,6 @@ ROTARY = {
     "normalised keys": ("qwen3", {"head_dim": 8}),
     "a layer without positions": ("smollm3", {"no_rope_layers": [1, 0]}),
 }  # fmt: skip
-every_rotary = pytest.mark.parametrize(("kind", "options"), ROTARY.values(), ids=ROTARY)
 
 
 class ExactRotary(nn.Module):
@@ -76,21 +75,7 @@ def stock_logits(model, layers, suffix, start):
     return model(suffix, past_key_values=stock_cache(layers), position_ids=at).logits.detach()
 
 
-@every_rotary
-def test_turned_keys_are_those_of_the_same_tokens_at_the_other_position(kind, options):
-    model = make_model(kind, options)
-    rotation, tokens, caches = KeyRotation(model, -23), ids(2, 9), []
-    for start in (40, 17):
-        caches.append(DynamicCache())
-        at = torch.arange(start, start + 9).expand(2, -1)
-        model(tokens, past_key_values=caches[-1], position_ids=at)
-    for index, (there, here) in enumerate(zip(*(cache.layers for cache in caches), strict=True)):
-        assert torch.allclose(rotation(there.keys, index), here.keys, atol=2e-4, rtol=1e-4)
-        moved = not torch.allclose(there.keys, here.keys, atol=1e-2)
-        assert rotation.turned[index] == moved == (kind != "smollm3" or index == 0)
-
-
-@every_rotary
+@pytest.mark.parametrize(("kind", "options"), ROTARY.values(), ids=ROTARY)
 def test_a_stock_cache_of_the_exported_keys_answers_as_the_compact_cache(kind, options):
     model = make_model(kind, options)
     cache, suffix = evicted(model, ids(2, 30), 7), ids(2, 6)
@@ -212,30 +197,23 @@ def test_the_file_tells_all_a_reader_needs(tmp_path):
     assert describe(tmp_path / "uneven").layer_slots == [3, 8]
 
 
-def test_a_log_bias_is_refused_unless_it_may_be_dropped():
-    model = make_model()
-    cache, suffix = evicted(model, ids(2, 30), 7, log_bias=True), ids(2, 6)
-    with pytest.raises(InputError, match="has a log-bias, which engines do not know"):
-        plain_prefix(cache, model)
-    dropped = plain_prefix(cache, model, drop_log_bias=True)
-    assert dropped.metadata["log_bias"] == "dropped"
-    without = CompactCache([CompactLayer(x.keys, x.values) for x in cache.layers], 30, cache.fingerprint)
-    expected = our_logits(model, without, suffix)
-    assert torch.allclose(stock_logits(model, dropped.layers, suffix, 7), expected, atol=1e-4, rtol=1e-4)
-    assert not torch.allclose(our_logits(model, cache, suffix), expected, atol=1e-2)
-
-
-def test_unequal_slots_another_model_and_unknown_positions_are_refused():
-    model = make_model()
-    cache = evicted(model, ids(1, 30), 7)
+def test_what_a_plain_prefix_cannot_hold_is_refused_and_a_log_bias_dropped_only_on_demand():
+    model, suffix = make_model(), ids(2, 6)
+    cache, biased = evicted(model, ids(2, 30)), evicted(model, ids(2, 30), log_bias=True)
     heads = [[[part[: 3 + h] for h, part in enumerate(x[0])] for x in (y.keys, y.values)] for y in cache.layers]
     ragged = CompactCache([CompactLayer.ragged([k], [v]) for k, v in heads], 30, cache.fingerprint)
-    with pytest.raises(InputError, match=r"up to 4 and on average 3\.5 slots: .* budgets=layers or budgets=eq"):
-        plain_prefix(ragged, model)
-    with pytest.raises(InputError, match="positions must be 'rerotated' or 'original', not 'shifted'"):
-        plain_prefix(cache, model, positions="shifted")
-    with pytest.raises(InputError, match="belongs to another model"):
-        plain_prefix(cache, make_model("qwen2"))
+    for wrong, owner, options, told in (
+        (biased, model, {}, "has a log-bias, which engines do not know"),
+        (ragged, model, {}, r"up to 4 and on average 3\.5 slots: .* budgets=layers or budgets=eq"),
+        (cache, model, {"positions": "shifted"}, "positions must be 'rerotated' or 'original', not 'shifted'"),
+        (cache, make_model("qwen2"), {}, "belongs to another model"),
+    ):
+        with pytest.raises(InputError, match=told):
+            plain_prefix(wrong, owner, **options)
+    dropped, expected = plain_prefix(biased, model, drop_log_bias=True), our_logits(model, cache, suffix)
+    assert dropped.metadata["log_bias"] == "dropped"
+    assert torch.allclose(stock_logits(model, dropped.layers, suffix, 7), expected, atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(our_logits(model, biased, suffix), expected, atol=1e-2)
 
 
 @pytest.mark.parametrize(
