@@ -181,7 +181,7 @@ LONGBENCH = ["longbench", "--data", SMALL / "longbench.jsonl"]
         ([*SUFFIX, "--data", "data", "--prefix", 230], "no document is long enough"),
         ([*SUFFIX, "--data", "long", "--prefix", 300], "windows of 308 tokens exceed the 256 positions"),
         (["suffix", "--data", "text", "--split", "test", "--prefix", 32], "no document in split 'test'"),
-        ([*SUFFIX, "--data", "data", "--keep", 0.5, 0.5], "twice"),
+        ([*SUFFIX, "--data", "data", "--prefix", 32, "--keep", 0.5, 0.5], "twice"),
         ([*SUFFIX, "--data", "data", "--supervision", "reconstruction", "--prefix", 150], "reconstruction sequences"),
         (["needle", "--length", 900], "positions"), (["ruler", "--task", "maze"], "no RULER task 'maze'"),
         ([*LONGBENCH, "--sub-domain", "all"], "sequences of 32768 tokens exceed"),

@@ -47,17 +47,6 @@ def test_the_bytes_are_those_in_memory_and_of_the_dense_cache_of_the_same_dtype(
     assert facts.metadata == cache.metadata
 
 
-def test_ragged_layers_tell_their_mean_and_their_fullest_head(tmp_path):
-    cache = ragged()
-    facts = describe(saved(cache, tmp_path))
-    assert (facts.num_slots, facts.mean_slots) == (cache.num_slots, cache.mean_slots) == (4, 2.5)
-    assert facts.layer_slots == [3.0, 2.0]
-    assert facts.keep_ratio == 0.125
-    assert facts.dense_bytes == 2 * 2 * 20 * 2 * 8 * 4
-    assert facts.cache_bytes == 10 * 2 * 8 * 4
-    assert (facts.batch_size, facts.num_kv_heads) == (1, 2)
-
-
 def test_the_text_names_slots_ratio_bytes_method_settings_seed_and_model(tmp_path, capsys):
     path = saved(equal_slots(), tmp_path)
     assert run(["info", str(path), "--json"]) == 0
@@ -71,8 +60,10 @@ def test_the_text_names_slots_ratio_bytes_method_settings_seed_and_model(tmp_pat
     ):  # fmt: skip
         assert told in shown
     assert "slots by layer" not in shown
-    assert run(["info", str(saved(ragged(), tmp_path))]) == 0
-    shown = capsys.readouterr().out
+    cache = ragged()
+    assert run(["info", str(saved(cache, tmp_path))]) == 0
+    shown, facts = capsys.readouterr().out, describe(path)
+    assert (facts.keep_ratio, facts.mean_slots, facts.cache_bytes) == (0.125, cache.mean_slots, cache.nbytes)
     assert "20 tokens in 2.5 on average, at most 4 slots" in shown
     assert "slots by layer  3 2\n" in shown
 

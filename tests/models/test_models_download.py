@@ -43,15 +43,6 @@ def test_a_gguf_file_is_the_model_and_is_saved_as_an_ordinary_folder(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 
 
-def test_a_file_that_is_no_gguf_file_is_refused(tmp_path):
-    (tmp_path / "m.gguf").write_bytes(b"PK\x03\x04")
-    with pytest.raises(InputError, match="is no GGUF file"):
-        load(tmp_path / "m.gguf")
-    (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03\0\0\0")
-    with pytest.raises(InputError, match="cannot load"):
-        load(tmp_path / "cut.gguf")
-
-
 @pytest.fixture
 def home(tmp_path, monkeypatch):
     monkeypatch.setenv("KVCAT_HOME", str(tmp_path / "home"))

@@ -89,8 +89,11 @@ def test_a_refused_or_failed_save_leaves_the_folder_as_it_was(source, tmp_path, 
 
 def test_missing_and_empty_folders_are_told_apart_and_options_are_checked_first(tmp_path):
     (tmp_path / "file").touch()
+    (tmp_path / "m.gguf").write_bytes(b"PK\x03\x04")
+    (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03\0\0\0")
     for name, told in ((tmp_path / "nowhere", "does not exist"), ("./nowhere", "does not exist"),
-                       (tmp_path, "no config.json"), (tmp_path / "file", "is a file")):  # fmt: skip
+                       (tmp_path, "no config.json"), (tmp_path / "file", "is a file"),
+                       (tmp_path / "m.gguf", "is no GGUF file"), (tmp_path / "cut.gguf", "cannot load")):  # fmt: skip
         assert told in refusal(name)
     assert "'float8'" in refusal(tmp_path / "nowhere", dtype="float8")
     assert "'abacus'" in refusal(tmp_path / "nowhere", device="abacus")

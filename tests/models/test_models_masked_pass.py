@@ -64,17 +64,6 @@ def test_activation_checkpointing_changes_no_gradient_and_calls_attention_polici
         assert torch.equal(plain, recomputed)
 
 
-def test_closing_removes_every_hook_and_its_parameters_are_the_policies_alone():
-    model, ids = supported("llama"), tokens()
-    masked_pass = MaskedPass(model, {0: Sigmoid(0)})
-    assert list(masked_pass.state_dict()) == ["policies.0.weight"]
-    masked_pass.close()
-    masked_pass.close()
-    assert not any(layer._forward_pre_hooks for layer in decoder_layers(model))
-    with pytest.raises(InputError, match="closed"):
-        masked_pass.hidden(ids)
-
-
 def test_mistakes_are_one_line():
     model = supported("llama").train()
     for options, told in (({"policies": {3: Sigmoid(0)}}, "3"), ({"policies": {}}, "empty"), ({"tau": 1.0}, r"1\.0"),
@@ -88,6 +77,10 @@ def test_mistakes_are_one_line():
         model.activation_checkpointing_enable({"use_reentrant": True})
         with pytest.raises(InputError, match="use_reentrant"):
             masked_pass.hidden(tokens())
+    assert list(masked_pass.state_dict()) == ["policies.0.weight"]
+    assert not any(layer._forward_pre_hooks for layer in decoder_layers(model))
+    with pytest.raises(InputError, match="closed"):
+        masked_pass.hidden(tokens())
 
 
 def test_bfloat16_autocast_masks_the_same_slots_and_reaches_the_policies():

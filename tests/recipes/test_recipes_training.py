@@ -1,3 +1,5 @@
+"""The recipes are the table of the paper, and take overrides."""
+
 import pytest
 
 from kvcat.errors import InputError
