@@ -71,7 +71,7 @@ def test_the_text_names_slots_ratio_bytes_method_settings_seed_and_model(tmp_pat
 def test_damaged_and_other_files_are_one_line_and_exit_code_2(tmp_path, capsys):
     path = saved(equal_slots(), tmp_path)
     content = path.read_bytes()
-    path.write_bytes(content[:-5] + b"?" + content[-4:])
+    path.write_bytes(content[:-5] + b"!" + content[-4:])
     (tmp_path / "text").write_text("a text")
     for name, told in ((path.name, "doc.safetensors is corrupt"), ("gone", "no cache file"), (".", "no cache file"),
                        ("text", "not a safetensors file")):  # fmt: skip

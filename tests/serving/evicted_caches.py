@@ -33,13 +33,13 @@ def evicted(model, tokens, num_slots=7, log_bias=False):
 
     num_slots: of every layer, or a tuple with one for each.
     """
-    seen, draw = capture(model, tokens), torch.Generator().manual_seed(1)
+    seen, draw, other = capture(model, tokens), *(torch.Generator().manual_seed(seed) for seed in (1, 2))
     counts = num_slots if isinstance(num_slots, tuple) else (num_slots,) * len(seen.keys)
     layers = []
     for keys, values, count in zip(seen.keys, seen.values, counts, strict=True):
         order = torch.rand(keys.shape[:3], generator=draw).argsort(-1)[..., :count].sort(-1).values
         kept = [states.gather(2, order[..., None].expand(-1, -1, -1, states.shape[-1])) for states in (keys, values)]
-        layers.append(CompactLayer(*kept, torch.randn(order.shape, generator=draw) if log_bias else None))
+        layers.append(CompactLayer(*kept, torch.randn(order.shape, generator=other) if log_bias else None))
     return CompactCache(layers, tokens.shape[1], fingerprint(model), {"method": "random"})
 
 
