@@ -10,6 +10,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvcat.compress import Eviction, replay, trace
 from kvcat.compress.kvpress import KVPress, removed_fraction
+from kvcat.compress.scorer import received_mass
 
 # fire 0.6, which kvpress pins, imports a module that Python 3.13 drops
 pytestmark = pytest.mark.filterwarnings("ignore:'pipes' is deprecated:DeprecationWarning")
@@ -89,3 +90,34 @@ def test_our_method_keeps_the_positions_that_kvpress_keeps(found, name, options,
     press = KVPress(theirs, **their_options)(found, num_slots=num_slots)
     for left, right in zip(positions_of(ours, found), positions_of(press, found), strict=True):
         assert torch.equal(left, right)
+
+
+@needs_kvpress
+def test_our_tova_scores_as_kvpress_but_lets_the_last_position_compete(found):
+    ours = Eviction("tova").scorer.measure(found)
+    for left, right in zip(ours, KVPress("TOVAPress").scores(found, SLOTS), strict=True):
+        assert torch.allclose(left[..., :-1], right[..., :-1], atol=1e-6)
+        assert torch.equal(right[..., -1], right.amax(-1))
+    kept = positions_of(Eviction("tova")(found, num_slots=SLOTS), found)
+    for left, right in zip(kept, positions_of(KVPress("TOVAPress")(found, num_slots=SLOTS), found), strict=True):
+        for row in range(2):
+            first, second = set(left[row, 0].tolist()), set(right[row, 0].tolist())
+            assert PREFIX - 1 in second
+            assert first == second if PREFIX - 1 in first else len(first - second) == 1
+
+
+@needs_kvpress
+def test_observed_attention_is_our_accumulated_attention_per_query_that_sees_the_position(found):
+    theirs = KVPress("ObservedAttentionPress").scores(found, SLOTS)
+    seeing = torch.arange(PREFIX, 0, -1)
+    for mass, scores in zip(received_mass(found, 0), theirs, strict=True):
+        assert torch.allclose(mass / seeing / 2, scores, atol=1e-5)
+
+
+@needs_kvpress
+def test_a_scoring_press_keeps_its_highest_scores(found):
+    for name, options in (("KnormPress", {}), ("SnapKVPress", {"window_size": 8}), ("ExpectedAttentionPress", {})):
+        scores = KVPress(name, **options).scores(found, SLOTS)
+        kept = positions_of(KVPress(name, **options)(found, num_slots=SLOTS), found)
+        for values, positions in zip(scores, kept, strict=True):
+            assert torch.equal(values.topk(SLOTS).indices.sort(-1).values, positions)

@@ -16,7 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvcat.cache import CompactCache, CompactLayer, RaggedLayer
-from kvcat.compress.base import Compressor, compact_cache, example_generators
+from kvcat.compress.base import Compressor, compact_cache, example_generators, slots_for
 from kvcat.compress.trace import Trace
 from kvcat.errors import InputError
 from kvcat.hub import BASE_NAME, local_folder
@@ -97,6 +97,20 @@ class KVPress(Compressor):
             layers = [_layer([kept[index] for kept in examples]) for index in range(len(trace.keys))]
             facts = {"kvpress": library().version, **self._facts()}
             yield compact_cache(trace, layers, f"kvpress:{self}", facts)
+
+    def scores(self, trace: Trace, num_slots: int) -> list[Float[Tensor, "batch kv_heads prefix"]]:
+        """Per layer the score of each position and KV head: a press that scores keeps the highest.
+
+        Args:
+            trace: of the windows; its suffix plays no part.
+            num_slots: slots per head; some scores depend on it.
+
+        Raises:
+            InputError: a press that ranks nothing, or a model or size that it does not take.
+        """
+        slots_for(trace.prefix_len, None, num_slots)
+        examples = [_score_prefix(self._build(), trace, row, num_slots) for row in range(trace.batch_size)]
+        return [torch.cat(rows) for rows in zip(*examples, strict=True)]
 
     def __str__(self) -> str:
         inner = self.options.get("press")
@@ -200,6 +214,21 @@ def _press_prefix(press: Any, trace: Trace, row: int, num_slots: int) -> list[Ke
             there = there.to(keys.device)
             kept.append(Kept(*([part[h, there[h]] for h in range(len(keys))] for part in (keys, values))))
     return kept
+
+
+def _score_prefix(press: Any, trace: Trace, row: int, num_slots: int) -> list[Float[Tensor, "1 kv_heads prefix"]]:
+    """Per layer the scores of one example's positions."""
+    if not isinstance(press, library().base("ScorerPress")):
+        raise InputError(f"{type(press).__name__} gives no scores: it is no ScorerPress")
+    seen = []
+
+    def record(module, hidden_states, keys, values, attentions, kwargs):
+        seen.append(press.score(module, hidden_states, keys, values, attentions, kwargs).clone())
+        return keys, values
+
+    press.compress = record
+    with _pressed(press, trace, row, num_slots):
+        return seen
 
 
 def _set_size(press: Any, trace: Trace, num_slots: int) -> None:
