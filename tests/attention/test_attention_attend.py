@@ -2,8 +2,10 @@
 
 import itertools
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import given, settings
 
 from kvcat.attention import (
     COUPLINGS,
@@ -150,6 +152,36 @@ def test_huge_scores_of_dropped_slots_stay_invisible():
     keep[:, 0] = 1
     loud = torch.where(keep[:, None, :, None] > 0, k, 300 * k)
     assert torch.allclose(attend(q, loud, v, keep), attend_reference(q, k, v, keep), atol=1e-5)
+
+
+def test_the_surrogate_is_bounded_where_the_exact_derivative_explodes():
+    q, k, v, _, _ = example(heads=1, kv_heads=1)
+    k[:, :, 5] = 40 * q[:, :, 8]  # the last query would look at slot 5 only, and slot 5 is dropped
+    keep = torch.ones(2, 9, dtype=torch.float64)
+    keep[:, 5] = 0.0
+    norms = {c: with_gradients(lambda m, c=c: attend(q, k, v, m, coupling=c), [keep])[1].norm() for c in COUPLINGS}
+    assert norms["surrogate"] < 100
+    assert norms["exact"] > 1e8
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 1000), at=st.integers(1, 8), kind=st.sampled_from(["causal", "window"]))
+def test_no_output_depends_on_later_positions(seed, at, kind):
+    q, k, v, keep, bias = example(seed)
+    before = attend(q, k, v, keep, bias, **KINDS[kind])[:, :, :at]
+    k[:, :, at:], v[:, :, at:], bias[:, :, at:], keep[:, at:] = 7.0, -7.0, 3.0, 1.0
+    after = attend(q, k, v, keep, bias, **KINDS[kind])[:, :, :at]
+    assert torch.allclose(before, after, atol=1e-12)
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 1000))
+def test_the_order_of_slots_does_not_matter_without_causality(seed):
+    q, k, v, keep, bias = example(seed)
+    keep[:, 0] = 1.0
+    order = torch.randperm(9, generator=torch.Generator().manual_seed(seed))
+    shuffled = attend(q, k[:, :, order], v[:, :, order], keep[:, order], bias[:, :, order], causal=False)
+    assert torch.allclose(attend(q, k, v, keep, bias, causal=False), shuffled, atol=1e-12)
 
 
 def test_a_mistake_is_named():

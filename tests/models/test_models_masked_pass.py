@@ -7,7 +7,7 @@ from torch import nn
 
 from kvcat.errors import InputError
 from kvcat.models import MaskedPass, decoder_layers, logits_from_hidden, self_test
-from kvcat.policies import AttentionMassPolicy, RandomPolicy, SparsificationPolicy
+from kvcat.policies import AttentionMassPolicy, RandomPolicy, Router, SparsificationPolicy
 
 STARTS = (1, 2)
 
@@ -92,3 +92,21 @@ def test_bfloat16_autocast_masks_the_same_slots_and_reaches_the_policies():
         half.float().square().mean().backward()
     assert (half.float() - whole).norm() < 0.05 * whole.norm()
     assert all(p.grad.isfinite().all() and p.grad.abs().sum() > 0 for p in masked_pass.parameters())
+
+
+def test_a_fresh_router_leaves_the_masked_pass_dense():
+    model = supported("qwen2", dtype=torch.float32)
+    with MaskedPass(model, {s: Router(32) for s in STARTS}) as masked_pass:
+        out = masked_pass.hidden(tokens())
+    assert torch.allclose(out.dense_hidden, out.masked_hidden, atol=1e-4)
+    assert all(k.all() for k in out.keep.values())
+
+
+def test_no_masked_state_depends_on_later_tokens():
+    model, ids = supported("mistral"), tokens()
+    changed = ids.clone()
+    changed[:, 7:] = 5
+    with MaskedPass(model, {s: Sigmoid(s) for s in STARTS}) as masked_pass:
+        before, after = masked_pass.hidden(ids).masked_hidden, masked_pass.hidden(changed).masked_hidden
+    assert torch.allclose(before[:, :7], after[:, :7], atol=1e-5)
+    assert not torch.allclose(before[:, 7:], after[:, 7:], atol=1e-2)

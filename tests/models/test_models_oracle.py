@@ -265,3 +265,16 @@ def test_the_reference_equals_the_stock_attention_under_explicit_masks(model, at
     torch.testing.assert_close(masked, expected, rtol=0, atol=tolerance)
     expected = stock(input_ids=tokens, use_cache=False).logits
     torch.testing.assert_close(dense, expected, rtol=0, atol=tolerance)
+
+
+def test_random_masks_differ_between_groups_and_sequences_and_repeat_with_the_seed():
+    model, policies = tiny("qwen2"), policies_for("random", (0, 2))
+    with MaskedPass(model, policies) as masked_pass:
+        first, again, other = (
+            masked_pass.hidden(some_tokens(), torch.Generator().manual_seed(s)).keep for s in (5, 5, 6)
+        )
+    assert all(torch.equal(first[c], again[c]) for c in (0, 2))
+    assert not any(torch.equal(first[c], other[c]) for c in (0, 2))
+    assert not torch.equal(first[0], first[2])
+    assert not torch.equal(first[0][0], first[0][1])
+    assert {first[c].sum(1).tolist() == [10.0, 10.0] for c in (0, 2)} == {True}
