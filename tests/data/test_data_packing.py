@@ -6,11 +6,9 @@ from itertools import chain, count, islice
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvcat.data import Document, Encoder, pack
-from kvcat.data.packing import _cap, excerpts
+from kvcat.data.packing import excerpts
 from kvcat.errors import InputError
 from tiny import byte_tokenizer
 
@@ -97,11 +95,3 @@ def test_excerpts_follow_the_seed_hold_two_sequences_and_are_whole_where_no_text
     assert len(encoder(cut.text)) >= 110
     documents = corpus([3, 50, 10])
     assert [d.text for d in excerpts(documents, encoder, 32, 10_000, 0)] == [d.text for d in documents]
-
-
-@settings(max_examples=50, deadline=None)
-@given(lengths=st.lists(st.integers(0, 60), min_size=1, max_size=12), needed=st.integers(0, 700))
-def test_the_cap_is_the_least_that_gives_enough(lengths, needed):
-    totals = [sum(min(n, cap) for n in lengths) for cap in range(max(lengths) + 1)]
-    enough = [cap for cap, total in enumerate(totals) if total >= needed]
-    assert _cap(np.array(lengths), needed) == (enough[0] if enough else max(lengths))

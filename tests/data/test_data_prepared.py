@@ -207,8 +207,8 @@ def test_a_folder_of_the_first_version_stays_readable(tmp_path):
             for split in ("train", "validation")
         ),
         ("validation.bin", None, "is incomplete: validation.bin is missing"),
-        ("tokens.json", lambda data: data[:50], "is no folder of prepared tokens"),
-        ("tokens.json", lambda data: b"[]", "does not describe prepared tokens"),
+        ("tokens.json", lambda data: data[:50], "tokens.json is not readable"),
+        ("tokens.json", lambda data: b"[]", "holds no JSON object"),
         ("tokens.json", lambda data: data.replace(b'"version": 1', b'"version": 2'), "format 2, newer than 1"),
     ],
 )

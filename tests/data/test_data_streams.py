@@ -16,12 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from kvcat.data import Encoder, loader, open_documents, open_tokens, pack, split_of
+from kvcat.data import Encoder, open_documents, open_tokens, pack, split_of
 from kvcat.data import documents as documents_module
 from kvcat.data.documents import open_source
-from kvcat.data.loader import ReadingStopped, TokenLoader, merge_states
 from kvcat.data.packing import TokenTable
-from kvcat.data.streams import Position, TableStreams, TextStreams
+from kvcat.data.streams import Position, TableStreams, TextStreams, TokenLoader, merge_states
 from kvcat.errors import InputError
 from text_files import documents_in, of_split, texts, write_corpus, write_lines, write_table
 from tiny import byte_tokenizer
@@ -44,8 +43,8 @@ def plan_of(source, tokenizer, *, seq_len=16, num_streams=4, seed=0, split="trai
     return TextStreams(open_source(source), Encoder.of(tokenizer), seq_len, num_streams, seed, split)
 
 
-def streams_of(source, tokenizer, *, streams=None, workers=0, stop=None, **options):
-    return TokenLoader(plan_of(source, tokenizer, **options), streams=streams, workers=workers, stop=stop)
+def streams_of(source, tokenizer, *, streams=None, workers=0, **options):
+    return TokenLoader(plan_of(source, tokenizer, **options), streams=streams, workers=workers)
 
 
 def steps(source, streams, count):
@@ -64,8 +63,11 @@ def epoch_tokens(source, tokenizer, num_streams, split, seed=0):
         yield tokens
 
 
-@pytest.mark.parametrize(("num_streams", "split"), [(1, "train"), (7, "validation"), (70, "train")])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "num_streams", "split"),
+    [("groups", 1, "train"), ("groups", 70, "train"), ("one group", 7, "validation"), ("lines", 70, "train"),
+     ("packed lines", 7, "train")],
+)  # fmt: skip
 def test_every_document_of_the_split_is_read_once_an_epoch(corpora, tokenizer, kind, num_streams, split):
     source, documents = corpora[kind]
     streams = epoch_tokens(source, tokenizer, num_streams, split)
@@ -79,12 +81,6 @@ def test_the_tokens_of_one_file_are_those_that_packing_gives_epoch_after_epoch(t
     whole = pack(documents, Encoder.of(tokenizer), 1).sequences.flatten().tolist()
     read = steps(streams_of(f"stream:{tmp_path}", tokenizer, num_streams=1, seq_len=7), [0], 2 * len(whole) // 7)
     assert read.flatten().tolist() == (whole + whole)[: read.numel()]
-
-
-def test_another_seed_or_epoch_gives_the_files_in_another_order(corpora, tokenizer):
-    plans = [plan_of(corpora["groups"][0], tokenizer, num_streams=6, seed=seed) for seed in range(3)]
-    orders = [str([plan.items(stream, epoch) for stream in range(6)]) for plan in plans for epoch in range(3)]
-    assert len(set(orders)) == len(orders)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
@@ -111,21 +107,11 @@ def test_workers_give_the_same_batches_survive_the_runs_signals_and_a_death_is_r
     assert torch.equal(steps(alone, [0, 1, 3], 15), expected[15:, [0, 1, 3]])
 
 
-def test_a_mistake_in_a_worker_is_one_line_here_and_waiting_ends_when_the_run_stops(tmp_path, tokenizer, monkeypatch):
+def test_a_mistake_in_a_worker_is_one_line_here(tmp_path, tokenizer):
     (tmp_path / "a.jsonl").write_text("no JSON\n")
     source = streams_of(f"stream:{tmp_path}", tokenizer, num_streams=1, workers=1)
     with pytest.raises(InputError, match=r"row 0 of .*a.jsonl, at byte 0, is not JSON: [^\n]*$"):
         source.read([0])
-    (tmp_path / "a.jsonl").unlink()
-    os.mkfifo(tmp_path / "a.jsonl")  # nobody writes: reading waits for ever
-    monkeypatch.setattr(loader, "POLL_SECONDS", 0.2)
-    monkeypatch.setattr(loader, "PATIENCE_SECONDS", 0.4)
-    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
-    calls = []
-    source._stop = lambda: len(calls) > 3 or calls.append(0)
-    with pytest.raises(ReadingStopped):
-        source.read([0])
-    assert len(calls) == 4
     assert not source._processes
 
 
@@ -172,7 +158,7 @@ def test_no_worker_outlives_its_parent(corpora, tokenizer, tmp_path, how):
 @given(
     st.sampled_from([*KINDS, "table"]), st.integers(0, 25), st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 2, 4])
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_batches_and_their_continuation_are_the_same_for_any_world_size(corpora, tokenizer, kind, stop, before, after):
     plan = table_streams(30) if kind == "table" else plan_of(corpora[kind][0], tokenizer)
     expected = steps(TokenLoader(plan), range(4), stop + 4)
@@ -193,14 +179,6 @@ def continued(source, tokenizer, state):
     again = streams_of(source, tokenizer, num_streams=1)
     again.load_state_dict(state)
     return again.read([0])
-
-
-def test_a_state_is_five_numbers_a_stream_however_long_the_document(tmp_path, tokenizer):
-    write_table(tmp_path / "a.parquet", {"e": "the cat sees a dog. " * 2000, "doc-1": "short"})
-    source = streams_of(f"stream:{tmp_path}", tokenizer, num_streams=1)
-    source.read([0])
-    assert [len(position) for position in source.state_dict()["streams"].values()] == [5]
-    assert torch.equal(continued(f"stream:{tmp_path}", tokenizer, source.state_dict()), source.read([0]))
 
 
 def test_resuming_reads_nothing_before_the_place(tmp_path, tokenizer, monkeypatch):
@@ -269,11 +247,8 @@ def test_a_hub_data_set_is_resumed_at_the_commit_it_was_begun_with(tmp_path, tok
     assert torch.equal(again.read(range(4)), following)
 
 
-def test_few_documents_are_read_for_many_epochs_and_too_few_for_the_streams_are_refused_by_name(tmp_path, tokenizer):
+def test_too_few_documents_for_validation_or_for_the_streams_are_refused_by_name(tmp_path, tokenizer):
     write_table(tmp_path / "a.parquet", of_split(texts(3), "train"))
-    source = streams_of(f"stream:{tmp_path}", tokenizer, num_streams=1, seq_len=1000)
-    while source.state_dict()["streams"]["0"][0] < 150:
-        source.read([0])
     options = {"seq_len": 8, "batch_size": 2, "max_steps": 1, "validation_sequences": 2, "seed": 0}
     with pytest.raises(InputError, match=r"validation documents of stream:.*has 0 tokens"):
         open_tokens(f"stream:{tmp_path}", tokenizer, **options)
@@ -302,28 +277,13 @@ def test_a_failed_read_moves_no_stream(tmp_path, tokenizer):
     assert torch.equal(source.read([0, 1]), reference.read([0, 1]))
 
 
-def test_streams_that_are_not_there_are_refused(corpora, tokenizer):
-    source = streams_of(corpora["groups"][0], tokenizer, streams=[0, 2])
-    for wrong in ([1], [0, 0], [4]):
-        with pytest.raises(ValueError, match="not among"):
-            source.read(wrong)
-    with pytest.raises(ValueError, match="out of range"):
-        streams_of(corpora["groups"][0], tokenizer, streams=[4])
-    state = source.state_dict()
-    with pytest.raises(ValueError, match="no stream 1"):
-        streams_of(corpora["groups"][0], tokenizer).load_state_dict(state)
-    with pytest.raises(ValueError, match="read by two"):
-        merge_states([state, state])
-
-
 def table_streams(count, seed=3, num_streams=4):
     return TableStreams(TokenTable(np.arange(2 * count, dtype=np.uint16).reshape(count, 2), 1), num_streams, seed)
 
 
-@given(st.integers(1, 12), st.integers(1, 7), st.integers(0, 2**40))
-@settings(max_examples=40, deadline=None)
-def test_every_sequence_of_a_table_is_seen_once_an_epoch_whatever_the_batch_size(count, batch_size, seed):
-    source = TokenLoader(table_streams(count, seed, batch_size))
+@pytest.mark.parametrize(("count", "batch_size"), [(1, 3), (7, 3), (12, 12)])
+def test_every_sequence_of_a_table_is_seen_once_an_epoch_whatever_the_batch_size(count, batch_size):
+    source = TokenLoader(table_streams(count, 3, batch_size))
     seen = steps(source, range(batch_size), -(-3 * count // batch_size))[:, :, 0].flatten()[: 3 * count]
     for epoch in seen.reshape(3, count):
         assert sorted(epoch // 2) == list(range(count))

@@ -14,7 +14,7 @@ import os
 import re
 import sysconfig
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -50,12 +50,7 @@ Kind = Literal["parquet", "jsonl", "text", "python"]
 
 @dataclass(frozen=True)
 class Document:
-    """A text with a name; it is read on demand, so that listing a corpus loads nothing.
-
-    Args:
-        id: name that stays the same on every machine; the held-out split is a hash of it.
-        read: returns the text.
-    """
+    """A text with a name that is the same on every machine; ``read`` returns the text when it is needed."""
 
     id: str
     read: Callable[[], str]
@@ -138,8 +133,20 @@ def read_documents(
     parquet file with at least ``num_stripes`` row groups is striped by row groups, so that no byte
     is read twice; all others by rows.
     """
+    if file.kind == "python":
+        if place.row == stripe == 0:
+            yield START, Document(file.name, lambda: Path(file.url).read_text(encoding="utf-8", errors="replace"))
+        return
     try:
-        yield from _READERS[file.kind](file, place, stripe, num_stripes, text_field)
+        with fsspec.open(file.url, "rb", compression=None if file.kind == "parquet" else "infer") as raw:
+            if file.kind == "parquet":
+                rows = _parquet_rows(raw, file, place, stripe, num_stripes, text_field)
+            else:
+                rows = (_json_lines if file.kind == "jsonl" else _text_pieces)(raw, file, place)
+                rows = (row for row in rows if row[0].row % num_stripes == stripe)
+            for here, row in rows:
+                if here.row >= place.row and (document := _document(row, here, file, text_field)):
+                    yield here, document
     except InputError:
         raise
     except Exception as error:  # ValueError: pyarrow's ArrowInvalid is one
@@ -148,8 +155,10 @@ def read_documents(
         raise
 
 
-def _parquet_rows(file: SourceFile, place: Place, stripe: int, num_stripes: int, text_field: str) -> Rows:
-    with _open(file) as raw, parquet.ParquetFile(raw, buffer_size=BUFFER_BYTES) as table:
+def _parquet_rows(
+    raw: Any, file: SourceFile, place: Place, stripe: int, num_stripes: int, text_field: str
+) -> Iterator[tuple[Place, dict[str, Any]]]:
+    with parquet.ParquetFile(raw, buffer_size=BUFFER_BYTES) as table:
         names = table.schema_arrow.names
         if text_field not in names:
             raise InputError(f"{file.url} has no column {text_field!r}; its columns: {', '.join(names)}")
@@ -161,62 +170,49 @@ def _parquet_rows(file: SourceFile, place: Place, stripe: int, num_stripes: int,
                 continue
             for batch in table.iter_batches(PARQUET_ROWS, [group], columns, use_threads=False):
                 for values in batch.to_pylist():
-                    if row >= place.row and (by_group or row % num_stripes == stripe):
-                        yield from _row_document(values, Place(row), file, text_field)
+                    if by_group or row % num_stripes == stripe:
+                        yield Place(row), values
                     row += 1
 
 
-def _json_rows(file: SourceFile, place: Place, stripe: int, num_stripes: int, text_field: str) -> Rows:
-    with _open(file) as raw:
-        lines, row, byte = BufferedReader(raw, BUFFER_BYTES), 0, 0
-        if place.byte and not file.url.endswith(PACKED_SUFFIXES):
-            row, byte = place
+def _json_lines(raw: Any, file: SourceFile, place: Place) -> Iterator[tuple[Place, bytes]]:
+    with BufferedReader(raw, BUFFER_BYTES) as lines:
+        row, byte = place if place.byte and not file.url.endswith(PACKED_SUFFIXES) else START
+        if byte:
             lines.seek(byte)
         for line in lines:
-            here, byte = Place(row, byte), byte + len(line)
-            if not line.strip():
-                continue
-            if row >= place.row and row % num_stripes == stripe:
-                yield from _row_document(_json_values(line, here, file), here, file, text_field)
-            row += 1
+            if line.strip():
+                yield Place(row, byte), line
+                row += 1
+            byte += len(line)
 
 
-def _text_pieces(file: SourceFile, place: Place, stripe: int, num_stripes: int, _: str) -> Rows:
-    with _open(file) as raw:
-        text = _decoded(raw.read(), file).replace("\r\n", "\n").replace("\r", "\n")
+def _text_pieces(raw: Any, file: SourceFile, _: Place) -> Iterator[tuple[Place, str]]:
+    text = _decoded(raw.read(), file).replace("\r\n", "\n").replace("\r", "\n")
     start = row = 0
     while start < len(text):
         end = min(start + PIECE_CHARACTERS, len(text))
         if end < len(text):
             end = text.rfind("\n", start, end) + 1 or end
-        if row >= place.row and row % num_stripes == stripe:
-            yield Place(row), Document(f"{file.name}#{row}", lambda piece=text[start:end]: piece)
+        yield Place(row), text[start:end]
         start, row = end, row + 1
 
 
-def _python_document(file: SourceFile, place: Place, stripe: int, *_: object) -> Rows:
-    if place.row == 0 and stripe == 0:
-        yield START, Document(file.name, lambda: Path(file.url).read_text(encoding="utf-8", errors="replace"))
-
-
-_READERS = {"parquet": _parquet_rows, "jsonl": _json_rows, "text": _text_pieces, "python": _python_document}
-
-
-def _open(file: SourceFile) -> Any:
-    return fsspec.open(file.url, "rb", compression=None if file.kind == "parquet" else "infer")
-
-
-def _row_document(values: dict[str, Any], place: Place, file: SourceFile, text_field: str) -> Rows:
+def _document(row: dict[str, Any] | bytes | str, place: Place, file: SourceFile, text_field: str) -> Document | None:
+    """The document of a table's row, of a JSON line or of a piece of text; None where a row has no text."""
+    if isinstance(row, bytes):
+        row = _json_values(row, place, file)
+    values = {text_field: row} if isinstance(row, str) else row
     if text_field not in values:
         raise InputError(
             f"row {place.row} of {file.url} has no column {text_field!r}; its columns: {', '.join(values)}"
         )
     text = values[text_field]
     if text is None:
-        return
+        return None
     if not isinstance(text, str):
         raise InputError(f"column {text_field!r} of {file.url} holds {type(text).__name__}, not text")
-    yield place, Document(str(values.get("id") or f"{file.name}#{place.row}"), lambda: text)
+    return Document(str(values.get("id") or f"{file.name}#{place.row}"), lambda: text)
 
 
 def _json_values(line: bytes, place: Place, file: SourceFile) -> dict[str, Any]:
@@ -283,7 +279,7 @@ def _kind(name: str) -> Kind | None:
     return next((kind for kind, suffixes in SUFFIXES.items() if name.endswith(suffixes)), None)
 
 
-def _digest(lines: Iterator[str]) -> str:
+def _digest(lines: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:40]
 
 

@@ -2,11 +2,12 @@
 
 import hashlib
 import json
+import math
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import Any
 
 import numpy as np
 import torch
@@ -32,15 +33,9 @@ EXCERPT_MARGIN = 1.1
 
 @dataclass(frozen=True)
 class Encoder:
-    """Text to the tokenizer's own ids without special tokens, EOS after them; picklable.
+    """Text to the tokenizer's own ids without special tokens, EOS after them; picklable."""
 
-    Args:
-        backend: the fast tokenizer's core.
-        eos: id of the token between documents.
-        name: what the tokenizer was loaded from.
-    """
-
-    backend: Any
+    backend: Tokenizer
     eos: int
     name: str
 
@@ -64,7 +59,7 @@ class Encoder:
 
     def __call__(self, text: str) -> np.ndarray:
         """The token ids of a document, int32, EOS last."""
-        return np.array([*self.backend.encode(text, add_special_tokens=False).ids, self.eos], dtype=np.int32)
+        return self.batch([text])[0]
 
     def batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The token ids of each document, from all cores unless TOKENIZERS_PARALLELISM=false."""
@@ -87,12 +82,7 @@ class Encoder:
 
 @dataclass(frozen=True)
 class TokenTable:
-    """Sequences of one length.
-
-    Args:
-        sequences: (sequences, tokens) token ids, in memory or in a read-only memory map.
-        num_documents: documents that the sequences come from.
-    """
+    """Sequences of one length, (sequences, tokens), in memory or in a read-only memory map."""
 
     sequences: np.ndarray
     num_documents: int
@@ -110,26 +100,22 @@ def pack(
 ) -> TokenTable:
     """The documents' tokens, EOS after each, cut into sequences; the remainder is dropped.
 
-    Args:
-        documents: read only as far as needed.
-        encoder: turns texts into tokens.
-        seq_len: tokens per sequence.
-        max_sequences: stop after so many; None takes all.
+    Reads no further than ``max_sequences`` need; None takes all.
 
     Raises:
         InputError: the text is shorter than one sequence.
     """
-    limit = None if max_sequences is None else max_sequences * seq_len
+    limit = math.inf if max_sequences is None else max_sequences
     parts: list[np.ndarray] = []
     total = 0
     for ids in _encoded(documents, encoder):
         parts.append(ids)
         total += len(ids)
-        if limit is not None and total >= limit:
+        if total >= limit * seq_len:
             break
     if total < seq_len:
         raise InputError(f"the text has {total} tokens, fewer than one sequence of {seq_len}")
-    count = total // seq_len if max_sequences is None else min(total // seq_len, max_sequences)
+    count = int(min(total // seq_len, limit))
     flat = np.concatenate(parts)[: count * seq_len].astype(encoder.dtype)
     return TokenTable(flat.reshape(count, seq_len), len(parts))
 
@@ -146,35 +132,18 @@ def excerpts(
     """A short excerpt of every document, together about ``num_sequences`` sequences.
 
     A model that trains on all of a few files adapts to them and forgets the rest (docs/log.md). All
-    excerpts have the same length in characters, at least two sequences. Seed and name draw where an
-    excerpt begins, at the start of a line. Texts are read once for their lengths and again when
-    they are yielded.
-
-    Args:
-        documents: in the order in which they are taken.
-        encoder: counts the tokens of the first 32 documents.
-        seq_len: tokens per sequence.
-        num_sequences: sequences needed.
-        seed: seed of the places.
+    excerpts have the same length in characters, at least two sequences; how many characters a token
+    has is counted in the first 32 documents. Seed and name draw where an excerpt begins, at the
+    start of a line.
     """
     texts = [document.text[:SAMPLE_CHARACTERS] for document in documents[:SAMPLE_DOCUMENTS]]
     characters_per_token = sum(map(len, texts)) / max(1, sum(len(ids) - 1 for ids in encoder.batch(texts)))
     lengths = np.array([len(document.text) for document in documents])
-    cap = _cap(lengths, int(EXCERPT_MARGIN * characters_per_token * seq_len * num_sequences))
-    limit = max(cap, int(MIN_SEQUENCES * characters_per_token * seq_len))
+    needed, longest = int(EXCERPT_MARGIN * characters_per_token * seq_len * num_sequences), int(lengths.max())
+    enough = bisect_left(range(longest), needed, key=lambda length: np.minimum(lengths, length).sum())
+    limit = max(enough, int(MIN_SEQUENCES * characters_per_token * seq_len))
     for document in documents:
         yield Document(document.id, lambda document=document: _excerpt(document, limit, seed))
-
-
-def _cap(lengths: np.ndarray, needed: int) -> int:
-    """The least L with sum(min(length, L)) >= needed; the largest length if there is none."""
-    ordered = np.sort(lengths)
-    before = np.concatenate([[0], np.cumsum(ordered)[:-1]])
-    left = len(ordered) - np.arange(len(ordered))
-    reached = np.flatnonzero(before + left * ordered >= needed)
-    if not len(reached):
-        return int(ordered[-1])
-    return int(np.ceil((needed - before[reached[0]]) / left[reached[0]]))
 
 
 def _excerpt(document: Document, limit: int, seed: int) -> str:

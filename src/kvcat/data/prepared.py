@@ -10,11 +10,10 @@ import os
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -24,7 +23,7 @@ from kvcat.data.documents import Place, Source, open_source, read_documents
 from kvcat.data.packing import Encoder, TokenTable
 from kvcat.data.split import HELD_OUT_FRACTION, split_of
 from kvcat.errors import InputError
-from kvcat.files import LOCK_FILE, one_writer, write_json
+from kvcat.files import LOCK_FILE, one_writer, read_json, write_json
 
 INDEX = "tokens.json"
 FORMAT, VERSION = "kvcat tokens", 1
@@ -62,13 +61,9 @@ def open_prepared(
 
 
 def _read_index(folder: Path) -> dict[str, Any]:
-    path = folder / INDEX
-    try:
-        index = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{folder} is no folder of prepared tokens: {path.name}: {error}") from None
-    if not isinstance(index, dict) or index.get("format") != FORMAT:
-        raise InputError(f"{path} does not describe prepared tokens")
+    index = read_json(folder / INDEX)
+    if index.get("format") != FORMAT:
+        raise InputError(f"{folder / INDEX} does not describe prepared tokens")
     if index["version"] > VERSION:
         raise InputError(f"{folder} has format {index['version']}, newer than {VERSION}, the newest this kvcat reads")
     return index
@@ -96,16 +91,6 @@ def _checksum(path: Path) -> int:
     return checksum
 
 
-@dataclass(frozen=True)
-class _Progress:
-    """What each file holds; the last document: files before its own, its row and byte."""
-
-    splits: dict[str, dict[str, int]]
-    test_documents: int = 0
-    file: int = 0
-    place: Sequence[int] | None = None
-
-
 def prepare(
     source: str,
     tokenizer: PreTrainedTokenizerBase,
@@ -120,12 +105,11 @@ def prepare(
     The files are read in an order drawn by the seed, their documents in order; test documents are
     left out. Everything is written to ``FOLDER.partial`` and renamed at the end. Stopped at any
     moment, the same call continues after the last five seconds; where the folder is complete it
-    returns at once.
+    returns at once. The tokenizer uses all cores, unless ``TOKENIZERS_PARALLELISM=false``.
 
     Args:
         source: as in ``open_documents``.
-        tokenizer: with a fast form and an EOS token; it uses all cores, unless
-            ``TOKENIZERS_PARALLELISM=false``.
+        tokenizer: with a fast form and an EOS token.
         folder: absent or empty.
         max_tokens: training tokens after which reading ends, once there is a validation document;
             None reads everything.
@@ -148,23 +132,22 @@ def prepare(
     }  # fmt: skip
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         return _existing(target, settings)
-    opened = open_source(source, revision=_load_progress(work, settings)[0])
+    opened = open_source(source, revision=_saved(work, settings).get("revision"))
+    settings["revision"] = opened.revision
     with one_writer(work):
-        revision, progress = _load_progress(work, settings)
-        if revision != opened.revision:
-            progress = _EMPTY
+        progress = _saved(work, settings).get("progress", _NOTHING)
         try:
             if is_prepared(target):
                 raise InputError(f"another process has just written {target}")
             _check_disk(work, opened, settings, progress)
             with closing(_write(work, opened, encoder, settings, progress)) as written:
                 for progress in written:
-                    on_progress(progress.splits["train"]["tokens"])
-            return _finish(work, target, {**settings, "revision": opened.revision}, encoder, progress)
+                    on_progress(progress["splits"]["train"]["tokens"])
+            return _finish(work, target, settings, encoder.name, progress)
         except OSError as error:
             raise InputError(f"cannot write to {work}: {error.strerror}") from error
         except InputError:
-            if not (source.startswith("hub:") and progress.splits["train"]["tokens"]):
+            if not (source.startswith("hub:") and progress["splits"]["train"]["tokens"]):
                 shutil.rmtree(work)
             raise
 
@@ -182,86 +165,63 @@ def _existing(target: Path, settings: dict[str, Any]) -> dict[str, Any]:
     return index
 
 
-_EMPTY = _Progress({split: {"tokens": 0, "documents": 0, "crc32": 0} for split in SPLITS})
+# what each file holds; the last document: files before its own, its row and byte
+_NOTHING = {
+    "splits": {split: {"tokens": 0, "documents": 0, "crc32": 0} for split in SPLITS},
+    "test_documents": 0, "file": 0, "place": None,
+}  # fmt: skip
 
 
-def _load_progress(work: Path, settings: dict[str, Any]) -> tuple[str | None, _Progress]:
-    """The source's revision and how far an earlier call with the same settings came."""
+def _saved(work: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Revision and progress of an earlier call with the same settings; empty where there is nothing to continue."""
     try:
         saved = json.loads((work / PROGRESS).read_text(encoding="utf-8"))
-        progress, item_bytes = _Progress(**saved["progress"]), np.dtype(settings["dtype"]).itemsize
-        sizes = {split: (work / f"{split}.bin").stat().st_size // item_bytes for split in SPLITS}
-        good = saved["settings"] == settings and all(progress.splits[s]["tokens"] <= sizes[s] for s in SPLITS)
-        return (saved["revision"], progress) if good else (None, _EMPTY)
+        for split in SPLITS:
+            size = (work / f"{split}.bin").stat().st_size // np.dtype(settings["dtype"]).itemsize
+            if saved["progress"]["splits"][split]["tokens"] > size:
+                return {}
+        same = all(saved["settings"][name] == value for name, value in settings.items())
+        return {"revision": saved["settings"]["revision"], "progress": saved["progress"]} if same else {}
     except (OSError, ValueError, KeyError, TypeError):
-        return None, _EMPTY
+        return {}
 
 
-def _check_disk(work: Path, source: Source, settings: dict[str, Any], progress: _Progress) -> None:
+def _check_disk(work: Path, source: Source, settings: dict[str, Any], progress: dict[str, Any]) -> None:
     """Refuse to start where the tokens will not fit, as far as that is known beforehand."""
     item_bytes = np.dtype(settings["dtype"]).itemsize
     if settings["max_tokens"] is not None:
         needed = settings["max_tokens"] * item_bytes * (1 + HELD_OUT_FRACTION)
     else:
         needed = sum(Path(file.url).stat().st_size for file in source.files if not file.remote) / 2
-    needed -= sum(part["tokens"] for part in progress.splits.values()) * item_bytes
+    needed -= sum(part["tokens"] for part in progress["splits"].values()) * item_bytes
     if (free := shutil.disk_usage(work).free) < needed:
         raise InputError(f"no disk space for {work}: {free / 1e6:,.1f} MB free, some {needed / 1e6:,.1f} MB needed")
 
 
-class _Batch(NamedTuple):
-    """Texts of each split, test documents between them, and where the last document stands."""
-
-    texts: dict[str, list[str]]
-    num_test: int
-    file: int
-    place: Place | None
-
-
-def _batches(source: Source, seed: int, done: _Progress) -> Iterator[_Batch]:
-    """The documents after those that are done, in batches of some 260,000 characters."""
-    order = np.random.default_rng(seed).permutation(len(source.files)).tolist()
-    texts, num_test, num_characters = {split: [] for split in SPLITS}, 0, 0
-    for number in range(done.file, len(order)):
-        last = Place(*done.place) if done.place and number == done.file else None
-        for place, document in read_documents(source.files[order[number]], last or Place()):
-            if place == last:
-                continue
-            if (split := split_of(document.id)) == "test":
-                num_test += 1
-                continue
-            texts[split].append(document.text)
-            num_characters += len(texts[split][-1])
-            if num_characters >= BATCH_CHARACTERS:
-                yield _Batch(texts, num_test, number, place)
-                texts, num_test, num_characters = {split: [] for split in SPLITS}, 0, 0
-    yield _Batch(texts, num_test, len(order), None)
-
-
 def _write(
-    work: Path, source: Source, encoder: Encoder, settings: dict[str, Any], progress: _Progress
-) -> Generator[_Progress, None, None]:
+    work: Path, source: Source, encoder: Encoder, settings: dict[str, Any], progress: dict[str, Any]
+) -> Generator[dict[str, Any], None, None]:
     """Append what is not done; record every few seconds how far the files are good."""
 
     def save() -> None:
         for file in files.values():
             file.flush()
             os.fsync(file.fileno())
-        record = {"settings": settings, "revision": source.revision, "progress": asdict(progress)}
-        write_json(work / PROGRESS, record)
+        write_json(work / PROGRESS, {"settings": settings, "progress": progress})
 
     limits, saved_at = {"train": settings["max_tokens"], "validation": None}, time.monotonic()
     with ExitStack() as stack:
         files = {split: stack.enter_context((work / f"{split}.bin").open("ab")) for split in SPLITS}
         for split, file in files.items():
-            file.truncate(progress.splits[split]["tokens"] * encoder.dtype.itemsize)
+            file.truncate(progress["splits"][split]["tokens"] * encoder.dtype.itemsize)
         try:
             for texts, num_test, number, place in _batches(source, settings["seed"], progress):
                 parts = {
-                    s: _append(files[s], progress.splits[s], encoder.batch(texts[s]), encoder.dtype, limits[s])
+                    s: _append(files[s], progress["splits"][s], encoder.batch(texts[s]), encoder.dtype, limits[s])
                     for s in SPLITS
                 }
-                progress = _Progress(parts, progress.test_documents + num_test, number, place)
+                num_test += progress["test_documents"]
+                progress = {"splits": parts, "test_documents": num_test, "file": number, "place": place}
                 if time.monotonic() - saved_at > SAVE_SECONDS:
                     save()
                     saved_at = time.monotonic()
@@ -272,9 +232,32 @@ def _write(
             save()
 
 
+def _batches(
+    source: Source, seed: int, done: dict[str, Any]
+) -> Iterator[tuple[dict[str, list[str]], int, int, Place | None]]:
+    """Texts by split of some 260,000 characters, the test documents between them, and the last one's file and place."""
+    order = np.random.default_rng(seed).permutation(len(source.files)).tolist()
+    texts, num_test, num_characters = {split: [] for split in SPLITS}, 0, 0
+    for number in range(done["file"], len(order)):
+        last = Place(*done["place"]) if done["place"] and number == done["file"] else None
+        for place, document in read_documents(source.files[order[number]], last or Place()):
+            if place == last:
+                continue
+            if (split := split_of(document.id)) == "test":
+                num_test += 1
+                continue
+            texts[split].append(document.text)
+            num_characters += len(texts[split][-1])
+            if num_characters >= BATCH_CHARACTERS:
+                yield texts, num_test, number, place
+                texts, num_test, num_characters = {split: [] for split in SPLITS}, 0, 0
+    yield texts, num_test, len(order), None
+
+
 def _append(
     file: IO[bytes], part: dict[str, int], documents: list[np.ndarray], dtype: np.dtype, limit: int | None
 ) -> dict[str, int]:
+    """Write documents up to the limit of tokens; returns what the file then holds."""
     tokens, num_documents, checksum = part["tokens"], part["documents"], part["crc32"]
     for document in documents:
         ids = document if limit is None else document[: limit - tokens]
@@ -287,20 +270,19 @@ def _append(
 
 
 def _finish(
-    work: Path, target: Path, settings: dict[str, Any], encoder: Encoder, progress: _Progress
+    work: Path, target: Path, settings: dict[str, Any], tokenizer_name: str, progress: dict[str, Any]
 ) -> dict[str, Any]:
     """Write the index and give the folder its name."""
-    for split, part in progress.splits.items():
+    splits, num_test = progress["splits"], progress["test_documents"]
+    for split, part in splits.items():
         if not part["tokens"]:
-            count = sum(part["documents"] for part in progress.splits.values()) + progress.test_documents
+            count = sum(part["documents"] for part in splits.values()) + num_test
             raise InputError(
                 f"{settings['source']} has no {split} document among {count}; prepare more text, or train on the text "
                 "itself, which then holds one out"
             )
-    index = {
-        **settings, "tokenizer_name": encoder.name, "kvcat": kvcat.__version__, "splits": progress.splits,
-        "test_documents": progress.test_documents,
-    }  # fmt: skip
+    made = {"tokenizer_name": tokenizer_name, "kvcat": kvcat.__version__}
+    index = {**settings, **made, "splits": splits, "test_documents": num_test}
     write_json(work / INDEX, index)
     for name in (PROGRESS, LOCK_FILE):
         (work / name).unlink()

@@ -21,12 +21,7 @@ def name_seed(name: str) -> int:
 
 
 def split_of(document_id: str, fraction: float = HELD_OUT_FRACTION) -> Split:
-    """The split of a document: test in the first ``fraction`` of the hash range, then validation.
-
-    Args:
-        document_id: the document's name.
-        fraction: share of the documents in each held-out split, in (0, 0.5).
-    """
+    """The split of a document by its name: test in the first ``fraction`` of the hash range, then validation."""
     position = _position(document_id)
     if position < fraction:
         return "test"
@@ -39,16 +34,11 @@ def hash_order(documents: Iterable[Document], seed: int) -> list[Document]:
 
 
 def split_documents(source: str, split: Split | Literal["all"], *, limit: int | None = None) -> list[Document]:
-    """The documents of one split of a source, in the source's order.
+    """The documents of one split of a source (``open_documents``), in the source's order.
 
     The installed Python sources hold copies of their own files; held-out documents that share many
-    lines with training documents are left out there.
-
-    Args:
-        source: as in ``open_documents``.
-        split: train, validation, test (held out by a hash of the name), or all.
-        limit: the first so many of a ``hub:`` source, which is streamed; all other sources are read
-            to their end.
+    lines with training documents are left out there. Of a ``hub:`` source, which is streamed, only
+    the first ``limit`` are read.
 
     Raises:
         InputError: no such source, or no document in that split.
@@ -72,12 +62,8 @@ def training_splits(source: str, seed: int) -> tuple[list[Document], list[Docume
 
     Of the installed Python sources, training documents that share many lines with others are left
     out: more than half of some libraries are copies of their own files. Where no document's hash
-    falls into validation, as can be with few documents, the training document whose hash is closest
-    to that range is held out.
-
-    Args:
-        source: as in ``open_documents``.
-        seed: seed of the order of the training documents; validation has one order.
+    falls into validation, the training document whose hash is closest to that range is held out.
+    The seed orders the training documents; validation has one order.
 
     Raises:
         InputError: fewer than two documents.

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvcat.data import ReadingStopped, merge_states, open_tokens
+from kvcat.data import merge_states, open_tokens
 from kvcat.errors import InputError
 from kvcat.files import one_writer, read_json, read_jsonl, write_json
 from kvcat.models import load, self_test
@@ -148,7 +148,7 @@ class Trainer:
         return open_tokens(
             config.data, tokenizer, seq_len=config.seq_len, batch_size=config.batch_size, max_steps=max_steps,
             validation_sequences=config.validation_sequences, seed=config.seed, streams=self.streams,
-            workers=config.workers, stop=lambda: bool(self.signals), check=self.world.is_first,
+            workers=config.workers, check=self.world.is_first,
         )  # fmt: skip
 
     def __enter__(self) -> "Trainer":
@@ -181,10 +181,8 @@ class Trainer:
             self.checkpoints.save(self.step, self.data.train.state_dict(), lambda folder: bar.note(f"saved {folder}"))
         if stopping and not last:
             self.checkpoints.wait()
-            raise self._stopped(f"stopped after step {self.step}; the same command continues")
-
-    def _stopped(self, message: str) -> Stopped:
-        return Stopped(self.signals[0] if self.signals else signal.SIGTERM, message)
+            signum = self.signals[0] if self.signals else signal.SIGTERM
+            raise Stopped(signum, f"stopped after step {self.step}; the same command continues")
 
     def _train_step(self) -> dict[str, Any]:
         config, world = self.config, self.world
@@ -197,7 +195,7 @@ class Trainer:
         for start in range(0, own, size):
             reduce_in_next_backward(self.objective, is_last=start + size >= own)
             streams = self.streams[start : start + size]
-            total, record = self._losses(self._read(streams), streams, self.step)
+            total, record = self._losses(self.data.train.read(streams), streams, self.step)
             (total * (size / own)).backward()
             records.append(record)
         routers, policies = self.objective.router_parameters(), self.objective.policy_parameters()
@@ -219,13 +217,6 @@ class Trainer:
         self.step += 1
         losses = mean_record(records, [1.0] * len(records), world)
         return {"tokens": self.step * config.tokens_per_step, **rates, **losses, **norms}
-
-    def _read(self, streams: Sequence[int]) -> torch.Tensor:
-        try:
-            return self.data.train.read(streams)
-        except ReadingStopped:
-            message = f"stopped while waiting for data after step {self.step}; the last checkpoint is in place"
-            raise self._stopped(message) from None
 
     def _losses(self, tokens: torch.Tensor, sequences: Sequence[int], step: int | None) -> tuple[torch.Tensor, Record]:
         """The objective; masks are a function of seed, step and sequence, so a checkpoint need not hold them."""
