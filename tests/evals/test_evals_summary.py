@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 from kvcat.errors import InputError
-from kvcat.evals import Record, compare_models, comparison_pairs, summarise
-from kvcat.evals.chance import plumbing
+from kvcat.evals import Record, compare_models, comparison_pairs, plumbing, summarise
 
 
 def record(model, document, window, dense=2.0, delta=0.1, gain=0.5, kl=0.2, **changes):
@@ -178,6 +177,16 @@ def test_a_share_of_several_right_answers_has_an_interval_that_narrows_with_n():
         row = row_of(summarise(records), "string_match")
         assert row.value == 0.5
         assert row.high - row.low == pytest.approx(1.96 / math.sqrt(count + 1.96**2), rel=1e-4)  # Wilson at 1/2
+
+
+def test_few_texts_with_several_right_answers_carry_the_small_n_warning():
+    half, more = (
+        [dataclasses.replace(r, values={"string_match": x}) for r in answers(m, [1] * 12)]
+        for m, x in [("base", 0.5), ("m", 0.75)]
+    )
+    more[0] = dataclasses.replace(more[0], values={"string_match": 0.0})
+    row = row_of(compare_models(half + more, "base"), "string_match")
+    assert row.warning == "12 documents: differences under 25 points cannot be told at 95 %, 19 among them"
 
 
 def test_the_native_share_is_over_the_examples_that_the_dense_pass_gets_right():

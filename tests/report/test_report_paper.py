@@ -230,4 +230,4 @@ def _worst_p(base, ours, total):
     first = np.arange(total) < ours
     second = np.roll(np.arange(total) < base, ours - both)
     assert (first & second).sum() == both
-    return mcnemar(first * 1.0, second * 1.0).p
+    return mcnemar(first * 1.0, second * 1.0)

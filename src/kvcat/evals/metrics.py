@@ -8,8 +8,6 @@ import numpy as np
 
 from kvcat.evals.statistics import ClusterBootstrap, Draws
 
-Columns = Mapping[str, np.ndarray]
-
 
 @dataclass(frozen=True)
 class Metric:
@@ -18,18 +16,18 @@ class Metric:
     Args:
         label: column head.
         description: one line for a reader.
-        lower_is_better: which way is better; None where neither is.
+        lower_is_better: which way is better.
         unit: of the figure; empty for a share.
         percent: shown in percent.
         share: mean of a per-example score between 0 and 1, with the intervals of ``share``.
         ratio: the ratio of two models means something, because 0 is nothing lost.
-        columns: the per-example values whose means the figure is made of.
+        columns: the per-example values whose means the figure is made of; by default the one of its name.
         function: of these means, element by element; None is the median of the single column.
     """
 
     label: str
     description: str
-    lower_is_better: bool | None
+    lower_is_better: bool
     unit: str = "nats/token"
     percent: bool = False
     share: bool = False
@@ -37,11 +35,10 @@ class Metric:
     columns: tuple[str, ...] = ()
     function: Callable[..., Any] | None = lambda mean: mean
 
-    def draws(self, bootstrap: ClusterBootstrap, columns: Columns) -> Draws:
+    def draws(self, bootstrap: ClusterBootstrap, columns: Mapping[str, np.ndarray]) -> Draws:
         """The figure on all examples and on every resample."""
-        if self.function is None:
-            return bootstrap.median_draws(columns[self.columns[0]])
-        return bootstrap.of_means(self.function, *(columns[name] for name in self.columns))
+        values = [columns[name] for name in self.columns]
+        return bootstrap.median(*values) if self.function is None else bootstrap.of_means(self.function, *values)
 
 
 def _score(label: str, description: str, *columns: str, function: Callable[..., Any] = lambda mean: mean) -> Metric:
@@ -143,12 +140,8 @@ METRICS: dict[str, Metric] = {
 }
 """Every figure by its name in summaries and CSV files."""
 
-HEADLINES: dict[str, tuple[str, ...]] = {
-    "suffix": ("kl", "nll", "delta_nll", "top1", "retention", "nll_dense", "context_gain"),
-    "needle": ("exact_match", "native_exact_match", "dense_exact_match", "correct_prefix", "nll", "nll_dense"),
-    "ruler": ("string_match", "dense_string_match", "exact_match", "nll", "nll_dense"),
-    "longbench": ("accuracy", "dense_accuracy", "nll_choice"),
-    "qa": ("acc_per_char", "acc", "nll_per_char"),
-    "profile": ("kl",),
-}
-"""The metrics of each evaluation that its tables show, the first of them the one that decides."""
+DECIDING = {
+    "suffix": "kl", "needle": "exact_match", "ruler": "string_match", "longbench": "accuracy", "qa": "acc_per_char",
+    "profile": "kl",
+}  # fmt: skip
+"""Every evaluation with the metric that decides it where no other is named."""

@@ -22,7 +22,7 @@ COLUMNS = (
 _Prefix = tuple[str, str]  # document and name
 _Cache = tuple[int, str]  # slots and label of a method
 _Figures = dict[_Prefix, dict[_Cache, Values]]
-_NONE = Estimate(np.nan, np.nan, np.nan)
+_NONE = Estimate(np.nan)
 
 
 def profile_table(
@@ -200,7 +200,7 @@ def _intervals(
     bootstrap = ClusterBootstrap([document for document, _ in own], num_resamples=num_resamples, seed=seed)
     ratio = _NONE
     if first is not None and first.keys() == own.keys() and np.isfinite(other := np.array(list(first.values()))).all():
-        ratio = bootstrap.ratio(means, other)
+        ratio = bootstrap.estimate(bootstrap.of_means(np.divide, means, other))
     return bootstrap.mean(means), ratio
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcat.errors import InputError
-from kvcat.evals.metrics import HEADLINES
+from kvcat.evals.metrics import DECIDING
 from kvcat.files import LOCK_FILE, append_jsonl, claim_folder, one_writer, read_jsonl
 
 _RECORDS = re.compile(r"records(-\d+-of-\d+)?\.jsonl")
@@ -258,8 +258,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise InputError(f"{file} is damaged: {error}") from None
     if not isinstance(config, dict) or config.get("evaluation") is None:
         raise InputError(f"{folder} is no results folder: its config.json names no evaluation")
-    if config["evaluation"] not in HEADLINES:
-        raise InputError(f"{file}: no evaluation {config['evaluation']!r}; there are {', '.join(HEADLINES)}")
+    if config["evaluation"] not in DECIDING:
+        raise InputError(f"{file}: no evaluation {config['evaluation']!r}; there are {', '.join(DECIDING)}")
     for field, kind in {"dataset": str, "num_examples": int, "methods": list}.items():
         if not isinstance(config.get(field), kind):
             raise InputError(f"{file} is damaged: {field} is {config.get(field)!r}")

@@ -17,7 +17,7 @@ from kvcat.cache import CompactCache, fingerprint
 from kvcat.compress import Compressor, Trace, seeded_compressor, takes_seed
 from kvcat.errors import InputError
 from kvcat.evals.costs import Step, answer_speed, measure
-from kvcat.evals.metrics import HEADLINES, METRICS
+from kvcat.evals.metrics import DECIDING, METRICS
 from kvcat.evals.provenance import provenance
 from kvcat.evals.records import Record, ResultsFolder, Shard, method_label
 
@@ -92,7 +92,7 @@ class Task:
     """An evaluation's examples and how they are scored: a frozen dataclass that inherits from this one.
 
     Attributes:
-        evaluation: name of the evaluation, a key of ``HEADLINES``.
+        evaluation: name of the evaluation, a key of ``DECIDING``.
         dataset: name of the data set, part of every record.
         examples: in the order of evaluation, so that the first n are a fair sample for every n.
         baselines: those that are scored for every model.
@@ -437,7 +437,7 @@ def _primary(task: Task, plan: Sequence[_Job], wanted: tuple[str, float, str] | 
     cells = [cell for job in plan for cell in job.cells]
     if wanted is None and not cells:
         return None
-    method, keep_ratio, metric = wanted or (*cells[0], HEADLINES[task.evaluation][0])
+    method, keep_ratio, metric = wanted or (*cells[0], DECIDING[task.evaluation])
     if (method, keep_ratio) not in cells:
         raise InputError(f"primary cell: {method} at keep ratio {keep_ratio:g} is not evaluated")
     if metric not in METRICS:
@@ -483,8 +483,8 @@ def _check_request(
     batch_size: int,
     shard: Shard,
 ) -> None:
-    if task.evaluation not in HEADLINES:
-        raise InputError(f"no evaluation {task.evaluation!r}; there are {', '.join(HEADLINES)}")
+    if task.evaluation not in DECIDING:
+        raise InputError(f"no evaluation {task.evaluation!r}; there are {', '.join(DECIDING)}")
     wanted = [*plan, *task.baselines]
     for name, found in [("model", models), ("example", task.examples), ("method or keep ratio", wanted)]:
         if not found:

@@ -1,4 +1,4 @@
-"""Records to tables: every figure with its interval, and paired comparisons of models."""
+"""Records to tables: figures with intervals, paired comparisons of models, and which models cannot do the task."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,17 +22,28 @@ from kvcat.evals.statistics import (
 )
 
 BASELINES = ("dense", "no-context", "truncated")
-SUMMARY_COLUMNS = (
-    "model", "method", "keep_ratio", "step", "stratum", "metric", "value", "low", "high", "num_examples",
-    "num_documents", "num_seeds", "baseline",
+CELL = ("model", "method", "keep_ratio", "step", "stratum")
+SIZES = ("num_examples", "num_documents", "num_seeds")
+SUMMARY = (*CELL, "metric", "value", "low", "high", *SIZES, "baseline")
+COMPARISON = (
+    "model", "reference", *CELL[1:], "metric", "difference", "low", "high", "ratio", "ratio_low", "ratio_high", "p",
+    "p_holm", "verdict", *SIZES, "primary", "warning",
 )  # fmt: skip
-COMPARISON_COLUMNS = (
-    "model", "reference", "method", "keep_ratio", "step", "stratum", "metric", "difference", "low", "high", "ratio",
-    "ratio_low", "ratio_high", "p", "p_holm", "verdict", "num_examples", "num_documents", "num_seeds", "primary",
-    "warning",
-)  # fmt: skip
-_NONE = Estimate(np.nan, np.nan, np.nan)
-_Key = tuple[str, str, float, int | None, str]  # model, method, keep ratio, step, stratum
+FEWEST = 20
+"""Documents below which no share of right answers shows that a model can do a task."""
+
+SCORES = ("accuracy", "exact_match", "string_match", "acc_per_char")
+"""Scores of right answers; whether a model can do a task is judged by the first that its records hold."""
+
+QA_CHANCE = {
+    "hellaswag": 1 / 4, "winogrande": 1 / 2, "piqa": 1 / 2, "social_i_qa": 1 / 3, "openbookqa": 1 / 4,
+    "arc_easy": 1 / 4, "arc_challenge": 1 / 4, "commonsense_qa": 1 / 5,
+}  # fmt: skip
+"""One over the number of choices."""
+
+_NONE = Estimate(np.nan)
+_Example = tuple[str, str]  # document and name
+_Cells = dict[tuple[Any, ...], dict[str, dict[_Example, list[Record]]]]
 
 
 def summarise(records: Iterable[Record], *, num_resamples: int = 10_000, seed: int = 0) -> pd.DataFrame:
@@ -54,14 +65,14 @@ def summarise(records: Iterable[Record], *, num_resamples: int = 10_000, seed: i
     Raises:
         InputError: records of two data sets; one label for two sets of weights.
     """
-    rows: list[tuple[Any, ...]] = []
+    rows: list[dict[str, Any]] = []
     for key, cell in _cells(records).items():
         sample = _Sample(cell, sorted(set.intersection(*map(set, cell.values()))), num_resamples, seed)
+        named = dict(zip(CELL, key, strict=True))
         for metric in sample.metrics:
-            figure = sample.estimate(metric)
-            numbers = (figure.value, figure.low, figure.high, *sample.sizes)
-            rows.append((*key, metric, *numbers, key[1] in BASELINES))
-    return _frame(rows, SUMMARY_COLUMNS)
+            figure = vars(sample.estimate(metric))
+            rows.append(named | {"metric": metric} | figure | sample.sizes | {"baseline": key[1] in BASELINES})
+    return pd.DataFrame(rows, columns=list(SUMMARY)).astype({"step": "Int64"})
 
 
 def compare_models(
@@ -98,16 +109,16 @@ def compare_models(
     cells = _cells(records)
     if reference not in (labels := {key[0] for key in cells}):
         raise InputError(f"no records of model {reference!r}; there are {', '.join(sorted(labels))}")
-    rows: list[tuple[Any, ...]] = []
+    rows: list[dict[str, Any]] = []
     for key, cell in cells.items():
         other = cells.get((reference, *key[1:]), {})
         if key[0] == reference or not other:
             continue
-        common = sorted(set.intersection(*map(set, cell.values()), *map(set, other.values())))
-        if common:
+        if common := sorted(set.intersection(*map(set, cell.values()), *map(set, other.values()))):
             ours, theirs = (_Sample(own, common, num_resamples, seed) for own in (cell, other))
-            rows += [(key[0], reference, *key[1:], *row) for row in _compare(ours, theirs)]
-    frame = _frame(rows, COMPARISON_COLUMNS)
+            named = dict(zip(CELL, key, strict=True)) | {"reference": reference}
+            rows += [named | _compared(ours, theirs, name) for name in ours.metrics if name in theirs.metrics]
+    frame = pd.DataFrame(rows, columns=list(COMPARISON)).astype({"step": "Int64", "p_holm": float})
     frame["primary"] = _is_primary(frame, primary)
     tested = frame[~frame["primary"]]
     for _, group in tested.groupby(["model", "metric", tested["stratum"] == ""], sort=False):
@@ -118,8 +129,8 @@ def compare_models(
 def comparison_pairs(models: Sequence[str]) -> list[tuple[str, str]]:
     """Pairs (model, reference) worth a comparison.
 
-    With models called ``control`` or ``base``: every other model against the control, then against the base, then the
-    control against the base. Otherwise every later model against the first.
+    With models called ``control`` or ``base``: every other model against the control, then against the
+    base, then the control against the base. Otherwise every later model against the first.
     """
     references = [name for name in ("control", "base") if name in models]
     if not references:
@@ -128,15 +139,66 @@ def comparison_pairs(models: Sequence[str]) -> list[tuple[str, str]]:
     return pairs + [("control", "base")] * (len(references) == 2)
 
 
+def plumbing(records: Iterable[Record]) -> dict[str, str]:
+    """Models that do not show that they can do the task, with the reason: their figures are plumbing, no results.
+
+    A model can do it where, with the whole cache and no compression, the 95 % interval of its score lies
+    above chance on at least ``FEWEST`` documents; in text prediction, where the interval of its context
+    gain lies above 0: a model that does not use its prefix has nothing to lose.
+
+    Args:
+        records: of one evaluation and any number of models.
+    """
+    models: dict[str, list[Record]] = {}
+    for record in records:
+        models.setdefault(record.model, []).append(record)
+    reasons = {label: _inability(own) for label, own in models.items()}
+    return {label: f"plumbing: {reason}" for label, reason in reasons.items() if reason}
+
+
+def _inability(records: list[Record]) -> str:
+    known = records[0].values
+    for name in SCORES:
+        if name in known or f"dense_{name}" in known:
+            return _no_better_than_chance(records, name)
+    if "context_gain" not in known:
+        return ""
+    own = list({(record.document, record.example): record for record in records}.values())
+    bootstrap = ClusterBootstrap([record.document for record in own])
+    gain = bootstrap.mean(np.array([record.values["context_gain"] for record in own]))
+    if gain.low > 0.0:
+        return ""
+    interval = "" if np.isnan(gain.low) else f" [{gain.low:.3g}, {gain.high:.3g}]"
+    return f"context gain {gain.value:.3g}{interval} nats/token is not clearly above 0"
+
+
+def _no_better_than_chance(records: list[Record], name: str) -> str:
+    scores = {}
+    for record in records:
+        if f"dense_{name}" in record.values:
+            scores[record.document, record.example] = record.values[f"dense_{name}"]
+        elif record.method == "dense":
+            scores[record.document, record.example] = record.values[name]
+    documents = [document for document, _ in scores]
+    count = len(set(documents))
+    if count < FEWEST:
+        return f"{count} documents with a dense score, fewer than {FEWEST}"
+    guesses = [QA_CHANCE.get(record.stratum, 0.0) for record in records]  # answers written freely: 0
+    chance = 0.25 if name == "accuracy" else float(np.mean(guesses))
+    found = share(np.array(list(scores.values())), documents)
+    interval = f"{found.value:.1%} [{found.low:.1%}, {found.high:.1%}] on {count} documents"
+    return "" if found.low > chance else f"dense {METRICS[name].label} {interval} is not above chance, {chance:.0%}"
+
+
 @dataclass(frozen=True)
 class _Sample:
-    """One model's values on some examples; a row per training seed.
+    """One model's values on some examples, a row per training seed.
 
-    ``records`` is seed to example to records, which differ in the compressor's seed.
+    ``records`` is training seed to example to records, which differ in the compressor's seed.
     """
 
-    records: Mapping[str, Mapping[tuple[str, str], Sequence[Record]]]
-    examples: Sequence[tuple[str, str]]
+    records: Mapping[str, Mapping[_Example, Sequence[Record]]]
+    examples: Sequence[_Example]
     num_resamples: int
     seed: int
 
@@ -145,9 +207,9 @@ class _Sample:
         return [document for document, _ in self.examples]
 
     @property
-    def sizes(self) -> tuple[int, int, int]:
-        """Examples, documents, training seeds."""
-        return len(self.examples), self.bootstrap.num_documents, len(self.records)
+    def sizes(self) -> dict[str, int]:
+        counts = len(self.examples), self.bootstrap.num_documents, len(self.records)
+        return dict(zip(SIZES, counts, strict=True))
 
     @cached_property
     def bootstrap(self) -> ClusterBootstrap:
@@ -175,11 +237,9 @@ class _Sample:
 
     @property
     def metrics(self) -> list[str]:
-        """Metrics that these columns can give."""
         return [name for name, metric in METRICS.items() if set(metric.columns) <= self.columns.keys()]
 
     def estimate(self, name: str) -> Estimate:
-        """A figure with its interval."""
         metric = METRICS[name]
         drawn = self.bootstrap.estimate(metric.draws(self.bootstrap, self.columns))
         if name == "retention" and not (gain := self.bootstrap.mean(self.columns["gained"])).low > 0.0 < gain.value:
@@ -187,44 +247,36 @@ class _Sample:
         if not metric.share:
             return drawn
         score = self.columns[metric.columns[0]].mean(0)
-        counted = self.columns[metric.columns[1]].mean(0) > 0 if len(metric.columns) > 1 else np.ones(len(score), bool)
-        if not counted.any():
-            return _NONE
         if len(self.records) > 1:  # Wilson's interval does not know of training seeds
-            wide = share(score, self.documents)
-            return Estimate(drawn.value, float(np.fmin(drawn.low, wide.low)), float(np.fmax(drawn.high, wide.high)))
-        return share(score[counted], [self.documents[i] for i in np.flatnonzero(counted)])
+            return drawn.union(share(score, self.documents))
+        counted = self.columns[metric.columns[1]][0] > 0 if len(metric.columns) > 1 else np.ones(len(score), bool)
+        return share(score[counted], [self.documents[i] for i in np.flatnonzero(counted)]) if counted.any() else _NONE
 
 
-def _compare(ours: _Sample, theirs: _Sample) -> list[tuple[Any, ...]]:
-    """A row per metric, from difference on."""
-    rows = []
-    bootstrap = ours.bootstrap
-    for name in [name for name in ours.metrics if name in theirs.metrics]:
-        metric = METRICS[name]
-        mine, other = metric.draws(bootstrap, ours.columns), metric.draws(theirs.bootstrap, theirs.columns)
-        difference, p = bootstrap.estimate(mine - other), bootstrap.p_value(mine - other)
+def _compared(ours: _Sample, theirs: _Sample, name: str) -> dict[str, Any]:
+    """A metric's part of a row of ``compare_models``."""
+    metric, bootstrap, warning = METRICS[name], ours.bootstrap, ""
+    mine, other = (metric.draws(sample.bootstrap, sample.columns) for sample in (ours, theirs))
+    difference, p = bootstrap.estimate(mine - other), bootstrap.p_value(mine - other)
+    with np.errstate(divide="ignore", invalid="ignore"):
         ratio = bootstrap.estimate(mine / other) if metric.ratio else _NONE
-        warning = ""
-        if metric.share and len(metric.columns) == 1:
-            first, second = ours.columns[name].mean(0), theirs.columns[name].mean(0)
-            wide, p_share = share_difference(first, second, ours.documents)
-            if max(len(ours.records), len(theirs.records)) == 1:
-                difference, p = wide, p_share
-            else:
-                low, high = np.fmin(difference.low, wide.low), np.fmax(difference.high, wide.high)
-                difference, p = Estimate(difference.value, float(low), float(high)), float(np.fmax(p, p_share))
-            if set(np.unique([first, second])) <= {0.0, 1.0}:
-                test = mcnemar(first, second)
-                p, warning = max(p, test.p), cannot_tell(test, difference.value, *ours.sizes[:2])
-        elif metric.share:
-            difference, p = _unpaired(ours.estimate(name), theirs.estimate(name)), np.nan
-        verdict = _verdict(difference, p, metric.lower_is_better, share=metric.share)
-        rows.append((
-            name, difference.value, difference.low, difference.high, ratio.value, ratio.low, ratio.high, p, np.nan,
-            verdict, *ours.sizes, False, warning,
-        ))  # fmt: skip
-    return rows
+    if metric.share and len(metric.columns) == 1:
+        first, second = ours.columns[name].mean(0), theirs.columns[name].mean(0)
+        wide, p_share = share_difference(first, second, ours.documents)
+        several = max(len(ours.records), len(theirs.records)) > 1
+        difference, p = (difference.union(wide), float(np.fmax(p, p_share))) if several else (wide, p_share)
+        if set(np.unique([first, second])) <= {0.0, 1.0}:
+            p = max(p, mcnemar(first, second))
+        warning = cannot_tell(first, second, ours.documents)
+    elif metric.share:
+        difference, p = _unpaired(ours.estimate(name), theirs.estimate(name)), np.nan
+    decided = difference.excludes(0.0) and not (metric.share and p > 0.05)
+    better = (difference.value < 0.0) == metric.lower_is_better
+    return {
+        "metric": name, "difference": difference.value, "low": difference.low, "high": difference.high,
+        "ratio": ratio.value, "ratio_low": ratio.low, "ratio_high": ratio.high, "p": p,
+        "verdict": ("better" if better else "worse") if decided else "level", **ours.sizes, "warning": warning,
+    }  # fmt: skip
 
 
 def _unpaired(first: Estimate, second: Estimate) -> Estimate:
@@ -237,12 +289,6 @@ def _unpaired(first: Estimate, second: Estimate) -> Estimate:
     return Estimate(value, float(low), float(value + np.hypot(first.high - first.value, second.value - second.low)))
 
 
-def _verdict(difference: Estimate, p: float, lower_is_better: bool | None, *, share: bool) -> str:
-    if lower_is_better is None or not difference.excludes(0.0) or (share and p > 0.05):
-        return "level"
-    return "better" if (difference.value < 0.0) == lower_is_better else "worse"
-
-
 def _is_primary(frame: pd.DataFrame, primary: Mapping[str, Any] | None) -> pd.Series:
     """The rows of the primary cell: all examples, the last step."""
     if primary is None or frame.empty:
@@ -253,29 +299,25 @@ def _is_primary(frame: pd.DataFrame, primary: Mapping[str, Any] | None) -> pd.Se
     return found & (frame["step"].isna() if pd.isna(last) else frame["step"].eq(last).fillna(False))
 
 
-def _cells(records: Iterable[Record]) -> dict[_Key, dict[str, dict[tuple[str, str], list[Record]]]]:
-    """Records by cell, then training seed, then (document, example); strata after all examples."""
+def _cells(records: Iterable[Record]) -> _Cells:
+    """Records by ``CELL``, then training seed, then example; strata after all examples."""
     known = list(records)
     models_of(known)
     if len(datasets := sorted({record.dataset for record in known})) > 1:
         raise InputError(f"records of two data sets: {datasets[0]!r} and {datasets[1]!r}")
-    strata = list(dict.fromkeys(record.stratum for record in known))
-    cells: dict[_Key, dict[str, dict[tuple[str, str], list[Record]]]] = {}
+    strata = ["", *dict.fromkeys(record.stratum for record in known)]
+    cells: _Cells = {}
     for record in known:
         model, _, run = record.model.partition("@")
-        label = record.method_label
-        for stratum in {"", record.stratum} if len(strata) > 1 else {""}:
-            cell = cells.setdefault((model, label, record.keep_ratio, record.step, stratum), {})
-            cell.setdefault(run, {}).setdefault((record.document, record.example), []).append(record)
-    ranks = [{name: rank for rank, name in enumerate(dict.fromkeys(key[i] for key in cells))} for i in (0, 1)]
-    place = {name: rank for rank, name in enumerate(["", *strata])}
+        for stratum in {"", record.stratum} if len(strata) > 2 else {""}:
+            key = model, record.method_label, record.keep_ratio, record.step, stratum
+            cells.setdefault(key, {}).setdefault(run, {}).setdefault((record.document, record.example), []).append(
+                record
+            )
+    models, methods = (list(dict.fromkeys(key[i] for key in cells)) for i in (0, 1))
 
-    def order(key: _Key) -> tuple[Any, ...]:
+    def order(key: tuple[Any, ...]) -> tuple[Any, ...]:
         model, method, keep_ratio, step, stratum = key
-        return place[stratum], ranks[0][model], ranks[1][method], keep_ratio, -1 if step is None else step
+        return strata.index(stratum), models.index(model), methods.index(method), keep_ratio, step is not None, step
 
     return {key: cells[key] for key in sorted(cells, key=order)}
-
-
-def _frame(rows: Sequence[tuple[Any, ...]], columns: Sequence[str]) -> pd.DataFrame:
-    return pd.DataFrame(rows, columns=list(columns)).astype({"step": "Int64"})

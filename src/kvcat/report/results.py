@@ -12,13 +12,13 @@ from kvcat.errors import InputError
 from kvcat.evals import (
     compare_models,
     comparison_pairs,
+    plumbing,
     read_config,
     read_costs,
     read_events,
     read_records,
     summarise,
 )
-from kvcat.evals.chance import plumbing
 from kvcat.evals.records import method_label
 
 NO_STEP = -1  # stands for a missing number of gradient steps, so that rows compare equal
