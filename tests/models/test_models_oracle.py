@@ -1,8 +1,7 @@
 """The masked pass against the paper's formulas, written out on a stock model: logits and all gradients, float64.
 
 The reference shares nothing with kvcat but the random policy's draw, which it is given: it runs the two passes apart,
-forms every matrix of attention weights, reads the router from the paper's appendix, and is itself checked against
-transformers' own attention under explicit masks.
+forms every matrix of attention weights and reads the router from the paper's appendix.
 """
 
 from dataclasses import dataclass, field
@@ -123,15 +122,6 @@ def naive_objective(dense, masked, tokens, scores, prefix_len=None):
     return kl + anchor + BUDGET_WEIGHT * sum(budgets) / len(budgets)
 
 
-def run_with(model, hook, tokens):
-    """Logits with the hook of each layer in front of it."""
-    hooks = [block.register_forward_pre_hook(hook(i), with_kwargs=True) for i, block in enumerate(model.model.layers)]
-    logits = model(input_ids=tokens, use_cache=False).logits
-    for handle in hooks:
-        handle.remove()
-    return logits
-
-
 def naive_passes(model, policies, tokens, *, drawn=None, coupling="surrogate", prefix_len=None):
     """Dense logits, masked logits, masks and scores of a stock model, from two separate passes.
 
@@ -162,21 +152,11 @@ def naive_passes(model, policies, tokens, *, drawn=None, coupling="surrogate", p
 
         return decide
 
-    masked = run_with(model, hook, tokens)
+    hooks = [block.register_forward_pre_hook(hook(i), with_kwargs=True) for i, block in enumerate(model.model.layers)]
+    masked = model(input_ids=tokens, use_cache=False).logits
+    for handle in hooks:
+        handle.remove()
     return dense, masked, {layer: NAIVE.gates[layer].detach() for layer in policies}, scores
-
-
-def stock_masked_logits(model, keep, tokens, window):
-    """transformers' own attention, each layer under its group's explicit -inf mask."""
-    causal, eye = allowed(tokens.shape[1], window), torch.eye(tokens.shape[1], dtype=torch.float64)
-
-    def hook(layer):
-        group = max((c for c in keep if c <= layer), default=None)
-        visible = causal[None] if group is None else causal * keep[group][:, None, :]
-        visible = torch.where(visible.sum(-1, keepdim=True) > 0, visible, eye)
-        return lambda module, args, kwargs: (args, kwargs | {"attention_mask": visible.log()[:, None]})
-
-    return run_with(model, hook, tokens)
 
 
 def tiny(name):
@@ -253,18 +233,6 @@ def test_the_masked_pass_equals_the_naive_reference_in_logits_and_all_gradients(
     with StaysDouble():  # the norms' float32 would round shared gradients before their sum, not after it
         expected = compare(model, policy, group_starts=starts, coupling=coupling, prefix_len=prefix_len)
     assert all(gradient is not None and gradient.abs().max() > 1e-6 for gradient in expected.values())
-
-
-@pytest.mark.parametrize(("attention", "tolerance"), [("sdpa", 1e-10), ("eager", 1e-5)])  # eager's softmax is float32
-@pytest.mark.parametrize("model", STOCK)
-def test_the_reference_equals_the_stock_attention_under_explicit_masks(model, attention, tolerance):
-    tokens, stock = some_tokens(), tiny(model)
-    dense, masked, keep, _ = naive_passes(stock, policies_for("router", (1, 2)), tokens)
-    stock.set_attn_implementation(attention)
-    expected = stock_masked_logits(stock, keep, tokens, getattr(stock.config, "sliding_window", None))
-    torch.testing.assert_close(masked, expected, rtol=0, atol=tolerance)
-    expected = stock(input_ids=tokens, use_cache=False).logits
-    torch.testing.assert_close(dense, expected, rtol=0, atol=tolerance)
 
 
 def test_random_masks_differ_between_groups_and_sequences_and_repeat_with_the_seed():

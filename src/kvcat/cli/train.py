@@ -248,6 +248,6 @@ def get(name: Literal["smollm2-135m"] = "smollm2-135m", /) -> None:
     Args:
         name: Which model.
     """
-    from kvcat.models.download import get
+    from kvcat.models import get
 
     print(get(name))

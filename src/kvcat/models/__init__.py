@@ -1,30 +1,21 @@
 """Adapters around unmodified transformers models: load, save, the masked pass, the capture of keys and queries."""
 
 from kvcat.models.capture import Capture, capture
-from kvcat.models.download import get
-from kvcat.models.head import examined_head, logits_from_hidden, output_head
-from kvcat.models.loading import load, parse_device, parse_dtype, read_config, save
+from kvcat.models.loading import get, load, parse_device, parse_dtype, read_config, save
 from kvcat.models.masked_pass import HiddenOutput, MaskedPass
 from kvcat.models.self_test import self_test
-from kvcat.models.structure import decoder_layers, frozen, hidden_states, model_name
+from kvcat.models.structure import (
+    decoder_layers,
+    examined_head,
+    frozen,
+    hidden_states,
+    logits_from_hidden,
+    model_name,
+    output_head,
+)
 
 __all__ = [
-    "Capture",
-    "HiddenOutput",
-    "MaskedPass",
-    "capture",
-    "decoder_layers",
-    "examined_head",
-    "frozen",
-    "get",
-    "hidden_states",
-    "load",
-    "logits_from_hidden",
-    "model_name",
-    "output_head",
-    "parse_device",
-    "parse_dtype",
-    "read_config",
-    "save",
-    "self_test",
-]
+    "Capture", "HiddenOutput", "MaskedPass", "capture", "decoder_layers", "examined_head", "frozen", "get",
+    "hidden_states", "load", "logits_from_hidden", "model_name", "output_head", "parse_device", "parse_dtype",
+    "read_config", "save", "self_test",
+]  # fmt: skip

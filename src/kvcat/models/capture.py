@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from transformers import Cache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvcat.attention import Recorder, enable
 from kvcat.errors import InputError
@@ -74,7 +73,7 @@ def capture(
     enable(model)
     step = min(num_tokens, chunk_tokens)
     if step < num_tokens and past is None:
-        past = Cache([_RoomyLayer(num_tokens) for _ in range(_num_layers(model))])
+        past = DynamicCache()
     before = 0 if past is None else int(past.get_seq_length())
     queries, hidden, recorder = [], [], Recorder()
     for start in range(0, num_tokens, step):
@@ -106,42 +105,11 @@ def capture(
     )
 
 
-class _RoomyLayer(DynamicLayer):
-    """Keys and values in room for all tokens, allocated once; growing by copies would hold them twice.
-
-    Args:
-        room: number of tokens.
-    """
-
-    def __init__(self, room: int):
-        super().__init__()
-        self.room, self.length = room, 0
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocates the room, in the dtype and for the batch of the first tokens."""
-        super().lazy_initialization(key_states, value_states)
-        self.roomy = [x.new_empty(*x.shape[:2], self.room, x.shape[3]) for x in (key_states, value_states)]
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_args, **_kwargs) -> tuple[Tensor, Tensor]:
-        """Keys and values of all tokens so far, the new ones written behind those before."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        start, self.length = self.length, self.length + key_states.shape[2]
-        for room, states in zip(self.roomy, (key_states, value_states), strict=True):
-            room[:, :, start : self.length] = states
-        self.keys, self.values = (room[:, :, : self.length] for room in self.roomy)
-        return self.keys, self.values
-
-
-def _num_layers(model: PreTrainedModel) -> int:
-    return model.config.get_text_config(decoder=True).num_hidden_layers
-
-
 def _check_layers(model: PreTrainedModel, recorder: Recorder) -> None:
-    layers = range(_num_layers(model))
-    if sorted(recorder.keys) != list(layers):
+    num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    if sorted(recorder.keys) != list(range(num_layers)):
         raise InputError(
-            f"{type(model).__name__} is not supported: {len(recorder.keys)} of its {len(layers)} layers attend "
+            f"{type(model).__name__} is not supported: {len(recorder.keys)} of its {num_layers} layers attend "
             "through transformers' attention interface"
         )
 

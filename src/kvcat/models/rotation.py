@@ -9,6 +9,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 from kvcat.errors import InputError
+from kvcat.models.structure import frozen
 from kvcat.types import Float, Tensor
 
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
@@ -48,20 +49,11 @@ class KeyRotation:
     def __call__(
         self, keys: Float[Tensor, "batch kv_heads slots head_dim"], layer: int
     ) -> Float[Tensor, "batch kv_heads slots head_dim"]:
-        """The keys of one layer after the turn, in their own dtype.
-
-        Args:
-            keys: after rotation at their own positions.
-            layer: index of the layer.
-        """
+        """The keys of one layer, rotated at their own positions, after the turn, in their own dtype."""
         return self.turn(keys, layer) if self.shift and self.turned[layer] else keys
 
     def by(self, shift: int) -> "KeyRotation":
-        """The same rotation by another number of positions, without trying the model again.
-
-        Args:
-            shift: positions added, not 0.
-        """
+        """The same rotation by another number of positions, not 0, without trying the model again."""
         other = copy.copy(self)
         other.shift = shift
         return other
@@ -126,12 +118,8 @@ def _distance(made: Tensor, wanted: Tensor) -> float:
 
 
 def _keys_at(model: PreTrainedModel, tokens: Tensor, start: int) -> list[Tensor]:
-    cache, training = DynamicCache(), model.training
+    cache = DynamicCache()
     positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).unsqueeze(0)
-    model.eval()
-    try:
+    with frozen(model):
         model.base_model(input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True)
-    finally:
-        if training:
-            model.train()
     return [layer.keys for layer in cache.layers]  # type: ignore[union-attr]

@@ -1,14 +1,24 @@
-"""Where things are in an unmodified transformers model, and how its weights stay as they are."""
+"""Where things are in an unmodified transformers model: its layers, its hidden states and its output head."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvcat.errors import InputError
+from kvcat.losses import OutputHead
 from kvcat.types import Float, Tensor
+
+_HEADS: WeakKeyDictionary[PreTrainedModel, OutputHead] = WeakKeyDictionary()
+_TOKENS = 8
+_LOUD = 100.0
+_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
@@ -58,3 +68,99 @@ def frozen(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(True)
         for module in training:
             module.training = True
+
+
+def logits_from_hidden(model: PreTrainedModel, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch vocab"]:
+    """The model's own logits from ``hidden_states``, in any dtype; refuses what ``output_head`` refuses."""
+    return examined_head(model).logits(hidden)
+
+
+def examined_head(model: PreTrainedModel) -> OutputHead:
+    """The output head of a model; it is examined (``output_head``) at the first call only."""
+    if model not in _HEADS:
+        _HEADS[model] = output_head(model)
+    return _HEADS[model]
+
+
+@torch.no_grad()
+def output_head(model: PreTrainedModel) -> OutputHead:
+    """The head whose ``logits`` of ``hidden_states(model, ...)`` are the model's own.
+
+    Scale and soft-cap are read from the configuration: ``logit_scale``, ``lm_head_multiplier`` and
+    ``output_multiplier`` multiply the logits, ``logits_scaling`` divides them (Granite) or multiplies
+    them (HyperCLOVA X), ``final_logit_softcapping`` or ``logits_soft_cap`` caps them. The first of these
+    readings, then of those without scale or cap, is taken that gives the model's own logits on 8 random
+    tokens, for hidden states amplified until the logits reach 100. So a cap that the configuration does
+    not state, or states and does not use, is noticed.
+
+    Args:
+        model: a causal LM with its weights loaded, not yet sharded.
+
+    Raises:
+        InputError: no linear head, a head that does not read the output of the model without head, or
+            logits that no reading gives; with the model's class.
+    """
+    kind = type(model).__name__
+    linear = model.get_output_embeddings()
+    if linear is None:
+        raise InputError(f"{kind} is not supported: it has no language-model head")
+    try:
+        heads = [OutputHead(linear, *reading) for reading in _readings(model.config.get_text_config(decoder=True))]
+    except InputError as error:
+        raise InputError(f"{kind} is not supported: {error}") from error
+    tolerance = _TOLERANCE.get(linear.weight.dtype, 3e-2)
+    vocab = model.config.get_text_config(decoder=True).vocab_size
+    tokens = torch.randint(vocab, (1, _TOKENS), generator=torch.Generator().manual_seed(0)).to(model.device)
+    with frozen(model), torch.autocast(model.device.type, enabled=False):
+        hidden = hidden_states(model, input_ids=tokens, use_cache=False)
+        seen, loud, logits = _amplified(model, tokens, heads[0])
+    if seen.shape != hidden.shape or not _close(seen, hidden, tolerance):
+        raise InputError(
+            f"{kind} is not supported: its head does not read the output of {type(model.base_model).__name__}"
+        )
+    for head in heads:
+        if _close(head.logits(loud), logits, tolerance):
+            return head
+    raise InputError(f"{kind} is not supported: its head does more than a matrix, a bias, a scale and a soft-cap")
+
+
+def _readings(text: PreTrainedConfig) -> Iterator[tuple[float, float | None]]:
+    """Scales and soft-caps that the configuration may mean, the likeliest first."""
+    scales: list[float] = []
+    for name in ("logit_scale", "lm_head_multiplier", "output_multiplier"):
+        scales += _numbers(text, name)
+    for number in _numbers(text, "logits_scaling"):
+        scales += [1 / number, number]
+    caps = [*_numbers(text, "final_logit_softcapping"), *_numbers(text, "logits_soft_cap")]
+    yield from product([*scales, 1.0], [*caps, None])
+
+
+def _numbers(text: PreTrainedConfig, name: str) -> list[float]:
+    value = getattr(text, name, None)
+    return [float(value)] if isinstance(value, int | float) and value else []
+
+
+def _amplified(model: PreTrainedModel, tokens: Tensor, head: OutputHead) -> tuple[Tensor, Tensor, Tensor]:
+    """The input of the model's head, the same amplified, and the model's logits of the amplified one."""
+    seen: list[Tensor] = []
+
+    def amplify(_linear: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
+        loudest = OutputHead(head.linear, head.scale).logits(args[0]).abs().amax().clamp_min(1e-12)
+        seen.extend([args[0], args[0] * (_LOUD / loudest)])
+        return (seen[-1],)
+
+    handle = head.linear.register_forward_pre_hook(amplify)
+    try:
+        logits = model(input_ids=tokens, use_cache=False).logits
+    finally:
+        handle.remove()
+    if len(seen) != 2:
+        raise InputError(f"{type(model).__name__} is not supported: it runs its head {len(seen) // 2} times")
+    return seen[0], seen[1], logits
+
+
+def _close(a: Tensor, b: Tensor, tolerance: float) -> bool:
+    if a.shape != b.shape:
+        return False
+    error, size = (a.double() - b.double()).norm(), b.double().norm()
+    return bool(error <= tolerance * size)

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
 from kvcat.errors import InputError
-from kvcat.models import decoder_layers
+from kvcat.models import decoder_layers, parse_device
 from kvcat.training.config import TrainConfig
 from kvcat.training.objective import Objective
 from kvcat.types import Float, Tensor
@@ -99,7 +99,7 @@ def join_world(device: str, *, group: bool = False) -> Iterator[World]:
         InputError: no such device, fewer devices than processes here, or processes that do not find each other.
     """
     size, rank, local_rank = world_size(), *(int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
-    where = check_device(device)
+    where = parse_device(device)
     if where.type == "cuda" and where.index is None and size > 1:
         if local_rank >= torch.cuda.device_count():
             raise InputError(f"process {local_rank} of this machine has no GPU: there are {torch.cuda.device_count()}")
@@ -122,17 +122,6 @@ def join_world(device: str, *, group: bool = False) -> Iterator[World]:
     finally:
         if made:
             dist.destroy_process_group()
-
-
-def check_device(device: str) -> torch.device:
-    """The torch device of this name; refuses one that torch does not know or cannot use here."""
-    try:
-        where = torch.device(device)
-        torch.empty(0, device=where)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).strip().splitlines()[0][:150]
-        raise InputError(f"device is {device!r}; torch cannot use it here: {reason}") from None
-    return where
 
 
 def prepare_layers(model: PreTrainedModel, config: TrainConfig) -> None:

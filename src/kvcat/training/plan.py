@@ -11,10 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvcat.errors import InputError
-from kvcat.models import read_config
+from kvcat.models import parse_device, read_config
 from kvcat.policies import check_group_starts, default_group_starts
 from kvcat.training.config import TrainConfig, check_batch
-from kvcat.training.distributed import check_device, world_size
+from kvcat.training.distributed import world_size
 from kvcat.training.objective import make_masked_pass
 
 _UTILISATION = 0.4  # share of the device's matrix product that training reaches; the aim of benchmarks/training.py
@@ -131,7 +131,7 @@ def _speed(config: TrainConfig) -> tuple[float, str]:
     """Operations per second of one process' device, and where the figure is from."""
     if config.device.startswith("cuda") and not torch.cuda.is_available():
         return _ABSENT_GPU, "data sheet of an H100: no GPU here"
-    device = check_device(config.device)
+    device = parse_device(config.device)
     if peak := peak_flops(device, config.dtype):
         return peak, "data sheet"
     size = 1024
