@@ -1,6 +1,6 @@
 """The definitions against transformers' arithmetic: PyTorch's own attention, and what the text says must hold."""
 
-from dataclasses import replace
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -62,14 +62,6 @@ def test_the_worst_case_is_the_maximum_over_every_prefix_and_suffix() -> None:
     assert errors[worst.prefix, worst.suffix] == pytest.approx(worst.error, rel=1e-12)
 
 
-def test_an_empty_cache_is_allowed_and_holds_nothing() -> None:
-    model = random_model(causal=True)
-    prefix, suffix = torch.tensor([0, 1]), torch.tensor([2])
-    empty = d.compress((lambda k, v: (k[:0], v[:0]),) * 2, d.prefix_cache(model, prefix))
-    alone = replace(model, embedding=model.embedding[:, 2:])
-    torch.testing.assert_close(d.answer(model, empty, 2, suffix), alone(suffix), rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
 @pytest.mark.parametrize("part", [0, 1])
 def test_a_cache_that_is_not_finite_is_refused(bad: float, part: int) -> None:
@@ -82,25 +74,6 @@ def test_a_cache_that_is_not_finite_is_refused(bad: float, part: int) -> None:
 
     with pytest.raises(ValueError, match="block 2 are not finite"):
         d.compress((d.keep_all, poisoned), d.prefix_cache(model, torch.tensor([0])))
-
-
-def test_a_policy_outside_its_budget_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"allows 1 slots for 2 tokens, the policy gave \[2\]"):
-        d.compressibility(random_model(), (d.keep_all, d.keep_all), lambda n: 1)
-    with pytest.raises(ValueError, match="one function per block"):
-        d.compress((d.keep_all,), d.prefix_cache(random_model(), torch.tensor([0])))
-
-
-def test_sequences_that_do_not_fit_are_refused() -> None:
-    model = random_model()
-    with pytest.raises(ValueError, match="sequences have 1 to 5"):
-        model(torch.zeros(6, dtype=torch.int64))
-    with pytest.raises(ValueError, match="symbols must lie in 0 to 2"):
-        model(torch.tensor([3]))
-    with pytest.raises(ValueError, match="budget for 1 tokens must lie in 0 to 1, got 2"):
-        d.compressibility(random_model(), (d.keep_all, d.keep_all), lambda n: 2 * n)
-    with pytest.raises(ValueError, match="no prefix to look at"):
-        d.compressibility(random_model(), (d.keep_all, d.keep_all), lambda n: n, prefixes=[])
 
 
 @pytest.mark.parametrize(
@@ -118,18 +91,26 @@ def test_a_table_holds_what_its_function_says(table: d.FunctionTable, tokens: li
     assert table(torch.tensor(tokens)).tolist() == value
 
 
-def test_rows_are_found_in_lexicographic_order_for_every_length() -> None:
-    table = d.random_function(3, 4, d_out=2, seed=1)
-    for n in range(1, 5):
-        assert torch.equal(table(d.sequences(3, n)), table.values[n - 1])
-    assert table.longest == 4
-    assert table.d_out == 2
-
-
-def test_a_table_with_rows_missing_or_sequences_too_long_is_refused() -> None:
-    with pytest.raises(ValueError, match="length 2 needs a finite float64 table of 4 rows of 1"):
-        d.FunctionTable(2, (torch.zeros(2, 1, dtype=torch.float64), torch.zeros(3, 1, dtype=torch.float64)))
-    with pytest.raises(ValueError, match="length 1 needs a finite"):
-        d.tabulate(lambda rows, _: rows.sum(-1) / 0, 2, 2)
-    with pytest.raises(ValueError, match="1 to 3 symbols, not 4"):
-        d.parity(2, 3)(torch.zeros(4, dtype=torch.int64))
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        (
+            lambda m: d.compressibility(m, (d.keep_all,) * 2, lambda n: 1),
+            r"1 slots for 2 tokens, the policy gave \[2\]",
+        ),
+        (lambda m: d.compress((d.keep_all,), d.prefix_cache(m, torch.tensor([0]))), "one function per block"),
+        (lambda m: m(torch.zeros(6, dtype=torch.int64)), "sequences have 1 to 5"),
+        (lambda m: m(torch.tensor([3])), "symbols must lie in 0 to 2"),
+        (lambda m: d.compressibility(m, (d.keep_all,) * 2, lambda n: 2 * n), "for 1 tokens must lie in 0 to 1, got 2"),
+        (lambda m: d.compressibility(m, (d.keep_all,) * 2, lambda n: n, prefixes=[]), "no prefix to look at"),
+        (
+            lambda _: d.FunctionTable(2, (torch.zeros(3, 1, dtype=torch.float64),)),
+            "finite float64 table of 2 rows of 1",
+        ),
+        (lambda _: d.tabulate(lambda rows, _: rows.sum(-1) / 0, 2, 2), "length 1 needs a finite"),
+        (lambda _: d.parity(2, 3)(torch.zeros(4, dtype=torch.int64)), "1 to 3 symbols, not 4"),
+    ],
+)
+def test_what_does_not_fit_is_refused(mistake: Callable[[d.Transformer], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        mistake(random_model())

@@ -1,14 +1,11 @@
 """Every erratum shows a failure, counted against an independent recomputation."""
 
 import itertools
-import math
-from fractions import Fraction
 
 import pytest
 import torch
 
 from kvcat.theory import errata as e
-from kvcat.theory.definitions import parity
 from kvcat.theory.histogram import histogram
 
 TOKENS = torch.tensor([0, 0, 1, 2])
@@ -63,34 +60,3 @@ def test_the_printed_rho_bar_is_wrong_on_almost_every_sequence_for_every_prefix(
         assert float(shifted.distances[~beyond].max()) < shifted.delta / 2
         printed = e.printed_incompressible(m, N, prefix, k, shifted=False)
         assert printed.num_wrong == total
-
-
-@pytest.mark.parametrize(("m", "n", "r"), [(2, 2, 1), (2, 3, 2), (3, 3, 2)])
-def test_the_obvious_repair_has_a_policy_with_error_zero(m: int, n: int, r: int) -> None:
-    assert e.obvious_repair_error(m, n, r) == 0
-
-
-@pytest.mark.parametrize("N", [2, 5])
-def test_with_a_slot_at_least_no_budget_is_below_n_everywhere(N: int) -> None:
-    num_budgets, num_below, kept_error = e.vacuous_budgets(parity(2, N))
-    assert (num_budgets, num_below) == (math.factorial(N - 1), 0)
-    assert kept_error <= 1e-12
-
-
-def last_map_input(prefix: list[int], suffix: list[int], positions: tuple[int, ...]) -> tuple[Fraction | int, ...]:
-    """(w, x, y, z) of Lemma 1 behind one slot, with phi = a 2^(i-1)."""
-    tokens, n, k = prefix + suffix, len(prefix), len(suffix)
-    codes = [symbol * 2**i for i, symbol in enumerate(tokens)]
-    return codes[-1], positions[n + k - 1], Fraction(sum(codes), k + 1), Fraction(positions[n - 1], k + 1)
-
-
-def test_without_a_condition_on_positions_two_splits_give_lemma_1_one_input_and_want_two_outputs() -> None:
-    first, second = ([0, 0], [1]), ([0], [1, 1])
-    conflicts = [
-        (a, b)
-        for a, b in itertools.combinations([([0, 0], [1]), ([0], [0, 1]), ([0], [1, 1]), ([1, 0], [1])], 2)
-        if last_map_input(*a, (3, 2, 1)) == last_map_input(*b, (3, 2, 1))
-    ]
-    assert conflicts == [(first, second)]
-    assert (sum(first[1]) - sum(second[1])) % 2 == 1  # parity differs
-    assert last_map_input(*first, (1, -1, 1)) != last_map_input(*second, (1, -1, 1))  # equal norms

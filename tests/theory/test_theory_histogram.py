@@ -73,29 +73,6 @@ def test_both_constructions_have_one_architecture_and_differ_in_the_last_map_and
     assert rows["block 2 W_O"] == tuple(range(3 * num_symbols, 4 * num_symbols))
 
 
-@pytest.mark.parametrize(("num_symbols", "longest", "width"), [(2, 6, 36), (4, 12, 320), (2, 2, 4)])
-def test_the_rescaling_map_needs_two_hidden_units_for_each_symbol_and_mass(
-    num_symbols: int, longest: int, width: int
-) -> None:
-    assert h.compressible_histogram(num_symbols, longest).blocks[1].feed_forward.w_1.shape == (4 * num_symbols, width)
-    assert len(h.mass_ratios(longest)) * 2 * num_symbols == width
-    assert h.incompressible_histogram(num_symbols, longest).blocks[1].feed_forward.w_1.shape[1] == 2 * num_symbols
-
-
-@pytest.mark.parametrize(("num_symbols", "longest"), [(2, 2), (3, 5), (9, 30)])
-def test_the_first_map_is_exact_on_every_embedding_and_embeddings_differ(num_symbols: int, longest: int) -> None:
-    m = num_symbols
-    for model in constructions(m, longest):
-        out = model.blocks[0].feed_forward(model.embedding)
-        claimed = torch.zeros_like(out)
-        claimed[..., :m] = torch.eye(m, dtype=torch.float64)[:, None]
-        if out.shape[-1] == 4 * m:
-            claimed[..., m] = torch.arange(1, longest + 1)
-            claimed[..., m + 1] = 1.0
-        assert torch.equal(out, claimed)
-        assert len(model.embedding.flatten(0, 1).unique(dim=0)) == m * longest
-
-
 @pytest.mark.parametrize(("m", "longest"), [(2, 12), (3, 8), (3, 24)])
 def test_the_rescaling_map_is_exact_on_the_corners_and_on_real_averages(m: int, longest: int) -> None:
     last, draw = h.compressible_histogram(m, longest).blocks[1].feed_forward, torch.Generator().manual_seed(1)

@@ -99,17 +99,6 @@ def test_no_shift_escapes_the_sharp_constant_nor_the_lemma_below_it(
     assert sharp <= lemma * (2 * dimension / (dimension + 1)) ** 0.5 + rounding  # Jung
 
 
-def test_for_two_points_the_lemma_is_sharp_and_for_a_simplex_as_loose_as_jung_allows() -> None:
-    two = torch.tensor([[0.0, 1.0], [3.0, 5.0]], dtype=torch.float64)
-    assert sharp_constant(two, 2.0) == pytest.approx(hull_lemma_bound(two, 2.0), rel=CONVERGED)
-    for width in (2, 6):
-        simplex = torch.eye(width + 1, dtype=torch.float64)
-        ratio = sharp_constant(simplex, 3.0) / hull_lemma_bound(simplex, 3.0)
-        assert ratio == pytest.approx((2 * width / (width + 1)) ** 0.5, rel=CONVERGED)
-    same = torch.ones(3, 2, dtype=torch.float64)
-    assert hull_lemma_bound(same, 2.0) == sharp_constant(same, 2.0) == 0
-
-
 def test_mistakes_are_refused_with_the_offending_value() -> None:
     points = torch.eye(2, dtype=torch.float64)
     for function in (hull_lemma_bound, sharp_constant):

@@ -15,8 +15,6 @@ from torch import Tensor
 from kvcat.theory import definitions as d
 from kvcat.theory import theorem as t
 
-LARGEST = [(2, 6), (3, 5), (4, 4)]
-
 
 def layout_of(network: d.Transformer) -> t.Layout:
     return t.Layout(network.num_symbols, network.num_positions)
@@ -59,19 +57,6 @@ def test_both_networks_compute_the_function_and_differ_in_two_n_rows_of_one_matr
     assert not alarms[:, 1:].any()
 
 
-@pytest.mark.parametrize(("m", "N"), LARGEST)
-def test_behind_one_slot_the_compressible_network_is_itself(m: int, N: int) -> None:
-    table = d.random_function(m, N, d_out=2, seed=1)
-    network = t.compressible_network(table)
-    assert t.value_error(network, table) <= 1e-12
-    assert one_slot_error(network) <= 1e-12
-
-
-def test_there_are_516_splits_of_two_symbols_in_six_places() -> None:
-    pairs = [(n, k, a, b) for n in range(1, 6) for k in range(1, 7 - n) for a in range(2**n) for b in range(2**k)]
-    assert len(pairs) == sum((j - 1) * 2**j for j in range(2, 7)) == 516
-
-
 @pytest.mark.parametrize(("m", "N"), [(2, 5), (3, 4)])
 def test_every_unit_is_what_it_claims_on_every_input_it_can_meet(m: int, N: int) -> None:
     table = d.random_function(m, N)
@@ -111,22 +96,8 @@ def test_for_real_inputs_every_detector_stays_in_the_unit_interval(seed: int, sc
     assert -rounding <= float(detectors.min()) <= float(detectors.max()) <= 1 + rounding
 
 
-def test_the_gain_is_the_power_of_two_that_the_bound_needs() -> None:
-    table = d.random_function(2, 4, d_out=2)
-    first, least = torch.cat(table.values)[:, 0], t.Layout(2, 4).least_excess
-    needed = 1.125 * (3.0 + first.max() + (-first).clamp(min=0).sum())
-    gain = t.alarm_gain(table, 3.0)
-    assert math.log2(gain) == int(math.log2(gain))
-    assert gain * 0.75 * least >= needed > gain / 2 * 0.75 * least
-    gaps = [(n - r) / (2 * (r + k) * (n + k)) for n in range(1, 4) for r in range(n) for k in range(1, 5 - n)]
-    assert least == pytest.approx(min(gaps), rel=1e-14)
-    assert least == 1 / 24
-
-
-def test_rows_that_differ_are_named_by_matrix_and_all_parameters_are_counted() -> None:
+def test_rows_that_differ_are_named_by_matrix() -> None:
     network = t.compressible_network(d.parity(2, 4))
-    assert t.differing_rows(network, network) == {}
-    assert sum(matrix.numel() for matrix in t.matrices(network).values()) == 4537
     embedding = network.embedding.clone()
     embedding[1, 2, 0] += 1e-9
     assert t.differing_rows(network, replace(network, embedding=embedding)) == {"te": (6,)}
