@@ -74,10 +74,10 @@ def test_a_report_over_recorded_evaluations_and_a_run(finished, tiny_folder, tex
 def test_several_sources_and_shards_end_in_one_report(tiny_folder, data, tmp_path, capsys, monkeypatch):
     other = write_texts(tmp_path / "other", documents=4, length=12)
     argv = arguments(f"base={tiny_folder}", data, tmp_path / "out", "--data", other, "--method", "first", "--keep", 0.5)
-    assert run([*argv, "--shard", "0/2"]) == 0
-    monkeypatch.setenv("RANK", "1")  # as torchrun sets them
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert run(argv) == 0
+    monkeypatch.setenv("WORLD_SIZE", "2")  # as torchrun sets them
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        assert run(argv) == 0
     folders = capsys.readouterr().out.split("kvcat report ")[-1].split()
     assert not (tmp_path / "out" / "report").exists()
     assert run(["report", *folders, "-o", str(tmp_path / "page")]) == 0
@@ -142,7 +142,10 @@ def methods(out):
 
 def test_a_needle_run_ends_in_records_of_both_methods_the_baselines_and_a_page(evaluated):
     method = ("--method", "first", "gradient,init=random,num_steps=1", "--keep", 0.5, "--batch-size", 5)
-    out = evaluated("needle", "--length", 200, "--per-depth", 1, *method)
+    primary = ("--primary", "gradient,num_steps=1,init=random", 0.5, "nll")
+    out = evaluated("needle", "--length", 200, "--per-depth", 1, *method, *primary)
+    chosen = {"method": "gradient init=random num_steps=1", "keep_ratio": 0.5, "metric": "nll"}
+    assert json.loads((out / "config.json").read_text())["primary"] == chosen
     expected = {("dense", 1.0, None), ("no-context", 0.0, None), ("first", 0.5, None)}
     assert methods(out) == expected | {("gradient", 0.5, step) for step in (0, 1)}
     assert len(read_records(out)) == 5 * 5

@@ -1,7 +1,8 @@
-"""``kvcat prepare``: what it leaves, and one line for each mistake."""
+"""``kvcat prepare`` and ``kvcat export``: what they leave, and one line for each mistake."""
 
 import json
 
+import huggingface_hub.constants
 import pytest
 
 from kvcat.cli.app import run
@@ -32,18 +33,18 @@ def test_the_command_prepares_and_says_what_is_there(corpus, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["nowhere", "--tokenizer", "kvcat-base"], "no such text file or folder: nowhere"),
-        (["{corpus}", "--tokenizer", "{corpus}"], "cannot load the tokenizer of"),
-        (["{corpus}", "--tokenizer", "nobody/nothing"], "neither a folder nor in the local Hub cache"),
-        (["hub:nobody/nothing", "--tokenizer", "kvcat-base"], "is on the Hub, and"),
+        (["prepare", "nowhere", "--tokenizer", "kvcat-base"], "no such text file or folder: nowhere"),
+        (["prepare", "{corpus}", "--tokenizer", "{corpus}"], "cannot load the tokenizer of"),
+        (["prepare", "{corpus}", "--tokenizer", "nobody/nothing"], "neither a folder nor in the local Hub cache"),
+        (["prepare", "hub:nobody/nothing", "--tokenizer", "kvcat-base"], "is on the Hub, and"),
+        (["export", "{corpus}"], "texts holds no checkpoint"),
+        (["export", "{corpus}", "--step", "3"], "texts holds no checkpoint of step 3; it has none"),
     ],
 )
-def test_a_mistake_of_the_command_is_one_line(corpus, arguments, told, tmp_path, capsys, monkeypatch):
-    import huggingface_hub.constants
-
+def test_a_mistake_is_one_line(corpus, arguments, told, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     argv = [argument.replace("{corpus}", corpus) for argument in arguments]
-    assert run(["prepare", *argv, "-o", str(tmp_path / "out")]) == 2
+    assert run([*argv, "-o", str(tmp_path / "out")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert told in line
     assert not (tmp_path / "out").exists()

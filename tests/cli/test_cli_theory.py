@@ -40,7 +40,6 @@ def test_the_theorem_command_shows_one_network_exact_and_the_other_above_c(tmp_p
         assert float(row["incompressible |M - f|"]) < 1e-12
         certified = float(row["incompressible, certified for every policy"])
         assert certified > 0.5
-        assert float(row["margin of the certificate"]) == certified - 0.5
         bounds = [line for line in table(tmp_path / "bounds.csv") if line["function"] == row["function"]]
         assert [(line["n"], line["k"], line["r"]) for line in bounds] == [("2", "1", "1")]
         assert min(float(line["margin"]) for line in bounds) == certified - 0.5
@@ -58,7 +57,6 @@ def test_the_theorem_command_shows_one_network_exact_and_the_other_above_c(tmp_p
         (["theorem", "--symbols", "4", "--length", "9"], "4 symbols and N = 9: at most 256 sequences"),
         (["histogram", "--scaling", "2", "8"], "--scaling takes two values at least, 3 to 256, not [2, 8]"),
         (["histogram", "--symbols", "6", "--length", "24"], "N = 24 have 1,251,677,700 pairs of histograms"),
-        (["histogram", "--symbols", "1"], "2 symbols and length 2 at least, got 1 and 8"),
     ],
 )
 def test_a_person_s_mistake_is_one_line(argv, told, tmp_path, capsys):
@@ -67,17 +65,11 @@ def test_a_person_s_mistake_is_one_line(argv, told, tmp_path, capsys):
     assert told in said.err
     assert len(said.err.splitlines()) == 1
     assert not (tmp_path / "out").exists()
-    (tmp_path / "taken").write_text("x")
-    assert run(["theory", argv[0], "--out", str(tmp_path / "taken")]) == 2
-    assert capsys.readouterr().err == f"kvcat: cannot make folder {tmp_path / 'taken'}: File exists\n"
 
 
 def test_budgets_are_functions_of_the_prefix_length():
-    lengths = range(1, 6)
-    assert [parse_budget("2")(n) for n in lengths] == [1, 2, 2, 2, 2]
-    assert [parse_budget("n-1")(n) for n in lengths] == [0, 1, 2, 3, 4]
-    assert [parse_budget("n/2")(n) for n in lengths] == [0, 1, 1, 2, 2]
-    assert parse_budget("0")(4) == 0
+    budgets = {"2": [1, 2, 2, 2, 2], "n-1": [0, 1, 2, 3, 4], "n/2": [0, 1, 1, 2, 2], "0": [0] * 5}
+    assert {text: [parse_budget(text)(n) for n in range(1, 6)] for text in budgets} == budgets
 
 
 def test_the_errata_are_shown_with_what_stands_in_their_place(capsys):

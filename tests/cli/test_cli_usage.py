@@ -99,10 +99,23 @@ def test_values_after_one_option_equal_options_written_each_time(ratios, methods
         ("compress m --text empty.txt -o c", "empty.txt is empty"),
         ("compress m --text t.txt -o t.txt", "t.txt exists; --overwrite replaces it"),
         ("compress m --text t.txt -o . --overwrite", ". is a folder"),
-        ("generate m --cache t.txt --prompt a", "t.txt is truncated or not a safetensors file"),
+        ("generate m --cache gone --prompt a", "no cache file gone"),
         ("eval suffix m", "missing --out"),
-        ("eval suffix m --keep 0.1 x --out o", "--keep: Could not find valid parse for arguments: ['0.1', 'x']"),
+        (
+            "eval suffix m --keep 0.1 x --out o",
+            "--keep takes [FLOAT [FLOAT ...]], not 0.1 x (see kvcat eval suffix --help)",
+        ),
         ("eval suffix m --out o --windows 0", "--windows is 0"),
+        ("eval suffix m --out o --windows few", "--windows takes INT, not few"),
+        ("eval needle m --out o --primary h2o 0.1", "--primary takes METHOD KEEP METRIC, not h2o 0.1"),
+        (
+            "eval needle m --out o --primary h2o 0.1 nll",
+            "--primary h2o 0.1 is not evaluated; methods: attention-matching",
+        ),
+        (
+            "eval needle kvcat-base --out o --primary attention-matching 0.1 kl",
+            "has no metric 'kl'; it has exact_match",
+        ),
         ("report", "name at least one folder"),
     ],
 )
@@ -144,7 +157,7 @@ def test_options_override_a_file_and_a_file_the_recipe(tiny_folder, texts_folder
     from kvcat.recipes import small
 
     (tmp_path / "fields.toml").write_text("seq_len = 32\nbatch_size = 4\nmax_steps = 1\ngroup_starts = [1]\n")
-    argv = ["--config", tmp_path / "fields.toml", "--batch-size=2", "--betas=0.8,0.9", "--prefix-range", 0.5, 0.9]
+    argv = ["--config", tmp_path / "fields.toml", "--batch-size=2", "--betas", 0.8, 0.9, "--prefix-range", 0.5, 0.9]
     argv += ["--model", tiny_folder, "--data", texts_folder, "--output", tmp_path / "run", "--activation-checkpointing"]
     assert run([str(x) for x in ["train", "small", *argv]]) == 0
     assert capsys.readouterr().out == f"exported to {tmp_path / 'run' / 'export'}\n"

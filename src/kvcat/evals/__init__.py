@@ -1,7 +1,6 @@
 """Evaluations: how much of a model's prediction a compact cache keeps, with resumable records and intervals."""
 
 from kvcat.evals.metrics import DECIDING, METRICS, Metric
-from kvcat.evals.provenance import provenance
 from kvcat.evals.records import (
     Record,
     ResultsFolder,
@@ -15,6 +14,7 @@ from kvcat.evals.runner import Baseline, Example, Method, Prepared, Progress, Ta
 from kvcat.evals.statistics import ClusterBootstrap, Estimate
 from kvcat.evals.suffix import CORPORA, SuffixTask, Window, corpus_documents, evaluate_suffix, windows_from_documents
 from kvcat.evals.summary import compare_models, comparison_pairs, plumbing, summarise
+from kvcat.provenance import provenance
 
 __all__ = [
     "CORPORA", "DECIDING", "METRICS", "Baseline", "ClusterBootstrap", "Estimate", "Example", "Method", "Metric",

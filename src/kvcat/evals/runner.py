@@ -18,8 +18,8 @@ from kvcat.compress import Compressor, Trace, seeded_compressor, takes_seed
 from kvcat.errors import InputError
 from kvcat.evals.costs import Step, answer_speed, measure
 from kvcat.evals.metrics import DECIDING, METRICS
-from kvcat.evals.provenance import provenance
 from kvcat.evals.records import Record, ResultsFolder, Shard, method_label
+from kvcat.provenance import provenance
 
 Values = dict[str, float]
 ModelSource = tuple[PreTrainedModel, Any] | Callable[[], tuple[PreTrainedModel, Any]]

@@ -91,7 +91,10 @@ def errata() -> list[Erratum]:
 
 
 def run_errata() -> None:
-    """Print every statement that fails as printed or is loose, demonstrated, and what holds instead."""
+    """Demonstrate what fails as printed or is loose, and print what holds instead.
+
+    Example: kvcat theory errata
+    """
     for erratum in errata():
         print(erratum.place)
         for name, text in zip(("printed", "shown", "instead"), erratum[1:], strict=True):

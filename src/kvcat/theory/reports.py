@@ -1,7 +1,7 @@
 """The commands ``kvcat theory histogram`` and ``theorem``: tables, CSV, JSON and a plot."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from kvcat.errors import InputError
 from kvcat.files import atomic_write, make_folder, write_json
+from kvcat.provenance import provenance
 from kvcat.theory import theorem as t
 from kvcat.theory.definitions import FUNCTIONS, Budget, FunctionTable, Transformer, compressibility, random_function
 from kvcat.theory.histogram import check_histogram, compressible_histogram, histogram_policy, incompressible_histogram
@@ -22,11 +23,24 @@ _STYLE: dict[Any, Any] = {"axes.spines.top": False, "axes.spines.right": False, 
 
 
 def run_histogram(
-    *, symbols: int, length: int, scaling: Sequence[int], out: Path, provenance: Mapping[str, str]
+    *,
+    symbols: int = 3,
+    length: int = 8,
+    scaling: tuple[int, ...] = (4, 8, 16, 32),
+    out: Path = Path("out/theory/histogram"),
 ) -> None:
-    """Verify both histogram networks; print the exact optimum over all policies beside the bound.
+    """Build two transformers for the same histogram: one needs a single slot, no policy serves the other.
 
-    Arguments and errors as for ``kvcat theory histogram``; ``provenance`` goes into report.json.
+    Verifies both on every prefix and suffix, and prints the exact optimum over all policies against the
+    number of slots and against N, beside the paper's bound.
+
+    Example: kvcat theory histogram --symbols 3 --length 8
+
+    Args:
+        symbols: Size m of the alphabet.
+        length: N, the longest sequence, prefix and suffix together.
+        scaling: Values of N for the growth curves, 3 to 256.
+        out: Folder for tables and the plot.
     """
     lengths = sorted(set(scaling))
     if symbols < 2 or length < 2:
@@ -64,7 +78,7 @@ def run_histogram(
     shown = pd.DataFrame(growth, columns=names.split())
     shown.columns = ["N", "budget", "optimum", "at n", "at n = N-1, k = 1", "bound"]
     print("\n" + shown.to_string(**_TABLE))
-    _write(out, {"budget.csv": budgets, "scaling.csv": growth}, checks, provenance)
+    _write(out, {"budget.csv": budgets, "scaling.csv": growth}, checks)
     figure = _histogram_figure(symbols, budgets, curves, checks["Proposition 2 behind its policy"]["worst_error"])
     figure.savefig(out / "histogram.png", dpi=150)
     figure.savefig(out / "histogram.svg", metadata={"Date": None})
@@ -73,18 +87,29 @@ def run_histogram(
 
 def run_theorem(
     *,
-    function: Sequence[str],
-    symbols: int,
-    length: int,
-    constant: float,
-    budget: str,
-    seed: int,
-    out: Path,
-    provenance: Mapping[str, str],
+    function: tuple[str, ...] = tuple(FUNCTIONS),
+    symbols: int = 2,
+    length: int = 4,
+    constant: float = 1.0,
+    budget: str = "n-1",
+    out: Path = Path("out/theory/theorem"),
+    seed: int = 0,
 ) -> None:
-    """Build both networks of the theorem for each function; verify each sequence, split and policy.
+    """Build both networks of the main theorem for a function and verify every sequence, split and policy.
 
-    Arguments and errors as for ``kvcat theory theorem``; ``provenance`` goes into report.json.
+    The networks differ in 2N rows of one matrix; they grow as m^N. The certified bound holds in exact
+    arithmetic: slots of 1e15 and more can deceive float64.
+
+    Example: kvcat theory theorem --function parity --symbols 2 --length 5 --budget 1
+
+    Args:
+        function: f; several may be given.
+        symbols: Size m of the alphabet.
+        length: N, the longest sequence, prefix and suffix together.
+        constant: C > 0, which the error of every policy has to exceed.
+        budget: Slots r(n) for n tokens: a number, n-1, or n/2.
+        out: Folder for the tables.
+        seed: Seed of the random function.
     """
     names = list(dict.fromkeys(function))
     if unknown := [name for name in names if name not in FUNCTIONS]:
@@ -127,7 +152,7 @@ def run_theorem(
             f"  C = {constant:g}: every policy errs by {some.bound.min():.4g} at least (exact arithmetic)"
         )
     tables = {"theorem.csv": pd.DataFrame(rows), "bounds.csv": pd.concat(bounds)}
-    _write(out, tables, {"seed": seed, "budget": budget}, provenance)
+    _write(out, tables, {"seed": seed, "budget": budget})
 
 
 def parse_budget(text: str) -> Budget:
@@ -153,16 +178,14 @@ def _sizes(table: FunctionTable, easy: Transformer, hard: Transformer, budget: s
     )
 
 
-def _write(
-    out: Path, tables: Mapping[str, pd.DataFrame], report: Mapping[str, Any], provenance: Mapping[str, str]
-) -> None:
+def _write(out: Path, tables: Mapping[str, pd.DataFrame], report: Mapping[str, Any]) -> None:
     """A CSV file per table in full precision and report.json; prints their paths."""
     print()
     for name, frame in tables.items():
         with atomic_write(out / name) as partial:
             frame.to_csv(partial, index=False)
         print(out / name)
-    write_json(out / "report.json", {**report, "provenance": dict(provenance)})
+    write_json(out / "report.json", {**report, "provenance": provenance()})
     print(out / "report.json")
 
 

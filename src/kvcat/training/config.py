@@ -33,7 +33,7 @@ class TrainConfig:
     policy: PolicyName = "router"
     """Which KV slots the masked pass hides; control trains with the next-token loss alone."""
     group_starts: tuple[int, ...] | None = None
-    """First layer of each group of layers that share a mask, such as 0,6,12,18; None spaces num_groups evenly."""
+    """First layer of each group of layers that share a mask, such as 0 6 12 18; None spaces num_groups evenly."""
     num_groups: int = 4
     """Number of groups where group_starts is None."""
     target_keep: float = 0.5

@@ -2,8 +2,7 @@ import os
 
 import pytest
 
-from kvcat.evals import provenance
-from kvcat.evals.provenance import command_line
+from kvcat.provenance import command_line, provenance
 
 
 @pytest.mark.parametrize(

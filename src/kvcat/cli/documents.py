@@ -1,0 +1,246 @@
+"""``kvcat compress``, ``generate`` and ``pack``: a document compressed once answers again and again."""
+
+import dataclasses
+import hashlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from kvcat.cli import options as opt
+from kvcat.errors import InputError
+from kvcat.methods import parse_method
+
+if TYPE_CHECKING:
+    from kvcat.cache import CompactCache
+
+
+def compress(
+    model: opt.Model,
+    /,
+    text: Path,
+    output: opt.Output,
+    method: str = "attention-matching",
+    keep: float | None = None,
+    slots: int | None = None,
+    max_kl: float | None = None,
+    supervision: opt.Supervision = "reconstruction",
+    chat: bool = False,
+    overwrite: opt.Overwrite = False,
+    seed: opt.Seed = 0,
+    device: opt.Device = "cpu",
+    dtype: opt.Dtype = "float32",
+) -> None:
+    """Compress a document's KV cache once; `kvcat generate` then answers from it again and again.
+
+    Example: kvcat compress ./my-model --text report.txt --keep 0.1 -o report.safetensors
+
+    Better caches for more time: --method attention-matching,budgets=adaptive or
+    --method gradient,init=attention-matching,num_steps=50.
+
+    Args:
+        text: UTF-8 text file: the document.
+        output: Cache file to write (.safetensors).
+        method: NAME or NAME,option=value,...; docs/compress.md lists them.
+        keep: Fraction of the KV slots to KEEP, in (0, 1]; 0.1 if no budget is given.
+        slots: In place of --keep: slots per layer and head.
+        max_kl: In place of --keep: find the smallest cache whose KL on held-out positions is at most this many nats
+            per token. A quarter of the supervising positions is held out.
+        chat: Put the document into the tokenizer's chat template, as a user's turn; answers then follow it.
+    """
+    keep = 0.1 if keep is slots is max_kl is None else keep
+    document = _checked_document(text, method, keep, slots, max_kl, supervision)
+    opt.check_least(0, seed=seed)
+    opt.check_output(output, overwrite=overwrite)
+    opt.check_model(model)
+
+    import kvcat
+    from kvcat.compress import seeded_compressor, smallest_cache
+    from kvcat.compress.documents import document_trace
+    from kvcat.evals import Progress
+
+    name, options = parse_method(method)
+    compressor = seeded_compressor(name, options, seed)
+    loaded, tokenizer = kvcat.load(model, dtype=dtype, device=device)
+    trace = document_trace(loaded, tokenizer, document, supervision=supervision, chat=chat)
+    digest = hashlib.sha256(repr((model, document, method, keep, slots, seed, chat, dtype)).encode()).hexdigest()
+    state = output.with_name(f".{output.name}.{digest[:8]}.state")  # the same command continues from it after a kill
+    made = {"supervision": supervision, "chat": "yes" if chat else "no", "dtype": dtype}
+    if max_kl is not None:
+        found = smallest_cache(trace, compressor, max_kl, on_try=_tell)
+        cache, made = found.cache, {**made, "max_kl": f"{max_kl:g}", "held_out_kl": f"{found.kl:.6g}"}
+    elif isinstance(compressor, kvcat.GradientCompression):
+        with Progress(compressor.num_steps, "step") as bar:
+            budget: Any = {"keep_ratio": keep, "num_slots": slots, "resume": state}
+            cache = compressor(trace, on_step=lambda _, kl: bar.advance(1, f"KL {kl:.5f}"), **budget)
+    else:
+        cache = compressor(trace, keep_ratio=keep, num_slots=slots)
+    dataclasses.replace(cache, metadata={**cache.metadata, **made}).save(output)
+    state.unlink(missing_ok=True)
+    kept = cache.mean_slots
+    print(
+        f"{output}: {cache.num_tokens} tokens in {kept:g} slots a layer and head, {cache.nbytes / 1e6:.2f} MB "
+        f"({method}, keep {kept / cache.num_tokens:.4g}, supervision {supervision})"
+    )
+
+
+def generate(
+    model: opt.Model,
+    /,
+    cache: Path,
+    prompt: opt.Strings = (),
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+    seed: opt.Seed = 0,
+    device: opt.Device = "cpu",
+    dtype: opt.Dtype | None = None,
+) -> None:
+    """Answer prompts from a saved cache; every prompt starts from the document alone.
+
+    A cache made with --chat puts each prompt into the tokenizer's chat template.
+
+    Example: kvcat generate ./my-model --cache report.safetensors --prompt "What was decided?"
+
+    Args:
+        cache: Cache file that `kvcat compress` wrote.
+        prompt: What follows the document; several may be given.
+        max_new_tokens: Longest answer, in tokens.
+        temperature: 0 decodes greedily; from 0.001 to 1000 it samples.
+        dtype: Type of the weights; by default the one that the cache was made with.
+    """
+    prompts = opt.flat(prompt)
+    if not prompts:
+        raise InputError("no prompt: give --prompt TEXT, once or several times")
+    opt.check_least(1, max_new_tokens=max_new_tokens)
+    opt.check_least(0, seed=seed)
+    if temperature != 0 and not 1e-3 <= temperature <= 1e3:
+        raise InputError(f"--temperature is {temperature:g}; it must be 0, or lie in [0.001, 1000]")
+
+    import torch
+    from transformers import TextStreamer
+
+    loaded, tokenizer, compact = _model_and_cache(model, cache, device=device, dtype=dtype)
+    questions = [_question(loaded, tokenizer, compact, text) for text in prompts]
+    end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    for text, (ids, room) in zip(prompts, questions, strict=True):
+        if len(prompts) > 1:
+            print(f"> {text}")
+        torch.manual_seed(seed)
+        loaded.generate(
+            **compact.inputs(loaded, ids.to(loaded.device)),
+            max_new_tokens=min(max_new_tokens, room),
+            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+            pad_token_id=end if pad is None else pad,
+            **sampling,
+        )
+
+
+def pack(
+    model: opt.Model,
+    /,
+    cache: Path,
+    output: opt.Output,
+    engine: Literal["transformers", "llama.cpp"] = "transformers",
+    positions: Literal["rerotated", "original"] = "rerotated",
+    drop_log_bias: bool = False,
+    cache_type: Literal["float16", "float32", "bfloat16"] = "float16",
+    flash_attention: bool = True,
+    num_streams: int = 1,
+    placeholder: int = 0,
+    overwrite: opt.Overwrite = False,
+    device: opt.Device = "cpu",
+) -> None:
+    """Write a saved cache as a file for an engine that knows no kvcat; docs/engines.md shows how each reads it.
+
+    The cache must have no log-bias: compress with --method attention-matching,log_bias=false, or by eviction.
+
+    Example: kvcat pack ./my-model --cache report.safetensors -o report.bin --engine llama.cpp
+
+    Args:
+        cache: Cache file that `kvcat compress` wrote.
+        output: File to write.
+        engine: transformers: plain tensors in safetensors; llama.cpp: the state of a sequence.
+        positions: rerotated looks like an ordinary short prefix; original needs an engine that takes positions.
+        drop_log_bias: Leave out the log-bias, which changes the answers.
+        cache_type: Of llama.cpp's cache (--cache-type-k, --cache-type-v).
+        flash_attention: Whether llama.cpp will run with flash attention.
+        num_streams: llama.cpp's --parallel, unless its cache is unified.
+        placeholder: Token id that llama.cpp gets for every slot.
+    """
+    opt.check_output(output, overwrite=overwrite)
+    opt.check_least(1, num_streams=num_streams)
+    opt.check_least(0, placeholder=placeholder)
+
+    from kvcat.serving import check_plain, export_prefix, next_position, write_llama_cpp
+
+    loaded, _, compact = _model_and_cache(model, cache, device=device, tokenizer=False)
+    check_plain(compact, drop_log_bias=drop_log_bias)
+    shape: dict[str, Any] = {"positions": positions, "drop_log_bias": drop_log_bias}
+    if engine == "transformers":
+        export_prefix(compact, loaded, output, **shape)
+    else:
+        layout: dict[str, Any] = {"dtype": cache_type, "flash_attention": flash_attention, "num_streams": num_streams}
+        write_llama_cpp(compact, loaded, output, placeholder=placeholder, **layout, **shape)
+    following = next_position(compact, positions)
+    print(f"{output}: {compact.mean_slots:g} slots for {engine}, {positions}; the next token stands at {following}")
+
+
+def _checked_document(
+    path: Path, method: str, keep: float | None, slots: int | None, max_kl: float | None, supervision: str
+) -> str:
+    """The document's text, once options fit together and the file is UTF-8 text."""
+    if sum(budget is not None for budget in (keep, slots, max_kl)) > 1:
+        raise InputError("give one of --keep, --slots and --max-kl")
+    opt.check_method(method)
+    what = "--max-kl" if max_kl is not None else parse_method(method)[0]
+    if supervision == "self" and what in ("gradient", "--max-kl"):
+        raise InputError(f"{what} needs --supervision reconstruction: the document alone leaves nothing to predict")
+    if max_kl is not None and not max_kl >= 0:
+        raise InputError(f"--max-kl is {max_kl:g}; it must not be negative")
+    opt.check_keep(*([] if keep is None else [keep]))
+    opt.check_least(1, slots=slots)
+    try:
+        document = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot read text file {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+    if not document.strip():
+        raise InputError(f"text file {path} is empty")
+    return document
+
+
+def _tell(slots: int, kl: float) -> None:
+    print(f"{slots} slots: KL {kl:.5f} nats per token held out", file=sys.stderr, flush=True)
+
+
+def _model_and_cache(
+    model: str, file: Path, *, device: str, dtype: str | None = None, tokenizer: bool = True
+) -> tuple[Any, Any, "CompactCache"]:
+    """Model, tokenizer and cache on one device, once it is certain that the cache is the model's."""
+    if not file.is_file():
+        raise InputError(f"no cache file {file}")
+    opt.check_model(model)
+
+    import kvcat
+
+    compact = kvcat.CompactCache.load(file)
+    dtype = dtype or compact.metadata.get("dtype", "float32")
+    loaded, words = kvcat.load(model, dtype=dtype, device=device, tokenizer=tokenizer)
+    compact.check_model(loaded, str(file))
+    return loaded, words, compact.to(loaded.device)
+
+
+def _question(model: Any, tokenizer: Any, cache: "CompactCache", text: str) -> tuple[Any, int]:
+    """A prompt's token ids, (1, tokens), and the most tokens that its answer may have."""
+    from kvcat.compress.documents import question_ids
+
+    ids = question_ids(tokenizer, text, chat=cache.metadata.get("chat") == "yes")
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    room = positions - cache.num_tokens - ids.shape[1]
+    if room < 1:
+        raise InputError(
+            f"no position is left for an answer: the document's {cache.num_tokens} tokens and the prompt's "
+            f"{ids.shape[1]} fill the model's {positions}"
+        )
+    return ids, room
