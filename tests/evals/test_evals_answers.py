@@ -11,7 +11,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 import kvcat
 from kvcat.errors import InputError
 from kvcat.evals.answers import Question, QuestionTask, answer_ids, choice_values, greedy_answers, token_nll
-from kvcat.evals.runner import vocabulary
+from kvcat.evals.task import vocabulary
 from tiny import byte_tokenizer
 
 CONTEXT, NEW = 24, 5

@@ -23,7 +23,7 @@ from kvcat.evals.longbench import (
     longbench_examples,
     make_task,
 )
-from kvcat.evals.runner import Baseline
+from kvcat.evals.task import Baseline
 from tiny import byte_tokenizer, stock_model
 
 DENSE, NONE = Baseline("dense", 1.0), Baseline("no-context", 0.0)

@@ -8,9 +8,10 @@ from test_evals_answers import with_opening
 import kvcat
 from kvcat.compress.documents import INSTRUCTION
 from kvcat.errors import InputError
+from kvcat.evals import evaluate
 from kvcat.evals.haystack import FILLER, read_filler
 from kvcat.evals.needle import QUERY, NeedleTask, make_task
-from kvcat.evals.runner import evaluate, manifest
+from kvcat.evals.task import manifest
 from tiny import byte_tokenizer, stock_model
 
 QWEN = Path(__file__).parents[3] / "shared" / "assets" / "tokenizers" / "qwen2.5"

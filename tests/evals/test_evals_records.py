@@ -16,13 +16,6 @@ def record(window, keep_ratio=0.1, step=None):
     )
 
 
-def test_records_come_back_as_they_were_written_to_the_last_bit(tmp_path):
-    written = [record(i) for i in range(3)]
-    with ResultsFolder(tmp_path / "out", CONFIG) as folder:
-        folder.append(written)
-    assert read_records(tmp_path / "out") == written
-
-
 def test_each_part_of_the_key_makes_another_record():
     changes = {
         "model": "x", "fingerprint": "x", "dtype": "x", "method": "x", "options": '{"a": 1}', "keep_ratio": 0.2,
@@ -32,7 +25,7 @@ def test_each_part_of_the_key_makes_another_record():
     assert len(keys | {record(0).key}) == len(changes) + 1
 
 
-def test_a_record_is_done_after_append_and_is_not_written_twice(tmp_path):
+def test_a_record_is_done_after_append_is_written_once_and_comes_back_to_the_last_bit(tmp_path):
     with ResultsFolder(tmp_path, CONFIG) as folder:
         assert not folder.done(record(0).key)
         folder.append([record(0)])
@@ -66,11 +59,12 @@ def line(**changes):
         (b"\xff\xfe", "damaged"),
         (b"{}", "no record"),
         (line(values={"kl": float("nan")}).encode(), "kl of example '0' of 'doc' is nan, no number"),
-        (line(values={"kl": "0.1"}).encode(), "kl of example '0' of 'doc' is '0.1', no number"),
-        (line(values={"kl": True}).encode(), "is True, no number"),
+        (line(values={"kl": "0.1"}).encode(), "its kl is '0.1'"),
+        (line(values={"kl": True}).encode(), "its kl is True"),
         (line(values=3).encode(), "its values is 3"),
         (line(model=None).encode(), "its model is None"),
         (line(keep_ratio="0.1").encode(), "its keep_ratio is '0.1'"),
+        (line(options="3").encode(), "its options is 3"),
         (line(values={"kl": 0.5}).encode(), "second, different record of example '0' of 'doc': base, first, keep"),
     ],
 )
@@ -82,8 +76,12 @@ def test_a_damaged_line_is_refused_in_one_line(tmp_path, damage, said):
     with pytest.raises(InputError, match=said) as error:
         read_records(tmp_path)
     assert "\n" not in str(error.value)
-    (tmp_path / "costs.jsonl").write_bytes(b"{oops\n")
-    with pytest.raises(InputError, match=r"costs\.jsonl is damaged"):
+
+
+@pytest.mark.parametrize(("damage", "said"), [("{oops", "is damaged"), ('{"model": "base"}', "no cost: its method is")])
+def test_a_damaged_cost_is_refused_in_one_line(tmp_path, damage, said):
+    (tmp_path / "costs.jsonl").write_text(damage + "\n")
+    with pytest.raises(InputError, match=rf"costs\.jsonl .*{said}"):
         read_costs(tmp_path)
 
 
@@ -95,7 +93,10 @@ def test_a_damaged_line_is_refused_in_one_line(tmp_path, damage, said):
         ({"num_examples": None}, "num_examples is None"),
         ({"num_examples": "3"}, "num_examples is '3'"),
         ({"methods": {}}, "methods is {}"),
-        ({"methods": [{"name": "first"}]}, "is no method"),
+        ({"methods": [{"name": "first"}]}, "its options is None"),
+        ({"methods": ["first"]}, "its name is None"),
+        ({"primary": "first"}, "its primary is 'first'"),
+        ({"primary": {"method": "first"}}, "its keep_ratio is None"),
     ],
 )
 def test_a_damaged_configuration_is_refused_in_one_line(tmp_path, changes, said):
@@ -105,22 +106,21 @@ def test_a_damaged_configuration_is_refused_in_one_line(tmp_path, changes, said)
     assert "\n" not in str(error.value)
 
 
-def test_another_configuration_is_refused_with_the_field_that_differs(tmp_path):
-    with ResultsFolder(tmp_path, CONFIG):
+@pytest.mark.parametrize("shard", [(0, 1), (1, 2)])
+def test_another_configuration_is_refused_with_the_field_that_differs_and_the_folder_is_free_again(tmp_path, shard):
+    with ResultsFolder(tmp_path, CONFIG, shard=(0, shard[1])):
         pass
-    with pytest.raises(InputError, match=r"prefix_len is 8 there, 16 here"):
-        ResultsFolder(tmp_path, {**CONFIG, "prefix_len": 16})
+    for _ in range(2):
+        with pytest.raises(InputError, match=r"another configuration: prefix_len is 8 there, 16 here"):
+            ResultsFolder(tmp_path, {**CONFIG, "prefix_len": 16}, shard=shard)
+    with ResultsFolder(tmp_path, CONFIG, shard=shard):
+        pass
 
 
-def test_models_may_be_added_but_a_label_keeps_its_weights(tmp_path):
+def test_a_label_keeps_its_weights_and_their_dtype(tmp_path):
     with ResultsFolder(tmp_path, CONFIG) as folder:
-        folder.check_model("base", "abc", "float32")
         folder.append([record(0)])
-    with ResultsFolder(tmp_path, CONFIG) as folder:
-        folder.check_model("kvcat", "def", "float32")
         folder.check_model("base", "abc", "float32")
-        with pytest.raises(InputError, match=r"'base'.*fingerprint is abc there, other here"):
-            folder.check_model("base", "other", "float32")
         with pytest.raises(InputError, match=r"'base'.*dtype is float32 there, bfloat16 here"):
             folder.check_model("base", "abc", "bfloat16")
 
@@ -151,14 +151,6 @@ def test_a_record_that_two_shards_wrote_counts_once(tmp_path):
     assert read_records(tmp_path) == [record(0)]
 
 
-def test_a_shard_of_another_configuration_is_refused(tmp_path):
-    with (
-        ResultsFolder(tmp_path, CONFIG, shard=(0, 2)),
-        pytest.raises(InputError, match=r"prefix_len is 8 there, 16 here"),
-    ):
-        ResultsFolder(tmp_path, {**CONFIG, "prefix_len": 16}, shard=(1, 2))
-
-
 def test_one_label_for_two_models_is_refused():
     with pytest.raises(InputError, match="model 'base' come from two different models"):
         models_of([record(0), dataclasses.replace(record(1), fingerprint="other")])
@@ -173,21 +165,11 @@ def test_a_folder_of_something_else_is_refused_and_left_alone(tmp_path):
 
 
 def test_a_folder_has_one_writer_at_a_time(tmp_path):
-    with ResultsFolder(tmp_path, CONFIG) as folder:
-        folder.append([record(0)])
-        with pytest.raises(InputError, match="another process is writing to"):
-            ResultsFolder(tmp_path, CONFIG)
-        folder.append([record(1)])
-    with ResultsFolder(tmp_path, CONFIG) as folder:
-        assert folder.records == [record(0), record(1)]
-
-
-def test_a_refused_folder_is_free_for_the_next(tmp_path):
-    with ResultsFolder(tmp_path, CONFIG):
-        pass
-    for _ in range(2):
-        with pytest.raises(InputError, match="another configuration"):
-            ResultsFolder(tmp_path, {**CONFIG, "prefix_len": 16})
+    with (
+        ResultsFolder(tmp_path, CONFIG),
+        pytest.raises(InputError, match="another process is writing to"),
+    ):
+        ResultsFolder(tmp_path, CONFIG)
     with ResultsFolder(tmp_path, CONFIG):
         pass
 

@@ -8,7 +8,7 @@ from test_evals_answers import with_opening
 import kvcat
 from kvcat.errors import InputError
 from kvcat.evals.ruler import RULER_TASKS, RulerTask, make_task
-from kvcat.evals.runner import manifest
+from kvcat.evals.task import manifest
 from tiny import byte_tokenizer
 
 SHORT = tuple(name for name in RULER_TASKS if name != "cwe")  # its list takes thousands of tokens

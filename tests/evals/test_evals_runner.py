@@ -1,5 +1,4 @@
 import dataclasses
-import json
 import time
 
 import pytest
@@ -82,7 +81,7 @@ def test_keeping_every_slot_loses_nothing(models, windows, tmp_path):
         assert record.values["top1"] == 1.0
 
 
-@pytest.mark.parametrize("kept_bytes", [0.0, 0.31, 0.8])
+@pytest.mark.parametrize("kept_bytes", [0.0, 0.31])
 def test_a_killed_run_continues_to_the_same_records(finished, models, windows, tmp_path, kept_bytes):
     folder, records = finished
     for name in ("config.json", "provenance.jsonl"):
@@ -92,17 +91,14 @@ def test_a_killed_run_continues_to_the_same_records(finished, models, windows, t
     resumed = run(models, windows, tmp_path)
     assert {r.key: r.values for r in resumed} == {r.key: r.values for r in records}
     assert len(resumed) == len(records)
+    if not kept_bytes:  # one seed writes the same bytes
+        assert (tmp_path / "records.jsonl").read_bytes() == content
 
 
 def test_a_finished_run_is_read_and_not_repeated(finished, models, windows, monkeypatch):
     folder, records = finished
     monkeypatch.setattr("kvcat.evals.suffix.trace", None)
     assert run(models, windows, folder) == records
-
-
-def test_two_runs_with_one_seed_write_the_same_bytes(finished, models, windows, tmp_path):
-    run(models, windows, tmp_path)
-    assert (tmp_path / "records.jsonl").read_bytes() == (finished[0] / "records.jsonl").read_bytes()
 
 
 def test_shards_together_give_the_records_of_the_whole_to_the_last_bit(finished, models, windows, tmp_path):
@@ -126,6 +122,15 @@ def test_several_seeds_are_several_records_of_methods_that_draw_and_one_of_other
     mean = sum(r.values["kl"] for r in records if r.method == "random") / 10
     assert table.loc[("random", "kl")].value == pytest.approx(mean)
     assert len({r.values["kl"] for r in records if r.method == "random" and r.example == "0"}) == 2
+
+
+def test_a_model_s_first_cost_is_that_of_a_warm_process(models, windows, tmp_path, monkeypatch):
+    calls, made = [], PreparedWindows.caches
+    monkeypatch.setattr(PreparedWindows, "caches", lambda *args: calls.append(args[2]) or made(*args))
+    run({"base": models["base"]}, windows[:3], tmp_path, ["first"])
+    counts = [cost["runs"] for cost in read_costs(tmp_path)]
+    assert len(calls) == 1 + sum(counts)
+    assert min(counts) > 1
 
 
 def test_seconds_and_bytes_of_the_first_batch_stand_beside_the_records(models, windows, tmp_path):
@@ -207,7 +212,7 @@ def test_mistakes_are_told_before_anything_is_written(models, windows, tmp_path,
     assert not (tmp_path / "out").exists()
 
 
-def test_an_evaluation_without_headlines_is_refused(models, windows, tmp_path):
+def test_an_unknown_evaluation_is_refused(models, windows, tmp_path):
     class Other(SuffixTask):
         evaluation = "surprise"
 
@@ -238,8 +243,7 @@ def test_two_examples_of_one_name_are_refused(models, windows, tmp_path):
 
 
 def test_command_versions_and_seconds_stand_beside_the_results(finished):
-    events = [json.loads(line) for line in (finished[0] / "provenance.jsonl").read_text().splitlines()]
-    assert events == read_events(finished[0])
+    events = read_events(finished[0])
     assert [event["event"] for event in events[:2]] == ["start", "end"]
     assert events[0]["torch"] == torch.__version__
     assert set(events[1]["seconds_by_method"]) == {"attention-matching", "random", "gradient"}

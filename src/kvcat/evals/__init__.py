@@ -1,24 +1,16 @@
 """Evaluations: how much of a model's prediction a compact cache keeps, with resumable records and intervals."""
 
 from kvcat.evals.metrics import DECIDING, METRICS, Metric
-from kvcat.evals.records import (
-    Record,
-    ResultsFolder,
-    models_of,
-    read_config,
-    read_costs,
-    read_events,
-    read_records,
-)
-from kvcat.evals.runner import Baseline, Example, Method, Prepared, Progress, Task, evaluate
+from kvcat.evals.records import Record, ResultsFolder, models_of, read_config, read_costs, read_events, read_records
+from kvcat.evals.runner import Progress, evaluate
 from kvcat.evals.statistics import ClusterBootstrap, Estimate
 from kvcat.evals.suffix import CORPORA, SuffixTask, Window, corpus_documents, evaluate_suffix, windows_from_documents
 from kvcat.evals.summary import compare_models, comparison_pairs, plumbing, summarise
-from kvcat.provenance import provenance
+from kvcat.evals.task import Baseline, Method, Prepared, Task
 
 __all__ = [
-    "CORPORA", "DECIDING", "METRICS", "Baseline", "ClusterBootstrap", "Estimate", "Example", "Method", "Metric",
-    "Prepared", "Progress", "Record", "ResultsFolder", "SuffixTask", "Task", "Window", "compare_models",
-    "comparison_pairs", "corpus_documents", "evaluate", "evaluate_suffix", "models_of", "plumbing", "provenance",
-    "read_config", "read_costs", "read_events", "read_records", "summarise", "windows_from_documents",
+    "CORPORA", "DECIDING", "METRICS", "Baseline", "ClusterBootstrap", "Estimate", "Method", "Metric", "Prepared",
+    "Progress", "Record", "ResultsFolder", "SuffixTask", "Task", "Window", "compare_models", "comparison_pairs",
+    "corpus_documents", "evaluate", "evaluate_suffix", "models_of", "plumbing", "read_config",
+    "read_costs", "read_events", "read_records", "summarise", "windows_from_documents",
 ]  # fmt: skip

@@ -15,7 +15,7 @@ from kvcat.compress import Trace, trace
 from kvcat.compress.compare import replay_hidden
 from kvcat.compress.documents import INSTRUCTION, opening_ids, reconstruction_of_tokens
 from kvcat.errors import InputError
-from kvcat.evals.runner import Baseline, Prepared, Task, Values, check_fits, vocabulary
+from kvcat.evals.task import Baseline, Prepared, Task, Values, check_fits, vocabulary
 from kvcat.losses.scoring import score_positions
 from kvcat.models import examined_head, frozen, hidden_states
 from kvcat.types import Float, Tensor

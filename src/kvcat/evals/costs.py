@@ -16,7 +16,6 @@ from kvcat.cache import CompactCache
 from kvcat.types import Int, Tensor
 
 MAX_RUNS, MAX_SECONDS = 3, 2.0
-_MIB = 2**20
 _Value = TypeVar("_Value")
 Step = int | None
 
@@ -43,7 +42,7 @@ def measure(
     runs: list[list[dict[str, Any]]] = []
     spent = 0.0
     while not runs or (len(runs) < MAX_RUNS and spent < MAX_SECONDS):
-        meter, found = _Meter(device), []
+        meter, found = _Meter(device.type == "cuda"), []
         caches = meter.run(make)
         while (made := meter.run(lambda caches=caches: next(caches, None))) is not None:
             step, cache = made
@@ -52,22 +51,19 @@ def measure(
                 use(step, cache)
         runs.append(found)
         spent += meter.seconds
-    return [
-        {
-            **same[0],
-            "seconds": statistics.median(cost["seconds"] for cost in same),
-            "peak_mib": max((cost["peak_mib"] for cost in same if cost["peak_mib"] is not None), default=None),
-            "runs": len(runs),
-        }
-        for same in zip(*runs, strict=True)
-    ]
+    costs = []
+    for same in zip(*runs, strict=True):
+        seconds = statistics.median(cost["seconds"] for cost in same)
+        peak = max((cost["peak_mib"] for cost in same if cost["peak_mib"] is not None), default=None)
+        costs.append({**same[0], "seconds": seconds, "peak_mib": peak, "runs": len(runs)})
+    return costs
 
 
 class _Meter:
     """Seconds and highest memory of all that ran under it."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+    def __init__(self, cuda: bool) -> None:
+        self._cuda = cuda
         self.seconds = 0.0
         self.peak_mib: float | None = None
 
@@ -78,7 +74,7 @@ class _Meter:
         if self._cuda:
             torch.cuda.synchronize()
         self.seconds += time.perf_counter() - begun
-        highest = torch.cuda.max_memory_allocated() / _MIB if self._cuda else _resident("VmHWM")
+        highest = torch.cuda.max_memory_allocated() / 2**20 if self._cuda else _resident("VmHWM")
         if before is not None and highest is not None:
             self.peak_mib = max(self.peak_mib or 0.0, highest - before)
         return value
@@ -87,7 +83,7 @@ class _Meter:
         if self._cuda:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-            return torch.cuda.memory_allocated() / _MIB
+            return torch.cuda.memory_allocated() / 2**20
         try:
             ctypes.CDLL(ctypes.util.find_library("c")).malloc_trim(0)
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # forgets the highest resident size
@@ -96,11 +92,21 @@ class _Meter:
         return _resident("VmRSS")
 
 
+def _resident(field: str) -> float | None:
+    """MiB of this process, from the kernel's own account."""
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+    except OSError:
+        return None
+    found = re.search(rf"{field}:\s+(\d+) kB", status)
+    return int(found[1]) / 1024 if found else None
+
+
 @torch.no_grad()
 def answer_speed(
     model: PreTrainedModel, cache: CompactCache, prompt_ids: Int[Tensor, "batch tokens"], *, num_tokens: int = 16
 ) -> dict[str, float]:
-    """Seconds to the first token of an answer, ``ttft``, and ``tokens_per_s`` after it, one example decoded greedily.
+    """Seconds to the first token of an answer, ``ttft``, and ``tokens_per_s`` after it, decoded greedily.
 
     The fastest of two runs each, so that the first one warms up.
 
@@ -123,13 +129,3 @@ def answer_speed(
         seconds.append(min(runs))
     first, whole = seconds
     return {"ttft": first, "tokens_per_s": (num_tokens - 1) / max(whole - first, 1e-9)}
-
-
-def _resident(field: str) -> float | None:
-    """MiB of this process, from the kernel's own account."""
-    try:
-        status = Path("/proc/self/status").read_text(encoding="ascii")
-    except OSError:
-        return None
-    found = re.search(rf"{field}:\s+(\d+) kB", status)
-    return int(found[1]) / 1024 if found else None

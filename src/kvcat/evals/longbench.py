@@ -21,8 +21,8 @@ from kvcat.data import name_seed
 from kvcat.errors import InputError, one_line
 from kvcat.evals.answers import choice_values, token_nll
 from kvcat.evals.hub import hub_rows
-from kvcat.evals.runner import Baseline, Prepared, Task, Values, check_fits
 from kvcat.evals.suffix import data_name
+from kvcat.evals.task import Baseline, Prepared, Task, Values, check_fits
 
 HUB_SOURCE = "hub:zai-org/LongBench-v2"
 MAX_TOKENS = 32_768

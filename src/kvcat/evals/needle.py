@@ -16,7 +16,7 @@ from kvcat.compress.documents import INSTRUCTION, opening_ids
 from kvcat.errors import InputError
 from kvcat.evals.answers import Question, QuestionTask, answer_ids, check_supervision
 from kvcat.evals.haystack import FILLER, Pieces, draws, filler_lines, number, pick, read_filler
-from kvcat.evals.runner import Values, vocabulary
+from kvcat.evals.task import Values, vocabulary
 
 QUERY = "Memory record: special_passkey="
 DISTRACTORS = (

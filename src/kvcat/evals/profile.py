@@ -25,8 +25,8 @@ from kvcat.compress.compare import replay_hidden
 from kvcat.compress.slot_training import joined
 from kvcat.data import Split
 from kvcat.errors import InputError
-from kvcat.evals.runner import Baseline, Method, Prepared, Step, Task, Values, check_fits
 from kvcat.evals.suffix import corpus_documents, data_name
+from kvcat.evals.task import Baseline, Method, Prepared, Step, Task, Values, check_fits
 from kvcat.models import frozen, hidden_states, logits_from_hidden
 from kvcat.types import Bool, Float, Int, Tensor
 

@@ -10,8 +10,8 @@ import pandas as pd
 from kvcat.errors import InputError
 from kvcat.evals.profile import KINDS, MEASURES
 from kvcat.evals.records import Record
-from kvcat.evals.runner import Values
 from kvcat.evals.statistics import ClusterBootstrap, Estimate
+from kvcat.evals.task import Values
 
 BEST, ALL = "best", "all"
 STATISTICS = ("mean", "worst")

@@ -40,7 +40,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvcat.errors import InputError
 from kvcat.evals.harness import QAExample, check_harness, log_likelihoods
 from kvcat.evals.hub import hub_rows
-from kvcat.evals.runner import Baseline, Prepared, Task, Values, check_fits
+from kvcat.evals.task import Baseline, Prepared, Task, Values, check_fits
 
 SIX = ("hellaswag", "winogrande", "piqa", "openbookqa", "arc_easy", "arc_challenge")
 AVERAGES: dict[str, tuple[str, ...]] = {

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -11,15 +10,20 @@ from typing import Any
 
 from kvcat.errors import InputError
 from kvcat.evals.metrics import DECIDING
-from kvcat.files import LOCK_FILE, append_jsonl, claim_folder, one_writer, read_jsonl
+from kvcat.files import LOCK_FILE, append_jsonl, claim_folder, one_writer, read_json, read_jsonl
 
-_RECORDS = re.compile(r"records(-\d+-of-\d+)?\.jsonl")
 _SECONDS_FOR_CLAIM = 5.0
-_FIELDS = {
-    **dict.fromkeys(("model", "fingerprint", "dtype", "method", "options", "dataset", "stratum"), str),
-    **{"document": str, "example": str, "keep_ratio": (int, float), "values": dict},
-    **dict.fromkeys(("step", "seed"), (int, type(None))),
-}
+_NUMBER, _OR_NONE = (int, float), (int, type(None))
+_CELL = {"model": str, "method": str, "keep_ratio": _NUMBER, "step": _OR_NONE, "seed": _OR_NONE}
+_TEXTS = ("fingerprint", "dtype", "options", "dataset", "stratum", "document", "example")
+_RECORD = {**_CELL, **dict.fromkeys(_TEXTS, str), "values": dict}
+_COST = {**_CELL, "options": dict, "examples": int, "seconds": _NUMBER, "bytes": int, "dense_bytes": int}
+_CONFIG = {"dataset": str, "num_examples": int, "methods": list, "baselines": list, "primary": (dict, type(None))}
+_METHOD = {"name": str, "options": dict, "keep_ratios": list, "num_examples": int}
+_KEY = (
+    "model", "fingerprint", "dtype", "method", "options", "keep_ratio", "step", "seed", "dataset", "document",
+    "example",
+)  # fmt: skip
 Key = tuple[Any, ...]
 Shard = tuple[int, int]
 
@@ -69,10 +73,7 @@ class Record:
     @property
     def key(self) -> Key:
         """What makes the record unique."""
-        return (
-            self.model, self.fingerprint, self.dtype, self.method, self.options, self.keep_ratio, self.step, self.seed,
-            self.dataset, self.document, self.example,
-        )  # fmt: skip
+        return tuple(getattr(self, name) for name in _KEY)
 
     @property
     def method_label(self) -> str:
@@ -90,8 +91,8 @@ class ResultsFolder:
 
     Every append reaches the disk before it returns. The configuration never changes; models may be
     added. A whole run is the folder's only writer; shards share it, each the only writer of
-    ``records-INDEX-of-COUNT.jsonl``, and all read what the others have done. Use it in a ``with`` block
-    or close it: until then no other process can open it.
+    ``records-INDEX-of-COUNT.jsonl``, and all read what the others have done. Use it in a ``with`` block:
+    until its end no other process can open it.
 
     Args:
         path: the folder; made if absent.
@@ -125,18 +126,12 @@ class ResultsFolder:
     def _claim(self, config: Mapping[str, Any]) -> None:
         config = json.loads(json.dumps(config))
         there = claim_folder(self.path, "config.json", config)
-        if there is None:
-            return
-        for field in [*config, *there]:
+        for field in [] if there is None else [*config, *there]:
             if config.get(field) != there.get(field):
                 raise InputError(
                     f"{self.path} holds results of another configuration: "
                     f"{field} is {there.get(field)} there, {config.get(field)} here; choose another folder"
                 )
-
-    def close(self) -> None:
-        """End the writing and let others open the folder."""
-        self._open.close()
 
     def check_model(self, label: str, fingerprint: str, dtype: str) -> None:
         """Refuse a label that stands for other weights or another dtype in this folder.
@@ -175,7 +170,7 @@ class ResultsFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._open.close()
 
 
 def read_records(folder: Path) -> list[Record]:
@@ -186,38 +181,36 @@ def read_records(folder: Path) -> list[Record]:
             that differ.
     """
     found: dict[Key, Record] = {}
-    for file in sorted(file for file in folder.iterdir() if _RECORDS.fullmatch(file.name)) if folder.is_dir() else []:
-        for line in read_jsonl(file):
-            try:
-                record = _record(line)
-            except (ValueError, TypeError) as error:
-                raise InputError(f"{file} has a line that is no record: {error}") from None
-            if found.setdefault(record.key, record) != record:
-                raise InputError(
-                    f"{file} has a second, different record of example {record.example!r} of {record.document!r}: "
-                    f"{record.model}, {record.method_label}, keep ratio {record.keep_ratio:g}"
-                )
+    for file, line in _lines(folder, "records"):
+        try:
+            _check_fields(line, _RECORD)
+            _check_fields(line["values"], dict.fromkeys(line["values"], _NUMBER))
+            _check_fields({"options": json.loads(line["options"])}, {"options": dict})
+            record = Record(**line)
+        except (ValueError, TypeError) as error:
+            raise InputError(f"{file} has a line that is no record: {error}") from None
+        if found.setdefault(record.key, record) != record:
+            raise InputError(
+                f"{file} has a second, different record of example {record.example!r} of {record.document!r}: "
+                f"{record.model}, {record.method_label}, keep ratio {record.keep_ratio:g}"
+            )
     return list(found.values())
-
-
-def _record(line: dict[str, Any]) -> Record:
-    for field, kind in _FIELDS.items():
-        if not isinstance(line.get(field), kind) or isinstance(line[field], bool):
-            raise ValueError(f"its {field} is {line.get(field)!r}")
-    for name, value in line["values"].items():
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise ValueError(f"{name} of example {line['example']!r} of {line['document']!r} is {value!r}, no number")
-    json.loads(line["options"])
-    return Record(**line)
 
 
 def read_costs(folder: Path) -> list[dict[str, Any]]:
     """What the methods of a results folder took, of all its shards; torn last lines are left out.
 
     Raises:
-        InputError: a line that is no JSON object.
+        InputError: a line that is no JSON object, or lacks a number.
     """
-    return [cost for file in sorted(folder.glob("costs*.jsonl")) for cost in read_jsonl(file)]
+    costs = []
+    for file, line in _lines(folder, "costs"):
+        try:
+            _check_fields(line, _COST)
+        except ValueError as error:
+            raise InputError(f"{file} has a line that is no cost: {error}") from None
+        costs.append(line)
+    return costs
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
@@ -226,7 +219,32 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
     Raises:
         InputError: a line that is no JSON object.
     """
-    return [event for file in sorted(folder.glob("provenance*.jsonl")) for event in read_jsonl(file)]
+    return [line for _, line in _lines(folder, "provenance")]
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Configuration of a results folder.
+
+    Raises:
+        InputError: no results folder, a damaged configuration, an unknown evaluation.
+    """
+    file = folder / "config.json"
+    if not file.is_file():
+        raise InputError(f"{folder} is no results folder: it has no config.json")
+    config = read_json(file)
+    if config.get("evaluation") is None:
+        raise InputError(f"{folder} is no results folder: its config.json names no evaluation")
+    if config["evaluation"] not in DECIDING:
+        raise InputError(f"{file}: no evaluation {config['evaluation']!r}; there are {', '.join(DECIDING)}")
+    try:
+        _check_fields({"baselines": [], "primary": None} | config, _CONFIG)
+        for method in config["methods"]:
+            _check_fields(method if isinstance(method, dict) else {}, _METHOD)
+        if config.get("primary"):
+            _check_fields(config["primary"], {"method": str, "keep_ratio": _NUMBER, "metric": str})
+    except ValueError as error:
+        raise InputError(f"{file} is damaged: {error}") from None
+    return config
 
 
 def models_of(records: Iterable[Record]) -> dict[str, dict[str, str]]:
@@ -243,27 +261,14 @@ def models_of(records: Iterable[Record]) -> dict[str, dict[str, str]]:
     return models
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """Configuration of a results folder.
+def _lines(folder: Path, name: str) -> Iterable[tuple[Path, dict[str, Any]]]:
+    """Lines of a log and of its shards."""
+    for file in sorted([*folder.glob(f"{name}.jsonl"), *folder.glob(f"{name}-*-of-*.jsonl")]):
+        for line in read_jsonl(file):
+            yield file, line
 
-    Raises:
-        InputError: no results folder, a damaged configuration, an unknown evaluation.
-    """
-    file = folder / "config.json"
-    if not file.is_file():
-        raise InputError(f"{folder} is no results folder: it has no config.json")
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{file} is damaged: {error}") from None
-    if not isinstance(config, dict) or config.get("evaluation") is None:
-        raise InputError(f"{folder} is no results folder: its config.json names no evaluation")
-    if config["evaluation"] not in DECIDING:
-        raise InputError(f"{file}: no evaluation {config['evaluation']!r}; there are {', '.join(DECIDING)}")
-    for field, kind in {"dataset": str, "num_examples": int, "methods": list}.items():
-        if not isinstance(config.get(field), kind):
-            raise InputError(f"{file} is damaged: {field} is {config.get(field)!r}")
-    for method in config["methods"]:
-        if not isinstance(method, dict) or not {"name", "options", "keep_ratios", "num_examples"} <= method.keys():
-            raise InputError(f"{file} is damaged: {method!r} is no method")
-    return config
+
+def _check_fields(line: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
+    for field, kind in kinds.items():
+        if not isinstance(line.get(field), kind) or isinstance(line.get(field), bool):
+            raise ValueError(f"its {field} is {line.get(field)!r}")

@@ -12,7 +12,7 @@ from kvcat.compress.documents import opening_ids
 from kvcat.errors import InputError
 from kvcat.evals.answers import Question, QuestionTask, answer_ids, check_supervision
 from kvcat.evals.haystack import FILLER, Pieces, draws, filler_lines, number, pick, shuffled
-from kvcat.evals.runner import Values, vocabulary
+from kvcat.evals.task import Values, vocabulary
 
 # RULER's own sizes.
 NUM_KEYS = NUM_VALUES = NUM_QUERIES = 4

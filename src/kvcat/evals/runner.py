@@ -1,14 +1,13 @@
 """The one loop behind every evaluation: models, batches, baselines, compressors; records that survive a kill."""
 
-import hashlib
 import json
 import sys
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any
 
 from tqdm import tqdm
 from transformers import PreTrainedModel
@@ -16,139 +15,25 @@ from transformers import PreTrainedModel
 from kvcat.cache import CompactCache, fingerprint
 from kvcat.compress import Compressor, Trace, seeded_compressor, takes_seed
 from kvcat.errors import InputError
-from kvcat.evals.costs import Step, answer_speed, measure
+from kvcat.evals.costs import answer_speed, measure
 from kvcat.evals.metrics import DECIDING, METRICS
 from kvcat.evals.records import Record, ResultsFolder, Shard, method_label
+from kvcat.evals.task import (
+    Baseline,
+    Method,
+    ModelSource,
+    Prepared,
+    Step,
+    Task,
+    Values,
+    check_keep_ratios,
+    check_least,
+    manifest,
+    vocabulary,
+)
 from kvcat.provenance import provenance
 
-Values = dict[str, float]
-ModelSource = tuple[PreTrainedModel, Any] | Callable[[], tuple[PreTrainedModel, Any]]
 _PROMPT, _ANSWER = 32, 16
-
-
-@runtime_checkable
-class Example(Protocol):
-    """One thing to score; a task's own examples hold more."""
-
-    @property
-    def document(self) -> str:
-        """Name of what it was taken from, the unit that intervals resample."""
-        ...
-
-    @property
-    def name(self) -> str:
-        """Unique in the document."""
-        ...
-
-    @property
-    def stratum(self) -> str:
-        """Group that is reported and resampled apart, e.g. a depth or a sub-domain; may be empty."""
-        ...
-
-
-@dataclass(frozen=True)
-class Baseline:
-    """A score without any compression, beside which the compressed ones stand.
-
-    Args:
-        name: ``dense`` (the whole cache), ``no-context`` (none) or ``truncated`` (as much plain text as the budget).
-        keep_ratio: fraction of the context's tokens that it sees, in [0, 1].
-    """
-
-    name: str
-    keep_ratio: float
-
-
-class Prepared:
-    """A batch of examples on one model: a frozen dataclass that inherits from this one.
-
-    Attributes:
-        trace: what compressors are fitted to, one row per example; made when first needed.
-    """
-
-    trace: Any
-
-    def score(self, cache: CompactCache) -> list[Values]:
-        """Values per example when the compact cache stands for the context."""
-        raise NotImplementedError
-
-    def baseline(self, baseline: Baseline) -> list[Values]:
-        """Values per example under one of the task's baselines."""
-        raise InputError(f"this evaluation has no baseline {baseline.name!r}")
-
-    def caches(
-        self, compressor: Compressor, keep_ratios: Sequence[float]
-    ) -> Iterator[Iterator[tuple[Step, CompactCache]]]:
-        """For each keep ratio the batch's compact caches by step; None is the step of a method without steps."""
-        if hasattr(compressor, "snapshots"):
-            for keep_ratio in keep_ratios:
-                yield compressor.snapshots(self.trace, keep_ratio=keep_ratio)  # type: ignore[attr-defined]
-        else:
-            for cache in compressor.each(self.trace, keep_ratios):
-                yield iter([(None, cache)])
-
-
-class Task:
-    """An evaluation's examples and how they are scored: a frozen dataclass that inherits from this one.
-
-    Attributes:
-        evaluation: name of the evaluation, a key of ``DECIDING``.
-        dataset: name of the data set, part of every record.
-        examples: in the order of evaluation, so that the first n are a fair sample for every n.
-        baselines: those that are scored for every model.
-        tokenized: whether examples are token ids, so that all models need one tokenizer.
-        compresses: whether there is a context to compress.
-    """
-
-    evaluation: ClassVar[str]
-    tokenized: ClassVar[bool] = False
-    compresses: ClassVar[bool] = True
-
-    baselines: ClassVar[Any]
-    examples: Any
-    dataset: str
-
-    def describe(self) -> Mapping[str, Any]:
-        """What the results depend on besides the examples, JSON values."""
-        return {}
-
-    def batch_key(self, example: Any) -> Hashable:  # noqa: ARG002
-        """Neighbouring examples of equal keys may share a batch."""
-        return None
-
-    def check(self, label: str, model: PreTrainedModel, tokenizer: Any) -> None:
-        """Refuse a model that cannot run these examples, before heavy work.
-
-        Raises:
-            InputError: too few positions, a token outside the vocabulary, no tokenizer.
-        """
-        raise NotImplementedError
-
-    def prepare(self, model: PreTrainedModel, tokenizer: Any, batch: Sequence[Any]) -> Prepared:
-        """The batch on a model."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class Method:
-    """A compressor to evaluate, and on how much.
-
-    Args:
-        name: of the compressor, e.g. ``attention-matching``.
-        options: of the compressor where they differ from its defaults, JSON values.
-        keep_ratios: those of this method, each in (0, 1]; None takes the evaluation's.
-        num_examples: only the first examples; None takes all.
-    """
-
-    name: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    keep_ratios: tuple[float, ...] | None = None
-    num_examples: int | None = None
-
-    @property
-    def label(self) -> str:
-        """Name with options, as in tables."""
-        return method_label(self.name, self.options)
 
 
 @dataclass(frozen=True)
@@ -164,7 +49,6 @@ class _Job:
 
     @property
     def last_step(self) -> Step:
-        """The last snapshot of a method with steps."""
         return getattr(self.compressor, "num_steps", None) if hasattr(self.compressor, "snapshots") else None
 
     @property
@@ -226,12 +110,12 @@ def evaluate(
     for label, source in models.items():
         if not callable(source):
             _check_model(task, label, *source, vocabularies)
-    config = _config(task, methods, keep_ratios, _primary(task, plan, primary), batch_size, seeds)
+    config = _config(task, methods, keep_ratios) | {
+        "primary": _primary(task, plan, primary), "batch_size": batch_size, "seeds": list(seeds)
+    }  # fmt: skip
     batches = _batches(task, batch_size, {job.num_examples for job in plan})[shard[0] :: shard[1]]
     work = {batch: [job for job in [*baselines, *plan] if batch[0] < job.num_examples] for batch in batches}
-    total = len(models) * sum(
-        len(job.keep_ratios) * (stop - start) for (start, stop), jobs in work.items() for job in jobs
-    )
+    total = len(models) * sum(len(job.keep_ratios) * (b - a) for (a, b), jobs in work.items() for job in jobs)
     begun, seconds = time.monotonic(), defaultdict[str, float](float)
     with ResultsFolder(out_dir, config, shard=shard) as folder, Progress(total, task.evaluation, progress) as bar:
         folder.append_event({"event": "start", **provenance()})
@@ -243,9 +127,9 @@ def evaluate(
             folder.check_model(label, run.fingerprint, dtype)
             for (start, stop), jobs in work.items():
                 run.batch(task.examples[start:stop], jobs)
+        spent = {"seconds": round(time.monotonic() - begun, 1)}
         by_method = {name: round(spent, 2) for name, spent in seconds.items()}
-        spent = round(time.monotonic() - begun, 1)
-        folder.append_event({"event": "end", "seconds": spent, "seconds_by_method": by_method})
+        folder.append_event({"event": "end", **spent, "seconds_by_method": by_method})
         return folder.records
 
 
@@ -265,7 +149,7 @@ class _Run:
     speed: bool
     measured: set[tuple[int, float]] = field(default_factory=set)
 
-    def batch(self, batch: Sequence[Example], jobs: Sequence[_Job]) -> None:
+    def batch(self, batch: Sequence[Any], jobs: Sequence[_Job]) -> None:
         """Do what is missing of a batch."""
         prepared = None
         for job in jobs:
@@ -284,12 +168,12 @@ class _Run:
                 self.bar.advance(len(batch), f"{self.label}: {job.name} keep {keep_ratio:g}")
             self.seconds[job.name] += time.monotonic() - begun
 
-    def _done(self, job: _Job, keep_ratio: float, batch: Sequence[Example]) -> bool:
+    def _done(self, job: _Job, keep_ratio: float, batch: Sequence[Any]) -> bool:
         """An example's last step is written after its others, so its record stands for them."""
         records = (self._record(job, keep_ratio, job.last_step, example, {}) for example in batch)
         return all(self.folder.done(record.key) for record in records)
 
-    def _record(self, job: _Job, keep_ratio: float, step: Step, example: Example, values: Values) -> Record:
+    def _record(self, job: _Job, keep_ratio: float, step: Step, example: Any, values: Values) -> Record:
         options = json.dumps(dict(job.options), sort_keys=True)
         try:
             return Record(
@@ -370,56 +254,14 @@ class Progress:
         self._bar.close()
 
 
-def manifest(examples: Sequence[Any]) -> str:
-    """A hash of everything that examples hold, so that a folder is about these and no others."""
-    digest = hashlib.sha256()
-    for example in examples:
-        digest.update(json.dumps(sorted(vars(example).items()), default=str).encode() + b"\n")
-    return digest.hexdigest()
-
-
-def vocabulary(tokenizer: Any) -> str:
-    """A hash of the tokenizer's tokens and their ids."""
-    return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
-
-
-def check_fits(label: str, model: PreTrainedModel, *, num_tokens: int, largest: int, what: str) -> None:
-    """Refuse sequences that a model has no positions or no tokens for.
-
-    Args:
-        label: of the model.
-        model: the model.
-        num_tokens: of the longest sequence.
-        largest: token id.
-        what: the sequence is, for the message.
-
-    Raises:
-        InputError: with both numbers.
-    """
-    config = model.config.get_text_config(decoder=True)
-    positions = getattr(config, "max_position_embeddings", None)
-    if positions is not None and num_tokens > positions:
-        raise InputError(f"{what} of {num_tokens} tokens exceed the {positions} positions of model {label!r}")
-    if largest >= config.vocab_size:
-        raise InputError(f"token {largest} is outside the vocabulary of model {label!r}, {config.vocab_size} tokens")
-
-
 def _jobs(method: Method, keep_ratios: Sequence[float], count: int, seeds: Sequence[int]) -> list[_Job]:
-    if method.num_examples is not None and method.num_examples < 1:
-        raise InputError(f"{method.name}: num_examples is {method.num_examples}; it must be at least 1")
+    covered = count if method.num_examples is None else min(method.num_examples, count)
+    check_least(1, **{f"{method.name}: num_examples": covered if count else 1})
     ratios = tuple(map(float, keep_ratios if method.keep_ratios is None else method.keep_ratios))
-    for keep_ratio in ratios:
-        if not 0.0 < keep_ratio <= 1.0:
-            raise InputError(f"keep ratio {keep_ratio:g} is outside (0, 1]")
-    covered = min(method.num_examples or count, count)
-    return [
-        _Job(
-            method.name, method.options, ratios, covered, seed,
-            seeded_compressor(method.name, method.options, seed or 0),
-        )
-        for seed in (seeds if takes_seed(method.name, method.options) else [None])
-        if ratios
-    ]  # fmt: skip
+    check_keep_ratios(ratios)
+    own = [] if not ratios else seeds if takes_seed(method.name, method.options) else [None]
+    made = [(seed, seeded_compressor(method.name, method.options, seed or 0)) for seed in own]
+    return [_Job(method.name, method.options, ratios, covered, *pair) for pair in made]
 
 
 def _batches(task: Task, batch_size: int, limits: set[int]) -> list[tuple[int, int]]:
@@ -445,14 +287,7 @@ def _primary(task: Task, plan: Sequence[_Job], wanted: tuple[str, float, str] | 
     return {"method": method, "keep_ratio": keep_ratio, "metric": metric}
 
 
-def _config(
-    task: Task,
-    methods: Sequence[Method],
-    keep_ratios: Sequence[float],
-    primary: dict[str, Any] | None,
-    batch_size: int,
-    seeds: Sequence[int],
-) -> dict[str, Any]:
+def _config(task: Task, methods: Sequence[Method], keep_ratios: Sequence[float]) -> dict[str, Any]:
     count = len(task.examples)
     return {
         "evaluation": task.evaluation,
@@ -470,18 +305,11 @@ def _config(
             }
             for method in methods
         ],
-        "primary": primary,
-        "batch_size": batch_size,
-        "seeds": list(seeds),
     }
 
 
 def _check_request(
-    task: Task,
-    models: Mapping[str, ModelSource],
-    plan: Sequence[_Job],
-    batch_size: int,
-    shard: Shard,
+    task: Task, models: Mapping[str, ModelSource], plan: Sequence[_Job], batch_size: int, shard: Shard
 ) -> None:
     if task.evaluation not in DECIDING:
         raise InputError(f"no evaluation {task.evaluation!r}; there are {', '.join(DECIDING)}")
@@ -491,12 +319,10 @@ def _check_request(
             raise InputError(f"nothing to evaluate: no {name} given")
     if plan and not task.compresses:
         raise InputError(f"{task.evaluation} is evaluated without compression")
-    if batch_size < 1:
-        raise InputError(f"batch_size is {batch_size}; it must be at least 1")
+    check_least(1, batch_size=batch_size)
     if not 0 <= shard[0] < shard[1]:
         raise InputError(f"shard {shard[0]} of {shard[1]} does not exist; the first is 0, the last {shard[1] - 1}")
-    cells = Counter((*cell, job.seed) for job in plan for cell in job.cells)
-    for (label, keep_ratio, _), times in cells.items():
+    for (label, keep_ratio, _), times in Counter((*cell, job.seed) for job in plan for cell in job.cells).items():
         if times > 1:
             raise InputError(f"{label} at keep ratio {keep_ratio:g} is given twice")
     if len({(example.document, example.name) for example in task.examples}) < len(task.examples):

@@ -18,7 +18,8 @@ from kvcat.compress.documents import reconstruction_of_tokens
 from kvcat.data import Document, Split, open_documents, split_documents
 from kvcat.errors import InputError
 from kvcat.evals.records import Record
-from kvcat.evals.runner import Baseline, Method, ModelSource, Prepared, Task, Values, check_fits, evaluate
+from kvcat.evals.runner import evaluate
+from kvcat.evals.task import Baseline, Method, ModelSource, Prepared, Task, Values, check_fits
 from kvcat.losses.scoring import score_positions
 from kvcat.models import examined_head, frozen, hidden_states
 from kvcat.types import Float, Int, Tensor

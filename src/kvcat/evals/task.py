@@ -1,0 +1,181 @@
+"""What an evaluation is: examples, how a batch of them is scored on a model, and the methods that are compared."""
+
+import hashlib
+import json
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from transformers import PreTrainedModel
+
+from kvcat.cache import CompactCache
+from kvcat.compress import Compressor
+from kvcat.errors import InputError
+from kvcat.evals.records import method_label
+
+Values = dict[str, float]
+Step = int | None
+ModelSource = tuple[PreTrainedModel, Any] | Callable[[], tuple[PreTrainedModel, Any]]
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """A score without any compression, beside which the compressed ones stand.
+
+    Args:
+        name: ``dense`` (the whole cache), ``no-context`` (none) or ``truncated`` (as much plain text as the budget).
+        keep_ratio: fraction of the context's tokens that it sees, in [0, 1].
+    """
+
+    name: str
+    keep_ratio: float
+
+
+@dataclass(frozen=True)
+class Method:
+    """A compressor to evaluate, and on how much.
+
+    Args:
+        name: of the compressor, e.g. ``attention-matching``.
+        options: of the compressor where they differ from its defaults, JSON values.
+        keep_ratios: those of this method, each in (0, 1]; None takes the evaluation's.
+        num_examples: only the first examples; None takes all.
+    """
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    keep_ratios: tuple[float, ...] | None = None
+    num_examples: int | None = None
+
+    @property
+    def label(self) -> str:
+        """Name with options, as in tables."""
+        return method_label(self.name, self.options)
+
+
+class Prepared:
+    """A batch of examples on one model: a frozen dataclass that inherits from this one.
+
+    Attributes:
+        trace: what compressors are fitted to, one row per example; made when first needed.
+    """
+
+    trace: Any
+
+    def score(self, cache: CompactCache) -> list[Values]:
+        """Values per example when the compact cache stands for the context."""
+        raise NotImplementedError
+
+    def baseline(self, baseline: Baseline) -> list[Values]:
+        """Values per example under one of the task's baselines."""
+        raise NotImplementedError
+
+    def caches(
+        self, compressor: Compressor, keep_ratios: Sequence[float]
+    ) -> Iterator[Iterator[tuple[Step, CompactCache]]]:
+        """For each keep ratio the batch's compact caches by step; None is the step of a method without steps."""
+        if hasattr(compressor, "snapshots"):
+            for keep_ratio in keep_ratios:
+                yield compressor.snapshots(self.trace, keep_ratio=keep_ratio)  # type: ignore[attr-defined]
+        else:
+            for cache in compressor.each(self.trace, keep_ratios):
+                yield iter([(None, cache)])
+
+
+class Task:
+    """An evaluation's examples and how they are scored: a frozen dataclass that inherits from this one.
+
+    Attributes:
+        evaluation: name of the evaluation, a key of ``DECIDING``.
+        dataset: name of the data set, part of every record.
+        examples: in the order of evaluation, so that the first n are a fair sample for every n. Each has
+            ``document`` (what it was taken from, the unit that intervals resample), ``name`` (unique in the
+            document) and ``stratum`` (group that is reported apart; may be empty).
+        baselines: those that are scored for every model.
+        tokenized: whether examples are token ids, so that all models need one tokenizer.
+        compresses: whether there is a context to compress.
+    """
+
+    evaluation: ClassVar[str]
+    tokenized: ClassVar[bool] = False
+    compresses: ClassVar[bool] = True
+
+    baselines: ClassVar[Any] = (Baseline("dense", 1.0), Baseline("no-context", 0.0))
+    examples: Any
+    dataset: str
+
+    def describe(self) -> Mapping[str, Any]:
+        """What the results depend on besides the examples, JSON values."""
+        return {}
+
+    def batch_key(self, example: Any) -> Hashable:  # noqa: ARG002
+        """Neighbouring examples of equal keys may share a batch."""
+        return None
+
+    def check(self, label: str, model: PreTrainedModel, tokenizer: Any) -> None:
+        """Refuse a model that cannot run these examples, before heavy work.
+
+        Raises:
+            InputError: too few positions, a token outside the vocabulary, no tokenizer.
+        """
+        raise NotImplementedError
+
+    def prepare(self, model: PreTrainedModel, tokenizer: Any, batch: Sequence[Any]) -> Prepared:
+        """The batch on a model."""
+        raise NotImplementedError
+
+
+def manifest(examples: Sequence[Any]) -> str:
+    """A hash of everything that examples hold, so that a folder is about these and no others."""
+    digest = hashlib.sha256()
+    for example in examples:
+        digest.update(json.dumps(sorted(vars(example).items()), default=str).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def vocabulary(tokenizer: Any) -> str:
+    """A hash of the tokenizer's tokens and their ids."""
+    return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
+
+
+def check_fits(label: str, model: PreTrainedModel, *, num_tokens: int, largest: int, what: str) -> None:
+    """Refuse sequences that a model has no positions or no tokens for.
+
+    Args:
+        label: of the model.
+        model: the model.
+        num_tokens: of the longest sequence.
+        largest: token id.
+        what: the sequence is, for the message.
+
+    Raises:
+        InputError: with both numbers.
+    """
+    config = model.config.get_text_config(decoder=True)
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and num_tokens > positions:
+        raise InputError(f"{what} of {num_tokens} tokens exceed the {positions} positions of model {label!r}")
+    if largest >= config.vocab_size:
+        raise InputError(f"token {largest} is outside the vocabulary of model {label!r}, {config.vocab_size} tokens")
+
+
+def check_least(least: int, **settings: int) -> None:
+    """Refuse the first setting whose value is below the least.
+
+    Raises:
+        InputError: with name, value and bound.
+    """
+    for name, value in settings.items():
+        if value < least:
+            raise InputError(f"{name} is {value}; it must be at least {least}")
+
+
+def check_keep_ratios(keep_ratios: Sequence[float]) -> None:
+    """Refuse a keep ratio outside (0, 1].
+
+    Raises:
+        InputError: with the value.
+    """
+    for keep_ratio in keep_ratios:
+        if not 0.0 < keep_ratio <= 1.0:
+            raise InputError(f"keep ratio {keep_ratio:g} is outside (0, 1]")
