@@ -4,11 +4,13 @@ import dataclasses
 
 import pytest
 import safetensors
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvcat
 from kvcat.cache import CompactLayer
 from kvcat.cli.app import run
+from kvcat.serving import read_prefix
 from tiny import sentences, write_tiny_model
 
 DOCUMENT = "".join(sentences(4, seed=7))
@@ -151,23 +153,30 @@ def test_what_does_not_belong_together_is_one_line(tiny_folder, saved, document,
     assert "not a compact cache" in mistake(capsys, generate(tiny_folder, weights, "--prompt", "the cat"))
 
 
-def test_a_cache_is_packed_for_transformers_and_llama_cpp_without_its_log_bias_only_on_demand(
+def test_a_cache_is_packed_plain_without_its_log_bias_only_on_demand_or_wide_with_it(
     tiny_folder, document, tmp_path, capsys
 ):
     cache = compress(tiny_folder, document, "--slots", 5, "--method", "random")
-    tokens = kvcat.CompactCache.load(cache).num_tokens
     base = ["pack", str(tiny_folder), "--cache", str(cache), "-o"]
     assert run([*base, str(tmp_path / "p")]) == 0
-    assert capsys.readouterr().out.endswith("5 slots for transformers, rerotated; the next token stands at 5\n")
+    assert capsys.readouterr().out.endswith("5 slots, rerotated; the next token stands at 5\n")
     with safetensors.safe_open(tmp_path / "p", "pt") as file:
         assert file.metadata()["format"] == "kvcat-prefix-1"
-    options = ["--engine", "llama.cpp", "--positions", "original", "--cache-type", "float32", "--no-flash-attention"]
-    assert run([*base, str(tmp_path / "s"), *options]) == 0
-    assert capsys.readouterr().out.endswith(f"for llama.cpp, original; the next token stands at {tokens}\n")
-    assert (tmp_path / "s").read_bytes()[:8] == b"qsgg\3\0\0\0"
-    assert "exists; --overwrite replaces it" in mistake(capsys, run([*base, str(tmp_path / "s")]))
+    assert "exists; --overwrite replaces it" in mistake(capsys, run([*base, str(tmp_path / "p")]))
     plain = kvcat.CompactCache.load(cache)
     biased = [CompactLayer(x.keys, x.values, x.keys.new_ones(x.keys.shape[:3])) for x in plain.layers]
     dataclasses.replace(plain, layers=biased).save(cache)
     assert "has a log-bias" in mistake(capsys, run([*base, str(tmp_path / "b")]))
     assert run([*base, str(tmp_path / "b"), "--drop-log-bias"]) == 0
+    assert run([*base, str(tmp_path / "w"), "--head-dim", "12"]) == 0
+    assert read_prefix(tmp_path / "w").keys[0].shape[-1] == 12
+
+
+def test_a_model_is_widened_into_a_folder_or_a_gguf_file(tiny_folder, tmp_path, capsys):
+    assert run(["widen", str(tiny_folder), "-o", str(tmp_path / "wide"), "--head-dim", "12"]) == 0
+    assert capsys.readouterr().out.endswith("wide: heads of 12 channels, 8 of the model's own\n")
+    model, ids = kvcat.load(tmp_path / "wide")[0], torch.arange(9).unsqueeze(0)
+    assert torch.allclose(model(ids).logits, kvcat.load(tiny_folder)[0](ids).logits, atol=1e-4)
+    assert "is not empty" in mistake(capsys, run(["widen", str(tiny_folder), "-o", str(tmp_path / "wide")]))
+    assert run(["widen", str(tiny_folder), "-o", str(tmp_path / "wide.gguf"), "--head-dim", "12"]) == 0
+    assert (tmp_path / "wide.gguf").read_bytes()[:4] == b"GGUF"

@@ -43,5 +43,15 @@ def evicted(model, tokens, num_slots=7, log_bias=False):
     return CompactCache(layers, tokens.shape[1], fingerprint(model), {"method": "random"})
 
 
+def ragged(cache):
+    """The same cache, of whose heads in every layer the first holds all slots and each next one slot less."""
+    layers = []
+    for layer in cache.layers:
+        slots, heads = layer.num_slots, range(layer.keys.shape[1])
+        parts = (layer.keys, layer.values, layer.log_bias)
+        layers.append(CompactLayer.ragged(*([[x[0, h, : slots - h] for h in heads]] for x in parts)))
+    return CompactCache(layers, cache.num_tokens, cache.fingerprint)
+
+
 def our_logits(model, cache, suffix):
     return model(**cache.inputs(model, suffix)).logits.detach()

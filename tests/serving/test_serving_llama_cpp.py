@@ -1,187 +1,164 @@
-"""A compact cache in llama.cpp: its logits and its greedy answers are kvcat's."""
+"""A compact cache in llama.cpp: its logits and its greedy answers are kvcat's, log-bias and unequal heads included."""
 
-import os
-import sys
 from contextlib import closing
-from types import SimpleNamespace
 
 import pytest
 import torch
-from evicted_caches import evicted, ids, make_model, our_logits
+from evicted_caches import evicted, ids, make_model, our_logits, ragged
 
+from gguf_files import write_gguf as write_plain_gguf
 from kvcat.cache import CompactCache, CompactLayer
 from kvcat.errors import InputError
 from kvcat.models import load
-from kvcat.serving.llama_cpp import load_llama_cpp, write_llama_cpp
+from kvcat.serving import LlamaCpp, export_prefix, read_prefix, widen, write_gguf
+from kvcat.serving import llama_cpp as room
 
-KINDS = ["qwen2", "qwen3", "llama", "kvcat-base"]
+pytest.importorskip("xllamacpp", reason="needs xllamacpp")
 NEW = 6
-
-
-def wide_model(kind="qwen2"):
-    return make_model(kind, {"hidden_size": 64, "head_dim": 16} if kind == "qwen3" else {"hidden_size": 64})
-
-
-class Engine:
-    """llama.cpp through llama-cpp-python, on one sequence."""
-
-    def __init__(self, path, *, flash_attention=False, half=False, sequences=1):
-        api = self.api = pytest.importorskip("llama_cpp", reason="needs llama-cpp-python")
-        options = api.llama_model_default_params()
-        options.n_gpu_layers, options.use_mmap = 0, False
-        self.model = api.llama_model_load_from_file(str(path).encode(), options)
-        assert self.model, path
-        options = api.llama_context_default_params()
-        options.n_ctx, options.n_batch, options.n_threads, options.n_threads_batch = 256 * sequences, 256, 1, 1
-        options.n_seq_max, options.kv_unified = sequences, sequences == 1
-        options.type_k = options.type_v = 1 if half else 0
-        options.flash_attn_type = 1 if flash_attention else 0
-        self.context = api.llama_init_from_model(self.model, options)
-        self.sequence, self.vocab = sequences - 1, api.llama_vocab_n_tokens(api.llama_model_get_vocab(self.model))
-
-    def logits(self, tokens, position):
-        """Logits (tokens, vocab) of tokens from the position on."""
-        batch = self.api.llama_batch_init(len(tokens), 0, 1)
-        batch.n_tokens = len(tokens)
-        for i, token in enumerate(tokens):
-            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = int(token), position + i, 1, 1
-            batch.seq_id[i][0] = self.sequence
-        assert self.api.llama_decode(self.context, batch) == 0
-        rows = [list(self.api.llama_get_logits_ith(self.context, i)[: self.vocab]) for i in range(len(tokens))]
-        self.api.llama_batch_free(batch)
-        return torch.tensor(rows)
-
-    def greedy(self, tokens, position, count):
-        """The most likely continuation."""
-        made, logits = [], self.logits(tokens, position)[-1]
-        for step in range(count):
-            made.append(int(logits.argmax()))
-            logits = self.logits(made[-1:], position + len(tokens) + step)[-1]
-        return made
-
-    def close(self):
-        self.api.llama_free(self.context)
-        self.api.llama_model_free(self.model)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quiet():
-    """llama.cpp writes its log to the standard error of the process."""
-    saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    yield
-    os.dup2(saved, 2)
-    os.close(saved)
-    os.close(nowhere)
+KINDS = {"qwen2": 24, "llama": 18, "mistral": 24, "kvcat-base": 32}
 
 
 @pytest.fixture(scope="module")
-def gguf_of(tmp_path_factory):
-    """A model of a kind and its GGUF file, made once."""
+def served(tmp_path_factory):
+    """A model of a kind and its widened GGUF file, made once."""
     made = {}
 
     def make(kind):
-        pytest.importorskip("llama_cpp", reason="needs llama-cpp-python")
-        pytest.importorskip("gguf", reason="needs gguf")
-        from gguf_files import write_gguf
-
         if kind not in made:
-            model = load("kvcat-base", tokenizer=False)[0] if kind == "kvcat-base" else wide_model(kind)
-            made[kind] = model, write_gguf(model, tmp_path_factory.mktemp("gguf") / f"{kind}.gguf")
+            options = {"hidden_size": 64, "sliding_window": None} if kind == "mistral" else {"hidden_size": 64}
+            model = load(kind, tokenizer=False)[0] if kind == "kvcat-base" else make_model(kind, options)
+            path = tmp_path_factory.mktemp("gguf") / f"{kind}.gguf"
+            write_gguf(widen(model, KINDS[kind]), path, dtype="float32")
+            made[kind] = model, path
         return made[kind]
 
     return make
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("positions", ["rerotated", "original"])
-@pytest.mark.parametrize("flash_attention", [False, True])
-def test_logits_and_greedy_answers_on_the_injected_cache_are_kvcats(
-    gguf_of, tmp_path, kind, positions, flash_attention
+def pack(cache, model, path, head_dim=None):
+    export_prefix(cache, model, path, head_dim=head_dim)
+    return read_prefix(path)
+
+
+def each_logits(engine, tokens):
+    return torch.stack([engine.logits([token]) for token in tokens.tolist()])
+
+
+@pytest.mark.parametrize("slots", ["equal", "unequal layers", "unequal heads"])
+@pytest.mark.parametrize(
+    ("kind", "engine", "tolerance"),
+    [
+        ("qwen2", {"cache_type": "float32"}, 1e-3),
+        ("llama", {"cache_type": "float32"}, 1e-3),
+        ("kvcat-base", {"cache_type": "float32"}, 1e-3),
+        ("mistral", {"cache_type": "float32"}, 1e-3),
+        # llama.cpp's flash attention, and these caches, round to half precision
+        ("qwen2", {"cache_type": "float16"}, 5e-2),
+        ("llama", {"cache_type": "float32", "flash_attention": True}, 5e-2),
+        ("llama", {"cache_type": "bfloat16", "flash_attention": True}, 0.3),
+    ],
+)
+def test_logits_and_greedy_answers_behind_a_cache_with_log_bias_are_kvcats(
+    served, tmp_path, kind, engine, tolerance, slots
 ):
-    model, path = gguf_of(kind)
-    cache, suffix = evicted(model, ids(1, 60), 9), ids(1, NEW, seed=6)
-    options = {"positions": positions, "dtype": "float32", "flash_attention": flash_attention}
-    write_llama_cpp(cache, model, tmp_path / "state", **options)
-    with closing(Engine(path, flash_attention=flash_attention)) as running:
-        start = load_llama_cpp(running.context, tmp_path / "state")
-        assert start == (9 if positions == "rerotated" else 60)
-        found, wanted = running.logits(suffix[0], start), our_logits(model, cache, suffix)[0]
-        # llama.cpp's flash attention rounds to half precision
-        tolerance = 5e-2 if flash_attention else 1e-3
-        assert torch.allclose(found, wanted, atol=tolerance, rtol=0)
-        load_llama_cpp(running.context, tmp_path / "state")
-        made = running.greedy(suffix[0], start, 8)
+    model, path = served(kind)
+    suffix, num_layers = ids(1, NEW, seed=6), model.config.num_hidden_layers
+    counts = tuple(9 - i % 4 for i in range(num_layers)) if slots == "unequal layers" else 9
+    cache = evicted(model, ids(1, 60), counts, log_bias=True)
+    cache = ragged(cache) if slots == "unequal heads" else cache
+    prefix = pack(cache, model, tmp_path / "p", KINDS[kind])
+    with closing(LlamaCpp(path, num_ctx=256, **engine)) as running:
+        running.load(prefix)
+        assert running.position == 9
+        found, wanted = each_logits(running, suffix[0]), our_logits(model, cache, suffix)[0]
+        assert (found - wanted).abs().max() < tolerance
+        running.load(prefix)
+        made = list(running.generate(suffix[0].tolist(), 8))
+        running.write_state(prefix, tmp_path / "state", placeholder=3)
+        running.load_state(tmp_path / "state")
+        assert torch.equal(each_logits(running, suffix[0]), found)
     expected = model.generate(**cache.inputs(model, suffix), max_new_tokens=8, do_sample=False, pad_token_id=0)
     assert made == expected[0, NEW:].tolist()
 
 
-def test_a_half_precision_cache_of_several_streams_is_loaded_into_any_sequence(gguf_of, tmp_path):
-    model, path = gguf_of("qwen2")
+def test_the_widened_file_reads_tokens_as_the_model_does(served):
+    model, path = served("qwen2")
+    with closing(LlamaCpp(path, num_ctx=64, cache_type="float32")) as running:
+        found = each_logits(running, ids(1, 40)[0])
+        assert torch.allclose(found, model(ids(1, 40)).logits[0], atol=1e-3)
+        running.clear()
+        assert torch.allclose(running.logits(ids(1, 40)[0].tolist()), found[-1], atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+def test_a_plain_cache_answers_in_a_plain_model(tmp_path, kind):
+    model = make_model(kind, {"hidden_size": 64, "head_dim": 16})
     cache, suffix = evicted(model, ids(1, 60), 9), ids(1, NEW, seed=6)
-    write_llama_cpp(cache, model, tmp_path / "state", flash_attention=False, num_streams=3)
-    with closing(Engine(path, half=True, sequences=3)) as running:
-        start = load_llama_cpp(running.context, tmp_path / "state", sequence=2)
-        assert torch.allclose(running.logits(suffix[0], start), our_logits(model, cache, suffix)[0], atol=2e-2, rtol=0)
+    prefix = pack(cache, model, tmp_path / "p")
+    with closing(LlamaCpp(write_plain_gguf(model, tmp_path / "g"), num_ctx=64, cache_type="float32")) as running:
+        running.load(prefix)
+        assert torch.allclose(each_logits(running, suffix[0]), our_logits(model, cache, suffix)[0], atol=1e-3)
 
 
-def test_the_file_is_what_llama_cpp_itself_saves(gguf_of, tmp_path):
-    model, path = gguf_of("llama")
-    tokens = ids(1, 20)
-    cache = evicted(model, tokens, num_slots=20)
-    write_llama_cpp(cache, model, tmp_path / "ours", dtype="float32", flash_attention=False, placeholder=7)
-    with closing(Engine(path)) as running:
-        running.logits(tokens[0], 0)
-        prompt = (running.api.llama_token * 20)(*[7] * 20)
-        name = str(tmp_path / "theirs").encode()
-        assert running.api.llama_state_seq_save_file(running.context, name, 0, prompt, 20)
-    ours_, theirs = (tmp_path / "ours").read_bytes(), (tmp_path / "theirs").read_bytes()
-    assert len(ours_) == len(theirs)
-    head = 3 * 4 + 20 * 4 + 2 * 4 + 20 * 12 + 2 * 4 + 12
-    assert ours_[:head] == theirs[:head]
-    rows = [torch.frombuffer(bytearray(x[head : head + 20 * 32 * 4]), dtype=torch.float32) for x in (ours_, theirs)]
-    assert torch.allclose(*rows, atol=1e-4)
-
-
-def test_a_state_for_another_engine_is_refused(gguf_of, tmp_path):
-    model, path = gguf_of("qwen2")
-    write_llama_cpp(evicted(model, ids(1, 60), 9), model, tmp_path / "half", flash_attention=False)
-    write_llama_cpp(evicted(model, ids(1, 60), 9), model, tmp_path / "rows", dtype="float32")
-    (tmp_path / "cut").write_bytes((tmp_path / "rows").read_bytes()[:500])
-    with closing(Engine(path)) as running:
-        for name in ("half", "rows", "cut"):
-            with pytest.raises(InputError, match=f"llama.cpp refuses .*{name}"):
-                load_llama_cpp(running.context, tmp_path / name)
-        with pytest.raises(InputError, match="no sequence state"):
-            load_llama_cpp(running.context, tmp_path / "gone")
-
-
-def test_what_llama_cpp_cannot_hold_is_refused(tmp_path):
-    model = wide_model()
-    cache, biased = evicted(model, ids(1, 30), 9), evicted(model, ids(1, 30), log_bias=True)
-    large = CompactCache([CompactLayer(x.keys, x.values * 1e9) for x in cache.layers], 30, cache.fingerprint)
-    uneven = evicted(model, ids(1, 30), (4, 9))
-    for wrong, options, told in (
-        (biased, {}, "has a log-bias"),
-        (large, {}, r"too large for torch\.float16"),
-        (evicted(model, ids(2, 30)), {}, "one sequence a file, not 2 examples"),
-        (uneven, {}, "layers of 4 to 9 slots: llama.cpp holds equally many cells in every layer; .* budgets=equal"),
-        (cache, {"dtype": "int8"}, "dtype must be one of float32, float16, bfloat16, not 'int8'"),
-        (cache, {"num_streams": 0}, "num_streams must be at least 1, not 0"),
-        (cache, {"positions": "none"}, "positions must be"),
+def test_what_does_not_fit_is_refused_and_the_engine_goes_on(served, tmp_path):
+    model, path = served("qwen2")
+    other = make_model("qwen2", {"hidden_size": 64, "rope_parameters": {"rope_theta": 5e3, "rope_type": "default"}})
+    cache = evicted(model, ids(1, 60), 9, log_bias=True)
+    good = pack(cache, model, tmp_path / "good", 24)
+    foreign = pack(evicted(other, ids(1, 60), 9), other, tmp_path / "foreign", 24)
+    narrow = pack(cache, model, tmp_path / "narrow", 20)
+    large = CompactCache(
+        [CompactLayer(x.keys, x.values * 1e9, x.log_bias) for x in cache.layers], 60, cache.fingerprint
+    )
+    large = pack(large, model, tmp_path / "large", 24)
+    with (
+        closing(LlamaCpp(path, num_ctx=256)) as running,
+        closing(LlamaCpp(path, num_ctx=256, cache_type="float32")) as full,
     ):
-        with pytest.raises(InputError, match=told):
-            write_llama_cpp(wrong, model, tmp_path / "state", **options)
-    other = make_model("cohere")
-    with pytest.raises(InputError, match=r"no layout of llama\.cpp's cache is known for cohere models; for: llama"):
-        write_llama_cpp(evicted(other, ids(1, 30)), other, tmp_path / "state")
-    assert list(tmp_path.iterdir()) == []
+        full.write_state(good, tmp_path / "float32")
+        running.write_state(good, tmp_path / "state")
+        (tmp_path / "cut").write_bytes((tmp_path / "state").read_bytes()[:500])
+        running.load(good)
+        before = running.logits([5])
+        for wrong, told in (
+            (foreign, "the cache belongs to another model"),
+            (narrow, "2 layers of 40 channels does not fit the engine's 2 layers of 48: pack it"),
+            (large, r"too large for torch\.float16"),
+            (pack(evicted(model, ids(1, 300), 256), model, tmp_path / "long", 24), "256 slots do not fit"),
+        ):
+            with pytest.raises(InputError, match=told):
+                running.load(wrong)
+        for name in ("float32", "cut"):
+            with pytest.raises(InputError, match=f"llama.cpp refuses .*{name}: "):
+                running.load_state(tmp_path / name)
+        with pytest.raises(InputError, match="no sequence state"):
+            running.load_state(tmp_path / "gone")
+        for tokens, told in (
+            ([], "one or more tokens"),
+            ([96], r"in 0\.\.95"),
+            ([1] * 257, "do not fit behind 0 of 256"),
+        ):
+            with pytest.raises(InputError, match=told):
+                running.logits(tokens)
+        running.load(good)
+        assert torch.equal(running.logits([5]), before)
 
 
-def test_without_llama_cpp_python_or_with_another_format_the_loader_says_so(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "llama_cpp", None)
-    with pytest.raises(InputError, match="llama-cpp-python is not installed"):
-        load_llama_cpp(None, tmp_path / "state")
-    monkeypatch.setitem(sys.modules, "llama_cpp", SimpleNamespace(LLAMA_STATE_SEQ_VERSION=4))
-    with pytest.raises(InputError, match="sequence states of version 4, kvcat of 3"):
-        load_llama_cpp(None, tmp_path / "state")
+def test_an_engine_that_is_not_understood_is_refused(served, tmp_path, monkeypatch):
+    _, path = served("qwen2")
+    with pytest.raises(InputError, match="no model file"):
+        LlamaCpp(tmp_path / "gone")
+    (tmp_path / "text").write_text("no model")
+    with pytest.raises(InputError, match=r"llama\.cpp cannot load"):
+        LlamaCpp(tmp_path / "text")
+    with pytest.raises(InputError, match="cache_type must be one of float32, float16, bfloat16, not 'q8_0'"):
+        LlamaCpp(path, cache_type="q8_0")
+    with pytest.raises(InputError, match=r"no library with llama\.cpp's C API"):
+        LlamaCpp(path, library=tmp_path / "text")
+    with pytest.raises(InputError, match="other parameters than expected"):
+        room._context_parameters(room._Parameters(), 64, 0, False)
+    with pytest.raises(InputError, match="sequence states of version 9 are not understood"):
+        room.Layout.read(b"qsgg\x09\0\0\0" + bytes(200), 2)
+    monkeypatch.setattr(room.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"llama\.cpp is not installed: pip install"):
+        LlamaCpp(path)

@@ -17,6 +17,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "compress": ("cli.documents.compress", "Compress a document's KV cache and save it."),
     "generate": ("cli.documents.generate", "Answer prompts from a saved cache."),
     "info": ("cli.info.info", "Describe a cache file: slots, bytes saved, method, model."),
+    "widen": ("cli.documents.widen", "Write a checkpoint from which stock engines serve compact caches."),
     "pack": ("cli.documents.pack", "Convert a saved cache for another engine."),
     "eval suffix": ("cli.evaluate.Suffix", "Score held-out text behind a compressed prefix."),
     "eval needle": ("cli.evaluate.Needle", "Find a passkey in a compressed haystack."),

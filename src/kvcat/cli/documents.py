@@ -140,49 +140,73 @@ def pack(
     /,
     cache: Path,
     output: opt.Output,
-    engine: Literal["transformers", "llama.cpp"] = "transformers",
+    head_dim: int | None = None,
     positions: Literal["rerotated", "original"] = "rerotated",
     drop_log_bias: bool = False,
-    cache_type: Literal["float16", "float32", "bfloat16"] = "float16",
-    flash_attention: bool = True,
-    num_streams: int = 1,
-    placeholder: int = 0,
     overwrite: opt.Overwrite = False,
     device: opt.Device = "cpu",
 ) -> None:
-    """Write a saved cache as a file for an engine that knows no kvcat; docs/engines.md shows how each reads it.
+    """Write a saved cache as plain tensors for engines that know no kvcat; docs/serving.md shows how each reads them.
 
-    The cache must have no log-bias: compress with --method attention-matching,log_bias=false, or by eviction.
+    With --head-dim the file is for the widened checkpoint (`kvcat widen`) and keeps the log-bias and unequal heads.
+    Without it, the cache must have neither: compress with --method attention-matching,log_bias=false, or by eviction.
 
-    Example: kvcat pack ./my-model --cache report.safetensors -o report.bin --engine llama.cpp
+    Example: kvcat pack ./my-model --cache report.safetensors -o report.prefix --head-dim 80
 
     Args:
         cache: Cache file that `kvcat compress` wrote.
         output: File to write.
-        engine: transformers: plain tensors in safetensors; llama.cpp: the state of a sequence.
+        head_dim: Channels of a head of the widened checkpoint that will read the file.
         positions: rerotated looks like an ordinary short prefix; original needs an engine that takes positions.
         drop_log_bias: Leave out the log-bias, which changes the answers.
-        cache_type: Of llama.cpp's cache (--cache-type-k, --cache-type-v).
-        flash_attention: Whether llama.cpp will run with flash attention.
-        num_streams: llama.cpp's --parallel, unless its cache is unified.
-        placeholder: Token id that llama.cpp gets for every slot.
     """
     opt.check_output(output, overwrite=overwrite)
-    opt.check_least(1, num_streams=num_streams)
-    opt.check_least(0, placeholder=placeholder)
 
-    from kvcat.serving import check_plain, export_prefix, next_position, write_llama_cpp
+    from kvcat.serving import check_plain, export_prefix, next_position
 
     loaded, _, compact = _model_and_cache(model, cache, device=device, tokenizer=False)
-    check_plain(compact, drop_log_bias=drop_log_bias)
-    shape: dict[str, Any] = {"positions": positions, "drop_log_bias": drop_log_bias}
-    if engine == "transformers":
-        export_prefix(compact, loaded, output, **shape)
+    check_plain(compact, drop_log_bias=drop_log_bias, head_dim=head_dim)
+    export_prefix(compact, loaded, output, positions=positions, drop_log_bias=drop_log_bias, head_dim=head_dim)
+    following = next_position(compact, positions, head_dim)
+    print(f"{output}: {compact.mean_slots:g} slots, {positions}; the next token stands at {following}")
+
+
+def widen(
+    model: opt.Model,
+    /,
+    output: opt.Output,
+    head_dim: int | None = None,
+    gguf_type: Literal["float16", "float32", "q8_0"] = "float16",
+    dtype: opt.Dtype = "float32",
+    overwrite: opt.Overwrite = False,
+) -> None:
+    """Write a checkpoint whose keys have room for a log-bias, so that stock engines can answer from any compact cache.
+
+    Its logits are the model's own. Caches made with the model fit after `kvcat pack --head-dim`.
+
+    Example: kvcat widen smollm2-135m -o wide
+
+    Args:
+        output: A Hugging Face folder, for vLLM and transformers; or NAME.gguf, for llama.cpp.
+        head_dim: Channels of a head; by default the next size that vLLM's attention on a CPU has.
+        gguf_type: Of the matrices in a .gguf file.
+    """
+    is_gguf = output.suffix == ".gguf"
+    if is_gguf:
+        opt.check_output(output, overwrite=overwrite)
+    opt.check_model(model)
+
+    import kvcat
+    from kvcat.models import save
+    from kvcat.serving import widen, write_gguf
+
+    loaded, tokenizer = kvcat.load(model, dtype=dtype, tokenizer=not is_gguf)
+    wide = widen(loaded, head_dim)
+    if is_gguf:
+        write_gguf(wide, output, dtype=gguf_type)
     else:
-        layout: dict[str, Any] = {"dtype": cache_type, "flash_attention": flash_attention, "num_streams": num_streams}
-        write_llama_cpp(compact, loaded, output, placeholder=placeholder, **layout, **shape)
-    following = next_position(compact, positions)
-    print(f"{output}: {compact.mean_slots:g} slots for {engine}, {positions}; the next token stands at {following}")
+        save(wide, tokenizer, output)
+    print(f"{output}: heads of {wide.config.head_dim} channels, {wide.config.kvcat_head_dim} of the model's own")
 
 
 def _checked_document(

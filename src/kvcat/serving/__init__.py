@@ -1,6 +1,10 @@
-"""Compact caches in engines that know no kvcat: plain transformers, llama.cpp."""
+"""Compact caches in engines that know no kvcat: plain transformers, llama.cpp, vLLM."""
 
-from kvcat.serving.llama_cpp import load_llama_cpp, write_llama_cpp
-from kvcat.serving.transformers import check_plain, export_prefix, next_position, plain_prefix
+from kvcat.serving.llama_cpp import LlamaCpp
+from kvcat.serving.transformers import Prefix, check_plain, export_prefix, next_position, plain_prefix, read_prefix
+from kvcat.serving.widen import widen, write_gguf
 
-__all__ = ["check_plain", "export_prefix", "load_llama_cpp", "next_position", "plain_prefix", "write_llama_cpp"]
+__all__ = [
+    "LlamaCpp", "Prefix", "check_plain", "export_prefix", "next_position", "plain_prefix", "read_prefix", "widen",
+    "write_gguf",
+]  # fmt: skip

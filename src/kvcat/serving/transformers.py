@@ -1,23 +1,37 @@
-"""Compact caches for engines that know no log-bias: plain keys and values that pose as an ordinary prefix."""
+"""Compact caches for engines that know no log-bias: plain keys and values that pose as an ordinary prefix.
 
+For a widened checkpoint (``kvcat.serving.widen``) the keys themselves hold the log-bias, and heads and layers of
+unequal slots are filled up with slots that no query sees; without one, the cache must have neither.
+"""
+
+import hashlib
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import safetensors.torch
 import torch
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from kvcat.cache import CompactCache, CompactLayer
 from kvcat.cache.files import write_tensors
-from kvcat.cachefile import PREFIX
+from kvcat.cachefile import KINDS, PREFIX, read_header
 from kvcat.errors import InputError
 from kvcat.models.rotation import KeyRotation
+from kvcat.serving.widen import UNSEEN, widen_keys
+from kvcat.types import Float, Tensor
 
 POSITIONS = ("rerotated", "original")
 
 
 def plain_prefix(
-    cache: CompactCache, model: PreTrainedModel, *, positions: str = "rerotated", drop_log_bias: bool = False
+    cache: CompactCache,
+    model: PreTrainedModel,
+    *,
+    positions: str = "rerotated",
+    drop_log_bias: bool = False,
+    head_dim: int | None = None,
 ) -> CompactCache:
     """The cache as an engine without kvcat can hold it: equally many slots in all heads of a layer, and no log-bias.
 
@@ -26,62 +40,78 @@ def plain_prefix(
     original positions, the next token stands at num_tokens, and the engine must be told so.
 
     Args:
-        cache: any compact cache whose layers hold equally many slots in every head.
+        cache: any compact cache; without ``head_dim``, of layers that hold equally many slots in every head.
         model: the model it was made with.
         positions: "rerotated" or "original".
         drop_log_bias: a log-bias is left out, which changes the answers; ``refit_without_log_bias`` first fits the
             values to that.
+        head_dim: of the widened checkpoint that will read the prefix: its keys hold the log-bias, and all heads of all
+            layers get as many slots as the fullest.
 
     Raises:
-        InputError: another model, heads of unequal slots in a layer, a log-bias that may not be dropped, or keys that
-            cannot be turned.
+        InputError: another model, a head_dim that is not larger than the cache's; without head_dim, heads of unequal
+            slots in a layer, or a log-bias that may not be dropped; keys that cannot be turned.
     """
     if positions not in POSITIONS:
         raise InputError(f"positions must be {' or '.join(map(repr, POSITIONS))}, not {positions!r}")
-    check_plain(cache, drop_log_bias=drop_log_bias)
+    check_plain(cache, drop_log_bias=drop_log_bias, head_dim=head_dim)
     cache.check_model(model)
-    length = next_position(cache, positions)
+    length = next_position(cache, positions, head_dim)
     rotation = KeyRotation(model, length - cache.num_tokens) if positions == "rerotated" else None
     layers = []
     for index, layer in enumerate(cache.layers):
-        assert isinstance(layer, CompactLayer)
-        layers.append(CompactLayer(layer.keys if rotation is None else rotation(layer.keys, index), layer.values))
+        full = layer.padded()
+        keys = full.keys if rotation is None else rotation(full.keys, index)
+        bias = None if drop_log_bias and isinstance(layer, CompactLayer) else full.log_bias
+        made = CompactLayer(keys, full.values, bias)
+        layers.append(CompactLayer(keys, full.values) if head_dim is None else _wide(made, cache.num_slots, head_dim))
     told = {"positions": positions, "original_num_tokens": str(cache.num_tokens)}
     if cache.has_log_bias:
-        told["log_bias"] = "dropped"
+        told["log_bias"] = "dropped" if drop_log_bias else "in the keys"
     return replace(cache, layers=layers, num_tokens=length, metadata={**cache.metadata, **told})
 
 
-def next_position(cache: CompactCache, positions: str) -> int:
-    """Where the next token stands behind an exported cache.
-
-    Args:
-        cache: any compact cache.
-        positions: "rerotated" or "original".
-    """
-    return cache.layers[0].num_slots if positions == "rerotated" else cache.num_tokens
+def next_position(cache: CompactCache, positions: str, head_dim: int | None = None) -> int:
+    """Where the next token stands behind an exported cache; arguments as in ``plain_prefix``."""
+    if positions == "original":
+        return cache.num_tokens
+    return cache.layers[0].num_slots if head_dim is None else cache.num_slots
 
 
-def check_plain(cache: CompactCache, *, drop_log_bias: bool = False) -> None:
-    """Refuses a cache that no engine without kvcat can hold.
-
-    Args:
-        cache: any compact cache.
-        drop_log_bias: whether a log-bias may be left out.
+def check_plain(cache: CompactCache, *, drop_log_bias: bool = False, head_dim: int | None = None) -> None:
+    """Refuses a cache that no engine without kvcat can hold; arguments as in ``plain_prefix``.
 
     Raises:
-        InputError: heads of unequal slots in a layer, or a log-bias that may not be dropped.
+        InputError: a head_dim that is not larger than the cache's; without one, heads of unequal slots in a layer, or
+            a log-bias that may not be dropped.
     """
+    own = cache.layers[0].keys.shape[-1]
+    if head_dim is not None:
+        if head_dim <= own or head_dim % 2:
+            raise InputError(f"head_dim must be even and larger than the {own} of the cache, not {head_dim}")
+        return
     if not all(isinstance(layer, CompactLayer) for layer in cache.layers):
         raise InputError(
             f"heads of up to {cache.num_slots} and on average {cache.mean_slots:.1f} slots: an engine holds equally "
-            "many in all heads of a layer; compress with budgets=layers or budgets=equal"
+            "many in all heads of a layer; pack for a widened checkpoint (--head-dim), or compress with "
+            "budgets=layers or budgets=equal"
         )
     if cache.has_log_bias and not drop_log_bias:
         raise InputError(
-            "the cache has a log-bias, which engines do not know: compress with a method that has none, such as "
-            "attention-matching,log_bias=false, refit the values without it, or drop it at a loss (--drop-log-bias)"
+            "the cache has a log-bias, which engines do not know: pack for a widened checkpoint (--head-dim), compress "
+            "with attention-matching,log_bias=false, refit the values without it, or drop it at a loss "
+            "(--drop-log-bias)"
         )
+
+
+def _wide(layer: CompactLayer, slots: int, head_dim: int) -> CompactLayer:
+    """Wide keys that hold the log-bias, and as many slots as the fullest head of the cache, the added ones unseen."""
+    keys, values, old = layer.keys, layer.values, layer.keys.shape[-1]
+    bias = keys.new_zeros(keys.shape[:3]) if layer.log_bias is None else layer.log_bias.clamp_min(UNSEEN).to(keys)
+    missing = slots - layer.num_slots
+    wide = pad(widen_keys(keys, head_dim), (0, 0, 0, missing))
+    wide[..., old // 2] = pad(bias, (0, missing), value=UNSEEN)
+    return CompactLayer(wide, pad(values, (0, head_dim - values.shape[-1], 0, missing)))
 
 
 def export_prefix(
@@ -91,6 +121,7 @@ def export_prefix(
     *,
     positions: str = "rerotated",
     drop_log_bias: bool = False,
+    head_dim: int | None = None,
 ) -> None:
     """Writes ``plain_prefix`` as a safetensors file that any program reads.
 
@@ -100,15 +131,13 @@ def export_prefix(
     (JSON), sha256.
 
     Args:
-        cache: any compact cache whose layers hold equally many slots in every head.
-        model: the model it was made with.
         path: file to write; its folder must exist.
-        positions, drop_log_bias: as in ``plain_prefix``.
+        cache, model, positions, drop_log_bias, head_dim: as in ``plain_prefix``.
 
     Raises:
         InputError: as ``plain_prefix``, or the file cannot be written.
     """
-    plain = plain_prefix(cache, model, positions=positions, drop_log_bias=drop_log_bias)
+    plain = plain_prefix(cache, model, positions=positions, drop_log_bias=drop_log_bias, head_dim=head_dim)
     tensors = {f"layers.{i}.{n}": t for i, layer in enumerate(plain.layers) for n, t in layer.tensors().items()}
     dtype: torch.dtype = plain.layers[0].keys.dtype
     header = {
@@ -122,3 +151,49 @@ def export_prefix(
         "metadata": json.dumps(plain.metadata, sort_keys=True),
     }
     write_tensors(Path(path), tensors, header, PREFIX)
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """A file of ``export_prefix``, read and verified.
+
+    Args:
+        keys: per layer, (kv_heads, slots, head_dim).
+        values: likewise.
+        fingerprint: of the model that the cache was made with.
+        digest: SHA-256 of the file, which tells documents apart.
+    """
+
+    keys: list[Float[Tensor, "kv_heads slots head_dim"]]
+    values: list[Float[Tensor, "kv_heads slots head_dim"]]
+    fingerprint: str
+    digest: str
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of every head, and the position of the next token."""
+        return self.keys[0].shape[1]
+
+
+def read_prefix(path: str | Path) -> Prefix:
+    """The prefix of one document that an engine takes: re-rotated, equally many slots in all layers.
+
+    Args:
+        path: file of ``export_prefix``.
+
+    Raises:
+        InputError: missing, damaged, not one of ours, of more than one example, at original positions, or of layers
+            that differ in slots.
+    """
+    path = Path(path)
+    header = read_header(path)
+    if header.kind != PREFIX:
+        raise InputError(f"{path} is {KINDS[header.kind]}, not {KINDS[PREFIX]}: `kvcat pack` makes one")
+    shapes = {entry.shape[:1] + entry.shape[2:3] for entry in header.tensors.values()}
+    if header.entries["next_position"] != header.entries["num_slots"]:
+        raise InputError(f"{path} holds keys at their original positions: pack with --positions rerotated")
+    if len(shapes) != 1 or next(iter(shapes))[0] != 1:
+        raise InputError(f"{path} must hold one example, of equally many slots in every layer: pack with --head-dim")
+    tensors, layers = safetensors.torch.load_file(path), range(int(header.entries["num_layers"]))
+    keys, values = ([tensors[f"layers.{i}.{part}"][0] for i in layers] for part in ("keys", "values"))
+    return Prefix(keys, values, header.entries["fingerprint"], hashlib.sha256(path.read_bytes()).hexdigest())

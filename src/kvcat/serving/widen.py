@@ -1,0 +1,242 @@
+"""Checkpoints whose heads have a few constant channels more, so that a key can hold its own log-bias.
+
+Engines know no log-bias. With w channels in place of d, queries scaled by sqrt(w / d) and the constant sqrt(w) in the
+first new channel of every query, the score is
+
+    q' . k' / sqrt(w) = q . k / sqrt(d) + (first new channel of the key).
+
+New tokens have 0 there, so the model computes what it did before; a compact slot holds its log-bias there, and
+``UNSEEN`` makes a slot that no query sees. The new channels must not be rotated: the pairs of channels that a rotary
+embedding turns are d/2 old ones with their frequencies and (w - d)/2 new ones of frequency 0. Keys therefore have
+the new channels behind each half of the old ones, values behind all.
+"""
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import pad
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, SmolLM3Config, SmolLM3ForCausalLM
+
+from kvcat.cache import fingerprint, layer_windows
+from kvcat.errors import InputError
+from kvcat.files import atomic_write
+from kvcat.models import frozen
+from kvcat.models.rotation import rotary_module
+from kvcat.types import Float, Tensor
+
+UNSEEN = -1000.0
+_ENGINE_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM's attention on a CPU; llama.cpp takes any
+_STILL = 1e25  # a frequency divided by this turns nothing within any context
+_FAMILIES = ("llama", "mistral", "qwen2", "smollm3")
+_REFUSED = {
+    "qwen3": "normalises every query after its projection, so that no constant channel survives; compress with "
+    "attention-matching,log_bias=false,budgets=equal and pack without widening",
+}
+_COPIED = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "hidden_act", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "bos_token_id", "eos_token_id",
+    "pad_token_id",
+)  # fmt: skip
+_GGUF_NAMES = {
+    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+
+
+@torch.no_grad()
+def widen(model: PreTrainedModel, head_dim: int | None = None) -> PreTrainedModel:
+    """The same model with heads of ``head_dim`` channels, of which the first new one takes a slot's log-bias.
+
+    A stock class of transformers (``LlamaForCausalLM``, SmolLM3's own for SmolLM3), whose logits equal the original's
+    up to rounding; save it with ``kvcat.models.save``. Its configuration names the original's fingerprint
+    (``kvcat_fingerprint``) and head size (``kvcat_head_dim``), by which engines know the caches that belong to it.
+
+    Args:
+        model: a Llama, Mistral, Qwen2 or SmolLM model without sliding windows.
+        head_dim: even, larger than the model's; None takes the next size that vLLM's attention on a CPU has.
+
+    Raises:
+        InputError: another family, sliding windows, a rotary embedding that depends on the length of the text, a
+            head_dim that does not fit, or logits that come out different.
+    """
+    config = model.config.get_text_config(decoder=True)
+    _check_family(model)
+    old = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    wide = head_dim or next((size for size in _ENGINE_SIZES if size > old), 0)
+    if wide <= old or wide % 2 or old % 2:
+        raise InputError(f"head_dim must be even and larger than the model's {old}, not {wide}")
+    rotary: Any = rotary_module(model)
+    theta = config.rope_parameters["rope_theta"] ** (wide / old)
+    own = theta ** -(torch.arange(0, old, 2, dtype=torch.float64) / wide)
+    factors = [*(own / rotary.inv_freq.double().cpu()).tolist(), *[_STILL] * ((wide - old) // 2)]
+    length = config.max_position_embeddings
+    rope = {
+        "rope_type": "longrope", "rope_theta": theta, "short_factor": factors, "long_factor": factors,
+        "original_max_position_embeddings": length, "factor": 1.0, "attention_factor": 1.0,
+    }  # fmt: skip
+    named = {name: getattr(config, name) for name in _COPIED} | {
+        "head_dim": wide, "attention_bias": True, "mlp_bias": getattr(config, "mlp_bias", False),
+        "rope_parameters": rope, "kvcat_fingerprint": fingerprint(model), "kvcat_head_dim": old,
+    }  # fmt: skip
+    if config.model_type == "smollm3":
+        made: Any = SmolLM3ForCausalLM(SmolLM3Config(**named, no_rope_layers=config.no_rope_layers))
+    else:
+        made = LlamaForCausalLM(LlamaConfig(**named))
+    made = made.to(model.device, model.dtype).eval()
+    weights = {name: _widened(name, tensor, old, wide, rotary) for name, tensor in model.state_dict().items()}
+    for name, tensor in made.state_dict().items():
+        if name not in weights and name.endswith("proj.bias"):
+            weights[name] = torch.zeros_like(tensor)
+            if name.endswith("q_proj.bias"):
+                weights[name] = _with_constant(weights[name], old, wide)
+    made.load_state_dict(weights)
+    made.generation_config = model.generation_config
+    _check_logits(model, made)
+    return made
+
+
+def widen_keys(keys: Float[Tensor, "*slots old"], wide: int) -> Float[Tensor, "*slots wide"]:
+    """Keys (or rows of their projection) with zeros in the new channels.
+
+    Args:
+        keys: last axis of d channels, the second half paired with the first.
+        wide: channels of the result.
+    """
+    new = (wide - keys.shape[-1]) // 2
+    return pad(keys.unflatten(-1, (2, -1)), (0, new)).flatten(-2)
+
+
+def widened_fingerprint(config: Any) -> str:
+    """Fingerprint of the model that a widened checkpoint was made from.
+
+    Args:
+        config: of the checkpoint.
+
+    Raises:
+        InputError: the checkpoint was not made by ``widen``.
+    """
+    found = getattr(config, "kvcat_fingerprint", None)
+    if not isinstance(found, str):
+        raise InputError("the served model is not a widened checkpoint: `kvcat widen MODEL -o WIDE` makes one")
+    return found
+
+
+def write_gguf(model: PreTrainedModel, path: str | Path, *, dtype: str = "float16") -> None:
+    """Write a widened model as a GGUF file of architecture ``llama``, without a vocabulary (tokens are ids).
+
+    Args:
+        model: made by ``widen``.
+        path: file to write.
+        dtype: of the matrices, "float32", "float16" or "q8_0".
+
+    Raises:
+        InputError: no widened Llama, an unknown dtype, or the ``gguf`` extra is missing.
+    """
+    config = model.config
+    if config.model_type != "llama" or config.hidden_act != "silu":
+        raise InputError(f"llama.cpp has no architecture for a widened {config.model_type} with {config.hidden_act}")
+    owner = widened_fingerprint(config)
+    try:
+        gguf: Any = import_module("gguf")
+    except ImportError:
+        raise InputError("writing a GGUF file needs the gguf package: pip install 'kvcat[gguf]'") from None
+    types = {"float32": "F32", "float16": "F16", "q8_0": "Q8_0"}
+    if dtype not in types:
+        raise InputError(f"dtype must be one of {', '.join(types)}, not {dtype!r}")
+    kind = gguf.GGMLQuantizationType[types[dtype]]
+    with atomic_write(Path(path)) as partial:
+        writer = gguf.GGUFWriter(partial, "llama")
+        for field, value in (
+            ("context_length", config.max_position_embeddings), ("embedding_length", config.hidden_size),
+            ("block_count", config.num_hidden_layers), ("feed_forward_length", config.intermediate_size),
+            ("head_count", config.num_attention_heads), ("head_count_kv", config.num_key_value_heads),
+            ("key_length", config.head_dim), ("value_length", config.head_dim),
+            ("rope_dimension_count", config.head_dim), ("rope_freq_base", config.rope_parameters["rope_theta"]),
+            ("layer_norm_rms_eps", config.rms_norm_eps), ("vocab_size", config.vocab_size),
+            ("tokenizer_model", "no_vocab"),
+        ):  # fmt: skip
+            getattr(writer, f"add_{field}")(value)
+        writer.add_string("kvcat.fingerprint", owner)
+        factors = torch.tensor(config.rope_parameters["short_factor"], dtype=torch.float32)
+        writer.add_tensor("rope_freqs.weight", factors.numpy())
+        for name, tensor in model.state_dict().items():
+            if name == "lm_head.weight" and config.tie_word_embeddings:
+                continue
+            data, matrix = _gguf_rows(name, tensor, config.head_dim).float().contiguous().numpy(), tensor.dim() > 1
+            stored = kind if matrix and data.shape[-1] % 32 == 0 else gguf.GGMLQuantizationType.F32
+            writer.add_tensor(_gguf_name(name), gguf.quants.quantize(data, stored), raw_dtype=stored)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+
+
+def interleaved(states: Float[Tensor, "*slots channels"]) -> Float[Tensor, "*slots channels"]:
+    """Channels in llama.cpp's order, where a rotation turns neighbours; transformers turns the halves of a head.
+
+    Args:
+        states: last axis of one head's channels.
+    """
+    return states.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+
+
+def _check_family(model: PreTrainedModel) -> None:
+    config = model.config.get_text_config(decoder=True)
+    if config.model_type in _REFUSED:
+        raise InputError(f"{type(model).__name__} cannot be widened: it {_REFUSED[config.model_type]}")
+    if config.model_type not in _FAMILIES:
+        raise InputError(f"{type(model).__name__} cannot be widened; what can: {', '.join(_FAMILIES)} models")
+    if any(window is not None for window in layer_windows(config)):
+        raise InputError(f"{type(model).__name__} cannot be widened: its sliding windows would lose the slots")
+
+
+def _widened(name: str, tensor: Tensor, old: int, wide: int, rotary: nn.Module) -> Tensor:
+    """A weight of the wide model. YaRN's factor on cosines and sines goes into queries and keys."""
+    if ".self_attn." not in name:
+        return tensor
+    if ".o_proj." in name:
+        return tensor if tensor.dim() == 1 else pad(tensor.unflatten(-1, (-1, old)), (0, wide - old)).flatten(-2)
+    heads = tensor.unflatten(0, (-1, old)).movedim(1, -1)
+    if ".v_proj." in name:
+        return pad(heads, (0, wide - old)).movedim(-1, 1).flatten(0, 1)
+    heads = heads * getattr(rotary, "attention_scaling", 1.0)
+    if ".q_proj." in name:
+        heads = heads * (wide / old) ** 0.5
+    rows = widen_keys(heads, wide).movedim(-1, 1).flatten(0, 1)
+    return _with_constant(rows, old, wide) if name.endswith("q_proj.bias") else rows
+
+
+def _with_constant(bias: Float[Tensor, " channels"], old: int, wide: int) -> Float[Tensor, " channels"]:
+    heads = bias.clone().unflatten(0, (-1, wide))
+    heads[:, old // 2] = wide**0.5
+    return heads.flatten()
+
+
+def _check_logits(model: PreTrainedModel, made: PreTrainedModel) -> None:
+    """Refuse a wide model whose logits differ by more than its dtype rounds."""
+    config = model.config.get_text_config(decoder=True)
+    ids = (torch.arange(16, device=model.device).unsqueeze(0) * 7 + 3) % config.vocab_size
+    with frozen(model), frozen(made):
+        before, after = (run(input_ids=ids, use_cache=False).logits.double() for run in (model, made))
+    error = ((after - before).norm() / before.norm()).item()
+    if not error <= {torch.float64: 1e-5, torch.float32: 1e-4}.get(model.dtype, 5e-2):
+        raise InputError(f"{type(model).__name__} cannot be widened: its logits change by {error:.2g}")
+
+
+def _gguf_rows(name: str, tensor: Tensor, wide: int) -> Tensor:
+    if "q_proj" not in name and "k_proj" not in name:
+        return tensor
+    return interleaved(tensor.unflatten(0, (-1, wide)).movedim(1, -1)).movedim(-1, 1).flatten(0, 1)
+
+
+def _gguf_name(name: str) -> str:
+    stem, _, kind = name.rpartition(".")
+    fixed = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+    if stem in fixed:
+        return f"{fixed[stem]}.{kind}"
+    _, _, layer, rest = stem.split(".", 3)
+    return f"blk.{layer}.{_GGUF_NAMES[rest]}.{kind}"

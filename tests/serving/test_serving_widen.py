@@ -1,0 +1,146 @@
+"""Checkpoints with bias channels: the same logits, and slots with a log-bias in an engine that knows none."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from evicted_caches import evicted, ids, make_model, our_logits, ragged
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from kvcat.errors import InputError
+from kvcat.models import save
+from kvcat.serving import export_prefix, plain_prefix, read_prefix, widen, write_gguf
+from kvcat.serving.widen import UNSEEN
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+YARN = {"factor": 8.0, "original_max_position_embeddings": 32, "attention_factor": 1.7}
+
+
+def rope(kind, **options):
+    return {"rope_parameters": {"rope_theta": 10000.0, "rope_type": kind, **options}}
+
+
+FAMILIES = {
+    "Llama and SmolLM": ("llama", {}),
+    "Llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "Llama 3": ("llama", rope("llama3", **LLAMA3)),
+    "Mistral": ("mistral", {"sliding_window": None, "head_dim": 16}),
+    "Qwen2": ("qwen2", {}),
+    "Qwen2 with YaRN": ("qwen2", rope("yarn", **YARN)),
+    "SmolLM3": ("smollm3", {"no_rope_layers": [1, 0]}),
+}
+
+
+def exact(model):
+    """The model in float64 throughout; transformers computes norms and eager attention in float32."""
+    model.set_attn_implementation("sdpa")
+    for norm in (module for module in model.modules() if type(module).__name__.endswith("RMSNorm")):
+        norm.forward = lambda x, n=norm: n.weight * x * (x.square().mean(-1, keepdim=True) + n.variance_epsilon).rsqrt()
+    return model
+
+
+def answers(wide, prefix, suffix):
+    """Logits of a stock model on a stock cache."""
+    cache = DynamicCache()
+    for index, (keys, values) in enumerate(zip(prefix.keys, prefix.values, strict=True)):
+        cache.update(keys.unsqueeze(0), values.unsqueeze(0), index)
+    return wide(suffix, past_key_values=cache).logits.detach()
+
+
+@pytest.mark.parametrize(("kind", "options"), FAMILIES.values(), ids=FAMILIES)
+@pytest.mark.parametrize("head_dim", [18, 32])
+def test_a_widened_model_has_the_logits_of_the_original(kind, options, head_dim):
+    model = make_model(kind, options, dtype=torch.float64)
+    wide, own = widen(model, head_dim), model.model.rotary_emb
+    assert wide.config.head_dim == head_dim
+    difference = (wide(ids(2, 60)).logits - model(ids(2, 60)).logits).abs().max()
+    assert difference < 2e-5  # transformers makes frequencies in float32
+    for frequencies in (wide.model.rotary_emb.inv_freq, wide.model.rotary_emb.original_inv_freq):
+        frequencies.zero_()[: len(own.inv_freq)] = own.inv_freq
+    if own.attention_scaling == 1.0:
+        assert (exact(wide)(ids(2, 60)).logits - exact(model)(ids(2, 60)).logits).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("slots", [(7, 7), (9, 4), "ragged"], ids=["equal", "unequal layers", "unequal heads"])
+@pytest.mark.parametrize(("kind", "options"), [FAMILIES["Qwen2"], FAMILIES["Qwen2 with YaRN"], FAMILIES["SmolLM3"]])
+def test_stock_transformers_answers_from_a_cache_with_log_bias(tmp_path, kind, options, slots):
+    model, suffix = make_model(kind, options), ids(1, 6, seed=6)
+    cache = evicted(model, ids(1, 30), 7 if slots == "ragged" else slots, log_bias=True)
+    if slots == "ragged":
+        cache = ragged(cache)
+    export_prefix(cache, model, tmp_path / "p", head_dim=12)
+    save(widen(model, 12), None, tmp_path / "wide")
+    wide = AutoModelForCausalLM.from_pretrained(tmp_path / "wide")
+    prefix = read_prefix(tmp_path / "p")
+    assert prefix.num_slots == cache.num_slots
+    assert prefix.fingerprint == wide.config.kvcat_fingerprint
+    found, wanted = answers(wide, prefix, suffix), our_logits(model, cache, suffix)
+    assert torch.allclose(found, wanted, atol=1e-4)
+    for keys in prefix.keys:
+        keys[:, :, 4][keys[:, :, 4] > UNSEEN] = 0.0
+    assert not torch.allclose(answers(wide, prefix, suffix), wanted, atol=1e-2)
+
+
+def test_a_log_bias_of_log_m_is_m_repeated_slots_and_an_unseen_slot_is_none():
+    model, suffix = make_model(dtype=torch.float64), ids(1, 6)
+    cache = evicted(model, ids(1, 30), 4)
+    wide = exact(widen(model, 12))
+    (first, *_), slots = cache.layers, torch.tensor([0, 1, 1, 1, 2, 3])
+    bias = torch.tensor([1.0, 3.0, 1.0, 1.0], dtype=torch.float64).log().expand(*first.keys.shape[:3])
+    told = replace(cache, layers=[replace(layer, log_bias=bias) for layer in cache.layers])
+    told, repeated = (plain_prefix(x, model, head_dim=12, positions="original") for x in (told, cache))
+    repeated = replace(
+        repeated,
+        layers=[replace(x, keys=x.keys[:, :, slots], values=x.values[:, :, slots]) for x in repeated.layers],
+    )
+
+    def logits(prefix):
+        stock, at = DynamicCache(), torch.arange(30, 36).unsqueeze(0)
+        for index, layer in enumerate(prefix.layers):
+            stock.update(layer.keys, layer.values, index)
+        return wide(suffix, past_key_values=stock, position_ids=at).logits
+
+    assert torch.allclose(logits(told), logits(repeated), atol=1e-9)
+    five = [replace(x, keys=x.keys[:, :, :5].clone(), values=x.values[:, :, :5]) for x in repeated.layers]
+    for layer in repeated.layers:
+        layer.keys[:, :, 5, 4] = UNSEEN
+    assert torch.allclose(logits(repeated), logits(replace(repeated, layers=five)), atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "head_dim", "told"),
+    [
+        ("qwen3", {"head_dim": 8}, 12, "Qwen3ForCausalLM cannot be widened: it normalises every query"),
+        ("gemma3_text", {"head_dim": 8}, 12, "Gemma3ForCausalLM cannot be widened; what can: llama"),
+        ("mistral", {"sliding_window": 16}, 12, "its sliding windows would lose the slots"),
+        ("llama", rope("dynamic", factor=4.0), 12, "'dynamic' depend on the length of the text"),
+        ("llama", {}, 8, "head_dim must be even and larger than the model's 8, not 8"),
+        ("llama", {}, 11, "head_dim must be even"),
+    ],
+)
+def test_what_cannot_be_widened_is_refused_by_name(kind, options, head_dim, told):
+    with pytest.raises(InputError, match=told):
+        widen(make_model(kind, options), head_dim)
+
+
+def test_prefixes_that_no_engine_takes_are_refused(tmp_path):
+    model = make_model()
+    cache, path = evicted(model, ids(1, 30), (7, 3), log_bias=True), tmp_path / "p"
+    with pytest.raises(InputError, match="larger than the 8 of the cache, not 8"):
+        export_prefix(cache, model, path, head_dim=8)
+    for made, options, told in (
+        (cache, {"drop_log_bias": True}, "equally many slots in every layer"),
+        (evicted(model, ids(2, 30)), {}, "must hold one example"),
+        (cache, {"head_dim": 12, "positions": "original"}, "at their original positions"),
+    ):
+        export_prefix(made, model, path, **options)
+        with pytest.raises(InputError, match=told):
+            read_prefix(path)
+    path.write_bytes(path.read_bytes()[:-1] + b"\7")
+    with pytest.raises(InputError, match="corrupt"):
+        read_prefix(path)
+    cache.save(path)
+    with pytest.raises(InputError, match="not an exported prefix"):
+        read_prefix(path)
+    with pytest.raises(InputError, match="not a widened checkpoint"):
+        write_gguf(model, tmp_path / "m.gguf")
