@@ -19,14 +19,11 @@ _PARTIAL = ".partial-"
 
 @contextmanager
 def atomic_write(target: Path) -> Iterator[Path]:
-    """A temporary path beside the target; at the end of the block it becomes the target, whole.
+    """A temporary path beside a file or folder; at the end of the block it becomes the target, whole.
 
     The block writes a file, or makes a folder and writes into it. If the block raises, what it wrote is removed and
     the old target stays. A kill leaves only the temporary path, which ``remove_partial`` removes. Several writers of
     one target each have a path of their own; the last one wins.
-
-    Args:
-        target: file or folder to write; an existing one is replaced.
 
     Raises:
         InputError: the parent folder cannot be made.
@@ -47,21 +44,13 @@ def atomic_write(target: Path) -> Iterator[Path]:
 
 
 def write_json(target: Path, content: Any) -> None:
-    """Write a value as indented JSON, whole or not at all.
-
-    Args:
-        target: file to write.
-        content: JSON value.
-    """
+    """Write a value as indented JSON, whole or not at all."""
     with atomic_write(target) as partial:
         partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object.
-
-    Args:
-        path: file to read.
 
     Raises:
         InputError: no such file, not readable, or no JSON object.
@@ -76,12 +65,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def append_jsonl(path: Path, *records: Mapping[str, Any]) -> None:
-    """Append one JSON line per record and return when they are on disk; first cut off a line torn by a kill.
-
-    Args:
-        path: the log; made if absent.
-        records: JSON objects.
-    """
+    """Append one JSON line per record and return when they are on disk; first cut off a line torn by a kill."""
     with path.open("a+b") as stream:
         _cut_torn_line(stream)
         stream.write("".join(json.dumps(record) + "\n" for record in records).encode())
@@ -91,9 +75,6 @@ def append_jsonl(path: Path, *records: Mapping[str, Any]) -> None:
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """The records of a log, in order, without a last line torn by a kill; an absent log has none.
-
-    Args:
-        path: the log.
 
     Raises:
         InputError: a whole line that is no JSON object.

@@ -12,7 +12,6 @@ from kvcat.losses import (
     OutputHead,
     chunked_kl,
     chunked_objective,
-    default_chunk_tokens,
     distillation_kl,
     next_token_loss,
     score_positions,
@@ -195,14 +194,6 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits_and_few_of_those_live_at_onc
     assert chunked.largest == chunk * vocab
     assert chunked.at_once == at_once
     assert naive.largest >= 60 * vocab
-
-
-@pytest.mark.parametrize(
-    ("device", "vocab", "tokens"),
-    [("meta", 2**16, 2**10), ("meta", 2**27, 1), ("cpu", 11, 256), ("cpu", 2**20, 64)],
-)
-def test_the_default_chunk_has_two_to_the_26_logits_and_on_a_cpu_at_most_256_tokens(device, vocab, tokens):
-    assert default_chunk_tokens(OutputHead(nn.Linear(1, vocab, bias=False, device=device))) == tokens
 
 
 @pytest.mark.parametrize("why", ["no_grad", "nothing requires it"])

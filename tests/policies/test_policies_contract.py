@@ -68,14 +68,6 @@ def test_the_registry_builds_the_class_that_the_row_tests(name):
 
 
 @each_policy
-def test_it_says_what_it_reads_and_whether_it_learns(name):
-    policy = ROWS[name].make(0)
-    assert isinstance(policy, SparsificationPolicy)
-    assert policy.reads in ("hidden", "attention")
-    assert policy.learned == any(parameter.requires_grad for parameter in policy.parameters())
-
-
-@each_policy
 @pytest.mark.parametrize("tokens", [1, 2, TOKENS])
 def test_there_is_one_score_in_zero_to_one_for_every_token(name, tokens):
     scores = scores_of(ROWS[name].make(0), tokens=tokens)
@@ -106,18 +98,6 @@ def test_one_seed_gives_one_result_and_the_global_random_state_is_neither_read_n
     second = scores_of(ROWS[name].make(5), seed=6)
     assert torch.equal(first, second)
     assert torch.equal(before, torch.get_rng_state())
-
-
-@each_policy
-def test_the_inputs_are_left_as_they_were(name):
-    policy = ROWS[name].make(0)
-    x = torch.randn(2, 4, 9, 12, generator=torch.Generator().manual_seed(0))
-    before = x.clone()
-    if policy.reads == "hidden":
-        policy(x[:, 0], torch.Generator().manual_seed(0))
-    else:
-        policy(x, x, scale=1.0)
-    assert torch.equal(x, before)
 
 
 @pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.causal])

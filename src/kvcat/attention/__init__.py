@@ -1,8 +1,7 @@
 """Attention over visible slots: the naive reference, the fast path, and the way into transformers models."""
 
-from kvcat.attention.carried import Carried, Head, attach
 from kvcat.attention.fast import attend, attend_ragged, attend_twice
-from kvcat.attention.gates import AttentionGate, SlotGate, layer_number
+from kvcat.attention.gates import AttentionGate, Carried, Head, SlotGate, attach, layer_number
 from kvcat.attention.interface import NAME, Recorder, enable, kvcat_attention
 from kvcat.attention.kernels import attend_biased, attend_extended, extend_keys, fused_attention
 from kvcat.attention.reference import COUPLINGS, attend_coupled_reference, attend_reference, reachable, visible

@@ -3,7 +3,7 @@
 import torch
 from torch.nn.functional import pad
 
-from kvcat.attention.carried import SlotsByHead
+from kvcat.attention.gates import SlotsByHead
 from kvcat.attention.kernels import attend_biased, attend_extended, extend_keys, fused_attention
 from kvcat.attention.mask_gradient import couple
 from kvcat.attention.reference import check_coupling, reachable, visible
@@ -111,16 +111,8 @@ def attend_ragged(
 ) -> Float[Tensor, "batch heads queries value_dim"]:
     """Attention over each head's own slots, which every query sees, and over the tokens behind them.
 
-    One head after the other, for all rows that go on from the same example. Nothing is padded.
-
-    Args:
-        q: queries of the newest tokens.
-        k: of all tokens behind the slots.
-        v: likewise.
-        slots: of every example.
-        rows: the example that each row goes on from.
-        mask: True where a query sees a token behind the slots; None: causal.
-        scale: factor on q.k.
+    One head after the other, for all rows that go on from the same example, ``rows[i]``. Nothing is padded. ``k`` and
+    ``v`` are of the tokens behind the slots; ``mask`` says which of them a query sees, None is causal.
     """
     num_groups = q.shape[1] // k.shape[1]
     out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=v.dtype, device=q.device)

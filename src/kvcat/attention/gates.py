@@ -1,16 +1,23 @@
-"""Which slots the masked rows of a batch see in one group of layers.
+"""What reaches attention beside queries, keys and values: gates, and what the keys of a compact cache carry.
 
-Gates are plain classes: FSDP2 copies the dataclasses among a layer's arguments, and a copy would lose
-the decision.
+A gate says which slots the masked rows of a batch see in one group of layers. Gates are plain classes: FSDP2 copies
+the dataclasses among a layer's arguments, and a copy would lose the decision.
+
+A transformers model hands the keys of a cache's update on to its attention function as they are, so an attribute of
+the tensor arrives. No channel, no mask and no argument of the model is needed.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
 from kvcat.errors import InputError
-from kvcat.types import Float, Tensor
+from kvcat.types import Float, Int, Tensor
+
+Head = tuple[Float[Tensor, "slots head_dim"], Float[Tensor, "slots value_dim"], Float[Tensor, " slots"] | None]
 
 
 class SlotGate:
@@ -42,11 +49,7 @@ class SlotGate:
     ) -> Float[Tensor, "batch slots"]:
         """1 for the slots that the masked rows see in this layer, 0 for the others.
 
-        Args:
-            module: the attention module of the layer.
-            queries, keys: all rows, after rotation; the first rows are the dense ones.
-            scale: factor on q.k.
-            window: tokens a query of this layer sees, itself included; None is no limit.
+        Queries and keys are those of all rows after rotation, the dense rows first.
         """
         return self.keep  # type: ignore[return-value]
 
@@ -94,12 +97,48 @@ class AttentionGate(SlotGate):
 
 
 def layer_number(module: nn.Module) -> int:
-    """The layer that an attention module belongs to.
-
-    Raises:
-        InputError: the module does not know.
-    """
+    """The layer that an attention module belongs to."""
     index = getattr(module, "layer_idx", None)
     if index is None:
         raise InputError(f"{type(module).__name__} is not supported: its attention does not know its layer")
     return int(index)
+
+
+@runtime_checkable
+class SlotsByHead(Protocol):
+    """Slots of a layer whose heads may hold different numbers of them."""
+
+    def head(self, example: int, head: int) -> Head:
+        """Keys, values and log-bias of one KV head of one example."""
+        ...
+
+
+@dataclass
+class Carried:
+    """What only kvcat's attention function adds to the keys: a log-bias, or slots that the keys do not hold.
+
+    Args:
+        log_bias: nats added to the scores of the first keys; the keys after them get none.
+        slots: slots before all keys, where heads hold different numbers of them.
+        rows: with ``slots``, the example that each row of the batch goes on from.
+        taken: whether attention has read it.
+    """
+
+    log_bias: Float[Tensor, "rows kv_heads slots"] | None = None
+    slots: SlotsByHead | None = None
+    rows: Int[Tensor, " batch"] | None = None
+    taken: bool = False
+
+
+def attach(keys: Float[Tensor, "rows kv_heads keys head_dim"], carried: Carried) -> Tensor:
+    """The same keys, carrying it."""
+    keys.kv_carried = carried  # type: ignore[attr-defined]
+    return keys
+
+
+def carried_by(keys: Float[Tensor, "rows kv_heads keys head_dim"]) -> Carried | None:
+    """What the keys carry, marked as taken; None where they carry nothing."""
+    carried = getattr(keys, "kv_carried", None)
+    if carried is not None:
+        carried.taken = True
+    return carried

@@ -10,9 +10,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from kvcat.attention.carried import Carried, carried_by
 from kvcat.attention.fast import attend, attend_ragged, attend_twice
-from kvcat.attention.gates import SlotGate, layer_number
+from kvcat.attention.gates import Carried, SlotGate, carried_by, layer_number
 from kvcat.attention.reference import reachable
 from kvcat.errors import InputError
 from kvcat.types import Bool, Float, Int, Tensor
@@ -147,17 +146,7 @@ def kvcat_mask(
 
     transformers makes a real mask for several queries behind a cache, which ``kvcat_attention`` does not
     need. Of a static cache, whose keys end in empty slots, transformers at times returns None; it gets a
-    real mask here.
-
-    Args:
-        q_length: number of queries.
-        kv_length: number of keys.
-        q_offset: position of the first query.
-        kv_offset: position of the first key.
-        attention_mask: 1 for tokens, 0 for padding, by position; None: no padding.
-        local_size: tokens that a query sees at most; None: no limit.
-        allow_is_causal_skip: whether the mask is plainly causal.
-        kwargs: whatever else transformers hands to its mask function.
+    real mask here. The arguments are transformers' own; ``attention_mask`` is 0 for padding, by position.
     """
     stop = kv_offset + kv_length
     padding = None if attention_mask is None else attention_mask[:, kv_offset:stop]
@@ -181,9 +170,6 @@ def enable(model: PreTrainedModel) -> None:
     """Switch a transformers model to kvcat's attention; a second call does nothing.
 
     The choice lives in memory only: a saved model's config.json does not name it.
-
-    Args:
-        model: an unmodified transformers model.
 
     Raises:
         InputError: the model does not use transformers' attention interface, or caps its scores.

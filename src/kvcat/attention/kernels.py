@@ -26,12 +26,7 @@ def fused_attention(
 ) -> Float[Tensor, "batch heads queries value_dim"]:
     """PyTorch's scaled dot-product attention; KV heads are repeated only where its kernels need it.
 
-    Args:
-        q, k, v: queries, keys, values; heads is a multiple of kv_heads.
-        mask: boolean or additive, broadcast to (batch, heads, queries, keys); None leaves it to ``causal``.
-        causal: whether later positions are hidden.
-        scale: factor on q.k.
-        dropout: probability that an attention weight is dropped.
+    ``mask`` is boolean or additive, broadcast to (batch, heads, queries, keys); None leaves it to ``causal``.
     """
     num_groups = q.shape[1] // k.shape[1]
     shared = num_groups > 1 and (
@@ -50,11 +45,6 @@ def extend_keys(
     """Keys with the log-bias in extra channels: [k, high, low, 0...], high + low = log_bias / scale.
 
     Two channels, because one bfloat16 number holds a bias of 3 nats only to about 0.01 nats.
-
-    Args:
-        k: keys, after rotation.
-        log_bias: nats added to the scores of each slot.
-        scale: factor on q.k, larger than 0.
     """
     exact = (log_bias / scale)[..., None]
     high = exact.to(k.dtype)
@@ -72,14 +62,7 @@ def attend_extended(
     scale: float,
     dropout: float = 0.0,
 ) -> Float[Tensor, "batch heads queries value_dim"]:
-    """Attention over keys that carry a log-bias in their extra channels.
-
-    Args:
-        q: queries, as wide as the keys were before.
-        k: keys with extra channels (``extend_keys``).
-        v: values.
-        mask, causal, scale, dropout: as in ``fused_attention``; the bias was divided by the same scale.
-    """
+    """Attention over keys that carry a log-bias, divided by the same scale, in their extra channels."""
     padded = _widened(v, max(k.shape[-1], v.shape[-1]))
     out = fused_attention(_extend_queries(q), k, padded, mask, causal=causal, scale=scale, dropout=dropout)
     return out[..., : v.shape[-1]]
@@ -97,20 +80,13 @@ def attend_biased(
 ) -> Float[Tensor, "batch heads queries value_dim"]:
     """``attend_reference`` where every query sees all keys, or all but later ones; with all gradients.
 
+    ``log_bias`` is finite and of the first keys; causal queries are those of the last keys.
+
     On a CPU the kernel adds the bias to whole columns of scores. Causal queries that are fewer than the
     keys take one call over the keys before theirs and a causal one over their own, merged by their
     normalisers: o = sum_p e^{l_p - l} o_p with l = log sum_p e^{l_p}, l_p the log of part p's attention
     mass. The backward of each part, given the merged o and l, is its share of the whole gradient.
     Elsewhere the bias takes extra channels.
-
-    Args:
-        q: queries; causal ones are those of the last keys.
-        k: keys of all positions.
-        v: their values.
-        log_bias: nats added to the scores of the first slots, finite; None adds none.
-        causal: whether later positions are hidden.
-        scale: factor on q.k.
-        dropout: probability that an attention weight is dropped.
     """
     first = k.shape[2] - q.shape[2] if causal else 0
     if log_bias is None and first == 0:

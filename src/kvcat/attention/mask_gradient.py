@@ -31,10 +31,6 @@ def couple(
     dL/dm_j = sum_{h,i} P_ij (dO_i . v_j - dO_i . o_i) over the reachable pairs, where P and o are the
     dense attention (surrogate), or e^{s_ij} / Z_i with Z_i and o_i over the visible slots (exact).
     The forward costs nothing. The backward makes the scores again, a few queries at a time.
-
-    Args:
-        out: attention over the visible slots.
-        q, k, v, keep, log_bias, reach, causal, scale, coupling: as in ``attend``.
     """
     return _KeepGradient.apply(out, keep, q, k, v, log_bias, reach, causal, scale, coupling)  # type: ignore[return-value]
 

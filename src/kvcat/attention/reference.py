@@ -20,14 +20,8 @@ def reachable(
 ) -> Bool[Tensor, "queries keys"]:
     """True where query i, at key index t = num_keys - num_queries + i, may look at key j.
 
-    Causal: j <= t, and with a window t - window < j as well. Not causal: everywhere.
-
-    Args:
-        num_queries: the last positions, at most num_keys.
-        num_keys: positions attended to.
-        causal: whether later positions are hidden.
-        window: tokens a query sees, itself included, at least 1; None is no limit.
-        device: where the result lives.
+    Causal: j <= t, and with a window, the tokens a query sees, itself included, t - window < j as well. Not causal:
+    everywhere.
 
     Raises:
         ValueError: more queries than keys, a window below 1, or a window without causality.
@@ -47,12 +41,7 @@ def visible(
     keep: Float[Tensor, "#batch keys"] | Bool[Tensor, "#batch keys"],
     reach: Bool[Tensor, "#batch queries keys"] | Bool[Tensor, "queries keys"],
 ) -> Bool[Tensor, "#batch queries keys"]:
-    """True where a query sees a slot: {j reachable : keep_j = 1}, and itself if it would see nothing.
-
-    Args:
-        keep: 1 for kept slots, 0 for dropped ones.
-        reach: what causality and windows allow.
-    """
+    """True where a query sees a slot: {j reachable : keep_j = 1}, and itself if it would see nothing."""
     num_queries, num_keys = reach.shape[-2:]
     own = torch.eye(num_keys, dtype=torch.bool, device=keep.device)[num_keys - num_queries :]
     seen = reach & (keep > 0)[:, None, :]
@@ -116,10 +105,6 @@ def attend_coupled_reference(
     - surrogate: w_j = 1 + m_j - sg[m_j] with q, k, v detached and the value cancelled: the
       derivative at the dense attention. Queries that see nothing but themselves count too.
 
-    Args:
-        q, k, v, keep, log_bias, causal, scale, window: as in ``attend_reference``.
-        coupling: one of ``COUPLINGS``.
-
     Raises:
         ValueError: no such coupling.
     """
@@ -139,11 +124,7 @@ def attend_coupled_reference(
 
 
 def check_coupling(coupling: str) -> None:
-    """Refuse a coupling that does not exist.
-
-    Raises:
-        ValueError: no such coupling.
-    """
+    """Refuse a coupling that does not exist."""
     if coupling not in COUPLINGS:
         raise ValueError(f"coupling must be one of {', '.join(COUPLINGS)}, got {coupling!r}")
 

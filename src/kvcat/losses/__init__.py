@@ -6,14 +6,6 @@ from kvcat.losses.scoring import PositionScores, score_positions
 from kvcat.losses.terms import budget_loss, distillation_kl, next_token_loss
 
 __all__ = [
-    "ChunkedLosses",
-    "OutputHead",
-    "PositionScores",
-    "budget_loss",
-    "chunked_kl",
-    "chunked_objective",
-    "default_chunk_tokens",
-    "distillation_kl",
-    "next_token_loss",
-    "score_positions",
-]
+    "ChunkedLosses", "OutputHead", "PositionScores", "budget_loss", "chunked_kl", "chunked_objective",
+    "default_chunk_tokens", "distillation_kl", "next_token_loss", "score_positions",
+]  # fmt: skip

@@ -100,11 +100,6 @@ def chunked_kl(
 ) -> Float[Tensor, ""]:
     """``distillation_kl`` of two heads' logits, made chunk by chunk and once more in the backward.
 
-    Args:
-        teacher_head, teacher_hidden: the teacher's; no gradient.
-        head, hidden: the student's.
-        chunk_tokens: positions per chunk, at least 1; None takes 2^26 logits a chunk.
-
     References: KV-CAT, footnote on distillation from a frozen base model.
     """
     step = chunk_tokens or default_chunk_tokens(head)
@@ -127,9 +122,6 @@ def default_chunk_tokens(head: OutputHead) -> int:
     """Positions of which one pass has 2^26 logits (256 MiB in float32); on a CPU not more than 256.
 
     A chunk adds once to the whole gradient of W, so that more positions mean less memory traffic per position.
-
-    Args:
-        head: the model's output head.
     """
     tokens = max(1, _CHUNK_ELEMENTS // head.weight.shape[0])
     return min(tokens, _CHUNK_TOKENS_CPU) if head.weight.device.type == "cpu" else tokens
@@ -191,11 +183,7 @@ class _Objective(torch.autograd.Function):
 class ChunkedPasses:
     """Values per position and gradients of the total, one chunk after the other.
 
-    Args:
-        inputs: dense and masked hidden states, W and b, in any dtype.
-        needs: which of the four need a gradient.
-        targets: the next token of every position.
-        options: weights, scale, soft-cap, chunk, dtype of the products.
+    ``inputs`` are dense and masked hidden states, W and b, in any dtype; ``needs`` says which need a gradient.
     """
 
     def __init__(

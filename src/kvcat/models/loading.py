@@ -66,9 +66,6 @@ def load(
 def read_config(name_or_path: str | Path) -> PreTrainedConfig:
     """The configuration of a decoder-only causal LM, without its weights.
 
-    Args:
-        name_or_path: as in ``load``.
-
     Raises:
         InputError: missing folder, a Hub name without network, or no causal LM that transformers knows.
     """

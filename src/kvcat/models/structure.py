@@ -44,12 +44,7 @@ def model_name(model: PreTrainedModel) -> str:
 
 
 def hidden_states(model: PreTrainedModel, **inputs: object) -> Float[Tensor, "batch tokens hidden"]:
-    """The input of the head for every token.
-
-    Args:
-        model: a causal LM.
-        inputs: keywords of its forward.
-    """
+    """The input of the head for every token."""
     return model.base_model(**inputs).last_hidden_state
 
 

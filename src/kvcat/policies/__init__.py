@@ -21,21 +21,10 @@ from kvcat.policies.random import RandomPolicy
 from kvcat.policies.router import Router, linear_attention
 
 __all__ = [
-    "POLICIES",
-    "AttentionMassPolicy",
-    "PolicyOptions",
-    "RandomPolicy",
-    "Randomness",
-    "Router",
-    "SparsificationPolicy",
-    "attention_mass",
-    "build_policies",
-    "check_group_starts",
-    "default_group_starts",
-    "gate",
-    "kept_count",
+    "POLICIES", "AttentionMassPolicy", "PolicyOptions", "RandomPolicy", "Randomness", "Router", "SparsificationPolicy",
+    "attention_mass", "build_policies", "check_group_starts", "default_group_starts", "gate", "kept_count",
     "linear_attention",
-]
+]  # fmt: skip
 
 POLICIES = {
     module.name: importlib.import_module(f"{__name__}.{module.name}").make

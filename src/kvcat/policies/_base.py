@@ -83,10 +83,6 @@ def kept_count(keep_ratio: float, num_tokens: int) -> int:
     """Number of slots that an exact-count policy keeps: keep_ratio * num_tokens, halves up, position 0 included.
 
     The decimal value as written counts: 0.29 of 50 tokens is 14.5, hence 15. At least 1, because position 0 is kept.
-
-    Args:
-        keep_ratio: fraction kept, in (0, 1].
-        num_tokens: length of the sequence.
     """
     exact = Fraction(repr(float(keep_ratio))) * num_tokens
     return max(1, math.floor(exact + Fraction(1, 2)))
@@ -101,11 +97,7 @@ def keep_largest(values: Float[Tensor, "batch tokens"], keep_ratio: float) -> Fl
 
 
 def check_keep_ratio(keep_ratio: float) -> float:
-    """The ratio itself.
-
-    Raises:
-        InputError: outside (0, 1].
-    """
+    """The ratio itself."""
     if not 0 < keep_ratio <= 1:
         raise InputError(f"keep ratio must lie in (0, 1], got {keep_ratio}")
     return float(keep_ratio)
@@ -113,10 +105,6 @@ def check_keep_ratio(keep_ratio: float) -> float:
 
 def default_group_starts(num_layers: int, num_groups: int = 4) -> list[int]:
     """First layers of evenly spaced groups, floor(i L / G) for i < G: 24 layers in 4 groups give 0, 6, 12, 18.
-
-    Args:
-        num_layers: layers L of the model.
-        num_groups: groups G, at most L.
 
     Raises:
         InputError: num_groups outside 1..num_layers.
@@ -128,10 +116,6 @@ def default_group_starts(num_layers: int, num_groups: int = 4) -> list[int]:
 
 def check_group_starts(group_starts: Iterable[int], num_layers: int) -> list[int]:
     """The list itself, where it names the first layers of groups; layers before the first stay dense.
-
-    Args:
-        group_starts: layer indices from 0, increasing.
-        num_layers: layers of the model.
 
     Raises:
         InputError: empty, unsorted, duplicated or outside the model.
@@ -145,8 +129,6 @@ def check_group_starts(group_starts: Iterable[int], num_layers: int) -> list[int
         if not 0 <= start < num_layers:
             raise InputError(f"group start {start} does not exist: the model has layers 0..{num_layers - 1}")
     for before, after in pairwise(starts):
-        if before == after:
-            raise InputError(f"group start {after} appears twice in {starts}")
-        if before > after:
+        if before >= after:
             raise InputError(f"group starts must increase, but {after} follows {before} in {starts}")
     return starts

@@ -44,15 +44,7 @@ class AttentionMassPolicy(SparsificationPolicy):
         window: int | None = None,
         generator: Randomness | None = None,  # noqa: ARG002 (the protocol's)
     ) -> Float[Tensor, "batch tokens"]:
-        """Scores, 0 or 1, float32 (float64 where the queries are).
-
-        Args:
-            queries: of the dense pass, after the rotary embedding.
-            keys: of the dense pass, after the rotary embedding.
-            scale: factor on q.k.
-            window: the layer's sliding window, tokens; None sees everything before.
-            generator: not used, the policy is deterministic.
-        """
+        """Scores, 0 or 1, float32 (float64 where the queries are)."""
         mass = attention_mass(queries, keys, scale=scale, window=window, query_chunk=self.query_chunk)
         return keep_largest(mass, self.keep_ratio)
 

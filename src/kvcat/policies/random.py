@@ -33,14 +33,9 @@ class RandomPolicy(SparsificationPolicy):
     def forward(
         self, hidden: Float[Tensor, "batch tokens hidden"], generator: Randomness | None = None
     ) -> Float[Tensor, "batch tokens"]:
-        """Scores, 0 or 1, float32 (float64 where the hidden states are).
+        """Scores, 0 or 1, float32 (float64 where the hidden states are); only the shape of these counts.
 
-        Args:
-            hidden: hidden states; only their shape, device and dtype count.
-            generator: source of the draw, one or one per sequence; its state advances.
-
-        Raises:
-            InputError: no generator.
+        The draw comes from the generator, one or one per sequence, whose state advances; without one it is refused.
         """
         if generator is None:
             raise InputError("RandomPolicy needs a torch.Generator: its draws never come from the global random state")

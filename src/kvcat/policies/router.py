@@ -68,12 +68,7 @@ class Router(SparsificationPolicy):
         hidden: Float[Tensor, "batch tokens hidden"],
         generator: Randomness | None = None,  # noqa: ARG002 (the protocol's)
     ) -> Float[Tensor, "batch tokens"]:
-        """Keep probabilities p, in [0, 1]; p_t depends on positions up to t only.
-
-        Args:
-            hidden: hidden states before the first layer of the group.
-            generator: not used, the router is deterministic.
-        """
+        """Keep probabilities p, in [0, 1]; p_t depends on positions up to t only."""
         dtype = torch.promote_types(self.alpha.dtype, torch.float32)
         with torch.autocast(hidden.device.type, enabled=False):
             h = hidden.to(dtype)
@@ -125,13 +120,6 @@ def linear_attention(
 
     Within a chunk the products q_t.k_j are formed, across chunks only the sums S and z are carried: memory grows as
     tokens * chunk + tokens / chunk * features * channels.
-
-    Args:
-        queries: non-negative features phi(W_Q h).
-        keys: non-negative features phi(W_K h).
-        values: r = W_V h.
-        chunk: tokens of a chunk.
-        eps: added to the normaliser, positive.
 
     Raises:
         InputError: chunk below 1.
