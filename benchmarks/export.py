@@ -19,8 +19,7 @@ import torch
 
 import kvcat
 from kvcat.cache import CompactCache, CompactLayer
-from kvcat.compress import AttentionMatching, Trace, replay, trace
-from kvcat.compress.refit import refit_without_log_bias
+from kvcat.compress import AttentionMatching, Trace, refit_without_log_bias, replay, trace
 from kvcat.data import split_documents
 from kvcat.evals import windows_from_documents
 from kvcat.serving.transformers import plain_prefix

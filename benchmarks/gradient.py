@@ -23,7 +23,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import kvcat
 from kvcat.compress import GradientCompression, slots_for, trace
-from kvcat.compress.slot_training import SlotTraining
+from kvcat.compress.methods.gradient import SlotTraining
 
 SHAPES = {
     "large-vocabulary": {
@@ -50,8 +50,7 @@ def make_step(options: argparse.Namespace) -> Callable[[], object]:
     start = GradientCompression().starting_layers(traced, slots)
     recompute = FORMS[options.one]
     if recompute is not None:
-        rate = GradientCompression().learning_rate
-        return SlotTraining([traced], start, learning_rate=rate, freeze_first_slot=False, recompute=recompute).step
+        return SlotTraining(GradientCompression(activation_checkpointing=recompute), [traced], start).step
     leaves = [tensor.requires_grad_(True) for layer in start for tensor in (layer.keys, layer.values)]
     model.requires_grad_(False).set_attn_implementation("sdpa")
     suffix, targets = ids[:, options.prefix :], ids[:, options.prefix + 1 :]

@@ -17,7 +17,7 @@ import transformers
 
 import kvcat
 from kvcat.compress import SCORERS, AttentionMatching, Compressor, Eviction, Trace, compare, trace
-from kvcat.compress.kvpress import REFUSED, KVPress, library
+from kvcat.compress.kvpress import REFUSED, KVPress, presses, version
 from kvcat.data import open_documents, split_of
 from kvcat.errors import InputError
 from kvcat.evals import windows_from_documents
@@ -43,8 +43,9 @@ def window_trace(windows: int) -> Trace:
 
 def press_of(name: str) -> KVPress:
     options = dict(OPTIONS.get(name, {}))
-    if "press" in inspect.signature(library().presses[name]).parameters:
-        options["press"] = KVPress("SnapKVPress", **OPTIONS["SnapKVPress"])
+    if "press" in inspect.signature(presses()[name]).parameters:
+        options |= {f"press.{key}": value for key, value in OPTIONS["SnapKVPress"].items()}
+        name += "+SnapKVPress"
     return KVPress(name, **options)
 
 
@@ -63,19 +64,19 @@ def main() -> None:
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore", DeprecationWarning)
     try:
-        library()
+        presses()
     except InputError as error:
         print(error)
         return
     found = window_trace(options.windows)
-    packages = f"kvpress {library().version}, transformers {transformers.__version__}, torch {torch.__version__}"
+    packages = f"kvpress {version()}, transformers {transformers.__version__}, torch {torch.__version__}"
     print(f"{packages}, Python {platform.python_version()}, {options.windows} windows, keep {KEEP} of {PREFIX}.\n")
     print("| press | slots per head, mean | fewest to most | KL, nats |\n|---|---|---|---|")
     told = []
-    for name in sorted(library().presses):
+    for name in sorted(presses()):
         try:
             press = press_of(name)
-            print(row(str(press), found, press), flush=True)
+            print(row(press.name, found, press), flush=True)
         except InputError as error:
             trained = "it wants a part trained for the model, which kvpress downloads for some models"
             told.append(f"| {name} | {REFUSED.get(name, trained if 'part trained' in str(error) else error)} |")

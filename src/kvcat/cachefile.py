@@ -10,15 +10,20 @@ import io
 import json
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvcat.errors import InputError
 
-CACHE, PREFIX = "kvcat-compact-cache", "kvcat-prefix"
-KINDS = {CACHE: "a compact cache of kvcat", PREFIX: "an exported prefix of kvcat"}
-VERSIONS = {CACHE: 2, PREFIX: 1}
+CACHE, PREFIX, STATE = "kvcat-compact-cache", "kvcat-prefix", "kvcat-gradient-state"
+KINDS = {
+    CACHE: "a compact cache of kvcat",
+    PREFIX: "an exported prefix of kvcat",
+    STATE: "the state of a gradient-based run of kvcat",
+}
+VERSIONS = {CACHE: 2, PREFIX: 1, STATE: 3}
 NO_DIGEST = "0" * 64
 _LONGEST_HEADER = 2**24
 _BLOCK = 2**22
@@ -51,7 +56,7 @@ class FileHeader:
     """The header of a file of ours.
 
     Args:
-        kind: ``CACHE`` or ``PREFIX``.
+        kind: ``CACHE``, ``PREFIX`` or ``STATE``.
         version: of the format.
         entries: text by key, without ``format`` and ``sha256``.
         tensors: by name.
@@ -84,17 +89,10 @@ def read_header(path: Path, *, verify: bool = True) -> FileHeader:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
 
 
-def parse_header(file: io.BufferedIOBase, path: Path, *, verify: bool = True) -> FileHeader:
-    """As ``read_header``, from an open file.
-
-    Args:
-        file: open for reading.
-        path: its name, for messages.
-        verify: as in ``read_header``.
-
-    Raises:
-        InputError: as ``read_header``, but for a missing file.
-    """
+def parse_header(
+    file: io.BufferedIOBase, path: Path, *, verify: bool = True, kinds: Sequence[str] = (CACHE, PREFIX)
+) -> FileHeader:
+    """As ``read_header``, of the given kinds, from an open file whose name is ``path``."""
     broken = f"{path} is truncated or not a safetensors file"
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
@@ -108,7 +106,7 @@ def parse_header(file: io.BufferedIOBase, path: Path, *, verify: bool = True) ->
         tensors = {name: _entry(facts, 8 + length) for name, facts in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"{broken}: its header cannot be read ({type(error).__name__})") from None
-    kind, version = _format(entries.pop("format", ""), path)
+    kind, version = _format(entries.pop("format", ""), path, kinds)
     end = max((tensor.stop for tensor in tensors.values()), default=8 + length)
     if end != size:
         raise InputError(f"{broken}: its header describes {end} bytes, it has {size}")
@@ -119,11 +117,7 @@ def parse_header(file: io.BufferedIOBase, path: Path, *, verify: bool = True) ->
 
 
 def parse_metadata(text: str, name: object) -> dict[str, str]:
-    """How a cache was made, from its header entry.
-
-    Args:
-        text: JSON.
-        name: of the cache, for the message.
+    """How a cache was made, from its header entry; ``name`` is that of the cache, for the message.
 
     Raises:
         InputError: no flat table of texts.
@@ -144,15 +138,17 @@ def _entry(facts: dict[str, Any], offset: int) -> TensorEntry:
     return TensorEntry(str(facts["dtype"]), tuple(int(n) for n in facts["shape"]), offset + start, offset + stop)
 
 
-def _format(stated: str, path: Path) -> tuple[str, int]:
+def _format(stated: str, path: Path, kinds: Sequence[str]) -> tuple[str, int]:
     match = re.fullmatch(r"(kvcat-[a-z-]+)-(\d{1,9})", stated, re.ASCII)
     if match is None or match[1] not in KINDS:
-        raise InputError(f"{path} is not {KINDS[CACHE]}")
-    known, version = VERSIONS[match[1]], int(match[2])
-    if version != known:
-        age = "was written by a newer kvcat," if version > known else "has"
-        raise InputError(f"{path} {age} format {version}; this version reads {known}")
-    return match[1], version
+        raise InputError(f"{path} is not {KINDS[kinds[0]]}")
+    kind, version = match[1], int(match[2])
+    if kind not in kinds:
+        raise InputError(f"{path} is {KINDS[kind]}, not {KINDS[kinds[0]]}")
+    if version != VERSIONS[kind]:
+        age = "was written by a newer kvcat," if version > VERSIONS[kind] else "has"
+        raise InputError(f"{path} {age} format {version}; this version reads {VERSIONS[kind]}")
+    return kind, version
 
 
 def _digest(file: io.BufferedIOBase, header: bytes, stated: str) -> str:

@@ -7,30 +7,31 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from kvcat.compress.kvpress import KVPress, library
+from kvcat.compress.kvpress import KVPress, presses, version
 
 needs_kvpress = pytest.mark.skipif(importlib.util.find_spec("kvpress") is None, reason="kvpress is not installed")
 PREFIX, SLOTS = 64, 20
 
+SNAPKV = {"press.window_size": 8}
 # what needs no trained part, and one option set that fits a prefix of 64 tokens
 EXACT = {
-    "AdaKVPress": {"press": ("SnapKVPress", {"window_size": 8})},
-    "BlockPress": {"press": ("KeyDiffPress", {}), "block_size": 16},
+    "AdaKVPress+SnapKVPress": SNAPKV,
+    "BlockPress+KeyDiffPress": {"block_size": 16},
     "CapPress": {},
     "CompactorPress": {},
-    "CriticalAdaKVPress": {"press": ("SnapKVPress", {"window_size": 8})},
-    "CriticalKVPress": {"press": ("SnapKVPress", {"window_size": 8})},
+    "CriticalAdaKVPress+SnapKVPress": SNAPKV,
+    "CriticalKVPress+SnapKVPress": SNAPKV,
     "CURPress": {},
     "ExpectedAttentionPress": {},
     "KeyDiffPress": {},
-    "KeyRerotationPress": {"press": ("StreamingLLMPress", {})},
+    "KeyRerotationPress+StreamingLLMPress": {},
     "KnormPress": {},
     "KVComposePress": {},
     "KVgradPress": {},
     "KVzipPress": {},
     "LagKVPress": {"lag_size": 8},
     "LeverageScorePress": {},
-    "MergingPress": {"press": ("KnormPress", {})},
+    "MergingPress+KnormPress": {},
     "NonCausalAttnPress": {},
     "ObservedAttentionPress": {},
     "PyramidKVPress": {"window_size": 2, "beta": 4},
@@ -40,19 +41,18 @@ EXACT = {
     "TOVAPress": {},
 }
 CHUNKED = {
-    "ChunkKVPress": {"press": ("SnapKVPress", {"window_size": 8}), "chunk_length": 4},
-    "ChunkPress": {"press": ("KnormPress", {}), "chunk_length": 16},
-    "EntropyGatedChunkKVPress": {"press": ("KnormPress", {})},
+    "ChunkKVPress+SnapKVPress": {**SNAPKV, "chunk_length": 4},
+    "ChunkPress+KnormPress": {"chunk_length": 16},
+    "EntropyGatedChunkKVPress+KnormPress": {},
 }
 PRESSES = {**EXACT, **CHUNKED}
 
 
-def press(name, options):
+def press(name):
     """A ``KVPress``; skips where the installed kvpress is too old to have it."""
-    if name not in library().presses:
-        pytest.skip(f"kvpress {library().version} has no {name}")
-    inner = {"press": KVPress(options["press"][0], **options["press"][1])} if "press" in options else {}
-    return KVPress(name, **{**options, **inner})
+    if missing := {*name.split("+")} - presses().keys():
+        pytest.skip(f"kvpress {version()} has no {missing}")
+    return KVPress(name, **PRESSES[name])
 
 
 def heads(cache, row):

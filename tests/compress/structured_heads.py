@@ -2,7 +2,7 @@
 
 import torch
 
-from kvcat.compress.heads import HeadBatch
+from kvcat.compress.queries import HeadBatch
 
 
 def structured_head(prefix=192, queries=160, dim=16, seed=0):

@@ -18,11 +18,10 @@ from kvcat.compress import (
     supervised_kl,
     trace,
 )
-from kvcat.compress import heads as heads_module
-from kvcat.compress.heads import HeadBatch, dense_attention, draw_queries, head_groups, load_heads
-from kvcat.compress.matching_pursuit import pursue
+from kvcat.compress import queries as heads_module
 from kvcat.compress.methods.attention_matching import match_attention
-from kvcat.compress.queries import fitted_queries
+from kvcat.compress.queries import HeadBatch, dense_attention, draw_queries, fitted_queries, head_groups, load_heads
+from kvcat.compress.solvers import pursue
 from kvcat.errors import InputError
 from kvcat.models import load
 

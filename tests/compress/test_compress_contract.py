@@ -178,7 +178,7 @@ def test_unknown_names_and_options_are_refused():
         ("attention-matching", {"ridge": math.inf}, "ridge is inf"),
         ("attention-matching", {"seed": True}, "seed is True; it must be a whole number"),
         ("gradient", {"num_steps": "x"}, "num_steps is 'x'; it must be a whole number"),
-        ("gradient", {"init": None}, "init is None; it must be text or CompactCache"),
+        ("gradient", {"init": None}, "init is None; it must be text"),
         ("gradient", {"lr": math.inf}, "lr is inf"),
         ("snapkv", {"kernel_size": 3.0}, "snapkv: kernel_size is 3.0; it must be a whole number"),
         ("first", {"seed": 1}, "first has no option 'seed'; its options: none"),

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcat.compress import SCORERS, Eviction, trace
-from kvcat.compress.scorer import received_mass
+from kvcat.compress.base import received_mass
 from kvcat.errors import InputError
 
 NESTED = ("first", "random", "streaming", "keynorm", "tova")

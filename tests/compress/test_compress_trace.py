@@ -120,7 +120,7 @@ def test_a_reconstruction_trace_keeps_the_queries_of_the_second_copy(make_model)
 
 def test_a_trace_that_supervises_itself_needs_no_suffix(model, windows):
     found = trace(model, windows[:, :48], supervision="self")
-    assert found.num_tokens == 48
+    assert found.prefix_len == 48
     assert found.queries[0].shape[2] == 48
     cache = AttentionMatching()(found, num_slots=6)
     assert cache.metadata["supervision"] == "self"
@@ -179,7 +179,7 @@ def test_a_sliding_window_shorter_than_the_sequence_is_refused_by_name():
     ids = torch.zeros(1, 24, dtype=torch.long)
     with pytest.raises(InputError, match=r"MistralForCausalLM: a sliding window of 20 tokens is shorter than .* 24"):
         trace(model, ids, 12)
-    assert trace(model, ids[:, :20], 12).num_tokens == 12
+    assert trace(model, ids[:, :20], 12).prefix_len == 12
 
 
 def test_a_cache_of_another_prefix_or_model_is_refused(make_model, model, windows, traced):

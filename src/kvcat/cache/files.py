@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
-from kvcat.cachefile import CACHE, KINDS, NO_DIGEST, VERSIONS, parse_header, parse_metadata
+from kvcat.cachefile import CACHE, NO_DIGEST, VERSIONS, parse_header, parse_metadata
 from kvcat.errors import InputError
 from kvcat.files import atomic_write
 from kvcat.types import Tensor
@@ -26,27 +26,20 @@ _PARTS = r"layers\.(0|[1-9]\d{0,5})\.(keys|values|log_bias|counts|positions)"
 def write_cache(
     path: Path, layers: Sequence[dict[str, Tensor]], num_tokens: int, fingerprint: str, metadata: dict[str, str]
 ) -> None:
-    """Write a compact cache, checked as it is when it is read.
-
-    Args:
-        path: file to write; its folder must exist.
-        layers: each layer's tensors by field name.
-        num_tokens: prefix length.
-        fingerprint: of the model's weights.
-        metadata: how it was made.
+    """Write a compact cache, each layer's tensors by field name, checked as it is when it is read.
 
     Raises:
         InputError: no such folder, no permission, the disk is full, or not a whole compact cache.
     """
     tensors = {f"layers.{i}.{name}": tensor for i, layer in enumerate(layers) for name, tensor in layer.items()}
-    header = {
+    entries = {
         "num_layers": str(len(layers)),
         "num_tokens": str(num_tokens),
         "fingerprint": fingerprint,
         "metadata": json.dumps(metadata, sort_keys=True),
     }
-    _check_tensors(_check_header(list(tensors), header, "the compact cache"), tensors, "the compact cache")
-    write_tensors(path, tensors, header, CACHE)
+    _checked(entries, tensors, "the compact cache")
+    write_tensors(path, tensors, entries, CACHE)
 
 
 def read_cache(path: Path) -> tuple[list[dict[str, Tensor]], int, str, dict[str, str]]:
@@ -55,39 +48,26 @@ def read_cache(path: Path) -> tuple[list[dict[str, Tensor]], int, str, dict[str,
     Raises:
         InputError: missing, not one of ours, of another version, truncated, changed, or not whole.
     """
-    if not path.is_file():
-        raise InputError(f"no cache file {path}")
-    try:
-        with path.open("rb") as file:
-            header = parse_header(file, path)
-            if header.kind != CACHE:
-                raise InputError(f"{path} is {KINDS[header.kind]}, not {KINDS[CACHE]}")
-            num_layers, num_tokens = _check_header(list(header.tensors), header.entries, str(path))
-            file.seek(0)
-            tensors = safetensors.torch.load(file.read())
-    except SafetensorError as error:
-        raise InputError(f"{path} is truncated or not a safetensors file: {error}") from error
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}") from error
-    layers = _check_tensors((num_layers, num_tokens), tensors, str(path))
-    return layers, num_tokens, header.entries["fingerprint"], parse_metadata(header.entries["metadata"], path)
+    entries, tensors = read_tensors(path, CACHE)
+    layers, num_tokens = _checked(entries, tensors, str(path))
+    return layers, num_tokens, entries["fingerprint"], parse_metadata(entries["metadata"], path)
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor], header: dict[str, str], kind: str) -> None:
+def write_tensors(path: Path, tensors: dict[str, Tensor], entries: dict[str, str], kind: str) -> None:
     """Write a safetensors file with format and checksum; equal contents give equal bytes.
 
     Args:
         path: file to write; its folder must exist.
         tensors: by name.
-        header: entries beside ``format`` and ``sha256``, written in this order.
-        kind: ``CACHE`` or ``PREFIX`` of ``kvcat.cachefile``.
+        entries: of the header beside ``format`` and ``sha256``, written in this order.
+        kind: ``CACHE``, ``PREFIX`` or ``STATE`` of ``kvcat.cachefile``.
 
     Raises:
         InputError: no such folder, no permission, or the disk is full.
     """
     content = safetensors.torch.save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
     stop = 8 + int.from_bytes(content[:8], "little")
-    entries = {"format": f"{kind}-{VERSIONS[kind]}", **header, "sha256": NO_DIGEST}
+    entries = {"format": f"{kind}-{VERSIONS[kind]}", **entries, "sha256": NO_DIGEST}
     # safetensors itself would write the entries in any order
     text = json.dumps(
         {"__metadata__": entries, **json.loads(content[8:stop])}, ensure_ascii=False, separators=(",", ":")
@@ -100,18 +80,42 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], header: dict[str, str]
     write_bytes(path, signed, body)
 
 
-def write_bytes(path: Path, *parts: bytes | memoryview) -> None:
-    """Write a file whole or not at all.
+def read_tensors(path: Path, kind: str) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Header entries and tensors of a file of ``write_tensors``.
 
-    Args:
-        path: file to write; its folder must exist.
-        parts: its contents, one after the other.
+    Raises:
+        InputError: missing, of another kind or version, truncated or changed.
+    """
+    if not path.is_file():
+        raise InputError(f"no cache file {path}")
+    try:
+        with path.open("rb") as file:
+            header = parse_header(file, path, kinds=(kind,))
+            file.seek(0)
+            return header.entries, safetensors.torch.load(file.read())
+    except SafetensorError as error:
+        raise InputError(f"{path} is truncated or not a safetensors file: {error}") from error
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from error
+
+
+def check_target(path: Path) -> None:
+    """Refuse a path that cannot be a file.
+
+    Raises:
+        InputError: it is a folder, or in no folder.
+    """
+    if path.is_dir() or not path.parent.is_dir():
+        raise InputError(f"cannot write {path}: {'it is a folder' if path.is_dir() else 'no such folder'}")
+
+
+def write_bytes(path: Path, *parts: bytes | memoryview) -> None:
+    """Write a file of several parts, whole or not at all.
 
     Raises:
         InputError: no such folder, no permission, or the disk is full.
     """
-    if path.is_dir() or not path.parent.is_dir():
-        raise InputError(f"cannot write {path}: {'it is a folder' if path.is_dir() else 'no such folder'}")
+    check_target(path)
     try:
         with atomic_write(path) as partial, partial.open("wb") as file:
             file.writelines(parts)
@@ -120,32 +124,15 @@ def write_bytes(path: Path, *parts: bytes | memoryview) -> None:
         raise InputError(f"cannot write {path}: {reason}") from error
 
 
-def _check_header(names: Sequence[str], header: dict[str, str], name: str) -> tuple[int, int]:
-    """Numbers of layers and tokens, once the entries and the tensors' names are those of a cache."""
-    if set(header) != set(_ENTRIES):
-        wrong = ", ".join(sorted(set(header) ^ set(_ENTRIES)))
-        raise InputError(f"{name} lacks a header entry or has one that no cache has: {wrong}")
-    for key, most in (("num_layers", max(1, len(names))), ("num_tokens", _MOST_TOKENS)):
-        if not re.fullmatch(r"[1-9]\d{0,9}", header[key], re.ASCII) or int(header[key]) > most:
-            raise InputError(f"{name}: {key} is {header[key][:40]!r}, not a number from 1 to {most}")
-    num_layers = int(header["num_layers"])
-    for key in names:
+def _checked(entries: dict[str, str], tensors: dict[str, Tensor], name: str) -> tuple[list[dict[str, Tensor]], int]:
+    """The tensors by layer, and the prefix length, once all of it is what a cache holds."""
+    num_layers, num_tokens = _check_entries(entries, tensors, name)
+    layers: list[dict[str, Tensor]] = [{} for _ in range(num_layers)]
+    for key, tensor in tensors.items():
         match = re.fullmatch(_PARTS, key, re.ASCII)
         if match is None or int(match[1]) >= num_layers:
             raise InputError(f"{name} has a tensor {key!r}, which no cache of {num_layers} layers has")
-    if not re.fullmatch("[0-9a-f]{64}", header["fingerprint"]):
-        raise InputError(f"{name}: {header['fingerprint']!r} is no fingerprint of a model")
-    parse_metadata(header["metadata"], name)
-    return num_layers, int(header["num_tokens"])
-
-
-def _check_tensors(sizes: tuple[int, int], tensors: dict[str, Tensor], name: str) -> list[dict[str, Tensor]]:
-    """The tensors by layer, once shapes, types and numbers are those of a cache."""
-    num_layers, num_tokens = sizes
-    layers: list[dict[str, Tensor]] = [{} for _ in range(num_layers)]
-    for key, tensor in tensors.items():
-        _, index, part = key.split(".")
-        layers[int(index)][part] = tensor
+        layers[int(match[1])][match[2]] = tensor
     alike = set()
     for index, layer in enumerate(layers):
         if problem := _problem(layer, num_tokens):
@@ -154,7 +141,20 @@ def _check_tensors(sizes: tuple[int, int], tensors: dict[str, Tensor], name: str
         alike |= {f"{len(layer.get('counts', layer['keys']))} examples in {dtype}" for dtype in dtypes}
     if len(alike) > 1:
         raise InputError(f"{name} has layers of {' and of '.join(sorted(alike))}")
-    return layers
+    return layers, num_tokens
+
+
+def _check_entries(entries: dict[str, str], tensors: dict[str, Tensor], name: str) -> tuple[int, int]:
+    """Numbers of layers and tokens."""
+    if wrong := set(entries) ^ set(_ENTRIES):
+        raise InputError(f"{name} lacks a header entry or has one that no cache has: {', '.join(sorted(wrong))}")
+    for key, most in (("num_layers", max(1, len(tensors))), ("num_tokens", _MOST_TOKENS)):
+        if not re.fullmatch(r"[1-9]\d{0,9}", entries[key], re.ASCII) or int(entries[key]) > most:
+            raise InputError(f"{name}: {key} is {entries[key][:40]!r}, not a number from 1 to {most}")
+    if not re.fullmatch("[0-9a-f]{64}", entries["fingerprint"]):
+        raise InputError(f"{name}: {entries['fingerprint']!r} is no fingerprint of a model")
+    parse_metadata(entries["metadata"], name)
+    return int(entries["num_layers"]), int(entries["num_tokens"])
 
 
 def _problem(layer: dict[str, Tensor], num_tokens: int) -> str | None:

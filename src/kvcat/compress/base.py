@@ -1,12 +1,15 @@
-"""What every compressor is, and what it needs: numbers of slots, draws per example, the cache it returns."""
+"""What compressors and eviction scorers are, and what they share."""
 
+import dataclasses
 import hashlib
 import importlib
 import math
 import pkgutil
+import typing
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import NoneType
 from typing import Any
 
 import torch
@@ -16,6 +19,10 @@ from kvcat.compress.trace import Trace
 from kvcat.errors import InputError
 from kvcat.models import model_name
 from kvcat.types import Float, Int, Tensor
+
+Scores = list[Float[Tensor, "batch kv_heads _"]]
+_CHUNK_ELEMENTS = 2**23
+_WORDS = {bool: "true or false", int: "a whole number", float: "a finite number", str: "text", NoneType: "null"}
 
 
 @dataclass(frozen=True)
@@ -46,11 +53,7 @@ class Compressor(ABC):
         return trace.dense_cache() if slots >= trace.num_slots else next(self.compress(trace, [slots]))
 
     def each(self, trace: Trace, keep_ratios: Sequence[float | int]) -> Iterator[CompactCache]:
-        """The compact caches of several keep ratios, in their order, with the work that they share done once.
-
-        Args:
-            trace: of the windows to compress.
-            keep_ratios: fractions kept, each in (0, 1].
+        """The compact caches of several keep ratios, in their order; the work that they share is done once.
 
         Raises:
             InputError: as a plain call.
@@ -62,7 +65,20 @@ class Compressor(ABC):
 
     @abstractmethod
     def compress(self, trace: Trace, sizes: Sequence[int]) -> Iterator[CompactCache]:
-        """The compact caches of several sizes, in their order."""
+        """The compact caches of several numbers of slots, in their order."""
+
+
+@dataclass(frozen=True)
+class Scorer(ABC):
+    """Decides which slots eviction keeps. A subclass is a frozen dataclass whose fields are its options."""
+
+    @abstractmethod
+    def measure(self, trace: Trace) -> Scores:
+        """Per layer one score per slot and KV head; the highest are kept."""
+
+    def protect(self, scores: Scores, num_slots: int) -> Scores:  # noqa: ARG002
+        """The scores with infinity where a slot is kept whatever its score; here nowhere."""
+        return scores
 
 
 def slots_for(prefix_len: int, keep_ratio: float | int | None, num_slots: int | None) -> int:
@@ -89,15 +105,8 @@ def slots_for(prefix_len: int, keep_ratio: float | int | None, num_slots: int | 
     return max(1, math.ceil(float(f"{keep_ratio * prefix_len:.12g}")))
 
 
-def compact_cache(trace: Trace, layers: Sequence[Layer], method: str, options: dict[str, object]) -> CompactCache:
-    """A compact cache of this trace whose metadata say how it was made.
-
-    Args:
-        trace: what was compressed.
-        layers: one per layer of the model.
-        method: name of the method.
-        options: further facts for the metadata.
-    """
+def compact_cache(trace: Trace, layers: Sequence[Layer], method: str, options: Mapping[str, object]) -> CompactCache:
+    """A compact cache of this trace whose metadata say how it was made."""
     cache = CompactCache(layers, trace.prefix_len, trace.fingerprint)
     slots = cache.mean_slots
     facts = {
@@ -127,14 +136,31 @@ def top_positions(scores: Float[Tensor, "*heads prefix"], num_slots: int) -> Int
     return order[..., :num_slots].sort(dim=-1).values
 
 
+@torch.no_grad()
+def received_mass(trace: Trace, start: int) -> Scores:
+    """Attention mass that each prefix position receives from the prefix queries from position ``start`` on.
+
+    Per layer and KV head, summed over these queries and the head's query heads.
+    """
+    result = []
+    for queries, keys, scale in zip(trace.prefix_queries_from(start), trace.keys, trace.scales, strict=True):
+        batch, kv_heads, prefix, _ = keys.shape
+        grouped = queries.unflatten(1, (kv_heads, -1))
+        positions = torch.arange(prefix, device=keys.device)
+        mass = torch.zeros(batch, kv_heads, prefix, device=keys.device)
+        step = max(1, _CHUNK_ELEMENTS // (batch * queries.shape[1] * prefix))
+        for first in range(0, prefix - start, step):
+            scores = (grouped[:, :, :, first : first + step] @ keys.mT.unsqueeze(2)).float() * scale
+            later = positions > positions[start + first : start + first + step].unsqueeze(-1)
+            mass += scores.masked_fill(later, -torch.inf).softmax(-1).sum((2, 3))
+        result.append(mass)
+    return result
+
+
 def example_generators(trace: Trace, seed: int) -> list[torch.Generator]:
     """One random stream per example, a function of the seed and the tokens of the example's prefix.
 
     Examples draw independently, and each draws the same alone as in any batch.
-
-    Args:
-        trace: of the examples.
-        seed: any integer.
     """
     generators = []
     for row in trace.input_ids[:, : trace.prefix_len].cpu():
@@ -146,6 +172,24 @@ def example_generators(trace: Trace, seed: int) -> list[torch.Generator]:
 def wide(states: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     """The states in float32, or in float64 where they are."""
     return states if states.dtype == torch.float64 else states.float()
+
+
+def check_options(kind: type, options: Mapping[str, Any], name: str) -> None:
+    """Refuse options that a dataclass does not have, or values of another type than their field's."""
+    hints, names = typing.get_type_hints(kind), [field.name for field in dataclasses.fields(kind)]
+    for option, value in options.items():
+        if option not in names:
+            raise InputError(f"{name} has no option {option!r}; its options: {', '.join(names) or 'none'}")
+        kinds = typing.get_args(hints[option]) or (hints[option],)
+        if not any(_fits(value, kind) for kind in kinds):
+            wanted = " or ".join(_WORDS.get(kind, repr(kind)) for kind in kinds)
+            raise InputError(f"{name}: {option} is {value!r}; it must be {wanted}")
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    if kind is float:
+        return type(value) in (int, float) and math.isfinite(value)
+    return type(value) is kind or value == kind  # the second for the words of a Literal
 
 
 def classes_in(package: str, folder: Iterable[str], base: type) -> dict[str, Any]:

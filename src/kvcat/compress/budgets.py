@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from kvcat.compress.heads import DenseAttention, HeadBatch, HeadIndex, take
+from kvcat.compress.queries import DenseAttention, HeadBatch, HeadIndex, take
 from kvcat.compress.solvers import largest_eigenvalue
 from kvcat.types import Float, Int, Tensor
 
@@ -19,11 +19,6 @@ def error_curves(batch: HeadBatch, dense: DenseAttention, largest: int) -> list[
     O the outputs, both times the queries' weights, and V the slots' own values, the estimate is the least of
     |P C - O|^2 + lambda |C - V|^2 over C. All s follow from one Cholesky factor L of P^T P + lambda I, since the
     leading blocks of L are the factors of fewer slots: |O|^2 + lambda |V_s|^2 - |(L^-1 (P^T O + lambda V))_s|^2.
-
-    Args:
-        batch: heads with their queries.
-        dense: their dense attention.
-        largest: most slots.
     """
     order = dense.importance.sort(dim=-1, descending=True, stable=True).indices[:, :largest]
     attention = batch.scores(slots=order).sub_(dense.log_mass.unsqueeze(-1)).exp_().mul_(dense.weights.unsqueeze(-1))
@@ -40,10 +35,7 @@ def error_curves(batch: HeadBatch, dense: DenseAttention, largest: int) -> list[
 
 
 def slot_sizes(num_slots: int, prefix_len: int) -> list[int]:
-    """Numbers of slots that a head may get where heads have ``num_slots`` on average, ascending.
-
-    From an eighth of the average to four times it, the average among them.
-    """
+    """Numbers of slots that a head may get where heads have ``num_slots`` on average, ascending."""
     return sorted({min(prefix_len, max(1, round(factor * num_slots))) for factor in GRID})
 
 
@@ -76,60 +68,25 @@ def allocate(
 ) -> Int[Tensor, " heads"]:
     """Which size every head gets so that the sum of the heads' errors is as small as the total of slots allows.
 
-    Every head starts with the smallest size; then the steps along the lower convex hull of each head's error are taken,
-    the largest gain per slot first, as long as the total holds them (while all fit, no choice of as many slots has a
-    smaller sum). What is left goes to the single steps that gain most per slot. Where errors are so uneven that the
-    same size for every head is better, that is taken.
+    Every head starts with the smallest size. Then comes, as long as one gains and fits, the step to a larger size that
+    gains most per slot (while the best step fits, no choice of as many slots has a smaller sum). Where errors are so
+    uneven that the same size for every head is better, that is taken.
 
     Args:
         costs: slots that every head takes in each size, ascending; equal ones are one and the same size.
         errors: error of every head in that size, at least 0.
         total: most slots in all, at least what the smallest size takes.
     """
-    sizes, curves = costs.T.tolist(), errors.T.tolist()
-    steps = [step for head in range(len(curves)) for step in _hull_steps(head, sizes[head], curves[head])]
-    chosen = [0] * len(curves)
-    left = total - int(costs[0].sum())
-    for gain, head, start, stop in sorted(steps, key=lambda step: -step[0]):
-        cost = sizes[head][stop] - sizes[head][start]
-        if gain > 0 and cost <= left and chosen[head] == start:
-            chosen[head], left = stop, left - cost
-    while (step := _best_step(sizes, curves, chosen, left)) is not None:
-        head, stop = step
-        left -= sizes[head][stop] - sizes[head][chosen[head]]
-        chosen[head] = stop
+    heads = torch.arange(costs.shape[1])
+    chosen, left = torch.zeros_like(heads), total - int(costs[0].sum())
+    while True:
+        more = costs - costs[chosen, heads]
+        gains = (errors[chosen, heads] - errors) / more.clamp(min=1)
+        gains[(more <= 0) | (more > left)] = 0.0
+        best = int(gains.argmax())
+        size, head = divmod(best, len(heads))
+        if gains[size, head] <= 0:
+            break
+        chosen[head], left = size, left - int(more[size, head])
     equal = int((costs.sum(1) <= total).sum()) - 1
-    if sum(curve[equal] for curve in curves) < sum(curve[i] for curve, i in zip(curves, chosen, strict=True)):
-        chosen = [equal] * len(chosen)
-    return torch.tensor(chosen)
-
-
-def _best_step(
-    sizes: list[list[int]], curves: list[list[float]], chosen: list[int], left: int
-) -> tuple[int, int] | None:
-    """Head and new size of the largest gain per slot among the steps that fit; None where none gains."""
-    best, found = 0.0, None
-    for head, (own, curve) in enumerate(zip(sizes, curves, strict=True)):
-        now = chosen[head]
-        for stop in range(now + 1, len(own)):
-            gain = _gain(own, curve, now, stop)
-            if own[stop] - own[now] <= left and gain > best:
-                best, found = gain, (head, stop)
-    return found
-
-
-def _hull_steps(head: int, sizes: list[int], curve: list[float]) -> list[tuple[float, int, int, int]]:
-    """Steps (gain per slot, head, from, to) along the lower convex hull of a head's error, gains descending."""
-    steps, start = [], 0
-    while start < len(sizes) - 1:
-        # of equal gains the farthest, so that points on the hull's edges cost no step of their own
-        gain, stop = max((_gain(sizes, curve, start, stop), stop) for stop in range(start + 1, len(sizes)))
-        steps.append((gain, head, start, stop))
-        start = stop
-    return steps
-
-
-def _gain(sizes: list[int], curve: list[float], start: int, stop: int) -> float:
-    """Error saved per slot; 0 where a head has no more slots to take."""
-    more = sizes[stop] - sizes[start]
-    return (curve[start] - curve[stop]) / more if more else 0.0
+    return torch.full_like(chosen, equal) if errors[equal].sum() < errors[chosen, heads].sum() else chosen

@@ -2,16 +2,17 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from kvcat.attention import enable
 from kvcat.cache import CompactCache
-from kvcat.compress.trace import Trace
+from kvcat.compress.trace import Trace, split_supervision
 from kvcat.errors import InputError
-from kvcat.losses.scoring import PositionScores, score_positions
+from kvcat.losses.scoring import score_positions
 from kvcat.models import examined_head, frozen, hidden_states, logits_from_hidden
 from kvcat.types import Float, Int, Tensor
 
@@ -39,9 +40,7 @@ def replay_hidden(
     """Input of the head at the suffix positions when the compact cache stands for the prefix.
 
     Args:
-        model: the model the cache was made with.
-        cache: compact prefix.
-        suffix_ids: tokens after the prefix.
+        model, cache, suffix_ids: as in ``replay``.
         chunk_tokens: most tokens of each example that run at once, at least 1; more of them run chunk after chunk
             behind the growing cache, so that activations grow with the chunk.
 
@@ -110,8 +109,8 @@ def compare(trace: Trace, cache: CompactCache, *, start: int = 0, chunk_tokens: 
         )
     if not 0 <= start < max(1, length - 1):
         raise InputError(f"start must be in [0, {length - 2}] for a suffix of {length} tokens, not {start}")
-    parts = list(_scored(trace, cache, chunk_tokens))
-    nll, nll_dense, kl, top1 = (torch.cat([getattr(part, name) for part in parts], 1)[:, start:] for name in _NAMES)
+    scores = _position_scores(trace, cache, chunk_tokens)
+    nll, nll_dense, kl, top1 = (scores[name][:, start:] for name in _NAMES)
     # the last position predicts no token of the suffix
     nll, nll_dense = nll[:, :-1], nll_dense[:, :-1]
     if start == 0:
@@ -126,39 +125,29 @@ def supervised_kl(trace: Trace, cache: CompactCache) -> Float[Tensor, " batch"]:
 
     ``compare`` gives the mean over the whole suffix; this one leaves out what comes before ``supervision_start``.
 
-    Args:
-        trace: with predictions after its prefix.
-        cache: a compact cache of this trace's prefix.
-
     Raises:
-        InputError: no such predictions, or a cache of another model or batch.
+        InputError: no such positions, or a cache of another model or batch.
     """
-    _supervising_positions(trace)
-    kl = torch.cat([part.kl for part in _scored(trace, cache, 4096) if part.kl is not None], 1)
-    return kl[:, trace.supervision_start - trace.prefix_len :].double().mean(1)
+    trace.check_supervises()
+    return _position_scores(trace, cache, 4096)["kl"][:, trace.supervision_start - trace.prefix_len :].double().mean(1)
 
 
 _NAMES = ("nll", "nll_teacher", "kl", "top1")
 
 
-def _scored(trace: Trace, cache: CompactCache, chunk_tokens: int) -> Iterator[PositionScores]:
-    """Scores of the suffix positions, chunk after chunk; the last position has no target and is given token 0."""
+def _position_scores(trace: Trace, cache: CompactCache, chunk_tokens: int) -> dict[str, Float[Tensor, "batch suffix"]]:
+    """Scores of every suffix position; the last one has no target and is given token 0."""
     if cache.num_tokens != trace.prefix_len or cache.batch_size not in (1, trace.batch_size):
         raise InputError(
             f"a cache of {cache.batch_size} prefixes of {cache.num_tokens} tokens does not belong to a trace of "
             f"{trace.batch_size} prefixes of {trace.prefix_len}"
         )
-    head, stop = examined_head(trace.model), 0
-    targets = torch.nn.functional.pad(trace.suffix_ids[:, 1:], (0, 1))
+    head, stop, parts = examined_head(trace.model), 0, []
+    targets = pad(trace.suffix_ids[:, 1:], (0, 1))
     for hidden in _replayed(trace.model, cache, trace.suffix_ids, chunk_tokens):
         start, stop = stop, stop + hidden.shape[1]
-        yield score_positions(head, hidden, targets[:, start:stop], trace.hidden[:, start + 1 : stop + 1])
-
-
-def _supervising_positions(trace: Trace) -> int:
-    if trace.supervision == "self":
-        raise InputError("a trace with supervision='self' has no predictions after its prefix to judge by")
-    return trace.input_ids.shape[1] - trace.supervision_start
+        parts.append(score_positions(head, hidden, targets[:, start:stop], trace.hidden[:, start + 1 : stop + 1]))
+    return {name: torch.cat([getattr(part, name) for part in parts], 1) for name in _NAMES}
 
 
 @dataclass(frozen=True)
@@ -166,17 +155,15 @@ class SmallestCache:
     """What ``smallest_cache`` found.
 
     Args:
-        cache: the smallest one tried that reaches ``max_kl``.
+        cache: the smallest one tried that reaches the KL.
         num_slots: its budget, slots per layer and head.
         kl: its KL at the held-out positions, nats per token, the worst example's; 0 for the whole prefix.
-        max_kl: the KL that was to be reached.
         tried: KL by number of slots, in the order of the tries.
     """
 
     cache: CompactCache
     num_slots: int
     kl: float
-    max_kl: float
     tried: dict[int, float]
 
 
@@ -186,15 +173,13 @@ def smallest_cache(
     max_kl: float,
     *,
     held_out: Trace | float = 0.25,
-    max_tries: int | None = None,
     on_try: Callable[[int, float], None] | None = None,
 ) -> SmallestCache:
     """Find the smallest compact cache whose KL(dense || compact) on held-out positions is at most ``max_kl``.
 
     Bisection over the number of slots between 1 and the prefix length, at which the KL is 0, so that there always is an
-    answer. It ends where one slot fewer misses the mark, or after ``max_tries``. The KL of a real method does not fall
-    with every slot; of all numbers tried the smallest that reached the mark is taken. Every example of a batch has to
-    reach it.
+    answer. It ends where one slot fewer misses the mark. The KL of a real method does not fall with every slot; of all
+    numbers tried the smallest that reached the mark is taken. Every example of a batch has to reach it.
 
     Args:
         trace: of the windows to compress.
@@ -202,17 +187,14 @@ def smallest_cache(
         max_kl: nats per token, at least 0.
         held_out: fraction in (0, 1) of the supervising positions, the last ones, that the compressor does not see and
             the KL is taken at; or another trace of the same prefix, whose supervising positions serve.
-        max_tries: most caches made, at least 1; None: until the answer is exact. The whole prefix costs no try.
         on_try: called after every try with the number of slots and the KL.
 
     Raises:
         InputError: an argument out of its range, a trace with supervision "self" and a fraction held out, a trace of
             another prefix or of the same tokens, or a KL that is not a number.
     """
-    if not (max_kl >= 0 and math.isfinite(max_kl)):
+    if not 0 <= max_kl < math.inf:
         raise InputError(f"max_kl must be at least 0 nats per token and finite, not {max_kl}")
-    if max_tries is not None and max_tries < 1:
-        raise InputError(f"max_tries must be at least 1, not {max_tries}")
     if isinstance(held_out, Trace):
         _check_held_out(trace, held_out)
         learn, judge = trace, held_out
@@ -220,64 +202,28 @@ def smallest_cache(
         learn, judge = split_supervision(trace, held_out)
     best, found, tried = trace.dense_cache(), 0.0, {}
     missed, reached = 0, trace.num_slots
-    while reached - missed > 1 and (max_tries is None or len(tried) < max_tries):
-        slots = _between(missed, reached)
+    while reached - missed > 1:
+        # half way on a logarithmic scale: small caches are made quickly, so the search begins among them
+        slots = min(max(round(math.sqrt(max(1, missed) * reached)), missed + 1), reached - 1)
         cache = compressor(learn, num_slots=slots)
-        kl = supervised_kl(judge, cache).max().item()
+        kl = tried[slots] = supervised_kl(judge, cache).max().item()
         if math.isnan(kl):
             raise InputError(
                 f"the KL of a cache of {slots} slots is not a number: {type(compressor).__name__} went wrong"
             )
-        tried[slots] = kl
         if on_try is not None:
             on_try(slots, kl)
         if kl <= max_kl:
             best, found, reached = cache, kl, slots
         else:
             missed = slots
-    return SmallestCache(best, reached, found, max_kl, tried)
-
-
-def split_supervision(trace: Trace, fraction: float) -> tuple[Trace, Trace]:
-    """A trace in two of the same prefix: one that ends before the held-out positions, one supervised by these only.
-
-    Nothing is computed again: earlier positions never depend on later ones.
-
-    Args:
-        trace: with predictions after its prefix, at least two of them supervising.
-        fraction: held out, in (0, 1): the last ceil(fraction * n) of the n supervising positions.
-
-    Raises:
-        InputError: fraction out of range, a trace with supervision "self", or no position left to learn from.
-    """
-    if not 0 < fraction < 1:
-        raise InputError(f"held_out must be a trace, or a fraction in (0, 1), not {fraction}")
-    count = _supervising_positions(trace)
-    own = count - math.ceil(float(f"{fraction * count:.12g}"))
-    if own <= 0:
-        raise InputError(f"held_out={fraction} leaves none of the {count} supervising positions to learn from")
-    stop = trace.supervision_start + own
-    learn = replace(
-        trace,
-        input_ids=trace.input_ids[:, :stop],
-        queries=[q[:, :, :own] for q in trace.queries],
-        suffix_keys=[keys[:, :, : stop - trace.prefix_len] for keys in trace.suffix_keys],
-        hidden=trace.hidden[:, : stop - trace.prefix_len + 1],
-    )
-    return learn, replace(trace, supervision_start=stop, queries=[q[:, :, own:] for q in trace.queries])
-
-
-def _between(missed: int, reached: int) -> int:
-    """Half way on a logarithmic scale: small caches are made quickly, so the search begins among them."""
-    middle = round(math.sqrt(max(1, missed) * reached))
-    return min(max(middle, missed + 1), reached - 1)
+    return SmallestCache(best, reached, found, tried)
 
 
 def _check_held_out(learn: Trace, judge: Trace) -> None:
-    _supervising_positions(judge)
+    judge.check_supervises()
     prefixes = [t.input_ids[:, : t.prefix_len] for t in (learn, judge)]
-    same = prefixes[0].shape == prefixes[1].shape and bool((prefixes[0] == prefixes[1]).all())
-    if not same or learn.fingerprint != judge.fingerprint:
+    if learn.fingerprint != judge.fingerprint or not torch.equal(*prefixes):
         raise InputError("held_out is a trace of another model or of other prefixes than the trace to compress")
-    if learn.input_ids.shape == judge.input_ids.shape and bool((learn.input_ids == judge.input_ids).all()):
+    if torch.equal(learn.input_ids, judge.input_ids):
         raise InputError("held_out has the tokens of the trace to compress: it must hold others after the prefix")

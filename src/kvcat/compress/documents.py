@@ -11,7 +11,7 @@ INSTRUCTION = "\nReproduce the preceding passage verbatim. Preserve every word, 
 _DOCUMENT, _QUESTION = "\x02document\x03", "\x02question\x03"
 
 
-def reconstruction(tokenizer: PreTrainedTokenizerBase, text: str, *, instruction: str = INSTRUCTION) -> Reconstruction:
+def reconstruction(tokenizer: PreTrainedTokenizerBase, text: str, *, head: str | None = None) -> Reconstruction:
     """Token ids of <text><instruction><text>, joined as ids so that both copies are the same tokens.
 
     The first copy begins with whatever the tokenizer puts at the start of a text (such as a beginning-of-text token);
@@ -20,33 +20,25 @@ def reconstruction(tokenizer: PreTrainedTokenizerBase, text: str, *, instruction
     Args:
         tokenizer: of the model that will be traced.
         text: what to compress.
-        instruction: stands between the copies.
+        head: stands before the first copy in place of what the tokenizer puts there, such as a chat template's start.
 
     Raises:
         InputError: the text holds no token.
 
     References: KV-CAT, appendix "Needle-in-a-haystack retrieval", "Training the compact KV cache".
     """
-    body = tokenizer.encode(text, add_special_tokens=False, verbose=False)
+    body = _encode(tokenizer, text)
     if not body:
         raise InputError(f"the text {text[:20]!r} holds no token to compress")
-    first = tokenizer.encode(text, verbose=False)
-    middle = tokenizer.encode(instruction, add_special_tokens=False)
-    ids = torch.tensor([[*first, *middle, *body]])
-    return Reconstruction(ids, len(first), len(first) + len(middle))
+    first = tokenizer.encode(text, verbose=False) if head is None else _encode(tokenizer, head + text)
+    middle = _encode(tokenizer, INSTRUCTION)
+    return Reconstruction(torch.tensor([[*first, *middle, *body]]), len(first), len(first) + len(middle))
 
 
-def reconstruction_of_tokens(
-    tokenizer: PreTrainedTokenizerBase, tokens: Int[Tensor, "batch prefix"], *, instruction: str = INSTRUCTION
-) -> Reconstruction:
+def reconstruction_of_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Int[Tensor, "batch prefix"]) -> Reconstruction:
     """The same of texts that are token ids already and equally long, one sequence a row.
 
     Where a row begins with what the tokenizer puts at the start of a text, its second copy leaves that out.
-
-    Args:
-        tokenizer: of the model that will be traced.
-        tokens: what to compress.
-        instruction: stands between the copies.
 
     Raises:
         InputError: rows without tokens, or some rows with such a start and some without.
@@ -58,14 +50,14 @@ def reconstruction_of_tokens(
     body = tokens[:, len(opening) :] if True in opened else tokens
     if body.shape[1] == 0:
         raise InputError("the texts hold no token to compress")
-    middle = tokens.new_tensor(tokenizer.encode(instruction, add_special_tokens=False))
+    middle = tokens.new_tensor(_encode(tokenizer, INSTRUCTION))
     ids = torch.cat([tokens, middle.expand(len(tokens), -1), body], dim=1)
     return Reconstruction(ids, tokens.shape[1], tokens.shape[1] + len(middle))
 
 
 def opening_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """What the tokenizer puts at the start of a text, such as a beginning-of-text token; often nothing."""
-    whole, body = tokenizer.encode("a"), tokenizer.encode("a", add_special_tokens=False)
+    whole, body = tokenizer.encode("a"), _encode(tokenizer, "a")
     return whole[: next(i for i in range(len(whole)) if whole[i : i + len(body)] == body)]
 
 
@@ -89,13 +81,7 @@ def document_trace(
     Raises:
         InputError: an empty document, one too long for the model's positions, no chat template.
     """
-    head = chat_parts(tokenizer)[0] if chat else ""
-    sequence = reconstruction(tokenizer, text)
-    if chat:
-        first = tokenizer.encode(head + text, add_special_tokens=False, verbose=False)
-        middle = tokenizer.encode(INSTRUCTION, add_special_tokens=False)
-        body = tokenizer.encode(text, add_special_tokens=False, verbose=False)
-        sequence = Reconstruction(torch.tensor([[*first, *middle, *body]]), len(first), len(first) + len(middle))
+    sequence = reconstruction(tokenizer, text, head=chat_parts(tokenizer)[0] if chat else None)
     prefix_len, total = sequence.prefix_len, sequence.input_ids.shape[1]
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or total
     if prefix_len > positions:
@@ -125,7 +111,7 @@ def question_ids(tokenizer: PreTrainedTokenizerBase, text: str, *, chat: bool = 
     if chat:
         _, between, tail = chat_parts(tokenizer)
         text = between + text + tail
-    ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
+    ids = _encode(tokenizer, text)
     if not ids:
         raise InputError("the prompt is empty: nothing follows the document")
     return torch.tensor([ids])
@@ -140,3 +126,7 @@ def chat_parts(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str, str]:
     head, _, rest = rendered.partition(_DOCUMENT)
     between, _, tail = rest.partition(_QUESTION)
     return head, between, tail
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False, verbose=False)

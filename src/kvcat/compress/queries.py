@@ -1,18 +1,23 @@
-"""Which queries Attention Matching fits to, and how much each of them counts."""
+"""What Attention Matching fits to: queries with weights, and KV heads in batches that fit in memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from kvcat.compress.base import wide
+from kvcat.compress.base import example_generators, wide
 from kvcat.compress.trace import Trace, sampled_positions
 from kvcat.errors import InputError
 from kvcat.models.rotation import KeyRotation
 from kvcat.types import Float, Int, Tensor
 
+HeadIndex = tuple[int, int, int]
+"""Layer, example, KV head."""
 _PARTS = 3
 _CHUNK_ELEMENTS = 2**21
+_BATCH_ELEMENTS = 2**23
+_LEAST_SHARE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -58,13 +63,16 @@ def fitted_queries(trace: Trace, own_weight: float, *, by_share: bool) -> Fitted
     found = FittedQueries(trace.queries, _filled(trace.queries, 1.0), _none(trace.queries))
     if by_share and trace.queries[0].shape[2] == len(last):
         parts = zip(trace.queries, trace.suffix_keys, trace.scales, strict=True)
-        found = replace(found, log_rest=[log_mass(q, keys, scale, last=last) for q, keys, scale in parts])
+        found = replace(found, log_rest=[log_mass(q, keys, scale, last) for q, keys, scale in parts])
     if own is None:
         return found
     factor = (own_weight * found.queries[0].shape[2] / own.queries[0].shape[2]) ** 0.5
     own = FittedQueries(own.queries, _filled(own.queries, factor), own.log_rest if by_share else _none(own.queries))
     return FittedQueries(
-        _joined(found.queries, own.queries), _joined(found.factors, own.factors), _joined(found.log_rest, own.log_rest)
+        *(
+            [torch.cat(pair, 2) for pair in zip(getattr(found, name), getattr(own, name), strict=True)]
+            for name in ("queries", "factors", "log_rest")
+        )
     )
 
 
@@ -94,7 +102,7 @@ def _own_queries(trace: Trace) -> FittedQueries | None:
             rows = (positions >= start) & (positions < stop)
             own, keys = sampled[:, :, rows], trace.keys[layer][:, :, start:stop]
             moved.append(rotation.by(length - start)(own, layer))
-            rests.append(log_mass(own, keys, trace.scales[layer], last=positions[rows] - start))
+            rests.append(log_mass(own, keys, trace.scales[layer], positions[rows] - start))
         queries.append(torch.cat(moved, 2))
         rest.append(torch.cat(rests, 2))
     return FittedQueries(queries, _filled(queries, 1.0), rest)
@@ -104,19 +112,9 @@ def log_mass(
     queries: Float[Tensor, "batch heads queries head_dim"],
     keys: Float[Tensor, "batch kv_heads keys head_dim"],
     scale: float,
-    *,
-    last: Int[Tensor, " queries"] | None = None,
-    log_bias: Float[Tensor, "batch kv_heads keys"] | None = None,
+    last: Int[Tensor, " queries"],
 ) -> Float[Tensor, "batch heads queries"]:
-    """Mass of keys: log sum_j exp(scale q.k_j + log_bias_j) over those that a query sees, nats, in chunks of queries.
-
-    Args:
-        queries: after rotation.
-        keys: after rotation; their heads are shared by groups of the queries'.
-        scale: factor on q.k.
-        last: index of the last key that each query sees; None: it sees all.
-        log_bias: nats added to the scores; None: none.
-    """
+    """Mass of keys: log sum_j exp(scale q.k_j) over the keys up to the last that each query sees, nats."""
     batch, heads = queries.shape[:2]
     step = max(1, _CHUNK_ELEMENTS // (batch * heads * keys.shape[2]))
     turned, at, found = wide(keys).mT.unsqueeze(2), torch.arange(keys.shape[2], device=keys.device), []
@@ -124,10 +122,7 @@ def log_mass(
         rows = slice(start, start + step)
         scores = wide(queries[:, :, rows]).unflatten(1, (keys.shape[1], -1)) @ turned
         scores *= scale
-        if log_bias is not None:
-            scores += log_bias[:, :, None, None]
-        if last is not None:
-            scores.masked_fill_(at > last[rows, None].to(at.device), -torch.inf)
+        scores.masked_fill_(at > last[rows, None].to(at.device), -torch.inf)
         found.append(scores.logsumexp(-1).flatten(1, 2))
     return torch.cat(found, 2)
 
@@ -142,6 +137,153 @@ def _none(queries: Sequence[Tensor]) -> list[Tensor]:
     return _filled(queries, -torch.inf)
 
 
-def _joined(first: Sequence[Tensor], second: Sequence[Tensor]) -> list[Tensor]:
-    """Per layer, the queries of both."""
-    return [torch.cat(pair, 2) for pair in zip(first, second, strict=True)]
+@dataclass(frozen=True)
+class HeadBatch:
+    """KV heads with their keys, values and the queries that read them, in at least float32.
+
+    Args:
+        queries: multiplied by the layer's scale.
+        factors, log_rest: of the queries, as in ``FittedQueries``.
+        keys: of the slots that the head has of the prefix.
+        values: of these slots.
+        log_bias: nats added to the scores of these slots; None: none.
+        last: last slot that each query sees; None: all see the whole prefix.
+    """
+
+    queries: Float[Tensor, "heads queries head_dim"]
+    factors: Float[Tensor, "heads queries"]
+    log_rest: Float[Tensor, "heads queries"]
+    keys: Float[Tensor, "heads prefix head_dim"]
+    values: Float[Tensor, "heads prefix value_dim"]
+    log_bias: Float[Tensor, "heads prefix"] | None = None
+    last: Int[Tensor, "heads queries"] | None = None
+
+    def select(self, rows: Int[Tensor, " rows"]) -> "HeadBatch":
+        """Some of the heads."""
+        return _rows_of(self, rows)
+
+    def scores(
+        self, chunk: slice = slice(None), slots: Int[Tensor, "heads slots"] | None = None
+    ) -> Float[Tensor, "heads queries slots"]:
+        """Scores of a chunk of queries against some slots: scale q.k + log-bias, -inf where one is not seen."""
+        keys = self.keys if slots is None else take(self.keys, slots)
+        scores = self.queries[:, chunk] @ keys.mT
+        if self.log_bias is not None:
+            scores += (self.log_bias if slots is None else self.log_bias.gather(1, slots)).unsqueeze(1)
+        if self.last is not None:
+            at = torch.arange(keys.shape[1], device=keys.device).expand(len(keys), -1) if slots is None else slots
+            scores.masked_fill_(at.unsqueeze(1) > self.last[:, chunk].unsqueeze(2), -torch.inf)
+        return scores
+
+
+@dataclass(frozen=True)
+class DenseAttention:
+    """What a batch of heads gives on the whole prefix.
+
+    Args:
+        log_mass: log sum over the prefix of exp(score), nats.
+        mass: the same sum with each query's largest score taken off its scores.
+        outputs: attention over the prefix.
+        weights: what the error of each query is multiplied by; a millionth of its factor at least.
+        importance: how much attention each slot gets: over all queries, the sum of its squared attention weights, each
+            times the query's own weight.
+    """
+
+    log_mass: Float[Tensor, "heads queries"]
+    mass: Float[Tensor, "heads queries"]
+    outputs: Float[Tensor, "heads queries value_dim"]
+    weights: Float[Tensor, "heads queries"]
+    importance: Float[Tensor, "heads prefix"]
+
+    def select(self, rows: Int[Tensor, " rows"]) -> "DenseAttention":
+        """Some of the heads."""
+        return _rows_of(self, rows)
+
+
+def _rows_of(batch: Any, rows: Int[Tensor, " rows"]) -> Any:
+    return replace(batch, **{name: x[rows] for name, x in vars(batch).items() if x is not None})
+
+
+def dense_attention(batch: HeadBatch) -> DenseAttention:
+    """Attention of a batch of heads over the whole prefix, in chunks of queries."""
+    parts, importance = [], torch.zeros_like(batch.keys[..., 0])
+    step = max(1, _BATCH_ELEMENTS // (batch.keys.shape[0] * batch.keys.shape[1]))
+    for start in range(0, batch.queries.shape[1], step):
+        chunk = slice(start, start + step)
+        attention = batch.scores(chunk)
+        top = attention.amax(-1, keepdim=True)
+        attention = attention.sub_(top).exp_()
+        mass = attention.sum(-1)
+        log_mass = top.squeeze(-1) + mass.log()
+        weights = batch.factors[:, chunk] * (log_mass - batch.log_rest[:, chunk]).sigmoid().clamp_min(_LEAST_SHARE)
+        attention = attention.div_(mass.unsqueeze(-1))
+        parts.append((log_mass, mass, attention @ batch.values, weights))
+        importance += attention.mul_(weights.unsqueeze(-1)).square_().sum(-2)
+    log_mass, mass, outputs, weights = (torch.cat(part, 1) for part in zip(*parts, strict=True))
+    return DenseAttention(log_mass, mass, outputs, weights, importance)
+
+
+def take(
+    states: Float[Tensor, "heads prefix head_dim"], slots: Int[Tensor, "heads slots"]
+) -> Float[Tensor, "heads slots head_dim"]:
+    """Keys or values at the given positions of each head."""
+    return states.gather(1, slots.unsqueeze(-1).expand(-1, -1, states.shape[-1]))
+
+
+def head_groups(trace: Trace, fitted: FittedQueries) -> list[list[HeadIndex]]:
+    """Heads in groups of equal shape that are solved together.
+
+    A group's dense scores hold about 2^23 elements, or one head's where that is more.
+    """
+    alike: dict[tuple[int, ...], list[HeadIndex]] = {}
+    for layer, (keys, queries) in enumerate(zip(trace.keys, fitted.queries, strict=True)):
+        count = queries.shape[1] // keys.shape[1] * queries.shape[2]
+        for example, row in enumerate(trace.counts(layer).tolist()):
+            for head, slots in enumerate(row):
+                shape = count, slots, keys.shape[3], trace.values[layer].shape[3]
+                alike.setdefault(shape, []).append((layer, example, head))
+    groups = []
+    for (count, slots, *_), heads in alike.items():
+        step = max(1, _BATCH_ELEMENTS // (count * slots))
+        groups += [heads[start : start + step] for start in range(0, len(heads), step)]
+    return groups
+
+
+def draw_queries(
+    trace: Trace, fitted: FittedQueries, num_queries: int, seed: int
+) -> dict[HeadIndex, Int[Tensor, " drawn"]]:
+    """Which of a KV head's queries are used, drawn per example without replacement."""
+    drawn = {}
+    for example, generator in enumerate(example_generators(trace, seed)):
+        for layer, (keys, queries) in enumerate(zip(trace.keys, fitted.queries, strict=True)):
+            available = queries.shape[1] // keys.shape[1] * queries.shape[2]
+            for head in range(keys.shape[1]):
+                order = torch.randperm(available, generator=generator)[:num_queries]
+                drawn[layer, example, head] = order.sort().values
+    return drawn
+
+
+def load_heads(
+    trace: Trace,
+    fitted: FittedQueries,
+    heads: list[HeadIndex],
+    drawn: dict[HeadIndex, Int[Tensor, " drawn"]] | None = None,
+) -> HeadBatch:
+    """The tensors of one group of heads."""
+    layer, _, _ = heads[0]
+    group = fitted.queries[layer].shape[1] // trace.keys[layer].shape[1]
+    keys, values, biases = zip(*(trace.head(*head) for head in heads), strict=True)
+    # behind a compact cache, only the last slots of a prefix that supervises itself have queries
+    seen = torch.arange(len(keys[0]) - fitted.queries[layer].shape[2], len(keys[0]), device=keys[0].device)
+    columns: list[list[Tensor]] = [[], [], [], []]
+    for index, example, head in heads:
+        part = slice(head * group, (head + 1) * group)
+        own = [x[index][example, part].flatten(0, 1) for x in (fitted.queries, fitted.factors, fitted.log_rest)]
+        own[0] = wide(own[0]) * trace.scales[index]
+        chosen = slice(None) if drawn is None else drawn[index, example, head].to(seen.device)
+        for column, x in zip(columns, (*own, seen.repeat(group)), strict=True):
+            column.append(x[chosen])
+    queries, factors, log_rest, last = (torch.stack(column) for column in columns)
+    bias = None if trace.log_bias is None else wide(torch.stack([b for b in biases if b is not None]))
+    states = wide(torch.stack(keys)), wide(torch.stack(values))
+    return HeadBatch(queries, factors, log_rest, *states, bias, last if fitted.causal else None)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -47,8 +48,7 @@ class Trace:
         supervision_start: first position whose query and teacher logits supervise.
         keys: per layer, keys of the prefix's slots after rotation: one per token, fewer behind a compact cache.
         values: per layer, their values.
-        queries: per layer, queries after rotation of the positions from ``supervision_start`` on ("suffix"), or of the
-            whole prefix ("self").
+        queries: per layer, queries after rotation from ``supervision_start`` on ("suffix") or of the prefix ("self").
         suffix_keys: per layer, keys of the tokens after the prefix.
         prefix_positions: positions of the prefix whose queries are kept: evenly spaced ones, at most 1024, and the last
             32; all with "self"; of those behind a compact cache.
@@ -76,11 +76,6 @@ class Trace:
     fingerprint: str
     past_len: int = 0
     log_bias: Sequence[Float[Tensor, "batch kv_heads _"]] | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        """Length of the prefix: the position of the token after it."""
-        return self.prefix_len
 
     @property
     def num_slots(self) -> int:
@@ -134,9 +129,6 @@ class Trace:
     def prefix_queries_from(self, start: int) -> Sequence[Float[Tensor, "batch heads queries head_dim"]]:
         """Per layer, the queries of all prefix positions from ``start`` on; a second forward where some were not kept.
 
-        Args:
-            start: first position, in [0, prefix_len).
-
         Raises:
             InputError: a compact cache stood for part of the prefix: its queries are gone.
         """
@@ -150,6 +142,14 @@ class Trace:
         with frozen(self.model):
             ids = self.input_ids[:, : self.prefix_len]
             return capture(self.model, ids, query_start=start, hidden_start=self.prefix_len - 1).queries
+
+    def check_supervises(self) -> None:
+        """Refuse a trace without predictions after its prefix."""
+        if self.supervision == "self":
+            raise InputError(
+                "a trace with supervision='self' has no predictions after its prefix: trace a suffix or a "
+                "reconstruction sequence, or use AttentionMatching"
+            )
 
 
 def trace(
@@ -176,36 +176,22 @@ def trace(
         InputError: lengths that do not fit, more tokens than the model has positions, layers that cannot be
             compressed (sliding windows shorter than the sequence, linear attention), or a cache of something else.
     """
-    if supervision not in ("suffix", "self"):
-        raise InputError(f"supervision must be 'suffix' or 'self', not {supervision!r}")
     start = None
     if isinstance(input_ids, Reconstruction):
         start, prefix_len, input_ids = input_ids.supervision_start, input_ids.prefix_len, input_ids.input_ids
     num_tokens = input_ids.shape[1]
-    if prefix_len is None:
-        if supervision == "suffix":
-            raise InputError(
-                "prefix_len is missing: without a suffix use supervision='self' or a reconstruction sequence"
-            )
-        prefix_len = num_tokens
-    longest = num_tokens - (supervision == "suffix")
-    if not 1 <= prefix_len <= longest:
-        raise InputError(f"prefix_len must be in [1, {longest}] for {num_tokens} tokens, not {prefix_len}")
+    prefix_len = _checked_prefix(num_tokens, prefix_len, supervision)
     _check_model(model, num_tokens)
     known = 0 if past is None else _check_past(past, model, prefix_len, len(input_ids))
     start = prefix_len if start is None else start
-    wide = None if past is None else replace(past, layers=[layer.padded() for layer in past.layers])
-    sampled = _sampled_positions(known, prefix_len, every=supervision == "self")
-    asked = sampled if supervision == "self" else torch.cat([sampled, torch.arange(start, num_tokens)])
+    padded = None if past is None else replace(past, layers=[layer.padded() for layer in past.layers])
+    sampled = _kept_positions(known, prefix_len, every=supervision == "self")
+    wanted = sampled if supervision == "self" else torch.cat([sampled, torch.arange(start, num_tokens)])
     with frozen(model):
         seen = capture(
-            model,
-            input_ids[:, known:],
-            query_positions=asked - known,
-            hidden_start=prefix_len - 1 - known,
-            past=None if wide is None else wide.to_transformers(model),
-            chunk_tokens=chunk_tokens,
-        )
+            model, input_ids[:, known:], query_positions=wanted - known, hidden_start=prefix_len - 1 - known,
+            past=None if padded is None else padded.to_transformers(model), chunk_tokens=chunk_tokens,
+        )  # fmt: skip
     if not all(bool(x.isfinite().all()) for x in (seen.hidden, *seen.keys, *seen.values)):
         raise InputError(
             f"{type(model).__name__} computes numbers that are not finite: its weights hold NaN or infinity"
@@ -217,24 +203,71 @@ def trace(
         # each layer's own tensors are freed as soon as their part is copied
         seen.keys[index], seen.values[index] = (x[:, :, : x.shape[2] - later].clone() for x in (keys, values))
         seen.queries[index] = seen.queries[index][:, :, len(sampled) :].clone()
+    queries = prefix_queries if supervision == "self" else seen.queries
     return Trace(
-        model=model,
-        input_ids=input_ids,
-        prefix_len=prefix_len,
-        supervision=supervision,
-        supervision_start=start,
-        keys=seen.keys,
-        values=seen.values,
-        queries=prefix_queries if supervision == "self" else seen.queries,
-        suffix_keys=suffix_keys,
-        prefix_positions=sampled,
-        prefix_queries=prefix_queries,
-        scales=list(seen.scales),
-        hidden=seen.hidden,
-        fingerprint=fingerprint(model),
-        past_len=known,
-        log_bias=None if wide is None else _log_bias(wide, prefix_len - known),
+        model, input_ids, prefix_len, supervision, start, seen.keys, seen.values, queries, suffix_keys, sampled,
+        prefix_queries, list(seen.scales), seen.hidden, fingerprint(model), past_len=known,
+        log_bias=None if padded is None else _log_bias(padded, prefix_len - known),
+    )  # fmt: skip
+
+
+def split_supervision(trace: Trace, fraction: float) -> tuple[Trace, Trace]:
+    """A trace in two of the same prefix: one that ends before the held-out positions, one supervised by these only.
+
+    Nothing is computed again: earlier positions never depend on later ones.
+
+    Args:
+        trace: with predictions after its prefix, at least two of them supervising.
+        fraction: held out, in (0, 1): the last ceil(fraction * n) of the n supervising positions.
+
+    Raises:
+        InputError: fraction out of range, a trace with supervision "self", or no position left to learn from.
+    """
+    if not 0 < fraction < 1:
+        raise InputError(f"held_out must be a trace, or a fraction in (0, 1), not {fraction}")
+    trace.check_supervises()
+    count = trace.input_ids.shape[1] - trace.supervision_start
+    own = count - math.ceil(float(f"{fraction * count:.12g}"))
+    if own <= 0:
+        raise InputError(f"held_out={fraction} leaves none of the {count} supervising positions to learn from")
+    stop = trace.supervision_start + own
+    learn = replace(
+        trace,
+        input_ids=trace.input_ids[:, :stop],
+        queries=[q[:, :, :own] for q in trace.queries],
+        suffix_keys=[keys[:, :, : stop - trace.prefix_len] for keys in trace.suffix_keys],
+        hidden=trace.hidden[:, : stop - trace.prefix_len + 1],
     )
+    return learn, replace(trace, supervision_start=stop, queries=[q[:, :, own:] for q in trace.queries])
+
+
+def joined(traces: Sequence[Trace]) -> Trace:
+    """One example whose queries are those of every row of every trace, for compressors that read the queries.
+
+    Args:
+        traces: at least one, of one model and one prefix.
+
+    Raises:
+        InputError: no trace, other models, or other prefixes.
+    """
+    if not traces:
+        raise InputError("no trace to train a shared cache on")
+    first = traces[0]
+    prefix = first.input_ids[:1, : first.prefix_len]
+    for trace in traces:
+        found = trace.input_ids[:, : trace.prefix_len]
+        same = (trace.fingerprint, trace.past_len) == (first.fingerprint, first.past_len)
+        if not same or found.shape[1] != prefix.shape[1] or (found != prefix).any():
+            raise InputError(
+                f"one cache is shared by one prefix only: these {len(traces)} traces have several models or prefixes"
+            )
+    lists = ("keys", "values", "suffix_keys", "prefix_queries", "log_bias")
+    rows: dict[str, Any] = {name: [x[:1] for x in getattr(first, name) or ()] or None for name in lists}
+    queries = [
+        torch.cat([part.transpose(1, 2).flatten(0, 1) for part in parts]).unsqueeze(0).transpose(1, 2)
+        for parts in zip(*(trace.queries for trace in traces), strict=True)
+    ]
+    return replace(first, **rows, input_ids=first.input_ids[:1], hidden=first.hidden[:1], queries=queries)
 
 
 def sampled_positions(prefix_len: int) -> Int[Tensor, " sampled"]:
@@ -243,12 +276,31 @@ def sampled_positions(prefix_len: int) -> Int[Tensor, " sampled"]:
     return torch.arange(count) * prefix_len // count
 
 
-def _sampled_positions(known: int, prefix_len: int, *, every: bool) -> Int[Tensor, " sampled"]:
+def _kept_positions(known: int, prefix_len: int, *, every: bool) -> Int[Tensor, " sampled"]:
     """Positions of the prefix whose queries a trace keeps."""
     if every:
         return torch.arange(known, prefix_len)
     tail = torch.arange(max(known, prefix_len - _TAIL), prefix_len)
     return tail if known else torch.cat([sampled_positions(prefix_len), tail]).unique()
+
+
+def _log_bias(past: CompactCache, added: int) -> list[Float[Tensor, "batch kv_heads _"]]:
+    """The log-bias of all slots, 0 for those of the tokens behind the cache."""
+    biases = [(x.log_bias, x.keys) for x in past.layers if isinstance(x, CompactLayer)]
+    wide = [k.new_zeros(k.shape[:3], dtype=torch.float32) if bias is None else bias for bias, k in biases]
+    return [torch.nn.functional.pad(bias, (0, added)) for bias in wide]
+
+
+def _checked_prefix(num_tokens: int, prefix_len: int | None, supervision: str) -> int:
+    if supervision not in ("suffix", "self"):
+        raise InputError(f"supervision must be 'suffix' or 'self', not {supervision!r}")
+    if prefix_len is None and supervision == "suffix":
+        raise InputError("prefix_len is missing: without a suffix use supervision='self' or a reconstruction sequence")
+    prefix_len = num_tokens if prefix_len is None else prefix_len
+    longest = num_tokens - (supervision == "suffix")
+    if not 1 <= prefix_len <= longest:
+        raise InputError(f"prefix_len must be in [1, {longest}] for {num_tokens} tokens, not {prefix_len}")
+    return prefix_len
 
 
 def _check_past(past: CompactCache, model: PreTrainedModel, prefix_len: int, batch: int) -> int:
@@ -258,13 +310,6 @@ def _check_past(past: CompactCache, model: PreTrainedModel, prefix_len: int, bat
     if past.batch_size != batch:
         raise InputError(f"past holds {past.batch_size} examples, input_ids {batch}")
     return past.num_tokens
-
-
-def _log_bias(past: CompactCache, added: int) -> list[Float[Tensor, "batch kv_heads _"]]:
-    """The log-bias of all slots, 0 for those of the tokens behind the cache."""
-    biases = [(x.log_bias, x.keys) for x in past.layers if isinstance(x, CompactLayer)]
-    wide = [k.new_zeros(k.shape[:3], dtype=torch.float32) if bias is None else bias for bias, k in biases]
-    return [torch.nn.functional.pad(bias, (0, added)) for bias in wide]
 
 
 def _check_model(model: PreTrainedModel, num_tokens: int) -> None:

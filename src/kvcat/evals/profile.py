@@ -22,7 +22,7 @@ from transformers import DynamicCache, PreTrainedModel
 from kvcat.cache import CompactCache
 from kvcat.compress import Compressor, GradientCompression, Trace, trace
 from kvcat.compress.compare import replay_hidden
-from kvcat.compress.slot_training import joined
+from kvcat.compress.trace import joined
 from kvcat.data import Split
 from kvcat.errors import InputError
 from kvcat.evals.suffix import corpus_documents, data_name

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from kvcat.cache import CompactCache
-from kvcat.compress.base import Compressor, best_layer, classes_in, compact_cache
-from kvcat.compress.scorer import Scorer
+from kvcat.compress.base import Compressor, Scorer, best_layer, check_options, classes_in, compact_cache
 from kvcat.compress.trace import Trace
 from kvcat.errors import InputError
 
@@ -26,7 +25,7 @@ class Eviction(Compressor):
         options: of the scorer, such as seed (random), num_sinks (streaming) or window, kernel_size, pooling (snapkv).
 
     Raises:
-        InputError: an unknown name, or an option that the scorer does not have.
+        InputError: an unknown name, or an option that the scorer does not have or take.
     """
 
     name: str
@@ -35,11 +34,9 @@ class Eviction(Compressor):
     def __init__(self, name: str, **options: Any):
         if name not in SCORERS:
             raise InputError(f"no eviction scorer {name!r}; there are {', '.join(SCORERS)}")
+        check_options(SCORERS[name], options, name)
         object.__setattr__(self, "name", name)
-        try:
-            object.__setattr__(self, "scorer", SCORERS[name](**options))
-        except TypeError as error:
-            raise InputError(f"{name}: {error}") from error
+        object.__setattr__(self, "scorer", SCORERS[name](**options))
 
     @property
     def draws(self) -> bool:

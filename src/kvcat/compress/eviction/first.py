@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvcat.compress.scorer import Scorer, Scores
+from kvcat.compress.base import Scorer, Scores
 from kvcat.compress.trace import Trace
 
 

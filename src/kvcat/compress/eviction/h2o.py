@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvcat.compress.scorer import Scorer, Scores, received_mass
+from kvcat.compress.base import Scorer, Scores, received_mass
 from kvcat.compress.trace import Trace
 
 
@@ -12,8 +12,7 @@ from kvcat.compress.trace import Trace
 class H2O(Scorer):
     """Keeps the most recent positions in half of the slots, those of the largest accumulated attention in the rest.
 
-    The accumulated attention of a position is what it receives from all queries of the prefix, summed over a KV head's
-    query heads.
+    Accumulated attention is summed over all queries of the prefix and a KV head's query heads.
 
     References: Zhang et al. 2023, "H2O: Heavy-Hitter Oracle for Efficient Generative Inference", arXiv:2306.14048.
     """

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvcat.compress.scorer import Scorer, Scores
+from kvcat.compress.base import Scorer, Scores
 from kvcat.compress.trace import Trace
 
 
@@ -10,7 +10,7 @@ from kvcat.compress.trace import Trace
 class KeyNorm(Scorer):
     """Keeps the slots whose keys have the smallest Euclidean norm.
 
-    The number of slots is the same in every layer; the authors spare the first layers of some models.
+    The authors spare the first layers of some models.
 
     References: Devoto et al. 2024, "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression",
         arXiv:2406.11430.

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvcat.compress.base import example_generators
-from kvcat.compress.scorer import Scorer, Scores
+from kvcat.compress.base import Scorer, Scores, example_generators
 from kvcat.compress.trace import Trace
 
 

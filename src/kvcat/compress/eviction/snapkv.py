@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import avg_pool1d, max_pool1d
 
-from kvcat.compress.scorer import Scorer, Scores, received_mass
+from kvcat.compress.base import Scorer, Scores, received_mass
 from kvcat.compress.trace import Trace
 from kvcat.errors import InputError
 
@@ -16,15 +16,12 @@ class SnapKV(Scorer):
 
     Votes are the attention mass that a position receives from the window's queries, pooled along the positions before
     the window. The whole window is kept when there are more slots than it has positions, as published; with fewer
-    slots, which the paper does not treat, the last half of the slots' number is.
+    slots, which the paper does not treat, half of the slots go to the window's end.
 
     Args:
         window: observation window in tokens, at least 1.
         kernel_size: of the pooling, odd, at least 1.
         pooling: "max" or "average".
-
-    Raises:
-        InputError: an option out of its range.
 
     References: Li et al. 2024, "SnapKV: LLM Knows What You are Looking for Before Generation", arXiv:2404.14469.
     """

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvcat.compress.scorer import Scorer, Scores
+from kvcat.compress.base import Scorer, Scores
 from kvcat.compress.trace import Trace
 from kvcat.errors import InputError
 
@@ -13,14 +13,10 @@ from kvcat.errors import InputError
 class StreamingLLM(Scorer):
     """Keeps the first positions, which queries attend to whatever they hold, and the most recent ones.
 
-    With no more slots than sinks only sinks are kept. Slots keep their original positions; the paper counts positions
-    within the cache.
+    With no more slots than sinks only sinks are kept. Slots keep their original positions, unlike in the paper.
 
     Args:
         num_sinks: first positions kept, at least 0.
-
-    Raises:
-        InputError: num_sinks negative.
 
     References: Xiao et al. 2023, "Efficient Streaming Language Models with Attention Sinks", arXiv:2309.17453.
     """

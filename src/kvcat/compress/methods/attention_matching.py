@@ -1,30 +1,29 @@
 """Attention Matching: few slots fitted to the attention of the whole prefix."""
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from tqdm.auto import tqdm
 
 from kvcat.cache import CompactCache, CompactLayer, Layer
-from kvcat.compress.base import Compressor, compact_cache, top_positions
+from kvcat.compress.base import Compressor, check_options, compact_cache, top_positions
 from kvcat.compress.budgets import error_curves, share_out, slot_sizes
-from kvcat.compress.heads import (
+from kvcat.compress.queries import (
     DenseAttention,
     HeadBatch,
     HeadIndex,
     dense_attention,
     draw_queries,
+    fitted_queries,
     head_groups,
     load_heads,
     take,
 )
-from kvcat.compress.matching_pursuit import pursue
-from kvcat.compress.options import check_options
-from kvcat.compress.queries import FittedQueries, fitted_queries
-from kvcat.compress.solvers import check_ridge, fit_log_bias, fit_values
+from kvcat.compress.solvers import check_ridge, fit_log_bias, fit_values, pursue
 from kvcat.compress.trace import Trace
 from kvcat.errors import InputError
 from kvcat.types import Float, Int, Tensor
@@ -122,10 +121,11 @@ class AttentionMatching(Compressor):
         fitted = fitted_queries(trace, self.own_weight, by_share=self.num_iters is None)
         drawn = None if self.num_queries is None else draw_queries(trace, fitted, self.num_queries, self.seed)
         groups = head_groups(trace, fitted)
-        plans, known = self._plans(trace, fitted, drawn, groups, sizes)
+        load = partial(load_heads, trace, fitted, drawn=drawn)
+        plans, known = self._plans(trace, groups, load, sizes)
         fits: list[dict[HeadIndex, HeadFit]] = [{} for _ in sizes]
         for heads in _with_progress(groups, "attention matching"):
-            batch = load_heads(trace, fitted, heads, drawn)
+            batch = load(heads)
             dense = known.get(heads[0]) or dense_attention(batch)
             for found, plan in zip(fits, plans, strict=True):
                 wanted = torch.tensor([plan[head] for head in heads])
@@ -143,20 +143,14 @@ class AttentionMatching(Compressor):
             yield compact_cache(trace, layers, "attention-matching", options)
 
     def _plans(
-        self,
-        trace: Trace,
-        fitted: FittedQueries,
-        drawn: dict[HeadIndex, Tensor] | None,
-        groups: list[list[HeadIndex]],
-        sizes: Sequence[int],
+        self, trace: Trace, groups: list[list[HeadIndex]], load: Callable[..., HeadBatch], sizes: Sequence[int]
     ) -> tuple[list[dict[HeadIndex, int]], dict[HeadIndex, DenseAttention]]:
         """Slots of every head, for every size; and the dense attention of groups by first head, if it was needed."""
-        heads = [head for group in groups for head in group]
         if self.budgets == "equal":
-            return [dict.fromkeys(heads, size) for size in sizes], {}
+            return [dict.fromkeys((head for group in groups for head in group), size) for size in sizes], {}
         largest, curves, known = slot_sizes(max(sizes), trace.num_slots)[-1], {}, {}
         for group in _with_progress(groups, "errors by number of slots"):
-            batch = load_heads(trace, fitted, group, drawn)
+            batch = load(group)
             known[group[0]] = dense_attention(batch)
             curves |= zip(group, error_curves(batch, known[group[0]], largest), strict=True)
         by_layer = self.budgets == "layers"
@@ -212,6 +206,59 @@ def match_attention(
             refitted = fit_values(plain[worse], outputs[worse], ridge=ridge, towards=own[worse])
             values, bias = values.index_copy(0, worse, refitted), bias.index_fill(0, worse, 0.0)
     return slots, values, bias
+
+
+@torch.no_grad()
+def refit_without_log_bias(
+    trace: Trace, cache: CompactCache, *, ridge: float = 1e-2, own_weight: float = 1.0
+) -> CompactCache:
+    """The same keys without log-bias, their values fitted so that attention over them equals the dense one again.
+
+    For every head the values C minimise |W C - O|^2 + ridge * |W|_2^2 * |C - C_0|^2, with the attention weights
+    W = softmax(q.K_kept), the outputs O of the dense prefix and the cache's own values C_0, over the queries and with
+    the weights that ``AttentionMatching`` fits to: there no head does worse than with the log-bias merely dropped.
+    Layers without log-bias stay as they are.
+
+    Args:
+        trace: of the prefix that the cache stands for, with queries after it.
+        cache: of this trace.
+        ridge: relative to the squared spectral norm of W, larger than 0.
+        own_weight: as in ``AttentionMatching``.
+
+    Raises:
+        InputError: a cache of another model, prefix length or batch, a trace that supervises itself, or a ridge that
+            is not larger than 0.
+    """
+    check_ridge(ridge)
+    own = (trace.fingerprint, trace.prefix_len, trace.batch_size)
+    if (cache.fingerprint, cache.num_tokens, cache.batch_size) != own:
+        raise InputError(
+            f"a cache of {cache.batch_size} prefixes of {cache.num_tokens} tokens does not belong to a trace of "
+            f"{trace.batch_size} prefixes of {trace.prefix_len}, or not to its model"
+        )
+    trace.check_supervises()
+    fitted = fitted_queries(trace, own_weight, by_share=True)
+    layers = list(cache.layers)
+    found: dict[HeadIndex, Tensor] = {}
+    for group in head_groups(trace, fitted):
+        alike: dict[int, list[HeadIndex]] = {}
+        for layer, example, head in group:
+            if layers[layer].log_bias is not None:
+                alike.setdefault(int(layers[layer].counts[example, head]), []).append((layer, example, head))
+        for heads in alike.values():
+            batch = load_heads(trace, fitted, heads)
+            dense = dense_attention(batch)
+            keys, values, _ = zip(*(layers[i].head(b, h) for i, b, h in heads), strict=True)
+            weights, towards = dense.weights.unsqueeze(-1), torch.stack(values).to(batch.keys)
+            attention = (batch.queries @ torch.stack(keys).to(batch.keys).mT).softmax(-1) * weights
+            refitted = fit_values(attention, dense.outputs * weights, ridge=ridge, towards=towards)
+            found.update(zip(heads, refitted, strict=True))
+    for index, old in enumerate(layers):
+        if old.log_bias is not None:
+            rows, heads = old.counts.shape
+            values = torch.cat([found[index, b, h] for b in range(rows) for h in range(heads)])
+            layers[index] = replace(old, values=values.view_as(old.values).to(old.values.dtype), log_bias=None)
+    return replace(cache, layers=layers, metadata={**cache.metadata, "log_bias": "none, values refitted"})
 
 
 class HeadFit(NamedTuple):

@@ -1,24 +1,34 @@
 """Gradient-based compression: slots trained to give the dense model's predictions."""
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
-from kvcat.cache import CompactCache, Layer
+from kvcat.cache import CompactCache, CompactLayer, Layer
+from kvcat.cache.files import check_target, read_tensors, write_tensors
+from kvcat.cache.fingerprint import hash_tensor
+from kvcat.cachefile import STATE
 from kvcat.compress.base import Compressor, best_layer, compact_cache, example_generators, slots_for, wide
 from kvcat.compress.eviction import SCORERS, Eviction
 from kvcat.compress.methods.attention_matching import AttentionMatching
-from kvcat.compress.options import check_options
-from kvcat.compress.slot_training import SlotTraining, StateFile, cache_identity, joined
-from kvcat.compress.trace import Trace
+from kvcat.compress.trace import Trace, joined
 from kvcat.errors import InputError
+from kvcat.losses import chunked_objective
 from kvcat.methods import parse_method
+from kvcat.models import decoder_layers, examined_head, frozen, hidden_states
+from kvcat.types import Float, Tensor
 
 SNAPSHOT_STEPS = (0, 1, 2, 5, 10, 20, 50, 100)
-OnStep = Callable[[int, float], None]
+SAVE_EVERY = 10
+_MAX_NORM = 1.0
 
 
 @dataclass(frozen=True)
@@ -36,8 +46,7 @@ class GradientCompression(Compressor):
         lr: learning rate, larger than 0.
         init: "first": the first slots of the prefix; "random": random ones, the same positions in every layer;
             "attention-matching" or an eviction's name: what that method gives, its options behind the name as in
-            "attention-matching,budgets=adaptive"; or a compact cache of this prefix with as many slots, or, where heads
-            differ, no more on average. A log-bias that the start has is trained as well.
+            "attention-matching,budgets=adaptive". A log-bias that the start has is trained as well.
         seed: of the random positions.
         freeze_first_slot: the first slot keeps its key and value.
         schedule: of the learning rate: "constant", or "cosine": half a cosine that ends at 0 after ``num_steps``.
@@ -51,7 +60,7 @@ class GradientCompression(Compressor):
 
     num_steps: int = 100
     lr: float = 1e-2
-    init: str | CompactCache = "first"
+    init: str = "first"
     seed: int = 0
     freeze_first_slot: bool = False
     schedule: str = "constant"
@@ -64,8 +73,7 @@ class GradientCompression(Compressor):
             raise InputError(f"lr must be larger than 0, not {self.lr}")
         if self.schedule not in ("constant", "cosine"):
             raise InputError(f"schedule must be 'constant' or 'cosine', not {self.schedule!r}")
-        if isinstance(self.init, str):
-            _starting_method(self.init)
+        _starting_method(self.init)
 
     @property
     def draws(self) -> bool:
@@ -79,8 +87,7 @@ class GradientCompression(Compressor):
         keep_ratio: float | int | None = None,
         num_slots: int | None = None,
         resume: str | Path | None = None,
-        save_every: int = 10,
-        on_step: OnStep | None = None,
+        on_step: Callable[[int, float], None] | None = None,
     ) -> CompactCache:
         """The compact cache after ``num_steps`` steps.
 
@@ -88,22 +95,22 @@ class GradientCompression(Compressor):
             trace: of the windows to compress.
             keep_ratio: fraction kept, in (0, 1]; 1 returns the dense cache.
             num_slots: number kept, in [1, prefix_len].
-            resume: file for the state of the run: written as it goes and read first where it exists, so that the same
-                call after a kill ends with the same bits (where the device's kernels are deterministic). The state of a
-                run with other options is refused, except activation_checkpointing.
-            save_every: steps between two writes of that file, at least 1.
+            resume: file for the state of the run: written every ten steps and read first where it exists, so that the
+                same call after a kill ends with the same bits (where the device's kernels are deterministic). The state
+                of a run with other options is refused, except activation_checkpointing.
             on_step: called after every step with its number, from 1, and the KL before it: mean over the examples,
                 nats per token.
 
         Raises:
-            InputError: keep_ratio or num_slots out of range, a trace without supervising positions, a start that does
-                not fit, or a state that is damaged or of another run.
+            InputError: keep_ratio or num_slots out of range, a trace without supervising positions, or a state that is
+                damaged or of another run.
         """
-        slots = self._slots([trace], keep_ratio, num_slots)
+        trace.check_supervises()
+        slots = slots_for(trace.prefix_len, keep_ratio, num_slots)
         if slots >= trace.num_slots:
             return trace.dense_cache()
-        file = self._state_file([trace], slots, resume, save_every)
-        ((_, cache),) = self._train([trace], trace, slots, [self.num_steps], on_step, file)
+        state = None if resume is None else _State(Path(resume), self._identity(trace, slots))
+        ((_, cache),) = self._train([trace], trace, slots, [self.num_steps], state, on_step)
         return cache
 
     def compress(self, trace: Trace, sizes: Sequence[int]) -> Iterator[CompactCache]:
@@ -111,40 +118,22 @@ class GradientCompression(Compressor):
         return (self(trace, num_slots=size) for size in sizes)
 
     def snapshots(
-        self,
-        trace: Trace,
-        *,
-        keep_ratio: float | int | None = None,
-        num_slots: int | None = None,
-        on_step: OnStep | None = None,
+        self, trace: Trace, *, keep_ratio: float | int | None = None, num_slots: int | None = None
     ) -> Iterator[tuple[int, CompactCache]]:
         """Steps taken and the compact cache, after 0, 1, 2, 5, 10, 20, 50, 100 steps and the last.
 
-        Args:
-            trace: of the windows to compress.
-            keep_ratio: fraction kept, in (0, 1]; 1 gives the dense cache every time.
-            num_slots: number kept, in [1, prefix_len].
-            on_step: called after every step, as in a plain call.
-
         Raises:
-            InputError: keep_ratio or num_slots out of range, a trace without supervising positions, or a start that
-                does not fit.
+            InputError: as a plain call.
         """
+        trace.check_supervises()
         steps = sorted({step for step in SNAPSHOT_STEPS if step < self.num_steps} | {self.num_steps})
-        slots = self._slots([trace], keep_ratio, num_slots)
+        slots = slots_for(trace.prefix_len, keep_ratio, num_slots)
         if slots >= trace.num_slots:
             return ((step, trace.dense_cache()) for step in steps)
-        return self._train([trace], trace, slots, steps, on_step, None)
+        return self._train([trace], trace, slots, steps)
 
     def shared(
-        self,
-        traces: Sequence[Trace],
-        *,
-        keep_ratio: float | int | None = None,
-        num_slots: int | None = None,
-        resume: str | Path | None = None,
-        save_every: int = 10,
-        on_step: OnStep | None = None,
+        self, traces: Sequence[Trace], *, keep_ratio: float | int | None = None, num_slots: int | None = None
     ) -> CompactCache:
         """One compact cache of one prefix, trained on all suffixes together that follow it in the traces.
 
@@ -154,48 +143,36 @@ class GradientCompression(Compressor):
 
         Args:
             traces: at least one, of one model and one prefix, such as a document and several conversations about it.
-            keep_ratio, num_slots, resume, save_every, on_step: as in a plain call.
+            keep_ratio, num_slots: as in a plain call.
 
         Raises:
             InputError: as a plain call, no trace, or traces of several models or prefixes.
 
         References: Eyuboglu et al. 2025, arXiv:2506.06266 (Cartridges).
         """
-        rows = list(traces)
-        slots = self._slots(rows, keep_ratio, num_slots)
-        example = joined(rows)
+        example = joined(traces)
+        for trace in traces:
+            trace.check_supervises()
+        slots = slots_for(example.prefix_len, keep_ratio, num_slots)
         if slots >= example.num_slots:
             return example.dense_cache()
-        file = self._state_file(rows, slots, resume, save_every)
-        ((_, cache),) = self._train(rows, example, slots, [self.num_steps], on_step, file)
+        ((_, cache),) = self._train(list(traces), example, slots, [self.num_steps])
         return cache
 
     def learning_rate(self, step: int) -> float:
-        """Learning rate of a step."""
+        """Learning rate of a step, from 0."""
         if self.schedule == "constant":
             return self.lr
         return self.lr * 0.5 * (1 + math.cos(math.pi * step / max(1, self.num_steps)))
 
     def starting_layers(self, trace: Trace, num_slots: int) -> list[Layer]:
         """Slots to start from, float32 (float64 where the model is)."""
-        if isinstance(self.init, CompactCache):
-            layers = _fitting(trace, num_slots, self.init)
-        elif (method := _starting_method(self.init)) is not None:
+        if (method := _starting_method(self.init)) is not None:
             layers = method(trace, num_slots=num_slots).layers
         else:
             scores = _random_scores(trace, self.seed)
             layers = [best_layer(trace, index, own, num_slots) for index, own in enumerate(scores)]
         return [layer.to(dtype=wide(layer.keys).dtype) for layer in layers]
-
-    def _slots(self, traces: list[Trace], keep_ratio: float | int | None, num_slots: int | None) -> int:
-        if not traces:
-            raise InputError("no trace to train a shared cache on")
-        if any(trace.supervision == "self" for trace in traces):
-            raise InputError(
-                "GradientCompression needs predictions after the prefix, which a trace with supervision='self' lacks: "
-                "trace a suffix or a reconstruction sequence, or use AttentionMatching"
-            )
-        return slots_for(traces[0].prefix_len, keep_ratio, num_slots)
 
     def _train(
         self,
@@ -203,42 +180,186 @@ class GradientCompression(Compressor):
         example: Trace,
         slots: int,
         steps: list[int],
-        on_step: OnStep | None,
-        file: StateFile | None,
+        state: "_State | None" = None,
+        on_step: Callable[[int, float], None] | None = None,
     ) -> Iterator[tuple[int, CompactCache]]:
         """The caches after some numbers of steps."""
-        training = SlotTraining(
-            traces, self.starting_layers(example, slots), learning_rate=self.learning_rate,
-            freeze_first_slot=self.freeze_first_slot, recompute=self.activation_checkpointing,
-        )  # fmt: skip
-        if file is not None and (state := file.read()) is not None:
-            training.restore(state)
+        training = SlotTraining(self, traces, self.starting_layers(example, slots))
+        if state is not None:
+            training.restore(state.read())
+        facts = {option.name: getattr(self, option.name) for option in fields(self) if option.name != "num_steps"}
         for step in steps:
             while training.num_steps < step:
                 kl = training.step()
-                if file is not None and (training.num_steps == self.num_steps or training.num_steps % file.every == 0):
-                    file.write(training.state())
+                if state is not None and (training.num_steps % SAVE_EVERY == 0 or training.num_steps == self.num_steps):
+                    state.write(training.state())
                 if on_step is not None:
                     on_step(training.num_steps, kl)
-            yield step, compact_cache(example, training.layers(example.keys[0].dtype), "gradient", self._facts(step))
+            layers = training.layers(example.keys[0].dtype)
+            yield step, compact_cache(example, layers, "gradient", {"steps": step, **facts})
 
-    def _state_file(self, traces: list[Trace], slots: int, path: str | Path | None, every: int) -> StateFile | None:
-        if path is None:
-            return None
+    def _identity(self, trace: Trace, slots: int) -> dict[str, str]:
+        """What tells a run from others."""
         options = {option.name: str(getattr(self, option.name)) for option in fields(self)}
         del options["activation_checkpointing"]
-        init = self.init if isinstance(self.init, str) else cache_identity(self.init)
-        return StateFile.of(Path(path), {**options, "init": init, "num_slots": str(slots)}, traces, every)
-
-    def _facts(self, step: int) -> dict[str, object]:
-        """What the metadata say: steps, learning rate, start, and options that differ from their defaults."""
-        init = self.init if isinstance(self.init, str) else self.init.metadata.get("method", "a compact cache")
-        named = {o.name: (getattr(self, o.name), o.default) for o in fields(self) if o.name not in _ALWAYS_NAMED}
-        changed = {name: value for name, (value, default) in named.items() if value != default}
-        return {"steps": step, "lr": self.lr, "init": init, **changed}
+        digest = hashlib.sha256(f"{trace.prefix_len} {trace.supervision_start}\n".encode())
+        hash_tensor(digest, "input_ids", trace.input_ids)
+        run = {"num_slots": str(slots), "model": trace.fingerprint[:16], "tokens": digest.hexdigest()[:16]}
+        return {**options, **run}
 
 
-_ALWAYS_NAMED = ("num_steps", "lr", "init")
+class SlotTraining:
+    """AdamW on the slots of compact caches, towards the dense model's predictions.
+
+    As many caches as the starting layers have examples: one per row of a trace, each with its own gradient norm, or a
+    single one that all rows of all traces share. Heads with fewer slots than the fullest of their layer are filled up
+    with slots of log-bias -inf, whose gradient is exactly 0: they never move, weigh nothing in the norm, and are gone
+    from the result. A cache that starts with all slots of its prefix stays as it is.
+
+    Args:
+        method: learning rate, frozen first slot, activation checkpointing.
+        traces: of one model; a single one unless the cache is shared.
+        start: slots to start from, in at least float32; a log-bias is trained as well.
+    """
+
+    def __init__(self, method: GradientCompression, traces: list[Trace], start: Sequence[Layer]):
+        self.num_steps, self._method, self._traces = 0, method, traces
+        padded = [layer.padded() for layer in start]
+        names = [("keys", "values") if x.log_bias is None else ("keys", "values", "log_bias") for x in start]
+        self._trained = [
+            {name: wide(layer.tensors()[name]).clone().requires_grad_(True) for name in own}
+            for layer, own in zip(padded, names, strict=True)
+        ]
+        self._parameters = [x for own in self._trained for x in own.values()]
+        # log-biases of 0 and -inf that only hide the slots which heads do not have
+        self._fixed = [None if "log_bias" in own else x.log_bias for x, own in zip(padded, names, strict=True)]
+        self._optimizer = torch.optim.AdamW(self._parameters, lr=method.lr, weight_decay=0.0)
+        full = [(x.counts == traces[0].counts(i)[: x.batch_size]).all(1) for i, x in enumerate(start)]
+        self._whole = torch.stack(full).all(0).to(traces[0].hidden.device)
+
+    def step(self) -> float:
+        """Take one step; KL before it, mean over the caches, nats per supervised position."""
+        gradients, kl = self._gradients()
+        for gradient in gradients:
+            gradient[self._whole] = 0
+            if self._method.freeze_first_slot:
+                gradient[:, :, 0] = 0
+        norm = torch.stack([g.flatten(1).square().sum(1) for g in gradients]).sum(0).sqrt()
+        factor = (_MAX_NORM / (norm + 1e-6)).clamp(max=1.0)
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient * factor.view(-1, *[1] * (gradient.ndim - 1))
+        self._optimizer.param_groups[0]["lr"] = self._method.learning_rate(self.num_steps)
+        self._optimizer.step()
+        self.num_steps += 1
+        return kl
+
+    def layers(self, dtype: torch.dtype) -> list[Layer]:
+        """The slots as they are, copied, keys and values in the given dtype."""
+        found = []
+        for own, fixed in zip(self._trained, self._fixed, strict=True):
+            layer = CompactLayer(**{name: x.detach().clone() for name, x in own.items()})
+            kept = layer.without_absent() if fixed is None else layer.taken(fixed > -torch.inf)
+            found.append(kept.to(dtype=dtype))
+        return found
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything that the next steps depend on, by name."""
+        tensors = {"num_steps": torch.tensor(self.num_steps)}
+        for index, parameter in enumerate(self._parameters):
+            tensors[f"slots.{index}"] = parameter.detach()
+            tensors |= {f"{name}.{index}": x for name, x in self._optimizer.state[parameter].items()}
+        return tensors
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        """Go on from what ``state`` gave; from the start where it is empty."""
+        if not tensors:
+            return
+        self.num_steps = int(tensors["num_steps"])
+        for index, parameter in enumerate(self._parameters):
+            parameter.data.copy_(tensors[f"slots.{index}"])
+            moments = {name: tensors[f"{name}.{index}"].clone() for name in ("step", "exp_avg", "exp_avg_sq")}
+            own = {name: x if name == "step" else x.to(parameter.device) for name, x in moments.items()}
+            self._optimizer.state[parameter].update(own)
+
+    def _gradients(self) -> tuple[list[Tensor], float]:
+        """Gradient of the sum over caches of each cache's mean KL, and the mean of these KLs."""
+        shared = len(self._parameters[0]) == 1
+        counts = [len(t.input_ids) * (t.input_ids.shape[1] - t.supervision_start) for t in self._traces]
+        total, mean = [torch.zeros_like(x) for x in self._parameters], 0.0
+        for trace, count in zip(self._traces, counts, strict=True):
+            hidden, start = self._replay(trace), trace.supervision_start - trace.prefix_len
+            with torch.enable_grad(), frozen(trace.model):
+                kl = _mean_kl(trace, hidden, start)
+                share = count / sum(counts)
+                found = torch.autograd.grad(kl * (share if shared else trace.batch_size), self._parameters)
+            total = [a + b for a, b in zip(total, found, strict=True)]
+            mean += share * kl.item()
+        return total, mean
+
+    @torch.enable_grad()
+    def _replay(self, trace: Trace) -> Float[Tensor, "batch suffix hidden"]:
+        layers = [
+            CompactLayer(own["keys"], own["values"], own.get("log_bias", fixed))
+            for own, fixed in zip(self._trained, self._fixed, strict=True)
+        ]
+        cache = CompactCache(layers, trace.prefix_len, trace.fingerprint)
+        with frozen(trace.model), _recomputing(trace.model, self._method.activation_checkpointing):
+            past = cache.to_transformers(trace.model, read_only=True)
+            return hidden_states(trace.model, input_ids=trace.suffix_ids, past_key_values=past, use_cache=True)
+
+
+@dataclass(frozen=True)
+class _State:
+    """The file from which a killed run goes on: its tensors, and in the header what tells it from other runs."""
+
+    path: Path
+    identity: dict[str, str]
+
+    def __post_init__(self) -> None:
+        check_target(self.path)
+
+    def write(self, tensors: dict[str, Tensor]) -> None:
+        write_tensors(self.path, tensors, self.identity, STATE)
+
+    def read(self) -> dict[str, Tensor]:
+        """What was last written; nothing where there is no file yet."""
+        if not self.path.exists():
+            return {}
+        found, tensors = read_tensors(self.path, STATE)
+        for name in sorted(found.keys() | self.identity.keys()):
+            theirs, ours = found.get(name), self.identity.get(name)
+            if theirs != ours:
+                raise InputError(f"{self.path} is the state of another run: its {name} is {theirs}, here it is {ours}")
+        return tensors
+
+
+def _mean_kl(trace: Trace, hidden: Float[Tensor, "batch suffix hidden"], start: int) -> Float[Tensor, ""]:
+    """Mean over suffix positions from ``start`` on of KL(dense || student), with gradient, chunk by chunk."""
+    # the objective leaves out the last position, which predicts no token of its sequence: one more is appended
+    pair = [torch.cat([x, x[:, -1:]], 1) for x in (trace.hidden[:, start + 1 :], hidden[:, start:])]
+    tokens = trace.input_ids.new_zeros(pair[0].shape[:2])
+    return chunked_objective(examined_head(trace.model), pair[0], pair[1], tokens, anchor_weight=0.0).total
+
+
+@contextmanager
+def _recomputing(model: PreTrainedModel, enabled: bool) -> Iterator[None]:
+    """Inside, every decoder layer keeps only its input for the backward pass and runs again there.
+
+    transformers' own activation checkpointing drops the cache. This one hands it on, so it must be a read-only one:
+    a layer's second run meets it as the first did.
+    """
+    layers = decoder_layers(model) if enabled else []
+    before = [(layer, layer.__dict__.get("forward")) for layer in layers]
+    try:
+        for layer, _ in before:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        yield
+    finally:
+        for layer, own in before:
+            if own is None:
+                del layer.forward
+            else:
+                layer.forward = own
 
 
 def _starting_method(init: str) -> Compressor | None:
@@ -246,15 +367,14 @@ def _starting_method(init: str) -> Compressor | None:
     name, options = parse_method(init)
     if name not in ("attention-matching", *SCORERS):
         starts = ", ".join(map(repr, ("attention-matching", *SCORERS)))
-        raise InputError(f"init must be a compact cache or one of {starts}, not {name!r}")
-    if name == "random":
-        if options:
-            raise InputError(f"init {name!r} has no option {next(iter(options))!r}: give the gradient method's own")
-        return None
+        raise InputError(f"init must be one of {starts}, not {name!r}")
     if name == "attention-matching":
         return AttentionMatching(**options)
-    check_options(SCORERS[name], options, f"init {name}")
-    return Eviction(name, **options)
+    if name != "random":
+        return Eviction(name, **options)
+    if options:
+        raise InputError(f"init {name!r} has no option {next(iter(options))!r}: give the gradient method's own")
+    return None
 
 
 def _random_scores(trace: Trace, seed: int) -> list[torch.Tensor]:
@@ -266,19 +386,3 @@ def _random_scores(trace: Trace, seed: int) -> list[torch.Tensor]:
         own[torch.randperm(count, generator=generator)] = -torch.arange(count).float()
     spread = scores.to(trace.input_ids.device).unsqueeze(1)
     return [spread.expand(-1, own.shape[1], -1).gather(2, own.clamp(min=0)) for own in ranks]
-
-
-def _fitting(trace: Trace, num_slots: int, init: CompactCache) -> list[Layer]:
-    """The layers of a given start, if it is one of this prefix and size."""
-    if init.fingerprint != trace.fingerprint or init.num_tokens != trace.prefix_len:
-        raise InputError(
-            f"init is a cache of {init.num_tokens} tokens and model {init.fingerprint[:12]}, the trace one of "
-            f"{trace.prefix_len} tokens and model {trace.fingerprint[:12]}"
-        )
-    if init.batch_size not in (1, trace.batch_size):
-        raise InputError(f"init has {init.batch_size} examples, the trace {trace.batch_size}")
-    slots = init.mean_slots
-    if slots > num_slots or (init.is_uniform and slots < num_slots):
-        raise InputError(f"init has {slots:.6g} slots, {num_slots} are wanted")
-    rows = torch.arange(trace.batch_size) % init.batch_size
-    return [layer.to(trace.keys[0].device).select(rows) for layer in init.layers]
