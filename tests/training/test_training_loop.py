@@ -105,17 +105,6 @@ def test_the_control_is_plain_next_token_training(tiny_folder, texts_folder, tmp
         assert (trained[name] - parameter.detach()).norm() < 5e-4 * moved, name
 
 
-def test_without_noise_the_masked_pass_starts_as_the_dense_pass_with_a_budget_of_one_over_the_target(
-    tiny_folder, texts_folder, tmp_path
-):
-    run = config(tiny_folder, texts_folder, tmp_path / "run", router_noise=0.0, max_steps=1, target_keep=0.25)
-    train(run, progress=False)
-    start = records(run.output)[0]
-    assert (start["kind"], start["step"], start["top1"], start["kept"]) == ("validation", 0, 1.0, {"0": 1.0, "1": 1.0})
-    expected = [0.0, start["dense_loss"], 4.0]
-    assert [start[name] for name in ("kl", "masked_loss", "budget")] == pytest.approx(expected, abs=1e-6)
-
-
 @pytest.mark.parametrize("policy", ["random", "attention"])
 def test_the_fixed_policies_keep_their_exact_count_and_pay_no_budget(policy, tiny_folder, texts_folder, tmp_path):
     base = config(tiny_folder, texts_folder, tmp_path / "a", policy=policy, target_keep=0.25, max_steps=2)

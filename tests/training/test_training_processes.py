@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from kvcat.errors import InputError
 from kvcat.models import load
-from kvcat.training.distributed import World, join_world, reduce_in_next_backward, shard
+from kvcat.training.distributed import join_world, reduce_in_next_backward, shard
 from kvcat.training.loop import train
 from kvcat.training.objective import Objective
 
@@ -46,6 +46,10 @@ def _member(run, folder, rank, size, port):
     os._exit(2 if said else 0)
 
 
+def _alone(run, folder):
+    _member(run, folder, 0, 1, 0)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -56,7 +60,8 @@ def _member(run, folder, rank, size, port):
 )  # fmt: skip
 def test_two_processes_equal_one(options, tiny_folder, texts_folder, tmp_path):
     options = {"max_steps": 4, "peak_lr": 1e-3, "validation_sequences": 5, "micro_batch_size": 1, **options}
-    one, two = (config(tiny_folder, texts_folder, tmp_path / name, **options) for name in ("one", "two"))
+    # both processes find no folder, nor its parents
+    one, two = (config(tiny_folder, texts_folder, tmp_path / name, **options) for name in ("one", "a/b/two"))
     train(one, progress=False)
     assert train_in_processes(two, tmp_path) == ["", ""]
     if one.dtype == "float32":
@@ -91,15 +96,21 @@ def test_a_mistake_is_told_by_every_process_before_anything_is_written(tiny_fold
     assert ["is not empty" in message for message in said] == [True, True]
 
 
-def test_only_the_first_process_looks_at_the_folder(monkeypatch):
-    looked = []
-    monkeypatch.setattr(
-        dist, "broadcast_object_list", lambda result, **_: result.__setitem__(slice(None), ["seen", None])
-    )
-    assert World(1, 2, torch.device("cpu")).first(lambda: looked.append(1)) == "seen"
-    assert looked == []
-    World(0, 2, torch.device("cpu")).first(lambda: looked.append(1))
-    assert looked == [1]
+def test_of_two_runs_that_make_one_folder_at_once_one_has_it_and_the_other_is_refused(
+    tiny_folder, texts_folder, tmp_path
+):
+    run = config(tiny_folder, texts_folder, tmp_path / "a" / "run", policy="control", max_steps=2)
+    for number in range(2):
+        (tmp_path / str(number)).mkdir()
+    children = [context().Process(target=_alone, args=(run, tmp_path / str(number))) for number in range(2)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join()
+    said = sorted((tmp_path / str(number) / "0.txt").read_text() for number in range(2))
+    assert said[0] == ""
+    assert said[1] == "" or "another process is writing to" in said[1]
+    assert [r["step"] for r in records(run.output) if r["kind"] == "train"] == [1, 2]
 
 
 def test_a_single_process_needs_no_group_unless_it_is_asked_for():

@@ -57,10 +57,8 @@ class Checkpoints:
     def save(self, step: int, state: dict[str, Any], done: Callable[[Path], None] = lambda _: None) -> None:
         """Copy the state and write it in the background; first wait for the previous checkpoint.
 
-        Args:
-            step: optimizer steps done.
-            state: JSON values of this process besides the tensors, such as its place in the data.
-            done: called with the finished folder, in the first process.
+        ``state`` are JSON values of this process besides the tensors, such as its place in the data; ``done`` is
+        called with the finished folder, in the first process.
         """
         self.wait()
         states: list[dict[str, Any]] = [state] * self.world.size

@@ -158,7 +158,6 @@ class TrainConfig:
         Raises:
             InputError: a field that does not exist, is missing, or has a wrong type or value.
         """
-        values = {name: v for name, v in values.items() if name not in _REMOVED or v != _REMOVED[name]}
         known = {field.name for field in dataclasses.fields(cls)}
         if unknown := sorted(set(values) - known):
             raise InputError(f"unknown training option {unknown[0]!r}; options: {', '.join(sorted(known))}")
@@ -168,9 +167,6 @@ class TrainConfig:
         hints = typing.get_type_hints(cls)
         return cls(**{name: _convert(value, hints[name]) for name, value in values.items()})
 
-
-# options of earlier versions with the values that changed nothing: their runs still resume and export
-_REMOVED = {"masked_fraction": 1.0, "keep_range": None, "keep_self": False}
 
 _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (("target_keep", "tau"), lambda value: 0 < value < 1, "lie in (0, 1)"),

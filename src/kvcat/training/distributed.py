@@ -56,12 +56,7 @@ class World:
         return bool(flag.item())
 
     def first(self, work: Callable[[], T], group: Any = None) -> T:
-        """What ``work`` returns or refuses in the first process, in every process; so that one looks at files.
-
-        Args:
-            work: called in the first process only; returns what can be pickled.
-            group: process group with a CPU backend; None takes the default.
-        """
+        """What ``work`` returns or refuses in the first process, in every process; so that one looks at files."""
         result: list[Any] = [None, None]
         if self.is_first:
             try:

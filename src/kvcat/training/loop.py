@@ -103,13 +103,7 @@ def _is_finished(config: TrainConfig) -> bool:
 class Trainer:
     """A run in progress: model, policies, optimizer, data and record; its folder is locked to the end of the block.
 
-    Args:
-        config: the whole configuration.
-        model: the causal LM, float32, on the world's device.
-        tokenizer: its tokenizer.
-        world: the processes of the run.
-        signals: filled with the number of a signal that stops the run.
-        changes: what this continuation changes, see ``check_folder``.
+    ``signals`` is filled with the number of a signal that stops the run; ``changes`` is what ``check_folder`` returns.
     """
 
     def __init__(

@@ -60,12 +60,9 @@ class Objective(nn.Module):
     def forward(
         self, tokens: Int[Tensor, "batch tokens"], generators: Sequence[torch.Generator], step: int | None
     ) -> tuple[Float[Tensor, ""], Record]:
-        """The objective with gradient, and its parts.
+        """The objective with gradient, and its parts; ``generators`` draw random masks, one per sequence.
 
-        Args:
-            tokens: token ids.
-            generators: source of random masks, one per sequence.
-            step: from 0, decides the routers' target and the split; None for validation.
+        ``step``, from 0, decides the routers' target and the split; None for validation.
         """
         config = self.config
         if self.masked_pass is None:
