@@ -1,8 +1,10 @@
-import math
+import json
 from functools import cache as once
 
+import pyarrow as pa
 import pytest
 import torch
+from pyarrow import parquet
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.processors import TemplateProcessing
@@ -10,7 +12,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 import kvcat
 from kvcat.errors import InputError
-from kvcat.evals.answers import Question, QuestionTask, answer_ids, choice_values, greedy_answers, token_nll
+from kvcat.evals.answers import Question, QuestionTask, answer_ids, greedy_answers, read_rows, token_nll
 from kvcat.evals.task import vocabulary
 from tiny import byte_tokenizer
 
@@ -244,11 +246,51 @@ def test_prompts_and_answers_without_tokens_are_refused(model, prompts, answers)
         token_nll(model, None, prompts, answers)
 
 
-def test_known_log_likelihoods_of_choices_give_known_figures():
-    equal = [choice_values(torch.full((4,), -7.0, dtype=torch.float64), right) for right in range(4)]
-    assert [v["accuracy"] for v in equal] == [1.0, 0.0, 0.0, 0.0]  # of equally likely ones the first
-    assert all(v["margin"] == 0.0 and v["nll_choice"] == pytest.approx(math.log(4)) for v in equal)
-    found = choice_values(torch.tensor([0.1, 0.2, 0.6, 0.1], dtype=torch.float64).log() - 30.0, 1)
-    assert (found["accuracy"], found["choice"]) == (0.0, 2.0)
-    assert found["margin"] == pytest.approx(math.log(0.2 / 0.6))
-    assert found["nll_choice"] == pytest.approx(-math.log(0.2))
+ROWS = [{"text": "one\u2028line", "n": 1}, {"text": "two", "n": 2}]
+
+
+@pytest.mark.parametrize("form", ["jsonl", "json", "parquet"])
+def test_json_lines_a_json_array_and_parquet_give_the_same_rows(tmp_path, form):
+    file = tmp_path / f"a.{form}"
+    if form == "parquet":
+        parquet.write_table(pa.Table.from_pylist(ROWS), file)
+    elif form == "json":
+        file.write_text(json.dumps(ROWS, indent=1))
+    else:
+        file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n\n" for row in ROWS))
+    assert list(read_rows(str(file))) == ROWS
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.jsonl", b'{"a": 1}\n{torn', "JSONDecodeError"),
+        ("a.json", b"[{", "JSONDecodeError"),
+        ("a.parquet", b"no parquet", "ArrowInvalid"),
+        ("a.jsonl", b"\xff\xfe\n", "UnicodeDecodeError"),
+        ("a.jsonl", None, "FileNotFoundError"),
+        ("a.parquet", None, "FileNotFoundError"),
+    ],
+)
+def test_a_damaged_or_missing_file_is_one_clear_line(tmp_path, name, content, said):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=f"{name} cannot be read: {said}") as error:
+        list(read_rows(str(tmp_path / name)))
+    assert "\n" not in str(error.value)
+
+
+def test_without_a_way_to_the_hub_the_run_ends_at_once(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("kvcat.evals.answers.hub_obstacle", lambda: "huggingface.co cannot be reached")
+    with pytest.raises(InputError, match=r"'me/mine' is on the Hub, and huggingface.co cannot be reached"):
+        list(read_rows("hub:me/mine@test"))
+
+
+def test_the_rows_of_the_hub_are_those_of_its_configuration_and_split(monkeypatch):
+    asked = []
+    monkeypatch.setattr("kvcat.evals.answers.hub_obstacle", lambda: None)
+    monkeypatch.setattr("datasets.load_dataset", lambda *name, split: asked.append((*name, split)) or ROWS)
+    for source in ("hub:me/mine", "hub:me/mine/part@test"):
+        assert list(read_rows(source)) == ROWS
+    assert asked == [("me/mine", None, "train"), ("me/mine", "part", "test")]

@@ -3,16 +3,13 @@ import json
 import math
 from pathlib import Path
 
-import datasets
-import huggingface_hub
 import pytest
 import torch
 
 from kvcat.cache import fingerprint
 from kvcat.errors import InputError
 from kvcat.evals import evaluate
-from kvcat.evals.harness import QAExample, write_task_files
-from kvcat.evals.qa import QA_SOURCES, QATask, choice_values, make_task, read_examples
+from kvcat.evals.qa import SOURCES, QAExample, QATask, cloze_values, make_task, read_examples, write_task_files
 from tiny import byte_tokenizer, stock_model
 
 pytestmark = pytest.mark.filterwarnings("default")  # the harness and what it imports warn of their own affairs
@@ -49,7 +46,7 @@ def write(folder, *rows, task="rows"):
 
 
 def read_one(folder, task, row, **options):
-    (example,) = read_examples(task, write(folder, row), **options)
+    (example,) = read_examples(task, str(write(folder, row)), **options)
     return example
 
 
@@ -79,50 +76,40 @@ def test_winogrande_as_a_whole_has_one_context_and_the_options_in_the_texts(tmp_
     assert example.texts == ("Ann was quick.", "Bob was quick.")
 
 
-@pytest.mark.parametrize("task", ["openbookqa", "arc_easy", "commonsense_qa"])
-def test_the_authors_own_nested_schema_gives_the_same_question_as_the_hubs(tmp_path, task):
-    pairs = [{"text": text, "label": label} for text, label in zip(CHOICES["text"], CHOICES["label"], strict=True)]
-    row = ROWS[task]
-    nested = {"id": row["id"], "question": {"stem": "What is hot?", "choices": pairs}, "answerKey": "B"}
-    assert read_one(tmp_path, task, nested) == read_one(tmp_path, task, row)
-
-
-def test_other_forms_in_the_wild_give_the_same_question(tmp_path):
-    social = {key: value for key, value in ROWS["social_i_qa"].items() if key != "label"}
-    assert read_one(tmp_path, "social_i_qa", {**social, "correct": "A"}) == read_one(
-        tmp_path, "social_i_qa", ROWS["social_i_qa"]
-    )
+def test_the_joined_context_of_hellaswag_gives_the_same_question_as_its_parts(tmp_path):
     joined = {key: value for key, value in HELLASWAG.items() if key not in ("ctx_a", "ctx_b")}
-    clean = {
-        **joined,
-        "ctx": "A man sits. He",
-        "label": 1,
-        "endings": list(read_one(tmp_path, "hellaswag", HELLASWAG).texts),
-    }
-    assert read_one(tmp_path, "hellaswag", clean) == read_one(tmp_path, "hellaswag", HELLASWAG)
+    assert read_one(tmp_path, "hellaswag", {**joined, "ctx": "A man sits. He"}) == read_one(
+        tmp_path, "hellaswag", HELLASWAG
+    )
 
 
 @pytest.mark.parametrize(
     ("task", "change", "told"),
     [
-        ("piqa", {"sol2": None}, "it has no text 'sol2'"),
-        ("piqa", {"label": -1}, "its 'label' is -1 and not one of 0, 1"),
-        ("hellaswag", {"label": ""}, "its 'label' is '' and not one of 0, 1, 2, 3"),
-        ("hellaswag", {"endings": "x"}, "it has no list 'endings'"),
-        ("winogrande", {"sentence": "no blank"}, "its sentence has no blank '_' with text after it"),
-        ("social_i_qa", {"answerB": "  "}, "it has no text 'answerB'"),
-        ("openbookqa", {"choices": ["a"]}, "it has no 'choices' with 'text' and 'label'"),
-        ("arc_easy", {"answerKey": "D"}, "its 'answerKey' is 'D' and not one of A, B, C"),
-        ("arc_easy", {"choices": {"text": ["a"], "label": ["A"]}}, "its choices are not at least two texts"),
-        ("commonsense_qa", {"choices": {"text": ["a", "b"], "label": ["A"]}}, "it has 2 choices and 1 labels"),
-        ("commonsense_qa", {"id": None}, "it has no text 'id'"),
+        ("piqa", {"sol2": None}, "it has no 'sol2'"),
+        ("piqa", {"label": -1}, "its answer -1 is not one of 0, 1, one for each choice"),
+        ("hellaswag", {"label": ""}, "it has no 'label'"),
+        ("hellaswag", {"endings": 5}, "its fields are of other kinds ('int' object is not iterable)"),
+        ("winogrande", {"sentence": "no blank"}, "its choices are not at least two texts after a context"),
+        ("social_i_qa", {"answerB": "  "}, "it has no 'answerB'"),
+        ("arc_easy", {"answerKey": "D"}, "its answer 'D' is not one of A, B, C, one for each choice"),
+        (
+            "arc_easy",
+            {"choices": {"text": ["a"], "label": ["A"]}},
+            "its choices are not at least two texts after a context",
+        ),
+        (
+            "commonsense_qa",
+            {"choices": {"text": ["a", "b"], "label": ["B"]}},
+            "its answer 'B' is not one of B, one for each choice",
+        ),
     ],
 )
 def test_a_row_that_is_none_is_told_with_file_and_number(tmp_path, task, change, told):
-    first = ROWS[task] if task not in ("piqa",) else {**ROWS[task], "goal": "Another"}
+    first = {**ROWS[task], "goal": "Another"} if task == "piqa" else ROWS[task]
     file = write(tmp_path, first, {**ROWS[task], **change})
     with pytest.raises(InputError) as error:
-        read_examples(task, file)
+        read_examples(task, str(file))
     assert str(error.value) == f"{file}, row 2: {told}, so it is no row of {task}"
 
 
@@ -130,22 +117,18 @@ def test_a_row_that_is_none_is_told_with_file_and_number(tmp_path, task, change,
     ("rows", "told"),
     [
         ([], " holds no row"),
-        (["\n"], " holds no row"),
-        ([ROWS["arc_easy"], "{oops"], ", row 2: not a line of JSON"),
-        (["[1]"], ", row 1: not a JSON object"),
-        ([ROWS["arc_easy"], ROWS["arc_easy"]], ", row 2: id 'M1' is that of row 1 too"),
+        (["[1]"], ", row 1: it is no JSON object, so it is no row of arc_easy"),
+        ([ROWS["arc_easy"], ROWS["arc_easy"]], ", row 2: id 'M1' is that of an earlier row too"),
     ],
 )
 def test_a_file_that_cannot_serve_is_told_in_one_line(tmp_path, rows, told):
     file = write(tmp_path, *rows)
     with pytest.raises(InputError) as error:
-        read_examples("arc_easy", file)
+        read_examples("arc_easy", str(file))
     assert str(error.value) == f"{file}{told}"
 
 
 def test_what_does_not_exist_is_told(tmp_path):
-    with pytest.raises(InputError, match="no such file"):
-        read_examples("piqa", tmp_path / "none.jsonl")
     for settings, said in [
         ({"tasks": ["boolq"]}, "no QA task 'boolq'; there are hellaswag"),
         ({"winogrande": "half"}, "winogrande is 'half'"),
@@ -160,7 +143,7 @@ def test_what_does_not_exist_is_told(tmp_path):
 
 def test_equal_rows_without_an_id_stay_and_twins_share_a_document(tmp_path):
     twin = {**WINOGRANDE, "sentence": "Ann lost to Bob as _ was slow.", "option1": "Bob", "option2": "Ann"}
-    first, second, copy = read_examples("winogrande", write(tmp_path, WINOGRANDE, twin, WINOGRANDE))
+    first, second, copy = read_examples("winogrande", str(write(tmp_path, WINOGRANDE, twin, WINOGRANDE)))
     assert first.document == second.document == copy.document
     assert len({first.name, second.name, copy.name}) == 3
     assert copy.name == f"{first.name}-2"
@@ -184,28 +167,8 @@ def test_the_sample_depends_on_seed_and_names_only_and_tasks_take_turns(tmp_path
         make_task(tmp_path / "one")
 
 
-def test_without_a_network_the_hub_is_refused_at_once(monkeypatch):
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("kvcat.evals.hub.hub_obstacle", lambda: "it cannot be reached")
-    with pytest.raises(InputError, match="'baber/piqa' is on the Hub, and it cannot be reached"):
-        make_task(tasks=["piqa"])
-
-
-def test_the_hubs_rows_give_the_same_questions_as_a_files(tmp_path, monkeypatch):
-    asked = []
-
-    def load_dataset(repository, config, split):
-        asked.append((repository, config, split))
-        return datasets.Dataset.from_list([ROWS["arc_challenge"]])
-
-    monkeypatch.setattr("kvcat.evals.hub.hub_obstacle", lambda: None)
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert read_examples("arc_challenge") == [read_one(tmp_path, "arc_challenge", ROWS["arc_challenge"])]
-    assert asked == [("allenai/ai2_arc", "ARC-Challenge", "test")]
-
-
 def test_only_arc_comes_from_the_test_split():
-    assert {task for task, source in QA_SOURCES.items() if source.split == "test"} == {"arc_easy", "arc_challenge"}
+    assert {task for task, source in SOURCES.items() if source.endswith("@test")} == {"arc_easy", "arc_challenge"}
 
 
 @needs_assets
@@ -262,7 +225,7 @@ def test_the_harness_gives_the_values_of_plain_forwards_and_the_run_resumes(mode
     records = evaluate(task, models, [], [], tmp_path / "out", batch_size=3, progress=False)
     for question, found in zip(EXAMPLES, records, strict=True):
         pairs = zip(question.contexts, question.texts, strict=True)
-        values = choice_values(question, [naive(model, tokenizer, *pair) for pair in pairs])
+        values = cloze_values(question, [naive(model, tokenizer, *pair) for pair in pairs])
         assert (found.stratum, found.document, found.example) == (question.stratum, question.document, question.name)
         assert found.values == pytest.approx(values, abs=1e-5)
     assert torch.is_grad_enabled()
@@ -274,11 +237,11 @@ def test_the_harness_gives_the_values_of_plain_forwards_and_the_run_resumes(mode
 
 def test_each_accuracy_has_its_own_argmax():
     texts = ["abcdefghij", "abc", "ab"]
-    values = [choice_values(example(0, ["x"] * 3, texts, gold), [-10.0, -4.0, -3.9]) for gold in range(3)]
+    values = [cloze_values(example(0, ["x"] * 3, texts, gold), [-10.0, -4.0, -3.9]) for gold in range(3)]
     assert [v["acc"] for v in values] == [0.0, 0.0, 1.0]
     assert [v["acc_per_char"] for v in values] == [1.0, 0.0, 0.0]
     assert values[0]["nll_per_char"] == 1.0
-    assert choice_values(example(0, ["x"] * 2, ["ab", "cd"]), [-math.log(4)] * 2)["acc"] == 1.0  # the first of equals
+    assert cloze_values(example(0, ["x"] * 2, ["ab", "cd"]), [-math.log(4)] * 2)["acc"] == 1.0  # the first of equals
 
 
 def test_what_a_model_cannot_score_is_told_before_work(model, tokenizer, monkeypatch):
@@ -292,7 +255,7 @@ def test_what_a_model_cannot_score_is_told_before_work(model, tokenizer, monkeyp
                         num_attention_heads=1, num_key_value_heads=1)  # fmt: skip
     with pytest.raises(InputError, match=r"token \d+ is outside the vocabulary of model 'm', 90 tokens"):
         task.check("m", small, tokenizer)
-    monkeypatch.setattr("kvcat.evals.harness.find_spec", lambda _: None)
+    monkeypatch.setattr("kvcat.evals.qa.find_spec", lambda _: None)
     with pytest.raises(InputError, match=r"pip install 'kvcat\[harness\]'"):
         task.check("m", model, tokenizer)
 
@@ -320,7 +283,7 @@ def test_the_prompts_are_those_of_the_harness_own_task_files(files, name):
     from lm_eval.api.task import ConfigurableTask
     from lm_eval.tasks._yaml_loader import load_yaml
 
-    (example,) = read_examples(name, files[name])
+    (example,) = read_examples(name, str(files[name]))
     file = Path(lm_eval.__file__).parent / "tasks" / f"{OWN_TASKS[name]}.yaml"
     local = {"data_files": dict.fromkeys(("train", "validation", "test"), str(files[name]))}
     config = {

@@ -1,23 +1,29 @@
 """Questions about a context that is compressed: greedy answers, and how likely given answers are."""
 
-from abc import abstractmethod
+import json
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar
 
+import datasets
+import pyarrow.parquet
 import torch
+from datasets.exceptions import DatasetsError
+from huggingface_hub import constants
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcat.cache import CompactCache
 from kvcat.compress import Trace, trace
 from kvcat.compress.compare import replay_hidden
 from kvcat.compress.documents import INSTRUCTION, opening_ids, reconstruction_of_tokens
-from kvcat.errors import InputError
+from kvcat.errors import InputError, one_line
 from kvcat.evals.task import Baseline, Prepared, Task, Values, check_fits, vocabulary
 from kvcat.losses.scoring import score_positions
 from kvcat.models import examined_head, frozen, hidden_states
+from kvcat.network import hub_obstacle
 from kvcat.types import Float, Tensor
 
 SUPERVISIONS = ("reconstruction", "self")
@@ -74,15 +80,14 @@ class QuestionTask(Task):
     supervision: str
     vocabulary: str
     tokenized: ClassVar[bool] = True
-    baselines: ClassVar[tuple[Baseline, ...]] = (Baseline("dense", 1.0), Baseline("no-context", 0.0))
 
     def __post_init__(self) -> None:
         check_supervision(self.supervision)
 
     @staticmethod
-    @abstractmethod
     def judge(answer: str, references: Sequence[str]) -> Values:
         """Values of a decoded answer: 1 is right, 0 wrong."""
+        raise NotImplementedError
 
     def describe(self) -> Mapping[str, Any]:
         """The options and the supervision."""
@@ -93,11 +98,7 @@ class QuestionTask(Task):
         return len(example.context)
 
     def check(self, label: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """Refuse a model with another vocabulary or too few positions.
-
-        Raises:
-            InputError: with the difference.
-        """
+        """Refuse a model with another vocabulary or too few positions."""
         if tokenizer is None or vocabulary(tokenizer) != self.vocabulary:
             found = "none" if tokenizer is None else "another one"
             raise InputError(f"the examples need the tokenizer they were made with, model {label!r} has {found}")
@@ -192,14 +193,9 @@ def greedy_answers(
 ) -> list[list[int]]:
     """The most likely next tokens after each question, one at a time, before an end-of-text token.
 
-    Shorter questions are padded on the left, so that each is answered as it would be alone. Penalties, sampling and
-    the like of the model's own generation settings are not used.
-
-    Args:
-        model: that answers.
-        cache: stands for the contexts; None: there are none.
-        questions: token ids, at least one each.
-        max_new_tokens: most tokens of an answer, at least 1.
+    Shorter questions are padded on the left, so that each is answered as it would be alone. Penalties,
+    sampling and the like of the model's own generation settings are not used. Without a cache there are no
+    contexts.
     """
     width = max(map(len, questions))
     ids = torch.tensor([[0] * (width - len(q)) + list(q) for q in questions], device=model.device)
@@ -250,39 +246,13 @@ def token_nll(
     return list(nll.split(list(map(len, answers))))
 
 
-def choice_values(log_likelihoods: Float[Tensor, " choices"], right: int) -> Values:
-    """What one multiple-choice question gives.
-
-    ``accuracy`` is 1 where the right continuation is the most likely one (of equally likely ones the first is taken),
-    otherwise 0; ``margin`` its log-likelihood minus the best wrong one's, nats; ``nll_choice`` minus the log of its
-    probability among the continuations, nats, log(4) for four equally likely ones; ``choice`` the index taken.
-
-    Args:
-        log_likelihoods: of at least two continuations, nats.
-        right: index of the right one.
-    """
-    found = log_likelihoods.tolist()
-    taken = found.index(max(found))
-    wrong = max(value for index, value in enumerate(found) if index != right)
-    return {
-        "accuracy": float(taken == right),
-        "margin": found[right] - wrong,
-        "nll_choice": -float(log_likelihoods.log_softmax(0)[right]),
-        "choice": float(taken),
-    }
-
-
 def answer_ids(
     tokenizer: PreTrainedTokenizerBase, question: str, answer: str
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Token ids of a question and of the answer that goes on from it.
 
-    The answer's are those it has behind the question, or where a token would span the two, those it has alone.
-
-    Args:
-        tokenizer: of the model.
-        question: text with a token.
-        answer: text with a token.
+    The answer's are those it has behind the question, or where a token would span the two, those it has
+    alone.
 
     Raises:
         InputError: the tokenizer does not give the answer's text back.
@@ -295,12 +265,45 @@ def answer_ids(
     return tuple(first), tuple(rest)
 
 
-def check_supervision(supervision: str) -> None:
-    """Refuse what is not one of ``SUPERVISIONS``.
+def read_rows(source: str) -> Iterator[Any]:
+    """Rows of a data set of questions.
+
+    Args:
+        source: ``hub:OWNER/NAME[/CONFIG][@SPLIT]`` (split ``train`` if absent; from the cache alone where
+            HF_HUB_OFFLINE is set), or a file: ``.parquet``, JSON lines, or one JSON array.
 
     Raises:
-        InputError: with the word.
+        InputError: the Hub cannot be reached (told within seconds) or has no such data set; no such file, or
+            a damaged one.
     """
+    if source.startswith("hub:"):
+        path, _, split = source.removeprefix("hub:").partition("@")
+        repository, config = "/".join(path.split("/")[:2]), "/".join(path.split("/")[2:]) or None
+        # with HF_HUB_OFFLINE datasets itself looks into its cache, at once
+        if not constants.HF_HUB_OFFLINE and (obstacle := hub_obstacle()):
+            raise InputError(
+                f"data set {repository!r} is on the Hub, and {obstacle}: name a local copy, or set HF_HUB_OFFLINE=1 "
+                "to take the one an earlier run left in the cache"
+            )
+        try:
+            yield from datasets.load_dataset(repository, config, split=split or "train")
+        except (OSError, ValueError, DatasetsError) as error:
+            raise InputError(f"data set {repository!r} cannot be opened: {one_line(error)}") from None
+        return
+    try:
+        if source.endswith(".parquet"):
+            rows = pyarrow.parquet.read_table(source).to_pylist()
+        else:
+            text = Path(source).read_text(encoding="utf-8")
+            array = text.lstrip().startswith("[")
+            rows = json.loads(text) if array else [json.loads(line) for line in text.split("\n") if line.strip()]
+    except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid and UnicodeDecodeError are ValueErrors
+        raise InputError(f"{source} cannot be read: {one_line(error)}") from None
+    yield from rows
+
+
+def check_supervision(supervision: str) -> None:
+    """Refuse what is not one of ``SUPERVISIONS``."""
     if supervision not in SUPERVISIONS:
         raise InputError(f"supervision must be {' or '.join(map(repr, SUPERVISIONS))}, not {supervision!r}")
 

@@ -1,16 +1,13 @@
 """LongBench v2 with a compressed context: four continuations by likelihood after the question."""
 
 import hashlib
-import json
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
-from pathlib import Path
 from typing import Any, ClassVar
 
-import pyarrow.parquet
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -18,11 +15,11 @@ from kvcat.cache import CompactCache
 from kvcat.compress import INSTRUCTION, Trace, slots_for, trace
 from kvcat.compress.documents import opening_ids, reconstruction_of_tokens
 from kvcat.data import name_seed
-from kvcat.errors import InputError, one_line
-from kvcat.evals.answers import choice_values, token_nll
-from kvcat.evals.hub import hub_rows
+from kvcat.errors import InputError
+from kvcat.evals.answers import read_rows, token_nll
 from kvcat.evals.suffix import data_name
-from kvcat.evals.task import Baseline, Prepared, Task, Values, check_fits
+from kvcat.evals.task import Baseline, Prepared, Task, Values, check_fits, check_keep_ratios
+from kvcat.types import Float, Tensor
 
 HUB_SOURCE = "hub:zai-org/LongBench-v2"
 MAX_TOKENS = 32_768
@@ -48,9 +45,7 @@ QUESTION = (
     "\n\nWhat is the correct answer to this question: {question}\n(A) {A}\n(B) {B}\n(C) {C}\n(D) {D}\n\n"
     "The correct answer is ("
 )
-CONTINUATIONS = tuple(f"{letter})" for letter in LETTERS)
 _CHOICES = tuple(f"choice_{letter}" for letter in LETTERS)
-_COLUMNS = ("_id", "domain", "sub_domain", "difficulty", "length", "question", *_CHOICES, "answer", "context")
 
 
 @dataclass(frozen=True)
@@ -100,22 +95,79 @@ def make_task(
     return LongBenchTask(tuple(examples), data_name(data), max_tokens, tuple(keep_ratios))
 
 
+def longbench_examples(
+    source: str = HUB_SOURCE, *, sub_domains: Sequence[str] | None = PAPER_SUB_DOMAINS
+) -> list[LongBenchExample]:
+    """Examples of a source, in an order that their names alone decide, so that the first n are a fair sample.
+
+    Every row is checked, also those that are not chosen. Texts are stripped, as LongBench v2's own script
+    strips them.
+
+    Args:
+        source: as in ``read_rows``, in the released schema.
+        sub_domains: names among ``SUB_DOMAINS``; the default is the paper's seven, 221 rows of the released
+            data set. None takes all rows.
+
+    Raises:
+        InputError: as ``read_rows``; a row that lacks a text or holds no valid one, an answer that is none of
+            A to D, an ``_id`` that occurs twice, a context shorter than the instruction of the reconstruction
+            sequence, an unknown sub-domain, or no row of those wanted.
+    """
+    for name in sub_domains or ():
+        if name not in SUB_DOMAINS:
+            raise InputError(f"LongBench v2 has no sub-domain {name!r}; there are {', '.join(SUB_DOMAINS)}")
+    examples: dict[str, LongBenchExample] = {}
+    for number, row in enumerate(read_rows(source), start=1):
+        example = _example(row, f"row {number} of {source}")
+        if example.name in examples:
+            raise InputError(f"row {number} of {source} has the _id {example.name!r} of an earlier row")
+        examples[example.name] = example
+    chosen = [example for example in examples.values() if sub_domains is None or example.stratum in sub_domains]
+    if not chosen:
+        found = ", ".join(sorted({example.stratum for example in examples.values()})) or "nothing"
+        raise InputError(f"{source} has no row of sub-domain {', '.join(sub_domains or ('any',))}; it has {found}")
+    return sorted(chosen, key=lambda example: name_seed(f"longbench:{example.name}"))
+
+
+def _example(row: Any, where: str) -> LongBenchExample:
+    texts = {}
+    for column in ("_id", "sub_domain", "question", *_CHOICES, "answer", "context"):
+        text = row.get(column) if isinstance(row, dict) else None
+        if not isinstance(text, str) or not text.strip():
+            raise InputError(f"{where} has no text {column!r}")
+        if text != text.encode(errors="ignore").decode():
+            raise InputError(f"{where}: column {column!r} is no valid Unicode")
+        texts[column] = text.strip()
+    if texts["answer"] not in LETTERS:
+        raise InputError(f"{where}: answer {row['answer']!r} is none of A, B, C, D")
+    length, least = len(texts["context"]), len(INSTRUCTION.strip())
+    if length < least:
+        raise InputError(
+            f"{where}: its context of {length} characters is shorter than the instruction to reproduce it, {least}"
+        )
+    a, b, c, d = (texts[column] for column in _CHOICES)
+    document = hashlib.sha256(texts["context"].encode()).hexdigest()[:16]
+    return LongBenchExample(
+        document, texts["_id"], texts["sub_domain"], texts["context"], texts["question"], (a, b, c, d), texts["answer"]
+    )
+
+
 @dataclass(frozen=True)
 class LongBenchTask(Task):
     """Questions about long texts; the text is compressed, the question is read on the compact cache.
 
     Compressed is the prompt's first sentence with the context, fitted to the reconstruction sequence
-    <prefix><instruction><prefix>. Then question and answers follow uncompressed, and "A)", "B)", "C)", "D)" after
-    "The correct answer is (" are scored by total log-likelihood: ``choice_values``, and with the prefix ``dense_`` the
-    same on the whole cache.
+    <prefix><instruction><prefix>. Then question and answers follow uncompressed, and "A)", "B)", "C)", "D)"
+    after "The correct answer is (" are scored by total log-likelihood: ``choice_values``, and with the prefix
+    ``dense_`` the same on the whole cache.
 
     Args:
         examples: ``longbench_examples``.
         dataset: name of the data set.
-        max_tokens: longest reconstruction sequence, and longest prompt with its answer; longer contexts are cut in the
-            middle. At most the positions of every model.
-        keep_ratios: fractions of the prefix that the truncated baselines see as plain text, each in (0, 1]; 1 is the
-            dense baseline.
+        max_tokens: longest reconstruction sequence, and longest prompt with its answer; longer contexts are
+            cut in the middle. At most the positions of every model.
+        keep_ratios: fractions of the prefix that the truncated baselines see as plain text, each in (0, 1];
+            1 is the dense baseline.
 
     Raises:
         InputError: a keep ratio out of range.
@@ -131,15 +183,12 @@ class LongBenchTask(Task):
     evaluation: ClassVar[str] = "longbench"
 
     def __post_init__(self) -> None:
-        for keep_ratio in self.keep_ratios:
-            if not 0.0 < keep_ratio <= 1.0:
-                raise InputError(f"keep ratio {keep_ratio:g} is outside (0, 1]")
+        check_keep_ratios(self.keep_ratios)
 
     @property
     def baselines(self) -> tuple[Baseline, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Dense, no context, and as much plain text as each keep ratio's budget."""
-        truncated = (Baseline("truncated", keep_ratio) for keep_ratio in self.keep_ratios if keep_ratio < 1.0)
-        return Baseline("dense", 1.0), Baseline("no-context", 0.0), *truncated
+        return *Task.baselines, *(Baseline("truncated", keep) for keep in self.keep_ratios if keep < 1.0)
 
     def describe(self) -> Mapping[str, Any]:
         """What the results depend on."""
@@ -158,7 +207,8 @@ class LongBenchTask(Task):
         """Refuse a model that cannot run these examples.
 
         Raises:
-            InputError: no tokenizer, too few positions, a question that leaves no room, a token outside the vocabulary.
+            InputError: no tokenizer, too few positions, a question that leaves no room, a token outside the
+                vocabulary.
         """
         if tokenizer is None:
             raise InputError(f"model {label!r} has no tokenizer, which LongBench v2 needs")
@@ -175,11 +225,7 @@ class LongBenchTask(Task):
     def prepare(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: Sequence[LongBenchExample]
     ) -> "PreparedLongBench":
-        """An example as token ids of the model, cut to ``max_tokens``.
-
-        Raises:
-            InputError: no room for a context, or a token outside the model's vocabulary.
-        """
+        """An example as token ids of the model, cut to ``max_tokens``."""
         (example,) = batch
         prompt = _prompt(example, tokenizer)
         prompt = replace(prompt, context=cut_middle(prompt.context, prompt.room(self.max_tokens)))
@@ -232,6 +278,22 @@ class PreparedLongBench(Prepared):
         return choice_values(torch.stack([-own.sum() for own in nll]), self.right)
 
 
+def choice_values(log_likelihoods: Float[Tensor, " choices"], right: int) -> Values:
+    """What the log-likelihoods of a question's continuations, nats, make of it.
+
+    ``accuracy`` is 1 where the right continuation is the most likely one (of equally likely ones the first is
+    taken), otherwise 0; ``margin`` its log-likelihood minus the best wrong one's, nats; ``nll_choice`` minus
+    the log of its probability among the continuations, nats; ``choice`` the index taken.
+    """
+    found = log_likelihoods.tolist()
+    taken = found.index(max(found))
+    wrong = max(value for index, value in enumerate(found) if index != right)
+    nll = -float(log_likelihoods.log_softmax(0)[right])
+    return {
+        "accuracy": float(taken == right), "margin": found[right] - wrong, "nll_choice": nll, "choice": float(taken)
+    }  # fmt: skip
+
+
 @dataclass(frozen=True)
 class LongBenchPrompt:
     """Token ids of a question and of its context, joined as ids and never as text, so that copies are the same tokens.
@@ -280,10 +342,8 @@ class LongBenchPrompt:
 
 def cut_middle(tokens: list[int], room: int) -> list[int]:
     """The first and the last room // 2 tokens; unchanged where there are no more than ``room``."""
-    if len(tokens) <= room:
-        return tokens
     half = room // 2
-    return [*tokens[:half], *tokens[len(tokens) - half :]]
+    return tokens if len(tokens) <= room else [*tokens[:half], *tokens[len(tokens) - half :]]
 
 
 def _prompt(example: LongBenchExample, tokenizer: PreTrainedTokenizerBase) -> LongBenchPrompt:
@@ -293,111 +353,5 @@ def _prompt(example: LongBenchExample, tokenizer: PreTrainedTokenizerBase) -> Lo
     question = QUESTION.format(question=example.question, **dict(zip(LETTERS, example.choices, strict=True)))
     return LongBenchPrompt(
         opening_ids(tokenizer), ids(LEAD), ids(example.context), ids(INSTRUCTION), ids(question),
-        [ids(text) for text in CONTINUATIONS],
+        [ids(f"{letter})") for letter in LETTERS],
     )  # fmt: skip
-
-
-def longbench_examples(
-    source: str = HUB_SOURCE, *, sub_domains: Sequence[str] | None = PAPER_SUB_DOMAINS
-) -> list[LongBenchExample]:
-    """Examples of a source, in an order that their names alone decide, so that the first n are a fair sample.
-
-    Every row is checked, also those that are not chosen. Texts are stripped, as LongBench v2's own script strips them.
-
-    Args:
-        source: ``hub:OWNER/NAME[@SPLIT]`` (split ``train`` if absent), or a file in the same schema: ``.parquet``,
-            JSON lines, or one JSON array of rows.
-        sub_domains: names among ``SUB_DOMAINS``; the default is the paper's seven, 221 rows of the released data set.
-            None takes all rows.
-
-    Raises:
-        InputError: no such file or data set, no way to the Hub (told within seconds), a damaged or empty file, a row
-            that lacks a column or holds no valid text in it, an answer that is none of A to D, an ``_id`` that occurs
-            twice, a context shorter than the instruction of the reconstruction sequence, an unknown sub-domain, or no
-            row of those wanted.
-    """
-    for name in sub_domains or ():
-        if name not in SUB_DOMAINS:
-            raise InputError(f"LongBench v2 has no sub-domain {name!r}; there are {', '.join(SUB_DOMAINS)}")
-    seen: dict[str, int] = {}
-    examples = []
-    for number, row in enumerate(_rows(source)):
-        example = _example(row, f"row {number} of {source}")
-        if example.name in seen:
-            raise InputError(f"rows {seen[example.name]} and {number} of {source} share the _id {example.name!r}")
-        seen[example.name] = number
-        examples.append(example)
-    if not examples:
-        raise InputError(f"{source} holds no row")
-    chosen = [example for example in examples if sub_domains is None or example.stratum in sub_domains]
-    if not chosen:
-        found = ", ".join(sorted({example.stratum for example in examples}))
-        raise InputError(f"{source} has no row of sub-domain {', '.join(sub_domains or ())}; it has {found}")
-    return sorted(chosen, key=lambda example: name_seed(f"longbench:{example.name}"))
-
-
-def _example(row: Any, where: str) -> LongBenchExample:
-    if not isinstance(row, dict):
-        raise InputError(f"{where} is no JSON object")
-    for column in _COLUMNS:
-        if column not in row:
-            raise InputError(f"{where} has no column {column!r}; its columns: {', '.join(row)}")
-        if not isinstance(row[column], str):
-            raise InputError(f"{where}: column {column!r} holds {type(row[column]).__name__}, not text")
-        try:
-            row[column].encode()
-        except UnicodeEncodeError as error:
-            raise InputError(f"{where}: column {column!r} is no valid Unicode: {error.reason}") from None
-    texts = {column: row[column].strip() for column in _COLUMNS}
-    for column in ("_id", "sub_domain", "question", *_CHOICES):
-        if not texts[column]:
-            raise InputError(f"{where}: column {column!r} is empty")
-    if texts["answer"] not in LETTERS:
-        raise InputError(f"{where}: answer {row['answer']!r} is none of A, B, C, D")
-    length, least = len(texts["context"]), len(INSTRUCTION.strip())
-    if length < least:
-        raise InputError(
-            f"{where}: its context of {length} characters is shorter than the instruction to reproduce it, {least}"
-        )
-    a, b, c, d = (texts[column] for column in _CHOICES)
-    document = hashlib.sha256(texts["context"].encode()).hexdigest()[:16]
-    return LongBenchExample(
-        document, texts["_id"], texts["sub_domain"], texts["context"], texts["question"], (a, b, c, d), texts["answer"]
-    )
-
-
-def _rows(source: str) -> Iterator[Any]:
-    if source.startswith("hub:"):
-        path, _, split = source.removeprefix("hub:").partition("@")
-        yield from hub_rows(path, None, split or "train")
-        return
-    path = Path(source)
-    if not path.is_file():
-        raise InputError(f"no such LongBench v2 file: {path}")
-    try:
-        if path.suffix == ".parquet":
-            with pyarrow.parquet.ParquetFile(path) as table:
-                for batch in table.iter_batches(16):
-                    yield from batch.to_pylist()
-        else:
-            yield from _json_rows(path)
-    except InputError:
-        raise
-    except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid and UnicodeDecodeError are ValueErrors
-        raise InputError(f"{path} cannot be read: {one_line(error)}") from None
-
-
-def _json_rows(path: Path) -> Iterator[Any]:
-    """Rows of a JSON array, or of JSON lines."""
-    with path.open(encoding="utf-8") as file:
-        lines = (line for line in file if line.strip())
-        first = next(lines, "")
-        if first.lstrip().startswith("["):
-            file.seek(0)
-            yield from json.load(file)
-            return
-        for number, line in enumerate(chain([first] if first else [], lines)):
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError as error:
-                raise InputError(f"row {number} of {path} is not JSON: {error.msg}") from None

@@ -1,47 +1,51 @@
 r"""Question answering without compression: eight multiple-choice tasks as cloze, scored by lm-evaluation-harness.
 
-A question is two to five pairs (context, text), one per choice; scored is one space and the text after the context.
-The prompts are those of LightEval's cloze task file for small models, which the paper's evaluation follows (the same
-eight tasks, 1000 rows each, ARC from the test split), and of lm-evaluation-harness where that has the task as cloze:
+A question is two to five pairs (context, text), one per choice; scored is one space and the text after the
+context. The prompts are those of LightEval's cloze task file for small models, which the paper's evaluation
+follows (the same eight tasks, 1000 rows each, ARC from the test split). They are lm-evaluation-harness' own,
+too, but for Social IQa (there ``Q: ...\nA:``) and CommonsenseQA (there letters, no cloze).
 
-==============  ===============================================  =========================  ==================
-task            context                                          texts                      harness has
-==============  ===============================================  =========================  ==================
-hellaswag       ``<activity_label>: <ctx_a> <Ctx_b>``, cleaned   the endings, cleaned       the same
-winogrande      the sentence up to ``_``, then the option        the rest of the sentence   the same
-piqa            ``Question: <goal>\nAnswer:``                     sol1, sol2                 the same
-social_i_qa     ``<context> <question>``                         answerA, answerB, answerC  ``Q: ...\nA:``
-openbookqa      ``<question_stem>``                              the choices                the same
-arc_easy        ``Question: <question>\nAnswer:``                 the choices                the same
-arc_challenge   as arc_easy                                      the choices                the same
-commonsense_qa  ``<question>``                                   the choices                letters, no cloze
-==============  ===============================================  =========================  ==================
+WinoGrande is scored by partial evaluation: contexts differ, the text is the same, so that its characters do
+not matter. LightEval has it the other way round, ``winogrande="whole"``: the context ends before the blank,
+the texts are option and rest.
 
-WinoGrande is scored by partial evaluation: contexts differ, the text is the same, so that its characters do not matter.
-LightEval has it the other way round, ``winogrande="whole"``: the context ends before the blank, the texts are option
-and rest.
-
-References: KV-CAT, appendix "No compression QA evaluation"; LightEval, examples/nanotron/custom_evaluation_tasks.py;
-lm-evaluation-harness 0.4.13, lm_eval/tasks.
+References: KV-CAT, appendix "No compression QA evaluation"; LightEval,
+examples/nanotron/custom_evaluation_tasks.py; lm-evaluation-harness 0.4.13, lm_eval/tasks.
 """
 
+import contextlib
+import copy
 import hashlib
+import io
 import json
+import logging
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcat.errors import InputError
-from kvcat.evals.harness import QAExample, check_harness, log_likelihoods
-from kvcat.evals.hub import hub_rows
-from kvcat.evals.task import Baseline, Prepared, Task, Values, check_fits
+from kvcat.evals.answers import read_rows
+from kvcat.evals.task import Baseline, Prepared, Task, Values, check_fits, check_least
 
+SOURCES = {
+    "hellaswag": "hub:Rowan/hellaswag@validation",
+    "winogrande": "hub:allenai/winogrande/winogrande_xl@validation",
+    "piqa": "hub:baber/piqa@validation",
+    "social_i_qa": "hub:lighteval/siqa@validation",
+    "openbookqa": "hub:allenai/openbookqa/main@validation",
+    "arc_easy": "hub:allenai/ai2_arc/ARC-Easy@test",
+    "arc_challenge": "hub:allenai/ai2_arc/ARC-Challenge@test",
+    "commonsense_qa": "hub:tau/commonsense_qa@validation",
+}
 SIX = ("hellaswag", "winogrande", "piqa", "openbookqa", "arc_easy", "arc_challenge")
 AVERAGES: dict[str, tuple[str, ...]] = {
     "six": SIX,
@@ -51,7 +55,29 @@ AVERAGES: dict[str, tuple[str, ...]] = {
 """Averages over tasks: ``six`` is the paper's table, ``seven`` adds Social IQa, ``eight`` CommonsenseQA."""
 
 WINOGRANDE_FORMS = ("partial", "whole")
+_PREFIX = "kvcat_"
 Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class QAExample:
+    """A question with its choices.
+
+    Args:
+        document: task and what it was taken from; questions about one context, and WinoGrande's twins, share it.
+        name: the row's own id, or a hash of its content; the same from a file and from the Hub.
+        stratum: name of the task.
+        contexts: one per choice.
+        texts: one per choice; its characters are those that the score per character counts.
+        gold: number of the right choice.
+    """
+
+    document: str
+    name: str
+    stratum: str
+    contexts: tuple[str, ...]
+    texts: tuple[str, ...]
+    gold: int
 
 
 def make_task(
@@ -67,9 +93,8 @@ def make_task(
     The tasks take turns, so that the first n questions are a fair sample of them for every n.
 
     Args:
-        folder: of JSON lines, a file TASK*.jsonl each, in the Hub's schema or the one that the data
-            set's authors published; None reads the Hub.
-        tasks: names in ``QA_SOURCES``; None takes all, or those that the folder has.
+        folder: of JSON lines, a file TASK*.jsonl each, in the Hub's schema; None reads the Hub.
+        tasks: names in ``SOURCES``; None takes all, or those that the folder has.
         num_examples: of each task, at least 1; a task with fewer (OpenBookQA has 500) gives all.
         seed: of the draw.
         winogrande: "partial" or "whole", see above.
@@ -77,16 +102,15 @@ def make_task(
     Raises:
         InputError: a value out of its range, an unknown task, no file of a task or two, as ``read_examples``.
     """
-    if num_examples < 1:
-        raise InputError(f"num_examples is {num_examples}; it must be at least 1")
+    check_least(1, num_examples=num_examples)
     if winogrande not in WINOGRANDE_FORMS:
         raise InputError(f"winogrande is {winogrande!r}; it must be one of {', '.join(WINOGRANDE_FORMS)}")
     for task in tasks or ():
-        if task not in QA_SOURCES:
-            raise InputError(f"no QA task {task!r}; there are {', '.join(QA_SOURCES)}")
-    files = dict.fromkeys(tasks or QA_SOURCES) if folder is None else _files(folder, tasks)
+        if task not in SOURCES:
+            raise InputError(f"no QA task {task!r}; there are {', '.join(SOURCES)}")
+    files = {task: SOURCES[task] for task in tasks or SOURCES} if folder is None else _files(folder, tasks)
     drawn = []
-    for task in [task for task in QA_SOURCES if task in files]:
+    for task in [task for task in SOURCES if task in files]:
         examples = read_examples(task, files[task], winogrande=winogrande)
         drawn.append(sorted(examples, key=lambda e: _digest([seed, e.stratum, e.name]))[:num_examples])
     turns = [own[turn] for turn in range(max(map(len, drawn))) for own in drawn if turn < len(own)]
@@ -125,7 +149,8 @@ class QATask(Task):
         """
         if tokenizer is None:
             raise InputError(f"qa needs the tokenizer of model {label!r}")
-        check_harness()
+        if find_spec("lm_eval") is None:
+            raise InputError("multiple choice needs lm-evaluation-harness: pip install 'kvcat[harness]'")
         for example in self.examples:
             texts = tokenizer([f" {text}" for text in example.texts], add_special_tokens=False)["input_ids"]
             if not all(texts):
@@ -153,224 +178,213 @@ class PreparedQA(Prepared):
     def baseline(self, baseline: Baseline) -> list[Values]:  # noqa: ARG002 there is one
         """Values of every question under the whole model."""
         scores = log_likelihoods(self.model, self.tokenizer, self.batch)
-        return [choice_values(example, own) for example, own in zip(self.batch, scores, strict=True)]
+        return [cloze_values(example, own) for example, own in zip(self.batch, scores, strict=True)]
 
 
-def choice_values(example: QAExample, scores: Sequence[float]) -> Values:
-    """What a question's log-likelihoods make of it, see ``QATask``.
-
-    Args:
-        example: the question.
-        scores: log-likelihood of each choice, nats.
-    """
+def cloze_values(example: QAExample, scores: Sequence[float]) -> Values:
+    """What the log-likelihoods of a question's choices, nats, make of it; see ``QATask``."""
     total = np.array(scores)
     per_char = total / [len(text) for text in example.texts]
     right = {name: float(s.argmax() == example.gold) for name, s in [("acc", total), ("acc_per_char", per_char)]}
     return {**right, "nll_per_char": -float(per_char[example.gold])}
 
 
-@dataclass(frozen=True)
-class _Question:
-    """A row read: ``id`` where the data set has one, ``group`` where several rows belong together."""
+def log_likelihoods(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Sequence[QAExample], *, batch_size: int = 8
+) -> list[list[float]]:
+    """Log-likelihood of every choice of every question, nats, from lm-evaluation-harness' own run.
 
-    contexts: tuple[str, ...]
-    texts: tuple[str, ...]
-    gold: int
-    id: str | None = None
-    group: str | None = None
+    Contexts that with their choice exceed the model's positions lose their beginning.
+
+    Args:
+        model: a causal LM in memory.
+        tokenizer: of the model.
+        examples: of any tasks, none twice.
+        batch_size: sequences at once.
+    """
+    lm_eval, models, tasks = map(import_module, ("lm_eval", "lm_eval.models.huggingface", "lm_eval.tasks"))
+    with TemporaryDirectory() as folder, _quiet():
+        names = write_task_files(examples, Path(folder))
+        found: Any = lm_eval.simple_evaluate(
+            model=models.HFLM(pretrained=model, tokenizer=copy.deepcopy(tokenizer), batch_size=batch_size),
+            tasks=names,
+            task_manager=tasks.TaskManager(include_path=folder, include_defaults=False),
+            bootstrap_iters=0,
+            log_samples=True,
+            # the process's random state stays as it is
+            random_seed=None, numpy_random_seed=None, torch_random_seed=None, fewshot_random_seed=None,
+        )  # fmt: skip
+    scores = {
+        (name.removeprefix(_PREFIX), sample["doc"]["name"]): [float(score) for score, _ in sample["filtered_resps"]]
+        for name in names
+        for sample in found["samples"][name]
+    }
+    return [scores[example.stratum, example.name] for example in examples]
 
 
-@dataclass(frozen=True)
-class QASource:
-    """Where a task's rows are on the Hub, and how one is read."""
+def write_task_files(examples: Iterable[QAExample], folder: Path) -> list[str]:
+    """Task files for lm-evaluation-harness with the questions beside them; returns the names of the tasks.
 
-    repository: str
-    config: str | None
-    split: str
-    read: Callable[[Row], _Question]
+    Its ``acc_norm`` is ``acc_per_char``. Where contexts differ (WinoGrande) it has ``acc`` only, as its
+    lengths would be those of the contexts.
+
+    Args:
+        examples: of any tasks.
+        folder: an existing folder.
+    """
+    by_task: dict[str, list[QAExample]] = defaultdict(list)
+    for example in examples:
+        by_task[example.stratum].append(example)
+    for task, questions in by_task.items():
+        partial = any(len(set(question.contexts)) > 1 for question in questions)
+        rows = []
+        for q in questions:
+            # of several contexts the harness wants the right one's number as text, and what follows as target
+            fields = (q.gold, q.contexts, q.texts[0]) if partial else (q.contexts[0], q.texts, q.gold)
+            rows.append({"name": q.name, **dict(zip(("text", "choices", "target"), fields, strict=True))})
+        file = folder.resolve() / f"{_PREFIX}{task}.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        local = {"data_files": {"validation": str(file)}, "cache_dir": str(file.parent / "cache")}
+        metrics = ["acc"] if partial else ["acc", "acc_norm"]
+        config = {
+            "task": f"{_PREFIX}{task}", "dataset_path": "json", "dataset_kwargs": local,
+            "validation_split": "validation", "output_type": "multiple_choice", "num_fewshot": 0,
+            "doc_to_text": "text", "doc_to_choice": "choices", "doc_to_target": "target", "target_delimiter": " ",
+            "metric_list": [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in metrics],
+            "metadata": {"version": 1.0},
+        }  # fmt: skip
+        file.with_suffix(".yaml").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")  # JSON is YAML
+    return [f"{_PREFIX}{task}" for task in by_task]
 
 
-def read_examples(task: str, file: Path | None = None, *, winogrande: str = "partial") -> list[QAExample]:
+@contextlib.contextmanager
+def _quiet() -> Any:
+    """No progress bars and no log lines below an error during the block."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.disable(disabled)
+
+
+def read_examples(task: str, source: str, *, winogrande: str = "partial") -> list[QAExample]:
     """All questions of a task, in the order of its rows.
 
     Rows that are equal in every respect (Social IQa has some) stay, their names numbered.
 
     Args:
-        task: one of ``QA_SOURCES``.
-        file: JSON lines; None reads the Hub.
+        task: one of ``SOURCES``.
+        source: as in ``read_rows``.
         winogrande: as in ``make_task``.
 
     Raises:
-        InputError: no such file, a row that is not one of this task (told with its number), an id twice, no row at all,
-            or no way to the Hub (told within seconds).
+        InputError: as ``read_rows``; a row that is not one of this task (told with its number), an id twice,
+            no row at all.
     """
-    source = QA_SOURCES[task]
-    read = _winogrande_whole if (task, winogrande) == ("winogrande", "whole") else source.read
-    if file is None:
-        where, rows = source.repository, enumerate(hub_rows(source.repository, source.config, source.split), start=1)
-    else:
-        where, rows = str(file), _file_rows(file)
     examples: list[QAExample] = []
-    places: dict[str, int] = {}
     copies: Counter[str] = Counter()
-    for number, row in rows:
+    for number, row in enumerate(read_rows(source), start=1):
         try:
-            question = read(row)
+            contexts, texts, gold, shared = _read(task, row, winogrande)
         except InputError as error:
-            raise InputError(f"{where}, row {number}: {error}, so it is no row of {task}") from None
-        name = question.id or _digest([question.contexts, question.texts, question.gold])
-        if question.id is not None and name in places:
-            raise InputError(f"{where}, row {number}: id {name!r} is that of row {places[name]} too")
-        places[name] = number
+            raise InputError(f"{source}, row {number}: {error}, so it is no row of {task}") from None
+        own = row["ind"] if task == "hellaswag" and "ind" in row else row.get("id")
+        name = _digest([contexts, texts, gold]) if own is None else str(own)
         copies[name] += 1
+        if own is not None and copies[name] > 1:
+            raise InputError(f"{source}, row {number}: id {name!r} is that of an earlier row too")
         unique = name if copies[name] == 1 else f"{name}-{copies[name]}"
-        document = f"{task}:{name if question.group is None else _digest(question.group)}"
-        examples.append(QAExample(document, unique, task, question.contexts, question.texts, question.gold))
+        document = f"{task}:{name if shared is None else _digest(shared)}"
+        examples.append(QAExample(document, unique, task, contexts, texts, gold))
     if not examples:
-        raise InputError(f"{where} holds no row")
+        raise InputError(f"{source} holds no row")
     return examples
 
 
-def _files(folder: Path, tasks: Sequence[str] | None) -> dict[str, Path]:
+def _files(folder: Path, tasks: Sequence[str] | None) -> dict[str, str]:
     if not folder.is_dir():
         raise InputError(f"no such folder: {folder}")
-    found: dict[str, Path] = {}
-    for task in tasks or QA_SOURCES:
+    found: dict[str, str] = {}
+    for task in tasks or SOURCES:
         files = sorted(folder.glob(f"{task}*.jsonl"))
         if len(files) > 1:
             raise InputError(f"{folder} has two files of {task}: {files[0].name} and {files[1].name}")
         if files:
-            found[task] = files[0]
+            found[task] = str(files[0])
         elif tasks:
             raise InputError(f"{folder} has no file {task}*.jsonl")
     if not found:
-        raise InputError(f"{folder} has no file of a QA task, such as {next(iter(QA_SOURCES))}*.jsonl")
+        raise InputError(f"{folder} has no file of a QA task, such as {next(iter(SOURCES))}*.jsonl")
     return found
 
 
-def _file_rows(file: Path) -> Iterator[tuple[int, Row]]:
-    if not file.is_file():
-        raise InputError(f"no such file: {file}")
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line.decode("utf-8"))
-            except ValueError:  # not UTF-8, or not JSON
-                raise InputError(f"{file}, row {number}: not a line of JSON") from None
-            if not isinstance(row, dict):
-                raise InputError(f"{file}, row {number}: not a JSON object")
-            yield number, row
-
-
-def _hellaswag(row: Row) -> _Question:
+def _hellaswag(row: Row) -> "_Question":
     """The preprocessing of the data set's own users: brackets are left-overs of WikiHow's layout."""
-    parted = "ctx_a" in row
-    context = f"{_text(row, 'ctx_a')} {str(row.get('ctx_b') or '').capitalize()}" if parted else _text(row, "ctx")
-    endings = row.get("endings")
-    if not isinstance(endings, list):
-        raise InputError("it has no list 'endings'")
-    texts = tuple(_clean(ending) for ending in _texts(endings))
-    gold = _answer(row, "label", [str(number) for number in range(len(texts))])
-    context = _clean(f"{_text(row, 'activity_label')}: {context}")
-    return _Question((context,) * len(texts), texts, gold, id=str(row["ind"]) if "ind" in row else None)
+
+    def clean(text: str) -> str:
+        return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
+
+    parts = f"{row['ctx_a']} {row.get('ctx_b', '').capitalize()}" if "ctx_a" in row else row["ctx"]
+    texts = list(map(clean, row["endings"]))
+    keys = [str(number) for number in range(len(texts))]
+    return clean(f"{row['activity_label']}: {parts}"), texts, row["label"], keys, None
 
 
-def _clean(text: str) -> str:
-    text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
-    return text.replace("  ", " ")
+def _winogrande(row: Row) -> "_Question":
+    before, _, rest = row["sentence"].partition("_")
+    options = [row["option1"], row["option2"]]
+    return [before + option for option in options], [rest.strip()] * 2, row["answer"], "12", json.dumps(sorted(options))
 
 
-def _winogrande(row: Row) -> _Question:
-    before, rest, options, gold = _winogrande_parts(row)
-    contexts = tuple(before + option for option in options)
-    return _Question(contexts, (rest,) * 2, gold, group=json.dumps(sorted(options)))
+def _winogrande_whole(row: Row) -> "_Question":
+    before, _, rest = row["sentence"].partition("_")
+    options = [row["option1"], row["option2"]]
+    texts = [f"{option} {rest.strip()}" for option in options]
+    return before.rstrip(), texts, row["answer"], "12", json.dumps(sorted(options))
 
 
-def _winogrande_whole(row: Row) -> _Question:
-    before, rest, options, gold = _winogrande_parts(row)
-    if not before.strip():
-        raise InputError("nothing stands before the blank")
-    texts = tuple(f"{option} {rest}" for option in options)
-    return _Question((before.rstrip(),) * 2, texts, gold, group=json.dumps(sorted(options)))
+def _choices(context: str, row: Row) -> "_Question":
+    return context, row["choices"]["text"], row["answerKey"], row["choices"]["label"], None
 
 
-def _winogrande_parts(row: Row) -> tuple[str, str, tuple[str, str], int]:
-    before, blank, rest = _text(row, "sentence").partition("_")
-    if not blank or not rest.strip():
-        raise InputError("its sentence has no blank '_' with text after it")
-    options = _text(row, "option1"), _text(row, "option2")
-    return before, rest.strip(), options, _answer(row, "answer", "12")
+_Question = tuple[str | list[str], list[str], Any, Sequence[str], Any]
+"""Context or contexts, texts, answer, its possible values, and what questions of one document share."""
+
+_READERS: dict[str, Callable[[Row], _Question]] = {
+    "hellaswag": _hellaswag,
+    "winogrande": _winogrande,
+    "piqa": lambda r: (f"Question: {r['goal']}\nAnswer:", [r["sol1"], r["sol2"]], r["label"], "01", r["goal"]),
+    "social_i_qa": lambda r: (
+        f"{r['context']} {r['question']}", [r[f"answer{c}"] for c in "ABC"], r["label"], "123", r["context"]
+    ),
+    "openbookqa": lambda r: _choices(r["question_stem"], r),
+    "arc_easy": lambda r: _choices(f"Question: {r['question']}\nAnswer:", r),
+    "arc_challenge": lambda r: _choices(f"Question: {r['question']}\nAnswer:", r),
+    "commonsense_qa": lambda r: _choices(r["question"], r),
+}  # fmt: skip
 
 
-def _piqa(row: Row) -> _Question:
-    goal, texts = _text(row, "goal"), (_text(row, "sol1"), _text(row, "sol2"))
-    return _Question((f"Question: {goal}\nAnswer:",) * 2, texts, _answer(row, "label", "01"), group=goal)
-
-
-def _social_i_qa(row: Row) -> _Question:
-    context, texts = _text(row, "context"), tuple(_text(row, f"answer{letter}") for letter in "ABC")
-    gold = _answer(row, "correct", "ABC") if "correct" in row else _answer(row, "label", "123")
-    return _Question((f"{context} {_text(row, 'question')}",) * 3, texts, gold, group=context)
-
-
-def _plain(row: Row) -> _Question:
-    """OpenBookQA and CommonsenseQA: the bare question, in the Hub's schema or that of the data sets' authors."""
-    question = row.get("question")
-    inner: Row = question if isinstance(question, Mapping) else row
-    stem = _text(inner, next((field for field in ("question_stem", "stem") if field in inner), "question"))
-    choices = inner.get("choices")
-    if isinstance(choices, list) and all(isinstance(choice, Mapping) for choice in choices):
-        choices = {field: [choice.get(field) for choice in choices] for field in ("text", "label")}
-    if not isinstance(choices, Mapping) or not all(isinstance(choices.get(field), list) for field in ("text", "label")):
-        raise InputError("it has no 'choices' with 'text' and 'label'")
-    texts = _texts(choices["text"])
-    if len(choices["label"]) != len(texts):
-        raise InputError(f"it has {len(texts)} choices and {len(choices['label'])} labels")
-    if not isinstance(row.get("id"), str):
-        raise InputError("it has no text 'id'")
-    return _Question((stem,) * len(texts), texts, _answer(row, "answerKey", choices["label"]), id=row["id"])
-
-
-def _arc(row: Row) -> _Question:
-    plain = _plain(row)
-    return _Question(
-        tuple(f"Question: {context}\nAnswer:" for context in plain.contexts), plain.texts, plain.gold, plain.id
-    )
-
-
-def _text(row: Row, field: str) -> str:
-    value = row.get(field)
-    if not isinstance(value, str) or not value.strip():
-        raise InputError(f"it has no text {field!r}")
-    return value
-
-
-def _texts(values: list[Any]) -> tuple[str, ...]:
-    if len(values) < 2 or not all(isinstance(value, str) and value.strip() for value in values):
-        raise InputError("its choices are not at least two texts")
-    return tuple(values)
-
-
-def _answer(row: Row, field: str, keys: Sequence[str]) -> int:
-    value = row.get(field)
-    if str(value).strip() not in keys:
-        raise InputError(f"its {field!r} is {value!r} and not one of {', '.join(map(str, keys))}")
-    return list(keys).index(str(value).strip())
+def _read(task: str, row: Any, form: str) -> tuple[tuple[str, ...], tuple[str, ...], int, Any]:
+    """Contexts, texts, number of the right one, and what questions of one document share."""
+    if not isinstance(row, dict):
+        raise InputError("it is no JSON object")
+    known = {field: value for field, value in row.items() if value is not None and str(value).strip()}
+    reader = _winogrande_whole if (task, form) == ("winogrande", "whole") else _READERS[task]
+    try:
+        context, texts, answer, keys, shared = reader(known)
+    except KeyError as error:
+        raise InputError(f"it has no {error}") from None
+    except (TypeError, AttributeError) as error:
+        raise InputError(f"its fields are of other kinds ({error})") from None
+    contexts = [context] * len(texts) if isinstance(context, str) else context
+    if len(texts) < 2 or not all(isinstance(text, str) and text.strip() for text in [*contexts, *texts]):
+        raise InputError("its choices are not at least two texts after a context")
+    if str(answer).strip() not in keys or len(keys) != len(texts):
+        raise InputError(f"its answer {answer!r} is not one of {', '.join(map(str, keys))}, one for each choice")
+    return tuple(contexts), tuple(texts), list(keys).index(str(answer).strip()), shared
 
 
 def _digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
-
-
-QA_SOURCES: dict[str, QASource] = {
-    "hellaswag": QASource("Rowan/hellaswag", None, "validation", _hellaswag),
-    "winogrande": QASource("allenai/winogrande", "winogrande_xl", "validation", _winogrande),
-    "piqa": QASource("baber/piqa", None, "validation", _piqa),
-    "social_i_qa": QASource("lighteval/siqa", None, "validation", _social_i_qa),
-    "openbookqa": QASource("allenai/openbookqa", "main", "validation", _plain),
-    "arc_easy": QASource("allenai/ai2_arc", "ARC-Easy", "test", _arc),
-    "arc_challenge": QASource("allenai/ai2_arc", "ARC-Challenge", "test", _arc),
-    "commonsense_qa": QASource("tau/commonsense_qa", None, "validation", _plain),
-}
