@@ -86,7 +86,7 @@ def made_up_qa(models=("base", "control", "kvcat", "rand"), num_questions=60):
     records = []
     for (rank, task), row, (column, model) in product(enumerate(QA_TASKS), range(num_questions), enumerate(models)):
         right = draw(0.3 + 0.06 * rank, rank, row) if row % 5 else draw(0.5, rank, row, column)
-        values = {"acc": right, "acc_per_char": right, "acc_per_token": right, "nll_per_char": 1.0 - 0.5 * right}
+        values = {"acc": right, "acc_per_char": right, "nll_per_char": 1.0 - 0.5 * right}
         records.append(record(model, "dense", 1.0, None, "cloze", task, f"{task}-{row}", values))
     return records
 

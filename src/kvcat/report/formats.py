@@ -1,6 +1,5 @@
-"""A table as Markdown, CSV and LaTeX."""
+"""A table as Markdown and LaTeX."""
 
-import math
 from pathlib import Path
 
 import pandas as pd
@@ -12,59 +11,33 @@ _ESCAPES = {
     ">": r"\textgreater{}", "|": r"\textbar{}", **{c: "\\" + c for c in "&%$#_{}"},
 }  # fmt: skip
 _ROWS_PER_PAGE = 22  # a row with an interval takes two lines
-_FIGURES_PER_LINE = 6
 _FITTING = r"\ifdim\width>\linewidth\linewidth\else\width\fi"
 
 
 def write_table(table: Table, folder: Path, prefix: str = "") -> None:
-    """Write ``folder/PREFIXNAME`` as ``.md``, ``.csv`` and ``.tex``."""
+    """Write ``folder/PREFIXNAME`` as ``.md`` and ``.tex``."""
     folder.mkdir(parents=True, exist_ok=True)
-    target = folder / f"{prefix}{table.name}"
-    target.with_name(f"{target.name}.md").write_text(markdown(table), encoding="utf-8")
-    target.with_name(f"{target.name}.csv").write_text(csv(table), encoding="utf-8")
-    target.with_name(f"{target.name}.tex").write_text(latex(table, f"tab:{prefix}{table.name}"), encoding="utf-8")
+    name = f"{prefix}{table.name}"
+    (folder / f"{name}.md").write_text(markdown(table), encoding="utf-8")
+    (folder / f"{name}.tex").write_text(latex(table, f"tab:{name}"), encoding="utf-8")
 
 
 def markdown(table: Table) -> str:
     """The table with its caption above and its notes below."""
-    frame = _with_paper(table, table.frame)
-    lines = [list(frame.columns), ["---"] * frame.shape[1], *frame.map(_markdown_cell).to_numpy().tolist()]
+    columns = list(table.frame.columns)
+    lines = [columns, ["---"] * len(columns), *table.frame.map(_markdown_cell).to_numpy().tolist()]
     body = "".join("| " + " | ".join(line) + " |\n" for line in lines)
     return f"### {table.caption}\n\n{body}\n{' '.join(table.notes)}\n"
-
-
-def csv(table: Table) -> str:
-    """A column per value, end of an interval, verdict and figure of the paper; full precision, shares not percent."""
-    columns = []
-    for name in map(str, table.frame):
-        if list(table.frame).index(name) < table.num_labels:
-            columns.append(table.frame[name])
-            continue
-        cells = [cell if isinstance(cell, Figure) else Figure(math.nan) for cell in table.frame[name]]
-        parts = ("value", "low", "high", "verdict", "paper")
-        frame = pd.DataFrame({part: [getattr(cell, part) for cell in cells] for part in parts})
-        given = [part for part in parts if part == "value" or not frame[part].isin(["", math.nan]).all()]
-        plain = name.removesuffix(" (%)").removesuffix(" (pt)")
-        columns.append(frame[given].set_axis([f"{plain} {part}".removesuffix(" value") for part in given], axis=1))
-    return pd.concat(columns, axis=1).to_csv(index=False)
 
 
 def latex(table: Table, label: str) -> str:
     """One or more ``table`` environments for a document that loads ``booktabs`` and ``graphicx``.
 
-    Intervals stand small below their figures, the paper's figures in a column of their own. What is wider than the
-    line is scaled down to it; more columns than a line holds, or rows than a page holds, go on in a further table.
+    Intervals, and the paper's figures, stand small below the figures. What is wider than the line is scaled down to
+    it; more rows than a page holds go on in a further table.
     """
-    frame = pd.DataFrame(table.without_repeated_labels(), columns=table.frame.columns)
-    frame = _with_paper(table, frame).map(_latex_cell)
-    labels, figures = frame.columns[: table.num_labels], frame.columns[table.num_labels :]
-    per_line = math.ceil(len(figures) / max(1, math.ceil(len(figures) / _FIGURES_PER_LINE)))
-    panels = [figures[i : i + per_line] for i in range(0, len(figures), per_line or 1)] or [figures]
-    pieces = [
-        frame.iloc[start : start + _ROWS_PER_PAGE][[*labels, *panel]]
-        for panel in panels
-        for start in range(0, len(frame), _ROWS_PER_PAGE)
-    ]
+    frame = table.frame.map(_latex_cell)
+    pieces = [frame.iloc[start : start + _ROWS_PER_PAGE] for start in range(0, len(frame), _ROWS_PER_PAGE)]
     notes = "".join(f"\\par\\smallskip\n{{\\footnotesize {escape(note)}}}\n" for note in table.notes)
     caption = f"\\caption{{{escape(table.caption)}}}\n\\label{{{label}}}\n"
     again = f"Table~\\ref{{{label}}}, continued.\\par\\smallskip\n"
@@ -87,21 +60,11 @@ def _tabular(frame: pd.DataFrame, num_labels: int) -> str:
     return frame.to_latex(index=False, escape=False, header=heads, column_format=letters)
 
 
-def _with_paper(table: Table, frame: pd.DataFrame) -> pd.DataFrame:
-    """The cells with a column of the paper's figures behind each that has some."""
-    columns = {}
-    for name in frame:
-        columns[str(name)] = list(frame[name])
-        if table.has_paper(name):
-            columns[f"{name}, paper"] = [cell.paper if isinstance(cell, Figure) else "" for cell in frame[name]]
-    return pd.DataFrame(columns)
-
-
 def _markdown_cell(cell: str | Figure) -> str:
     if isinstance(cell, str):
         return cell.replace("|", "\\|")
     text = f"**{cell.text}**" if cell.primary else cell.text
-    return " ".join(part for part in (text, cell.interval, cell.decided) if part)
+    return " ".join(part for part in (text, cell.interval, cell.decided, cell.printed) if part)
 
 
 def _latex_cell(cell: str | Figure) -> str:
@@ -109,10 +72,9 @@ def _latex_cell(cell: str | Figure) -> str:
         text = escape(cell)
         return f"{{}}{text}" if text.startswith(("[", "*")) else text  # \\ would take these as its own
     marks = {"better": "$^+$", "worse": "$^-$"}.get(cell.decided, "")
-    value = _minus(f"\\textbf{{{cell.text}}}" if cell.primary else cell.text) + marks
-    if not cell.interval:
-        return value
-    return f"\\shortstack[r]{{{value}\\\\{{\\scriptsize {_minus(cell.interval)}}}}}"
+    lines = [_minus(f"\\textbf{{{cell.text}}}" if cell.primary else cell.text) + marks]
+    lines += [f"{{\\scriptsize {_minus(part)}}}" for part in (cell.interval, cell.printed) if part]
+    return "\\shortstack[r]{" + "\\\\".join(lines) + "}" if len(lines) > 1 else lines[0]
 
 
 def _minus(number: str) -> str:

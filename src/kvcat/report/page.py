@@ -1,16 +1,21 @@
-"""The page: what came out of each evaluation, at a glance first and folded in full."""
+"""Results folders and training runs to one report: the page, with every table and plot as a file beside it."""
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from kvcat.errors import InputError
 from kvcat.evals import METRICS
-from kvcat.report.plots import Plot
-from kvcat.report.results import Results, final_steps
+from kvcat.files import atomic_write, make_folder
+from kvcat.report.formats import write_table
+from kvcat.report.paper import Paper
+from kvcat.report.plots import Plot, difference_plot, quality_plots, step_plots
+from kvcat.report.results import NO_STEP, Results, final_steps, read_results
 from kvcat.report.tables import (
     Figure,
     Table,
@@ -19,50 +24,71 @@ from kvcat.report.tables import (
     keep_label,
     pair_rows,
     ratio_figure,
+    result_tables,
     step_label,
     summary_figure,
 )
+from kvcat.report.training import run_metrics, training_plot, training_table
 
 _LABELS = {"nll": "NLL on the compact cache", "nll_dense": "Dense loss"}
 
 
-class Tile(NamedTuple):
-    """One of the figures at the top: label, number, unit behind it, and what it compares."""
+def write_report(
+    folders: Sequence[Path],
+    out_dir: Path,
+    *,
+    title: str,
+    runs: Mapping[str, Path] | None = None,
+    context: Mapping[str, Any] | None = None,
+    paper_model: str | None = None,
+) -> Path:
+    """Path of ``report.html``; beside it ``tables/*`` (``.md``, ``.tex``), ``plots/*.png``, and every figure in full
+    precision: ``summary.csv``, ``comparisons.csv``, ``costs.csv``.
 
-    label: str
-    figure: Figure
-    unit: str
-    detail: str
+    Args:
+        folders: results folders of any evaluations, each a section of its own; may be empty where runs are given.
+        out_dir: where the report goes; made if absent, files of an earlier report are replaced.
+        title: of the page.
+        runs: model label to training run with ``metrics.jsonl``, for the training diagnostics.
+        context: more facts about what was run.
+        paper_model: which of the paper's models ours are, so that its figures stand beside them; see ``Paper``.
 
-
-class Grid(NamedTuple):
-    """One metric: keep ratios, and for every method its figure at each."""
-
-    title: str
-    keeps: list[str]
-    rows: list[tuple[str, list[Figure | None]]]
+    Raises:
+        InputError: nothing to report, a folder without results, damaged results, a run without metrics, a model that
+            the paper lacks.
+    """
+    if not folders and not runs:
+        raise InputError("nothing to report: no results folder and no run given")
+    Paper(paper_model)
+    results = _read_all(folders)
+    metrics = {label: run_metrics(folder) for label, folder in (runs or {}).items()}
+    make_folder(out_dir)
+    sections = [_section(result, out_dir, paper_model, several=len(results) > 1) for result in results]
+    for name in ("summary", "comparisons", "costs"):
+        frames = [(result.name, frame) for result in results if len(frame := getattr(result, name))]
+        if frames:
+            rows = pd.concat([frame.assign(folder=folder) for folder, frame in frames])
+            rows["step"] = rows["step"].where(rows["step"] != NO_STEP).astype("Int64")
+            rows.set_index("folder").to_csv(out_dir / f"{name}.csv")
+    training = None
+    if metrics:
+        models = list(dict.fromkeys(model for result in results for model in result.models))
+        training = training_plot(metrics, models), training_table(metrics)
+        training[0].save(out_dir / "plots" / "training.png")
+    with atomic_write(target := out_dir / "report.html") as partial:
+        facts = {str(name): str(value) for name, value in (context or {}).items()}
+        partial.write_text(_render(title, sections, training, facts), encoding="utf-8")
+    return target
 
 
 @dataclass(frozen=True)
 class Section:
-    """An evaluation as the template shows it.
-
-    Args:
-        title: heading.
-        results: of the folder.
-        plots: the first is shown, the others are folded.
-        tables: the first is shown, the others are folded.
-    """
+    """An evaluation as the template shows it; of plots and tables the first is shown, the others are folded."""
 
     title: str
     results: Results
     plots: list[Plot] = field(repr=False)
     tables: list[Table] = field(repr=False)
-
-    @property
-    def pair(self) -> tuple[str, str] | None:
-        """The models that the section compares first."""
-        return self.results.pairs[0] if self.results.pairs else None
 
     @property
     def subtitle(self) -> str:
@@ -78,41 +104,37 @@ class Section:
         """The cell that the tiles show, and whether it was named before the run."""
         method, keep, step = self.results.cell
         where = _method(method, step) + (f" at {keep_label(keep)} of the slots" if self.results.methods else "")
-        if self.pair is None:
+        if not self.results.pairs:
             return where
         if self.results.comparisons["primary"].any():
             return f"{where}: the primary cell, named before the run"
         return f"{where}. No primary cell was named before the run, so every cell is exploratory"
 
     @property
-    def seeds(self) -> int:
-        """Training runs behind the model that has most."""
-        return int(self.results.summary["num_seeds"].max())
-
-    @property
-    def tiles(self) -> list[Tile]:
-        """Ratio or differences of the pair; a single model's own figures."""
+    def tiles(self) -> list[dict[str, Any]]:
+        """Figures at the top, with what each compares: of the first pair, or a single model's own."""
         own = _at(self.results.summary[self.results.summary["stratum"] == ""], self.results.cell)
         values = {model: rows.set_index("metric") for model, rows in own.groupby("model")}
-        compared, tiles = self._compared() if self.pair else values[self.results.models[0]], []
+        pair = self.results.pairs[0] if self.results.pairs else None
+        compared, tiles = self._compared() if pair else values[self.results.models[0]], []
         for name in (name for name in self.results.evaluation.tiles if name in compared.index):
             metric, row = METRICS[name], compared.loc[name]
             label, unit = _LABELS.get(name, metric.label), "%" if metric.percent else metric.unit
-            if self.pair is None:
-                tiles.append(Tile(label, summary_figure(row), "", unit))
+            if pair is None:
+                tiles.append({"label": label, "figure": summary_figure(row), "unit": "", "detail": unit})
                 continue
-            detail = f"{' and '.join(f'{m} {summary_figure(values[m].loc[name]).text}' for m in self.pair)} {unit}"
+            detail = f"{' and '.join(f'{m} {summary_figure(values[m].loc[name]).text}' for m in pair)} {unit}"
             figure, relation = self._compare(name, row)
-            points = " points" if metric.percent else ""
-            tiles.append(Tile(f"{label}, {relation} {self.pair[1]}", figure, points, detail))
+            named = {"label": f"{label}, {relation} {pair[1]}", "unit": " points" if metric.percent else ""}
+            tiles.append({**named, "figure": figure, "detail": detail})
         return tiles
 
     @property
-    def grids(self) -> list[Grid]:
-        """The first two metrics of the tiles by method and keep ratio."""
-        if self.pair is None or not self.results.methods:
+    def grids(self) -> list[dict[str, Any]]:
+        """The first two metrics of the tiles: keep ratios, and for every method its figure at each."""
+        if not self.results.pairs or not self.results.methods:
             return []
-        rows, grids = final_steps(pair_rows(self.results, *self.pair)), []
+        rows, grids = final_steps(pair_rows(self.results, *self.results.pairs[0])), []
         keeps = sorted(rows["keep_ratio"].unique())
         for name in (name for name in self.results.evaluation.tiles[:2] if name in set(rows["metric"])):
             lines, relation = [], ""
@@ -121,14 +143,14 @@ class Section:
                 for _, row in own.iterrows():
                     found[row["keep_ratio"]], relation = self._compare(name, row)
                 lines.append((_method(str(method), int(own["step"].max())), [found.get(keep) for keep in keeps]))
-            title = f"{METRICS[name].label}, {relation} {self.pair[1]}"
-            grids.append(Grid(title, [keep_label(keep) for keep in keeps], lines))
+            title = f"{METRICS[name].label}, {relation} {self.results.pairs[0][1]}"
+            grids.append({"title": title, "keeps": [keep_label(keep) for keep in keeps], "rows": lines})
         return grids
 
     @property
     def price(self) -> list[tuple[str, Figure]]:
         """What the model pays without compression."""
-        rows = self._compared() if self.pair else pd.DataFrame()
+        rows = self._compared() if self.results.pairs else pd.DataFrame()
         return [(head(n), difference_figure(rows.loc[n])) for n in self.results.evaluation.price if n in rows.index]
 
     @property
@@ -144,30 +166,42 @@ class Section:
 
     def _compare(self, metric: str, row: pd.Series) -> tuple[Figure, str]:
         """The ratio where that is how the metric is compared, else the difference; and how it relates."""
-        evaluation = self.results.evaluation
-        if evaluation.ratio and metric == evaluation.deciding:
+        if self.results.evaluation.ratio and metric == self.results.evaluation.deciding:
             return ratio_figure(row), "ratio to"
         return difference_figure(row), "minus"
 
 
-def render(title: str, sections: Sequence[Section], training: tuple[Plot, Table] | None, context: Mapping) -> str:
-    """The whole page; no request leaves it.
+def _read_all(folders: Sequence[Path]) -> list[Results]:
+    """Results with names that tell them apart: the folder's, with its parent's where several are called alike."""
+    paths = [folder.resolve() for folder in folders]
+    names = [path.name for path in paths]
+    names = [path.name if names.count(path.name) == 1 else "-".join(path.parts[-2:]) for path in paths]
+    if len(set(names)) < len(names):
+        raise InputError(f"two results folders cannot be told apart by their names: {', '.join(map(str, folders))}")
+    return [replace(read_results(folder), name=name) for folder, name in zip(folders, names, strict=True)]
 
-    Args:
-        title: of the page.
-        sections: evaluations.
-        training: plot and table of training runs.
-        context: more facts about what was run, name to text.
-    """
+
+def _section(results: Results, out_dir: Path, paper_model: str | None, *, several: bool) -> Section:
+    """An evaluation's part of the page; its tables and plots become files as well."""
+    prefix = f"{results.name}-" if several else ""
+    tables = result_tables(results, Paper(paper_model, results.config["evaluation"], results.config["dataset"]))
+    for table in tables:
+        write_table(table, out_dir / "tables", prefix)
+    differences = [plot for pair in results.pairs if (plot := difference_plot(results, *pair)) is not None]
+    plots = [*differences[:1], *quality_plots(results), *differences[1:], *step_plots(results)]
+    for plot in plots:
+        plot.save(out_dir / "plots" / f"{prefix}{plot.name}.png")
+    return Section(results.evaluation.title + (f" ({results.name})" if several else ""), results, plots, tables)
+
+
+def _render(title: str, sections: Sequence[Section], training: tuple[Plot, Table] | None, context: Mapping) -> str:
+    """The whole page; no request leaves it."""
     loader = PackageLoader("kvcat.report", ".")
-    options = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+    page = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     used = {name for section in sections for name in section.results.metrics}
-    metrics = {METRICS[name].label: METRICS[name] for name in METRICS if name in used}
-    return (
-        Environment(loader=loader, **options)  # type: ignore[arg-type]
-        .get_template("page.html")
-        .render(title=title, sections=sections, training=training, context=context, metrics=metrics)
-    )
+    metrics = {metric.label: metric for name, metric in METRICS.items() if name in used}
+    shown = {"title": title, "sections": sections, "training": training, "context": context, "metrics": metrics}
+    return page.get_template("page.html").render(shown)
 
 
 def _method(method: str, step: int) -> str:

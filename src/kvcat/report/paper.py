@@ -32,20 +32,12 @@ def paper_tables() -> pd.DataFrame:
     groups), keep_ratio (NaN without compression and for averages over keep ratios), metric, printed
     (e.g. 88.5%) and value (shares, not percent).
     """
-    rows = _read("paper_tables.csv", dtype={"printed": str})
+    with files("kvcat.report").joinpath("paper_tables.csv").open(encoding="utf-8") as stream:
+        rows = pd.read_csv(stream, dtype={"printed": str})
     texts = ["method", "model", "group"]
     share = rows["metric"].isin(PERCENT_METRICS).map({True: 0.01, False: 1.0})
     value = rows["printed"].str.rstrip("%").astype(float) * share
     return rows.assign(value=value, **rows[texts].fillna("").to_dict("series"))
-
-
-def paper_settings(model: str) -> dict[str, str]:
-    """The table of training hyperparameters for a model: setting to what is printed.
-
-    Args:
-        model: ``Qwen2.5-0.5B`` or ``Qwen2.5-1.5B``.
-    """
-    return _read("paper_settings.csv", dtype=str, index_col="setting")[model].to_dict()
 
 
 @dataclass(frozen=True)
@@ -72,16 +64,7 @@ class Paper:
             raise InputError(f"the paper has no model {self.model!r}; it has {' and '.join(known)}")
 
     def printed(self, label: str, method: str, keep_ratio: float, step: int, metric: str, stratum: str = "") -> str:
-        """The paper's figure without its percent sign, empty where there is none.
-
-        Args:
-            label: of our model.
-            method: name of our method with its options.
-            keep_ratio: fraction kept.
-            step: gradient steps; negative without.
-            metric: name in ``METRICS``.
-            stratum: task or sub-domain; ``total`` or ``average`` over all.
-        """
+        """The paper's figure without its percent sign for a row of our summary; empty where there is none."""
         variant = _VARIANTS.get(label.partition(" ")[0].lower().replace("_", "-"))
         name = _METRICS.get(self.evaluation, {}).get(metric)
         if self.model is None or variant is None or name is None:
@@ -104,8 +87,3 @@ class Paper:
         if self.model is None or self.evaluation != "suffix" or corpus in _CORPORA or corpus.startswith("fineweb"):
             return ""
         return f"The paper's figures are of {self.model} on FineWeb, ours of {self.dataset}."
-
-
-def _read(name: str, **options: object) -> pd.DataFrame:
-    with files("kvcat.report").joinpath(name).open(encoding="utf-8") as stream:
-        return pd.read_csv(stream, **options)  # type: ignore[call-overload]

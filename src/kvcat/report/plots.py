@@ -34,35 +34,25 @@ _WHOLE_CACHE = {
     "accuracy": "dense_accuracy",
 }  # fmt: skip
 _WIDTH, _HEIGHT = 4.4, 3.6  # inches, of a panel
-_MARGINS = 0.8, 1.05, 0.1, 0.3  # inches to the left, below, to the right and above the axes
+_SIDES, _ENDS = (0.8, 0.1), (1.05, 0.3)  # inches left and right, below and above the axes
 Draw = Callable[[Any], None]
 _DASHES = {"model": "-", "true": "--", "other": "-.", "random": ":"}
 
 
 @dataclass(frozen=True)
 class Plot:
-    """Panels that belong together.
+    """Panels that belong together: the title of each, and what draws it on matplotlib axes."""
 
-    Args:
-        name: of the file.
-        title: heading.
-        panels: title of each and what draws it on matplotlib axes.
-        same_scale: all panels have the same y axis.
-    """
-
-    name: str
+    name: str  # of the file
     title: str
     panels: Sequence[tuple[str, Draw]]
-    same_scale: bool = False
+    same_scale: bool = False  # all panels have the same y axis
 
     def save(self, target: Path) -> None:
         """Write the panels side by side as a PNG file."""
         target.parent.mkdir(parents=True, exist_ok=True)
-        columns = min(3, len(self.panels))
-        lines = -(-len(self.panels) // columns)
         with mpl.rc_context(STYLE):
-            figure = Figure(figsize=(_WIDTH * columns, _HEIGHT * lines))
-            panels = [_place(figure, columns, lines, rank) for rank in range(len(self.panels))]
+            figure, panels = _figure(len(self.panels))
             self._draw(panels)
             for axes, (title, _) in zip(panels, self.panels, strict=True):
                 axes.set_title(title)
@@ -71,9 +61,9 @@ class Plot:
     def images(self) -> list[tuple[str, str]]:
         """Title and address (``data:``) of an SVG image of each panel."""
         with mpl.rc_context(STYLE):
-            figures = [Figure(figsize=(_WIDTH, _HEIGHT)) for _ in self.panels]
-            self._draw([_place(figure, 1, 1, 0) for figure in figures])
-            return [(title, _svg_address(figure)) for figure, (title, _) in zip(figures, self.panels, strict=True)]
+            made = [_figure(1) for _ in self.panels]
+            self._draw([panels[0] for _, panels in made])
+            return [(title, _svg_address(made[i][0])) for i, (title, _) in enumerate(self.panels)]
 
     def _draw(self, panels: Sequence[Any]) -> None:
         for axes, (_, draw) in zip(panels, self.panels, strict=True):
@@ -82,10 +72,6 @@ class Plot:
             if len(labels) > 1:
                 columns = 2 if max(map(len, labels)) > 14 else 3
                 axes.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.45, -0.2), ncols=columns)
-        if all(axes.get_legend() is None for axes in panels):
-            for axes in panels:  # take the legend's place
-                box = axes.get_position()
-                axes.set_position((box.x0, 0.6 * box.y0, box.width, box.y1 - 0.6 * box.y0))
         if self.same_scale:
             limits = np.array([axes.get_ylim() for axes in panels])
             for axes in panels:
@@ -139,12 +125,6 @@ def draw_profile(axes: Any, table: pd.DataFrame, statistic: str, models: Sequenc
     """One line per model (colour) and kind of suffix (dashes, marker), log-log; no cache stands left of one slot.
 
     Errors of zero, such as those with all slots, have no place on the axis: a text marks where they begin.
-
-    Args:
-        axes: matplotlib axes.
-        table: ``profile_table``, of one measure.
-        statistic: "mean" or "worst".
-        models: all labels, in order; they fix colours.
     """
     best = table[table["method"] == BEST]
     kinds = [kind for kind in KINDS if kind in set(best["kind"])]
@@ -172,12 +152,7 @@ def draw_profile(axes: Any, table: pd.DataFrame, statistic: str, models: Sequenc
 
 
 def save_profile_plot(table: pd.DataFrame, folder: Path) -> Path:
-    """Mean and worst KL side by side on one scale, ``profile.png`` in the folder; returns its path.
-
-    Args:
-        table: of ``profile_table``.
-        folder: where to write.
-    """
+    """Mean and worst KL of a ``profile_table`` side by side on one scale, ``profile.png``; returns its path."""
     own = table[table["measure"] == "kl"]
     models = list(dict.fromkeys(own["model"]))
     panels = [
@@ -276,14 +251,17 @@ def _keep_axis(axes: Any, rows: pd.DataFrame) -> None:
     axes.set_xlabel("slots kept (%)")
 
 
-def _place(figure: Any, columns: int, lines: int, rank: int) -> Any:
-    """Axes of a panel with fixed margins: layout by the sizes of texts is slow."""
-    line, column = divmod(rank, columns)
-    left, bottom, right, top = _MARGINS
-    x, y = column * _WIDTH + left, (lines - 1 - line) * _HEIGHT + bottom
-    width, height = _WIDTH * columns, _HEIGHT * lines
-    size = (_WIDTH - left - right) / width, (_HEIGHT - bottom - top) / height
-    return figure.add_axes((x / width, y / height, *size))
+def _figure(num_panels: int) -> tuple[Figure, list[Any]]:
+    """Panels in rows of three with fixed margins: layout by the sizes of texts is slow."""
+    columns = min(3, num_panels)
+    lines = -(-num_panels // columns)
+    figure = Figure(figsize=(_WIDTH * columns, _HEIGHT * lines))
+    width, height = _WIDTH - sum(_SIDES), _HEIGHT - sum(_ENDS)
+    left, right = _SIDES[0] / _WIDTH / columns, 1.0 - _SIDES[1] / _WIDTH / columns
+    bottom, top = _ENDS[0] / _HEIGHT / lines, 1.0 - _ENDS[1] / _HEIGHT / lines
+    space = {"wspace": sum(_SIDES) / width, "hspace": sum(_ENDS) / height}
+    grid = figure.add_gridspec(lines, columns, left=left, right=right, bottom=bottom, top=top, **space)
+    return figure, [figure.add_subplot(grid[divmod(rank, columns)]) for rank in range(num_panels)]
 
 
 def _scale(metric: str) -> float:

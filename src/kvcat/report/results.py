@@ -23,36 +23,22 @@ from kvcat.evals.records import method_label
 
 NO_STEP = -1  # stands for a missing number of gradient steps, so that rows compare equal
 CELL = ["method", "keep_ratio", "step"]
-PLUMBING = " [plumbing]"
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a report shows of an evaluation.
-
-    Args:
-        title: heading of its section.
-        example: what one example is called.
-        stratum: what a stratum is called.
-        metrics: columns of its tables; the first decides.
-        tiles: figures at the top of its section: gain, what a user gets, price.
-        plots: metrics of its plots, the deciding one first; those of one unit.
-        price: metrics without compression, shown beside every gain.
-        ratio: whether the deciding metric is compared as a ratio.
-        steps: gradient steps that are reported besides the last one.
-        total: what the paper calls all strata together.
-    """
+    """What a report shows of an evaluation."""
 
     title: str
-    example: str
-    stratum: str
-    metrics: tuple[str, ...]
-    tiles: tuple[str, ...]
-    plots: tuple[str, ...]
-    price: tuple[str, ...] = ()
-    ratio: bool = False
-    steps: tuple[int, ...] = ()
-    total: str = ""
+    example: str  # what one example is called
+    stratum: str  # what a stratum is called
+    metrics: tuple[str, ...]  # of the tables; the first decides
+    tiles: tuple[str, ...]  # figures at the top: gain, what a user gets, price
+    plots: tuple[str, ...]  # metrics of one unit, the deciding one first
+    price: tuple[str, ...] = ()  # metrics without compression, shown beside every gain
+    ratio: bool = False  # whether the deciding metric is compared as a ratio
+    steps: tuple[int, ...] = ()  # gradient steps that are reported besides the last one
+    total: str = ""  # what the paper calls all strata together
 
     @property
     def deciding(self) -> str:
@@ -81,37 +67,25 @@ EVALUATIONS = {
         steps=(20, 100), total="total",
     ),
     "qa": Evaluation(
-        "Multiple choice without compression", "question", "task",
-        ("acc_per_char", "acc", "acc_per_token", "nll_per_char"), ("acc_per_char", "nll_per_char"), ("acc_per_char",),
+        "Multiple choice without compression", "question", "task", ("acc_per_char", "acc", "nll_per_char"),
+        ("acc_per_char", "nll_per_char"), ("acc_per_char",),
     ),
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Results:
-    """One results folder.
-
-    Args:
-        name: of the folder, unique among the folders of a report.
-        config: its ``config.json``.
-        summary: of ``summarise``, with every figure's verdict against the first reference.
-        comparisons: of ``compare_models``, the rows of ``pairs``.
-        costs: a row per model, method, keep ratio and step; empty where nothing was measured.
-        models: labels in order, with ``[plumbing]`` behind those that cannot do the task.
-        pairs: (model, reference) in the order of the report; empty for one model.
-        warnings: what a reader must know first.
-        events: lines of ``provenance.jsonl``.
-    """
+    """One results folder; ``name`` is unique among the folders of a report."""
 
     name: str
     config: Mapping[str, Any]
-    summary: pd.DataFrame = field(repr=False)
-    comparisons: pd.DataFrame = field(repr=False)
-    costs: pd.DataFrame = field(repr=False)
-    models: list[str]
-    pairs: list[tuple[str, str]]
-    warnings: list[str]
-    events: list[dict[str, Any]] = field(repr=False)
+    summary: pd.DataFrame = field(repr=False)  # of ``summarise``, with each figure's verdict on the first reference
+    comparisons: pd.DataFrame = field(repr=False)  # of ``compare_models``, the rows of ``pairs``
+    costs: pd.DataFrame = field(repr=False)  # a row per model, method, keep ratio and step; may be empty
+    models: list[str]  # labels in order, "[plumbing]" behind those that cannot do the task
+    pairs: list[tuple[str, str]]  # (model, reference) in the order of the report; empty for one model
+    warnings: list[str]  # what a reader must know first
+    events: list[dict[str, Any]] = field(repr=False)  # lines of provenance.jsonl
 
     @property
     def evaluation(self) -> Evaluation:
@@ -149,12 +123,7 @@ class Results:
 
 
 def final_steps(rows: pd.DataFrame, also: Sequence[int] = ()) -> pd.DataFrame:
-    """Rows of methods without gradient steps, and those of the last step of the others.
-
-    Args:
-        rows: with ``method``, ``keep_ratio`` and ``step``.
-        also: further steps to keep.
-    """
+    """Rows of methods without gradient steps, and those of the last step of the others, or of steps ``also``."""
     last = rows.groupby(["method", "keep_ratio"])["step"].transform("max")
     return rows[(rows["step"] == last) | rows["step"].isin(also)]
 
@@ -168,10 +137,11 @@ def read_results(folder: Path) -> Results:
     """Everything that a report shows of a folder.
 
     Raises:
-        InputError: no results folder, no record in it, an unknown evaluation, or damaged content.
+        InputError: no results folder, no record in it, an evaluation without a report, or damaged content.
     """
-    config = read_config(folder)
-    records = read_records(folder)
+    config, records = read_config(folder), read_records(folder)
+    if config["evaluation"] not in EVALUATIONS:
+        raise InputError(f"{folder} is of evaluation {config['evaluation']!r}, which writes its own tables and plot")
     if not records:
         raise InputError(f"{folder} holds no records yet")
     decides = EVALUATIONS[config["evaluation"]].deciding
@@ -179,20 +149,20 @@ def read_results(folder: Path) -> Results:
         raise InputError(f"{folder} has a record without {decides!r}, which {config['evaluation']} measures")
     summary = plain_steps(summarise(records))
     reasons = {label.partition("@")[0]: reason for label, reason in plumbing(records).items()}
-    shown = {label: label + PLUMBING if label in reasons else label for label in dict.fromkeys(summary["model"])}
+    shown = {label: label + " [plumbing]" * (label in reasons) for label in dict.fromkeys(summary["model"])}
     pairs = comparison_pairs(list(shown))
-    tables = [
-        compare_models(records, reference, primary=config.get("primary"))
-        for reference in dict.fromkeys(reference for _, reference in pairs)
-    ]
-    found = plain_steps(pd.concat(tables)) if tables else pd.DataFrame()
-    found = [found[(found["model"] == model) & (found["reference"] == reference)] for model, reference in pairs]
-    comparisons = pd.concat(found, ignore_index=True) if found else pd.DataFrame()
-    summary["verdict"] = ""
+    comparisons = pd.DataFrame()
     if pairs:
+        references = dict.fromkeys(reference for _, reference in pairs)
+        found = pd.concat([compare_models(records, name, primary=config.get("primary")) for name in references])
+        rank = {pair: place for place, pair in enumerate(pairs)}
+        place = pd.Series(zip(found["model"], found["reference"], strict=True), index=found.index).map(rank)
+        comparisons = plain_steps(found.assign(place=place).dropna(subset="place"))
+        comparisons = comparisons.sort_values("place", kind="stable", ignore_index=True).drop(columns="place")
         keys = ["model", *CELL, "stratum", "metric"]
         judged = comparisons[comparisons["reference"] == pairs[0][1]][[*keys, "verdict"]]
-        summary = summary.drop(columns="verdict").merge(judged, how="left", on=keys).fillna({"verdict": ""})
+        summary = summary.merge(judged, how="left", on=keys)
+    summary["verdict"] = summary["verdict"].fillna("") if pairs else ""
     warnings = [f"Not a result, {label}: {reason.removeprefix('plumbing: ')}." for label, reason in reasons.items()]
     warnings += _incomplete(config, summary)
     costs = _costs(read_costs(folder))
@@ -201,8 +171,7 @@ def read_results(folder: Path) -> Results:
             table[name] = table[name].map(shown)
     return Results(
         folder.resolve().name, config, summary, comparisons, costs, list(shown.values()),
-        [(shown[model], shown[reference]) for model, reference in pairs], warnings,
-        read_events(folder),
+        [(shown[model], shown[reference]) for model, reference in pairs], warnings, read_events(folder),
     )  # fmt: skip
 
 

@@ -20,31 +20,18 @@ _COSTS = {
 
 @dataclass(frozen=True)
 class Figure:
-    """A number in a table.
+    """A number in a table, with its interval (NaN: none) and, where models are compared, its verdict."""
 
-    Args:
-        value: in our units: shares, not percent.
-        low: lower end of the interval; NaN where there is none.
-        high: upper end.
-        decimals: as shown.
-        percent: shown in percent.
-        signed: shown with its sign.
-        verdict: better, worse or level against the reference; empty where nothing is compared.
-        exploratory: the verdict does not survive the correction for many comparisons.
-        primary: the one cell that was named before the run.
-        paper: the paper's figure for the same cell as it prints it, without the unit.
-    """
-
-    value: float
+    value: float  # shares, not percent
     low: float = math.nan
     high: float = math.nan
     decimals: int = 3
     percent: bool = False
     signed: bool = False
-    verdict: str = ""
-    exploratory: bool = False
-    primary: bool = False
-    paper: str = ""
+    verdict: str = ""  # better, worse or level
+    exploratory: bool = False  # the verdict does not survive the correction for many comparisons
+    primary: bool = False  # the one cell that was named before the run
+    paper: str = ""  # the paper's figure for the same cell as it prints it, without the unit
 
     def shown(self, value: float) -> str:
         """A value with the digits of this figure; ``--`` where there is none."""
@@ -68,6 +55,11 @@ class Figure:
         return "" if math.isnan(self.low) else f"[{self.shown(self.low)}, {self.shown(self.high)}]"
 
     @property
+    def printed(self) -> str:
+        """The paper's figure as shown; empty where there is none."""
+        return f"paper {self.paper}" if self.paper else ""
+
+    @property
     def decided(self) -> str:
         """``better`` or ``worse``, else empty."""
         return self.verdict if self.verdict in ("better", "worse") else ""
@@ -78,40 +70,19 @@ Line = dict[str, str | Figure]
 
 @dataclass(frozen=True)
 class Table:
-    """A table as every format writes it.
+    """A table as every format writes it: cells are ``str`` or ``Figure``, texts stand in the first columns."""
 
-    Args:
-        name: of its files, letters, digits and ``-._``.
-        title: a few words.
-        caption: one or two sentences.
-        frame: cells are ``str`` or ``Figure``; texts stand in the first columns.
-        notes: what a reader of the figures must know, one sentence each.
-    """
-
-    name: str
+    name: str  # of its files
     title: str
     caption: str
     frame: pd.DataFrame = field(repr=False)
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # sentences that a reader of the figures must know
 
     @property
     def num_labels(self) -> int:
         """Number of leading columns of texts."""
         texts = [all(isinstance(cell, str) for cell in self.frame[name]) for name in self.frame]
         return [*texts, False].index(False)
-
-    def has_paper(self, column: str) -> bool:
-        """Whether any figure of a column has one of the paper beside it."""
-        return any(isinstance(cell, Figure) and cell.paper for cell in self.frame[column])
-
-    def without_repeated_labels(self) -> list[list[str | Figure]]:
-        """Rows whose leading texts are empty where they repeat the row above."""
-        rows, above = [], ()
-        for row in self.frame.itertuples(index=False, name=None):
-            repeated = [i < self.num_labels - 1 and row[: i + 1] == above[: i + 1] for i in range(len(row))]
-            rows.append(["" if same else cell for same, cell in zip(repeated, row, strict=True)])
-            above = row
-        return rows
 
 
 def result_tables(results: Results, paper: Paper) -> list[Table]:
@@ -130,12 +101,17 @@ def quality_table(results: Results, paper: Paper, method: str) -> Table:
     rows = results.summary[(results.summary["method"] == method) & (results.summary["stratum"] == "")]
     lines: list[Line] = []
     for (keep, step, model), own in _groups(rows, results, "model"):
-        line: Line = {"keep": keep_label(keep), "steps": step_label(step), "model": model, "n": _count(own)}
+        line: Line = {
+            "keep": keep_label(keep),
+            "steps": step_label(step),
+            "model": model,
+            "n": str(own["num_examples"].max()),
+        }
         for name, row in own.set_index("metric").reindex(results.metrics).dropna(how="all").iterrows():
             printed = paper.printed(model, method, keep, step, str(name), results.evaluation.total)
             line[head(str(name))] = summary_figure(row, printed)
         lines.append(line)
-    caption = f"{method}: {sizes(rows, results.evaluation.example)}.{_reference(results)}"
+    caption = f"{method}: {sizes(rows, results.evaluation.example)}."
     return _table(results, f"quality-{slug(method)}", f"{method}: every figure", caption, lines, paper)
 
 
@@ -145,7 +121,12 @@ def differences_table(results: Results, model: str, reference: str) -> Table:
     rows = pair_rows(results, model, reference)
     lines: list[Line] = []
     for (method, keep, step), own in rows.groupby(CELL, sort=False):
-        line: Line = {"method": method, "keep": keep_label(keep), "steps": step_label(step), "n": _count(own)}
+        line: Line = {
+            "method": method,
+            "keep": keep_label(keep),
+            "steps": step_label(step),
+            "n": str(own["num_examples"].max()),
+        }
         by_metric = own.set_index("metric")
         line |= {f"{head(decides)} ratio": ratio_figure(by_metric.loc[decides])} if ratio else {}
         line["p (Holm)"] = Figure(by_metric.loc[decides, "p_holm"])
@@ -171,14 +152,14 @@ def strata_table(results: Results, paper: Paper, method: str) -> Table:
         labels: Line = {"keep": keep_label(cell[0]), "steps": step_label(cell[1])}
         for stratum in sorted(dict.fromkeys(group["stratum"]), key=lambda text: text == ""):
             own = group[group["stratum"] == stratum]
-            line = labels | {evaluation.stratum: stratum or "all", "n": _count(own)}
+            line = labels | {evaluation.stratum: stratum or "all", "n": str(own["num_examples"].max())}
             for _, row in own.iterrows():
                 printed = paper.printed(row["model"], method, cell[0], cell[1], name, stratum or evaluation.total)
                 line[row["model"]] = summary_figure(row, printed)
             lines.append(line)
         if results.config["evaluation"] == "qa":
             lines += [labels | line for line in _average_lines(group, paper)]
-    caption = f"{method}: {head(name)} by {evaluation.stratum}.{_reference(results)}"
+    caption = f"{method}: {head(name)} by {evaluation.stratum}."
     title = f"{method} by {evaluation.stratum}"
     return _table(results, f"{evaluation.stratum}-{slug(method)}", title, caption, lines, paper)
 
@@ -196,11 +177,7 @@ def costs_table(results: Results) -> Table:
 
 
 def headline_text(summary: pd.DataFrame) -> str:
-    """Aligned text for a terminal: every method, keep ratio, model and, where there are several, stratum.
-
-    Args:
-        summary: of ``summarise``.
-    """
+    """A summary as aligned text: every method, keep ratio, model and, where there are several, stratum."""
     rows = final_steps(plain_steps(summary))
     rows = rows if rows["baseline"].all() else rows[~rows["baseline"]]
     evaluation = next(e for e in reversed(EVALUATIONS.values()) if e.deciding in set(rows["metric"]))
@@ -271,10 +248,7 @@ def slug(text: str) -> str:
 
 
 def _average_lines(group: pd.DataFrame, paper: Paper) -> list[Line]:
-    """Averages over tasks, which count alike; the intervals of independent tasks add up in squares.
-
-    References: Zou and Donner 2008, "Construction of confidence limits about effect measures".
-    """
+    """Averages over tasks, which count alike; their intervals add up in squares (Zou and Donner 2008)."""
     lines: list[Line] = []
     for name, tasks in AVERAGES.items():
         own = group[group["stratum"].isin(tasks)]
@@ -309,18 +283,14 @@ def _table(
 ) -> Table:  # fmt: skip
     """The table without steps where there are none, and without a number of examples that is the same everywhere."""
     frame = pd.DataFrame(lines).fillna("")
-    needless = [name for name in ("steps", "n") if name in frame and frame[name].nunique() == 1]
-    frame = frame.drop(columns=[name for name in needless if name == "n" or not frame[name].iloc[0]])
+    same = [name for name in ("steps", "n") if name in frame and frame[name].nunique() == 1]
+    frame = frame.drop(columns=[name for name in same if name == "n" or not frame[name].iloc[0]])
     fewest = int(results.whole["num_documents"].min())
-    few = [f"Only {fewest} documents: the intervals are likely too narrow."] if fewest < 10 else []
-    said = [paper.note] if paper and paper.note and any(map(Table("", "", "", frame).has_paper, frame)) else []
+    if fewest < 10:
+        notes = [f"Only {fewest} documents: the intervals are likely too narrow.", *notes]
+    if paper and paper.note and any(getattr(cell, "paper", "") for cell in frame.to_numpy().flat):
+        notes = [*notes, paper.note]
     where = f"{results.evaluation.title}, {results.config['dataset']}. "
-    return Table(name, title, where + caption, frame, ("95% intervals.", *results.warnings, *few, *notes, *said))
-
-
-def _count(rows: pd.DataFrame) -> str:
-    return str(rows["num_examples"].max())
-
-
-def _reference(results: Results) -> str:
-    return f" Marked: better or worse than {results.pairs[0][1]}." if results.pairs else ""
+    if results.pairs and not name.startswith("differences"):
+        caption += f" Marked: better or worse than {results.pairs[0][1]}."
+    return Table(name, title, where + caption, frame, ("95% intervals.", *results.warnings, *notes))

@@ -31,9 +31,7 @@ def run_metrics(folder: Path) -> pd.DataFrame:
 def training_plot(runs: Mapping[str, pd.DataFrame], models: Sequence[str]) -> Plot:
     """Losses of all runs by step, and the fraction of tokens that each router keeps, run by run.
 
-    Args:
-        runs: label to metrics.
-        models: all labels of the page, in order; they fix colours.
+    ``models``, all labels of the page in order, fix the colours.
     """
     labels = list(dict.fromkeys([*models, *runs]))
     measured = [name for name in LOSSES if any(rows[name].notna().any() for rows in runs.values())]
