@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from kvcat.cache import CompactCache, CompactLayer
 from kvcat.cache.files import write_tensors
-from kvcat.cachefile import KINDS, PREFIX, read_header
+from kvcat.cachefile import KINDS, PREFIX, parse_metadata, read_header
 from kvcat.errors import InputError
 from kvcat.models.rotation import KeyRotation
 from kvcat.serving.widen import UNSEEN, widen_keys
@@ -162,12 +162,14 @@ class Prefix:
         values: likewise.
         fingerprint: of the model that the cache was made with.
         digest: SHA-256 of the file, which tells documents apart.
+        chat: whether the document opens a user's turn in the tokenizer's chat template.
     """
 
     keys: list[Float[Tensor, "kv_heads slots head_dim"]]
     values: list[Float[Tensor, "kv_heads slots head_dim"]]
     fingerprint: str
     digest: str
+    chat: bool
 
     @property
     def num_slots(self) -> int:
@@ -196,4 +198,6 @@ def read_prefix(path: str | Path) -> Prefix:
         raise InputError(f"{path} must hold one example, of equally many slots in every layer: pack with --head-dim")
     tensors, layers = safetensors.torch.load_file(path), range(int(header.entries["num_layers"]))
     keys, values = ([tensors[f"layers.{i}.{part}"][0] for i in layers] for part in ("keys", "values"))
-    return Prefix(keys, values, header.entries["fingerprint"], hashlib.sha256(path.read_bytes()).hexdigest())
+    chat = parse_metadata(header.entries["metadata"], path).get("chat") == "yes"
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    return Prefix(keys, values, header.entries["fingerprint"], digest, chat)

@@ -1,0 +1,267 @@
+"""Compact caches in vLLM: a connector that fills the first slots of a request from a packed cache.
+
+    vllm serve WIDE --middleware kvcat.serving.vllm.CompactCacheMiddleware --kv-transfer-config '{"kv_connector":
+        "CompactCacheConnector", "kv_connector_module_path": "kvcat.serving.vllm", "kv_role": "kv_consumer",
+        "kv_connector_extra_config": {"caches": "FOLDER"}}'
+
+A request names a cache in ``kv_transfer_params``: ``{"kvcat": NAME}``. The middleware turns its text into placeholders
+for the slots and the question's tokens, and answers a wrong name or file with status 400. The connector checks again,
+since requests may come without it: what does not fit fails that request alone.
+
+The scheduler's side of the connector says how many tokens the cache brings; the worker's side writes keys and values
+through the attention implementation's own ``do_kv_cache_update``, which knows its pages' layout.
+"""
+
+# pyright: reportMissingImports=false
+
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+)
+from vllm.logger import init_logger
+from vllm.model_executor.models.utils import extract_layer_index
+
+from kvcat.errors import InputError
+from kvcat.serving.folder import FIELD, PLACEHOLDER, SALT, CacheFolder, Entry, chat_ids, prompt_ids, request_fields
+from kvcat.serving.widen import widened_fingerprint
+
+logger = init_logger(__name__)
+_Scope = MutableMapping[str, Any]
+_REPLIES = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
+
+
+@dataclass
+class _Load:
+    """Slots ``start`` and after of a cache, for the cells of a request."""
+
+    path: Path
+    digest: str
+    start: int
+    cells: torch.Tensor
+    blocks: list[int]
+
+
+@dataclass
+class _Step(KVConnectorMetadata):
+    """What the workers do before a forward: loads, and requests that fail."""
+
+    loads: list[_Load] = field(default_factory=list)
+    failed: set[str] = field(default_factory=set)
+
+
+class CompactCacheConnector(KVConnectorBase_V1):
+    """Gives requests the keys and values of the packed cache that they name.
+
+    Args:
+        vllm_config, role, kv_cache_config: as vLLM makes them; ``caches`` in the extra configuration names the folder.
+
+    Raises:
+        InputError: no folder, a model that was not widened, or more than one worker.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        self.caches = open_folder(vllm_config)
+        self.block_size = vllm_config.cache_config.block_size
+        if vllm_config.parallel_config.world_size > 1:
+            raise InputError("compact caches are served by one worker: no tensor or pipeline parallelism")
+        self._step = _Step()
+        self._entries: dict[str, Entry | None] = {}
+        self._failed_requests: set[str] = set()
+        self._invalid_blocks: set[int] = set()
+        self._prefix = lru_cache(maxsize=16)(self.caches.load)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        """Slots that the request's cache brings beyond those that are there.
+
+        A request that does not fit is said to wait for a load, which fails before anything is computed or kept.
+        """
+        try:
+            entry = self._entry(request)
+        except InputError as error:
+            logger.error("request %s: %s", request.request_id, error)
+            self._entries[request.request_id] = None
+            return max(1, request.num_tokens - num_computed_tokens), True
+        if entry is None:
+            return 0, False
+        self._entries[request.request_id] = entry
+        return max(0, entry.num_slots - num_computed_tokens), False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Note what to load into the cells that the request was given."""
+        if num_external_tokens == 0 or request.request_id not in self._entries:
+            return
+        entry = self._entries.pop(request.request_id)
+        if entry is None:
+            self._step.failed.add(request.request_id)
+            return
+        ids, start = blocks.get_block_ids()[0], entry.num_slots - num_external_tokens
+        places = torch.arange(start, entry.num_slots)
+        cells = torch.tensor(ids)[places // self.block_size] * self.block_size + places % self.block_size
+        new = ids[start // self.block_size : -(-entry.num_slots // self.block_size)]
+        self._step.loads.append(_Load(entry.path, entry.digest, start, cells, new))
+
+    def build_connector_meta(self, scheduler_output: Any) -> _Step:  # noqa: ARG002
+        """What was noted since the last step."""
+        step, self._step = self._step, _Step()
+        return step
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:  # noqa: ARG002
+        """Forget the request."""
+        self._entries.pop(request.request_id, None)
+        return False, None
+
+    def start_load_kv(self, forward_context: Any, **_: Any) -> None:
+        """Write the slots of this step's requests."""
+        step: Any = self._get_connector_metadata()
+        self._failed_requests |= step.failed
+        layers = {n: x for n, x in forward_context.no_compile_layers.items() if hasattr(x.impl, "do_kv_cache_update")}
+        for load in step.loads:
+            try:
+                prefix = self._prefix(load.path, load.digest)
+            except InputError as error:
+                logger.error("%s", error)
+                self._invalid_blocks.update(load.blocks)
+                continue
+            for name, layer in layers.items():
+                index = extract_layer_index(name)
+                keys, values = (
+                    states[index][:, load.start :].transpose(0, 1).to(layer.kv_cache.device, layer.dtype).contiguous()
+                    for states in (prefix.keys, prefix.values)
+                )
+                cells = load.cells.to(layer.kv_cache.device)
+                layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, cells)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
+        """The requests that fail."""
+        failed, self._failed_requests = self._failed_requests, set()
+        return KVConnectorTransferResults(finished_recving=set(failed), failed_recving=failed)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks whose cache could not be read."""
+        invalid, self._invalid_blocks = self._invalid_blocks, set()
+        return invalid
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **_: Any) -> None:
+        """Nothing is saved."""
+
+    def wait_for_save(self) -> None:
+        """Nothing is saved."""
+
+    def _entry(self, request: Any) -> Entry | None:
+        """The cache of a request, None if it names none.
+
+        Raises:
+            InputError: a wrong name or file, or a prompt that was not made for it.
+        """
+        named, salt = (request.kv_transfer_params or {}).get(FIELD), request.cache_salt or ""
+        if named is None:
+            if salt.startswith(SALT):
+                raise InputError(f"cache_salt begins with {SALT!r} and no cache is named")
+            return None
+        entry = self.caches.find(named)
+        slots, prompt = entry.num_slots, list(request.prompt_token_ids or ())
+        if not salt.startswith(entry.salt):
+            raise InputError(f"the prompt was not made for the cache {named!r} as it is now: its salt differs")
+        if len(prompt) <= slots or any(token != PLACEHOLDER for token in prompt[:slots]):
+            raise InputError(f"the prompt must be {slots} placeholders and at least one token")
+        return entry
+
+
+class CompactCacheMiddleware:
+    """Turns requests that name a cache into prompts of token ids, for ``vllm serve --middleware``.
+
+    Args:
+        app: what handles the requests.
+    """
+
+    def __init__(self, app: Callable[..., Awaitable[None]]):
+        self.app, self._folder, self._tokenizer = app, None, None
+
+    async def __call__(self, scope: _Scope, receive: Callable[[], Awaitable[Any]], send: Callable[..., Any]) -> None:
+        """Handle one request."""
+        field = _REPLIES.get(scope.get("path", "")) if scope["type"] == "http" else None
+        if field is None or not _is_allowed(scope):
+            await self.app(scope, receive, send)
+            return
+        body, more = b"", True
+        while more:
+            message = await receive()
+            body, more = body + message.get("body", b""), message.get("more_body", False)
+        try:
+            body = self._prepared(scope, field, body)
+        except InputError as error:
+            await _refuse(send, str(error))
+            return
+        headers = [pair for pair in scope["headers"] if pair[0] != b"content-length"]
+        scope["headers"] = [*headers, (b"content-length", str(len(body)).encode())]
+        sent = False
+
+        async def replay() -> Any:
+            nonlocal sent
+            if sent:
+                return await receive()
+            sent = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        await self.app(scope, replay, send)
+
+    def _prepared(self, scope: _Scope, field: str, body: bytes) -> bytes:
+        """The request as the connector takes it; unchanged if it names no cache or is not understood."""
+        try:
+            request = json.loads(body)
+            name = request["kv_transfer_params"][FIELD]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return body
+        if self._folder is None:
+            config = scope["app"].state.vllm_config
+            from vllm.tokenizers import get_tokenizer
+
+            self._folder, self._tokenizer = open_folder(config), get_tokenizer(config.model_config.tokenizer)
+        entry, salt = self._folder.find(name), request.get("cache_salt")
+        make = prompt_ids if field == "prompt" else chat_ids
+        ids = make(self._tokenizer, request.get(field), chat=entry.chat)
+        fields = request_fields(entry, name, ids, salt if isinstance(salt, str) else None)
+        if field == "messages":  # the API has no token ids here, but this field for a cache's own tokens
+            fields["kv_transfer_params"]["prompt_token_ids"] = fields.pop("prompt")
+        return json.dumps({**request, **fields}).encode()
+
+
+def open_folder(vllm_config: Any) -> CacheFolder:
+    """The folder of caches that a server's configuration names, for its model.
+
+    Raises:
+        InputError: no folder, or a model that was not widened.
+    """
+    config, transfer = vllm_config.model_config.hf_config, vllm_config.kv_transfer_config
+    folder = transfer.get_from_extra_config("caches", None) if transfer else None
+    if not isinstance(folder, str):
+        raise InputError('kv_connector_extra_config must name the folder of packed caches: {"caches": FOLDER}')
+    shape = (config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
+    return CacheFolder(folder, widened_fingerprint(config), shape)
+
+
+def _is_allowed(scope: _Scope) -> bool:
+    """Whether a request has the server's key; the server itself refuses it otherwise."""
+    keys = getattr(scope["app"].state.args, "api_key", None)
+    given = dict(scope["headers"]).get(b"authorization", b"").decode(errors="replace")
+    return not keys or given.removeprefix("Bearer ") in keys
+
+
+async def _refuse(send: Callable[..., Any], message: str) -> None:
+    error = {"message": message, "type": "BadRequestError", "param": "kv_transfer_params", "code": 400}
+    await send({"type": "http.response.start", "status": 400, "headers": [(b"content-type", b"application/json")]})
+    await send({"type": "http.response.body", "body": json.dumps({"error": error}).encode()})
