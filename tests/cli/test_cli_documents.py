@@ -159,7 +159,7 @@ def test_a_cache_is_packed_plain_without_its_log_bias_only_on_demand_or_wide_wit
     cache = compress(tiny_folder, document, "--slots", 5, "--method", "random")
     base = ["pack", str(tiny_folder), "--cache", str(cache), "-o"]
     assert run([*base, str(tmp_path / "p")]) == 0
-    assert capsys.readouterr().out.endswith("5 slots, rerotated; the next token stands at 5\n")
+    assert capsys.readouterr().out.endswith("5 slots a head; the next token stands at 5\n")
     with safetensors.safe_open(tmp_path / "p", "pt") as file:
         assert file.metadata()["format"] == "kvcat-prefix-1"
     assert "exists; --overwrite replaces it" in mistake(capsys, run([*base, str(tmp_path / "p")]))
@@ -169,7 +169,7 @@ def test_a_cache_is_packed_plain_without_its_log_bias_only_on_demand_or_wide_wit
     assert "has a log-bias" in mistake(capsys, run([*base, str(tmp_path / "b")]))
     assert run([*base, str(tmp_path / "b"), "--drop-log-bias"]) == 0
     assert run([*base, str(tmp_path / "w"), "--head-dim", "12"]) == 0
-    assert read_prefix(tmp_path / "w").keys[0].shape[-1] == 12
+    assert read_prefix(tmp_path / "w").shape[2] == 12
 
 
 def test_a_model_is_widened_into_a_folder_or_a_gguf_file(tiny_folder, tmp_path, capsys):

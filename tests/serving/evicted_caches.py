@@ -49,7 +49,9 @@ def ragged(cache):
     for layer in cache.layers:
         slots, heads = layer.num_slots, range(layer.keys.shape[1])
         parts = (layer.keys, layer.values, layer.log_bias)
-        layers.append(CompactLayer.ragged(*([[x[0, h, : slots - h] for h in heads]] for x in parts)))
+        layers.append(
+            CompactLayer.ragged(*([[x[b, h, : slots - h] for h in heads] for b in range(len(x))] for x in parts))
+        )
     return CompactCache(layers, cache.num_tokens, cache.fingerprint)
 
 

@@ -7,15 +7,16 @@ import sys
 import pytest
 import safetensors.torch
 import torch
-from evicted_caches import evicted, ids, make_model, our_logits
+from evicted_caches import evicted, ids, make_model, our_logits, ragged
 from torch import nn
 from transformers import DynamicCache
 
-from kvcat.cache import CompactCache, CompactLayer
+from kvcat.cache import CompactCache
 from kvcat.cli.info import describe
 from kvcat.errors import InputError
+from kvcat.models import save
 from kvcat.models.rotation import KeyRotation
-from kvcat.serving.transformers import export_prefix, plain_prefix
+from kvcat.serving import export_prefix, plain_prefix, widen
 
 
 def rope(kind, **options):
@@ -80,52 +81,42 @@ def test_a_stock_cache_of_the_exported_keys_answers_as_the_compact_cache(kind, o
     model = make_model(kind, options)
     cache, suffix = evicted(model, ids(2, 30), 7), ids(2, 6)
     ours = our_logits(model, cache, suffix)
-    rerotated = plain_prefix(cache, model)
-    assert (rerotated.num_tokens, rerotated.num_slots) == (7, 7)
-    assert torch.allclose(stock_logits(model, rerotated.layers, suffix, 7), ours, atol=1e-4, rtol=1e-4)
-    assert torch.allclose(our_logits(model, rerotated, suffix), ours, atol=1e-4, rtol=1e-4)
-    original = plain_prefix(cache, model, positions="original")
-    assert original.num_tokens == 30
-    assert all(torch.equal(a.keys, b.keys) for a, b in zip(original.layers, cache.layers, strict=True))
-    assert torch.allclose(stock_logits(model, original.layers, suffix, 30), ours, atol=1e-5, rtol=1e-5)
+    plain = plain_prefix(cache, model)
+    assert (plain.num_tokens, plain.num_slots) == (7, 7)
+    assert torch.allclose(stock_logits(model, plain.layers, suffix, 7), ours, atol=1e-4, rtol=1e-4)
+    assert torch.allclose(our_logits(model, plain, suffix), ours, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("options", [{}, rope("linear", factor=4.0), rope("llama3", **LLAMA3), rope("yarn", **YARN)])
-def test_in_float64_both_forms_agree_to_1e_9(options, monkeypatch):
+def test_in_float64_turned_keys_agree_to_1e_9(options, monkeypatch):
     model = exact(make_model("llama", options), monkeypatch)
     cache, suffix = evicted(model, ids(2, 90), 7), ids(2, 6)
     ours = our_logits(model, cache, suffix)
-    for positions, at in (("rerotated", 7), ("original", 90)):
-        plain = plain_prefix(cache, model, positions=positions)
-        assert (stock_logits(model, plain.layers, suffix, at) - ours).abs().max() < 1e-9
+    assert (stock_logits(model, plain_prefix(cache, model).layers, suffix, 7) - ours).abs().max() < 1e-9
     assert (stock_logits(model, cache.layers, suffix, 7) - ours).abs().max() > 1e-2
 
 
 CHILD = """
-import json, sys
+import sys
 sys.modules["kvcat"] = None
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
-folder, suffix, output, *prefixes = sys.argv[1:]
-model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-ids, results = load_file(suffix)["ids"], {}
-for prefix in prefixes:
-    with safe_open(prefix, "pt") as file:
+folder, results = sys.argv[1], {}
+ids = load_file(f"{folder}/ids")["ids"]
+for name in ("plain", "wide"):
+    model = AutoModelForCausalLM.from_pretrained(f"{folder}/{name}", dtype=torch.float32)
+    with safe_open(f"{folder}/{name}.prefix", "pt") as file:
         told = file.metadata()
     assert told["format"] == "kvcat-prefix-1" and told["dtype"] == "float32", told
-    tensors, cache = load_file(prefix), DynamicCache()
+    tensors, cache = load_file(f"{folder}/{name}.prefix"), DynamicCache()
     for i in range(int(told["num_layers"])):
         cache.update(tensors[f"layers.{i}.keys"], tensors[f"layers.{i}.values"], i)
-    positions, options = json.loads(told["metadata"])["positions"], {}
-    if positions == "original":
-        start = int(told["next_position"])
-        options["position_ids"] = torch.arange(start, start + ids.shape[1]).expand(len(ids), -1)
     with torch.no_grad():
-        results[positions] = model(ids, past_key_values=cache, **options).logits.contiguous()
-save_file(results, output)
+        results[name] = model(ids, past_key_values=cache).logits.contiguous()
+save_file(results, f"{folder}/logits")
 try:
     import kvcat
 except ImportError:
@@ -133,23 +124,22 @@ except ImportError:
 """
 
 
-def test_a_process_without_kvcat_continues_from_the_file(tmp_path):
-    model, suffix = make_model("qwen2"), ids(2, 6)
-    model.save_pretrained(tmp_path / "model")
-    cache = evicted(model, ids(2, 30), 7)
-    for positions in ("rerotated", "original"):
-        export_prefix(cache, model, tmp_path / positions, positions=positions)
+def test_a_process_without_kvcat_continues_from_the_file_with_log_bias_and_unequal_heads_if_widened(tmp_path):
+    model, suffix = make_model("qwen2"), ids(1, 6)
+    caches = {"plain": evicted(model, ids(1, 30), 7), "wide": ragged(evicted(model, ids(1, 30), (9, 4), log_bias=True))}
+    export_prefix(caches["plain"], model, tmp_path / "plain.prefix")
+    export_prefix(caches["wide"], model, tmp_path / "wide.prefix", head_dim=12)
+    model.save_pretrained(tmp_path / "plain")
+    save(widen(model, 12), None, tmp_path / "wide")
     safetensors.torch.save_file({"ids": suffix}, tmp_path / "ids")
-    paths = [str(tmp_path / name) for name in ("model", "ids", "logits", "rerotated", "original")]
-    child = subprocess.run([sys.executable, "-c", CHILD, *paths], capture_output=True, text=True, check=False)
+    child = subprocess.run([sys.executable, "-c", CHILD, str(tmp_path)], capture_output=True, text=True, check=False)
     assert child.stdout == "no kvcat here\n", child.stderr
-    ours = our_logits(model, cache, suffix)
     theirs = safetensors.torch.load_file(tmp_path / "logits")
-    assert set(theirs) == {"rerotated", "original"}
-    assert all(torch.allclose(logits, ours, atol=1e-4, rtol=0) for logits in theirs.values())
+    for name, cache in caches.items():
+        assert torch.allclose(theirs[name], our_logits(model, cache, suffix), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("counts", [(7, 7), (9, 4), (3, 8)])
+@pytest.mark.parametrize("counts", [(9, 4), (3, 8)])
 def test_layers_of_their_own_number_of_slots_answer_in_a_stock_cache_token_by_token(counts):
     model, question = make_model(), ids(1, 4)
     cache = evicted(model, ids(1, 30), counts)
@@ -164,12 +154,11 @@ def test_layers_of_their_own_number_of_slots_answer_in_a_stock_cache_token_by_to
         prefill_chunk_size=1, max_new_tokens=8, do_sample=False, pad_token_id=0,
     )  # fmt: skip
     assert torch.equal(ours, theirs)
-    for layers, start in ((plain.layers, counts[0]), (cache.layers, 30)):
-        stock = stock_cache(layers)
-        for step in range(4):
-            at = torch.tensor([[start + step]])
-            logits = model(question[:, step : step + 1], past_key_values=stock, position_ids=at).logits.detach()
-            assert torch.allclose(logits[:, 0], expected[:, step], atol=1e-4, rtol=1e-4)
+    stock = stock_cache(plain.layers)
+    for step in range(4):
+        at = torch.tensor([[counts[0] + step]])
+        logits = model(question[:, step : step + 1], past_key_values=stock, position_ids=at).logits.detach()
+        assert torch.allclose(logits[:, 0], expected[:, step], atol=1e-4, rtol=1e-4)
 
 
 def test_the_file_tells_all_a_reader_needs(tmp_path):
@@ -181,7 +170,7 @@ def test_the_file_tells_all_a_reader_needs(tmp_path):
         assert sorted(file.keys()) == [f"layers.{i}.{part}" for i in (0, 1) for part in ("keys", "values")]
     told.pop("sha256")
     metadata = json.loads(told.pop("metadata"))
-    assert metadata == {"method": "random", "positions": "rerotated", "original_num_tokens": "30"}
+    assert metadata == {"method": "random", "original_num_tokens": "30"}
     assert told == {
         "format": "kvcat-prefix-1", "num_layers": "2", "num_slots": "7", "num_tokens": "30", "next_position": "7",
         "dtype": "bfloat16", "model_type": "qwen2", "fingerprint": cache.fingerprint,
@@ -201,12 +190,10 @@ def test_the_file_tells_all_a_reader_needs(tmp_path):
 def test_what_a_plain_prefix_cannot_hold_is_refused_and_a_log_bias_dropped_only_on_demand():
     model, suffix = make_model(), ids(2, 6)
     cache, biased = evicted(model, ids(2, 30)), evicted(model, ids(2, 30), log_bias=True)
-    heads = [[[part[: 3 + h] for h, part in enumerate(x[0])] for x in (y.keys, y.values)] for y in cache.layers]
-    ragged = CompactCache([CompactLayer.ragged([k], [v]) for k, v in heads], 30, cache.fingerprint)
     for wrong, owner, options, told in (
         (biased, model, {}, "has a log-bias, which engines do not know"),
-        (ragged, model, {}, r"up to 4 and on average 3\.5 slots: .* budgets=layers or budgets=eq"),
-        (cache, model, {"positions": "shifted"}, "positions must be 'rerotated' or 'original', not 'shifted'"),
+        (ragged(biased), model, {}, r"up to 7 and on average 6\.5 slots: .* budgets=layers or budgets=eq"),
+        (biased, model, {"head_dim": 8}, "head_dim must be even and larger than the 8 of the cache, not 8"),
         (cache, make_model("qwen2"), {}, "belongs to another model"),
     ):
         with pytest.raises(InputError, match=told):

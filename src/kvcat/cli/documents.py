@@ -141,7 +141,6 @@ def pack(
     cache: Path,
     output: opt.Output,
     head_dim: int | None = None,
-    positions: Literal["rerotated", "original"] = "rerotated",
     drop_log_bias: bool = False,
     overwrite: opt.Overwrite = False,
     device: opt.Device = "cpu",
@@ -157,18 +156,15 @@ def pack(
         cache: Cache file that `kvcat compress` wrote.
         output: File to write.
         head_dim: Channels of a head of the widened checkpoint that will read the file.
-        positions: rerotated looks like an ordinary short prefix; original needs an engine that takes positions.
         drop_log_bias: Leave out the log-bias, which changes the answers.
     """
     opt.check_output(output, overwrite=overwrite)
 
-    from kvcat.serving import check_plain, export_prefix, next_position
+    from kvcat.serving import export_prefix
 
     loaded, _, compact = _model_and_cache(model, cache, device=device, tokenizer=False)
-    check_plain(compact, drop_log_bias=drop_log_bias, head_dim=head_dim)
-    export_prefix(compact, loaded, output, positions=positions, drop_log_bias=drop_log_bias, head_dim=head_dim)
-    following = next_position(compact, positions, head_dim)
-    print(f"{output}: {compact.mean_slots:g} slots, {positions}; the next token stands at {following}")
+    plain = export_prefix(compact, loaded, output, drop_log_bias=drop_log_bias, head_dim=head_dim)
+    print(f"{output}: {compact.mean_slots:g} slots a head; the next token stands at {plain.num_tokens}")
 
 
 def widen(

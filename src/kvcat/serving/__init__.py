@@ -1,11 +1,11 @@
-"""Compact caches in engines that know no kvcat: plain transformers, llama.cpp, vLLM."""
+"""Compact caches in engines that know no kvcat: plain transformers, llama.cpp, vLLM (``kvcat.serving.vllm``)."""
 
 from kvcat.serving.folder import CacheFolder, chat_ids, prompt_ids, request_fields
 from kvcat.serving.llama_cpp import LlamaCpp
-from kvcat.serving.transformers import Prefix, check_plain, export_prefix, next_position, plain_prefix, read_prefix
+from kvcat.serving.transformers import Prefix, export_prefix, plain_prefix, read_prefix
 from kvcat.serving.widen import widen, write_gguf
 
 __all__ = [
-    "CacheFolder", "LlamaCpp", "Prefix", "chat_ids", "check_plain", "export_prefix", "next_position", "plain_prefix",
-    "prompt_ids", "read_prefix", "request_fields", "widen", "write_gguf",
+    "CacheFolder", "LlamaCpp", "Prefix", "chat_ids", "export_prefix", "plain_prefix", "prompt_ids", "read_prefix",
+    "request_fields", "widen", "write_gguf",
 ]  # fmt: skip

@@ -6,8 +6,6 @@ file: another document under the same name has another salt.
 """
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,30 +19,8 @@ PLACEHOLDER = 0
 _MARK = "\x02document\x03"
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One packed cache in the folder.
-
-    Args:
-        path: the file.
-        num_slots: slots of every head, the number of placeholders.
-        digest: of the file.
-        chat: whether the document opens a user's turn in the chat template.
-    """
-
-    path: Path
-    num_slots: int
-    digest: str
-    chat: bool
-
-    @property
-    def salt(self) -> str:
-        """What a request's ``cache_salt`` must begin with."""
-        return SALT + self.digest
-
-
 class CacheFolder:
-    """The packed caches of one folder, each read and verified once, and again when its file changes.
+    """The packed caches of one folder, each verified once, and again when its file changes.
 
     Args:
         folder: holds files of ``kvcat pack``.
@@ -57,15 +33,12 @@ class CacheFolder:
 
     def __init__(self, folder: str | Path, fingerprint: str, shape: tuple[int, int, int]):
         self.folder, self.fingerprint, self.shape = Path(folder).expanduser(), fingerprint, shape
-        self._known: dict[str, tuple[tuple[int, ...], Entry]] = {}
+        self._known: dict[str, tuple[tuple[int, ...], Prefix]] = {}
         if not self.folder.is_dir():
             raise InputError(f"no folder of caches {folder}")
 
-    def find(self, name: object) -> Entry:
-        """The cache of a name.
-
-        Args:
-            name: of a file in the folder itself.
+    def find(self, name: object) -> Prefix:
+        """The cache of that file name in the folder.
 
         Raises:
             InputError: not the name of a file in the folder, a damaged file, or a cache of another model or shape.
@@ -77,51 +50,36 @@ class CacheFolder:
             raise InputError(f"no cache {name!r}")
         status = path.stat()
         version = (status.st_mtime_ns, status.st_size, status.st_ino)
-        if self._known.get(name, ((), None))[0] != version:
+        if name not in self._known or self._known[name][0] != version:
             self._known[name] = version, self._read(path, name)
         return self._known[name][1]
 
-    def load(self, path: Path, digest: str) -> Prefix:
-        """The keys and values of a cache that was found.
-
-        Raises:
-            InputError: the file is damaged, or another one by now.
-        """
-        prefix = read_prefix(path)
-        if prefix.digest != digest:
-            raise InputError(f"{path.name} has changed since it was asked for")
-        return prefix
-
-    def _read(self, path: Path, name: str) -> Entry:
+    def _read(self, path: Path, name: str) -> Prefix:
         try:
             prefix = read_prefix(path)
         except InputError as error:
             raise InputError(f"cache {name!r}: {str(error).replace(str(path), 'the file')}") from None
         if prefix.fingerprint != self.fingerprint:
             raise InputError(f"cache {name!r} belongs to another model")
-        shape = (len(prefix.keys), prefix.keys[0].shape[0], prefix.keys[0].shape[2])
-        if shape != self.shape:
+        if prefix.shape != self.shape:
             raise InputError(
-                f"cache {name!r} has {shape[0]} layers, {shape[1]} KV heads and {shape[2]} channels, the served model "
-                f"{self.shape[0]}, {self.shape[1]} and {self.shape[2]}: pack it with --head-dim {self.shape[2]}"
+                f"cache {name!r} has {prefix.shape[2]} channels a head, the served model {self.shape[2]}: pack it with "
+                f"--head-dim {self.shape[2]}"
             )
-        return Entry(path, prefix.num_slots, prefix.digest, prefix.chat)
+        return prefix
 
 
-def request_fields(entry: Entry, name: str, ids: Sequence[int], salt: str | None = None) -> dict[str, Any]:
-    """What a request to the server must hold to be answered from a cache.
+def request_fields(prefix: Prefix, name: str, ids: list[int], salt: str = "") -> dict[str, Any]:
+    """What a request must hold to be answered from a cache: ``prompt``, ``cache_salt``, ``kv_transfer_params``.
 
     Args:
-        entry: the cache.
+        prefix: the cache.
         name: its name.
         ids: tokens after the document, at least one.
         salt: the request's own ``cache_salt``.
-
-    Returns:
-        ``prompt`` (token ids), ``cache_salt`` and ``kv_transfer_params``.
     """
-    prompt = [PLACEHOLDER] * entry.num_slots + list(ids)
-    return {"prompt": prompt, "cache_salt": entry.salt + (salt or ""), "kv_transfer_params": {FIELD: name}}
+    prompt = [PLACEHOLDER] * prefix.num_slots + ids
+    return {"prompt": prompt, "cache_salt": f"{SALT}{prefix.digest}{salt}", "kv_transfer_params": {FIELD: name}}
 
 
 def prompt_ids(tokenizer: Any, prompt: object, *, chat: bool) -> list[int]:

@@ -25,7 +25,7 @@ from kvcat.serving.widen import interleaved
 from kvcat.types import Float, Tensor
 
 CACHE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 30}
-_DTYPES = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
+_DTYPES = {number: getattr(torch, name) for name, number in CACHE_TYPES.items()}
 _MAGIC = 0x67677371  # of llama_state_seq_save_file
 _INTERLEAVED = {"llama": True, "qwen2": False, "qwen3": False}  # by architecture: the order of channels in a GGUF file
 _ERROR = 4
@@ -42,31 +42,31 @@ class _Batch(ctypes.Structure):
 
 
 _Log = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
-_P, _I, _N = ctypes.c_void_p, ctypes.c_int32, ctypes.c_size_t
+_P, _I, _N, _T = ctypes.c_void_p, ctypes.c_int32, ctypes.c_size_t, ctypes.c_char_p
 _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
-    "llama_backend_init": (None, []),
-    "llama_log_set": (None, [_Log, _P]),
-    "llama_model_default_params": (_Parameters, []),
-    "llama_context_default_params": (_Parameters, []),
-    "llama_model_load_from_file": (_P, [ctypes.c_char_p, _Parameters]),
-    "llama_init_from_model": (_P, [_P, _Parameters]),
-    "llama_model_free": (None, [_P]),
-    "llama_free": (None, [_P]),
-    "llama_model_meta_val_str": (_I, [_P, ctypes.c_char_p, ctypes.c_char_p, _N]),
-    "llama_model_n_layer": (_I, [_P]),
-    "llama_model_get_vocab": (_P, [_P]),
-    "llama_vocab_n_tokens": (_I, [_P]),
-    "llama_n_ctx": (ctypes.c_uint32, [_P]),
-    "llama_n_batch": (ctypes.c_uint32, [_P]),
-    "llama_set_n_threads": (None, [_P, _I, _I]),
-    "llama_get_memory": (_P, [_P]),
-    "llama_memory_clear": (None, [_P, ctypes.c_bool]),
-    "llama_memory_seq_pos_max": (_I, [_P, _I]),
-    "llama_batch_get_one": (_Batch, [_P, _I]),
-    "llama_decode": (_I, [_P, _Batch]),
-    "llama_get_logits_ith": (ctypes.POINTER(ctypes.c_float), [_P, _I]),
-    "llama_state_seq_load_file": (_N, [_P, ctypes.c_char_p, _I, _P, _N, ctypes.POINTER(_N)]),
-    "llama_state_seq_save_file": (_N, [_P, ctypes.c_char_p, _I, _P, _N]),
+    "backend_init": (None, []),
+    "log_set": (None, [_Log, _P]),
+    "model_default_params": (_Parameters, []),
+    "context_default_params": (_Parameters, []),
+    "model_load_from_file": (_P, [_T, _Parameters]),
+    "init_from_model": (_P, [_P, _Parameters]),
+    "model_free": (None, [_P]),
+    "free": (None, [_P]),
+    "model_meta_val_str": (_I, [_P, _T, _T, _N]),
+    "model_n_layer": (_I, [_P]),
+    "model_get_vocab": (_P, [_P]),
+    "vocab_n_tokens": (_I, [_P]),
+    "n_ctx": (ctypes.c_uint32, [_P]),
+    "n_batch": (ctypes.c_uint32, [_P]),
+    "set_n_threads": (None, [_P, _I, _I]),
+    "get_memory": (_P, [_P]),
+    "memory_clear": (None, [_P, ctypes.c_bool]),
+    "memory_seq_pos_max": (_I, [_P, _I]),
+    "batch_get_one": (_Batch, [_P, _I]),
+    "decode": (_I, [_P, _Batch]),
+    "get_logits_ith": (_P, [_P, _I]),
+    "state_seq_load_file": (_N, [_P, _T, _I, _P, _N, _P]),
+    "state_seq_save_file": (_N, [_P, _T, _I, _P, _N]),
 }
 
 
@@ -76,112 +76,74 @@ class Layout:
 
     Args:
         version: of the file's format.
-        streams: number of streams of cells, the first of which holds the sequence.
+        streams: number of streams of cells; the sequence lies in the first.
         cell: what follows the position in the description of a cell.
         after: what stands between the cells and the first layer's keys.
-        behind: what follows the last layer's values.
-        key_type, value_type: ggml's numbers of the types.
-        key_width, value_width: channels of all KV heads together.
+        types: ggml's numbers of the types of keys and values.
+        width: channels of all KV heads together.
         transposed: whether values lie channel after channel (without flash attention).
-        num_layers: layers with keys and values.
     """
 
     version: int
     streams: int
     cell: bytes
     after: bytes
-    behind: bytes
-    key_type: int
-    value_type: int
-    key_width: int
-    value_width: int
+    types: tuple[int, int]
+    width: int
     transposed: bool
-    num_layers: int
 
     @classmethod
     def read(cls, state: bytes, num_layers: int) -> "Layout":
         """The layout of the file that the engine saved for one token.
+
+        A cell is its position, the number of its sequences, and more in some versions; the layers' blocks follow two
+        words, whether values are transposed and the number of layers, and more in some versions. The one place where
+        all blocks fit to the last byte is taken.
 
         Raises:
             InputError: a quantised cache, or a format that is not understood.
         """
         magic, version, tokens = struct.unpack_from("<III", state)
         start = 12 + 4 * tokens
-        streams, cells = struct.unpack_from("<II", state, start)
-        for size in range(4, 40, 4):  # a cell: its position, the number of its sequences, ...
-            at = start + 12 + size
-            if magic != _MAGIC or cells != 1:
-                break
+        (streams,) = struct.unpack_from("<I", state, start)
+        for at in range(start + 16, min(start + 52, len(state) - 8), 4) if magic == _MAGIC else ():
             transposed, layers = struct.unpack_from("<II", state, at)
-            for extra in range(0, 40, 4):
-                first = at + 8 + extra
-                found = cls._blocks(state, first, num_layers, bool(transposed))
-                if transposed in (0, 1) and layers == num_layers and found:
+            for first in range(at + 8, at + 48, 4) if transposed < 2 and layers == num_layers else ():
+                if found := _blocks(state, first, num_layers, bool(transposed), 4 * (streams - 1)):
+                    types, width = found
                     cell, after = state[start + 12 : at], state[at:first]
-                    return cls(version, streams, cell, after, state[found[4] :], *found[:4], bool(transposed), layers)
+                    return cls(version, streams, cell, after, types, width, bool(transposed))
         raise InputError(
             f"sequence states of version {version} are not understood, or the engine's cache is quantised: use a cache "
             f"of {', '.join(CACHE_TYPES)}"
         )
 
-    @staticmethod
-    def _blocks(state: bytes, first: int, num_layers: int, transposed: bool) -> tuple[int, int, int, int, int] | None:
-        """Types and widths of keys and values, and where the layers end, if they begin here."""
-        kinds, at = [], first
-        try:
-            for part in ("keys", "values"):
-                seen = set()
-                for _ in range(num_layers):
-                    if part == "values" and transposed:
-                        kind, size, width = struct.unpack_from("<iII", state, at)
-                        fits = kind in _DTYPES and size == _DTYPES[kind].itemsize
-                    else:
-                        kind, row = struct.unpack_from("<iQ", state, at)
-                        fits = kind in _DTYPES and 0 < row < 2**20 and row % _DTYPES[kind].itemsize == 0
-                        width = row // _DTYPES[kind].itemsize if fits else 0
-                    if not fits:
-                        return None
-                    at += 12 + width * _DTYPES[kind].itemsize
-                    seen.add((kind, width))
-                kinds.append(seen)
-        except struct.error:
-            return None
-        if at > len(state) or any(len(seen) != 1 for seen in kinds):
-            return None
-        (key_type, key_width), (value_type, value_width) = (seen.pop() for seen in kinds)
-        return key_type, value_type, key_width, value_width, at
-
-    def state(self, prefix: Prefix, *, is_interleaved: bool) -> bytes:
-        """A packed cache as the state of a sequence, without the file's head.
+    def file(self, prefix: Prefix, placeholder: int, *, is_interleaved: bool) -> Iterator[bytes]:
+        """A packed cache as the parts of a file that the engine loads.
 
         Args:
             prefix: of the engine's number of layers and width.
+            placeholder: token id that the file gives for every cell.
             is_interleaved: whether the engine's rotation turns neighbouring channels.
 
         Raises:
-            InputError: a prefix of another shape, or numbers too large for the cache's type.
+            InputError: numbers too large for the cache's type.
         """
-        width = prefix.keys[0].shape[0] * prefix.keys[0].shape[2]
-        if (len(prefix.keys), width) != (self.num_layers, self.key_width) or width != self.value_width:
-            raise InputError(
-                f"a cache of {len(prefix.keys)} layers of {width} channels does not fit the engine's {self.num_layers} "
-                f"layers of {self.key_width}: pack it for this model's head_dim"
-            )
-        slots = prefix.num_slots
-        parts = [struct.pack("<II", self.streams, slots)]
-        parts += [struct.pack("<i", position) + self.cell for position in range(slots)]
-        parts.append(self.after)
-        kind = _DTYPES[self.key_type]
-        for keys in prefix.keys:
-            ordered = interleaved(keys) if is_interleaved else keys
-            parts += [struct.pack("<iQ", self.key_type, width * kind.itemsize), _raw(_rows(ordered), kind)]
-        kind = _DTYPES[self.value_type]
-        for values in prefix.values:
-            if self.transposed:
-                parts += [struct.pack("<iII", self.value_type, kind.itemsize, width), _raw(_rows(values).mT, kind)]
-            else:
-                parts += [struct.pack("<iQ", self.value_type, width * kind.itemsize), _raw(_rows(values), kind)]
-        return b"".join([*parts, self.behind])
+        slots, (key_type, value_type) = prefix.num_slots, self.types
+        yield struct.pack(f"<III{slots}i", _MAGIC, self.version, slots, *[placeholder] * slots)
+        yield struct.pack("<II", self.streams, slots)
+        yield b"".join(struct.pack("<i", position) + self.cell for position in range(slots))
+        yield self.after
+        layers = prefix.load()
+        for keys, _ in layers:
+            yield struct.pack("<iQ", key_type, self.width * _DTYPES[key_type].itemsize)
+            yield _raw(_rows(interleaved(keys) if is_interleaved else keys), _DTYPES[key_type])
+        size = _DTYPES[value_type].itemsize
+        for _, values in layers:
+            form = ("<iII", value_type, size, self.width) if self.transposed else ("<iQ", value_type, self.width * size)
+            yield struct.pack(*form)
+            yield _raw(_rows(values).mT if self.transposed else _rows(values), _DTYPES[value_type])
+        yield bytes(4 * (self.streams - 1))
 
 
 class LlamaCpp:
@@ -213,23 +175,23 @@ class LlamaCpp:
             raise InputError(f"cache_type must be one of {', '.join(CACHE_TYPES)}, not {cache_type!r}")
         if not Path(gguf).is_file():
             raise InputError(f"no model file {gguf}")
-        self._model = self._context = None
-        self._api, self._errors = _load_library(library), []
+        self._library, self._errors = _load_library(library), []
         self._log = _Log(self._note)
-        self._api.llama_log_set(self._log, None)
-        self._api.llama_backend_init()
-        self._model = self._api.llama_model_load_from_file(str(gguf).encode(), self._api.llama_model_default_params())
+        self._call("log_set", self._log, None)
+        self._call("backend_init")
+        self._model = self._call("model_load_from_file", str(gguf).encode(), self._call("model_default_params"))
         if not self._model:
             raise InputError(f"llama.cpp cannot load {gguf}: {self._why()}")
-        parameters = _context_parameters(
-            self._api.llama_context_default_params(), num_ctx, CACHE_TYPES[cache_type], flash_attention
-        )
-        self._context = self._api.llama_init_from_model(self._model, parameters)
+        defaults = self._call("context_default_params")
+        parameters = _context_parameters(defaults, num_ctx, CACHE_TYPES[cache_type], flash_attention)
+        self._context = self._call("init_from_model", self._model, parameters)
         if not self._context:
             raise InputError(f"llama.cpp makes no context of {num_ctx} cells: {self._why()}")
-        self._api.llama_set_n_threads(self._context, num_threads, num_threads)
-        self._vocab = self._api.llama_vocab_n_tokens(self._api.llama_model_get_vocab(self._model))
-        self.architecture, self.fingerprint = self._meta("general.architecture"), self._meta("kvcat.fingerprint")
+        self._call("set_n_threads", self._context, num_threads, num_threads)
+        self.num_ctx = int(self._call("n_ctx", self._context))
+        self._vocab = self._call("vocab_n_tokens", self._call("model_get_vocab", self._model))
+        self._architecture, self._fingerprint = self._meta("general.architecture"), self._meta("kvcat.fingerprint")
+        self._num_layers = self._call("model_n_layer", self._model)
         self.layout = self._read_layout()
 
     def load(self, prefix: Prefix) -> None:
@@ -239,7 +201,7 @@ class LlamaCpp:
             prefix: of ``read_prefix``.
 
         Raises:
-            InputError: a cache of another model or shape, or too little room.
+            InputError: as ``write_state`` and ``load_state``.
         """
         with tempfile.TemporaryDirectory() as folder:
             self.write_state(prefix, Path(folder) / "state")
@@ -247,9 +209,6 @@ class LlamaCpp:
 
     def load_state(self, path: str | Path) -> None:
         """Begin anew behind the cache in a file of ``write_state``.
-
-        Args:
-            path: the file.
 
         Raises:
             InputError: no such file, or one that llama.cpp refuses: of another model, type of cache or layout, damaged,
@@ -259,8 +218,8 @@ class LlamaCpp:
             raise InputError(f"no sequence state {path}")
         self.clear()
         tokens, count = (ctypes.c_int32 * self.num_ctx)(), _N(0)
-        name = str(path).encode()
-        if not self._api.llama_state_seq_load_file(self._context, name, 0, tokens, self.num_ctx, ctypes.byref(count)):
+        arguments = (str(path).encode(), 0, tokens, self.num_ctx, ctypes.byref(count))
+        if not self._call("state_seq_load_file", self._context, *arguments):
             raise InputError(f"llama.cpp refuses {path}: {self._why()}")
 
     def write_state(self, prefix: Prefix, path: str | Path, *, placeholder: int = 0) -> None:
@@ -274,11 +233,22 @@ class LlamaCpp:
         Raises:
             InputError: a cache of another model or shape, too little room, or the file cannot be written.
         """
-        slots = prefix.num_slots
-        if slots >= self.num_ctx:
-            raise InputError(f"{slots} slots do not fit into a context of {self.num_ctx} cells")
-        head = struct.pack(f"<III{slots}i", _MAGIC, self.layout.version, slots, *[placeholder] * slots)
-        write_bytes(Path(path), head, self._state(prefix))
+        if self._fingerprint not in ("", prefix.fingerprint):
+            raise InputError(
+                f"the cache belongs to another model: its fingerprint is {prefix.fingerprint[:12]}, the GGUF file's "
+                f"{self._fingerprint[:12]}"
+            )
+        if self._architecture not in _INTERLEAVED:
+            raise InputError(f"the order of channels of architecture {self._architecture!r} is not known")
+        layers, kv_heads, channels = prefix.shape
+        if (layers, kv_heads * channels) != (self._num_layers, self.layout.width):
+            raise InputError(
+                f"a cache of {layers} layers of {kv_heads * channels} channels does not fit the engine's "
+                f"{self._num_layers} layers of {self.layout.width}: pack it for this model's head_dim"
+            )
+        if prefix.num_slots >= self.num_ctx:
+            raise InputError(f"{prefix.num_slots} slots do not fit into a context of {self.num_ctx} cells")
+        write_bytes(Path(path), *self.layout.file(prefix, placeholder, is_interleaved=_INTERLEAVED[self._architecture]))
 
     def logits(self, ids: Sequence[int]) -> Float[Tensor, " vocab"]:
         """Logits after the tokens, which follow what the context holds.
@@ -290,14 +260,13 @@ class LlamaCpp:
             raise InputError(f"ids must be one or more tokens in 0..{self._vocab - 1}")
         if self.position + len(ids) > self.num_ctx:
             raise InputError(f"{len(ids)} tokens do not fit behind {self.position} of {self.num_ctx} cells")
-        step = self._api.llama_n_batch(self._context)
+        step = self._call("n_batch", self._context)
         for start in range(0, len(ids), step):
-            part = ids[start : start + step]
-            tokens = (ctypes.c_int32 * len(part))(*part)
-            if self._api.llama_decode(self._context, self._api.llama_batch_get_one(tokens, len(part))):
+            part = (ctypes.c_int32 * len(ids[start : start + step]))(*ids[start : start + step])
+            if self._call("decode", self._context, self._call("batch_get_one", part, len(part))):
                 raise RuntimeError(f"llama.cpp cannot decode {len(part)} tokens: {self._why()}")
-        row = self._api.llama_get_logits_ith(self._context, -1)
-        return torch.frombuffer(bytearray(ctypes.string_at(row, 4 * self._vocab)), dtype=torch.float32)
+        row = ctypes.string_at(self._call("get_logits_ith", self._context, -1), 4 * self._vocab)
+        return torch.frombuffer(bytearray(row), dtype=torch.float32)
 
     def generate(self, ids: Sequence[int], max_new_tokens: int, end: Sequence[int] = ()) -> Iterator[int]:
         """The most likely continuation, token by token.
@@ -318,49 +287,33 @@ class LlamaCpp:
 
     def clear(self) -> None:
         """Forget what the context holds."""
-        self._api.llama_memory_clear(self._api.llama_get_memory(self._context), True)
+        self._call("memory_clear", self._call("get_memory", self._context), True)
 
     def close(self) -> None:
         """Free the context and the model."""
-        if self._context:
-            self._api.llama_free(self._context)
-        if self._model:
-            self._api.llama_model_free(self._model)
-        self._context = self._model = None
+        self._call("free", self._context)
+        self._call("model_free", self._model)
 
     @property
     def position(self) -> int:
         """Where the next token stands."""
-        return self._api.llama_memory_seq_pos_max(self._api.llama_get_memory(self._context), 0) + 1
+        return self._call("memory_seq_pos_max", self._call("get_memory", self._context), 0) + 1
 
-    @property
-    def num_ctx(self) -> int:
-        """Cells of the context."""
-        return int(self._api.llama_n_ctx(self._context))
-
-    def _state(self, prefix: Prefix) -> bytes:
-        if self.fingerprint not in ("", prefix.fingerprint):
-            raise InputError(
-                f"the cache belongs to another model: its fingerprint is {prefix.fingerprint[:12]}, the GGUF file's "
-                f"{self.fingerprint[:12]}"
-            )
-        if self.architecture not in _INTERLEAVED:
-            raise InputError(f"the order of channels of architecture {self.architecture!r} is not known")
-        return self.layout.state(prefix, is_interleaved=_INTERLEAVED[self.architecture])
+    def _call(self, name: str, *arguments: Any) -> Any:
+        return getattr(self._library, f"llama_{name}")(*arguments)
 
     def _read_layout(self) -> Layout:
         self.logits([0])
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "state"
-            token = (ctypes.c_int32 * 1)(0)
-            self._api.llama_state_seq_save_file(self._context, str(path).encode(), 0, token, 1)
+            self._call("state_seq_save_file", self._context, str(path).encode(), 0, (ctypes.c_int32 * 1)(0), 1)
             state = path.read_bytes()
         self.clear()
-        return Layout.read(state, self._api.llama_model_n_layer(self._model))
+        return Layout.read(state, self._num_layers)
 
     def _meta(self, key: str) -> str:
         buffer = ctypes.create_string_buffer(256)
-        found = self._api.llama_model_meta_val_str(self._model, key.encode(), buffer, len(buffer))
+        found = self._call("model_meta_val_str", self._model, key.encode(), buffer, len(buffer))
         return buffer.value.decode() if found >= 0 else ""
 
     def _note(self, level: int, text: bytes, _: Any) -> None:
@@ -382,7 +335,8 @@ def _load_library(library: str | Path | None) -> Any:
     try:
         api = ctypes.CDLL(str(library))
         for name, (result, arguments) in _PROTOTYPES.items():
-            getattr(api, name).restype, getattr(api, name).argtypes = result, arguments
+            function = getattr(api, f"llama_{name}")
+            function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError) as error:
         raise InputError(f"{library} is no library with llama.cpp's C API: {error}") from None
     return api
@@ -395,16 +349,33 @@ def _context_parameters(defaults: _Parameters, num_ctx: int, cache_type: int, fl
         InputError: the defaults are not laid out as expected.
     """
     raw = bytes(defaults.raw)
-    numbers = re.search(rb"^(?:\x00\x02\x00\x00)(?:\x00\x08\x00\x00)(?:\x00\x02\x00\x00)\x01\x00\x00\x00", raw)
+    sizes = raw.startswith(struct.pack("<III", 512, 2048, 512))  # context, batch, part of a batch
     automatic = re.search(rb"\xff{16}", raw)  # scaling of positions, pooling, kind of attention, flash attention
     types = re.search(rb"(?:\x01\x00\x00\x00){2}", raw[automatic.end() :]) if automatic else None
-    if numbers is None or automatic is None or types is None:
+    if not sizes or automatic is None or types is None:
         raise InputError("this version of llama.cpp has other parameters than expected")
     changed = bytearray(raw)
     struct.pack_into("<I", changed, 0, num_ctx)
     struct.pack_into("<i", changed, automatic.end() - 4, int(flash))
     struct.pack_into("<ii", changed, automatic.end() + types.start(), cache_type, cache_type)
     return _Parameters.from_buffer(changed)
+
+
+def _blocks(
+    state: bytes, first: int, num_layers: int, transposed: bool, behind: int
+) -> tuple[tuple[int, int], int] | None:
+    """Types of keys and values, and channels, if the layers' blocks of one cell begin here and end with the state."""
+    if first + 12 > len(state):
+        return None
+    key_type, row = struct.unpack_from("<iQ", state, first)
+    middle = first + num_layers * (12 + row)
+    if key_type not in _DTYPES or middle + 12 > len(state):
+        return None
+    value_type, size, count = struct.unpack_from("<iII", state, middle)
+    value_row = size * count if transposed else size
+    width = row // _DTYPES[key_type].itemsize
+    fits = middle + num_layers * (12 + value_row) + behind == len(state)
+    return ((key_type, value_type), width) if fits and value_type in _DTYPES else None
 
 
 def _rows(states: Float[Tensor, "kv_heads slots head_dim"]) -> Float[Tensor, "slots channels"]:

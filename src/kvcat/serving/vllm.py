@@ -18,7 +18,6 @@ import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +31,8 @@ from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 
 from kvcat.errors import InputError
-from kvcat.serving.folder import FIELD, PLACEHOLDER, SALT, CacheFolder, Entry, chat_ids, prompt_ids, request_fields
+from kvcat.serving.folder import FIELD, PLACEHOLDER, SALT, CacheFolder, chat_ids, prompt_ids, request_fields
+from kvcat.serving.transformers import Prefix
 from kvcat.serving.widen import widened_fingerprint
 
 logger = init_logger(__name__)
@@ -42,10 +42,9 @@ _REPLIES = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
 
 @dataclass
 class _Load:
-    """Slots ``start`` and after of a cache, for the cells of a request."""
+    """The slots of a cache from ``start`` on, for the cells of a request, which lie in ``blocks``."""
 
-    path: Path
-    digest: str
+    prefix: Prefix
     start: int
     cells: torch.Tensor
     blocks: list[int]
@@ -72,14 +71,14 @@ class CompactCacheConnector(KVConnectorBase_V1):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self.caches = open_folder(vllm_config)
-        self.block_size = vllm_config.cache_config.block_size
+        self.block_size, self.dtype = vllm_config.cache_config.block_size, vllm_config.model_config.dtype
         if vllm_config.parallel_config.world_size > 1:
             raise InputError("compact caches are served by one worker: no tensor or pipeline parallelism")
         self._step = _Step()
-        self._entries: dict[str, Entry | None] = {}
+        self._named: dict[str, Prefix | None] = {}
         self._failed_requests: set[str] = set()
         self._invalid_blocks: set[int] = set()
-        self._prefix = lru_cache(maxsize=16)(self.caches.load)
+        self._loaded = lru_cache(maxsize=16)(Prefix.load)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Slots that the request's cache brings beyond those that are there.
@@ -87,29 +86,29 @@ class CompactCacheConnector(KVConnectorBase_V1):
         A request that does not fit is said to wait for a load, which fails before anything is computed or kept.
         """
         try:
-            entry = self._entry(request)
+            prefix = self._prefix(request)
         except InputError as error:
             logger.error("request %s: %s", request.request_id, error)
-            self._entries[request.request_id] = None
+            self._named[request.request_id] = None
             return max(1, request.num_tokens - num_computed_tokens), True
-        if entry is None:
+        if prefix is None:
             return 0, False
-        self._entries[request.request_id] = entry
-        return max(0, entry.num_slots - num_computed_tokens), False
+        self._named[request.request_id] = prefix
+        return max(0, prefix.num_slots - num_computed_tokens), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Note what to load into the cells that the request was given."""
-        if num_external_tokens == 0 or request.request_id not in self._entries:
+        if num_external_tokens == 0 or request.request_id not in self._named:
             return
-        entry = self._entries.pop(request.request_id)
-        if entry is None:
+        prefix = self._named.pop(request.request_id)
+        if prefix is None:
             self._step.failed.add(request.request_id)
             return
-        ids, start = blocks.get_block_ids()[0], entry.num_slots - num_external_tokens
-        places = torch.arange(start, entry.num_slots)
+        ids, start = blocks.get_block_ids()[0], prefix.num_slots - num_external_tokens
+        places = torch.arange(start, prefix.num_slots)
         cells = torch.tensor(ids)[places // self.block_size] * self.block_size + places % self.block_size
-        new = ids[start // self.block_size : -(-entry.num_slots // self.block_size)]
-        self._step.loads.append(_Load(entry.path, entry.digest, start, cells, new))
+        new = ids[start // self.block_size : -(-prefix.num_slots // self.block_size)]
+        self._step.loads.append(_Load(prefix, start, cells, new))
 
     def build_connector_meta(self, scheduler_output: Any) -> _Step:  # noqa: ARG002
         """What was noted since the last step."""
@@ -118,7 +117,7 @@ class CompactCacheConnector(KVConnectorBase_V1):
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:  # noqa: ARG002
         """Forget the request."""
-        self._entries.pop(request.request_id, None)
+        self._named.pop(request.request_id, None)
         return False, None
 
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:
@@ -128,19 +127,18 @@ class CompactCacheConnector(KVConnectorBase_V1):
         layers = {n: x for n, x in forward_context.no_compile_layers.items() if hasattr(x.impl, "do_kv_cache_update")}
         for load in step.loads:
             try:
-                prefix = self._prefix(load.path, load.digest)
+                states = self._loaded(load.prefix)
             except InputError as error:
                 logger.error("%s", error)
                 self._invalid_blocks.update(load.blocks)
                 continue
             for name, layer in layers.items():
-                index = extract_layer_index(name)
+                device = layer.kv_cache.device
                 keys, values = (
-                    states[index][:, load.start :].transpose(0, 1).to(layer.kv_cache.device, layer.dtype).contiguous()
-                    for states in (prefix.keys, prefix.values)
+                    part[:, load.start :].transpose(0, 1).to(device, self.dtype).contiguous()
+                    for part in states[extract_layer_index(name)]
                 )
-                cells = load.cells.to(layer.kv_cache.device)
-                layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, cells)
+                layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, load.cells.to(device))
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
         """The requests that fail."""
@@ -161,7 +159,7 @@ class CompactCacheConnector(KVConnectorBase_V1):
     def wait_for_save(self) -> None:
         """Nothing is saved."""
 
-    def _entry(self, request: Any) -> Entry | None:
+    def _prefix(self, request: Any) -> Prefix | None:
         """The cache of a request, None if it names none.
 
         Raises:
@@ -172,13 +170,13 @@ class CompactCacheConnector(KVConnectorBase_V1):
             if salt.startswith(SALT):
                 raise InputError(f"cache_salt begins with {SALT!r} and no cache is named")
             return None
-        entry = self.caches.find(named)
-        slots, prompt = entry.num_slots, list(request.prompt_token_ids or ())
-        if not salt.startswith(entry.salt):
+        prefix = self.caches.find(named)
+        slots, prompt = prefix.num_slots, list(request.prompt_token_ids or ())
+        if not salt.startswith(SALT + prefix.digest):
             raise InputError(f"the prompt was not made for the cache {named!r} as it is now: its salt differs")
         if len(prompt) <= slots or any(token != PLACEHOLDER for token in prompt[:slots]):
             raise InputError(f"the prompt must be {slots} placeholders and at least one token")
-        return entry
+        return prefix
 
 
 class CompactCacheMiddleware:
@@ -231,10 +229,9 @@ class CompactCacheMiddleware:
             from vllm.tokenizers import get_tokenizer
 
             self._folder, self._tokenizer = open_folder(config), get_tokenizer(config.model_config.tokenizer)
-        entry, salt = self._folder.find(name), request.get("cache_salt")
-        make = prompt_ids if field == "prompt" else chat_ids
-        ids = make(self._tokenizer, request.get(field), chat=entry.chat)
-        fields = request_fields(entry, name, ids, salt if isinstance(salt, str) else None)
+        prefix, make = self._folder.find(name), prompt_ids if field == "prompt" else chat_ids
+        ids = make(self._tokenizer, request.get(field), chat=prefix.chat)
+        fields = request_fields(prefix, name, ids, str(request.get("cache_salt") or ""))
         if field == "messages":  # the API has no token ids here, but this field for a cache's own tokens
             fields["kv_transfer_params"]["prompt_token_ids"] = fields.pop("prompt")
         return json.dumps({**request, **fields}).encode()
