@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import shutil
 from collections import namedtuple
+from pathlib import Path
 
 import pytest
 from runs import config, contents
@@ -97,6 +98,12 @@ def test_a_folder_that_holds_something_else_is_left_alone(tiny_folder, texts_fol
     for output in (tmp_path / "file", tmp_path / "file" / "below"):
         assert str(output) in refusal(config(tiny_folder, texts_folder, output))
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_folder_that_cannot_be_written_is_named_as_such_not_as_a_full_disk(tiny_folder, texts_folder):
+    if not Path("/proc").is_dir():
+        pytest.skip("needs a folder that nobody can write")
+    assert "cannot write to folder /proc" in refusal(config(tiny_folder, texts_folder, "/proc/runs/router"))
 
 
 def test_the_folder_of_another_run_keeps_its_run(tiny_folder, texts_folder, tmp_path):

@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import shutil
+import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -238,6 +239,11 @@ def check_folder(config: TrainConfig) -> dict[str, list[Any]]:
             reason = str(error).partition(";")[0]
             raise InputError(f"output folder {run} is not empty and holds no run of ours: {reason}") from None
         return _changes(previous, config)
+    existing = next(f for f in (run.absolute(), *run.absolute().parents) if f.is_dir())
+    try:
+        tempfile.TemporaryFile(dir=existing).close()
+    except OSError as error:
+        raise InputError(f"cannot write to folder {existing}: {error.strerror}") from None
     left = run.iterdir() if run.is_dir() else ()  # by a run that was killed while it claimed the folder
     if run.exists() and not (run.is_dir() and all(f.name == LOCK_FILE or f.name.startswith(".partial-") for f in left)):
         raise InputError(f"output folder {run} is not empty and holds no run of ours")
