@@ -3,7 +3,6 @@
 import errno
 import json
 import shutil
-import zlib
 from types import SimpleNamespace
 
 import numpy as np
@@ -177,21 +176,6 @@ def test_a_full_disk_is_named_and_what_is_written_is_kept(corpus, good, tokenize
             prepare(corpus[0], tokenizer, tmp_path / "tokens")
     prepare(corpus[0], tokenizer, tmp_path / "tokens")
     assert contents(tmp_path / "tokens") == contents(good)
-
-
-def test_a_folder_of_the_first_version_stays_readable(tmp_path):
-    encoder = Encoder.of(byte_tokenizer())
-    tokens = np.arange(10, dtype="<u2")
-    parts = {}
-    for split, count in (("train", 10), ("validation", 4)):
-        tokens[:count].tofile(tmp_path / f"{split}.bin")
-        parts[split] = {"tokens": count, "documents": 1, "crc32": zlib.crc32(tokens[:count].tobytes())}
-    index = {"format": "kvcat tokens", "version": 1, "source": "texts", "dtype": "<u2", "eos": 0, "splits": parts}
-    index |= {"tokenizer": encoder.fingerprint, "tokenizer_name": "", "test_documents": 0}
-    (tmp_path / "tokens.json").write_text(json.dumps(index))
-    train, validation = open_prepared(tmp_path, encoder, 4)
-    assert train.sequences.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert validation.sequences.tolist() == [[0, 1, 2, 3]]
 
 
 @pytest.mark.parametrize(

@@ -69,12 +69,17 @@ def test_a_copy_of_an_earlier_document_is_left_out():
     assert [d.id for d in drop_copies(documents)] == ["a", "little"]
 
 
-def test_training_documents_of_the_installation_hold_no_copies(monkeypatch):
+def test_documents_of_the_installation_hold_no_copies_nor_held_out_ones_lines_of_training(monkeypatch):
     held = [f"held {i}" for i in range(200) if split_of(f"held {i}") == "validation"][:1]
     names = [f"d{i}" for i in range(40) if split_of(f"d{i}") == "train"][:4]
     found = [document(name, lines("the same", 10)) for name in names] + [document(held[0], lines("held", 10))]
     monkeypatch.setattr(split_module, "open_documents", lambda _: iter(found))
     assert [len(training_splits(source, 1)[0]) for source in ("installed", "texts")] == [1, 4]
+    assert [d.id for d in split_documents("installed", "validation")] == held
+    found.append(document(names[0], lines("held", 10)))
+    assert [d.id for d in split_documents("texts", "validation")] == held
+    with pytest.raises(InputError, match="no document in split 'validation'"):
+        split_documents("installed", "validation")
 
 
 def test_where_no_document_falls_into_validation_one_is_held_out(tmp_path):
