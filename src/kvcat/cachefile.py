@@ -31,14 +31,7 @@ _BLOCK = 2**22
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor as the header describes it.
-
-    Args:
-        dtype: safetensors' name: F32, BF16, ...
-        shape: its axes.
-        start: offset of its first byte in the file.
-        stop: one past its last byte.
-    """
+    """One tensor as the header describes it: safetensors' name of its type (F32, ...), shape, bytes of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -53,15 +46,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class FileHeader:
-    """The header of a file of ours.
-
-    Args:
-        kind: ``CACHE``, ``PREFIX`` or ``STATE``.
-        version: of the format.
-        entries: text by key, without ``format`` and ``sha256``.
-        tensors: by name.
-        file_size: bytes.
-    """
+    """The header of a file of ours; ``entries`` are without ``format`` and ``sha256``, ``file_size`` is in bytes."""
 
     kind: str
     version: int
@@ -71,11 +56,7 @@ class FileHeader:
 
 
 def read_header(path: Path, *, verify: bool = True) -> FileHeader:
-    """The header of a compact cache or an exported prefix.
-
-    Args:
-        path: file to read.
-        verify: whether the bytes of the whole file are compared with its checksum.
+    """The header of a compact cache or an exported prefix; ``verify`` compares the whole file with its checksum.
 
     Raises:
         InputError: missing, truncated, no safetensors file, not ours, of another version, or changed.

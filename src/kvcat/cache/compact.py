@@ -20,10 +20,7 @@ from kvcat.types import Int, Tensor
 
 @dataclass(frozen=True)
 class CompactCache:
-    """A prefix of ``num_tokens`` tokens held in few KV slots per layer and head.
-
-    Decoding never changes it: every conversion to a transformers cache is fresh, so that one compact
-    cache answers any number of questions.
+    """A prefix of ``num_tokens`` tokens held in few KV slots per layer and head; decoding never changes it.
 
     Args:
         layers: one per layer of the model, of equal batch.
@@ -71,27 +68,15 @@ class CompactCache:
         return any(layer.log_bias is not None for layer in self.layers)
 
     def select(self, rows: Rows) -> "CompactCache":
-        """The cache of the given examples.
-
-        Args:
-            rows: indices of examples, or a slice of them.
-        """
+        """The cache of the given examples."""
         return replace(self, layers=[layer.select(rows) for layer in self.layers])
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "CompactCache":
-        """The cache on another device, its keys and values in another floating dtype.
-
-        Args:
-            device: target device; None keeps it.
-            dtype: target dtype; None keeps it. The log-bias keeps its own.
-        """
+        """The cache on another device, its keys and values in another dtype; the log-bias keeps its own."""
         return replace(self, layers=[layer.to(device, dtype) for layer in self.layers])
 
     def save(self, path: str | Path) -> None:
         """Write a safetensors file with a checksum; the path holds the old file or the whole new one.
-
-        Args:
-            path: file to write; its folder must exist.
 
         Raises:
             InputError: no such folder, no permission, or the disk is full.
@@ -119,11 +104,7 @@ class CompactCache:
         return cache.to(next(model.parameters()).device)
 
     def check_model(self, model: nn.Module, name: str = "the compact cache") -> None:
-        """Refuse a model that the cache was not made with.
-
-        Raises:
-            InputError: the model's weights have another fingerprint.
-        """
+        """Refuse a model whose weights have another fingerprint than those that the cache was made with."""
         found = fingerprint(model)
         if found != self.fingerprint:
             raise InputError(
@@ -166,13 +147,8 @@ class CompactCache:
     ) -> Cache:
         """A fresh transformers cache that starts with the compact prefix.
 
-        With a log-bias, or slots that differ in number, the model is switched to kvcat's attention,
-        because stock attention knows neither.
-
-        Args:
-            model: the model the cache was made with.
-            read_only: forwards leave the cache as it is.
-            static_tokens: as in ``inputs``.
+        With a log-bias, or slots that differ in number, the model is switched to kvcat's attention, because stock
+        attention knows neither. A ``read_only`` cache stays as it is in every forward.
 
         Raises:
             InputError: static_tokens below 1, or together with read_only.
@@ -195,10 +171,7 @@ class CompactCache:
 
 
 def next_turn(past: Cache, input_ids: Int[Tensor, "batch new"]) -> dict[str, Any]:
-    """Keyword arguments with which ``model.generate`` goes on after an earlier answer on the same cache.
-
-    The cache grows behind its compact part from turn to turn (``trace(..., past=...)`` compresses both
-    again). No row may hold padding.
+    """Keyword arguments with which ``model.generate`` goes on after an earlier answer; no row may hold padding.
 
     Args:
         past: ``past_key_values`` of ``CompactCache.inputs``, after the earlier turns.

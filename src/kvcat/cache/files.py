@@ -60,7 +60,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], entries: dict[str, str
         path: file to write; its folder must exist.
         tensors: by name.
         entries: of the header beside ``format`` and ``sha256``, written in this order.
-        kind: ``CACHE``, ``PREFIX`` or ``STATE`` of ``kvcat.cachefile``.
+        kind: ``CACHE``, ``PREFIX`` or ``STATE``.
 
     Raises:
         InputError: no such folder, no permission, or the disk is full.
@@ -100,11 +100,7 @@ def read_tensors(path: Path, kind: str) -> tuple[dict[str, str], dict[str, Tenso
 
 
 def check_target(path: Path) -> None:
-    """Refuse a path that cannot be a file.
-
-    Raises:
-        InputError: it is a folder, or in no folder.
-    """
+    """Refuse a path that is a folder, or in no folder."""
     if path.is_dir() or not path.parent.is_dir():
         raise InputError(f"cannot write {path}: {'it is a folder' if path.is_dir() else 'no such folder'}")
 

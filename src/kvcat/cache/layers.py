@@ -22,9 +22,9 @@ class PrefixLayer(CacheLayerMixin):
 
     Args:
         slots: the prefix, equally many slots in every head.
-        num_tokens: prefix length in tokens, at least the number of slots.
+        num_tokens: prefix length.
         window: sliding window of this layer in tokens, None without one.
-        read_only: updates return slots and new tokens but store nothing.
+        read_only: updates store nothing.
     """
 
     keys: Tensor
@@ -91,11 +91,7 @@ class PrefixLayer(CacheLayerMixin):
         self.crop(-self.num_new)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last ``-tokens_to_remove`` tokens; the compact prefix itself cannot be cropped.
-
-        Raises:
-            InputError: more tokens than were added after the prefix.
-        """
+        """Remove the last ``-tokens_to_remove`` tokens; the compact prefix itself cannot be cropped."""
         count = -tokens_to_remove
         if not 0 <= count <= self.num_new:
             raise InputError(f"cannot crop {count} tokens: {self.num_new} follow the compact prefix")
@@ -122,10 +118,6 @@ class RaggedPrefixLayer(PrefixLayer):
     """A prefix whose heads hold different numbers of slots; its keys are those of the new tokens alone.
 
     The slots travel with the keys (``Carried``) and are never padded or copied.
-
-    Args:
-        slots: the prefix.
-        num_tokens, window, read_only: as in ``PrefixLayer``.
     """
 
     def __init__(self, slots: RaggedLayer, num_tokens: int, *, window: int | None = None, read_only: bool = False):
@@ -152,12 +144,8 @@ class RaggedPrefixLayer(PrefixLayer):
 class StaticPrefixLayer(PrefixLayer):
     """A prefix with room for a fixed number of tokens, allocated once, as transformers' ``StaticLayer``.
 
-    Shapes never change, so that a model is compiled once. Heads with fewer slots are padded.
-
-    Args:
-        slots: the prefix.
-        num_tokens, window: as in ``PrefixLayer``.
-        capacity: most tokens that may follow the prefix, at least 1.
+    Shapes never change, so that a model is compiled once. Heads with fewer slots are padded. At most ``capacity``
+    tokens may follow the prefix.
     """
 
     is_compileable = True
@@ -180,11 +168,7 @@ class StaticPrefixLayer(PrefixLayer):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_args, **_kwargs) -> tuple[Tensor, Tensor]:
-        """The whole room, the new tokens written behind those before.
-
-        Raises:
-            InputError: more tokens than there is room for, or a batch that is no multiple of the cache's.
-        """
+        """The whole room, the new tokens written behind those before."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         count = key_states.shape[-2]
@@ -219,19 +203,12 @@ class StaticPrefixLayer(PrefixLayer):
         self.cumulative_length.zero_()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Not possible: a static cache drops all new tokens (``reset``) or none.
-
-        Raises:
-            InputError: always.
-        """
+        """Not possible: a static cache drops all new tokens (``reset``) or none."""
         raise InputError(f"a static cache cannot be cropped by {-tokens_to_remove} tokens")
 
 
 def layer_windows(config: Any) -> list[int | None]:
     """Sliding window of every layer in tokens, None where a layer sees everything before it.
-
-    Args:
-        config: a transformers configuration.
 
     Raises:
         InputError: a layer keeps no keys and values (linear attention, state space) or shares another's.

@@ -74,14 +74,7 @@ class CompactLayer(_Tensors):
         return self.taken(there)
 
     def taken(self, there: Bool[Tensor, "batch kv_heads slots"]) -> "Layer":
-        """Some of the slots, ragged where heads keep different numbers of them.
-
-        Args:
-            there: which ones; at least one of every head.
-
-        Raises:
-            InputError: a head without slots.
-        """
+        """Some of the slots, at least one of every head; ragged where heads keep different numbers of them."""
         flat = {name: tensor[there] for name, tensor in self.tensors().items()}
         return _equal_if_possible(RaggedLayer(**{"log_bias": None, **flat}, counts=there.sum(-1).cpu()))
 
@@ -100,9 +93,7 @@ class CompactLayer(_Tensors):
 
         Args:
             keys: per example and KV head, keys after rotation (slots, head_dim), at least one slot.
-            values: likewise, (slots, value_dim).
-            log_bias: likewise, (slots,); None adds none.
-            positions: likewise, (slots,); None where they are not known.
+            values, log_bias, positions: likewise; None: no log-bias, positions that are not known.
         """
         counts = torch.tensor([[len(head) for head in row] for row in keys])
         parts = {"keys": keys, "values": values, "log_bias": log_bias, "positions": positions}
@@ -112,14 +103,11 @@ class CompactLayer(_Tensors):
 
 @dataclass(frozen=True)
 class RaggedLayer(_Tensors):
-    """Slots of one layer whose heads hold different numbers of them, one head after the other.
+    """Slots of one layer whose heads hold different numbers of them, one head after the other, example by example.
 
     Args:
-        keys: of all heads of the first example, then of the next.
-        values: in the same order.
-        log_bias: in the same order, nats; None adds none.
+        keys, values, log_bias, positions: as in ``CompactLayer``.
         counts: slots of every head, at least 1; on the CPU.
-        positions: token positions of the slots' keys, where the method knows them.
 
     Raises:
         InputError: a head without slots, or counts that do not add up.
@@ -158,7 +146,7 @@ class RaggedLayer(_Tensors):
         return self.keys[own], self.values[own], None if self.log_bias is None else self.log_bias[own]
 
     def padded(self) -> CompactLayer:
-        """All heads with as many slots as the fullest; added slots have log-bias -inf, unseen by queries."""
+        """All heads with as many slots as the fullest; added slots have log-bias -inf, which no query sees."""
         wide, counts = self.num_slots, self.counts.to(self.keys.device)
         there = torch.arange(wide, device=counts.device) < counts.unsqueeze(-1)
         bias = self.keys.new_full(there.shape, -torch.inf, dtype=torch.promote_types(self.keys.dtype, torch.float32))

@@ -39,8 +39,6 @@ class Compressor(ABC):
     ) -> CompactCache:
         """The compact cache with ceil(keep_ratio * prefix_len) or num_slots slots per layer and head.
 
-        Heads that have fewer, because part of the prefix was compact already, keep all of them.
-
         Args:
             trace: of the windows to compress.
             keep_ratio: fraction kept, in (0, 1]; 1 returns the dense cache.
@@ -82,14 +80,7 @@ class Scorer(ABC):
 
 
 def slots_for(prefix_len: int, keep_ratio: float | int | None, num_slots: int | None) -> int:
-    """Number of slots: ceil(keep_ratio * prefix_len), or num_slots itself.
-
-    The product is rounded at the 12th significant digit first, so that 0.1 * 30 = 3.0000000000000004 gives 3.
-
-    Args:
-        prefix_len: tokens of the prefix.
-        keep_ratio: fraction kept, in (0, 1].
-        num_slots: number kept, in [1, prefix_len].
+    """Number of slots: ceil(keep_ratio * prefix_len), keep_ratio in (0, 1], or num_slots in [1, prefix_len].
 
     Raises:
         InputError: out of range, or not exactly one of the two given.
@@ -102,6 +93,7 @@ def slots_for(prefix_len: int, keep_ratio: float | int | None, num_slots: int | 
         return num_slots
     if keep_ratio is None or not 0 < keep_ratio <= 1:
         raise InputError(f"keep_ratio must be in (0, 1], not {keep_ratio}")
+    # rounded first, so that 0.1 * 30 = 3.0000000000000004 gives 3
     return max(1, math.ceil(float(f"{keep_ratio * prefix_len:.12g}")))
 
 
@@ -138,10 +130,7 @@ def top_positions(scores: Float[Tensor, "*heads prefix"], num_slots: int) -> Int
 
 @torch.no_grad()
 def received_mass(trace: Trace, start: int) -> Scores:
-    """Attention mass that each prefix position receives from the prefix queries from position ``start`` on.
-
-    Per layer and KV head, summed over these queries and the head's query heads.
-    """
+    """Attention that each prefix position gets from the prefix queries from ``start`` on, summed, per KV head."""
     result = []
     for queries, keys, scale in zip(trace.prefix_queries_from(start), trace.keys, trace.scales, strict=True):
         batch, kv_heads, prefix, _ = keys.shape
@@ -158,10 +147,7 @@ def received_mass(trace: Trace, start: int) -> Scores:
 
 
 def example_generators(trace: Trace, seed: int) -> list[torch.Generator]:
-    """One random stream per example, a function of the seed and the tokens of the example's prefix.
-
-    Examples draw independently, and each draws the same alone as in any batch.
-    """
+    """One random stream per example, from the seed and the example's prefix: the same alone as in any batch."""
     generators = []
     for row in trace.input_ids[:, : trace.prefix_len].cpu():
         digest = hashlib.sha256(f"{seed}:".encode() + row.contiguous().numpy().tobytes()).digest()

@@ -37,16 +37,7 @@ def replay(
 def replay_hidden(
     model: PreTrainedModel, cache: CompactCache, suffix_ids: Int[Tensor, "batch suffix"], *, chunk_tokens: int = 4096
 ) -> Float[Tensor, "batch suffix hidden"]:
-    """Input of the head at the suffix positions when the compact cache stands for the prefix.
-
-    Args:
-        model, cache, suffix_ids: as in ``replay``.
-        chunk_tokens: most tokens of each example that run at once, at least 1; more of them run chunk after chunk
-            behind the growing cache, so that activations grow with the chunk.
-
-    Raises:
-        InputError: as ``replay``, or chunk_tokens below 1.
-    """
+    """Input of the head at the suffix positions, as ``replay``; at most ``chunk_tokens`` an example run at once."""
     return torch.cat(list(_replayed(model, cache, suffix_ids, chunk_tokens)), dim=1)
 
 
@@ -90,7 +81,7 @@ def compare(trace: Trace, cache: CompactCache, *, start: int = 0, chunk_tokens: 
     """The suffix of the trace on the compact cache against the dense forward.
 
     The first suffix token is predicted from the prefix's last position, which no compression changes: both NLLs count
-    it with the dense prediction. Memory grows with the chunk, not with the suffix, but for its keys and values.
+    it with the dense prediction.
 
     Args:
         trace: with a suffix.
@@ -122,8 +113,6 @@ def compare(trace: Trace, cache: CompactCache, *, start: int = 0, chunk_tokens: 
 
 def supervised_kl(trace: Trace, cache: CompactCache) -> Float[Tensor, " batch"]:
     """KL(dense || compact) per example, mean over the supervising positions of the trace, nats per token.
-
-    ``compare`` gives the mean over the whole suffix; this one leaves out what comes before ``supervision_start``.
 
     Raises:
         InputError: no such positions, or a cache of another model or batch.
@@ -157,7 +146,7 @@ class SmallestCache:
     Args:
         cache: the smallest one tried that reaches the KL.
         num_slots: its budget, slots per layer and head.
-        kl: its KL at the held-out positions, nats per token, the worst example's; 0 for the whole prefix.
+        kl: of the worst example at the held-out positions, nats per token; 0 for the whole prefix.
         tried: KL by number of slots, in the order of the tries.
     """
 
@@ -177,14 +166,13 @@ def smallest_cache(
 ) -> SmallestCache:
     """Find the smallest compact cache whose KL(dense || compact) on held-out positions is at most ``max_kl``.
 
-    Bisection over the number of slots between 1 and the prefix length, at which the KL is 0, so that there always is an
-    answer. It ends where one slot fewer misses the mark. The KL of a real method does not fall with every slot; of all
-    numbers tried the smallest that reached the mark is taken. Every example of a batch has to reach it.
+    Bisection over the number of slots, until one slot fewer misses the mark; the whole prefix always reaches it. The KL
+    of a real method does not fall with every slot: of all numbers tried the smallest that reached the mark is taken.
 
     Args:
         trace: of the windows to compress.
         compressor: any; it is given a part of the trace, or the trace itself where ``held_out`` is another one.
-        max_kl: nats per token, at least 0.
+        max_kl: nats per token, at least 0; every example of a batch has to reach it.
         held_out: fraction in (0, 1) of the supervising positions, the last ones, that the compressor does not see and
             the KL is taken at; or another trace of the same prefix, whose supervising positions serve.
         on_try: called after every try with the number of slots and the KL.

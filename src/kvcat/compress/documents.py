@@ -14,13 +14,10 @@ _DOCUMENT, _QUESTION = "\x02document\x03", "\x02question\x03"
 def reconstruction(tokenizer: PreTrainedTokenizerBase, text: str, *, head: str | None = None) -> Reconstruction:
     """Token ids of <text><instruction><text>, joined as ids so that both copies are the same tokens.
 
-    The first copy begins with whatever the tokenizer puts at the start of a text (such as a beginning-of-text token);
-    instruction and second copy carry no special tokens.
-
     Args:
         tokenizer: of the model that will be traced.
         text: what to compress.
-        head: stands before the first copy in place of what the tokenizer puts there, such as a chat template's start.
+        head: stands before the first copy; None: what the tokenizer puts there, such as a beginning-of-text token.
 
     Raises:
         InputError: the text holds no token.
@@ -72,8 +69,7 @@ def document_trace(
     """The trace from which a document's cache is compressed; a document has no suffix.
 
     Args:
-        model: the model that will answer.
-        tokenizer: its tokenizer.
+        model, tokenizer: that will answer.
         text: the document.
         supervision: "reconstruction" matches the document repeated after an instruction, "self" its own queries.
         chat: the document opens a user's turn in the tokenizer's chat template.
@@ -103,7 +99,7 @@ def question_ids(tokenizer: PreTrainedTokenizerBase, text: str, *, chat: bool = 
     Args:
         tokenizer: of the model.
         text: the question or continuation.
-        chat: the document was traced with ``chat``; the question ends the user's turn and the assistant's begins.
+        chat: the document was traced with ``chat``; the question ends the user's turn.
 
     Raises:
         InputError: an empty text, no chat template.

@@ -39,10 +39,8 @@ REFUSED = {
     "FinchPress": "it wants a delimiter token between text and question",
     "ThinKPress": "it zeroes channels of the keys and removes no slots",
 }
-_ABSTRACT = ("BasePress", "ScorerPress")
 # far above the rounding of 1 - slots / prefix, far below one slot of any cache
 _NUDGE = 1e-12
-Kept = tuple[list[Tensor], list[Tensor]]
 
 
 @dataclass(frozen=True, init=False)
@@ -50,8 +48,7 @@ class KVPress(Compressor):
     """A press of kvpress: what it keeps of the prefix becomes a compact cache of as many slots.
 
     Presses that choose per head only hide the other slots in kvpress; here they are removed, and heads hold as many
-    slots as the press left them. Each example is pressed alone, in one more forward over its prefix (some presses take
-    several). kvpress is imported when the first press is made, and its patches of transformers are undone.
+    slots as the press left them. Each example is pressed alone, in one or several more forwards over its prefix.
 
     Args:
         name: class name of the press; a wrapper and the press inside it are joined by a plus: "SnapKVPress",
@@ -73,11 +70,7 @@ class KVPress(Compressor):
         self._build()
 
     def compress(self, trace: Trace, sizes: Sequence[int]) -> Iterator[CompactCache]:
-        """The caches of several sizes; every size presses each example anew.
-
-        Presses that choose per layer or per head keep so many slots on average; presses that keep whole chunks come
-        near it.
-        """
+        """The caches; presses that choose per layer or head keep so many slots on average, of whole chunks nearly."""
         if trace.past_len:
             raise InputError("kvpress presses whole prefixes, and part of this one is compact already")
         for size in sizes:
@@ -93,9 +86,11 @@ class KVPress(Compressor):
     def _build(self) -> Any:
         """A new press, which holds the state of one use."""
         outer, _, inner = self.name.partition("+")
-        inside = {key.removeprefix("press."): x for key, x in self.options.items() if inner and key[:6] == "press."}
-        options = {key: x for key, x in self.options.items() if not (inner and key[:6] == "press.")}
-        return _make(outer, {**options, "press": _make(inner, inside)} if inner else options)
+        parts: dict[bool, dict[str, Any]] = {False: {}, True: {}}
+        for key, value in self.options.items():
+            inside = bool(inner) and key.startswith("press.")
+            parts[inside][key.removeprefix("press.") if inside else key] = value
+        return _make(outer, {**parts[False], "press": _make(inner, parts[True])} if inner else parts[False])
 
 
 def library() -> Any:
@@ -126,7 +121,7 @@ def version() -> str:
 def presses() -> dict[str, type]:
     """Every press that the installed kvpress exports, by class name."""
     module = library()
-    exported = {name: getattr(module, name) for name in module.__all__ if name not in _ABSTRACT}
+    exported = {name: getattr(module, name) for name in module.__all__ if name not in ("BasePress", "ScorerPress")}
     return {k: x for k, x in exported.items() if isinstance(x, type) and issubclass(x, module.BasePress)}
 
 
@@ -150,7 +145,7 @@ def _make(name: str, options: dict[str, Any]) -> Any:
         raise InputError(f"{name}: {error}") from error
 
 
-def _press_prefix(press: Any, trace: Trace, row: int, num_slots: int) -> list[Kept]:
+def _press_prefix(press: Any, trace: Trace, row: int, num_slots: int) -> list[tuple[list[Tensor], list[Tensor]]]:
     """Per layer what the press keeps of one example's prefix: keys and values of every KV head."""
     model, name, label = trace.model, type(press).__name__, trace.model.config.name_or_path
     attentions, cache = _attentions(model), DynamicCache()
@@ -172,17 +167,13 @@ def _press_prefix(press: Any, trace: Trace, row: int, num_slots: int) -> list[Ke
         except (AssertionError, ValueError, NotImplementedError, OSError, TypeError, RuntimeError) as error:
             raise InputError(f"{name} on a prefix of {trace.prefix_len} tokens: {error}") from error
         # this press counts positions within the cache; ours end where the prefix does
-        counts = isinstance(press, library().KeyRerotationPress)
-        rotation = KeyRotation(model, trace.prefix_len - num_slots) if counts else None
-        kept = []
+        shift = trace.prefix_len - num_slots if isinstance(press, library().KeyRerotationPress) else 0
+        rotation, kept = KeyRotation(model, shift) if shift else None, []
         for index, (layer, attention) in enumerate(zip(cache.layers, attentions, strict=True)):
-            keys, values = layer.keys, layer.values[0]
-            keys = (keys if rotation is None else rotation(keys, index))[0]
-            there = torch.ones(keys.shape[:2], dtype=torch.bool)
-            if getattr(attention, "masked_key_indices", None) is not None:
-                _, heads, positions = attention.masked_key_indices
-                there[heads.cpu(), positions.cpu()] = False
-            there = there.to(keys.device)
+            keys, values = (layer.keys if rotation is None else rotation(layer.keys, index))[0], layer.values[0]
+            there = torch.ones(keys.shape[:2], dtype=torch.bool, device=keys.device)
+            if (hidden := getattr(attention, "masked_key_indices", None)) is not None:
+                there[hidden[1].to(keys.device), hidden[2].to(keys.device)] = False
             kept.append(tuple([part[h, there[h]] for h in range(len(keys))] for part in (keys, values)))
         return kept
 
@@ -204,10 +195,7 @@ def _holds(press: Any, kind: type) -> bool:
 
 @contextmanager
 def _as_kvpress_expects(model: Any, attentions: list[Any], eager: bool) -> Iterator[None]:
-    """What newer transformers no longer gives: cache_position, a head_dim in every config; afterwards all is as before.
-
-    The package's own model gets the name of its folder, where presses look for a tokenizer.
-    """
+    """What newer transformers no longer gives, and the base model's folder as its name; afterwards all is as before."""
     modules: list[nn.Module] = [model, model.get_submodule("model"), *attentions]
     before = [(set(vars(module)), set(module._modules)) for module in modules]
     hooks = [attention.register_forward_pre_hook(_with_cache_position, with_kwargs=True) for attention in attentions]

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypeVar
 
 import torch
 
@@ -14,6 +14,8 @@ from kvcat.types import Float, Int, Tensor
 
 HeadIndex = tuple[int, int, int]
 """Layer, example, KV head."""
+Drawn = dict[HeadIndex, Int[Tensor, " drawn"]]
+Heads = TypeVar("Heads", "HeadBatch", "DenseAttention")
 _PARTS = 3
 _CHUNK_ELEMENTS = 2**21
 _BATCH_ELEMENTS = 2**23
@@ -22,10 +24,9 @@ _LEAST_SHARE = 1e-6
 
 @dataclass(frozen=True)
 class FittedQueries:
-    """Per layer, the queries to fit to, and what the error of each query is multiplied by.
+    """Per layer, the queries to fit to; the error of each counts times factor * m / (m + exp(log_rest)).
 
-    That is factor * share, the share of the query's attention that goes to the prefix and not to what stands behind it:
-    m / (m + exp(log_rest)), m the mass of the prefix.
+    m is the mass of the prefix, so that the quotient is the share of the query's attention that goes to the prefix.
 
     Args:
         queries: after rotation.
@@ -44,16 +45,13 @@ class FittedQueries:
 def fitted_queries(trace: Trace, own_weight: float, *, by_share: bool) -> FittedQueries:
     """The supervising queries and, moved behind the prefix, the prefix's own.
 
-    By share, a query's error counts as much as it can change what the model computes: by the part of the query's
-    attention that goes to the prefix and not to what stands behind it. (Where a trace joins the queries of several
-    suffixes, these count alike.) Squared weights of the prefix's own queries are also multiplied by
-    own_weight * supervising positions / own positions. A prefix that supervises itself is fitted to its own queries
-    alone, moved behind it, or in place where they cannot be moved or own_weight is 0.
+    A prefix that supervises itself is fitted to its own queries alone, moved behind it, or in place where they cannot
+    be moved or own_weight is 0.
 
     Args:
-        trace: of the windows.
-        own_weight: of the prefix's own queries all together, relative to the supervising ones all together, at least 0.
-        by_share: weigh by share; otherwise equally.
+        trace: of the windows; where it joins the queries of several suffixes, these count alike.
+        own_weight: of the squared weights of the prefix's own queries, relative to the supervising ones', both summed.
+        by_share: a query's error counts by the part of its attention that goes to the prefix; otherwise all equally.
     """
     own = _own_queries(trace) if own_weight else None
     if trace.supervision == "self":
@@ -67,22 +65,15 @@ def fitted_queries(trace: Trace, own_weight: float, *, by_share: bool) -> Fitted
     if own is None:
         return found
     factor = (own_weight * found.queries[0].shape[2] / own.queries[0].shape[2]) ** 0.5
-    own = FittedQueries(own.queries, _filled(own.queries, factor), own.log_rest if by_share else _none(own.queries))
-    return FittedQueries(
-        *(
-            [torch.cat(pair, 2) for pair in zip(getattr(found, name), getattr(own, name), strict=True)]
-            for name in ("queries", "factors", "log_rest")
-        )
-    )
+    rest = own.log_rest if by_share else _none(own.queries)
+    pairs = (found.queries, own.queries), (found.factors, _filled(own.queries, factor)), (found.log_rest, rest)
+    return FittedQueries(*([torch.cat(parts, 2) for parts in zip(*pair, strict=True)] for pair in pairs))
 
 
 def _own_queries(trace: Trace) -> FittedQueries | None:
-    """Queries of the prefix moved behind it, as if its text were repeated there.
+    """Queries of each third of the prefix, turned by the model's rotary embedding to stand right behind the prefix.
 
-    The prefix is cut into thirds (the first may be shorter), and each is put behind the whole prefix, its queries and
-    keys turned by the model's rotary embedding and otherwise as they were: the query at t of a third that begins at a
-    moves to prefix_len + t - a. None where a compact cache stands for part of the prefix, or where the model's
-    positions cannot be turned.
+    None where a compact cache stands for part of the prefix, or where the model's positions cannot be turned.
     """
     length = trace.prefix_len
     if trace.past_len:
@@ -108,12 +99,7 @@ def _own_queries(trace: Trace) -> FittedQueries | None:
     return FittedQueries(queries, _filled(queries, 1.0), rest)
 
 
-def log_mass(
-    queries: Float[Tensor, "batch heads queries head_dim"],
-    keys: Float[Tensor, "batch kv_heads keys head_dim"],
-    scale: float,
-    last: Int[Tensor, " queries"],
-) -> Float[Tensor, "batch heads queries"]:
+def log_mass(queries: Tensor, keys: Tensor, scale: float, last: Tensor) -> Float[Tensor, "batch heads queries"]:
     """Mass of keys: log sum_j exp(scale q.k_j) over the keys up to the last that each query sees, nats."""
     batch, heads = queries.shape[:2]
     step = max(1, _CHUNK_ELEMENTS // (batch * heads * keys.shape[2]))
@@ -139,13 +125,12 @@ def _none(queries: Sequence[Tensor]) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class HeadBatch:
-    """KV heads with their keys, values and the queries that read them, in at least float32.
+    """KV heads with their slots and the queries that read them, in at least float32.
 
     Args:
         queries: multiplied by the layer's scale.
         factors, log_rest: of the queries, as in ``FittedQueries``.
-        keys: of the slots that the head has of the prefix.
-        values: of these slots.
+        keys, values: of the slots that the head has of the prefix.
         log_bias: nats added to the scores of these slots; None: none.
         last: last slot that each query sees; None: all see the whole prefix.
     """
@@ -157,10 +142,6 @@ class HeadBatch:
     values: Float[Tensor, "heads prefix value_dim"]
     log_bias: Float[Tensor, "heads prefix"] | None = None
     last: Int[Tensor, "heads queries"] | None = None
-
-    def select(self, rows: Int[Tensor, " rows"]) -> "HeadBatch":
-        """Some of the heads."""
-        return _rows_of(self, rows)
 
     def scores(
         self, chunk: slice = slice(None), slots: Int[Tensor, "heads slots"] | None = None
@@ -185,8 +166,7 @@ class DenseAttention:
         mass: the same sum with each query's largest score taken off its scores.
         outputs: attention over the prefix.
         weights: what the error of each query is multiplied by; a millionth of its factor at least.
-        importance: how much attention each slot gets: over all queries, the sum of its squared attention weights, each
-            times the query's own weight.
+        importance: of each slot, its attention weights times the queries' weights, squared and summed over the queries.
     """
 
     log_mass: Float[Tensor, "heads queries"]
@@ -195,12 +175,9 @@ class DenseAttention:
     weights: Float[Tensor, "heads queries"]
     importance: Float[Tensor, "heads prefix"]
 
-    def select(self, rows: Int[Tensor, " rows"]) -> "DenseAttention":
-        """Some of the heads."""
-        return _rows_of(self, rows)
 
-
-def _rows_of(batch: Any, rows: Int[Tensor, " rows"]) -> Any:
+def select_heads(batch: Heads, rows: Int[Tensor, " rows"]) -> Heads:
+    """Some of the heads of a ``HeadBatch`` or ``DenseAttention``."""
     return replace(batch, **{name: x[rows] for name, x in vars(batch).items() if x is not None})
 
 
@@ -231,10 +208,7 @@ def take(
 
 
 def head_groups(trace: Trace, fitted: FittedQueries) -> list[list[HeadIndex]]:
-    """Heads in groups of equal shape that are solved together.
-
-    A group's dense scores hold about 2^23 elements, or one head's where that is more.
-    """
+    """Heads in groups of equal shape, solved together: as many as have about 2^23 dense scores, or a single one."""
     alike: dict[tuple[int, ...], list[HeadIndex]] = {}
     for layer, (keys, queries) in enumerate(zip(trace.keys, fitted.queries, strict=True)):
         count = queries.shape[1] // keys.shape[1] * queries.shape[2]
@@ -249,9 +223,7 @@ def head_groups(trace: Trace, fitted: FittedQueries) -> list[list[HeadIndex]]:
     return groups
 
 
-def draw_queries(
-    trace: Trace, fitted: FittedQueries, num_queries: int, seed: int
-) -> dict[HeadIndex, Int[Tensor, " drawn"]]:
+def draw_queries(trace: Trace, fitted: FittedQueries, num_queries: int, seed: int) -> Drawn:
     """Which of a KV head's queries are used, drawn per example without replacement."""
     drawn = {}
     for example, generator in enumerate(example_generators(trace, seed)):
@@ -263,12 +235,7 @@ def draw_queries(
     return drawn
 
 
-def load_heads(
-    trace: Trace,
-    fitted: FittedQueries,
-    heads: list[HeadIndex],
-    drawn: dict[HeadIndex, Int[Tensor, " drawn"]] | None = None,
-) -> HeadBatch:
+def load_heads(trace: Trace, fitted: FittedQueries, heads: list[HeadIndex], drawn: Drawn | None = None) -> HeadBatch:
     """The tensors of one group of heads."""
     layer, _, _ = heads[0]
     group = fitted.queries[layer].shape[1] // trace.keys[layer].shape[1]

@@ -19,13 +19,7 @@ _TAIL = 32
 
 @dataclass(frozen=True)
 class Reconstruction:
-    """A sequence <text><instruction><text> whose second copy supervises the compression of the first.
-
-    Args:
-        input_ids: the whole sequence, one row per text.
-        prefix_len: tokens of the first copy.
-        supervision_start: position of the first token of the second copy.
-    """
+    """A sequence <text><instruction><text> whose second copy, from ``supervision_start`` on, supervises the first."""
 
     input_ids: Int[Tensor, "batch tokens"]
     prefix_len: int
@@ -37,8 +31,7 @@ class Trace:
     """Keys, values and queries of one forward, split at the end of the prefix.
 
     The forward is dense, or goes on from a compact cache: then the slots of the prefix are those of the cache and of
-    the tokens behind it. Heads that had fewer slots in the cache than others of their layer are filled up with slots of
-    log-bias -inf, which no query sees and no compressor keeps; ``head`` leaves them out.
+    the tokens behind it, heads with fewer slots filled up with slots of log-bias -inf; ``head`` leaves these out.
 
     Args:
         model: the model that ran.
@@ -168,8 +161,7 @@ def trace(
         input_ids: windows of equal length, or a reconstruction sequence, which brings its own prefix length.
         prefix_len: number of tokens to compress, in [1, tokens); with "self" up to all tokens, which is the default.
         supervision: "suffix" lets compressors use the queries after the prefix, "self" the prefix's own.
-        past: a compact cache of the first ``past.num_tokens`` tokens, fewer than the prefix has: these are not run
-            again, and prefix and cache are compressed together. As many examples as ``input_ids``.
+        past: a compact cache of the prefix's first tokens, which are not run again; it is compressed with the rest.
         chunk_tokens: most tokens of each example that run at once (``capture``).
 
     Raises:
@@ -214,10 +206,8 @@ def trace(
 def split_supervision(trace: Trace, fraction: float) -> tuple[Trace, Trace]:
     """A trace in two of the same prefix: one that ends before the held-out positions, one supervised by these only.
 
-    Nothing is computed again: earlier positions never depend on later ones.
-
     Args:
-        trace: with predictions after its prefix, at least two of them supervising.
+        trace: with predictions after its prefix.
         fraction: held out, in (0, 1): the last ceil(fraction * n) of the n supervising positions.
 
     Raises:
@@ -242,10 +232,7 @@ def split_supervision(trace: Trace, fraction: float) -> tuple[Trace, Trace]:
 
 
 def joined(traces: Sequence[Trace]) -> Trace:
-    """One example whose queries are those of every row of every trace, for compressors that read the queries.
-
-    Args:
-        traces: at least one, of one model and one prefix.
+    """One example of a prefix that all traces share, with the queries of every row of every trace.
 
     Raises:
         InputError: no trace, other models, or other prefixes.

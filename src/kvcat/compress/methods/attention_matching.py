@@ -21,6 +21,7 @@ from kvcat.compress.queries import (
     fitted_queries,
     head_groups,
     load_heads,
+    select_heads,
     take,
 )
 from kvcat.compress.solvers import check_ridge, fit_log_bias, fit_values, pursue
@@ -41,11 +42,10 @@ _SECONDS_BEFORE_BAR = 2.0
 class AttentionMatching(Compressor):
     """Kept keys by attention, then a log-bias and values fitted so that attention over them equals the dense one.
 
-    For every layer and KV head: keep some of the keys; fit the log-bias beta so that sum_j exp(q.k_j + beta_j) over
-    kept keys equals the sum over the whole prefix; fit values C so that softmax(q.K_kept + beta) C equals the dense
-    attention output. ``match_attention`` does this for a batch of heads. The default (preset "stable") fits all
-    queries and holds each slot to the key and value it was, so that what few queries say of a slot does not carry it
-    away; ``AttentionMatching.paper()`` is the paper's method.
+    For every layer and KV head (``match_attention``): keep some of the keys; fit the log-bias beta so that
+    sum_j exp(q.k_j + beta_j) over kept keys equals the sum over the whole prefix; fit values C so that
+    softmax(q.K_kept + beta) C equals the dense attention output. The default (preset "stable") fits all queries and
+    pulls each slot to what it was, which few queries determine badly; ``AttentionMatching.paper()`` is the paper's.
 
     Args:
         preset: "stable" or "paper": values of the options below that are not given.
@@ -59,7 +59,7 @@ class AttentionMatching(Compressor):
             pulled towards 0.
         ridge: strength of the values' pull, relative to the squared spectral norm; None for minimum-norm least squares.
         own_weight: of the prefix's own queries, moved behind it (``fitted_queries``), all together and relative to the
-            others; 0: none. They stand for what later text may look for; models without rotary positions have none.
+            others; 0: none. They stand for what later text may look for.
         log_bias: False fits no log-bias; slots that carry one from an earlier compression keep it.
         budgets: "equal", as many slots in every head; or every example shares out the same total so that the squared
             errors of the attention outputs sum to little: "adaptive" among the heads of all layers, "layers" among the
@@ -106,16 +106,12 @@ class AttentionMatching(Compressor):
 
     @classmethod
     def paper(cls, **options: Any) -> "AttentionMatching":
-        """The paper's method: 256 queries per KV head, 2 steps for the log-bias, ridge 1e-4, no queries of the prefix.
-
-        Args:
-            options: those that differ.
-        """
+        """The paper's method, with options that differ: 256 queries, 2 steps for the log-bias, ridge 1e-4."""
         return cls("paper", **options)
 
     @torch.no_grad()
     def compress(self, trace: Trace, sizes: Sequence[int]) -> Iterator[CompactCache]:
-        """The caches of several sizes; queries and dense attention are worked out once for all of them."""
+        """The caches; queries and dense attention are worked out once for all sizes."""
         if not sizes:
             return
         fitted = fitted_queries(trace, self.own_weight, by_share=self.num_iters is None)
@@ -131,10 +127,9 @@ class AttentionMatching(Compressor):
                 wanted = torch.tensor([plan[head] for head in heads])
                 for count in wanted.unique().tolist():
                     rows = (wanted == count).nonzero().flatten()
-                    own = (batch, dense) if len(rows) == len(heads) else (batch.select(rows), dense.select(rows))
                     fit = match_attention(
-                        *own, count, selection=self.selection, num_iters=self.num_iters, ridge=self.ridge,
-                        log_bias=self.log_bias,
+                        select_heads(batch, rows), select_heads(dense, rows), count, selection=self.selection,
+                        num_iters=self.num_iters, ridge=self.ridge, log_bias=self.log_bias,
                     )  # fmt: skip
                     found |= {heads[row]: HeadFit(*parts) for row, *parts in zip(rows.tolist(), *fit, strict=True)}
         options = {option.name: getattr(self, option.name) for option in fields(self)}
@@ -201,7 +196,8 @@ def match_attention(
     values = fit_values(attention, outputs, ridge=ridge, towards=towards)
     if stable and log_bias:
         plain = _weighted_attention(scores, none, dense.weights)
-        worse = (_error(attention, values, outputs) > _error(plain, own, outputs)).nonzero().flatten()
+        fitted, kept = ((x @ v - outputs).square().sum((1, 2)) for x, v in ((attention, values), (plain, own)))
+        worse = (fitted > kept).nonzero().flatten()
         if len(worse):
             refitted = fit_values(plain[worse], outputs[worse], ridge=ridge, towards=own[worse])
             values, bias = values.index_copy(0, worse, refitted), bias.index_fill(0, worse, 0.0)
@@ -215,9 +211,8 @@ def refit_without_log_bias(
     """The same keys without log-bias, their values fitted so that attention over them equals the dense one again.
 
     For every head the values C minimise |W C - O|^2 + ridge * |W|_2^2 * |C - C_0|^2, with the attention weights
-    W = softmax(q.K_kept), the outputs O of the dense prefix and the cache's own values C_0, over the queries and with
-    the weights that ``AttentionMatching`` fits to: there no head does worse than with the log-bias merely dropped.
-    Layers without log-bias stay as they are.
+    W = softmax(q.K_kept), the outputs O of the dense prefix and the cache's own values C_0, over the queries that
+    ``AttentionMatching`` fits to: there no head does worse than with the log-bias dropped. Layers without one stay.
 
     Args:
         trace: of the prefix that the cache stands for, with queries after it.
@@ -226,8 +221,7 @@ def refit_without_log_bias(
         own_weight: as in ``AttentionMatching``.
 
     Raises:
-        InputError: a cache of another model, prefix length or batch, a trace that supervises itself, or a ridge that
-            is not larger than 0.
+        InputError: a cache of another trace, a trace that supervises itself, or a ridge that is not larger than 0.
     """
     check_ridge(ridge)
     own = (trace.fingerprint, trace.prefix_len, trace.batch_size)
@@ -269,18 +263,9 @@ class HeadFit(NamedTuple):
     log_bias: Float[Tensor, " slots"]
 
 
-def _weighted_attention(
-    scores: Float[Tensor, "heads queries slots"],
-    log_bias: Float[Tensor, "heads slots"],
-    weights: Float[Tensor, "heads queries"],
-) -> Float[Tensor, "heads queries slots"]:
+def _weighted_attention(scores: Tensor, log_bias: Tensor, weights: Tensor) -> Float[Tensor, "heads queries slots"]:
     """Attention over the slots times the query's weight; 0 where a query sees no slot."""
     return (scores + log_bias.unsqueeze(1)).softmax(-1).nan_to_num_(0.0).mul_(weights.unsqueeze(-1))
-
-
-def _error(attention: Tensor, values: Tensor, outputs: Tensor) -> Float[Tensor, " heads"]:
-    """Squared error of the outputs, summed over queries."""
-    return (attention @ values - outputs).square().sum((1, 2))
 
 
 def _layer(trace: Trace, index: int, fits: dict[HeadIndex, HeadFit], *, log_bias: bool) -> Layer:

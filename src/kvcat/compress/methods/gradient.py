@@ -29,6 +29,7 @@ from kvcat.types import Float, Tensor
 SNAPSHOT_STEPS = (0, 1, 2, 5, 10, 20, 50, 100)
 SAVE_EVERY = 10
 _MAX_NORM = 1.0
+OnStep = Callable[[int, float], None]
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,7 @@ class GradientCompression(Compressor):
     Minimises the mean over the supervised positions t of KL(softmax(z*_t) || softmax(z_t)), z* the dense logits and z
     those on the compact cache, by AdamW without weight decay, gradients clipped at norm 1; the model's weights stay
     fixed. The supervised positions are the suffix, or the second copy of a reconstruction sequence. Every example is
-    optimised by itself, its gradient clipped by its own norm: a batch gives what its examples give one by one.
-    ``shared`` makes one cache for many rows.
+    optimised by itself, its gradient clipped by its own norm; ``shared`` makes one cache for many rows.
 
     Args:
         num_steps: gradient steps, at least 0.
@@ -87,7 +87,7 @@ class GradientCompression(Compressor):
         keep_ratio: float | int | None = None,
         num_slots: int | None = None,
         resume: str | Path | None = None,
-        on_step: Callable[[int, float], None] | None = None,
+        on_step: OnStep | None = None,
     ) -> CompactCache:
         """The compact cache after ``num_steps`` steps.
 
@@ -105,12 +105,7 @@ class GradientCompression(Compressor):
             InputError: keep_ratio or num_slots out of range, a trace without supervising positions, or a state that is
                 damaged or of another run.
         """
-        trace.check_supervises()
-        slots = slots_for(trace.prefix_len, keep_ratio, num_slots)
-        if slots >= trace.num_slots:
-            return trace.dense_cache()
-        state = None if resume is None else _State(Path(resume), self._identity(trace, slots))
-        ((_, cache),) = self._train([trace], trace, slots, [self.num_steps], state, on_step)
+        ((_, cache),) = self._run([trace], trace, keep_ratio, num_slots, [self.num_steps], resume, on_step)
         return cache
 
     def compress(self, trace: Trace, sizes: Sequence[int]) -> Iterator[CompactCache]:
@@ -125,24 +120,19 @@ class GradientCompression(Compressor):
         Raises:
             InputError: as a plain call.
         """
-        trace.check_supervises()
         steps = sorted({step for step in SNAPSHOT_STEPS if step < self.num_steps} | {self.num_steps})
-        slots = slots_for(trace.prefix_len, keep_ratio, num_slots)
-        if slots >= trace.num_slots:
-            return ((step, trace.dense_cache()) for step in steps)
-        return self._train([trace], trace, slots, steps)
+        return self._run([trace], trace, keep_ratio, num_slots, steps)
 
     def shared(
         self, traces: Sequence[Trace], *, keep_ratio: float | int | None = None, num_slots: int | None = None
     ) -> CompactCache:
         """One compact cache of one prefix, trained on all suffixes together that follow it in the traces.
 
-        Every row of every trace begins with the same prefix; suffixes differ, and between traces also in length. The
-        KL is the mean over all supervised positions of all rows. A step runs over the traces one by one, so that
+        The KL is the mean over all supervised positions of all rows. A step runs over the traces one by one, so that
         memory grows with the largest only.
 
         Args:
-            traces: at least one, of one model and one prefix, such as a document and several conversations about it.
+            traces: at least one, of one model and one prefix; suffixes differ, and between traces also in length.
             keep_ratio, num_slots: as in a plain call.
 
         Raises:
@@ -150,13 +140,7 @@ class GradientCompression(Compressor):
 
         References: Eyuboglu et al. 2025, arXiv:2506.06266 (Cartridges).
         """
-        example = joined(traces)
-        for trace in traces:
-            trace.check_supervises()
-        slots = slots_for(example.prefix_len, keep_ratio, num_slots)
-        if slots >= example.num_slots:
-            return example.dense_cache()
-        ((_, cache),) = self._train(list(traces), example, slots, [self.num_steps])
+        ((_, cache),) = self._run(list(traces), joined(traces), keep_ratio, num_slots, [self.num_steps])
         return cache
 
     def learning_rate(self, step: int) -> float:
@@ -166,7 +150,7 @@ class GradientCompression(Compressor):
         return self.lr * 0.5 * (1 + math.cos(math.pi * step / max(1, self.num_steps)))
 
     def starting_layers(self, trace: Trace, num_slots: int) -> list[Layer]:
-        """Slots to start from, float32 (float64 where the model is)."""
+        """Slots to start from, in at least float32."""
         if (method := _starting_method(self.init)) is not None:
             layers = method(trace, num_slots=num_slots).layers
         else:
@@ -174,17 +158,34 @@ class GradientCompression(Compressor):
             layers = [best_layer(trace, index, own, num_slots) for index, own in enumerate(scores)]
         return [layer.to(dtype=wide(layer.keys).dtype) for layer in layers]
 
-    def _train(
+    def _run(
         self,
         traces: list[Trace],
         example: Trace,
-        slots: int,
+        keep_ratio: float | int | None,
+        num_slots: int | None,
         steps: list[int],
-        state: "_State | None" = None,
-        on_step: Callable[[int, float], None] | None = None,
+        resume: str | Path | None = None,
+        on_step: OnStep | None = None,
     ) -> Iterator[tuple[int, CompactCache]]:
-        """The caches after some numbers of steps."""
+        """The caches after some numbers of steps; mistakes are told before the first."""
+        for trace in traces:
+            trace.check_supervises()
+        slots = slots_for(example.prefix_len, keep_ratio, num_slots)
+        if slots >= example.num_slots:
+            return ((step, example.dense_cache()) for step in steps)
+        state = None if resume is None else _State(Path(resume), self._identity(example, slots))
         training = SlotTraining(self, traces, self.starting_layers(example, slots))
+        return self._train(training, example, steps, state, on_step)
+
+    def _train(
+        self,
+        training: "SlotTraining",
+        example: Trace,
+        steps: list[int],
+        state: "_State | None",
+        on_step: OnStep | None,
+    ) -> Iterator[tuple[int, CompactCache]]:
         if state is not None:
             training.restore(state.read())
         facts = {option.name: getattr(self, option.name) for option in fields(self) if option.name != "num_steps"}
@@ -211,15 +212,9 @@ class GradientCompression(Compressor):
 class SlotTraining:
     """AdamW on the slots of compact caches, towards the dense model's predictions.
 
-    As many caches as the starting layers have examples: one per row of a trace, each with its own gradient norm, or a
-    single one that all rows of all traces share. Heads with fewer slots than the fullest of their layer are filled up
-    with slots of log-bias -inf, whose gradient is exactly 0: they never move, weigh nothing in the norm, and are gone
-    from the result. A cache that starts with all slots of its prefix stays as it is.
-
-    Args:
-        method: learning rate, frozen first slot, activation checkpointing.
-        traces: of one model; a single one unless the cache is shared.
-        start: slots to start from, in at least float32; a log-bias is trained as well.
+    As many caches as the starting layers have examples: one per row of a trace, or a single one that all rows of all
+    traces share. Heads with fewer slots than the fullest of their layer are filled up with slots of log-bias -inf,
+    whose gradient is exactly 0; they are gone from the result. A cache that starts with all slots of its prefix stays.
     """
 
     def __init__(self, method: GradientCompression, traces: list[Trace], start: Sequence[Layer]):
