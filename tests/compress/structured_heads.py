@@ -31,3 +31,11 @@ def plain_error(block, dense, slots):
     values = block.values.gather(1, take.expand(-1, -1, block.values.shape[-1]))
     attended = (block.queries @ keys.mT).softmax(-1) @ values
     return (attended - dense.outputs).square().sum((1, 2))
+
+
+def eager_attention(model, ids):
+    """Attention weights of every layer by transformers' own eager path: (batch, heads, tokens, tokens)."""
+    eager = type(model)._from_config(model.config, attn_implementation="eager").to(model.dtype)
+    eager.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        return eager(ids, output_attentions=True).attentions

@@ -24,13 +24,6 @@ def test_a_trace_holds_what_the_model_computes(model, windows, traced):
     assert torch.allclose(traced.logits, logits[:, 48:], atol=1e-5)
 
 
-def test_a_full_cache_compares_as_equal(traced):
-    scores = compare(traced, traced.dense_cache())
-    assert torch.allclose(scores.kl, torch.zeros(3), atol=1e-6)
-    assert torch.equal(scores.top1, torch.ones(3))
-    assert torch.allclose(scores.nll, scores.nll_dense, atol=1e-5)
-
-
 def test_the_figures_are_those_of_their_definitions(model, windows, traced):
     cache = Eviction("random")(traced, num_slots=5)
     with torch.no_grad():
@@ -50,55 +43,38 @@ def test_the_figures_are_those_of_their_definitions(model, windows, traced):
     for found, expected in pairs:
         assert torch.allclose(found.double(), expected, rtol=1e-4, atol=1e-4)
     assert (scores.kl > 1e-3).all()
+    full = compare(traced, traced.dense_cache())
+    assert torch.allclose(full.kl, torch.zeros(3), atol=1e-6)
+    assert torch.equal(full.top1, torch.ones(3))
 
 
-def test_long_vocabularies_are_scored_in_chunks_with_the_same_result(traced, monkeypatch):
-    cache = Eviction("first")(traced, num_slots=5)
-    whole = compare(traced, cache)
-    monkeypatch.setitem(scoring._CHUNK_ELEMENTS, "cpu", 67 * 3 * 5)
-    chunked = compare(traced, cache)
-    for name in ("nll", "nll_dense", "kl", "top1"):
-        assert torch.allclose(getattr(whole, name), getattr(chunked, name), atol=1e-5)
+REPLAYED = [Eviction("streaming"), AttentionMatching(), AttentionMatching(budgets="adaptive")]
 
 
-REPLAYED = {
-    "slots": Eviction("streaming"),
-    "slots with a log-bias": AttentionMatching(),
-    "unequal slots": AttentionMatching(budgets="adaptive"),
-}
-
-
-@pytest.mark.parametrize("kind", REPLAYED)
-@pytest.mark.parametrize("chunk_tokens", [1, 7])
-def test_a_suffix_in_chunks_fares_as_in_one_piece(make_model, windows, kind, chunk_tokens):
+@pytest.mark.parametrize("method", REPLAYED, ids=["slots", "slots with a log-bias", "unequal slots"])
+def test_a_suffix_in_chunks_fares_as_in_one_piece(make_model, windows, method, monkeypatch):
     model = make_model(torch.float64)
     found = trace(model, windows, 48)
-    cache = REPLAYED[kind](found, num_slots=9)
-    for start in (0, 6):
-        whole, parts = (compare(found, cache, start=start, chunk_tokens=count) for count in (16, chunk_tokens))
-        for name in ("nll", "nll_dense", "kl", "top1"):
-            assert torch.allclose(getattr(whole, name), getattr(parts, name), atol=1e-12)
-    expected = model(**cache.inputs(model, windows[:, 48:]), use_cache=True, output_hidden_states=True).hidden_states[
-        -1
-    ]
-    hidden = replay_hidden(model, cache, windows[:, 48:], chunk_tokens=chunk_tokens)
-    assert torch.allclose(hidden, expected, atol=1e-12)
+    cache = method(found, num_slots=9)
+    inputs = cache.inputs(model, windows[:, 48:])
+    expected = model(**inputs, use_cache=True, output_hidden_states=True).hidden_states[-1]
+    for chunk_tokens in (1, 7):
+        for start in (0, 6):
+            whole = compare(found, cache, start=start)
+            with monkeypatch.context() as patch:
+                patch.setitem(scoring._CHUNK_ELEMENTS, "cpu", 67 * 3 * 5)
+                parts = compare(found, cache, start=start, chunk_tokens=chunk_tokens)
+            for name in ("nll", "nll_dense", "kl", "top1"):
+                assert torch.allclose(getattr(whole, name), getattr(parts, name), atol=1e-12)
+        hidden = replay_hidden(model, cache, windows[:, 48:], chunk_tokens=chunk_tokens)
+        assert torch.allclose(hidden, expected, atol=1e-12)
     assert torch.allclose(supervised_kl(found, cache), compare(found, cache).kl, atol=1e-12)
+    one = cache.select([0])
+    alone = replay(model, one, windows[1:2, 48:])
+    assert torch.allclose(replay(model, one, windows[:, 48:])[1:2], alone, atol=1e-12)
 
 
-def test_no_chunk_is_refused(model, windows, traced):
-    with pytest.raises(InputError, match="chunk_tokens must be at least 1, not 0"):
-        compare(traced, traced.dense_cache(), chunk_tokens=0)
-
-
-def test_one_cache_replays_for_a_whole_batch(model, windows, traced):
-    cache = AttentionMatching()(traced, num_slots=6).select([0])
-    logits = replay(model, cache, windows[:, 48:])
-    for row in range(3):
-        assert torch.allclose(logits[row], replay(model, cache, windows[row : row + 1, 48:])[0], atol=1e-4)
-
-
-def test_a_reconstruction_sequence_repeats_the_same_tokens():
+def test_a_reconstruction_repeats_the_same_tokens_and_its_second_copy_gives_the_queries(make_model):
     tokenizer = byte_tokenizer()
     text = "the cat sees a river."
     sequence = reconstruction(tokenizer, text)
@@ -107,51 +83,27 @@ def test_a_reconstruction_sequence_repeats_the_same_tokens():
     assert "verbatim" in tokenizer.decode(ids[length : sequence.supervision_start])
     with pytest.raises(InputError, match="holds no token"):
         reconstruction(tokenizer, "")
-
-
-def test_a_reconstruction_trace_keeps_the_queries_of_the_second_copy(make_model):
-    model = make_model(vocab_size=300, max_position_embeddings=256)
-    sequence = reconstruction(byte_tokenizer(), "the cat sees a river.")
-    found = trace(model, sequence)
-    assert found.prefix_len == sequence.prefix_len
-    assert found.queries[0].shape[2] == sequence.input_ids.shape[1] - sequence.supervision_start
-    assert found.logits.shape[1] == sequence.input_ids.shape[1] - sequence.prefix_len
-
-
-def test_a_trace_that_supervises_itself_needs_no_suffix(model, windows):
-    found = trace(model, windows[:, :48], supervision="self")
-    assert found.prefix_len == 48
-    assert found.queries[0].shape[2] == 48
-    cache = AttentionMatching()(found, num_slots=6)
-    assert cache.metadata["supervision"] == "self"
-    with pytest.raises(InputError, match="no suffix to compare on"):
-        compare(found, cache)
-
-
-def test_memory_is_not_held_for_what_is_not_kept(traced):
-    for tensor in (*traced.keys, *traced.queries, traced.hidden):
-        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    found = trace(make_model(vocab_size=300, max_position_embeddings=256), sequence)
+    assert found.prefix_len == length
+    assert found.queries[0].shape[2] == len(ids) - sequence.supervision_start
+    assert found.logits.shape[1] == len(ids) - length
 
 
 @pytest.mark.parametrize("source", ["suffix", "self", "reconstruction"])
-@pytest.mark.parametrize("chunk_tokens", [1, 7, 1000])
-def test_a_trace_in_chunks_is_that_of_one_forward(make_model, windows, source, chunk_tokens):
+def test_a_trace_in_chunks_is_that_of_one_forward_and_holds_no_more_than_its_tensors(make_model, windows, source):
     model = make_model(torch.float64)
     ids = Reconstruction(windows[:1], 28, 36) if source == "reconstruction" else windows
     options = {} if source == "reconstruction" else {"prefix_len": 40, "supervision": source}
-    whole, parts = (trace(model, ids, **options, **more) for more in ({}, {"chunk_tokens": chunk_tokens}))
-    for name in ("keys", "values", "queries", "prefix_queries"):
-        for left, right in zip(getattr(whole, name), getattr(parts, name), strict=True):
-            assert torch.allclose(left, right, atol=1e-12)
-            assert right.untyped_storage().nbytes() == right.numel() * right.element_size()
-    assert torch.allclose(whole.hidden, parts.hidden, atol=1e-12)
-    assert torch.allclose(whole.logits, parts.logits, atol=1e-12)
-
-
-def test_a_past_that_does_not_grow_is_refused_where_chunks_follow_it(model, windows, traced):
-    past = traced.dense_cache().to_transformers(model, read_only=True)
-    with pytest.raises(InputError, match="past does not grow: 16 tokens cannot follow it in chunks of 7"):
-        capture(model, windows[:, 48:], past=past, chunk_tokens=7)
+    whole = trace(model, ids, **options)
+    for chunk_tokens in (1, 7):
+        parts = trace(model, ids, **options, chunk_tokens=chunk_tokens)
+        for name in ("keys", "values", "queries", "prefix_queries"):
+            for left, right in zip(getattr(whole, name), getattr(parts, name), strict=True):
+                assert torch.allclose(left, right, atol=1e-12)
+                assert right.untyped_storage().nbytes() == right.numel() * right.element_size()
+                assert left.untyped_storage().nbytes() == left.numel() * left.element_size()
+        assert torch.allclose(whole.hidden, parts.hidden, atol=1e-12)
+        assert torch.allclose(whole.logits, parts.logits, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -182,11 +134,31 @@ def test_a_sliding_window_shorter_than_the_sequence_is_refused_by_name():
     assert trace(model, ids[:, :20], 12).prefix_len == 12
 
 
-def test_a_cache_of_another_prefix_or_model_is_refused(make_model, model, windows, traced):
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_are_refused(make_model, windows, broken):
+    model = make_model()
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.weight[0, 0] = broken
+    with pytest.raises(InputError, match="LlamaForCausalLM computes numbers that are not finite"):
+        trace(model, windows, 48)
+
+
+def test_what_cannot_be_replayed_or_compared_is_refused(make_model, model, windows, traced):
+    dense = traced.dense_cache()
     with pytest.raises(InputError, match="does not belong to a trace"):
         compare(traced, trace(model, windows, 40).dense_cache())
     with pytest.raises(InputError, match="belongs to another model"):
-        replay(make_model(rms_norm_eps=1e-2), traced.dense_cache(), windows[:, 48:])
+        replay(make_model(rms_norm_eps=1e-2), dense, windows[:, 48:])
+    with pytest.raises(InputError, match="chunk_tokens must be at least 1, not 0"):
+        compare(traced, dense, chunk_tokens=0)
+    own = trace(model, windows[:, :48], supervision="self")
+    cache = AttentionMatching()(own, num_slots=6)
+    assert (own.queries[0].shape[2], cache.metadata["supervision"]) == (48, "self")
+    with pytest.raises(InputError, match="no suffix to compare on"):
+        compare(own, cache)
+    past = dense.to_transformers(model, read_only=True)
+    with pytest.raises(InputError, match="past does not grow: 16 tokens cannot follow it in chunks of 7"):
+        capture(model, windows[:, 48:], past=past, chunk_tokens=7)
 
 
 def test_a_compact_cache_of_half_precision_replays(make_model, windows):
@@ -198,17 +170,8 @@ def test_a_compact_cache_of_half_precision_replays(make_model, windows):
 
 def test_a_model_saved_and_loaded_replays_a_saved_cache(model, traced, windows, tmp_path):
     model.save_pretrained(tmp_path / "m")
-    AttentionMatching()(traced, num_slots=6).save(tmp_path / "c")
+    made = AttentionMatching()(traced, num_slots=6)
+    made.save(tmp_path / "c")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32)
     cache = CompactCache.load(tmp_path / "c", again)
-    expected = replay(model, AttentionMatching()(traced, num_slots=6), windows[:, 48:])
-    assert torch.allclose(replay(again, cache, windows[:, 48:]), expected, atol=1e-5)
-
-
-@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
-def test_weights_that_are_no_numbers_are_refused(make_model, windows, broken):
-    model = make_model()
-    with torch.no_grad():
-        model.model.layers[1].self_attn.k_proj.weight[0, 0] = broken
-    with pytest.raises(InputError, match="LlamaForCausalLM computes numbers that are not finite"):
-        trace(model, windows, 48)
+    assert torch.allclose(replay(again, cache, windows[:, 48:]), replay(model, made, windows[:, 48:]), atol=1e-5)
