@@ -121,7 +121,8 @@ def test_the_cache_tells_the_options_of_its_scorer_and_others_are_refused(found)
     told = {"method": "snapkv", "window": "8", "kernel_size": "7", "pooling": "average", "num_slots": "9"}
     assert told.items() <= cache.metadata.items()
     for name, option, value in [
-        ("snapkv", "window", 0), ("snapkv", "kernel_size", 4), ("snapkv", "pooling", "min"), ("streaming", "num_sinks", -1)
+        ("snapkv", "window", 0), ("snapkv", "kernel_size", 4), ("snapkv", "pooling", "min"),
+        ("streaming", "num_sinks", -1),
     ]:  # fmt: skip
         with pytest.raises(InputError, match=option):
             Eviction(name, **{option: value})

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from structured_heads import eager_attention
 
 from kvcat.compress import queries as queries_module
 from kvcat.compress import split_supervision, trace
@@ -21,14 +22,6 @@ def double(make_model):
 @pytest.fixture
 def found(double, windows):
     return trace(double, windows, 48)
-
-
-def attention_of(model, ids):
-    """Attention weights of every layer by transformers' own eager path: (batch, heads, tokens, tokens)."""
-    eager = type(model)._from_config(model.config, attn_implementation="eager").to(model.dtype)
-    eager.load_state_dict(model.state_dict())
-    with torch.no_grad():
-        return eager(ids, output_attentions=True).attentions
 
 
 def own(found):
@@ -61,7 +54,7 @@ def test_the_mass_of_keys_is_that_of_the_plain_sum(monkeypatch):
 
 def test_a_query_weighs_as_the_attention_that_it_gives_to_the_prefix(double, windows, found):
     fitted, plain = (fitted_queries(found, 0.0, by_share=by_share) for by_share in (True, False))
-    for layer, attention in enumerate(attention_of(double, windows)):
+    for layer, attention in enumerate(eager_attention(double, windows)):
         assert torch.allclose(weights_of(found, fitted, layer), attention[:, :, 48:, :48].sum(-1), atol=1e-9)
         assert torch.equal(fitted.queries[layer], found.queries[layer])
         assert (weights_of(found, plain, layer) == 1).all()
@@ -83,18 +76,15 @@ def test_own_queries_of_the_first_layer_are_those_of_each_third_written_again_be
         ids = torch.cat([windows[:, :prefix_len], windows[:, text]], 1)
         # the model makes its rotations in single precision
         assert torch.allclose(found.queries[0][:, :, rows], trace(double, ids, prefix_len).queries[0], atol=1e-5)
-        shares = attention_of(double, ids)[0][:, :, prefix_len:, :prefix_len].sum(-1)
+        shares = eager_attention(double, ids)[0][:, :, prefix_len:, :prefix_len].sum(-1)
         assert torch.allclose(weights[:, :, rows], shares, atol=1e-5)
 
 
-def test_own_queries_of_deeper_layers_hold_what_they_held_in_place(double, windows, found):
+def test_own_queries_of_deeper_layers_are_those_in_place_and_weigh_what_they_are_said_to(double, windows, found):
     """Turned back by the 16 positions that the last third moved, they are the queries of the dense forward."""
     back = KeyRotation(double, -16)(own(found).queries[1][:, :, :16], 1)
     in_place = trace(double, windows[:, :48], supervision="self").queries[1][:, :, 32:]
     assert torch.allclose(back, in_place, atol=1e-5)
-
-
-def test_all_own_queries_together_weigh_what_they_are_said_to(found):
     for own_weight in (0.5, 2.0):
         fitted = fitted_queries(found, own_weight, by_share=False)
         for layer in range(2):
