@@ -10,7 +10,7 @@ KINDS = ["model", "random"]
 
 
 def row(model, kind, slots, mean, worst, method="best"):
-    cell = {"model": model, "kind": kind, "num_slots": slots, "method": method, "measure": "kl"}
+    cell = {"model": model, "kind": kind, "num_slots": slots, "method": method}
     return {**cell, "mean": mean, "worst": worst}
 
 

@@ -6,8 +6,6 @@ from typing import Literal
 from kvcat.cli import options as opt
 from kvcat.methods import parse_method
 
-EPSILONS = (1.0, 0.3, 0.1, 0.03, 0.01)  # errors, nats, for which the fewest slots are printed
-
 
 def profile(
     models: opt.Models,
@@ -51,25 +49,21 @@ def profile(
     import kvcat
     from kvcat.compress import seeded_compressor
     from kvcat.evals import Method, evaluate
-    from kvcat.evals.profile import METHODS, Plan, make_task, slot_grid, slot_ratios
-    from kvcat.evals.profile_summary import profile_markdown, profile_table, slots_needed
+    from kvcat.evals.profile import METHODS, Plan, make_task, slot_ratios
+    from kvcat.evals.profile_table import profile_markdown, profile_table
     from kvcat.report.plots import save_profile_plot
 
     methods = [Method(*parse_method(spec)) for spec in opt.flat(method)] or list(METHODS)
     for wanted in methods:
         seeded_compressor(wanted.name, wanted.options, seed)
-    plan, keeps = (
-        Plan(prefix_len, suffix_len, seed=seed),
-        slot_ratios(opt.flat(slots) or slot_grid(prefix_len), prefix_len),
-    )
+    plan, keeps = Plan(prefix_len, suffix_len, seed=seed), slot_ratios(opt.flat(slots), prefix_len)
     loaded = {label: kvcat.load(folder, dtype=dtype, device=device) for label, folder in folders.items()}
     task = make_task(loaded, opt.flat(text), split, plan=plan, num_prefixes=num_prefixes)
     records = evaluate(task, loaded, methods, keeps, out, batch_size=1, seeds=[seed])
     table = profile_table([record for record in records if record.model in loaded])
     table.to_csv(out / "profile.csv", index=False)
-    slots_needed(table, EPSILONS).to_csv(out / "epsilon.csv", index=False)
-    (out / "profile.md").write_text(tables := profile_markdown(table, EPSILONS), encoding="utf-8")
+    (out / "profile.md").write_text(tables := profile_markdown(table), encoding="utf-8")
     print(tables)
-    for name in ("profile.csv", "epsilon.csv", "profile.md"):
+    for name in ("profile.csv", "profile.md"):
         print(out / name)
     print(save_profile_plot(table, out))

@@ -1,10 +1,10 @@
 """Compressibility profile: the error of the best cache found for a prefix against the number of its slots.
 
 (N, epsilon, r)-compressibility asks for a cache of r(n) slots of every prefix a that serves every suffix b alike:
-|| M([a, b]) - M_{C,a}(b) || < epsilon. Here one cache is fitted to some sampled suffixes of a prefix, and its error is
-taken on others. Both samples err on one side each: a better cache may exist, so the error is an upper bound on that of
-the best cache on these suffixes; a worse suffix may exist, so the worst of them is a lower bound on the maximum over
-all suffixes for this cache.
+|| M([a, b]) - M_{C,a}(b) || < epsilon. Here one cache is fitted to some sampled suffixes of a prefix, and its error,
+the KL of the next-token distributions, is taken on others. Both samples err on one side each: a better cache may
+exist, so the error is an upper bound on that of the best cache on these suffixes; a worse suffix may exist, so the
+worst of them is a lower bound on the maximum over all suffixes for this cache.
 
 References: KV-CAT, section "KV Cache Compression: Problem Formulation", definition of (N, epsilon, r)-compressibility.
 """
@@ -12,7 +12,7 @@ References: KV-CAT, section "KV Cache Compression: Problem Formulation", definit
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
@@ -26,7 +26,7 @@ from kvcat.compress.trace import joined
 from kvcat.data import Split
 from kvcat.errors import InputError
 from kvcat.evals.suffix import corpus_documents, data_name
-from kvcat.evals.task import Baseline, Method, Prepared, Step, Task, Values, check_fits
+from kvcat.evals.task import Baseline, Method, Prepared, Step, Task, Values, check_fits, check_least
 from kvcat.models import frozen, hidden_states, logits_from_hidden
 from kvcat.types import Bool, Float, Int, Tensor
 
@@ -41,15 +41,6 @@ KINDS = {
 ROLES = ("fit", "choice", "test")
 """What suffixes are for: caches are fitted to the first, chosen by the second, and judged on the third."""
 
-MEASURES = {
-    "kl": "KL(dense || compact) of the next-token distributions, nats",
-    "tv": "total variation of the next-token distributions, in [0, 1]",
-    "log_prob": "largest |log p_dense - log p_compact| over the vocabulary, nats",
-    "output": "Euclidean norm of the difference of the last token's representation (what the head reads): the "
-    "definition to the letter, on the model's own scale",
-}
-"""Error measures: all are 0 where compression changes nothing."""
-
 METHODS = (
     Method("attention-matching"),
     Method("gradient", {"init": "attention-matching", "num_steps": 40, "lr": 0.03, "schedule": "cosine"}),
@@ -58,7 +49,6 @@ METHODS = (
 )
 """Methods among which the best cache is looked for where no others are named."""
 
-_TOKENS_AT_ONCE = 2**15
 _LOGITS_AT_ONCE = 2**21
 
 
@@ -86,14 +76,13 @@ class Plan:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        least = {"prefix_len": 1, "suffix_len": 2, "num_fit": 1, "num_choice": 1, "num_test": 1, "seed": 0}
-        for name, bound in least.items():
-            if getattr(self, name) < bound:
-                raise InputError(f"{name} is {getattr(self, name)}; it must be at least {bound}")
+        check_least(0, seed=self.seed)
+        check_least(2, suffix_len=self.suffix_len)
+        check_least(1, **{name: value for name, value in asdict(self).items() if name != "seed"})
 
-    def count(self, kind: str, role: str) -> int:
-        """Suffixes of a kind in a role."""
-        return int(role == "test") if kind == "true" else getattr(self, f"num_{role}")
+    def counts(self, kind: str) -> dict[str, int]:
+        """Suffixes of a kind by role."""
+        return {"test": 1} if kind == "true" else {role: getattr(self, f"num_{role}") for role in ROLES}
 
 
 @dataclass(frozen=True)
@@ -114,37 +103,31 @@ class Prefix:
     suffixes: Mapping[str, Mapping[str, Sequence[Sequence[int]]]]
     stratum: str = ""
 
-    def tokens(self, kind: str, role: str) -> Int[Tensor, "suffixes positions"]:
-        """Suffixes of a kind in a role; an empty tensor where there are none."""
-        rows = self.suffixes[kind].get(role, ())
-        return torch.tensor(rows, dtype=torch.int64) if rows else torch.zeros(0, 0, dtype=torch.int64)
-
-    def every(self, *roles: str) -> Int[Tensor, "suffixes positions"]:
+    def rows(self, *roles: str) -> list[Sequence[int]]:
         """All suffixes of some roles, of all kinds."""
-        return torch.cat([rows for role in roles for kind in self.suffixes if len(rows := self.tokens(kind, role))])
+        return [row for role in roles for own in self.suffixes.values() for row in own.get(role, ())]
 
     def held_out(self, kind: str, role: str) -> Bool[Tensor, "suffixes positions"]:
         """Which outputs of a kind's suffixes were not used before: to fit caches, and for the test to choose them.
 
-        One suffix b gives as many outputs as it has tokens, those of its first k tokens for every k. Of a test suffix
-        that begins as a fitted one does these outputs are no test. All outputs of fitted suffixes count as they are.
+        One suffix b gives as many outputs as it has tokens, those of its first k tokens for every k. Of a
+        test suffix that begins as a fitted one does these outputs are no test. All outputs of fitted suffixes
+        count as they are.
         """
-        rows = self.tokens(kind, role)
-        if role == "fit" or not len(rows):
-            return torch.ones_like(rows, dtype=torch.bool)
-        used = self.every(*ROLES[: ROLES.index(role)])
-        starts = {tuple(row[:k]) for row in used.tolist() for k in range(1, len(row) + 1)}
-        return torch.tensor([[tuple(row[:k]) not in starts for k in range(1, len(row) + 1)] for row in rows.tolist()])
+        used = self.rows(*ROLES[: ROLES.index(role)])
+        starts = {tuple(row[:k]) for row in used for k in range(1, len(row) + 1)}
+        rows = self.suffixes[kind][role]
+        return torch.tensor([[tuple(row[:k]) not in starts for k in range(1, len(row) + 1)] for row in rows])
 
 
 @dataclass(frozen=True)
 class ProfileTask(Task):
     """Prefixes whose caches are judged on suffixes that they were not fitted to; ``make_task`` makes it.
 
-    Values, for every kind of suffix and every name in ``MEASURES``: ``KIND_MEASURE`` and
-    ``KIND_MEASURE_worst`` over all held-out outputs (``Prefix.held_out``), ``KIND_num_outputs`` of them;
-    the same of the suffixes for the choice and for the fit as ``KIND_choice_MEASURE``,
-    ``KIND_fit_MEASURE``; ``num_slots``; and ``kl``, the mean of the kinds' means.
+    Values, for every kind of suffix: ``KIND_kl`` and ``KIND_kl_worst``, KL(dense || compact) in nats over all
+    held-out outputs (``Prefix.held_out``), and ``KIND_num_outputs`` of them; the same of the suffixes for the
+    choice and for the fit as ``KIND_choice_kl``, ``KIND_fit_kl``; ``num_slots``; and ``kl``, the mean of the
+    kinds' means.
 
     Args:
         examples: the prefixes, of equal length, in the tokens that all models share.
@@ -160,12 +143,11 @@ class ProfileTask(Task):
     plan: Plan
     evaluation: ClassVar[str] = "profile"
     tokenized: ClassVar[bool] = True
-    baselines: ClassVar[tuple[Baseline, ...]] = (Baseline("no-context", 0.0), Baseline("dense", 1.0))
 
     def __post_init__(self) -> None:
         for text in self.examples:
             for role in ("choice", "test"):
-                if not any(text.held_out(kind, role).any() for kind in text.suffixes):
+                if not any(text.held_out(kind, role).any() for kind, own in text.suffixes.items() if role in own):
                     raise InputError(
                         f"every suffix for the {role} behind token {text.name} of {text.document!r} is one that "
                         "caches are fitted to or chosen by: longer suffixes, or fewer to fit to, leave some held out"
@@ -180,12 +162,8 @@ class ProfileTask(Task):
         return example.document, example.name
 
     def check(self, label: str, model: PreTrainedModel, tokenizer: Any) -> None:  # noqa: ARG002
-        """Refuse a model with too few positions or another vocabulary.
-
-        Raises:
-            InputError: with the numbers.
-        """
-        largest = max(max(*text.prefix, int(text.every(*ROLES).max())) for text in self.examples)
+        """Refuse a model with too few positions or another vocabulary."""
+        largest = max(max(*text.prefix, *map(max, text.rows(*ROLES))) for text in self.examples)
         length = self.plan.prefix_len + self.plan.suffix_len
         check_fits(label, model, num_tokens=length, largest=largest, what="prefixes and suffixes")
 
@@ -202,23 +180,16 @@ class PreparedPrefix(Prepared):
     text: Prefix
 
     @cached_property
-    def traces(self) -> list[Trace]:
-        """Dense forwards over the prefix and every suffix that caches are fitted to; the prefix is held once."""
-        suffixes = self.text.every("fit")
+    def _fitted(self) -> Trace:
+        """The dense forward over the prefix and every suffix that caches are fitted to, a row each."""
+        suffixes = torch.tensor(self.text.rows("fit"))
         whole = torch.cat([torch.tensor(self.text.prefix).expand(len(suffixes), -1), suffixes], 1)
-        made: list[Trace] = []
-        for rows in whole.split(max(1, _TOKENS_AT_ONCE // whole.shape[1])):
-            seen = trace(self.model, rows.to(self.model.device), len(self.text.prefix))
-            one = made[0] if made else seen
-            states = {name: [x[:1].clone() for x in getattr(one, name)] for name in ("keys", "values")}
-            spread = {name: [x.expand(len(rows), -1, -1, -1) for x in own] for name, own in states.items()}
-            made.append(replace(seen, **spread))
-        return made
+        return trace(self.model, whole.to(self.model.device), len(self.text.prefix))
 
     @cached_property
     def trace(self) -> Trace:
         """One prefix with the queries of all these suffixes."""
-        return joined(self.traces)
+        return joined([self._fitted])
 
     def caches(
         self, compressor: Compressor, keep_ratios: Sequence[float]
@@ -228,89 +199,72 @@ class PreparedPrefix(Prepared):
             yield from super().caches(compressor, keep_ratios)
             return
         for keep_ratio in keep_ratios:
-            yield iter([(compressor.num_steps, compressor.shared(self.traces, keep_ratio=keep_ratio))])
+            yield iter([(compressor.num_steps, compressor.shared([self._fitted], keep_ratio=keep_ratio))])
 
     def score(self, cache: CompactCache) -> list[Values]:
         """Errors of the cache on all suffixes."""
-        return [self._values(self._outputs(cache), round(cache.mean_slots))]
+        return [self._values(replay_hidden(self.model, cache, self._suffixes), round(cache.mean_slots))]
 
     def baseline(self, baseline: Baseline) -> list[Values]:
         """Errors without any cache, its tokens at their own positions n + 1, n + 2, ..., and with the whole one."""
-        whole = baseline.name == "dense"
-        outputs = self._dense if whole else without_prefix(self.model, self._suffixes, len(self.text.prefix))
-        return [self._values(outputs, len(self.text.prefix) if whole else 0)]
+        length = len(self.text.prefix)
+        if baseline.name == "dense":
+            return [self._values(self._dense, length)]
+        positions = torch.arange(length, length + self._suffixes.shape[1], device=self.model.device)
+        with torch.no_grad(), frozen(self.model):
+            alone = hidden_states(
+                self.model, input_ids=self._suffixes, position_ids=positions.expand(self._suffixes.shape),
+                use_cache=False,
+            )  # fmt: skip
+        return [self._values(alone, 0)]
 
     @cached_property
-    def _groups(self) -> dict[tuple[str, str], Tensor]:
-        """Suffixes by kind and role."""
-        every = {(kind, role): self.text.tokens(kind, role) for kind in self.text.suffixes for role in ROLES}
-        return {group: rows for group, rows in every.items() if len(rows)}
-
-    @property
     def _suffixes(self) -> Int[Tensor, "suffixes positions"]:
-        return torch.cat(list(self._groups.values())).to(self.model.device)
+        return torch.tensor(self.text.rows(*ROLES), device=self.model.device)
 
     @cached_property
     def _dense(self) -> Float[Tensor, "suffixes positions hidden"]:
-        return self._outputs(self.trace.dense_cache())
-
-    def _outputs(self, cache: CompactCache) -> Float[Tensor, "suffixes positions hidden"]:
-        """Representations M_{C,a}(b) of all suffixes, group after group."""
-        return replay_hidden(self.model, cache, self._suffixes)
+        return replay_hidden(self.model, self.trace.dense_cache(), self._suffixes)
 
     def _values(self, outputs: Float[Tensor, "suffixes positions hidden"], num_slots: int) -> Values:
-        errors = output_errors(self.model, self._dense, outputs)
-        values, start = {"num_slots": float(num_slots)}, 0
-        for (kind, role), rows in self._groups.items():
-            head = f"{kind}_" if role == "test" else f"{kind}_{role}_"
+        errors, start = output_kl(self.model, self._dense, outputs), 0
+        values = {"num_slots": float(num_slots)}
+        for role, kind in ((role, kind) for role in ROLES for kind, own in self.text.suffixes.items() if role in own):
             counted = self.text.held_out(kind, role)
-            values[f"{head}num_outputs"] = float(counted.sum())
-            for name, every in errors.items():
-                own = every[start : start + len(rows)][counted]
-                if len(own):
-                    values |= {f"{head}{name}": float(own.mean()), f"{head}{name}_worst": float(own.max())}
-            start += len(rows)
+            own, head = (
+                errors[start : start + len(counted)][counted],
+                f"{kind}_" if role == "test" else f"{kind}_{role}_",
+            )
+            start += len(counted)
+            values[f"{head}num_outputs"] = float(len(own))
+            if len(own):
+                values |= {f"{head}kl": float(own.mean()), f"{head}kl_worst": float(own.max())}
         means = [values[f"{kind}_kl"] for kind in self.text.suffixes if f"{kind}_kl" in values]
         return values | {"kl": sum(means) / len(means)}
 
 
 @torch.no_grad()
-def output_errors(
+def output_kl(
     model: PreTrainedModel,
     dense: Float[Tensor, "suffixes positions hidden"],
     compact: Float[Tensor, "suffixes positions hidden"],
-) -> dict[str, Float[Tensor, "suffixes positions"]]:
-    """Every measure for every suffix b and every length k: at position k stands the output of b's first k tokens.
+) -> Float[Tensor, "suffixes positions"]:
+    """KL(dense || compact), nats, for every suffix b and every length k of its beginning.
 
-    In a causal model M([a, b_1 .. b_k]) is the output at the k-th position of the suffix, so that one suffix of K
-    tokens gives the definition's error for K suffixes. In float64; what is not finite is infinitely wrong.
+    In a causal model M([a, b_1 .. b_k]) is the output at the k-th position of the suffix, so that one suffix
+    of K tokens gives the definition's error for K suffixes. In float64; what is not finite is infinitely wrong.
 
     Args:
         model: whose head reads the representations.
         dense: with the whole cache.
         compact: with the compact one.
     """
-    parts: dict[str, list[Tensor]] = {name: [] for name in MEASURES}
+    parts = []
     rows = max(1, _LOGITS_AT_ONCE // model.config.get_text_config().vocab_size)
-    for whole, small in zip(dense.flatten(0, 1).split(rows), compact.flatten(0, 1).split(rows), strict=True):
-        log_p, log_q = (logits_from_hidden(model, part).double().log_softmax(-1) for part in (whole, small))
-        p, q = log_p.exp(), log_q.exp()
-        parts["kl"].append((p * (log_p - log_q)).sum(-1).clamp_min(0.0))
-        parts["tv"].append((p - q).abs().sum(-1) / 2)
-        parts["log_prob"].append((log_p - log_q).abs().amax(-1))
-        parts["output"].append((whole.double() - small.double()).norm(dim=-1))
-    infinite = {"nan": torch.inf, "posinf": torch.inf}
-    return {name: torch.cat(own).cpu().nan_to_num(**infinite).view(dense.shape[:2]) for name, own in parts.items()}
-
-
-@torch.no_grad()
-def without_prefix(
-    model: PreTrainedModel, suffixes: Int[Tensor, "suffixes positions"], prefix_len: int
-) -> Float[Tensor, "suffixes positions hidden"]:
-    """The suffix's representations with an empty cache: r(n) = 0, its tokens at their own positions n + 1, ..."""
-    positions = torch.arange(prefix_len, prefix_len + suffixes.shape[1], device=model.device).expand(suffixes.shape)
-    with frozen(model):
-        return hidden_states(model, input_ids=suffixes, position_ids=positions, use_cache=False)
+    for pair in zip(dense.flatten(0, 1).split(rows), compact.flatten(0, 1).split(rows), strict=True):
+        log_p, log_q = (logits_from_hidden(model, part).double().log_softmax(-1) for part in pair)
+        parts.append((log_p.exp() * (log_p - log_q)).sum(-1).clamp_min(0.0))
+    return torch.cat(parts).cpu().nan_to_num(nan=torch.inf, posinf=torch.inf).view(dense.shape[:2])
 
 
 def make_task(
@@ -372,28 +326,23 @@ def draw_prefixes(
     Raises:
         InputError: too little text for a prefix, or for the pieces from elsewhere.
     """
-    if num_prefixes < 1:
-        raise InputError(f"num_prefixes is {num_prefixes}; it must be at least 1")
-    length = plan.prefix_len + plan.suffix_len
+    check_least(1, num_prefixes=num_prefixes)
+    length, size = plan.prefix_len + plan.suffix_len, plan.suffix_len
     longest = max(map(len, documents.values()), default=0)
     if longest < length:
         raise InputError(
-            f"the text is too short: a prefix of {plan.prefix_len} and a suffix of {plan.suffix_len} tokens need "
-            f"{length}, the longest of {len(documents)} documents has {longest}"
+            f"the text is too short: a prefix of {plan.prefix_len} and a suffix of {size} tokens need {length}, the "
+            f"longest of {len(documents)} documents has {longest}"
         )
-    starts = [
-        (start, rank, name)
-        for rank, (name, tokens) in enumerate(documents.items())
-        for start in range(0, len(tokens) - length + 1, length)
-    ]
+    ranked = enumerate(documents.items())
+    places = sorted((at, rank, name) for rank, (name, own) in ranked for at in range(0, len(own) - length + 1, length))
     drawn = []
-    for start, _, name in sorted(starts)[:num_prefixes]:
+    for start, _, name in places[:num_prefixes]:
         window = tuple(documents[name][start : start + length])
         found: dict[str, dict[str, list[list[int]]]] = {}
         for kind in KINDS:
-            counts = {role: plan.count(kind, role) for role in ROLES}
-            total, size = sum(counts.values()), plan.suffix_len
-            generator = _generator(plan.seed, name, window, kind)
+            counts, generator = plan.counts(kind), _generator(plan.seed, name, window, kind)
+            total = sum(counts.values())
             if kind == "model":
                 prefix = torch.tensor([window[: plan.prefix_len]])
                 rows = sample_continuations(model, prefix, total, size, generator, vocab_size).tolist()
@@ -403,8 +352,8 @@ def draw_prefixes(
                 rows = _pieces(documents, name, range(start, start + length), total, size, generator)
             else:
                 rows = torch.randint(vocab_size, (total, size), generator=generator).tolist()
-            ends = {role: sum(counts[r] for r in ROLES[: rank + 1]) for rank, role in enumerate(ROLES)}
-            found[kind] = {role: rows[ends[role] - counts[role] : ends[role]] for role in ROLES if counts[role]}
+            left = iter(rows)
+            found[kind] = {role: [next(left) for _ in range(count)] for role, count in counts.items()}
         drawn.append(Prefix(name, str(start), window[: plan.prefix_len], found))
     return drawn
 
@@ -418,16 +367,7 @@ def sample_continuations(
     generator: torch.Generator,
     vocab_size: int,
 ) -> Int[Tensor, "count length"]:
-    """Continuations drawn from the model at temperature 1 behind the whole prefix.
-
-    Args:
-        model: a causal LM.
-        prefix: token ids.
-        count: continuations, at least 1.
-        length: tokens of each, at least 1.
-        generator: of the draws, on the CPU.
-        vocab_size: token ids from it on are never drawn.
-    """
+    """Continuations drawn at temperature 1 behind the whole prefix, of token ids below ``vocab_size``."""
     past = DynamicCache(config=model.config)
     hidden = hidden_states(model, input_ids=prefix.to(model.device), past_key_values=past, use_cache=True)
     past.batch_repeat_interleave(count)
@@ -440,19 +380,15 @@ def sample_continuations(
         hidden = hidden_states(model, input_ids=drawn[-1].to(model.device), past_key_values=past, use_cache=True)
 
 
-def slot_grid(prefix_len: int) -> list[int]:
-    """1, 2, 4, ... below the number of tokens of a prefix."""
-    return [2**power for power in range((prefix_len - 1).bit_length())]
-
-
 def slot_ratios(slots: Sequence[int], prefix_len: int) -> list[float]:
-    """Keep ratios of numbers of slots, without the whole prefix, which is a baseline.
+    """Keep ratios of numbers of slots, 1, 2, 4, ... where none are given; the whole prefix is a baseline.
 
     Raises:
-        InputError: none, one twice, or one outside [1, prefix_len].
+        InputError: one twice, or one outside [1, prefix_len].
     """
-    if not slots or len(set(slots)) < len(slots):
-        raise InputError(f"slots are {list(slots)}; give at least one number, and each once")
+    slots = slots or [2**power for power in range((prefix_len - 1).bit_length())]
+    if len(set(slots)) < len(slots):
+        raise InputError(f"slots are {list(slots)}; give each once")
     for count in slots:
         if not 1 <= count <= prefix_len:
             raise InputError(f"{count} slots are outside 1 to {prefix_len}, the tokens of a prefix")

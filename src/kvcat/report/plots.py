@@ -15,7 +15,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from kvcat.evals import METRICS
 from kvcat.evals.profile import KINDS
-from kvcat.evals.profile_summary import BEST
+from kvcat.evals.profile_table import BEST
 from kvcat.report.results import NO_STEP, Results, final_steps
 from kvcat.report.tables import keep_label, pair_rows, slug
 
@@ -153,11 +153,10 @@ def draw_profile(axes: Any, table: pd.DataFrame, statistic: str, models: Sequenc
 
 def save_profile_plot(table: pd.DataFrame, folder: Path) -> Path:
     """Mean and worst KL of a ``profile_table`` side by side on one scale, ``profile.png``; returns its path."""
-    own = table[table["measure"] == "kl"]
-    models = list(dict.fromkeys(own["model"]))
+    models = list(dict.fromkeys(table["model"]))
     panels = [
-        ("Best cache found, mean over held-out suffixes", lambda axes: draw_profile(axes, own, "mean", models)),
-        ("Best cache found, worst of the held-out suffixes", lambda axes: draw_profile(axes, own, "worst", models)),
+        ("Best cache found, mean over held-out suffixes", lambda axes: draw_profile(axes, table, "mean", models)),
+        ("Best cache found, worst of the held-out suffixes", lambda axes: draw_profile(axes, table, "worst", models)),
     ]
     Plot("profile", "Compressibility profile", panels, same_scale=True).save(folder / "profile.png")
     return folder / "profile.png"
