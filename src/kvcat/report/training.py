@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from kvcat.errors import InputError
+from kvcat.errors import InputError, one_line
 from kvcat.files import read_jsonl
 from kvcat.report.plots import COLOURS, Plot, line_style
 from kvcat.report.tables import Table
@@ -18,14 +18,21 @@ def run_metrics(folder: Path) -> pd.DataFrame:
     """Metrics of a training run, a row per record, with a column ``kept LAYER`` per router.
 
     Raises:
-        InputError: no ``metrics.jsonl`` with records in the folder.
+        InputError: no ``metrics.jsonl`` with records in the folder, or a damaged one.
     """
     records = read_jsonl(folder / "metrics.jsonl")
     if not records:
         raise InputError(f"{folder} is no training run: it has no metrics.jsonl with records")
-    kept = [{f"kept {layer}": share for layer, share in (r.pop("kept", None) or {}).items()} for r in records]
-    rows = pd.DataFrame([record | shares for record, shares in zip(records, kept, strict=True)])
-    return rows.reindex(columns=list(dict.fromkeys([*rows.columns, *LOSSES, "tokens"])))
+    try:
+        kept = [{f"kept {layer}": share for layer, share in (r.pop("kept", None) or {}).items()} for r in records]
+        rows = pd.DataFrame([record | shares for record, shares in zip(records, kept, strict=True)])
+        rows = rows.reindex(columns=list(dict.fromkeys([*rows.columns, "kind", "step", *LOSSES, "tokens"])))
+        numbers = rows[["step", *LOSSES, "tokens", *_routers(rows)]].apply(pd.to_numeric)
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
+        raise InputError(f"{folder / 'metrics.jsonl'} is damaged: {one_line(error)}") from None
+    if numbers["step"].isna().any() or not rows["kind"].isin(["train", "validation"]).all():
+        raise InputError(f"{folder / 'metrics.jsonl'} is damaged: a line without its step or kind")
+    return rows.assign(**numbers)
 
 
 def training_plot(runs: Mapping[str, pd.DataFrame], models: Sequence[str]) -> Plot:
