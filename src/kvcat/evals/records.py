@@ -17,7 +17,10 @@ _NUMBER, _OR_NONE = (int, float), (int, type(None))
 _CELL = {"model": str, "method": str, "keep_ratio": _NUMBER, "step": _OR_NONE, "seed": _OR_NONE}
 _TEXTS = ("fingerprint", "dtype", "options", "dataset", "stratum", "document", "example")
 _RECORD = {**_CELL, **dict.fromkeys(_TEXTS, str), "values": dict}
-_COST = {**_CELL, "options": dict, "examples": int, "seconds": _NUMBER, "bytes": int, "dense_bytes": int}
+_SPEEDS = dict.fromkeys(
+    ("peak_mib", "ttft", "ttft_dense", "tokens_per_s", "tokens_per_s_dense"), (*_NUMBER, type(None))
+)
+_COST = {**_CELL, **_SPEEDS, "options": dict, "examples": int, "seconds": _NUMBER, "bytes": int, "dense_bytes": int}
 _CONFIG = {"dataset": str, "num_examples": int, "methods": list, "baselines": list, "primary": (dict, type(None))}
 _METHOD = {"name": str, "options": dict, "keep_ratios": list, "num_examples": int}
 _KEY = (
@@ -186,6 +189,8 @@ def read_records(folder: Path) -> list[Record]:
             _check_fields(line, _RECORD)
             _check_fields(line["values"], dict.fromkeys(line["values"], _NUMBER))
             _check_fields({"options": json.loads(line["options"])}, {"options": dict})
+            if not (0 <= line["keep_ratio"] <= 1 and (line["step"] is None or line["step"] >= 0)):
+                raise ValueError(f"its keep_ratio is {line['keep_ratio']}, its step {line['step']}")
             record = Record(**line)
         except (ValueError, TypeError) as error:
             raise InputError(f"{file} has a line that is no record: {error}") from None
@@ -234,13 +239,18 @@ def read_config(folder: Path) -> dict[str, Any]:
     config = read_json(file)
     if config.get("evaluation") is None:
         raise InputError(f"{folder} is no results folder: its config.json names no evaluation")
-    if config["evaluation"] not in DECIDING:
+    if str(config["evaluation"]) not in DECIDING:
         raise InputError(f"{file}: no evaluation {config['evaluation']!r}; there are {', '.join(DECIDING)}")
     try:
         _check_fields({"baselines": [], "primary": None} | config, _CONFIG)
         for method in config["methods"]:
             _check_fields(method if isinstance(method, dict) else {}, _METHOD)
-        if config.get("primary"):
+            if not {type(keep) for keep in method["keep_ratios"]} <= {int, float}:
+                raise ValueError(f"its keep_ratios are {method['keep_ratios']!r}")
+        for baseline in config.get("baselines", []):
+            if not isinstance(baseline, list) or [type(part) for part in baseline] not in ([str, float], [str, int]):
+                raise ValueError(f"its baseline is {baseline!r}")
+        if config.get("primary") is not None:
             _check_fields(config["primary"], {"method": str, "keep_ratio": _NUMBER, "metric": str})
     except ValueError as error:
         raise InputError(f"{file} is damaged: {error}") from None

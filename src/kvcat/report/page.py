@@ -95,7 +95,7 @@ class Section:
         """The data."""
         config = self.results.config
         text = f"{config['num_examples']} {self.results.evaluation.example}s of {config['dataset']}"
-        if "prefix_len" in config:
+        if {"prefix_len", "suffix_len"} <= config.keys():
             text += f", {config['prefix_len']} prefix and {config['suffix_len']} suffix tokens"
         return text + (f", {config['length']} tokens each" if "length" in config else "") + "."
 

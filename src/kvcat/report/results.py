@@ -147,6 +147,9 @@ def read_results(folder: Path) -> Results:
     decides = EVALUATIONS[config["evaluation"]].deciding
     if not all(decides in record.values for record in records):
         raise InputError(f"{folder} has a record without {decides!r}, which {config['evaluation']} measures")
+    strata = {record.document: record.stratum for record in records}
+    if two := [record for record in records if record.stratum != strata[record.document]]:
+        raise InputError(f"{folder} has document {two[0].document!r} in two strata")
     summary = plain_steps(summarise(records))
     reasons = {label.partition("@")[0]: reason for label, reason in plumbing(records).items()}
     shown = {label: label + " [plumbing]" * (label in reasons) for label in dict.fromkeys(summary["model"])}
