@@ -1,0 +1,207 @@
+"""vLLM on a CPU answers from compact caches as kvcat does; one server for all tests (``make test-vllm``)."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from evicted_caches import evicted, ids, make_model, ragged
+
+from kvcat.errors import InputError
+from kvcat.models import save
+from kvcat.serving import CacheFolder, chat_ids, export_prefix, prompt_ids, read_prefix, request_fields, widen
+from tiny import byte_tokenizer
+
+pytest.importorskip("vllm", reason="needs vLLM (make test-vllm)")
+pytestmark = pytest.mark.filterwarnings("ignore")
+PORT, KEY, NEW, WIDE = 8765, "secret", 8, 32
+QUESTIONS = ["the cat sees", "a small tree", "then it was old"]
+
+
+class World:
+    """A model, its caches in a folder, and a server on its widened checkpoint."""
+
+    def __init__(self, folder):
+        self.folder, self.tokenizer = folder / "caches", byte_tokenizer()
+        self.folder.mkdir()
+        sizes = {"hidden_size": 64, "vocab_size": len(self.tokenizer), "max_position_embeddings": 512}
+        self.model = make_model("qwen2", sizes)
+        save(widen(self.model, WIDE), self.tokenizer, folder / "wide")
+        self.caches = {
+            "heads": ragged(self.cache(1, 70)), "layers": self.cache(2, (40, 9)), "short": self.cache(3, 7),
+            "chat": replace(self.cache(4, 33), metadata={"chat": "yes"}), "block": self.cache(5, 64),
+        }  # fmt: skip
+        for name, cache in self.caches.items():
+            self.put(name, cache)
+        other = make_model("qwen2", {**sizes, "rope_parameters": {"rope_theta": 5e3, "rope_type": "default"}})
+        export_prefix(evicted(other, ids(1, 90)), other, self.folder / "foreign", head_dim=WIDE)
+        export_prefix(self.caches["short"], self.model, self.folder / "narrow", head_dim=20)
+        good = (self.folder / "short").read_bytes()
+        (self.folder / "damaged").write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+        (folder / "outside").write_bytes(good)
+        (self.folder / "link").symlink_to(folder / "outside")
+        transfer = {
+            "kv_connector": "CompactCacheConnector", "kv_connector_module_path": "kvcat.serving.vllm",
+            "kv_role": "kv_consumer", "kv_connector_extra_config": {"caches": str(self.folder)},
+        }  # fmt: skip
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder / "wide"]
+        command += ["--kv-transfer-config", json.dumps(transfer), "--port", PORT, "--dtype", "float32"]
+        command += ["--middleware", "kvcat.serving.vllm.CompactCacheMiddleware", "--served-model-name", "m"]
+        command += ["--block-size", 32, "--enforce-eager", "--api-key", KEY, "--max-model-len", 256]
+        quiet = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        self.log = folder / "log"
+        with self.log.open("w") as log:
+            self.server = subprocess.Popen(
+                [str(x) for x in command], stdout=log, stderr=log, env={**os.environ, **quiet, "HF_HUB_OFFLINE": "1"}
+            )
+        end = time.monotonic() + 400
+        while self.server.poll() is None and time.monotonic() < end and self.post("/health", None)[0] != 200:
+            time.sleep(1)
+        assert self.post("/health", None)[0] == 200, self.log.read_text()[-3000:]
+
+    def cache(self, seed, slots):
+        return evicted(self.model, ids(1, 90, seed=seed), slots, log_bias=True)
+
+    def put(self, name, cache):
+        export_prefix(cache, self.model, self.folder / name, head_dim=WIDE)
+
+    def post(self, path, body, key=KEY):
+        """Status and reply."""
+        headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            request = urllib.request.Request(f"http://localhost:{PORT}{path}", data, headers)
+            with urllib.request.urlopen(request, timeout=200) as reply:
+                return reply.status, json.loads(reply.read() or b"{}")
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+        except OSError as error:
+            return 0, str(error)
+
+    def ask(self, prompt, name=None, path="/v1/completions", **more):
+        """Token ids of the answer, or status and error."""
+        body = {"model": "m", "max_tokens": NEW, "temperature": 0, "ignore_eos": True, "return_token_ids": True, **more}
+        body["messages" if "chat" in path else "prompt"] = prompt
+        if name is not None:
+            body["kv_transfer_params"] = {"kvcat": name}
+        status, reply = self.post(path, body)
+        return reply["choices"][0]["token_ids"] if status == 200 else (status, reply)
+
+    def wanted(self, tokens, name=None):
+        """The greedy answer of transformers with kvcat."""
+        tokens = torch.tensor([tokens])
+        given = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+        given = given if name is None else self.caches[name].inputs(self.model, tokens)
+        made = self.model.generate(**given, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+        return made[0, tokens.shape[1] :].tolist()
+
+    def tokens(self, text, name=None):
+        return prompt_ids(self.tokenizer, text, chat=name == "chat")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    made = World(tmp_path_factory.mktemp("vllm"))
+    yield made
+    made.server.terminate()
+    made.server.wait(60)
+
+
+def test_requests_with_different_documents_and_with_none_in_one_batch_are_answered_as_by_kvcat(world):
+    asked = [(text, name) for name in (*world.caches, None) for text in QUESTIONS] * 2
+    with ThreadPoolExecutor(len(asked)) as pool:
+        answers = list(pool.map(lambda one: world.ask(*one), asked))
+    for (text, name), answer in zip(asked, answers, strict=True):
+        assert answer == world.wanted(world.tokens(text, name), name), (text, name)
+    assert len({tuple(answer) for answer in answers}) > len(QUESTIONS)
+
+
+def test_a_conversation_goes_on_in_the_turn_that_the_document_opens(world):
+    messages = [{"role": "user", "content": "the cat"}]
+    found = world.ask(messages, "chat", "/v1/chat/completions")
+    assert found == world.wanted(world.tokens("the cat", "chat"), "chat")
+    messages += [{"role": "assistant", "content": "a dog"}, {"role": "user", "content": "a tree"}]
+    wanted = world.wanted(chat_ids(world.tokenizer, messages, chat=True), "chat")
+    assert world.ask(messages, "chat", "/v1/chat/completions") == wanted
+    assert world.ask(messages[1:], "chat", "/v1/chat/completions")[0] == 400
+    assert "without --chat" in world.ask(messages, "short", "/v1/chat/completions")[1]
+    assert world.post("/v1/chat/completions", {"model": "m", "messages": messages, "max_tokens": 2})[0] == 200
+
+
+def test_wrong_caches_give_their_request_an_error_and_leave_the_server_up(world):
+    good = world.ask("the cat", "heads")
+    for name, told in {
+        "gone": "no cache 'gone'", "foreign": "belongs to another model", "damaged": "corrupt", "link": "no cache",
+        "narrow": "pack it with --head-dim 32", "../outside": "is no name", "/etc/passwd": "is no name",
+        "..": "is no name", "": "is no name",
+    }.items():  # fmt: skip
+        status, reply = world.ask("the cat", name)
+        assert status == 400
+        assert told in reply
+        assert world.post("/v1/completions", {"prompt": "a", "kv_transfer_params": {"kvcat": name}}, "no")[0] == 401
+        # a route that the middleware does not prepare: the connector itself refuses
+        assert world.ask(world.tokens("the cat"), name, "/invocations")[0] == 500
+    assert world.ask(["the cat", "a dog"], "heads")[0] == 400
+    assert world.ask("", "heads")[0] == 400
+    assert world.ask("the cat " * 100, "heads")[0] == 400
+    assert world.ask("the cat", "heads") == good == world.wanted(world.tokens("the cat"), "heads")
+
+
+def test_nothing_reaches_a_document_or_its_prefix_cache_but_a_request_that_names_it(world):
+    question, prefix = world.tokens("a dog"), read_prefix(world.folder / "block")
+    fields = request_fields(prefix, "block", question)
+    prompt, salt = fields["prompt"], fields["cache_salt"]
+    wanted, plain = world.wanted(question, "block"), world.wanted(prompt)
+    assert wanted != plain
+    assert world.ask(prompt, "block", "/invocations", cache_salt=salt) == wanted
+    assert world.ask(prompt, None, "/invocations") == plain
+    for wrong in (
+        {"prompt": prompt, "cache_salt": salt},
+        {"prompt": prompt, "name": "block"},
+        {"prompt": prompt, "name": "short", "cache_salt": salt},
+        {"prompt": prompt[: prefix.num_slots], "name": "block", "cache_salt": salt},
+        {"prompt": [5, *prompt[1:]], "name": "block", "cache_salt": salt},
+        {"prompt": [5], "name": "block", "cache_salt": salt},
+    ):
+        assert world.ask(path="/invocations", **wrong)[0] == 500, wrong
+    assert world.ask(prompt, "block", "/invocations", cache_salt=salt) == wanted
+    assert world.ask("a dog", "block", cache_salt="mine") == wanted
+    assert world.ask(prompt, None, "/invocations") == plain
+
+
+def test_another_document_under_a_name_is_answered_from_at_once(world):
+    question = world.tokens("the red stone")
+    before = request_fields(read_prefix(world.folder / "layers"), "layers", question)
+    assert world.ask("the red stone", "layers") == world.wanted(question, "layers")
+    world.caches["layers"] = world.cache(9, (40, 9))
+    world.put("layers", world.caches["layers"])
+    assert world.ask("the red stone", "layers") == world.wanted(question, "layers")
+    assert world.ask(before["prompt"], "layers", "/invocations", cache_salt=before["cache_salt"])[0] == 500
+
+
+def test_a_file_that_changes_between_scheduler_and_worker_fails_the_blocks_that_it_was_for(world):
+    from kvcat.serving import vllm as room
+
+    connector = room.CompactCacheConnector.__new__(room.CompactCacheConnector)
+    connector._failed_requests, connector._invalid_blocks, connector._loaded = set(), set(), room.Prefix.load
+    prefix = replace(read_prefix(world.folder / "short"), digest="another")
+    connector._connector_metadata = room._Step([room._Load(prefix, 0, torch.arange(7), [3, 4])], {"r"})
+    connector.start_load_kv(SimpleNamespace(no_compile_layers={}))
+    assert connector.get_block_ids_with_load_errors() == {3, 4}
+    assert connector.get_block_ids_with_load_errors() == set()
+    results = connector.get_transfer_results(set())
+    assert results.failed_recving == results.finished_recving == {"r"}
+
+
+def test_a_server_that_cannot_serve_caches_does_not_start(world, tmp_path):
+    with pytest.raises(InputError, match="no folder of caches"):
+        CacheFolder(tmp_path / "gone", "f", (2, 2, 32))
+    assert world.server.poll() is None
