@@ -5,6 +5,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -204,7 +205,7 @@ def greedy_answers(
     with frozen(model), _plain_generation(model) as ends:
         found = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)  # type: ignore[operator]
     rows = found[:, width:].tolist()
-    return [row[: next((i for i, token in enumerate(row) if token in ends), len(row))] for row in rows]
+    return [list(takewhile(lambda token: token not in ends, row)) for row in rows]
 
 
 @torch.no_grad()
@@ -217,13 +218,8 @@ def token_nll(
     """-log p(a_t | context, prompt, a_<t) of every token of each answer, nats.
 
     Prompt and answer are joined as token ids: as one text an answer could merge with the end of the
-    prompt ("(" and "A)" give "(A").
-
-    Args:
-        model: that answers.
-        cache: stands for the contexts, one for each row or one for all; None: there are none.
-        prompts: token ids, at least one each.
-        answers: token ids, at least one each.
+    prompt ("(" and "A)" give "(A"). The cache stands for the contexts, one for each row or one for all;
+    None: there are none.
 
     Raises:
         ValueError: nothing to score, or a prompt or an answer without tokens.

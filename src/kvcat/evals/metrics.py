@@ -47,81 +47,57 @@ def _score(label: str, description: str, *columns: str, function: Callable[..., 
 
 _METRICS = {
     "delta_ppl": Metric(
-        "delta PPL",
-        "Mean over windows of exp(NLL on the compact cache) - exp(dense NLL); the paper's figure, heavy-tailed.",
+        "delta PPL", "Mean over windows of exp(NLL compact) - exp(NLL dense); the paper's figure, heavy-tailed.",
         True, "perplexity", ratio=True,
     ),
     "kl": Metric(
-        "KL",
-        "KL(dense || compact) of the next-token distributions, nats per suffix token. It compares a model with "
-        "itself: a model that ignores its prefix has none.",
-        True, ratio=True,
+        "KL", "KL(dense || compact) of the next-token distributions, nats per suffix token. It compares a model with "
+        "itself: a model that ignores its prefix has none.", True, ratio=True,
     ),
     "top1": Metric(
-        "top-1",
-        "Share of suffix positions where the most likely token is the same with the dense and the compact cache.",
+        "top-1", "Share of suffix positions whose most likely token is the same with the dense and the compact cache.",
         False, "", percent=True,
     ),
     "nll": Metric(
-        "NLL compact",
-        "Negative log-likelihood of the real suffix, or of the right answer, on the compact cache, nats per token: "
-        "what a user gets.",
-        True,
+        "NLL compact", "Negative log-likelihood of the real suffix, or of the right answer, on the compact cache, nats "
+        "per token: what a user gets.", True,
     ),
     "delta_nll": Metric("delta NLL", "NLL on the compact cache minus dense NLL, nats per token.", True, ratio=True),
     "nll_dense": Metric(
-        "NLL dense",
-        "Negative log-likelihood with the whole cache, nats per token: the price paid in training.",
-        True,
+        "NLL dense", "Negative log-likelihood with the whole cache, nats per token: the price paid in training.", True,
     ),
     "context_gain": Metric(
-        "context gain",
-        "NLL without the prefix minus dense NLL, of suffix tokens 2 onwards, nats per token: how much the model uses "
-        "its prefix.",
-        False,
+        "context gain", "NLL without the prefix minus dense NLL, of suffix tokens 2 onwards, nats per token: how much "
+        "the model uses its prefix.", False,
     ),
     "retention": Metric(
-        "retention",
-        "1 - (NLL compact - NLL dense) / (NLL without prefix - NLL dense), a ratio of sums: the share of the context "
-        "gain that survives compression; not given where that gain is not clearly above 0.",
+        "retention", "1 - (NLL compact - NLL dense) / (NLL without prefix - NLL dense), a ratio of sums: the share of "
+        "the context gain that survives compression; not given where that gain is not clearly above 0.",
         False, "", percent=True, columns=("lost", "gained"), function=lambda lost, gained: 1.0 - lost / gained,
     ),
     "delta_ppl_median": Metric(
-        "median delta PPL",
-        "Median over windows of exp(NLL on the compact cache) - exp(dense NLL).",
+        "median delta PPL", "Median over windows of exp(NLL compact) - exp(NLL dense).",
         True, "perplexity", columns=("delta_ppl",), function=None,
     ),
     "delta_ppl_corpus": Metric(
-        "corpus delta PPL",
-        "exp(mean NLL on the compact cache) - exp(mean dense NLL): the perplexities of all suffixes as one corpus.",
-        True, "perplexity", columns=("nll", "nll_dense"),
-        function=lambda nll, dense: np.exp(nll) - np.exp(dense),
+        "corpus delta PPL", "exp(mean NLL compact) - exp(mean NLL dense): all suffixes as one corpus.",
+        True, "perplexity", columns=("nll", "nll_dense"), function=lambda nll, dense: np.exp(nll) - np.exp(dense),
     ),
-    "nll_none": Metric(
-        "NLL no prefix",
-        "Negative log-likelihood with no prefix at all, of suffix tokens 2 onwards, nats per token.",
-        True,
-    ),
+    "nll_none": Metric("NLL no prefix", "NLL with no prefix at all, of suffix tokens 2 onwards, nats per token.", True),
     "exact_match": _score("exact match", "Share of examples whose greedy answer on the compact cache is right."),
     "native_exact_match": _score(
-        "exact match, native",
-        "The same of the examples that the model answers rightly with its whole cache: the paper's native-success-"
-        "conditioned figure. It rewards a model that is right on few: read it beside the plain and the dense one.",
-        "native_match", "dense_exact_match", function=np.divide,
+        "exact match, native", "The same of the examples that the model answers rightly with its whole cache: the "
+        "paper's native-success-conditioned figure. It rewards a model that is right on few: read it beside the plain "
+        "and the dense one.", "native_match", "dense_exact_match", function=np.divide,
     ),
     "dense_exact_match": _score("exact match, dense", "Share of examples answered rightly with the whole cache."),
-    "correct_prefix": _score(
-        "digits", "Share of the passkey's digits before the first wrong one, of the greedy answer."
-    ),
-    "string_match": _score(
-        "string match", "Share of the right answers that the greedy answer contains: RULER's score."
-    ),
+    "correct_prefix": _score("digits", "Share of the passkey's digits before the first wrong one."),
+    "string_match": _score("string match", "Share of the right answers that the greedy answer contains, as in RULER."),
     "dense_string_match": _score("string match, dense", "The same with the whole cache."),
     "accuracy": _score("accuracy", "Share of questions whose right answer has the highest log-likelihood."),
     "dense_accuracy": _score("accuracy, dense", "The same with the whole cache."),
     "nll_choice": Metric(
-        "NLL of the choice",
-        "Minus the log of the right answer's probability among the four, nats; 1.386 is guessing.",
+        "NLL of the choice", "Minus the log of the right answer's probability among the four, nats; 1.386 is guessing.",
         True, "nats",
     ),
     "acc_per_char": _score(
@@ -129,9 +105,7 @@ _METRICS = {
     ),
     "acc": _score("accuracy, raw", "The same by the total log-likelihood."),
     "nll_per_char": Metric(
-        "NLL per character",
-        "Negative log-likelihood of the right answer, nats per character.",
-        True, "nats/character",
+        "NLL per character", "Negative log-likelihood of the right answer, nats per character.", True, "nats/character"
     ),
 }  # fmt: skip
 

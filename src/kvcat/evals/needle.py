@@ -1,22 +1,22 @@
-"""Needle in a haystack: a passkey hidden at a depth of a text full of other codes, asked for after compression."""
+"""Needle in a haystack: a passkey hidden at a depth of a text full of other codes, asked for after compression.
 
-import hashlib
-import json
+Also what RULER's texts are made of: neutral sentences, and lines that fill an exact number of tokens.
+"""
+
 import random
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from importlib.resources import files
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from kvcat.compress.documents import INSTRUCTION, opening_ids
 from kvcat.errors import InputError
 from kvcat.evals.answers import Question, QuestionTask, answer_ids, check_supervision
-from kvcat.evals.haystack import FILLER, Pieces, draws, filler_lines, number, pick, read_filler
-from kvcat.evals.task import Values, vocabulary
+from kvcat.evals.task import Values, check_least, vocabulary
 
 QUERY = "Memory record: special_passkey="
 DISTRACTORS = (
@@ -25,9 +25,11 @@ DISTRACTORS = (
 )
 DISTRACTOR_RATE = 0.35
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+FILLER = tuple(files("kvcat.evals").joinpath("filler.txt").read_text(encoding="utf-8").splitlines())
+"""Forty neutral sentences."""
+
 _DIGITS = 6
-_MAX_NEW_TOKENS = _DIGITS + 2
-_HASHED_LINES = 32
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True)
@@ -46,12 +48,7 @@ class NeedleTask(QuestionTask):
 
     @staticmethod
     def judge(answer: str, references: Sequence[str]) -> Values:
-        """``exact_match`` and ``correct_prefix`` of the digits that an answer begins with.
-
-        Args:
-            answer: decoded; spaces before its digits do not count, nor does what follows them.
-            references: the passkey.
-        """
+        """Values of the digits that an answer begins with; spaces before them and what follows do not count."""
         (passkey,) = references
         digits = re.match(r"\s*([0-9]*)", answer)[1]  # type: ignore[index]
         same = next((i for i in range(len(passkey)) if digits[i : i + 1] != passkey[i]), len(passkey))
@@ -85,72 +82,135 @@ def make_task(
         supervision: as in ``QuestionTask``.
 
     Raises:
-        InputError: a value out of its range, a filler without a usable sentence, a haystack too short for the needle
-            and the instruction, a tokenizer that cannot spell digits.
+        InputError: a value out of its range, a filler without a usable sentence, a haystack too short for
+            the needle and the instruction, a tokenizer that cannot spell digits.
     """
-    for name, value in {"length": length, "per_depth": per_depth}.items():
-        if value < 1:
-            raise InputError(f"{name} is {value}; it must be at least 1")
+    check_least(1, length=length, per_depth=per_depth)
     check_supervision(supervision)
     sentences = FILLER if filler is None else read_filler(filler)
-    pieces, digest, examples = Pieces(tokenizer), hashlib.sha256(), []
+    pieces, opening, examples = Pieces(tokenizer), tuple(opening_ids(tokenizer)), []
     for instance in range(per_depth):
         for index, depth in enumerate(DEPTHS):
-            lines = _Lines((seed, index, instance), number(draws(seed, index, instance, "passkey"), _DIGITS), sentences)
-            question, answer = answer_ids(tokenizer, QUERY, lines.passkey)
+            key = seed, index, instance
+            passkey = number(draws(*key, "passkey"), _DIGITS)
+            question, answer = answer_ids(tokenizer, QUERY, passkey)
             needle = (*question, *answer, *pieces(".\n"))
-            context = _haystack(pieces, opening_ids(tokenizer), needle, lines, depth, length)
-            name, known = f"{depth:g}-{instance}", (lines.passkey,)
-            examples.append(Question(name, "0", f"{depth:g}", context, question, answer, known, _MAX_NEW_TOKENS))
-            digest.update(json.dumps([[name, lines.passkey], *lines.first(_HASHED_LINES)]).encode() + b"\n")
+            room, least = length - len(opening) - len(needle), len(pieces(INSTRUCTION))
+            if room < least:
+                raise InputError(
+                    f"a haystack of {length} tokens is too short: needle and instruction take {length - room + least}"
+                )
+            sizes = {"before": round(depth * room), "after": room - round(depth * room)}
+            before, after = (
+                pieces.filled(
+                    pieces.fitting(lines_with_decoys(draws(*key, part), passkey, sentences), size),
+                    filler_lines(draws(*key, part, "padding"), sentences),
+                    size,
+                )
+                for part, size in sizes.items()
+            )
+            context, name = (*opening, *before, *needle, *after), f"{depth:g}-{instance}"
+            examples.append(
+                Question(name, "0", f"{depth:g}", context, question, answer, (passkey,), max_new_tokens=_DIGITS + 2)
+            )
     options = {
-        "length": length, "depths": DEPTHS, "per_depth": per_depth, "distractor_rate": DISTRACTOR_RATE, "seed": seed,
-        "texts": digest.hexdigest(),
+        "length": length, "depths": DEPTHS, "per_depth": per_depth, "distractor_rate": DISTRACTOR_RATE, "seed": seed
     }  # fmt: skip
     dataset = "passkey" if filler is None else f"passkey:{filler.name}"
     return NeedleTask(dataset, tuple(examples), options, supervision, vocabulary(tokenizer))
 
 
-@dataclass(frozen=True)
-class _Lines:
-    """The lines of one haystack: of the part before and of the part after the needle."""
-
-    key: tuple[int, int, int]
-    passkey: str
-    filler: Sequence[str]
-
-    def of(self, part: str) -> Iterator[str]:
-        draw = draws(*self.key, part)
-        while True:
-            if draw.random() < DISTRACTOR_RATE:
-                yield pick(draw, DISTRACTORS).format(self._decoy(draw))
-            else:
-                yield pick(draw, self.filler) + "\n"
-
-    def padding(self, part: str) -> Iterator[str]:
-        return filler_lines(draws(*self.key, part, "padding"), self.filler)
-
-    def first(self, count: int) -> list[list[str]]:
-        return [list(islice(self.of(part), count)) for part in ("before", "after")]
-
-    def _decoy(self, draw: random.Random) -> str:
-        while (code := number(draw, _DIGITS)) == self.passkey:
+def lines_with_decoys(draw: random.Random, passkey: str, filler: Sequence[str]) -> Iterator[str]:
+    """Lines of filler and distractors without end; no distractor holds the passkey."""
+    while True:
+        if draw.random() >= DISTRACTOR_RATE:
+            yield pick(draw, filler) + "\n"
+            continue
+        line = pick(draw, DISTRACTORS)
+        while (code := number(draw, _DIGITS)) == passkey:
             pass
-        return code
+        yield line.format(code)
 
 
-def _haystack(
-    pieces: Pieces, opening: Sequence[int], needle: tuple[int, ...], lines: _Lines, depth: float, length: int
-) -> tuple[int, ...]:
-    """Exactly ``length`` token ids, with those of the needle in a row at the depth."""
-    room, least = length - len(opening) - len(needle), len(pieces(INSTRUCTION))
-    if room < least:
+def read_filler(path: Path) -> tuple[str, ...]:
+    """Sentences of a UTF-8 text file that hide nothing by themselves, each once, in the order of the file.
+
+    A sentence ends with a full stop, a question or an exclamation mark. Those with a digit, with the word
+    passkey, or of fewer than 3 or more than 60 words are left out.
+
+    Raises:
+        InputError: the file cannot be read, is not UTF-8, or has no such sentence.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+    sentences = [" ".join(part.split()) for part in re.split(r"(?<=[.!?])\s+", text)]
+    usable = [s for s in sentences if 3 <= len(s.split()) <= 60 and not re.search(r"\d|passkey", s.lower())]
+    if not usable:
         raise InputError(
-            f"a haystack of {length} tokens is too short: needle and instruction take {length - room + least}"
+            f"{path} has no usable sentence: one of 3 to 60 words without a digit and without the word passkey"
         )
-    before = round(depth * room)
-    parts = [
-        pieces.filled(pieces.fitting(lines.of(part), count), lines.padding(part), count)
-        for part, count in (("before", before), ("after", room - before))
-    ]
-    return (*opening, *parts[0], *needle, *parts[1])
+    return tuple(dict.fromkeys(usable))
+
+
+class Pieces:
+    """Token ids of pieces of text, each encoded by itself and so the same tokens wherever it stands."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer, self._known = tokenizer, dict[str, tuple[int, ...]]()
+
+    def __call__(self, text: str) -> tuple[int, ...]:
+        """Token ids of a piece, without special tokens.
+
+        Raises:
+            InputError: it has none.
+        """
+        if text not in self._known:
+            self._known[text] = tuple(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
+            if not self._known[text]:
+                raise InputError(f"the tokenizer {self._tokenizer.name_or_path!r} has no token for {text!r}")
+        return self._known[text]
+
+    def fitting(self, lines: Iterator[str], num_tokens: int) -> list[str]:
+        """The first lines of an endless iterator, as many as fit whole into so many tokens."""
+        taken = []
+        while (num_tokens := num_tokens - len(self(line := next(lines)))) >= 0:
+            taken.append(line)
+        return taken
+
+    def filled(self, lines: Sequence[str], padding: Iterator[str], num_tokens: int) -> tuple[int, ...]:
+        """Token ids of lines that fit, and before them the end of padding lines, exactly ``num_tokens`` in all."""
+        body = [token for line in lines for token in self(line)]
+        missing, head = num_tokens - len(body), list[int]()
+        while len(head) < missing:
+            head = [*self(next(padding)), *head]
+        return (*head[len(head) - missing :], *body)
+
+
+def draws(*key: object) -> random.Random:
+    """A random stream that is a function of the key alone; only its ``random`` is the same for every Python."""
+    return random.Random(":".join(map(str, key)))
+
+
+def pick(draw: random.Random, items: Sequence[_Item]) -> _Item:
+    """One of the items, each as likely as another."""
+    return items[int(draw.random() * len(items))]
+
+
+def shuffled(draw: random.Random, items: Sequence[_Item]) -> list[_Item]:
+    """The items in a random order."""
+    return [items[index] for _, index in sorted((draw.random(), index) for index in range(len(items)))]
+
+
+def number(draw: random.Random, num_digits: int) -> str:
+    """So many decimal digits, any of which may be 0."""
+    return f"{int(draw.random() * 10**num_digits):0{num_digits}d}"
+
+
+def filler_lines(draw: random.Random, filler: Sequence[str]) -> Iterator[str]:
+    """Sentences in random order with repetition, one a line, without end."""
+    while True:
+        yield pick(draw, filler) + "\n"

@@ -1,10 +1,9 @@
 """Compressibility profile: the error of the best cache found for a prefix against the number of its slots.
 
 (N, epsilon, r)-compressibility asks for a cache of r(n) slots of every prefix a that serves every suffix b alike:
-|| M([a, b]) - M_{C,a}(b) || < epsilon. Here one cache is fitted to some sampled suffixes of a prefix, and its error,
-the KL of the next-token distributions, is taken on others. Both samples err on one side each: a better cache may
-exist, so the error is an upper bound on that of the best cache on these suffixes; a worse suffix may exist, so the
-worst of them is a lower bound on the maximum over all suffixes for this cache.
+|| M([a, b]) - M_{C,a}(b) || < epsilon. Here one cache is fitted to some sampled suffixes of a prefix, and its
+error, the KL of the next-token distributions, is taken on others: an upper bound on that of the best cache on these
+suffixes, and its worst a lower bound on the maximum over all suffixes for this cache.
 
 References: KV-CAT, section "KV Cache Compression: Problem Formulation", definition of (N, epsilon, r)-compressibility.
 """
@@ -54,18 +53,15 @@ _LOGITS_AT_ONCE = 2**21
 
 @dataclass(frozen=True)
 class Plan:
-    """Lengths, and how many suffixes are drawn behind every prefix.
+    """Lengths, at least 1 and 2, and how many suffixes are drawn behind every prefix, at least 1 in every role.
 
     Args:
-        prefix_len: tokens n of a prefix, at least 1.
-        suffix_len: tokens of a suffix, at least 2; its first k tokens are a suffix of length k as well.
-        num_fit: suffixes of each kind but the true one that caches are fitted to, at least 1.
-        num_choice: further ones that choose between caches, at least 1.
-        num_test: suffixes of each kind that caches are judged on, at least 1; of "true" there is one.
+        prefix_len: tokens n of a prefix.
+        suffix_len: tokens of a suffix; its first k tokens are a suffix of length k as well.
+        num_fit: suffixes of each kind but the true one that caches are fitted to.
+        num_choice: further ones that choose between caches.
+        num_test: suffixes of each kind that caches are judged on; of "true" there is one.
         seed: of the draw, at least 0.
-
-    Raises:
-        InputError: a value out of its range.
     """
 
     prefix_len: int = 128
@@ -253,11 +249,6 @@ def output_kl(
 
     In a causal model M([a, b_1 .. b_k]) is the output at the k-th position of the suffix, so that one suffix
     of K tokens gives the definition's error for K suffixes. In float64; what is not finite is infinitely wrong.
-
-    Args:
-        model: whose head reads the representations.
-        dense: with the whole cache.
-        compact: with the compact one.
     """
     parts = []
     rows = max(1, _LOGITS_AT_ONCE // model.config.get_text_config().vocab_size)
@@ -314,14 +305,8 @@ def draw_prefixes(
 ) -> list[Prefix]:
     """Prefixes that do not overlap, with the suffixes behind each; every kind has a random stream of its own.
 
-    The first prefix of every document comes before the second of any.
-
-    Args:
-        documents: name to token ids.
-        plan: lengths and numbers.
-        num_prefixes: most prefixes, at least 1.
-        model: draws the suffixes of kind "model".
-        vocab_size: token ids drawn lie below it.
+    The first prefix of every document comes before the second of any. The model draws the suffixes of kind
+    "model"; token ids drawn lie below ``vocab_size``.
 
     Raises:
         InputError: too little text for a prefix, or for the pieces from elsewhere.
@@ -396,16 +381,11 @@ def slot_ratios(slots: Sequence[int], prefix_len: int) -> list[float]:
 
 
 def _pieces(
-    documents: Mapping[str, Sequence[int]],
-    own: str,
-    window: range,
-    count: int,
-    length: int,
-    generator: torch.Generator,
+    documents: Mapping[str, Sequence[int]], own: str, window: range, count: int, length: int, generator: torch.Generator
 ) -> list[list[int]]:
     """Pieces of the documents that overlap neither the window nor one another."""
     places = [
-        (tokens, start)
+        tokens[start : start + length]
         for name, tokens in documents.items()
         for start in range(0, len(tokens) - length + 1, length)
         if name != own or start + length <= window.start or start >= window.stop
@@ -415,8 +395,7 @@ def _pieces(
             f"the text is too short for {count} 'other' suffixes of {length} tokens: outside a prefix and what follows "
             f"it there is room for {len(places)}"
         )
-    order = torch.randperm(len(places), generator=generator)[:count].tolist()
-    return [list(places[index][0][places[index][1] : places[index][1] + length]) for index in order]
+    return [list(places[index]) for index in torch.randperm(len(places), generator=generator)[:count].tolist()]
 
 
 def _generator(seed: int, document: str, window: tuple[int, ...], kind: str) -> torch.Generator:

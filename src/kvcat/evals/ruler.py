@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from kvcat.compress.documents import opening_ids
 from kvcat.errors import InputError
 from kvcat.evals.answers import Question, QuestionTask, answer_ids, check_supervision
-from kvcat.evals.haystack import FILLER, Pieces, draws, filler_lines, number, pick, shuffled
-from kvcat.evals.task import Values, vocabulary
+from kvcat.evals.needle import FILLER, Pieces, draws, filler_lines, number, pick, shuffled
+from kvcat.evals.task import Values, check_least, vocabulary
 
 # RULER's own sizes.
 NUM_KEYS = NUM_VALUES = NUM_QUERIES = 4
@@ -74,9 +74,7 @@ def make_task(
             tokenizer that cannot spell the answers.
     """
     tasks = tuple(RULER_TASKS if tasks is None else tasks)
-    for name, value in {"length": length, "per_task": per_task}.items():
-        if value < 1:
-            raise InputError(f"{name} is {value}; it must be at least 1")
+    check_least(1, length=length, per_task=per_task)
     if unknown := [task for task in tasks if task not in RULER_TASKS]:
         raise InputError(f"no RULER task {unknown[0]!r}; there are {', '.join(RULER_TASKS)}")
     if not tasks or len(set(tasks)) < len(tasks):
@@ -113,11 +111,7 @@ class Room:
     task: str
 
     def after(self, lines: Sequence[str]) -> int:
-        """Tokens left after these parts.
-
-        Raises:
-            InputError: they do not fit.
-        """
+        """Tokens left after these parts, which have to fit."""
         taken = sum(len(self.pieces(line)) for line in lines)
         if taken > self.num_tokens:
             raise InputError(f"{self.num_tokens} tokens are too few for {self.task}, which takes at least {taken}")
@@ -127,15 +121,9 @@ class Room:
 def niah(
     draw: random.Random, room: Room, *, keys: int = 1, values: int = 1, others: int = 0, among_needles: bool = False
 ) -> Hidden:
-    """Numbers under keys, between neutral sentences or between other such needles.
+    """Numbers under keys, ``values`` of each of the ``keys`` that the question names.
 
-    Args:
-        draw: of all that is random.
-        room: for the text.
-        keys: that the question names.
-        values: numbers of each of them.
-        others: keys that it does not name, with one number each.
-        among_needles: all other lines are needles with further keys.
+    Between them are ``others``, keys that it does not name, and neutral sentences or only more needles.
     """
     names, codes = _distinct(lambda: f"{_word(draw)}-{_word(draw)}"), _distinct(lambda: number(draw, 7))
     wanted = [(next(names), [next(codes) for _ in range(values)]) for _ in range(keys)]

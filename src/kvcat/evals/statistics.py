@@ -217,10 +217,6 @@ def share(scores: Float[Array, " examples"], documents: Sequence[str]) -> Estima
     too wide than too narrow: no variable in [0, 1] with mean p varies more than p (1 - p), and
     examples of one document count as copies of one another. It is never of zero width.
 
-    Args:
-        scores: between 0 and 1, such as the share of several right answers that were given.
-        documents: name of each example's document.
-
     Raises:
         InputError: no example.
     """
@@ -233,17 +229,12 @@ def share(scores: Float[Array, " examples"], documents: Sequence[str]) -> Estima
 def share_difference(
     first: Float[Array, " examples"], second: Float[Array, " examples"], documents: Sequence[str]
 ) -> tuple[Estimate, float]:
-    """Difference of two mean scores of the same examples, with Agresti and Min's interval, and its p-value.
+    """Difference of two mean scores in [0, 1] of the same examples, with Agresti and Min's interval and its p-value.
 
     Half a document is added to each of four outcomes: both right, neither, the first alone, the second
     alone. With d_i the difference of document i of n, scaled so that their mean is the difference,
     m = sum d / (n + 2) and s^2 = ((sum d^2 + 1) / (n + 2) - m^2) / (n + 2), the interval is m +/- z s
     and p = 2 Phi(-|m| / s). It is never of zero width.
-
-    Args:
-        first: scores between 0 and 1.
-        second: the same examples in the same order.
-        documents: name of each example's document.
 
     References: Agresti and Min 2005, "Simple improved confidence intervals for comparing matched
     proportions".
@@ -264,10 +255,6 @@ def mcnemar(first: Float[Array, " examples"], second: Float[Array, " examples"])
     Of b + c such examples b ~ Binomial(b + c, 1/2); p = min(1, 2 P(X <= min(b, c))). Examples count as
     independent: where documents hold several, trust the interval of ``share_difference``.
 
-    Args:
-        first: 0 or 1 per example.
-        second: 0 or 1 per example, the same examples in the same order.
-
     Raises:
         ValueError: a value that is neither 0 nor 1.
 
@@ -287,11 +274,6 @@ def cannot_tell(first: Float[Array, " examples"], second: Float[Array, " example
     max(z sqrt(E d^2 / n), 6 max|d| / n), d the examples' differences: the normal half-width, and the six
     differing examples that an exact test needs. A true difference of this size is found only every other
     time; one found four times in five must be about 1.4 times as large.
-
-    Args:
-        first: scores between 0 and 1.
-        second: the same examples in the same order.
-        documents: name of each example's document.
     """
     differences, num_documents = np.abs(first - second), len(set(documents))
     if not differences.any():

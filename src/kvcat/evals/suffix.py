@@ -19,7 +19,7 @@ from kvcat.data import Document, Split, open_documents, split_documents
 from kvcat.errors import InputError
 from kvcat.evals.records import Record
 from kvcat.evals.runner import evaluate
-from kvcat.evals.task import Baseline, Method, ModelSource, Prepared, Task, Values, check_fits
+from kvcat.evals.task import Baseline, Method, ModelSource, Prepared, Task, Values, check_fits, check_least
 from kvcat.losses.scoring import score_positions
 from kvcat.models import examined_head, frozen, hidden_states
 from kvcat.types import Float, Int, Tensor
@@ -42,7 +42,7 @@ class Window:
 
     Args:
         document: the document's name; windows of one document are resampled together.
-        name: the window's name in its document: the position of its first token.
+        name: the position of its first token.
         tokens: token ids of prefix and suffix, in order.
         prefix_len: how many of them are the prefix, at least 1 and at most ``len(tokens) - 2``.
         stratum: group that is reported apart; may be empty.
@@ -141,8 +141,9 @@ def windows_from_documents(
 ) -> list[Window]:
     """Windows that do not overlap, of documents and places drawn by the seed.
 
-    The first window of every document comes before the second of any, so a shorter list still spans as many documents
-    as it can. Documents are tokenised without special tokens, and only as many as the limit needs.
+    The first window of every document comes before the second of any, so a shorter list still spans as
+    many documents as it can. Documents are tokenised without special tokens, and only as many as the limit
+    needs.
 
     Args:
         documents: pairs (name, text); names are unique.
@@ -156,10 +157,8 @@ def windows_from_documents(
     Raises:
         InputError: no document is long enough, two documents share a name, a length or count out of range.
     """
-    least = {"prefix_len": (prefix_len, 1), "suffix_len": (suffix_len, 2), "per_document": (per_document, 1)}
-    for name, (value, bound) in {**least, "limit": (1 if limit is None else limit, 1)}.items():
-        if value < bound:
-            raise InputError(f"{name} is {value}; it must be at least {bound}")
+    check_least(1, prefix_len=prefix_len, per_document=per_document, limit=1 if limit is None else limit)
+    check_least(2, suffix_len=suffix_len)
     pairs = list(documents)
     names = [name for name, _ in pairs]
     if len(set(names)) < len(names):
@@ -171,8 +170,9 @@ def windows_from_documents(
         name, text = pairs[index]
         tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         longest = max(longest, len(tokens))
-        starts = _starts(len(tokens), length, per_document, generator)
-        if starts:
+        if blocks := len(tokens) // length:  # the document is cut at a random offset, blocks are drawn
+            offset = int(generator.integers(len(tokens) - blocks * length + 1))
+            starts = [offset + int(block) * length for block in generator.permutation(blocks)[:per_document]]
             chosen.append([Window(name, str(s), tuple(tokens[s : s + length]), prefix_len) for s in starts])
         if limit is not None and len(chosen) >= limit:
             break
@@ -182,15 +182,6 @@ def windows_from_documents(
             f"the longest of {len(pairs)} has {longest}"
         )
     return [windows[rank] for rank in range(per_document) for windows in chosen if rank < len(windows)][:limit]
-
-
-def _starts(num_tokens: int, length: int, count: int, generator: np.random.Generator) -> list[int]:
-    """First positions of at most ``count`` windows: the document is cut at a random offset, blocks are drawn."""
-    blocks = num_tokens // length
-    if blocks == 0:
-        return []
-    offset = int(generator.integers(num_tokens - blocks * length + 1))
-    return [offset + int(block) * length for block in generator.permutation(blocks)[:count]]
 
 
 def _wikitext_articles(lines: Iterator[Document]) -> Iterator[tuple[str, str]]:
@@ -255,11 +246,7 @@ class SuffixTask(Task):
         return {"prefix_len": first.prefix_len, "suffix_len": first.suffix_len, "supervision": self.supervision}
 
     def check(self, label: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """Refuse a model with too few positions or another vocabulary.
-
-        Raises:
-            InputError: with the numbers.
-        """
+        """Refuse a model with too few positions or another vocabulary."""
         first = self.windows[0]
         largest = max(max(window.tokens) for window in self.windows)
         check_fits(label, model, num_tokens=len(first.tokens), largest=largest, what="windows")
@@ -319,10 +306,9 @@ class PreparedWindows(Prepared):
         predicted = self._traced.suffix_ids.shape[1] - self._start - 1
         count = predicted + (self._start == 0)
         columns["retention"] = 1.0 - columns["delta_nll"] * count / (columns["context_gain"] * predicted)
-        columns |= {"num_tokens": torch.full_like(columns["nll"], count)}
-        columns |= {"num_predicted": torch.full_like(columns["nll"], predicted)}
+        counts = {"num_tokens": float(count), "num_predicted": float(predicted)}
         rows = [{name: float(column[row]) for name, column in columns.items()} for row in range(len(self.tokens))]
-        return [{name: value for name, value in row.items() if name != "retention" or value == value} for row in rows]
+        return [{k: value for k, value in row.items() if k != "retention" or value == value} | counts for row in rows]
 
 
 def evaluate_suffix(
@@ -335,17 +321,7 @@ def evaluate_suffix(
     dataset: str,
     **options: Any,
 ) -> list[Record]:
-    """``evaluate`` of a ``SuffixTask`` of these windows.
-
-    Args:
-        models: as in ``evaluate``.
-        windows: of equal lengths.
-        methods: as in ``evaluate``.
-        keep_ratios: fractions kept, each in (0, 1].
-        out_dir: the results folder.
-        dataset: name of the data set.
-        options: further ones of ``evaluate``.
-    """
+    """``evaluate`` of a ``SuffixTask`` of these windows; options are those of ``evaluate``."""
     return evaluate(SuffixTask(tuple(windows), dataset), models, methods, keep_ratios, out_dir, **options)
 
 
@@ -355,8 +331,8 @@ def _context_gain(
 ) -> tuple[Float[Tensor, " batch"], Float[Tensor, " batch"]]:
     """NLL without the prefix minus dense NLL, and NLL without the prefix, nats per token.
 
-    Of the suffix tokens that suffix positions from ``first`` on predict: without the prefix the first token has no
-    prediction.
+    Of the suffix tokens that suffix positions from ``first`` on predict: without the prefix the first token
+    has no prediction.
     """
     suffix, targets, head = traced.suffix_ids, traced.suffix_ids[:, first + 1 :], examined_head(model)
     dense = score_positions(head, traced.hidden[:, first + 1 : -1], targets).nll

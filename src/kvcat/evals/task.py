@@ -139,14 +139,7 @@ def vocabulary(tokenizer: Any) -> str:
 
 
 def check_fits(label: str, model: PreTrainedModel, *, num_tokens: int, largest: int, what: str) -> None:
-    """Refuse sequences that a model has no positions or no tokens for.
-
-    Args:
-        label: of the model.
-        model: the model.
-        num_tokens: of the longest sequence.
-        largest: token id.
-        what: the sequence is, for the message.
+    """Refuse sequences, ``what`` they are, that a model has no positions or no tokens for.
 
     Raises:
         InputError: with both numbers.
@@ -160,22 +153,14 @@ def check_fits(label: str, model: PreTrainedModel, *, num_tokens: int, largest: 
 
 
 def check_least(least: int, **settings: int) -> None:
-    """Refuse the first setting whose value is below the least.
-
-    Raises:
-        InputError: with name, value and bound.
-    """
+    """Refuse a setting whose value is below the least."""
     for name, value in settings.items():
         if value < least:
             raise InputError(f"{name} is {value}; it must be at least {least}")
 
 
 def check_keep_ratios(keep_ratios: Sequence[float]) -> None:
-    """Refuse a keep ratio outside (0, 1].
-
-    Raises:
-        InputError: with the value.
-    """
+    """Refuse a keep ratio outside (0, 1]."""
     for keep_ratio in keep_ratios:
         if not 0.0 < keep_ratio <= 1.0:
             raise InputError(f"keep ratio {keep_ratio:g} is outside (0, 1]")
