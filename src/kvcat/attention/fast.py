@@ -5,7 +5,7 @@ from torch.nn.functional import pad
 
 from kvcat.attention.gates import SlotsByHead
 from kvcat.attention.kernels import attend_biased, attend_extended, extend_keys, fused_attention
-from kvcat.attention.mask_gradient import couple
+from kvcat.attention.mask_gradient import KeepGradient
 from kvcat.attention.reference import check_coupling, reachable, visible
 from kvcat.types import Bool, Float, Int, Tensor
 
@@ -60,7 +60,7 @@ def attend(
         out = _within_reach(q, k, v, seen[:, None], log_bias, factor, dropout)
     if keep is None or not keep.requires_grad:
         return out
-    return couple(out, q, k, v, keep, log_bias, reach, causal=causal, scale=factor, coupling=coupling)
+    return KeepGradient.apply(out, keep, q, k, v, log_bias, reach, causal, factor, coupling)  # type: ignore[return-value]
 
 
 def attend_twice(
@@ -134,15 +134,9 @@ def attend_ragged(
 
 
 def _without_reach(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keep: Bool[Tensor, "batch keys"] | None,
-    log_bias: Float[Tensor, "#batch kv_heads slots"] | None,
-    causal: bool,
-    scale: float,
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, log_bias: Tensor | None, causal: bool, scale: float,
     dropout: float,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Dropped slots have a bias of -1e4; queries that see no kept slot get their own value."""
     if log_bias is not None:
         log_bias = _finite(log_bias, k, scale).expand(len(k), -1, -1)
@@ -158,14 +152,9 @@ def _without_reach(
 
 
 def _within_reach(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    seen: Bool[Tensor, "#batch 1 queries keys"],
-    log_bias: Float[Tensor, "#batch kv_heads slots"] | None,
-    scale: float,
-    dropout: float,
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, log_bias: Tensor | None, scale: float, dropout: float
 ) -> Tensor:
+    """``seen`` is (batch or 1, 1, queries, keys)."""
     wide = torch.promote_types(q.dtype, torch.float32)  # a bfloat16 bias would lose 0.01 nats
     if log_bias is None:
         mask = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill(~seen, -torch.inf)

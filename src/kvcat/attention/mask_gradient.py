@@ -13,31 +13,18 @@ _CPU_ELEMENTS, _DEVICE_ELEMENTS = 2**17, 2**26
 _LEAST_QUERIES = 16
 
 
-def couple(
-    out: Float[Tensor, "batch heads queries value_dim"],
-    q: Float[Tensor, "batch heads queries head_dim"],
-    k: Float[Tensor, "batch kv_heads keys head_dim"],
-    v: Float[Tensor, "batch kv_heads keys value_dim"],
-    keep: Float[Tensor, "batch keys"],
-    log_bias: Float[Tensor, "batch kv_heads keys"] | None,
-    reach: Bool[Tensor, "#batch queries keys"] | None,
-    *,
-    causal: bool,
-    scale: float,
-    coupling: str,
-) -> Float[Tensor, "batch heads queries value_dim"]:
+class KeepGradient(torch.autograd.Function):
     """``out`` unchanged, with a gradient to ``keep``; gradients to the rest pass through ``out``.
 
     dL/dm_j = sum_{h,i} P_ij (dO_i . v_j - dO_i . o_i) over the reachable pairs, where P and o are the
     dense attention (surrogate), or e^{s_ij} / Z_i with Z_i and o_i over the visible slots (exact).
     The forward costs nothing. The backward makes the scores again, a few queries at a time.
+    ``apply`` takes out, keep, q, k, v, log_bias, reach, causal, scale, coupling, as in ``attend``.
     """
-    return _KeepGradient.apply(out, keep, q, k, v, log_bias, reach, causal, scale, coupling)  # type: ignore[return-value]
 
-
-class _KeepGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
+        """``out`` itself."""
         out, *tensors, causal, scale, coupling = inputs
         ctx.save_for_backward(*tensors)
         ctx.causal, ctx.scale, ctx.coupling = causal, scale, coupling
@@ -46,6 +33,7 @@ class _KeepGradient(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The gradient of ``out`` as it arrives, and that of ``keep``."""
         (grad_out,) = grad_outputs
         keep, q, k, v, log_bias, reach = ctx.saved_tensors
         batch, num_heads, num_queries, _ = q.shape
