@@ -1,4 +1,4 @@
-"""The page in a headless browser: on a phone and in print, cut off from the network."""
+"""The page in a headless browser: on a phone, cut off from the network."""
 
 import re
 import shutil
@@ -64,14 +64,3 @@ def test_nothing_sticks_out_on_a_phone_labels_leave_room_and_nothing_is_requeste
     assert probed(text, tmp_path) == "[390,[],[],0]"
     broken = text.replace("<main>", '<main><p style="width:600px">wide</p>', 1)
     assert not probed(broken, tmp_path).startswith("[390")
-
-
-def test_print_shows_what_is_folded_on_the_screen(page, tmp_path):
-    bare = tmp_path / "bare.html"
-    bare.write_text(re.sub(r"</summary>.*?</details>", "</summary></details>", page.read_text(), flags=re.S))
-    counts = []
-    for source in (page, bare):
-        target = tmp_path / f"{source.stem}.pdf"
-        browse(source, tmp_path, "--no-pdf-header-footer", f"--print-to-pdf={target}")
-        counts.append(len(re.findall(rb"/Type\s*/Page\b", target.read_bytes())))
-    assert counts[0] > counts[1] > 0

@@ -128,10 +128,15 @@ def _overview(group: str = "") -> str:
 
 
 def _complete(argv: list[str]) -> None:
-    """Print or write the completion script of a shell for all commands."""
+    """Print or write the completion script of a shell for all commands; of the theory's their names, without torch."""
     from kvcat.cli.options import completion
+    from kvcat.training.config import TrainConfig
 
-    completion({name: _function(name) for name in COMMANDS if name != "train"}, argv)
+    def command() -> None: ...
+
+    theory = {name: command for name in COMMANDS if name.startswith("theory")}
+    functions = {name: _function(name) for name in COMMANDS if name not in theory}
+    completion({**functions, **theory, "train": TrainConfig}, argv)
 
 
 def _say(message: str, code: int) -> int:
