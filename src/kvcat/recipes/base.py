@@ -66,12 +66,7 @@ def train_tokenizer(documents: list[Document]) -> PreTrainedTokenizerFast:
 
 
 def write_untrained(folder: Path, seed: int) -> None:
-    """An untrained model and its tokenizer as a Hugging Face folder: the start of the pretraining.
-
-    Args:
-        folder: made if absent.
-        seed: seed of the weights and of the documents that the tokenizer learns from.
-    """
+    """An untrained model and its tokenizer as a Hugging Face folder; the seed draws weights and tokenizer documents."""
     training = [d for d in open_documents("installed") if split_of(d.id) == "train"]
     tokenizer = train_tokenizer(hash_order(training, seed)[:TOKENIZER_DOCUMENTS])
     with torch.random.fork_rng():
@@ -109,12 +104,7 @@ def pretraining(output: Path, *, max_steps: int = 5600, seed: int = 0) -> TrainC
 
 
 def pretrain(output: Path, *, device: str = "cpu") -> Path:
-    """Pretrain the base from random weights, or continue where it stopped; returns its Hugging Face folder.
-
-    Args:
-        output: folder for the untrained start and the run.
-        device: torch device.
-    """
+    """Pretrain the base from random weights, or continue where it stopped; returns its Hugging Face folder."""
     untrained, config = output / "untrained", dataclasses.replace(pretraining(output), device=device)
     if not (untrained / "tokenizer.json").exists():
         write_untrained(untrained, seed=config.seed)
@@ -160,13 +150,7 @@ def measure(folder: Path | str) -> dict[str, Any]:
 
 
 def base_card(config: TrainConfig, measured: dict[str, Any], hours: float) -> str:
-    """The base model's README.md: what it is, how it was made, what it can do.
-
-    Args:
-        config: of the pretraining.
-        measured: by ``measure``.
-        hours: wall-clock time of the training steps.
-    """
+    """The base model's README.md: what it is, how it was made, what ``measure`` gave, hours of training."""
     facts = provenance()
     tokens = config.max_steps * config.tokens_per_step
     rows = "\n".join(f"| {span} | {loss:.3f} |" for span, loss in measured["loss_by_position"].items())

@@ -21,28 +21,15 @@ KEEP_RATIOS = (0.05, 0.1, 0.2, 0.4)
 
 @dataclass(frozen=True)
 class DemoPlan:
-    """How long each part of the demo takes.
-
-    Args:
-        name: of the plan.
-        max_steps: optimizer steps of KV-CAT and of the control.
-        batch_size: sequences a step.
-        seq_len: tokens a sequence.
-        num_windows: held-out windows, 768 + 256 tokens each.
-        evictions: eviction methods that are compared.
-        gradient_windows: windows of the gradient method.
-        gradient_steps: its optimization steps.
-        keep_ratios: fractions of the slots kept.
-        gradient_keep_ratios: those of the gradient method.
-    """
+    """How long each part of the demo takes."""
 
     name: str
-    max_steps: int
+    max_steps: int  # of KV-CAT and of the control
     batch_size: int
     seq_len: int
-    num_windows: int
-    evictions: tuple[str, ...]
-    gradient_windows: int
+    num_windows: int  # held-out windows, 768 + 256 tokens each
+    evictions: tuple[str, ...]  # eviction methods that are compared
+    gradient_windows: int  # windows of the gradient method
     gradient_steps: int
     keep_ratios: tuple[float, ...] = KEEP_RATIOS
     gradient_keep_ratios: tuple[float, ...] = (0.05, 0.2)
@@ -50,12 +37,8 @@ class DemoPlan:
     @property
     def methods(self) -> list[Method]:
         """The evaluated methods."""
-        gradient = Method(
-            "gradient",
-            {"num_steps": self.gradient_steps},
-            keep_ratios=self.gradient_keep_ratios,
-            num_examples=self.gradient_windows,
-        )
+        limits = {"keep_ratios": self.gradient_keep_ratios, "num_examples": self.gradient_windows}
+        gradient = Method("gradient", {"num_steps": self.gradient_steps}, **limits)
         return [Method("attention-matching"), *map(Method, self.evictions), gradient]
 
 
@@ -129,19 +112,17 @@ def run_demo(plan: DemoPlan, out: Path, *, seed: int = 0, device: str = "cpu", f
         raise InputError(f"{out} holds a demo with another plan or seed; choose another folder with --out")
     base = BASE_NAME
     if from_scratch:
-        _say("Pretraining the base from scratch.")
+        print("Pretraining the base from scratch.", flush=True)
         base = str(pretrain(out / "base", device=device))
     labels = {"base": base}
     for policy, label in (("control", "control"), ("router", "KV-CAT")):
-        _say(f"\nTraining {label}: {plan.max_steps} steps of {plan.batch_size * plan.seq_len} tokens.")
+        print(f"\nTraining {label}: {plan.max_steps} steps of {plan.batch_size * plan.seq_len} tokens.", flush=True)
         labels[label] = str(train(training_config(plan, policy, base, out, seed=seed, device=device)).export)
-    _say("\nCompressing held-out text.")
+    print("\nCompressing held-out text.", flush=True)
     models = {label: load(folder, device=device) for label, folder in labels.items()}
     windows = demo_windows(plan, models["base"][1])
     results = out / "suffix"
-    evaluate_suffix(
-        models, windows, plan.methods, plan.keep_ratios, results, dataset="installed:test", seeds=[seed]
-    )  # fmt: skip
+    evaluate_suffix(models, windows, plan.methods, plan.keep_ratios, results, dataset="installed:test", seeds=[seed])
     page = write_report(
         [results],
         out / "report",
@@ -149,10 +130,6 @@ def run_demo(plan: DemoPlan, out: Path, *, seed: int = 0, device: str = "cpu", f
         runs={"KV-CAT": out / "kv-cat", "control": out / "control"},
         context={"plan": plan.name, "training seed": str(seed), "base": base},
     )
-    _say("\n" + headline_text(summarise(read_records(results))))
-    _say(f"Report: {page}")
+    print("\n" + headline_text(summarise(read_records(results))))
+    print(f"Report: {page}")
     return page
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)

@@ -10,17 +10,11 @@ from kvcat.training.config import TrainConfig
 
 @dataclass(frozen=True)
 class Recipe:
-    """A named configuration; calling it with overrides gives the ``TrainConfig``.
-
-    Args:
-        name: on the command line.
-        about: what it is, one line.
-        values: fields of ``TrainConfig`` that differ from its defaults.
-    """
+    """A named configuration; calling it with overrides gives the ``TrainConfig``."""
 
     name: str
-    about: str
-    values: dict[str, Any]
+    about: str  # what it is, one line
+    values: dict[str, Any]  # fields that differ from the defaults
 
     def __call__(self, **overrides: Any) -> TrainConfig:
         """The configuration with these fields; its output folder is ``runs/NAME-POLICY`` if none is given.
