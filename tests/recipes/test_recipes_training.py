@@ -1,9 +1,10 @@
-"""The recipes are the table of the paper, and take overrides."""
+"""The recipes are the table of the paper, and take overrides; the demo's two runs differ in the policy alone."""
 
 import pytest
 
 from kvcat.errors import InputError
 from kvcat.recipes import qwen2_5_0_5b, qwen2_5_1_5b
+from kvcat.recipes.demo import QUICK, training_config
 
 
 def test_the_papers_recipes_hold_every_figure_of_its_table() -> None:
@@ -25,3 +26,11 @@ def test_a_recipe_takes_overrides_and_refuses_unknown_fields() -> None:
     assert qwen2_5_0_5b(max_steps=200).max_steps == 200
     with pytest.raises(InputError, match="max_step"):
         qwen2_5_0_5b(max_step=200)
+
+
+def test_the_demos_two_runs_differ_in_the_policy_alone(tmp_path) -> None:
+    control, router = (
+        vars(training_config(QUICK, policy, "kvcat-base", tmp_path, seed=0, device="cpu"))
+        for policy in ("control", "router")
+    )
+    assert {name for name in control if control[name] != router[name]} == {"policy", "output"}

@@ -12,9 +12,10 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from kvcat.data import Document, hash_order, open_documents, split_documents, split_of
-from kvcat.evals import provenance, windows_from_documents
+from kvcat.evals import windows_from_documents
 from kvcat.files import read_jsonl
 from kvcat.models import load
+from kvcat.provenance import provenance
 from kvcat.training.config import TrainConfig
 from kvcat.training.loop import train
 from kvcat.types import Float, Int, Tensor
