@@ -1,12 +1,12 @@
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from longbench_files import ASSETS, SAMPLE, row, written
 from test_evals_answers import with_opening
 
 from kvcat.compress import INSTRUCTION, AttentionMatching, GradientCompression, slots_for
@@ -24,7 +24,26 @@ from kvcat.evals.longbench import (
     make_task,
 )
 from kvcat.evals.task import Baseline
-from tiny import byte_tokenizer, stock_model
+from tiny import byte_tokenizer, sentences, stock_model
+
+ASSETS = Path(__file__).parents[3] / "shared" / "assets"
+SAMPLE = ASSETS / "longbench_v2" / "sample-20-shortest.jsonl"
+NAMES = ["Legal", "Table QA", "Literary", "Academic"]
+
+
+def row(number=0, **changes):
+    return {
+        "_id": f"id{number}", "domain": "Single-Document QA", "sub_domain": NAMES[number % 4], "difficulty": "easy",
+        "length": "short", "question": f" Which is small, {number}?\n", "choice_A": "the cat", "choice_B": "a dog",
+        "choice_C": "a river and a tree", "choice_D": "it", "answer": "ABCD"[number % 4],
+        "context": "\n" + "".join(sentences(30 + number, seed=number)), **changes,
+    }  # fmt: skip
+
+
+def written(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
 
 DENSE, NONE = Baseline("dense", 1.0), Baseline("no-context", 0.0)
 

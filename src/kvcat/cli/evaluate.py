@@ -66,7 +66,7 @@ class Evaluation:
 
         import kvcat
         from kvcat.compress import seeded_compressor
-        from kvcat.evals import Method, evaluate, read_records, summarise
+        from kvcat.evals import Method, evaluate, plumbing, read_records, summarise
         from kvcat.report import headline_text, write_report
         from kvcat.report.results import EVALUATIONS
 
@@ -93,7 +93,10 @@ class Evaluation:
             return
         page = write_report(list(tasks), self.out / "report", title=EVALUATIONS[self.name()].title)
         for folder in tasks:
-            print(headline_text(summarise(read_records(folder))))
+            records = read_records(folder)
+            print(headline_text(summarise(records)))
+            for label, reason in plumbing(records).items():
+                print(f"{label}: {reason}")
         print(page)
 
     def check(self, specs: Sequence[str], ratios: Sequence[float], seeds: Sequence[int]) -> None:
@@ -214,7 +217,7 @@ class LongBench(Compressing):
 
     The four answers are scored by log-likelihood; dense, no context, and plain text of the same budget stand beside.
     The paper's method: --method gradient,activation_checkpointing=true. Figures of a model whose dense accuracy is not
-    above chance are opt.labelled plumbing. Default keep ratios: 0.1 0.2 0.5.
+    above chance are labelled plumbing. Default keep ratios: 0.1 0.2 0.5.
 
     Example: kvcat eval longbench base=./base kvcat=./export --method gradient --keep 0.1 0.2 0.5 --out longbench
     """
