@@ -1,4 +1,7 @@
-"""The terms of the training objective, written plainly: the oracles of the chunked objective, and the budget."""
+"""The terms of the training objective, written plainly: the oracles of the chunked objective, and the budget.
+
+All are scalars in float32, float64 where their input is.
+"""
 
 import torch
 from torch.nn import functional
@@ -15,9 +18,6 @@ def next_token_loss(
     Args:
         logits: at every position; those at t predict token t + 1, the last are not used.
         tokens: token ids, at least two a sequence.
-
-    Returns:
-        A scalar in float32, float64 where the logits are.
 
     Raises:
         InputError: fewer than two tokens.
@@ -38,9 +38,6 @@ def distillation_kl(
     Args:
         teacher_logits: of the dense pass, at every position; the last predict nothing and are not used.
         student_logits: of the masked pass, the same positions.
-
-    Returns:
-        A scalar in float32, float64 where either input is.
 
     Raises:
         InputError: fewer than two positions.
@@ -65,9 +62,6 @@ def budget_loss(
         keep: the router's own mask m, before position 0 is forced, 0 or 1; it carries no gradient.
         prob: keep probabilities p, in [0, 1].
         target: kept fraction rho, in (0, 1).
-
-    Returns:
-        A scalar in float32, float64 where ``prob`` is.
 
     Raises:
         InputError: target outside (0, 1).

@@ -42,14 +42,9 @@ class SparsificationPolicy(nn.Module):
 
 @dataclass(frozen=True)
 class PolicyOptions:
-    """What the ``make`` of a policy's file may use.
+    """What the ``make`` of a policy's file may use, as in ``build_policies``.
 
-    Args:
-        hidden_size: width of the model's hidden states.
-        target: keep ratio rho aimed at, in (0, 1); the exact count of the fixed policies.
-        feature_dim: width of the router's linear attention.
-        noise: standard deviation of the noise on the router's W_P.
-        generator: source of initial weights, shared by all groups, so that each starts differently.
+    ``generator`` draws the initial weights of all groups, so that each starts differently.
     """
 
     hidden_size: int

@@ -59,14 +59,8 @@ def attention_mass(
 ) -> Float[Tensor, "batch tokens"]:
     """Causal attention that each slot j receives, the sum over heads and queries t of softmax_j(scale q_t.k_j).
 
-    A sequence's masses sum to heads * tokens.
-
-    Args:
-        queries: after the rotary embedding.
-        keys: after the rotary embedding.
-        scale: factor on q.k.
-        window: a query sees itself and the window - 1 tokens before; None sees everything before.
-        query_chunk: queries whose weights are held at once.
+    A sequence's masses sum to heads * tokens. With a window a query sees itself and the window - 1 tokens before. The
+    weights of ``query_chunk`` queries are held at once.
     """
     batch, heads, num_tokens, head_dim = queries.shape
     kv_heads = keys.shape[1]
