@@ -65,6 +65,17 @@ def stopped(run, step, monkeypatch):
     return run
 
 
+def test_a_second_signal_ends_a_run_that_waits_for_data(tiny_folder, texts_folder, tmp_path, monkeypatch):
+    def wait(*_):
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+
+    monkeypatch.setattr("kvcat.data.TokenLoader.read", wait)
+    with pytest.raises(Stopped, match="at once"):
+        train(config(tiny_folder, texts_folder, tmp_path / "run"), progress=False)
+
+
 def assert_equal_runs(whole, broken):
     assert_same(state(whole.output), state(broken.output))
     assert_same(exported(whole.output), exported(broken.output))

@@ -285,7 +285,7 @@ def _clip(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
 def _stop_requests() -> Iterator[list[int]]:
     """A list to which a SIGTERM or SIGINT appends its number during the block; empty outside the main thread.
 
-    The second signal of a kind does what it would do without the block: a second Ctrl-C ends the program at once.
+    A second one raises ``Stopped`` at once, even where the program waits for data.
     """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -294,7 +294,8 @@ def _stop_requests() -> Iterator[list[int]]:
 
     def note(signum: int, _: FrameType | None) -> None:
         received.append(signum)
-        signal.signal(signum, previous[signal.Signals(signum)])
+        if len(received) > 1:
+            raise Stopped(signum, "stopped at once; the checkpoints so far are in place")
 
     previous = {s: signal.signal(s, note) for s in (signal.SIGTERM, signal.SIGINT)}
     try:
