@@ -30,7 +30,11 @@ def example(form="equal", dtype=torch.float32, owner=OWNER):
             layers.append(CompactLayer.ragged(*parts, bias))
         else:
             draws = [torch.randn(2, 2, 3, *rest, generator=draw) for rest in ((4,), (6,), ())]
-            layers.append(CompactLayer(*draws[: 2 if form == "without log-bias" else 3]))
+            if form == "without log-bias":
+                layers.append(CompactLayer(*draws[:2], positions=torch.tensor([0, 3, 8]).int().expand(2, 2, 3)))
+            else:
+                draws[2][0, 0, 1] = -torch.inf  # a hidden slot
+                layers.append(CompactLayer(*draws))
     return CompactCache(layers, 9, owner, {"method": "by hand", "seed": "0"}).to(dtype=dtype)
 
 
@@ -110,17 +114,13 @@ def zeros(*shape, dtype=torch.float32, last=0.0):
 KEYS, VALUES, BIAS, NAN, INF = (2, 2, 3, 4), (2, 2, 3, 6), (2, 2, 3), torch.nan, torch.inf
 DAMAGED_TENSORS = [
     ({"layers.1.keys": None}, "layer 1: no keys"),
-    ({f"layers.1.{part}": None for part in ("keys", "values", "log_bias")}, "layer 1: no keys and no values"),
     ({"layers.2.keys": zeros(*KEYS)}, "tensor 'layers.2.keys', which no cache of 2 layers has"),
-    ({"layers.0.queries": zeros(*KEYS)}, "tensor 'layers.0.queries'"),
     ({"layers.0.keys": zeros(*KEYS, dtype=torch.int64)}, "keys are int64"),
     ({"layers.0.keys": zeros(*KEYS, dtype=torch.float16)}, "in float16 and of"),
     ({"layers.0.keys": zeros(2, 3, 4)}, r"keys have shape \(2, 3, 4\)"),
     ({"layers.0.keys": zeros(2, 2, 0, 4)}, "keys are empty"),
-    ({"layers.0.values": zeros(2, 2, 2, 6)}, "values of shape"),
     ({"layers.1.log_bias": zeros(2, 2, 2)}, "layer 1: log_bias of shape"),
     ({"layers.0.positions": zeros(*BIAS)}, "positions are float32"),
-    ({"layers.0.positions": zeros(2, 2, 2, dtype=torch.int32)}, "positions of shape"),
     ({"layers.0.positions": zeros(*BIAS, dtype=torch.int32, last=9)}, r"positions lie in 0\.\.9"),
     ({"layers.0.keys": zeros(*KEYS, last=NAN)}, "keys hold numbers that are not finite"),
     ({"layers.0.log_bias": zeros(*BIAS, last=INF)}, "log_bias holds"),
@@ -138,17 +138,12 @@ DAMAGED_ENTRIES = [
     ({"format": "pt"}, "is not a compact cache of kvcat"),
     ({"format": "kvcat-prefix-1"}, "is an exported prefix of kvcat, not a compact cache"),
     ({"num_tokens": None}, "num_tokens"),
-    ({"num_tokens": "2"}, "3 slots for a prefix of 2 tokens"),
-    ({"num_tokens": "-9"}, "num_tokens is '-9'"),
     ({"num_tokens": "9999999999"}, "num_tokens is '9999999999', not a number from 1 to 16777216"),
     ({"num_layers": "1"}, "which no cache of 1 layers has"),
     ({"num_layers": "1000000000"}, "num_layers is '1000000000', not a number from 1 to 6"),
-    ({"num_layers": "3"}, "layer 2: no keys"),
-    ({"fingerprint": None}, "fingerprint"),
     ({"fingerprint": "abc"}, "'abc' is no fingerprint"),
     ({"metadata": '{"seed": 0}'}, "metadata is no table of texts"),
     ({"metadata": DEEP}, "metadata is no table of texts"),
-    ({"metadata": '{"a": ' * 50_000 + "1" + "}" * 50_000}, "metadata is no table of texts"),
     ({"pickle": "gASVAAAA"}, "has one that no cache has: pickle"),
 ]
 
@@ -186,8 +181,6 @@ def header_only(text, size=0):
         b"\x80\x04\x95\x05\x00\x00\x00\x00\x00\x00\x00\x8c\x01a\x94.",  # a pickle
         (2**40).to_bytes(8, "little") + b"{}",
         header_only(b"{not json"),
-        header_only(b'{"\xff": 1}'),
-        header_only(b'{"a": 1}'),
         header_only(DEEP.encode()),
         header_only(b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [-90000, 4]}}', 4),
         header_only(b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'),
@@ -208,16 +201,6 @@ def test_a_signed_header_whose_offsets_overlap_is_refused(saved):
     refused(saved, forged.replace(ZEROS.encode(), digest.encode()), "truncated or not a safetensors file")
 
 
-def test_hidden_slots_and_positions_may_be_saved(tmp_path):
-    first, second = example().layers
-    first.log_bias[0, 0, 1] = -torch.inf
-    second = CompactLayer(second.keys, second.values, positions=torch.tensor([0, 3, 8]).int().expand(2, 2, 3))
-    CompactCache([first, second], 9, OWNER).save(tmp_path / "doc")
-    loaded = CompactCache.load(tmp_path / "doc")
-    assert loaded.layers[0].log_bias[0, 0, 1] == -torch.inf
-    assert loaded.layers[1].positions[1, 1].tolist() == [0, 3, 8]
-
-
 def test_a_place_that_cannot_be_written_is_named_and_the_old_file_stays(tmp_path, monkeypatch, saved):
     broken = example()
     broken.layers[1].values.view(-1)[0] = torch.nan
@@ -227,6 +210,8 @@ def test_a_place_that_cannot_be_written_is_named_and_the_old_file_stays(tmp_path
         example().save(tmp_path / "missing" / "doc")
     with pytest.raises(InputError, match="it is a folder"):
         example().save(tmp_path)
+    with pytest.raises(InputError, match="no cache file"):
+        CompactCache.load(tmp_path / "nowhere")
     content = saved.read_bytes()
 
     def full(*_):
@@ -237,12 +222,6 @@ def test_a_place_that_cannot_be_written_is_named_and_the_old_file_stays(tmp_path
         example(dtype=torch.bfloat16).save(saved)
     assert saved.read_bytes() == content
     assert [path.name for path in tmp_path.iterdir()] == ["doc"]
-
-
-def test_a_file_that_is_not_there_or_may_not_be_read_is_named(tmp_path, monkeypatch, saved):
-    for path in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(InputError, match="no cache file"):
-            CompactCache.load(path)
 
     def denied(*_, **__):
         raise PermissionError(13, "Permission denied")
@@ -260,17 +239,14 @@ def model(seed=0, **options):
         return LlamaForCausalLM(config).eval()
 
 
-def test_a_cache_loads_only_for_the_model_it_was_made_with(tmp_path):
-    example(owner=fingerprint(model())).save(tmp_path / "doc")
+def test_a_cache_loads_only_for_its_model_whose_fingerprint_follows_every_weight(tmp_path, monkeypatch):
+    made = model()
+    first = fingerprint(made)
+    example(owner=first).save(tmp_path / "doc")
     assert CompactCache.load(tmp_path / "doc", model()).num_slots == 3
     for other in (model(seed=1), model(rms_norm_eps=1e-3)):
         with pytest.raises(InputError, match="doc belongs to another model"):
             CompactCache.load(tmp_path / "doc", other)
-
-
-def test_the_fingerprint_follows_every_weight_and_is_remembered_until_one_changes(monkeypatch):
-    made = model()
-    first = fingerprint(made)
     with monkeypatch.context() as patch:
         patch.setattr(sys.modules["kvcat.cache.fingerprint"], "hash_tensor", None)  # a second look hashes nothing
         assert fingerprint(made) == first
