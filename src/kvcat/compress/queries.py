@@ -177,7 +177,9 @@ class DenseAttention:
 
 
 def select_heads(batch: Heads, rows: Int[Tensor, " rows"]) -> Heads:
-    """Some of the heads of a ``HeadBatch`` or ``DenseAttention``."""
+    """Some of the heads of a ``HeadBatch`` or ``DenseAttention``, in ascending order."""
+    if len(rows) == len(next(iter(vars(batch).values()))):
+        return batch
     return replace(batch, **{name: x[rows] for name, x in vars(batch).items() if x is not None})
 
 
