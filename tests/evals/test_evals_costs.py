@@ -1,4 +1,5 @@
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -34,6 +35,17 @@ def test_seconds_are_those_of_making_a_cache_and_not_of_using_it(traced):
     assert last["runs"] == MAX_RUNS
     assert 0.02 <= first["seconds"] < 0.15
     assert 0.04 <= last["seconds"] < 0.19
+
+
+def test_seconds_are_the_median_of_the_runs(traced, monkeypatch):
+    clock, durations = [0.0], iter([0.9, 0.2, 0.4])
+
+    def make():
+        clock[0] += next(durations)
+        yield None, traced.dense_cache()
+
+    monkeypatch.setattr("kvcat.evals.costs.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    assert measure(make, CPU)[0]["seconds"] == pytest.approx(0.4)
 
 
 def test_long_work_runs_once_and_what_is_done_ahead_of_the_first_cache_counts(traced, monkeypatch):

@@ -95,6 +95,15 @@ def test_a_killed_run_continues_to_the_same_records(finished, models, windows, t
         assert (tmp_path / "records.jsonl").read_bytes() == content
 
 
+def test_a_run_killed_between_two_steps_of_an_example_does_the_later_ones(finished, models, windows, tmp_path):
+    folder, records = finished
+    last = max(i for i, record in enumerate(records) if record.step == 0)
+    lines = (folder / "records.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    (tmp_path / "records.jsonl").write_text("".join(lines[: last + 1]))
+    assert {r.key: r.values for r in run(models, windows, tmp_path)} == {r.key: r.values for r in records}
+
+
 def test_a_finished_run_is_read_and_not_repeated(finished, models, windows, monkeypatch):
     folder, records = finished
     monkeypatch.setattr("kvcat.evals.suffix.trace", None)

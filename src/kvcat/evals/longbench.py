@@ -79,17 +79,9 @@ def make_task(
     max_tokens: int = MAX_TOKENS,
     keep_ratios: Sequence[float] = (0.1, 0.2, 0.5),
 ) -> "LongBenchTask":
-    """The LongBench v2 evaluation of a source.
+    """The LongBench v2 evaluation of the first ``limit`` examples of a source, a fair sample.
 
-    Args:
-        data: as ``source`` of ``longbench_examples``.
-        sub_domains: names among ``SUB_DOMAINS``; None takes all rows.
-        limit: the first so many examples, a fair sample.
-        max_tokens: as in ``LongBenchTask``.
-        keep_ratios: of the truncated baselines.
-
-    Raises:
-        InputError: as ``longbench_examples`` and ``LongBenchTask``.
+    Arguments and errors are those of ``longbench_examples`` and ``LongBenchTask``.
     """
     examples = longbench_examples(data, sub_domains=sub_domains)[:limit]
     return LongBenchTask(tuple(examples), data_name(data), max_tokens, tuple(keep_ratios))

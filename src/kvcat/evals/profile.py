@@ -266,16 +266,10 @@ def make_task(
     plan: Plan | None = None,
     num_prefixes: int = 2,
 ) -> ProfileTask:
-    """The profile of prefixes of a text: of every document its beginning, then what comes behind.
+    """The profile of at most so many prefixes of a text: of every document its beginning, then what comes behind.
 
-    Several models meet the same prefixes and suffixes, drawn with the first model.
-
-    Args:
-        models: label to (model, tokenizer), at least one.
-        data: sources of text, each as in ``corpus_documents``.
-        split: of the documents.
-        plan: None: the defaults.
-        num_prefixes: most prefixes, at least 1.
+    Several models, label to (model, tokenizer), meet the same prefixes and suffixes, drawn with the first
+    one. Sources of text are those of ``corpus_documents``.
 
     Raises:
         InputError: no model, too little text, two documents of one name, a model with too few positions.
