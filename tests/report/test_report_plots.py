@@ -1,8 +1,10 @@
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
+from report_examples import made_up_records, write_results
 
-from kvcat.report.plots import COLOURS, draw_profile, save_profile_plot
+from kvcat.report.plots import COLOURS, difference_plot, draw_profile, save_profile_plot
+from kvcat.report.results import read_results
 
 MODELS, KINDS = ["base", "kvcat"], ["model", "random"]
 
@@ -36,3 +38,13 @@ def test_there_is_one_line_per_model_and_kind_with_the_best_caches_errors():
 
 def test_the_plot_is_a_file_also_where_all_errors_are_zero(tmp_path):
     assert save_profile_plot(pd.DataFrame([row("base", "model", 8, 0.0)]), tmp_path).read_bytes()[1:4] == b"PNG"
+
+
+def test_gain_and_what_a_user_gets_are_drawn_on_one_scale_with_a_line_per_method(tmp_path):
+    records = made_up_records(("base", "kvcat"), 3, ("attention-matching", "snapkv"))
+    plot = difference_plot(read_results(write_results(tmp_path / "r", records)), "kvcat", "base")
+    panels = list(Figure().subplots(1, 2))
+    plot._draw(panels)
+    assert [title for title, _ in plot.panels] == ["KL: kvcat minus base", "NLL compact: kvcat minus base"]
+    assert panels[0].get_ylim() == panels[1].get_ylim()
+    assert panels[0].get_legend_handles_labels()[1] == ["attention-matching", "snapkv"]
