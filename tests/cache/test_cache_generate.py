@@ -124,6 +124,15 @@ def test_left_padded_questions_are_answered_as_each_would_be_alone(form, static_
         assert row[4:].tolist() == greedy(cache, torch.tensor([question]), 6)[0][len(question) :]
 
 
+@pytest.mark.parametrize("form", ["biased", "ragged"])
+def test_every_row_of_a_cache_serves_as_many_neighbouring_rows_of_a_batch(form):
+    model, ids = tiny(), questions(4, 3)
+    cache = made(model, form)
+    with torch.no_grad():
+        logits = model(ids, past_key_values=cache.to_transformers(model)).logits
+    assert torch.allclose(logits, naive_logits(cache.select([0, 0, 1, 1]), ids), atol=1e-10)
+
+
 def test_three_beams_find_what_a_naive_beam_search_finds():
     form, cached = "ragged", 2
     model, ids = tiny(), torch.tensor([[4, 8, 15], [16, 23, 42]])
