@@ -54,7 +54,7 @@ class World:
         }  # fmt: skip
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder / "wide"]
         command += ["--kv-transfer-config", json.dumps(transfer), "--port", PORT, "--dtype", "float32"]
-        command += ["--middleware", "kvcat.serving.vllm.CompactCacheMiddleware", "--served-model-name", "m"]
+        command += ["--middleware", "kvcat.serving.vllm.compact_caches", "--served-model-name", "m"]
         command += ["--block-size", 32, "--enforce-eager", "--api-key", KEY, "--max-model-len", 256]
         quiet = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         self.log = folder / "log"

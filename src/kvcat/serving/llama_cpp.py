@@ -42,63 +42,37 @@ class _Batch(ctypes.Structure):
 
 
 _Log = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
-_P, _I, _N, _T = ctypes.c_void_p, ctypes.c_int32, ctypes.c_size_t, ctypes.c_char_p
-_PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
-    "backend_init": (None, []),
-    "log_set": (None, [_Log, _P]),
-    "model_default_params": (_Parameters, []),
-    "context_default_params": (_Parameters, []),
-    "model_load_from_file": (_P, [_T, _Parameters]),
-    "init_from_model": (_P, [_P, _Parameters]),
-    "model_free": (None, [_P]),
-    "free": (None, [_P]),
-    "model_meta_val_str": (_I, [_P, _T, _T, _N]),
-    "model_n_layer": (_I, [_P]),
-    "model_get_vocab": (_P, [_P]),
-    "vocab_n_tokens": (_I, [_P]),
-    "n_ctx": (ctypes.c_uint32, [_P]),
-    "n_batch": (ctypes.c_uint32, [_P]),
-    "set_n_threads": (None, [_P, _I, _I]),
-    "get_memory": (_P, [_P]),
-    "memory_clear": (None, [_P, ctypes.c_bool]),
-    "memory_seq_pos_max": (_I, [_P, _I]),
-    "batch_get_one": (_Batch, [_P, _I]),
-    "decode": (_I, [_P, _Batch]),
-    "get_logits_ith": (_P, [_P, _I]),
-    "state_seq_load_file": (_N, [_P, _T, _I, _P, _N, _P]),
-    "state_seq_save_file": (_N, [_P, _T, _I, _P, _N]),
-}
+_KINDS = {
+    "-": None, "p": ctypes.c_void_p, "i": ctypes.c_int32, "n": ctypes.c_size_t, "s": ctypes.c_char_p,
+    "?": ctypes.c_bool, "log": _Log, "params": _Parameters, "batch": _Batch,
+}  # fmt: skip
+_PROTOTYPES = """
+backend_init -, log_set - log p, model_default_params params, context_default_params params,
+model_load_from_file p s params, init_from_model p p params, model_free - p, free - p, model_meta_val_str i p s s n,
+model_n_layer i p, model_get_vocab p p, vocab_n_tokens i p, n_ctx i p, n_batch i p, set_n_threads - p i i,
+get_memory p p, memory_clear - p ?, memory_seq_pos_max i p i, batch_get_one batch p i, decode i p batch,
+get_logits_ith p p i, state_seq_load_file n p s i p n p, state_seq_save_file n p s i p n
+"""  # name, what it returns, what it takes
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the engine at hand lays out the state of a sequence, read from the state of one token.
-
-    Args:
-        version: of the file's format.
-        streams: number of streams of cells; the sequence lies in the first.
-        cell: what follows the position in the description of a cell.
-        after: what stands between the cells and the first layer's keys.
-        types: ggml's numbers of the types of keys and values.
-        width: channels of all KV heads together.
-        transposed: whether values lie channel after channel (without flash attention).
-    """
+    """How the engine at hand lays out the state of a sequence, read from the state of one token."""
 
     version: int
-    streams: int
-    cell: bytes
-    after: bytes
-    types: tuple[int, int]
-    width: int
-    transposed: bool
+    streams: int  # of cells; the sequence lies in the first
+    cell: bytes  # what follows the position of a cell
+    after: bytes  # what stands between the cells and the first layer's keys
+    types: tuple[int, int]  # ggml's numbers of the types of keys and values
+    width: int  # channels of all KV heads together
+    transposed: bool  # values lie channel after channel (without flash attention)
 
     @classmethod
     def read(cls, state: bytes, num_layers: int) -> "Layout":
         """The layout of the file that the engine saved for one token.
 
-        A cell is its position, the number of its sequences, and more in some versions; the layers' blocks follow two
-        words, whether values are transposed and the number of layers, and more in some versions. The one place where
-        all blocks fit to the last byte is taken.
+        A cell is its position, the number of its sequences, and more in some versions; then come whether values are
+        transposed, the number of layers, and more in some versions. The split is taken whose layers end with the file.
 
         Raises:
             InputError: a quantised cache, or a format that is not understood.
@@ -120,11 +94,6 @@ class Layout:
 
     def file(self, prefix: Prefix, placeholder: int, *, is_interleaved: bool) -> Iterator[bytes]:
         """A packed cache as the parts of a file that the engine loads.
-
-        Args:
-            prefix: of the engine's number of layers and width.
-            placeholder: token id that the file gives for every cell.
-            is_interleaved: whether the engine's rotation turns neighbouring channels.
 
         Raises:
             InputError: numbers too large for the cache's type.
@@ -197,9 +166,6 @@ class LlamaCpp:
     def load(self, prefix: Prefix) -> None:
         """Begin anew behind a document's cache.
 
-        Args:
-            prefix: of ``read_prefix``.
-
         Raises:
             InputError: as ``write_state`` and ``load_state``.
         """
@@ -217,7 +183,7 @@ class LlamaCpp:
         if not Path(path).is_file():
             raise InputError(f"no sequence state {path}")
         self.clear()
-        tokens, count = (ctypes.c_int32 * self.num_ctx)(), _N(0)
+        tokens, count = (ctypes.c_int32 * self.num_ctx)(), ctypes.c_size_t(0)
         arguments = (str(path).encode(), 0, tokens, self.num_ctx, ctypes.byref(count))
         if not self._call("state_seq_load_file", self._context, *arguments):
             raise InputError(f"llama.cpp refuses {path}: {self._why()}")
@@ -226,7 +192,7 @@ class LlamaCpp:
         """Write a document's cache as a file that ``llama_state_seq_load_file`` of this engine reads.
 
         Args:
-            prefix: of ``read_prefix``.
+            prefix: the cache.
             path: file to write.
             placeholder: token id that the file gives for every cell.
 
@@ -334,20 +300,17 @@ def _load_library(library: str | Path | None) -> Any:
         library = found[0]
     try:
         api = ctypes.CDLL(str(library))
-        for name, (result, arguments) in _PROTOTYPES.items():
+        for prototype in _PROTOTYPES.split(","):
+            name, result, *arguments = prototype.split()
             function = getattr(api, f"llama_{name}")
-            function.restype, function.argtypes = result, arguments
+            function.restype, function.argtypes = _KINDS[result], [_KINDS[kind] for kind in arguments]
     except (OSError, AttributeError) as error:
         raise InputError(f"{library} is no library with llama.cpp's C API: {error}") from None
     return api
 
 
 def _context_parameters(defaults: _Parameters, num_ctx: int, cache_type: int, flash: bool) -> _Parameters:
-    """The defaults with what we choose, each field found by the values around it, whatever the version.
-
-    Raises:
-        InputError: the defaults are not laid out as expected.
-    """
+    """The defaults with what we choose, each field found by the values around it, whatever the version."""
     raw = bytes(defaults.raw)
     sizes = raw.startswith(struct.pack("<III", 512, 2048, 512))  # context, batch, part of a batch
     automatic = re.search(rb"\xff{16}", raw)  # scaling of positions, pooling, kind of attention, flash attention

@@ -1,26 +1,22 @@
 """Compact caches in vLLM: a connector that fills the first slots of a request from a packed cache.
 
-    vllm serve WIDE --middleware kvcat.serving.vllm.CompactCacheMiddleware --kv-transfer-config '{"kv_connector":
-        "CompactCacheConnector", "kv_connector_module_path": "kvcat.serving.vllm", "kv_role": "kv_consumer",
-        "kv_connector_extra_config": {"caches": "FOLDER"}}'
-
 A request names a cache in ``kv_transfer_params``: ``{"kvcat": NAME}``. The middleware turns its text into placeholders
 for the slots and the question's tokens, and answers a wrong name or file with status 400. The connector checks again,
-since requests may come without it: what does not fit fails that request alone.
-
-The scheduler's side of the connector says how many tokens the cache brings; the worker's side writes keys and values
-through the attention implementation's own ``do_kv_cache_update``, which knows its pages' layout.
+since requests may come without it: what does not fit fails that request alone. The scheduler's side of the connector
+says how many tokens the cache brings; the worker's side writes keys and values through the attention implementation's
+own ``do_kv_cache_update``, which knows its pages' layout. docs/serving.md shows the command.
 """
 
 # pyright: reportMissingImports=false
 
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from starlette.responses import JSONResponse
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -29,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.tokenizers import get_tokenizer
 
 from kvcat.errors import InputError
 from kvcat.serving.folder import FIELD, PLACEHOLDER, SALT, CacheFolder, chat_ids, prompt_ids, request_fields
@@ -36,12 +33,10 @@ from kvcat.serving.transformers import Prefix
 from kvcat.serving.widen import widened_fingerprint
 
 logger = init_logger(__name__)
-_Scope = MutableMapping[str, Any]
-_REPLIES = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
+_TEXTS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
 
 
-@dataclass
-class _Load:
+class _Load(NamedTuple):
     """The slots of a cache from ``start`` on, for the cells of a request, which lie in ``blocks``."""
 
     prefix: Prefix
@@ -61,11 +56,8 @@ class _Step(KVConnectorMetadata):
 class CompactCacheConnector(KVConnectorBase_V1):
     """Gives requests the keys and values of the packed cache that they name.
 
-    Args:
-        vllm_config, role, kv_cache_config: as vLLM makes them; ``caches`` in the extra configuration names the folder.
-
     Raises:
-        InputError: no folder, a model that was not widened, or more than one worker.
+        InputError: no folder of caches, a model that was not widened, or more than one worker.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
@@ -83,7 +75,7 @@ class CompactCacheConnector(KVConnectorBase_V1):
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Slots that the request's cache brings beyond those that are there.
 
-        A request that does not fit is said to wait for a load, which fails before anything is computed or kept.
+        A request that does not fit waits for a load, which then fails before anything is computed or kept.
         """
         try:
             prefix = self._prefix(request)
@@ -179,62 +171,18 @@ class CompactCacheConnector(KVConnectorBase_V1):
         return prefix
 
 
-class CompactCacheMiddleware:
-    """Turns requests that name a cache into prompts of token ids, for ``vllm serve --middleware``.
-
-    Args:
-        app: what handles the requests.
-    """
-
-    def __init__(self, app: Callable[..., Awaitable[None]]):
-        self.app, self._folder, self._tokenizer = app, None, None
-
-    async def __call__(self, scope: _Scope, receive: Callable[[], Awaitable[Any]], send: Callable[..., Any]) -> None:
-        """Handle one request."""
-        field = _REPLIES.get(scope.get("path", "")) if scope["type"] == "http" else None
-        if field is None or not _is_allowed(scope):
-            await self.app(scope, receive, send)
-            return
-        body, more = b"", True
-        while more:
-            message = await receive()
-            body, more = body + message.get("body", b""), message.get("more_body", False)
-        try:
-            body = self._prepared(scope, field, body)
-        except InputError as error:
-            await _refuse(send, str(error))
-            return
-        headers = [pair for pair in scope["headers"] if pair[0] != b"content-length"]
-        scope["headers"] = [*headers, (b"content-length", str(len(body)).encode())]
-        sent = False
-
-        async def replay() -> Any:
-            nonlocal sent
-            if sent:
-                return await receive()
-            sent = True
-            return {"type": "http.request", "body": body, "more_body": False}
-
-        await self.app(scope, replay, send)
-
-    def _prepared(self, scope: _Scope, field: str, body: bytes) -> bytes:
-        """The request as the connector takes it; unchanged if it names no cache or is not understood."""
-        try:
-            request = json.loads(body)
-            name = request["kv_transfer_params"][FIELD]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            return body
-        if self._folder is None:
-            config = scope["app"].state.vllm_config
-            from vllm.tokenizers import get_tokenizer
-
-            self._folder, self._tokenizer = open_folder(config), get_tokenizer(config.model_config.tokenizer)
-        prefix, make = self._folder.find(name), prompt_ids if field == "prompt" else chat_ids
-        ids = make(self._tokenizer, request.get(field), chat=prefix.chat)
-        fields = request_fields(prefix, name, ids, str(request.get("cache_salt") or ""))
-        if field == "messages":  # the API has no token ids here, but this field for a cache's own tokens
-            fields["kv_transfer_params"]["prompt_token_ids"] = fields.pop("prompt")
-        return json.dumps({**request, **fields}).encode()
+async def compact_caches(request: Any, call_next: Callable[[Any], Awaitable[Any]]) -> Any:
+    """Turns a request that names a cache into a prompt of token ids, for ``vllm serve --middleware``."""
+    field, app, given = _TEXTS.get(request.url.path), request.app, request.headers.get("authorization", "")
+    keys = getattr(app.state.args, "api_key", None)
+    if field is None or (keys and given.removeprefix("Bearer ") not in keys):  # the server itself refuses the latter
+        return await call_next(request)
+    try:
+        request._body = _prepared(app.state, field, await request.body())
+    except InputError as error:
+        told = {"message": str(error), "type": "BadRequestError", "param": "kv_transfer_params", "code": 400}
+        return JSONResponse({"error": told}, 400)
+    return await call_next(request)
 
 
 def open_folder(vllm_config: Any) -> CacheFolder:
@@ -251,14 +199,19 @@ def open_folder(vllm_config: Any) -> CacheFolder:
     return CacheFolder(folder, widened_fingerprint(config), shape)
 
 
-def _is_allowed(scope: _Scope) -> bool:
-    """Whether a request has the server's key; the server itself refuses it otherwise."""
-    keys = getattr(scope["app"].state.args, "api_key", None)
-    given = dict(scope["headers"]).get(b"authorization", b"").decode(errors="replace")
-    return not keys or given.removeprefix("Bearer ") in keys
-
-
-async def _refuse(send: Callable[..., Any], message: str) -> None:
-    error = {"message": message, "type": "BadRequestError", "param": "kv_transfer_params", "code": 400}
-    await send({"type": "http.response.start", "status": 400, "headers": [(b"content-type", b"application/json")]})
-    await send({"type": "http.response.body", "body": json.dumps({"error": error}).encode()})
+def _prepared(state: Any, field: str, body: bytes) -> bytes:
+    """The request as the connector takes it; unchanged if it names no cache or is not understood."""
+    try:
+        request = json.loads(body)
+        name = request["kv_transfer_params"][FIELD]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return body
+    if not hasattr(state, "kvcat"):
+        state.kvcat = open_folder(state.vllm_config), get_tokenizer(state.vllm_config.model_config.tokenizer)
+    folder, tokenizer = state.kvcat
+    prefix, make = folder.find(name), prompt_ids if field == "prompt" else chat_ids
+    ids = make(tokenizer, request.get(field), chat=prefix.chat)
+    fields = request_fields(prefix, name, ids, str(request.get("cache_salt") or ""))
+    if field == "messages":  # the API has no token ids here, but vLLM takes them from this field
+        fields["kv_transfer_params"]["prompt_token_ids"] = fields.pop("prompt")
+    return json.dumps({**request, **fields}).encode()

@@ -46,11 +46,6 @@ _COPIED = (
     "hidden_act", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "bos_token_id", "eos_token_id",
     "pad_token_id",
 )  # fmt: skip
-_GGUF_NAMES = {
-    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-}  # fmt: skip
 
 
 @torch.no_grad()
@@ -121,7 +116,7 @@ def widened_fingerprint(config: PreTrainedConfig) -> str:
 
 
 def write_gguf(model: PreTrainedModel, path: str | Path, *, dtype: str = "float16") -> None:
-    """Write a widened model as a GGUF file of architecture ``llama``, without a vocabulary (tokens are ids).
+    """Write a widened model as a GGUF file of architecture ``llama``, without a vocabulary: llama.cpp reads token ids.
 
     Args:
         model: made by ``widen``.
@@ -131,18 +126,18 @@ def write_gguf(model: PreTrainedModel, path: str | Path, *, dtype: str = "float1
     Raises:
         InputError: no widened Llama, an unknown dtype, or the ``gguf`` extra is missing.
     """
-    config = model.config
+    config, types = model.config, {"float32": "F32", "float16": "F16", "q8_0": "Q8_0"}
     if config.model_type != "llama" or config.hidden_act != "silu":
         raise InputError(f"llama.cpp has no architecture for a widened {config.model_type} with {config.hidden_act}")
+    if dtype not in types:
+        raise InputError(f"dtype must be one of {', '.join(types)}, not {dtype!r}")
     owner = widened_fingerprint(config)
     try:
         gguf: Any = import_module("gguf")
     except ImportError:
         raise InputError("writing a GGUF file needs the gguf package: pip install 'kvcat[gguf]'") from None
-    types = {"float32": "F32", "float16": "F16", "q8_0": "Q8_0"}
-    if dtype not in types:
-        raise InputError(f"dtype must be one of {', '.join(types)}, not {dtype!r}")
-    kind = gguf.GGMLQuantizationType[types[dtype]]
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    plain, wanted = gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType[types[dtype]]
     with atomic_write(Path(path)) as partial:
         writer = gguf.GGUFWriter(partial, "llama")
         for field, value in (
@@ -161,9 +156,12 @@ def write_gguf(model: PreTrainedModel, path: str | Path, *, dtype: str = "float1
         for name, tensor in model.state_dict().items():
             if name == "lm_head.weight" and config.tie_word_embeddings:
                 continue
-            data, matrix = _gguf_rows(name, tensor, config.head_dim).float().contiguous().numpy(), tensor.dim() > 1
-            stored = kind if matrix and data.shape[-1] % 32 == 0 else gguf.GGMLQuantizationType.F32
-            writer.add_tensor(_gguf_name(name), gguf.quants.quantize(data, stored), raw_dtype=stored)
+            if "q_proj" in name or "k_proj" in name:
+                heads = interleaved(tensor.unflatten(0, (-1, config.head_dim)).movedim(1, -1))
+                tensor = heads.movedim(-1, 1).flatten(0, 1)
+            data, stem = tensor.float().contiguous().numpy(), name.rpartition(".")
+            kind = wanted if data.ndim > 1 and data.shape[-1] % 32 == 0 else plain
+            writer.add_tensor(f"{names.get_name(stem[0])}.{stem[2]}", gguf.quants.quantize(data, kind), raw_dtype=kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -215,18 +213,3 @@ def _check_logits(model: PreTrainedModel, made: PreTrainedModel) -> None:
     error = ((after - before).norm() / before.norm()).item()
     if not error <= {torch.float64: 1e-5, torch.float32: 1e-4}.get(model.dtype, 5e-2):
         raise InputError(f"{type(model).__name__} cannot be widened: its logits change by {error:.2g}")
-
-
-def _gguf_rows(name: str, tensor: Tensor, wide: int) -> Tensor:
-    if "q_proj" not in name and "k_proj" not in name:
-        return tensor
-    return interleaved(tensor.unflatten(0, (-1, wide)).movedim(1, -1)).movedim(-1, 1).flatten(0, 1)
-
-
-def _gguf_name(name: str) -> str:
-    stem, _, kind = name.rpartition(".")
-    fixed = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-    if stem in fixed:
-        return f"{fixed[stem]}.{kind}"
-    _, _, layer, rest = stem.split(".", 3)
-    return f"blk.{layer}.{_GGUF_NAMES[rest]}.{kind}"

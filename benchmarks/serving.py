@@ -1,0 +1,248 @@
+"""Compact caches beside dense ones in llama.cpp and vLLM on a CPU.
+
+    python benchmarks/serving.py llama.cpp --text long.txt --work out/serving
+    python benchmarks/serving.py vllm --text doc0.txt doc1.txt ... --work out/serving --python .venv-vllm/bin/python
+
+`llama.cpp`: one document, its dense cache and a compact one. Cells and bytes that llama.cpp allocates for them, seconds
+from a cache's file to the first token of an answer (dense also from the text), tokens a second of the answer.
+
+`vllm`: 64 requests at once over all documents, eight questions each in turn, first to a server of the plain model with
+the documents in the prompts (its own prefix cache on), then to one of the widened model with packed caches. Answers of
+the second are compared with those of transformers, token by token.
+
+Packed caches stay in the work folder and are used again; the records are appended to `records.jsonl` there.
+"""
+
+import argparse
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+import kvcat
+from kvcat.compress.documents import chat_parts, document_trace, question_ids
+from kvcat.files import append_jsonl
+from kvcat.hub import local_folder
+from kvcat.models import save
+from kvcat.serving import LlamaCpp, export_prefix, read_prefix, widen, write_gguf
+
+QUESTIONS = [
+    "What is this text about?", "Name one example from the text.", "Which numbers does the text mention?",
+    "Summarise the text in one sentence.", "What comes first in the text?", "What comes last in the text?",
+    "Which terms does the text define?", "Write a title for the text.",
+]  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("engine", choices=["llama.cpp", "vllm"])
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--text", type=Path, nargs="+", required=True)
+    parser.add_argument("--work", type=Path, default=Path("out/serving"))
+    parser.add_argument("--keep", type=float, default=0.1)
+    parser.add_argument("--head-dim", type=int, default=None)
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, default=16)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--python", type=Path, default=Path(".venv-vllm/bin/python"))
+    options = parser.parse_args()
+    options.work.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(options.threads)
+    model, tokenizer = kvcat.load(options.model)
+    figures = (llama_cpp if options.engine == "llama.cpp" else vllm)(options, model, tokenizer)
+    processor = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    record = {
+        "engine": options.engine, "command": " ".join(["python", *sys.argv]), "date": time.strftime("%Y-%m-%d"),
+        "hardware": f"{len(processor)} x {processor[0] if processor else platform.machine()}",
+        "load": os.getloadavg()[0],
+        "versions": {name: version(name) for name in ("kvcat", "torch", "transformers", "xllamacpp")}, **figures,
+    }  # fmt: skip
+    append_jsonl(options.work / "records.jsonl", record)
+    print(json.dumps(record, indent=2))
+
+
+def compressed(options, model, tokenizer, path, *, dense=False, supervision="reconstruction"):
+    """A document's compact or dense cache, made once."""
+    file = options.work / f"{path.stem}-{'dense' if dense else options.keep}.safetensors"
+    if not file.exists():
+        trace = document_trace(model, tokenizer, path.read_text(), supervision=supervision, chat=True)
+        method = kvcat.Eviction("first") if dense else kvcat.AttentionMatching()
+        method(trace, keep_ratio=1.0 if dense else options.keep).save(file)
+    return kvcat.CompactCache.load(file, model)
+
+
+def llama_cpp(options, model, tokenizer):
+    (path,) = options.text
+    head_dim = options.head_dim or 72
+    gguf = options.work / f"wide{head_dim}.gguf"
+    if not gguf.exists():
+        write_gguf(widen(model, head_dim), gguf)
+    question, found = question_ids(tokenizer, QUESTIONS[0], chat=True), {}
+    for name in ("dense", "compact"):
+        cache = compressed(options, model, tokenizer, path, dense=name == "dense", supervision="self")
+        packed = options.work / f"{path.stem}-{name}.prefix"
+        export_prefix(cache, model, packed, head_dim=head_dim)
+        prefix = read_prefix(packed)
+        room = prefix.num_slots + 64 + options.new_tokens
+        with closing(LlamaCpp(gguf, num_ctx=room, num_threads=options.threads)) as engine:
+            if name == "dense":
+                ids = tokenizer.encode(path.read_text())[: prefix.num_slots]
+                start = time.perf_counter()
+                engine.logits(ids)
+                found["seconds to read the text"] = time.perf_counter() - start
+            start = time.perf_counter()
+            engine.load(read_prefix(packed))
+            restored = time.perf_counter()
+            logits = engine.logits(question[0].tolist())
+            first = time.perf_counter()
+            answer = list(engine.generate([int(logits.argmax())], options.new_tokens))
+            end = time.perf_counter()
+            wanted = kvcat.replay(model, cache, question)[0, -1]
+            found[name] = {
+                "tokens": cache.num_tokens, "slots": prefix.num_slots, "cells": engine.num_ctx,
+                "MB in llama.cpp": engine.num_ctx * engine.layout.width * 2 * 2 * prefix.shape[0] / 1e6,
+                "MB of the file": packed.stat().st_size / 1e6, "seconds to restore": restored - start,
+                "seconds to the first token": first - start, "tokens a second": len(answer) / (end - first),
+                "largest difference of a logit": (logits - wanted).abs().max().item(),
+            }  # fmt: skip
+    return found
+
+
+class Server:
+    """A vLLM server for the time of a block; the largest share of its KV cache that was in use."""
+
+    def __init__(self, options, model, caches=None):
+        self.port, self.usage, self.tokens = 8734, 0.0, 0
+        command = [options.python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", self.port]
+        command += ["--served-model-name", "m", "--dtype", "float32", "--enforce-eager", "--max-model-len", 2048]
+        if caches:
+            transfer = {
+                "kv_connector": "CompactCacheConnector", "kv_connector_module_path": "kvcat.serving.vllm",
+                "kv_role": "kv_consumer", "kv_connector_extra_config": {"caches": str(caches)},
+            }  # fmt: skip
+            command += [
+                "--middleware",
+                "kvcat.serving.vllm.compact_caches",
+                "--kv-transfer-config",
+                json.dumps(transfer),
+            ]
+        told = {"VLLM_CPU_KVCACHE_SPACE": "2", "OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1"}
+        self.log = (options.work / f"server-{'compact' if caches else 'dense'}.log").open("w")
+        self.process = subprocess.Popen(
+            [str(x) for x in command], stdout=self.log, stderr=self.log,
+            env={**os.environ, **told, "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+        )  # fmt: skip
+
+    def __enter__(self):
+        while not self.read("/health") and self.process.poll() is None:
+            time.sleep(1)
+        self.watching = threading.Thread(target=self.watch, daemon=True)
+        self.watching.start()
+        return self
+
+    def __exit__(self, *_):
+        self.process.terminate()
+        self.process.wait()
+
+    def read(self, path):
+        try:
+            with urllib.request.urlopen(f"http://localhost:{self.port}{path}", timeout=60) as reply:
+                return reply.read().decode() or "ok"
+        except OSError:
+            return ""
+
+    def watch(self):
+        while self.process.poll() is None:
+            text = self.read("/metrics")
+            for share in re.findall(r"^vllm:kv_cache_usage_perc\S* (\S+)$", text, re.M):
+                self.usage = max(self.usage, float(share))
+            time.sleep(0.2)
+
+    def ask(self, body):
+        """Token ids of an answer, seconds to the first of them, and to the last."""
+        body = {"model": "m", "temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True, **body}
+        request = urllib.request.Request(
+            f"http://localhost:{self.port}/v1/completions",
+            json.dumps(body).encode(),
+            {"content-type": "application/json"},
+        )
+        start, made, first = time.perf_counter(), [], None
+        with urllib.request.urlopen(request, timeout=600) as reply:
+            for line in reply:
+                if line.startswith(b"data: {"):
+                    choices = json.loads(line[6:])["choices"]
+                    made += choices[0]["token_ids"] if choices else []
+                    first = first or time.perf_counter() - start
+        return made, first, time.perf_counter() - start
+
+    def load(self, bodies):
+        """Answers of all requests at once, and what they took."""
+        start = time.perf_counter()
+        with ThreadPoolExecutor(len(bodies)) as pool:
+            answers = list(pool.map(self.ask, bodies))
+        seconds = time.perf_counter() - start
+        firsts = torch.tensor([first for _, first, _ in answers])
+        capacity = re.search(r"KV cache size: ([\d,]+) tokens", Path(self.log.name).read_text())
+        tokens = int(capacity[1].replace(",", "")) if capacity else 0
+        return [made for made, *_ in answers], {
+            "seconds": seconds, "requests a second": len(bodies) / seconds,
+            "tokens a second": sum(len(made) for made, *_ in answers) / seconds,
+            "seconds to the first token, median": firsts.median().item(),
+            "seconds to the first token, largest": firsts.max().item(),
+            "most cells in use": round(self.usage * tokens),
+        }  # fmt: skip
+
+
+def vllm(options, model, tokenizer):
+    head_dim = options.head_dim or 80
+    wide, packed = options.work / f"wide{head_dim}", options.work / "packed"
+    if not wide.exists():
+        save(widen(model, head_dim), tokenizer, wide)
+    packed.mkdir(exist_ok=True)
+    caches = {path.stem: compressed(options, model, tokenizer, path) for path in options.text}
+    for name, cache in caches.items():
+        export_prefix(cache, model, packed / name, head_dim=head_dim)
+    asked = [(list(caches)[i % len(caches)], QUESTIONS[i // len(caches) % 8]) for i in range(options.requests)]
+    texts = {path.stem: path.read_text() for path in options.text}
+    head, between, tail = chat_parts(tokenizer)
+    dense, compact = [], []
+    for name, question in asked:
+        ids = tokenizer.encode(head + texts[name] + between + question + tail, add_special_tokens=False)
+        dense.append({"prompt": ids, "max_tokens": options.new_tokens})
+        told = {"kv_transfer_params": {"kvcat": name}}
+        compact.append({"prompt": question, "max_tokens": options.new_tokens, **told})
+    found, per_cell = {"requests": len(asked), "documents": len(caches), "slots": cache.num_slots}, model.config
+    bytes_of = {"dense": per_cell.head_dim or per_cell.hidden_size // per_cell.num_attention_heads, "compact": head_dim}
+    for name, bodies in (("dense", dense), ("compact", compact)):
+        folder = local_folder(options.model) if name == "dense" else wide
+        with Server(options, folder, None if name == "dense" else packed) as server:
+            server.ask({"prompt": "Hello", "max_tokens": 1})
+            answers, found[name] = server.load(bodies)
+            cells = per_cell.num_hidden_layers * per_cell.num_key_value_heads * bytes_of[name] * 2 * 4
+            found[name]["MB in use at most"] = found[name]["most cells in use"] * cells / 1e6
+            _, found[f"{name}, again"] = server.load(bodies)
+    right = 0
+    for (name, question), answer in zip(asked, answers, strict=True):
+        inputs = caches[name].inputs(model, question_ids(tokenizer, question, chat=True))
+        made = model.generate(
+            **inputs, max_new_tokens=options.new_tokens, min_new_tokens=options.new_tokens, do_sample=False,
+            eos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
+        right += made[0, inputs["input_ids"].shape[1] :].tolist() == answer
+    found["answers equal to those of transformers"] = right
+    return found
+
+
+if __name__ == "__main__":
+    main()
