@@ -157,8 +157,8 @@ def test_an_engine_that_is_not_understood_is_refused(served, tmp_path, monkeypat
         LlamaCpp(path, library=tmp_path / "text")
     with pytest.raises(InputError, match="other parameters than expected"):
         room._context_parameters(room._Parameters(), 64, 0, False)
-    with pytest.raises(InputError, match="sequence states of version 9 are not understood"):
-        room.Layout.read(b"qsgg\x09\0\0\0" + bytes(200), 2)
+    with pytest.raises(InputError, match="sequence states of version 9 are laid out in a way that is not known"):
+        room.Layout.read(b"qsgg\x09\0\0\0" + bytes(200), 2, transposed=True)
     monkeypatch.setattr(room.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"llama\.cpp is not installed: pip install"):
         LlamaCpp(path)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -22,7 +23,7 @@ from tiny import byte_tokenizer
 
 pytest.importorskip("vllm", reason="needs vLLM (make test-vllm)")
 pytestmark = pytest.mark.filterwarnings("ignore")
-PORT, KEY, NEW, WIDE = 8765, "secret", 8, 32
+KEY, NEW, WIDE = "secret", 8, 32
 QUESTIONS = ["the cat sees", "a small tree", "then it was old"]
 
 
@@ -48,12 +49,15 @@ class World:
         (self.folder / "damaged").write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
         (folder / "outside").write_bytes(good)
         (self.folder / "link").symlink_to(folder / "outside")
+        with socket.socket() as free:
+            free.bind(("", 0))
+            self.port = free.getsockname()[1]
         transfer = {
             "kv_connector": "CompactCacheConnector", "kv_connector_module_path": "kvcat.serving.vllm",
             "kv_role": "kv_consumer", "kv_connector_extra_config": {"caches": str(self.folder)},
         }  # fmt: skip
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder / "wide"]
-        command += ["--kv-transfer-config", json.dumps(transfer), "--port", PORT, "--dtype", "float32"]
+        command += ["--kv-transfer-config", json.dumps(transfer), "--port", self.port, "--dtype", "float32"]
         command += ["--middleware", "kvcat.serving.vllm.compact_caches", "--served-model-name", "m"]
         command += ["--block-size", 32, "--enforce-eager", "--api-key", KEY, "--max-model-len", 256]
         quiet = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -78,7 +82,7 @@ class World:
         headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
         data = None if body is None else json.dumps(body).encode()
         try:
-            request = urllib.request.Request(f"http://localhost:{PORT}{path}", data, headers)
+            request = urllib.request.Request(f"http://localhost:{self.port}{path}", data, headers)
             with urllib.request.urlopen(request, timeout=200) as reply:
                 return reply.status, json.loads(reply.read() or b"{}")
         except urllib.error.HTTPError as error:
@@ -151,6 +155,7 @@ def test_wrong_caches_give_their_request_an_error_and_leave_the_server_up(world)
         assert world.ask(world.tokens("the cat"), name, "/invocations")[0] == 500
     assert world.ask(["the cat", "a dog"], "heads")[0] == 400
     assert world.ask("", "heads")[0] == 400
+    assert world.ask("the cat", "heads", prompt_logprobs=1)[0] == 500
     assert world.ask("the cat " * 100, "heads")[0] == 400
     assert world.ask("the cat", "heads") == good == world.wanted(world.tokens("the cat"), "heads")
 
@@ -192,7 +197,7 @@ def test_a_file_that_changes_between_scheduler_and_worker_fails_the_blocks_that_
 
     connector = room.CompactCacheConnector.__new__(room.CompactCacheConnector)
     connector._failed_requests, connector._invalid_blocks, connector._loaded = set(), set(), room.Prefix.load
-    prefix = replace(read_prefix(world.folder / "short"), digest="another")
+    prefix = read_prefix(world.folder / "short")._replace(digest="another")
     connector._connector_metadata = room._Step([room._Load(prefix, 0, torch.arange(7), [3, 4])], {"r"})
     connector.start_load_kv(SimpleNamespace(no_compile_layers={}))
     assert connector.get_block_ids_with_load_errors() == {3, 4}

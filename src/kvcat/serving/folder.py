@@ -1,8 +1,7 @@
 """A folder of packed caches that a server answers from: names to files, and requests to prompts of token ids.
 
-A prompt begins with as many placeholder tokens as the cache has slots, whose keys and values the server takes from the
-cache. They are kept apart from other prompts, in the server's prefix cache too, by a salt that holds the digest of the
-file: another document under the same name has another salt.
+A prompt begins with as many placeholder tokens as the cache has slots. A salt with the file's checksum keeps them apart
+from other prompts in the server's prefix cache, and from another document under the same name.
 """
 
 import re
@@ -23,12 +22,9 @@ class CacheFolder:
     """The packed caches of one folder, each verified once, and again when its file changes.
 
     Args:
-        folder: holds files of ``kvcat pack``.
+        folder: holds files of ``kvcat pack``; ``InputError`` if there is none.
         fingerprint: of the model that the caches must belong to.
         shape: layers, KV heads and channels of the served model.
-
-    Raises:
-        InputError: no such folder.
     """
 
     def __init__(self, folder: str | Path, fingerprint: str, shape: tuple[int, int, int]):
@@ -46,9 +42,13 @@ class CacheFolder:
         if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,199}", name):
             raise InputError(f"{str(name)[:50]!r} is no name of a cache: letters, digits, '_', '-' and '.'")
         path = self.folder / name
-        if not path.is_file() or path.resolve().parent != self.folder.resolve():
+        try:
+            status = path.stat()
+            inside = path.is_file() and path.resolve().parent == self.folder.resolve()
+        except OSError:
+            inside = False
+        if not inside:
             raise InputError(f"no cache {name!r}")
-        status = path.stat()
         version = (status.st_mtime_ns, status.st_size, status.st_ino)
         if name not in self._known or self._known[name][0] != version:
             self._known[name] = version, self._read(path, name)
@@ -57,7 +57,7 @@ class CacheFolder:
     def _read(self, path: Path, name: str) -> Prefix:
         try:
             prefix = read_prefix(path)
-        except InputError as error:
+        except InputError as error:  # told to a client, who need not know the folder
             raise InputError(f"cache {name!r}: {str(error).replace(str(path), 'the file')}") from None
         if prefix.fingerprint != self.fingerprint:
             raise InputError(f"cache {name!r} belongs to another model")
@@ -70,25 +70,13 @@ class CacheFolder:
 
 
 def request_fields(prefix: Prefix, name: str, ids: list[int], salt: str = "") -> dict[str, Any]:
-    """What a request must hold to be answered from a cache: ``prompt``, ``cache_salt``, ``kv_transfer_params``.
-
-    Args:
-        prefix: the cache.
-        name: its name.
-        ids: tokens after the document, at least one.
-        salt: the request's own ``cache_salt``.
-    """
+    """``prompt``, ``cache_salt`` and ``kv_transfer_params`` of a request for the tokens ``ids`` behind a cache."""
     prompt = [PLACEHOLDER] * prefix.num_slots + ids
     return {"prompt": prompt, "cache_salt": f"{SALT}{prefix.digest}{salt}", "kv_transfer_params": {FIELD: name}}
 
 
 def prompt_ids(tokenizer: Any, prompt: object, *, chat: bool) -> list[int]:
-    """Token ids of what follows the document.
-
-    Args:
-        tokenizer: of the model.
-        prompt: text, or token ids, which are taken as they are.
-        chat: the document opens a user's turn, and the text becomes the rest of that turn.
+    """Token ids of what follows the document: a text, for ``chat`` the rest of the user's turn, or ids as they are.
 
     Raises:
         InputError: neither, or empty.
@@ -101,15 +89,10 @@ def prompt_ids(tokenizer: Any, prompt: object, *, chat: bool) -> list[int]:
 
 
 def chat_ids(tokenizer: Any, messages: object, *, chat: bool) -> list[int]:
-    """Token ids of a conversation that goes on in the user's turn which the document opens.
-
-    Args:
-        tokenizer: of the model.
-        messages: of the OpenAI API, texts only; the first is the user's.
-        chat: whether the document was compressed with ``--chat``.
+    """Token ids of a conversation (texts, the first the user's) that goes on in the turn which the document opens.
 
     Raises:
-        InputError: a document without chat template, other messages, or one before the document.
+        InputError: a document compressed without ``--chat``, other messages, or one before the document.
     """
     if not chat:
         raise InputError("the document was compressed without --chat: use /v1/completions")

@@ -68,29 +68,23 @@ class Layout:
     transposed: bool  # values lie channel after channel (without flash attention)
 
     @classmethod
-    def read(cls, state: bytes, num_layers: int) -> "Layout":
+    def read(cls, state: bytes, num_layers: int, *, transposed: bool) -> "Layout":
         """The layout of the file that the engine saved for one token.
 
         A cell is its position, the number of its sequences, and more in some versions; then come whether values are
         transposed, the number of layers, and more in some versions. The split is taken whose layers end with the file.
 
         Raises:
-            InputError: a quantised cache, or a format that is not understood.
+            InputError: a format that is not understood.
         """
         magic, version, tokens = struct.unpack_from("<III", state)
         start = 12 + 4 * tokens
         (streams,) = struct.unpack_from("<I", state, start)
-        for at in range(start + 16, min(start + 52, len(state) - 8), 4) if magic == _MAGIC else ():
-            transposed, layers = struct.unpack_from("<II", state, at)
-            for first in range(at + 8, at + 48, 4) if transposed < 2 and layers == num_layers else ():
-                if found := _blocks(state, first, num_layers, bool(transposed), 4 * (streams - 1)):
-                    types, width = found
-                    cell, after = state[start + 12 : at], state[at:first]
-                    return cls(version, streams, cell, after, types, width, bool(transposed))
-        raise InputError(
-            f"sequence states of version {version} are not understood, or the engine's cache is quantised: use a cache "
-            f"of {', '.join(CACHE_TYPES)}"
-        )
+        at = state.find(struct.pack("<II", transposed, num_layers), start + 16, start + 60)
+        for first in range(at + 8, at + 48, 4) if magic == _MAGIC and at > 0 else ():
+            if found := _blocks(state, first, num_layers, transposed, 4 * (streams - 1)):
+                return cls(version, streams, state[start + 12 : at], state[at:first], *found, transposed)
+        raise InputError(f"llama.cpp's sequence states of version {version} are laid out in a way that is not known")
 
     def file(self, prefix: Prefix, placeholder: int, *, is_interleaved: bool) -> Iterator[bytes]:
         """A packed cache as the parts of a file that the engine loads.
@@ -161,7 +155,12 @@ class LlamaCpp:
         self._vocab = self._call("vocab_n_tokens", self._call("model_get_vocab", self._model))
         self._architecture, self._fingerprint = self._meta("general.architecture"), self._meta("kvcat.fingerprint")
         self._num_layers = self._call("model_n_layer", self._model)
-        self.layout = self._read_layout()
+        self.logits([0])
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "state"
+            self._call("state_seq_save_file", self._context, str(path).encode(), 0, (ctypes.c_int32 * 1)(0), 1)
+            self.layout = Layout.read(path.read_bytes(), self._num_layers, transposed=not flash_attention)
+        self.clear()
 
     def load(self, prefix: Prefix) -> None:
         """Begin anew behind a document's cache.
@@ -177,8 +176,7 @@ class LlamaCpp:
         """Begin anew behind the cache in a file of ``write_state``.
 
         Raises:
-            InputError: no such file, or one that llama.cpp refuses: of another model, type of cache or layout, damaged,
-                or with too little room.
+            InputError: no such file, or one that llama.cpp refuses: of another model, type of cache or layout, damaged.
         """
         if not Path(path).is_file():
             raise InputError(f"no sequence state {path}")
@@ -189,12 +187,7 @@ class LlamaCpp:
             raise InputError(f"llama.cpp refuses {path}: {self._why()}")
 
     def write_state(self, prefix: Prefix, path: str | Path, *, placeholder: int = 0) -> None:
-        """Write a document's cache as a file that ``llama_state_seq_load_file`` of this engine reads.
-
-        Args:
-            prefix: the cache.
-            path: file to write.
-            placeholder: token id that the file gives for every cell.
+        """Write a cache as a file for this engine, which gives the token ``placeholder`` for every cell.
 
         Raises:
             InputError: a cache of another model or shape, too little room, or the file cannot be written.
@@ -235,13 +228,7 @@ class LlamaCpp:
         return torch.frombuffer(bytearray(row), dtype=torch.float32)
 
     def generate(self, ids: Sequence[int], max_new_tokens: int, end: Sequence[int] = ()) -> Iterator[int]:
-        """The most likely continuation, token by token.
-
-        Args:
-            ids: what follows the document.
-            max_new_tokens: most tokens to make; fewer where the context is full.
-            end: tokens that end an answer.
-        """
+        """The most likely continuation of the tokens, up to a token of ``end`` or a full context."""
         for _ in range(max_new_tokens):
             token = int(self.logits(ids).argmax())
             if token in end:
@@ -267,15 +254,6 @@ class LlamaCpp:
 
     def _call(self, name: str, *arguments: Any) -> Any:
         return getattr(self._library, f"llama_{name}")(*arguments)
-
-    def _read_layout(self) -> Layout:
-        self.logits([0])
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "state"
-            self._call("state_seq_save_file", self._context, str(path).encode(), 0, (ctypes.c_int32 * 1)(0), 1)
-            state = path.read_bytes()
-        self.clear()
-        return Layout.read(state, self._num_layers)
 
     def _meta(self, key: str) -> str:
         buffer = ctypes.create_string_buffer(256)
@@ -328,17 +306,13 @@ def _blocks(
     state: bytes, first: int, num_layers: int, transposed: bool, behind: int
 ) -> tuple[tuple[int, int], int] | None:
     """Types of keys and values, and channels, if the layers' blocks of one cell begin here and end with the state."""
-    if first + 12 > len(state):
-        return None
-    key_type, row = struct.unpack_from("<iQ", state, first)
+    key_type, row = struct.unpack_from("<iQ", state.ljust(first + 12), first)
     middle = first + num_layers * (12 + row)
     if key_type not in _DTYPES or middle + 12 > len(state):
         return None
     value_type, size, count = struct.unpack_from("<iII", state, middle)
-    value_row = size * count if transposed else size
-    width = row // _DTYPES[key_type].itemsize
-    fits = middle + num_layers * (12 + value_row) + behind == len(state)
-    return ((key_type, value_type), width) if fits and value_type in _DTYPES else None
+    fits = middle + num_layers * (12 + size * (count if transposed else 1)) + behind == len(state)
+    return ((key_type, value_type), row // _DTYPES[key_type].itemsize) if fits else None
 
 
 def _rows(states: Float[Tensor, "kv_heads slots head_dim"]) -> Float[Tensor, "slots channels"]:

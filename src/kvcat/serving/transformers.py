@@ -5,12 +5,14 @@ unequal slots are filled up with slots that no query sees; without one, the cach
 """
 
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
@@ -32,16 +34,14 @@ def plain_prefix(
     first t tokens of a text and the next token stands at t, which is the result's ``num_tokens``.
 
     Args:
-        cache: any compact cache; without ``head_dim``, of layers that hold equally many slots in every head.
-        model: the model it was made with.
-        drop_log_bias: a log-bias is left out, which changes the answers; ``refit_without_log_bias`` first fits the
-            values to that.
+        cache: of this model.
+        drop_log_bias: a log-bias is left out, which changes the answers.
         head_dim: of the widened checkpoint that will read the prefix: its keys hold the log-bias, and all heads of all
             layers get as many slots as the fullest.
 
     Raises:
-        InputError: another model, a head_dim that is not larger than the cache's; without head_dim, heads of unequal
-            slots in a layer, or a log-bias that may not be dropped; keys that cannot be turned.
+        InputError: another model; a head_dim that does not fit, or without one, heads of unequal slots in a layer or a
+            log-bias that may not be dropped; keys that cannot be turned.
     """
     _check(cache, drop_log_bias, head_dim)
     cache.check_model(model)
@@ -71,14 +71,7 @@ def export_prefix(
     Tensors ``layers.0.keys``, ``layers.0.values``, ... of (batch, kv_heads, num_slots, head_dim), and these entries in
     the header's metadata, all text: format "kvcat-prefix-1", num_layers, num_slots (of the first layer), num_tokens
     (length of the text), next_position (of the first token behind the prefix), dtype, model_type, fingerprint, metadata
-    (JSON), sha256.
-
-    Args:
-        path: file to write; its folder must exist.
-        cache, model, drop_log_bias, head_dim: as in ``plain_prefix``.
-
-    Raises:
-        InputError: as ``plain_prefix``, or the file cannot be written.
+    (JSON), sha256. ``InputError`` as of ``plain_prefix``, or if the file cannot be written.
     """
     plain = plain_prefix(cache, model, drop_log_bias=drop_log_bias, head_dim=head_dim)
     tensors = {f"layers.{i}.{n}": t for i, layer in enumerate(plain.layers) for n, t in layer.tensors().items()}
@@ -97,43 +90,26 @@ def export_prefix(
     return plain
 
 
-@dataclass(frozen=True)
-class Prefix:
-    """A file of ``export_prefix`` that engines can take; its tensors are read when they are needed.
-
-    Args:
-        path: the file.
-        digest: its checksum, which tells documents apart.
-        fingerprint: of the model that the cache was made with.
-        chat: whether the document opens a user's turn in the tokenizer's chat template.
-        num_slots: slots of every head, and the position of the next token.
-        shape: layers, KV heads, channels.
-    """
+class Prefix(NamedTuple):
+    """A file of ``export_prefix`` that engines can take; its tensors are read when they are needed."""
 
     path: Path
-    digest: str
-    fingerprint: str
-    chat: bool
-    num_slots: int
-    shape: tuple[int, int, int]
+    digest: str  # its checksum, which tells documents apart
+    fingerprint: str  # of the model that the cache was made with
+    chat: bool  # whether the document opens a user's turn in the chat template
+    num_slots: int  # of every head, and the position of the next token
+    shape: tuple[int, int, int]  # layers, KV heads, channels
 
     def load(self) -> list[tuple[Float[Tensor, "kv_heads slots head_dim"], Float[Tensor, "kv_heads slots head_dim"]]]:
-        """Keys and values of every layer.
-
-        Raises:
-            InputError: the file is damaged, or another one by now.
-        """
+        """Keys and values of every layer; ``InputError`` if the file is damaged, or another one by now."""
         if read_prefix(self.path) != self:
             raise InputError(f"{self.path.name} has changed since it was asked for")
-        tensors = safetensors.torch.load_file(self.path)
+        tensors = _read(self.path, safetensors.torch.load_file)
         return [(tensors[f"layers.{i}.keys"][0], tensors[f"layers.{i}.values"][0]) for i in range(self.shape[0])]
 
 
 def read_prefix(path: str | Path) -> Prefix:
-    """A packed cache of one document, verified byte by byte.
-
-    Args:
-        path: file of ``export_prefix``.
+    """The packed cache of one document in a file of ``export_prefix``, verified byte by byte.
 
     Raises:
         InputError: missing, damaged, not one of ours, of more than one example, or of layers that differ in slots.
@@ -142,15 +118,20 @@ def read_prefix(path: str | Path) -> Prefix:
     header = read_header(path)
     if header.kind != PREFIX:
         raise InputError(f"{path} is {KINDS[header.kind]}, not {KINDS[PREFIX]}: `kvcat pack` makes one")
-    shapes = {entry.shape for entry in header.tensors.values()}
-    if len(shapes) != 1 or next(iter(shapes))[0] != 1:
+    entries, shapes = header.entries, {entry.shape for entry in header.tensors.values()}
+    names = {f"layers.{i}.{part}" for i in range(len(header.tensors) // 2) for part in ("keys", "values")}
+    if len(shapes) != 1 or names != set(header.tensors) or (shape := shapes.pop())[:-3] != (1,):
         raise InputError(f"{path} must hold one example, of equally many slots in every layer: pack with --head-dim")
-    ((_, kv_heads, slots, head_dim),) = shapes
-    with safe_open(path, "pt") as file:
-        digest = file.metadata()["sha256"]
-    chat = parse_metadata(header.entries["metadata"], path).get("chat") == "yes"
-    shape = (len(header.tensors) // 2, kv_heads, head_dim)
-    return Prefix(path, digest, header.entries["fingerprint"], chat, slots, shape)
+    digest = _read(path, lambda path: safe_open(path, "pt").metadata()["sha256"])
+    chat = parse_metadata(entries.get("metadata", "{}"), path).get("chat") == "yes"
+    return Prefix(path, digest, entries.get("fingerprint", ""), chat, shape[2], (len(names) // 2, shape[1], shape[3]))
+
+
+def _read(path: Path, read: Callable[[Path], Any]) -> Any:
+    try:
+        return read(path)
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"cannot read {path}: {error}") from None
 
 
 def _check(cache: CompactCache, drop_log_bias: bool, head_dim: int | None) -> None:

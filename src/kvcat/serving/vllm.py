@@ -81,7 +81,7 @@ class CompactCacheConnector(KVConnectorBase_V1):
             prefix = self._prefix(request)
         except InputError as error:
             logger.error("request %s: %s", request.request_id, error)
-            self._named[request.request_id] = None
+            self._named[request.request_id], request.skip_reading_prefix_cache = None, False
             return max(1, request.num_tokens - num_computed_tokens), True
         if prefix is None:
             return 0, False
@@ -116,7 +116,8 @@ class CompactCacheConnector(KVConnectorBase_V1):
         """Write the slots of this step's requests."""
         step: Any = self._get_connector_metadata()
         self._failed_requests |= step.failed
-        layers = {n: x for n, x in forward_context.no_compile_layers.items() if hasattr(x.impl, "do_kv_cache_update")}
+        modules = forward_context.no_compile_layers.items()
+        layers = {n: x for n, x in modules if hasattr(getattr(x, "impl", None), "do_kv_cache_update")}
         for load in step.loads:
             try:
                 states = self._loaded(load.prefix)
@@ -168,11 +169,13 @@ class CompactCacheConnector(KVConnectorBase_V1):
             raise InputError(f"the prompt was not made for the cache {named!r} as it is now: its salt differs")
         if len(prompt) <= slots or any(token != PLACEHOLDER for token in prompt[:slots]):
             raise InputError(f"the prompt must be {slots} placeholders and at least one token")
+        if request.skip_reading_prefix_cache:
+            raise InputError("logprobs of the prompt need the tokens of the prompt, which a cache does not have")
         return prefix
 
 
 async def compact_caches(request: Any, call_next: Callable[[Any], Awaitable[Any]]) -> Any:
-    """Turns a request that names a cache into a prompt of token ids, for ``vllm serve --middleware``."""
+    """Middleware of vLLM's server: turns a request that names a cache into a prompt of token ids."""
     field, app, given = _TEXTS.get(request.url.path), request.app, request.headers.get("authorization", "")
     keys = getattr(app.state.args, "api_key", None)
     if field is None or (keys and given.removeprefix("Bearer ") not in keys):  # the server itself refuses the latter

@@ -17,14 +17,7 @@ from typing import Any
 
 import torch
 from torch.nn.functional import pad
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-    SmolLM3Config,
-    SmolLM3ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from kvcat.cache import fingerprint, layer_windows
 from kvcat.errors import InputError
@@ -36,7 +29,7 @@ from kvcat.types import Float, Tensor
 UNSEEN = -1000.0
 _ENGINE_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM's attention on a CPU; llama.cpp takes any
 _STILL = 1e25  # a frequency divided by this turns nothing within any context
-_FAMILIES = ("llama", "mistral", "qwen2", "smollm3")
+_FAMILIES = {"llama": "llama", "mistral": "llama", "qwen2": "llama", "smollm3": "smollm3"}  # and what they become
 _REFUSED = {
     "qwen3": "normalises every query after its projection, so that no constant channel survives; compress with "
     "attention-matching,log_bias=false,budgets=equal and pack without widening",
@@ -53,8 +46,8 @@ def widen(model: PreTrainedModel, head_dim: int | None = None) -> PreTrainedMode
     """The same model with heads of ``head_dim`` channels, of which the first new one takes a slot's log-bias.
 
     A stock class of transformers (``LlamaForCausalLM``; SmolLM3's own), whose logits equal the original's up to
-    rounding. Its configuration names the original's fingerprint (``kvcat_fingerprint``) and head size
-    (``kvcat_head_dim``), by which engines know the caches that belong to it.
+    rounding. Its configuration names the original by ``kvcat_fingerprint``, by which engines know the caches that
+    belong to it, and its head size, ``kvcat_head_dim``.
 
     Args:
         model: a Llama, Mistral, Qwen2 or SmolLM model without sliding windows.
@@ -77,9 +70,8 @@ def widen(model: PreTrainedModel, head_dim: int | None = None) -> PreTrainedMode
         "kvcat_head_dim": old,
     }  # fmt: skip
     if config.model_type == "smollm3":
-        made: Any = SmolLM3ForCausalLM(SmolLM3Config(**named, no_rope_layers=config.no_rope_layers))
-    else:
-        made = LlamaForCausalLM(LlamaConfig(**named))
+        named["no_rope_layers"] = config.no_rope_layers
+    made: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(_FAMILIES[config.model_type], **named))
     made = made.to(model.device, model.dtype).eval()
     weights, scale = model.state_dict(), getattr(rotary, "attention_scaling", 1.0)
     for name, tensor in made.state_dict().items():
