@@ -165,6 +165,7 @@ RECORDS, COSTS, METRICS = "records.jsonl", "costs.jsonl", "metrics.jsonl"
         (more(METRICS, dense_loss="x"), f"{METRICS} is damaged: ValueError"),
         (more(METRICS, kept=[1]), f"{METRICS} is damaged"),
         (more(METRICS, step=None), f"{METRICS} is damaged: a line without its step"),
+        (more(METRICS, tokens=float("inf")), f"{METRICS} is damaged: a line without its step, kind or tokens"),
     ],
 )
 def test_damaged_results_are_one_line_before_anything_is_written(change, line, tmp_path):

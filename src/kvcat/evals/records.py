@@ -189,7 +189,7 @@ def read_records(folder: Path) -> list[Record]:
             _check_fields(line, _RECORD)
             _check_fields(line["values"], dict.fromkeys(line["values"], _NUMBER))
             _check_fields({"options": json.loads(line["options"])}, {"options": dict})
-            if not (0 <= line["keep_ratio"] <= 1 and (line["step"] is None or line["step"] >= 0)):
+            if not (0 <= line["keep_ratio"] <= 1 and (line.get("step") is None or line["step"] >= 0)):
                 raise ValueError(f"its keep_ratio is {line['keep_ratio']}, its step {line['step']}")
             record = Record(**line)
         except (ValueError, TypeError) as error:

@@ -30,8 +30,9 @@ def run_metrics(folder: Path) -> pd.DataFrame:
         numbers = rows[["step", *LOSSES, "tokens", *_routers(rows)]].apply(pd.to_numeric)
     except (AttributeError, TypeError, ValueError, OverflowError) as error:
         raise InputError(f"{folder / 'metrics.jsonl'} is damaged: {one_line(error)}") from None
-    if numbers["step"].isna().any() or not rows["kind"].isin(["train", "validation"]).all():
-        raise InputError(f"{folder / 'metrics.jsonl'} is damaged: a line without its step or kind")
+    whole = numbers["step"].notna() & (numbers["step"] < 2**63) & ~(numbers["tokens"] >= 2**63)
+    if not (whole & rows["kind"].isin(["train", "validation"])).all():
+        raise InputError(f"{folder / 'metrics.jsonl'} is damaged: a line without its step, kind or tokens")
     return rows.assign(**numbers)
 
 
