@@ -133,7 +133,15 @@ def test_answers_end_at_the_models_last_position(tiny_folder, tmp_path, capsys):
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     document.write_text(tokenizer.decode(tokenizer("".join(sentences(60, seed=7)))["input_ids"][:250]))
     cache = compress(tiny_folder, document, "--supervision", "self", "--method", "snapkv")
-    assert generate(tiny_folder, cache, "--prompt", " the") == 0
+    room = 256 - kvcat.CompactCache.load(cache).num_tokens - len(tokenizer(" the")["input_ids"])
+    assert 0 < room < 8
+    shown = []
+    for length in (room, 8):
+        capsys.readouterr()
+        argv = ["generate", tiny_folder, "--cache", cache, "--prompt", " the", "--max-new-tokens", length]
+        assert run([str(word) for word in argv]) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
 
 
 def test_what_does_not_belong_together_is_one_line(tiny_folder, saved, document, tmp_path, capsys):
