@@ -208,7 +208,7 @@ def test_a_mistake_is_one_line_before_anything_is_written(argv, told, tiny_folde
 
 def test_a_profile_ends_in_tables_and_a_plot(tmp_path, capsys):
     data = write_texts(tmp_path / "texts", documents=8, length=60)
-    lengths = ["--prefix-len", 16, "--suffix-len", 8, "--num-prefixes", 1, "--slots", 2]
+    lengths = ["--prefix", 16, "--suffix", 8, "--windows", 1, "--slots", 2]
     argv = ["eval", "profile", "kvcat-base", "--text", data, "--method", "first", "--out", tmp_path / "out", *lengths]
     assert run([str(x) for x in argv]) == 0
     said = capsys.readouterr().out

@@ -149,7 +149,6 @@ RECORDS, COSTS, METRICS = "records.jsonl", "costs.jsonl", "metrics.jsonl"
     [
         (config(num_examples=None), "num_examples"),
         (config(evaluation="chess"), "no evaluation 'chess'"),
-        (config(evaluation="profile"), "'profile', which writes its own tables"),
         (config(evaluation=[]), "no evaluation"),
         (config(baselines=[["dense"]]), "is damaged: its baseline is"),
         (config(primary={}), "is damaged: its method is None"),

@@ -115,7 +115,6 @@ METRICS: dict[str, Metric] = {
 """Every figure by its name in summaries and CSV files."""
 
 DECIDING = {
-    "suffix": "kl", "needle": "exact_match", "ruler": "string_match", "longbench": "accuracy", "qa": "acc_per_char",
-    "profile": "kl",
+    "suffix": "kl", "needle": "exact_match", "ruler": "string_match", "longbench": "accuracy", "qa": "acc_per_char"
 }  # fmt: skip
 """Every evaluation with the metric that decides it where no other is named."""

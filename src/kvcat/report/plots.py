@@ -14,8 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from kvcat.evals import METRICS
-from kvcat.evals.profile import KINDS
-from kvcat.evals.profile_table import BEST
+from kvcat.evals.profile import BEST
 from kvcat.report.results import NO_STEP, Results, final_steps
 from kvcat.report.tables import keep_label, pair_rows, slug
 
@@ -36,7 +35,6 @@ _WHOLE_CACHE = {
 _WIDTH, _HEIGHT = 4.4, 3.6  # inches, of a panel
 _SIDES, _ENDS = (0.8, 0.1), (1.05, 0.3)  # inches left and right, below and above the axes
 Draw = Callable[[Any], None]
-_DASHES = {"model": "-", "true": "--", "other": "-.", "random": ":"}
 
 
 @dataclass(frozen=True)
@@ -122,32 +120,18 @@ def step_plots(results: Results) -> list[Plot]:
 
 
 def draw_profile(axes: Any, table: pd.DataFrame, statistic: str, models: Sequence[str]) -> None:
-    """One line per model (colour) and kind of suffix (dashes, marker), log-log; no cache stands left of one slot.
-
-    Errors of zero, such as those with all slots, have no place on the axis: a text marks where they begin.
-    """
-    best = table[table["method"] == BEST]
-    kinds = [kind for kind in KINDS if kind in set(best["kind"])]
-    for model, kind in ((model, kind) for model in models for kind in kinds):
-        curve = best[(best["model"] == model) & (best["kind"] == kind) & (best[statistic] > 0.0)]
-        curve = curve.sort_values("num_slots")
-        axes.plot(
-            curve["num_slots"].to_numpy(), curve[statistic].to_numpy(), markersize=4.0,
-            color=line_style(model, models)["color"], marker=line_style(kind, kinds)["marker"],
-            linestyle=_DASHES[kind], label=f"{model}, {kind}" if len(models) > 1 else kind,
-        )  # fmt: skip
+    """One line per model, log-log: the best caches' errors by slots. Errors of zero have no place on the axes."""
+    best = table[(table["method"] == BEST) & (table[statistic] > 0.0)]
+    for model in models:
+        own, style = best[best["model"] == model].sort_values("num_slots"), line_style(model, models)
+        axes.plot(own["num_slots"].to_numpy(), own[statistic].to_numpy(), markersize=4.0, label=model, **style)
     slots = sorted(set(table["num_slots"]))
-    axes.set_xscale("symlog", base=2, linthresh=1.0, linscale=0.7)
-    axes.set_xticks(slots, [str(count) for count in slots], fontsize=10 if len(slots) < 10 else 8)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(slots, [str(count) for count in slots])
     axes.minorticks_off()
-    axes.set_xlim(-0.15, slots[-1] * 1.15)
-    exact = best["num_slots"][best[statistic] == 0.0]
-    if len(exact):
-        place = axes.get_xaxis_transform()
-        axes.text(min(exact), 0.03, "error 0", rotation=90, ha="center", va="bottom", transform=place)
-    axes.set_xlabel("slots per layer and head, log axis (0: no cache)")
-    axes.set_ylabel("KL(dense || compact) (nats, log axis)")
-    if any(len(line.get_ydata()) for line in axes.lines):
+    axes.set_xlabel("slots per layer and head, log axis")
+    axes.set_ylabel("KL (nats/token, log axis)")
+    if len(best):
         log_axis(axes)
 
 
@@ -155,8 +139,8 @@ def save_profile_plot(table: pd.DataFrame, folder: Path) -> Path:
     """Mean and worst KL of a ``profile_table`` side by side on one scale, ``profile.png``; returns its path."""
     models = list(dict.fromkeys(table["model"]))
     panels = [
-        ("Best cache found, mean over held-out suffixes", lambda axes: draw_profile(axes, table, "mean", models)),
-        ("Best cache found, worst of the held-out suffixes", lambda axes: draw_profile(axes, table, "worst", models)),
+        ("Best cache found, mean over windows", lambda axes: draw_profile(axes, table, "mean", models)),
+        ("Best cache found, worst window", lambda axes: draw_profile(axes, table, "worst", models)),
     ]
     Plot("profile", "Compressibility profile", panels, same_scale=True).save(folder / "profile.png")
     return folder / "profile.png"

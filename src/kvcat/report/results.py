@@ -137,11 +137,9 @@ def read_results(folder: Path) -> Results:
     """Everything that a report shows of a folder.
 
     Raises:
-        InputError: no results folder, no record in it, an evaluation without a report, or damaged content.
+        InputError: no results folder, no record in it, or damaged content.
     """
     config, records = read_config(folder), read_records(folder)
-    if config["evaluation"] not in EVALUATIONS:
-        raise InputError(f"{folder} is of evaluation {config['evaluation']!r}, which writes its own tables and plot")
     if not records:
         raise InputError(f"{folder} holds no records yet")
     decides = EVALUATIONS[config["evaluation"]].deciding
