@@ -8,7 +8,6 @@ import pytest
 import safetensors.torch
 import torch
 from evicted_caches import evicted, ids, make_model, our_logits, ragged
-from torch import nn
 from transformers import DynamicCache
 
 from kvcat.cache import CompactCache
@@ -41,27 +40,6 @@ ROTARY = {
 }  # fmt: skip
 
 
-class ExactRotary(nn.Module):
-    """A model's own rotary embedding in float64, where transformers computes the angles in float32."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner, self.attention_scaling, self.rope_type = inner, inner.attention_scaling, inner.rope_type
-
-    def forward(self, x, position_ids):
-        angles = position_ids[..., None].double() * self.inner.inv_freq.double()
-        angles = torch.cat([angles, angles], dim=-1)
-        return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
-
-
-def exact(model, monkeypatch):
-    """The model in float64 throughout."""
-    home = sys.modules[type(model.model.rotary_emb).__module__]
-    monkeypatch.setattr(sys.modules[__name__], "apply_rotary_pos_emb", home.apply_rotary_pos_emb, raising=False)
-    model.model.rotary_emb = ExactRotary(model.model.rotary_emb)
-    return model.double()
-
-
 def stock_cache(layers):
     """A stock transformers cache of the given keys and values."""
     cache = DynamicCache()
@@ -85,15 +63,6 @@ def test_a_stock_cache_of_the_exported_keys_answers_as_the_compact_cache(kind, o
     assert (plain.num_tokens, plain.num_slots) == (7, 7)
     assert torch.allclose(stock_logits(model, plain.layers, suffix, 7), ours, atol=1e-4, rtol=1e-4)
     assert torch.allclose(our_logits(model, plain, suffix), ours, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("options", [{}, rope("linear", factor=4.0), rope("llama3", **LLAMA3), rope("yarn", **YARN)])
-def test_in_float64_turned_keys_agree_to_1e_9(options, monkeypatch):
-    model = exact(make_model("llama", options), monkeypatch)
-    cache, suffix = evicted(model, ids(2, 90), 7), ids(2, 6)
-    ours = our_logits(model, cache, suffix)
-    assert (stock_logits(model, plain_prefix(cache, model).layers, suffix, 7) - ours).abs().max() < 1e-9
-    assert (stock_logits(model, cache.layers, suffix, 7) - ours).abs().max() > 1e-2
 
 
 CHILD = """
@@ -144,7 +113,6 @@ def test_layers_of_their_own_number_of_slots_answer_in_a_stock_cache_token_by_to
     model, question = make_model(), ids(1, 4)
     cache = evicted(model, ids(1, 30), counts)
     ours = model.generate(**cache.inputs(model, question), max_new_tokens=8, do_sample=False, pad_token_id=0)
-    expected = our_logits(model, cache, question)
     model.set_attn_implementation("sdpa")
     plain = plain_prefix(cache, model)
     assert (plain.num_tokens, [layer.num_slots for layer in plain.layers]) == (counts[0], list(counts))
@@ -154,37 +122,25 @@ def test_layers_of_their_own_number_of_slots_answer_in_a_stock_cache_token_by_to
         prefill_chunk_size=1, max_new_tokens=8, do_sample=False, pad_token_id=0,
     )  # fmt: skip
     assert torch.equal(ours, theirs)
-    stock = stock_cache(plain.layers)
-    for step in range(4):
-        at = torch.tensor([[counts[0] + step]])
-        logits = model(question[:, step : step + 1], past_key_values=stock, position_ids=at).logits.detach()
-        assert torch.allclose(logits[:, 0], expected[:, step], atol=1e-4, rtol=1e-4)
 
 
 def test_the_file_tells_all_a_reader_needs(tmp_path):
     model = make_model("qwen2", dtype=torch.bfloat16)
-    cache = evicted(model, ids(2, 30), 7)
+    cache = evicted(model, ids(2, 30), (3, 8))
     export_prefix(cache, model, tmp_path / "p")
     with safetensors.safe_open(tmp_path / "p", "pt") as file:
         told = file.metadata()
         assert sorted(file.keys()) == [f"layers.{i}.{part}" for i in (0, 1) for part in ("keys", "values")]
     told.pop("sha256")
-    metadata = json.loads(told.pop("metadata"))
-    assert metadata == {"method": "random", "original_num_tokens": "30"}
+    assert json.loads(told.pop("metadata")) == {"method": "random", "original_num_tokens": "30"}
     assert told == {
-        "format": "kvcat-prefix-1", "num_layers": "2", "num_slots": "7", "num_tokens": "30", "next_position": "7",
+        "format": "kvcat-prefix-1", "num_layers": "2", "num_slots": "3", "num_tokens": "30", "next_position": "3",
         "dtype": "bfloat16", "model_type": "qwen2", "fingerprint": cache.fingerprint,
     }  # fmt: skip
-    facts = describe(tmp_path / "p")
-    told = {"format": "kvcat-prefix-1", "num_tokens": 30, "num_slots": 7, "dtype": "BF16"}
-    assert told.items() <= facts.items()
+    told = {"format": "kvcat-prefix-1", "num_tokens": 30, "layer_slots": [3, 8], "dtype": "BF16"}
+    assert told.items() <= describe(tmp_path / "p").items()
     with pytest.raises(InputError, match="p is an exported prefix of kvcat, not a compact cache of kvcat"):
         CompactCache.load(tmp_path / "p")
-    export_prefix(evicted(model, ids(1, 30), (3, 8)), model, tmp_path / "uneven")
-    with safetensors.safe_open(tmp_path / "uneven", "pt") as file:
-        told = file.metadata()
-    assert (told["num_slots"], told["next_position"], told["num_tokens"]) == ("3", "3", "30")
-    assert describe(tmp_path / "uneven")["layer_slots"] == [3, 8]
 
 
 def test_what_a_plain_prefix_cannot_hold_is_refused_and_a_log_bias_dropped_only_on_demand():
@@ -194,6 +150,7 @@ def test_what_a_plain_prefix_cannot_hold_is_refused_and_a_log_bias_dropped_only_
         (biased, model, {}, "has a log-bias, which engines do not know"),
         (ragged(biased), model, {}, r"up to 7 and on average 6\.5 slots: .* budgets=layers or budgets=eq"),
         (biased, model, {"head_dim": 8}, "head_dim must be even and larger than the 8 of the cache, not 8"),
+        (biased, model, {"head_dim": 12, "drop_log_bias": True}, "keeps its log-bias"),
         (cache, make_model("qwen2"), {}, "belongs to another model"),
     ):
         with pytest.raises(InputError, match=told):

@@ -16,9 +16,8 @@ import pytest
 import torch
 from evicted_caches import evicted, ids, make_model, ragged
 
-from kvcat.errors import InputError
 from kvcat.models import save
-from kvcat.serving import CacheFolder, chat_ids, export_prefix, prompt_ids, read_prefix, request_fields, widen
+from kvcat.serving import chat_ids, export_prefix, prompt_ids, read_prefix, request_fields, widen
 from tiny import byte_tokenizer
 
 pytest.importorskip("vllm", reason="needs vLLM (make test-vllm)")
@@ -144,8 +143,7 @@ def test_wrong_caches_give_their_request_an_error_and_leave_the_server_up(world)
     good = world.ask("the cat", "heads")
     for name, told in {
         "gone": "no cache 'gone'", "foreign": "belongs to another model", "damaged": "corrupt", "link": "no cache",
-        "narrow": "pack it with --head-dim 32", "../outside": "is no name", "/etc/passwd": "is no name",
-        "..": "is no name", "": "is no name",
+        "narrow": "pack it with --head-dim 32", "../outside": "is no name",
     }.items():  # fmt: skip
         status, reply = world.ask("the cat", name)
         assert status == 400
@@ -204,9 +202,3 @@ def test_a_file_that_changes_between_scheduler_and_worker_fails_the_blocks_that_
     assert connector.get_block_ids_with_load_errors() == set()
     results = connector.get_transfer_results(set())
     assert results.failed_recving == results.finished_recving == {"r"}
-
-
-def test_a_server_that_cannot_serve_caches_does_not_start(world, tmp_path):
-    with pytest.raises(InputError, match="no folder of caches"):
-        CacheFolder(tmp_path / "gone", "f", (2, 2, 32))
-    assert world.server.poll() is None

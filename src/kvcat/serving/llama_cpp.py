@@ -11,6 +11,7 @@ import importlib.util
 import re
 import struct
 import tempfile
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,18 +139,17 @@ class LlamaCpp:
             raise InputError(f"cache_type must be one of {', '.join(CACHE_TYPES)}, not {cache_type!r}")
         if not Path(gguf).is_file():
             raise InputError(f"no model file {gguf}")
-        self._library, self._errors = _load_library(library), []
-        self._log = _Log(self._note)
-        self._call("log_set", self._log, None)
+        self._library = _load_library(library)
+        self._call("log_set", _LOG, None)
         self._call("backend_init")
         self._model = self._call("model_load_from_file", str(gguf).encode(), self._call("model_default_params"))
         if not self._model:
-            raise InputError(f"llama.cpp cannot load {gguf}: {self._why()}")
+            raise InputError(f"llama.cpp cannot load {gguf}: {_reasons[-1]}")
         defaults = self._call("context_default_params")
         parameters = _context_parameters(defaults, num_ctx, CACHE_TYPES[cache_type], flash_attention)
         self._context = self._call("init_from_model", self._model, parameters)
         if not self._context:
-            raise InputError(f"llama.cpp makes no context of {num_ctx} cells: {self._why()}")
+            raise InputError(f"llama.cpp makes no context of {num_ctx} cells: {_reasons[-1]}")
         self._call("set_n_threads", self._context, num_threads, num_threads)
         self.num_ctx = int(self._call("n_ctx", self._context))
         self._vocab = self._call("vocab_n_tokens", self._call("model_get_vocab", self._model))
@@ -160,6 +160,8 @@ class LlamaCpp:
             path = Path(folder) / "state"
             self._call("state_seq_save_file", self._context, str(path).encode(), 0, (ctypes.c_int32 * 1)(0), 1)
             self.layout = Layout.read(path.read_bytes(), self._num_layers, transposed=not flash_attention)
+        if self.layout.types != (CACHE_TYPES[cache_type],) * 2:
+            raise InputError("this version of llama.cpp has other parameters than expected")
         self.clear()
 
     def load(self, prefix: Prefix) -> None:
@@ -184,7 +186,7 @@ class LlamaCpp:
         tokens, count = (ctypes.c_int32 * self.num_ctx)(), ctypes.c_size_t(0)
         arguments = (str(path).encode(), 0, tokens, self.num_ctx, ctypes.byref(count))
         if not self._call("state_seq_load_file", self._context, *arguments):
-            raise InputError(f"llama.cpp refuses {path}: {self._why()}")
+            raise InputError(f"llama.cpp refuses {path}: {_reasons[-1]}")
 
     def write_state(self, prefix: Prefix, path: str | Path, *, placeholder: int = 0) -> None:
         """Write a cache as a file for this engine, which gives the token ``placeholder`` for every cell.
@@ -223,7 +225,7 @@ class LlamaCpp:
         for start in range(0, len(ids), step):
             part = (ctypes.c_int32 * len(ids[start : start + step]))(*ids[start : start + step])
             if self._call("decode", self._context, self._call("batch_get_one", part, len(part))):
-                raise RuntimeError(f"llama.cpp cannot decode {len(part)} tokens: {self._why()}")
+                raise RuntimeError(f"llama.cpp cannot decode {len(part)} tokens: {_reasons[-1]}")
         row = ctypes.string_at(self._call("get_logits_ith", self._context, -1), 4 * self._vocab)
         return torch.frombuffer(bytearray(row), dtype=torch.float32)
 
@@ -260,12 +262,13 @@ class LlamaCpp:
         found = self._call("model_meta_val_str", self._model, key.encode(), buffer, len(buffer))
         return buffer.value.decode() if found >= 0 else ""
 
-    def _note(self, level: int, text: bytes, _: Any) -> None:
-        if level == _ERROR and text.strip():
-            self._errors.append(text.decode(errors="replace").strip())
 
-    def _why(self) -> str:
-        return self._errors[-1][:200] if self._errors else "it gives no reason"
+def _note(level: int, text: bytes, _: Any) -> None:
+    if level == _ERROR and text.strip():
+        _reasons.append(text.decode(errors="replace").strip()[:200])
+
+
+_LOG, _reasons = _Log(_note), deque(["it gives no reason"], maxlen=1)  # llama.cpp has one log for all engines
 
 
 def _load_library(library: str | Path | None) -> Any:

@@ -49,9 +49,8 @@ def plain_prefix(
     rotation, layers = KeyRotation(model, length - cache.num_tokens), []
     for index, layer in enumerate(cache.layers):
         full = layer.padded()
-        bias = None if drop_log_bias and isinstance(layer, CompactLayer) else full.log_bias
-        made = CompactLayer(rotation(full.keys, index), full.values, bias)
-        layers.append(replace(made, log_bias=None) if head_dim is None else _wide(made, cache.num_slots, head_dim))
+        turned = CompactLayer(rotation(full.keys, index), full.values, None if head_dim is None else full.log_bias)
+        layers.append(turned if head_dim is None else _wide(turned, cache.num_slots, head_dim))
     told = {"original_num_tokens": str(cache.num_tokens)}
     if cache.has_log_bias:
         told["log_bias"] = "dropped" if drop_log_bias else "in the keys"
@@ -137,6 +136,8 @@ def _read(path: Path, read: Callable[[Path], Any]) -> Any:
 def _check(cache: CompactCache, drop_log_bias: bool, head_dim: int | None) -> None:
     own = cache.layers[0].keys.shape[-1]
     if head_dim is not None:
+        if drop_log_bias:
+            raise InputError("a cache for a widened checkpoint keeps its log-bias: --drop-log-bias or --head-dim")
         if head_dim <= own or head_dim % 2:
             raise InputError(f"head_dim must be even and larger than the {own} of the cache, not {head_dim}")
     elif not all(isinstance(layer, CompactLayer) for layer in cache.layers):

@@ -1,0 +1,89 @@
+"""A server's folder of caches: what a request may name, and the prompts that it gets."""
+
+import os
+
+import pytest
+from evicted_caches import evicted, ids, make_model
+
+from kvcat.errors import InputError
+from kvcat.serving import CacheFolder, chat_ids, export_prefix, prompt_ids, request_fields
+from tiny import CHAT, byte_tokenizer
+
+
+@pytest.fixture
+def folder(tmp_path):
+    model, other = make_model(), make_model("qwen2")
+    cache, home = evicted(model, ids(1, 30), 7, log_bias=True), tmp_path / "caches"
+    home.mkdir()
+    export_prefix(cache, model, home / "report-1.a_b", head_dim=12)
+    export_prefix(cache, model, home / "narrow", head_dim=10)
+    export_prefix(evicted(other, ids(1, 30)), other, home / "foreign", head_dim=12)
+    export_prefix(cache, model, tmp_path / "outside", head_dim=12)
+    (home / "link").symlink_to(tmp_path / "outside")
+    (home / "damaged").write_bytes((home / "narrow").read_bytes()[:-1] + b"\7")
+    (home / "text").write_text("text")
+    (home / "inner").mkdir()
+    cache.save(home / "compact")
+    return CacheFolder(home, cache.fingerprint, (2, 2, 12)), model
+
+
+def test_a_request_reaches_no_file_but_a_whole_cache_of_this_model_in_the_folder(folder):
+    caches, _ = folder
+    assert caches.find("report-1.a_b").num_slots == 7
+    for name, told in {
+        "../outside": "no name", "/etc/passwd": "no name", "..": "no name", ".hidden": "no name", "": "no name",
+        "a/b": "no name", "a\0b": "no name", "a\n": "no name", "a" * 201: "no name", "inner": "no cache 'inner'",
+        "gone": "no cache 'gone'", "link": "no cache 'link'", "foreign": "belongs to another model",
+        "narrow": "has 10 channels a head, the served model 12: pack it with --head-dim 12", "damaged": "corrupt",
+        "text": "not a safetensors file", "compact": "not an exported prefix",
+    }.items():  # fmt: skip
+        with pytest.raises(InputError, match=told) as refused:
+            caches.find(name)
+        assert str(caches.folder) not in str(refused.value)
+    for name in (None, 5, ["report-1.a_b"], {}):
+        with pytest.raises(InputError, match="is no name of a cache"):
+            caches.find(name)
+    with pytest.raises(InputError, match="no folder of caches"):
+        CacheFolder(caches.folder / "gone", "f", (2, 2, 12))
+
+
+def test_another_document_under_a_name_has_another_salt(folder):
+    caches, model = folder
+    path = caches.folder / "report-1.a_b"
+    first, status = caches.find(path.name), path.stat()
+    assert caches.find(path.name) is first
+    export_prefix(evicted(model, ids(1, 30, seed=9), 7), model, path, head_dim=12)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    second = caches.find(path.name)
+    fields = [request_fields(prefix, path.name, [5, 6], "mine") for prefix in (first, second)]
+    assert fields[0]["prompt"] == fields[1]["prompt"] == [0] * 7 + [5, 6]
+    assert fields[0]["cache_salt"] != fields[1]["cache_salt"]
+    with pytest.raises(InputError, match="has changed since it was asked for"):
+        first.load()
+
+
+def test_questions_go_on_in_the_turn_that_the_document_opens():
+    tokenizer = byte_tokenizer()
+    for text in (prompt_ids(tokenizer, "the cat", chat=True), chat_ids(tokenizer, [user("the cat")], chat=True)):
+        assert tokenizer.decode(text) == "\n\nthe cat</user><assistant>"
+    assert tokenizer.decode(prompt_ids(tokenizer, "the cat", chat=False)) == "the cat"
+    assert prompt_ids(tokenizer, [5, 6], chat=True) == [5, 6]
+    more = [user("the cat"), {"role": "assistant", "content": "it"}, user("a dog")]
+    assert tokenizer.decode(chat_ids(tokenizer, more, chat=True)) == (
+        "\n\nthe cat</user><user>it</user><user>a dog</user><assistant>"
+    )
+    for prompt in ("", [], [5, "a"], [True], ["a", "b"], None):
+        with pytest.raises(InputError, match="prompt"):
+            prompt_ids(tokenizer, prompt, chat=False)
+    for messages in (None, [], ["the cat"], more[1:], [{"role": "user", "content": ["the cat"]}]):
+        with pytest.raises(InputError, match="messages must be texts"):
+            chat_ids(tokenizer, messages, chat=True)
+    with pytest.raises(InputError, match="without --chat"):
+        chat_ids(tokenizer, more, chat=False)
+    tokenizer.chat_template = "{{ messages | length }}" + CHAT
+    with pytest.raises(InputError, match="something else before the document"):
+        chat_ids(tokenizer, more, chat=True)
+
+
+def user(text):
+    return {"role": "user", "content": text}
