@@ -3,7 +3,7 @@
     python benchmarks/trainer.py [--model kvcat-base] [--steps 12] [--seq-len 1024] [--batch 4] [--device cpu]
 
 Both run float32 AdamW with clipping and no validation; each is a process of its own, the two in turn, and the first
-steps of each do not count. Needs accelerate, which comes with kvcat[lora].
+steps of each do not count. Needs accelerate, which comes with kvcat[harness].
 """
 
 import argparse

@@ -12,10 +12,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, Qwen2ForCausalLM
 
 from kvcat.errors import InputError
-from kvcat.models import load
 from kvcat.training.export import export_checkpoint
 from kvcat.training.loop import train
-from kvcat.training.objective import Objective
 
 PLAIN = """
 import json, sys, torch
@@ -86,35 +84,3 @@ def test_an_export_never_replaces_a_folder_that_is_not_the_runs_own(finished, ti
     assert {f.name: f.read_bytes() for f in foreign.iterdir()} == before
     assert_same(load_file(export_checkpoint(newest, tmp_path / "new") / "model.safetensors"), exported(finished.folder))
     assert (tmp_path / "new-routers.safetensors").exists()
-
-
-def test_adapters_start_without_effect_and_alone_get_gradients(tiny_folder, tmp_path):
-    pytest.importorskip("peft", reason="needs kvcat[lora]")
-    model, _ = load(tiny_folder)
-    tokens = torch.randint(3, 200, (2, 32), generator=torch.Generator().manual_seed(0))
-    before, state_before = model(tokens).logits.detach(), torch.get_rng_state()
-    objective = Objective(model, config(tiny_folder, "data", tmp_path / "run", lora_rank=2))
-    assert torch.equal(torch.get_rng_state(), state_before)
-    torch.testing.assert_close(model(tokens).logits, before, rtol=0, atol=1e-6)
-    objective(tokens, [torch.Generator().manual_seed(i) for i in range(2)], 0)[0].backward()
-    learned = {name for name, p in objective.model.named_parameters() if p.grad is not None}
-    assert learned
-    assert all("lora_" in name for name in learned)
-    assert any(p.grad is not None for p in objective.policy_parameters())
-
-
-def test_the_export_of_adapters_is_the_plain_model_with_the_adapters_added(tiny_folder, texts_folder, tmp_path):
-    pytest.importorskip("peft", reason="needs kvcat[lora]")
-    run = config(tiny_folder, texts_folder, tmp_path / "run", lora_rank=2, max_steps=3)
-    train(run, progress=False)
-    before, after, saved = load_file(tiny_folder / "model.safetensors"), exported(run.output), model_state(run.output)
-    assert before.keys() == after.keys()
-    changed = 0
-    for name in before:
-        update = torch.zeros(())
-        if name.endswith("_proj.weight"):
-            stem = name.removesuffix("weight")
-            update = saved[f"{stem}lora_B.default.weight"] @ saved[f"{stem}lora_A.default.weight"]
-        torch.testing.assert_close(after[name], before[name] + update, rtol=0, atol=1e-6 * bool(update.dim()))
-        changed += int(update.abs().max() > 1e-5)
-    assert changed

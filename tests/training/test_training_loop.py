@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from runs import POLICIES, assert_close, assert_same, config, exported, records
+from runs import assert_close, assert_same, config, exported, records
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvcat.data import open_tokens
@@ -31,7 +31,7 @@ def generators(count=2):
     return [torch.Generator().manual_seed(i) for i in range(count)]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ["router", "random"])
 def test_four_micro_batches_of_one_equal_one_of_four_up_to_rounding(
     policy, tiny_folder, texts_folder, tmp_path, monkeypatch
 ):
@@ -48,10 +48,9 @@ def test_four_micro_batches_of_one_equal_one_of_four_up_to_rounding(
     assert_close(whole.output, split.output, weights=1e-6)
 
 
-@pytest.mark.parametrize("policy", ["router", "random"])
-def test_one_seed_gives_one_result_whatever_the_global_random_state(policy, tiny_folder, texts_folder, tmp_path):
+def test_one_seed_gives_one_result_whatever_the_global_random_state(tiny_folder, texts_folder, tmp_path):
     runs = [
-        config(tiny_folder, texts_folder, tmp_path / str(i), policy=policy, seed=seed, max_steps=2)
+        config(tiny_folder, texts_folder, tmp_path / str(i), policy="random", seed=seed, max_steps=2)
         for i, seed in enumerate((3, 3, 4))
     ]
     for state, run in enumerate(runs):
@@ -105,9 +104,8 @@ def test_the_control_is_plain_next_token_training(tiny_folder, texts_folder, tmp
         assert (trained[name] - parameter.detach()).norm() < 5e-4 * moved, name
 
 
-@pytest.mark.parametrize("policy", ["random", "attention"])
-def test_the_fixed_policies_keep_their_exact_count_and_pay_no_budget(policy, tiny_folder, texts_folder, tmp_path):
-    base = config(tiny_folder, texts_folder, tmp_path / "a", policy=policy, target_keep=0.25, max_steps=2)
+def test_a_fixed_policy_keeps_its_exact_count_and_pays_no_budget(tiny_folder, texts_folder, tmp_path):
+    base = config(tiny_folder, texts_folder, tmp_path / "a", policy="random", target_keep=0.25, max_steps=2)
     other = dataclasses.replace(base, output=str(tmp_path / "b"), budget_weight=9.0)
     for run in (base, other):
         train(run, progress=False)

@@ -39,7 +39,6 @@ MISTAKES = {
     "device is 'foo'": {"device": "foo"},
     "device is 'cuda:99'": {"device": "cuda:99"},
     "pip install 'kvcat[wandb]'": {"monitor": "wandb"},
-    "pip install 'kvcat[lora]'": {"lora_rank": 2},
 }
 
 
@@ -110,15 +109,7 @@ def test_the_folder_of_another_run_keeps_its_run(tiny_folder, texts_folder, tmp_
     run = config(tiny_folder, texts_folder, tmp_path / "run", policy="control", max_steps=2)
     train(run, progress=False)
     before = contents(run.output)
-    changes = {
-        "seed": 9,
-        "batch_size": 2,
-        "dtype": "bfloat16",
-        "max_grad_norm": 2.0,
-        "weight_decay": 0.4,
-        "max_steps": 1,
-    }
-    for name, value in changes.items():
+    for name, value in {"seed": 9, "batch_size": 2, "dtype": "bfloat16", "max_steps": 1}.items():
         told = refusal(dataclasses.replace(run, **{name: value}))
         assert f"holds another run: its {name} is {getattr(run, name)!r}, not {value!r}" in told
     assert contents(run.output) == before

@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 import torch.distributed as dist
-from runs import POLICIES, assert_close, config, context, records
+from runs import assert_close, config, context, records
 from torch.distributed.fsdp import FSDPModule
 
 from kvcat.errors import InputError
@@ -53,11 +53,12 @@ def _alone(run, folder):
 @pytest.mark.parametrize(
     "options",
     [
-        *({"policy": policy} for policy in POLICIES), {"prefix_range": (0.25, 0.9)},
-        {"lora_rank": 4, "policy": "random"}, {"dtype": "bfloat16", "micro_batch_size": None, "max_steps": 2},
+        {},
+        {"policy": "random", "prefix_range": (0.25, 0.9)},
+        {"policy": "attention", "dtype": "bfloat16", "micro_batch_size": None, "max_steps": 2},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_two_processes_equal_one(options, tiny_folder, texts_folder, tmp_path):
     options = {"max_steps": 4, "peak_lr": 1e-3, "validation_sequences": 5, "micro_batch_size": 1, **options}
     # both processes find no folder, nor its parents
@@ -156,4 +157,4 @@ def test_compiled_layers_share_graphs_and_give_the_same_losses(policy, tiny_fold
     compiled = dataclasses.replace(plain, output=str(tmp_path / "compiled"), compile=True)
     train(plain, progress=False)
     assert train_in_processes(compiled, tmp_path, size=1) == [""]  # where no type checks meet the compiler
-    assert_close(plain.output, compiled.output)
+    assert_close(plain.output, compiled.output, weights=1e-3)

@@ -20,11 +20,11 @@ from kvcat.training.distributed import World
 from kvcat.training.loop import Stopped, learning_rate, train
 
 
-@pytest.mark.parametrize("options", [{"policy": p} for p in POLICIES] + [{"lora_rank": 2, "policy": "random"}], ids=str)
+@pytest.mark.parametrize("policy", ["router", "random"])
 def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
-    options, tiny_folder, texts_folder, tmp_path, monkeypatch
+    policy, tiny_folder, texts_folder, tmp_path, monkeypatch
 ):
-    whole, broken = (config(tiny_folder, texts_folder, tmp_path / name, **options) for name in "ab")
+    whole, broken = (config(tiny_folder, texts_folder, tmp_path / name, policy=policy) for name in "ab")
     train(whole, progress=False)
     for step in (1, 3):
         stopped(broken, step, monkeypatch)
@@ -256,7 +256,7 @@ def kill_and_resume(moments, model, data, tmp_path, **options):
 
 
 def test_a_killed_run_has_what_it_said_was_saved_and_resumes_bit_for_bit(tiny_folder, texts_folder, tmp_path):
-    kill_and_resume([0.0, 0.15, 0.3], tiny_folder, texts_folder, tmp_path, max_steps=60, checkpoint_every=1)
+    kill_and_resume([0.15], tiny_folder, texts_folder, tmp_path, max_steps=60, checkpoint_every=1)
 
 
 @pytest.mark.slow

@@ -77,8 +77,6 @@ class TrainConfig:
     """AdamW's two betas. The paper does not say."""
     weight_decay: float = 0.01
     """AdamW's weight decay, on matrices only."""
-    lora_rank: int = 0
-    """Rank of adapters that are trained instead of all parameters and merged at export; 0 trains all parameters."""
     max_grad_norm: float = 1.0
     """Clipping norm, of the model's gradient and of the routers' separately."""
     router_lr_multiplier: float = 10.0
@@ -180,7 +178,7 @@ _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (("peak_lr", "max_grad_norm", "router_lr_multiplier"), lambda value: 0 < value < math.inf, "be positive"),
     (
         ("mask_weight", "anchor_weight", "budget_weight", "weight_decay", "warmup_steps", "router_noise",
-         "target_warmup_steps", "workers", "lora_rank"),
+         "target_warmup_steps", "workers"),
         lambda value: 0 <= value < math.inf,
         "not be negative",
     ),

@@ -13,7 +13,7 @@ from kvcat.models import load, save
 from kvcat.training.checkpoint import CONFIG_FILE, load_module, verify
 from kvcat.training.config import TrainConfig
 from kvcat.training.log import METRICS_FILE
-from kvcat.training.objective import Objective, merge_lora
+from kvcat.training.objective import Objective
 
 
 def export_checkpoint(checkpoint: Path, target: Path) -> Path:
@@ -37,7 +37,6 @@ def export_checkpoint(checkpoint: Path, target: Path) -> Path:
     model, tokenizer = load(config.model)
     objective = Objective(model, config)
     load_module(checkpoint, objective)
-    merge_lora(model, config)
     records = [r for r in read_jsonl(run / METRICS_FILE) if r["kind"] == "validation"]
     validation = [r for r in records if r["step"] <= described["step"]]
     with atomic_write(target) as partial:

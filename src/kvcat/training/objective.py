@@ -1,7 +1,6 @@
-"""The training objective as one module: the model, its policies, its adapters, and the loss of a micro-batch."""
+"""The training objective as one module: the model, its policies, and the loss of a micro-batch."""
 
 import copy
-import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kvcat.losses import budget_loss, chunked_kl, chunked_objective
-from kvcat.models import HiddenOutput, MaskedPass, decoder_layers, hidden_states, output_head
+from kvcat.models import HiddenOutput, MaskedPass, hidden_states, output_head
 from kvcat.policies import build_policies
 from kvcat.training.config import TrainConfig
 from kvcat.types import Float, Int, Tensor
@@ -46,7 +45,6 @@ class Objective(nn.Module):
         if config.teacher == "frozen":  # a copy as the model stands; a tuple, so that it is not part of the state
             teacher = copy.deepcopy(model).requires_grad_(False).eval()
             self._teacher = (teacher, output_head(teacher))
-        add_lora(model, config)
 
     def policy_parameters(self) -> list[nn.Parameter]:
         """The routers' parameters; empty where the policy learns nothing."""
@@ -134,39 +132,3 @@ def make_masked_pass(model: PreTrainedModel, config: TrainConfig) -> MaskedPass 
         feature_dim=config.feature_dim, noise=config.router_noise, seed=config.seed,
     )  # fmt: skip
     return MaskedPass(model, policies, tau=config.tau, coupling=config.coupling)
-
-
-def add_lora(model: PreTrainedModel, config: TrainConfig) -> None:
-    """Give every linear map of the decoder layers an adapter of ``lora_rank``, scale 1, and freeze all else.
-
-    The adapters start without effect; their first matrices are drawn from the run's seed, and the global random state
-    stays as it was. The model keeps its class. Rank 0 does nothing.
-
-    References: Hu et al. 2021 (LoRA), arXiv:2106.09685.
-    """
-    if not config.lora_rank:
-        return
-    peft = importlib.import_module("peft")
-    inside = {id(module) for layer in decoder_layers(model) for module in layer.modules()}
-    names = [n for n, module in model.named_modules() if isinstance(module, nn.Linear) and id(module) in inside]
-    settings = peft.LoraConfig(r=config.lora_rank, lora_alpha=config.lora_rank, lora_dropout=0.0, target_modules=names)
-    with torch.random.fork_rng():
-        torch.manual_seed(config.seed)
-        peft.inject_adapter_in_model(settings, model)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("lora_" in name)
-    model.eval()
-
-
-def merge_lora(model: PreTrainedModel, config: TrainConfig) -> None:
-    """Add the adapters to the weights and remove them: the model has its original modules, with other weights."""
-    if not config.lora_rank:
-        return
-    layer_type: Any = importlib.import_module("peft.tuners.tuners_utils").BaseTunerLayer
-    wrapped: list[tuple[str, Any]] = [(n, m) for n, m in model.named_modules() if isinstance(m, layer_type)]
-    for name, module in wrapped:
-        module.merge()
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, module.get_base_layer())
-    if hasattr(model, "peft_config"):
-        del model.peft_config

@@ -29,11 +29,9 @@ _PEAKS = {
 def check_request(config: TrainConfig) -> None:
     """Refuse what the model's configuration alone shows to be impossible, before weights or data are read."""
     check_batch(config, world_size())
-    options = {(f"--monitor {config.monitor}", config.monitor, config.monitor): config.monitor != "none"}
-    options |= {("--lora-rank", "peft", "lora"): config.lora_rank > 0}
-    for (option, package, extra), wanted in options.items():
-        if wanted and importlib.util.find_spec(package) is None:
-            raise InputError(f"{option} needs the package {package}: pip install 'kvcat[{extra}]'")
+    package = config.monitor
+    if package != "none" and importlib.util.find_spec(package) is None:
+        raise InputError(f"--monitor {package} needs the package {package}: pip install 'kvcat[{package}]'")
     text = read_config(config.model).get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
     if positions is not None and config.seq_len > positions:
