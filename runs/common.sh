@@ -14,7 +14,7 @@ if [ "$SCALE" = paper ]; then
   CURVE_KEEPS="0.05 0.1 0.15 0.2 0.25 0.3 0.35 0.4 0.5" STEPS=100
   NEEDLE="--length 1024 --per-depth 100 --batch-size 20"
   LONGBENCH="--max-tokens 32768"
-  QA="--winogrande whole"
+  QA=""
 else
   GPUS=0 SIZES=small ABLATION_SIZE=small CROSS_SIZE=small
   COMPUTE="--device cpu --dtype float32"

@@ -9,7 +9,7 @@ import torch
 from kvcat.cache import fingerprint
 from kvcat.errors import InputError
 from kvcat.evals import evaluate
-from kvcat.evals.qa import SOURCES, QAExample, QATask, cloze_values, make_task, read_examples, write_task_files
+from kvcat.evals.qa import QAExample, QATask, cloze_values, make_task, read_examples
 from tiny import byte_tokenizer, stock_model
 
 pytestmark = pytest.mark.filterwarnings("default")  # the harness and what it imports warn of their own affairs
@@ -70,12 +70,6 @@ def test_a_row_becomes_the_cloze_question_of_its_task(tmp_path, task, contexts, 
     assert example.document.startswith(f"{task}:")
 
 
-def test_winogrande_as_a_whole_has_one_context_and_the_options_in_the_texts(tmp_path):
-    example = read_one(tmp_path, "winogrande", WINOGRANDE, winogrande="whole")
-    assert example.contexts == ("Ann beat Bob as",) * 2
-    assert example.texts == ("Ann was quick.", "Bob was quick.")
-
-
 def test_the_joined_context_of_hellaswag_gives_the_same_question_as_its_parts(tmp_path):
     joined = {key: value for key, value in HELLASWAG.items() if key not in ("ctx_a", "ctx_b")}
     assert read_one(tmp_path, "hellaswag", {**joined, "ctx": "A man sits. He"}) == read_one(
@@ -118,7 +112,6 @@ def test_a_row_that_is_none_is_told_with_file_and_number(tmp_path, task, change,
     [
         ([], " holds no row"),
         (["[1]"], ", row 1: it is no JSON object, so it is no row of arc_easy"),
-        ([ROWS["arc_easy"], ROWS["arc_easy"]], ", row 2: id 'M1' is that of an earlier row too"),
     ],
 )
 def test_a_file_that_cannot_serve_is_told_in_one_line(tmp_path, rows, told):
@@ -131,7 +124,6 @@ def test_a_file_that_cannot_serve_is_told_in_one_line(tmp_path, rows, told):
 def test_what_does_not_exist_is_told(tmp_path):
     for settings, said in [
         ({"tasks": ["boolq"]}, "no QA task 'boolq'; there are hellaswag"),
-        ({"winogrande": "half"}, "winogrande is 'half'"),
         ({"num_examples": 0}, "num_examples is 0"),
         ({"folder": tmp_path / "none"}, "no such folder"),
         ({"folder": tmp_path}, "has no file of a QA task"),
@@ -165,10 +157,6 @@ def test_the_sample_depends_on_seed_and_names_only_and_tasks_take_turns(tmp_path
     write(tmp_path / "one", ROWS["piqa"], task="piqa_test")
     with pytest.raises(InputError, match=r"two files of piqa: piqa_test\.jsonl and piqa_validation_hf\.jsonl"):
         make_task(tmp_path / "one")
-
-
-def test_only_arc_comes_from_the_test_split():
-    assert {task for task, source in SOURCES.items() if source.endswith("@test")} == {"arc_easy", "arc_challenge"}
 
 
 @needs_assets
@@ -298,15 +286,3 @@ def test_the_prompts_are_those_of_the_harness_own_task_files(files, name):
     assert [instance.args for instance in own.instances] == [
         (context, f" {text}") for context, text in zip(example.contexts, example.texts, strict=True)
     ]
-
-
-def test_task_files_hold_the_questions(files, tmp_path):
-    (tmp_path / "out").mkdir()
-    names = write_task_files(make_task(files["piqa"].parent).examples, tmp_path / "out")
-    assert sorted(names) == sorted(f"kvcat_{task}" for task in ROWS)
-    row = json.loads((tmp_path / "out" / "kvcat_winogrande.jsonl").read_text())
-    contexts = ["Ann beat Bob as Ann", "Ann beat Bob as Bob"]
-    assert (row["text"], row["choices"], row["target"]) == (0, contexts, "was quick.")
-    for name, metrics in [("kvcat_winogrande", ["acc"]), ("kvcat_piqa", ["acc", "acc_norm"])]:
-        config = json.loads((tmp_path / "out" / f"{name}.yaml").read_text())
-        assert [entry["metric"] for entry in config["metric_list"]] == metrics

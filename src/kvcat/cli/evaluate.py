@@ -288,15 +288,12 @@ class QA(Evaluation):
     """hellaswag, winogrande, piqa, social_i_qa, openbookqa, arc_easy, arc_challenge, commonsense_qa; all by default."""
     limit: int = 1000
     """Questions of each task, the same for every model."""
-    winogrande: Literal["partial", "whole"] = "partial"
-    """partial scores what follows the blank (lm-evaluation-harness), whole the option with it (LightEval, which the
-    paper used)."""
     batch_size: BatchSize = 32
 
     def task(self, tokenizer: Any, value: Any) -> "Task":  # noqa: ARG002, D102
         from kvcat.evals.qa import make_task
 
-        settings = {"tasks": opt.flat(self.tasks) or None, "num_examples": self.limit, "winogrande": self.winogrande}
+        settings = {"tasks": opt.flat(self.tasks) or None, "num_examples": self.limit}
         return make_task(self.data, seed=self.data_seed, **settings)
 
 

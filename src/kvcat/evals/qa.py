@@ -1,32 +1,30 @@
 r"""Question answering without compression: eight multiple-choice tasks as cloze, scored by lm-evaluation-harness.
 
 A question is two to five pairs (context, text), one per choice; scored is one space and the text after the
-context. The prompts are those of LightEval's cloze task file for small models, which the paper's evaluation
-follows (the same eight tasks, 1000 rows each, ARC from the test split). They are lm-evaluation-harness' own,
-too, but for Social IQa (there ``Q: ...\nA:``) and CommonsenseQA (there letters, no cloze).
+context. The prompts are lm-evaluation-harness' own, but for Social IQa and CommonsenseQA, whose prompts are those
+of LightEval's cloze task file for small models, which the paper's evaluation follows (the same eight tasks, 1000
+rows each, ARC from the test split).
 
-WinoGrande is scored by partial evaluation: contexts differ, the text is the same, so that its characters do
-not matter. LightEval has it the other way round, ``winogrande="whole"``: the context ends before the blank,
-the texts are option and rest.
+WinoGrande is scored by partial evaluation: contexts differ, the text is the same, so that its characters do not
+matter. LightEval, and so probably the paper, has it the other way round: the context ends before the blank, the
+texts are option and rest.
 
 References: KV-CAT, appendix "No compression QA evaluation"; LightEval,
 examples/nanotron/custom_evaluation_tasks.py; lm-evaluation-harness 0.4.13, lm_eval/tasks.
 """
 
-import contextlib
 import copy
 import hashlib
-import io
 import json
 import logging
 import re
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 import numpy as np
@@ -47,15 +45,9 @@ SOURCES = {
     "commonsense_qa": "hub:tau/commonsense_qa@validation",
 }
 SIX = ("hellaswag", "winogrande", "piqa", "openbookqa", "arc_easy", "arc_challenge")
-AVERAGES: dict[str, tuple[str, ...]] = {
-    "six": SIX,
-    "seven": (*SIX, "social_i_qa"),
-    "eight": (*SIX, "social_i_qa", "commonsense_qa"),
-}
+AVERAGES = {"six": SIX, "seven": (*SIX, "social_i_qa"), "eight": (*SIX, "social_i_qa", "commonsense_qa")}
 """Averages over tasks: ``six`` is the paper's table, ``seven`` adds Social IQa, ``eight`` CommonsenseQA."""
 
-WINOGRANDE_FORMS = ("partial", "whole")
-_PREFIX = "kvcat_"
 Row = Mapping[str, Any]
 
 
@@ -81,37 +73,27 @@ class QAExample:
 
 
 def make_task(
-    folder: Path | None = None,
-    *,
-    tasks: Sequence[str] | None = None,
-    num_examples: int = 1000,
-    seed: int = 0,
-    winogrande: str = "partial",
+    folder: Path | None = None, *, tasks: Sequence[str] | None = None, num_examples: int = 1000, seed: int = 0
 ) -> "QATask":
-    """The same sample of every task for everybody, a function of the seed and the rows' names only.
-
-    The tasks take turns, so that the first n questions are a fair sample of them for every n.
+    """The same sample of every task for everybody, a function of the seed and the rows' names only; tasks take turns.
 
     Args:
         folder: of JSON lines, a file TASK*.jsonl each, in the Hub's schema; None reads the Hub.
         tasks: names in ``SOURCES``; None takes all, or those that the folder has.
         num_examples: of each task, at least 1; a task with fewer (OpenBookQA has 500) gives all.
         seed: of the draw.
-        winogrande: "partial" or "whole", see above.
 
     Raises:
         InputError: a value out of its range, an unknown task, no file of a task or two, as ``read_examples``.
     """
     check_least(1, num_examples=num_examples)
-    if winogrande not in WINOGRANDE_FORMS:
-        raise InputError(f"winogrande is {winogrande!r}; it must be one of {', '.join(WINOGRANDE_FORMS)}")
     for task in tasks or ():
         if task not in SOURCES:
             raise InputError(f"no QA task {task!r}; there are {', '.join(SOURCES)}")
-    files = {task: SOURCES[task] for task in tasks or SOURCES} if folder is None else _files(folder, tasks)
+    sources = {task: SOURCES[task] for task in tasks or SOURCES} if folder is None else _files(folder, tasks)
     drawn = []
-    for task in [task for task in SOURCES if task in files]:
-        examples = read_examples(task, files[task], winogrande=winogrande)
+    for task in [task for task in SOURCES if task in sources]:
+        examples = read_examples(task, sources[task])
         drawn.append(sorted(examples, key=lambda e: _digest([seed, e.stratum, e.name]))[:num_examples])
     turns = [own[turn] for turn in range(max(map(len, drawn))) for own in drawn if turn < len(own)]
     return QATask(tuple(turns))
@@ -124,10 +106,6 @@ class QATask(Task):
     Per question 1 or 0, whether the choice of the highest score is the right one: ``acc`` by
     log-likelihood, ``acc_per_char`` by log-likelihood per character of the text, the headline; of equal
     ones the first choice is taken. And ``nll_per_char`` of the right choice, nats per character.
-
-    Args:
-        examples: of any tasks, in the order of evaluation.
-        dataset: name of the data set in the records.
     """
 
     examples: tuple[QAExample, ...]
@@ -141,12 +119,7 @@ class QATask(Task):
         return {"tasks": dict(sorted(Counter(example.stratum for example in self.examples).items()))}
 
     def check(self, label: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """Refuse a model that cannot run these questions.
-
-        Raises:
-            InputError: no tokenizer, a choice without a token or longer than the model's positions, tokens outside the
-                vocabulary, no lm-evaluation-harness.
-        """
+        """Refuse a model that has no tokenizer, no tokens or too few positions for a choice; and no harness."""
         if tokenizer is None:
             raise InputError(f"qa needs the tokenizer of model {label!r}")
         if find_spec("lm_eval") is None:
@@ -169,14 +142,14 @@ class QATask(Task):
 
 @dataclass(frozen=True)
 class PreparedQA(Prepared):
-    """Questions on one model; there is nothing to compress."""
+    """Questions on one model."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     batch: Sequence[QAExample]
 
     def baseline(self, baseline: Baseline) -> list[Values]:  # noqa: ARG002 there is one
-        """Values of every question under the whole model."""
+        """Values under the whole model."""
         scores = log_likelihoods(self.model, self.tokenizer, self.batch)
         return [cloze_values(example, own) for example, own in zip(self.batch, scores, strict=True)]
 
@@ -192,84 +165,25 @@ def cloze_values(example: QAExample, scores: Sequence[float]) -> Values:
 def log_likelihoods(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Sequence[QAExample], *, batch_size: int = 8
 ) -> list[list[float]]:
-    """Log-likelihood of every choice of every question, nats, from lm-evaluation-harness' own run.
+    """Log-likelihood of every choice of every question, nats, as lm-evaluation-harness scores them.
 
-    Contexts that with their choice exceed the model's positions lose their beginning.
-
-    Args:
-        model: a causal LM in memory.
-        tokenizer: of the model.
-        examples: of any tasks, none twice.
-        batch_size: sequences at once.
+    Contexts that with their choice exceed the model's positions lose their beginning. ``batch_size``
+    sequences are scored at once.
     """
-    lm_eval, models, tasks = map(import_module, ("lm_eval", "lm_eval.models.huggingface", "lm_eval.tasks"))
-    with TemporaryDirectory() as folder, _quiet():
-        names = write_task_files(examples, Path(folder))
-        found: Any = lm_eval.simple_evaluate(
-            model=models.HFLM(pretrained=model, tokenizer=copy.deepcopy(tokenizer), batch_size=batch_size),
-            tasks=names,
-            task_manager=tasks.TaskManager(include_path=folder, include_defaults=False),
-            bootstrap_iters=0,
-            log_samples=True,
-            # the process's random state stays as it is
-            random_seed=None, numpy_random_seed=None, torch_random_seed=None, fewshot_random_seed=None,
-        )  # fmt: skip
-    scores = {
-        (name.removeprefix(_PREFIX), sample["doc"]["name"]): [float(score) for score, _ in sample["filtered_resps"]]
-        for name in names
-        for sample in found["samples"][name]
-    }
-    return [scores[example.stratum, example.name] for example in examples]
-
-
-def write_task_files(examples: Iterable[QAExample], folder: Path) -> list[str]:
-    """Task files for lm-evaluation-harness with the questions beside them; returns the names of the tasks.
-
-    Its ``acc_norm`` is ``acc_per_char``. Where contexts differ (WinoGrande) it has ``acc`` only, as its
-    lengths would be those of the contexts.
-
-    Args:
-        examples: of any tasks.
-        folder: an existing folder.
-    """
-    by_task: dict[str, list[QAExample]] = defaultdict(list)
-    for example in examples:
-        by_task[example.stratum].append(example)
-    for task, questions in by_task.items():
-        partial = any(len(set(question.contexts)) > 1 for question in questions)
-        rows = []
-        for q in questions:
-            # of several contexts the harness wants the right one's number as text, and what follows as target
-            fields = (q.gold, q.contexts, q.texts[0]) if partial else (q.contexts[0], q.texts, q.gold)
-            rows.append({"name": q.name, **dict(zip(("text", "choices", "target"), fields, strict=True))})
-        file = folder.resolve() / f"{_PREFIX}{task}.jsonl"
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        local = {"data_files": {"validation": str(file)}, "cache_dir": str(file.parent / "cache")}
-        metrics = ["acc"] if partial else ["acc", "acc_norm"]
-        config = {
-            "task": f"{_PREFIX}{task}", "dataset_path": "json", "dataset_kwargs": local,
-            "validation_split": "validation", "output_type": "multiple_choice", "num_fewshot": 0,
-            "doc_to_text": "text", "doc_to_choice": "choices", "doc_to_target": "target", "target_delimiter": " ",
-            "metric_list": [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in metrics],
-            "metadata": {"version": 1.0},
-        }  # fmt: skip
-        file.with_suffix(".yaml").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")  # JSON is YAML
-    return [f"{_PREFIX}{task}" for task in by_task]
-
-
-@contextlib.contextmanager
-def _quiet() -> Any:
-    """No progress bars and no log lines below an error during the block."""
+    harness, instance = map(import_module, ("lm_eval.models.huggingface", "lm_eval.api.instance"))
+    pairs = [(context, f" {text}") for q in examples for context, text in zip(q.contexts, q.texts, strict=True)]
+    requests = [instance.Instance("loglikelihood", {}, pair, index) for index, pair in enumerate(pairs)]
     disabled = logging.root.manager.disable
-    logging.disable(logging.WARNING)
+    logging.disable(logging.WARNING)  # it warns of a model in memory
     try:
-        with contextlib.redirect_stderr(io.StringIO()):
-            yield
+        scorer = harness.HFLM(pretrained=model, tokenizer=copy.deepcopy(tokenizer), batch_size=batch_size)
+        scores = iter(scorer.loglikelihood(requests, disable_tqdm=True))
     finally:
         logging.disable(disabled)
+    return [[float(score) for score, _ in islice(scores, len(question.texts))] for question in examples]
 
 
-def read_examples(task: str, source: str, *, winogrande: str = "partial") -> list[QAExample]:
+def read_examples(task: str, source: str) -> list[QAExample]:
     """All questions of a task, in the order of its rows.
 
     Rows that are equal in every respect (Social IQa has some) stay, their names numbered.
@@ -277,24 +191,20 @@ def read_examples(task: str, source: str, *, winogrande: str = "partial") -> lis
     Args:
         task: one of ``SOURCES``.
         source: as in ``read_rows``.
-        winogrande: as in ``make_task``.
 
     Raises:
-        InputError: as ``read_rows``; a row that is not one of this task (told with its number), an id twice,
-            no row at all.
+        InputError: as ``read_rows``; a row that is not one of this task (told with its number), no row at all.
     """
     examples: list[QAExample] = []
     copies: Counter[str] = Counter()
     for number, row in enumerate(read_rows(source), start=1):
         try:
-            contexts, texts, gold, shared = _read(task, row, winogrande)
+            contexts, texts, gold, shared = _question(task, row)
         except InputError as error:
             raise InputError(f"{source}, row {number}: {error}, so it is no row of {task}") from None
-        own = row["ind"] if task == "hellaswag" and "ind" in row else row.get("id")
+        own = row.get("ind", row.get("id"))
         name = _digest([contexts, texts, gold]) if own is None else str(own)
         copies[name] += 1
-        if own is not None and copies[name] > 1:
-            raise InputError(f"{source}, row {number}: id {name!r} is that of an earlier row too")
         unique = name if copies[name] == 1 else f"{name}-{copies[name]}"
         document = f"{task}:{name if shared is None else _digest(shared)}"
         examples.append(QAExample(document, unique, task, contexts, texts, gold))
@@ -304,55 +214,44 @@ def read_examples(task: str, source: str, *, winogrande: str = "partial") -> lis
 
 
 def _files(folder: Path, tasks: Sequence[str] | None) -> dict[str, str]:
+    """The folder's file of each task; of the tasks that are named, every one."""
     if not folder.is_dir():
         raise InputError(f"no such folder: {folder}")
-    found: dict[str, str] = {}
-    for task in tasks or SOURCES:
-        files = sorted(folder.glob(f"{task}*.jsonl"))
+    found = {task: sorted(folder.glob(f"{task}*.jsonl")) for task in tasks or SOURCES}
+    for task, files in found.items():
         if len(files) > 1:
             raise InputError(f"{folder} has two files of {task}: {files[0].name} and {files[1].name}")
-        if files:
-            found[task] = str(files[0])
-        elif tasks:
+        if tasks and not files:
             raise InputError(f"{folder} has no file {task}*.jsonl")
-    if not found:
+    if not any(found.values()):
         raise InputError(f"{folder} has no file of a QA task, such as {next(iter(SOURCES))}*.jsonl")
-    return found
+    return {task: str(files[0]) for task, files in found.items() if files}
 
 
-def _hellaswag(row: Row) -> "_Question":
+def _hellaswag(row: Row) -> "_Fields":
     """The preprocessing of the data set's own users: brackets are left-overs of WikiHow's layout."""
 
     def clean(text: str) -> str:
         return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
     parts = f"{row['ctx_a']} {row.get('ctx_b', '').capitalize()}" if "ctx_a" in row else row["ctx"]
-    texts = list(map(clean, row["endings"]))
-    keys = [str(number) for number in range(len(texts))]
-    return clean(f"{row['activity_label']}: {parts}"), texts, row["label"], keys, None
+    return clean(f"{row['activity_label']}: {parts}"), list(map(clean, row["endings"])), row["label"], "0123", None
 
 
-def _winogrande(row: Row) -> "_Question":
+def _winogrande(row: Row) -> "_Fields":
     before, _, rest = row["sentence"].partition("_")
     options = [row["option1"], row["option2"]]
     return [before + option for option in options], [rest.strip()] * 2, row["answer"], "12", json.dumps(sorted(options))
 
 
-def _winogrande_whole(row: Row) -> "_Question":
-    before, _, rest = row["sentence"].partition("_")
-    options = [row["option1"], row["option2"]]
-    texts = [f"{option} {rest.strip()}" for option in options]
-    return before.rstrip(), texts, row["answer"], "12", json.dumps(sorted(options))
-
-
-def _choices(context: str, row: Row) -> "_Question":
+def _choices(context: str, row: Row) -> "_Fields":
     return context, row["choices"]["text"], row["answerKey"], row["choices"]["label"], None
 
 
-_Question = tuple[str | list[str], list[str], Any, Sequence[str], Any]
+_Fields = tuple[str | list[str], list[str], Any, Sequence[str], Any]
 """Context or contexts, texts, answer, its possible values, and what questions of one document share."""
 
-_READERS: dict[str, Callable[[Row], _Question]] = {
+_READERS: dict[str, Callable[[Row], _Fields]] = {
     "hellaswag": _hellaswag,
     "winogrande": _winogrande,
     "piqa": lambda r: (f"Question: {r['goal']}\nAnswer:", [r["sol1"], r["sol2"]], r["label"], "01", r["goal"]),
@@ -366,14 +265,13 @@ _READERS: dict[str, Callable[[Row], _Question]] = {
 }  # fmt: skip
 
 
-def _read(task: str, row: Any, form: str) -> tuple[tuple[str, ...], tuple[str, ...], int, Any]:
+def _question(task: str, row: Any) -> tuple[tuple[str, ...], tuple[str, ...], int, Any]:
     """Contexts, texts, number of the right one, and what questions of one document share."""
     if not isinstance(row, dict):
         raise InputError("it is no JSON object")
     known = {field: value for field, value in row.items() if value is not None and str(value).strip()}
-    reader = _winogrande_whole if (task, form) == ("winogrande", "whole") else _READERS[task]
     try:
-        context, texts, answer, keys, shared = reader(known)
+        context, texts, answer, keys, shared = _READERS[task](known)
     except KeyError as error:
         raise InputError(f"it has no {error}") from None
     except (TypeError, AttributeError) as error:
