@@ -153,7 +153,7 @@ def test_a_needle_run_ends_in_records_of_both_methods_the_baselines_and_a_page(e
 
 
 def test_a_ruler_run_takes_several_lengths(evaluated):
-    tasks = ("--task", "vt", "--per-task", 1, "--method", "first", "--keep", 0.5, "--supervision", "self")
+    tasks = ("--task", "vt", "--per-task", 1, "--method", "first", "--keep", 0.5)
     out = evaluated("ruler", "--length", 400, 420, *tasks)
     for length in ("400", "420"):
         assert {record.dataset for record in read_records(out / length)} == {f"ruler-{length}"}

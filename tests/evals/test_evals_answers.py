@@ -55,12 +55,12 @@ class Matching(QuestionTask):
 DENSE, NONE = BASELINES = Matching.baselines
 
 
-def task_of(tokenizer, batch=None, supervision="reconstruction", words=None):
-    return Matching("fixture", tuple(batch or questions()), {}, supervision, words or vocabulary(tokenizer))
+def task_of(tokenizer, batch=None, words=None):
+    return Matching("fixture", tuple(batch or questions()), {}, words or vocabulary(tokenizer))
 
 
-def prepared(model, tokenizer, batch=None, supervision="reconstruction"):
-    task = task_of(tokenizer, batch, supervision)
+def prepared(model, tokenizer, batch=None):
+    task = task_of(tokenizer, batch)
     return task.prepare(model, tokenizer, task.examples)
 
 
@@ -96,20 +96,18 @@ def test_nll_with_and_without_the_context_is_that_of_full_forwards(model, tokeni
 
 
 @pytest.mark.parametrize("method", [kvcat.AttentionMatching(), kvcat.Eviction("snapkv")])
-@pytest.mark.parametrize("supervision", ["reconstruction", "self"])
-def test_an_example_gives_the_same_alone_as_in_a_batch(model, tokenizer, method, supervision):
-    together = prepared(model, tokenizer, supervision=supervision)
+def test_an_example_gives_the_same_alone_as_in_a_batch(model, tokenizer, method):
+    together = prepared(model, tokenizer)
     values = together.score(method(together.trace, keep_ratio=0.25))
     for row, question in enumerate(questions()):
-        alone = prepared(model, tokenizer, [question], supervision)
+        alone = prepared(model, tokenizer, [question])
         assert alone.score(method(alone.trace, keep_ratio=0.25))[0] == pytest.approx(values[row], abs=2e-4)
         for baseline in BASELINES:
             assert alone.baseline(baseline)[0] == pytest.approx(together.baseline(baseline)[row], abs=2e-4)
 
 
-@pytest.mark.parametrize("supervision", ["reconstruction", "self"])
-def test_keeping_every_slot_gives_the_dense_values(model, tokenizer, supervision):
-    batch = prepared(model, tokenizer, supervision=supervision)
+def test_keeping_every_slot_gives_the_dense_values(model, tokenizer):
+    batch = prepared(model, tokenizer)
     values = batch.score(kvcat.AttentionMatching()(batch.trace, keep_ratio=1.0))
     assert values == batch.baseline(DENSE)
     for row in values:
@@ -205,7 +203,6 @@ def test_without_a_context_the_question_starts_the_text(model):
         ({"vocab_size": 20}, "outside the vocabulary of model 'base', 20 tokens"),
         ({"positions": 30}, "context, question and answer of 36 tokens exceed the 30 positions of model 'base'"),
         ({"positions": 40}, "of 129 tokens exceed the 40 positions of model 'base'"),
-        ({"positions": 40, "supervision": "self"}, None),
     ],
 )
 def test_a_model_that_cannot_run_the_questions_is_refused_by_name(tokenizer, changes, said):
@@ -213,18 +210,9 @@ def test_a_model_that_cannot_run_the_questions_is_refused_by_name(tokenizer, cha
         vocab_size=changes.get("vocab_size", 300), hidden_size=8, intermediate_size=8, num_hidden_layers=1,
         num_attention_heads=1, num_key_value_heads=1, max_position_embeddings=changes.get("positions", 128),
     )  # fmt: skip
-    task = task_of(tokenizer, None, changes.get("supervision", "reconstruction"), changes.get("words"))
-    arguments = "base", LlamaForCausalLM(config), changes.get("tokenizer", tokenizer)
-    if said is None:
-        task.check(*arguments)
-        return
+    task = task_of(tokenizer, None, changes.get("words"))
     with pytest.raises(InputError, match=said):
-        task.check(*arguments)
-
-
-def test_another_supervision_is_refused(tokenizer):
-    with pytest.raises(InputError, match="supervision must be 'reconstruction' or 'self', not 'suffix'"):
-        task_of(tokenizer, supervision="suffix")
+        task.check("base", LlamaForCausalLM(config), changes.get("tokenizer", tokenizer))
 
 
 def test_all_rows_may_share_one_cache_and_padding_changes_nothing(model, tokenizer):

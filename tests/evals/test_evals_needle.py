@@ -10,7 +10,7 @@ import kvcat
 from kvcat.compress.documents import INSTRUCTION
 from kvcat.errors import InputError
 from kvcat.evals import evaluate
-from kvcat.evals.needle import FILLER, QUERY, NeedleTask, draws, lines_with_decoys, make_task, read_filler
+from kvcat.evals.needle import FILLER, QUERY, NeedleTask, draws, lines_with_decoys, make_task
 from kvcat.evals.task import manifest
 from tiny import byte_tokenizer, stock_model
 
@@ -102,7 +102,7 @@ def test_each_drawn_line_is_a_distractor_with_the_paper_s_probability(tokenizer,
 
 def test_a_code_that_equals_the_passkey_is_drawn_again():
     def first(passkey):
-        return distractors("".join(islice(lines_with_decoys(draws(0), passkey, FILLER), 40)))
+        return distractors("".join(islice(lines_with_decoys(draws(0), passkey), 40)))
 
     plain = first("none")
     again = first(plain[3])
@@ -258,36 +258,6 @@ def test_a_model_with_too_few_positions_is_refused_before_it_runs(base, paper):
         paper.check("base", model, tokenizer)
 
 
-def test_sentences_of_a_file_hide_the_needle(tokenizer, tmp_path):
-    file = tmp_path / "book.txt"
-    file.write_text(
-        "The  ship\nsailed at dawn. In 1851 it sank! Was a passkey lost? Oh no. Was anyone saved then? The ship sailed "
-        "at dawn."
-    )
-    assert read_filler(file) == ("The ship sailed at dawn.", "Was anyone saved then?")
-    task = make_task(tokenizer, length=200, per_depth=1, filler=file)
-    assert task.dataset == "passkey:book.txt"
-    assert all("The ship sailed at dawn.\n" in text_of(tokenizer, example) for example in task.examples)
-    assert not any(line in text_of(tokenizer, example) for example in task.examples for line in FILLER)
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (None, "cannot read .*: No such file"),
-        (b"", "no usable sentence"),
-        (b"In 1851 it sank. Too short.", "no usable sentence"),
-        (b"\xff\xfe ship", "is not UTF-8 text"),
-    ],
-)
-def test_a_file_without_usable_sentences_is_refused(tmp_path, content, said):
-    file = tmp_path / "book.txt"
-    if content is not None:
-        file.write_bytes(content)
-    with pytest.raises(InputError, match=said):
-        read_filler(file)
-
-
 def test_our_own_sentences_are_many_neutral_and_different():
     assert len(set(FILLER)) == len(FILLER) >= 40
     assert not any(re.search(r"\d|passkey|memory|code|record", sentence.lower()) for sentence in FILLER)
@@ -297,5 +267,3 @@ def test_numbers_out_of_range_are_refused(tokenizer):
     for options in ({"length": 0}, {"per_depth": 0}):
         with pytest.raises(InputError, match=f"{next(iter(options))} is 0"):
             make_task(tokenizer, **options)
-    with pytest.raises(InputError, match="not 'suffix'"):
-        make_task(tokenizer, supervision="suffix")

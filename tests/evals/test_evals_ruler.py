@@ -1,6 +1,5 @@
 import re
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 from test_evals_answers import with_opening
@@ -128,13 +127,11 @@ def test_a_match_is_the_share_of_references_that_the_answer_contains(answer, fou
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("supervision", ["reconstruction", "self"])
-def test_keeping_every_slot_gives_the_dense_values(base, supervision):
+def test_keeping_every_slot_gives_the_dense_values(base):
     model, tokenizer = base
-    task = small(tokenizer, supervision=supervision, tasks=("niah_single",))
+    task = small(tokenizer, tasks=("niah_single",))
     task.check("base", model, tokenizer)
     batch = task.prepare(model, tokenizer, task.examples[:2])
-    assert batch.trace.supervision == ("self" if supervision == "self" else "suffix")
     assert batch.trace.prefix_len == 440
     dense = batch.baseline(DENSE)
     assert batch.score(kvcat.Eviction("first")(batch.trace, keep_ratio=1.0)) == dense
@@ -150,7 +147,6 @@ def test_keeping_every_slot_gives_the_dense_values(base, supervision):
         ({"tasks": ("qa",)}, "no RULER task 'qa'; there are niah_single"),
         ({"tasks": ()}, r"tasks are \[\]"),
         ({"tasks": ("vt", "vt")}, "each once"),
-        ({"supervision": "suffix"}, "not 'suffix'"),
     ],
 )
 def test_options_out_of_range_are_refused(options, said):
@@ -178,7 +174,6 @@ def test_a_model_with_too_few_positions_is_refused_before_it_runs(base, task):
     long = small(tokenizer, length=700, tasks=("vt",))
     with pytest.raises(InputError, match=r"reconstruction sequences .* exceed the 1024 positions of model 'base'"):
         long.check("base", model, tokenizer)
-    replace(long, supervision="self").check("base", model, tokenizer)
 
 
 def test_coded_words_follow_the_zipf_distribution_up_to_whole_words(tokenizer):

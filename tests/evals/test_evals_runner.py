@@ -15,7 +15,6 @@ from kvcat.evals import (
     Window,
     compare_models,
     evaluate,
-    evaluate_suffix,
     models_of,
     read_config,
     read_costs,
@@ -54,8 +53,9 @@ def models():
 
 
 def run(models, windows, out_dir, methods=METHODS, keep_ratios=(0.25, 0.5), **options):
-    settings = {"dataset": "noise", "batch_size": 3, "progress": False, **options}
-    return evaluate_suffix(models, windows, methods, keep_ratios, out_dir, **settings)
+    settings = {"batch_size": 3, "progress": False, **options}
+    task = SuffixTask(tuple(windows), settings.pop("dataset", "noise"))
+    return evaluate(task, models, methods, keep_ratios, out_dir, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -255,7 +255,7 @@ def test_command_versions_and_seconds_stand_beside_the_results(finished):
     events = read_events(finished[0])
     assert [event["event"] for event in events[:2]] == ["start", "end"]
     assert events[0]["torch"] == torch.__version__
-    assert set(events[1]["seconds_by_method"]) == {"attention-matching", "random", "gradient"}
+    assert events[1]["seconds"] > 0
 
 
 def test_progress_is_shown_where_wanted(models, windows, tmp_path, capsys):

@@ -53,16 +53,6 @@ def test_a_ratio_is_of_sums_and_not_a_mean_of_ratios():
     assert (estimate.value, estimate.low, estimate.high) == pytest.approx((10.0 / 12.0, 0.5, 0.9))
 
 
-def test_medians_equal_numpys_on_every_resample():
-    documents, values = [f"d{i % 5}" for i in range(14)], np.random.default_rng(0).normal(size=14)
-    bootstrap = ClusterBootstrap(documents, num_resamples=50)
-    draws = bootstrap.median(values)
-    assert draws[0] == np.median(values)
-    for counts, median in zip(bootstrap._counts.astype(int), draws, strict=True):
-        pool = np.repeat(values, [counts[int(document[1])] for document in documents])
-        assert median == pytest.approx(np.median(pool))
-
-
 def test_a_p_value_is_twice_the_smaller_share_of_resamples_beyond_0():
     bootstrap = ClusterBootstrap(["a", "b"])
     assert bootstrap.p_value(np.array([9.0, *[1.0] * 96, *[-1.0] * 3])) == pytest.approx(2 * 4 / 100)

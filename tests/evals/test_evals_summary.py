@@ -26,15 +26,13 @@ def row_of(table, metric="kl", **cell):
     return row
 
 
-def test_a_row_holds_means_medians_and_sizes():
+def test_a_row_holds_means_and_sizes():
     records = [record("base", d, w, delta=x) for d, w, x in [("a", "0", 0.1), ("a", "1", 0.2), ("b", "0", 0.9)]]
     table = summarise(records)
     assert {(row.num_examples, row.num_documents, row.num_seeds) for row in table.itertuples()} == {(3, 2, 1)}
     assert row_of(table, "delta_nll").value == pytest.approx(0.4)
-    assert row_of(table, "delta_ppl_median").value == pytest.approx(math.exp(2.2) - math.exp(2.0))
     mean = sum(math.exp(2 + x) - math.exp(2) for x in (0.1, 0.2, 0.9)) / 3
     assert row_of(table, "delta_ppl").value == pytest.approx(mean)
-    assert row_of(table, "delta_ppl_corpus").value == pytest.approx(math.exp(2.4) - math.exp(2.0))
     low, high = row_of(table, "delta_nll").low, row_of(table, "delta_nll").high
     assert (low, high) == (pytest.approx(0.15), pytest.approx(0.9))  # the two documents' means
 
@@ -193,9 +191,7 @@ def test_the_native_share_is_over_the_examples_that_the_dense_pass_gets_right():
     records = answers("m", [1, 0, 1, 1], dense=[1, 1, 0, 1]) + answers("base", [1, 1, 1, 1], dense=[1, 1, 1, 1])
     table = summarise(records)
     assert row_of(table, "native_exact_match", model="m").value == pytest.approx(2 / 3)
-    row = row_of(compare_models(records, "base"), "native_exact_match")
-    assert row.difference == pytest.approx(-1 / 3)
-    assert row.low < row.difference < row.high
+    assert "native_exact_match" not in set(compare_models(records, "base").metric)  # of different examples
     none = summarise(answers("m", [1, 0], dense=[0, 0]))
     assert math.isnan(row_of(none, "native_exact_match").value)
 

@@ -1,7 +1,6 @@
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from report_examples import made_up_longbench, made_up_needle, made_up_qa, made_up_records, write_results
 
@@ -94,11 +93,6 @@ def test_several_training_seeds_are_one_model_with_intervals_over_both(tmp_path)
     )  # fmt: skip
     (row,) = costs_table(results).frame.query("model == 'kvcat' and keep == '5%'").itertuples()
     assert row.KL.high / row.KL.low > 2.0
-    own = results.summary.query("model == 'kvcat' and keep_ratio == 0.05").set_index("metric")
-    first = [r.values["delta_ppl"] for r in ours if r.keep_ratio == 0.05]
-    median = own.loc["delta_ppl_median"]
-    assert median["value"] == pytest.approx(2.0 * np.median(first))  # the mean of the two runs' medians
-    assert median["low"] <= np.median(first) < 3.0 * np.median(first) <= median["high"]
 
 
 def test_strata_have_a_row_each_and_one_for_all(folders):

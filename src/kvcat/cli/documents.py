@@ -56,7 +56,7 @@ def compress(
     import kvcat
     from kvcat.compress import seeded_compressor, smallest_cache
     from kvcat.compress.documents import document_trace
-    from kvcat.evals import Progress
+    from kvcat.evals import advance, progress_bar
 
     name, options = parse_method(method)
     compressor = seeded_compressor(name, options, seed)
@@ -69,9 +69,9 @@ def compress(
         found = smallest_cache(trace, compressor, max_kl, on_try=_tell)
         cache, made = found.cache, {**made, "max_kl": f"{max_kl:g}", "held_out_kl": f"{found.kl:.6g}"}
     elif isinstance(compressor, kvcat.GradientCompression):
-        with Progress(compressor.num_steps, "step") as bar:
+        with progress_bar(compressor.num_steps, "step") as bar:
             budget: Any = {"keep_ratio": keep, "num_slots": slots, "resume": state}
-            cache = compressor(trace, on_step=lambda _, kl: bar.advance(1, f"KL {kl:.5f}"), **budget)
+            cache = compressor(trace, on_step=lambda _, kl: advance(bar, 1, f"KL {kl:.5f}"), **budget)
     else:
         cache = compressor(trace, keep_ratio=keep, num_slots=slots)
     dataclasses.replace(cache, metadata={**cache.metadata, **made}).save(output)

@@ -202,13 +202,11 @@ class Needle(Compressing):
     """Tokens of the haystack, exactly."""
     per_depth: int = 20
     """Examples at each of five depths; 20 is the paper's, 100 carries claims."""
-    supervision: opt.Supervision = "reconstruction"
 
     def task(self, tokenizer: Any, value: Any) -> "Task":  # noqa: ARG002, D102
         from kvcat.evals.needle import make_task
 
-        settings = self.own("length", "per_depth", "supervision")
-        return make_task(tokenizer, seed=self.data_seed, **settings)
+        return make_task(tokenizer, seed=self.data_seed, **self.own("length", "per_depth"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,13 +260,12 @@ class Ruler(Compressing):
     """Tokens of the text, 4096 by default; several give a folder each."""
     per_task: int = 20
     """Examples of each task."""
-    supervision: opt.Supervision = "reconstruction"
     batch_size: BatchSize = 1
 
     def task(self, tokenizer: Any, value: Any) -> "Task":  # noqa: D102
         from kvcat.evals.ruler import make_task
 
-        settings = {**self.own("per_task", "supervision"), "tasks": opt.flat(self.tasks) or None}
+        settings = {"per_task": self.per_task, "tasks": opt.flat(self.tasks) or None}
         return make_task(tokenizer, length=value or 4096, seed=self.data_seed, **settings)
 
 

@@ -27,8 +27,6 @@ from kvcat.models import examined_head, frozen, hidden_states
 from kvcat.network import hub_obstacle
 from kvcat.types import Float, Tensor
 
-SUPERVISIONS = ("reconstruction", "self")
-
 
 @dataclass(frozen=True)
 class Question:
@@ -59,6 +57,8 @@ class Question:
 class QuestionTask(Task):
     """Questions about contexts that are compressed before; a task of this kind adds how answers are judged.
 
+    Compressors are fitted to <context><instruction><context>.
+
     Values are those of ``judge`` on the compact cache, and with the prefix ``dense_`` on the whole one;
     and, nats per token of the right answer under teacher forcing, ``nll``, ``nll_dense``, ``delta_nll`` =
     nll - nll_dense, ``nll_none`` without the context, ``context_gain`` = nll_none - nll_dense.
@@ -67,23 +67,14 @@ class QuestionTask(Task):
         dataset: name of the data set.
         examples: the questions, in an order whose first n are a fair sample for every n.
         options: what they were made from; stands in the configuration.
-        supervision: "reconstruction" fits compressors to <context><instruction><context>; "self" to the
-            queries of the context itself, which takes half the positions.
         vocabulary: hash of the vocabulary of the tokenizer that made the examples.
-
-    Raises:
-        InputError: another supervision.
     """
 
     dataset: str
     examples: tuple[Question, ...]
     options: Mapping[str, Any]
-    supervision: str
     vocabulary: str
     tokenized: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_supervision(self.supervision)
 
     @staticmethod
     def judge(answer: str, references: Sequence[str]) -> Values:
@@ -91,8 +82,8 @@ class QuestionTask(Task):
         raise NotImplementedError
 
     def describe(self) -> Mapping[str, Any]:
-        """The options and the supervision."""
-        return {**self.options, "supervision": self.supervision}
+        """The options."""
+        return self.options
 
     def batch_key(self, example: Question) -> Hashable:
         """Contexts of equal length may share a batch."""
@@ -106,11 +97,9 @@ class QuestionTask(Task):
         largest = max(max(*q.context, *q.question, *q.answer) for q in self.examples)
         longest = max(len(q.context) + len(q.question) + max(len(q.answer), q.max_new_tokens) for q in self.examples)
         check_fits(label, model, num_tokens=longest, largest=largest, what="context, question and answer")
-        if self.supervision == "reconstruction":
-            middle = len(tokenizer.encode(INSTRUCTION, add_special_tokens=False))
-            longest = 2 * max(len(q.context) for q in self.examples) - len(opening_ids(tokenizer)) + middle
-            what = "reconstruction sequences (supervision 'self' needs only the first copy)"
-            check_fits(label, model, num_tokens=longest, largest=0, what=what)
+        middle = len(tokenizer.encode(INSTRUCTION, add_special_tokens=False))
+        longest = 2 * max(len(q.context) for q in self.examples) - len(opening_ids(tokenizer)) + middle
+        check_fits(label, model, num_tokens=longest, largest=0, what="reconstruction sequences")
 
     def prepare(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: Sequence[Question]
@@ -132,8 +121,6 @@ class PreparedQuestions(Prepared):
     def trace(self) -> Trace:
         """What compressors are fitted to, one row per question."""
         contexts = torch.tensor([example.context for example in self.batch], device=self.model.device)
-        if self.task.supervision == "self":
-            return trace(self.model, contexts, supervision="self")
         return trace(self.model, reconstruction_of_tokens(self.tokenizer, contexts))
 
     def score(self, cache: CompactCache) -> list[Values]:
@@ -296,12 +283,6 @@ def read_rows(source: str) -> Iterator[Any]:
     except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid and UnicodeDecodeError are ValueErrors
         raise InputError(f"{source} cannot be read: {one_line(error)}") from None
     yield from rows
-
-
-def check_supervision(supervision: str) -> None:
-    """Refuse what is not one of ``SUPERVISIONS``."""
-    if supervision not in SUPERVISIONS:
-        raise InputError(f"supervision must be {' or '.join(map(repr, SUPERVISIONS))}, not {supervision!r}")
 
 
 @contextmanager

@@ -22,7 +22,7 @@ class Metric:
         share: mean of a per-example score between 0 and 1, with the intervals of ``share``.
         ratio: the ratio of two models means something, because 0 is nothing lost.
         columns: the per-example values whose means the figure is made of; by default the one of its name.
-        function: of these means, element by element; None is the median of the single column.
+        function: of these means, element by element.
     """
 
     label: str
@@ -33,12 +33,11 @@ class Metric:
     share: bool = False
     ratio: bool = False
     columns: tuple[str, ...] = ()
-    function: Callable[..., Any] | None = lambda mean: mean
+    function: Callable[..., Any] = lambda mean: mean
 
     def draws(self, bootstrap: ClusterBootstrap, columns: Mapping[str, np.ndarray]) -> Draws:
         """The figure on all examples and on every resample."""
-        values = [columns[name] for name in self.columns]
-        return bootstrap.median(*values) if self.function is None else bootstrap.of_means(self.function, *values)
+        return bootstrap.of_means(self.function, *(columns[name] for name in self.columns))
 
 
 def _score(label: str, description: str, *columns: str, function: Callable[..., Any] = lambda mean: mean) -> Metric:
@@ -75,15 +74,6 @@ _METRICS = {
         "the context gain that survives compression; not given where that gain is not clearly above 0.",
         False, "", percent=True, columns=("lost", "gained"), function=lambda lost, gained: 1.0 - lost / gained,
     ),
-    "delta_ppl_median": Metric(
-        "median delta PPL", "Median over windows of exp(NLL compact) - exp(NLL dense).",
-        True, "perplexity", columns=("delta_ppl",), function=None,
-    ),
-    "delta_ppl_corpus": Metric(
-        "corpus delta PPL", "exp(mean NLL compact) - exp(mean NLL dense): all suffixes as one corpus.",
-        True, "perplexity", columns=("nll", "nll_dense"), function=lambda nll, dense: np.exp(nll) - np.exp(dense),
-    ),
-    "nll_none": Metric("NLL no prefix", "NLL with no prefix at all, of suffix tokens 2 onwards, nats per token.", True),
     "exact_match": _score("exact match", "Share of examples whose greedy answer on the compact cache is right."),
     "native_exact_match": _score(
         "exact match, native", "The same of the examples that the model answers rightly with its whole cache: the "

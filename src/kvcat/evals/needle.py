@@ -8,14 +8,13 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from pathlib import Path
 from typing import ClassVar, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from kvcat.compress.documents import INSTRUCTION, opening_ids
 from kvcat.errors import InputError
-from kvcat.evals.answers import Question, QuestionTask, answer_ids, check_supervision
+from kvcat.evals.answers import Question, QuestionTask, answer_ids
 from kvcat.evals.task import Values, check_least, vocabulary
 
 QUERY = "Memory record: special_passkey="
@@ -60,9 +59,7 @@ def make_task(
     *,
     length: int = 1024,
     per_depth: int = 20,
-    filler: Path | None = None,
     seed: int = 0,
-    supervision: str = "reconstruction",
 ) -> NeedleTask:
     """The needle evaluation in the tokens of a tokenizer.
 
@@ -77,17 +74,13 @@ def make_task(
         tokenizer: of the models to evaluate.
         length: tokens of the haystack, all that comes before the query.
         per_depth: examples at each of ``DEPTHS``, at least 1.
-        filler: text file whose sentences are the hay; None: ``FILLER``.
         seed: any integer.
-        supervision: as in ``QuestionTask``.
 
     Raises:
-        InputError: a value out of its range, a filler without a usable sentence, a haystack too short for
-            the needle and the instruction, a tokenizer that cannot spell digits.
+        InputError: a value out of its range, a haystack too short for the needle and the instruction, a
+            tokenizer that cannot spell digits.
     """
     check_least(1, length=length, per_depth=per_depth)
-    check_supervision(supervision)
-    sentences = FILLER if filler is None else read_filler(filler)
     pieces, opening, examples = Pieces(tokenizer), tuple(opening_ids(tokenizer)), []
     for instance in range(per_depth):
         for index, depth in enumerate(DEPTHS):
@@ -103,8 +96,8 @@ def make_task(
             sizes = {"before": round(depth * room), "after": room - round(depth * room)}
             before, after = (
                 pieces.filled(
-                    pieces.fitting(lines_with_decoys(draws(*key, part), passkey, sentences), size),
-                    filler_lines(draws(*key, part, "padding"), sentences),
+                    pieces.fitting(lines_with_decoys(draws(*key, part), passkey), size),
+                    filler_lines(draws(*key, part, "padding")),
                     size,
                 )
                 for part, size in sizes.items()
@@ -116,44 +109,19 @@ def make_task(
     options = {
         "length": length, "depths": DEPTHS, "per_depth": per_depth, "distractor_rate": DISTRACTOR_RATE, "seed": seed
     }  # fmt: skip
-    dataset = "passkey" if filler is None else f"passkey:{filler.name}"
-    return NeedleTask(dataset, tuple(examples), options, supervision, vocabulary(tokenizer))
+    return NeedleTask("passkey", tuple(examples), options, vocabulary(tokenizer))
 
 
-def lines_with_decoys(draw: random.Random, passkey: str, filler: Sequence[str]) -> Iterator[str]:
+def lines_with_decoys(draw: random.Random, passkey: str) -> Iterator[str]:
     """Lines of filler and distractors without end; no distractor holds the passkey."""
     while True:
         if draw.random() >= DISTRACTOR_RATE:
-            yield pick(draw, filler) + "\n"
+            yield pick(draw, FILLER) + "\n"
             continue
         line = pick(draw, DISTRACTORS)
         while (code := number(draw, _DIGITS)) == passkey:
             pass
         yield line.format(code)
-
-
-def read_filler(path: Path) -> tuple[str, ...]:
-    """Sentences of a UTF-8 text file that hide nothing by themselves, each once, in the order of the file.
-
-    A sentence ends with a full stop, a question or an exclamation mark. Those with a digit, with the word
-    passkey, or of fewer than 3 or more than 60 words are left out.
-
-    Raises:
-        InputError: the file cannot be read, is not UTF-8, or has no such sentence.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
-    sentences = [" ".join(part.split()) for part in re.split(r"(?<=[.!?])\s+", text)]
-    usable = [s for s in sentences if 3 <= len(s.split()) <= 60 and not re.search(r"\d|passkey", s.lower())]
-    if not usable:
-        raise InputError(
-            f"{path} has no usable sentence: one of 3 to 60 words without a digit and without the word passkey"
-        )
-    return tuple(dict.fromkeys(usable))
 
 
 class Pieces:
@@ -210,7 +178,7 @@ def number(draw: random.Random, num_digits: int) -> str:
     return f"{int(draw.random() * 10**num_digits):0{num_digits}d}"
 
 
-def filler_lines(draw: random.Random, filler: Sequence[str]) -> Iterator[str]:
-    """Sentences in random order with repetition, one a line, without end."""
+def filler_lines(draw: random.Random) -> Iterator[str]:
+    """Neutral sentences in random order with repetition, one a line, without end."""
     while True:
-        yield pick(draw, filler) + "\n"
+        yield pick(draw, FILLER) + "\n"

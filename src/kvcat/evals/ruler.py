@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from kvcat.compress.documents import opening_ids
 from kvcat.errors import InputError
-from kvcat.evals.answers import Question, QuestionTask, answer_ids, check_supervision
-from kvcat.evals.needle import FILLER, Pieces, draws, filler_lines, number, pick, shuffled
+from kvcat.evals.answers import Question, QuestionTask, answer_ids
+from kvcat.evals.needle import Pieces, draws, filler_lines, number, pick, shuffled
 from kvcat.evals.task import Values, check_least, vocabulary
 
 # RULER's own sizes.
@@ -53,7 +53,6 @@ def make_task(
     tasks: Sequence[str] | None = None,
     per_task: int = 20,
     seed: int = 0,
-    supervision: str = "reconstruction",
 ) -> RulerTask:
     """RULER's tasks in the tokens of a tokenizer.
 
@@ -67,7 +66,6 @@ def make_task(
         tasks: names of ``RULER_TASKS``; None takes all.
         per_task: examples per task, at least 1.
         seed: any integer.
-        supervision: as in ``QuestionTask``.
 
     Raises:
         InputError: a value out of its range, an unknown task, a text too short for what is to be hidden in it, a
@@ -79,19 +77,18 @@ def make_task(
         raise InputError(f"no RULER task {unknown[0]!r}; there are {', '.join(RULER_TASKS)}")
     if not tasks or len(set(tasks)) < len(tasks):
         raise InputError(f"tasks are {list(tasks)}; give at least one, and each once")
-    check_supervision(supervision)
     pieces, opening = Pieces(tokenizer), tuple(opening_ids(tokenizer))
     examples, left = [], length - len(opening)
     for instance in range(per_task):
         for task in tasks:
             draw = draws(seed, task, length, instance)
             lines, query, answers = RULER_TASKS[task](draw, Room(pieces, left, task))
-            context = (*opening, *pieces.filled(lines, filler_lines(draw, FILLER), left))
+            context = (*opening, *pieces.filled(lines, filler_lines(draw), left))
             question, answer = answer_ids(tokenizer, query, " " + ", ".join(answers))
             name, most = f"{task}-{instance}", 2 * len(answer) + 16
             examples.append(Question(name, "0", task, context, question, answer, answers, most))
     options = {"length": length, "tasks": tasks, "per_task": per_task, "seed": seed}
-    return RulerTask(f"ruler-{length}", tuple(examples), options, supervision, vocabulary(tokenizer))
+    return RulerTask(f"ruler-{length}", tuple(examples), options, vocabulary(tokenizer))
 
 
 class Hidden(NamedTuple):
@@ -134,9 +131,7 @@ def niah(
         "Some special magic numbers are hidden within the following text. Make sure to memorize them. "
         "I will quiz you about the numbers afterwards.\n"
     )
-    rest: Iterator[str] = (
-        (_needle(next(names), next(codes)) for _ in count()) if among_needles else filler_lines(draw, FILLER)
-    )
+    rest: Iterator[str] = (_needle(next(names), next(codes)) for _ in count()) if among_needles else filler_lines(draw)
     lines = room.pieces.fitting(rest, room.after([head, *needles]))
     numbers = [code for _, own in wanted for code in own]
     named = ", ".join(key for key, _ in wanted)
@@ -156,7 +151,7 @@ def variable_tracking(draw: random.Random, room: Room) -> Hidden:
     assignments = [f"VAR {chain[0]} = {root}.\n", *(f"VAR {new} = VAR {old}.\n" for old, new in pairwise(chain))]
     shuffled(draw, assignments)  # advances the stream as the order of several chains would
     head = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n"
-    lines = room.pieces.fitting(filler_lines(draw, FILLER), room.after([head, *assignments]))
+    lines = room.pieces.fitting(filler_lines(draw), room.after([head, *assignments]))
     question = (
         f"Question: Find all variables that are assigned the value {root} in the text above. Answer: According to "
         f"the chain(s) of variable assignment in the text above, {len(chain)} variables are assigned the value "

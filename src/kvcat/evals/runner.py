@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +30,7 @@ from kvcat.evals.task import (
     check_least,
     manifest,
     vocabulary,
-)
+)  # fmt: skip
 from kvcat.provenance import provenance
 
 _PROMPT, _ANSWER = 32, 16
@@ -116,20 +116,18 @@ def evaluate(
     batches = _batches(task, batch_size, {job.num_examples for job in plan})[shard[0] :: shard[1]]
     work = {batch: [job for job in [*baselines, *plan] if batch[0] < job.num_examples] for batch in batches}
     total = len(models) * sum(len(job.keep_ratios) * (b - a) for (a, b), jobs in work.items() for job in jobs)
-    begun, seconds = time.monotonic(), defaultdict[str, float](float)
-    with ResultsFolder(out_dir, config, shard=shard) as folder, Progress(total, task.evaluation, progress) as bar:
+    begun, bar = time.monotonic(), progress_bar(total, task.evaluation, shown=progress)
+    with ResultsFolder(out_dir, config, shard=shard) as folder, bar:
         folder.append_event({"event": "start", **provenance()})
         for label, source in models.items():
             model, tokenizer = source() if callable(source) else source
             _check_model(task, label, model, tokenizer, vocabularies)
             dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-            run = _Run(task, label, model, tokenizer, fingerprint(model), dtype, folder, bar, seconds, speed)
+            run = _Run(task, label, model, tokenizer, fingerprint(model), dtype, folder, bar, speed)
             folder.check_model(label, run.fingerprint, dtype)
             for (start, stop), jobs in work.items():
                 run.batch(task.examples[start:stop], jobs)
-        spent = {"seconds": round(time.monotonic() - begun, 1)}
-        by_method = {name: round(spent, 2) for name, spent in seconds.items()}
-        folder.append_event({"event": "end", **spent, "seconds_by_method": by_method})
+        folder.append_event({"event": "end", "seconds": round(time.monotonic() - begun, 1)})
         return folder.records
 
 
@@ -144,8 +142,7 @@ class _Run:
     fingerprint: str
     dtype: str
     folder: ResultsFolder
-    bar: "Progress"
-    seconds: dict[str, float]
+    bar: tqdm
     speed: bool
     measured: set[tuple[int, float]] = field(default_factory=set)
 
@@ -154,19 +151,17 @@ class _Run:
         prepared = None
         for job in jobs:
             missing = [keep_ratio for keep_ratio in job.keep_ratios if not self._done(job, keep_ratio, batch)]
-            self.bar.advance(len(batch) * (len(job.keep_ratios) - len(missing)), f"{self.label}: found on disk")
+            advance(self.bar, len(batch) * (len(job.keep_ratios) - len(missing)), f"{self.label}: found on disk")
             if not missing:
                 continue
             prepared = prepared or self.task.prepare(self.model, self.tokenizer, batch)
-            begun = time.monotonic()
             for keep_ratio, found in zip(missing, self._scores(job, missing, prepared, len(batch)), strict=True):
                 self.folder.append(
                     self._record(job, keep_ratio, step, example, values[row])
                     for row, example in enumerate(batch)
                     for step, values in found
                 )
-                self.bar.advance(len(batch), f"{self.label}: {job.name} keep {keep_ratio:g}")
-            self.seconds[job.name] += time.monotonic() - begun
+                advance(self.bar, len(batch), f"{self.label}: {job.name} keep {keep_ratio:g}")
 
     def _done(self, job: _Job, keep_ratio: float, batch: Sequence[Any]) -> bool:
         """An example's last step is written after its others, so its record stands for them."""
@@ -229,29 +224,16 @@ class _Run:
         return {**compact, **{f"{name}_dense": value for name, value in dense.items()}}
 
 
-class Progress:
-    """A progress bar on standard error; where that is no terminal, a line every ten seconds.
+def progress_bar(total: int, name: str, *, shown: bool = True) -> tqdm:
+    """A progress bar on standard error; where that is no terminal, a line every ten seconds."""
+    seconds = 0.1 if sys.stderr.isatty() else 10.0
+    return tqdm(total=total, desc=name, disable=not shown, mininterval=seconds, file=sys.stderr)
 
-    Args:
-        total: units of work.
-        name: of what goes on.
-        shown: False prints nothing.
-    """
 
-    def __init__(self, total: int, name: str, shown: bool = True) -> None:
-        seconds = 0.1 if sys.stderr.isatty() else 10.0
-        self._bar = tqdm(total=total, desc=name, disable=not shown, mininterval=seconds, file=sys.stderr)
-
-    def advance(self, count: int, what: str) -> None:
-        """``count`` more units are done, the last of them for ``what``."""
-        self._bar.set_postfix_str(what, refresh=False)
-        self._bar.update(count)
-
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
+def advance(bar: tqdm, count: int, what: str) -> None:
+    """``count`` more units are done, the last of them for ``what``."""
+    bar.set_postfix_str(what, refresh=False)
+    bar.update(count)
 
 
 def _jobs(method: Method, keep_ratios: Sequence[float], count: int, seeds: Sequence[int]) -> list[_Job]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from scipy.stats import binomtest, norm
 
 from kvcat.errors import InputError
@@ -101,16 +101,6 @@ class ClusterBootstrap:
                 means.append((per_seed * self._weights).sum(1) + shift)
             return np.asarray(function(*means), dtype=np.float64)
 
-    def median(self, values: Float[Array, "*seeds windows"]) -> Draws:
-        """Median over windows, the mean of the seeds' medians."""
-        medians = []
-        for row in np.atleast_2d(values):
-            order = np.argsort(row, kind="stable")
-            documents = self._document_of[order]
-            parts = [_medians(row[order], counts[:, documents]) for counts in np.array_split(self._counts, 10)]
-            medians.append(np.concatenate(parts))
-        return (np.stack(medians, 1) * self._weights).sum(1)
-
     def estimate(self, draws: Draws) -> Estimate:
         """The figure with its percentile interval; without one where there is a single document."""
         if self.num_documents == 1 or np.isnan(draws[1:]).any():
@@ -175,15 +165,6 @@ def _seed_weights(seeds: Sequence[str], num_resamples: int, seed: int) -> Float[
         drawn = generator.multinomial(count, weights[0], size=num_resamples)
         weights[1:] += math.sqrt(count / (count - 1)) * (drawn - 1.0) / count
     return weights
-
-
-def _medians(ordered: Float[Array, " windows"], counts: Float[Array, "draws windows"]) -> Float[Array, " draws"]:
-    """The mean of the two middle values, which coincide where their number is odd."""
-    upto = np.cumsum(counts, axis=1)
-    total = upto[:, -1:]
-    lower: Int[Array, " draws"] = np.argmax(upto > (total - 1) // 2, axis=1)
-    upper: Int[Array, " draws"] = np.argmax(upto > total // 2, axis=1)
-    return (ordered[lower] + ordered[upper]) / 2.0
 
 
 def wilson(successes: float | int, num_trials: float | int) -> Estimate:

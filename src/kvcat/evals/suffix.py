@@ -17,9 +17,7 @@ from kvcat.compress import Trace, compare, trace
 from kvcat.compress.documents import reconstruction_of_tokens
 from kvcat.data import Document, Split, open_documents, split_documents
 from kvcat.errors import InputError
-from kvcat.evals.records import Record
-from kvcat.evals.runner import evaluate
-from kvcat.evals.task import Baseline, Method, ModelSource, Prepared, Task, Values, check_fits, check_least
+from kvcat.evals.task import Baseline, Prepared, Task, Values, check_fits, check_least
 from kvcat.losses.scoring import score_positions
 from kvcat.models import examined_head, frozen, hidden_states
 from kvcat.types import Float, Int, Tensor
@@ -309,20 +307,6 @@ class PreparedWindows(Prepared):
         counts = {"num_tokens": float(count), "num_predicted": float(predicted)}
         rows = [{name: float(column[row]) for name, column in columns.items()} for row in range(len(self.tokens))]
         return [{k: value for k, value in row.items() if k != "retention" or value == value} | counts for row in rows]
-
-
-def evaluate_suffix(
-    models: Mapping[str, ModelSource],
-    windows: Sequence[Window],
-    methods: Sequence[str | Method],
-    keep_ratios: Sequence[float],
-    out_dir: Path,
-    *,
-    dataset: str,
-    **options: Any,
-) -> list[Record]:
-    """``evaluate`` of a ``SuffixTask`` of these windows; options are those of ``evaluate``."""
-    return evaluate(SuffixTask(tuple(windows), dataset), models, methods, keep_ratios, out_dir, **options)
 
 
 @torch.no_grad()

@@ -85,6 +85,8 @@ def compare_models(
 ) -> pd.DataFrame:
     """Every other model against a reference, on the examples that both have.
 
+    The share of examples that a model answers with its whole cache is not compared: these differ by model.
+
     Columns: model, reference, method, keep_ratio, step, stratum, metric; difference (model minus
     reference), low, high; ratio, ratio_low, ratio_high (model over reference; NaN where a ratio means
     nothing); p; p_holm; verdict ("better", "worse" or "level"); num_examples, num_documents,
@@ -117,7 +119,8 @@ def compare_models(
         if common := sorted(set.intersection(*map(set, cell.values()), *map(set, other.values()))):
             ours, theirs = (_Sample(own, common, num_resamples, seed) for own in (cell, other))
             named = dict(zip(CELL, key, strict=True)) | {"reference": reference}
-            rows += [named | _compared(ours, theirs, name) for name in ours.metrics if name in theirs.metrics]
+            names = [name for name in ours.metrics if name in theirs.metrics and name != "native_exact_match"]
+            rows += [named | _compared(ours, theirs, name) for name in names]
     frame = pd.DataFrame(rows, columns=list(COMPARISON)).astype({"step": "Int64", "p_holm": float})
     frame["primary"] = _is_primary(frame, primary)
     tested = frame[~frame["primary"]]
@@ -260,7 +263,7 @@ def _compared(ours: _Sample, theirs: _Sample, name: str) -> dict[str, Any]:
     difference, p = bootstrap.estimate(mine - other), bootstrap.p_value(mine - other)
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = bootstrap.estimate(mine / other) if metric.ratio else _NONE
-    if metric.share and len(metric.columns) == 1:
+    if metric.share:
         first, second = ours.columns[name].mean(0), theirs.columns[name].mean(0)
         wide, p_share = share_difference(first, second, ours.documents)
         several = max(len(ours.records), len(theirs.records)) > 1
@@ -268,8 +271,6 @@ def _compared(ours: _Sample, theirs: _Sample, name: str) -> dict[str, Any]:
         if set(np.unique([first, second])) <= {0.0, 1.0}:
             p = max(p, mcnemar(first, second))
         warning = cannot_tell(first, second, ours.documents)
-    elif metric.share:
-        difference, p = _unpaired(ours.estimate(name), theirs.estimate(name)), np.nan
     decided = difference.excludes(0.0) and not (metric.share and p > 0.05)
     better = (difference.value < 0.0) == metric.lower_is_better
     return {
@@ -277,16 +278,6 @@ def _compared(ours: _Sample, theirs: _Sample, name: str) -> dict[str, Any]:
         "ratio": ratio.value, "ratio_low": ratio.low, "ratio_high": ratio.high, "p": p,
         "verdict": ("better" if better else "worse") if decided else "level", **ours.sizes, "warning": warning,
     }  # fmt: skip
-
-
-def _unpaired(first: Estimate, second: Estimate) -> Estimate:
-    """Difference of shares of different examples from their two intervals, as if they were independent.
-
-    References: Newcombe 1998, "Interval estimation for the difference between independent proportions".
-    """
-    value = first.value - second.value
-    low = value - np.hypot(first.value - first.low, second.high - second.value)
-    return Estimate(value, float(low), float(value + np.hypot(first.high - first.value, second.value - second.low)))
 
 
 def _is_primary(frame: pd.DataFrame, primary: Mapping[str, Any] | None) -> pd.Series:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from kvcat.data import split_documents
 from kvcat.errors import InputError
-from kvcat.evals import Method, Window, evaluate_suffix, read_records, summarise, windows_from_documents
+from kvcat.evals import Method, SuffixTask, Window, evaluate, read_records, summarise, windows_from_documents
 from kvcat.files import claim_folder, one_writer
 from kvcat.hub import BASE_NAME
 from kvcat.models import load
@@ -122,7 +122,8 @@ def run_demo(plan: DemoPlan, out: Path, *, seed: int = 0, device: str = "cpu", f
     models = {label: load(folder, device=device) for label, folder in labels.items()}
     windows = demo_windows(plan, models["base"][1])
     results = out / "suffix"
-    evaluate_suffix(models, windows, plan.methods, plan.keep_ratios, results, dataset="installed:test", seeds=[seed])
+    task = SuffixTask(tuple(windows), "installed:test")
+    evaluate(task, models, plan.methods, plan.keep_ratios, results, seeds=[seed])
     page = write_report(
         [results],
         out / "report",
