@@ -39,8 +39,8 @@ def corpora(tmp_path_factory):
     return {kind: (f"stream:{root / kind}", write_corpus(root / kind, kind)) for kind in KINDS}
 
 
-def plan_of(source, tokenizer, *, seq_len=16, num_streams=4, seed=0, split="train"):
-    return TextStreams(open_source(source), Encoder.of(tokenizer), seq_len, num_streams, seed, split)
+def plan_of(source, tokenizer, *, seq_len=16, num_streams=4, seed=0):
+    return TextStreams(open_source(source), Encoder.of(tokenizer), seq_len, num_streams, seed)
 
 
 def streams_of(source, tokenizer, *, streams=None, workers=0, **options):
@@ -51,9 +51,9 @@ def steps(source, streams, count):
     return torch.stack([source.read(streams) for _ in range(count)])
 
 
-def epoch_tokens(source, tokenizer, num_streams, split, seed=0):
+def epoch_tokens(source, tokenizer, num_streams):
     """Each stream's tokens of the first epoch: read one at a time, so that each has its own position."""
-    plan = plan_of(source, tokenizer, seq_len=1, num_streams=num_streams, seed=seed, split=split)
+    plan = plan_of(source, tokenizer, seq_len=1, num_streams=num_streams)
     for stream in range(num_streams):
         tokens = []
         for token, position in plan.sequences(stream, Position()):
@@ -64,15 +64,13 @@ def epoch_tokens(source, tokenizer, num_streams, split, seed=0):
 
 
 @pytest.mark.parametrize(
-    ("kind", "num_streams", "split"),
-    [("groups", 1, "train"), ("groups", 70, "train"), ("one group", 7, "validation"), ("lines", 70, "train"),
-     ("packed lines", 7, "train")],
-)  # fmt: skip
-def test_every_document_of_the_split_is_read_once_an_epoch(corpora, tokenizer, kind, num_streams, split):
+    ("kind", "num_streams"), [("groups", 1), ("groups", 70), ("one group", 7), ("lines", 70), ("packed lines", 7)]
+)
+def test_every_training_document_is_read_once_an_epoch(corpora, tokenizer, kind, num_streams):
     source, documents = corpora[kind]
-    streams = epoch_tokens(source, tokenizer, num_streams, split)
+    streams = epoch_tokens(source, tokenizer, num_streams)
     found = [text for tokens in streams for text in documents_in(tokens, tokenizer)]
-    assert sorted(found) == sorted(of_split(documents, split).values())
+    assert sorted(found) == sorted(of_split(documents, "train").values())
 
 
 def test_the_tokens_of_one_file_are_those_that_packing_gives_epoch_after_epoch(tmp_path, tokenizer):
@@ -213,7 +211,6 @@ def test_a_state_of_other_data_is_refused(corpora, tokenizer, tmp_path):
     for loader_of, saved, told in (
         (streams_of(source, tokenizer, seed=1), state, "seed is 0, not 1"),
         (streams_of(source, tokenizer, num_streams=5), state, "num_streams"),
-        (streams_of(source, tokenizer, split="validation"), state, "split"),
         (streams_of(corpora["lines"][0], tokenizer), state, "source"),
         (streams_of(source, byte_tokenizer(280)), state, "tokenizer"),
         (streams_of(local, tokenizer), local_state, "revision"),

@@ -102,14 +102,9 @@ def open_documents(source: str | Source, *, text_field: str = "text") -> Iterato
     A plain text longer than 16,384 characters becomes consecutive documents of at most that size,
     cut at line ends. A file of any other name that is given itself is read as plain text.
 
-    Args:
-        source: its name, see the module, or its files.
-        text_field: the column that holds the text.
-
     Raises:
-        InputError: nothing of that name, no readable file in it, or no connection to the Hub
-            (raised within seconds); while reading: no such column, a column without text, a damaged
-            file, no UTF-8 text.
+        InputError: nothing of that name, no readable file in it, or no connection to the Hub (within
+            seconds); while reading: no such column, a damaged file, no UTF-8 text.
     """
     files = (open_source(source) if isinstance(source, str) else source).files
     return (document for file in files for _, document in read_documents(file, text_field=text_field))

@@ -111,16 +111,14 @@ def prepare(
         source: as in ``open_documents``.
         tokenizer: with a fast form and an EOS token.
         folder: absent or empty.
-        max_tokens: training tokens after which reading ends, once there is a validation document;
-            None reads everything.
+        max_tokens: training tokens after which reading ends, once there is a validation document.
         seed: seed of the order of the files.
         on_progress: called with the training tokens written so far.
 
     Raises:
-        InputError: no such source, a folder with something else in it, another process at work on
-            it, a tokenizer without EOS, too little disk space, no document for training or
-            validation, a file that cannot be read. A mistake leaves nothing behind, unless tokens
-            of a Hub data set are written.
+        InputError: a source, folder or tokenizer that cannot be used, too little disk space, no
+            document for training or validation. A mistake leaves nothing behind, unless tokens of a
+            Hub data set are written.
     """
     target = Path(folder).expanduser()
     work = target.with_name(f"{target.name}.partial")
@@ -137,8 +135,6 @@ def prepare(
     with one_writer(work):
         progress = _saved(work, settings).get("progress", _NOTHING)
         try:
-            if is_prepared(target):
-                raise InputError(f"another process has just written {target}")
             _check_disk(work, opened, settings, progress)
             with closing(_write(work, opened, encoder, settings, progress)) as written:
                 for progress in written:

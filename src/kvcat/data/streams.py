@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from kvcat.data.documents import Document, Place, Source, SourceFile, open_documents, open_source, read_documents
 from kvcat.data.packing import Encoder, TokenTable, excerpts, pack
 from kvcat.data.prepared import is_prepared, open_prepared
-from kvcat.data.split import Split, split_of, training_splits
+from kvcat.data.split import split_of, training_splits
 from kvcat.errors import InputError
 from kvcat.types import Int, Tensor
 
@@ -79,8 +79,8 @@ class TextStreams:
     """Sequences packed from the documents of a source, without holding them.
 
     In every epoch the files, each cut into as many stripes as it takes to give every stream one,
-    are permuted by the seed and dealt out to the streams. There is no shuffle buffer. Documents of
-    other splits are skipped.
+    are permuted by the seed and dealt out to the streams. There is no shuffle buffer. Held-out
+    documents are skipped.
     """
 
     source: Source
@@ -88,7 +88,6 @@ class TextStreams:
     seq_len: int
     num_streams: int
     seed: int
-    split: Split = "train"
     start: ClassVar = Position()
 
     @property
@@ -97,7 +96,6 @@ class TextStreams:
         return {
             "kind": "streams", "source": self.source.name, "revision": self.source.revision,
             "tokenizer": self.encoder.fingerprint, "num_streams": self.num_streams, "seed": self.seed,
-            "split": self.split,
         }  # fmt: skip
 
     @property
@@ -115,7 +113,7 @@ class TextStreams:
         """The endless sequences of a stream from a position on, each with the next position.
 
         Raises:
-            InputError: a file cannot be read or has changed, or the stream has no document of the split.
+            InputError: a file cannot be read or has changed, or the stream has no training document.
         """
         parts: list[np.ndarray] = []
         used, missing = start[-1], self.seq_len
@@ -138,14 +136,14 @@ class TextStreams:
                 if epoch == start.epoch and item < start.item:
                     continue
                 for here, document in read_documents(file, place, stripe=stripe, num_stripes=self.num_stripes):
-                    if split_of(document.id) == self.split:
+                    if split_of(document.id) == "train":
                         num_empty = -1
                         yield epoch, item, here, self.encoder(document.text)
                 place = Place()
             num_empty += 1
             if num_empty == EMPTY_EPOCHS:
                 raise InputError(
-                    f"{self.source.name} has too few {self.split} documents for {self.num_streams} streams: stream "
+                    f"{self.source.name} has too few train documents for {self.num_streams} streams: stream "
                     f"{stream} found none in {EMPTY_EPOCHS} epochs"
                 )
 
@@ -153,10 +151,8 @@ class TextStreams:
 class TokenLoader:
     """Reads the next sequence of each stream through torch's ``DataLoader``.
 
-    Args:
-        plan: what the streams read.
-        streams: those that this process reads; None for all.
-        workers: processes that read and tokenise ahead; 0 does it here, when a sequence is needed.
+    This process reads only ``streams`` of the ``plan``; None for all. ``workers`` processes read and
+    tokenise ahead; 0 does it here, when a sequence is needed.
     """
 
     def __init__(
@@ -330,11 +326,9 @@ def open_tokens(
     Args:
         data: a prepared folder, or a source as in ``open_documents``.
         tokenizer: with a fast form and an EOS token.
-        seq_len: tokens per sequence.
+        seq_len, max_steps, seed: as in ``TrainConfig``.
         batch_size: sequences per step, over all processes; the number of streams.
-        max_steps: steps of the run.
         validation_sequences: sequences of validation, fewer where the text has fewer.
-        seed: seed of the order.
         streams, workers: see ``TokenLoader``.
         check: compare the checksums of a prepared folder; one process of a run is enough.
 
