@@ -71,7 +71,7 @@ def test_keep_one_answers_as_the_model_does_without_a_cache_plain_or_in_its_chat
     assert answer(capsys, tiny_folder, cache, "--prompt", "the cat") == stock_answer(tiny_folder, text) + "\n"
 
 
-@pytest.mark.parametrize("method", ["attention-matching", "gradient,num_steps=2", "random", "h2o"])
+@pytest.mark.parametrize("method", ["attention-matching", "gradient,num_steps=2"])
 def test_a_cache_says_how_it_was_made_and_the_same_command_makes_the_same_one(method, tiny_folder, document, capsys):
     options = ("--keep", 0.25, "--method", method, "--seed", 3, "--overwrite", "--dtype", "bfloat16")
     first = compress(tiny_folder, document, *options).read_bytes()
@@ -152,11 +152,6 @@ def test_what_does_not_belong_together_is_one_line(tiny_folder, saved, document,
     (other / "tokenizer.json").unlink()
     (other / "tokenizer_config.json").unlink()
     assert "no tokenizer" in mistake(capsys, run(argv))
-    changed = tmp_path / "changed"
-    changed.write_bytes(saved.read_bytes()[:-5] + b"?" + saved.read_bytes()[-4:])
-    assert "checksum" in mistake(capsys, generate(tiny_folder, changed, "--prompt", "the cat"))
-    changed.write_bytes(saved.read_bytes()[:-20])
-    assert "truncated" in mistake(capsys, generate(tiny_folder, changed, "--prompt", "the cat"))
     weights = tiny_folder / "model.safetensors"
     assert "not a compact cache" in mistake(capsys, generate(tiny_folder, weights, "--prompt", "the cat"))
 

@@ -160,12 +160,6 @@ def test_text_that_lacks_a_split_or_cannot_be_read_is_refused_and_leaves_nothing
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
-def test_a_folder_that_cannot_be_written_is_refused_with_its_reason(corpus, tokenizer, tmp_path):
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(InputError, match=r"cannot make folder .*file/tokens.partial: Not a directory"):
-        prepare(corpus[0], tokenizer, tmp_path / "file" / "tokens")
-
-
 def test_a_full_disk_is_named_and_what_is_written_is_kept(corpus, good, tokenizer, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")

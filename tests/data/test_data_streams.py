@@ -278,14 +278,6 @@ def table_streams(count, seed=3, num_streams=4):
     return TableStreams(TokenTable(np.arange(2 * count, dtype=np.uint16).reshape(count, 2), 1), num_streams, seed)
 
 
-@pytest.mark.parametrize(("count", "batch_size"), [(1, 3), (7, 3), (12, 12)])
-def test_every_sequence_of_a_table_is_seen_once_an_epoch_whatever_the_batch_size(count, batch_size):
-    source = TokenLoader(table_streams(count, 3, batch_size))
-    seen = steps(source, range(batch_size), -(-3 * count // batch_size))[:, :, 0].flatten()[: 3 * count]
-    for epoch in seen.reshape(3, count):
-        assert sorted(epoch // 2) == list(range(count))
-
-
 def test_the_order_of_a_table_and_its_state_never_change():
     # runs continue with them: the first sequences of the first and the second epoch, seed 7
     source = TokenLoader(table_streams(10, 7, 5))

@@ -126,10 +126,9 @@ def test_a_tied_weight_collects_the_gradients_of_both_its_uses():
 
 @pytest.mark.parametrize("autocast", [True, False], ids=["autocast", "weights"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("options", [{}, ALL], ids=["matrix", "all"])
-def test_half_precision_is_as_close_to_float64_as_the_naive_objective(options, dtype, autocast):
+def test_half_precision_is_as_close_to_float64_as_the_naive_objective(dtype, autocast):
     stored = torch.float32 if autocast else dtype
-    head, exact = make_head(**options, **WIDE, dtype=stored), make_head(**options, **WIDE)
+    head, exact = make_head(**ALL, **WIDE, dtype=stored), make_head(**ALL, **WIDE)
     exact.linear.load_state_dict(head.linear.state_dict())
     dense, masked, ids = make_inputs(tokens=40, **WIDE, dtype=stored)
     wide = [x.detach().double().requires_grad_() for x in (dense, masked)]

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, PreTrainedTokenizerFast, T5Config
 
-from kvcat.attention import attend_twice, enable
+from kvcat.attention import attend_twice
 from kvcat.errors import InputError
-from kvcat.models import decoder_layers, hidden_states, load, model_name, save, self_test
+from kvcat.models import decoder_layers, load, model_name, save, self_test
 
 
 @pytest.fixture(scope="module")
@@ -209,10 +209,3 @@ def test_the_self_test_notices_gates_log_bias_and_suffixes_that_attention_ignore
             patch.setattr(f"kvcat.attention.interface.{name}", broken)
             with pytest.raises(InputError, match=told):
                 self_test(supported("qwen2", dtype=torch.float32), split=split)
-
-
-def test_hidden_states_are_the_input_of_the_head():
-    model, ids = supported("llama"), torch.arange(3, 12)[None]
-    before = model(input_ids=ids).logits
-    enable(model)
-    assert torch.equal(model.lm_head(hidden_states(model, input_ids=ids)), before)

@@ -30,16 +30,6 @@ def test_each_erratum_shows_the_known_numbers():
         assert number in shown[place]
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-def test_the_printed_first_construction_gives_nothing(transposed: bool) -> None:
-    assert e.nilpotent_output(TOKENS, 3, transposed=transposed).tolist() == [0, 0, 0]
-
-
-def test_the_printed_value_matrix_moves_nothing_and_transposed_it_counts_two_blocks_twice() -> None:
-    assert e.unmoved_output(TOKENS, 3).tolist() == [0, 0, 0]
-    assert e.doubled_blocks(TOKENS, 3).tolist() == [0.5, 0.25, 1.25, 6.5, 2, 0, 0.5, 0.25, 0.25, 0, 0, 0]
-
-
 @pytest.mark.parametrize(("prefix", "suffix"), [([0, 0, 1], [2]), ([1], [1, 1, 0]), ([0, 1, 2, 0, 1], [0])])
 def test_the_printed_slot_leaves_the_prefix_out_of_the_average(prefix: list[int], suffix: list[int]) -> None:
     computed = e.misplaced_counts(torch.tensor(prefix), torch.tensor(suffix), 3)

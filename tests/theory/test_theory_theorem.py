@@ -8,8 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from kvcat.theory import definitions as d
@@ -83,21 +81,3 @@ def test_lengths_and_constants_that_make_no_sense_are_refused() -> None:
             t.incompressible_network(d.parity(2, 3), constant=constant)
     with pytest.raises(ValueError, match="the table has N = 1"):
         t.compressible_network(d.parity(2, 1))
-
-
-@settings(max_examples=20, deadline=None)
-@given(st.integers(0, 10**6), st.sampled_from([0.01, 1.0, 1e4]))
-def test_for_real_inputs_every_detector_stays_in_the_unit_interval(seed: int, scale: float) -> None:
-    network = t.incompressible_network(d.parity(2, 4), constant=1.0)
-    draw, layout = torch.Generator().manual_seed(seed), layout_of(network)
-    rows = torch.randn(20, layout.width, generator=draw, dtype=torch.float64) * scale
-    detectors, _ = units(network, rows)
-    rounding = 1e-14 * max(1.0, scale) / layout.ramp
-    assert -rounding <= float(detectors.min()) <= float(detectors.max()) <= 1 + rounding
-
-
-def test_rows_that_differ_are_named_by_matrix() -> None:
-    network = t.compressible_network(d.parity(2, 4))
-    embedding = network.embedding.clone()
-    embedding[1, 2, 0] += 1e-9
-    assert t.differing_rows(network, replace(network, embedding=embedding)) == {"te": (6,)}
