@@ -123,7 +123,7 @@ def test_a_needle_run_ends_in_records_of_both_methods_the_baselines_and_a_page(e
     method = ("--method", "first", "gradient,init=random,num_steps=1", "--keep", 0.5, "--batch-size", 5)
     primary = ("--primary", "gradient,num_steps=1,init=random", 0.5, "nll")
     out = evaluated("needle", "--length", 200, "--per-depth", 1, *method, *primary)
-    chosen = {"method": "gradient init=random num_steps=1", "keep_ratio": 0.5, "metric": "nll"}
+    chosen = {"method": "gradient init=random num_steps=1", "keep_ratio": 0.5, "metric": "nll", "named": True}
     assert json.loads((out / "config.json").read_text())["primary"] == chosen
     expected = {("dense", 1.0, None), ("no-context", 0.0, None), ("first", 0.5, None)}
     assert methods(out) == expected | {("gradient", 0.5, step) for step in (0, 1)}

@@ -7,6 +7,7 @@ from report_examples import made_up_longbench, made_up_needle, made_up_qa, made_
 from kvcat.errors import InputError
 from kvcat.evals import summarise
 from kvcat.report import headline_text
+from kvcat.report.page import Section
 from kvcat.report.paper import Paper
 from kvcat.report.results import read_results
 from kvcat.report.tables import Figure, costs_table, differences_table, quality_table, result_tables, strata_table
@@ -72,6 +73,10 @@ def test_one_named_cell_is_primary_and_only_the_others_are_corrected(tmp_path):
     primary = {"method": "snapkv", "keep_ratio": 0.2, "metric": "kl"}
     results = read_results(write_results(tmp_path / "r", made_up_records(num_documents=4), primary=primary))
     assert results.cell == ("snapkv", 0.2, -1)
+    for named, told in ((False, "first method at its first keep"), (True, "named before the run")):
+        config = {**results.config, "primary": primary | {"named": named}}
+        section = Section("", replace(results, config=config), [], [])
+        assert section.cell == f"snapkv at 20% of the slots: the primary cell, {told}"
     table = differences_table(results, "kvcat", "control")
     assert [(cell.primary, cell.exploratory) for cell in table.frame["KL ratio"] if cell.primary] == [(True, False)]
     assert math.isnan(row_of(table, method="snapkv", keep="20%")["p (Holm)"].value)

@@ -266,7 +266,7 @@ def _primary(task: Task, plan: Sequence[_Job], wanted: tuple[str, float, str] | 
         raise InputError(f"primary cell: {method} at keep ratio {keep_ratio:g} is not evaluated")
     if metric not in METRICS:
         raise InputError(f"primary cell: no metric {metric!r}; there are {', '.join(METRICS)}")
-    return {"method": method, "keep_ratio": keep_ratio, "metric": metric}
+    return {"method": method, "keep_ratio": keep_ratio, "metric": metric} | ({"named": True} if wanted else {})
 
 
 def _config(task: Task, methods: Sequence[Method], keep_ratios: Sequence[float]) -> dict[str, Any]:

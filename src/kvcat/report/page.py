@@ -101,13 +101,14 @@ class Section:
 
     @property
     def cell(self) -> str:
-        """The cell that the tiles show, and whether it was named before the run."""
+        """The cell that the tiles show, and who chose it."""
         method, keep, step = self.results.cell
         where = _method(method, step) + (f" at {keep_label(keep)} of the slots" if self.results.methods else "")
         if not self.results.pairs:
             return where
         if self.results.comparisons["primary"].any():
-            return f"{where}: the primary cell, named before the run"
+            named = self.results.config["primary"].get("named")
+            return f"{where}: the primary cell, {'named before the run' if named else 'first method at its first keep'}"
         return f"{where}. No primary cell was named before the run, so every cell is exploratory"
 
     @property

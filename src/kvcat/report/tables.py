@@ -30,7 +30,7 @@ class Figure:
     signed: bool = False
     verdict: str = ""  # better, worse or level
     exploratory: bool = False  # the verdict does not survive the correction for many comparisons
-    primary: bool = False  # the one cell that was named before the run
+    primary: bool = False  # the one cell that decides
     paper: str = ""  # the paper's figure for the same cell as it prints it, without the unit
 
     def shown(self, value: float) -> str:
