@@ -228,12 +228,6 @@ def test_all_rows_may_share_one_cache_and_padding_changes_nothing(model, tokeniz
         assert nll.tolist() == pytest.approx(own, abs=1e-5)
 
 
-@pytest.mark.parametrize(("prompts", "answers"), [([()], [[1]]), ([], []), ([[1], [1]], [[1], []])])
-def test_prompts_and_answers_without_tokens_are_refused(model, prompts, answers):
-    with pytest.raises(ValueError, match="at least one token"):
-        token_nll(model, None, prompts, answers)
-
-
 ROWS = [{"text": "one\u2028line", "n": 1}, {"text": "two", "n": 2}]
 
 

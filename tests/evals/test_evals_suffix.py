@@ -151,7 +151,7 @@ def test_a_task_is_made_of_a_file_by_the_name_of_the_file(tmp_path):
     task = make_task(byte_tokenizer(), str(file), "all", prefix=20, suffix=8, windows=3, supervision="first-half")
     assert task.dataset == "book.txt:all"
     assert task.describe() == {"prefix_len": 20, "suffix_len": 8, "supervision": "first-half"}
-    assert len(task.windows) == 2  # at most two of a document
+    assert len(task.examples) == 2  # at most two of a document
 
 
 def source(path, texts, field="text"):

@@ -1,9 +1,8 @@
 """Evaluations: how much of a model's prediction a compact cache keeps, with resumable records and intervals."""
 
-from kvcat.evals.metrics import DECIDING, METRICS, Metric
 from kvcat.evals.records import Record, ResultsFolder, models_of, read_config, read_costs, read_events, read_records
 from kvcat.evals.runner import advance, evaluate, progress_bar
-from kvcat.evals.statistics import ClusterBootstrap, Estimate
+from kvcat.evals.statistics import DECIDING, METRICS, ClusterBootstrap, Estimate, Metric
 from kvcat.evals.suffix import CORPORA, SuffixTask, Window, corpus_documents, windows_from_documents
 from kvcat.evals.summary import compare_models, comparison_pairs, plumbing, summarise
 from kvcat.evals.task import Baseline, Method, Prepared, Task

@@ -30,27 +30,16 @@ from kvcat.types import Float, Tensor
 
 @dataclass(frozen=True)
 class Question:
-    """A context, a question about it, and its answer, as the tokens of one tokenizer.
+    """A context, a question about it, and its answer, as the tokens of one tokenizer."""
 
-    Args:
-        document: name of the context.
-        name: of the question, unique in the document.
-        stratum: group that is reported apart.
-        context: token ids of what is compressed, with what the tokenizer puts at the start of a text.
-        question: token ids after it, at least one.
-        answer: token ids of the right answer, at least one.
-        references: texts that the answer is judged by.
-        max_new_tokens: most tokens of a greedy answer, at least 1.
-    """
-
-    document: str
-    name: str
-    stratum: str
-    context: tuple[int, ...]
-    question: tuple[int, ...]
-    answer: tuple[int, ...]
-    references: tuple[str, ...]
-    max_new_tokens: int
+    document: str  # name of the context
+    name: str  # of the question, unique in the document
+    stratum: str  # group that is reported apart
+    context: tuple[int, ...]  # what is compressed, with what the tokenizer puts at the start of a text
+    question: tuple[int, ...]  # at least one
+    answer: tuple[int, ...]  # the right one, at least one
+    references: tuple[str, ...]  # texts that the answer is judged by
+    max_new_tokens: int  # of a greedy answer, at least 1
 
 
 @dataclass(frozen=True)
@@ -64,9 +53,7 @@ class QuestionTask(Task):
     nll - nll_dense, ``nll_none`` without the context, ``context_gain`` = nll_none - nll_dense.
 
     Args:
-        dataset: name of the data set.
-        examples: the questions, in an order whose first n are a fair sample for every n.
-        options: what they were made from; stands in the configuration.
+        options: what the examples were made from; stands in the configuration.
         vocabulary: hash of the vocabulary of the tokenizer that made the examples.
     """
 
@@ -204,15 +191,10 @@ def token_nll(
 ) -> list[Float[Tensor, " tokens"]]:
     """-log p(a_t | context, prompt, a_<t) of every token of each answer, nats.
 
-    Prompt and answer are joined as token ids: as one text an answer could merge with the end of the
-    prompt ("(" and "A)" give "(A"). The cache stands for the contexts, one for each row or one for all;
-    None: there are none.
-
-    Raises:
-        ValueError: nothing to score, or a prompt or an answer without tokens.
+    Prompt and answer, at least a token each, are joined as token ids: as one text an answer could merge with
+    the end of the prompt ("(" and "A)" give "(A"). The cache stands for the contexts, one for each row or one
+    for all; None: there are none.
     """
-    if not answers or not all(prompts) or not all(answers):
-        raise ValueError("prompts and answers of at least one token each are needed")
     rows = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
     width = max(map(len, rows))
     # padding stands after everything that is scored in its row

@@ -32,12 +32,7 @@ def measure(
     is the highest. The first run of a process is slower than the rest: call ``make`` once before.
     ``peak_mib`` is the highest memory above that before the work, from the same process: allocated by
     torch on CUDA; resident on Linux, after the C library has given free memory back, so that earlier
-    work changes it little; otherwise None.
-
-    Args:
-        make: starts the work anew.
-        device: where it runs.
-        use: called with every cache of the first run, outside the measurement.
+    work changes it little; otherwise None. ``use`` sees every cache of the first run, outside the measurement.
     """
     runs: list[list[dict[str, Any]]] = []
     spent = 0.0
@@ -108,13 +103,7 @@ def answer_speed(
 ) -> dict[str, float]:
     """Seconds to the first token of an answer, ``ttft``, and ``tokens_per_s`` after it, decoded greedily.
 
-    The fastest of two runs each, so that the first one warms up.
-
-    Args:
-        model: the model the cache was made with.
-        cache: of one example.
-        prompt_ids: what follows the cached text.
-        num_tokens: of the answer, at least 2.
+    The fastest of two runs each, so that the first one warms up; answers have ``num_tokens``, at least 2.
     """
     seconds = []
     for count in (1, num_tokens):

@@ -48,16 +48,10 @@ _CHOICES = tuple(f"choice_{letter}" for letter in LETTERS)
 
 @dataclass(frozen=True)
 class LongBenchExample:
-    """A question about a long text, with four answers.
+    """A question about a long text, with the answers A to D and the letter of the right one.
 
-    Args:
-        document: hash of the context: questions about one text are resampled together.
-        name: the row's ``_id``.
-        stratum: sub-domain.
-        context: the long text.
-        question: about it.
-        choices: the answers A to D.
-        answer: letter of the right one.
+    ``document`` is a hash of the context: questions about one text are resampled together. ``name`` is the
+    row's ``_id``, ``stratum`` its sub-domain.
     """
 
     document: str
@@ -142,7 +136,6 @@ class LongBenchTask(Task):
 
     Args:
         examples: ``longbench_examples``.
-        dataset: name of the data set.
         max_tokens: longest reconstruction sequence, and longest prompt with its answer; longer contexts are
             cut in the middle. At most the positions of every model.
         keep_ratios: fractions of the prefix that the truncated baselines see as plain text, each in (0, 1];
@@ -265,23 +258,14 @@ def choice_values(log_likelihoods: Float[Tensor, " choices"], right: int) -> Val
 
 @dataclass(frozen=True)
 class LongBenchPrompt:
-    """Token ids of a question and of its context, joined as ids and never as text, so that copies are the same tokens.
+    """Token ids of a question and of its context, joined as ids and not as text: copies are the same tokens."""
 
-    Args:
-        opening: what the tokenizer puts at the start of a text, such as a beginning-of-text token; often nothing.
-        lead: the first sentence, part of what is compressed.
-        context: the long text.
-        instruction: between the two copies of the reconstruction sequence.
-        question: question, answers and the beginning of the reply, down to "(".
-        choices: "A)" to "D)".
-    """
-
-    opening: list[int]
-    lead: list[int]
+    opening: list[int]  # what the tokenizer puts at the start of a text; often nothing
+    lead: list[int]  # the first sentence, part of what is compressed
     context: list[int]
-    instruction: list[int]
-    question: list[int]
-    choices: list[list[int]]
+    instruction: list[int]  # between the two copies of the reconstruction sequence
+    question: list[int]  # with the answers and the beginning of the reply, down to "("
+    choices: list[list[int]]  # "A)" to "D)"
 
     @property
     def prefix(self) -> list[int]:

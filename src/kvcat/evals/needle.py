@@ -67,8 +67,8 @@ def make_task(
     which is a distractor with probability ``DISTRACTOR_RATE``. Every line is encoded by itself, so that
     the query is the same tokens as the beginning of the needle. Lines stand whole; what is left of the
     exact length before the needle, and behind it, is filled with the end of a neutral line. The draws of
-    an example are a function of the seed, the index of its depth and its number alone. Examples go depth
-    after depth, so that the first n are spread over the depths for every n.
+    an example are a function of the seed, the index of its depth and its number alone; the first n
+    examples are spread over the depths for every n.
 
     Args:
         tokenizer: of the models to evaluate.
@@ -77,8 +77,7 @@ def make_task(
         seed: any integer.
 
     Raises:
-        InputError: a value out of its range, a haystack too short for the needle and the instruction, a
-            tokenizer that cannot spell digits.
+        InputError: a value out of range, a haystack too short, a tokenizer that cannot spell digits.
     """
     check_least(1, length=length, per_depth=per_depth)
     pieces, opening, examples = Pieces(tokenizer), tuple(opening_ids(tokenizer)), []
@@ -131,11 +130,7 @@ class Pieces:
         self._tokenizer, self._known = tokenizer, dict[str, tuple[int, ...]]()
 
     def __call__(self, text: str) -> tuple[int, ...]:
-        """Token ids of a piece, without special tokens.
-
-        Raises:
-            InputError: it has none.
-        """
+        """Token ids of a piece, without special tokens; a piece that has none is refused."""
         if text not in self._known:
             self._known[text] = tuple(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
             if not self._known[text]:

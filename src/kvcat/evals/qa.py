@@ -53,23 +53,14 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class QAExample:
-    """A question with its choices.
+    """A question with its choices."""
 
-    Args:
-        document: task and what it was taken from; questions about one context, and WinoGrande's twins, share it.
-        name: the row's own id, or a hash of its content; the same from a file and from the Hub.
-        stratum: name of the task.
-        contexts: one per choice.
-        texts: one per choice; its characters are those that the score per character counts.
-        gold: number of the right choice.
-    """
-
-    document: str
-    name: str
-    stratum: str
-    contexts: tuple[str, ...]
-    texts: tuple[str, ...]
-    gold: int
+    document: str  # task and what it was taken from; questions about one context, and WinoGrande's twins, share it
+    name: str  # the row's own id, or a hash of its content; the same from a file and from the Hub
+    stratum: str  # name of the task
+    contexts: tuple[str, ...]  # one per choice
+    texts: tuple[str, ...]  # one per choice, whose characters the score per character counts
+    gold: int  # number of the right choice
 
 
 def make_task(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcat.errors import InputError
-from kvcat.evals.metrics import DECIDING
+from kvcat.evals.statistics import DECIDING
 from kvcat.files import LOCK_FILE, append_jsonl, claim_folder, one_writer, read_json, read_jsonl
 
 _SECONDS_FOR_CLAIM = 5.0
@@ -23,10 +23,6 @@ _SPEEDS = dict.fromkeys(
 _COST = {**_CELL, **_SPEEDS, "options": dict, "examples": int, "seconds": _NUMBER, "bytes": int, "dense_bytes": int}
 _CONFIG = {"dataset": str, "num_examples": int, "methods": list, "baselines": list, "primary": (dict, type(None))}
 _METHOD = {"name": str, "options": dict, "keep_ratios": list, "num_examples": int}
-_KEY = (
-    "model", "fingerprint", "dtype", "method", "options", "keep_ratio", "step", "seed", "dataset", "document",
-    "example",
-)  # fmt: skip
 Key = tuple[Any, ...]
 Shard = tuple[int, int]
 
@@ -35,38 +31,23 @@ Shard = tuple[int, int]
 class Record:
     """What one example gave under one model, method, keep ratio, step and seed.
 
-    Args:
-        model: label of the model; ``LABEL@SEED`` for one of several training runs.
-        fingerprint: of the model's weights.
-        dtype: of the model's weights, e.g. ``float32``.
-        method: name of the compressor, or of a baseline.
-        options: its options that differ from the defaults, as canonical JSON (sorted keys).
-        keep_ratio: fraction of slots kept, in (0, 1]; of a baseline the fraction of the context that it sees.
-        step: gradient steps taken, or None for a method without steps.
-        seed: of a method that draws, or None.
-        dataset: name of the data set.
-        stratum: group of the example that is reported apart, may be empty.
-        document: name of the document, the unit that the intervals resample.
-        example: name of the example in its document.
-        values: metric name to value; nats per token where a unit applies, shares in [0, 1].
-
     Raises:
         ValueError: a value that is not a number.
     """
 
-    model: str
-    fingerprint: str
-    dtype: str
-    method: str
-    options: str
-    keep_ratio: float
-    step: int | None
-    seed: int | None
+    model: str  # label; LABEL@SEED for one of several training runs
+    fingerprint: str  # of the model's weights
+    dtype: str  # of the weights, e.g. float32
+    method: str  # name of the compressor, or of a baseline
+    options: str  # that differ from the defaults, as canonical JSON (sorted keys)
+    keep_ratio: float  # fraction of slots kept, in (0, 1]; of a baseline the fraction of the context that it sees
+    step: int | None  # gradient steps taken, or None for a method without steps
+    seed: int | None  # of a method that draws, or None
     dataset: str
-    stratum: str
-    document: str
-    example: str
-    values: dict[str, float]
+    stratum: str  # group that is reported apart, may be empty
+    document: str  # the unit that intervals resample
+    example: str  # name of the example in its document
+    values: dict[str, float]  # by metric; nats per token where a unit applies, shares in [0, 1]
 
     def __post_init__(self) -> None:
         for name, value in self.values.items():
@@ -75,8 +56,8 @@ class Record:
 
     @property
     def key(self) -> Key:
-        """What makes the record unique."""
-        return tuple(getattr(self, name) for name in _KEY)
+        """What makes the record unique: all but the values and the stratum."""
+        return tuple(value for name, value in vars(self).items() if name not in ("stratum", "values"))
 
     @property
     def method_label(self) -> str:
@@ -137,11 +118,7 @@ class ResultsFolder:
                 )
 
     def check_model(self, label: str, fingerprint: str, dtype: str) -> None:
-        """Refuse a label that stands for other weights or another dtype in this folder.
-
-        Raises:
-            InputError: with both.
-        """
+        """Refuse a label that stands for other weights or another dtype in this folder."""
         known = models_of(self.records).get(label, {})
         for field, value in (("fingerprint", fingerprint), ("dtype", dtype)):
             if known.get(field, value) != value:

@@ -68,8 +68,7 @@ def make_task(
         seed: any integer.
 
     Raises:
-        InputError: a value out of its range, an unknown task, a text too short for what is to be hidden in it, a
-            tokenizer that cannot spell the answers.
+        InputError: a value out of its range, an unknown task, a text too short for what it is to hide.
     """
     tasks = tuple(RULER_TASKS if tasks is None else tasks)
     check_least(1, length=length, per_task=per_task)

@@ -16,12 +16,12 @@ from kvcat.cache import CompactCache, fingerprint
 from kvcat.compress import Compressor, Trace, seeded_compressor, takes_seed
 from kvcat.errors import InputError
 from kvcat.evals.costs import answer_speed, measure
-from kvcat.evals.metrics import DECIDING, METRICS
 from kvcat.evals.records import Record, ResultsFolder, Shard, method_label
+from kvcat.evals.statistics import DECIDING, METRICS
 from kvcat.evals.task import (
     Baseline,
     Method,
-    ModelSource,
+    Models,
     Prepared,
     Step,
     Task,
@@ -59,7 +59,7 @@ class _Job:
 
 def evaluate(
     task: Task,
-    models: Mapping[str, ModelSource],
+    models: Models,
     methods: Sequence[str | Method],
     keep_ratios: Sequence[float],
     out_dir: Path,
@@ -73,24 +73,22 @@ def evaluate(
 ) -> list[Record]:
     """Records of every model, baseline, method, keep ratio, seed and example, also those of earlier runs.
 
-    One trace per batch serves all methods. A method with snapshots gives one record per snapshot. Batches
-    are written as they finish; the same call after a kill does what is missing and ends with the same
-    records. What each method took on the first batch stands in ``costs.jsonl``, versions and hardware in
-    ``provenance.jsonl``.
+    One trace per batch serves all methods. A method with snapshots gives one record per snapshot. The same
+    call after a kill does what is missing and ends with the same records. What each method took on the first
+    batch stands in ``costs.jsonl``, versions and hardware in ``provenance.jsonl``.
 
     Args:
         task: the examples and how they are scored.
-        models: label to (model, tokenizer), or to a function that loads them, called when their turn
-            comes. Labels ``LABEL@SEED`` are training runs of one variant, which tables join.
+        models: label to (model, tokenizer). Labels ``LABEL@SEED`` are training runs of one variant, which
+            tables join.
         methods: names of compressors, or ``Method`` for options, own keep ratios or fewer examples.
         keep_ratios: fractions kept, each in (0, 1].
         out_dir: the results folder; one configuration per folder, to which models may be added.
         batch_size: examples per trace, at least 1.
         seeds: of the compressors that draw; one record per seed. Others run once.
         shard: (index, count): every count-th batch alone, for processes that share the folder.
-        primary: the cell that decides a comparison, named before the run: method with its options, keep
-            ratio, metric. None takes the first method at its first keep ratio and the evaluation's first
-            metric. It stands in the configuration.
+        primary: the cell that decides a comparison: method with its options, keep ratio, metric. None takes
+            the first method at its first keep ratio and the evaluation's first metric.
         speed: also time answers from the compact and from the dense cache.
         progress: show progress on standard error.
 
@@ -106,10 +104,7 @@ def evaluate(
     plan = [job for method in methods for job in _jobs(method, keep_ratios, count, seeds)]
     baselines = [_Job(baseline.name, {}, (baseline.keep_ratio,), count) for baseline in task.baselines]
     _check_request(task, models, plan, batch_size, shard)
-    vocabularies: dict[str, str] = {}
-    for label, source in models.items():
-        if not callable(source):
-            _check_model(task, label, *source, vocabularies)
+    _check_models(task, models)
     config = _config(task, methods, keep_ratios) | {
         "primary": _primary(task, plan, primary), "batch_size": batch_size, "seeds": list(seeds)
     }  # fmt: skip
@@ -119,9 +114,7 @@ def evaluate(
     begun, bar = time.monotonic(), progress_bar(total, task.evaluation, shown=progress)
     with ResultsFolder(out_dir, config, shard=shard) as folder, bar:
         folder.append_event({"event": "start", **provenance()})
-        for label, source in models.items():
-            model, tokenizer = source() if callable(source) else source
-            _check_model(task, label, model, tokenizer, vocabularies)
+        for label, (model, tokenizer) in models.items():
             dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
             run = _Run(task, label, model, tokenizer, fingerprint(model), dtype, folder, bar, speed)
             folder.check_model(label, run.fingerprint, dtype)
@@ -290,9 +283,7 @@ def _config(task: Task, methods: Sequence[Method], keep_ratios: Sequence[float])
     }
 
 
-def _check_request(
-    task: Task, models: Mapping[str, ModelSource], plan: Sequence[_Job], batch_size: int, shard: Shard
-) -> None:
+def _check_request(task: Task, models: Models, plan: Sequence[_Job], batch_size: int, shard: Shard) -> None:
     if task.evaluation not in DECIDING:
         raise InputError(f"no evaluation {task.evaluation!r}; there are {', '.join(DECIDING)}")
     wanted = [*plan, *task.baselines]
@@ -311,11 +302,11 @@ def _check_request(
         raise InputError("two examples share document and name")
 
 
-def _check_model(task: Task, label: str, model: PreTrainedModel, tokenizer: Any, vocabularies: dict[str, str]) -> None:
-    task.check(label, model, tokenizer)
-    if tokenizer is None or not task.tokenized:
-        return
-    vocabularies[label] = vocabulary(tokenizer)
-    first = next(iter(vocabularies))
-    if vocabularies[first] != vocabularies[label]:
-        raise InputError(f"models {first!r} and {label!r} have different tokenizers: their examples differ")
+def _check_models(task: Task, models: Models) -> None:
+    for label, (model, tokenizer) in models.items():
+        task.check(label, model, tokenizer)
+    known = {label: tokenizer for label, (_, tokenizer) in models.items() if task.tokenized and tokenizer is not None}
+    for label, tokenizer in known.items():
+        first = next(iter(known))
+        if vocabulary(tokenizer) != vocabulary(known[first]):
+            raise InputError(f"models {first!r} and {label!r} have different tokenizers: their examples differ")

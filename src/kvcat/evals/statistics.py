@@ -1,15 +1,14 @@
-"""Figures with intervals: a bootstrap over documents, strata and training seeds; shares of right answers; tests."""
+"""Figures with intervals: a bootstrap over documents, strata and training seeds; shares; tests; all metrics."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 from scipy.stats import binomtest, norm
-
-from kvcat.errors import InputError
 
 LEVEL = 0.95
 _Z = float(norm.ppf((1.0 + LEVEL) / 2.0))
@@ -42,7 +41,7 @@ class ClusterBootstrap:
     Windows of one document resemble each other; resampling them one by one gives intervals that are
     too narrow. Two models on the same windows share the resamples, so the interval of their
     difference is a paired one. With fewer than about ten documents percentile intervals are too
-    narrow, whatever the number of resamples.
+    narrow.
 
     With strata every resample draws as many documents of each stratum as there are. A stratum of one
     document cannot vary: such documents form one stratum together, and a single one joins the
@@ -85,12 +84,7 @@ class ClusterBootstrap:
         self._weights = _seed_weights(seeds, num_resamples, seed)
 
     def of_means(self, function: Callable[..., Array], *columns: Float[Array, "*seeds windows"]) -> Draws:
-        """``function`` of the columns' means.
-
-        Args:
-            function: takes one array per column and works element by element.
-            columns: one value per window each, with a row per training seed where there are several.
-        """
+        """``function``, element by element, of the means of columns: a value per window, a row per training seed."""
         sizes = self._counts @ np.bincount(self._document_of)
         means = []
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
@@ -170,11 +164,8 @@ def _seed_weights(seeds: Sequence[str], num_resamples: int, seed: int) -> Float[
 def wilson(successes: float | int, num_trials: float | int) -> Estimate:
     """A proportion with Wilson's score interval, which has a width at 0 and at 100 % as well.
 
-    All p with |p_hat - p| <= z sqrt(p (1 - p) / n), z the normal quantile.
-
-    Args:
-        successes: between 0 and ``num_trials``; fractional where a trial is a document of several examples.
-        num_trials: independent trials, n > 0.
+    All p with |p_hat - p| <= z sqrt(p (1 - p) / n), z the normal quantile. Successes may be fractional, where
+    a trial is a document of several examples.
 
     Raises:
         ValueError: no trial, or successes out of range.
@@ -197,12 +188,7 @@ def share(scores: Float[Array, " examples"], documents: Sequence[str]) -> Estima
     For right or wrong, one example to a document, this is the usual interval. Elsewhere it is rather
     too wide than too narrow: no variable in [0, 1] with mean p varies more than p (1 - p), and
     examples of one document count as copies of one another. It is never of zero width.
-
-    Raises:
-        InputError: no example.
     """
-    if not len(scores):
-        raise InputError("no example to take an accuracy of")
     num_documents = len(set(documents))
     return wilson(float(scores.mean()) * num_documents, num_documents)
 
@@ -233,17 +219,11 @@ def share_difference(
 def mcnemar(first: Float[Array, " examples"], second: Float[Array, " examples"]) -> float:
     """Exact two-sided p of "two models are right equally often", from the examples where just one is right.
 
-    Of b + c such examples b ~ Binomial(b + c, 1/2); p = min(1, 2 P(X <= min(b, c))). Examples count as
-    independent: where documents hold several, trust the interval of ``share_difference``.
-
-    Raises:
-        ValueError: a value that is neither 0 nor 1.
+    Of b + c such examples b ~ Binomial(b + c, 1/2); p = min(1, 2 P(X <= min(b, c))). Values are 0 or 1, and
+    examples count as independent: where documents hold several, trust the interval of ``share_difference``.
 
     References: McNemar 1947.
     """
-    for value in np.stack([first, second]).ravel():
-        if value not in (0.0, 1.0):
-            raise ValueError(f"an outcome is 0 or 1, not {value:g}")
     b, c = int(np.sum(first > second)), int(np.sum(first < second))
     return float(binomtest(b, b + c).pvalue) if b + c else 1.0
 
@@ -283,3 +263,92 @@ def holm(p_values: Float[Array, " tests"]) -> Float[Array, " tests"]:
     scaled = p_values[order] * np.arange(len(order), 0, -1)
     corrected[order] = np.minimum(1.0, np.maximum.accumulate(scaled))
     return corrected
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A figure over examples."""
+
+    label: str  # column head
+    description: str  # one line for a reader
+    lower_is_better: bool
+    unit: str = "nats/token"  # empty for a share
+    percent: bool = False  # shown in percent
+    share: bool = False  # mean of a per-example score between 0 and 1, with the intervals of ``share``
+    ratio: bool = False  # the ratio of two models means something, because 0 is nothing lost
+    columns: tuple[str, ...] = ()  # per-example values that it is made of; by default the one of its name
+    function: Callable[..., Any] = lambda mean: mean  # of the columns' means, element by element
+
+    def draws(self, bootstrap: ClusterBootstrap, columns: Mapping[str, np.ndarray]) -> Draws:
+        """The figure on all examples and on every resample."""
+        return bootstrap.of_means(self.function, *(columns[name] for name in self.columns))
+
+
+def _score(label: str, description: str, *columns: str, function: Callable[..., Any] = lambda mean: mean) -> Metric:
+    return Metric(label, description, False, "", percent=True, share=True, columns=columns, function=function)
+
+
+_METRICS = {
+    "delta_ppl": Metric(
+        "delta PPL", "Mean over windows of exp(NLL compact) - exp(NLL dense); the paper's figure, heavy-tailed.",
+        True, "perplexity", ratio=True,
+    ),
+    "kl": Metric(
+        "KL", "KL(dense || compact) of the next-token distributions, nats per suffix token. It compares a model with "
+        "itself: a model that ignores its prefix has none.", True, ratio=True,
+    ),
+    "top1": Metric(
+        "top-1", "Share of suffix positions whose most likely token is the same with the dense and the compact cache.",
+        False, "", percent=True,
+    ),
+    "nll": Metric(
+        "NLL compact", "Negative log-likelihood of the real suffix, or of the right answer, on the compact cache, nats "
+        "per token: what a user gets.", True,
+    ),
+    "delta_nll": Metric("delta NLL", "NLL on the compact cache minus dense NLL, nats per token.", True, ratio=True),
+    "nll_dense": Metric(
+        "NLL dense", "Negative log-likelihood with the whole cache, nats per token: the price paid in training.", True,
+    ),
+    "context_gain": Metric(
+        "context gain", "NLL without the prefix minus dense NLL, of suffix tokens 2 onwards, nats per token: how much "
+        "the model uses its prefix.", False,
+    ),
+    "retention": Metric(
+        "retention", "1 - (NLL compact - NLL dense) / (NLL without prefix - NLL dense), a ratio of sums: the share of "
+        "the context gain that survives compression; not given where that gain is not clearly above 0.",
+        False, "", percent=True, columns=("lost", "gained"), function=lambda lost, gained: 1.0 - lost / gained,
+    ),
+    "exact_match": _score("exact match", "Share of examples whose greedy answer on the compact cache is right."),
+    "native_exact_match": _score(
+        "exact match, native", "The same of the examples that the model answers rightly with its whole cache: the "
+        "paper's native-success-conditioned figure. It rewards a model that is right on few: read it beside the plain "
+        "and the dense one.", "native_match", "dense_exact_match", function=np.divide,
+    ),
+    "dense_exact_match": _score("exact match, dense", "Share of examples answered rightly with the whole cache."),
+    "correct_prefix": _score("digits", "Share of the passkey's digits before the first wrong one."),
+    "string_match": _score("string match", "Share of the right answers that the greedy answer contains, as in RULER."),
+    "dense_string_match": _score("string match, dense", "The same with the whole cache."),
+    "accuracy": _score("accuracy", "Share of questions whose right answer has the highest log-likelihood."),
+    "dense_accuracy": _score("accuracy, dense", "The same with the whole cache."),
+    "nll_choice": Metric(
+        "NLL of the choice", "Minus the log of the right answer's probability among the four, nats; 1.386 is guessing.",
+        True, "nats",
+    ),
+    "acc_per_char": _score(
+        "accuracy", "Share of questions whose right answer has the highest log-likelihood per character."
+    ),
+    "acc": _score("accuracy, raw", "The same by the total log-likelihood."),
+    "nll_per_char": Metric(
+        "NLL per character", "Negative log-likelihood of the right answer, nats per character.", True, "nats/character"
+    ),
+}  # fmt: skip
+
+METRICS: dict[str, Metric] = {
+    name: metric if metric.columns else replace(metric, columns=(name,)) for name, metric in _METRICS.items()
+}
+"""Every figure by its name in summaries and CSV files."""
+
+DECIDING = {
+    "suffix": "kl", "needle": "exact_match", "ruler": "string_match", "longbench": "accuracy", "qa": "acc_per_char"
+}  # fmt: skip
+"""Every evaluation with the metric that decides it where no other is named."""

@@ -36,14 +36,7 @@ _WIKITEXT_HEADING = re.compile(r" = (?!= ).+ = \n?")
 
 @dataclass(frozen=True)
 class Window:
-    """Consecutive tokens of a single document.
-
-    Args:
-        document: the document's name; windows of one document are resampled together.
-        name: the position of its first token.
-        tokens: token ids of prefix and suffix, in order.
-        prefix_len: how many of them are the prefix, at least 1 and at most ``len(tokens) - 2``.
-        stratum: group that is reported apart; may be empty.
+    """Consecutive tokens of a single document, ``name`` the position of the first in it.
 
     Raises:
         InputError: a prefix without tokens, a suffix of fewer than two.
@@ -80,21 +73,9 @@ def make_task(
     seed: int = 0,
     supervision: str = "suffix",
 ) -> "SuffixTask":
-    """The suffix evaluation of windows drawn from a source of text.
+    """The suffix evaluation of at most so many windows of ``prefix`` and ``suffix`` tokens of a source of text.
 
-    Args:
-        tokenizer: of the models to evaluate.
-        data: as in ``corpus_documents``.
-        split: test and validation are held out by a hash of the document's name.
-        prefix: tokens compressed.
-        suffix: tokens scored.
-        windows: most windows.
-        per_document: most windows of one document.
-        seed: of the draw of windows.
-        supervision: as in ``SuffixTask``.
-
-    Raises:
-        InputError: as ``corpus_documents``, ``windows_from_documents`` and ``SuffixTask``.
+    Arguments and errors are those of ``corpus_documents``, ``windows_from_documents`` and ``SuffixTask``.
     """
     documents = corpus_documents(data, split, 10 * windows)
     chosen = windows_from_documents(
@@ -139,17 +120,16 @@ def windows_from_documents(
 ) -> list[Window]:
     """Windows that do not overlap, of documents and places drawn by the seed.
 
-    The first window of every document comes before the second of any, so a shorter list still spans as
-    many documents as it can. Documents are tokenised without special tokens, and only as many as the limit
-    needs.
+    The first window of every document comes before the second of any. Documents are tokenised without
+    special tokens, and only as many as the limit needs.
 
     Args:
         documents: pairs (name, text); names are unique.
         tokenizer: a transformers tokenizer.
         prefix_len: tokens compressed, at least 1.
         suffix_len: tokens scored, at least 2.
-        limit: windows in all, at least 1; None takes all.
-        per_document: windows of one document at most, at least 1.
+        limit: windows in all; None takes all.
+        per_document: most windows of one document.
         seed: of the draw.
 
     Raises:
@@ -205,19 +185,19 @@ class SuffixTask(Task):
     NLLs, ``num_predicted`` in the gain.
 
     Args:
-        windows: of equal lengths, with token ids of a vocabulary that all models share.
+        examples: of equal lengths, with token ids of a vocabulary that all models share.
         dataset: name of the data set.
         supervision: what compressors are fitted to. "suffix": all of the text that is scored, the paper's probe;
             "first-half": the first half of the suffix, of which only the second is scored; "reconstruction": the
             prefix repeated after an instruction.
 
     Raises:
-        InputError: no window, windows of unequal lengths, another supervision, a suffix too short to be halved.
+        InputError: windows of unequal lengths, another supervision, a suffix too short to be halved.
 
     References: KV-CAT, appendix "Suffix perplexity under prefix KV cache compression".
     """
 
-    windows: tuple[Window, ...]
+    examples: tuple[Window, ...]
     dataset: str
     supervision: str = "suffix"
     evaluation: ClassVar[str] = "suffix"
@@ -225,7 +205,7 @@ class SuffixTask(Task):
     baselines: ClassVar[tuple[Baseline, ...]] = ()
 
     def __post_init__(self) -> None:
-        shapes = {(window.prefix_len, window.suffix_len) for window in self.windows}
+        shapes = {(window.prefix_len, window.suffix_len) for window in self.examples}
         if len(shapes) > 1:
             raise InputError(f"windows have unequal lengths (prefix, suffix): {sorted(shapes)}")
         if self.supervision not in SUPERVISIONS:
@@ -233,20 +213,15 @@ class SuffixTask(Task):
         if self.supervision == "first-half" and any(suffix < 4 for _, suffix in shapes):
             raise InputError("supervision first-half needs suffixes of at least 4 tokens")
 
-    @property
-    def examples(self) -> tuple[Window, ...]:
-        """The windows."""
-        return self.windows
-
     def describe(self) -> Mapping[str, Any]:
         """Lengths and supervision."""
-        first = self.windows[0]
+        first = self.examples[0]
         return {"prefix_len": first.prefix_len, "suffix_len": first.suffix_len, "supervision": self.supervision}
 
     def check(self, label: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
         """Refuse a model with too few positions or another vocabulary."""
-        first = self.windows[0]
-        largest = max(max(window.tokens) for window in self.windows)
+        first = self.examples[0]
+        largest = max(max(window.tokens) for window in self.examples)
         check_fits(label, model, num_tokens=len(first.tokens), largest=largest, what="windows")
         if self.supervision == "reconstruction":
             if tokenizer is None:
@@ -313,11 +288,7 @@ class PreparedWindows(Prepared):
 def _context_gain(
     model: PreTrainedModel, traced: Trace, first: int
 ) -> tuple[Float[Tensor, " batch"], Float[Tensor, " batch"]]:
-    """NLL without the prefix minus dense NLL, and NLL without the prefix, nats per token.
-
-    Of the suffix tokens that suffix positions from ``first`` on predict: without the prefix the first token
-    has no prediction.
-    """
+    """NLL without the prefix minus dense NLL, and NLL without it, of what suffix positions from ``first`` predict."""
     suffix, targets, head = traced.suffix_ids, traced.suffix_ids[:, first + 1 :], examined_head(model)
     dense = score_positions(head, traced.hidden[:, first + 1 : -1], targets).nll
     with frozen(model):

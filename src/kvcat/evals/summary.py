@@ -9,9 +9,9 @@ import numpy as np
 import pandas as pd
 
 from kvcat.errors import InputError
-from kvcat.evals.metrics import METRICS
 from kvcat.evals.records import Record, models_of
 from kvcat.evals.statistics import (
+    METRICS,
     ClusterBootstrap,
     Estimate,
     cannot_tell,
@@ -57,11 +57,6 @@ def summarise(records: Iterable[Record], *, num_resamples: int = 10_000, seed: i
     of one variant: the row of LABEL is their mean, and its interval resamples runs and documents.
     Otherwise intervals resample documents alone and say nothing of other training runs.
 
-    Args:
-        records: of one data set.
-        num_resamples: of the bootstrap.
-        seed: of the bootstrap.
-
     Raises:
         InputError: records of two data sets; one label for two sets of weights.
     """
@@ -100,10 +95,8 @@ def compare_models(
     Args:
         records: of one data set and at least two models.
         reference: label of a model, without ``@SEED``.
-        primary: the one cell that was named before the run, by method (with options), keep_ratio and
-            metric, as in the folder's configuration; its p is not corrected.
-        num_resamples: of the bootstrap.
-        seed: of the bootstrap.
+        primary: of the folder's configuration; the p of this cell is not corrected.
+        num_resamples: of the bootstrap, with its ``seed``.
 
     Raises:
         InputError: no records of the reference; otherwise as ``summarise``.
@@ -148,9 +141,6 @@ def plumbing(records: Iterable[Record]) -> dict[str, str]:
     A model can do it where, with the whole cache and no compression, the 95 % interval of its score lies
     above chance on at least ``FEWEST`` documents; in text prediction, where the interval of its context
     gain lies above 0: a model that does not use its prefix has nothing to lose.
-
-    Args:
-        records: of one evaluation and any number of models.
     """
     models: dict[str, list[Record]] = {}
     for record in records:

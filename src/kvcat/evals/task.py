@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -15,37 +15,25 @@ from kvcat.evals.records import method_label
 
 Values = dict[str, float]
 Step = int | None
-ModelSource = tuple[PreTrainedModel, Any] | Callable[[], tuple[PreTrainedModel, Any]]
+Models = Mapping[str, tuple[PreTrainedModel, Any]]  # label to model and tokenizer
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """A score without any compression, beside which the compressed ones stand.
+    """A score without any compression, beside which the compressed ones stand."""
 
-    Args:
-        name: ``dense`` (the whole cache), ``no-context`` (none) or ``truncated`` (as much plain text as the budget).
-        keep_ratio: fraction of the context's tokens that it sees, in [0, 1].
-    """
-
-    name: str
-    keep_ratio: float
+    name: str  # dense (the whole cache), no-context (none) or truncated (as much plain text as the budget)
+    keep_ratio: float  # fraction of the context's tokens that it sees, in [0, 1]
 
 
 @dataclass(frozen=True)
 class Method:
-    """A compressor to evaluate, and on how much.
+    """A compressor to evaluate, and on how much."""
 
-    Args:
-        name: of the compressor, e.g. ``attention-matching``.
-        options: of the compressor where they differ from its defaults, JSON values.
-        keep_ratios: those of this method, each in (0, 1]; None takes the evaluation's.
-        num_examples: only the first examples; None takes all.
-    """
-
-    name: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    keep_ratios: tuple[float, ...] | None = None
-    num_examples: int | None = None
+    name: str  # e.g. attention-matching
+    options: Mapping[str, Any] = field(default_factory=dict)  # where they differ from the defaults, JSON values
+    keep_ratios: tuple[float, ...] | None = None  # each in (0, 1]; None takes the evaluation's
+    num_examples: int | None = None  # only the first; None takes all
 
     @property
     def label(self) -> str:
@@ -54,13 +42,10 @@ class Method:
 
 
 class Prepared:
-    """A batch of examples on one model: a frozen dataclass that inherits from this one.
-
-    Attributes:
-        trace: what compressors are fitted to, one row per example; made when first needed.
-    """
+    """A batch of examples on one model: a frozen dataclass that inherits from this one."""
 
     trace: Any
+    """What compressors are fitted to, one row per example; made when first needed."""
 
     def score(self, cache: CompactCache) -> list[Values]:
         """Values per example when the compact cache stands for the context."""
@@ -88,7 +73,7 @@ class Task:
     Attributes:
         evaluation: name of the evaluation, a key of ``DECIDING``.
         dataset: name of the data set, part of every record.
-        examples: in the order of evaluation, so that the first n are a fair sample for every n. Each has
+        examples: frozen dataclasses in the order of evaluation, so that the first n are a fair sample. Each has
             ``document`` (what it was taken from, the unit that intervals resample), ``name`` (unique in the
             document) and ``stratum`` (group that is reported apart; may be empty).
         baselines: those that are scored for every model.
@@ -113,11 +98,7 @@ class Task:
         return None
 
     def check(self, label: str, model: PreTrainedModel, tokenizer: Any) -> None:
-        """Refuse a model that cannot run these examples, before heavy work.
-
-        Raises:
-            InputError: too few positions, a token outside the vocabulary, no tokenizer.
-        """
+        """Refuse with an ``InputError`` a model that cannot run these examples, before heavy work."""
         raise NotImplementedError
 
     def prepare(self, model: PreTrainedModel, tokenizer: Any, batch: Sequence[Any]) -> Prepared:
@@ -139,11 +120,7 @@ def vocabulary(tokenizer: Any) -> str:
 
 
 def check_fits(label: str, model: PreTrainedModel, *, num_tokens: int, largest: int, what: str) -> None:
-    """Refuse sequences, ``what`` they are, that a model has no positions or no tokens for.
-
-    Raises:
-        InputError: with both numbers.
-    """
+    """Refuse sequences, ``what`` they are, that a model has no positions or no tokens for."""
     config = model.config.get_text_config(decoder=True)
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and num_tokens > positions:
