@@ -169,7 +169,8 @@ def _press_prefix(press: Any, trace: Trace, row: int, num_slots: int) -> list[tu
         # this press counts positions within the cache; ours end where the prefix does
         shift = trace.prefix_len - num_slots if isinstance(press, library().KeyRerotationPress) else 0
         rotation, kept = KeyRotation(model, shift) if shift else None, []
-        for index, (layer, attention) in enumerate(zip(cache.layers, attentions, strict=True)):
+        layers: Any = cache.layers  # of keys and values; transformers knows others
+        for index, (layer, attention) in enumerate(zip(layers, attentions, strict=True)):
             keys, values = (layer.keys if rotation is None else rotation(layer.keys, index))[0], layer.values[0]
             there = torch.ones(keys.shape[:2], dtype=torch.bool, device=keys.device)
             if (hidden := getattr(attention, "masked_key_indices", None)) is not None:

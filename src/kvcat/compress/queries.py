@@ -67,7 +67,8 @@ def fitted_queries(trace: Trace, own_weight: float, *, by_share: bool) -> Fitted
     factor = (own_weight * found.queries[0].shape[2] / own.queries[0].shape[2]) ** 0.5
     rest = own.log_rest if by_share else _none(own.queries)
     pairs = (found.queries, own.queries), (found.factors, _filled(own.queries, factor)), (found.log_rest, rest)
-    return FittedQueries(*([torch.cat(parts, 2) for parts in zip(*pair, strict=True)] for pair in pairs))
+    queries, factors, log_rest = ([torch.cat(parts, 2) for parts in zip(*pair, strict=True)] for pair in pairs)
+    return FittedQueries(queries, factors, log_rest)
 
 
 def _own_queries(trace: Trace) -> FittedQueries | None:

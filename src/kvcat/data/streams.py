@@ -175,10 +175,9 @@ class TokenLoader:
             RuntimeError: a worker died.
         """
         try:
-            if self._steps is None:
-                self._start()
+            steps = self._start() if self._steps is None else self._steps
             while not all(self._ready[stream] for stream in streams):
-                step = next(self._steps)
+                step = next(steps)
                 if isinstance(step, InputError):
                     raise step
                 for stream, tokens, position in step:
@@ -215,7 +214,7 @@ class TokenLoader:
             process.kill()
         self._steps, self._processes = None, []
 
-    def _start(self) -> None:
+    def _start(self) -> Any:
         """Open the streams; a worker is a fresh interpreter, which holds no lock of this one."""
         workers: Any = {"multiprocessing_context": "spawn", "prefetch_factor": READ_AHEAD} if self._num_workers else {}
         loader = DataLoader(
@@ -228,6 +227,7 @@ class TokenLoader:
         self._steps = iter(loader)
         _OPEN.add(self)
         self._processes = [process for process in multiprocessing.active_children() if process not in others]
+        return self._steps
 
 
 _OPEN: "weakref.WeakSet[TokenLoader]" = weakref.WeakSet()

@@ -110,7 +110,9 @@ class ResultsFolder:
     def _claim(self, config: Mapping[str, Any]) -> None:
         config = json.loads(json.dumps(config))
         there = claim_folder(self.path, "config.json", config)
-        for field in [] if there is None else [*config, *there]:
+        if there is None:
+            return
+        for field in [*config, *there]:
             if config.get(field) != there.get(field):
                 raise InputError(
                     f"{self.path} holds results of another configuration: "

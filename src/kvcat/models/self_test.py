@@ -25,9 +25,9 @@ class _CountingGate(SlotGate):
         super().__init__(keep)
         self.layers: set[int] = set()
 
-    def keep_for(self, module: nn.Module, *rest: Any) -> Tensor:
+    def keep_for(self, module: nn.Module, *rest: Any, **named: Any) -> Tensor:
         self.layers.add(layer_number(module))
-        return super().keep_for(module, *rest)
+        return super().keep_for(module, *rest, **named)
 
 
 def self_test(model: PreTrainedModel, *, split: bool = False) -> None:

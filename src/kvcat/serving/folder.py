@@ -46,8 +46,8 @@ class CacheFolder:
             status = path.stat()
             inside = path.is_file() and path.resolve().parent == self.folder.resolve()
         except OSError:
-            inside = False
-        if not inside:
+            status, inside = None, False
+        if status is None or not inside:
             raise InputError(f"no cache {name!r}")
         version = (status.st_mtime_ns, status.st_size, status.st_ino)
         if name not in self._known or self._known[name][0] != version:

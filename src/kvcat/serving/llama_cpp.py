@@ -100,8 +100,8 @@ class Layout:
             yield _raw(_rows(interleaved(keys) if is_interleaved else keys), _DTYPES[key_type])
         size = _DTYPES[value_type].itemsize
         for _, values in layers:
-            form = ("<iII", value_type, size, self.width) if self.transposed else ("<iQ", value_type, self.width * size)
-            yield struct.pack(*form)
+            row = struct.pack("<II", size, self.width) if self.transposed else struct.pack("<Q", self.width * size)
+            yield struct.pack("<i", value_type) + row
             yield _raw(_rows(values).mT if self.transposed else _rows(values), _DTYPES[value_type])
         yield bytes(4 * (self.streams - 1))
 
