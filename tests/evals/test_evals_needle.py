@@ -9,7 +9,6 @@ from test_evals_answers import with_opening
 import kvcat
 from kvcat.compress.documents import INSTRUCTION
 from kvcat.errors import InputError
-from kvcat.evals import evaluate
 from kvcat.evals.needle import FILLER, QUERY, NeedleTask, draws, lines_with_decoys, make_task
 from kvcat.evals.task import manifest
 from tiny import byte_tokenizer, stock_model
@@ -110,21 +109,11 @@ def test_a_code_that_equals_the_passkey_is_drawn_again():
     assert again[:3] == plain[:3]
 
 
-def test_more_examples_leave_the_first_as_they_are(tokenizer):
-    few, many = (make_task(tokenizer, length=200, per_depth=n).examples for n in (1, 3))
-    assert many[: len(few)] == few
-    assert [example.stratum for example in many[5:10]] == [example.stratum for example in few]
-
-
-def test_seeds_give_other_passkeys_and_other_text(tokenizer):
-    one, two = (make_task(tokenizer, length=200, per_depth=2, seed=seed) for seed in (0, 1))
-    assert not {example.references for example in one.examples} & {example.references for example in two.examples}
-    assert not {example.context for example in one.examples} & {example.context for example in two.examples}
-
-
-def test_passkeys_are_drawn_alike_for_every_tokenizer_and_length(short):
-    other = make_task(byte_tokenizer(), length=200, per_depth=2)
-    assert [example.references for example in other.examples] == [example.references for example in short.examples]
+def test_passkeys_depend_on_seed_depth_and_number_alone(tokenizer, short):
+    other = make_task(byte_tokenizer(), length=200, per_depth=3)
+    passkeys = [example.references for example in short.examples]
+    assert [example.references for example in other.examples][: len(passkeys)] == passkeys
+    assert not set(passkeys) & {e.references for e in make_task(tokenizer, length=300, per_depth=2, seed=1).examples}
 
 
 def test_the_tokens_are_those_of_the_text_read_as_a_whole(tokenizer, short):
@@ -155,23 +144,6 @@ def test_both_copies_of_the_haystack_are_the_same_tokens_around_the_instruction(
     assert tokenizer.decode(ids[0, 300 : traced.supervision_start]) == INSTRUCTION
 
 
-def test_keeping_every_slot_gives_the_dense_values_and_keeping_few_does_not(base, short):
-    model, tokenizer = base
-    short.check("base", model, tokenizer)
-    batch = short.prepare(model, tokenizer, short.examples[:5])
-    dense, none = (batch.baseline(baseline) for baseline in BASELINES)
-    assert batch.score(kvcat.AttentionMatching()(batch.trace, keep_ratio=1.0)) == dense
-    few = batch.score(kvcat.Eviction("first")(batch.trace, keep_ratio=0.05))
-    names = {
-        "exact_match", "correct_prefix", "dense_exact_match", "dense_correct_prefix", "nll", "nll_dense", "delta_nll",
-        "nll_none", "context_gain",
-    }  # fmt: skip
-    for row in (*dense, *none, *few):
-        assert set(row) == names
-    assert sum(row["context_gain"] for row in dense) / 5 > 1.0
-    assert sum(row["nll"] for row in few) > sum(row["nll"] for row in dense)
-
-
 @pytest.fixture(scope="module")
 def learned():
     """A model that has learned five haystacks' passkeys by heart, and these haystacks."""
@@ -199,8 +171,11 @@ def test_passkeys_that_a_model_knows_are_right_until_compression_loses_them(lear
     model, tokenizer, task = learned
     batch = task.prepare(model, tokenizer, task.examples)
     dense, none = (batch.baseline(baseline) for baseline in BASELINES)
-    assert [row["exact_match"] for row in dense] == [1.0] * 5
-    assert [row["correct_prefix"] for row in dense] == [1.0] * 5
+    assert set(dense[0]) == {
+        "exact_match", "correct_prefix", "dense_exact_match", "dense_correct_prefix", "nll", "nll_dense", "delta_nll",
+        "nll_none", "context_gain",
+    }  # fmt: skip
+    assert [(row["exact_match"], row["correct_prefix"]) for row in dense] == [(1.0, 1.0)] * 5
     assert sum(row["exact_match"] for row in none) <= 1.0
     assert max(row["nll"] for row in dense) < 0.1 < min(row["nll_none"] for row in dense)
     snapshots = kvcat.GradientCompression(num_steps=1).snapshots(batch.trace, keep_ratio=1.0)
@@ -208,22 +183,6 @@ def test_passkeys_that_a_model_knows_are_right_until_compression_loses_them(lear
     few = batch.score(kvcat.Eviction("first")(batch.trace, keep_ratio=0.02))
     assert sum(row["exact_match"] for row in few) < 5.0
     assert [row["dense_exact_match"] for row in few] == [1.0] * 5
-
-
-def test_the_loop_writes_records_by_depth_and_a_second_run_only_reads_them(learned, tmp_path):
-    model, tokenizer, task = learned
-
-    def run():
-        return evaluate(task, {"m": (model, tokenizer)}, ["first"], (0.1, 1.0), tmp_path, batch_size=2, progress=False)
-
-    records = run()
-    assert len(records) == 5 * 4
-    assert {record.stratum for record in records} == {"0", "0.25", "0.5", "0.75", "1"}
-    whole = [record.values for record in records if record.method == "first" and record.keep_ratio == 1.0]
-    dense = [record.values for record in records if record.method == "dense"]
-    assert [row["exact_match"] for row in whole] == [row["exact_match"] for row in dense] == [1.0] * 5
-    assert [row["dense_exact_match"] for row in whole] == [1.0] * 5
-    assert run() == records
 
 
 @pytest.mark.parametrize(
@@ -244,26 +203,12 @@ def test_an_answer_is_right_where_its_digits_are_the_passkey(answer, exact, pref
     assert NeedleTask.judge(answer, ("483920",)) == {"exact_match": exact, "correct_prefix": pytest.approx(prefix)}
 
 
-def test_a_haystack_too_short_for_needle_and_instruction_is_refused(tokenizer):
+def test_a_haystack_too_short_and_numbers_out_of_range_are_refused(tokenizer):
     needle, instruction = f"{QUERY}483920.\n", INSTRUCTION
     least = len(tokenizer.encode(needle)) + len(tokenizer.encode(instruction))
     make_task(tokenizer, length=least, per_depth=1)
     with pytest.raises(InputError, match=f"a haystack of {least - 1} tokens is too short: .* take {least}"):
         make_task(tokenizer, length=least - 1, per_depth=1)
-
-
-def test_a_model_with_too_few_positions_is_refused_before_it_runs(base, paper):
-    model, tokenizer = base
-    with pytest.raises(InputError, match=r"of \d+ tokens exceed the 1024 positions of model 'base'"):
-        paper.check("base", model, tokenizer)
-
-
-def test_our_own_sentences_are_many_neutral_and_different():
-    assert len(set(FILLER)) == len(FILLER) >= 40
-    assert not any(re.search(r"\d|passkey|memory|code|record", sentence.lower()) for sentence in FILLER)
-
-
-def test_numbers_out_of_range_are_refused(tokenizer):
     for options in ({"length": 0}, {"per_depth": 0}):
         with pytest.raises(InputError, match=f"{next(iter(options))} is 0"):
             make_task(tokenizer, **options)

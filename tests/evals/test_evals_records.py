@@ -56,14 +56,9 @@ def line(**changes):
     [
         (b"{broken", "damaged"),
         (b"3", "is no record"),
-        (b"\xff\xfe", "damaged"),
-        (b"{}", "no record"),
         (line(values={"kl": float("nan")}).encode(), "kl of example '0' of 'doc' is nan, no number"),
         (line(values={"kl": "0.1"}).encode(), "its kl is '0.1'"),
-        (line(values={"kl": True}).encode(), "its kl is True"),
-        (line(values=3).encode(), "its values is 3"),
-        (line(model=None).encode(), "its model is None"),
-        (line(keep_ratio="0.1").encode(), "its keep_ratio is '0.1'"),
+        (line(keep_ratio=True).encode(), "its keep_ratio is True"),
         (line(options="3").encode(), "its options is 3"),
         (line(values={"kl": 0.5}).encode(), "second, different record of example '0' of 'doc': base, first, keep"),
     ],
@@ -90,12 +85,9 @@ def test_a_damaged_cost_is_refused_in_one_line(tmp_path, damage, said):
     [
         ({"evaluation": "magic"}, "no evaluation 'magic'; there are suffix"),
         ({"evaluation": None}, "names no evaluation"),
-        ({"num_examples": None}, "num_examples is None"),
         ({"num_examples": "3"}, "num_examples is '3'"),
-        ({"methods": {}}, "methods is {}"),
         ({"methods": [{"name": "first"}]}, "its options is None"),
         ({"methods": ["first"]}, "its name is None"),
-        ({"primary": "first"}, "its primary is 'first'"),
         ({"primary": {"method": "first"}}, "its keep_ratio is None"),
     ],
 )
@@ -142,13 +134,8 @@ def test_shards_share_a_folder_and_each_sees_what_the_others_did(tmp_path, monke
         monkeypatch.setattr("kvcat.evals.records._SECONDS_FOR_CLAIM", 0.1)
         with pytest.raises(InputError, match="another process is writing"):
             ResultsFolder(tmp_path, CONFIG, shard=(0, 2))
+    (tmp_path / "records-2-of-3.jsonl").write_text(line() + "\n")  # two shards wrote it
     assert read_records(tmp_path) == [record(0), record(1)]
-
-
-def test_a_record_that_two_shards_wrote_counts_once(tmp_path):
-    for index in range(2):
-        (tmp_path / f"records-{index}-of-2.jsonl").write_text(line() + "\n")
-    assert read_records(tmp_path) == [record(0)]
 
 
 def test_one_label_for_two_models_is_refused():
@@ -162,16 +149,6 @@ def test_a_folder_of_something_else_is_refused_and_left_alone(tmp_path):
         ResultsFolder(tmp_path, CONFIG)
     assert (tmp_path / "thesis.txt").read_text() == "dear"
     assert not (tmp_path / "config.json").exists()
-
-
-def test_a_folder_has_one_writer_at_a_time(tmp_path):
-    with (
-        ResultsFolder(tmp_path, CONFIG),
-        pytest.raises(InputError, match="another process is writing to"),
-    ):
-        ResultsFolder(tmp_path, CONFIG)
-    with ResultsFolder(tmp_path, CONFIG):
-        pass
 
 
 def test_what_cannot_be_a_folder_is_refused(tmp_path):

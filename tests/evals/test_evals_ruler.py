@@ -81,26 +81,15 @@ def test_every_text_has_exactly_the_tokens_of_its_length(make, length):
         assert list(example.context[: len(tokenizer.encode(""))]) == tokenizer.encode("")
 
 
-def test_the_texts_are_filled_as_far_as_whole_lines_go(tokenizer):
-    for example in small(tokenizer, length=1500, per_task=1).examples:
-        head = re.split(r"Some special|Memorize and|Below is|Read the", tokenizer.decode(example.context))[0]
-        assert len(tokenizer.encode(head)) < 80
-
-
-def test_the_tokens_are_those_of_the_text_read_as_a_whole(tokenizer, task):
+def test_texts_are_filled_with_whole_lines_and_depend_on_seed_task_and_number_alone(tokenizer, task):
     for example in task.examples:
-        assert tokenizer.encode(tokenizer.decode(example.context)) == list(example.context)
-
-
-def test_the_first_examples_are_spread_over_the_tasks_and_stay_when_there_are_more(tokenizer, task):
+        text = tokenizer.decode(example.context)
+        assert tokenizer.encode(text) == list(example.context)
+        assert len(tokenizer.encode(re.split(r"Some special|Memorize and|Read the", text)[0])) < 80
     assert [example.stratum for example in task.examples] == list(SHORT) * 2
     assert small(tokenizer, per_task=1).examples == task.examples[: len(SHORT)]
     one = small(tokenizer, tasks=("vt",)).examples
     assert one == tuple(example for example in task.examples if example.stratum == "vt")
-
-
-def test_seeds_give_other_texts_and_the_same_seed_the_same(tokenizer, task):
-    assert small(tokenizer) == task
     other = small(tokenizer, seed=1)
     assert not {e.references for e in other.examples} & {e.references for e in task.examples}
 
@@ -109,13 +98,6 @@ def test_the_examples_never_change(tokenizer, task):
     assert manifest(task.examples) == "fbbc7290676429850e05c49c68798126634fae860865ddea224163958c569ffc"
     words = make_task(tokenizer, tasks=("cwe",), per_task=1)
     assert manifest(words.examples) == "ba99317b3ce56fa5be9e4983c8483df9d503c04e81b3daef5c53637c664cb01b"
-
-
-def test_common_words_occur_30_times_and_others_3_times_as_in_ruler(tokenizer):
-    (example,) = make_task(tokenizer, tasks=("cwe",), per_task=1).examples
-    words = Counter(re.findall(r"^\d+\. (\w+)$", tokenizer.decode(example.context), flags=re.MULTILINE))
-    assert {word: words[word] for word in example.references} == dict.fromkeys(example.references, 30)
-    assert {times for word, times in words.items() if word not in example.references} == {3}
 
 
 @pytest.mark.parametrize(
@@ -167,13 +149,6 @@ def test_options_out_of_range_are_refused(options, said):
 def test_a_text_too_short_for_what_it_hides_is_refused(tokenizer, name, length, said):
     with pytest.raises(InputError, match=said):
         make_task(tokenizer, length=length, tasks=(name,))
-
-
-def test_a_model_with_too_few_positions_is_refused_before_it_runs(base, task):
-    model, tokenizer = base
-    long = small(tokenizer, length=700, tasks=("vt",))
-    with pytest.raises(InputError, match=r"reconstruction sequences .* exceed the 1024 positions of model 'base'"):
-        long.check("base", model, tokenizer)
 
 
 def test_coded_words_follow_the_zipf_distribution_up_to_whole_words(tokenizer):
