@@ -71,7 +71,7 @@ def test_the_page_opens_with_three_figures_then_differences_then_the_grid(report
 
 def test_tables_plots_and_every_row_in_full_precision_stand_beside_the_page(report):
     names = {file.relative_to(report.parent).as_posix() for file in report.parent.rglob("*") if file.is_file()}
-    plots = ["headline", "training", "differences-kvcat-control", "quality-kl", "quality-nll", "steps-kl"]
+    plots = ["headline", "training", "differences-kvcat-control", "steps-kl"]
     tables = ["quality-attention-matching", "differences-kvcat-control", "differences-control-base", "costs"]
     assert {f"tables/{name}.{end}" for name in tables for end in ("md", "tex")} <= names
     assert {f"plots/{name}.png" for name in plots} <= names
@@ -83,7 +83,7 @@ def test_tables_plots_and_every_row_in_full_precision_stand_beside_the_page(repo
         keys = [key for key in ("model", "reference", "method", "keep_ratio", "step", "metric") if key in frame]
         both = frame.astype({"step": float}).merge(written, on=keys, suffixes=("", "_written"))
         value = "value" if name == "summary" else "difference"
-        assert len(both) > 100
+        assert len(both) > 50
         assert (both[value] == both[f"{value}_written"]).all()
         assert both["low"].equals(both["low_written"])
 

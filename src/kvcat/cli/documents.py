@@ -43,8 +43,7 @@ def compress(
         method: NAME or NAME,option=value,...; docs/compress.md lists them.
         keep: Fraction of the KV slots to KEEP, in (0, 1]; 0.1 if no budget is given.
         slots: In place of --keep: slots per layer and head.
-        max_kl: In place of --keep: find the smallest cache whose KL on held-out positions is at most this many nats
-            per token. A quarter of the supervising positions is held out.
+        max_kl: In place of --keep: the largest KL on held-out positions, in nats per token; finds the smallest cache.
         chat: Put the document into the tokenizer's chat template, as a user's turn; answers then follow it.
     """
     keep = 0.1 if keep is slots is max_kl is None else keep

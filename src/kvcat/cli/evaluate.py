@@ -27,11 +27,9 @@ class Evaluation:
     keeps: ClassVar[tuple[float, ...]] = ()
     several: ClassVar[str] = ""
     """An option of several values, each of which gives a folder of its own."""
-
     models: tyro.conf.Positional[opt.Models]
     out: Path
-    """Folder for the records, the summary and the report. A stopped evaluation continues there. Several processes (RANK
-    and WORLD_SIZE, which torchrun sets) share the batches and the folder; `kvcat report` then joins them."""
+    """Folder for records and report. A stopped evaluation continues; under torchrun, processes share the work."""
     device: opt.Device = "cpu"
     dtype: opt.Dtype = "float32"
     data_seed: int = 0
@@ -126,8 +124,7 @@ class Compressing(Evaluation):
     seed: opt.Ints = ()
     """Seeds of compressors that draw; several give a record each, averaged; 0 if none is given."""
     primary: Annotated[tuple[str, float, str] | None, tyro.conf.arg(metavar="METHOD KEEP METRIC")] = None
-    """The one cell that decides, named before the run, such as attention-matching 0.1 nll; all others are exploratory.
-    By default the first method at its first keep ratio on the evaluation's first metric."""
+    """The one cell that decides, such as attention-matching 0.1 nll; the first of each by default."""
     speed: bool = False
     """Also time answers: seconds to the first token, tokens per second."""
 
@@ -152,8 +149,7 @@ class Compressing(Evaluation):
 class Suffix(Compressing):
     """Compress the prefix of held-out windows and score the suffix on the compact cache.
 
-    Reports NLL on the compact cache, delta NLL, delta PPL, KL, top-1 agreement, context gain and retention with 95 %
-    intervals, paired between models. Default keep ratios: 0.05 0.1 0.2 0.4.
+    Default keep ratios: 0.05 0.1 0.2 0.4.
 
     Example: kvcat eval suffix base=./base kvcat=./runs/router/export --keep 0.05 0.1 --out results
     """
@@ -162,13 +158,11 @@ class Suffix(Compressing):
     several = "data"
 
     data: opt.Strings = ()
-    """installed (the default), a text file, .jsonl or .parquet, a folder of them, hub:NAME, or wikitext-103, pg-19,
-    arxiv, fineweb-edu from the Hub; several give a folder each."""
+    """installed, a file or folder of texts, hub:NAME, wikitext-103, pg-19, arxiv, fineweb-edu; several may be given."""
     split: Split = "test"
     """Documents to use; test and validation are held out by a hash of the document's name."""
     supervision: Literal["suffix", "first-half", "reconstruction"] = "suffix"
-    """What caches are fitted to: the suffix that is scored (the paper's probe); its first half, and the rest is scored;
-    or the prefix repeated after an instruction."""
+    """Caches fit the scored suffix (the paper), its first half (the rest is scored), or the prefix said again."""
     prefix: int = 768
     """Tokens of the compressed prefix."""
     suffix: int = 256
@@ -189,9 +183,7 @@ class Suffix(Compressing):
 class Needle(Compressing):
     """Compress a haystack with a six-digit passkey, then ask for it: greedy answer, exact match.
 
-    The paper's method: --method gradient,init=random. A model that cannot find the passkey with its whole cache has
-    no figure here worth reading; the dense accuracy stands beside every other. Default keep ratios: 0.05 to 0.4 in
-    steps of 0.05, and 0.5.
+    The paper's method: --method gradient,init=random. Default keep ratios: 0.05 to 0.4 in steps of 0.05, and 0.5.
 
     Example: kvcat eval needle base=./base kvcat=./export --method gradient,init=random --keep 0.1 0.2 --out needle
     """
@@ -214,8 +206,7 @@ class LongBench(Compressing):
     """Compress long contexts by reconstruction, then answer the question on the compact cache.
 
     The four answers are scored by log-likelihood; dense, no context, and plain text of the same budget stand beside.
-    The paper's method: --method gradient,activation_checkpointing=true. Figures of a model whose dense accuracy is not
-    above chance are labelled plumbing. Default keep ratios: 0.1 0.2 0.5.
+    The paper's method: --method gradient,activation_checkpointing=true. Default keep ratios: 0.1 0.2 0.5.
 
     Example: kvcat eval longbench base=./base kvcat=./export --method gradient --keep 0.1 0.2 0.5 --out longbench
     """
@@ -244,8 +235,7 @@ class LongBench(Compressing):
 class Ruler(Compressing):
     """Compress texts in which something is hidden, then ask for it: RULER's tasks that need no data.
 
-    Score: the share of the right answers that the greedy answer contains, as in RULER (Hsieh et al. 2024). Default
-    keep ratios: 0.05 0.1 0.2 0.4.
+    Score: the share of right answers that the greedy answer contains. Default keep ratios: 0.05 0.1 0.2 0.4.
 
     Example: kvcat eval ruler ./model --length 4096 16384 --keep 0.1 0.2 --out ruler
     """
@@ -254,8 +244,7 @@ class Ruler(Compressing):
     several = "length"
 
     tasks: Annotated[opt.Strings, tyro.conf.arg(name="task")] = ()
-    """niah_single, niah_multikey_1, niah_multikey_2, niah_multivalue, niah_multiquery, vt (variable tracking), cwe
-    (common words), fwe (frequent words); all by default."""
+    """niah_single, niah_multikey_1, niah_multikey_2, niah_multivalue, niah_multiquery, vt, cwe, fwe; all by default."""
     length: opt.Ints = ()
     """Tokens of the text, 4096 by default; several give a folder each."""
     per_task: int = 20
@@ -273,8 +262,7 @@ class Ruler(Compressing):
 class QA(Evaluation):
     """Zero-shot multiple choice with the whole model, nothing compressed: what training did to the model itself.
 
-    The answer with the highest log-likelihood per character counts. Averages over the paper's six tasks, over seven
-    with Social IQa, over eight with CommonsenseQA.
+    The answer with the highest log-likelihood per character counts.
 
     Example: kvcat eval qa base=./base kvcat=./export --out qa
     """
@@ -310,8 +298,7 @@ def report(
         folders: Folders that `kvcat eval` or `kvcat train` wrote.
         output: Folder for tables, plots and report.html.
         run: LABEL=FOLDER of a training run, for its diagnostics; several may be given.
-        paper_model: What the models labelled base, kvcat (kv-cat, router), rand and attn are; the paper's figures then
-            stand beside ours.
+        paper_model: What the models labelled base, kvcat, rand and attn are, to show the paper's figures beside ours.
         title: Title of the page.
     """
     if not folders and not run:

@@ -27,24 +27,14 @@ Seed = Annotated[int, tyro.conf.arg(help="Seed of everything that is drawn.")]
 Overwrite = Annotated[bool, tyro.conf.arg(help="Replace an existing file.")]
 Supervision = Annotated[
     Literal["reconstruction", "self"],
-    tyro.conf.arg(
-        help="What caches are fitted to: the text repeated after an instruction (needs twice the positions), or its "
-        "own queries."
-    ),
+    tyro.conf.arg(help="What caches are fitted to: the text repeated after an instruction, or its own queries."),
 ]
 
 
 def parse(target: Any, prog: str, arguments: Sequence[str], **settings: Any) -> Any:
     """Call a function, or make a dataclass, with what the command line says; ``--help`` ends the program.
 
-    Args:
-        target: typed function or dataclass.
-        prog: name in the help text.
-        arguments: of the command.
-        settings: of ``tyro.cli``, such as ``default``.
-
-    Raises:
-        InputError: arguments that do not fit.
+    ``settings`` are those of ``tyro.cli``, such as ``default``. Raises InputError where arguments do not fit.
     """
     config = (tyro.conf.DisallowNone, tyro.conf.PositionalMetavarFromFieldName, tyro.conf.FlagCreatePairsOff)
     with events.on_parse_error(_refuse):

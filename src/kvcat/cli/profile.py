@@ -24,9 +24,8 @@ def profile(
 ) -> None:
     """Measure a model's compressibility on a text: the error of the best cache found against its slots.
 
-    The suffix evaluation at many numbers of slots: every method fits a cache to the first half of what follows a
-    prefix, the second half judges it, and for every window the smallest KL counts. Killed and started again, it
-    continues.
+    Every method fits a cache to the first half of what follows a prefix, the second half judges it, and for every
+    window the smallest KL counts. A stopped evaluation continues.
 
     Example: kvcat eval profile kvcat-base --text book.txt --slots 1 4 16 64
 
@@ -34,8 +33,7 @@ def profile(
         text: A text file, .jsonl or .parquet, a folder of them, installed, or hub:NAME.
         out: Folder for records, tables and the plot; `kvcat report` reads it as well.
         slots: Slots per layer and head, from 1 to --prefix; 1 2 4 8 ... by default.
-        method: Methods among which the best cache is chosen; by default attention-matching, 40 gradient steps from it,
-            snapkv, h2o.
+        method: Methods to choose from; attention-matching, 40 gradient steps from it, snapkv and h2o by default.
         prefix: Tokens of a prefix.
         suffix: Tokens behind it, at least 4.
         windows: Prefixes, of as many documents as there are.

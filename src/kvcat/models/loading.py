@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
-from kvcat.errors import InputError
+from kvcat.errors import InputError, one_line
 from kvcat.files import atomic_write, make_folder, read_json
 from kvcat.hub import SMOLLM2, local_folder, models_home
 from kvcat.models.self_test import self_test
@@ -96,7 +96,7 @@ def save(model: PreTrainedModel, tokenizer: Any, folder: str | Path) -> Path:
             if tokenizer is not None:
                 tokenizer.save_pretrained(partial)
     except (OSError, SafetensorError) as error:
-        raise InputError(f"cannot write {target}: {_one_line(error)}") from error
+        raise InputError(f"cannot write {target}: {one_line(error)}") from error
     return target
 
 
@@ -187,7 +187,7 @@ class _Source:
         try:
             return kind.from_pretrained(folder, trust_remote_code=False, local_files_only=True, **options)
         except Exception as error:
-            raise InputError(f"cannot {doing} {self.path}: {_one_line(error)}") from error
+            raise InputError(f"cannot {doing} {self.path}: {one_line(error)}") from error
 
     def check(self, tokenizer: bool) -> None:
         """Refuse a broken or unsupported source before anything large is read."""
@@ -236,7 +236,7 @@ def _check_weights(folder: Path) -> None:
             with safe_open(file, framework="pt"):
                 pass
         except (SafetensorError, OSError) as error:
-            raise InputError(f"{file} is corrupt or truncated: {_one_line(error)}") from error
+            raise InputError(f"{file} is corrupt or truncated: {one_line(error)}") from error
 
 
 def _load_model(source: _Source, dtype: torch.dtype) -> PreTrainedModel:
@@ -274,7 +274,3 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__

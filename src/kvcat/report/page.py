@@ -14,7 +14,7 @@ from kvcat.evals import METRICS
 from kvcat.files import atomic_write, make_folder
 from kvcat.report.formats import write_table
 from kvcat.report.paper import Paper
-from kvcat.report.plots import Plot, difference_plot, quality_plots, step_plots
+from kvcat.report.plots import Plot, difference_plot, headline_plots, step_plots
 from kvcat.report.results import NO_STEP, Results, final_steps, read_results
 from kvcat.report.tables import (
     Figure,
@@ -47,15 +47,14 @@ def write_report(
 
     Args:
         folders: results folders of any evaluations, each a section of its own; may be empty where runs are given.
-        out_dir: where the report goes; made if absent, files of an earlier report are replaced.
+        out_dir: where the report goes; files of an earlier report are replaced.
         title: of the page.
-        runs: model label to training run with ``metrics.jsonl``, for the training diagnostics.
+        runs: model label to training run, for the training diagnostics.
         context: more facts about what was run.
         paper_model: which of the paper's models ours are, so that its figures stand beside them; see ``Paper``.
 
     Raises:
-        InputError: nothing to report, a folder without results, damaged results, a run without metrics, a model that
-            the paper lacks.
+        InputError: nothing to report, damaged results, a run without metrics, a model that the paper lacks.
     """
     if not folders and not runs:
         raise InputError("nothing to report: no results folder and no run given")
@@ -189,7 +188,7 @@ def _section(results: Results, out_dir: Path, paper_model: str | None, *, severa
     for table in tables:
         write_table(table, out_dir / "tables", prefix)
     differences = [plot for pair in results.pairs if (plot := difference_plot(results, *pair)) is not None]
-    plots = [*differences[:1], *quality_plots(results), *differences[1:], *step_plots(results)]
+    plots = [*differences[:1], *headline_plots(results), *differences[1:], *step_plots(results)]
     for plot in plots:
         plot.save(out_dir / "plots" / f"{prefix}{plot.name}.png")
     return Section(results.evaluation.title + (f" ({results.name})" if several else ""), results, plots, tables)

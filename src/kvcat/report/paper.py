@@ -42,16 +42,10 @@ def paper_tables() -> pd.DataFrame:
 
 @dataclass(frozen=True)
 class Paper:
-    """What the paper prints for one evaluation of one of its models; nothing where no model is named.
+    """What the paper prints for an evaluation on a data set of one of its models; nothing where none is named.
 
-    Args:
-        model: ``Qwen2.5-0.5B`` or ``Qwen2.5-1.5B``: what the models labelled base, kvcat (kv-cat,
-            router), rand and attn are; None prints nothing.
-        evaluation: name of the evaluation.
-        dataset: name of the data set.
-
-    Raises:
-        InputError: a model that the paper does not have.
+    ``model`` is ``Qwen2.5-0.5B`` or ``Qwen2.5-1.5B``: what the models labelled base, kvcat (kv-cat,
+    router), rand and attn are. Raises InputError for a model that the paper does not have.
     """
 
     model: str | None

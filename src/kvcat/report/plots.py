@@ -91,19 +91,13 @@ def difference_plot(results: Results, model: str, reference: str) -> Plot | None
     return Plot(name, title, panels, same_scale=True)
 
 
-def quality_plots(results: Results) -> list[Plot]:
-    """Quality against the slots kept: of the first method as ``headline``, then of every method metric by metric."""
-    plots, first = [], []
-    for name in results.evaluation.plots if results.methods else ():
-        panels = [
-            (f"{METRICS[name].label}, {method}", _quality(own, name, results.models))
-            for method in results.methods
-            if name in set((own := results.whole[results.whole["method"] == method])["metric"])
-        ]
-        plots.append(Plot(f"quality-{name}", f"{METRICS[name].label} against the slots kept", panels))
-        first += panels[:1]
-    several = [plot for plot in plots if len(plot.panels) > 1]
-    return [Plot("headline", "Against the slots kept", first), *several] if first else []
+def headline_plots(results: Results) -> list[Plot]:
+    """Quality of the first method against the slots kept."""
+    method = next(iter(results.methods), "")
+    own = results.whole[results.whole["method"] == method]
+    names = [name for name in results.evaluation.plots if method and name in set(own["metric"])]
+    panels = [(f"{METRICS[name].label}, {method}", _quality(own, name, results.models)) for name in names]
+    return [Plot("headline", "Against the slots kept", panels)] if panels else []
 
 
 def step_plots(results: Results) -> list[Plot]:
