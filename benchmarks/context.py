@@ -39,7 +39,7 @@ METHODS = (
     "attention-matching,preset=paper",
     "attention-matching",
     "attention-matching,selection=omp",
-    "attention-matching,budgets=adaptive",
+    "attention-matching,budgets=equal",
     "gradient,num_steps=5",
 )
 TOKENS, KEEP, SUFFIX = [1024, 2048, 4096, 8192, 16384, 32768], [0.05, 0.1, 0.2, 0.4], 512

@@ -104,9 +104,9 @@ def models() -> Iterator[tuple[str, torch.nn.Module, int]]:
 
 
 METHODS: dict[str, tuple[str, dict[str, object], float]] = {
-    "stable": ("attention-matching", {}, SOLVER),
+    "stable": ("attention-matching", {"budgets": "equal"}, SOLVER),
     "paper": ("attention-matching", {"preset": "paper"}, 1e-3),
-    "no-log-bias": ("attention-matching", {"log_bias": False}, 1e-3),
+    "no-log-bias": ("attention-matching", {"log_bias": False, "budgets": "equal"}, 1e-3),
     "adaptive": ("attention-matching", {"budgets": "adaptive"}, 0.3),
     "gradient": ("gradient", {"num_steps": 5}, 1e-3),
     **{name: (name, {}, ROUNDING) for name in ("first", "streaming", "keynorm", "snapkv", "h2o", "tova")},

@@ -23,7 +23,7 @@ def parse_method(spec: str) -> tuple[str, dict[str, Any]]:
     """Name and options of ``NAME,option=value,...``, such as ``gradient,num_steps=20,init=random``.
 
     Values are JSON (numbers, true, false, null, lists); what is not JSON is text. Brackets hold text with commas
-    together: ``gradient,init=[attention-matching,budgets=adaptive]``.
+    together: ``gradient,init=[attention-matching,budgets=equal]``.
 
     Args:
         spec: as above; options may be missing.

@@ -51,7 +51,7 @@ def naive_logits(cache, ids, name="llama", padding=None):
     """Stock attention over every head's own slots, padded with hidden ones, the log-bias in the mask."""
     model, (batch, new) = tiny(name), ids.shape
     mask = torch.ones_like(ids) if padding is None else padding
-    wide, past = cache.num_slots, DynamicCache()
+    wide, past = cache.max_slots, DynamicCache()
     for index, layer in enumerate(cache.layers):
         keys, values = (torch.zeros(batch, 2, wide, 8).double() for _ in range(2))
         bias = torch.full((batch, 2, wide), -1e30).double()
@@ -166,7 +166,7 @@ def test_a_second_turn_goes_on_from_the_first(form, static_tokens):
 def test_a_ragged_cache_holds_its_slots_and_nothing_else():
     model = tiny()
     cache, total = made(model), sum(sum(map(sum, counts)) for counts in COUNTS)
-    assert (cache.num_slots, cache.mean_slots, cache.is_uniform) == (7, total / 12, False)
+    assert (cache.max_slots, cache.mean_slots, cache.is_uniform) == (7, total / 12, False)
     assert cache.nbytes == total * (8 + 8 + 1) * 8
     assert sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.to_transformers(model).layers) == 0
 

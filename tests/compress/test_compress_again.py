@@ -106,7 +106,7 @@ def test_every_method_compresses_a_grown_cache_and_a_row_as_alone(double, window
 
 def test_without_a_fitted_log_bias_slots_keep_the_one_they_have(double, windows, compact):
     grown = trace(double, windows, 48, past=compact)
-    cache = AttentionMatching(log_bias=False)(grown, num_slots=12)
+    cache = AttentionMatching(log_bias=False, budgets="equal")(grown, num_slots=12)
     for index, layer in enumerate(cache.layers):
         at = positions_of(layer.keys, grown.keys[index])
         assert torch.equal(layer.log_bias, grown.log_bias[index].gather(2, at))

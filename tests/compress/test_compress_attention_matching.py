@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import inspect
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -42,11 +43,11 @@ def output_error(batch, slots, values, log_bias):
 
 
 def test_presets_are_their_options_spelled_out():
-    paper = AttentionMatching(num_queries=256, num_iters=2, ridge=1e-4, own_weight=0.0)
+    paper = AttentionMatching(num_queries=256, num_iters=2, ridge=1e-4, own_weight=0.0, budgets="equal")
     assert AttentionMatching.paper() == AttentionMatching("paper") == AttentionMatching(preset="paper") == paper
     assert AttentionMatching.paper(num_queries=None) == AttentionMatching("paper", num_queries=None) != paper
     stable = AttentionMatching(
-        selection="rms", num_queries=None, num_iters=None, ridge=1e-2, own_weight=1.0, log_bias=True, budgets="equal"
+        selection="rms", num_queries=None, num_iters=None, ridge=1e-2, own_weight=1.0, log_bias=True, budgets="adaptive"
     )
     assert AttentionMatching() == AttentionMatching("stable") == stable
 
@@ -173,6 +174,14 @@ def test_slots_of_unequal_heads_tell_the_positions_of_their_tokens(traced):
         keys, positions = (part.reshape(sum(counts), -1).split(counts) for part in (layer.keys, layer.positions))
         for head, (kept, at) in enumerate(zip(keys, positions, strict=True)):
             assert torch.equal(kept, traced.keys[index].flatten(0, 1)[head][at[:, 0]])
+
+
+def test_a_layer_whose_stream_is_larger_gets_fewer_slots(traced):
+    louder = replace(traced, stream=[traced.stream[0] * 100, *traced.stream[1:]])
+    before, after = (
+        AttentionMatching()(found, num_slots=6).layers[0].counts.sum().item() for found in (traced, louder)
+    )
+    assert after < before
 
 
 def test_queries_are_drawn_without_replacement_and_at_most_as_many_as_there_are(traced):

@@ -28,10 +28,10 @@ def test_a_curve_is_the_ridge_regression_on_the_dense_weights_of_the_first_slots
     assert (curve.diff() <= 1e-6 * curve[0]).all()
 
 
-def test_sizes_run_from_an_eighth_of_the_average_to_four_times_it():
-    assert slot_sizes(16, 1000) == [2, 4, 8, 12, 16, 24, 32, 48, 64]
-    assert slot_sizes(1, 1000) == [1, 2, 3, 4]
-    assert slot_sizes(16, 20) == [2, 4, 8, 12, 16, 20]
+def test_sizes_run_from_a_thirty_second_of_the_average_to_eight_times_it():
+    assert slot_sizes(32, 1000) == [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256]
+    assert slot_sizes(1, 1000) == [1, 2, 3, 4, 6, 8]
+    assert slot_sizes(16, 20) == [1, 2, 4, 8, 12, 16, 20]
 
 
 @settings(max_examples=40, deadline=None)

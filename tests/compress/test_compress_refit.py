@@ -23,7 +23,7 @@ def double(make_model, windows):
 @pytest.fixture(scope="module")
 def ragged(double):
     """The first slots of every head, as many as ``COUNTS`` says."""
-    full, layers = AttentionMatching()(double, num_slots=4), []
+    full, layers = AttentionMatching(budgets="equal")(double, num_slots=4), []
     for layer, rows in zip(full.layers, COUNTS, strict=True):
         states = (layer.keys, layer.values, layer.log_bias, layer.positions)
         parts = [[[part[b, h, :n] for h, n in enumerate(row)] for b, row in enumerate(rows)] for part in states]
@@ -68,7 +68,7 @@ def test_no_head_does_worse_than_with_the_log_bias_dropped(double):
 
 
 def test_layers_without_log_bias_stay_and_a_row_is_fitted_as_alone(model, windows, traced):
-    cache = AttentionMatching()(traced, num_slots=9)
+    cache = AttentionMatching(budgets="equal")(traced, num_slots=9)
     mixed = replace(cache, layers=[CompactLayer(cache.layers[0].keys, cache.layers[0].values), cache.layers[1]])
     refitted = refit_without_log_bias(traced, mixed)
     assert torch.equal(refitted.layers[0].values, mixed.layers[0].values)
@@ -78,7 +78,7 @@ def test_layers_without_log_bias_stay_and_a_row_is_fitted_as_alone(model, window
 
 
 def test_what_does_not_belong_together_is_refused(model, windows, traced):
-    cache = AttentionMatching()(traced, num_slots=9)
+    cache = AttentionMatching(budgets="equal")(traced, num_slots=9)
     for wrong in (replace(cache, num_tokens=47), cache.select([0]), replace(cache, fingerprint="0" * 64)):
         with pytest.raises(InputError, match="does not belong to a trace of 3 prefixes of 48"):
             refit_without_log_bias(traced, wrong)

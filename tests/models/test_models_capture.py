@@ -5,7 +5,7 @@ import torch
 from models_zoo import SUPPORTED, StaysDouble, supported
 
 from kvcat.errors import InputError
-from kvcat.models import capture, decoder_layers, logits_from_hidden
+from kvcat.models import capture, decoder_layers, logits_from_hidden, output_gains
 
 
 def some_ids(length):
@@ -18,20 +18,32 @@ def test_a_capture_in_chunks_is_that_of_one_forward_and_of_the_stock_model(kind)
     with StaysDouble():
         whole = capture(model, ids, query_start=9, hidden_start=3)
         every = capture(model, ids)
-        stock = model(input_ids=ids, use_cache=True)
+        stock = model(input_ids=ids, use_cache=True, output_hidden_states=True)
         for chunk_tokens in (1, 23, 1000) if kind == "llama" else (7,):
             parts = capture(model, ids, query_start=9, hidden_start=3, chunk_tokens=chunk_tokens)
             for name in ("keys", "values", "queries"):
                 for left, right in zip(getattr(whole, name), getattr(parts, name), strict=True):
                     assert torch.allclose(left, right, atol=1e-12)
             assert torch.allclose(whole.hidden, parts.hidden, atol=1e-12)
+            assert torch.allclose(torch.stack(whole.stream), torch.stack(parts.stream))
     assert whole.hidden.shape[1] == 21
     assert not whole.hidden.requires_grad
     assert torch.allclose(logits_from_hidden(model, every.hidden), stock.logits, atol=1e-6)
+    entering = torch.stack(stock.hidden_states[: len(every.stream)]).square().sum(-1).median(-1).values
+    assert torch.allclose(torch.stack(every.stream).double(), entering, rtol=1e-5)
     for layer, (keys, cached) in enumerate(zip(every.keys, stock.past_key_values.layers, strict=True)):
         assert cached.keys.shape[2] < 24 or torch.allclose(keys, cached.keys, atol=1e-12)
         assert torch.equal(whole.queries[layer], every.queries[layer][:, :, 9:])
         assert kind == "gpt2" or every.scales[layer] == decoder_layers(model)[layer].self_attn.scaling
+
+
+def test_gains_are_the_mean_squared_columns_of_the_output_projection_and_one_without_it():
+    model = supported("llama")
+    heads = model.config.num_key_value_heads
+    for layer, gains in zip(model.model.layers, output_gains(model, heads), strict=True):
+        blocks = layer.self_attn.o_proj.weight.detach().chunk(heads, 1)
+        assert gains.tolist() == pytest.approx([block.square().sum(0).mean().item() for block in blocks])
+    assert all((gains == 1).all() for gains in output_gains(supported("gpt2"), 2))
 
 
 def test_captures_that_cannot_be_are_refused():

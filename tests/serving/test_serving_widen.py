@@ -72,7 +72,7 @@ def test_stock_transformers_answers_from_a_cache_with_log_bias(tmp_path, kind, o
     save(widen(model, 12), None, tmp_path / "wide")
     wide = AutoModelForCausalLM.from_pretrained(tmp_path / "wide")
     prefix = read_prefix(tmp_path / "p")
-    assert prefix.num_slots == cache.num_slots
+    assert prefix.num_slots == cache.max_slots
     assert prefix.fingerprint == wide.config.kvcat_fingerprint
     layers, wanted = prefix.load(), our_logits(model, cache, suffix)
     assert torch.allclose(answers(wide, layers, suffix), wanted, atol=1e-4)

@@ -1,5 +1,6 @@
 """The compact cache: few slots that stand for a long prefix."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -36,7 +37,12 @@ class CompactCache:
 
     @property
     def num_slots(self) -> int:
-        """KV slots per layer and head; where they differ, those of the fullest head."""
+        """KV slots per layer and head; where they differ, their average rounded up."""
+        return math.ceil(round(self.mean_slots, 6))
+
+    @property
+    def max_slots(self) -> int:
+        """KV slots of the fullest head."""
         return max(layer.num_slots for layer in self.layers)
 
     @property

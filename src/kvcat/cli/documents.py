@@ -34,8 +34,8 @@ def compress(
 
     Example: kvcat compress ./my-model --text report.txt --keep 0.1 -o report.safetensors
 
-    Better caches for more time: --method attention-matching,budgets=adaptive or
-    --method gradient,init=attention-matching,num_steps=50.
+    For an engine that wants equally many slots in every head: --method attention-matching,budgets=equal.
+    For one document with many questions: --method gradient,init=attention-matching,num_steps=50.
 
     Args:
         text: UTF-8 text file: the document.

@@ -8,8 +8,9 @@ from kvcat.compress.queries import DenseAttention, HeadBatch, HeadIndex, take
 from kvcat.compress.solvers import largest_eigenvalue
 from kvcat.types import Float, Int, Tensor
 
-GRID = (0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0)
+GRID = (0.03125, 0.0625, 0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 RIDGE = 1e-2
+NUM_QUERIES = 512
 
 
 def error_curves(batch: HeadBatch, dense: DenseAttention, largest: int) -> list[Float[Tensor, " slots"]]:
@@ -19,10 +20,13 @@ def error_curves(batch: HeadBatch, dense: DenseAttention, largest: int) -> list[
     O the outputs, both times the queries' weights, and V the slots' own values, the estimate is the least of
     |P C - O|^2 + lambda |C - V|^2 over C. All s follow from one Cholesky factor L of P^T P + lambda I, since the
     leading blocks of L are the factors of fewer slots: |O|^2 + lambda |V_s|^2 - |(L^-1 (P^T O + lambda V))_s|^2.
+    At most 512 queries, evenly spaced, stand for all.
     """
     order = dense.importance.sort(dim=-1, descending=True, stable=True).indices[:, :largest]
-    attention = batch.scores(slots=order).sub_(dense.log_mass.unsqueeze(-1)).exp_().mul_(dense.weights.unsqueeze(-1))
-    outputs, values = dense.outputs * dense.weights.unsqueeze(-1), take(batch.values, order).double()
+    some = slice(None, None, -(-dense.weights.shape[1] // NUM_QUERIES))
+    weights = dense.weights[:, some].unsqueeze(-1)
+    attention = batch.scores(some, order).sub_(dense.log_mass[:, some].unsqueeze(-1)).exp_().mul_(weights)
+    outputs, values = dense.outputs[:, some] * weights, take(batch.values, order).double()
     gram, target = (attention.mT @ attention).double(), (attention.mT @ outputs).double()
     shift = RIDGE * largest_eigenvalue(gram).clamp_min(1e-30)
     gram.diagonal(dim1=-2, dim2=-1).add_(shift.unsqueeze(-1))
@@ -42,7 +46,7 @@ def slot_sizes(num_slots: int, prefix_len: int) -> list[int]:
 def share_out(
     curves: Mapping[HeadIndex, Float[Tensor, " slots"]], num_slots: int, prefix_len: int, *, by_layer: bool
 ) -> dict[HeadIndex, int]:
-    """Slots of every head, ``num_slots`` on average at most in every example, so that the errors sum to little.
+    """Slots of every head, ``num_slots`` on average in every example (by layer at most), of a small sum of errors.
 
     Args:
         curves: by (layer, example, KV head), the error with 1, 2, ... slots, as far as the largest size or all slots
@@ -58,8 +62,13 @@ def share_out(
         errors = torch.stack([curves[head][costs[:, i] - 1].double().cpu() for i, head in enumerate(heads)], 1)
         parts = torch.tensor([layer if by_layer else index for index, (layer, _, _) in enumerate(heads)])
         grouped = [x.new_zeros(len(sizes), int(parts.max()) + 1).index_add_(1, parts, x) for x in (costs, errors)]
-        chosen = allocate(grouped[0], grouped[1], num_slots * len(heads))[parts].tolist()
-        found |= {head: int(costs[index, i]) for i, (head, index) in enumerate(zip(heads, chosen, strict=True))}
+        chosen, at = allocate(grouped[0], grouped[1], num_slots * len(heads))[parts], torch.arange(len(heads))
+        counts, left = costs[chosen, at].tolist(), num_slots * len(heads) - int(costs[chosen, at].sum())
+        # what no step to a larger size used goes to the heads with the largest error
+        for index in errors[chosen, at].argsort(descending=True).tolist() if not by_layer else ():
+            more = min(left, len(curves[heads[index]]) - counts[index])
+            counts[index], left = counts[index] + more, left - more
+        found |= dict(zip(heads, counts, strict=True))
     return found
 
 

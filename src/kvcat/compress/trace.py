@@ -47,6 +47,7 @@ class Trace:
             32; all with "self"; of those behind a compact cache.
         prefix_queries: per layer, queries after rotation of these positions.
         scales: per layer, the factor on q.k.
+        stream: per layer, the squared norm of the residual stream that enters it, the median over tokens.
         hidden: input of the head at the positions from the last of the prefix on.
         fingerprint: identifies the model's weights.
         past_len: tokens that a compact cache stood for; 0: none.
@@ -65,6 +66,7 @@ class Trace:
     prefix_positions: Int[Tensor, " sampled"]
     prefix_queries: Sequence[Float[Tensor, "batch heads sampled head_dim"]]
     scales: Sequence[float]
+    stream: Sequence[Float[Tensor, " batch"]]
     hidden: Float[Tensor, "batch positions hidden"]
     fingerprint: str
     past_len: int = 0
@@ -198,7 +200,7 @@ def trace(
     queries = prefix_queries if supervision == "self" else seen.queries
     return Trace(
         model, input_ids, prefix_len, supervision, start, seen.keys, seen.values, queries, suffix_keys, sampled,
-        prefix_queries, list(seen.scales), seen.hidden, fingerprint(model), past_len=known,
+        prefix_queries, list(seen.scales), seen.stream, seen.hidden, fingerprint(model), past_len=known,
         log_bias=None if padded is None else _log_bias(padded, prefix_len - known),
     )  # fmt: skip
 
@@ -248,7 +250,7 @@ def joined(traces: Sequence[Trace]) -> Trace:
             raise InputError(
                 f"one cache is shared by one prefix only: these {len(traces)} traces have several models or prefixes"
             )
-    lists = ("keys", "values", "suffix_keys", "prefix_queries", "log_bias")
+    lists = ("keys", "values", "suffix_keys", "prefix_queries", "stream", "log_bias")
     rows: dict[str, Any] = {name: [x[:1] for x in getattr(first, name) or ()] or None for name in lists}
     queries = [
         torch.cat([part.transpose(1, 2).flatten(0, 1) for part in parts]).unsqueeze(0).transpose(1, 2)

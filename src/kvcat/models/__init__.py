@@ -11,11 +11,12 @@ from kvcat.models.structure import (
     hidden_states,
     logits_from_hidden,
     model_name,
+    output_gains,
     output_head,
 )
 
 __all__ = [
     "Capture", "HiddenOutput", "MaskedPass", "capture", "decoder_layers", "examined_head", "frozen", "get",
-    "hidden_states", "load", "logits_from_hidden", "model_name", "output_head", "parse_device", "parse_dtype",
-    "read_config", "save", "self_test",
+    "hidden_states", "load", "logits_from_hidden", "model_name", "output_gains", "output_head", "parse_device",
+    "parse_dtype", "read_config", "save", "self_test",
 ]  # fmt: skip

@@ -1,13 +1,16 @@
 """What a dense forward leaves in every layer."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvcat.attention import Recorder, enable
 from kvcat.errors import InputError
-from kvcat.models.structure import hidden_states
+from kvcat.models.structure import decoder_layers, hidden_states
 from kvcat.types import Float, Int, Tensor
 
 
@@ -21,6 +24,7 @@ class Capture:
         queries: per layer, after rotation; from ``query_start`` on.
         hidden: input of the head (``logits_from_hidden`` makes logits of it); from ``hidden_start`` on.
         scales: per layer, the factor on q.k.
+        stream: per layer, the squared norm of the residual stream that enters it, the median over tokens.
         query_start: token of the first query kept.
         hidden_start: token of the first input of the head kept.
     """
@@ -30,6 +34,7 @@ class Capture:
     queries: list[Float[Tensor, "batch heads queries head_dim"]]
     hidden: Float[Tensor, "batch tokens hidden"]
     scales: list[float]
+    stream: list[Float[Tensor, " batch"]]
     query_start: int = 0
     hidden_start: int = 0
 
@@ -76,6 +81,7 @@ def capture(
         past = DynamicCache()
     before = 0 if past is None else int(past.get_seq_length())
     queries, hidden, recorder = [], [], Recorder()
+    norms: dict[int, list[Tensor]] = {}
     for start in range(0, num_tokens, step):
         if start and past is not None and past.get_seq_length() != before + start:
             raise InputError(f"past does not grow: {num_tokens} tokens cannot follow it in chunks of {step}")
@@ -83,13 +89,14 @@ def capture(
         if query_positions is not None:
             here = (query_positions >= start) & (query_positions < start + step)
             recorder.query_positions = query_positions[here].to(input_ids.device) - start
-        states = hidden_states(
-            model,
-            input_ids=input_ids[:, start : start + step],
-            use_cache=past is not None,
-            past_key_values=past,
-            kv_recorder=recorder,
-        )
+        with _stream_norms(model, norms):
+            states = hidden_states(
+                model,
+                input_ids=input_ids[:, start : start + step],
+                use_cache=past is not None,
+                past_key_values=past,
+                kv_recorder=recorder,
+            )
         _check_layers(model, recorder)
         queries.append(recorder.queries)
         hidden.append(states[:, max(0, hidden_start - start) :].clone())
@@ -100,9 +107,29 @@ def capture(
         queries=[_joined([part.pop(i) for part in queries]) for i in layers],
         hidden=_joined(hidden),
         scales=[recorder.scales[i] for i in layers],
+        stream=[torch.cat(norms[i], 1).median(1).values for i in layers],
         query_start=query_start,
         hidden_start=hidden_start,
     )
+
+
+@contextmanager
+def _stream_norms(model: PreTrainedModel, found: dict[int, list[Tensor]]) -> Iterator[None]:
+    """Append to each layer's list the squared norms (batch, tokens) of the states that enter it."""
+
+    def note(index: int, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        states = arguments[0] if arguments else named["hidden_states"]
+        found.setdefault(index, []).append(states.float().square().sum(-1))
+
+    hooks = [
+        layer.register_forward_pre_hook(lambda _, given, named, i=i: note(i, given, named), with_kwargs=True)
+        for i, layer in enumerate(decoder_layers(model))
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _check_layers(model: PreTrainedModel, recorder: Recorder) -> None:

@@ -16,6 +16,7 @@ from kvcat.losses import OutputHead
 from kvcat.types import Float, Tensor
 
 _HEADS: WeakKeyDictionary[PreTrainedModel, OutputHead] = WeakKeyDictionary()
+_OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "dense")
 _TOKENS = 8
 _LOUD = 100.0
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
@@ -32,6 +33,22 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     raise InputError(f"{type(model).__name__} is not supported: it has no list of {count} decoder layers")
+
+
+def output_gains(model: PreTrainedModel, num_kv_heads: int) -> list[Float[Tensor, " kv_heads"]]:
+    """Per layer, how much a KV head's attention output moves the residual stream: mean squared norm of its columns.
+
+    The columns are those of the attention's output projection that the channels of the head's queries meet; 1 where a
+    layer has no linear projection of one of the usual names.
+    """
+    found = []
+    for layer in decoder_layers(model):
+        named = (m for name, m in layer.named_modules() if name.rpartition(".")[2] in _OUTPUT_PROJECTIONS)
+        weight = next((m.weight for m in named if isinstance(m, nn.Linear)), None)
+        fits = weight is not None and weight.shape[1] % num_kv_heads == 0
+        columns = weight.detach().float().square().sum(0) if fits else torch.ones(num_kv_heads)
+        found.append(columns.reshape(num_kv_heads, -1).mean(1))
+    return found
 
 
 def model_name(model: PreTrainedModel) -> str:

@@ -45,12 +45,12 @@ def plain_prefix(
     """
     _check(cache, drop_log_bias, head_dim)
     cache.check_model(model)
-    length = cache.layers[0].num_slots if head_dim is None else cache.num_slots
+    length = cache.layers[0].num_slots if head_dim is None else cache.max_slots
     rotation, layers = KeyRotation(model, length - cache.num_tokens), []
     for index, layer in enumerate(cache.layers):
         full = layer.padded()
         turned = CompactLayer(rotation(full.keys, index), full.values, None if head_dim is None else full.log_bias)
-        layers.append(turned if head_dim is None else _wide(turned, cache.num_slots, head_dim))
+        layers.append(turned if head_dim is None else _wide(turned, cache.max_slots, head_dim))
     told = {"original_num_tokens": str(cache.num_tokens)}
     if cache.has_log_bias:
         told["log_bias"] = "dropped" if drop_log_bias else "in the keys"
@@ -142,7 +142,7 @@ def _check(cache: CompactCache, drop_log_bias: bool, head_dim: int | None) -> No
             raise InputError(f"head_dim must be even and larger than the {own} of the cache, not {head_dim}")
     elif not all(isinstance(layer, CompactLayer) for layer in cache.layers):
         raise InputError(
-            f"heads of up to {cache.num_slots} and on average {cache.mean_slots:.1f} slots: an engine holds equally "
+            f"heads of up to {cache.max_slots} and on average {cache.mean_slots:.1f} slots: an engine holds equally "
             "many in all heads of a layer; pack for a widened checkpoint (--head-dim), or compress with "
             "budgets=layers or budgets=equal"
         )

@@ -27,13 +27,14 @@ from kvcat.compress.queries import (
 from kvcat.compress.solvers import check_ridge, fit_log_bias, fit_values, pursue
 from kvcat.compress.trace import Trace
 from kvcat.errors import InputError
+from kvcat.models import output_gains
 from kvcat.types import Float, Int, Tensor
 
 BOUNDS = (-3.0, 3.0)
 PULL = 0.1
 PRESETS: dict[str, dict[str, Any]] = {
     "stable": {},
-    "paper": {"num_queries": 256, "num_iters": 2, "ridge": 1e-4, "own_weight": 0.0},
+    "paper": {"num_queries": 256, "num_iters": 2, "ridge": 1e-4, "own_weight": 0.0, "budgets": "equal"},
 }
 _SECONDS_BEFORE_BAR = 2.0
 
@@ -62,8 +63,8 @@ class AttentionMatching(Compressor):
             others; 0: none. They stand for what later text may look for.
         log_bias: False fits no log-bias; slots that carry one from an earlier compression keep it.
         budgets: "equal", as many slots in every head; or every example shares out the same total so that the squared
-            errors of the attention outputs sum to little: "adaptive" among the heads of all layers, "layers" among the
-            layers, whose heads then have equally many; both ours.
+            errors of the attention outputs, relative to the residual stream that they are added to, sum to little:
+            "adaptive" among the heads of all layers, "layers" among the layers, whose heads then have equally many.
         seed: of the draw of queries.
 
     Raises:
@@ -80,7 +81,7 @@ class AttentionMatching(Compressor):
     ridge: float | None = 1e-2
     own_weight: float = 1.0
     log_bias: bool = True
-    budgets: str = "equal"
+    budgets: str = "adaptive"
     seed: int = 0
 
     def __init__(self, preset: str = "stable", **options: Any) -> None:
@@ -148,6 +149,12 @@ class AttentionMatching(Compressor):
             batch = load(group)
             known[group[0]] = dense_attention(batch)
             curves |= zip(group, error_curves(batch, known[group[0]], largest), strict=True)
+        # an error counts relative to the stream that it is added to
+        gains = output_gains(trace.model, trace.keys[0].shape[1])
+        curves = {
+            (layer, example, head): curve * (gains[layer][head] / trace.stream[layer][example]).to(curve)
+            for (layer, example, head), curve in curves.items()
+        }
         by_layer = self.budgets == "layers"
         return [share_out(curves, size, trace.num_slots, by_layer=by_layer) for size in sizes], known
 
