@@ -58,8 +58,6 @@ def read_one(folder, task, row, **options):
         ("winogrande", ["Ann beat Bob as Ann", "Ann beat Bob as Bob"], ["was quick."] * 2, 0),
         ("piqa", ["Question: Boil water.\nAnswer:"] * 2, ["Use a pot ", "Use a hat"], 0),
         ("social_i_qa", ["Al fell. How is Al?"] * 3, ["sore", "glad", "rich"], 0),
-        ("openbookqa", ["What is hot?"] * 3, ["ice", "fire", "sand"], 1),
-        ("arc_easy", ["Question: What is hot?\nAnswer:"] * 3, ["ice", "fire", "sand"], 1),
         ("arc_challenge", ["Question: What is hot?\nAnswer:"] * 3, ["ice", "fire", "sand"], 1),
         ("commonsense_qa", ["What is hot?"] * 3, ["ice", "fire", "sand"], 1),
     ],
@@ -72,10 +70,8 @@ def test_a_row_becomes_the_cloze_question_of_its_task(tmp_path, task, contexts, 
 
 
 def test_the_joined_context_of_hellaswag_gives_the_same_question_as_its_parts(tmp_path):
-    joined = {key: value for key, value in HELLASWAG.items() if key not in ("ctx_a", "ctx_b")}
-    assert read_one(tmp_path, "hellaswag", {**joined, "ctx": "A man sits. He"}) == read_one(
-        tmp_path, "hellaswag", HELLASWAG
-    )
+    joined = {**{k: v for k, v in HELLASWAG.items() if k not in ("ctx_a", "ctx_b")}, "ctx": "A man sits. He"}
+    assert read_one(tmp_path, "hellaswag", joined) == read_one(tmp_path, "hellaswag", HELLASWAG)
 
 
 @pytest.mark.parametrize(
@@ -100,21 +96,10 @@ def test_a_row_that_is_none_is_told_with_file_and_number(tmp_path, task, change,
     assert str(error.value) == f"{file}, row 2: {told}, so it is no row of {task}"
 
 
-@pytest.mark.parametrize(
-    ("rows", "told"),
-    [
-        ([], " holds no row"),
-        (["[1]"], ", row 1: it is no JSON object, so it is no row of arc_easy"),
-    ],
-)
-def test_a_file_that_cannot_serve_is_told_in_one_line(tmp_path, rows, told):
-    file = write(tmp_path, *rows)
-    with pytest.raises(InputError) as error:
-        read_examples("arc_easy", str(file))
-    assert str(error.value) == f"{file}{told}"
-
-
 def test_what_does_not_exist_is_told(tmp_path):
+    for rows, said in [([], "holds no row"), (["[1]"], "row 1: it is no JSON object, so it is no row of arc_easy")]:
+        with pytest.raises(InputError, match=said):
+            read_examples("arc_easy", str(write(tmp_path, *rows)))
     for settings, said in [
         ({"tasks": ["boolq"]}, "no QA task 'boolq'; there are hellaswag"),
         ({"num_examples": 0}, "num_examples is 0"),
@@ -263,14 +248,8 @@ def test_the_prompts_are_those_of_the_harness_own_task_files(files, name):
     (example,) = read_examples(name, str(files[name]))
     file = Path(lm_eval.__file__).parent / "tasks" / f"{OWN_TASKS[name]}.yaml"
     local = {"data_files": dict.fromkeys(("train", "validation", "test"), str(files[name]))}
-    config = {
-        **load_yaml(file),
-        "dataset_path": "json",
-        "dataset_name": None,
-        "dataset_kwargs": local,
-        "num_fewshot": 0,
-    }
-    own = ConfigurableTask(config=config)
+    read = {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": local, "num_fewshot": 0}
+    own = ConfigurableTask(config={**load_yaml(file), **read})
     own.build_all_requests()
     assert [instance.args for instance in own.instances] == [
         (context, f" {text}") for context, text in zip(example.contexts, example.texts, strict=True)

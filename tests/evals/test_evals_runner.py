@@ -75,12 +75,6 @@ def test_every_model_method_ratio_and_window_has_its_record(finished):
     assert counts == wanted | {("gradient", 0.5, step): 4 for step in (0, 1, 2)}
 
 
-def test_keeping_every_slot_loses_nothing(models, windows, tmp_path):
-    for record in run(models, windows, tmp_path, ["attention-matching", "first"], (1.0,)):
-        assert record.values["kl"] == pytest.approx(0.0, abs=1e-6)
-        assert record.values["top1"] == 1.0
-
-
 @pytest.mark.parametrize("kept_bytes", [0.0, 0.31])
 def test_a_killed_run_continues_to_the_same_records(finished, models, windows, tmp_path, kept_bytes):
     folder, records = finished

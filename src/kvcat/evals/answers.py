@@ -214,10 +214,7 @@ def token_nll(
 def answer_ids(
     tokenizer: PreTrainedTokenizerBase, question: str, answer: str
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Token ids of a question and of the answer that goes on from it.
-
-    The answer's are those it has behind the question, or where a token would span the two, those it has
-    alone.
+    """Token ids of a question and of the answer behind it, or where a token would span the two, of the answer alone.
 
     Raises:
         InputError: the tokenizer does not give the answer's text back.

@@ -81,11 +81,8 @@ def longbench_examples(
 ) -> list[LongBenchExample]:
     """Examples of a source, in an order that their names alone decide, so that the first n are a fair sample.
 
-    Texts are stripped, as LongBench v2's own script strips them.
-
-    Args:
-        source: as in ``read_rows``, in the released schema.
-        sub_domains: names among ``SUB_DOMAINS``; None takes all rows.
+    Texts are stripped, as LongBench v2's own script strips them. The source is as in ``read_rows``, in the
+    released schema; sub-domains are names among ``SUB_DOMAINS``, None takes all rows.
 
     Raises:
         InputError: as ``read_rows``; a row without a valid text or answer or with the ``_id`` of another, an

@@ -61,7 +61,7 @@ def make_task(
     per_depth: int = 20,
     seed: int = 0,
 ) -> NeedleTask:
-    """The needle evaluation in the tokens of a tokenizer.
+    """The needle evaluation in the tokens of a tokenizer: haystacks of ``length`` tokens, all before the query.
 
     A haystack is the needle, "Memory record: special_passkey=483920.", between lines of filler, each of
     which is a distractor with probability ``DISTRACTOR_RATE``. Every line is encoded by itself, so that
@@ -69,12 +69,6 @@ def make_task(
     exact length before the needle, and behind it, is filled with the end of a neutral line. The draws of
     an example are a function of the seed, the index of its depth and its number alone; the first n
     examples are spread over the depths for every n.
-
-    Args:
-        tokenizer: of the models to evaluate.
-        length: tokens of the haystack, all that comes before the query.
-        per_depth: examples at each of ``DEPTHS``, at least 1.
-        seed: any integer.
 
     Raises:
         InputError: a value out of range, a haystack too short, a tokenizer that cannot spell digits.

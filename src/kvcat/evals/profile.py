@@ -66,7 +66,6 @@ def profile_table(records: Iterable[Record], prefix_len: int, *, num_resamples: 
     Args:
         records: of a ``SuffixTask``, complete for every model.
         prefix_len: tokens of a window's prefix.
-        num_resamples: of the bootstrap.
 
     Raises:
         InputError: no records, or models with records of different caches: the run did not end.

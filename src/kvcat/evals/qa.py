@@ -179,10 +179,6 @@ def read_examples(task: str, source: str) -> list[QAExample]:
 
     Rows that are equal in every respect (Social IQa has some) stay, their names numbered.
 
-    Args:
-        task: one of ``SOURCES``.
-        source: as in ``read_rows``.
-
     Raises:
         InputError: as ``read_rows``; a row that is not one of this task (told with its number), no row at all.
     """

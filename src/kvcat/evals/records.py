@@ -78,10 +78,8 @@ class ResultsFolder:
     ``records-INDEX-of-COUNT.jsonl``, and all read what the others have done. Use it in a ``with`` block:
     until its end no other process can open it.
 
-    Args:
-        path: the folder; made if absent.
-        config: what the results depend on, JSON values only, models excepted.
-        shard: (index, count) of this writer, index in [0, count).
+    ``config`` is what the results depend on, JSON values only, models excepted; ``shard`` is (index, count) of
+    this writer, index in [0, count).
 
     Raises:
         InputError: the folder holds results of another configuration, or something that is no result;

@@ -54,18 +54,11 @@ def make_task(
     per_task: int = 20,
     seed: int = 0,
 ) -> RulerTask:
-    """RULER's tasks in the tokens of a tokenizer.
+    """RULER's tasks, names of ``RULER_TASKS`` (None: all), in the tokens of a tokenizer.
 
     Every text is exactly ``length`` tokens: its lines stand whole, and what is left is filled with the end of a neutral
     line before them. An example's draws are a function of the seed, its task, the length and its number alone. Examples
     go task after task, so that the first n are spread over the tasks for every n.
-
-    Args:
-        tokenizer: of the models to evaluate.
-        length: tokens of what is compressed: the task's introduction and its text.
-        tasks: names of ``RULER_TASKS``; None takes all.
-        per_task: examples per task, at least 1.
-        seed: any integer.
 
     Raises:
         InputError: a value out of its range, an unknown task, a text too short for what it is to hide.

@@ -56,7 +56,6 @@ class ClusterBootstrap:
         documents: name of each window's document, in the order of the windows.
         strata: name of each window's stratum; None is one stratum of all.
         seeds: names of the training seeds; columns then have a row per seed. Empty: one training run.
-        num_resamples: resamples, at least 1.
         seed: of the resampling; equal documents, strata and seeds give equal resamples.
 
     Raises:

@@ -120,17 +120,8 @@ def windows_from_documents(
 ) -> list[Window]:
     """Windows that do not overlap, of documents and places drawn by the seed.
 
-    The first window of every document comes before the second of any. Documents are tokenised without
-    special tokens, and only as many as the limit needs.
-
-    Args:
-        documents: pairs (name, text); names are unique.
-        tokenizer: a transformers tokenizer.
-        prefix_len: tokens compressed, at least 1.
-        suffix_len: tokens scored, at least 2.
-        limit: windows in all; None takes all.
-        per_document: most windows of one document.
-        seed: of the draw.
+    Documents are pairs (name, text) of unique names, tokenised without special tokens, and only as many as the
+    limit, windows in all, needs. The first window of every document comes before the second of any.
 
     Raises:
         InputError: no document is long enough, two documents share a name, a length or count out of range.

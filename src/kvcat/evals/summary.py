@@ -55,7 +55,6 @@ def summarise(records: Iterable[Record], *, num_resamples: int = 10_000, seed: i
 
     Several seeds of a compressor count as their mean. Models called ``LABEL@SEED`` are training runs
     of one variant: the row of LABEL is their mean, and its interval resamples runs and documents.
-    Otherwise intervals resample documents alone and say nothing of other training runs.
 
     Raises:
         InputError: records of two data sets; one label for two sets of weights.

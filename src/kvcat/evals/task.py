@@ -70,24 +70,16 @@ class Prepared:
 class Task:
     """An evaluation's examples and how they are scored: a frozen dataclass that inherits from this one.
 
-    Attributes:
-        evaluation: name of the evaluation, a key of ``DECIDING``.
-        dataset: name of the data set, part of every record.
-        examples: frozen dataclasses in the order of evaluation, so that the first n are a fair sample. Each has
-            ``document`` (what it was taken from, the unit that intervals resample), ``name`` (unique in the
-            document) and ``stratum`` (group that is reported apart; may be empty).
-        baselines: those that are scored for every model.
-        tokenized: whether examples are token ids, so that all models need one tokenizer.
-        compresses: whether there is a context to compress.
+    Examples are frozen dataclasses, the first n a fair sample. Each has ``document`` (what it was taken from, the
+    unit that intervals resample), ``name`` (unique in the document) and ``stratum`` (reported apart, may be empty).
     """
 
-    evaluation: ClassVar[str]
-    tokenized: ClassVar[bool] = False
-    compresses: ClassVar[bool] = True
-
+    evaluation: ClassVar[str]  # a key of ``DECIDING``
+    tokenized: ClassVar[bool] = False  # whether examples are token ids, so that all models need one tokenizer
+    compresses: ClassVar[bool] = True  # whether there is a context to compress
     baselines: ClassVar[Any] = (Baseline("dense", 1.0), Baseline("no-context", 0.0))
     examples: Any
-    dataset: str
+    dataset: str  # its name, part of every record
 
     def describe(self) -> Mapping[str, Any]:
         """What the results depend on besides the examples, JSON values."""
