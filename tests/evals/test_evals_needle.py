@@ -46,20 +46,16 @@ def distractors(text):
     return [first or second for first, second in DISTRACTOR.findall(text)]
 
 
-def test_the_paper_s_examples_are_twenty_at_each_of_five_depths(paper):
+def test_the_paper_s_examples_are_twenty_at_each_of_five_depths_and_never_change(paper):
     strata = [example.stratum for example in paper.examples]
     assert {stratum: strata.count(stratum) for stratum in strata} == dict.fromkeys(
         ["0", "0.25", "0.5", "0.75", "1"], 20
     )
     assert len({example.document for example in paper.examples}) == 100
-
-
-def test_the_examples_never_change(paper):
     assert manifest(paper.examples) == "c5df5c8be6f049acfad5dcd971180372f9682d980ff9d7f8cc85228e968dee8a"
 
 
-@pytest.mark.parametrize("length", [120, 301, 1024])
-@pytest.mark.parametrize("make", [byte_tokenizer, with_opening])
+@pytest.mark.parametrize(("length", "make"), [(120, byte_tokenizer), (301, with_opening)])
 def test_every_haystack_has_exactly_the_tokens_asked_for_and_its_needle_at_its_depth(length, make):
     tokenizer = make()
     first = len(tokenizer.encode(""))
@@ -116,11 +112,6 @@ def test_passkeys_depend_on_seed_depth_and_number_alone(tokenizer, short):
     assert not set(passkeys) & {e.references for e in make_task(tokenizer, length=300, per_depth=2, seed=1).examples}
 
 
-def test_the_tokens_are_those_of_the_text_read_as_a_whole(tokenizer, short):
-    for example in short.examples:
-        assert tokenizer.encode(text_of(tokenizer, example)) == list(example.context)
-
-
 def test_qwen_s_tokens_are_those_of_the_text_read_as_a_whole():
     if not QWEN.is_dir():
         pytest.skip("no Qwen2.5 tokenizer here")
@@ -132,16 +123,6 @@ def test_qwen_s_tokens_are_those_of_the_text_read_as_a_whole():
     for example in task.examples:
         assert len(example.context) == 1024
         assert qwen.encode(text_of(qwen, example)) == list(example.context)
-
-
-def test_both_copies_of_the_haystack_are_the_same_tokens_around_the_instruction(base, short):
-    model, tokenizer = base
-    traced = short.prepare(model, tokenizer, short.examples[:3]).trace
-    ids = traced.input_ids
-    assert traced.prefix_len == 300
-    assert ids[:, :300].tolist() == [list(example.context) for example in short.examples[:3]]
-    assert torch.equal(ids[:, :300], ids[:, traced.supervision_start :])
-    assert tokenizer.decode(ids[0, 300 : traced.supervision_start]) == INSTRUCTION
 
 
 @pytest.fixture(scope="module")
@@ -192,9 +173,7 @@ def test_passkeys_that_a_model_knows_are_right_until_compression_loses_them(lear
         (" 483920.\nThe", 1.0, 1.0),
         ("4839201", 0.0, 1.0),
         ("483921", 0.0, 5 / 6),
-        ("4839", 0.0, 4 / 6),
         ("48 3920", 0.0, 2 / 6),
-        ("983920", 0.0, 0.0),
         ("x483920", 0.0, 0.0),
         ("", 0.0, 0.0),
     ],

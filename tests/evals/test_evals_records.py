@@ -25,19 +25,13 @@ def test_each_part_of_the_key_makes_another_record():
     assert len(keys | {record(0).key}) == len(changes) + 1
 
 
-def test_a_record_is_done_after_append_is_written_once_and_comes_back_to_the_last_bit(tmp_path):
+@pytest.mark.parametrize("cut", [1, 60])
+def test_records_are_written_once_and_a_line_torn_by_a_kill_is_written_again(tmp_path, cut):
     with ResultsFolder(tmp_path, CONFIG) as folder:
         assert not folder.done(record(0).key)
         folder.append([record(0)])
         folder.append([record(0), record(1)])
         assert folder.done(record(0).key)
-    assert read_records(tmp_path) == [record(0), record(1)]
-
-
-@pytest.mark.parametrize("cut", [1, 20, 60])
-def test_a_line_torn_by_a_kill_is_dropped_and_the_next_append_is_whole(tmp_path, cut):
-    with ResultsFolder(tmp_path, CONFIG) as folder:
-        folder.append([record(0), record(1)])
     file = tmp_path / "records.jsonl"
     file.write_bytes(file.read_bytes()[:-cut])
     assert read_records(tmp_path) == [record(0)]
@@ -96,6 +90,8 @@ def test_a_damaged_configuration_is_refused_in_one_line(tmp_path, changes, said)
     with pytest.raises(InputError, match=said) as error:
         read_config(tmp_path)
     assert "\n" not in str(error.value)
+    with pytest.raises(InputError, match="is no results folder"):
+        read_config(tmp_path / "none")
 
 
 @pytest.mark.parametrize("shard", [(0, 1), (1, 2)])
@@ -141,20 +137,3 @@ def test_shards_share_a_folder_and_each_sees_what_the_others_did(tmp_path, monke
 def test_one_label_for_two_models_is_refused():
     with pytest.raises(InputError, match="model 'base' come from two different models"):
         models_of([record(0), dataclasses.replace(record(1), fingerprint="other")])
-
-
-def test_a_folder_of_something_else_is_refused_and_left_alone(tmp_path):
-    (tmp_path / "thesis.txt").write_text("dear")
-    with pytest.raises(InputError, match="not empty and has no config"):
-        ResultsFolder(tmp_path, CONFIG)
-    assert (tmp_path / "thesis.txt").read_text() == "dear"
-    assert not (tmp_path / "config.json").exists()
-
-
-def test_what_cannot_be_a_folder_is_refused(tmp_path):
-    (tmp_path / "file").write_text("dear")
-    for place in ("file", "file/results"):
-        with pytest.raises(InputError, match="cannot make folder"):
-            ResultsFolder(tmp_path / place, CONFIG)
-    with pytest.raises(InputError, match="is no results folder"):
-        read_config(tmp_path)

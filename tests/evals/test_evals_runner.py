@@ -73,6 +73,8 @@ def test_every_model_method_ratio_and_window_has_its_record(finished):
         counts[cell] = counts.get(cell, 0) + 1
     wanted = {(method, keep, None): 10 for method in ("attention-matching", "random") for keep in (0.25, 0.5)}
     assert counts == wanted | {("gradient", 0.5, step): 4 for step in (0, 1, 2)}
+    start, end = read_events(folder)
+    assert (start["event"], start["torch"], end["event"]) == ("start", torch.__version__, "end")
 
 
 @pytest.mark.parametrize("kept_bytes", [0.0, 0.31])
@@ -214,30 +216,13 @@ def test_a_score_that_is_not_a_number_ends_the_run_in_one_line(models, windows, 
     assert "\n" not in str(error.value)
 
 
-def test_models_with_different_tokenizers_are_refused(models, windows, tmp_path):
+def test_models_with_different_tokenizers_and_two_examples_of_one_name_are_refused(models, windows, tmp_path):
     def words(word):
         return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({word: 0}, unk_token=word)))
 
     pairs = {label: (model, words(label)) for label, (model, _) in models.items()}
     with pytest.raises(InputError, match="'base' and 'kvcat' have different tokenizers"):
         run(pairs, windows, tmp_path, ["first"])
-
-
-def test_two_examples_of_one_name_are_refused(models, windows, tmp_path):
     twins = [windows[0], dataclasses.replace(windows[1], document=windows[0].document, name=windows[0].name)]
     with pytest.raises(InputError, match="two examples share document and name"):
         run(models, twins, tmp_path)
-
-
-def test_command_versions_and_seconds_stand_beside_the_results(finished):
-    events = read_events(finished[0])
-    assert [event["event"] for event in events[:2]] == ["start", "end"]
-    assert events[0]["torch"] == torch.__version__
-    assert events[1]["seconds"] > 0
-
-
-def test_progress_is_shown_where_wanted(models, windows, tmp_path, capsys):
-    run({"base": models["base"]}, windows, tmp_path, ["first"], progress=True)
-    assert "10/10" in capsys.readouterr().err
-    run({"base": models["base"]}, windows, tmp_path, ["first"])
-    assert not capsys.readouterr().err

@@ -61,28 +61,6 @@ def test_a_p_value_is_twice_the_smaller_share_of_resamples_beyond_0():
     assert bootstrap.p_value(np.array([-9.0, *[-1.0] * 99])) == pytest.approx(2 / 100)
 
 
-def test_pairing_narrows_the_interval_of_a_difference_of_correlated_models():
-    generator = np.random.default_rng(1)
-    difficulty = np.repeat(generator.normal(size=40), 2)
-    ours, theirs = (difficulty + 0.1 * generator.normal(size=80) + shift for shift in (0.0, 0.2))
-    bootstrap = ClusterBootstrap(names(80, 2))
-    paired = bootstrap.estimate(bootstrap.of_means(np.subtract, ours, theirs))
-    alone = [bootstrap.mean(values) for values in (ours, theirs)]
-    assert paired.value == pytest.approx((ours - theirs).mean())
-    assert paired.high - paired.low < 0.3 * max(e.high - e.low for e in alone)
-    assert paired.excludes(0.0)
-
-
-def test_training_seeds_alone_give_the_unbiased_variance_of_their_mean():
-    seeds = np.array([0.0, 1.0, 5.0])
-    values = np.tile(seeds[:, None], (1, 8))  # documents do not matter
-    bootstrap = ClusterBootstrap(names(8), seeds=["0", "1", "2"], num_resamples=40_000)
-    draws = bootstrap.of_means(lambda mean: mean, values)
-    assert draws[0] == pytest.approx(2.0)
-    assert draws[1:].mean() == pytest.approx(2.0, abs=0.05)
-    assert draws[1:].var() == pytest.approx(seeds.var(ddof=1) / 3, rel=0.03)
-
-
 def test_documents_and_training_seeds_add_their_variances_and_one_seed_has_none():
     generator = np.random.default_rng(3)
     documents, seeds = generator.normal(size=30), generator.normal(size=6)
