@@ -79,20 +79,14 @@ def test_the_passkey_stands_once_in_its_haystack_and_in_no_distractor(tokenizer,
 
 
 def test_each_drawn_line_is_a_distractor_with_the_paper_s_probability(tokenizer, paper):
-    counts = [0, 0]
-    kinds = [0, 0]
-    for example in paper.examples:
-        # the lines before and behind the needle that are cut are no draws
-        before, after = text_of(tokenizer, example).split(f"{QUERY}{example.references[0]}.\n")
-        drawn = [line for part in (before, after) for line in part.splitlines()[1:]]
-        for line in drawn:
-            assert line in FILLER or DISTRACTOR.search(line)
-            counts[bool(DISTRACTOR.search(line))] += 1
-        kinds[0] += sum("candidate" in line for line in drawn)
-        kinds[1] += sum("decoy" in line for line in drawn)
-    total = sum(counts)
-    assert counts[1] / total == pytest.approx(0.35, abs=4 * (0.35 * 0.65 / total) ** 0.5)
-    assert kinds[0] / counts[1] == pytest.approx(0.5, abs=4 * (0.25 / counts[1]) ** 0.5)
+    drawn = []
+    for example in paper.examples:  # the lines before and behind the needle that are cut are no draws
+        parts = text_of(tokenizer, example).split(f"{QUERY}{example.references[0]}.\n")
+        drawn += [line for part in parts for line in part.splitlines()[1:]]
+    told = [line for line in drawn if DISTRACTOR.search(line)]
+    assert all(line in FILLER for line in drawn if line not in told)
+    assert len(told) / len(drawn) == pytest.approx(0.35, abs=4 * (0.35 * 0.65 / len(drawn)) ** 0.5)
+    assert sum("decoy" in line for line in told) / len(told) == pytest.approx(0.5, abs=2 / len(told) ** 0.5)
 
 
 def test_a_code_that_equals_the_passkey_is_drawn_again():

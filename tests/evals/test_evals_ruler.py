@@ -127,23 +127,13 @@ def test_keeping_every_slot_gives_the_dense_values(base):
         ({"tasks": ("qa",)}, "no RULER task 'qa'; there are niah_single"),
         ({"tasks": ()}, r"tasks are \[\]"),
         ({"tasks": ("vt", "vt")}, "each once"),
+        ({"tasks": ("vt",), "length": 60}, "60 tokens are too few for vt, which takes at least"),
+        ({"tasks": ("fwe",), "length": 70}, "70 tokens are too few for fwe: its words of ranks 4 and 5"),
     ],
 )
-def test_options_out_of_range_are_refused(options, said):
+def test_options_out_of_range_and_texts_too_short_for_what_they_hide_are_refused(tokenizer, options, said):
     with pytest.raises(InputError, match=said):
-        small(byte_tokenizer(), **options)
-
-
-@pytest.mark.parametrize(
-    ("name", "length", "said"),
-    [
-        ("vt", 60, "60 tokens are too few for vt, which takes at least"),
-        ("fwe", 70, "70 tokens are too few for fwe: its words of ranks 4 and 5"),
-    ],
-)
-def test_a_text_too_short_for_what_it_hides_is_refused(tokenizer, name, length, said):
-    with pytest.raises(InputError, match=said):
-        make_task(tokenizer, length=length, tasks=(name,))
+        small(tokenizer, **options)
 
 
 def test_coded_words_follow_the_zipf_distribution_up_to_whole_words(tokenizer):

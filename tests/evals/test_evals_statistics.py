@@ -168,15 +168,3 @@ def test_holm_equals_its_definition_and_leaves_missing_p_out():
     assert holm(np.array([0.04, np.nan, 0.01, 0.03])).tolist() == pytest.approx([0.06, np.nan, 0.03, 0.06], nan_ok=True)
     assert holm(np.array([0.9, 0.6])).tolist() == [1.0, 1.0]
     assert holm(np.array([])).tolist() == []
-
-
-def test_stratified_intervals_of_a_paired_difference_cover_the_truth_about_95_times_in_100():
-    generator, covered = np.random.default_rng(4), 0
-    strata, rates = [f"depth {i % 5}" for i in range(100)], np.array([0.1, 0.3, 0.5, 0.7, 0.9])[np.arange(100) % 5]
-    for _ in range(300):
-        common, own = generator.random(100), generator.random(100)
-        ours, theirs = (common < rates) * 1.0, (np.where(own < 0.4, own / 0.4, common) < rates - 0.05) * 1.0
-        bootstrap = ClusterBootstrap(names(100), strata=strata, num_resamples=1000)
-        estimate = bootstrap.estimate(bootstrap.of_means(np.subtract, ours, theirs))
-        covered += estimate.low <= 0.05 <= estimate.high
-    assert 0.91 <= covered / 300 <= 0.98

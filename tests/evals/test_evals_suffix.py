@@ -140,12 +140,9 @@ def test_documents_that_give_no_window_are_refused():
 
 
 def test_a_task_is_made_of_a_file_by_the_name_of_the_file(tmp_path):
-    file = tmp_path / "book.txt"
-    file.write_text("The cat sees a dog and a tree. " * 20)
-    task = make_task(byte_tokenizer(), str(file), "all", prefix=20, suffix=8, windows=3, supervision="first-half")
-    assert task.dataset == "book.txt:all"
-    assert task.describe() == {"prefix_len": 20, "suffix_len": 8, "supervision": "first-half"}
-    assert len(task.examples) == 2  # at most two of a document
+    (tmp_path / "book.txt").write_text("The cat sees a dog and a tree. " * 20)
+    task = make_task(byte_tokenizer(), str(tmp_path / "book.txt"), "all", prefix=20, suffix=8, windows=3)
+    assert (task.dataset, len(task.examples)) == ("book.txt:all", 2)  # at most two of a document
 
 
 def source(path, texts, field="text"):

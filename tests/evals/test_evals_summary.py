@@ -84,6 +84,10 @@ def test_differences_and_ratios_are_paired_on_the_examples_that_both_models_have
     assert row_of(table, "nll_dense").verdict == "level"
     swapped = row_of(compare_models(base + other, "kvcat"))
     assert (swapped.difference, swapped.verdict) == (pytest.approx(0.05), "worse")
+    with pytest.raises(InputError, match="two data sets"):
+        summarise([*base, dataclasses.replace(base[0], dataset="other")])
+    with pytest.raises(InputError, match="no records of model 'base'"):
+        compare_models(other, "base")
 
 
 def test_pairs_worth_a_comparison_have_control_and_base_as_references():
@@ -117,14 +121,6 @@ def test_holm_leaves_the_primary_cell_alone_and_corrects_the_others_of_its_metri
     assert nll.p_holm.min() == pytest.approx(min(1.0, 2 * nll.p.min()))
 
 
-def test_records_of_two_data_sets_and_an_unknown_reference_are_refused():
-    own = drawn("kvcat", 0.0)
-    with pytest.raises(InputError, match="two data sets"):
-        summarise([*own, dataclasses.replace(own[0], dataset="other")])
-    with pytest.raises(InputError, match="no records of model 'base'"):
-        compare_models(own, "base")
-
-
 def test_training_seeds_become_one_row_whose_interval_knows_of_them():
     seeds = [dataclasses.replace(r, model=f"kvcat@{s}") for s in range(3) for r in drawn("kvcat", 0.1 * s)]
     own = seeds + drawn("control", 0.0)
@@ -139,14 +135,12 @@ def test_training_seeds_become_one_row_whose_interval_knows_of_them():
     assert row.low < 0.05
 
 
-def answers(model, right, dense=None, documents=None, strata=None):
-    dense = [1.0] * len(right) if dense is None else dense
-    documents = [f"d{i:03}" for i in range(len(right))] if documents is None else documents
+def answers(model, right, dense=None, documents=None):
+    dense, documents = dense or [1.0] * len(right), documents or [f"d{i:03}" for i in range(len(right))]
     found = []
     for i, (one, native, document) in enumerate(zip(right, dense, documents, strict=True)):
         values = {"exact_match": float(one), "dense_exact_match": float(native)}
-        stratum = strata[i] if strata else ""
-        place = ("first", "{}", 0.1, None, None, "n", stratum, document, str(i))
+        place = ("first", "{}", 0.1, None, None, "n", "", document, str(i))
         found.append(Record(model, "f" + model, "float32", *place, values))
     return found
 
@@ -185,9 +179,6 @@ def test_a_clear_difference_of_shares_is_found_and_four_differing_examples_decid
     few = match(compare_models(answers("m", [1] * 40) + answers("base", [0] * 4 + [1] * 36), "base"))
     assert (few.p, few.verdict) == (0.125, "level")
     assert "differences under" in few.warning
-
-
-def test_many_examples_of_few_documents_decide_nothing():
     documents = [f"d{i % 3}" for i in range(60)]
     records = answers("m", [1] * 60, documents=documents) + answers("base", [0, 1] * 30, documents=documents)
     assert match(compare_models(records, "base")).verdict == "level"
