@@ -67,16 +67,8 @@ def kvcat_attention(
     - Keys of a compact cache that carry a log-bias or slots (``Carried``).
     - ``kv_recorder``: sees queries, keys and values after rotation, and returns what to attend to.
 
-    Args:
-        module: the calling attention module.
-        query, key, value: after rotation and the cache's update.
-        attention_mask: (rows or 1, 1, queries, keys); None is causal, the queries being the last of
-            the keys (``kvcat_mask``).
-        dropout: probability that an attention weight is dropped.
-        scaling: factor on q.k; None is head_dim ** -0.5.
-        kv_gate: the gate of the layer's group in this pass.
-        kv_recorder: keeps what attention sees.
-        kwargs: whatever the model hands to its attention.
+    The ``attention_mask`` is (rows or 1, 1, queries, keys); None is causal, the queries being the last of
+    the keys (``kvcat_mask``). ``scaling`` is the factor on q.k; None is head_dim ** -0.5.
 
     Raises:
         InputError: a gate or a compact cache meets attention that this function cannot honour.

@@ -25,8 +25,6 @@ class Capture:
         hidden: input of the head (``logits_from_hidden`` makes logits of it); from ``hidden_start`` on.
         scales: per layer, the factor on q.k.
         stream: per layer, the squared norm of the residual stream that enters it, the median over tokens.
-        query_start: token of the first query kept.
-        hidden_start: token of the first input of the head kept.
     """
 
     keys: list[Float[Tensor, "batch kv_heads _ head_dim"]]
@@ -35,8 +33,6 @@ class Capture:
     hidden: Float[Tensor, "batch tokens hidden"]
     scales: list[float]
     stream: list[Float[Tensor, " batch"]]
-    query_start: int = 0
-    hidden_start: int = 0
 
 
 @torch.no_grad()
@@ -66,8 +62,7 @@ def capture(
         chunk_tokens: most tokens of each example that run at once, at least 1.
 
     Raises:
-        InputError: query_start or hidden_start outside the sequence, chunk_tokens below 1, or layers without keys and
-            values of their own.
+        InputError: a number out of its range, or layers without keys and values of their own.
     """
     num_tokens = input_ids.shape[1]
     for name, start in (("query_start", query_start), ("hidden_start", hidden_start)):
@@ -108,8 +103,6 @@ def capture(
         hidden=_joined(hidden),
         scales=[recorder.scales[i] for i in layers],
         stream=[torch.cat(norms[i], 1).median(1).values for i in layers],
-        query_start=query_start,
-        hidden_start=hidden_start,
     )
 
 

@@ -72,8 +72,7 @@ class MaskedPass(nn.Module):
         coupling: gradient of the mask, one of ``kvcat.attention.COUPLINGS``.
 
     Raises:
-        InputError: groups at layers that do not exist, tau outside (0, 1), no such coupling, unsupported
-            model.
+        InputError: groups at layers that do not exist, a value out of range, an unsupported model.
 
     References: KV-CAT, section "Training for KV Cache Compressibility", appendix "Masked attention
     forward pass".
@@ -113,12 +112,8 @@ class MaskedPass(nn.Module):
     ) -> HiddenOutput:
         """Both passes over the same tokens, up to the final norm.
 
-        Args:
-            input_ids: token ids, no padding.
-            generator: source of random policies' masks, one or one per sequence; one number per group is
-                drawn from each.
-            prefix_len: tokens whose slots may be hidden from the tokens behind them, which alone go
-                through the masked pass; None masks whole sequences.
+        ``input_ids`` have no padding. ``generator`` is the source of random masks, one or one per sequence;
+        one number per group is drawn from each.
 
         Raises:
             InputError: closed already, a prefix_len that leaves no prefix or no suffix, or reentrant

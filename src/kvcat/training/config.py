@@ -41,9 +41,8 @@ class TrainConfig:
     target_warmup_steps: int = 0
     """Steps over which the routers' target falls from 1 to target_keep. Not in the paper."""
     prefix_range: tuple[float, float] | None = None
-    """Two fractions. Each step splits its sequences at a point drawn between them; the masked pass runs only the tokens
-    after the split, which see the kept slots before it and all of their own, as with a compact cache. Cheaper, and not
-    in the paper, which hides slots everywhere (None)."""
+    """Two fractions between which each step draws a split: the masked pass runs only the tokens after it. Not in the
+    paper, which hides slots everywhere (None)."""
     tau: float = 0.5
     """Threshold on the keep probability, in (0, 1)."""
     feature_dim: int = 64
@@ -51,8 +50,7 @@ class TrainConfig:
     coupling: Literal["surrogate", "exact"] = "surrogate"
     """Gradient of the mask, see kvcat.attention. The paper does not say."""
     teacher: Literal["self", "frozen"] = "self"
-    """self: the model's own dense pass. frozen: the model as it was at the start teaches both passes (the
-    paper's footnote: one more model in memory, a third forward pass)."""
+    """self: the model's own dense pass. frozen: the model as it was at the start teaches both passes."""
     mask_weight: float = 1.0
     """Weight of the distillation KL."""
     anchor_weight: float = 1.0
@@ -82,8 +80,7 @@ class TrainConfig:
     router_lr_multiplier: float = 10.0
     """Learning rate of the routers over the model's. Not in the paper."""
     router_noise: float = 0.05
-    """Standard deviation of the seeded noise on W_P at the start. The paper has 0, a critical point of the keep
-    probabilities, from which rounding decides the way."""
+    """Standard deviation of the seeded noise on W_P at the start. The paper has 0, a critical point."""
     seed: int = 0
     """Seed of data order, masks and noise."""
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -41,7 +41,7 @@ class MetricsLog:
             with atomic_write(self._path) as partial:
                 partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
             self._last = {record["kind"]: record for record in kept}
-            self._show, self.close = open_monitor(config)
+            self._show, self.close = _open_monitor(config)
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one record."""
@@ -56,7 +56,7 @@ class MetricsLog:
         return self._last.get(kind, {})
 
 
-def open_monitor(config: TrainConfig) -> tuple[Callable[[dict[str, Any]], None] | None, Callable[[], None]]:
+def _open_monitor(config: TrainConfig) -> tuple[Callable[[dict[str, Any]], None] | None, Callable[[], None]]:
     """How a record is shown in the run's monitor, and how the monitor is closed; a resumed run continues in it."""
     folder = Path(config.output).resolve()
     if config.monitor == "tensorboard":
