@@ -3,7 +3,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from report_examples import made_up_records, write_results
 
-from kvcat.report.plots import COLOURS, difference_plot, draw_profile, save_profile_plot
+from kvcat.report.plots import COLOURS, difference_plot, draw_profile, headline_plots, save_profile_plot
 from kvcat.report.results import read_results
 
 MODELS = ["base", "kvcat"]
@@ -36,7 +36,10 @@ def test_the_plot_is_a_file_also_where_all_errors_are_zero(tmp_path):
 
 def test_gain_and_what_a_user_gets_are_drawn_on_one_scale_with_a_line_per_method(tmp_path):
     records = made_up_records(("base", "kvcat"), 3, ("attention-matching", "snapkv"))
-    plot = difference_plot(read_results(write_results(tmp_path / "r", records)), "kvcat", "base")
+    results = read_results(write_results(tmp_path / "r", records))
+    (headline,) = headline_plots(results)
+    assert [title for title, _ in headline.panels] == ["KL, attention-matching", "NLL compact, attention-matching"]
+    plot = difference_plot(results, "kvcat", "base")
     panels = list(Figure().subplots(1, 2))
     plot._draw(panels)
     assert [title for title, _ in plot.panels] == ["KL: kvcat minus base", "NLL compact: kvcat minus base"]

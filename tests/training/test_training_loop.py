@@ -143,6 +143,13 @@ def test_the_objective_is_the_kl_of_the_masked_tokens_and_the_anchor_of_all(
     assert record["dense_loss"].item() == pytest.approx(next_token_loss(dense, tokens).item(), rel=1e-5)
 
 
+def test_the_routers_target_falls_and_is_the_last_one_in_validation(tiny_folder, tmp_path):
+    options = {"router_noise": 0.0, "target_keep": 0.4, "target_warmup_steps": 2}
+    objective = Objective(load(tiny_folder)[0], config(tiny_folder, "data", tmp_path / "run", **options))
+    budgets = [objective(some_tokens(), generators(), step)[1]["budget"].item() for step in (0, 1, 2, 3, None)]
+    assert budgets == pytest.approx([1 / target for target in (0.8, 0.6, 0.4, 0.4, 0.4)])  # all is kept
+
+
 def test_a_record_and_a_line_without_a_terminal_tell_rates_norms_speed_and_the_time_left(
     tiny_folder, texts_folder, tmp_path, capsys
 ):
