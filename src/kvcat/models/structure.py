@@ -45,8 +45,9 @@ def output_gains(model: PreTrainedModel, num_kv_heads: int) -> list[Float[Tensor
     for layer in decoder_layers(model):
         named = (m for name, m in layer.named_modules() if name.rpartition(".")[2] in _OUTPUT_PROJECTIONS)
         weight = next((m.weight for m in named if isinstance(m, nn.Linear)), None)
-        fits = weight is not None and weight.shape[1] % num_kv_heads == 0
-        columns = weight.detach().float().square().sum(0) if fits else torch.ones(num_kv_heads)
+        columns = torch.ones(num_kv_heads)
+        if weight is not None and weight.shape[1] % num_kv_heads == 0:
+            columns = weight.detach().float().square().sum(0)
         found.append(columns.reshape(num_kv_heads, -1).mean(1))
     return found
 
