@@ -89,7 +89,7 @@ def compressed(options, model, tokenizer, name, text, *, dense=False, supervisio
     file = options.work / f"{name}-{'dense' if dense else options.keep}.safetensors"
     if not file.exists():
         trace = document_trace(model, tokenizer, text, supervision=supervision, chat=True)
-        method = kvcat.Eviction("first") if dense else kvcat.AttentionMatching()
+        method = kvcat.Eviction("first") if dense else kvcat.AttentionMatching(budgets="equal")
         method(trace, keep_ratio=1.0 if dense else options.keep).save(file)
     return kvcat.CompactCache.load(file, model)
 

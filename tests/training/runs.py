@@ -53,7 +53,7 @@ def _command(argv, told):
     descriptor = os.open(told, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ.get("KVCAT_TEST_THREADS", "1")))
     code = run(argv)
     sys.stderr.flush()
     os._exit(code)

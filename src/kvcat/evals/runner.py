@@ -111,8 +111,8 @@ def evaluate(
     batches = _batches(task, batch_size, {job.num_examples for job in plan})[shard[0] :: shard[1]]
     work = {batch: [job for job in [*baselines, *plan] if batch[0] < job.num_examples] for batch in batches}
     total = len(models) * sum(len(job.keep_ratios) * (b - a) for (a, b), jobs in work.items() for job in jobs)
-    begun, bar = time.monotonic(), progress_bar(total, task.evaluation, shown=progress)
-    with ResultsFolder(out_dir, config, shard=shard) as folder, bar:
+    begun, name = time.monotonic(), task.evaluation
+    with ResultsFolder(out_dir, config, shard=shard) as folder, progress_bar(total, name, shown=progress) as bar:
         folder.append_event({"event": "start", **provenance()})
         for label, (model, tokenizer) in models.items():
             dtype = str(next(model.parameters()).dtype).removeprefix("torch.")

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from scipy.stats import binomtest, norm
 
 LEVEL = 0.95
@@ -94,6 +94,16 @@ class ClusterBootstrap:
                 means.append((per_seed * self._weights).sum(1) + shift)
             return np.asarray(function(*means), dtype=np.float64)
 
+    def median(self, values: Float[Array, "*seeds windows"]) -> Draws:
+        """Median over windows, the mean of the seeds' medians."""
+        medians = []
+        for row in np.atleast_2d(values):
+            order = np.argsort(row, kind="stable")
+            documents = self._document_of[order]
+            parts = [_medians(row[order], counts[:, documents]) for counts in np.array_split(self._counts, 10)]
+            medians.append(np.concatenate(parts))
+        return (np.stack(medians, 1) * self._weights).sum(1)
+
     def estimate(self, draws: Draws) -> Estimate:
         """The figure with its percentile interval; without one where there is a single document."""
         if self.num_documents == 1 or np.isnan(draws[1:]).any():
@@ -158,6 +168,15 @@ def _seed_weights(seeds: Sequence[str], num_resamples: int, seed: int) -> Float[
         drawn = generator.multinomial(count, weights[0], size=num_resamples)
         weights[1:] += math.sqrt(count / (count - 1)) * (drawn - 1.0) / count
     return weights
+
+
+def _medians(ordered: Float[Array, " windows"], counts: Float[Array, "draws windows"]) -> Float[Array, " draws"]:
+    """The mean of the two middle values, which coincide where their number is odd."""
+    upto = np.cumsum(counts, axis=1)
+    total = upto[:, -1:]
+    lower: Int[Array, " draws"] = np.argmax(upto > (total - 1) // 2, axis=1)
+    upper: Int[Array, " draws"] = np.argmax(upto > total // 2, axis=1)
+    return (ordered[lower] + ordered[upper]) / 2.0
 
 
 def wilson(successes: float | int, num_trials: float | int) -> Estimate:
@@ -276,11 +295,12 @@ class Metric:
     share: bool = False  # mean of a per-example score between 0 and 1, with the intervals of ``share``
     ratio: bool = False  # the ratio of two models means something, because 0 is nothing lost
     columns: tuple[str, ...] = ()  # per-example values that it is made of; by default the one of its name
-    function: Callable[..., Any] = lambda mean: mean  # of the columns' means, element by element
+    function: Callable[..., Any] | None = lambda mean: mean  # of the columns' means; None: the one column's median
 
     def draws(self, bootstrap: ClusterBootstrap, columns: Mapping[str, np.ndarray]) -> Draws:
         """The figure on all examples and on every resample."""
-        return bootstrap.of_means(self.function, *(columns[name] for name in self.columns))
+        values = [columns[name] for name in self.columns]
+        return bootstrap.median(*values) if self.function is None else bootstrap.of_means(self.function, *values)
 
 
 def _score(label: str, description: str, *columns: str, function: Callable[..., Any] = lambda mean: mean) -> Metric:
@@ -291,6 +311,14 @@ _METRICS = {
     "delta_ppl": Metric(
         "delta PPL", "Mean over windows of exp(NLL compact) - exp(NLL dense); the paper's figure, heavy-tailed.",
         True, "perplexity", ratio=True,
+    ),
+    "delta_ppl_median": Metric(
+        "median delta PPL", "Median over windows of exp(NLL compact) - exp(NLL dense).",
+        True, "perplexity", columns=("delta_ppl",), function=None,
+    ),
+    "delta_ppl_corpus": Metric(
+        "corpus delta PPL", "exp(mean NLL compact) - exp(mean NLL dense): all suffixes as one corpus.",
+        True, "perplexity", columns=("nll", "nll_dense"), function=lambda nll, dense: np.exp(nll) - np.exp(dense),
     ),
     "kl": Metric(
         "KL", "KL(dense || compact) of the next-token distributions, nats per suffix token. It compares a model with "
