@@ -1,6 +1,6 @@
 """A training step with KV-CAT against one of the control: time, its parts, memory; all in one run.
 
-    python benchmarks/training.py [--shape kvcat-base|qwen2.5-0.5b|small] [--seq-len 1024] [--batch 4] [--threads 2]
+    python benchmarks/training.py [--shape kvcat-base|smollm2-135m|small|...] [--seq-len 1024] [--batch 4] [--threads 2]
 
 Steps of all variants take turns, and ratios compare neighbours in time; the median is shown. The control's step is
 forward, loss and backward of B sequences; KV-CAT's of B dense and B masked ones. 2.0 is the floor of KV-CAT over the
@@ -51,7 +51,7 @@ def config(**options: object) -> TrainConfig:
 
 
 def make_model(shape: str, device: str) -> torch.nn.Module:
-    if shape == "kvcat-base":
+    if shape not in SHAPES:
         return load(shape, device=device, tokenizer=False)[0]
     torch.manual_seed(0)
     made = Qwen2Config(**SHAPES[shape], max_position_embeddings=32_768, tie_word_embeddings=True)
@@ -148,7 +148,7 @@ def held(device: str) -> float:
 def options(doc: str | None, *, shape: str, repeats: int) -> argparse.ArgumentParser:
     """The options of every benchmark of a training step."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default=shape, choices=["kvcat-base", *SHAPES])
+    parser.add_argument("--shape", default=shape, choices=["kvcat-base", "smollm2-135m", *SHAPES])
     parser.add_argument("--repeats", type=int, default=repeats)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")
