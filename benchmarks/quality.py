@@ -32,7 +32,7 @@ from kvcat.data import split_documents
 from kvcat.evals import windows_from_documents
 from kvcat.evals.statistics import ClusterBootstrap
 from kvcat.files import append_jsonl, read_jsonl
-from kvcat.losses.scoring import score_positions
+from kvcat.losses import score_positions
 from kvcat.models import examined_head
 
 SUFFIX = 256

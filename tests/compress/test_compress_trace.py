@@ -8,7 +8,6 @@ from kvcat.cache import CompactCache
 from kvcat.compress import AttentionMatching, Eviction, Reconstruction, compare, reconstruction, replay, trace
 from kvcat.compress.compare import replay_hidden, supervised_kl
 from kvcat.errors import InputError
-from kvcat.losses import scoring
 from kvcat.models import capture
 from tiny import byte_tokenizer
 
@@ -62,7 +61,7 @@ def test_a_suffix_in_chunks_fares_as_in_one_piece(make_model, windows, method, m
         for start in (0, 6):
             whole = compare(found, cache, start=start)
             with monkeypatch.context() as patch:
-                patch.setitem(scoring._CHUNK_ELEMENTS, "cpu", 67 * 3 * 5)
+                patch.setattr("kvcat.losses.chunked._CHUNK_TOKENS_CPU", 15)
                 parts = compare(found, cache, start=start, chunk_tokens=chunk_tokens)
             for name in ("nll", "nll_dense", "kl", "top1"):
                 assert torch.allclose(getattr(whole, name), getattr(parts, name), atol=1e-12)

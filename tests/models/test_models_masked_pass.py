@@ -15,7 +15,7 @@ STARTS = (1, 2)
 class Sigmoid(SparsificationPolicy):
     """A policy with a gradient and a mask far from the dense one."""
 
-    reads, learned = "hidden", True
+    reads = "hidden"
 
     def __init__(self, seed):
         super().__init__()

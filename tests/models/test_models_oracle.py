@@ -143,7 +143,7 @@ def naive_passes(model, policies, tokens, *, drawn=None, coupling="surrogate", p
                 if policy.reads == "attention":
                     scores[layer] = naive_attention_scores(layer, dense_pass, window, prefix_len)
                 else:
-                    scores[layer] = naive_router(policy, hidden) if policy.learned else drawn[layer]
+                    scores[layer] = naive_router(policy, hidden) if list(policy.parameters()) else drawn[layer]
             group = max((c for c in policies if c <= layer), default=None)
             if group is not None:
                 s = scores[group]
@@ -176,7 +176,7 @@ def policies_for(name, group_starts):
     )
     for policy in made.values():
         policy.double()
-        if policy.learned:
+        if list(policy.parameters()):
             nn.init.constant_(policy.alpha, 0.6)
     return made
 

@@ -1,38 +1,34 @@
-"""The gate, exact counts, groups of layers and the registry."""
+"""The gate, groups of layers, the registry, and the policies that keep an exact count."""
+
+import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvcat import InputError
 from kvcat.policies import (
     AttentionMassPolicy,
     RandomPolicy,
     Router,
+    attention_mass,
     build_policies,
     check_group_starts,
-    default_group_starts,
     gate,
     kept_count,
 )
 
-NAN = float("nan")
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def test_the_gate_keeps_what_exceeds_the_threshold_strictly_and_position_zero_always():
-    scores = torch.tensor([[0.9, 0.5, 0.51, 0.49, 0.0, 1.0], [0.0, 1.0, 0.5, 0.0, 0.0, 0.0]])
-    assert gate(scores, 0.5).tolist() == [[1, 0, 1, 0, 0, 1], [1, 1, 0, 0, 0, 0]]
-
-
-def test_the_gate_passes_gradients_straight_through_except_at_position_zero():
-    scores = torch.rand(2, 5, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    weights = torch.randn(2, 5, generator=torch.Generator().manual_seed(1))
-    (gate(scores, 0.3) * weights).sum().backward()
-    expected = weights.clone()
-    expected[:, 0] = 0
-    assert scores.grad is not None
-    assert torch.equal(scores.grad, expected)
+def test_the_gate_keeps_what_exceeds_the_threshold_and_position_zero_and_passes_gradients_straight_through():
+    scores = torch.tensor([[0.9, 0.5, 0.51, 0.49, 0.0, 1.0], [0.0, 1.0, 0.5, 0.0, 0.0, 0.0]], requires_grad=True)
+    kept, weights = gate(scores, 0.5), torch.arange(12.0).reshape(2, 6) - 4
+    assert kept.tolist() == [[1, 0, 1, 0, 0, 1], [1, 1, 0, 0, 0, 0]]
+    (kept * weights).sum().backward()
+    assert (scores.grad[:, 0] == 0).all()
+    assert torch.equal(scores.grad[:, 1:], weights[:, 1:])
 
 
 @pytest.mark.parametrize(
@@ -43,62 +39,93 @@ def test_the_count_rounds_halves_up_and_is_at_least_one(keep_ratio, tokens, coun
     assert kept_count(keep_ratio, tokens) == count
 
 
-@settings(deadline=None)
-@given(st.integers(1, 100).flatmap(lambda layers: st.tuples(st.just(layers), st.integers(1, layers))))
-def test_default_groups_are_always_valid_and_differ_in_size_by_at_most_one(layers_and_groups):
-    num_layers, num_groups = layers_and_groups
-    starts = check_group_starts(default_group_starts(num_layers, num_groups), num_layers)
-    sizes = [b - a for a, b in zip(starts, [*starts[1:], num_layers], strict=True)]
-    assert len(starts) == num_groups
+@pytest.mark.parametrize(("layers", "groups"), [(1, 1), (24, 4), (30, 7), (100, 99)])
+def test_default_groups_are_valid_and_differ_in_size_by_at_most_one(layers, groups):
+    starts = check_group_starts(layers, None, groups)
+    assert check_group_starts(layers, starts) == starts
+    sizes = [b - a for a, b in zip(starts, [*starts[1:], layers], strict=True)]
+    assert (len(starts), starts[0]) == (groups, 0)
     assert max(sizes) - min(sizes) <= 1
+    assert check_group_starts(24) == [0, 6, 12, 18]
 
 
 def build(policy="router", **options):
-    return build_policies(policy, num_layers=4, hidden_size=8, **options)
+    return build_policies(policy, **{"num_layers": 4, "hidden_size": 8, **options})
 
 
 @pytest.mark.parametrize(
     ("call", "options", "said"),
     [
-        (build, {"group_starts": []}, "empty"),
-        (build, {"group_starts": [0, 4]}, "start 4 does not exist.*0..3"),
-        (build, {"group_starts": [2, 1]}, "1 follows 2"),
-        (build, {"group_starts": [0, 2, 2]}, "2 follows 2"),
-        (build, {"group_starts": [0, True]}, "True is not a whole number"),
-        (build, {"num_groups": 0}, "got 0"),
-        (build, {"num_groups": 5}, "got 5"),
-        (build, {"policy": "rooter"}, "'rooter'.*attention, random, router"),
-        (AttentionMassPolicy, {"keep_ratio": 0.5, "query_chunk": 0}, "got 0"),
-        *(
-            (policy, {"keep_ratio": x}, str(x))
-            for policy in (RandomPolicy, AttentionMassPolicy)
-            for x in (0.0, 1.1, NAN)
-        ),
-        *((gate, {"scores": torch.ones(1, 2), "tau": tau}, str(tau)) for tau in (0.0, 1.0, NAN)),
-        (Router, {"hidden_size": 0}, "at least 1"),
-        (Router, {"hidden_size": 4, "feature_dim": 0}, "at least 1"),
-        *((Router, {"hidden_size": 4, "noise": x}, str(x)) for x in (-0.1, NAN)),
+        (build, {"group_starts": []}, "empty"), (build, {"group_starts": [0, 4]}, "start 4 does not exist.*0..3"),
+        (build, {"group_starts": [2, 1]}, "1 follows 2"), (build, {"group_starts": [0, 2, 2]}, "2 follows 2"),
+        (build, {"group_starts": [0, True]}, "start True does not"), (build, {"num_groups": 0}, "got 0"),
+        (build, {"num_groups": 5}, "got 5"), (build, {"policy": "rooter"}, "'rooter'.*attention, random, router"),
+        (RandomPolicy, {"keep_ratio": 0.0}, "0.0"), (AttentionMassPolicy, {"keep_ratio": math.nan}, "nan"),
+        (RandomPolicy, {"keep_ratio": 1.1}, "1.1"), (Router, {"hidden_size": 0}, "hidden 0"),
+        (Router, {"hidden_size": 4, "feature_dim": 0}, "features 0"),
+        (Router, {"hidden_size": 4, "noise": -0.1}, "-0.1"), (Router, {"hidden_size": 4, "noise": math.nan}, "nan"),
     ],
-)
+)  # fmt: skip
 def test_what_makes_no_sense_is_refused_with_the_value(call, options, said):
     with pytest.raises(InputError, match=said):
         call(**options)
 
 
-def test_a_built_policy_takes_the_options():
-    routers = build_policies("router", num_layers=8, hidden_size=12, num_groups=2, feature_dim=5, noise=0.1, seed=3)
-    assert list(routers) == default_group_starts(8, 2) == [0, 4]
-    assert all(isinstance(router, Router) and router.q_proj.weight.shape == (5, 12) for router in routers.values())
-    fixed = build_policies("attention", num_layers=8, hidden_size=12, target=0.3)[0]
-    assert isinstance(fixed, AttentionMassPolicy)
-    assert fixed.keep_ratio == 0.3
-
-
-def test_groups_start_from_different_weights_and_a_seed_gives_them_again():
-    first, again, other = (
-        build_policies("router", num_layers=8, hidden_size=12, noise=0.1, seed=seed) for seed in (3, 3, 4)
-    )
+def test_built_policies_take_the_options_and_start_from_weights_of_their_own_that_the_seed_gives_again():
+    options = {"num_layers": 8, "hidden_size": 12, "num_groups": 2, "feature_dim": 5, "noise": 0.1}
+    first, again, other = (build(**options, seed=seed) for seed in (3, 3, 4))
+    assert list(first) == [0, 4]
     weight = [[p.q_proj.weight for p in made.values()] for made in (first, again, other)]
+    assert all(w.shape == (5, 12) for w in weight[0])
     assert all(torch.equal(a, b) for a, b in zip(weight[0], weight[1], strict=True))
     assert not any(torch.equal(a, b) for a, b in zip(weight[0], weight[2], strict=True))
     assert not torch.equal(weight[0][0], weight[0][1])
+    assert build("attention", target=0.3)[0].keep_ratio == 0.3
+
+
+def attention_mass_naive(queries, keys, *, scale, window=None):
+    """Query by query and head by head."""
+    batch, heads, num_tokens, _ = queries.shape
+    mass = torch.zeros(batch, num_tokens, dtype=queries.dtype)
+    for b in range(batch):
+        for head in range(heads):
+            k = keys[b, head * keys.shape[1] // heads]
+            for t in range(num_tokens):
+                first = 0 if window is None else max(0, t - window + 1)
+                mass[b, first : t + 1] += ((k[first : t + 1] @ queries[b, head, t]) * scale).softmax(0)
+    return mass
+
+
+@pytest.mark.parametrize(("heads", "window", "chunk"), [((2, 2), None, 5), ((4, 2), 4, 1), ((6, 1), 1, 100)])
+def test_attention_mass_in_chunks_equals_its_naive_twin(heads, window, chunk):
+    q, k = normal(2, heads[0], 13, 4), normal(2, heads[1], 13, 4, seed=1)
+    fast = attention_mass(q, k, scale=0.7, window=window, query_chunk=chunk)
+    torch.testing.assert_close(fast, attention_mass_naive(q, k, scale=0.7, window=window), rtol=1e-12, atol=1e-13)
+
+
+def test_the_slots_that_everyone_looks_at_are_kept_and_equal_masses_go_to_the_lower_position():
+    keys, queries = torch.zeros(1, 1, 12, 2), torch.ones(1, 4, 12, 2)
+    assert AttentionMassPolicy(0.5)(queries, keys, scale=1.0, window=1).tolist() == [[1.0] * 6 + [0.0] * 6]
+    keys[0, 0, [3, 6], 0] = 10.0
+    assert AttentionMassPolicy(0.25)(queries, keys, scale=1.0).nonzero()[:, 1].tolist() == [0, 3, 6]
+
+
+def test_random_masks_follow_the_generator_and_differ_between_sequences_of_a_batch():
+    policy, hidden, generator = RandomPolicy(0.5), torch.zeros(2, 64, 2), torch.Generator().manual_seed(3)
+    state = generator.get_state()
+    first, second = policy(hidden, generator), policy(hidden, generator)
+    assert not torch.equal(first, second)
+    assert not torch.equal(first[0], first[1])
+    assert torch.equal(policy(hidden, generator.set_state(state)), first)
+    with pytest.raises(InputError, match=r"torch\.Generator"):
+        policy(hidden)
+
+
+def test_random_masks_are_uniform_over_all_positions_but_the_first_and_over_pairs():
+    draws, tokens = 20_000, 9
+    scores = RandomPolicy(0.5)(torch.zeros(draws, tokens, 1), torch.Generator().manual_seed(0))[:, 1:]
+    kept, others = 4, tokens - 1
+    single, pair = kept / others, kept * (kept - 1) / (others * (others - 1))
+    together = scores.T @ scores / draws
+    expected = torch.full_like(together, pair).fill_diagonal_(single)
+    assert (together - expected).abs().max() < 4.5 * (single * (1 - single) / draws) ** 0.5

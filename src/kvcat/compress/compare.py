@@ -12,7 +12,7 @@ from kvcat.attention import enable
 from kvcat.cache import CompactCache
 from kvcat.compress.trace import Trace, split_supervision
 from kvcat.errors import InputError
-from kvcat.losses.scoring import score_positions
+from kvcat.losses import score_positions
 from kvcat.models import examined_head, frozen, hidden_states, logits_from_hidden
 from kvcat.types import Float, Int, Tensor
 

@@ -18,7 +18,7 @@ from kvcat.compress.documents import reconstruction_of_tokens
 from kvcat.data import Document, Split, open_documents, split_documents
 from kvcat.errors import InputError
 from kvcat.evals.task import Baseline, Prepared, Task, Values, check_fits, check_least
-from kvcat.losses.scoring import score_positions
+from kvcat.losses import score_positions
 from kvcat.models import examined_head, frozen, hidden_states
 from kvcat.types import Float, Int, Tensor
 

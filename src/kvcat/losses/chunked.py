@@ -1,20 +1,73 @@
-"""The objective of both passes in chunks of tokens: at no time does a whole logit tensor exist."""
+"""The output head, and losses and scores behind it in chunks of tokens: a whole logit tensor never exists."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from kvcat.errors import InputError
-from kvcat.losses.head import OutputHead
-from kvcat.losses.terms import distillation_kl
+from kvcat.losses.terms import check_length, distillation_kl
 from kvcat.types import Float, Int, Tensor
 
-_CHUNK_ELEMENTS = 2**26
+_CHUNK_ELEMENTS = 2**26  # logits of one pass, 256 MiB in float32
 _CHUNK_TOKENS_CPU = 256  # more rows make a CPU's products no faster (benchmarks/loss.py)
+
+
+@dataclass(frozen=True, eq=False)
+class OutputHead:
+    """logits = cap(a (W x + b)), cap(z) = c tanh(z / c), or z without a soft-cap.
+
+    ``weight`` and ``bias`` are read from the module at every use, so a head stays valid where sharding exchanges the
+    module's parameters.
+
+    Args:
+        linear: W and b; an ``nn.Linear`` that computes as one.
+        scale: a, before the soft-cap; not zero.
+        softcap: c, positive; None for none.
+
+    Raises:
+        InputError: a module whose forward is not W x + b, scale or soft-cap out of range.
+    """
+
+    linear: nn.Module
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.linear, nn.Linear) or type(self.linear).forward is not nn.Linear.forward:
+            raise InputError(f"an output head must be a plain linear layer, got {type(self.linear).__name__}")
+        if not abs(self.scale) > 0:
+            raise InputError(f"the scale of the logits must not be zero, got {self.scale}")
+        if self.softcap is not None and not self.softcap > 0:
+            raise InputError(f"the soft-cap of the logits must be positive, got {self.softcap}")
+
+    @property
+    def weight(self) -> Float[Tensor, "vocab hidden"]:
+        """W."""
+        return cast(nn.Linear, self.linear).weight
+
+    @property
+    def bias(self) -> Float[Tensor, " vocab"] | None:
+        """The bias b, None where the head has none."""
+        return cast(nn.Linear, self.linear).bias
+
+    def compute_dtype(self) -> torch.dtype:
+        """Dtype of the matrix products: autocast's where it is on and W is not float64, W's own otherwise."""
+        device, dtype = self.weight.device.type, self.weight.dtype
+        if torch.is_autocast_enabled(device) and dtype != torch.float64:
+            return torch.get_autocast_dtype(device)
+        return dtype
+
+    def logits(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch vocab"]:
+        """All logits at once, in the dtype of the matrix product, from the output of the final norm in any dtype."""
+        logits = functional.linear(hidden.to(self.compute_dtype()), self.weight, self.bias)
+        if self.scale != 1:
+            logits = logits * self.scale
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,9 +77,9 @@ class ChunkedLosses:
     Args:
         total: mask_weight * kl + anchor_weight * dense_loss, with gradient.
         dense_loss: next-token loss of the dense pass, nats; like all below without gradient.
-        masked_loss: next-token loss of the masked pass, nats; None for the control.
-        kl: KL(dense || masked), nats; None for the control.
-        top1: fraction of positions where both passes have the same most likely token; None for the control.
+        masked_loss: next-token loss of the masked pass, nats; None for the control, like all below.
+        kl: KL(dense || masked), nats.
+        top1: fraction of positions where both passes have the same most likely token.
     """
 
     total: Float[Tensor, ""]
@@ -55,13 +108,12 @@ def chunked_objective(
 
     so a chunk's dense logits, made once, serve the anchor with gradient and the KL without. The gradients by both
     hidden states, W and b are made in the forward, where the chunk's logits are at hand; the backward only scales them
-    by the gradient that arrives, and differentiates once. Matrix products run in ``head.compute_dtype()``, as in
-    ``head.logits``; scale, soft-cap, softmax and every sum over positions in at least float32.
+    by the gradient that arrives, and differentiates once. Matrix products run in ``head.compute_dtype()``; scale,
+    soft-cap, softmax and every sum over positions in at least float32.
 
     Memory on top of the inputs: three float32 tensors of chunk_tokens x vocab (five with a soft-cap), W once in the
-    dtype of the products where that is not its own, its gradient in float32, and the hidden states' gradients; in the
-    backward the scaled gradients beside these instead of the chunk. Half-precision products add one of W's shape.
-    Where gradients are off, or none is required, none is made.
+    dtype of the products where that is not its own, its gradient in float32, and the hidden states' gradients. Where
+    gradients are off, or none is required, none is made.
 
     Args:
         head: the model's output head. Its W must be a plain tensor: a sharded model unshards it around this call, as
@@ -71,7 +123,7 @@ def chunked_objective(
         tokens: token ids, at least two a sequence.
         mask_weight: lambda_mask, >= 0.
         anchor_weight: lambda_anchor, >= 0.
-        chunk_tokens: positions per chunk, at least 1; None takes ``default_chunk_tokens``.
+        chunk_tokens: positions per chunk, at least 1; None takes as many as give 2^26 logits, on a CPU at most 256.
 
     Raises:
         InputError: fewer than two tokens, chunk_tokens below 1, a sharded W.
@@ -79,15 +131,15 @@ def chunked_objective(
     References: KV-CAT, equation "training_objective". Gradients made in the forward: Hsu et al. 2024 (Liger Kernel),
         arXiv:2410.10989.
     """
-    _check(head, tokens, chunk_tokens)
-    options = PassOptions.of(head, chunk_tokens or default_chunk_tokens(head), mask_weight, anchor_weight)
+    check_length(tokens.shape[1])
+    if hasattr(head.weight, "placements"):  # a DTensor, without the import of torch.distributed
+        raise InputError("the output weight is sharded: the chunked objective needs it whole")
     dense = dense_hidden[:, :-1].flatten(0, 1)
-    masked = None if masked_hidden is None else masked_hidden[:, :-1].flatten(0, 1)
-    weight, bias = head.weight, head.bias
+    inputs = [dense, None if masked_hidden is None else masked_hidden[:, :-1].flatten(0, 1), head.weight, head.bias]
     if not torch.is_grad_enabled():  # autograd's own bookkeeping would report that gradients are needed
-        weight, bias = weight.detach(), None if bias is None else bias.detach()
-        dense, masked = dense.detach(), None if masked is None else masked.detach()
-    total, means = _Objective.apply(dense, masked, weight, bias, tokens[:, 1:].flatten(), options)
+        inputs = [None if x is None else x.detach() for x in inputs]
+    chunk = _chunk_tokens(head, chunk_tokens)
+    total, means = _Objective.apply(*inputs, tokens[:, 1:].flatten(), head, chunk, (anchor_weight, mask_weight))
     return ChunkedLosses(total, *means.unbind())
 
 
@@ -102,7 +154,7 @@ def chunked_kl(
 
     References: KV-CAT, footnote on distillation from a frozen base model.
     """
-    step = chunk_tokens or default_chunk_tokens(head)
+    step = _chunk_tokens(head, chunk_tokens)
     taught = teacher_hidden[:, :-1].detach().flatten(0, 1)
     learned = hidden[:, :-1].flatten(0, 1)
 
@@ -111,61 +163,74 @@ def chunked_kl(
         pair = [torch.cat([x, x[-1:]])[None] for x in (teacher_head.logits(t), head.logits(s))]
         return distillation_kl(pair[0], pair[1]) * len(s)
 
-    parts = [
-        checkpoint(chunk_sum, taught[i : i + step], learned[i : i + step], use_reentrant=False)
-        for i in range(0, len(learned), step)
-    ]
-    return torch.stack(parts).sum() / len(learned)  # type: ignore[arg-type]
+    pairs = zip(taught.split(step), learned.split(step), strict=True)
+    parts: list[Any] = [checkpoint(chunk_sum, *pair, use_reentrant=False) for pair in pairs]
+    return torch.stack(parts).sum() / len(learned)
 
 
-def default_chunk_tokens(head: OutputHead) -> int:
-    """Positions of which one pass has 2^26 logits (256 MiB in float32); on a CPU not more than 256.
+@dataclass(frozen=True, eq=False)
+class PositionScores:
+    """Scores of every position in float32, float64 where the head is.
 
-    A chunk adds once to the whole gradient of W, so that more positions mean less memory traffic per position.
+    Args:
+        nll: -log probability of the target, nats.
+        nll_teacher: the same under the teacher; None without one, like all below.
+        kl: KL(teacher || student), nats.
+        top1: 1 where both have the same most likely token, else 0.
     """
+
+    nll: Float[Tensor, "*positions"]
+    nll_teacher: Float[Tensor, "*positions"] | None = None
+    kl: Float[Tensor, "*positions"] | None = None
+    top1: Float[Tensor, "*positions"] | None = None
+
+
+@torch.no_grad()
+def score_positions(
+    head: OutputHead,
+    hidden: Float[Tensor, "*positions hidden"],
+    targets: Int[Tensor, "*positions"],
+    teacher_hidden: Float[Tensor, "*positions hidden"] | None = None,
+) -> PositionScores:
+    """NLL of the targets, and with a teacher its NLL, KL(teacher || student) and top-1 agreement, at every position.
+
+    Nothing is shifted: ``hidden`` at a position is scored against ``targets`` at the same position. Where a position
+    has no next token, any id serves as its target; KL and top-1 do not depend on it.
+
+    Args:
+        head: the output head of both (``kvcat.models.output_head``).
+        hidden: input of the head (``kvcat.models.hidden_states``).
+        targets: token ids.
+        teacher_hidden: the teacher's hidden states at the same positions.
+    """
+    first, second = (hidden, None) if teacher_hidden is None else (teacher_hidden, hidden.flatten(0, -2))
+    inputs = (first.flatten(0, -2), second, head.weight, head.bias)
+    values = _Chunks(head, inputs, (False,) * 4, targets.flatten(), _chunk_tokens(head)).run()
+    nll, *rest = (part.view(targets.shape) for part in values)
+    return PositionScores(rest[0], nll, *rest[1:]) if rest else PositionScores(nll)
+
+
+def _chunk_tokens(head: OutputHead, wanted: int | None = None) -> int:
+    """Positions per chunk; each chunk adds once to the whole gradient of W, so that fewer chunks move less memory."""
+    if wanted is not None and wanted < 1:
+        raise InputError(f"chunk_tokens must be at least 1, got {wanted}")
     tokens = max(1, _CHUNK_ELEMENTS // head.weight.shape[0])
-    return min(tokens, _CHUNK_TOKENS_CPU) if head.weight.device.type == "cpu" else tokens
-
-
-@dataclass(frozen=True)
-class PassOptions:
-    """What the passes over chunks need besides tensors, as in ``chunked_objective`` and ``OutputHead``."""
-
-    scale: float
-    softcap: float | None
-    chunk: int
-    dtype: torch.dtype
-    mask_weight: float
-    anchor_weight: float
-
-    @classmethod
-    def of(cls, head: OutputHead, chunk: int, mask_weight: float = 1.0, anchor_weight: float = 1.0) -> "PassOptions":
-        """The options of one head, products in the dtype that the head has now."""
-        return cls(head.scale, head.softcap, chunk, head.compute_dtype(), mask_weight, anchor_weight)
+    return wanted or (min(tokens, _CHUNK_TOKENS_CPU) if head.weight.device.type == "cpu" else tokens)
 
 
 class _Objective(torch.autograd.Function):
     """Total and means of (dense_loss[, masked_loss, kl, top1]); the gradients are made in the forward."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        dense: Float[Tensor, "positions hidden"],
-        masked: Float[Tensor, "positions hidden"] | None,
-        weight: Float[Tensor, "vocab hidden"],
-        bias: Float[Tensor, " vocab"] | None,
-        targets: Int[Tensor, " positions"],
-        options: PassOptions,
-    ) -> tuple[Float[Tensor, ""], Float[Tensor, " parts"]]:
-        inputs = (dense, masked, weight, bias)
-        with torch.autocast(weight.device.type, enabled=False):
-            passes = ChunkedPasses(inputs, ctx.needs_input_grad[:4], targets, options)
-            means = passes.run().mean(1)
-        total = options.anchor_weight * means[0]
-        if masked is not None:
-            total = total + options.mask_weight * means[2]
+    def forward(ctx: Any, *arguments: Any) -> tuple[Float[Tensor, ""], Float[Tensor, " parts"]]:
+        *inputs, targets, head, chunk, weights = arguments
+        chunks = _Chunks(head, inputs, ctx.needs_input_grad[:4], targets, chunk, weights)
+        means = chunks.run().mean(1)
+        total = weights[0] * means[0]
+        if len(means) > 1:
+            total = total + weights[1] * means[2]
         ctx.dtypes = [None if x is None else x.dtype for x in inputs]
-        ctx.save_for_backward(*passes.gradients)
+        ctx.save_for_backward(*chunks.gradients)
         ctx.mark_non_differentiable(means)
         return total, means
 
@@ -177,26 +242,30 @@ class _Objective(torch.autograd.Function):
             None if gradient is None else (gradient * upstream[0]).to(dtype)
             for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
-        return *scaled, None, None
+        return *scaled, None, None, None, None
 
 
-class ChunkedPasses:
-    """Values per position and gradients of the total, one chunk after the other.
+class _Chunks:
+    """Values per position and gradients of the weighted total, one chunk after the other.
 
-    ``inputs`` are dense and masked hidden states, W and b, in any dtype; ``needs`` says which need a gradient.
+    ``inputs`` are dense and masked hidden states, W and b, in any dtype; ``needs`` says which need a gradient;
+    ``weights`` are those of the dense and of the masked pass.
     """
 
     def __init__(
         self,
-        inputs: tuple[Tensor, Tensor | None, Tensor, Tensor | None],
+        head: OutputHead,
+        inputs: Any,
         needs: tuple[bool, ...],
         targets: Int[Tensor, " positions"],
-        options: PassOptions,
+        step: int,
+        weights: tuple[float, float] = (1.0, 1.0),
     ):
         self.dense, self.masked, weight, bias = inputs
-        self.targets, self.options = targets, options
-        self.weight, self.bias = weight.to(options.dtype), None if bias is None else bias.to(options.dtype)
-        wide = torch.promote_types(options.dtype, torch.float32)
+        self.head, self.targets, self.step, self.weights = head, targets, step, weights
+        self.dtype = head.compute_dtype()
+        self.weight, self.bias = weight.to(self.dtype), None if bias is None else bias.to(self.dtype)
+        wide = torch.promote_types(self.dtype, torch.float32)
         self.values = torch.zeros(1 if self.masked is None else 4, len(targets), dtype=wide, device=targets.device)
         self.gradients = [
             torch.zeros_like(x, dtype=wide) if x is not None and need else None
@@ -205,54 +274,50 @@ class ChunkedPasses:
 
     def run(self) -> Float[Tensor, "parts positions"]:
         """Dense NLL of every position, and with a masked pass its NLL, KL(dense || masked) and top-1 agreement."""
-        for start in range(0, len(self.targets), self.options.chunk):
-            self._add(slice(start, start + self.options.chunk))
+        with torch.autocast(self.weight.device.type, enabled=False):
+            for start in range(0, len(self.targets), self.step):
+                self._add(slice(start, start + self.step))
         return self.values
 
     def _add(self, rows: slice) -> None:
-        targets, hidden = self.targets[rows, None], self.dense[rows].to(self.options.dtype)
+        targets, hidden = self.targets[rows, None], self.dense[rows].to(self.dtype)
         log_p, top, slope = self._log_probs(hidden)
         self.values[0, rows] = -log_p.gather(-1, targets).squeeze(-1)
-        p = log_p.exp_() if self.masked is None else self._add_masked(rows, self.masked[rows], log_p, top)
+        p = log_p.exp_() if self.masked is None else self._add_masked(rows, log_p, top)
         if self._gradient_through(0):
             p.scatter_add_(-1, targets, p.new_full(targets.shape, -1.0))
-            self._add_gradient(0, rows, hidden, p, slope, self.options.anchor_weight)
+            self._add_gradient(0, rows, hidden, p, slope)
 
     def _add_masked(
-        self,
-        rows: slice,
-        masked: Float[Tensor, "chunk hidden"],
-        log_p: Float[Tensor, "chunk vocab"],
-        top: Int[Tensor, " chunk"],
+        self, rows: slice, log_p: Float[Tensor, "chunk vocab"], top: Int[Tensor, " chunk"]
     ) -> Float[Tensor, "chunk vocab"]:
         """The masked pass of a chunk; returns p and uses ``log_p`` up."""
-        hidden = masked.to(self.options.dtype)
+        hidden = self.masked[rows].to(self.dtype)
         log_s, top_masked, slope = self._log_probs(hidden)
         p = log_p.exp()
         self.values[1, rows] = -log_s.gather(-1, self.targets[rows, None]).squeeze(-1)
         self.values[2, rows] = log_p.sub_(log_s).mul_(p).sum(-1)
         self.values[3, rows] = (top == top_masked).to(self.values.dtype)
         if self._gradient_through(1):
-            self._add_gradient(1, rows, hidden, log_s.exp_().sub_(p), slope, self.options.mask_weight)
+            self._add_gradient(1, rows, hidden, log_s.exp_().sub_(p), slope)
         return p
 
     def _log_probs(
         self, hidden: Float[Tensor, "chunk hidden"]
     ) -> tuple[Float[Tensor, "chunk vocab"], Int[Tensor, " chunk"], Float[Tensor, "chunk vocab"] | None]:
         """Log-probabilities, the most likely token, and the soft-cap's derivative where there is one."""
-        logits = functional.linear(hidden, self.weight, self.bias).to(self.values.dtype)
-        if self.options.scale != 1:
-            logits.mul_(self.options.scale)
+        logits, softcap = functional.linear(hidden, self.weight, self.bias).to(self.values.dtype), self.head.softcap
+        if self.head.scale != 1:
+            logits.mul_(self.head.scale)
         slope = None
-        if self.options.softcap is not None:
-            logits.div_(self.options.softcap).tanh_()
+        if softcap is not None:
+            logits.div_(softcap).tanh_()
             slope = logits.square().neg_().add_(1) if any(g is not None for g in self.gradients) else None
-            logits.mul_(self.options.softcap)
+            logits.mul_(softcap)
         return logits.log_softmax(-1), logits.argmax(-1), slope
 
     def _gradient_through(self, which: int) -> bool:
-        hidden, weight, bias = self.gradients[which], *self.gradients[2:]
-        return not (hidden is None and weight is None and bias is None)
+        return any(x is not None for x in (self.gradients[which], *self.gradients[2:]))
 
     def _add_gradient(
         self,
@@ -261,13 +326,12 @@ class ChunkedPasses:
         hidden: Float[Tensor, "chunk hidden"],
         by_logits: Float[Tensor, "chunk vocab"],
         slope: Float[Tensor, "chunk vocab"] | None,
-        loss_weight: float,
     ) -> None:
         """Gradients of the chunk's rows, of W and of b from those by the logits, which are used up."""
         if slope is not None:
             by_logits.mul_(slope)
-        factor = loss_weight * self.options.scale / len(self.targets)
-        product = by_logits.to(self.options.dtype)
+        factor = self.weights[which] * self.head.scale / len(self.targets)
+        product = by_logits.to(self.dtype)
         by_hidden, (by_weight, by_bias) = self.gradients[which], self.gradients[2:]
         if by_hidden is not None:
             torch.mul((product @ self.weight).to(by_hidden.dtype), factor, out=by_hidden[rows])
@@ -277,12 +341,3 @@ class ChunkedPasses:
             by_weight.add_(product.t() @ hidden, alpha=factor)
         if by_bias is not None:
             by_bias.add_(by_logits.sum(0), alpha=factor)
-
-
-def _check(head: OutputHead, tokens: Int[Tensor, "batch tokens"], chunk_tokens: int | None) -> None:
-    if tokens.shape[1] < 2:
-        raise InputError(f"a sequence of {tokens.shape[1]} tokens predicts nothing: at least 2 are needed")
-    if chunk_tokens is not None and chunk_tokens < 1:
-        raise InputError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
-    if hasattr(head.weight, "placements"):  # a DTensor, without the import of torch.distributed
-        raise InputError("the output weight is sharded: the chunked objective needs it whole")

@@ -24,7 +24,7 @@ def next_token_loss(
 
     References: KV-CAT, L_anchor in equation "training_objective".
     """
-    _check_length(tokens.shape[1])
+    check_length(tokens.shape[1])
     return functional.cross_entropy(_wide(logits[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
@@ -44,7 +44,7 @@ def distillation_kl(
 
     References: KV-CAT, L_mask in equation "training_objective".
     """
-    _check_length(teacher_logits.shape[1])
+    check_length(teacher_logits.shape[1])
     teacher = _wide(teacher_logits[:, :-1].detach()).log_softmax(-1)
     student = _wide(student_logits[:, :-1]).log_softmax(-1)
     return functional.kl_div(student, teacher, reduction="none", log_target=True).sum(-1).mean()
@@ -80,6 +80,7 @@ def _wide(logits: Float[Tensor, "batch tokens vocab"]) -> Float[Tensor, "batch t
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def _check_length(num_tokens: int) -> None:
+def check_length(num_tokens: int) -> None:
+    """Refuse a sequence that holds no prediction."""
     if num_tokens < 2:
         raise InputError(f"a sequence of {num_tokens} tokens predicts nothing: at least 2 are needed")

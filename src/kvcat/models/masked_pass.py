@@ -88,7 +88,7 @@ class MaskedPass(nn.Module):
     ):
         super().__init__()
         layers = decoder_layers(model)
-        self.group_starts = check_group_starts(sorted(policies), len(layers))
+        self.group_starts = check_group_starts(len(layers), sorted(policies))
         if not 0 < tau < 1:
             raise InputError(f"tau must lie in (0, 1), got {tau}")
         if coupling not in COUPLINGS:

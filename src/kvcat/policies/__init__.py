@@ -7,23 +7,14 @@ from collections.abc import Iterable
 import torch
 
 from kvcat.errors import InputError
-from kvcat.policies._base import (
-    PolicyOptions,
-    Randomness,
-    SparsificationPolicy,
-    check_group_starts,
-    default_group_starts,
-    gate,
-    kept_count,
-)
+from kvcat.policies._base import Randomness, SparsificationPolicy, check_group_starts, gate, kept_count
 from kvcat.policies.attention import AttentionMassPolicy, attention_mass
 from kvcat.policies.random import RandomPolicy
 from kvcat.policies.router import Router, linear_attention
 
 __all__ = [
-    "POLICIES", "AttentionMassPolicy", "PolicyOptions", "RandomPolicy", "Randomness", "Router", "SparsificationPolicy",
-    "attention_mass", "build_policies", "check_group_starts", "default_group_starts", "gate", "kept_count",
-    "linear_attention",
+    "POLICIES", "AttentionMassPolicy", "RandomPolicy", "Randomness", "Router", "SparsificationPolicy",
+    "attention_mass", "build_policies", "check_group_starts", "gate", "kept_count", "linear_attention",
 ]  # fmt: skip
 
 POLICIES = {
@@ -31,7 +22,7 @@ POLICIES = {
     for module in pkgutil.iter_modules(__path__)
     if not module.name.startswith("_")
 }
-"""What makes the policy of one group of layers from its ``PolicyOptions``, by the name of the policy's file."""
+"""What makes the policy of one group of layers from the options of ``build_policies``, by the policy's file."""
 
 
 def build_policies(
@@ -52,24 +43,19 @@ def build_policies(
         name: a key of ``POLICIES``.
         num_layers: layers of the model.
         hidden_size: width of its hidden states.
-        group_starts: first layers of the groups; None spaces ``num_groups`` evenly.
-        num_groups: number of groups when ``group_starts`` is None.
+        group_starts, num_groups: as in ``check_group_starts``.
         target: keep ratio rho aimed at, in (0, 1).
         feature_dim: width of the router's linear attention.
         noise: standard deviation of the noise on the router's W_P.
-        seed: of the initial weights.
+        seed: of the initial weights; one generator draws those of all groups, so that each starts differently.
 
     Raises:
-        InputError: an unknown name, a target outside (0, 1), group starts that the model does not have.
+        InputError: an unknown name, a value out of range, group starts that the model does not have.
     """
     if name not in POLICIES:
         raise InputError(f"unknown policy {name!r}: choose from {', '.join(POLICIES)}")
-    if not 0 < target < 1:
-        raise InputError(f"target keep ratio must lie in (0, 1), got {target}")
-    starts = (
-        default_group_starts(num_layers, num_groups)
-        if group_starts is None
-        else check_group_starts(group_starts, num_layers)
-    )
-    options = PolicyOptions(hidden_size, target, feature_dim, noise, torch.Generator().manual_seed(seed))
-    return {start: POLICIES[name](options) for start in starts}
+    options = {
+        "hidden_size": hidden_size, "target": target, "feature_dim": feature_dim, "noise": noise,
+        "generator": torch.Generator().manual_seed(seed),
+    }  # fmt: skip
+    return {start: POLICIES[name](**options) for start in check_group_starts(num_layers, group_starts, num_groups)}

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
 from typing import ClassVar, Literal
@@ -29,29 +28,11 @@ class SparsificationPolicy(nn.Module):
       (batch, heads, tokens, head_dim) and keys (batch, kv_heads, tokens, head_dim) of that layer after the rotary
       embedding, its scale, and its sliding window in tokens if it has one.
 
-    Both return (batch, tokens), float32 or wider. ``generator`` (``Randomness``) is the only source of chance.
-
-    Attributes:
-        reads: what the policy looks at.
-        learned: its scores carry gradient to parameters of its own, and the budget loss applies to it.
+    Both return (batch, tokens), float32 or wider. ``generator`` (``Randomness``) is the only source of chance. The
+    scores carry gradient where the policy has parameters; the budget loss then applies to them.
     """
 
     reads: ClassVar[Literal["hidden", "attention"]]
-    learned: ClassVar[bool]
-
-
-@dataclass(frozen=True)
-class PolicyOptions:
-    """What the ``make`` of a policy's file may use, as in ``build_policies``.
-
-    ``generator`` draws the initial weights of all groups, so that each starts differently.
-    """
-
-    hidden_size: int
-    target: float
-    feature_dim: int
-    noise: float
-    generator: torch.Generator
 
 
 def gate(scores: Float[Tensor, "batch tokens"], tau: float = 0.5) -> Float[Tensor, "batch tokens"]:
@@ -63,15 +44,34 @@ def gate(scores: Float[Tensor, "batch tokens"], tau: float = 0.5) -> Float[Tenso
         scores: keep probabilities p, in [0, 1].
         tau: threshold, in (0, 1).
 
-    Raises:
-        InputError: tau outside (0, 1).
-
     References: KV-CAT, appendix "Router parameterization".
     """
-    if not 0 < tau < 1:
-        raise InputError(f"tau must lie in (0, 1), got {tau}")
     hard = (scores.detach() > tau).to(scores.dtype) + (scores - scores.detach())
     return torch.cat([torch.ones_like(hard[:, :1]), hard[:, 1:]], dim=1)
+
+
+class ExactCount(SparsificationPolicy):
+    """A policy without parameters that keeps ``kept_count(keep_ratio, tokens)`` slots.
+
+    Args:
+        keep_ratio: fraction kept, in (0, 1].
+
+    Raises:
+        InputError: keep_ratio outside (0, 1].
+    """
+
+    def __init__(self, keep_ratio: float) -> None:
+        super().__init__()
+        if not 0 < keep_ratio <= 1:
+            raise InputError(f"keep ratio must lie in (0, 1], got {keep_ratio}")
+        self.keep_ratio = float(keep_ratio)
+
+    def keep_largest(self, values: Float[Tensor, "batch tokens"]) -> Float[Tensor, "batch tokens"]:
+        """1 for position 0 and the largest values, 0 for the rest; ties go to lower positions."""
+        values = values.clone()
+        values[:, 0] = torch.inf
+        order = values.argsort(dim=1, descending=True, stable=True)
+        return torch.zeros_like(values).scatter(1, order[:, : kept_count(self.keep_ratio, values.shape[1])], 1.0)
 
 
 def kept_count(keep_ratio: float, num_tokens: int) -> int:
@@ -83,46 +83,27 @@ def kept_count(keep_ratio: float, num_tokens: int) -> int:
     return max(1, math.floor(exact + Fraction(1, 2)))
 
 
-def keep_largest(values: Float[Tensor, "batch tokens"], keep_ratio: float) -> Float[Tensor, "batch tokens"]:
-    """1 for position 0 and the largest values, ``kept_count`` in all, 0 for the rest; ties go to lower positions."""
-    values = values.clone()
-    values[:, 0] = torch.inf
-    order = values.argsort(dim=1, descending=True, stable=True)
-    return torch.zeros_like(values).scatter(1, order[:, : kept_count(keep_ratio, values.shape[1])], 1.0)
+def check_group_starts(num_layers: int, group_starts: Iterable[int] | None = None, num_groups: int = 4) -> list[int]:
+    """First layers of the groups, ascending; layers before the first stay dense.
 
-
-def check_keep_ratio(keep_ratio: float) -> float:
-    """The ratio itself."""
-    if not 0 < keep_ratio <= 1:
-        raise InputError(f"keep ratio must lie in (0, 1], got {keep_ratio}")
-    return float(keep_ratio)
-
-
-def default_group_starts(num_layers: int, num_groups: int = 4) -> list[int]:
-    """First layers of evenly spaced groups, floor(i L / G) for i < G: 24 layers in 4 groups give 0, 6, 12, 18.
+    Args:
+        num_layers: layers of the model.
+        group_starts: the layers; None spaces groups evenly, floor(i L / G) for i < G: 0, 6, 12, 18 of 24 layers.
+        num_groups: G, in 1..num_layers.
 
     Raises:
-        InputError: num_groups outside 1..num_layers.
+        InputError: empty, unsorted, duplicated or outside the model; num_groups out of range.
     """
-    if not 1 <= num_groups <= num_layers:
-        raise InputError(f"number of groups must lie in 1..{num_layers} (the model's layers), got {num_groups}")
-    return [i * num_layers // num_groups for i in range(num_groups)]
-
-
-def check_group_starts(group_starts: Iterable[int], num_layers: int) -> list[int]:
-    """The list itself, where it names the first layers of groups; layers before the first stay dense.
-
-    Raises:
-        InputError: empty, unsorted, duplicated or outside the model.
-    """
+    if group_starts is None:
+        if not 1 <= num_groups <= num_layers:
+            raise InputError(f"number of groups must lie in 1..{num_layers} (the model's layers), got {num_groups}")
+        return [i * num_layers // num_groups for i in range(num_groups)]
     starts = list(group_starts)
     if not starts:
         raise InputError("group starts are empty: name at least one layer")
     for start in starts:
-        if isinstance(start, bool) or not isinstance(start, int):
-            raise InputError(f"group start {start!r} is not a whole number, in {starts}")
-        if not 0 <= start < num_layers:
-            raise InputError(f"group start {start} does not exist: the model has layers 0..{num_layers - 1}")
+        if isinstance(start, bool) or not isinstance(start, int) or not 0 <= start < num_layers:
+            raise InputError(f"group start {start!r} does not exist: the model has layers 0..{num_layers - 1}")
     for before, after in pairwise(starts):
         if before >= after:
             raise InputError(f"group starts must increase, but {after} follows {before} in {starts}")

@@ -4,35 +4,19 @@ from typing import ClassVar, Literal
 
 import torch
 
-from kvcat.errors import InputError
-from kvcat.policies._base import PolicyOptions, Randomness, SparsificationPolicy, check_keep_ratio, keep_largest
+from kvcat.policies._base import ExactCount, Randomness
 from kvcat.types import Float, Tensor
 
 
-class AttentionMassPolicy(SparsificationPolicy):
+class AttentionMassPolicy(ExactCount):
     """Scores 1 for position 0 and the slots that receive the most dense attention, an exact count, and 0 for the rest.
 
-    The count is ``kept_count(keep_ratio, tokens)``; equal masses go to the lower position. No gradient.
-
-    Args:
-        keep_ratio: fraction kept, in (0, 1].
-        query_chunk: queries whose weights are held at once.
-
-    Raises:
-        InputError: keep_ratio outside (0, 1], query_chunk below 1.
+    Equal masses go to the lower position. No gradient.
 
     References: KV-CAT, appendix "Method ablation" (Attn).
     """
 
     reads: ClassVar[Literal["hidden", "attention"]] = "attention"
-    learned: ClassVar[bool] = False
-
-    def __init__(self, keep_ratio: float, *, query_chunk: int = 128) -> None:
-        super().__init__()
-        self.keep_ratio = check_keep_ratio(keep_ratio)
-        if query_chunk < 1:
-            raise InputError(f"query_chunk must be at least 1, got {query_chunk}")
-        self.query_chunk = query_chunk
 
     @torch.no_grad()
     def forward(
@@ -45,8 +29,7 @@ class AttentionMassPolicy(SparsificationPolicy):
         generator: Randomness | None = None,  # noqa: ARG002 (the protocol's)
     ) -> Float[Tensor, "batch tokens"]:
         """Scores, 0 or 1, float32 (float64 where the queries are)."""
-        mass = attention_mass(queries, keys, scale=scale, window=window, query_chunk=self.query_chunk)
-        return keep_largest(mass, self.keep_ratio)
+        return self.keep_largest(attention_mass(queries, keys, scale=scale, window=window))
 
 
 def attention_mass(
@@ -80,6 +63,6 @@ def attention_mass(
     return mass
 
 
-def make(options: PolicyOptions) -> AttentionMassPolicy:
+def make(*, target: float, **_: object) -> AttentionMassPolicy:
     """The policy with the target as its keep ratio."""
-    return AttentionMassPolicy(options.target)
+    return AttentionMassPolicy(target)

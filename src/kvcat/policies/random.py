@@ -5,30 +5,19 @@ from typing import ClassVar, Literal
 import torch
 
 from kvcat.errors import InputError
-from kvcat.policies._base import PolicyOptions, Randomness, SparsificationPolicy, check_keep_ratio, keep_largest
+from kvcat.policies._base import ExactCount, Randomness
 from kvcat.types import Float, Tensor
 
 
-class RandomPolicy(SparsificationPolicy):
+class RandomPolicy(ExactCount):
     """Scores 1 for an exact count of slots, position 0 and others uniformly without replacement, and 0 for the rest.
 
-    Every sequence of a batch draws its own slots. The count is ``kept_count(keep_ratio, tokens)``.
-
-    Args:
-        keep_ratio: fraction kept, in (0, 1].
-
-    Raises:
-        InputError: keep_ratio outside (0, 1].
+    Every sequence of a batch draws its own slots.
 
     References: KV-CAT, appendix "Method ablation" (Rand).
     """
 
     reads: ClassVar[Literal["hidden", "attention"]] = "hidden"
-    learned: ClassVar[bool] = False
-
-    def __init__(self, keep_ratio: float) -> None:
-        super().__init__()
-        self.keep_ratio = check_keep_ratio(keep_ratio)
 
     def forward(
         self, hidden: Float[Tensor, "batch tokens hidden"], generator: Randomness | None = None
@@ -44,10 +33,9 @@ class RandomPolicy(SparsificationPolicy):
         noise = torch.cat([
             torch.rand(rows, num_tokens, generator=g, device=g.device, dtype=torch.float64) for g in sources
         ])  # fmt: skip
-        scores = keep_largest(-noise, self.keep_ratio)
-        return scores.to(hidden.device, torch.promote_types(hidden.dtype, torch.float32))
+        return self.keep_largest(-noise).to(hidden.device, torch.promote_types(hidden.dtype, torch.float32))
 
 
-def make(options: PolicyOptions) -> RandomPolicy:
+def make(*, target: float, **_: object) -> RandomPolicy:
     """The policy with the target as its keep ratio."""
-    return RandomPolicy(options.target)
+    return RandomPolicy(target)

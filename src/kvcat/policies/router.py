@@ -1,13 +1,13 @@
 """The paper's learned policy."""
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from kvcat.errors import InputError
-from kvcat.policies._base import PolicyOptions, Randomness, SparsificationPolicy
+from kvcat.policies._base import Randomness, SparsificationPolicy
 from kvcat.types import Float, Tensor
 
 
@@ -37,7 +37,6 @@ class Router(SparsificationPolicy):
     """
 
     reads: ClassVar[Literal["hidden", "attention"]] = "hidden"
-    learned: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -48,10 +47,9 @@ class Router(SparsificationPolicy):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
-        if hidden_size < 1 or feature_dim < 1:
-            raise InputError(f"router sizes must be at least 1, got hidden {hidden_size}, features {feature_dim}")
-        if not noise >= 0:
-            raise InputError(f"router noise must not be negative, got {noise}")
+        if hidden_size < 1 or feature_dim < 1 or not noise >= 0:
+            given = f"hidden {hidden_size}, features {feature_dim}, noise {noise}"
+            raise InputError(f"router sizes must be at least 1 and its noise at least 0, got {given}")
         generator = torch.Generator().manual_seed(0) if generator is None else generator
         self.norm = nn.LayerNorm(hidden_size, dtype=torch.float32)
         self.q_proj = _projection(hidden_size, feature_dim, generator)
@@ -121,13 +119,8 @@ def linear_attention(
     Within a chunk the products q_t.k_j are formed, across chunks only the sums S and z are carried: memory grows as
     tokens * chunk + tokens / chunk * features * channels.
 
-    Raises:
-        InputError: chunk below 1.
-
     References: KV-CAT, appendix "Router parameterization"; Katharopoulos et al. 2020, arXiv:2006.16236.
     """
-    if chunk < 1:
-        raise InputError(f"chunk must be at least 1 token, got {chunk}")
     num_tokens = queries.shape[1]
     chunk = min(chunk, max(num_tokens, 1))
     padding = -num_tokens % chunk
@@ -139,6 +132,6 @@ def linear_attention(
     return (both[..., :-1] / (both[..., -1:] + eps)).flatten(1, 2)[:, :num_tokens]
 
 
-def make(options: PolicyOptions) -> Router:
+def make(*, target: float, **options: Any) -> Router:  # noqa: ARG001 (the budget loss aims at it)
     """The router of one group."""
-    return Router(options.hidden_size, options.feature_dim, noise=options.noise, generator=options.generator)
+    return Router(**options)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvcat.errors import InputError
 from kvcat.models import parse_device, read_config
-from kvcat.policies import check_group_starts, default_group_starts
+from kvcat.policies import check_group_starts
 from kvcat.training.config import TrainConfig, check_batch
 from kvcat.training.distributed import world_size
 from kvcat.training.objective import make_masked_pass
@@ -36,10 +36,7 @@ def check_request(config: TrainConfig) -> None:
     positions = getattr(text, "max_position_embeddings", None)
     if positions is not None and config.seq_len > positions:
         raise InputError(f"seq_len {config.seq_len} exceeds the model's {positions} positions")
-    if config.group_starts is None:
-        default_group_starts(text.num_hidden_layers, config.num_groups)
-    else:
-        check_group_starts(config.group_starts, text.num_hidden_layers)
+    check_group_starts(text.num_hidden_layers, config.group_starts, config.num_groups)
 
 
 def plan(config: TrainConfig) -> dict[str, str]:
