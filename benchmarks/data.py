@@ -48,10 +48,10 @@ def reader(data: str, tokenizer: PreTrainedTokenizerBase, workers: int = 0) -> T
 
 def speed(source: TokenLoader, seconds: float) -> float:
     """Tokens per second when they are read as fast as possible, the start of workers left out."""
-    source.read(range(STREAMS))
+    source.read()
     count, start = 0, time.perf_counter()
     while time.perf_counter() - start < seconds:
-        count += source.read(range(STREAMS)).numel()
+        count += source.read().numel()
     wall = time.perf_counter() - start
     source.close()
     return count / wall
@@ -62,7 +62,7 @@ def stall(source: TokenLoader, tokens_per_s: float, steps: int) -> tuple[float, 
     waits = []
     for _ in range(steps):
         start = time.perf_counter()
-        source.read(range(STREAMS))
+        source.read()
         waits.append(time.perf_counter() - start)
         time.sleep(SEQ_LEN * STREAMS / tokens_per_s)
     source.close()

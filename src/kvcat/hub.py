@@ -2,19 +2,21 @@
 
 import os
 import re
+import socket
+import threading
 from importlib.resources import files
 from pathlib import Path
+from urllib.parse import urlparse
 
-from huggingface_hub import snapshot_download, try_to_load_from_cache
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from kvcat.errors import InputError
-from kvcat.network import PATIENCE, hub_obstacle
 
 BASE_NAME = "kvcat-base"
 SMOLLM2 = "smollm2-135m"
+PATIENCE = 4.0  # seconds until the Hub counts as unreachable
 _PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.bin"]
-_PATIENCE = PATIENCE
 
 
 def models_home() -> Path:
@@ -51,25 +53,44 @@ def local_folder(name_or_path: str | Path, *, weights: bool = True) -> Path:
         return folder
     if path.is_absolute() or name.startswith((".", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
         raise InputError(f"model folder {name} does not exist")
-    return _cached(name, weights) or _download(name, _PATTERNS if weights else ["config.json"])
+    return _hub_folder(name, weights)
 
 
-def _cached(name: str, weights: bool) -> Path | None:
+def _hub_folder(name: str, weights: bool) -> Path:
     try:
         config = try_to_load_from_cache(name, "config.json")
-    except HFValidationError:
-        return None
-    if not isinstance(config, str):
-        return None
-    folder = Path(config).parent
-    found = not weights or any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
-    return folder if found else None
-
-
-def _download(name: str, patterns: list[str]) -> Path:
-    if obstacle := hub_obstacle(_PATIENCE):
-        raise InputError(f"{name} is neither a folder nor in the local Hub cache, and {obstacle}")
-    try:
-        return Path(snapshot_download(name, allow_patterns=patterns, etag_timeout=_PATIENCE))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        if isinstance(config, str):
+            folder = Path(config).parent
+            if not weights or any(folder.glob("*.safetensors")) or any(folder.glob("*.bin")):
+                return folder
+        if obstacle := hub_obstacle():
+            raise InputError(f"{name} is neither a folder nor in the local Hub cache, and {obstacle}")
+        patterns = _PATTERNS if weights else ["config.json"]
+        return Path(snapshot_download(name, allow_patterns=patterns, etag_timeout=PATIENCE))
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise InputError(f"cannot get {name} from the Hub: {' '.join(str(error).split())[:200]}") from error
+
+
+def hub_obstacle() -> str | None:
+    """Why nothing can come from the Hub, as the end of a sentence; None where a connection opens within seconds.
+
+    The clients of the Hub retry for minutes without a network.
+    """
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    host = urlparse(constants.ENDPOINT).hostname or "huggingface.co"
+    proxy = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy") or os.environ.get("ALL_PROXY")
+    target = urlparse(proxy if proxy and "//" in proxy else f"https://{proxy or host}")
+    opened: list[bool] = []
+
+    def attempt() -> None:
+        try:
+            with socket.create_connection((target.hostname or host, target.port or 443), timeout=PATIENCE):
+                opened.append(True)
+        except OSError:
+            pass
+
+    thread = threading.Thread(target=attempt, daemon=True)  # name resolution has no timeout of its own
+    thread.start()
+    thread.join(PATIENCE)
+    return None if opened else f"{host} cannot be reached"

@@ -23,56 +23,42 @@ def corpus(lengths):
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    return byte_tokenizer()
+def encoder():
+    return Encoder.of(byte_tokenizer())
 
 
-@pytest.fixture(scope="module")
-def encoder(tokenizer):
-    return Encoder.of(tokenizer)
-
-
-def test_the_encoder_gives_the_tokenizers_own_ids_whatever_the_length(tokenizer, caplog):
+def test_the_encoder_gives_the_tokenizers_own_ids_whatever_the_length_and_tells_tokenizers_apart(encoder, caplog):
+    tokenizer, draw = byte_tokenizer(), random.Random(0)
     tokenizer.model_max_length = 8
-    encoder, draw = pickle.loads(pickle.dumps(Encoder.of(tokenizer))), random.Random(0)
+    copied = pickle.loads(pickle.dumps(Encoder.of(tokenizer)))
     texts = ["", "the cat", "<eos> inside", "".join(chr(draw.randint(32, 0x2FFF)) for _ in range(500))]
-    for text, ids in zip(texts, encoder.batch(texts), strict=True):
+    for text, ids in zip(texts, copied(texts), strict=True):
         expected = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        assert encoder(text).tolist() == ids.tolist() == [*expected, tokenizer.eos_token_id]
+        assert ids.tolist() == [*expected, tokenizer.eos_token_id]
     assert not caplog.records
-
-
-def test_the_fingerprint_tells_tokenizers_apart_and_one_without_eos_is_refused(encoder):
-    tokenizer = byte_tokenizer()
-    assert encoder.fingerprint == Encoder.of(tokenizer).fingerprint != Encoder.of(byte_tokenizer(280)).fingerprint
+    assert encoder.fingerprint == copied.fingerprint != Encoder.of(byte_tokenizer(280)).fingerprint
     tokenizer.eos_token = None
     with pytest.raises(InputError, match="no EOS token"):
         Encoder.of(tokenizer)
 
 
-def test_documents_are_packed_with_eos_after_each_and_the_remainder_dropped(tokenizer, encoder):
+def test_documents_are_packed_with_eos_after_each_and_the_remainder_dropped(encoder):
     documents = [document("a", "the cat"), document("b", "a dog sees the river"), document("c", "it")]
-    flat = [token for d in documents for token in (*tokenizer(d.text)["input_ids"], tokenizer.eos_token_id)]
-    table = pack(documents, encoder, 3)
-    rows = len(flat) // 3
+    flat = np.concatenate(encoder([d.text for d in documents]))
     assert len(flat) % 3, "the example must leave a remainder"
-    assert table.sequences.tolist() == np.array(flat[: 3 * rows]).reshape(rows, 3).tolist()
-    assert (table.sequences.dtype, len(table), table.num_documents) == (np.uint16, rows, 3)
-    assert table.take([2, 0]).tolist() == table.sequences[[2, 0]].tolist()
+    table = pack(documents, encoder, 3)
+    assert table.tolist() == flat[: len(flat) // 3 * 3].reshape(-1, 3).tolist()
+    assert table.dtype == np.uint16
 
 
-def test_packing_reads_no_further_than_it_needs(encoder):
+def test_packing_reads_no_further_than_it_needs_and_refuses_a_text_shorter_than_a_sequence(encoder):
     endless = (document(str(number), "the cat sees a dog and then it was red. " * 5) for number in count())
     documents = list(islice(endless, 128))
     table = pack(chain(documents, endless), encoder, 16, max_sequences=7)
-    assert np.array_equal(table.sequences, pack(documents, encoder, 16).sequences[:7])
-
-
-def test_a_text_shorter_than_a_sequence_is_refused_with_its_length(encoder):
-    with pytest.raises(InputError, match=r"the text has 0 tokens, fewer than one sequence of 9"):
-        pack([], encoder, 9)
-    with pytest.raises(InputError, match="fewer than one sequence of 99"):
-        pack([document("a", "the cat")], encoder, 99)
+    assert np.array_equal(table, pack(documents, encoder, 16)[:7])
+    for few, told in (([], "the text has 0 tokens, fewer than one sequence of 99"), (corpus([1]), "of 99")):
+        with pytest.raises(InputError, match=told):
+            pack(few, encoder, 99)
 
 
 def test_a_short_run_reads_an_excerpt_of_every_document_from_the_start_of_a_line(encoder):
@@ -81,7 +67,7 @@ def test_a_short_run_reads_an_excerpt_of_every_document_from_the_start_of_a_line
     assert [d.id for d in cut] == [d.id for d in documents]
     table = pack(cut, encoder, 32, max_sequences=90)
     assert len(table) == 90
-    assert table.num_documents > 25
+    assert (table == encoder.eos).sum() > 25
     assert len({len(d.text) for d in cut}) == 1
     starts = [whole.text.index(part.text) for whole, part in zip(documents, cut, strict=True)]
     assert all(start == 0 or whole.text[start - 1] == "\n" for start, whole in zip(starts, documents, strict=True))
@@ -92,6 +78,6 @@ def test_excerpts_follow_the_seed_hold_two_sequences_and_are_whole_where_no_text
     first, again, other = ([d.text for d in excerpts(corpus([400] * 10), encoder, 32, 30, s)] for s in (0, 0, 1))
     assert first == again != other
     (cut, *_) = excerpts(corpus([400] * 500), encoder, 64, 4, 0)
-    assert len(encoder(cut.text)) >= 110
+    assert len(encoder([cut.text])[0]) >= 110
     documents = corpus([3, 50, 10])
     assert [d.text for d in excerpts(documents, encoder, 32, 10_000, 0)] == [d.text for d in documents]

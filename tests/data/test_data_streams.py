@@ -19,7 +19,6 @@ from pyarrow import parquet
 from kvcat.data import Encoder, open_documents, open_tokens, pack, split_of
 from kvcat.data import documents as documents_module
 from kvcat.data.documents import open_source
-from kvcat.data.packing import TokenTable
 from kvcat.data.streams import Position, TableStreams, TextStreams, TokenLoader, merge_states
 from kvcat.errors import InputError
 from text_files import documents_in, of_split, texts, write_corpus, write_lines, write_table
@@ -47,8 +46,8 @@ def streams_of(source, tokenizer, *, streams=None, workers=0, **options):
     return TokenLoader(plan_of(source, tokenizer, **options), streams=streams, workers=workers)
 
 
-def steps(source, streams, count):
-    return torch.stack([source.read(streams) for _ in range(count)])
+def steps(source, count):
+    return torch.stack([source.read() for _ in range(count)])
 
 
 def epoch_tokens(source, tokenizer, num_streams):
@@ -76,41 +75,41 @@ def test_every_training_document_is_read_once_an_epoch(corpora, tokenizer, kind,
 def test_the_tokens_of_one_file_are_those_that_packing_gives_epoch_after_epoch(tmp_path, tokenizer):
     write_table(tmp_path / "a.parquet", texts(30))
     documents = [d for d in open_documents(str(tmp_path)) if split_of(d.id) == "train"]
-    whole = pack(documents, Encoder.of(tokenizer), 1).sequences.flatten().tolist()
-    read = steps(streams_of(f"stream:{tmp_path}", tokenizer, num_streams=1, seq_len=7), [0], 2 * len(whole) // 7)
+    whole = pack(documents, Encoder.of(tokenizer), 1).flatten().tolist()
+    read = steps(streams_of(f"stream:{tmp_path}", tokenizer, num_streams=1, seq_len=7), 2 * len(whole) // 7)
     assert read.flatten().tolist() == (whole + whole)[: read.numel()]
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_workers_give_the_same_batches_survive_the_runs_signals_and_a_death_is_reported(corpora, tokenizer):
     source = corpora["groups"][0]
-    expected = steps(streams_of(source, tokenizer), range(4), 30)
-    ahead = streams_of(source, tokenizer, streams=[0, 1, 3], workers=2)
+    expected = steps(streams_of(source, tokenizer), 30)[:, [0, 1, 3]]
+    ahead = streams_of(source, tokenizer, streams=[3, 0, 1], workers=2)
     random_state = torch.get_rng_state()
-    assert torch.equal(steps(ahead, [3, 0, 1], 3), expected[:3, [3, 0, 1]])
+    assert torch.equal(steps(ahead, 3), expected[:3])
     assert torch.equal(torch.get_rng_state(), random_state)
-    pids = [process.pid for process in ahead._processes]
+    pids = [process.pid for process in ahead._steps._workers]
     assert len(pids) == 2
     for number in (signal.SIGINT, signal.SIGTERM):
         for pid in pids:
             os.kill(pid, number)
-    assert torch.equal(steps(ahead, [0, 1, 3], 12), expected[3:15, [0, 1, 3]])
+    assert torch.equal(steps(ahead, 12), expected[3:15])
     state = ahead.state_dict()
     os.kill(pids[1], signal.SIGKILL)
     with pytest.raises(RuntimeError, match="worker"):
-        steps(ahead, [0, 1, 3], 100)
+        steps(ahead, 100)
     assert not any(running(pid) for pid in pids)
     alone = streams_of(source, tokenizer, streams=[0, 1, 3])
     alone.load_state_dict(state)
-    assert torch.equal(steps(alone, [0, 1, 3], 15), expected[15:, [0, 1, 3]])
+    assert torch.equal(steps(alone, 15), expected[15:])
 
 
 def test_a_mistake_in_a_worker_is_one_line_here(tmp_path, tokenizer):
     (tmp_path / "a.jsonl").write_text("no JSON\n")
     source = streams_of(f"stream:{tmp_path}", tokenizer, num_streams=1, workers=1)
     with pytest.raises(InputError, match=r"row 0 of .*a.jsonl, at byte 0, is not JSON: [^\n]*$"):
-        source.read([0])
-    assert not source._processes
+        source.read()
+    assert source._steps is None
 
 
 PARENT = """
@@ -121,8 +120,8 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs with it ignored
     options = {"seq_len": 8, "batch_size": 2, "max_steps": 1, "validation_sequences": 1, "seed": 0, "workers": 1}
     source = open_tokens(sys.argv[2], AutoTokenizer.from_pretrained(sys.argv[1]), **options).train
-    source.read([0, 1])
-    print(source._processes[0].pid, flush=True)
+    source.read()
+    print(source._steps._workers[0].pid, flush=True)
     sys.stdin.read()
 """
 
@@ -159,24 +158,23 @@ def test_no_worker_outlives_its_parent(corpora, tokenizer, tmp_path, how):
 @settings(max_examples=12, deadline=None)
 def test_batches_and_their_continuation_are_the_same_for_any_world_size(corpora, tokenizer, kind, stop, before, after):
     plan = table_streams(30) if kind == "table" else plan_of(corpora[kind][0], tokenizer)
-    expected = steps(TokenLoader(plan), range(4), stop + 4)
+    expected = steps(TokenLoader(plan), stop + 4)
     states = []
     for own in (list(range(rank, 4, before)) for rank in range(before)):
         part = TokenLoader(plan, streams=own)
-        for step in range(stop):  # in micro-batches of one
-            assert torch.equal(torch.cat([part.read([stream]) for stream in own]), expected[step, own])
+        assert all(torch.equal(part.read(), expected[step, own]) for step in range(stop))
         states.append(part.state_dict())
     state = json.loads(json.dumps(merge_states(states)))
     for own in (list(range(rank, 4, after)) for rank in range(after)):
         fresh = TokenLoader(plan, streams=own)
         fresh.load_state_dict(state)
-        assert torch.equal(steps(fresh, own, 4), expected[stop:, own])
+        assert torch.equal(steps(fresh, 4), expected[stop:, own])
 
 
 def continued(source, tokenizer, state):
     again = streams_of(source, tokenizer, num_streams=1)
     again.load_state_dict(state)
-    return again.read([0])
+    return again.read()
 
 
 def test_resuming_reads_nothing_before_the_place(tmp_path, tokenizer, monkeypatch):
@@ -186,9 +184,9 @@ def test_resuming_reads_nothing_before_the_place(tmp_path, tokenizer, monkeypatc
     states, following = [], []
     for name in (table, lines):
         source = streams_of(name, tokenizer, num_streams=1)
-        steps(source, [0], 60 if name == table else 20)
+        steps(source, 60 if name == table else 20)
         states.append(source.state_dict())
-        following.append(source.read([0]))
+        following.append(source.read())
     read, original = [], parquet.ParquetFile.iter_batches
 
     def iter_batches(self, size, groups, *rest, **options):
@@ -235,13 +233,13 @@ def test_a_hub_data_set_is_resumed_at_the_commit_it_was_begun_with(tmp_path, tok
     )
     monkeypatch.setattr(documents_module, "hub_obstacle", lambda: None)
     source = streams_of("hub:o/n", tokenizer)
-    source.read(range(4))
-    state, following = source.state_dict(), source.read(range(4))
+    source.read()
+    state, following = source.state_dict(), source.read()
     newest[0] = "new"
     again = streams_of("hub:o/n", tokenizer)
-    assert not torch.equal(steps(again, range(4), 2)[1], following)
+    assert not torch.equal(steps(again, 2)[1], following)
     again.load_state_dict(state)
-    assert torch.equal(again.read(range(4)), following)
+    assert torch.equal(again.read(), following)
 
 
 def test_too_few_documents_for_validation_or_for_the_streams_are_refused_by_name(tmp_path, tokenizer):
@@ -251,7 +249,7 @@ def test_too_few_documents_for_validation_or_for_the_streams_are_refused_by_name
         open_tokens(f"stream:{tmp_path}", tokenizer, **options)
     write_table(tmp_path / "a.parquet", of_split(texts(200), "test"))
     with pytest.raises(InputError, match="has too few train documents for 2 streams"):
-        streams_of(f"stream:{tmp_path}", tokenizer, num_streams=2).read([0])
+        streams_of(f"stream:{tmp_path}", tokenizer, num_streams=2).read()
 
 
 def test_a_failed_read_moves_no_stream(tmp_path, tokenizer):
@@ -259,7 +257,7 @@ def test_a_failed_read_moves_no_stream(tmp_path, tokenizer):
         write_lines(tmp_path / f"{name}.jsonl", texts(12))
     source = streams_of(f"stream:{tmp_path}", tokenizer, num_streams=2)
     reference = streams_of(f"stream:{tmp_path}", tokenizer, num_streams=2)
-    source.read([0, 1])
+    source.read()
     content = (tmp_path / "1.jsonl").read_bytes()
     (tmp_path / "1.jsonl").write_bytes(content[: len(content) // 2] + b"?" * (len(content) - len(content) // 2))
     source.close()
@@ -267,21 +265,21 @@ def test_a_failed_read_moves_no_stream(tmp_path, tokenizer):
     with pytest.raises(InputError, match="not JSON"):  # noqa: PT012 (the last state before the failure)
         for _ in range(50):
             before = source.state_dict()
-            source.read([0, 1])
+            source.read()
     assert source.state_dict() == before
     (tmp_path / "1.jsonl").write_bytes(content)
     reference.load_state_dict(before)
-    assert torch.equal(source.read([0, 1]), reference.read([0, 1]))
+    assert torch.equal(source.read(), reference.read())
 
 
 def table_streams(count, seed=3, num_streams=4):
-    return TableStreams(TokenTable(np.arange(2 * count, dtype=np.uint16).reshape(count, 2), 1), num_streams, seed)
+    return TableStreams(np.arange(2 * count, dtype=np.uint16).reshape(count, 2), num_streams, seed)
 
 
 def test_the_order_of_a_table_and_its_state_never_change():
     # runs continue with them: the first sequences of the first and the second epoch, seed 7
     source = TokenLoader(table_streams(10, 7, 5))
-    orders = [(source.read(range(5))[:, 0] // 2).tolist() for _ in range(3)]
+    orders = [(source.read()[:, 0] // 2).tolist() for _ in range(3)]
     assert orders[::2] == [np.random.default_rng([7, epoch]).permutation(10)[:5].tolist() for epoch in (0, 1)]
     assert orders[0] == [8, 0, 7, 1, 3]
     identity = {"kind": "table", "num_sequences": 10, "num_streams": 5, "seed": 7}
@@ -294,6 +292,6 @@ def test_opened_data_trains_on_training_documents_and_validates_on_others(corpor
     options = {"seq_len": 8, "batch_size": 3, "max_steps": 40, "validation_sequences": 5, "seed": 1}
     data = open_tokens(form + streamed.removeprefix("stream:"), tokenizer, **options)
     numbers = [text.split(":")[0] for text in of_split(documents, "validation").values()]
-    assert tokenizer.decode(data.validation.sequences.flatten().tolist()).split(":")[0] in numbers
-    assert data.train.read([2, 0]).shape == (2, 8)
+    assert tokenizer.decode(data.validation.flatten().tolist()).split(":")[0] in numbers
+    assert data.train.read().shape == (3, 8)
     assert len(data.validation) <= 5

@@ -1,12 +1,12 @@
 """Documents and tokens: where text comes from, what is held out, and how it becomes batches."""
 
 from kvcat.data.documents import Document, open_documents
-from kvcat.data.packing import Encoder, TokenTable, pack
+from kvcat.data.packing import Encoder, pack
 from kvcat.data.prepared import prepare
 from kvcat.data.split import Split, hash_order, name_seed, split_documents, split_of
 from kvcat.data.streams import TokenData, TokenLoader, merge_states, open_tokens
 
 __all__ = [
-    "Document", "Encoder", "Split", "TokenData", "TokenLoader", "TokenTable", "hash_order",
+    "Document", "Encoder", "Split", "TokenData", "TokenLoader", "hash_order",
     "merge_states", "name_seed", "open_documents", "open_tokens", "pack", "prepare", "split_documents", "split_of",
 ]  # fmt: skip

@@ -15,7 +15,7 @@ import re
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -25,7 +25,7 @@ import fsspec
 from pyarrow import parquet
 
 from kvcat.errors import InputError, one_line
-from kvcat.network import hub_obstacle
+from kvcat.hub import hub_obstacle
 
 PACKED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
 SUFFIXES: dict["Kind", tuple[str, ...]] = {
@@ -68,6 +68,7 @@ class SourceFile:
     name: str
     url: str
     kind: Kind
+    text_field: str = "text"  # column of a table
 
     @property
     def remote(self) -> bool:
@@ -92,10 +93,9 @@ class Place(NamedTuple):
 
 
 START = Place()
-Rows = Iterator[tuple[Place, Document]]
 
 
-def open_documents(source: str | Source, *, text_field: str = "text") -> Iterator[Document]:
+def open_documents(source: str, *, text_field: str = "text") -> Iterator[Document]:
     """The documents of a source, in the order of its files.
 
     A table (``.parquet``, ``.jsonl``) holds one document per row; rows without a text are left out.
@@ -106,8 +106,8 @@ def open_documents(source: str | Source, *, text_field: str = "text") -> Iterato
         InputError: nothing of that name, no readable file in it, or no connection to the Hub (within
             seconds); while reading: no such column, a damaged file, no UTF-8 text.
     """
-    files = (open_source(source) if isinstance(source, str) else source).files
-    return (document for file in files for _, document in read_documents(file, text_field=text_field))
+    files = [replace(file, text_field=text_field) for file in open_source(source).files]
+    return (document for file in files for _, document in read_documents(file))
 
 
 def open_source(name: str, *, revision: str | None = None) -> Source:
@@ -120,8 +120,8 @@ def open_source(name: str, *, revision: str | None = None) -> Source:
 
 
 def read_documents(
-    file: SourceFile, place: Place = START, *, stripe: int = 0, num_stripes: int = 1, text_field: str = "text"
-) -> Rows:
+    file: SourceFile, place: Place = START, *, stripe: int = 0, num_stripes: int = 1
+) -> Iterator[tuple[Place, Document]]:
     """The documents of a file, or of one stripe of it, from a place on, each with its own place.
 
     Parquet files continue at the row group of the place, uncompressed JSON lines at its byte. A
@@ -135,12 +135,12 @@ def read_documents(
     try:
         with fsspec.open(file.url, "rb", compression=None if file.kind == "parquet" else "infer") as raw:
             if file.kind == "parquet":
-                rows = _parquet_rows(raw, file, place, stripe, num_stripes, text_field)
+                rows = _parquet_rows(raw, file, place, stripe, num_stripes)
             else:
-                rows = (_json_lines if file.kind == "jsonl" else _text_pieces)(raw, file, place)
+                rows = _json_lines(raw, file, place) if file.kind == "jsonl" else _text_pieces(raw, file)
                 rows = (row for row in rows if row[0].row % num_stripes == stripe)
             for here, row in rows:
-                if here.row >= place.row and (document := _document(row, here, file, text_field)):
+                if here.row >= place.row and (document := _document(row, here, file)):
                     yield here, document
     except InputError:
         raise
@@ -151,13 +151,13 @@ def read_documents(
 
 
 def _parquet_rows(
-    raw: Any, file: SourceFile, place: Place, stripe: int, num_stripes: int, text_field: str
+    raw: Any, file: SourceFile, place: Place, stripe: int, num_stripes: int
 ) -> Iterator[tuple[Place, dict[str, Any]]]:
     with parquet.ParquetFile(raw, buffer_size=BUFFER_BYTES) as table:
         names = table.schema_arrow.names
-        if text_field not in names:
-            raise InputError(f"{file.url} has no column {text_field!r}; its columns: {', '.join(names)}")
-        columns = [name for name in (text_field, "id") if name in names]
+        if file.text_field not in names:
+            raise InputError(f"{file.url} has no column {file.text_field!r}; its columns: {', '.join(names)}")
+        columns = [name for name in (file.text_field, "id") if name in names]
         by_group, end = num_stripes <= table.num_row_groups, 0
         for group in range(table.num_row_groups):
             row, end = end, end + table.metadata.row_group(group).num_rows
@@ -172,7 +172,7 @@ def _parquet_rows(
 
 def _json_lines(raw: Any, file: SourceFile, place: Place) -> Iterator[tuple[Place, bytes]]:
     with BufferedReader(raw, BUFFER_BYTES) as lines:
-        row, byte = place if place.byte and not file.url.endswith(PACKED_SUFFIXES) else START
+        row, byte = START if file.url.endswith(PACKED_SUFFIXES) else place
         if byte:
             lines.seek(byte)
         for line in lines:
@@ -182,43 +182,34 @@ def _json_lines(raw: Any, file: SourceFile, place: Place) -> Iterator[tuple[Plac
             byte += len(line)
 
 
-def _text_pieces(raw: Any, file: SourceFile, _: Place) -> Iterator[tuple[Place, str]]:
+def _text_pieces(raw: Any, file: SourceFile) -> Iterator[tuple[Place, dict[str, str]]]:
     text = _decoded(raw.read(), file).replace("\r\n", "\n").replace("\r", "\n")
     start = row = 0
     while start < len(text):
         end = min(start + PIECE_CHARACTERS, len(text))
         if end < len(text):
             end = text.rfind("\n", start, end) + 1 or end
-        yield Place(row), text[start:end]
+        yield Place(row), {file.text_field: text[start:end]}
         start, row = end, row + 1
 
 
-def _document(row: dict[str, Any] | bytes | str, place: Place, file: SourceFile, text_field: str) -> Document | None:
+def _document(row: dict[str, Any] | bytes, place: Place, file: SourceFile) -> Document | None:
     """The document of a table's row, of a JSON line or of a piece of text; None where a row has no text."""
-    if isinstance(row, bytes):
-        row = _json_values(row, place, file)
-    values = {text_field: row} if isinstance(row, str) else row
-    if text_field not in values:
-        raise InputError(
-            f"row {place.row} of {file.url} has no column {text_field!r}; its columns: {', '.join(values)}"
-        )
-    text = values[text_field]
+    where = f"row {place.row} of {file.url}"
+    try:
+        values = json.loads(_decoded(row, file, place.byte)) if isinstance(row, bytes) else row
+    except json.JSONDecodeError as error:
+        raise InputError(f"{where}, at byte {place.byte}, is not JSON: {error.msg}") from None
+    if not isinstance(values, dict):
+        raise InputError(f"{where}, at byte {place.byte}, is no JSON object")
+    if file.text_field not in values:
+        raise InputError(f"{where} has no column {file.text_field!r}; its columns: {', '.join(values)}")
+    text = values[file.text_field]
     if text is None:
         return None
     if not isinstance(text, str):
-        raise InputError(f"column {text_field!r} of {file.url} holds {type(text).__name__}, not text")
+        raise InputError(f"column {file.text_field!r} of {file.url} holds {type(text).__name__}, not text")
     return Document(str(values.get("id") or f"{file.name}#{place.row}"), lambda: text)
-
-
-def _json_values(line: bytes, place: Place, file: SourceFile) -> dict[str, Any]:
-    where = f"row {place.row} of {file.url}, at byte {place.byte},"
-    try:
-        values = json.loads(_decoded(line, file, place.byte))
-    except json.JSONDecodeError as error:
-        raise InputError(f"{where} is not JSON: {error.msg}") from None
-    if not isinstance(values, dict):
-        raise InputError(f"{where} is no JSON object")
-    return values
 
 
 def _decoded(data: bytes, file: SourceFile, offset: int = 0) -> str:
@@ -289,18 +280,18 @@ def _hub_source(name: str, revision: str | None) -> Source:
         listed = datasets.load_dataset_builder(repository, config, revision=revision).config.data_files or {}
     except (OSError, ValueError) as error:
         raise InputError(f"data set {repository!r} cannot be opened: {one_line(error)}") from None
-    urls = [str(url) for url in listed.get(split or "train") or ()]
+    urls = sorted(map(str, listed.get(split or "train") or ()))
     if not urls:
         found = ", ".join(map(str, listed)) or "none"
         raise InputError(f"data set {repository!r} has no split {split or 'train'!r}; its splits: {found}")
-    files = [_hub_file(url, repository) for url in sorted(urls)]
+    files = []
+    for url in urls:
+        file = re.sub(rf"^datasets/{re.escape(repository)}(@[^/]+)?/", "", url.partition("://")[2] or url)
+        kind = "jsonl" if file.endswith(HUB_LINES_SUFFIXES) else _kind(file)
+        if kind is None:
+            raise InputError(
+                f"data set {repository!r} keeps its text in {file}; only parquet, JSON lines and text stream"
+            )
+        files.append(SourceFile(file, url, kind))
     commit = re.search(r"@([^/]+)/", urls[0])
-    return Source(name, tuple(files), commit[1] if commit else _digest(file.url for file in files))
-
-
-def _hub_file(url: str, repository: str) -> SourceFile:
-    name = re.sub(rf"^datasets/{re.escape(repository)}(@[^/]+)?/", "", url.partition("://")[2] or url)
-    kind = "jsonl" if name.endswith(HUB_LINES_SUFFIXES) else _kind(name)
-    if kind is None:
-        raise InputError(f"data set {repository!r} keeps its text in {name}; only parquet, JSON lines and text stream")
-    return SourceFile(name, url, kind)
+    return Source(name, tuple(files), commit[1] if commit else _digest(urls))

@@ -10,14 +10,12 @@ from functools import cached_property
 from itertools import islice
 
 import numpy as np
-import torch
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from kvcat.data.documents import Document
 from kvcat.data.split import name_seed
 from kvcat.errors import InputError
-from kvcat.types import Int, Tensor
 
 # scripts, digits, blanks, contractions, code, marks that combine, an emoji: where tokenizers differ
 PROBE = (
@@ -41,11 +39,7 @@ class Encoder:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> "Encoder":
-        """The encoder of a transformers tokenizer, which is copied.
-
-        Raises:
-            InputError: no EOS token, or no fast form.
-        """
+        """The encoder of a transformers tokenizer, which is copied; ``InputError`` without EOS or a fast form."""
         name, eos = str(tokenizer.name_or_path), tokenizer.eos_token_id
         if not isinstance(eos, int):
             raise InputError(f"tokenizer {name!r} has no EOS token to put between documents")
@@ -57,14 +51,10 @@ class Encoder:
         backend.no_padding()
         return cls(backend, eos, name)
 
-    def __call__(self, text: str) -> np.ndarray:
-        """The token ids of a document, int32, EOS last."""
-        return self.batch([text])[0]
-
-    def batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The token ids of each document, from all cores unless TOKENIZERS_PARALLELISM=false."""
+    def __call__(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The token ids of each document, EOS last, from all cores unless TOKENIZERS_PARALLELISM=false."""
         encoded = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array([*document.ids, self.eos], dtype=np.int32) for document in encoded]
+        return [np.array([*document.ids, self.eos], self.dtype) for document in encoded]
 
     @cached_property
     def fingerprint(self) -> str:
@@ -80,50 +70,25 @@ class Encoder:
         return np.dtype("<u2" if largest < 1 << 16 else "<i4")
 
 
-@dataclass(frozen=True)
-class TokenTable:
-    """Sequences of one length, (sequences, tokens), in memory or in a read-only memory map."""
-
-    sequences: np.ndarray
-    num_documents: int
-
-    def __len__(self) -> int:
-        return len(self.sequences)
-
-    def take(self, rows: Sequence[int]) -> Int[Tensor, "batch tokens"]:
-        """These sequences, int64."""
-        return torch.from_numpy(self.sequences[list(rows)].astype(np.int64))
-
-
 def pack(
     documents: Iterable[Document], encoder: Encoder, seq_len: int, *, max_sequences: int | None = None
-) -> TokenTable:
-    """The documents' tokens, EOS after each, cut into sequences; the remainder is dropped.
+) -> np.ndarray:
+    """The documents' tokens, EOS after each, cut into (sequences, tokens); the remainder is dropped.
 
-    Reads no further than ``max_sequences`` need; None takes all.
-
-    Raises:
-        InputError: the text is shorter than one sequence.
+    Reads no further than ``max_sequences`` need; None takes all. ``InputError`` if the text is
+    shorter than one sequence.
     """
     limit = math.inf if max_sequences is None else max_sequences
     parts: list[np.ndarray] = []
-    total = 0
-    for ids in _encoded(documents, encoder):
-        parts.append(ids)
-        total += len(ids)
-        if total >= limit * seq_len:
-            break
+    total, iterator = 0, iter(documents)
+    while total < limit * seq_len and (texts := [document.text for document in islice(iterator, BATCH_DOCUMENTS)]):
+        encoded = encoder(texts)
+        parts.extend(encoded)
+        total += sum(map(len, encoded))
     if total < seq_len:
         raise InputError(f"the text has {total} tokens, fewer than one sequence of {seq_len}")
     count = int(min(total // seq_len, limit))
-    flat = np.concatenate(parts)[: count * seq_len].astype(encoder.dtype)
-    return TokenTable(flat.reshape(count, seq_len), len(parts))
-
-
-def _encoded(documents: Iterable[Document], encoder: Encoder) -> Iterator[np.ndarray]:
-    iterator = iter(documents)
-    while batch := [document.text for document in islice(iterator, BATCH_DOCUMENTS)]:
-        yield from encoder.batch(batch)
+    return np.concatenate(parts)[: count * seq_len].reshape(count, seq_len)
 
 
 def excerpts(
@@ -137,7 +102,7 @@ def excerpts(
     start of a line.
     """
     texts = [document.text[:SAMPLE_CHARACTERS] for document in documents[:SAMPLE_DOCUMENTS]]
-    characters_per_token = sum(map(len, texts)) / max(1, sum(len(ids) - 1 for ids in encoder.batch(texts)))
+    characters_per_token = sum(map(len, texts)) / max(1, sum(len(ids) - 1 for ids in encoder(texts)))
     lengths = np.array([len(document.text) for document in documents])
     needed, longest = int(EXCERPT_MARGIN * characters_per_token * seq_len * num_sequences), int(lengths.max())
     enough = bisect_left(range(longest), needed, key=lambda length: np.minimum(lengths, length).sum())

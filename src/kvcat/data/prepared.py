@@ -5,13 +5,12 @@ little-endian, each document followed by EOS, without gaps, so that sequences of
 cut from them.
 """
 
-import json
 import os
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 import kvcat
 from kvcat.data.documents import Place, Source, open_source, read_documents
-from kvcat.data.packing import Encoder, TokenTable
+from kvcat.data.packing import Encoder
 from kvcat.data.split import HELD_OUT_FRACTION, split_of
 from kvcat.errors import InputError
 from kvcat.files import LOCK_FILE, one_writer, read_json, write_json
@@ -38,9 +37,7 @@ def is_prepared(path: str | Path) -> bool:
     return (Path(path).expanduser() / INDEX).is_file()
 
 
-def open_prepared(
-    folder: str | Path, encoder: Encoder, seq_len: int, *, check: bool = True
-) -> tuple[TokenTable, TokenTable]:
+def open_prepared(folder: str | Path, encoder: Encoder, seq_len: int, *, check: bool = True) -> list[np.ndarray]:
     """The training and validation sequences of a prepared folder, mapped read-only.
 
     ``check`` compares the checksums too, which reads the files once; sizes are always compared.
@@ -56,8 +53,20 @@ def open_prepared(
             f"{folder} holds tokens of tokenizer {index['tokenizer_name']!r} ({index['tokenizer']}), not of "
             f"{encoder.name!r} ({encoder.fingerprint})"
         )
-    train, validation = (_open_table(folder, split, index, seq_len, check) for split in SPLITS)
-    return train, validation
+    tables, dtype = [], np.dtype(index["dtype"])
+    for split in SPLITS:
+        path, part = folder / f"{split}.bin", index["splits"][split]
+        num_bytes, num_sequences = part["tokens"] * dtype.itemsize, part["tokens"] // seq_len
+        if not path.is_file():
+            raise InputError(f"{folder} is incomplete: {path.name} is missing")
+        if (size := path.stat().st_size) != num_bytes:
+            raise InputError(f"{path} is damaged: it has {size} bytes, not {num_bytes}")
+        if check and (found := _checksum(path)) != part["crc32"]:
+            raise InputError(f"{path} is damaged: its checksum is {found:08x}, not {part['crc32']:08x}")
+        if not num_sequences:
+            raise InputError(f"{path} has {part['tokens']} tokens, fewer than one sequence of {seq_len}")
+        tables.append(np.memmap(path, dtype, "r", shape=(num_sequences, seq_len)))
+    return tables
 
 
 def _read_index(folder: Path) -> dict[str, Any]:
@@ -67,20 +76,6 @@ def _read_index(folder: Path) -> dict[str, Any]:
     if index["version"] > VERSION:
         raise InputError(f"{folder} has format {index['version']}, newer than {VERSION}, the newest this kvcat reads")
     return index
-
-
-def _open_table(folder: Path, split: str, index: dict[str, Any], seq_len: int, check: bool) -> TokenTable:
-    path, part, dtype = folder / f"{split}.bin", index["splits"][split], np.dtype(index["dtype"])
-    num_bytes, num_sequences = part["tokens"] * dtype.itemsize, part["tokens"] // seq_len
-    if not path.is_file():
-        raise InputError(f"{folder} is incomplete: {path.name} is missing")
-    if (size := path.stat().st_size) != num_bytes:
-        raise InputError(f"{path} is damaged: it has {size} bytes, not {num_bytes}")
-    if check and (found := _checksum(path)) != part["crc32"]:
-        raise InputError(f"{path} is damaged: its checksum is {found:08x}, not {part['crc32']:08x}")
-    if not num_sequences:
-        raise InputError(f"{path} has {part['tokens']} tokens, fewer than one sequence of {seq_len}")
-    return TokenTable(np.memmap(path, dtype, "r", shape=(num_sequences, seq_len)), part["documents"])
 
 
 def _checksum(path: Path) -> int:
@@ -130,20 +125,15 @@ def prepare(
     }  # fmt: skip
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         return _existing(target, settings)
-    opened = open_source(source, revision=_saved(work, settings).get("revision"))
-    settings["revision"] = opened.revision
     with one_writer(work):
-        progress = _saved(work, settings).get("progress", _NOTHING)
         try:
-            _check_disk(work, opened, settings, progress)
-            with closing(_write(work, opened, encoder, settings, progress)) as written:
-                for progress in written:
-                    on_progress(progress["splits"]["train"]["tokens"])
-            return _finish(work, target, settings, encoder.name, progress)
+            opened, progress = _begin(work, settings)
+            _check_disk(work, opened, progress)
+            return _finish(work, target, encoder.name, _write(work, opened, encoder, progress, on_progress))
         except OSError as error:
             raise InputError(f"cannot write to {work}: {error.strerror}") from error
         except InputError:
-            if not (source.startswith("hub:") and progress["splits"]["train"]["tokens"]):
+            if not (source.startswith("hub:") and _saved(work)):
                 shutil.rmtree(work)
             raise
 
@@ -161,78 +151,77 @@ def _existing(target: Path, settings: dict[str, Any]) -> dict[str, Any]:
     return index
 
 
-# what each file holds; the last document: files before its own, its row and byte
-_NOTHING = {
-    "splits": {split: {"tokens": 0, "documents": 0, "crc32": 0} for split in SPLITS},
-    "test_documents": 0, "file": 0, "place": None,
-}  # fmt: skip
+def _begin(work: Path, settings: dict[str, Any]) -> tuple[Source, dict[str, Any]]:
+    """The source, and how far an earlier call with the same settings came; of a Hub data set at its commit."""
+    saved = _saved(work)
+    before = saved.get("settings", {})
+    same = {**before, "revision": None} == {**settings, "revision": None}
+    source = open_source(settings["source"], revision=before["revision"] if same else None)
+    settings = {**settings, "revision": source.revision}
+    if before == settings:
+        return source, saved
+    # place is that of the last document: its row and byte in the file of this number
+    splits = {split: {"tokens": 0, "documents": 0} for split in SPLITS}
+    return source, {"settings": settings, "splits": splits, "test_documents": 0, "file": 0, "place": None}
 
 
-def _saved(work: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Revision and progress of an earlier call with the same settings; empty where there is nothing to continue."""
+def _saved(work: Path) -> dict[str, Any]:
+    """What ``_write`` recorded last; empty where that is nothing, or more than the files hold."""
     try:
-        saved = json.loads((work / PROGRESS).read_text(encoding="utf-8"))
-        for split in SPLITS:
-            size = (work / f"{split}.bin").stat().st_size // np.dtype(settings["dtype"]).itemsize
-            if saved["progress"]["splits"][split]["tokens"] > size:
-                return {}
-        same = all(saved["settings"][name] == value for name, value in settings.items())
-        return {"revision": saved["settings"]["revision"], "progress": saved["progress"]} if same else {}
+        saved = read_json(work / PROGRESS)
+        done = {work / f"{split}.bin": part["tokens"] for split, part in saved["splits"].items()}
+        item_bytes = np.dtype(saved["settings"]["dtype"]).itemsize
+        whole = all(path.stat().st_size >= tokens * item_bytes for path, tokens in done.items())
+        return saved if whole and saved["splits"]["train"]["tokens"] else {}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
 
 
-def _check_disk(work: Path, source: Source, settings: dict[str, Any], progress: dict[str, Any]) -> None:
+def _check_disk(work: Path, source: Source, progress: dict[str, Any]) -> None:
     """Refuse to start where the tokens will not fit, as far as that is known beforehand."""
+    settings = progress["settings"]
     item_bytes = np.dtype(settings["dtype"]).itemsize
+    needed = sum(Path(file.url).stat().st_size for file in source.files if not file.remote) / 2
     if settings["max_tokens"] is not None:
         needed = settings["max_tokens"] * item_bytes * (1 + HELD_OUT_FRACTION)
-    else:
-        needed = sum(Path(file.url).stat().st_size for file in source.files if not file.remote) / 2
     needed -= sum(part["tokens"] for part in progress["splits"].values()) * item_bytes
     if (free := shutil.disk_usage(work).free) < needed:
         raise InputError(f"no disk space for {work}: {free / 1e6:,.1f} MB free, some {needed / 1e6:,.1f} MB needed")
 
 
 def _write(
-    work: Path, source: Source, encoder: Encoder, settings: dict[str, Any], progress: dict[str, Any]
-) -> Generator[dict[str, Any], None, None]:
-    """Append what is not done; record every few seconds how far the files are good."""
+    work: Path, source: Source, encoder: Encoder, progress: dict[str, Any], on_progress: Callable[[int], None]
+) -> dict[str, Any]:
+    """Append what is not done, and record every few seconds how far the files are good; returns the last record."""
+    limits, saved_at = {"train": progress["settings"]["max_tokens"], "validation": None}, time.monotonic()
 
     def save() -> None:
         for file in files.values():
             file.flush()
             os.fsync(file.fileno())
-        write_json(work / PROGRESS, {"settings": settings, "progress": progress})
+        write_json(work / PROGRESS, progress)
 
-    limits, saved_at = {"train": settings["max_tokens"], "validation": None}, time.monotonic()
     with ExitStack() as stack:
         files = {split: stack.enter_context((work / f"{split}.bin").open("ab")) for split in SPLITS}
+        stack.callback(save)
         for split, file in files.items():
             file.truncate(progress["splits"][split]["tokens"] * encoder.dtype.itemsize)
-        try:
-            for texts, num_test, number, place in _batches(source, settings["seed"], progress):
-                parts = {
-                    s: _append(files[s], progress["splits"][s], encoder.batch(texts[s]), encoder.dtype, limits[s])
-                    for s in SPLITS
-                }
-                num_test += progress["test_documents"]
-                progress = {"splits": parts, "test_documents": num_test, "file": number, "place": place}
-                if time.monotonic() - saved_at > SAVE_SECONDS:
-                    save()
-                    saved_at = time.monotonic()
-                yield progress
-                if limits["train"] and parts["train"]["tokens"] >= limits["train"] and parts["validation"]["tokens"]:
-                    return
-        finally:
-            save()
+        for texts, num_test, number, place in _batches(source, progress):
+            done = {s: _append(files[s], progress["splits"][s], encoder(texts[s]), limits[s]) for s in SPLITS}
+            num_test += progress["test_documents"]
+            progress = {**progress, "splits": done, "test_documents": num_test, "file": number, "place": place}
+            if time.monotonic() - saved_at > SAVE_SECONDS:
+                save()
+                saved_at = time.monotonic()
+            on_progress(done["train"]["tokens"])
+            if limits["train"] and done["train"]["tokens"] >= limits["train"] and done["validation"]["tokens"]:
+                break
+    return progress
 
 
-def _batches(
-    source: Source, seed: int, done: dict[str, Any]
-) -> Iterator[tuple[dict[str, list[str]], int, int, Place | None]]:
+def _batches(source: Source, done: dict[str, Any]) -> Iterator[tuple[dict[str, list[str]], int, int, Place | None]]:
     """Texts by split of some 260,000 characters, the test documents between them, and the last one's file and place."""
-    order = np.random.default_rng(seed).permutation(len(source.files)).tolist()
+    order = np.random.default_rng(done["settings"]["seed"]).permutation(len(source.files)).tolist()
     texts, num_test, num_characters = {split: [] for split in SPLITS}, 0, 0
     for number in range(done["file"], len(order)):
         last = Place(*done["place"]) if done["place"] and number == done["file"] else None
@@ -250,35 +239,31 @@ def _batches(
     yield texts, num_test, len(order), None
 
 
-def _append(
-    file: IO[bytes], part: dict[str, int], documents: list[np.ndarray], dtype: np.dtype, limit: int | None
-) -> dict[str, int]:
+def _append(file: IO[bytes], done: dict[str, int], documents: list[np.ndarray], limit: int | None) -> dict[str, int]:
     """Write documents up to the limit of tokens; returns what the file then holds."""
-    tokens, num_documents, checksum = part["tokens"], part["documents"], part["crc32"]
+    tokens, num_documents = done["tokens"], done["documents"]
     for document in documents:
         ids = document if limit is None else document[: limit - tokens]
         if not len(ids):
             break
-        data = ids.astype(dtype).tobytes()
-        file.write(data)
-        tokens, num_documents, checksum = tokens + len(ids), num_documents + 1, zlib.crc32(data, checksum)
-    return {"tokens": tokens, "documents": num_documents, "crc32": checksum}
+        file.write(ids.tobytes())
+        tokens, num_documents = tokens + len(ids), num_documents + 1
+    return {"tokens": tokens, "documents": num_documents}
 
 
-def _finish(
-    work: Path, target: Path, settings: dict[str, Any], tokenizer_name: str, progress: dict[str, Any]
-) -> dict[str, Any]:
+def _finish(work: Path, target: Path, tokenizer_name: str, progress: dict[str, Any]) -> dict[str, Any]:
     """Write the index and give the folder its name."""
     splits, num_test = progress["splits"], progress["test_documents"]
     for split, part in splits.items():
         if not part["tokens"]:
             count = sum(part["documents"] for part in splits.values()) + num_test
             raise InputError(
-                f"{settings['source']} has no {split} document among {count}; prepare more text, or train on the text "
-                "itself, which then holds one out"
+                f"{progress['settings']['source']} has no {split} document among {count}; prepare more text, or train "
+                "on the text itself, which then holds one out"
             )
+    splits = {split: {**part, "crc32": _checksum(work / f"{split}.bin")} for split, part in splits.items()}
     made = {"tokenizer_name": tokenizer_name, "kvcat": kvcat.__version__}
-    index = {**settings, **made, "splits": splits, "test_documents": num_test}
+    index = {**progress["settings"], **made, "splits": splits, "test_documents": num_test}
     write_json(work / INDEX, index)
     for name in (PROGRESS, LOCK_FILE):
         (work / name).unlink()

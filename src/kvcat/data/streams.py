@@ -6,15 +6,11 @@ enough to continue a stream.
 """
 
 import atexit
-import multiprocessing
 import signal
-import weakref
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import count
-from multiprocessing.process import BaseProcess
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -22,8 +18,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase
 
-from kvcat.data.documents import Document, Place, Source, SourceFile, open_documents, open_source, read_documents
-from kvcat.data.packing import Encoder, TokenTable, excerpts, pack
+from kvcat.data.documents import Document, Place, Source, SourceFile, open_source, read_documents
+from kvcat.data.packing import Encoder, excerpts, pack
 from kvcat.data.prepared import is_prepared, open_prepared
 from kvcat.data.split import split_of, training_splits
 from kvcat.errors import InputError
@@ -32,12 +28,14 @@ from kvcat.types import Int, Tensor
 EMPTY_EPOCHS = 100
 READ_AHEAD = 8  # steps that each worker prepares
 
+Sequences = Iterator[tuple[np.ndarray, tuple[int, ...]]]  # a stream's sequences, each with the position after it
+
 
 @dataclass(frozen=True)
 class TableStreams:
-    """The sequences of a table, permuted anew each epoch; a position is the number of steps."""
+    """The rows of a table, permuted anew each epoch; a position is the number of steps."""
 
-    table: TokenTable
+    table: np.ndarray
     num_streams: int
     seed: int
     start: ClassVar = (0,)
@@ -45,15 +43,14 @@ class TableStreams:
     @property
     def identity(self) -> dict[str, Any]:
         """What decides the sequences, in JSON values."""
-        return {
-            "kind": "table", "num_sequences": len(self.table), "num_streams": self.num_streams, "seed": self.seed,
-        }  # fmt: skip
+        sizes = {"num_sequences": len(self.table), "num_streams": self.num_streams}
+        return {"kind": "table", **sizes, "seed": self.seed}
 
-    def sequences(self, stream: int, start: tuple[int, ...]) -> Iterator[tuple[np.ndarray, tuple[int, ...]]]:
-        """The endless sequences of a stream from a position on, each with the next position."""
+    def sequences(self, stream: int, start: tuple[int, ...]) -> Sequences:
+        """The endless sequences of a stream from a position on."""
         for step in count(start[0]):
             epoch, place = divmod(step * self.num_streams + stream, len(self.table))
-            yield self.table.sequences[_order(self.seed, epoch, len(self.table))[place]], (step + 1,)
+            yield self.table[_order(self.seed, epoch, len(self.table))[place]], (step + 1,)
 
 
 @lru_cache(maxsize=4)
@@ -109,27 +106,26 @@ class TextStreams:
         chosen = (divmod(item, self.num_stripes) for item in order[stream :: self.num_streams].tolist())
         return [(self.source.files[file], stripe) for file, stripe in chosen]
 
-    def sequences(self, stream: int, start: tuple[int, ...]) -> Iterator[tuple[np.ndarray, Position]]:
-        """The endless sequences of a stream from a position on, each with the next position.
+    def sequences(self, stream: int, start: tuple[int, ...]) -> Sequences:
+        """The endless sequences of a stream from a position on.
 
         Raises:
             InputError: a file cannot be read or has changed, or the stream has no training document.
         """
         parts: list[np.ndarray] = []
         used, missing = start[-1], self.seq_len
-        documents = self._documents(stream, Position(*start))
-        for number, (epoch, item, place, ids) in enumerate(documents):
-            if number == 0 and used and ((epoch, item, *place) != tuple(start[:4]) or used > len(ids)):
+        for number, (here, ids) in enumerate(self._documents(stream, Position(*start))):
+            if number == 0 and used and (here[:-1] != tuple(start[:-1]) or used > len(ids)):
                 raise InputError(f"{self.source.name} has changed: stream {stream} cannot continue at {tuple(start)}")
             while used < len(ids):
                 parts.append(ids[used : used + missing])
                 used, missing = used + len(parts[-1]), missing - len(parts[-1])
                 if not missing:
-                    yield np.concatenate(parts), Position(epoch, item, *place, used)
+                    yield np.concatenate(parts), here._replace(token=used)
                     parts, missing = [], self.seq_len
             used = 0
 
-    def _documents(self, stream: int, start: Position) -> Iterator[tuple[int, int, Place, np.ndarray]]:
+    def _documents(self, stream: int, start: Position) -> Iterator[tuple[Position, np.ndarray]]:
         place, num_empty = Place(start.row, start.byte), 0
         for epoch in count(start.epoch):
             for item, (file, stripe) in enumerate(self.items(stream, epoch)):
@@ -138,7 +134,7 @@ class TextStreams:
                 for here, document in read_documents(file, place, stripe=stripe, num_stripes=self.num_stripes):
                     if split_of(document.id) == "train":
                         num_empty = -1
-                        yield epoch, item, here, self.encoder(document.text)
+                        yield Position(epoch, item, *here), *self.encoder([document.text])
                 place = Place()
             num_empty += 1
             if num_empty == EMPTY_EPOCHS:
@@ -152,7 +148,7 @@ class TokenLoader:
     """Reads the next sequence of each stream through torch's ``DataLoader``.
 
     This process reads only ``streams`` of the ``plan``; None for all. ``workers`` processes read and
-    tokenise ahead; 0 does it here, when a sequence is needed.
+    tokenise ahead; 0 does it here, when a step is needed.
     """
 
     def __init__(
@@ -161,12 +157,10 @@ class TokenLoader:
         own = range(plan.num_streams) if streams is None else sorted(streams)
         self._plan, self._num_workers = plan, min(workers, len(own))
         self._positions: dict[int, tuple[int, ...]] = dict.fromkeys(own, plan.start)
-        self._ready: dict[int, deque[tuple[np.ndarray, tuple[int, ...]]]] = {}
         self._steps: Any = None  # torch's iterator
-        self._processes: list[BaseProcess] = []
 
-    def read(self, streams: Sequence[int]) -> Int[Tensor, "streams tokens"]:
-        """The next sequence of each of these streams, int64, in their order.
+    def read(self) -> Int[Tensor, "streams tokens"]:
+        """The next sequence of each stream of this process, int64, in the order of the streams.
 
         All or nothing: after an exception every stream is where it was, and no worker runs.
 
@@ -174,20 +168,19 @@ class TokenLoader:
             InputError: a file or the network cannot be read.
             RuntimeError: a worker died.
         """
+        step: dict[int, tuple[np.ndarray, tuple[int, ...]]] = {}
         try:
-            steps = self._start() if self._steps is None else self._steps
-            while not all(self._ready[stream] for stream in streams):
-                step = next(steps)
-                if isinstance(step, InputError):
-                    raise step
-                for stream, tokens, position in step:
-                    self._ready[stream].append((tokens, position))
+            self._steps = self._start() if self._steps is None else self._steps
+            while len(step) < len(self._positions):
+                part = next(self._steps)
+                if isinstance(part, InputError):
+                    raise part
+                step |= part
         except BaseException:
             self.close()
             raise
-        taken = [self._ready[stream].popleft() for stream in streams]
-        self._positions.update(zip(streams, (position for _, position in taken), strict=True))
-        return torch.from_numpy(np.stack([tokens for tokens, _ in taken]).astype(np.int64))
+        self._positions = {stream: step[stream][1] for stream in self._positions}
+        return torch.from_numpy(np.stack([step[stream][0] for stream in self._positions]).astype(np.int64))
 
     def state_dict(self) -> dict[str, Any]:
         """Where this process's streams are, as JSON; ``merge_states`` joins all processes."""
@@ -208,58 +201,43 @@ class TokenLoader:
 
     def close(self) -> None:
         """End the worker processes; a later ``read`` starts them again where the streams are."""
-        if self._processes:
+        if workers := getattr(self._steps, "_workers", ()):
             self._steps._shutdown_workers()
-        for process in self._processes:  # those that hang
-            process.kill()
-        self._steps, self._processes = None, []
+            for worker in workers:  # those that hang
+                worker.kill()
+        self._steps = None
+        atexit.unregister(self.close)
 
     def _start(self) -> Any:
         """Open the streams; a worker is a fresh interpreter, which holds no lock of this one."""
         workers: Any = {"multiprocessing_context": "spawn", "prefetch_factor": READ_AHEAD} if self._num_workers else {}
-        loader = DataLoader(
-            _StreamDataset(self._plan, self._positions),
+        if workers:  # before multiprocessing waits for them: they ignore its SIGTERM
+            atexit.register(self.close)
+        return iter(DataLoader(
+            _StepReader(self._plan, self._positions),
             batch_size=None, collate_fn=_unchanged, num_workers=self._num_workers, worker_init_fn=_ignore_signals,
             generator=torch.Generator(), **workers,
-        )  # fmt: skip
-        others = multiprocessing.active_children()
-        self._ready = {stream: deque() for stream in self._positions}
-        self._steps = iter(loader)
-        _OPEN.add(self)
-        self._processes = [process for process in multiprocessing.active_children() if process not in others]
-        return self._steps
+        ))  # fmt: skip
 
 
-_OPEN: "weakref.WeakSet[TokenLoader]" = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    """End workers before multiprocessing waits for them: they ignore its SIGTERM."""
-    for loader in list(_OPEN):
-        loader.close()
-
-
-_Step = list[tuple[int, np.ndarray, tuple[int, ...]]]  # stream, its next sequence, the position after it
-
-
-class _StreamDataset(IterableDataset[_Step | InputError]):
-    """The steps of some streams; each worker process reads a part of the streams.
+@dataclass(eq=False)
+class _StepReader(IterableDataset[Any]):
+    """The steps of some streams, each stream's sequence and the position after it; a worker reads a part of them.
 
     A mistake in the data is the last item: raised in a worker it would come with the worker's
     traceback.
     """
 
-    def __init__(self, plan: TableStreams | TextStreams, positions: Mapping[int, tuple[int, ...]]) -> None:
-        self._plan, self._positions = plan, dict(positions)
+    plan: TableStreams | TextStreams
+    positions: dict[int, tuple[int, ...]]
 
-    def __iter__(self) -> Iterator[_Step | InputError]:
+    def __iter__(self) -> Iterator[dict[int, tuple[np.ndarray, tuple[int, ...]]] | InputError]:
         worker = get_worker_info()
-        own = list(self._positions)[slice(None) if worker is None else slice(worker.id, None, worker.num_workers)]
-        readers = {stream: self._plan.sequences(stream, self._positions[stream]) for stream in own}
+        own = list(self.positions)[slice(None) if worker is None else slice(worker.id, None, worker.num_workers)]
+        readers = {stream: self.plan.sequences(stream, self.positions[stream]) for stream in own}
         try:
             while True:
-                yield [(stream, *next(reader)) for stream, reader in readers.items()]
+                yield {stream: next(reader) for stream, reader in readers.items()}
         except InputError as error:
             yield error
 
@@ -275,18 +253,12 @@ def _ignore_signals(_: int) -> None:
 
 
 def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The state of all streams from the states of the processes that read them, each stream by one.
-
-    Raises:
-        InputError: they belong to different runs.
-    """
-    first, *others = states
-    identity = {name: value for name, value in first.items() if name != "streams"}
-    streams = dict(first["streams"])
-    for state in others:
-        _check_identity(state, identity)
-        streams |= state["streams"]
-    return {**identity, "streams": streams}
+    """The state of all streams from the states of the processes that read them; ``InputError`` of different runs."""
+    merged: dict[str, Any] = {}
+    for state in states:
+        _check_identity(state, {name: value for name, value in merged.items() if name != "streams"})
+        merged = {**state, "streams": {**merged.get("streams", {}), **state["streams"]}}
+    return merged
 
 
 def _check_identity(state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
@@ -301,7 +273,7 @@ class TokenData(NamedTuple):
     """What a run reads: the sequences of each step, and those of documents that training never sees."""
 
     train: TokenLoader
-    validation: TokenTable
+    validation: Int[Tensor, "sequences tokens"]
 
 
 def open_tokens(
@@ -337,24 +309,25 @@ def open_tokens(
     """
     encoder = Encoder.of(tokenizer)
 
-    def packed(kind: str, documents: Iterable[Document], max_sequences: int) -> TokenTable:
+    def packed(kind: str, documents: Iterable[Document], max_sequences: int) -> np.ndarray:
         try:
             return pack(documents, encoder, seq_len, max_sequences=max_sequences)
         except InputError as error:
             raise InputError(f"{kind} documents of {data}: {error}") from None
 
     if data.startswith(("hub:", "stream:")):
-        source = open_source(data)
-        held_out = (document for document in open_documents(source) if split_of(document.id) == "validation")
+        plan = TextStreams(open_source(data), encoder, seq_len, batch_size, seed)
+        documents = (document for file in plan.source.files for _, document in read_documents(file))
+        held_out = (document for document in documents if split_of(document.id) == "validation")
         validation = packed("validation", held_out, validation_sequences)
-        plan = TextStreams(source, encoder, seq_len, batch_size, seed)
-        return TokenData(TokenLoader(plan, streams=streams, workers=workers), validation)
-    if is_prepared(data):
-        train, held_out = open_prepared(data, encoder, seq_len, check=check)
-        validation = TokenTable(held_out.sequences[:validation_sequences], held_out.num_documents)
+    elif is_prepared(data):
+        train, validation = open_prepared(data, encoder, seq_len, check=check)
+        plan = TableStreams(train, batch_size, seed)
     else:
         documents, held_out = training_splits(data, seed)
         num_sequences = max_steps * batch_size
         train = packed("train", excerpts(documents, encoder, seq_len, num_sequences, seed), num_sequences)
         validation = packed("validation", held_out, validation_sequences)
-    return TokenData(TokenLoader(TableStreams(train, batch_size, seed), streams=streams), validation)
+        plan = TableStreams(train, batch_size, seed)
+    first = torch.from_numpy(validation[:validation_sequences].astype(np.int64))
+    return TokenData(TokenLoader(plan, streams=streams, workers=workers if isinstance(plan, TextStreams) else 0), first)

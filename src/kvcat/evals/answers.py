@@ -22,9 +22,9 @@ from kvcat.compress.compare import replay_hidden
 from kvcat.compress.documents import INSTRUCTION, opening_ids, reconstruction_of_tokens
 from kvcat.errors import InputError, one_line
 from kvcat.evals.task import Baseline, Prepared, Task, Values, check_fits, vocabulary
+from kvcat.hub import hub_obstacle
 from kvcat.losses import score_positions
 from kvcat.models import examined_head, frozen, hidden_states
-from kvcat.network import hub_obstacle
 from kvcat.types import Float, Tensor
 
 

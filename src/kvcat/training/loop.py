@@ -185,11 +185,11 @@ class Trainer:
             group["lr"] = rate * group["lr_multiplier"]
         own = len(self.streams)
         size = config.micro_batch_size or own
-        records = []
+        tokens, records = self.data.train.read(), []
         for start in range(0, own, size):
             reduce_in_next_backward(self.objective, is_last=start + size >= own)
             streams = self.streams[start : start + size]
-            total, record = self._losses(self.data.train.read(streams), streams, self.step)
+            total, record = self._losses(tokens[start : start + size], streams, self.step)
             (total * (size / own)).backward()
             records.append(record)
         routers, policies = self.objective.router_parameters(), self.objective.policy_parameters()
@@ -232,7 +232,7 @@ class Trainer:
             rows = list(range(start, min(start + size, len(table))))
             weights.append(float(len(rows)))
             rows = rows or [0]
-            records.append(self._losses(table.take(rows), rows, None)[1])
+            records.append(self._losses(table[rows], rows, None)[1])
         record = {"kind": "validation", "step": self.step, **mean_record(records, weights, world)}
         self.log.write(record)
         bar.validated(record)
