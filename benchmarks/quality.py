@@ -33,7 +33,7 @@ from kvcat.evals import windows_from_documents
 from kvcat.evals.statistics import ClusterBootstrap
 from kvcat.files import append_jsonl, read_jsonl
 from kvcat.losses import score_positions
-from kvcat.models import examined_head
+from kvcat.models import output_head
 
 SUFFIX = 256
 METHODS = ("attention-matching", "attention-matching,preset=paper", "h2o", "snapkv", "tova", "keynorm", "streaming")
@@ -121,7 +121,7 @@ def measure(traces: Traces, compressor, way: str, keeps: list[float]) -> Iterato
     for keep, cache in zip(keeps, compressor.each(made, keeps), strict=True):
         seconds = time.process_time() - begun
         hidden = replay_hidden(whole.model, cache, whole.suffix_ids)
-        kl = score_positions(examined_head(whole.model), hidden, whole.suffix_ids, whole.hidden[:, 1:]).kl
+        kl = score_positions(output_head(whole.model), hidden, whole.suffix_ids, whole.hidden[:, 1:]).kl
         halves = kl[0].unflatten(0, (2, -1)).mean(-1).tolist()
         yield {"keep": keep, "halves": halves, "seconds": round(seconds, 3)}
         begun = time.process_time()

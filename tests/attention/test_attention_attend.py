@@ -119,7 +119,8 @@ def test_heads_of_unequal_slots_attend_as_each_by_itself(queries, masked):
     kinds = [[[normal(n, *more, seed=n + len(more)) for n in row] for row in counts] for more in ((8,), (8,), ())]
     mask = reachable(queries, queries + 4).repeat(2, 1, 1)
     mask[1, :, : 2 * masked] = False  # padding of one row
-    out = attend_ragged(q, k, v, CompactLayer.ragged(*kinds), torch.tensor([1, 0]), mask if masked else None, scale=0.3)
+    slots = CompactLayer.ragged(*kinds).head
+    out = attend_ragged(q, k, v, slots, torch.tensor([1, 0]), mask if masked else None, scale=0.3)
     for row, source in enumerate([1, 0]):
         for head in range(2):
             keys, values, bias = (kind[source][head] for kind in kinds)

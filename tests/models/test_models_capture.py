@@ -16,11 +16,11 @@ def some_ids(length):
 def test_a_capture_in_chunks_is_that_of_one_forward_and_of_the_stock_model(kind):
     model, ids = supported(kind), some_ids(24)
     with StaysDouble():
-        whole = capture(model, ids, query_start=9, hidden_start=3)
+        whole = capture(model, ids, query_positions=torch.arange(9, 24), hidden_start=3)
         every = capture(model, ids)
         stock = model(input_ids=ids, use_cache=True, output_hidden_states=True)
         for chunk_tokens in (1, 23, 1000) if kind == "llama" else (7,):
-            parts = capture(model, ids, query_start=9, hidden_start=3, chunk_tokens=chunk_tokens)
+            parts = capture(model, ids, query_positions=torch.arange(9, 24), hidden_start=3, chunk_tokens=chunk_tokens)
             for name in ("keys", "values", "queries"):
                 for left, right in zip(getattr(whole, name), getattr(parts, name), strict=True):
                     assert torch.allclose(left, right, atol=1e-12)
@@ -47,6 +47,6 @@ def test_gains_are_the_mean_squared_columns_of_the_output_projection_and_one_wit
 
 
 def test_captures_that_cannot_be_are_refused():
-    for name, value in (("chunk_tokens", 0), ("hidden_start", 24), ("query_start", -1)):
+    for name, value in (("chunk_tokens", 0), ("hidden_start", 24), ("hidden_start", -1)):
         with pytest.raises(InputError, match=rf"{name} must .*{value}"):
             capture(supported("llama"), some_ids(24), **{name: value})

@@ -1,14 +1,12 @@
 """Attention over visible slots: the naive reference, the fast path, and the way into transformers models."""
 
-from kvcat.attention.fast import attend, attend_ragged, attend_twice
-from kvcat.attention.gates import AttentionGate, Carried, Head, SlotGate, attach, layer_number
-from kvcat.attention.interface import NAME, Recorder, enable, kvcat_attention
+from kvcat.attention.fast import Head, attend, attend_ragged, attend_twice
+from kvcat.attention.interface import NAME, Carried, SlotGate, attach, enable, kvcat_attention
 from kvcat.attention.kernels import attend_biased, attend_extended, extend_keys, fused_attention
 from kvcat.attention.reference import COUPLINGS, attend_coupled_reference, attend_reference, reachable, visible
 
 __all__ = [
-    "COUPLINGS", "NAME", "AttentionGate", "Carried", "Head", "Recorder", "SlotGate", "attach", "attend",
-    "attend_biased", "attend_coupled_reference", "attend_extended", "attend_ragged", "attend_reference",
-    "attend_twice", "enable", "extend_keys", "fused_attention", "kvcat_attention", "layer_number", "reachable",
-    "visible",
+    "COUPLINGS", "NAME", "Carried", "Head", "SlotGate", "attach", "attend", "attend_biased",
+    "attend_coupled_reference", "attend_extended", "attend_ragged", "attend_reference", "attend_twice", "enable",
+    "extend_keys", "fused_attention", "kvcat_attention", "reachable", "visible",
 ]  # fmt: skip

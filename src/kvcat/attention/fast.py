@@ -1,9 +1,10 @@
 """Attention over visible slots and log-bias on PyTorch's fused kernels."""
 
+from collections.abc import Callable
+
 import torch
 from torch.nn.functional import pad
 
-from kvcat.attention.gates import SlotsByHead
 from kvcat.attention.kernels import attend_biased, attend_extended, extend_keys, fused_attention
 from kvcat.attention.mask_gradient import KeepGradient
 from kvcat.attention.reference import check_coupling, reachable, visible
@@ -11,6 +12,11 @@ from kvcat.types import Bool, Float, Int, Tensor
 
 _DROPPED = -1e4  # nats: exp(_DROPPED) is 0 in every dtype, and finite scores keep gradients free of NaN
 _FEW_QUERIES = 64  # so few take a log-bias as a tensor of heads x queries x keys
+
+Head = tuple[Float[Tensor, "slots head_dim"], Float[Tensor, "slots value_dim"], Float[Tensor, " slots"] | None]
+"""Keys, values and log-bias of one KV head of one example."""
+SlotsByHead = Callable[[int, int], Head]
+"""The slots of an example and a head."""
 
 
 def attend(
@@ -120,7 +126,7 @@ def attend_ragged(
         own = (rows == example).nonzero().flatten()
         reach = mask if mask is None or len(mask) == 1 else mask[own]
         for head in range(k.shape[1]):
-            *prefix, bias = slots.head(example, head)
+            *prefix, bias = slots(example, head)
             keys, values = (
                 torch.cat([x.to(new.dtype).expand(len(own), 1, -1, -1), new[own, head : head + 1]], dim=2)
                 for x, new in zip(prefix, (k, v), strict=True)

@@ -1,6 +1,13 @@
-"""kvcat's attention inside unmodified transformers models, registered under the name "kvcat"."""
+"""kvcat's attention inside unmodified transformers models, registered under the name "kvcat".
 
-from dataclasses import dataclass, field
+Beside queries, keys and values two things reach it. A gate (``SlotGate``) says which slots the masked rows of a batch
+see; a decoder layer gets it as a keyword. What the keys of a compact cache carry (``Carried``) is an attribute of the
+tensor: transformers hands the keys of a cache's update on to its attention function as they are, so no channel, no mask
+and no argument of the model is needed.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,42 +17,78 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from kvcat.attention.fast import attend, attend_ragged, attend_twice
-from kvcat.attention.gates import Carried, SlotGate, carried_by, layer_number
+from kvcat.attention.fast import SlotsByHead, attend, attend_ragged, attend_twice
 from kvcat.attention.reference import reachable
 from kvcat.errors import InputError
 from kvcat.types import Bool, Float, Int, Tensor
 
 NAME = "kvcat"
 
+Record = Callable[[int, Tensor, Tensor, Tensor, float], None]
+"""Gets the layer's number, queries, keys and values after rotation (those of a cache included), and the scale."""
 
-@dataclass(eq=False)
-class Recorder:
-    """Collects what attention sees; handed to a model as the keyword ``kv_recorder``.
+
+class SlotGate:
+    """The gate of a group of layers in one forward pass; a decoder layer gets it as the keyword ``kv_gate``.
+
+    A plain class: FSDP2 copies the dataclasses among a layer's arguments, and a copy would lose the decision.
 
     Args:
-        query_start: position from which on queries are kept.
-        query_positions: positions whose queries are kept in place of these, ascending; None: all from there on.
-        queries, keys, values: by layer, after rotation; keys and values include those of a cache.
-        scales: factor on q.k by layer.
+        keep: 1 for slots that the masked rows see, 0 for the others; carries the policy's gradient. None: decided in
+            the attention of the group's first layer.
+        coupling: gradient of the mask, one of ``COUPLINGS``.
+        prefix_len: tokens before the suffix that runs again, in rows ``[sequence, its suffix again]``; ``keep`` is then
+            of the prefix. None: whole rows are masked.
+        decide: makes ``keep`` of queries and keys of all rows after rotation, the scale and the sliding window; called
+            once, without gradient, so that a layer that runs again finds the gate that the later layers used.
     """
 
-    query_start: int = 0
-    query_positions: Int[Tensor, " kept"] | None = None
-    queries: dict[int, Float[Tensor, "batch heads queries head_dim"]] = field(default_factory=dict)
-    keys: dict[int, Float[Tensor, "batch kv_heads tokens key_dim"]] = field(default_factory=dict)
-    values: dict[int, Float[Tensor, "batch kv_heads tokens value_dim"]] = field(default_factory=dict)
-    scales: dict[int, float] = field(default_factory=dict)
+    def __init__(
+        self,
+        keep: Float[Tensor, "batch slots"] | None,
+        coupling: str = "surrogate",
+        prefix_len: int | None = None,
+        decide: Callable[[Tensor, Tensor, float, int | None], Tensor] | None = None,
+    ):
+        self.keep, self.coupling, self.prefix_len, self.decide = keep, coupling, prefix_len, decide
 
-    def record(self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Keep one layer's tensors; return the keys and values to attend to, here those it was given."""
-        if self.query_positions is not None:
-            self.queries[layer_idx] = query[:, :, self.query_positions]
-        else:
-            wanted = query[:, :, self.query_start :]
-            self.queries[layer_idx] = wanted.clone() if self.query_start else wanted
-        self.keys[layer_idx], self.values[layer_idx], self.scales[layer_idx] = key, value, scale
-        return key, value
+    def keep_for(self, queries: Tensor, keys: Tensor, scale: float, window: int | None) -> Float[Tensor, "batch slots"]:
+        """The slots that the masked rows see in this layer."""
+        if self.keep is None:
+            with torch.no_grad():
+                self.keep = self.decide(queries.detach(), keys.detach(), scale, window)  # type: ignore[misc]
+        return self.keep
+
+
+@dataclass
+class Carried:
+    """What only kvcat's attention function adds to the keys: a log-bias, or slots that the keys do not hold.
+
+    Args:
+        log_bias: nats added to the scores of the first keys; the keys after them get none.
+        slots: slots before all keys, where heads hold different numbers of them.
+        rows: with ``slots``, the example that each row of the batch goes on from.
+        taken: whether attention has read it.
+    """
+
+    log_bias: Float[Tensor, "rows kv_heads slots"] | None = None
+    slots: SlotsByHead | None = None
+    rows: Int[Tensor, " batch"] | None = None
+    taken: bool = False
+
+
+def attach(keys: Float[Tensor, "rows kv_heads keys head_dim"], carried: Carried) -> Tensor:
+    """The same keys, carrying it."""
+    keys.kv_carried = carried  # type: ignore[attr-defined]
+    return keys
+
+
+def carried_by(keys: Float[Tensor, "rows kv_heads keys head_dim"]) -> Carried | None:
+    """What the keys carry, marked as taken; None where they carry nothing."""
+    carried = getattr(keys, "kv_carried", None)
+    if carried is not None:
+        carried.taken = True
+    return carried
 
 
 def kvcat_attention(
@@ -57,7 +100,7 @@ def kvcat_attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     kv_gate: SlotGate | None = None,
-    kv_recorder: Recorder | None = None,
+    kv_record: Record | None = None,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "rows queries heads value_dim"], None]:
     """SDPA attention as transformers does it, with three additions, each off by default.
@@ -65,7 +108,7 @@ def kvcat_attention(
     - ``kv_gate``: the first rows attend densely, the last ones over the gate's slots; with a
       ``prefix_len`` see ``attend_twice``.
     - Keys of a compact cache that carry a log-bias or slots (``Carried``).
-    - ``kv_recorder``: sees queries, keys and values after rotation, and returns what to attend to.
+    - ``kv_record``: is shown queries, keys and values.
 
     The ``attention_mask`` is (rows or 1, 1, queries, keys); None is causal, the queries being the last of
     the keys (``kvcat_mask``). ``scaling`` is the factor on q.k; None is head_dim ** -0.5.
@@ -74,39 +117,44 @@ def kvcat_attention(
         InputError: a gate or a compact cache meets attention that this function cannot honour.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if kv_recorder is not None:
-        key, value = kv_recorder.record(layer_number(module), query, key, value, scale)
+    if kv_record is not None:
+        kv_record(_layer_number(module), query, key, value, scale)
+    stock = {"dropout": dropout, "scaling": scaling, **kwargs}
     carried = carried_by(key)
     if carried is not None or kv_gate is not None:
         _refuse_unsupported(module, kwargs)
     if carried is not None:
         out = _behind_slots(query, key, value, carried, attention_mask, scale, dropout)
-        return out.transpose(1, 2).contiguous(), None
-    if kv_gate is None:
-        if attention_mask is None and 1 < query.shape[2] < key.shape[2] and _is_causal(module, kwargs):
-            if not _unusual(kwargs):
-                return attend(query, key, value, scale=scale, dropout=dropout).transpose(1, 2).contiguous(), None
-            attention_mask = reachable(query.shape[2], key.shape[2], device=query.device)[None, None]
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
-    window = kwargs.get("sliding_window")
-    keep = kv_gate.keep_for(module, query, key, scale, window)
-    options = {"scale": scale, "coupling": kv_gate.coupling, "dropout": dropout}
-    if kv_gate.prefix_len is not None:
-        out = attend_twice(query, key, value, keep, kv_gate.prefix_len, window=window, **options)
-        return out.transpose(1, 2).contiguous(), None
-    num_dense = query.shape[0] - keep.shape[0]
-    dense_mask = masked_mask = attention_mask
-    if attention_mask is not None and attention_mask.shape[0] > 1:
-        dense_mask, masked_mask = attention_mask[:num_dense], attention_mask[num_dense:]
-    dense, _ = sdpa_attention_forward(
-        module, query[:num_dense], key[:num_dense], value[:num_dense], dense_mask,
-        dropout=dropout, scaling=scaling, **kwargs,
-    )  # fmt: skip
-    reach = _reach(masked_mask)
-    masked = attend(query[num_dense:], key[num_dense:], value[num_dense:], keep, reach=reach, **options)
-    return torch.cat([dense, masked.transpose(1, 2)]), None
+    elif kv_gate is not None:
+        return _gated(module, query, key, value, attention_mask, scale, kv_gate, stock), None
+    elif attention_mask is not None or not 1 < query.shape[2] < key.shape[2] or not _is_causal(module, kwargs):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **stock)
+    elif _unusual(kwargs):
+        mask = reachable(query.shape[2], key.shape[2], device=query.device)[None, None]
+        return sdpa_attention_forward(module, query, key, value, mask, **stock)
+    else:
+        out = attend(query, key, value, scale=scale, dropout=dropout)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _gated(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, gate: SlotGate,
+    stock: dict[str, Any],
+) -> Float[Tensor, "rows queries heads value_dim"]:  # fmt: skip
+    """The dense rows and the masked ones, or sequences and their suffixes run again."""
+    window = stock.get("sliding_window")
+    keep = gate.keep_for(query, key, scale, window)
+    options = {"scale": scale, "coupling": gate.coupling, "dropout": stock["dropout"]}
+    if gate.prefix_len is not None:
+        out = attend_twice(query, key, value, keep, gate.prefix_len, window=window, **options)
+        return out.transpose(1, 2).contiguous()
+    (dense_q, q), (dense_k, k), (dense_v, v) = (x.tensor_split([len(x) - len(keep)]) for x in (query, key, value))
+    dense_mask = mask
+    if mask is not None and len(mask) > 1:
+        dense_mask, mask = mask.tensor_split([len(mask) - len(keep)])
+    dense, _ = sdpa_attention_forward(module, dense_q, dense_k, dense_v, dense_mask, **stock)
+    masked = attend(q, k, v, keep, reach=_reach(mask), **options)
+    return torch.cat([dense, masked.transpose(1, 2)])
 
 
 def _behind_slots(
@@ -175,6 +223,13 @@ def enable(model: PreTrainedModel) -> None:
     if cap:
         raise InputError(f"{kind} is not supported: its attention scores are soft-capped at {cap}")
     model.set_attn_implementation(NAME)
+
+
+def _layer_number(module: nn.Module) -> int:
+    index = getattr(module, "layer_idx", None)
+    if index is None:
+        raise InputError(f"{type(module).__name__} is not supported: its attention does not know its layer")
+    return int(index)
 
 
 def _reach(mask: Tensor | None) -> Bool[Tensor, "rows queries keys"] | None:

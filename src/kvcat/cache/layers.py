@@ -133,7 +133,7 @@ class RaggedPrefixLayer(PrefixLayer):
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         if not self.read_only:
             self.rows = rows
-        return self._carrying(keys, Carried(slots=self.prefix, rows=rows)), values
+        return self._carrying(keys, Carried(slots=self.prefix.head, rows=rows)), values
 
     def batch_select_indices(self, indices: Int[Tensor, " rows"]) -> None:
         """Keep the given rows."""

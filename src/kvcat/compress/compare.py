@@ -13,7 +13,7 @@ from kvcat.cache import CompactCache
 from kvcat.compress.trace import Trace, split_supervision
 from kvcat.errors import InputError
 from kvcat.losses import score_positions
-from kvcat.models import examined_head, frozen, hidden_states, logits_from_hidden
+from kvcat.models import frozen, hidden_states, logits_from_hidden, output_head
 from kvcat.types import Float, Int, Tensor
 
 
@@ -105,7 +105,7 @@ def compare(trace: Trace, cache: CompactCache, *, start: int = 0, chunk_tokens: 
     # the last position predicts no token of the suffix
     nll, nll_dense = nll[:, :-1], nll_dense[:, :-1]
     if start == 0:
-        first = score_positions(examined_head(trace.model), trace.hidden[:, :1], trace.suffix_ids[:, :1]).nll
+        first = score_positions(output_head(trace.model), trace.hidden[:, :1], trace.suffix_ids[:, :1]).nll
         nll, nll_dense = torch.cat([first, nll], 1), torch.cat([first, nll_dense], 1)
     nll, nll_dense, kl, top1 = (part.mean(1) for part in (nll, nll_dense, kl, top1))
     return Scores(nll, nll_dense, nll - nll_dense, nll.exp() - nll_dense.exp(), kl, top1)
@@ -131,7 +131,7 @@ def _position_scores(trace: Trace, cache: CompactCache, chunk_tokens: int) -> di
             f"a cache of {cache.batch_size} prefixes of {cache.num_tokens} tokens does not belong to a trace of "
             f"{trace.batch_size} prefixes of {trace.prefix_len}"
         )
-    head, stop, parts = examined_head(trace.model), 0, []
+    head, stop, parts = output_head(trace.model), 0, []
     targets = pad(trace.suffix_ids[:, 1:], (0, 1))
     for hidden in _replayed(trace.model, cache, trace.suffix_ids, chunk_tokens):
         start, stop = stop, stop + hidden.shape[1]

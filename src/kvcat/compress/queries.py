@@ -93,7 +93,7 @@ def _own_queries(trace: Trace) -> FittedQueries | None:
         for start, stop in bounds:
             rows = (positions >= start) & (positions < stop)
             own, keys = sampled[:, :, rows], trace.keys[layer][:, :, start:stop]
-            moved.append(rotation.by(length - start)(own, layer))
+            moved.append(rotation(own, layer, length - start))
             rests.append(log_mass(own, keys, trace.scales[layer], positions[rows] - start))
         queries.append(torch.cat(moved, 2))
         rest.append(torch.cat(rests, 2))

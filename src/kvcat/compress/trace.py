@@ -136,7 +136,8 @@ class Trace:
             return [q[:, :, q.shape[2] - kept :] for q in self.prefix_queries]
         with frozen(self.model):
             ids = self.input_ids[:, : self.prefix_len]
-            return capture(self.model, ids, query_start=start, hidden_start=self.prefix_len - 1).queries
+            positions = torch.arange(start, self.prefix_len)
+            return capture(self.model, ids, query_positions=positions, hidden_start=self.prefix_len - 1).queries
 
     def check_supervises(self) -> None:
         """Refuse a trace without predictions after its prefix."""

@@ -24,7 +24,7 @@ from kvcat.errors import InputError, one_line
 from kvcat.evals.task import Baseline, Prepared, Task, Values, check_fits, vocabulary
 from kvcat.hub import hub_obstacle
 from kvcat.losses import score_positions
-from kvcat.models import examined_head, frozen, hidden_states
+from kvcat.models import frozen, hidden_states, output_head
 from kvcat.types import Float, Tensor
 
 
@@ -207,7 +207,7 @@ def token_nll(
     spans = [slice(len(prompt), len(prompt) + len(a)) for prompt, a in zip(prompts, answers, strict=True)]
     before = torch.cat([hidden[row, span.start - 1 : span.stop - 1] for row, span in enumerate(spans)])
     targets = torch.cat([ids[row, span] for row, span in enumerate(spans)])
-    nll = score_positions(examined_head(model), before, targets).nll.double().cpu()
+    nll = score_positions(output_head(model), before, targets).nll.double().cpu()
     return list(nll.split(list(map(len, answers))))
 
 

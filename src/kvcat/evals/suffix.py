@@ -19,7 +19,7 @@ from kvcat.data import Document, Split, open_documents, split_documents
 from kvcat.errors import InputError
 from kvcat.evals.task import Baseline, Prepared, Task, Values, check_fits, check_least
 from kvcat.losses import score_positions
-from kvcat.models import examined_head, frozen, hidden_states
+from kvcat.models import frozen, hidden_states, output_head
 from kvcat.types import Float, Int, Tensor
 
 SUPERVISIONS = ("suffix", "first-half", "reconstruction")
@@ -280,7 +280,7 @@ def _context_gain(
     model: PreTrainedModel, traced: Trace, first: int
 ) -> tuple[Float[Tensor, " batch"], Float[Tensor, " batch"]]:
     """NLL without the prefix minus dense NLL, and NLL without it, of what suffix positions from ``first`` predict."""
-    suffix, targets, head = traced.suffix_ids, traced.suffix_ids[:, first + 1 :], examined_head(model)
+    suffix, targets, head = traced.suffix_ids, traced.suffix_ids[:, first + 1 :], output_head(model)
     dense = score_positions(head, traced.hidden[:, first + 1 : -1], targets).nll
     with frozen(model):
         alone = hidden_states(model, input_ids=suffix, use_cache=False)[:, first:-1]

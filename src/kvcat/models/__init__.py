@@ -1,12 +1,11 @@
 """Adapters around unmodified transformers models: load, save, the masked pass, the capture of keys and queries."""
 
 from kvcat.models.capture import Capture, capture
-from kvcat.models.loading import get, load, parse_device, parse_dtype, read_config, save
+from kvcat.models.loading import get, load, parse_device, read_config, save
 from kvcat.models.masked_pass import HiddenOutput, MaskedPass
 from kvcat.models.self_test import self_test
 from kvcat.models.structure import (
     decoder_layers,
-    examined_head,
     frozen,
     hidden_states,
     logits_from_hidden,
@@ -16,7 +15,7 @@ from kvcat.models.structure import (
 )
 
 __all__ = [
-    "Capture", "HiddenOutput", "MaskedPass", "capture", "decoder_layers", "examined_head", "frozen", "get",
-    "hidden_states", "load", "logits_from_hidden", "model_name", "output_gains", "output_head", "parse_device",
-    "parse_dtype", "read_config", "save", "self_test",
+    "Capture", "HiddenOutput", "MaskedPass", "capture", "decoder_layers", "frozen", "get", "hidden_states", "load",
+    "logits_from_hidden", "model_name", "output_gains", "output_head", "parse_device", "read_config", "save",
+    "self_test",
 ]  # fmt: skip

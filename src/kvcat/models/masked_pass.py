@@ -1,15 +1,14 @@
 """The dense and the masked pass of the same weights, as one batch of the unmodified model."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from kvcat.attention import COUPLINGS, AttentionGate, SlotGate, enable
+from kvcat.attention import COUPLINGS, SlotGate, enable
 from kvcat.errors import InputError
 from kvcat.models.structure import decoder_layers, hidden_states
 from kvcat.policies import Randomness, SparsificationPolicy, check_group_starts, gate
@@ -41,29 +40,43 @@ class _Pass:
         self.owner, self.batch, self.prefix_len = owner, batch, prefix_len
         self.per_sequence = isinstance(generator, Sequence)
         generators = generator if isinstance(generator, Sequence) else [generator] if generator is not None else []
-        starts = owner.group_starts
-        drawn = [torch.randint(2**62, (len(starts),), generator=g, device=g.device).tolist() for g in generators]
-        self.seeds = {start: [seeds[i] for seeds in drawn] for i, start in enumerate(starts)}
+        shape = (len(owner.group_starts),)
+        drawn = [torch.randint(2**62, shape, generator=g, device=g.device).tolist() for g in generators]
+        self.seeds = {start: [seeds[i] for seeds in drawn] for i, start in enumerate(owner.group_starts)}
         self.gates: dict[int, SlotGate] = {}
         self.scores: dict[int, Tensor] = {}
 
-    def generator(self, start: int) -> Randomness | None:
+    def open_gate(self, start: int, hidden: Float[Tensor, "rows tokens hidden"]) -> SlotGate:
+        """The gate of a group, from the input of its first layer; an "attention" policy decides in that layer."""
+        policy, tau, options = self.owner.policies[str(start)], self.owner.tau, (self.owner.coupling, self.prefix_len)
         made = [torch.Generator().manual_seed(seed) for seed in self.seeds[start]]
-        return made if self.per_sequence else (made or [None])[0]
+        generator: Randomness | None = made if self.per_sequence else (made or [None])[0]
+        if policy.reads == "attention":
+
+            def decide(queries: Tensor, keys: Tensor, scale: float, window: int | None) -> Tensor:
+                read = slice(0, self.batch), slice(None), slice(0, self.prefix_len)
+                scores = policy(queries[read], keys[read], scale=scale, window=window, generator=generator)
+                self.scores[start] = scores
+                return gate(scores, tau)
+
+            return self.gates.get(start) or SlotGate(None, *options, decide)
+        self.scores[start] = policy(
+            hidden[self.batch :] if self.prefix_len is None else hidden[:, : self.prefix_len], generator=generator
+        )
+        return SlotGate(gate(self.scores[start], tau), *options)
 
 
 class MaskedPass(nn.Module):
     """Rows [0, B) attend densely, rows [B, 2B) over the slots their policies keep; one batch, one model.
 
-    Forward-pre-hooks on the decoder layers call a group's policy at its first layer and hand the gate to
-    every layer of the group as a keyword; layers before the first group stay dense. A "hidden" policy
-    reads the masked rows, an "attention" policy the dense rows' queries and keys. The state of a pass
-    travels with its keyword arguments, so that interleaved passes and activation checkpointing find
-    their own. The module's parameters are the policies', not the model's.
+    Hooks on the decoder layers call a group's policy at its first layer and hand the gate to every layer of the group
+    as a keyword; layers before the first group stay dense. A "hidden" policy reads the masked rows, an "attention"
+    policy the dense rows' queries and keys. The state of a pass travels with its keyword arguments, so that interleaved
+    passes and activation checkpointing find their own. The module's parameters are the policies', not the model's.
 
-    With a ``prefix_len`` (ours, not the paper's) only the tokens behind it go through the masked pass:
-    each sequence is followed by its suffix again, at the same positions, which sees the kept slots of
-    the prefix and all of its own, as with a compact cache. The prefix is computed once for both passes.
+    With a ``prefix_len`` (ours, not the paper's) only the tokens behind it go through the masked pass: each sequence is
+    followed by its suffix again, at the same positions, which sees the kept slots of the prefix and all of its own, as
+    with a compact cache. The prefix is computed once for both passes.
 
     Args:
         model: a causal LM; it is switched to kvcat's attention and gets hooks until ``close``.
@@ -74,18 +87,13 @@ class MaskedPass(nn.Module):
     Raises:
         InputError: groups at layers that do not exist, a value out of range, an unsupported model.
 
-    References: KV-CAT, section "Training for KV Cache Compressibility", appendix "Masked attention
-    forward pass".
+    References: KV-CAT, section "Training for KV Cache Compressibility", appendix "Masked attention forward pass".
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        policies: dict[int, SparsificationPolicy],
-        *,
-        tau: float = 0.5,
+        self, model: PreTrainedModel, policies: dict[int, SparsificationPolicy], *, tau: float = 0.5,
         coupling: str = "surrogate",
-    ):
+    ):  # fmt: skip
         super().__init__()
         layers = decoder_layers(model)
         self.group_starts = check_group_starts(len(layers), sorted(policies))
@@ -97,27 +105,21 @@ class MaskedPass(nn.Module):
         self.tau, self.coupling = tau, coupling
         self.policies = nn.ModuleDict({str(start): policies[start] for start in self.group_starts})
         self._model = (model,)  # in a tuple, so that the model's parameters do not become this module's
-        self._handles: list[RemovableHandle] = []
-        for index, layer in enumerate(layers):
-            start = max((s for s in self.group_starts if s <= index), default=None)
-            hook = _LayerHook(start, index == start)
-            self._handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
+        hooks = [_layer_hook(index, self.group_starts) for index in range(len(layers))]
+        self._handles = [x.register_forward_pre_hook(h, with_kwargs=True) for x, h in zip(layers, hooks, strict=True)]
 
     def hidden(
-        self,
-        input_ids: Int[Tensor, "batch tokens"],
-        generator: Randomness | None = None,
-        *,
+        self, input_ids: Int[Tensor, "batch tokens"], generator: Randomness | None = None, *,
         prefix_len: int | None = None,
-    ) -> HiddenOutput:
+    ) -> HiddenOutput:  # fmt: skip
         """Both passes over the same tokens, up to the final norm.
 
-        ``input_ids`` have no padding. ``generator`` is the source of random masks, one or one per sequence;
-        one number per group is drawn from each.
+        ``input_ids`` have no padding. ``generator`` is the source of random masks, one or one per sequence; one number
+        per group is drawn from each.
 
         Raises:
-            InputError: closed already, a prefix_len that leaves no prefix or no suffix, or reentrant
-                activation checkpointing, which loses the policies' gradient.
+            InputError: closed already, a prefix_len that leaves no prefix or no suffix, or reentrant activation
+                checkpointing, which loses the policies' gradient.
         """
         (model,) = self._model
         batch, num_tokens = input_ids.shape
@@ -127,16 +129,11 @@ class MaskedPass(nn.Module):
             raise InputError(f"prefix_len {prefix_len} must lie in 1..{num_tokens - 1}")
         _refuse_reentrant(model)
         state = _Pass(self, batch, prefix_len, generator)
-        inputs = {"input_ids": torch.cat([input_ids, input_ids])}
-        if prefix_len is not None:
-            inputs = _suffix_again(input_ids, prefix_len)
+        inputs = {"input_ids": input_ids.repeat(2, 1)} if prefix_len is None else _suffix_again(input_ids, prefix_len)
         hidden = hidden_states(model, **inputs, use_cache=False, kv_gate=state)
         if sorted(state.scores) != self.group_starts:
             raise InputError(f"{type(model).__name__} is not supported: keyword arguments do not reach its layers")
-        if prefix_len is None:
-            dense, masked = hidden.split(batch)
-        else:
-            dense, masked = hidden.split([num_tokens, num_tokens - prefix_len], dim=1)
+        dense, masked = hidden.split(batch) if prefix_len is None else hidden.tensor_split([num_tokens], dim=1)
         keep: Any = {start: state.gates[start].keep for start in self.group_starts}
         return HiddenOutput(dense, masked, keep, {start: state.scores[start] for start in self.group_starts})
 
@@ -151,44 +148,26 @@ class MaskedPass(nn.Module):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def open_gate(self, state: _Pass, start: int, hidden: Float[Tensor, "rows tokens hidden"]) -> SlotGate:
-        """The gate of a group, from the input of its first layer; an "attention" policy decides in that layer."""
-        policy, generator = self.policies[str(start)], state.generator(start)
-        if policy.reads == "attention":
-            if start in state.gates:
-                return state.gates[start]
 
-            def decide(queries: Tensor, keys: Tensor, scale: float, window: int | None) -> Tensor:
-                state.scores[start] = policy(queries, keys, scale=scale, window=window, generator=generator)
-                return gate(state.scores[start], self.tau)
-
-            return AttentionGate(start, state.batch, decide, self.coupling, state.prefix_len)
-        read = hidden[state.batch :] if state.prefix_len is None else hidden[:, : state.prefix_len]
-        state.scores[start] = policy(read, generator=generator)
-        return SlotGate(gate(state.scores[start], self.tau), self.coupling, state.prefix_len)
-
-
-class _LayerHook:
+def _layer_hook(index: int, group_starts: list[int]) -> Callable[..., Any]:
     """Replaces the pass in a layer's keywords by the gate of the layer's group."""
+    start = max((s for s in group_starts if s <= index), default=None)
 
-    def __init__(self, start: int | None, is_first: bool):
-        self.start, self.is_first = start, is_first
-
-    def __call__(
-        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         state = kwargs.get("kv_gate")
         if not isinstance(state, _Pass):
             return None
         hidden = args[0] if args else kwargs["hidden_states"]
-        if self.start is None and state.prefix_len is not None:
-            keep = hidden.new_ones(len(hidden), state.prefix_len)
-            return args, {**kwargs, "kv_gate": SlotGate(keep, prefix_len=state.prefix_len)}
-        if self.start is None:
+        if start is None and state.prefix_len is None:
             return args, {name: value for name, value in kwargs.items() if name != "kv_gate"}
-        if self.is_first:
-            state.gates[self.start] = state.owner.open_gate(state, self.start, hidden)
-        return args, {**kwargs, "kv_gate": state.gates[self.start]}
+        if start is None:
+            dense = SlotGate(hidden.new_ones(len(hidden), state.prefix_len), prefix_len=state.prefix_len)
+            return args, {**kwargs, "kv_gate": dense}
+        if index == start:
+            state.gates[start] = state.open_gate(start, hidden)
+        return args, {**kwargs, "kv_gate": state.gates[start]}
+
+    return hook
 
 
 def _suffix_again(tokens: Int[Tensor, "batch tokens"], prefix_len: int) -> dict[str, Tensor]:

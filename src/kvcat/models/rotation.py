@@ -1,6 +1,5 @@
 """Keys turned to other positions, with the model's own rotary embedding."""
 
-import copy
 import sys
 from typing import Any
 
@@ -9,12 +8,12 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 from kvcat.errors import InputError
-from kvcat.models.structure import frozen
+from kvcat.models.structure import frozen, relative_error
 from kvcat.types import Float, Tensor
 
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 _PROBE_TOKENS = 8
-_TOLERANCE = {torch.float64: 0.01, torch.float32: 0.01, torch.float16: 0.1, torch.bfloat16: 0.2}
+_TOLERANCE = {torch.float16: 0.1, torch.bfloat16: 0.2}
 
 
 class KeyRotation:
@@ -35,44 +34,41 @@ class KeyRotation:
     """
 
     def __init__(self, model: PreTrainedModel, shift: int):
-        self.shift, self.name = shift, type(model).__name__
-        self.rotary = rotary_module(model)
-        config = model.config.get_text_config(decoder=True)
+        self.shift, self.rotary = shift, rotary_module(model)
+        config, name = model.config.get_text_config(decoder=True), type(model).__name__
         if getattr(config, "kv_lora_rank", None):
-            raise InputError(f"{self.name}: keys of latent attention cannot be turned")
+            raise InputError(f"{name}: keys of latent attention cannot be turned")
         types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
         self.layer_types = types if hasattr(self.rotary, f"{types[0]}_inv_freq") else [None] * len(types)
         self.turned = [True] * len(types)
-        if shift:
-            self.turned = _layers_that_turn(self, model)
+        if not shift:
+            return
+        start, tolerance = max(0, -shift), _TOLERANCE.get(model.dtype, 0.01)
+        pairs = zip(_keys_at(model, start), _keys_at(model, start + shift), strict=True)
+        for layer, (before, after) in enumerate(pairs):
+            turned, unturned = relative_error(self(before, layer), after), relative_error(before, after)
+            if not min(turned, unturned) <= tolerance:
+                error = f"(error {min(turned, unturned):.2g})"
+                raise InputError(f"{name}: the keys of layer {layer} do not turn with their position {error}")
+            self.turned[layer] = turned <= unturned
 
     def __call__(
-        self, keys: Float[Tensor, "batch kv_heads slots head_dim"], layer: int
+        self, keys: Float[Tensor, "batch kv_heads slots head_dim"], layer: int, shift: int | None = None
     ) -> Float[Tensor, "batch kv_heads slots head_dim"]:
-        """The keys of one layer, rotated at their own positions, after the turn, in their own dtype."""
-        return self.turn(keys, layer) if self.shift and self.turned[layer] else keys
-
-    def by(self, shift: int) -> "KeyRotation":
-        """The same rotation by another number of positions, not 0, without trying the model again."""
-        other = copy.copy(self)
-        other.shift = shift
-        return other
-
-    def turn(
-        self, keys: Float[Tensor, "batch kv_heads slots head_dim"], layer: int
-    ) -> Float[Tensor, "batch kv_heads slots head_dim"]:
-        """The same for a layer that is known to have rotary positions."""
+        """One layer's keys, rotated at their own positions, after the turn by ``shift`` (None: ``self.shift``)."""
+        shift = self.shift if shift is None else shift
+        if not (shift and self.turned[layer]):
+            return keys
         wide = keys if keys.dtype == torch.float64 else keys.float()
         kind = self.layer_types[layer]
-        at = torch.full((1, 1), self.shift, device=keys.device)
+        at = torch.full((1, 1), shift, device=keys.device)
         cos, sin = self.rotary(wide, at) if kind is None else self.rotary(wide, at, kind)
         # the keys have the attention factor of YaRN already
         factor = getattr(self.rotary, f"{kind}_attention_scaling" if kind else "attention_scaling", 1.0)
         apply: Any = sys.modules[type(self.rotary).__module__].apply_rotary_pos_emb  # type: ignore[attr-defined]
-        channels = cos.shape[-1]
-        part = wide[..., :channels]
+        part, rest = wide.tensor_split([cos.shape[-1]], dim=-1)
         _, turned = apply(part, part, cos / factor, sin / factor)
-        return torch.cat([turned, wide[..., channels:]], dim=-1).to(keys.dtype)
+        return torch.cat([turned, rest], dim=-1).to(keys.dtype)
 
 
 def rotary_module(model: PreTrainedModel) -> nn.Module:
@@ -81,45 +77,23 @@ def rotary_module(model: PreTrainedModel) -> nn.Module:
     Raises:
         InputError: none, or one whose rotation of a position depends on the length of the text.
     """
-    found = [module for name, module in model.named_modules() if name.rsplit(".", 1)[-1] == "rotary_emb"]
+    found, kind = [m for name, m in model.named_modules() if name.split(".")[-1] == "rotary_emb"], type(model).__name__
     if not found or not hasattr(sys.modules[type(found[0]).__module__], "apply_rotary_pos_emb"):
-        raise InputError(f"{type(model).__name__} has no rotary position embedding: its keys cannot be turned")
-    kinds = getattr(found[0], "rope_type", "default")
-    for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
-        if kind in _LENGTH_DEPENDENT:
-            raise InputError(
-                f"{type(model).__name__}: rotary embeddings of type {kind!r} depend on the length of the text: "
-                "its keys cannot be turned"
-            )
+        raise InputError(f"{kind} has no rotary position embedding: its keys cannot be turned")
+    types = getattr(found[0], "rope_type", "default")
+    for name in types.values() if isinstance(types, dict) else [types]:
+        if name in _LENGTH_DEPENDENT:
+            reason = f"rotary embeddings of type {name!r} depend on the length of the text"
+            raise InputError(f"{kind}: {reason}: its keys cannot be turned")
     return found[0]
 
 
 @torch.no_grad()
-def _layers_that_turn(rotation: KeyRotation, model: PreTrainedModel) -> list[bool]:
-    """For every layer, whether its keys carry rotary positions; read off the model's own keys at two positions."""
-    vocab = model.config.get_text_config(decoder=True).vocab_size
+def _keys_at(model: PreTrainedModel, start: int) -> list[Tensor]:
+    """Every layer's keys of a few tokens from a position on."""
+    vocab, cache = model.config.get_text_config(decoder=True).vocab_size, DynamicCache()
     tokens = torch.arange(_PROBE_TOKENS, device=model.device).unsqueeze(0) * 7 % vocab
-    start = max(0, -rotation.shift)
-    here, there = (_keys_at(model, tokens, at) for at in (start, start + rotation.shift))
-    tolerance, turns = _TOLERANCE.get(model.dtype, 0.01), []
-    for layer, (before, after) in enumerate(zip(here, there, strict=True)):
-        turned, unturned = _distance(rotation.turn(before, layer), after), _distance(before, after)
-        if not min(turned, unturned) <= tolerance:
-            error = min(turned, unturned)
-            raise InputError(
-                f"{rotation.name}: the keys of layer {layer} do not turn with their position (error {error:.2g})"
-            )
-        turns.append(turned <= unturned)
-    return turns
-
-
-def _distance(made: Tensor, wanted: Tensor) -> float:
-    return ((made - wanted).float().norm() / wanted.float().norm()).item()
-
-
-def _keys_at(model: PreTrainedModel, tokens: Tensor, start: int) -> list[Tensor]:
-    cache = DynamicCache()
-    positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).unsqueeze(0)
+    positions = torch.arange(start, start + _PROBE_TOKENS, device=tokens.device).unsqueeze(0)
     with frozen(model):
         model.base_model(input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True)
     return [layer.keys for layer in cache.layers]  # type: ignore[union-attr]

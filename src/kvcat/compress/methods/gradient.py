@@ -23,7 +23,7 @@ from kvcat.compress.trace import Trace, joined
 from kvcat.errors import InputError
 from kvcat.losses import chunked_objective
 from kvcat.methods import parse_method
-from kvcat.models import decoder_layers, examined_head, frozen, hidden_states
+from kvcat.models import decoder_layers, frozen, hidden_states, output_head
 from kvcat.types import Float, Tensor
 
 SNAPSHOT_STEPS = (0, 1, 2, 5, 10, 20, 50, 100)
@@ -333,7 +333,7 @@ def _mean_kl(trace: Trace, hidden: Float[Tensor, "batch suffix hidden"], start: 
     # the objective leaves out the last position, which predicts no token of its sequence: one more is appended
     pair = [torch.cat([x, x[:, -1:]], 1) for x in (trace.hidden[:, start + 1 :], hidden[:, start:])]
     tokens = trace.input_ids.new_zeros(pair[0].shape[:2])
-    return chunked_objective(examined_head(trace.model), pair[0], pair[1], tokens, anchor_weight=0.0).total
+    return chunked_objective(output_head(trace.model), pair[0], pair[1], tokens, anchor_weight=0.0).total
 
 
 @contextmanager
