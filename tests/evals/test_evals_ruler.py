@@ -127,8 +127,8 @@ def test_keeping_every_slot_gives_the_dense_values(base):
         ({"tasks": ("qa",)}, "no RULER task 'qa'; there are niah_single"),
         ({"tasks": ()}, r"tasks are \[\]"),
         ({"tasks": ("vt", "vt")}, "each once"),
-        ({"tasks": ("vt",), "length": 60}, "60 tokens are too few for vt, which takes at least"),
-        ({"tasks": ("fwe",), "length": 70}, "70 tokens are too few for fwe: its words of ranks 4 and 5"),
+        ({"tasks": ("vt",), "length": 60}, "vt: 60 tokens are too few: the text takes at least"),
+        ({"tasks": ("fwe",), "length": 70}, "fwe: 70 tokens are too few: words of ranks 4 and 5"),
     ],
 )
 def test_options_out_of_range_and_texts_too_short_for_what_they_hide_are_refused(tokenizer, options, said):

@@ -6,6 +6,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from kvcat.compress import Eviction
 from kvcat.errors import InputError
 from kvcat.evals import (
     Method,
@@ -123,8 +124,8 @@ def test_several_seeds_are_several_records_of_methods_that_draw_and_one_of_other
 
 
 def test_a_model_s_first_cost_is_that_of_a_warm_process(models, windows, tmp_path, monkeypatch):
-    calls, made = [], PreparedWindows.caches
-    monkeypatch.setattr(PreparedWindows, "caches", lambda *args: calls.append(args[2]) or made(*args))
+    calls, made = [], Eviction.each
+    monkeypatch.setattr(Eviction, "each", lambda *args: calls.append(args[2]) or made(*args))
     run({"base": models["base"]}, windows[:3], tmp_path, ["first"])
     counts = [cost["runs"] for cost in read_costs(tmp_path)]
     assert len(calls) == 1 + sum(counts)
@@ -200,7 +201,7 @@ def test_mistakes_are_told_before_anything_is_written(models, windows, tmp_path,
 
 
 def test_a_score_that_is_not_a_number_ends_the_run_in_one_line(models, windows, tmp_path, monkeypatch):
-    monkeypatch.setattr(PreparedWindows, "score", lambda self, _: [{"kl": float("nan")}] * len(self.tokens))
+    monkeypatch.setattr(PreparedWindows, "score", lambda self, _: [{"kl": float("nan")}] * len(self.batch))
     with pytest.raises(InputError, match=r"model 'base', first at keep ratio 0.5: kl .* is nan, no number") as error:
         run(models, windows, tmp_path, ["first"], (0.5,))
     assert "\n" not in str(error.value)

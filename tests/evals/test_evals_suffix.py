@@ -87,8 +87,10 @@ def test_windows_that_the_supervision_cannot_use_are_refused_before_work(tiny_fo
         task.check("base", model, None)
     with pytest.raises(InputError, match="supervision must be one of suffix, first-half, reconstruction, not 'both'"):
         SuffixTask((Window("d", "0", (1,) * 8, 4),), "noise", "both")
-    with pytest.raises(InputError, match="at least 4 tokens"):
+    with pytest.raises(InputError, match="a suffix of at least 4, not 4 and 3"):
         SuffixTask((Window("d", "0", (1,) * 7, 4),), "noise", "first-half")
+    with pytest.raises(InputError, match="a prefix of at least 1"):
+        SuffixTask((Window("d", "0", (1, 2, 3), 0),), "noise")
     with pytest.raises(InputError, match="unequal lengths"):
         SuffixTask((Window("d", "0", (1,) * 7, 4), Window("d", "1", (1,) * 8, 4)), "noise")
 
@@ -135,8 +137,6 @@ def test_documents_that_give_no_window_are_refused():
     for name, value in [("prefix_len", 0), ("suffix_len", 1), ("limit", 0), ("per_document", 0)]:
         with pytest.raises(InputError, match=f"{name} is {value}"):
             draw(**{name: value})
-    with pytest.raises(InputError, match="prefix of at least 1"):
-        Window("d", "0", (1, 2, 3), 0)
 
 
 def test_a_task_is_made_of_a_file_by_the_name_of_the_file(tmp_path):

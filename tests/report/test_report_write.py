@@ -141,7 +141,7 @@ def more(name, **changes):
     return change
 
 
-RECORDS, COSTS, METRICS = "records.jsonl", "costs.jsonl", "metrics.jsonl"
+RECORDS, METRICS = "records.jsonl", "metrics.jsonl"
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,6 @@ RECORDS, COSTS, METRICS = "records.jsonl", "costs.jsonl", "metrics.jsonl"
         (more(RECORDS, example="x", values={"kl": float("nan")}), "(?i)nan"),
         (more(RECORDS, example="x", values={"nll": 1.0}), "without 'kl'"),
         (more(RECORDS, example="x", stratum="y"), "document 'd0' in two strata"),
-        (more(COSTS, peak_mib="x"), "its peak_mib is 'x'"),
         (more(METRICS, dense_loss="x"), f"{METRICS} is damaged: ValueError"),
         (more(METRICS, kept=[1]), f"{METRICS} is damaged"),
         (more(METRICS, step=None), f"{METRICS} is damaged: a line without its step"),

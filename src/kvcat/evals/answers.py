@@ -43,6 +43,68 @@ class Question:
 
 
 @dataclass(frozen=True)
+class PreparedContexts(Prepared):
+    """Contexts of equal length that are compressed before what follows them is read; ``values`` says how."""
+
+    @cached_property
+    def trace(self) -> Trace:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The dense forward over <context><instruction><context>, one row per example."""
+        contexts = torch.tensor([example.context for example in self.batch], device=self.model.device)
+        return trace(self.model, reconstruction_of_tokens(self.tokenizer, contexts))
+
+    def values(self, cache: CompactCache | None) -> list[Values]:
+        """Values per example when the cache stands for the contexts; None: there are none."""
+        raise NotImplementedError
+
+    def score(self, cache: CompactCache) -> list[Values]:
+        """``values``, and with the prefix ``dense_`` those on the whole cache."""
+        return self.beside_dense(self.values(cache))
+
+    def baseline(self, baseline: Baseline) -> list[Values]:
+        """The same with the whole context or without any."""
+        return self.beside_dense(self._dense if baseline.name == "dense" else self._without)
+
+    def beside_dense(self, own: list[Values]) -> list[Values]:
+        """Values with the dense ones beside them."""
+        named = [{f"dense_{name}": value for name, value in dense.items()} for dense in self._dense]
+        return [{**values, **dense} for values, dense in zip(own, named, strict=True)]
+
+    @cached_property
+    def _dense(self) -> list[Values]:
+        return self.values(self.trace.dense_cache())
+
+    @cached_property
+    def _without(self) -> list[Values]:
+        return self.values(None)
+
+
+@dataclass(frozen=True)
+class PreparedQuestions(PreparedContexts):
+    """Questions, answered greedily and under teacher forcing."""
+
+    def values(self, cache: CompactCache | None) -> list[Values]:
+        """``judge`` of the greedy answer, and ``nll`` of the right one, nats per token."""
+        start = opening_ids(self.tokenizer) if cache is None else ()  # without a context the question starts the text
+        questions = [(*start, *example.question) for example in self.batch]
+        answers = greedy_answers(self.model, cache, questions, max(example.max_new_tokens for example in self.batch))
+        nll = token_nll(self.model, cache, questions, [example.answer for example in self.batch])
+        found = []
+        for example, tokens, own in zip(self.batch, answers, nll, strict=True):
+            text = str(self.tokenizer.decode(tokens[: example.max_new_tokens], skip_special_tokens=True))
+            found.append({**self.task.judge(text, example.references), "nll": float(own.mean())})
+        return found
+
+    def beside_dense(self, own: list[Values]) -> list[Values]:
+        """Values with the dense ones and the gain of the context beside them."""
+        rows = super().beside_dense(own)
+        for row, without in zip(rows, self._without, strict=True):
+            row["nll_dense"], row["nll_none"] = row.pop("dense_nll"), without["nll"]
+            row["delta_nll"] = row["nll"] - row["nll_dense"]
+            row["context_gain"] = row["nll_none"] - row["nll_dense"]
+        return rows
+
+
+@dataclass(frozen=True)
 class QuestionTask(Task):
     """Questions about contexts that are compressed before; a task of this kind adds how answers are judged.
 
@@ -61,6 +123,7 @@ class QuestionTask(Task):
     examples: tuple[Question, ...]
     options: Mapping[str, Any]
     vocabulary: str
+    prepared: ClassVar[type[Prepared]] = PreparedQuestions
     tokenized: ClassVar[bool] = True
 
     @staticmethod
@@ -87,80 +150,6 @@ class QuestionTask(Task):
         middle = len(tokenizer.encode(INSTRUCTION, add_special_tokens=False))
         longest = 2 * max(len(q.context) for q in self.examples) - len(opening_ids(tokenizer)) + middle
         check_fits(label, model, num_tokens=longest, largest=0, what="reconstruction sequences")
-
-    def prepare(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: Sequence[Question]
-    ) -> "PreparedQuestions":
-        """The batch on a model."""
-        return PreparedQuestions(self, model, tokenizer, batch)
-
-
-@dataclass(frozen=True)
-class PreparedQuestions(Prepared):
-    """Questions with contexts of equal length, on a model."""
-
-    task: QuestionTask
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    batch: Sequence[Question]
-
-    @cached_property
-    def trace(self) -> Trace:
-        """What compressors are fitted to, one row per question."""
-        contexts = torch.tensor([example.context for example in self.batch], device=self.model.device)
-        return trace(self.model, reconstruction_of_tokens(self.tokenizer, contexts))
-
-    def score(self, cache: CompactCache) -> list[Values]:
-        """Values per question when the compact cache stands for the contexts."""
-        return self._with_dense(self._judged(cache), self._nll(cache))
-
-    def baseline(self, baseline: Baseline) -> list[Values]:
-        """Values with the whole context or without any."""
-        if baseline.name == "dense":
-            return self._with_dense(*self._dense)
-        return self._with_dense(self._judged(None), self._nll_none)
-
-    @cached_property
-    def _dense(self) -> tuple[list[Values], list[float]]:
-        cache = self.trace.dense_cache()
-        return self._judged(cache), self._nll(cache)
-
-    @cached_property
-    def _nll_none(self) -> list[float]:
-        return self._nll(None)
-
-    def _judged(self, cache: CompactCache | None) -> list[Values]:
-        longest = max(example.max_new_tokens for example in self.batch)
-        answers = greedy_answers(self.model, cache, self._questions(cache), longest)
-        texts = [
-            str(self.tokenizer.decode(tokens[: example.max_new_tokens], skip_special_tokens=True))
-            for tokens, example in zip(answers, self.batch, strict=True)
-        ]
-        return [self.task.judge(text, example.references) for text, example in zip(texts, self.batch, strict=True)]
-
-    def _nll(self, cache: CompactCache | None) -> list[float]:
-        answers = [example.answer for example in self.batch]
-        return [float(nll.mean()) for nll in token_nll(self.model, cache, self._questions(cache), answers)]
-
-    def _questions(self, cache: CompactCache | None) -> list[tuple[int, ...]]:
-        """Without a context the question is the start of the text."""
-        start = opening_ids(self.tokenizer) if cache is None else ()
-        return [(*start, *example.question) for example in self.batch]
-
-    def _with_dense(self, judged: Sequence[Values], nll: Sequence[float]) -> list[Values]:
-        dense, nll_dense = self._dense
-        return [
-            {
-                **judged[row],
-                **{f"dense_{name}": value for name, value in dense[row].items()},
-                "nll": nll[row],
-                "nll_dense": nll_dense[row],
-                "delta_nll": nll[row] - nll_dense[row],
-                "nll_none": self._nll_none[row],
-                "context_gain": self._nll_none[row] - nll_dense[row],
-            }
-            for row in range(len(self.batch))
-        ]
 
 
 def greedy_answers(

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -16,7 +16,6 @@ from kvcat.cache import CompactCache
 from kvcat.types import Int, Tensor
 
 MAX_RUNS, MAX_SECONDS = 3, 2.0
-_Value = TypeVar("_Value")
 Step = int | None
 
 
@@ -58,42 +57,40 @@ class _Meter:
     """Seconds and highest memory of all that ran under it."""
 
     def __init__(self, cuda: bool) -> None:
-        self._cuda = cuda
+        self.cuda = cuda
         self.seconds = 0.0
         self.peak_mib: float | None = None
 
-    def run(self, work: Callable[[], _Value]) -> _Value:
-        before = self._start_memory()
-        begun = time.perf_counter()
+    def run(self, work: Callable[[], Any]) -> Any:
+        before, begun = _start_memory(self.cuda), time.perf_counter()
         value = work()
-        if self._cuda:
+        if self.cuda:
             torch.cuda.synchronize()
         self.seconds += time.perf_counter() - begun
-        highest = torch.cuda.max_memory_allocated() / 2**20 if self._cuda else _resident("VmHWM")
+        highest = torch.cuda.max_memory_allocated() / 2**20 if self.cuda else _resident("VmHWM")
         if before is not None and highest is not None:
             self.peak_mib = max(self.peak_mib or 0.0, highest - before)
         return value
 
-    def _start_memory(self) -> float | None:
-        if self._cuda:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            return torch.cuda.memory_allocated() / 2**20
-        try:
-            ctypes.CDLL(ctypes.util.find_library("c")).malloc_trim(0)
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # forgets the highest resident size
-        except (OSError, AttributeError):
-            return None
-        return _resident("VmRSS")
+
+def _start_memory(cuda: bool) -> float | None:
+    """MiB in use, from which on the highest counts."""
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated() / 2**20
+    try:
+        ctypes.CDLL(ctypes.util.find_library("c")).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # forgets the highest resident size
+    except (OSError, AttributeError):
+        return None
+    return _resident("VmRSS")
 
 
 def _resident(field: str) -> float | None:
     """MiB of this process, from the kernel's own account."""
-    try:
-        status = Path("/proc/self/status").read_text(encoding="ascii")
-    except OSError:
-        return None
-    found = re.search(rf"{field}:\s+(\d+) kB", status)
+    status = Path("/proc/self/status")
+    found = re.search(rf"{field}:\s+(\d+) kB", status.read_text(encoding="ascii") if status.exists() else "")
     return int(found[1]) / 1024 if found else None
 
 
@@ -105,16 +102,14 @@ def answer_speed(
 
     The fastest of two runs each, so that the first one warms up; answers have ``num_tokens``, at least 2.
     """
-    seconds = []
-    for count in (1, num_tokens):
-        runs = []
-        for _ in range(2):
-            begun = time.perf_counter()
-            model.generate(  # type: ignore[operator]
-                **cache.inputs(model, prompt_ids), max_new_tokens=count, min_new_tokens=count, do_sample=False,
-                pad_token_id=0,
-            ).cpu()  # fmt: skip
-            runs.append(time.perf_counter() - begun)
-        seconds.append(min(runs))
-    first, whole = seconds
+
+    def seconds(count: int) -> float:
+        begun = time.perf_counter()
+        model.generate(  # type: ignore[operator]
+            **cache.inputs(model, prompt_ids), max_new_tokens=count, min_new_tokens=count, do_sample=False,
+            pad_token_id=0,
+        ).cpu()  # fmt: skip
+        return time.perf_counter() - begun
+
+    first, whole = (min(seconds(count) for _ in range(2)) for count in (1, num_tokens))
     return {"ttft": first, "tokens_per_s": (num_tokens - 1) / max(whole - first, 1e-9)}

@@ -4,19 +4,17 @@ import hashlib
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import chain
 from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcat.cache import CompactCache
-from kvcat.compress import INSTRUCTION, Trace, slots_for, trace
-from kvcat.compress.documents import opening_ids, reconstruction_of_tokens
+from kvcat.compress import INSTRUCTION, slots_for, trace
+from kvcat.compress.documents import opening_ids
 from kvcat.data import name_seed
 from kvcat.errors import InputError
-from kvcat.evals.answers import read_rows, token_nll
+from kvcat.evals.answers import PreparedContexts, read_rows, token_nll
 from kvcat.evals.suffix import data_name
 from kvcat.evals.task import Baseline, Prepared, Task, Values, check_fits, check_keep_ratios
 from kvcat.types import Float, Tensor
@@ -48,15 +46,11 @@ _CHOICES = tuple(f"choice_{letter}" for letter in LETTERS)
 
 @dataclass(frozen=True)
 class LongBenchExample:
-    """A question about a long text, with the answers A to D and the letter of the right one.
+    """A question about a long text, with the answers A to D and the letter of the right one."""
 
-    ``document`` is a hash of the context: questions about one text are resampled together. ``name`` is the
-    row's ``_id``, ``stratum`` its sub-domain.
-    """
-
-    document: str
-    name: str
-    stratum: str
+    document: str  # a hash of the context: questions about one text are resampled together
+    name: str  # the row's ``_id``
+    stratum: str  # its sub-domain
     context: str
     question: str
     choices: tuple[str, str, str, str]
@@ -106,36 +100,111 @@ def longbench_examples(
 
 def _example(row: Any, where: str) -> LongBenchExample:
     texts = {}
-    for column in ("_id", "sub_domain", "question", *_CHOICES, "answer", "context"):
+    for column in ("_id", "sub_domain", "context", "question", *_CHOICES, "answer"):
         text = row.get(column) if isinstance(row, dict) else None
         if not isinstance(text, str) or not text.strip():
             raise InputError(f"{where} has no text {column!r}")
         if text != text.encode(errors="ignore").decode():
             raise InputError(f"{where}: column {column!r} is no valid Unicode")
         texts[column] = text.strip()
-    if texts["answer"] not in LETTERS:
+    name, stratum, context, question, *choices, answer = texts.values()
+    if answer not in LETTERS:
         raise InputError(f"{where}: answer {row['answer']!r} is none of A, B, C, D")
-    a, b, c, d = (texts[column] for column in _CHOICES)
-    document = hashlib.sha256(texts["context"].encode()).hexdigest()[:16]
-    return LongBenchExample(
-        document, texts["_id"], texts["sub_domain"], texts["context"], texts["question"], (a, b, c, d), texts["answer"]
-    )
+    document = hashlib.sha256(context.encode()).hexdigest()[:16]
+    return LongBenchExample(document, name, stratum, context, question, tuple(choices), answer)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """An example as token ids, joined as ids and not as text: copies are the same tokens."""
+
+    context: list[int]  # what is compressed: the start of a text, the prompt's first sentence, the example's text
+    lead_len: int  # tokens before the example's text
+    question: list[int]  # with the answers and the beginning of the reply, down to "("
+    choices: list[list[int]]  # "A)" to "D)"
+    right: int  # index of the right one
+
+    def shortened(self, num_tokens: int) -> list[int]:
+        """As much of the context as plain text: cut in the middle, or less than the first sentence."""
+        lead, text = self.context[: self.lead_len], self.context[self.lead_len :]
+        return lead[:num_tokens] if num_tokens < len(lead) else lead + cut_middle(text, num_tokens - len(lead))
+
+
+def make_prompt(example: LongBenchExample, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Prompt:
+    """The prompt whose reconstruction sequence, and whose text with question and answer, have at most so many tokens.
+
+    Raises:
+        InputError: fewer than two tokens are left for the context.
+    """
+
+    def ids(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False, verbose=False)
+
+    opening, choices = opening_ids(tokenizer), [ids(f"{letter})") for letter in LETTERS]
+    question = ids(QUESTION.format(question=example.question, **dict(zip(LETTERS, example.choices, strict=True))))
+    lead = opening + ids(LEAD)
+    copies = (max_tokens + len(opening) - len(ids(INSTRUCTION))) // 2  # the second has no opening
+    room = min(copies, max_tokens - len(question) - max(map(len, choices))) - len(lead)
+    if room < 2:
+        raise InputError(
+            f"row {example.name!r}: prompt and question leave {room} of max_tokens={max_tokens} for the context; "
+            "at least 2 are needed"
+        )
+    right = LETTERS.index(example.answer)
+    return Prompt(lead + cut_middle(ids(example.context), room), len(lead), question, choices, right)
+
+
+def cut_middle(tokens: list[int], room: int) -> list[int]:
+    """The first and the last room // 2 tokens; unchanged where there are no more than ``room``."""
+    half = room // 2
+    return tokens if len(tokens) <= room else [*tokens[:half], *tokens[len(tokens) - half :]]
+
+
+@dataclass(frozen=True)
+class PreparedChoices(PreparedContexts):
+    """A prompt on a model."""
+
+    def values(self, cache: CompactCache | None) -> list[Values]:
+        """``choice_values`` of the four answers behind the question."""
+        (prompt,) = self.batch
+        question = prompt.question if cache is not None else [*opening_ids(self.tokenizer), *prompt.question]
+        nll = token_nll(self.model, cache, [question] * len(LETTERS), prompt.choices)
+        return [choice_values(torch.stack([-own.sum() for own in nll]), prompt.right)]
+
+    def baseline(self, baseline: Baseline) -> list[Values]:
+        """Also with as much of the context as plain text as the budget has slots."""
+        if baseline.name != "truncated":
+            return super().baseline(baseline)
+        (prompt,) = self.batch
+        context = prompt.shortened(slots_for(len(prompt.context), baseline.keep_ratio, None))
+        # the question stands behind it only because a trace needs a suffix
+        ids = torch.tensor([[*context, *prompt.question]], device=self.model.device)
+        return self.beside_dense(self.values(trace(self.model, ids, len(context)).dense_cache()))
+
+
+def choice_values(log_likelihoods: Float[Tensor, " choices"], right: int) -> Values:
+    """What the log-likelihoods of a question's continuations, nats, make of it.
+
+    ``accuracy`` is 1 where the right continuation is the most likely one (of equally likely ones the first is
+    taken), otherwise 0; ``nll_choice`` minus the log of its probability among the continuations, nats.
+    """
+    found = log_likelihoods.tolist()
+    nll = -float(log_likelihoods.log_softmax(0)[right])
+    return {"accuracy": float(found.index(max(found)) == right), "nll_choice": nll}
 
 
 @dataclass(frozen=True)
 class LongBenchTask(Task):
     """Questions about long texts; the text is compressed, the question is read on the compact cache.
 
-    Compressed is the prompt's first sentence with the context, fitted to the reconstruction sequence
-    <prefix><instruction><prefix>. Then question and answers follow uncompressed, and "A)", "B)", "C)", "D)"
-    after "The correct answer is (" are scored by total log-likelihood: ``choice_values``, and with the prefix
-    ``dense_`` the same on the whole cache.
+    Compressed is the prompt's first sentence with the context, fitted to <context><instruction><context>.
+    Then question and answers follow uncompressed, and "A)", "B)", "C)", "D)" after "The correct answer is ("
+    are scored by total log-likelihood: ``choice_values``, and with the prefix ``dense_`` the same on the whole cache.
 
     Args:
-        examples: ``longbench_examples``.
         max_tokens: longest reconstruction sequence, and longest prompt with its answer; longer contexts are
             cut in the middle. At most the positions of every model.
-        keep_ratios: fractions of the prefix that the truncated baselines see as plain text, each in (0, 1];
+        keep_ratios: fractions of the context that the truncated baselines see as plain text, each in (0, 1];
             1 is the dense baseline.
 
     Raises:
@@ -177,131 +246,13 @@ class LongBenchTask(Task):
         if tokenizer is None:
             raise InputError(f"model {label!r} has no tokenizer, which LongBench v2 needs")
         check_fits(label, model, num_tokens=self.max_tokens, largest=0, what="sequences")
-        for example in self.examples:  # without the context, which takes long to tokenise
-            prompt = _prompt(replace(example, context=""), tokenizer)
-            tokens = chain(prompt.prefix, prompt.instruction, prompt.question, *prompt.choices)
-            check_fits(label, model, num_tokens=0, largest=max(tokens), what="prompts")
-            try:
-                prompt.room(self.max_tokens)
-            except InputError as error:
-                raise InputError(f"row {example.name!r}: {error}") from None
+        for example in self.examples:  # without the text, which takes long to tokenise
+            prompt = make_prompt(replace(example, context=""), tokenizer, self.max_tokens)
+            largest = max(max(tokens) for tokens in [prompt.context, prompt.question, *prompt.choices])
+            check_fits(label, model, num_tokens=0, largest=largest, what="prompts")
 
     def prepare(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: Sequence[LongBenchExample]
-    ) -> "PreparedLongBench":
-        """An example as token ids of the model, cut to ``max_tokens``."""
-        (example,) = batch
-        prompt = _prompt(example, tokenizer)
-        prompt = replace(prompt, context=cut_middle(prompt.context, prompt.room(self.max_tokens)))
-        check_fits(example.name, model, num_tokens=0, largest=max(prompt.prefix), what="prompts")
-        return PreparedLongBench(model, tokenizer, prompt, LETTERS.index(example.answer))
-
-
-@dataclass(frozen=True)
-class PreparedLongBench(Prepared):
-    """A question about a context on one model; ``right`` is the index of its answer."""
-
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    prompt: "LongBenchPrompt"
-    right: int
-
-    @cached_property
-    def trace(self) -> Trace:
-        """The dense forward over the reconstruction sequence; it runs when first needed."""
-        return trace(self.model, reconstruction_of_tokens(self.tokenizer, self._ids(self.prompt.prefix)))
-
-    def score(self, cache: CompactCache) -> list[Values]:
-        """Values of the question when the compact cache stands for its context."""
-        return self._with_dense(self._values(cache))
-
-    def baseline(self, baseline: Baseline) -> list[Values]:
-        """Values with the whole context, without any, or with as much of it as plain text as the budget has slots."""
-        if baseline.name == "dense":
-            return self._with_dense(self._dense)
-        if baseline.name == "no-context":
-            return self._with_dense(self._values(None))
-        prefix = self.prompt.shortened(slots_for(len(self.prompt.prefix), baseline.keep_ratio, None))
-        # the question stands behind it only because a trace needs a suffix
-        traced = trace(self.model, self._ids([*prefix, *self.prompt.question]), len(prefix))
-        return self._with_dense(self._values(traced.dense_cache()))
-
-    @cached_property
-    def _dense(self) -> Values:
-        return self._values(self.trace.dense_cache())
-
-    def _with_dense(self, values: Values) -> list[Values]:
-        return [{**values, **{f"dense_{name}": value for name, value in self._dense.items()}}]
-
-    def _ids(self, tokens: list[int]) -> torch.Tensor:
-        return torch.tensor([tokens], device=next(self.model.parameters()).device)
-
-    def _values(self, cache: CompactCache | None) -> Values:
-        question = self.prompt.question if cache is not None else [*self.prompt.opening, *self.prompt.question]
-        nll = token_nll(self.model, cache, [question] * len(LETTERS), self.prompt.choices)
-        return choice_values(torch.stack([-own.sum() for own in nll]), self.right)
-
-
-def choice_values(log_likelihoods: Float[Tensor, " choices"], right: int) -> Values:
-    """What the log-likelihoods of a question's continuations, nats, make of it.
-
-    ``accuracy`` is 1 where the right continuation is the most likely one (of equally likely ones the first is
-    taken), otherwise 0; ``nll_choice`` minus the log of its probability among the continuations, nats.
-    """
-    found = log_likelihoods.tolist()
-    nll = -float(log_likelihoods.log_softmax(0)[right])
-    return {"accuracy": float(found.index(max(found)) == right), "nll_choice": nll}
-
-
-@dataclass(frozen=True)
-class LongBenchPrompt:
-    """Token ids of a question and of its context, joined as ids and not as text: copies are the same tokens."""
-
-    opening: list[int]  # what the tokenizer puts at the start of a text; often nothing
-    lead: list[int]  # the first sentence, part of what is compressed
-    context: list[int]
-    instruction: list[int]  # between the two copies of the reconstruction sequence
-    question: list[int]  # with the answers and the beginning of the reply, down to "("
-    choices: list[list[int]]  # "A)" to "D)"
-
-    @property
-    def prefix(self) -> list[int]:
-        """What is compressed."""
-        return [*self.opening, *self.lead, *self.context]
-
-    def room(self, max_tokens: int) -> int:
-        """Most context tokens with which reconstruction sequence and answered question both fit.
-
-        Raises:
-            InputError: fewer than two.
-        """
-        copies = (max_tokens - len(self.opening) - len(self.instruction)) // 2
-        answered = max_tokens - len(self.opening) - len(self.question) - max(map(len, self.choices))
-        room = min(copies, answered) - len(self.lead)
-        if room < 2:
-            raise InputError(
-                f"prompt and question leave {room} of max_tokens={max_tokens} for the context; at least 2 are needed"
-            )
-        return room
-
-    def shortened(self, num_tokens: int) -> list[int]:
-        """As much of the prefix as plain text: its context cut in the middle, or less than the lead."""
-        room = num_tokens - len(self.opening) - len(self.lead)
-        return self.prefix[:num_tokens] if room < 0 else [*self.opening, *self.lead, *cut_middle(self.context, room)]
-
-
-def cut_middle(tokens: list[int], room: int) -> list[int]:
-    """The first and the last room // 2 tokens; unchanged where there are no more than ``room``."""
-    half = room // 2
-    return tokens if len(tokens) <= room else [*tokens[:half], *tokens[len(tokens) - half :]]
-
-
-def _prompt(example: LongBenchExample, tokenizer: PreTrainedTokenizerBase) -> LongBenchPrompt:
-    def ids(text: str) -> list[int]:
-        return tokenizer.encode(text, add_special_tokens=False, verbose=False)
-
-    question = QUESTION.format(question=example.question, **dict(zip(LETTERS, example.choices, strict=True)))
-    return LongBenchPrompt(
-        opening_ids(tokenizer), ids(LEAD), ids(example.context), ids(INSTRUCTION), ids(question),
-        [ids(f"{letter})") for letter in LETTERS],
-    )  # fmt: skip
+    ) -> Prepared:
+        """An example as token ids of the model."""
+        return PreparedChoices(self, model, tokenizer, [make_prompt(e, tokenizer, self.max_tokens) for e in batch])

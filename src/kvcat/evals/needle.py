@@ -131,6 +131,12 @@ class Pieces:
                 raise InputError(f"the tokenizer {self._tokenizer.name_or_path!r} has no token for {text!r}")
         return self._known[text]
 
+    def left(self, num_tokens: int, parts: Sequence[str]) -> int:
+        """Tokens left after these parts, which have to fit."""
+        if (left := num_tokens - sum(len(self(part)) for part in parts)) < 0:
+            raise InputError(f"{num_tokens} tokens are too few: the text takes at least {num_tokens - left}")
+        return left
+
     def fitting(self, lines: Iterator[str], num_tokens: int) -> list[str]:
         """The first lines of an endless iterator, as many as fit whole into so many tokens."""
         taken = []

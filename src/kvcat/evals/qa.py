@@ -25,25 +25,15 @@ from importlib import import_module
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvcat.errors import InputError
+from kvcat.errors import InputError, one_line
 from kvcat.evals.answers import read_rows
 from kvcat.evals.task import Baseline, Prepared, Task, Values, check_fits, check_least
 
-SOURCES = {
-    "hellaswag": "hub:Rowan/hellaswag@validation",
-    "winogrande": "hub:allenai/winogrande/winogrande_xl@validation",
-    "piqa": "hub:baber/piqa@validation",
-    "social_i_qa": "hub:lighteval/siqa@validation",
-    "openbookqa": "hub:allenai/openbookqa/main@validation",
-    "arc_easy": "hub:allenai/ai2_arc/ARC-Easy@test",
-    "arc_challenge": "hub:allenai/ai2_arc/ARC-Challenge@test",
-    "commonsense_qa": "hub:tau/commonsense_qa@validation",
-}
 SIX = ("hellaswag", "winogrande", "piqa", "openbookqa", "arc_easy", "arc_challenge")
 AVERAGES = {"six": SIX, "seven": (*SIX, "social_i_qa"), "eight": (*SIX, "social_i_qa", "commonsense_qa")}
 """Averages over tasks: ``six`` is the paper's table, ``seven`` adds Social IQa, ``eight`` CommonsenseQA."""
@@ -63,6 +53,62 @@ class QAExample:
     gold: int  # number of the right choice
 
 
+class Cloze(NamedTuple):
+    """A row as a question."""
+
+    contexts: str | list[str]  # one for all choices, or one each
+    texts: list[str]
+    answer: Any
+    keys: Sequence[str]  # what the answer is for each choice
+    shared: Any = None  # what questions of one document have in common
+
+
+def _hellaswag(row: Row) -> Cloze:
+    """The preprocessing of the data set's own users: brackets are left-overs of WikiHow's layout."""
+
+    def clean(text: str) -> str:
+        return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
+
+    parts = f"{row['ctx_a']} {row.get('ctx_b', '').capitalize()}" if "ctx_a" in row else row["ctx"]
+    return Cloze(clean(f"{row['activity_label']}: {parts}"), list(map(clean, row["endings"])), row["label"], "0123")
+
+
+def _winogrande(row: Row) -> Cloze:
+    before, _, rest = row["sentence"].partition("_")
+    options = [row["option1"], row["option2"]]
+    contexts = [before + option for option in options]
+    return Cloze(contexts, [rest.strip()] * 2, row["answer"], "12", json.dumps(sorted(options)))
+
+
+def _piqa(row: Row) -> Cloze:
+    return Cloze(f"Question: {row['goal']}\nAnswer:", [row["sol1"], row["sol2"]], row["label"], "01", row["goal"])
+
+
+def _social_i_qa(row: Row) -> Cloze:
+    texts = [row[f"answer{letter}"] for letter in "ABC"]
+    return Cloze(f"{row['context']} {row['question']}", texts, row["label"], "123", row["context"])
+
+
+def _choices(prompt: str) -> Callable[[Row], Cloze]:
+    def read(row: Row) -> Cloze:
+        return Cloze(prompt.format_map(row), row["choices"]["text"], row["answerKey"], row["choices"]["label"])
+
+    return read
+
+
+TASKS: dict[str, tuple[str, Callable[[Row], Cloze]]] = {
+    "hellaswag": ("hub:Rowan/hellaswag@validation", _hellaswag),
+    "winogrande": ("hub:allenai/winogrande/winogrande_xl@validation", _winogrande),
+    "piqa": ("hub:baber/piqa@validation", _piqa),
+    "social_i_qa": ("hub:lighteval/siqa@validation", _social_i_qa),
+    "openbookqa": ("hub:allenai/openbookqa/main@validation", _choices("{question_stem}")),
+    "arc_easy": ("hub:allenai/ai2_arc/ARC-Easy@test", _choices("Question: {question}\nAnswer:")),
+    "arc_challenge": ("hub:allenai/ai2_arc/ARC-Challenge@test", _choices("Question: {question}\nAnswer:")),
+    "commonsense_qa": ("hub:tau/commonsense_qa@validation", _choices("{question}")),
+}
+"""Source and reader of rows by the name of the task."""
+
+
 def make_task(
     folder: Path | None = None, *, tasks: Sequence[str] | None = None, num_examples: int = 1000, seed: int = 0
 ) -> "QATask":
@@ -70,7 +116,7 @@ def make_task(
 
     Args:
         folder: of JSON lines, a file TASK*.jsonl each, in the Hub's schema; None reads the Hub.
-        tasks: names in ``SOURCES``; None takes all, or those that the folder has.
+        tasks: names in ``TASKS``; None takes all, or those that the folder has.
         num_examples: of each task, at least 1; a task with fewer (OpenBookQA has 500) gives all.
         seed: of the draw.
 
@@ -79,15 +125,72 @@ def make_task(
     """
     check_least(1, num_examples=num_examples)
     for task in tasks or ():
-        if task not in SOURCES:
-            raise InputError(f"no QA task {task!r}; there are {', '.join(SOURCES)}")
-    sources = {task: SOURCES[task] for task in tasks or SOURCES} if folder is None else _files(folder, tasks)
+        if task not in TASKS:
+            raise InputError(f"no QA task {task!r}; there are {', '.join(TASKS)}")
     drawn = []
-    for task in [task for task in SOURCES if task in sources]:
-        examples = read_examples(task, sources[task])
-        drawn.append(sorted(examples, key=lambda e: _digest([seed, e.stratum, e.name]))[:num_examples])
+    for task in [task for task in TASKS if not tasks or task in tasks]:
+        for source in [TASKS[task][0]] if folder is None else _file(folder, task, needed=bool(tasks)):
+            examples = read_examples(task, source)
+            drawn.append(sorted(examples, key=lambda e: _digest([seed, e.stratum, e.name]))[:num_examples])
+    if not drawn:
+        raise InputError(f"folder {folder} has no file of a QA task, such as {next(iter(TASKS))}*.jsonl")
     turns = [own[turn] for turn in range(max(map(len, drawn))) for own in drawn if turn < len(own)]
     return QATask(tuple(turns))
+
+
+def _file(folder: Path, task: str, *, needed: bool) -> list[str]:
+    """The folder's file of a task; it may be absent where it is not needed."""
+    files = sorted(folder.glob(f"{task}*.jsonl"))
+    if len(files) > 1:
+        raise InputError(f"{folder} has two files of {task}: {files[0].name} and {files[1].name}")
+    if needed and not files:
+        raise InputError(f"folder {folder} has no file {task}*.jsonl")
+    return list(map(str, files))
+
+
+def read_examples(task: str, source: str) -> list[QAExample]:
+    """All questions of a task, in the order of its rows.
+
+    Rows that are equal in every respect (Social IQa has some) stay, their names numbered.
+
+    Raises:
+        InputError: as ``read_rows``; a row that is not one of this task (told with its number), no row at all.
+    """
+    examples: list[QAExample] = []
+    copies: Counter[str] = Counter()
+    for number, row in enumerate(read_rows(source), start=1):
+        try:
+            given = {field: value for field, value in row.items() if value is not None and str(value).strip()}
+            contexts, texts, answer, keys, shared = TASKS[task][1](given)
+            contexts = [contexts] * len(texts) if isinstance(contexts, str) else contexts
+            gold = list(keys).index(str(answer).strip())
+            if not 2 <= len(texts) == len(keys) or not all(text.strip() for text in [*contexts, *texts]):
+                raise ValueError("its choices are not at least two texts with a key each")
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise InputError(f"{source}, row {number} is no row of {task}: {one_line(error)}") from None
+        own = row.get("ind", row.get("id"))
+        name = _digest([contexts, texts, gold]) if own is None else str(own)
+        copies[name] += 1
+        unique = name if copies[name] == 1 else f"{name}-{copies[name]}"
+        document = f"{task}:{name if shared is None else _digest(shared)}"
+        examples.append(QAExample(document, unique, task, tuple(contexts), tuple(texts), gold))
+    if not examples:
+        raise InputError(f"{source} holds no row")
+    return examples
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class PreparedQA(Prepared):
+    """Questions on one model."""
+
+    def baseline(self, baseline: Baseline) -> list[Values]:  # noqa: ARG002 there is one
+        """Values under the whole model."""
+        scores = log_likelihoods(self.model, self.tokenizer, self.batch)
+        return [cloze_values(example, own) for example, own in zip(self.batch, scores, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -102,6 +205,7 @@ class QATask(Task):
     examples: tuple[QAExample, ...]
     dataset: str = "cloze"
     evaluation: ClassVar[str] = "qa"
+    prepared: ClassVar[type[Prepared]] = PreparedQA
     compresses: ClassVar[bool] = False
     baselines: ClassVar[tuple[Baseline, ...]] = (Baseline("dense", 1.0),)
 
@@ -123,26 +227,6 @@ class QATask(Task):
             largest = max(token for tokens in [*texts, *contexts] for token in tokens)
             what = f"choices of {example.stratum} {example.name}"
             check_fits(label, model, num_tokens=max(map(len, texts)) + 1, largest=largest, what=what)
-
-    def prepare(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: Sequence[QAExample]
-    ) -> "PreparedQA":
-        """The questions on a model."""
-        return PreparedQA(model, tokenizer, batch)
-
-
-@dataclass(frozen=True)
-class PreparedQA(Prepared):
-    """Questions on one model."""
-
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    batch: Sequence[QAExample]
-
-    def baseline(self, baseline: Baseline) -> list[Values]:  # noqa: ARG002 there is one
-        """Values under the whole model."""
-        scores = log_likelihoods(self.model, self.tokenizer, self.batch)
-        return [cloze_values(example, own) for example, own in zip(self.batch, scores, strict=True)]
 
 
 def cloze_values(example: QAExample, scores: Sequence[float]) -> Values:
@@ -172,104 +256,3 @@ def log_likelihoods(
     finally:
         logging.disable(disabled)
     return [[float(score) for score, _ in islice(scores, len(question.texts))] for question in examples]
-
-
-def read_examples(task: str, source: str) -> list[QAExample]:
-    """All questions of a task, in the order of its rows.
-
-    Rows that are equal in every respect (Social IQa has some) stay, their names numbered.
-
-    Raises:
-        InputError: as ``read_rows``; a row that is not one of this task (told with its number), no row at all.
-    """
-    examples: list[QAExample] = []
-    copies: Counter[str] = Counter()
-    for number, row in enumerate(read_rows(source), start=1):
-        try:
-            contexts, texts, gold, shared = _question(task, row)
-        except InputError as error:
-            raise InputError(f"{source}, row {number}: {error}, so it is no row of {task}") from None
-        own = row.get("ind", row.get("id"))
-        name = _digest([contexts, texts, gold]) if own is None else str(own)
-        copies[name] += 1
-        unique = name if copies[name] == 1 else f"{name}-{copies[name]}"
-        document = f"{task}:{name if shared is None else _digest(shared)}"
-        examples.append(QAExample(document, unique, task, contexts, texts, gold))
-    if not examples:
-        raise InputError(f"{source} holds no row")
-    return examples
-
-
-def _files(folder: Path, tasks: Sequence[str] | None) -> dict[str, str]:
-    """The folder's file of each task; of the tasks that are named, every one."""
-    if not folder.is_dir():
-        raise InputError(f"no such folder: {folder}")
-    found = {task: sorted(folder.glob(f"{task}*.jsonl")) for task in tasks or SOURCES}
-    for task, files in found.items():
-        if len(files) > 1:
-            raise InputError(f"{folder} has two files of {task}: {files[0].name} and {files[1].name}")
-        if tasks and not files:
-            raise InputError(f"{folder} has no file {task}*.jsonl")
-    if not any(found.values()):
-        raise InputError(f"{folder} has no file of a QA task, such as {next(iter(SOURCES))}*.jsonl")
-    return {task: str(files[0]) for task, files in found.items() if files}
-
-
-def _hellaswag(row: Row) -> "_Fields":
-    """The preprocessing of the data set's own users: brackets are left-overs of WikiHow's layout."""
-
-    def clean(text: str) -> str:
-        return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
-
-    parts = f"{row['ctx_a']} {row.get('ctx_b', '').capitalize()}" if "ctx_a" in row else row["ctx"]
-    return clean(f"{row['activity_label']}: {parts}"), list(map(clean, row["endings"])), row["label"], "0123", None
-
-
-def _winogrande(row: Row) -> "_Fields":
-    before, _, rest = row["sentence"].partition("_")
-    options = [row["option1"], row["option2"]]
-    return [before + option for option in options], [rest.strip()] * 2, row["answer"], "12", json.dumps(sorted(options))
-
-
-def _choices(context: str, row: Row) -> "_Fields":
-    return context, row["choices"]["text"], row["answerKey"], row["choices"]["label"], None
-
-
-_Fields = tuple[str | list[str], list[str], Any, Sequence[str], Any]
-"""Context or contexts, texts, answer, its possible values, and what questions of one document share."""
-
-_READERS: dict[str, Callable[[Row], _Fields]] = {
-    "hellaswag": _hellaswag,
-    "winogrande": _winogrande,
-    "piqa": lambda r: (f"Question: {r['goal']}\nAnswer:", [r["sol1"], r["sol2"]], r["label"], "01", r["goal"]),
-    "social_i_qa": lambda r: (
-        f"{r['context']} {r['question']}", [r[f"answer{c}"] for c in "ABC"], r["label"], "123", r["context"]
-    ),
-    "openbookqa": lambda r: _choices(r["question_stem"], r),
-    "arc_easy": lambda r: _choices(f"Question: {r['question']}\nAnswer:", r),
-    "arc_challenge": lambda r: _choices(f"Question: {r['question']}\nAnswer:", r),
-    "commonsense_qa": lambda r: _choices(r["question"], r),
-}  # fmt: skip
-
-
-def _question(task: str, row: Any) -> tuple[tuple[str, ...], tuple[str, ...], int, Any]:
-    """Contexts, texts, number of the right one, and what questions of one document share."""
-    if not isinstance(row, dict):
-        raise InputError("it is no JSON object")
-    known = {field: value for field, value in row.items() if value is not None and str(value).strip()}
-    try:
-        context, texts, answer, keys, shared = _READERS[task](known)
-    except KeyError as error:
-        raise InputError(f"it has no {error}") from None
-    except (TypeError, AttributeError) as error:
-        raise InputError(f"its fields are of other kinds ({error})") from None
-    contexts = [context] * len(texts) if isinstance(context, str) else context
-    if len(texts) < 2 or not all(isinstance(text, str) and text.strip() for text in [*contexts, *texts]):
-        raise InputError("its choices are not at least two texts after a context")
-    if str(answer).strip() not in keys or len(keys) != len(texts):
-        raise InputError(f"its answer {answer!r} is not one of {', '.join(map(str, keys))}, one for each choice")
-    return tuple(contexts), tuple(texts), list(keys).index(str(answer).strip()), shared
-
-
-def _digest(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]

@@ -8,21 +8,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvcat.errors import InputError
+from kvcat.errors import InputError, one_line
 from kvcat.evals.statistics import DECIDING
 from kvcat.files import LOCK_FILE, append_jsonl, claim_folder, one_writer, read_json, read_jsonl
 
 _SECONDS_FOR_CLAIM = 5.0
-_NUMBER, _OR_NONE = (int, float), (int, type(None))
-_CELL = {"model": str, "method": str, "keep_ratio": _NUMBER, "step": _OR_NONE, "seed": _OR_NONE}
-_TEXTS = ("fingerprint", "dtype", "options", "dataset", "stratum", "document", "example")
-_RECORD = {**_CELL, **dict.fromkeys(_TEXTS, str), "values": dict}
-_SPEEDS = dict.fromkeys(
-    ("peak_mib", "ttft", "ttft_dense", "tokens_per_s", "tokens_per_s_dense"), (*_NUMBER, type(None))
-)
-_COST = {**_CELL, **_SPEEDS, "options": dict, "examples": int, "seconds": _NUMBER, "bytes": int, "dense_bytes": int}
-_CONFIG = {"dataset": str, "num_examples": int, "methods": list, "baselines": list, "primary": (dict, type(None))}
-_METHOD = {"name": str, "options": dict, "keep_ratios": list, "num_examples": int}
+_CONFIG = ("evaluation", "dataset", "num_examples", "methods")
+_METHOD = ("name", "options", "keep_ratios", "num_examples")
+_COST = ("model", "method", "options", "keep_ratio", "step", "examples", "bytes", "dense_bytes", "seconds", "peak_mib")
 Key = tuple[Any, ...]
 Shard = tuple[int, int]
 
@@ -101,8 +94,7 @@ class ResultsFolder:
                     with one_writer(path, shard_lock.name):  # refused while a shard runs
                         pass
                 self._claim(config)
-            self.records = read_records(path)
-            self._keys = {record.key for record in self.records}
+            self._records = {record.key: record for record in read_records(path)}
             self._open = stack.pop_all()
 
     def _claim(self, config: Mapping[str, Any]) -> None:
@@ -127,16 +119,20 @@ class ResultsFolder:
                     f"{value} here"
                 )
 
+    @property
+    def records(self) -> list[Record]:
+        """All records on disk."""
+        return list(self._records.values())
+
     def done(self, key: Key) -> bool:
         """Whether a record of this key is on disk."""
-        return key in self._keys
+        return key in self._records
 
     def append(self, records: Iterable[Record]) -> None:
         """Write records that are not there yet and wait until they are on disk."""
-        new = [record for record in records if record.key not in self._keys]
-        append_jsonl(self._files["records"], *map(asdict, new))
-        self.records.extend(new)
-        self._keys.update(record.key for record in new)
+        new = {record.key: record for record in records if record.key not in self._records}
+        append_jsonl(self._files["records"], *map(asdict, new.values()))
+        self._records |= new
 
     def append_cost(self, *costs: Mapping[str, Any]) -> None:
         """Write what a method took, apart from the records, which a repetition gives again to the last bit."""
@@ -163,14 +159,12 @@ def read_records(folder: Path) -> list[Record]:
     found: dict[Key, Record] = {}
     for file, line in _lines(folder, "records"):
         try:
-            _check_fields(line, _RECORD)
-            _check_fields(line["values"], dict.fromkeys(line["values"], _NUMBER))
-            _check_fields({"options": json.loads(line["options"])}, {"options": dict})
-            if not (0 <= line["keep_ratio"] <= 1 and (line.get("step") is None or line["step"] >= 0)):
-                raise ValueError(f"its keep_ratio is {line['keep_ratio']}, its step {line['step']}")
             record = Record(**line)
-        except (ValueError, TypeError) as error:
-            raise InputError(f"{file} has a line that is no record: {error}") from None
+            json.loads(record.options).items()
+            if not 0.0 <= record.keep_ratio <= 1.0:
+                raise ValueError(f"its keep_ratio is {record.keep_ratio}")
+        except (AttributeError, TypeError, ValueError) as error:
+            raise InputError(f"{file} has a line that is no record: {one_line(error)}") from None
         if found.setdefault(record.key, record) != record:
             raise InputError(
                 f"{file} has a second, different record of example {record.example!r} of {record.document!r}: "
@@ -183,16 +177,12 @@ def read_costs(folder: Path) -> list[dict[str, Any]]:
     """What the methods of a results folder took, of all its shards; torn last lines are left out.
 
     Raises:
-        InputError: a line that is no JSON object, or lacks a number.
+        InputError: a line that is no JSON object, or lacks a field.
     """
-    costs = []
-    for file, line in _lines(folder, "costs"):
-        try:
-            _check_fields(line, _COST)
-        except ValueError as error:
-            raise InputError(f"{file} has a line that is no cost: {error}") from None
-        costs.append(line)
-    return costs
+    lines = list(_lines(folder, "costs"))
+    for file, line in lines:
+        _check_fields(line, _COST, f"{file} has a line that is no cost")
+    return [line for _, line in lines]
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
@@ -214,23 +204,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         raise InputError(f"{folder} is no results folder: it has no config.json")
     config = read_json(file)
-    if config.get("evaluation") is None:
-        raise InputError(f"{folder} is no results folder: its config.json names no evaluation")
-    if str(config["evaluation"]) not in DECIDING:
+    _check_fields(config, _CONFIG, f"{file} is of no evaluation or damaged")
+    if config["evaluation"] not in DECIDING:
         raise InputError(f"{file}: no evaluation {config['evaluation']!r}; there are {', '.join(DECIDING)}")
-    try:
-        _check_fields({"baselines": [], "primary": None} | config, _CONFIG)
-        for method in config["methods"]:
-            _check_fields(method if isinstance(method, dict) else {}, _METHOD)
-            if not {type(keep) for keep in method["keep_ratios"]} <= {int, float}:
-                raise ValueError(f"its keep_ratios are {method['keep_ratios']!r}")
-        for baseline in config.get("baselines", []):
-            if not isinstance(baseline, list) or [type(part) for part in baseline] not in ([str, float], [str, int]):
-                raise ValueError(f"its baseline is {baseline!r}")
-        if config.get("primary") is not None:
-            _check_fields(config["primary"], {"method": str, "keep_ratio": _NUMBER, "metric": str})
-    except ValueError as error:
-        raise InputError(f"{file} is damaged: {error}") from None
+    for method in config["methods"]:
+        _check_fields(method, _METHOD, f"{file} is damaged, a method")
     return config
 
 
@@ -255,7 +233,7 @@ def _lines(folder: Path, name: str) -> Iterable[tuple[Path, dict[str, Any]]]:
             yield file, line
 
 
-def _check_fields(line: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
-    for field, kind in kinds.items():
-        if not isinstance(line.get(field), kind) or isinstance(line.get(field), bool):
-            raise ValueError(f"its {field} is {line.get(field)!r}")
+def _check_fields(line: Any, fields: Iterable[str], what: str) -> None:
+    for field in fields:
+        if not isinstance(line, dict) or field not in line:
+            raise InputError(f"{what}: it has no {field}")

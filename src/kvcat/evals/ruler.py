@@ -1,10 +1,11 @@
 """RULER's synthetic tasks that need no data, at any length, with the question read after compression."""
 
 import random
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count, pairwise
-from typing import ClassVar, NamedTuple
+from itertools import pairwise
+from typing import ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -74,7 +75,10 @@ def make_task(
     for instance in range(per_task):
         for task in tasks:
             draw = draws(seed, task, length, instance)
-            lines, query, answers = RULER_TASKS[task](draw, Room(pieces, left, task))
+            try:
+                lines, query, answers = RULER_TASKS[task](draw, pieces, left)
+            except InputError as error:
+                raise InputError(f"{task}: {error}") from None
             context = (*opening, *pieces.filled(lines, filler_lines(draw), left))
             question, answer = answer_ids(tokenizer, query, " " + ", ".join(answers))
             name, most = f"{task}-{instance}", 2 * len(answer) + 16
@@ -83,48 +87,33 @@ def make_task(
     return RulerTask(f"ruler-{length}", tuple(examples), options, vocabulary(tokenizer))
 
 
-class Hidden(NamedTuple):
-    """A text as whole lines or words, the question after it, and all that belongs into the answer."""
-
-    lines: list[str]
-    question: str
-    answers: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Room:
-    """How many tokens a text of a task may have."""
-
-    pieces: Pieces
-    num_tokens: int
-    task: str
-
-    def after(self, lines: Sequence[str]) -> int:
-        """Tokens left after these parts, which have to fit."""
-        taken = sum(len(self.pieces(line)) for line in lines)
-        if taken > self.num_tokens:
-            raise InputError(f"{self.num_tokens} tokens are too few for {self.task}, which takes at least {taken}")
-        return self.num_tokens - taken
+Hidden = tuple[list[str], str, tuple[str, ...]]
+"""A text as whole lines or words, the question after it, and all that belongs into the answer."""
 
 
 def niah(
-    draw: random.Random, room: Room, *, keys: int = 1, values: int = 1, others: int = 0, among_needles: bool = False
+    draw: random.Random,
+    pieces: Pieces,
+    room: int,
+    *,
+    keys: int = 1,  # that the question names
+    values: int = 1,  # of each of them
+    others: int = 0,  # keys that it does not name
+    among_needles: bool = False,  # between nothing but more needles, else neutral sentences
 ) -> Hidden:
-    """Numbers under keys, ``values`` of each of the ``keys`` that the question names.
-
-    Between them are ``others``, keys that it does not name, and neutral sentences or only more needles.
-    """
+    """Numbers under keys; the question asks for those of some keys."""
     names, codes = _distinct(lambda: f"{_word(draw)}-{_word(draw)}"), _distinct(lambda: number(draw, 7))
     wanted = [(next(names), [next(codes) for _ in range(values)]) for _ in range(keys)]
     pairs = [(key, code) for key, own in wanted for code in own]
     pairs += [(next(names), next(codes)) for _ in range(others)]
-    needles = [_needle(key, code) for key, code in pairs]
+    told = "One of the special magic numbers for {} is: {}.\n"
+    needles = [told.format(*pair) for pair in pairs]
     head = (
         "Some special magic numbers are hidden within the following text. Make sure to memorize them. "
         "I will quiz you about the numbers afterwards.\n"
     )
-    rest: Iterator[str] = (_needle(next(names), next(codes)) for _ in count()) if among_needles else filler_lines(draw)
-    lines = room.pieces.fitting(rest, room.after([head, *needles]))
+    more: Iterator[str] = (told.format(*pair) for pair in zip(names, codes, strict=False))
+    lines = pieces.fitting(more if among_needles else filler_lines(draw), pieces.left(room, [head, *needles]))
     numbers = [code for _, own in wanted for code in own]
     named = ", ".join(key for key, _ in wanted)
     what, verb = ("number", "is") if len(numbers) == 1 else ("numbers", "are")
@@ -132,10 +121,10 @@ def niah(
         f"What {verb} the special magic {what} for {named} mentioned in the text above? "
         f"The special magic {what} for {named} mentioned in the text above {verb}"
     )
-    return Hidden([head, *_scattered(draw, lines, shuffled(draw, needles))], question, tuple(numbers))
+    return [head, *_scattered(draw, lines, shuffled(draw, needles))], question, tuple(numbers)
 
 
-def variable_tracking(draw: random.Random, room: Room) -> Hidden:
+def variable_tracking(draw: random.Random, pieces: Pieces, room: int) -> Hidden:
     """A chain X1 = 12345, X2 = X1, ... between neutral sentences; the question asks for all its variables."""
     names = _distinct(lambda: "".join(pick(draw, _CONSONANTS.upper()) for _ in range(5)))
     chain = [next(names) for _ in range(NUM_HOPS + 1)]
@@ -143,16 +132,16 @@ def variable_tracking(draw: random.Random, room: Room) -> Hidden:
     assignments = [f"VAR {chain[0]} = {root}.\n", *(f"VAR {new} = VAR {old}.\n" for old, new in pairwise(chain))]
     shuffled(draw, assignments)  # advances the stream as the order of several chains would
     head = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n"
-    lines = room.pieces.fitting(filler_lines(draw), room.after([head, *assignments]))
+    lines = pieces.fitting(filler_lines(draw), pieces.left(room, [head, *assignments]))
     question = (
         f"Question: Find all variables that are assigned the value {root} in the text above. Answer: According to "
         f"the chain(s) of variable assignment in the text above, {len(chain)} variables are assigned the value "
         f"{root}, they are:"
     )
-    return Hidden([head, *_scattered(draw, lines, assignments)], question, tuple(chain))
+    return [head, *_scattered(draw, lines, assignments)], question, tuple(chain)
 
 
-def common_words(draw: random.Random, room: Room) -> Hidden:
+def common_words(draw: random.Random, pieces: Pieces, room: int) -> Hidden:
     """A numbered list in which ``NUM_COMMON`` words are common; as many uncommon ones as fit."""
     words = _distinct(lambda: _word(draw))
     common = [next(words) for _ in range(NUM_COMMON)]
@@ -161,11 +150,11 @@ def common_words(draw: random.Random, room: Room) -> Hidden:
         "Memorize the ones that appear most often.\n"
     )
     entries = [f" {word}\n" for word in common for _ in range(COMMON_TIMES)]
-    left = room.after([head, *(f"{index}." for index in range(1, len(entries) + 1)), *entries])
+    left = pieces.left(room, [head, *(f"{index}." for index in range(1, len(entries) + 1)), *entries])
     for word in words:
         more = [f" {word}\n"] * UNCOMMON_TIMES
         numbers = range(len(entries) + 1, len(entries) + len(more) + 1)
-        left -= sum(len(room.pieces(part)) for part in (*more, *(f"{index}." for index in numbers)))
+        left -= sum(len(pieces(part)) for part in (*more, *(f"{index}." for index in numbers)))
         if left < 0:
             break
         entries += more
@@ -174,10 +163,10 @@ def common_words(draw: random.Random, room: Room) -> Hidden:
         f"Question: What are the {NUM_COMMON} most common words in the above list? Answer: The top "
         f"{NUM_COMMON} words that appear most often in the list are:"
     )
-    return Hidden([head, *listed], question, tuple(common))
+    return [head, *listed], question, tuple(common)
 
 
-def frequent_words(draw: random.Random, room: Room) -> Hidden:
+def frequent_words(draw: random.Random, pieces: Pieces, room: int) -> Hidden:
     """A coded text of Zipf-distributed words, the most frequent of which is noise; the question asks for the next 3.
 
     The word of rank k of 2000 occurs floor(n k^-alpha / sum_j j^-alpha) times, n as large as fits.
@@ -187,48 +176,41 @@ def frequent_words(draw: random.Random, room: Room) -> Hidden:
         "Read the following coded text and track the frequency of each coded word. "
         "Find the three most frequently appeared coded words.\n"
     )
-    left = room.after([head, "\n"])
+    left = pieces.left(room, [head, "\n"])
     weights = [rank**-ALPHA for rank in range(1, _CODED_WORDS + 1)]
     whole = sum(weights)
     # a word takes a token at least, so that ranks beyond these never occur
     shares = [w / whole for rank, w in enumerate(weights) if w * left >= whole or rank <= _MOST_CODED + 1]
     coded = [" ....", *(f" {next(words)}" for _ in shares[1:])]
-    costs = [len(room.pieces(word)) for word in coded]
-    low, high = 0, left + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        fits = sum(int(middle * share) * cost for share, cost in zip(shares, costs, strict=True)) <= left
-        low, high = (middle, high) if fits else (low, middle)
-    times = [int(low * share) for share in shares]
+    costs = [len(pieces(word)) for word in coded]
+
+    def size(num_words: int) -> int:
+        return sum(int(num_words * share) * cost for share, cost in zip(shares, costs, strict=True))
+
+    num_words = bisect_right(range(left + 1), left, key=size) - 1
+    times = [int(num_words * share) for share in shares]
     if times[_MOST_CODED] <= times[_MOST_CODED + 1]:
-        raise InputError(
-            f"{room.num_tokens} tokens are too few for {room.task}: its words of ranks 4 and 5 both occur "
-            f"{times[_MOST_CODED]} times"
-        )
+        raise InputError(f"{room} tokens are too few: words of ranks 4 and 5 both occur {times[_MOST_CODED]} times")
     text = shuffled(draw, [word for word, number_of in zip(coded, times, strict=True) for _ in range(number_of)])
     question = (
         "Question: Do not provide any explanation. Please ignore the dots '....'. What are the three most frequently "
         "appeared words in the above coded text? Answer: According to the coded text above, the three most frequently "
         "appeared words are:"
     )
-    return Hidden([head, *text, "\n"], question, tuple(word.strip() for word in coded[1 : _MOST_CODED + 1]))
+    return [head, *text, "\n"], question, tuple(word.strip() for word in coded[1 : _MOST_CODED + 1])
 
 
-RULER_TASKS: dict[str, Callable[[random.Random, Room], Hidden]] = {
+RULER_TASKS: dict[str, Callable[[random.Random, Pieces, int], Hidden]] = {
     "niah_single": niah,
-    "niah_multikey_1": lambda draw, room: niah(draw, room, others=NUM_KEYS - 1),
-    "niah_multikey_2": lambda draw, room: niah(draw, room, among_needles=True),
-    "niah_multivalue": lambda draw, room: niah(draw, room, values=NUM_VALUES),
-    "niah_multiquery": lambda draw, room: niah(draw, room, keys=NUM_QUERIES),
+    "niah_multikey_1": lambda draw, pieces, room: niah(draw, pieces, room, others=NUM_KEYS - 1),
+    "niah_multikey_2": lambda draw, pieces, room: niah(draw, pieces, room, among_needles=True),
+    "niah_multivalue": lambda draw, pieces, room: niah(draw, pieces, room, values=NUM_VALUES),
+    "niah_multiquery": lambda draw, pieces, room: niah(draw, pieces, room, keys=NUM_QUERIES),
     "vt": variable_tracking,
     "cwe": common_words,
     "fwe": frequent_words,
 }
 """RULER's names, but for ``niah_single``: its three kinds differ in their text, which here is always the same."""
-
-
-def _needle(key: str, code: str) -> str:
-    return f"One of the special magic numbers for {key} is: {code}.\n"
 
 
 def _word(draw: random.Random) -> str:

@@ -3,9 +3,9 @@
 import json
 import sys
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,48 +13,39 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from kvcat.cache import CompactCache, fingerprint
-from kvcat.compress import Compressor, Trace, seeded_compressor, takes_seed
+from kvcat.compress import Compressor, seeded_compressor, takes_seed
 from kvcat.errors import InputError
-from kvcat.evals.costs import answer_speed, measure
-from kvcat.evals.records import Record, ResultsFolder, Shard, method_label
+from kvcat.evals.costs import Step, answer_speed, measure
+from kvcat.evals.records import Record, ResultsFolder, Shard
 from kvcat.evals.statistics import DECIDING, METRICS
-from kvcat.evals.task import (
-    Baseline,
-    Method,
-    Models,
-    Prepared,
-    Step,
-    Task,
-    Values,
-    check_keep_ratios,
-    check_least,
-    manifest,
-    vocabulary,
-)  # fmt: skip
+from kvcat.evals.task import Baseline, Method, Prepared, Task, Values, check_keep_ratios, check_least, manifest
 from kvcat.provenance import provenance
 
 _PROMPT, _ANSWER = 32, 16
+Models = Mapping[str, tuple[PreTrainedModel, Any]]  # label to model and tokenizer
+Steps = list[tuple[Step, list[Values]]]
 
 
 @dataclass(frozen=True)
 class _Job:
-    """One method with one seed, or a baseline; and the examples that it covers."""
+    """A method with one seed, or a baseline."""
 
-    name: str
-    options: Mapping[str, Any]
-    keep_ratios: tuple[float, ...]
-    num_examples: int
+    method: Method  # with its keep ratios and its number of examples
+    compressor: Compressor | None = None  # None: a baseline
     seed: int | None = None
-    compressor: Compressor | None = None
 
     @property
-    def last_step(self) -> Step:
-        return getattr(self.compressor, "num_steps", None) if hasattr(self.compressor, "snapshots") else None
+    def keep_ratios(self) -> tuple[float, ...]:
+        return self.method.keep_ratios or ()
 
-    @property
-    def cells(self) -> list[tuple[str, float]]:
-        """Label and keep ratio of each of its rows in tables."""
-        return [(method_label(self.name, self.options), keep_ratio) for keep_ratio in self.keep_ratios]
+    def caches(self, trace: Any, keep_ratios: Sequence[float]) -> Iterator[Iterator[tuple[Step, CompactCache]]]:
+        """For each keep ratio the batch's compact caches by step; None is the step of a method without steps."""
+        if hasattr(self.compressor, "snapshots"):
+            for keep_ratio in keep_ratios:
+                yield self.compressor.snapshots(trace, keep_ratio=keep_ratio)  # type: ignore[union-attr]
+        else:
+            for cache in self.compressor.each(trace, keep_ratios):  # type: ignore[union-attr]
+                yield iter([(None, cache)])
 
 
 def evaluate(
@@ -97,20 +88,17 @@ def evaluate(
             that a model cannot run, tokenizers that differ, a folder of another configuration, a score
             that is not a number.
     """
-    if len(set(seeds)) < len(seeds) or not seeds:
-        raise InputError(f"seeds are {list(seeds)}; give at least one, and each once")
-    count = len(task.examples)
-    methods = [Method(method) if isinstance(method, str) else method for method in methods]
-    plan = [job for method in methods for job in _jobs(method, keep_ratios, count, seeds)]
-    baselines = [_Job(baseline.name, {}, (baseline.keep_ratio,), count) for baseline in task.baselines]
-    _check_request(task, models, plan, batch_size, shard)
+    methods = [_settled(method, keep_ratios, len(task.examples)) for method in methods]
+    _check_request(task, models, methods, batch_size, seeds, shard)
+    jobs = [_Job(Method(own.name, {}, (own.keep_ratio,), len(task.examples))) for own in task.baselines]
+    for method in methods:
+        drawn = seeds if takes_seed(method.name, method.options) else [None]
+        jobs += [_Job(method, seeded_compressor(method.name, method.options, seed or 0), seed) for seed in drawn]
     _check_models(task, models)
-    config = _config(task, methods, keep_ratios) | {
-        "primary": _primary(task, plan, primary), "batch_size": batch_size, "seeds": list(seeds)
-    }  # fmt: skip
-    batches = _batches(task, batch_size, {job.num_examples for job in plan})[shard[0] :: shard[1]]
-    work = {batch: [job for job in [*baselines, *plan] if batch[0] < job.num_examples] for batch in batches}
-    total = len(models) * sum(len(job.keep_ratios) * (b - a) for (a, b), jobs in work.items() for job in jobs)
+    config = _config(task, methods, primary) | {"batch_size": batch_size, "seeds": list(seeds)}
+    batches = _batches(task, batch_size, {method.num_examples for method in methods})[shard[0] :: shard[1]]
+    work = [(a, b, [job for job in jobs if a < (job.method.num_examples or 0)]) for a, b in batches]
+    total = len(models) * sum(len(job.keep_ratios) * (b - a) for a, b, own in work for job in own)
     begun, name = time.monotonic(), task.evaluation
     with ResultsFolder(out_dir, config, shard=shard) as folder, progress_bar(total, name, shown=progress) as bar:
         folder.append_event({"event": "start", **provenance()})
@@ -118,15 +106,15 @@ def evaluate(
             dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
             run = _Run(task, label, model, tokenizer, fingerprint(model), dtype, folder, bar, speed)
             folder.check_model(label, run.fingerprint, dtype)
-            for (start, stop), jobs in work.items():
-                run.batch(task.examples[start:stop], jobs)
+            for start, stop, own in work:
+                run.batch(task.examples[start:stop], own)
         folder.append_event({"event": "end", "seconds": round(time.monotonic() - begun, 1)})
         return folder.records
 
 
 @dataclass(frozen=True)
 class _Run:
-    """One model's part of an evaluation; ``measured`` holds the jobs' keep ratios whose costs are known."""
+    """One model's part of an evaluation; ``measured`` are the jobs whose costs are known."""
 
     task: Task
     label: str
@@ -137,7 +125,7 @@ class _Run:
     folder: ResultsFolder
     bar: tqdm
     speed: bool
-    measured: set[tuple[int, float]] = field(default_factory=set)
+    measured: list[_Job] = field(default_factory=list)
 
     def batch(self, batch: Sequence[Any], jobs: Sequence[_Job]) -> None:
         """Do what is missing of a batch."""
@@ -148,73 +136,67 @@ class _Run:
             if not missing:
                 continue
             prepared = prepared or self.task.prepare(self.model, self.tokenizer, batch)
-            for keep_ratio, found in zip(missing, self._scores(job, missing, prepared, len(batch)), strict=True):
+            for keep_ratio, found in zip(missing, self._scores(job, missing, prepared), strict=True):
                 self.folder.append(
                     self._record(job, keep_ratio, step, example, values[row])
                     for row, example in enumerate(batch)
                     for step, values in found
                 )
-                advance(self.bar, len(batch), f"{self.label}: {job.name} keep {keep_ratio:g}")
+                advance(self.bar, len(batch), f"{self.label}: {job.method.name} keep {keep_ratio:g}")
 
     def _done(self, job: _Job, keep_ratio: float, batch: Sequence[Any]) -> bool:
         """An example's last step is written after its others, so its record stands for them."""
-        records = (self._record(job, keep_ratio, job.last_step, example, {}) for example in batch)
-        return all(self.folder.done(record.key) for record in records)
+        last = job.compressor.num_steps if hasattr(job.compressor, "snapshots") else None  # type: ignore[union-attr]
+        return all(self.folder.done(self._record(job, keep_ratio, last, example, {}).key) for example in batch)
 
     def _record(self, job: _Job, keep_ratio: float, step: Step, example: Any, values: Values) -> Record:
-        options = json.dumps(dict(job.options), sort_keys=True)
+        options = json.dumps(dict(job.method.options), sort_keys=True)
         try:
             return Record(
-                self.label, self.fingerprint, self.dtype, job.name, options, keep_ratio, step, job.seed,
+                self.label, self.fingerprint, self.dtype, job.method.name, options, keep_ratio, step, job.seed,
                 self.task.dataset, example.stratum, example.document, example.name, values,
             )  # fmt: skip
         except ValueError as error:
-            raise InputError(f"model {self.label!r}, {job.name} at keep ratio {keep_ratio:g}: {error}") from None
+            where = f"model {self.label!r}, {job.method.name} at keep ratio {keep_ratio:g}"
+            raise InputError(f"{where}: {error}") from None
 
-    def _scores(
-        self, job: _Job, keep_ratios: Sequence[float], prepared: Prepared, num_examples: int
-    ) -> Iterator[list[tuple[Step, list[Values]]]]:
+    def _scores(self, job: _Job, keep_ratios: Sequence[float], prepared: Prepared) -> Iterator[Steps]:
         """Scores by step for each keep ratio; on a job's first batch also what each costs alone."""
         if job.compressor is None:
-            yield [(None, prepared.baseline(Baseline(job.name, keep_ratios[0])))]
-        elif all((id(job), keep_ratio) in self.measured for keep_ratio in keep_ratios):
-            for caches in prepared.caches(job.compressor, keep_ratios):
+            yield [(None, prepared.baseline(Baseline(job.method.name, keep_ratios[0])))]
+        elif job in self.measured:
+            for caches in job.caches(prepared.trace, keep_ratios):
                 yield [(step, prepared.score(cache)) for step, cache in caches]
         else:
+            if not self.measured:
+                next(next(job.caches(prepared.trace, keep_ratios[:1])))  # warms up
+            self.measured.append(job)
             for keep_ratio in keep_ratios:
-                yield self._measure(job, job.compressor, keep_ratio, prepared, num_examples)
+                yield self._measure(job, keep_ratio, prepared)
 
-    def _measure(
-        self, job: _Job, compressor: Compressor, keep_ratio: float, prepared: Prepared, num_examples: int
-    ) -> list[tuple[Step, list[Values]]]:
-        def make() -> Iterator[tuple[Step, CompactCache]]:
-            return next(prepared.caches(compressor, [keep_ratio]))
+    def _measure(self, job: _Job, keep_ratio: float, prepared: Prepared) -> Steps:
+        """Scores by step; seconds, memory and bytes go into the folder."""
+        found, trace, compact = [], prepared.trace, []
 
         def use(step: Step, cache: CompactCache) -> None:
             found.append((step, prepared.score(cache)))
-            last.append(cache)
+            compact[:] = [cache]
 
-        found, last, trace = [], deque[CompactCache](maxlen=1), prepared.trace
-        if not self.measured:
-            next(make())  # warms up
-        costs = measure(make, trace.input_ids.device, use=use)
-        costs[-1] |= self._speed(trace, last[0])
+        costs = measure(lambda: next(job.caches(trace, [keep_ratio])), trace.input_ids.device, use=use)
+        dense = trace.dense_cache()
+        config = self.model.config.get_text_config(decoder=True)
+        positions = getattr(config, "max_position_embeddings", None) or sys.maxsize
+        if self.speed and trace.prefix_len + _PROMPT + _ANSWER <= positions:
+            for cache, name in ((compact[0], ""), (dense, "_dense")):
+                speed = answer_speed(self.model, cache.select([0]), trace.input_ids[:1, :_PROMPT], num_tokens=_ANSWER)
+                costs[-1] |= {f"{key}{name}": value for key, value in speed.items()}
         about = {
-            "model": self.label, "method": job.name, "options": dict(job.options), "keep_ratio": keep_ratio,
-            "seed": job.seed, "dataset": self.task.dataset, "examples": num_examples, "tokens": trace.prefix_len,
-            "dense_bytes": trace.dense_cache().nbytes,
+            "model": self.label, "method": job.method.name, "options": dict(job.method.options),
+            "keep_ratio": keep_ratio, "seed": job.seed, "dataset": self.task.dataset,
+            "examples": len(prepared.batch), "tokens": trace.prefix_len, "dense_bytes": dense.nbytes,
         }  # fmt: skip
         self.folder.append_cost(*({**about, **cost} for cost in costs))
-        self.measured.add((id(job), keep_ratio))
         return found
-
-    def _speed(self, trace: Trace, cache: CompactCache) -> dict[str, float]:
-        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        if not self.speed or (positions is not None and trace.prefix_len + _PROMPT + _ANSWER > positions):
-            return {}
-        caches, prompt = (trace.dense_cache().select([0]), cache.select([0])), trace.input_ids[:1, :_PROMPT]
-        dense, compact = (answer_speed(self.model, own, prompt, num_tokens=_ANSWER) for own in caches)
-        return {**compact, **{f"{name}_dense": value for name, value in dense.items()}}
 
 
 def progress_bar(total: int, name: str, *, shown: bool = True) -> tqdm:
@@ -229,17 +211,15 @@ def advance(bar: tqdm, count: int, what: str) -> None:
     bar.update(count)
 
 
-def _jobs(method: Method, keep_ratios: Sequence[float], count: int, seeds: Sequence[int]) -> list[_Job]:
+def _settled(method: str | Method, keep_ratios: Sequence[float], count: int) -> Method:
+    """The method with its keep ratios and its number of examples."""
+    method = Method(method) if isinstance(method, str) else method
     covered = count if method.num_examples is None else min(method.num_examples, count)
-    check_least(1, **{f"{method.name}: num_examples": covered if count else 1})
     ratios = tuple(map(float, keep_ratios if method.keep_ratios is None else method.keep_ratios))
-    check_keep_ratios(ratios)
-    own = [] if not ratios else seeds if takes_seed(method.name, method.options) else [None]
-    made = [(seed, seeded_compressor(method.name, method.options, seed or 0)) for seed in own]
-    return [_Job(method.name, method.options, ratios, covered, *pair) for pair in made]
+    return replace(method, keep_ratios=ratios, num_examples=covered)
 
 
-def _batches(task: Task, batch_size: int, limits: set[int]) -> list[tuple[int, int]]:
+def _batches(task: Task, batch_size: int, limits: set[int | None]) -> list[tuple[int, int]]:
     """Bounds of the batches: of examples that may share one; every method's examples end at the end of a batch."""
     batches, start, total = [], 0, len(task.examples)
     keys = [task.batch_key(example) for example in task.examples]
@@ -250,52 +230,48 @@ def _batches(task: Task, batch_size: int, limits: set[int]) -> list[tuple[int, i
     return batches
 
 
-def _primary(task: Task, plan: Sequence[_Job], wanted: tuple[str, float, str] | None) -> dict[str, Any] | None:
-    cells = [cell for job in plan for cell in job.cells]
-    if wanted is None and not cells:
-        return None
-    method, keep_ratio, metric = wanted or (*cells[0], DECIDING[task.evaluation])
-    if (method, keep_ratio) not in cells:
-        raise InputError(f"primary cell: {method} at keep ratio {keep_ratio:g} is not evaluated")
-    if metric not in METRICS:
-        raise InputError(f"primary cell: no metric {metric!r}; there are {', '.join(METRICS)}")
-    return {"method": method, "keep_ratio": keep_ratio, "metric": metric} | ({"named": True} if wanted else {})
-
-
-def _config(task: Task, methods: Sequence[Method], keep_ratios: Sequence[float]) -> dict[str, Any]:
-    count = len(task.examples)
+def _config(task: Task, methods: Sequence[Method], primary: tuple[str, float, str] | None) -> dict[str, Any]:
+    """What the results depend on; with the primary cell."""
+    cells = [(method.label, keep_ratio) for method in methods for keep_ratio in method.keep_ratios or ()]
+    cell = None
+    if primary or cells:
+        method, keep_ratio, metric = primary or (*cells[0], DECIDING[task.evaluation])
+        if (method, keep_ratio) not in cells:
+            raise InputError(f"primary cell: {method} at keep ratio {keep_ratio:g} is not evaluated")
+        if metric not in METRICS:
+            raise InputError(f"primary cell: no metric {metric!r}; there are {', '.join(METRICS)}")
+        cell = {"method": method, "keep_ratio": keep_ratio, "metric": metric} | ({"named": True} if primary else {})
     return {
         "evaluation": task.evaluation,
         "dataset": task.dataset,
-        "num_examples": count,
+        "num_examples": len(task.examples),
         **task.describe(),
         "manifest": manifest(task.examples),
         "baselines": [[baseline.name, baseline.keep_ratio] for baseline in task.baselines],
-        "methods": [
-            {
-                "name": method.name,
-                "options": dict(method.options),
-                "num_examples": min(method.num_examples or count, count),
-                "keep_ratios": list(map(float, keep_ratios if method.keep_ratios is None else method.keep_ratios)),
-            }
-            for method in methods
-        ],
+        "methods": [asdict(method) for method in methods],
+        "primary": cell,
     }
 
 
-def _check_request(task: Task, models: Models, plan: Sequence[_Job], batch_size: int, shard: Shard) -> None:
+def _check_request(
+    task: Task, models: Models, methods: Sequence[Method], batch_size: int, seeds: Sequence[int], shard: Shard
+) -> None:
     if task.evaluation not in DECIDING:
         raise InputError(f"no evaluation {task.evaluation!r}; there are {', '.join(DECIDING)}")
-    wanted = [*plan, *task.baselines]
-    for name, found in [("model", models), ("example", task.examples), ("method or keep ratio", wanted)]:
+    cells = [(method.label, keep_ratio) for method in methods for keep_ratio in method.keep_ratios or ()]
+    wanted = {"model": models, "example": task.examples, "method or keep ratio": [*cells, *task.baselines]}
+    for name, found in wanted.items():
         if not found:
             raise InputError(f"nothing to evaluate: no {name} given")
-    if plan and not task.compresses:
+    if cells and not task.compresses:
         raise InputError(f"{task.evaluation} is evaluated without compression")
-    check_least(1, batch_size=batch_size)
+    check_least(1, batch_size=batch_size, **{f"{m.name}: num_examples": m.num_examples or 0 for m in methods})
+    check_keep_ratios([keep_ratio for _, keep_ratio in cells])
+    if len(set(seeds)) < len(seeds) or not seeds:
+        raise InputError(f"seeds are {list(seeds)}; give at least one, and each once")
     if not 0 <= shard[0] < shard[1]:
         raise InputError(f"shard {shard[0]} of {shard[1]} does not exist; the first is 0, the last {shard[1] - 1}")
-    for (label, keep_ratio, _), times in Counter((*cell, job.seed) for job in plan for cell in job.cells).items():
+    for (label, keep_ratio), times in Counter(cells).items():
         if times > 1:
             raise InputError(f"{label} at keep ratio {keep_ratio:g} is given twice")
     if len({(example.document, example.name) for example in task.examples}) < len(task.examples):
@@ -305,8 +281,7 @@ def _check_request(task: Task, models: Models, plan: Sequence[_Job], batch_size:
 def _check_models(task: Task, models: Models) -> None:
     for label, (model, tokenizer) in models.items():
         task.check(label, model, tokenizer)
-    known = {label: tokenizer for label, (_, tokenizer) in models.items() if task.tokenized and tokenizer is not None}
-    for label, tokenizer in known.items():
-        first = next(iter(known))
-        if vocabulary(tokenizer) != vocabulary(known[first]):
+    known = {label: own.get_vocab() for label, (_, own) in models.items() if task.tokenized and own is not None}
+    for label, vocabulary in known.items():
+        if vocabulary != known[first := next(iter(known))]:
             raise InputError(f"models {first!r} and {label!r} have different tokenizers: their examples differ")

@@ -1,7 +1,7 @@
 """Suffix evaluation: a document's prefix is compressed, the text that follows is scored on the compact cache."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -20,7 +20,7 @@ from kvcat.errors import InputError
 from kvcat.evals.task import Baseline, Prepared, Task, Values, check_fits, check_least
 from kvcat.losses import score_positions
 from kvcat.models import frozen, hidden_states, output_head
-from kvcat.types import Float, Int, Tensor
+from kvcat.types import Float, Tensor
 
 SUPERVISIONS = ("suffix", "first-half", "reconstruction")
 CORPORA = {
@@ -36,24 +36,13 @@ _WIKITEXT_HEADING = re.compile(r" = (?!= ).+ = \n?")
 
 @dataclass(frozen=True)
 class Window:
-    """Consecutive tokens of a single document, ``name`` the position of the first in it.
-
-    Raises:
-        InputError: a prefix without tokens, a suffix of fewer than two.
-    """
+    """Consecutive tokens of a single document, ``name`` the position of the first in it."""
 
     document: str
     name: str
     tokens: tuple[int, ...]
     prefix_len: int
     stratum: str = ""
-
-    def __post_init__(self) -> None:
-        if self.prefix_len < 1 or self.suffix_len < 2:
-            raise InputError(
-                f"a window needs a prefix of at least 1 token and a suffix of at least 2, "
-                f"not {self.prefix_len} and {self.suffix_len}"
-            )
 
     @property
     def suffix_len(self) -> int:
@@ -167,6 +156,51 @@ def _wikitext_articles(lines: Iterator[Document]) -> Iterator[tuple[str, str]]:
 
 
 @dataclass(frozen=True)
+class PreparedWindows(Prepared):
+    """Windows of equal lengths on one model."""
+
+    @cached_property
+    def trace(self) -> Trace:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """What compressors are fitted to."""
+        tokens, prefix_len = self._traced.input_ids, self._traced.prefix_len
+        if self.task.supervision == "first-half":
+            return trace(self.model, tokens[:, : prefix_len + self.task.start], prefix_len)
+        if self.task.supervision == "reconstruction":
+            return trace(self.model, reconstruction_of_tokens(self.tokenizer, tokens[:, :prefix_len]))
+        return self._traced
+
+    @cached_property
+    def _traced(self) -> Trace:
+        """The dense forward over the windows, against which caches are scored."""
+        tokens = torch.tensor([window.tokens for window in self.batch], device=self.model.device)
+        return trace(self.model, tokens, self.batch[0].prefix_len)
+
+    @cached_property
+    @torch.no_grad()
+    def _context(self) -> dict[str, Float[Tensor, " batch"]]:
+        """NLL without the prefix, and that minus the dense NLL, of what the scored suffix positions predict."""
+        suffix, start, head = self._traced.suffix_ids, self.task.start, output_head(self.model)
+        with frozen(self.model):
+            alone = hidden_states(self.model, input_ids=suffix, use_cache=False)
+        none, dense = (
+            score_positions(head, hidden[:, start:-1], suffix[:, start + 1 :]).nll.double().mean(1).cpu()
+            for hidden in (alone, self._traced.hidden[:, 1:])
+        )
+        return {"nll_none": none, "context_gain": none - dense}
+
+    def score(self, cache: CompactCache) -> list[Values]:
+        """The suffix on the cache."""
+        scores, start = compare(self._traced, cache, start=self.task.start), self.task.start
+        columns = {name: column.double().cpu() for name, column in vars(scores).items()} | self._context
+        predicted = self._traced.suffix_ids.shape[1] - start - 1
+        count = predicted + (start == 0)
+        columns["retention"] = 1.0 - columns["delta_nll"] * count / (columns["context_gain"] * predicted)
+        counts = {"num_tokens": float(count), "num_predicted": float(predicted)}
+        rows = [{name: float(column[row]) for name, column in columns.items()} for row in range(len(self.batch))]
+        return [{k: value for k, value in row.items() if k != "retention" or value == value} | counts for row in rows]
+
+
+@dataclass(frozen=True)
 class SuffixTask(Task):
     """Windows whose suffix is scored; values per window are those of ``kvcat.compare`` and of the context gain.
 
@@ -183,7 +217,7 @@ class SuffixTask(Task):
             prefix repeated after an instruction.
 
     Raises:
-        InputError: windows of unequal lengths, another supervision, a suffix too short to be halved.
+        InputError: windows of unequal lengths, without a prefix or with too short a suffix; another supervision.
 
     References: KV-CAT, appendix "Suffix perplexity under prefix KV cache compression".
     """
@@ -192,17 +226,26 @@ class SuffixTask(Task):
     dataset: str
     supervision: str = "suffix"
     evaluation: ClassVar[str] = "suffix"
+    prepared: ClassVar[type[Prepared]] = PreparedWindows
     tokenized: ClassVar[bool] = True
     baselines: ClassVar[tuple[Baseline, ...]] = ()
 
     def __post_init__(self) -> None:
+        if self.supervision not in SUPERVISIONS:
+            raise InputError(f"supervision must be one of {', '.join(SUPERVISIONS)}, not {self.supervision!r}")
         shapes = {(window.prefix_len, window.suffix_len) for window in self.examples}
         if len(shapes) > 1:
             raise InputError(f"windows have unequal lengths (prefix, suffix): {sorted(shapes)}")
-        if self.supervision not in SUPERVISIONS:
-            raise InputError(f"supervision must be one of {', '.join(SUPERVISIONS)}, not {self.supervision!r}")
-        if self.supervision == "first-half" and any(suffix < 4 for _, suffix in shapes):
-            raise InputError("supervision first-half needs suffixes of at least 4 tokens")
+        least = 4 if self.supervision == "first-half" else 2
+        for prefix, suffix in shapes:
+            if prefix < 1 or suffix < least:
+                needed = f"a prefix of at least 1 token and a suffix of at least {least}, not {prefix} and {suffix}"
+                raise InputError(f"supervision {self.supervision} needs {needed}")
+
+    @property
+    def start(self) -> int:
+        """First suffix position that is scored."""
+        return self.examples[0].suffix_len // 2 if self.supervision == "first-half" else 0
 
     def describe(self) -> Mapping[str, Any]:
         """Lengths and supervision."""
@@ -219,71 +262,3 @@ class SuffixTask(Task):
                 raise InputError(f"supervision reconstruction needs the tokenizer of model {label!r}")
             repeated = reconstruction_of_tokens(tokenizer, torch.tensor([first.tokens[: first.prefix_len]])).input_ids
             check_fits(label, model, num_tokens=repeated.shape[1], largest=0, what="reconstruction sequences")
-
-    def prepare(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, batch: Sequence[Window]
-    ) -> "PreparedWindows":
-        """The windows on a model."""
-        tokens = torch.tensor([window.tokens for window in batch], device=model.device)
-        return PreparedWindows(model, tokenizer, tokens, batch[0].prefix_len, self.supervision)
-
-
-@dataclass(frozen=True)
-class PreparedWindows(Prepared):
-    """Windows of equal lengths on one model."""
-
-    model: PreTrainedModel
-    tokenizer: Any
-    tokens: Int[Tensor, "batch tokens"]
-    prefix_len: int
-    supervision: str
-
-    @cached_property
-    def trace(self) -> Trace:
-        """What compressors are fitted to."""
-        if self.supervision == "suffix":
-            return self._traced
-        if self.supervision == "first-half":
-            return trace(self.model, self.tokens[:, : self.prefix_len + self._start], self.prefix_len)
-        return trace(self.model, reconstruction_of_tokens(self.tokenizer, self.tokens[:, : self.prefix_len]))
-
-    @cached_property
-    def _traced(self) -> Trace:
-        """The dense forward over the windows, against which caches are scored."""
-        return trace(self.model, self.tokens, self.prefix_len)
-
-    @property
-    def _start(self) -> int:
-        """First suffix position that is scored."""
-        return (self.tokens.shape[1] - self.prefix_len) // 2 if self.supervision == "first-half" else 0
-
-    @cached_property
-    def _context(self) -> dict[str, Float[Tensor, " batch"]]:
-        gain, none = _context_gain(self.model, self._traced, self._start)
-        return {"nll_none": none, "context_gain": gain}
-
-    def score(self, cache: CompactCache) -> list[Values]:
-        """The suffix on the cache."""
-        scores = compare(self._traced, cache, start=self._start)
-        names = ("nll", "nll_dense", "delta_nll", "delta_ppl", "kl", "top1")
-        columns = {name: getattr(scores, name).double().cpu() for name in names} | self._context
-        predicted = self._traced.suffix_ids.shape[1] - self._start - 1
-        count = predicted + (self._start == 0)
-        columns["retention"] = 1.0 - columns["delta_nll"] * count / (columns["context_gain"] * predicted)
-        counts = {"num_tokens": float(count), "num_predicted": float(predicted)}
-        rows = [{name: float(column[row]) for name, column in columns.items()} for row in range(len(self.tokens))]
-        return [{k: value for k, value in row.items() if k != "retention" or value == value} | counts for row in rows]
-
-
-@torch.no_grad()
-def _context_gain(
-    model: PreTrainedModel, traced: Trace, first: int
-) -> tuple[Float[Tensor, " batch"], Float[Tensor, " batch"]]:
-    """NLL without the prefix minus dense NLL, and NLL without it, of what suffix positions from ``first`` predict."""
-    suffix, targets, head = traced.suffix_ids, traced.suffix_ids[:, first + 1 :], output_head(model)
-    dense = score_positions(head, traced.hidden[:, first + 1 : -1], targets).nll
-    with frozen(model):
-        alone = hidden_states(model, input_ids=suffix, use_cache=False)[:, first:-1]
-    none = score_positions(head, alone, targets).nll
-    dense, none = (nll.double().sum(1).cpu() / targets.shape[1] for nll in (dense, none))
-    return none - dense, none

@@ -1,7 +1,7 @@
 """Records to tables: figures with intervals, paired comparisons of models, and which models cannot do the task."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -42,8 +42,6 @@ QA_CHANCE = {
 """One over the number of choices."""
 
 _NONE = Estimate(np.nan)
-_Example = tuple[str, str]  # document and name
-_Cells = dict[tuple[Any, ...], dict[str, dict[_Example, list[Record]]]]
 
 
 def summarise(records: Iterable[Record], *, num_resamples: int = 10_000, seed: int = 0) -> pd.DataFrame:
@@ -60,13 +58,13 @@ def summarise(records: Iterable[Record], *, num_resamples: int = 10_000, seed: i
         InputError: records of two data sets; one label for two sets of weights.
     """
     rows: list[dict[str, Any]] = []
-    for key, cell in _cells(records).items():
-        sample = _Sample(cell, sorted(set.intersection(*map(set, cell.values()))), num_resamples, seed)
-        named = dict(zip(CELL, key, strict=True))
-        for metric in sample.metrics:
-            figure = vars(sample.estimate(metric))
-            rows.append(named | {"metric": metric} | figure | sample.sizes | {"baseline": key[1] in BASELINES})
-    return pd.DataFrame(rows, columns=list(SUMMARY)).astype({"step": "Int64"})
+    for cell, sample in _samples(records, num_resamples, seed).items():
+        named, baseline = dict(zip(CELL, cell, strict=True)), {"baseline": cell[1] in BASELINES}
+        rows += [
+            named | {"metric": metric} | vars(sample.estimate(metric)) | sample.sizes | baseline
+            for metric in sample.metrics
+        ]
+    return _table(rows, SUMMARY)
 
 
 def compare_models(
@@ -100,20 +98,21 @@ def compare_models(
     Raises:
         InputError: no records of the reference; otherwise as ``summarise``.
     """
-    cells = _cells(records)
-    if reference not in (labels := {key[0] for key in cells}):
+    samples = _samples(records, num_resamples, seed)
+    if reference not in (labels := {cell[0] for cell in samples}):
         raise InputError(f"no records of model {reference!r}; there are {', '.join(sorted(labels))}")
     rows: list[dict[str, Any]] = []
-    for key, cell in cells.items():
-        other = cells.get((reference, *key[1:]), {})
-        if key[0] == reference or not other:
+    for cell, ours in samples.items():
+        theirs = samples.get((reference, *cell[1:]))
+        if cell[0] == reference or theirs is None:
             continue
-        if common := sorted(set.intersection(*map(set, cell.values()), *map(set, other.values()))):
-            ours, theirs = (_Sample(own, common, num_resamples, seed) for own in (cell, other))
-            named = dict(zip(CELL, key, strict=True)) | {"reference": reference}
+        common = ours.values.index.intersection(theirs.values.index)
+        if len(common):
+            ours, theirs = (replace(sample, values=sample.values.loc[common]) for sample in (ours, theirs))
+            named = dict(zip(CELL, cell, strict=True)) | {"reference": reference}
             names = [name for name in ours.metrics if name in theirs.metrics and name != "native_exact_match"]
             rows += [named | _compared(ours, theirs, name) for name in names]
-    frame = pd.DataFrame(rows, columns=list(COMPARISON)).astype({"step": "Int64", "p_holm": float})
+    frame = _table(rows, COMPARISON).astype({"p_holm": float})
     frame["primary"] = _is_primary(frame, primary)
     tested = frame[~frame["primary"]]
     for _, group in tested.groupby(["model", "metric", tested["stratum"] == ""], sort=False):
@@ -141,89 +140,91 @@ def plumbing(records: Iterable[Record]) -> dict[str, str]:
     above chance on at least ``FEWEST`` documents; in text prediction, where the interval of its context
     gain lies above 0: a model that does not use its prefix has nothing to lose.
     """
-    models: dict[str, list[Record]] = {}
-    for record in records:
-        models.setdefault(record.model, []).append(record)
-    reasons = {label: _inability(own) for label, own in models.items()}
+    models = _rows(records).groupby("label", sort=False)
+    reasons = {str(label): _inability(own.dropna(axis=1, how="all")) for label, own in models}
     return {label: f"plumbing: {reason}" for label, reason in reasons.items() if reason}
 
 
-def _inability(records: list[Record]) -> str:
-    known = records[0].values
-    for name in SCORES:
-        if name in known or f"dense_{name}" in known:
-            return _no_better_than_chance(records, name)
-    if "context_gain" not in known:
-        return ""
-    own = list({(record.document, record.example): record for record in records}.values())
-    bootstrap = ClusterBootstrap([record.document for record in own])
-    gain = bootstrap.mean(np.array([record.values["context_gain"] for record in own]))
-    if gain.low > 0.0:
-        return ""
-    interval = "" if np.isnan(gain.low) else f" [{gain.low:.3g}, {gain.high:.3g}]"
-    return f"context gain {gain.value:.3g}{interval} nats/token is not clearly above 0"
-
-
-def _no_better_than_chance(records: list[Record], name: str) -> str:
-    scores = {}
-    for record in records:
-        if f"dense_{name}" in record.values:
-            scores[record.document, record.example] = record.values[f"dense_{name}"]
-        elif record.method == "dense":
-            scores[record.document, record.example] = record.values[name]
-    documents = [document for document, _ in scores]
-    count = len(set(documents))
+def _inability(rows: pd.DataFrame) -> str:
+    """Why the rows of a model do not show that it can do the task; empty where they do."""
+    name = next((name for name in SCORES if name in rows or f"dense_{name}" in rows), None)
+    if name is None:
+        if "context_gain" not in rows:
+            return ""
+        own = rows.drop_duplicates(_EXAMPLE, keep="last")
+        gain = ClusterBootstrap(list(own["document"])).mean(own["context_gain"].to_numpy())
+        interval = "" if np.isnan(gain.low) else f" [{gain.low:.3g}, {gain.high:.3g}]"
+        return "" if gain.low > 0.0 else f"context gain {gain.value:.3g}{interval} nats/token is not clearly above 0"
+    dense = f"dense_{name}" if f"dense_{name}" in rows else name
+    own = (rows if dense != name else rows[rows["method"] == "dense"]).drop_duplicates(_EXAMPLE, keep="last")
+    count = own["document"].nunique()
     if count < FEWEST:
         return f"{count} documents with a dense score, fewer than {FEWEST}"
-    guesses = [QA_CHANCE.get(record.stratum, 0.0) for record in records]  # answers written freely: 0
-    chance = 0.25 if name == "accuracy" else float(np.mean(guesses))
-    found = share(np.array(list(scores.values())), documents)
+    # answers written freely are not guessed
+    chance = 0.25 if name == "accuracy" else rows["group"].map(lambda task: QA_CHANCE.get(task, 0.0)).mean()
+    found = share(own[dense].to_numpy(), list(own["document"]))
     interval = f"{found.value:.1%} [{found.low:.1%}, {found.high:.1%}] on {count} documents"
     return "" if found.low > chance else f"dense {METRICS[name].label} {interval} is not above chance, {chance:.0%}"
 
 
+_EXAMPLE = ["document", "example"]
+_PLACE = ["label", "model", "run", "method", "keep_ratio", "step", "group", *_EXAMPLE]
+
+
+def _rows(records: Iterable[Record]) -> pd.DataFrame:
+    """A row per record: ``_PLACE`` (``group`` is its stratum, step -1 where there is none), and a column per value.
+
+    Raises:
+        InputError: records of two data sets; one label for two sets of weights.
+    """
+    known = list(records)
+    models_of(known)
+    if len(datasets := sorted({record.dataset for record in known})) > 1:
+        raise InputError(f"records of two data sets: {datasets[0]!r} and {datasets[1]!r}")
+    places = [
+        (r.model, *r.model.partition("@")[::2], r.method_label, r.keep_ratio, -1 if r.step is None else r.step,
+         r.stratum, r.document, r.example) for r in known
+    ]  # fmt: skip
+    return pd.DataFrame(places, columns=_PLACE).join(pd.DataFrame([record.values for record in known]))
+
+
 @dataclass(frozen=True)
 class _Sample:
-    """One model's values on some examples, a row per training seed.
+    """One model's values in a cell, examples by value and training seed; compressor's seeds are averaged."""
 
-    ``records`` is training seed to example to records, which differ in the compressor's seed.
-    """
-
-    records: Mapping[str, Mapping[_Example, Sequence[Record]]]
-    examples: Sequence[_Example]
+    values: pd.DataFrame  # index (document, example), columns (value, run)
+    strata: pd.Series  # of each example
     num_resamples: int
     seed: int
 
-    @property
+    @cached_property
     def documents(self) -> list[str]:
-        return [document for document, _ in self.examples]
+        return list(self.values.index.get_level_values("document"))
+
+    @cached_property
+    def runs(self) -> list[str]:
+        return list(self.values.columns.unique("run"))
 
     @property
     def sizes(self) -> dict[str, int]:
-        counts = len(self.examples), self.bootstrap.num_documents, len(self.records)
-        return dict(zip(SIZES, counts, strict=True))
+        return dict(zip(SIZES, (len(self.values), self.bootstrap.num_documents, len(self.runs)), strict=True))
 
     @cached_property
     def bootstrap(self) -> ClusterBootstrap:
-        first = next(iter(self.records.values()))
-        strata = [first[example][0].stratum for example in self.examples]
+        strata = list(self.strata[self.values.index])
         return ClusterBootstrap(
-            self.documents, strata=strata, seeds=sorted(self.records), num_resamples=self.num_resamples, seed=self.seed
+            self.documents, strata=strata, seeds=self.runs, num_resamples=self.num_resamples, seed=self.seed
         )
 
     @cached_property
     def columns(self) -> dict[str, np.ndarray]:
-        """Every value that all records have, seeds by examples."""
-        rows = [[self.records[seed][example] for example in self.examples] for seed in sorted(self.records)]
-        names = set.intersection(*(set(record.values) for row in rows for own in row for record in own))
-        columns = {
-            name: np.array([[sum(record.values[name] for record in own) / len(own) for own in row] for row in rows])
-            for name in sorted(names)
-        }
-        if {"delta_nll", "context_gain", "num_tokens", "num_predicted"} <= names:
+        """Every value that all records have, and what metrics are made of: seeds by examples."""
+        names = self.values.columns.unique(0)
+        columns = {str(name): self.values.xs(name, axis=1, level=0).to_numpy().T for name in names}
+        if {"delta_nll", "context_gain", "num_tokens", "num_predicted"} <= columns.keys():
             columns["lost"] = columns["delta_nll"] * columns["num_tokens"]
             columns["gained"] = columns["context_gain"] * columns["num_predicted"]
-        if {"exact_match", "dense_exact_match"} <= names:
+        if {"exact_match", "dense_exact_match"} <= columns.keys():
             columns["native_match"] = columns["exact_match"] * columns["dense_exact_match"]
         return columns
 
@@ -239,10 +240,33 @@ class _Sample:
         if not metric.share:
             return drawn
         score = self.columns[metric.columns[0]].mean(0)
-        if len(self.records) > 1:  # Wilson's interval does not know of training seeds
+        if len(self.runs) > 1:  # Wilson's interval does not know of training seeds
             return drawn.union(share(score, self.documents))
         counted = self.columns[metric.columns[1]][0] > 0 if len(metric.columns) > 1 else np.ones(len(score), bool)
         return share(score[counted], [self.documents[i] for i in np.flatnonzero(counted)]) if counted.any() else _NONE
+
+
+def _samples(records: Iterable[Record], num_resamples: int, seed: int) -> dict[tuple[Any, ...], _Sample]:
+    """A sample per ``CELL``, in the order of tables: strata after all examples, models and methods as they come."""
+    rows, samples = _rows(records), {}
+    strata = list(rows["group"].unique())
+    for place in ("model", "method"):
+        rows[place] = pd.Categorical(rows[place], rows[place].unique())
+    groups = rows.drop_duplicates(_EXAMPLE).set_index(_EXAMPLE)["group"]
+    for stratum in ["", *(name for name in strata if name and len(strata) > 1)]:
+        part = rows[rows["group"] == stratum] if stratum else rows
+        for (model, method, keep_ratio, step), own in part.groupby(list(CELL[:4]), observed=True):
+            own = own.dropna(axis=1)
+            names = [name for name in own if name not in _PLACE]
+            # examples that some training run lacks are left out
+            values = own.groupby([*_EXAMPLE, "run"])[names].mean().unstack("run").dropna()
+            cell = (model, method, keep_ratio, None if step < 0 else step, stratum)
+            samples[cell] = _Sample(values, groups, num_resamples, seed)
+    return samples
+
+
+def _table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> pd.DataFrame:
+    return pd.DataFrame(rows, columns=list(columns)).astype({"step": "Int64"})
 
 
 def _compared(ours: _Sample, theirs: _Sample, name: str) -> dict[str, Any]:
@@ -255,7 +279,7 @@ def _compared(ours: _Sample, theirs: _Sample, name: str) -> dict[str, Any]:
     if metric.share:
         first, second = ours.columns[name].mean(0), theirs.columns[name].mean(0)
         wide, p_share = share_difference(first, second, ours.documents)
-        several = max(len(ours.records), len(theirs.records)) > 1
+        several = max(len(ours.runs), len(theirs.runs)) > 1
         difference, p = (difference.union(wide), float(np.fmax(p, p_share))) if several else (wide, p_share)
         if set(np.unique([first, second])) <= {0.0, 1.0}:
             p = max(p, mcnemar(first, second))
@@ -277,27 +301,3 @@ def _is_primary(frame: pd.DataFrame, primary: Mapping[str, Any] | None) -> pd.Se
     found &= frame["metric"].eq(primary["metric"]) & np.isclose(frame["keep_ratio"], primary["keep_ratio"])
     last = frame[found]["step"].max()
     return found & (frame["step"].isna() if pd.isna(last) else frame["step"].eq(last).fillna(False))
-
-
-def _cells(records: Iterable[Record]) -> _Cells:
-    """Records by ``CELL``, then training seed, then example; strata after all examples."""
-    known = list(records)
-    models_of(known)
-    if len(datasets := sorted({record.dataset for record in known})) > 1:
-        raise InputError(f"records of two data sets: {datasets[0]!r} and {datasets[1]!r}")
-    strata = ["", *dict.fromkeys(record.stratum for record in known)]
-    cells: _Cells = {}
-    for record in known:
-        model, _, run = record.model.partition("@")
-        for stratum in {"", record.stratum} if len(strata) > 2 else {""}:
-            key = model, record.method_label, record.keep_ratio, record.step, stratum
-            cells.setdefault(key, {}).setdefault(run, {}).setdefault((record.document, record.example), []).append(
-                record
-            )
-    models, methods = (list(dict.fromkeys(key[i] for key in cells)) for i in (0, 1))
-
-    def order(key: tuple[Any, ...]) -> tuple[Any, ...]:
-        model, method, keep_ratio, step, stratum = key
-        return strata.index(stratum), models.index(model), methods.index(method), keep_ratio, step is not None, step
-
-    return {key: cells[key] for key in sorted(cells, key=order)}

@@ -2,20 +2,17 @@
 
 import hashlib
 import json
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from transformers import PreTrainedModel
 
 from kvcat.cache import CompactCache
-from kvcat.compress import Compressor
 from kvcat.errors import InputError
 from kvcat.evals.records import method_label
 
 Values = dict[str, float]
-Step = int | None
-Models = Mapping[str, tuple[PreTrainedModel, Any]]  # label to model and tokenizer
 
 
 @dataclass(frozen=True)
@@ -41,11 +38,17 @@ class Method:
         return method_label(self.name, self.options)
 
 
+@dataclass(frozen=True)
 class Prepared:
-    """A batch of examples on one model: a frozen dataclass that inherits from this one."""
+    """A batch of a task's examples on one model."""
 
-    trace: Any
-    """What compressors are fitted to, one row per example; made when first needed."""
+    task: Any
+    model: PreTrainedModel
+    tokenizer: Any
+    batch: Sequence[Any]
+
+    trace: ClassVar[Any]
+    """What compressors are fitted to, one row per example; a cached property of a task that compresses."""
 
     def score(self, cache: CompactCache) -> list[Values]:
         """Values per example when the compact cache stands for the context."""
@@ -54,17 +57,6 @@ class Prepared:
     def baseline(self, baseline: Baseline) -> list[Values]:
         """Values per example under one of the task's baselines."""
         raise NotImplementedError
-
-    def caches(
-        self, compressor: Compressor, keep_ratios: Sequence[float]
-    ) -> Iterator[Iterator[tuple[Step, CompactCache]]]:
-        """For each keep ratio the batch's compact caches by step; None is the step of a method without steps."""
-        if hasattr(compressor, "snapshots"):
-            for keep_ratio in keep_ratios:
-                yield compressor.snapshots(self.trace, keep_ratio=keep_ratio)  # type: ignore[attr-defined]
-        else:
-            for cache in compressor.each(self.trace, keep_ratios):
-                yield iter([(None, cache)])
 
 
 class Task:
@@ -75,6 +67,7 @@ class Task:
     """
 
     evaluation: ClassVar[str]  # a key of ``DECIDING``
+    prepared: ClassVar[type[Prepared]]  # how its batches are scored
     tokenized: ClassVar[bool] = False  # whether examples are token ids, so that all models need one tokenizer
     compresses: ClassVar[bool] = True  # whether there is a context to compress
     baselines: ClassVar[Any] = (Baseline("dense", 1.0), Baseline("no-context", 0.0))
@@ -95,7 +88,7 @@ class Task:
 
     def prepare(self, model: PreTrainedModel, tokenizer: Any, batch: Sequence[Any]) -> Prepared:
         """The batch on a model."""
-        raise NotImplementedError
+        return self.prepared(self, model, tokenizer, batch)
 
 
 def manifest(examples: Sequence[Any]) -> str:
