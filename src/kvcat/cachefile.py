@@ -9,11 +9,8 @@ import hashlib
 import io
 import json
 import os
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvcat.errors import InputError
 
@@ -29,8 +26,7 @@ _LONGEST_HEADER = 2**24
 _BLOCK = 2**22
 
 
-@dataclass(frozen=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """One tensor as the header describes it: safetensors' name of its type (F32, ...), shape, bytes of the file."""
 
     dtype: str
@@ -44,36 +40,33 @@ class TensorEntry:
         return self.stop - self.start
 
 
-@dataclass(frozen=True)
-class FileHeader:
-    """The header of a file of ours; ``entries`` are without ``format`` and ``sha256``, ``file_size`` is in bytes."""
+class FileHeader(NamedTuple):
+    """The header of a file of ours; ``file_size`` is in bytes."""
 
     kind: str
-    version: int
-    entries: dict[str, str]
+    digest: str  # the checksum
+    entries: dict[str, str]  # without format and checksum
     tensors: dict[str, TensorEntry]
     file_size: int
 
 
-def read_header(path: Path, *, verify: bool = True) -> FileHeader:
-    """The header of a compact cache or an exported prefix; ``verify`` compares the whole file with its checksum.
+def read_header(path: Path, *kinds: str) -> FileHeader:
+    """The header of a file of one of these kinds, once the whole file agrees with its checksum.
 
     Raises:
-        InputError: missing, truncated, no safetensors file, not ours, of another version, or changed.
+        InputError: missing, truncated, no safetensors file, not of the first kind, of another version, or changed.
     """
     if not path.is_file():
         raise InputError(f"no cache file {path}")
     try:
         with path.open("rb") as file:
-            return parse_header(file, path, verify=verify)
+            return parse_header(file, path, *kinds)
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
 
 
-def parse_header(
-    file: io.BufferedIOBase, path: Path, *, verify: bool = True, kinds: Sequence[str] = (CACHE, PREFIX)
-) -> FileHeader:
-    """As ``read_header``, of the given kinds, from an open file whose name is ``path``."""
+def parse_header(file: io.BufferedIOBase, path: Path, *kinds: str) -> FileHeader:
+    """As ``read_header``, from an open file whose name is ``path``."""
     broken = f"{path} is truncated or not a safetensors file"
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
@@ -87,22 +80,21 @@ def parse_header(
         tensors = {name: _entry(facts, 8 + length) for name, facts in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"{broken}: its header cannot be read ({type(error).__name__})") from None
-    kind, version = _format(entries.pop("format", ""), path, kinds)
+    kind = _kind(entries.pop("format", ""), path, kinds)
     end = max((tensor.stop for tensor in tensors.values()), default=8 + length)
     if end != size:
         raise InputError(f"{broken}: its header describes {end} bytes, it has {size}")
-    stated = entries.pop("sha256", "")
-    if verify and stated != _digest(file, text, stated):
+    whole, own = hashlib.sha256(length.to_bytes(8, "little")), entries.pop("sha256", "")
+    whole.update(text.replace(f'"sha256":"{own}"'.encode(), f'"sha256":"{NO_DIGEST}"'.encode()))
+    while block := file.read(_BLOCK):
+        whole.update(block)
+    if whole.hexdigest() != own:
         raise InputError(f"{path} is corrupt: its contents do not match its checksum")
-    return FileHeader(kind, version, entries, tensors, size)
+    return FileHeader(kind, own, entries, tensors, size)
 
 
 def parse_metadata(text: str, name: object) -> dict[str, str]:
-    """How a cache was made, from its header entry; ``name`` is that of the cache, for the message.
-
-    Raises:
-        InputError: no flat table of texts.
-    """
+    """How a cache was made, from its header entry; ``name`` is that of the cache, for the message of ``InputError``."""
     try:
         metadata = json.loads(text)
     except (ValueError, RecursionError):
@@ -119,24 +111,10 @@ def _entry(facts: dict[str, Any], offset: int) -> TensorEntry:
     return TensorEntry(str(facts["dtype"]), tuple(int(n) for n in facts["shape"]), offset + start, offset + stop)
 
 
-def _format(stated: str, path: Path, kinds: Sequence[str]) -> tuple[str, int]:
-    match = re.fullmatch(r"(kvcat-[a-z-]+)-(\d{1,9})", stated, re.ASCII)
-    if match is None or match[1] not in KINDS:
-        raise InputError(f"{path} is not {KINDS[kinds[0]]}")
-    kind, version = match[1], int(match[2])
+def _kind(stated: str, path: Path, kinds: tuple[str, ...]) -> str:
+    kind, _, version = stated.rpartition("-")
     if kind not in kinds:
-        raise InputError(f"{path} is {KINDS[kind]}, not {KINDS[kinds[0]]}")
-    if version != VERSIONS[kind]:
-        age = "was written by a newer kvcat," if version > VERSIONS[kind] else "has"
-        raise InputError(f"{path} {age} format {version}; this version reads {VERSIONS[kind]}")
-    return kind, version
-
-
-def _digest(file: io.BufferedIOBase, header: bytes, stated: str) -> str:
-    """SHA-256 of the whole file, with zeros where its own checksum stands."""
-    result = hashlib.sha256(len(header).to_bytes(8, "little"))
-    result.update(header.replace(f'"sha256":"{stated}"'.encode(), f'"sha256":"{NO_DIGEST}"'.encode()))
-    file.seek(8 + len(header))
-    while block := file.read(_BLOCK):
-        result.update(block)
-    return result.hexdigest()
+        raise InputError(f"{path} is {KINDS[kind] + ', not' if kind in KINDS else 'not'} {KINDS[kinds[0]]}")
+    if version != str(VERSIONS[kind]):
+        raise InputError(f"{path} has format {version[:9]}; this version of kvcat reads {VERSIONS[kind]}")
+    return kind

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import threading
+import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,13 +51,9 @@ def write_json(target: Path, content: Any) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object.
-
-    Raises:
-        InputError: no such file, not readable, or no JSON object.
-    """
+    """The JSON object in a file, or the table in a .toml file; ``InputError`` if there is none."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = (tomllib if path.suffix == ".toml" else json).loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(f"{path} is not readable: {error}") from None
     if not isinstance(found, dict):

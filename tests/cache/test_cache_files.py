@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvcat.cache import CompactCache, CompactLayer, fingerprint
-from kvcat.cachefile import parse_header
+from kvcat.cachefile import CACHE, parse_header
 from kvcat.errors import InputError
 
 OWNER = "ab" * 32
@@ -96,7 +96,7 @@ def test_every_single_byte_and_every_length_is_guarded(tmp_path, form):
         damaged = bytearray(content)
         damaged[position] ^= 1 << position % 8
         with pytest.raises(InputError):
-            parse_header(io.BytesIO(damaged), path)
+            parse_header(io.BytesIO(damaged), path, CACHE)
         if position % 97 == 0:
             refused(path, damaged)
     for length in (0, 1, 7, 8, 9, 100, len(content) // 2, len(content) - 8, len(content) - 1):
@@ -134,7 +134,7 @@ DAMAGED_TENSORS = [
 
 DEEP = "[" * 100_000
 DAMAGED_ENTRIES = [
-    ({"format": "kvcat-compact-cache-3"}, "was written by a newer kvcat, format 3; this version reads 2$"),
+    ({"format": "kvcat-compact-cache-3"}, "has format 3; this version of kvcat reads 2$"),
     ({"format": "pt"}, "is not a compact cache of kvcat"),
     ({"format": "kvcat-prefix-1"}, "is an exported prefix of kvcat, not a compact cache"),
     ({"num_tokens": None}, "num_tokens"),

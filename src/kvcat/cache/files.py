@@ -90,7 +90,7 @@ def read_tensors(path: Path, kind: str) -> tuple[dict[str, str], dict[str, Tenso
         raise InputError(f"no cache file {path}")
     try:
         with path.open("rb") as file:
-            header = parse_header(file, path, kinds=(kind,))
+            header = parse_header(file, path, kind)
             file.seek(0)
             return header.entries, safetensors.torch.load(file.read())
     except SafetensorError as error:

@@ -16,7 +16,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "export": ("cli.train.export", "Write a checkpoint of a run as a Hugging Face folder."),
     "compress": ("cli.documents.compress", "Compress a document's KV cache and save it."),
     "generate": ("cli.documents.generate", "Answer prompts from a saved cache."),
-    "info": ("cli.info.info", "Describe a cache file: slots, bytes saved, method, model."),
+    "info": ("cli.documents.info", "Describe a cache file: slots, bytes saved, method, model."),
     "widen": ("cli.documents.widen", "Write a checkpoint from which stock engines serve compact caches."),
     "pack": ("cli.documents.pack", "Convert a saved cache for another engine."),
     "eval suffix": ("cli.evaluate.Suffix", "Score held-out text behind a compressed prefix."),
@@ -24,7 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "eval longbench": ("cli.evaluate.LongBench", "Answer LongBench v2 from compressed contexts."),
     "eval ruler": ("cli.evaluate.Ruler", "Solve RULER's synthetic tasks on compressed contexts."),
     "eval qa": ("cli.evaluate.QA", "Answer multiple-choice questions, nothing compressed."),
-    "eval profile": ("cli.profile.profile", "Measure the error of the best cache found against its slots."),
+    "eval profile": ("cli.evaluate.profile", "Measure the error of the best cache found against its slots."),
     "report": ("cli.evaluate.report", "Make tables, plots and a page from evaluations."),
     "theory histogram": ("theory.run_histogram", "Build the motivating example and its exact optimum."),
     "theory theorem": ("theory.run_theorem", "Verify the main theorem for any function."),
@@ -40,9 +40,6 @@ _GROUPS = {
     "eval": "Measure what a compressed cache costs in quality. A stopped evaluation continues.",
     "theory": "Compressibility as the paper defines it: its constructions, built and verified.",
 }
-_NOT_ALLOWED = (
-    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP,
-)  # fmt: skip
 
 
 def main() -> None:
@@ -67,12 +64,10 @@ def run(argv: list[str]) -> int:
     except BrokenPipeError:  # `kvcat ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return _say(f"no space left on the disk{f' for {error.filename}' if error.filename else ''}", 2)
-        if error.errno in _NOT_ALLOWED and error.filename:
-            return _say(f"cannot use {error.filename}: {error.strerror}", 2)
-        raise
+    except OSError as error:  # no permission, a full disk
+        if not error.filename and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        return _say(f"cannot use {error.filename or 'the disk'}: {error.strerror}", 2)
     except Exception as error:
         if isinstance(signal := getattr(error, "signum", None), int):  # training saved its state and stopped
             return _say(str(error), 128 + signal)
@@ -81,18 +76,22 @@ def run(argv: list[str]) -> int:
 
 
 def _dispatch(argv: list[str]) -> None:
-    if not argv or argv[0] in ("-h", "--help"):
+    first = argv[0] if argv else "--help"
+    if first in ("-h", "--help"):
         print(_overview())
-    elif argv[0] == "--version":
+    elif first == "--version":
         import kvcat
 
         print(f"kvcat {kvcat.__version__}")
-    elif argv[0].startswith("--tyro"):
-        _complete(argv)
-    elif argv[0] in _GROUPS and argv[1:2] in ([], ["-h"], ["--help"]):
-        print(_overview(argv[0]))
+    elif first.startswith("--tyro"):
+        from kvcat.cli.options import completion
+        from kvcat.training.config import TrainConfig
+
+        completion({**{name: _function(name) for name in COMMANDS}, "train": TrainConfig}, argv)
+    elif first in _GROUPS and argv[1:2] in ([], ["-h"], ["--help"]):
+        print(_overview(first))
     else:
-        length = 2 if argv[0] in _GROUPS else 1
+        length = 2 if first in _GROUPS else 1
         name, arguments = " ".join(argv[:length]), argv[length:]
         if name not in COMMANDS:
             raise InputError(f"no command {name!r}; commands: {', '.join(COMMANDS)}")
@@ -115,24 +114,12 @@ def _overview(group: str = "") -> str:
     """The help text of the program, or of a group of commands."""
     listed = {name: line for name, (_, line) in COMMANDS.items() if name.startswith(group)}
     width = max(map(len, listed))
-    rows = [f"  {name:{width}}  {line}" for name, line in listed.items()]
-    return "\n".join([
-        f"usage: kvcat {group or 'COMMAND'} ...", "", _GROUPS.get(group, _OVERVIEW), "", "commands:", *rows, "",
-        f"`kvcat {group or 'COMMAND'}{' COMMAND' if group else ''} --help` shows options and an example; "
-        "`kvcat --version` the version.",
-    ])  # fmt: skip
-
-
-def _complete(argv: list[str]) -> None:
-    """Print or write the completion script of a shell for all commands; of the theory's their names, without torch."""
-    from kvcat.cli.options import completion
-    from kvcat.training.config import TrainConfig
-
-    def command() -> None: ...
-
-    theory = {name: command for name in COMMANDS if name.startswith("theory")}
-    functions = {name: _function(name) for name in COMMANDS if name not in theory}
-    completion({**functions, **theory, "train": TrainConfig}, argv)
+    rows = "\n".join(f"  {name:{width}}  {line}" for name, line in listed.items())
+    command = f"kvcat {group} COMMAND" if group else "kvcat COMMAND"
+    return (
+        f"usage: {command} ...\n\n{_GROUPS.get(group, _OVERVIEW)}\n\ncommands:\n{rows}\n\n"
+        f"`{command} --help` shows options and an example; `kvcat --version` the version."
+    )
 
 
 def _say(message: str, code: int) -> int:

@@ -1,14 +1,16 @@
-"""``kvcat compress``, ``generate`` and ``pack``: a document compressed once answers again and again."""
+"""``kvcat compress``, ``generate``, ``pack``, ``widen`` and ``info``: what is done with a document's cache."""
 
 import dataclasses
 import hashlib
 import sys
+from array import array
+from json import loads
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from kvcat.cachefile import CACHE, PREFIX, VERSIONS, FileHeader, read_header
 from kvcat.cli import options as opt
 from kvcat.errors import InputError
-from kvcat.methods import parse_method
 
 if TYPE_CHECKING:
     from kvcat.cache import CompactCache
@@ -20,8 +22,8 @@ def compress(
     text: Path,
     output: opt.Output,
     method: str = "attention-matching",
-    keep: float | None = None,
-    slots: int | None = None,
+    keep: opt.Fraction | None = None,
+    slots: opt.Count | None = None,
     max_kl: float | None = None,
     supervision: opt.Supervision = "reconstruction",
     chat: bool = False,
@@ -47,25 +49,32 @@ def compress(
         chat: Put the document into the tokenizer's chat template, as a user's turn; answers then follow it.
     """
     keep = 0.1 if keep is slots is max_kl is None else keep
-    document = _checked_document(text, method, keep, slots, max_kl, supervision)
-    opt.check_least(0, seed=seed)
+    if sum(budget is not None for budget in (keep, slots, max_kl)) > 1:
+        raise InputError("give one of --keep, --slots and --max-kl")
+    document = _read_text(text)
     opt.check_output(output, overwrite=overwrite)
-    opt.check_model(model)
 
     import kvcat
-    from kvcat.compress import seeded_compressor, smallest_cache
+    from kvcat.compress import parse_method, seeded_compressor, smallest_cache
     from kvcat.compress.documents import document_trace
     from kvcat.evals import advance, progress_bar
 
     name, options = parse_method(method)
     compressor = seeded_compressor(name, options, seed)
+    learns = "--max-kl" if max_kl is not None else name
+    if supervision == "self" and learns in ("gradient", "--max-kl"):
+        raise InputError(f"{learns} needs --supervision reconstruction: the document alone leaves nothing to predict")
     loaded, tokenizer = kvcat.load(model, dtype=dtype, device=device)
     trace = document_trace(loaded, tokenizer, document, supervision=supervision, chat=chat)
     digest = hashlib.sha256(repr((model, document, method, keep, slots, seed, chat, dtype)).encode()).hexdigest()
     state = output.with_name(f".{output.name}.{digest[:8]}.state")  # the same command continues from it after a kill
     made = {"supervision": supervision, "chat": "yes" if chat else "no", "dtype": dtype}
     if max_kl is not None:
-        found = smallest_cache(trace, compressor, max_kl, on_try=_tell)
+
+        def tell(slots: int, kl: float) -> None:
+            print(f"{slots} slots: KL {kl:.5f} nats per token held out", file=sys.stderr, flush=True)
+
+        found = smallest_cache(trace, compressor, max_kl, on_try=tell)
         cache, made = found.cache, {**made, "max_kl": f"{max_kl:g}", "held_out_kl": f"{found.kl:.6g}"}
     elif isinstance(compressor, kvcat.GradientCompression):
         with progress_bar(compressor.num_steps, "step") as bar:
@@ -82,12 +91,24 @@ def compress(
     )
 
 
+def _read_text(path: Path) -> str:
+    try:
+        document = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot read text file {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+    if not document.strip():
+        raise InputError(f"text file {path} is empty")
+    return document
+
+
 def generate(
     model: opt.Model,
     /,
     cache: Path,
     prompt: opt.Strings = (),
-    max_new_tokens: int = 64,
+    max_new_tokens: opt.Count = 64,
     temperature: float = 0.0,
     seed: opt.Seed = 0,
     device: opt.Device = "cpu",
@@ -109,29 +130,49 @@ def generate(
     prompts = opt.flat(prompt)
     if not prompts:
         raise InputError("no prompt: give --prompt TEXT, once or several times")
-    opt.check_least(1, max_new_tokens=max_new_tokens)
-    opt.check_least(0, seed=seed)
     if temperature != 0 and not 1e-3 <= temperature <= 1e3:
         raise InputError(f"--temperature is {temperature:g}; it must be 0, or lie in [0.001, 1000]")
 
     import torch
     from transformers import TextStreamer
 
+    from kvcat.compress.documents import question_ids
+
     loaded, tokenizer, compact = _model_and_cache(model, cache, device=device, dtype=dtype)
-    questions = [_question(loaded, tokenizer, compact, text) for text in prompts]
+    positions = getattr(loaded.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    questions = [question_ids(tokenizer, text, chat=compact.metadata.get("chat") == "yes") for text in prompts]
+    for ids in questions:
+        if compact.num_tokens + ids.shape[1] >= positions:
+            raise InputError(
+                f"no position is left for an answer: the document's {compact.num_tokens} tokens and the prompt's "
+                f"{ids.shape[1]} fill the model's {positions}"
+            )
     end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-    for text, (ids, room) in zip(prompts, questions, strict=True):
+    for text, ids in zip(prompts, questions, strict=True):
         if len(prompts) > 1:
             print(f"> {text}")
         torch.manual_seed(seed)
         loaded.generate(
             **compact.inputs(loaded, ids.to(loaded.device)),
-            max_new_tokens=min(max_new_tokens, room),
+            max_new_tokens=min(max_new_tokens, positions - compact.num_tokens - ids.shape[1]),
             streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
             pad_token_id=end if pad is None else pad,
             **sampling,
         )
+
+
+def _model_and_cache(
+    model: str, file: Path, *, device: str, dtype: str | None = None, tokenizer: bool = True
+) -> tuple[Any, Any, "CompactCache"]:
+    """Model, tokenizer and cache on one device, once it is certain that the cache is the model's."""
+    import kvcat
+
+    compact = kvcat.CompactCache.load(file)
+    dtype = dtype or compact.metadata.get("dtype", "float32")
+    loaded, words = kvcat.load(model, dtype=dtype, device=device, tokenizer=tokenizer)
+    compact.check_model(loaded, str(file))
+    return loaded, words, compact.to(loaded.device)
 
 
 def pack(
@@ -189,7 +230,6 @@ def widen(
     is_gguf = output.suffix == ".gguf"
     if is_gguf:
         opt.check_output(output, overwrite=overwrite)
-    opt.check_model(model)
 
     import kvcat
     from kvcat.models import save
@@ -204,62 +244,62 @@ def widen(
     print(f"{output}: heads of {wide.config.head_dim} channels, {wide.config.kvcat_head_dim} of the model's own")
 
 
-def _checked_document(
-    path: Path, method: str, keep: float | None, slots: int | None, max_kl: float | None, supervision: str
-) -> str:
-    """The document's text, once options fit together and the file is UTF-8 text."""
-    if sum(budget is not None for budget in (keep, slots, max_kl)) > 1:
-        raise InputError("give one of --keep, --slots and --max-kl")
-    opt.check_method(method)
-    what = "--max-kl" if max_kl is not None else parse_method(method)[0]
-    if supervision == "self" and what in ("gradient", "--max-kl"):
-        raise InputError(f"{what} needs --supervision reconstruction: the document alone leaves nothing to predict")
-    if max_kl is not None and not max_kl >= 0:
-        raise InputError(f"--max-kl is {max_kl:g}; it must not be negative")
-    opt.check_keep(*([] if keep is None else [keep]))
-    opt.check_least(1, slots=slots)
+def info(file: Path, /) -> None:
+    """Describe a cache file without loading a model: slots, bytes saved, method, model.
+
+    Example: kvcat info report.safetensors
+
+    Args:
+        file: Cache file that `kvcat compress` or `kvcat pack` wrote.
+    """
+    header = read_header(file, CACHE, PREFIX)
     try:
-        document = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"cannot read text file {path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
-    if not document.strip():
-        raise InputError(f"text file {path} is empty")
-    return document
+        rows = describe(file, header)
+    except (KeyError, ValueError, IndexError, ZeroDivisionError) as error:
+        raise InputError(f"{file} is not whole: {type(error).__name__} {error}") from error
+    print("\n".join(f"{name:<16}{text}" for name, text in rows.items()))
 
 
-def _tell(slots: int, kl: float) -> None:
-    print(f"{slots} slots: KL {kl:.5f} nats per token held out", file=sys.stderr, flush=True)
+def describe(path: Path, header: FileHeader) -> dict[str, str]:
+    """What a compact cache or an exported prefix says of itself, without loading torch."""
+    tensors, entries, num_tokens = header.tensors, header.entries, int(header.entries["num_tokens"])
+    counts, dense = [], 0  # slots of each head by layer; bytes of the dense cache of the same tokens and dtype
+    for index in range(int(entries["num_layers"])):
+        keys, values = (tensors[f"layers.{index}.{part}"] for part in ("keys", "values"))
+        stored = tensors.get(f"layers.{index}.counts")
+        if stored is None:
+            counts.append([keys.shape[2]] * (keys.shape[0] * keys.shape[1]))
+        else:
+            with path.open("rb") as file:
+                file.seek(stored.start)
+                counts.append(array("q" if stored.dtype == "I64" else "i", file.read(stored.nbytes)).tolist())
+        dense += (keys.nbytes + values.nbytes) * len(counts[-1]) * num_tokens // sum(counts[-1])
+    kept = sum(t.nbytes for name, t in tensors.items() if name.endswith((".keys", ".values", ".log_bias")))
+    means = [sum(layer) / len(layer) for layer in counts]
+    mean, most, first = sum(means) / len(means), max(map(max, counts)), tensors["layers.0.keys"]
+    slots = f"{most}" if mean == most else f"{mean:.1f} on average, at most {most}"
+    batch, kv_heads = tensors.get("layers.0.counts", first).shape[:2]
+    bias = "with" if any(name.endswith(".log_bias") for name in tensors) else "without"
+    told = {"method": "unknown", "model": "unknown", **loads(entries["metadata"])}
+    rows = {
+        "file": f"{path}, {_size(header.file_size)}, format {header.kind}-{VERSIONS[header.kind]}, "
+        "whole (checksum compared)",
+        "cache": f"{num_tokens} tokens in {slots} slots a layer and head ({mean / num_tokens:.1%} kept)",
+        "shape": f"{batch} example{'s' * (batch > 1)}, {len(counts)} layers, {kv_heads} KV heads of {first.shape[-1]} "
+        f"channels, {first.dtype}, {bias} log-bias",
+        "bytes": f"{_size(kept)}; the dense cache has {_size(dense)}: {_size(dense - kept)} saved "
+        f"({1 - kept / dense:.1%})",
+        "method": told.pop("method"),
+        "model": f"{told.pop('model')}, fingerprint {entries['fingerprint'][:12]}",
+        "settings": ", ".join(f"{key} {value}" for key, value in sorted(told.items())) or "none told",
+    }
+    if len(set(means)) > 1:
+        rows["slots by layer"] = " ".join(f"{mean:.4g}" for mean in means)
+    return rows
 
 
-def _model_and_cache(
-    model: str, file: Path, *, device: str, dtype: str | None = None, tokenizer: bool = True
-) -> tuple[Any, Any, "CompactCache"]:
-    """Model, tokenizer and cache on one device, once it is certain that the cache is the model's."""
-    if not file.is_file():
-        raise InputError(f"no cache file {file}")
-    opt.check_model(model)
-
-    import kvcat
-
-    compact = kvcat.CompactCache.load(file)
-    dtype = dtype or compact.metadata.get("dtype", "float32")
-    loaded, words = kvcat.load(model, dtype=dtype, device=device, tokenizer=tokenizer)
-    compact.check_model(loaded, str(file))
-    return loaded, words, compact.to(loaded.device)
-
-
-def _question(model: Any, tokenizer: Any, cache: "CompactCache", text: str) -> tuple[Any, int]:
-    """A prompt's token ids, (1, tokens), and the most tokens that its answer may have."""
-    from kvcat.compress.documents import question_ids
-
-    ids = question_ids(tokenizer, text, chat=cache.metadata.get("chat") == "yes")
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-    room = positions - cache.num_tokens - ids.shape[1]
-    if room < 1:
-        raise InputError(
-            f"no position is left for an answer: the document's {cache.num_tokens} tokens and the prompt's "
-            f"{ids.shape[1]} fill the model's {positions}"
-        )
-    return ids, room
+def _size(count: int) -> str:
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if abs(count) >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count} bytes"

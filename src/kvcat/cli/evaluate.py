@@ -2,8 +2,7 @@
 
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -11,20 +10,17 @@ import tyro
 
 from kvcat.cli import options as opt
 from kvcat.errors import InputError
-from kvcat.methods import parse_method
 
 if TYPE_CHECKING:
-    from kvcat.evals import Task
+    from kvcat.evals import Method, Task
 
-Split = Literal["all", "test", "validation", "train"]
-BatchSize = Annotated[int, tyro.conf.arg(help="Examples a forward pass.")]
+BatchSize = Annotated[opt.Count, tyro.conf.arg(help="Examples a forward pass.")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """The options of every evaluation; a subclass adds those of its ``make_task``. Tyro makes both a command line."""
 
-    keeps: ClassVar[tuple[float, ...]] = ()
     several: ClassVar[str] = ""
     """An option of several values, each of which gives a folder of its own."""
     models: tyro.conf.Positional[opt.Models]
@@ -32,21 +28,16 @@ class Evaluation:
     """Folder for records and report. A stopped evaluation continues; under torchrun, processes share the work."""
     device: opt.Device = "cpu"
     dtype: opt.Dtype = "float32"
-    data_seed: int = 0
-    """Seed of the choice of examples."""
+    data_seed: Annotated[opt.Seed, tyro.conf.arg(help="Seed of the choice of examples.")] = 0
     batch_size: BatchSize = 8
-
-    def name(self) -> str:
-        """As results folders call the evaluation."""
-        return type(self).__name__.lower()
 
     def task(self, tokenizer: Any, value: Any) -> "Task":
         """The examples and how they are scored; ``value`` is one of ``several``."""
         raise NotImplementedError
 
-    def own(self, *names: str) -> dict[str, Any]:
-        """These options by name, as arguments of ``make_task``."""
-        return {name: getattr(self, name) for name in names}
+    def settings(self) -> dict[str, Any]:
+        """Further arguments of ``evaluate``."""
+        return {"methods": [], "keep_ratios": []}
 
     def run(self) -> None:
         """Evaluate, report and print.
@@ -54,42 +45,28 @@ class Evaluation:
         Raises:
             InputError: a person's mistake, before heavy work.
         """
-        compressing = self if isinstance(self, Compressing) else None
-        specs = (opt.flat(compressing.method) or ["attention-matching"]) if compressing else []
-        ratios = (opt.flat(compressing.keep) or list(self.keeps)) if compressing else []
-        seeds = (opt.flat(compressing.seed) or [0]) if compressing else [0]
-        self.check(specs, ratios, seeds)
-        folders = opt.labelled(self.models)
-        opt.check_model(*folders.values())
-
-        import kvcat
-        from kvcat.compress import seeded_compressor
-        from kvcat.evals import Method, evaluate, plumbing, read_records, summarise
+        from kvcat.evals import evaluate, plumbing, read_records, summarise
         from kvcat.report import headline_text, write_report
         from kvcat.report.results import EVALUATIONS
 
-        methods = [Method(*parse_method(spec)) for spec in specs]
-        for method in methods:
-            seeded_compressor(method.name, method.options, seeds[0])
+        settings = self.settings()
         index, count = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        settings: dict[str, Any] = {"batch_size": self.batch_size, "seeds": seeds, "shard": (index, count)}
-        if compressing:
-            settings |= {"speed": compressing.speed, "primary": compressing.primary_cell()}
         device = self.device if self.device != "cuda" else f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-        loaded = {label: kvcat.load(folder, dtype=self.dtype, device=device) for label, folder in folders.items()}
+        models = load_models(self.models, device, self.dtype)
+        tokenizer = next(iter(models.values()))[1]
         values = list(dict.fromkeys(opt.flat(getattr(self, self.several)))) if self.several else []
-        tokenizer, tasks = next(iter(loaded.values()))[1], {}
+        tasks: dict[Path, Task] = {}
         for value in values or [None]:
             folder = self.out / (re.sub(r"[^\w.-]+", "-", str(value)).strip("-.") if len(values) > 1 else "")
             if folder in tasks:
                 raise InputError(f"two --{self.several} would write to the same folder {folder}")
             tasks[folder] = self.task(tokenizer, value)
         for folder, task in tasks.items():
-            evaluate(task, loaded, methods, ratios, folder, **settings)
+            evaluate(task, models, out_dir=folder, batch_size=self.batch_size, shard=(index, count), **settings)
         if count > 1:
             print(f"shard {index} of {count} is done; when all are: kvcat report {' '.join(map(str, tasks))}")
             return
-        page = write_report(list(tasks), self.out / "report", title=EVALUATIONS[self.name()].title)
+        page = write_report(list(tasks), self.out / "report", title=EVALUATIONS[type(self).__name__.lower()].title)
         for folder in tasks:
             records = read_records(folder)
             print(headline_text(summarise(records)))
@@ -97,52 +74,61 @@ class Evaluation:
                 print(f"{label}: {reason}")
         print(page)
 
-    def check(self, specs: Sequence[str], ratios: Sequence[float], seeds: Sequence[int]) -> None:
-        """Refuse what is out of range, before torch is loaded."""
-        opt.check_keep(*ratios)
-        opt.check_method(*specs)
-        opt.check_least(0, seed=min(seeds))
-        for field in fields(self):
-            if type(value := getattr(self, field.name)) is int:
-                opt.check_least(0 if field.name == "data_seed" else 1, **{field.name: value})
-        if isinstance(self, Compressing) and self.primary is not None:
-            method, keep, _ = self.primary
-            opt.check_method(method)
-            if parse_method(method) not in map(parse_method, specs) or keep not in ratios:
-                cells = f"methods: {' '.join(specs)}; keep ratios: {' '.join(f'{ratio:g}' for ratio in ratios)}"
-                raise InputError(f"--primary {method} {keep:g} is not evaluated; {cells}")
+
+def load_models(items: tuple[str, ...], device: str, dtype: str) -> dict[str, Any]:
+    """Model and tokenizer by label, once it is certain that each can be found."""
+    import kvcat
+    from kvcat.hub import local_folder
+
+    folders = opt.labelled(items)
+    for folder in folders.values():
+        local_folder(folder, weights=False)
+    return {label: kvcat.load(folder, dtype=dtype, device=device) for label, folder in folders.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compressing(Evaluation):
     """The options of every evaluation that compresses."""
 
+    keeps: ClassVar[tuple[float, ...]] = ()
     method: opt.Strings = ()
     """Methods, NAME or NAME,option=value,... (docs/compress.md); attention-matching if none is given."""
-    keep: opt.Floats = ()
+    keep: opt.Fractions = ()
     """Fractions of the slots to KEEP, each in (0, 1]."""
-    seed: opt.Ints = ()
+    seed: opt.Seeds = ()
     """Seeds of compressors that draw; several give a record each, averaged; 0 if none is given."""
     primary: Annotated[tuple[str, float, str] | None, tyro.conf.arg(metavar="METHOD KEEP METRIC")] = None
     """The one cell that decides, such as attention-matching 0.1 nll; the first of each by default."""
     speed: bool = False
     """Also time answers: seconds to the first token, tokens per second."""
 
-    def primary_cell(self) -> tuple[str, float, str] | None:
-        """The cell with the method's label as in tables.
-
-        Raises:
-            InputError: a metric that the evaluation does not have.
-        """
-        if self.primary is None:
-            return None
-        from kvcat.evals import Method
+    def settings(self) -> dict[str, Any]:  # noqa: D102
         from kvcat.report.results import EVALUATIONS
 
-        (method, keep, metric), metrics = self.primary, EVALUATIONS[self.name()].metrics
-        if metric not in metrics:
-            raise InputError(f"--primary: this evaluation has no metric {metric!r}; it has {', '.join(metrics)}")
-        return Method(*parse_method(method)).label, keep, metric
+        seeds, primary = opt.flat(self.seed) or [0], self.primary
+        if primary is not None:
+            metrics = EVALUATIONS[type(self).__name__.lower()].metrics
+            if primary[2] not in metrics:
+                raise InputError(
+                    f"--primary: this evaluation has no metric {primary[2]!r}; it has {', '.join(metrics)}"
+                )
+            primary = (parse_methods([primary[0]], 0)[0].label, *primary[1:])
+        return {
+            "methods": parse_methods(opt.flat(self.method) or ["attention-matching"], seeds[0]),
+            "keep_ratios": opt.flat(self.keep) or list(self.keeps),
+            "seeds": seeds, "speed": self.speed, "primary": primary,
+        }  # fmt: skip
+
+
+def parse_methods(specs: list[str], seed: int) -> list["Method"]:
+    """The methods of a command line, all of which exist and take their options."""
+    from kvcat.compress import parse_method, seeded_compressor
+    from kvcat.evals import Method
+
+    methods = [Method(*parse_method(spec)) for spec in specs]
+    for method in methods:
+        seeded_compressor(method.name, method.options, seed)
+    return methods
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,24 +145,25 @@ class Suffix(Compressing):
 
     data: opt.Strings = ()
     """installed, a file or folder of texts, hub:NAME, wikitext-103, pg-19, arxiv, fineweb-edu; several may be given."""
-    split: Split = "test"
-    """Documents to use; test and validation are held out by a hash of the document's name."""
+    split: opt.Split = "test"
     supervision: Literal["suffix", "first-half", "reconstruction"] = "suffix"
     """Caches fit the scored suffix (the paper), its first half (the rest is scored), or the prefix said again."""
-    prefix: int = 768
+    prefix: opt.Count = 768
     """Tokens of the compressed prefix."""
-    suffix: int = 256
+    suffix: opt.Count = 256
     """Tokens of the scored suffix."""
-    windows: int = 64
+    windows: opt.Count = 64
     """Windows to evaluate."""
-    per_document: int = 2
+    per_document: opt.Count = 2
     """Most windows from one document."""
 
     def task(self, tokenizer: Any, value: Any) -> "Task":  # noqa: D102
         from kvcat.evals.suffix import make_task
 
-        settings = self.own("prefix", "suffix", "windows", "per_document", "supervision")
-        return make_task(tokenizer, value or "installed", self.split, seed=self.data_seed, **settings)
+        return make_task(
+            tokenizer, value or "installed", self.split, prefix=self.prefix, suffix=self.suffix, windows=self.windows,
+            per_document=self.per_document, seed=self.data_seed, supervision=self.supervision,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,15 +177,15 @@ class Needle(Compressing):
 
     keeps = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5)
 
-    length: int = 1024
+    length: opt.Count = 1024
     """Tokens of the haystack, exactly."""
-    per_depth: int = 20
+    per_depth: opt.Count = 20
     """Examples at each of five depths; 20 is the paper's, 100 carries claims."""
 
     def task(self, tokenizer: Any, value: Any) -> "Task":  # noqa: ARG002, D102
         from kvcat.evals.needle import make_task
 
-        return make_task(tokenizer, seed=self.data_seed, **self.own("length", "per_depth"))
+        return make_task(tokenizer, length=self.length, per_depth=self.per_depth, seed=self.data_seed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,9 +204,9 @@ class LongBench(Compressing):
     """hub:OWNER/NAME, or a .jsonl, .json or .parquet file in LongBench v2's schema."""
     sub_domain: opt.Strings = ()
     """Sub-domains, or `all`; by default the paper's seven, 221 rows."""
-    max_tokens: int = 32_768
+    max_tokens: opt.Count = 32_768
     """Longest sequence; contexts are cut in the middle so that their repetition fits."""
-    limit: int | None = None
+    limit: opt.Count | None = None
     """The first so many examples, a fair sample."""
     batch_size: BatchSize = 1
 
@@ -227,8 +214,11 @@ class LongBench(Compressing):
         from kvcat.evals.longbench import PAPER_SUB_DOMAINS, make_task
 
         chosen = tuple(opt.flat(self.sub_domain)) or PAPER_SUB_DOMAINS
-        settings = {**self.own("limit", "max_tokens"), "keep_ratios": tuple(opt.flat(self.keep) or self.keeps)}
-        return make_task(self.data, sub_domains=None if chosen == ("all",) else chosen, **settings)
+        ratios = opt.flat(self.keep) or self.keeps
+        domains = None if chosen == ("all",) else chosen
+        return make_task(
+            self.data, sub_domains=domains, limit=self.limit, max_tokens=self.max_tokens, keep_ratios=ratios
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,17 +235,17 @@ class Ruler(Compressing):
 
     tasks: Annotated[opt.Strings, tyro.conf.arg(name="task")] = ()
     """niah_single, niah_multikey_1, niah_multikey_2, niah_multivalue, niah_multiquery, vt, cwe, fwe; all by default."""
-    length: opt.Ints = ()
+    length: opt.Counts = ()
     """Tokens of the text, 4096 by default; several give a folder each."""
-    per_task: int = 20
+    per_task: opt.Count = 20
     """Examples of each task."""
     batch_size: BatchSize = 1
 
     def task(self, tokenizer: Any, value: Any) -> "Task":  # noqa: D102
         from kvcat.evals.ruler import make_task
 
-        settings = {"per_task": self.per_task, "tasks": opt.flat(self.tasks) or None}
-        return make_task(tokenizer, length=value or 4096, seed=self.data_seed, **settings)
+        tasks = opt.flat(self.tasks) or None
+        return make_task(tokenizer, length=value or 4096, tasks=tasks, per_task=self.per_task, seed=self.data_seed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,15 +261,68 @@ class QA(Evaluation):
     """Folder of JSON lines, a file TASK*.jsonl each; the Hub by default."""
     tasks: Annotated[opt.Strings, tyro.conf.arg(name="task")] = ()
     """hellaswag, winogrande, piqa, social_i_qa, openbookqa, arc_easy, arc_challenge, commonsense_qa; all by default."""
-    limit: int = 1000
+    limit: opt.Count = 1000
     """Questions of each task, the same for every model."""
     batch_size: BatchSize = 32
 
     def task(self, tokenizer: Any, value: Any) -> "Task":  # noqa: ARG002, D102
         from kvcat.evals.qa import make_task
 
-        settings = {"tasks": opt.flat(self.tasks) or None, "num_examples": self.limit}
-        return make_task(self.data, seed=self.data_seed, **settings)
+        tasks = opt.flat(self.tasks) or None
+        return make_task(self.data, tasks=tasks, num_examples=self.limit, seed=self.data_seed)
+
+
+def profile(
+    models: opt.Models,
+    /,
+    text: str,
+    out: Path = Path("out/profile"),
+    slots: opt.Counts = (),
+    method: opt.Strings = (),
+    prefix: opt.Count = 128,
+    suffix: opt.Count = 128,
+    windows: opt.Count = 16,
+    split: opt.Split = "all",
+    seed: opt.Seed = 0,
+    device: opt.Device = "cpu",
+    dtype: opt.Dtype = "float32",
+) -> None:
+    """Measure a model's compressibility on a text: the error of the best cache found against its slots.
+
+    Every method fits a cache to the first half of what follows a prefix, the second half judges it, and for every
+    window the smallest KL counts. A stopped evaluation continues.
+
+    Example: kvcat eval profile kvcat-base --text book.txt --slots 1 4 16 64
+
+    Args:
+        text: A text file, .jsonl or .parquet, a folder of them, installed, or hub:NAME.
+        out: Folder for records, tables and the plot; `kvcat report` reads it as well.
+        slots: Slots per layer and head, from 1 to --prefix; 1 2 4 8 ... by default.
+        method: Methods to choose from; attention-matching, 40 gradient steps from it, snapkv and h2o by default.
+        prefix: Tokens of a prefix.
+        suffix: Tokens behind it, at least 4.
+        windows: Prefixes, of as many documents as there are.
+    """
+    from kvcat.evals import evaluate
+    from kvcat.evals.profile import METHODS, SUPERVISION, profile_markdown, profile_table, slot_ratios
+    from kvcat.evals.suffix import make_task
+    from kvcat.report.plots import save_profile_plot
+
+    methods = parse_methods(opt.flat(method), seed) or list(METHODS)
+    keeps = slot_ratios(opt.flat(slots), prefix)
+    loaded = load_models(models, device, dtype)
+    task = make_task(
+        next(iter(loaded.values()))[1], text, split,
+        prefix=prefix, suffix=suffix, windows=windows, per_document=windows, seed=seed, supervision=SUPERVISION,
+    )  # fmt: skip
+    records = evaluate(task, loaded, methods, keeps, out, seeds=[seed])
+    table = profile_table([record for record in records if record.model in loaded], prefix)
+    table.to_csv(out / "profile.csv", index=False)
+    (out / "profile.md").write_text(tables := profile_markdown(table), encoding="utf-8")
+    print(tables)
+    for name in ("profile.csv", "profile.md"):
+        print(out / name)
+    print(save_profile_plot(table, out))
 
 
 def report(

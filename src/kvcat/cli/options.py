@@ -1,20 +1,41 @@
 """Parsing by tyro: option types that commands share, and one line for what a person got wrong."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 from tyro import _errors as events  # the hook for parse errors; tyro is pinned for it
+from tyro.constructors import PrimitiveConstructorSpec
 
 from kvcat.errors import InputError
-from kvcat.methods import method_names, parse_method
 
 T = TypeVar("T")
+
+
+def _number(kind: type, metavar: str, fits: Callable[[Any], bool]) -> PrimitiveConstructorSpec[Any]:
+    """A number of which a value that does not fit is refused while the command line is read."""
+
+    def read(words: list[str]) -> Any:
+        if not fits(value := kind(words[0])):
+            raise ValueError(repr(words[0]))
+        return value
+
+    return PrimitiveConstructorSpec(1, metavar, read, lambda value: isinstance(value, kind), lambda value: [str(value)])
+
+
+Count = Annotated[int, _number(int, "INT>=1", lambda value: 1 <= value < 2**63)]
+Fraction = Annotated[float, _number(float, "FRACTION", lambda value: 0 < value <= 1)]
+Seed = Annotated[
+    int,
+    _number(int, "INT>=0", lambda value: 0 <= value < 2**63),
+    tyro.conf.arg(help="Seed of everything that is drawn."),
+]
 Strings = tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]]
-Floats = tyro.conf.UseAppendAction[tuple[tuple[float, ...], ...]]
-Ints = tyro.conf.UseAppendAction[tuple[tuple[int, ...], ...]]
+Fractions = tyro.conf.UseAppendAction[tuple[tuple[Fraction, ...], ...]]
+Counts = tyro.conf.UseAppendAction[tuple[tuple[Count, ...], ...]]
+Seeds = tyro.conf.UseAppendAction[tuple[tuple[Seed, ...], ...]]
 Output = Annotated[Path, tyro.conf.arg(aliases=["-o"])]
 Model = Annotated[str, tyro.conf.arg(help="Folder, .gguf file or Hub name of a decoder-only causal LM; kvcat-base.")]
 Models = Annotated[tuple[str, ...], tyro.conf.arg(help="Models to compare: FOLDER, Hub name, or LABEL=FOLDER.")]
@@ -23,11 +44,14 @@ Dtype = Annotated[
     Literal["float32", "bfloat16", "float16"],
     tyro.conf.arg(help="Type of the weights and of the forward pass."),
 ]
-Seed = Annotated[int, tyro.conf.arg(help="Seed of everything that is drawn.")]
 Overwrite = Annotated[bool, tyro.conf.arg(help="Replace an existing file.")]
 Supervision = Annotated[
     Literal["reconstruction", "self"],
     tyro.conf.arg(help="What caches are fitted to: the text repeated after an instruction, or its own queries."),
+]
+Split = Annotated[
+    Literal["all", "test", "validation", "train"],
+    tyro.conf.arg(help="Documents to use; test and validation are held out by a hash of the document's name."),
 ]
 
 
@@ -50,25 +74,18 @@ def completion(commands: Mapping[str, Any], arguments: Sequence[str]) -> None:
     tyro.cli(_union(tree), prog="kvcat", args=arguments)
 
 
+def _union(tree: Mapping[str, Any]) -> Any:
+    """Sub-commands as the union type that tyro makes sub-parsers of."""
+    union: Any = Annotated[None, tyro.conf.Suppress]
+    for name, branch in tree.items():
+        kind, constructor = (_union(branch), None) if isinstance(branch, dict) else (Any, branch)
+        union = union | Annotated[kind, tyro.conf.subcommand(name=name, constructor=constructor)]
+    return union
+
+
 def flat(values: Iterable[Iterable[T]]) -> list[T]:
     """The values of a list option: ``--keep 0.05 0.1`` and ``--keep 0.05 --keep 0.1`` are the same."""
     return [value for group in values for value in group]
-
-
-def check_method(*specs: str) -> None:
-    """Refuse a method that does not exist, before torch is loaded."""
-    for spec in specs:
-        name, names = parse_method(spec)[0], method_names()
-        if name not in names and not name.startswith("kvpress:"):
-            raise InputError(f"no method {name!r}; methods: {', '.join(names)}, kvpress:PRESS")
-
-
-def check_model(*names: str) -> None:
-    """Refuse a model that is neither on this machine nor on the Hub, before torch is loaded."""
-    from kvcat.hub import local_folder
-
-    for name in names:
-        local_folder(name, weights=False)
 
 
 def labelled(items: Sequence[str]) -> dict[str, str]:
@@ -91,20 +108,6 @@ def labelled(items: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def check_keep(*ratios: float) -> None:
-    """Refuse a keep ratio outside (0, 1]."""
-    for ratio in ratios:
-        if not 0 < ratio <= 1:
-            raise InputError(f"--keep is {ratio:g}; it is the fraction of slots kept and must lie in (0, 1]")
-
-
-def check_least(least: int, **options: int | None) -> None:
-    """Refuse the first option below its least value."""
-    for name, value in options.items():
-        if value is not None and not least <= value < 2**63:
-            raise InputError(f"--{name.replace('_', '-')} is {value}; it must be an integer from {least} to 2^63 - 1")
-
-
 def check_output(file: Path, *, overwrite: bool) -> None:
     """Refuse a file that cannot be written, before any work."""
     if file.is_dir():
@@ -115,19 +118,10 @@ def check_output(file: Path, *, overwrite: bool) -> None:
         raise InputError(f"no folder {file.parent} to write {file.name} to")
 
 
-def _union(tree: Mapping[str, Any]) -> Any:
-    """Sub-commands as the union type that tyro makes sub-parsers of."""
-    union: Any = Annotated[None, tyro.conf.Suppress]
-    for name, branch in tree.items():
-        kind, constructor = (_union(branch), None) if isinstance(branch, dict) else (Any, branch)
-        union = union | Annotated[kind, tyro.conf.subcommand(name=name, constructor=constructor)]
-    return union
-
-
 def _refuse(event: events.ParseErrorEvent) -> None:
     """Say in one line what tyro refuses."""
     argument: Any = getattr(event, "argument", None)
-    flag = _flag(argument)
+    flag, reason = _flag(argument) if argument else "", getattr(event, "message", "these arguments do not fit")
     if isinstance(event, events.MissingArgs):
         line = "missing " + ", ".join(_flag(missing.arg) for missing in event.missing_arguments)
         line += f"; unknown: {' '.join(event.unrecognized_tokens)}" if event.unrecognized_tokens else ""
@@ -136,15 +130,12 @@ def _refuse(event: events.ParseErrorEvent) -> None:
     elif isinstance(event, events.InvalidChoice):
         line = f"{flag} is {event.value!r}; it must be one of {', '.join(event.choices)}"
     elif not flag:
-        line = getattr(event, "message", "these arguments do not fit")
+        line = reason
     else:
-        reason = re.sub(r"<class '\w+'>", "", getattr(event, "message", ""))  # may repeat a value for several types
-        wrong = " ".join(dict.fromkeys(re.findall(r"'([^']*)'", reason)))
+        wrong = " ".join(re.findall(r"'([^']*)'", reason.partition("\n")[0]))
         line = f"{flag} takes {argument.lowered.metavar}{f', not {wrong}' if wrong else ''}"
     raise InputError(f"{line} (see {event.prog} --help)")
 
 
 def _flag(argument: Any) -> str:
-    if argument is None:
-        return ""
     return str(argument.lowered.metavar) if argument.is_positional() else max(argument.lowered.name_or_flags, key=len)

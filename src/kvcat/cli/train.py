@@ -1,7 +1,6 @@
 """``kvcat train`` and what stands around it: ``demo``, ``get``, ``prepare``, ``export``."""
 
 import os
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,16 +47,15 @@ def train(arguments: Sequence[str]) -> None:
         dry_run: bool = False
         """Print what the run would take, and stop."""
 
-    name, rest = (arguments[0], arguments[1:]) if arguments and not arguments[0].startswith("-") else ("", arguments)
-    if not name and not {"-h", "--help"} & set(rest):
-        raise InputError(f"name a recipe first: {', '.join(RECIPES)}")
-    if name and name not in RECIPES:
-        raise InputError(f"no recipe {name!r}; recipes: {', '.join(RECIPES)}")
-    recipe = RECIPES[name or "small"]
+    name, *rest = arguments if arguments and not arguments[0].startswith("-") else ("RECIPE", *arguments)
+    if name not in RECIPES and not (name == "RECIPE" and {"-h", "--help"} & set(rest)):
+        wrong = "name a recipe first" if name == "RECIPE" else f"no recipe {name!r}"
+        raise InputError(f"{wrong}: {', '.join(RECIPES)}")
+    recipe = RECIPES.get(name, RECIPES["small"])
     file = opt.parse(ConfigFile, "kvcat train", rest, return_unknown_args=True, add_help=False)[0].config
-    default = Train(fields=TrainConfig.from_dict({"model": "", "output": "", **recipe.values, **_read_fields(file)}))
-    program = f"kvcat train {name or 'RECIPE'}"
-    given = opt.parse(Train, program, rest, default=default, description=about)
+    fields = {"model": "", "output": "", **recipe.values, **(read_json(file) if file else {})}
+    default = Train(fields=TrainConfig.from_dict(fields))
+    given = opt.parse(Train, f"kvcat train {name}", rest, default=default, description=about)
     config = recipe(**vars(given.fields))
     if given.dry_run:
         from kvcat.training.plan import plan
@@ -70,18 +68,6 @@ def train(arguments: Sequence[str]) -> None:
     result = train(config)
     if os.environ.get("RANK", "0") == "0":
         print(f"exported to {result.export}")
-
-
-def _read_fields(path: Path | None) -> dict[str, Any]:
-    """Fields of a configuration from a TOML or JSON file; nothing without a file."""
-    if path is None:
-        return {}
-    if path.suffix != ".toml":
-        return read_json(path)
-    try:
-        return tomllib.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot read {path}: {error}") from None
 
 
 def demo(
@@ -107,11 +93,9 @@ def demo(
     """
     if quick and full:
         raise InputError("--quick and --full exclude each other")
-    opt.check_least(0, seed=seed)
     from kvcat.recipes.demo import FULL, QUICK, STANDARD, run_demo
 
-    plan = QUICK if quick else FULL if full else STANDARD
-    name = "demo-quick" if quick else "demo-full" if full else "demo"
+    plan, name = (QUICK, "demo-quick") if quick else (FULL, "demo-full") if full else (STANDARD, "demo")
     run_demo(plan, out or Path("out") / name, seed=seed, device=device, from_scratch=from_scratch)
 
 
@@ -120,7 +104,7 @@ def prepare(
     /,
     tokenizer: Annotated[str, tyro.conf.arg(aliases=["--model"])],
     output: opt.Output,
-    max_tokens: int | None = None,
+    max_tokens: opt.Count | None = None,
     seed: opt.Seed = 0,
 ) -> None:
     """Tokenise text once into a folder, for `kvcat train --data FOLDER` on one node or many.
@@ -136,8 +120,6 @@ def prepare(
         output: Folder to write.
         max_tokens: Training tokens to stop after; by default all text is read.
     """
-    opt.check_least(1, max_tokens=max_tokens)
-    opt.check_least(0, seed=seed)
     words = _tokenizer(tokenizer)
 
     from tqdm import tqdm
@@ -157,28 +139,6 @@ def prepare(
     )
 
 
-def export(run: Path, /, output: opt.Output, step: int | None = None) -> None:
-    """Write a checkpoint of a run, which may still be going on, as a folder that plain transformers loads.
-
-    Example: kvcat export runs/router -o checkpoint
-
-    Args:
-        run: Folder of a run, finished or not.
-        output: Folder to write.
-        step: Step of the checkpoint; the newest whole one by default.
-    """
-    from kvcat.training.checkpoint import checkpoint_folder, folders, newest, step_of
-    from kvcat.training.export import export_checkpoint
-
-    steps = [step_of(folder) for folder in folders(run)]
-    if step is not None and step not in steps:
-        raise InputError(f"{run} holds no checkpoint of step {step}; it has {', '.join(map(str, steps)) or 'none'}")
-    folder = newest(run)[0] if step is None else checkpoint_folder(run, step)
-    if folder is None:
-        raise InputError(f"{run} holds no checkpoint")
-    print(f"exported {folder.name} to {export_checkpoint(folder, output)}")
-
-
 def _tokenizer(name: str) -> Any:
     """The tokenizer of a folder, of a model that comes with kvcat, or of a Hub name, whose weights stay there."""
     from kvcat.hub import BASE_NAME, SMOLLM2, local_folder
@@ -193,6 +153,26 @@ def _tokenizer(name: str) -> Any:
         return AutoTokenizer.from_pretrained(folder if local else name, trust_remote_code=False)
     except Exception as error:  # transformers raises anything on a damaged folder
         raise InputError(f"cannot load the tokenizer of {name}: {one_line(error)}") from error
+
+
+def export(run: Path, /, output: opt.Output, step: int | None = None) -> None:
+    """Write a checkpoint of a run, which may still be going on, as a folder that plain transformers loads.
+
+    Example: kvcat export runs/router -o checkpoint
+
+    Args:
+        run: Folder of a run, finished or not.
+        output: Folder to write.
+        step: Step of the checkpoint; the newest whole one by default.
+    """
+    from kvcat.training.checkpoint import checkpoint_folder, folders, newest, step_of
+    from kvcat.training.export import export_checkpoint
+
+    folder = newest(run)[0] if step is None else checkpoint_folder(run, step)
+    if folder is None or not folder.is_dir():
+        steps = ", ".join(str(step_of(folder)) for folder in folders(run))
+        raise InputError(f"{run} holds no checkpoint{f' of step {step}' if folder else ''}; it has {steps or 'none'}")
+    print(f"exported {folder.name} to {export_checkpoint(folder, output)}")
 
 
 def get(name: Literal["smollm2-135m"] = "smollm2-135m", /) -> None:

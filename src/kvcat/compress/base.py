@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import importlib
+import json
 import math
 import pkgutil
 import typing
@@ -189,3 +190,40 @@ def classes_in(package: str, folder: Iterable[str], base: type) -> dict[str, Any
             if isinstance(kind, type) and issubclass(kind, base) and kind.__module__ == module.__name__
         )
     return found
+
+
+def parse_method(spec: str) -> tuple[str, dict[str, Any]]:
+    """Name and options of ``NAME,option=value,...``, such as ``gradient,num_steps=20,init=random``.
+
+    Values are JSON (numbers, true, false, null, lists); what is not JSON is text. Brackets hold text with commas
+    together: ``gradient,init=[attention-matching,budgets=equal]``.
+
+    Raises:
+        InputError: no name, an option without a value, or one that is given twice.
+    """
+    parts, depth = [""], 0
+    for letter in spec:
+        depth += (letter == "[") - (letter == "]")
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    name, options = parts[0], {}
+    if not name or "=" in name:
+        raise InputError(f"{spec!r} names no method: it reads NAME,option=value,...")
+    for part in parts[1:]:
+        option, equals, value = part.partition("=")
+        if not equals or not option or not value:
+            raise InputError(f"{part!r} in method {spec!r} is no option=value")
+        if option in options:
+            raise InputError(f"option {option} is given twice in method {spec!r}")
+        options[option] = _value(value)
+    return name, options
+
+
+def _value(text: str) -> Any:
+    try:
+        value = json.loads({"None": "null", "none": "null", "True": "true", "False": "false"}.get(text, text))
+    except ValueError:
+        return text[1:-1] if text[0] == "[" and text[-1] == "]" else text
+    return tuple(value) if isinstance(value, list) else value

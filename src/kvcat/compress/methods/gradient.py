@@ -16,13 +16,12 @@ from kvcat.cache import CompactCache, CompactLayer, Layer
 from kvcat.cache.files import check_target, read_tensors, write_tensors
 from kvcat.cache.fingerprint import hash_tensor
 from kvcat.cachefile import STATE
-from kvcat.compress.base import Compressor, best_layer, compact_cache, example_generators, slots_for, wide
+from kvcat.compress.base import Compressor, best_layer, compact_cache, example_generators, parse_method, slots_for, wide
 from kvcat.compress.eviction import SCORERS, Eviction
 from kvcat.compress.methods.attention_matching import AttentionMatching
 from kvcat.compress.trace import Trace, joined
 from kvcat.errors import InputError
 from kvcat.losses import chunked_objective
-from kvcat.methods import parse_method
 from kvcat.models import decoder_layers, frozen, hidden_states, output_head
 from kvcat.types import Float, Tensor
 
