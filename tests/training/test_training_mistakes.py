@@ -45,7 +45,7 @@ MISTAKES = {
 @pytest.mark.parametrize("message", MISTAKES)
 def test_what_a_run_cannot_have_is_named(message, tiny_folder, texts_folder, tmp_path, monkeypatch):
     options = dict(MISTAKES[message])
-    monkeypatch.setattr("kvcat.network._reachable", lambda *_: False)
+    monkeypatch.setattr("kvcat.hub.constants.HF_HUB_OFFLINE", True)
     if "pip" in message:
         monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     if options.get("model") == "broken":

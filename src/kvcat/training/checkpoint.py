@@ -11,8 +11,8 @@ import shutil
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as torch_states
+from torch.utils import _pytree as pytree
 
 from kvcat.errors import InputError
-from kvcat.files import LOCK_FILE, append_jsonl, atomic_write, claim_folder, read_jsonl, remove_partial, write_json
+from kvcat.files import LOCK_FILE, append_jsonl, atomic_write, read_jsonl, remove_partial, write_json
 from kvcat.training.config import TrainConfig
 from kvcat.training.distributed import World
 
@@ -58,14 +59,14 @@ class Checkpoints:
     def save(self, step: int, state: dict[str, Any], done: Callable[[Path], None] = lambda _: None) -> None:
         """Copy the state and write it in the background; first wait for the previous checkpoint.
 
-        ``state`` are JSON values of this process besides the tensors, such as its place in the data; ``done`` is
-        called with the finished folder, in the first process.
+        ``state`` are JSON values of this process besides the tensors, such as its place in the data; the first process
+        calls ``done`` with the finished folder.
         """
         self.wait()
         states: list[dict[str, Any]] = [state] * self.world.size
         if self.world.size > 1:
             dist.all_gather_object(states, state, group=self._group)
-        tensors = _copied(self._tensors())
+        tensors = pytree.tree_map_only(torch.Tensor, lambda x: x.detach().to("cpu", copy=True), self._tensors())
         self._writing = threading.Thread(target=self._write, args=(step, states, tensors, done), daemon=True)
         self._writing.start()
 
@@ -93,8 +94,7 @@ class Checkpoints:
         if folder is None:
             return 0, [], notes
         tensors = self._tensors()
-        with _quiet():
-            dcp.load(tensors, checkpoint_id=folder, process_group=self._group, no_dist=self.world.size == 1)
+        self._quietly(dcp.load, tensors, folder)
         torch_states.set_state_dict(
             self.module, self.optimizer, model_state_dict=tensors["module"], optim_state_dict=tensors["optimizer"]
         )
@@ -129,8 +129,13 @@ class Checkpoints:
         shared = [folder]
         if self.world.size > 1:
             dist.broadcast_object_list(shared, src=0, group=self._group, device=torch.device("cpu"))
-        with _quiet():
-            dcp.save(tensors, checkpoint_id=shared[0], process_group=self._group, no_dist=self.world.size == 1)
+        self._quietly(dcp.save, tensors, shared[0])
+
+    def _quietly(self, work: Callable[..., Any], tensors: dict[str, Any], folder: Path | None) -> None:
+        """Save or load without torch's warnings about checkpoints of a single process."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            work(tensors, checkpoint_id=folder, process_group=self._group, no_dist=self.world.size == 1)
 
     def _remove_old(self, step: int) -> None:
         """Remove all but the newest checkpoints, and damaged later ones that the run skipped."""
@@ -197,28 +202,12 @@ def verify(folder: Path) -> dict[str, Any]:
 
 
 def load_module(folder: Path, module: nn.Module) -> None:
-    """Load the tensors of a verified checkpoint into an unsharded module on one process, without its optimizer."""
+    """Load a verified checkpoint into an unsharded module on one process, without its optimizer."""
     tensors = {"module": torch_states.get_model_state_dict(module)}
-    with _quiet():
-        dcp.load(tensors, checkpoint_id=folder, no_dist=True)
-    torch_states.set_model_state_dict(module, tensors["module"])
-
-
-def _copied(value: Any) -> Any:
-    """The same structure with copies of the tensors in main memory, sharded ones still sharded."""
-    if isinstance(value, dict):
-        return {key: _copied(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_copied(part) for part in value)
-    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without torch's warnings about checkpoints of a single process."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        yield
+        dcp.load(tensors, checkpoint_id=folder, no_dist=True)
+    torch_states.set_model_state_dict(module, tensors["module"])
 
 
 def _digest(path: Path) -> str:
@@ -226,8 +215,16 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def check_folder(config: TrainConfig) -> dict[str, list[Any]]:
-    """Old and new value by name of what a continuation changes; nothing is written.
+@dataclass(frozen=True)
+class Continuation:
+    """What stands in a run's folder: old and new value by name of what changes, and the first ``max_steps``."""
+
+    changes: dict[str, list[Any]]
+    begun_with: int  # decides what a run on local text reads
+
+
+def check_folder(config: TrainConfig) -> Continuation:
+    """What the run continues; nothing is written.
 
     Refuses a folder that is neither absent nor empty nor of a run that computes the same.
     """
@@ -238,8 +235,9 @@ def check_folder(config: TrainConfig) -> dict[str, list[Any]]:
         except InputError as error:
             reason = str(error).partition(";")[0]
             raise InputError(f"output folder {run} is not empty and holds no run of ours: {reason}") from None
-        return _changes(previous, config)
-    existing = next(f for f in (run.absolute(), *run.absolute().parents) if f.is_dir())
+        grown = [r["changed"]["max_steps"][0] for r in read_jsonl(run / CHANGES_FILE) if "max_steps" in r["changed"]]
+        return Continuation(_changes(previous, config), [*grown, previous.max_steps][0])
+    existing = _existing_parent(run)
     try:
         tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
@@ -247,21 +245,11 @@ def check_folder(config: TrainConfig) -> dict[str, list[Any]]:
     left = run.iterdir() if run.is_dir() else ()  # by a run that was killed while it claimed the folder
     if run.exists() and not (run.is_dir() and all(f.name == LOCK_FILE or f.name.startswith(".partial-") for f in left)):
         raise InputError(f"output folder {run} is not empty and holds no run of ours")
-    return {}
+    return Continuation({}, config.max_steps)
 
 
-def claim_run(config: TrainConfig) -> int:
-    """Make the folder this run's, under ``one_writer``; an existing configuration stays until ``record_changes``.
-
-    Returns the ``max_steps`` that the run began with, which decides what a run on local text reads.
-    """
-    run = Path(config.output)
-    previous = claim_folder(run, CONFIG_FILE, dataclasses.asdict(config))
-    if previous is None:
-        return config.max_steps
-    _changes(before := TrainConfig.from_dict(previous), config)
-    grown = [r["changed"]["max_steps"][0] for r in read_jsonl(run / CHANGES_FILE) if "max_steps" in r["changed"]]
-    return grown[0] if grown else before.max_steps
+def _existing_parent(run: Path) -> Path:
+    return next(f for f in (run.absolute(), *run.absolute().parents) if f.is_dir())
 
 
 def record_changes(config: TrainConfig, step: int, changes: dict[str, list[Any]]) -> list[str]:
@@ -290,7 +278,7 @@ def check_disk(config: TrainConfig, module: nn.Module) -> None:
     one = sum(p.numel() * (12 if p.requires_grad else 4) for p in module.parameters())
     export = sum(p.numel() for p in module.parameters()) * (2 if config.export_dtype == "bfloat16" else 4)
     needed = num_written * one + export
-    free = shutil.disk_usage(next(f for f in (run.absolute(), *run.absolute().parents) if f.is_dir())).free
+    free = shutil.disk_usage(_existing_parent(run)).free
     if free < needed:
         room = f"{free / 1e6:,.1f} MB free, checkpoints and export need {needed / 1e6:,.1f} MB"
         raise InputError(f"no disk space for {run}: {room}")

@@ -109,7 +109,8 @@ class TrainConfig:
     """Number of newest checkpoints to keep."""
 
     def __post_init__(self) -> None:
-        _check_types(vars(self))
+        for name, value in _typed_fields(vars(self)).items():
+            object.__setattr__(self, name, value)
         _check_values(self)
 
     def target_at(self, step: int) -> float:
@@ -148,19 +149,13 @@ class TrainConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "TrainConfig":
-        """A configuration from its fields; lists become tuples.
-
-        Raises:
-            InputError: a field that does not exist, is missing, or has a wrong type or value.
-        """
+        """A configuration from its fields; refuses an unknown, a missing and a wrong one."""
         known = {field.name for field in dataclasses.fields(cls)}
         if unknown := sorted(set(values) - known):
             raise InputError(f"unknown training option {unknown[0]!r}; options: {', '.join(sorted(known))}")
         if missing := sorted({"model", "output"} - set(values)):
             raise InputError(f"training option {missing[0]!r} is missing")
-        _check_types(values)
-        hints = typing.get_type_hints(cls)
-        return cls(**{name: _convert(value, hints[name]) for name, value in values.items()})
+        return cls(**_typed_fields(values))
 
 
 _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
@@ -201,11 +196,12 @@ def _check_values(config: TrainConfig) -> None:
             if value is not None and not holds(value):
                 raise InputError(f"{name} is {value!r}; it must {requirement}")
     check_batch(config, 1)
-    if config.prefix_range is not None and not 0 < config.prefix_range[0] <= config.prefix_range[1] <= 1:
-        shown = ", ".join(map(str, config.prefix_range))
-        raise InputError(f"prefix_range is {shown}; it takes two fractions in (0, 1], the smaller first")
-    if config.prefix_range is not None and config.seq_len < 3:
-        raise InputError(f"prefix_range splits every sequence: seq_len is {config.seq_len}; it must be at least 3")
+    if config.prefix_range is not None:
+        if not 0 < config.prefix_range[0] <= config.prefix_range[1] <= 1:
+            shown = ", ".join(map(str, config.prefix_range))
+            raise InputError(f"prefix_range is {shown}; it takes two fractions in (0, 1], the smaller first")
+        if config.seq_len < 3:
+            raise InputError(f"prefix_range splits every sequence: seq_len is {config.seq_len}; it must be at least 3")
     if config.teacher == "frozen" and config.policy == "control":
         raise InputError("teacher is 'frozen', but the control has no masked pass to teach")
     if not 0 <= config.min_lr <= config.peak_lr:
@@ -214,35 +210,39 @@ def _check_values(config: TrainConfig) -> None:
         raise InputError(f"betas are {', '.join(map(str, config.betas))}; AdamW takes two, each in [0, 1)")
 
 
-def _check_types(values: dict[str, Any]) -> None:
-    """Refuse the first value of another type than its field with one line."""
+def _typed_fields(values: dict[str, Any]) -> dict[str, Any]:
+    """The values in the types of their fields; refuses the first that does not fit with one line."""
+    typed = {}
     for name, hint in typing.get_type_hints(TrainConfig).items():
-        if name in values and not _fits(values[name], hint):
-            raise InputError(f"{name} is {values[name]!r}; it must be {_describe(hint)}")
+        if name in values:
+            try:
+                typed[name] = _typed(values[name], hint)
+            except TypeError:
+                raise InputError(f"{name} is {values[name]!r}; it must be {_describe(hint)}") from None
+    return typed
 
 
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value from JSON, TOML or Python has the type; whole numbers serve as numbers, lists as tuples."""
-    args = typing.get_args(hint)
-    if typing.get_origin(hint) is Literal:
-        return isinstance(value, str) and value in args
+def _typed(value: Any, hint: Any) -> Any:
+    """A value from JSON, TOML or Python in the type of a field: whole numbers serve as numbers, lists as tuples.
+
+    Raises:
+        TypeError: it does not fit.
+    """
+    args, origin = typing.get_args(hint), typing.get_origin(hint)
     if isinstance(hint, types.UnionType):
-        return any(_fits(value, arg) for arg in args)
-    if typing.get_origin(hint) is tuple:
-        if not isinstance(value, tuple | list):
-            return False
+        return None if value is None else _typed(value, args[0])
+    if origin is tuple and isinstance(value, tuple | list):
         parts = args[:1] * len(value) if args[1:] == (...,) else args
-        return len(value) == len(parts) and all(map(_fits, value, parts))
-    if hint in (int, float):
-        return isinstance(value, int if hint is int else int | float) and not isinstance(value, bool)
-    return isinstance(value, hint)
-
-
-def _convert(value: Any, hint: Any) -> Any:
-    """Lists as tuples, whole numbers as numbers where the field has numbers."""
-    if isinstance(value, tuple | list):
-        return tuple(float(part) if "float" in str(hint) else part for part in value)
-    return float(value) if hint is float else value
+        if len(value) == len(parts):
+            return tuple(map(_typed, value, parts))
+    elif origin is Literal:
+        if isinstance(value, str) and value in args:
+            return value
+    elif hint is float and isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    elif origin is None and isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
+        return value
+    raise TypeError
 
 
 def _describe(hint: Any) -> str:
@@ -250,8 +250,7 @@ def _describe(hint: Any) -> str:
     if typing.get_origin(hint) is Literal:
         return f"one of {', '.join(args)}"
     if isinstance(hint, types.UnionType):
-        return " or ".join(_describe(arg) for arg in args)
+        return f"{_describe(args[0])} or none"
     if typing.get_origin(hint) is tuple:
         return "a list of whole numbers" if args[0] is int else "a list of two numbers"
-    named = {int: "a whole number", float: "a number", bool: "true or false", str: "text", types.NoneType: "none"}
-    return named[hint]
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[hint]

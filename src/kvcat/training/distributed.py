@@ -49,11 +49,7 @@ class World:
 
     def any(self, happened: bool) -> bool:
         """Whether something happened in any process."""
-        if self.size == 1:
-            return happened
-        flag = torch.tensor(float(happened), device=self.device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return bool(flag.item())
+        return bool(self.mean(torch.tensor([float(happened)])) > 0)
 
     def first(self, work: Callable[[], T], group: Any = None) -> T:
         """What ``work`` returns or refuses in the first process, in every process; so that one looks at files."""
@@ -167,10 +163,6 @@ def reduce_in_next_backward(objective: Objective, is_last: bool) -> None:
 def reduce_policies(parameters: list[nn.Parameter], world: World) -> None:
     """Average the gradients of whole parameters over the processes, in one message."""
     gradients = [p.grad for p in parameters if p.grad is not None]
-    if world.size == 1 or not gradients:
-        return
-    flat = torch.cat([g.flatten() for g in gradients])
-    dist.all_reduce(flat)
-    flat /= world.size
-    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-        gradient.copy_(part.view_as(gradient))
+    if world.size > 1 and gradients:
+        mean = world.mean(nn.utils.parameters_to_vector(gradients))
+        nn.utils.vector_to_parameters(mean, gradients)

@@ -1,5 +1,6 @@
 """The training loop, for one process or many."""
 
+import dataclasses
 import math
 import signal
 import threading
@@ -18,10 +19,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcat.data import merge_states, open_tokens
 from kvcat.errors import InputError
-from kvcat.files import one_writer, read_json, read_jsonl, write_json
+from kvcat.files import claim_folder, one_writer, read_json, read_jsonl, write_json
 from kvcat.models import load, self_test
-from kvcat.training import checkpoint as run_folder
-from kvcat.training.checkpoint import Checkpoints, checkpoint_folder, folders
+from kvcat.training.checkpoint import (
+    CONFIG_FILE,
+    Checkpoints,
+    Continuation,
+    check_disk,
+    check_folder,
+    checkpoint_folder,
+    folders,
+    record_changes,
+)
 from kvcat.training.config import TrainConfig
 from kvcat.training.distributed import (
     World,
@@ -32,7 +41,7 @@ from kvcat.training.distributed import (
     shard,
 )
 from kvcat.training.export import export_checkpoint
-from kvcat.training.log import METRICS_FILE, MetricsLog, Progress, mean_record
+from kvcat.training.log import METRICS_FILE, RunLog, mean_record
 from kvcat.training.objective import Objective, Record
 from kvcat.training.plan import check_request, flops_per_token, peak_flops, peak_memory
 
@@ -75,22 +84,22 @@ def train(config: TrainConfig, *, progress: bool = True) -> TrainResult:
     """
     run = Path(config.output)
     check_request(config)
-    with join_world(config.device, group=config.dtype != "float32") as world, _stop_requests() as signals:
-        changes, finished = world.first(lambda: (run_folder.check_folder(config), _is_finished(config)))
+    with ExitStack() as stack:
+        world = stack.enter_context(join_world(config.device, group=config.dtype != "float32"))
+        signals = stack.enter_context(_stop_requests())
+        earlier, finished = world.first(lambda: (check_folder(config), _is_finished(config)))
         if finished:
             return TrainResult(run, run / "export", read_jsonl(run / METRICS_FILE)[-1])
         model, tokenizer = load(config.model, dtype="float32", device=str(world.device))
         if config.prefix_range is not None and config.masked_share:
             self_test(model, split=True)
-        with Trainer(config, model, tokenizer, world, signals, changes) as trainer:
-            with Progress(config.max_steps, trainer.step, enabled=progress and world.is_first) as bar:
-                bar.note(*trainer.notes)
-                trainer.run(bar)
-            if world.is_first:
-                export_checkpoint(checkpoint_folder(run, config.max_steps), run / "export")
-                write_json(run / DONE_FILE, {"steps": config.max_steps})
-            world.wait()
-    return TrainResult(run, run / "export", trainer.log.last("validation"))
+        trainer = Trainer(config, model, tokenizer, world, signals, earlier, stack, progress=progress)
+        trainer.run()
+        if world.is_first:
+            export_checkpoint(checkpoint_folder(run, config.max_steps), run / "export")
+            write_json(run / DONE_FILE, {"steps": config.max_steps})
+        world.wait()
+        return TrainResult(run, run / "export", trainer.log.last.get("validation", {}))
 
 
 def _is_finished(config: TrainConfig) -> bool:
@@ -101,82 +110,68 @@ def _is_finished(config: TrainConfig) -> bool:
 
 
 class Trainer:
-    """A run in progress: model, policies, optimizer, data and record; its folder is locked to the end of the block.
+    """A run in progress: model, policies, optimizer, data and record; ``stack`` holds its folder and files open.
 
-    ``signals`` is filled with the number of a signal that stops the run; ``changes`` is what ``check_folder`` returns.
+    ``signals`` is filled with the number of a signal that stops the run; ``earlier`` is what ``check_folder`` returns.
     """
 
     def __init__(
         self, config: TrainConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, world: World,
-        signals: Sequence[int], changes: dict[str, list[Any]],
+        signals: Sequence[int], earlier: Continuation, stack: ExitStack, *, progress: bool,
     ) -> None:  # fmt: skip
         run = Path(config.output)
         self.config, self.world, self.signals = config, world, signals
         self.flops_per_token = flops_per_token(model, config)
         self.objective = Objective(model, config).to(world.device)
-        world.first(lambda: run_folder.check_disk(config, self.objective))
+        world.first(lambda: check_disk(config, self.objective))
         own = config.batch_size // world.size
         self.streams = range(world.rank * own, (world.rank + 1) * own)
-        with ExitStack() as stack:
-            read = self._open_data(tokenizer, config.max_steps)
-            steps = world.first(lambda: stack.enter_context(one_writer(run)) or run_folder.claim_run(config))
-            if steps != config.max_steps:  # the table of a run on local text has the size that it began with
-                read.train.close()
-                read = self._open_data(tokenizer, steps)
-            self.data = read
-            stack.callback(self.data.train.close)
-            prepare_layers(model, config)
-            shard(self.objective, world, getattr(torch, config.dtype))
-            self.optimizer = make_optimizer(self.objective, config)
-            self.checkpoints = Checkpoints(run, config.keep_checkpoints, world, self.objective, self.optimizer)
-            self.step, states, self.notes = self.checkpoints.load_newest()
-            if states:
-                self.data.train.load_state_dict(merge_states(states))
-            self.notes += world.first(lambda: run_folder.record_changes(config, self.step, changes))
-            self.log = MetricsLog(config, self.step, enabled=world.is_first)
-            stack.callback(self.log.close)
-            self._resources = stack.pop_all()
-
-    def _open_data(self, tokenizer: PreTrainedTokenizerBase, max_steps: int) -> Any:
-        config = self.config
-        return open_tokens(
-            config.data, tokenizer, seq_len=config.seq_len, batch_size=config.batch_size, max_steps=max_steps,
+        self.data = open_tokens(
+            config.data, tokenizer, seq_len=config.seq_len, batch_size=config.batch_size, max_steps=earlier.begun_with,
             validation_sequences=config.validation_sequences, seed=config.seed, streams=self.streams,
-            workers=config.workers, check=self.world.is_first,
+            workers=config.workers, check=world.is_first,
         )  # fmt: skip
+        stack.callback(self.data.train.close)
 
-    def __enter__(self) -> "Trainer":
-        return self
+        def claim() -> None:
+            stack.enter_context(one_writer(run))
+            claim_folder(run, CONFIG_FILE, dataclasses.asdict(config))
+            if check_folder(config) != earlier:
+                raise InputError(f"another process changed {run} in the meantime: start again")
 
-    def __exit__(self, *_: object) -> None:
-        self._resources.close()
+        world.first(claim)
+        prepare_layers(model, config)
+        shard(self.objective, world, getattr(torch, config.dtype))
+        self.optimizer = make_optimizer(self.objective, config)
+        self.checkpoints = Checkpoints(run, config.keep_checkpoints, world, self.objective, self.optimizer)
+        self.step, states, notes = self.checkpoints.load_newest()
+        if states:
+            self.data.train.load_state_dict(merge_states(states))
+        notes += world.first(lambda: record_changes(config, self.step, earlier.changes))
+        self.log = RunLog(config, self.step, enabled=world.is_first, progress=progress)
+        stack.callback(self.log.close)
+        self.log.note(*notes)
 
-    def run(self, bar: Progress) -> None:
+    def run(self) -> None:
         """Train to the last step, validating and saving on the way."""
         config = self.config
         if self.step == 0:
-            self._validate(bar)
+            self._validate()
         while self.step < config.max_steps:
             started = time.perf_counter()
             record = self._train_step()
-            record = {"kind": "train", "step": self.step, **record, **self._speed(started)}
-            if self.step % config.log_every == 0 or self.step == config.max_steps:
-                self.log.write(record)
-            bar.update(self.step, record)
-            self._after_step(bar)
+            self.log.write({"kind": "train", "step": self.step, **record, **self._speed(started)})
+            last, stopping = self.step == config.max_steps, self.world.any(bool(self.signals))
+            if self.step % config.validation_every == 0 or last:
+                self._validate()
+            if self.step % config.checkpoint_every == 0 or last or stopping:
+                state, note = self.data.train.state_dict(), self.log.note
+                self.checkpoints.save(self.step, state, lambda folder, note=note: note(f"saved {folder}"))
+            if stopping and not last:
+                self.checkpoints.wait()
+                signum = self.signals[0] if self.signals else signal.SIGTERM
+                raise Stopped(signum, f"stopped after step {self.step}; the same command continues")
         self.checkpoints.wait()
-
-    def _after_step(self, bar: Progress) -> None:
-        config, last = self.config, self.step == self.config.max_steps
-        stopping = self.world.any(bool(self.signals))
-        if self.step % config.validation_every == 0 or last:
-            self._validate(bar)
-        if self.step % config.checkpoint_every == 0 or last or stopping:
-            self.checkpoints.save(self.step, self.data.train.state_dict(), lambda folder: bar.note(f"saved {folder}"))
-        if stopping and not last:
-            self.checkpoints.wait()
-            signum = self.signals[0] if self.signals else signal.SIGTERM
-            raise Stopped(signum, f"stopped after step {self.step}; the same command continues")
 
     def _train_step(self) -> dict[str, Any]:
         config, world = self.config, self.world
@@ -204,8 +199,8 @@ class Trainer:
             }
             norms["router_grad_norm"] = _clip(policies, config.max_grad_norm)
         norms["grad_norm"] = _clip(self.objective.model.parameters(), config.max_grad_norm)
-        self._refuse_divergence("model", norms["grad_norm"])
-        self._refuse_divergence("routers", norms.get("router_grad_norm", 0.0))
+        self._refuse_divergence("model", norms["grad_norm"], math.inf)
+        self._refuse_divergence("routers", norms.get("router_grad_norm", 0.0), EXPLODED)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
@@ -221,24 +216,21 @@ class Trainer:
         return self.objective(tokens.to(self.world.device, non_blocking=True), generators, step)
 
     @torch.no_grad()
-    def _validate(self, bar: Progress) -> None:
+    def _validate(self) -> None:
         """Means over all validation sequences; a process without one left takes part with weight 0."""
         table, world = self.data.validation, self.world
         size = self.config.micro_batch_size or len(self.streams)
-        rounds = math.ceil(len(table) / (size * world.size))
         records, weights = [], []
-        for part in range(rounds):
+        for part in range(math.ceil(len(table) / (size * world.size))):
             start = (part * world.size + world.rank) * size
             rows = list(range(start, min(start + size, len(table))))
             weights.append(float(len(rows)))
             rows = rows or [0]
             records.append(self._losses(table[rows], rows, None)[1])
-        record = {"kind": "validation", "step": self.step, **mean_record(records, weights, world)}
-        self.log.write(record)
-        bar.validated(record)
+        self.log.write({"kind": "validation", "step": self.step, **mean_record(records, weights, world)})
 
-    def _refuse_divergence(self, whose: str, norm: float) -> None:
-        if math.isfinite(norm) and (whose == "model" or norm <= EXPLODED):
+    def _refuse_divergence(self, whose: str, norm: float, limit: float) -> None:
+        if math.isfinite(norm) and norm <= limit:
             return
         self.checkpoints.wait()
         what = f"exploded to norm {norm:.1e}" if math.isfinite(norm) else "is not finite"
