@@ -67,14 +67,8 @@ def test_a_head_with_a_steep_curve_gets_more_and_a_head_cannot_get_more_than_it_
     assert short[0, 0, 1] <= 12
 
 
-def test_by_layer_the_heads_of_a_layer_get_equally_many_in_every_example():
-    examples = 2
-    curve = 1 / torch.arange(1.0, 41)
-    curves = {
-        (layer, example, head): curve * (1 + 5 * layer + head) for layer in range(3) for example in range(examples)
-        for head in range(2)
-    }  # fmt: skip
-    plan = share_out(curves, 8, 40, by_layer=True)
-    for layer, example in itertools.product(range(3), range(examples)):
-        assert plan[layer, example, 0] == plan[layer, example, 1]
-    assert plan[2, 0, 0] > plan[0, 0, 0]
+def test_slots_that_no_step_to_a_larger_size_uses_go_to_the_head_with_the_largest_error():
+    # two heads need 5 slots each, the third gains nothing: of 30 slots 19 would be left
+    curves = {(0, 0, head): torch.tensor([9.0] * 4 + [0.0] * 36) for head in range(2)}
+    curves[0, 0, 2] = torch.full((40,), 7.0)
+    assert share_out(curves, 10, 40, by_layer=False) == {(0, 0, 0): 5, (0, 0, 1): 5, (0, 0, 2): 20}
