@@ -19,7 +19,7 @@ from kvcat.compress import parse_method, seeded_compressor
 
 METHODS = (
     "attention-matching", "attention-matching,budgets=equal", "attention-matching,preset=paper,num_queries=none",
-    "attention-matching,selection=omp", "h2o", "snapkv",
+    "h2o", "snapkv",
 )  # fmt: skip
 
 

@@ -38,7 +38,6 @@ METHODS = (
     "h2o",
     "attention-matching,preset=paper",
     "attention-matching",
-    "attention-matching,selection=omp",
     "attention-matching,budgets=equal",
     "gradient,num_steps=5",
 )

@@ -84,7 +84,7 @@ def test_every_head_has_its_own_slots_and_those_of_the_new_tokens(double, window
 
 
 METHODS = [
-    AttentionMatching(), AttentionMatching("paper"), AttentionMatching(selection="omp", log_bias=False),
+    AttentionMatching(), AttentionMatching("paper"), AttentionMatching(log_bias=False),
     AttentionMatching(budgets="adaptive"), Eviction("first"), Eviction("random"), Eviction("streaming"),
     Eviction("keynorm"), GradientCompression(num_steps=2), GradientCompression(num_steps=2, init="random"),
 ]  # fmt: skip

@@ -5,7 +5,6 @@ import difflib
 import inspect
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from structured_heads import eager_attention, plain_error, structured_head
@@ -22,7 +21,6 @@ from kvcat.compress import (
 from kvcat.compress import queries as heads_module
 from kvcat.compress.methods.attention_matching import match_attention
 from kvcat.compress.queries import HeadBatch, dense_attention, draw_queries, fitted_queries, head_groups, load_heads
-from kvcat.compress.solvers import pursue
 from kvcat.errors import InputError
 from kvcat.models import load
 
@@ -47,7 +45,7 @@ def test_presets_are_their_options_spelled_out():
     assert AttentionMatching.paper() == AttentionMatching("paper") == AttentionMatching(preset="paper") == paper
     assert AttentionMatching.paper(num_queries=None) == AttentionMatching("paper", num_queries=None) != paper
     stable = AttentionMatching(
-        selection="rms", num_queries=None, num_iters=None, ridge=1e-2, own_weight=1.0, log_bias=True, budgets="adaptive"
+        num_queries=None, num_iters=None, ridge=1e-2, own_weight=1.0, log_bias=True, budgets="adaptive"
     )
     assert AttentionMatching() == AttentionMatching("stable") == stable
 
@@ -55,7 +53,7 @@ def test_presets_are_their_options_spelled_out():
 @pytest.mark.parametrize(
     "options",
     [
-        {"preset": "fast"}, {"selection": "mean"}, {"num_queries": 0}, {"ridge": -1.0}, {"num_iters": -2},
+        {"preset": "fast"}, {"num_queries": 0}, {"ridge": -1.0}, {"num_iters": -2},
         {"budgets": "fair"}, {"own_weight": -0.1}, {"own_weight": float("nan")}, {"on_policy": True},
     ],
 )  # fmt: skip
@@ -131,8 +129,8 @@ def test_a_head_that_the_fit_would_leave_worse_than_eviction_is_fitted_without_l
     assert guarded > 0
 
 
-@pytest.mark.parametrize(("selection", "log_bias"), [("rms", True), ("omp", False)])
-def test_a_query_of_weight_root_two_counts_as_that_query_twice(selection, log_bias):
+@pytest.mark.parametrize("log_bias", [True, False])
+def test_a_query_of_weight_root_two_counts_as_that_query_twice(log_bias):
     head = structured_head(prefix=60, queries=50, dim=8)
     weights = torch.ones(1, 50).double()
     weights[:, 10:20] = 2**0.5
@@ -141,7 +139,7 @@ def test_a_query_of_weight_root_two_counts_as_that_query_twice(selection, log_bi
     weighted = HeadBatch(queries, weights, none[:, :50], keys, values)
     queries = torch.cat([queries, queries[:, 10:20]], 1)
     twice = HeadBatch(queries, torch.ones(1, 60).double(), none, keys, values)
-    options = {"selection": selection, "log_bias": log_bias}
+    options = {"log_bias": log_bias}
     fits = [match_attention(b, dense_attention(b), 12, **options) for b in (weighted, twice)]
     for left, right in zip(*fits, strict=True):
         assert torch.allclose(left, right, atol=1e-4)
@@ -192,24 +190,6 @@ def test_queries_are_drawn_without_replacement_and_at_most_as_many_as_there_are(
     assert any(not torch.equal(drawn[head], other[head]) for head in drawn)
     assert AttentionMatching.paper().draws
     assert not AttentionMatching().draws
-
-
-def test_matching_pursuit_is_the_naive_one():
-    """One atom after the other in Python, four between two fits, weights by projected gradient steps."""
-    batch = structured_head(prefix=40, queries=30, dim=8)
-    atoms = (batch.scores() - dense_attention(batch).log_mass.unsqueeze(-1)).exp().double()
-    found = pursue(atoms, 12, bounds=(-3.0, 3.0))
-    table, chosen, left = atoms[0].numpy(), [], atoms[0].sum(-1).numpy()
-    for _ in range(3):
-        gains = left @ table
-        gains[chosen] = -np.inf
-        chosen += list(np.argsort(-gains)[:4])
-        part, weights = table[:, chosen], np.ones(len(chosen))
-        for _ in range(20_000):
-            slope = part.T @ (part @ weights - table.sum(1))
-            weights = np.clip(weights - slope / np.linalg.norm(part, 2) ** 2, np.exp(-3), np.exp(3))
-        left = table.sum(1) - part @ weights
-    assert found[0].tolist() == sorted(chosen)
 
 
 def test_a_prefix_that_supervises_itself_in_place_sees_no_later_key(model, windows):

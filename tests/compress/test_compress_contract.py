@@ -14,7 +14,7 @@ from kvcat.errors import InputError
 ROWS = [
     ("attention-matching", {"budgets": "equal"}),
     ("attention-matching", {"preset": "paper", "num_queries": 20}),
-    ("attention-matching", {"selection": "omp", "log_bias": False, "budgets": "equal"}),
+    ("attention-matching", {"log_bias": False, "budgets": "equal"}),
     ("gradient", {"num_steps": 3}),
     ("gradient", {"num_steps": 2, "init": "random", "activation_checkpointing": True}),
     ("first", {}),

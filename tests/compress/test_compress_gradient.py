@@ -15,7 +15,6 @@ from kvcat.compress import (
     GradientCompression,
     Reconstruction,
     compare,
-    joined,
     trace,
 )
 from kvcat.compress.methods import gradient
@@ -149,38 +148,9 @@ def test_only_the_second_copy_of_a_reconstruction_supervises(model, windows):
     assert distance(*(GradientCompression(num_steps=2)(found, num_slots=5) for found in (late, early))) > 1e-3
 
 
-def test_a_shared_cache_is_the_naive_loop_over_all_suffixes(double, rows):
-    short = rows[1:2, :55]
-    found = [trace(double, rows[[0, 2]], 48), trace(double, short, 48)]
-    cache = GradientCompression(num_steps=3).shared(found, num_slots=5)
-    start = GradientCompression(num_steps=0).shared(found, num_slots=5)
-    naive = naive_loop(double, 48, [rows[0], rows[2], short[0]], start.layers, 3)
-    assert (cache.batch_size, cache.num_slots, cache.num_tokens) == (1, 5, 48)
-    assert distance(cache, naive) < 1e-8 < distance(cache, start)
-
-
-def test_sharing_one_suffix_is_the_plain_call_and_a_start_sees_the_queries_of_all_rows(model, rows):
-    one, method = trace(model, rows[:1], 48), GradientCompression(num_steps=4)
-    assert distance(method.shared([one], num_slots=5), method(one, num_slots=5)) == 0
-    assert method.shared([trace(model, rows, 48)], keep_ratio=1).num_slots == 48
-    found = [trace(model, rows[:2], 48), trace(model, rows[2:, :52], 48)]
-    merged = joined(found)
-    for head in range(4):
-        own = [t.queries[1][row, head] for t in found for row in range(t.batch_size)]
-        assert torch.equal(merged.queries[1][0, head], torch.cat(own))
-    start = GradientCompression(num_steps=0, init="attention-matching").shared(found, num_slots=5)
-    assert distance(start, AttentionMatching()(merged, num_slots=5)) == 0
-
-
-def test_traces_that_share_no_prefix_or_have_nothing_to_predict_are_refused(make_model, model, rows, windows):
-    method, found = GradientCompression(num_steps=1), trace(model, rows, 48)
-    for other in [trace(model, windows, 48), trace(model, rows, 40), trace(make_model(rms_norm_eps=1e-2), rows, 48)]:
-        with pytest.raises(InputError, match="one prefix only: these 2 traces have several models or prefixes"):
-            method.shared([found, other], num_slots=5)
-    with pytest.raises(InputError, match="no trace to train a shared cache on"):
-        method.shared([], num_slots=5)
-    own = trace(model, rows, 48, supervision="self")
-    for call in (method, method.snapshots, lambda found, num_slots: method.shared([found], num_slots=num_slots)):
+def test_a_trace_without_predictions_is_refused(model, rows):
+    own, method = trace(model, rows, 48, supervision="self"), GradientCompression(num_steps=1)
+    for call in (method, method.snapshots):
         with pytest.raises(InputError, match=r"no predictions after its prefix.* or use AttentionMatching"):
             call(own, num_slots=5)
 

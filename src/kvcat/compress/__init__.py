@@ -16,13 +16,13 @@ from kvcat.compress.kvpress import KVPress
 from kvcat.compress.methods.attention_matching import AttentionMatching, refit_without_log_bias
 from kvcat.compress.methods.gradient import SNAPSHOT_STEPS, GradientCompression
 from kvcat.compress.solvers import fit_log_bias, fit_values
-from kvcat.compress.trace import Reconstruction, Trace, joined, split_supervision, trace
+from kvcat.compress.trace import Reconstruction, Trace, split_supervision, trace
 from kvcat.errors import InputError
 
 __all__ = [
     "COMPRESSORS", "INSTRUCTION", "SCORERS", "SNAPSHOT_STEPS", "AttentionMatching", "Compressor", "Eviction",
     "GradientCompression", "KVPress", "Reconstruction", "Scores", "SmallestCache", "Trace", "compare", "fit_log_bias",
-    "fit_values", "joined", "make_compressor", "parse_method", "reconstruction", "refit_without_log_bias", "replay",
+    "fit_values", "make_compressor", "parse_method", "reconstruction", "refit_without_log_bias", "replay",
     "seeded_compressor", "slots_for", "smallest_cache", "split_supervision", "supervised_kl", "takes_seed", "trace",
 ]  # fmt: skip
 

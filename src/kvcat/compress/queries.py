@@ -17,7 +17,7 @@ HeadIndex = tuple[int, int, int]
 Drawn = dict[HeadIndex, Int[Tensor, " drawn"]]
 Heads = TypeVar("Heads", "HeadBatch", "DenseAttention")
 _PARTS = 3
-_CHUNK_ELEMENTS = 2**21
+_CHUNK_ELEMENTS, _CHUNK_ROWS = 2**21, 64
 _BATCH_ELEMENTS = 2**23
 _LEAST_SHARE = 1e-6
 
@@ -103,13 +103,14 @@ def _own_queries(trace: Trace) -> FittedQueries | None:
 def log_mass(queries: Tensor, keys: Tensor, scale: float, last: Tensor) -> Float[Tensor, "batch heads queries"]:
     """Mass of keys: log sum_j exp(scale q.k_j) over the keys up to the last that each query sees, nats."""
     batch, heads = queries.shape[:2]
-    step = max(1, _CHUNK_ELEMENTS // (batch * heads * keys.shape[2]))
+    step = max(1, min(_CHUNK_ROWS, _CHUNK_ELEMENTS // (batch * heads * keys.shape[2])))
     turned, at, found = wide(keys).mT.unsqueeze(2), torch.arange(keys.shape[2], device=keys.device), []
     for start in range(0, queries.shape[2], step):
         rows = slice(start, start + step)
-        scores = wide(queries[:, :, rows]).unflatten(1, (keys.shape[1], -1)) @ turned
+        seen = slice(0, int(last[rows].max()) + 1)
+        scores = wide(queries[:, :, rows]).unflatten(1, (keys.shape[1], -1)) @ turned[..., seen]
         scores *= scale
-        scores.masked_fill_(at > last[rows, None].to(at.device), -torch.inf)
+        scores.masked_fill_(at[seen] > last[rows, None].to(at.device), -torch.inf)
         found.append(scores.logsumexp(-1).flatten(1, 2))
     return torch.cat(found, 2)
 

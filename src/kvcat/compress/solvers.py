@@ -1,19 +1,18 @@
-"""Least squares for many attention heads at once: box-constrained, with a ridge, and matching pursuit for keys."""
+"""Least squares for many attention heads at once: box-constrained, and with a ridge."""
 
 import math
 
 import torch
 
-from kvcat.compress.base import top_positions
 from kvcat.errors import InputError
-from kvcat.types import Float, Int, Tensor
+from kvcat.types import Float, Tensor
 
 _TOLERANCE = 1e-5
 _EXACT_TOLERANCE = 1e-11
 _POWER_STEPS = 60
 _STEPS_PER_CHECK = 4
+_MAX_STEPS = 20_000
 _SINGLE_PRECISION_RIDGE = 1e-5
-_PICKS, _PURSUIT_TOLERANCE, _PURSUIT_STEPS = 4, 1e-4, 40
 _START_RIDGE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
@@ -152,11 +151,11 @@ def _projected_steps(design: Tensor, mass: Tensor, low: float, high: float, num_
 
 
 def solve_box(
-    gram: Tensor, target: Tensor, low: float, high: float, *, pull: float, tolerance: float, max_steps: int = 20_000
+    gram: Tensor, target: Tensor, low: float, high: float, *, pull: float, tolerance: float
 ) -> Float[Tensor, "*heads slots"]:
     """Weights w within [low, high] that minimise w.Gw / 2 - target.w + pull |G|_2 |w - 1|^2 / 2.
 
-    It ends when a step moves no weight by more than ``tolerance``, or after ``max_steps``.
+    It ends when a step moves no weight by more than ``tolerance``, or after 20,000 steps.
     """
     unit = torch.ones_like(target)
     if not pull:
@@ -169,7 +168,7 @@ def solve_box(
     step, target = 1 / (1.001 * largest + shift), target + shift
     found = point = unit
     speed = torch.ones_like(largest)
-    for index in range(max_steps):
+    for index in range(_MAX_STEPS):
         new = torch.clamp(point - step * (_times(gram, point) + shift * point - target), low * unit, high * unit)
         if index % _STEPS_PER_CHECK == 0 and ((new - point).abs() <= tolerance * unit).all():
             return new / unit
@@ -178,44 +177,6 @@ def solve_box(
         faster = (1 + (1 + 4 * speed.square()).sqrt()) / 2
         found, point, speed = new, new + (speed - 1) / faster * (new - found), faster
     return found / unit
-
-
-def pursue(
-    atoms: Float[Tensor, "heads queries prefix"], num_slots: int, *, bounds: tuple[float, float]
-) -> Int[Tensor, "heads slots"]:
-    """Positions of the chosen keys of every head, ascending; no key is chosen twice.
-
-    With the atoms a_j and their sum b over the whole prefix: start from the residual r = b; add the four keys with the
-    largest a_j.r; fit weights w in the box of the log-bias to all chosen atoms; set r = b - sum_j w_j a_j; and so on.
-
-    Args:
-        atoms: attention mass that each key gets from each query, times the query's weight.
-        num_slots: keys to choose, in [1, prefix].
-        bounds: box on the log-bias, nats.
-
-    References: Zweiger et al. 2026, arXiv:2602.16284 (AM-OMP), whose weights are bounded by 0 alone; Pati et al. 1993.
-    """
-    heads, _, prefix = atoms.shape
-    low, high = math.exp(bounds[0]), math.exp(bounds[1])
-    reach = (atoms.sum(-1).unsqueeze(1) @ atoms).squeeze(1).double()
-    chosen = torch.zeros(heads, num_slots, dtype=torch.long, device=atoms.device)
-    products = reach.new_zeros(heads, num_slots, prefix)
-    correlation, taken = reach.clone(), torch.zeros_like(reach, dtype=torch.bool)
-    for start in range(0, num_slots, _PICKS):
-        stop = min(start + _PICKS, num_slots)
-        best = top_positions(correlation.masked_fill(taken, -torch.inf), stop - start)
-        taken.scatter_(1, best, value=True)
-        chosen[:, start:stop] = best
-        if stop == num_slots:
-            break
-        own = atoms.gather(2, best.unsqueeze(1).expand(-1, atoms.shape[1], -1))
-        products[:, start:stop] = own.mT @ atoms
-        index = chosen[:, :stop]
-        gram = products[:, :stop].gather(2, index.unsqueeze(1).expand(-1, stop, -1))
-        target = reach.gather(1, index)
-        weights = solve_box(gram, target, low, high, pull=0.0, tolerance=_PURSUIT_TOLERANCE, max_steps=_PURSUIT_STEPS)
-        correlation = reach - (weights.unsqueeze(1) @ products[:, :stop]).squeeze(1)
-    return chosen.sort(-1).values
 
 
 def _solve_ridge(gram: Tensor, right: Tensor, ridge: float) -> Tensor:

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -232,32 +231,6 @@ def split_supervision(trace: Trace, fraction: float) -> tuple[Trace, Trace]:
         hidden=trace.hidden[:, : stop - trace.prefix_len + 1],
     )
     return learn, replace(trace, supervision_start=stop, queries=[q[:, :, own:] for q in trace.queries])
-
-
-def joined(traces: Sequence[Trace]) -> Trace:
-    """One example of a prefix that all traces share, with the queries of every row of every trace.
-
-    Raises:
-        InputError: no trace, other models, or other prefixes.
-    """
-    if not traces:
-        raise InputError("no trace to train a shared cache on")
-    first = traces[0]
-    prefix = first.input_ids[:1, : first.prefix_len]
-    for trace in traces:
-        found = trace.input_ids[:, : trace.prefix_len]
-        same = (trace.fingerprint, trace.past_len) == (first.fingerprint, first.past_len)
-        if not same or found.shape[1] != prefix.shape[1] or (found != prefix).any():
-            raise InputError(
-                f"one cache is shared by one prefix only: these {len(traces)} traces have several models or prefixes"
-            )
-    lists = ("keys", "values", "suffix_keys", "prefix_queries", "stream", "log_bias")
-    rows: dict[str, Any] = {name: [x[:1] for x in getattr(first, name) or ()] or None for name in lists}
-    queries = [
-        torch.cat([part.transpose(1, 2).flatten(0, 1) for part in parts]).unsqueeze(0).transpose(1, 2)
-        for parts in zip(*(trace.queries for trace in traces), strict=True)
-    ]
-    return replace(first, **rows, input_ids=first.input_ids[:1], hidden=first.hidden[:1], queries=queries)
 
 
 def sampled_positions(prefix_len: int) -> Int[Tensor, " sampled"]:

@@ -44,8 +44,7 @@ class KeyRotation:
         if not shift:
             return
         start, tolerance = max(0, -shift), _TOLERANCE.get(model.dtype, 0.01)
-        pairs = zip(_keys_at(model, start), _keys_at(model, start + shift), strict=True)
-        for layer, (before, after) in enumerate(pairs):
+        for layer, (before, after) in enumerate(_keys_at(model, start, start + shift)):
             turned, unturned = relative_error(self(before, layer), after), relative_error(before, after)
             if not min(turned, unturned) <= tolerance:
                 error = f"(error {min(turned, unturned):.2g})"
@@ -89,11 +88,11 @@ def rotary_module(model: PreTrainedModel) -> nn.Module:
 
 
 @torch.no_grad()
-def _keys_at(model: PreTrainedModel, start: int) -> list[Tensor]:
-    """Every layer's keys of a few tokens from a position on."""
+def _keys_at(model: PreTrainedModel, *starts: int) -> list[tuple[Tensor, ...]]:
+    """Every layer's keys of a few tokens from several positions on, by one forward."""
     vocab, cache = model.config.get_text_config(decoder=True).vocab_size, DynamicCache()
-    tokens = torch.arange(_PROBE_TOKENS, device=model.device).unsqueeze(0) * 7 % vocab
-    positions = torch.arange(start, start + _PROBE_TOKENS, device=tokens.device).unsqueeze(0)
+    tokens = torch.arange(_PROBE_TOKENS, device=model.device).expand(len(starts), -1) * 7 % vocab
+    positions = torch.stack([torch.arange(start, start + _PROBE_TOKENS, device=tokens.device) for start in starts])
     with frozen(model):
         model.base_model(input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True)
-    return [layer.keys for layer in cache.layers]  # type: ignore[union-attr]
+    return [layer.keys.split(1) for layer in cache.layers]  # type: ignore[union-attr]

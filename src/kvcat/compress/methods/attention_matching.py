@@ -24,13 +24,14 @@ from kvcat.compress.queries import (
     select_heads,
     take,
 )
-from kvcat.compress.solvers import check_ridge, fit_log_bias, fit_values, pursue
+from kvcat.compress.solvers import check_ridge, fit_log_bias, fit_values
 from kvcat.compress.trace import Trace
 from kvcat.errors import InputError
 from kvcat.models import output_gains
 from kvcat.types import Float, Int, Tensor
 
 BOUNDS = (-3.0, 3.0)
+BUDGETS = ("equal", "adaptive", "layers")
 PULL = 0.1
 PRESETS: dict[str, dict[str, Any]] = {
     "stable": {},
@@ -43,15 +44,14 @@ _SECONDS_BEFORE_BAR = 2.0
 class AttentionMatching(Compressor):
     """Kept keys by attention, then a log-bias and values fitted so that attention over them equals the dense one.
 
-    For every layer and KV head (``match_attention``): keep some of the keys; fit the log-bias beta so that
+    For every layer and KV head (``match_attention``): keep the keys with the largest root-mean-square attention weight
+    over the queries; fit the log-bias beta so that
     sum_j exp(q.k_j + beta_j) over kept keys equals the sum over the whole prefix; fit values C so that
     softmax(q.K_kept + beta) C equals the dense attention output. The default (preset "stable") fits all queries and
     pulls each slot to what it was, which few queries determine badly; ``AttentionMatching.paper()`` is the paper's.
 
     Args:
         preset: "stable" or "paper": values of the options below that are not given.
-        selection: "rms" keeps the keys with the largest root-mean-square attention weight over the queries, "omp"
-            chooses keys one after the other that make up the attention mass (``pursue``).
         num_queries: queries per KV head, drawn without replacement; None takes all.
         num_iters: None weighs a query's errors by the part of its attention that goes to the prefix, solves the
             log-bias to convergence, pulled to 0 (``fit_log_bias`` with a pull of 0.1), pulls values towards those of
@@ -70,12 +70,10 @@ class AttentionMatching(Compressor):
     Raises:
         InputError: an unknown option, or one out of its range.
 
-    References: KV-CAT, appendix "Attention-Matching"; Zweiger et al. 2026, arXiv:2602.16284 (AM-HighestAttnKeys and
-    AM-OMP).
+    References: KV-CAT, appendix "Attention-Matching"; Zweiger et al. 2026, arXiv:2602.16284 (AM-HighestAttnKeys).
     """
 
     preset: str = field(default="stable", compare=False)
-    selection: str = "rms"
     num_queries: int | None = None
     num_iters: int | None = None
     ridge: float | None = 1e-2
@@ -91,9 +89,8 @@ class AttentionMatching(Compressor):
         given = {"preset": preset, **PRESETS[preset], **options}
         for option in fields(self):
             object.__setattr__(self, option.name, given.get(option.name, option.default))
-        for name, values in (("selection", ("rms", "omp")), ("budgets", ("equal", "adaptive", "layers"))):
-            if getattr(self, name) not in values:
-                raise InputError(f"{name} must be one of {', '.join(values)}, not {getattr(self, name)!r}")
+        if self.budgets not in BUDGETS:
+            raise InputError(f"budgets must be one of {', '.join(BUDGETS)}, not {self.budgets!r}")
         for name, least in (("num_queries", 1), ("num_iters", 0), ("own_weight", 0)):
             value = getattr(self, name)
             if value is not None and not least <= value < math.inf:
@@ -129,8 +126,8 @@ class AttentionMatching(Compressor):
                 for count in wanted.unique().tolist():
                     rows = (wanted == count).nonzero().flatten()
                     fit = match_attention(
-                        select_heads(batch, rows), select_heads(dense, rows), count, selection=self.selection,
-                        num_iters=self.num_iters, ridge=self.ridge, log_bias=self.log_bias,
+                        select_heads(batch, rows), select_heads(dense, rows), count, num_iters=self.num_iters,
+                        ridge=self.ridge, log_bias=self.log_bias,
                     )  # fmt: skip
                     found |= {heads[row]: HeadFit(*parts) for row, *parts in zip(rows.tolist(), *fit, strict=True)}
         options = {option.name: getattr(self, option.name) for option in fields(self)}
@@ -144,17 +141,16 @@ class AttentionMatching(Compressor):
         """Slots of every head, for every size; and the dense attention of groups by first head, if it was needed."""
         if self.budgets == "equal":
             return [dict.fromkeys((head for group in groups for head in group), size) for size in sizes], {}
-        largest, curves, known = slot_sizes(max(sizes), trace.num_slots)[-1], {}, {}
+        wanted = {size for count in sizes for size in slot_sizes(count, trace.num_slots)}
+        # an error counts relative to the stream that it is added to
+        gains, curves, known = output_gains(trace.model, trace.keys[0].shape[1]), {}, {}
         for group in _with_progress(groups, "errors by number of slots"):
             batch = load(group)
             known[group[0]] = dense_attention(batch)
-            curves |= zip(group, error_curves(batch, known[group[0]], largest), strict=True)
-        # an error counts relative to the stream that it is added to
-        gains = output_gains(trace.model, trace.keys[0].shape[1])
-        curves = {
-            (layer, example, head): curve * (gains[layer][head] / trace.stream[layer][example]).to(curve)
-            for (layer, example, head), curve in curves.items()
-        }
+            for head, curve in zip(group, error_curves(batch, known[group[0]], wanted), strict=True):
+                layer, example, place = head
+                gain = gains[layer][place].item() / trace.stream[layer][example].item()
+                curves[head] = {size: gain * error for size, error in curve.items()}
         by_layer = self.budgets == "layers"
         return [share_out(curves, size, trace.num_slots, by_layer=by_layer) for size in sizes], known
 
@@ -164,7 +160,6 @@ def match_attention(
     dense: DenseAttention,
     num_slots: int,
     *,
-    selection: str = "rms",
     num_iters: int | None = None,
     ridge: float | None = 1e-2,
     log_bias: bool = True,
@@ -175,7 +170,7 @@ def match_attention(
         batch: keys, values, queries and their weights.
         dense: their attention over the whole prefix.
         num_slots: slots per head; heads that have no more keep all as they are.
-        selection, num_iters, ridge, log_bias: as in ``AttentionMatching``.
+        num_iters, ridge, log_bias: as in ``AttentionMatching``.
     """
     heads, prefix, _ = batch.keys.shape
     if num_slots >= prefix:
@@ -184,11 +179,7 @@ def match_attention(
     stable = num_iters is None
     # relative masses: a query's equation is divided by its whole mass, unless it is the paper's
     weights = dense.weights if stable else dense.weights * dense.mass
-    if selection == "omp":
-        atoms = batch.scores().sub_(dense.log_mass.unsqueeze(-1)).exp_().mul_(weights.unsqueeze(-1))
-        slots = pursue(atoms, num_slots, bounds=BOUNDS)
-    else:
-        slots = top_positions(dense.importance, num_slots)
+    slots = top_positions(dense.importance, num_slots)
     scores, own = batch.scores(slots=slots), take(batch.values, slots)
     none = torch.zeros_like(own[..., 0])
     towards = own if stable else torch.zeros_like(own)

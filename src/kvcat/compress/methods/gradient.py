@@ -19,7 +19,7 @@ from kvcat.cachefile import STATE
 from kvcat.compress.base import Compressor, best_layer, compact_cache, example_generators, parse_method, slots_for, wide
 from kvcat.compress.eviction import SCORERS, Eviction
 from kvcat.compress.methods.attention_matching import AttentionMatching
-from kvcat.compress.trace import Trace, joined
+from kvcat.compress.trace import Trace
 from kvcat.errors import InputError
 from kvcat.losses import chunked_objective
 from kvcat.models import decoder_layers, frozen, hidden_states, output_head
@@ -38,7 +38,7 @@ class GradientCompression(Compressor):
     Minimises the mean over the supervised positions t of KL(softmax(z*_t) || softmax(z_t)), z* the dense logits and z
     those on the compact cache, by AdamW without weight decay, gradients clipped at norm 1; the model's weights stay
     fixed. The supervised positions are the suffix, or the second copy of a reconstruction sequence. Every example is
-    optimised by itself, its gradient clipped by its own norm; ``shared`` makes one cache for many rows.
+    optimised by itself, its gradient clipped by its own norm.
 
     Args:
         num_steps: gradient steps, at least 0.
@@ -104,7 +104,7 @@ class GradientCompression(Compressor):
             InputError: keep_ratio or num_slots out of range, a trace without supervising positions, or a state that is
                 damaged or of another run.
         """
-        ((_, cache),) = self._run([trace], trace, keep_ratio, num_slots, [self.num_steps], resume, on_step)
+        ((_, cache),) = self._run(trace, keep_ratio, num_slots, [self.num_steps], resume, on_step)
         return cache
 
     def compress(self, trace: Trace, sizes: Sequence[int]) -> Iterator[CompactCache]:
@@ -120,27 +120,7 @@ class GradientCompression(Compressor):
             InputError: as a plain call.
         """
         steps = sorted({step for step in SNAPSHOT_STEPS if step < self.num_steps} | {self.num_steps})
-        return self._run([trace], trace, keep_ratio, num_slots, steps)
-
-    def shared(
-        self, traces: Sequence[Trace], *, keep_ratio: float | int | None = None, num_slots: int | None = None
-    ) -> CompactCache:
-        """One compact cache of one prefix, trained on all suffixes together that follow it in the traces.
-
-        The KL is the mean over all supervised positions of all rows. A step runs over the traces one by one, so that
-        memory grows with the largest only.
-
-        Args:
-            traces: at least one, of one model and one prefix; suffixes differ, and between traces also in length.
-            keep_ratio, num_slots: as in a plain call.
-
-        Raises:
-            InputError: as a plain call, no trace, or traces of several models or prefixes.
-
-        References: Eyuboglu et al. 2025, arXiv:2506.06266 (Cartridges).
-        """
-        ((_, cache),) = self._run(list(traces), joined(traces), keep_ratio, num_slots, [self.num_steps])
-        return cache
+        return self._run(trace, keep_ratio, num_slots, steps)
 
     def learning_rate(self, step: int) -> float:
         """Learning rate of a step, from 0."""
@@ -159,8 +139,7 @@ class GradientCompression(Compressor):
 
     def _run(
         self,
-        traces: list[Trace],
-        example: Trace,
+        trace: Trace,
         keep_ratio: float | int | None,
         num_slots: int | None,
         steps: list[int],
@@ -168,19 +147,16 @@ class GradientCompression(Compressor):
         on_step: OnStep | None = None,
     ) -> Iterator[tuple[int, CompactCache]]:
         """The caches after some numbers of steps; mistakes are told before the first."""
-        for trace in traces:
-            trace.check_supervises()
-        slots = slots_for(example.prefix_len, keep_ratio, num_slots)
-        if slots >= example.num_slots:
-            return ((step, example.dense_cache()) for step in steps)
-        state = None if resume is None else _State(Path(resume), self._identity(example, slots))
-        training = SlotTraining(self, traces, self.starting_layers(example, slots))
-        return self._train(training, example, steps, state, on_step)
+        trace.check_supervises()
+        slots = slots_for(trace.prefix_len, keep_ratio, num_slots)
+        if slots >= trace.num_slots:
+            return ((step, trace.dense_cache()) for step in steps)
+        state = None if resume is None else _State(Path(resume), self._identity(trace, slots))
+        return self._train(SlotTraining(self, trace, self.starting_layers(trace, slots)), steps, state, on_step)
 
     def _train(
         self,
         training: "SlotTraining",
-        example: Trace,
         steps: list[int],
         state: "_State | None",
         on_step: OnStep | None,
@@ -195,8 +171,7 @@ class GradientCompression(Compressor):
                     state.write(training.state())
                 if on_step is not None:
                     on_step(training.num_steps, kl)
-            layers = training.layers(example.keys[0].dtype)
-            yield step, compact_cache(example, layers, "gradient", {"steps": step, **facts})
+            yield step, compact_cache(training.trace, training.layers(), "gradient", {"steps": step, **facts})
 
     def _identity(self, trace: Trace, slots: int) -> dict[str, str]:
         """What tells a run from others."""
@@ -211,13 +186,13 @@ class GradientCompression(Compressor):
 class SlotTraining:
     """AdamW on the slots of compact caches, towards the dense model's predictions.
 
-    As many caches as the starting layers have examples: one per row of a trace, or a single one that all rows of all
-    traces share. Heads with fewer slots than the fullest of their layer are filled up with slots of log-bias -inf,
-    whose gradient is exactly 0; they are gone from the result. A cache that starts with all slots of its prefix stays.
+    Every row of the trace has a cache of its own. Heads with fewer slots than the fullest of their layer are filled up
+    with slots of log-bias -inf, whose gradient is exactly 0; they are gone from the result. A cache that starts with
+    all slots of its prefix stays.
     """
 
-    def __init__(self, method: GradientCompression, traces: list[Trace], start: Sequence[Layer]):
-        self.num_steps, self._method, self._traces = 0, method, traces
+    def __init__(self, method: GradientCompression, trace: Trace, start: Sequence[Layer]):
+        self.num_steps, self.trace, self._method = 0, trace, method
         padded = [layer.padded() for layer in start]
         names = [("keys", "values") if x.log_bias is None else ("keys", "values", "log_bias") for x in start]
         self._trained = [
@@ -228,12 +203,14 @@ class SlotTraining:
         # log-biases of 0 and -inf that only hide the slots which heads do not have
         self._fixed = [None if "log_bias" in own else x.log_bias for x, own in zip(padded, names, strict=True)]
         self._optimizer = torch.optim.AdamW(self._parameters, lr=method.lr, weight_decay=0.0)
-        full = [(x.counts == traces[0].counts(i)[: x.batch_size]).all(1) for i, x in enumerate(start)]
-        self._whole = torch.stack(full).all(0).to(traces[0].hidden.device)
+        full = [(x.counts == trace.counts(i)).all(1) for i, x in enumerate(start)]
+        self._whole = torch.stack(full).all(0).to(trace.hidden.device)
 
     def step(self) -> float:
         """Take one step; KL before it, mean over the caches, nats per supervised position."""
-        gradients, kl = self._gradients()
+        with torch.enable_grad(), frozen(self.trace.model):
+            kl = _mean_kl(self.trace, self._replay(), self.trace.supervision_start - self.trace.prefix_len)
+            gradients = torch.autograd.grad(kl * self.trace.batch_size, self._parameters)
         for gradient in gradients:
             gradient[self._whole] = 0
             if self._method.freeze_first_slot:
@@ -245,11 +222,11 @@ class SlotTraining:
         self._optimizer.param_groups[0]["lr"] = self._method.learning_rate(self.num_steps)
         self._optimizer.step()
         self.num_steps += 1
-        return kl
+        return kl.item()
 
-    def layers(self, dtype: torch.dtype) -> list[Layer]:
-        """The slots as they are, copied, keys and values in the given dtype."""
-        found = []
+    def layers(self) -> list[Layer]:
+        """The slots as they are, copied, keys and values in the model's dtype."""
+        found, dtype = [], self.trace.keys[0].dtype
         for own, fixed in zip(self._trained, self._fixed, strict=True):
             layer = CompactLayer(**{name: x.detach().clone() for name, x in own.items()})
             kept = layer.without_absent() if fixed is None else layer.taken(fixed > -torch.inf)
@@ -275,23 +252,9 @@ class SlotTraining:
             own = {name: x if name == "step" else x.to(parameter.device) for name, x in moments.items()}
             self._optimizer.state[parameter].update(own)
 
-    def _gradients(self) -> tuple[list[Tensor], float]:
-        """Gradient of the sum over caches of each cache's mean KL, and the mean of these KLs."""
-        shared = len(self._parameters[0]) == 1
-        counts = [len(t.input_ids) * (t.input_ids.shape[1] - t.supervision_start) for t in self._traces]
-        total, mean = [torch.zeros_like(x) for x in self._parameters], 0.0
-        for trace, count in zip(self._traces, counts, strict=True):
-            hidden, start = self._replay(trace), trace.supervision_start - trace.prefix_len
-            with torch.enable_grad(), frozen(trace.model):
-                kl = _mean_kl(trace, hidden, start)
-                share = count / sum(counts)
-                found = torch.autograd.grad(kl * (share if shared else trace.batch_size), self._parameters)
-            total = [a + b for a, b in zip(total, found, strict=True)]
-            mean += share * kl.item()
-        return total, mean
-
     @torch.enable_grad()
-    def _replay(self, trace: Trace) -> Float[Tensor, "batch suffix hidden"]:
+    def _replay(self) -> Float[Tensor, "batch suffix hidden"]:
+        trace = self.trace
         layers = [
             CompactLayer(own["keys"], own["values"], own.get("log_bias", fixed))
             for own, fixed in zip(self._trained, self._fixed, strict=True)
