@@ -29,26 +29,18 @@ class CacheFolder:
 
     def __init__(self, folder: str | Path, fingerprint: str, shape: tuple[int, int, int]):
         self.folder, self.fingerprint, self.shape = Path(folder).expanduser(), fingerprint, shape
-        self._known: dict[str, tuple[tuple[int, ...], Prefix]] = {}
+        self._known: dict[str, tuple[tuple[int, ...], Prefix]] = {}  # by name: what the file was like, and its cache
         if not self.folder.is_dir():
             raise InputError(f"no folder of caches {folder}")
 
     def find(self, name: object) -> Prefix:
-        """The cache of that file name in the folder.
-
-        Raises:
-            InputError: not the name of a file in the folder, a damaged file, or a cache of another model or shape.
-        """
+        """The cache of that file name in the folder; ``InputError`` without a sound one of this model and shape."""
         if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,199}", name):
             raise InputError(f"{str(name)[:50]!r} is no name of a cache: letters, digits, '_', '-' and '.'")
         path = self.folder / name
-        try:
-            status = path.stat()
-            inside = path.is_file() and path.resolve().parent == self.folder.resolve()
-        except OSError:
-            status, inside = None, False
-        if status is None or not inside:
+        if not (path.is_file() and path.resolve().parent == self.folder.resolve()):
             raise InputError(f"no cache {name!r}")
+        status = path.stat()
         version = (status.st_mtime_ns, status.st_size, status.st_ino)
         if name not in self._known or self._known[name][0] != version:
             self._known[name] = version, self._read(path, name)
@@ -76,11 +68,7 @@ def request_fields(prefix: Prefix, name: str, ids: list[int], salt: str = "") ->
 
 
 def prompt_ids(tokenizer: Any, prompt: object, *, chat: bool) -> list[int]:
-    """Token ids of what follows the document: a text, for ``chat`` the rest of the user's turn, or ids as they are.
-
-    Raises:
-        InputError: neither, or empty.
-    """
+    """Token ids of what follows the document: a text, for ``chat`` the rest of the user's turn, or ids as they are."""
     if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
         return prompt
     if not isinstance(prompt, str):

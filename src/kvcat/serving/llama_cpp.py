@@ -66,25 +66,22 @@ class Layout:
     after: bytes  # what stands between the cells and the first layer's keys
     types: tuple[int, int]  # ggml's numbers of the types of keys and values
     width: int  # channels of all KV heads together
-    transposed: bool  # values lie channel after channel (without flash attention)
 
     @classmethod
-    def read(cls, state: bytes, num_layers: int, *, transposed: bool) -> "Layout":
-        """The layout of the file that the engine saved for one token.
+    def read(cls, state: bytes, num_layers: int) -> "Layout":
+        """The layout of the file that the engine saved for one token; ``InputError`` if it is not understood.
 
-        A cell is its position, the number of its sequences, and more in some versions; then come whether values are
-        transposed, the number of layers, and more in some versions. The split is taken whose layers end with the file.
-
-        Raises:
-            InputError: a format that is not understood.
+        A cell is its position, the number of its sequences, and more in some versions; then come a 1, since values lie
+        channel after channel, the number of layers, and more in some versions. The split is taken whose layers end with
+        the file.
         """
         magic, version, tokens = struct.unpack_from("<III", state)
         start = 12 + 4 * tokens
         (streams,) = struct.unpack_from("<I", state, start)
-        at = state.find(struct.pack("<II", transposed, num_layers), start + 16, start + 60)
+        at = state.find(struct.pack("<II", 1, num_layers), start + 16, start + 60)
         for first in range(at + 8, at + 48, 4) if magic == _MAGIC and at > 0 else ():
-            if found := _blocks(state, first, num_layers, transposed, 4 * (streams - 1)):
-                return cls(version, streams, state[start + 12 : at], state[at:first], *found, transposed)
+            if found := _blocks(state, first, num_layers, 4 * (streams - 1)):
+                return cls(version, streams, state[start + 12 : at], state[at:first], *found)
         raise InputError(f"llama.cpp's sequence states of version {version} are laid out in a way that is not known")
 
     def file(self, prefix: Prefix, placeholder: int, *, is_interleaved: bool) -> Iterator[bytes]:
@@ -98,22 +95,21 @@ class Layout:
         for keys, _ in layers:
             yield struct.pack("<iQ", key_type, self.width * _DTYPES[key_type].itemsize)
             yield _raw(_rows(interleaved(keys) if is_interleaved else keys), _DTYPES[key_type])
-        size = _DTYPES[value_type].itemsize
         for _, values in layers:
-            row = struct.pack("<II", size, self.width) if self.transposed else struct.pack("<Q", self.width * size)
-            yield struct.pack("<i", value_type) + row
-            yield _raw(_rows(values).mT if self.transposed else _rows(values), _DTYPES[value_type])
+            yield struct.pack("<iII", value_type, _DTYPES[value_type].itemsize, self.width)
+            yield _raw(_rows(values).mT, _DTYPES[value_type])
         yield bytes(4 * (self.streams - 1))
 
 
 class LlamaCpp:
     """A model in llama.cpp with one context, which holds one document's cache at a time.
 
+    It runs without flash attention, which rounds to half precision on a CPU.
+
     Args:
         gguf: the model, for caches with a log-bias or unequal heads made by ``write_gguf`` from a widened model.
         num_ctx: cells for slots, questions and answers.
         cache_type: of llama.cpp's cache, "float16", "float32" or "bfloat16".
-        flash_attention: whether to use it; on a CPU it rounds to half precision.
         num_threads: of the computation.
         library: shared library with llama.cpp's C API; None takes that of ``xllamacpp``.
 
@@ -127,7 +123,6 @@ class LlamaCpp:
         *,
         num_ctx: int = 4096,
         cache_type: str = "float16",
-        flash_attention: bool = False,
         num_threads: int = 1,
         library: str | Path | None = None,
     ):
@@ -142,7 +137,7 @@ class LlamaCpp:
         if not self._model:
             raise InputError(f"llama.cpp cannot load {gguf}: {_reasons[-1]}")
         defaults = self._call("context_default_params")
-        parameters = _context_parameters(defaults, num_ctx, CACHE_TYPES[cache_type], flash_attention)
+        parameters = _context_parameters(defaults, num_ctx, CACHE_TYPES[cache_type])
         self._context = self._call("init_from_model", self._model, parameters)
         if not self._context:
             raise InputError(f"llama.cpp makes no context of {num_ctx} cells: {_reasons[-1]}")
@@ -155,7 +150,7 @@ class LlamaCpp:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "state"
             self._call("state_seq_save_file", self._context, str(path).encode(), 0, (ctypes.c_int32 * 1)(0), 1)
-            self.layout = Layout.read(path.read_bytes(), self._num_layers, transposed=not flash_attention)
+            self.layout = Layout.read(path.read_bytes(), self._num_layers)
         if self.layout.types != (CACHE_TYPES[cache_type],) * 2:
             raise InputError("this version of llama.cpp has other parameters than expected")
         self.clear()
@@ -167,11 +162,7 @@ class LlamaCpp:
             self.load_state(Path(folder) / "state")
 
     def load_state(self, path: str | Path) -> None:
-        """Begin anew behind the cache in a file of ``write_state``.
-
-        Raises:
-            InputError: no such file, or one that llama.cpp refuses: of another model, type of cache or layout, damaged.
-        """
+        """Begin anew behind the cache in a file of ``write_state``; ``InputError`` if llama.cpp refuses it."""
         if not Path(path).is_file():
             raise InputError(f"no sequence state {path}")
         self.clear()
@@ -204,11 +195,7 @@ class LlamaCpp:
         write_bytes(Path(path), *self.layout.file(prefix, placeholder, is_interleaved=_INTERLEAVED[self._architecture]))
 
     def logits(self, ids: Sequence[int]) -> Float[Tensor, " vocab"]:
-        """Logits after the tokens, which follow what the context holds.
-
-        Raises:
-            InputError: no tokens, ids outside the vocabulary, or no room left.
-        """
+        """Logits after the tokens, which follow what the context holds; ``InputError`` for ids that do not fit."""
         if not ids or not all(0 <= token < self._vocab for token in ids):
             raise InputError(f"ids must be one or more tokens in 0..{self._vocab - 1}")
         if self.position + len(ids) > self.num_ctx:
@@ -228,9 +215,9 @@ class LlamaCpp:
             if token in end:
                 return
             yield token
-            ids = [token]
             if self.position >= self.num_ctx:
                 return
+            ids = [token]
 
     def clear(self) -> None:
         """Forget what the context holds."""
@@ -282,8 +269,8 @@ def _load_library(library: str | Path | None) -> Any:
     return api
 
 
-def _context_parameters(defaults: _Parameters, num_ctx: int, cache_type: int, flash: bool) -> _Parameters:
-    """The defaults with what we choose, each field found by the values around it, whatever the version."""
+def _context_parameters(defaults: _Parameters, num_ctx: int, cache_type: int) -> _Parameters:
+    """The defaults with our choice, no flash attention; fields are found by the values around them in any version."""
     raw = bytes(defaults.raw)
     sizes = raw.startswith(struct.pack("<III", 512, 2048, 512))  # context, batch, part of a batch
     automatic = re.search(rb"\xff{16}", raw)  # scaling of positions, pooling, kind of attention, flash attention
@@ -292,21 +279,19 @@ def _context_parameters(defaults: _Parameters, num_ctx: int, cache_type: int, fl
         raise InputError("this version of llama.cpp has other parameters than expected")
     changed = bytearray(raw)
     struct.pack_into("<I", changed, 0, num_ctx)
-    struct.pack_into("<i", changed, automatic.end() - 4, int(flash))
+    struct.pack_into("<i", changed, automatic.end() - 4, 0)
     struct.pack_into("<ii", changed, automatic.end() + types.start(), cache_type, cache_type)
     return _Parameters.from_buffer(changed)
 
 
-def _blocks(
-    state: bytes, first: int, num_layers: int, transposed: bool, behind: int
-) -> tuple[tuple[int, int], int] | None:
+def _blocks(state: bytes, first: int, num_layers: int, behind: int) -> tuple[tuple[int, int], int] | None:
     """Types of keys and values, and channels, if the layers' blocks of one cell begin here and end with the state."""
     key_type, row = struct.unpack_from("<iQ", state.ljust(first + 12), first)
     middle = first + num_layers * (12 + row)
     if key_type not in _DTYPES or middle + 12 > len(state):
         return None
     value_type, size, count = struct.unpack_from("<iII", state, middle)
-    fits = middle + num_layers * (12 + size * (count if transposed else 1)) + behind == len(state)
+    fits = middle + num_layers * (12 + size * count) + behind == len(state)
     return ((key_type, value_type), row // _DTYPES[key_type].itemsize) if fits else None
 
 

@@ -34,7 +34,7 @@ def plain_prefix(
 
     Args:
         cache: of this model.
-        drop_log_bias: a log-bias is left out, which changes the answers.
+        drop_log_bias: leave the log-bias out, which changes the answers.
         head_dim: of the widened checkpoint that will read the prefix: its keys hold the log-bias, and all heads of all
             layers get as many slots as the fullest.
 

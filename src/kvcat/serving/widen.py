@@ -30,10 +30,6 @@ UNSEEN = -1000.0
 _ENGINE_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM's attention on a CPU; llama.cpp takes any
 _STILL = 1e25  # a frequency divided by this turns nothing within any context
 _FAMILIES = {"llama": "llama", "mistral": "llama", "qwen2": "llama", "smollm3": "smollm3"}  # and what they become
-_REFUSED = {
-    "qwen3": "normalises every query after its projection, so that no constant channel survives; compress with "
-    "attention-matching,log_bias=false,budgets=equal and pack without widening",
-}
 _COPIED = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "hidden_act", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "bos_token_id", "eos_token_id",
@@ -46,8 +42,8 @@ def widen(model: PreTrainedModel, head_dim: int | None = None) -> PreTrainedMode
     """The same model with heads of ``head_dim`` channels, of which the first new one takes a slot's log-bias.
 
     A stock class of transformers (``LlamaForCausalLM``; SmolLM3's own), whose logits equal the original's up to
-    rounding. Its configuration names the original by ``kvcat_fingerprint``, by which engines know the caches that
-    belong to it, and its head size, ``kvcat_head_dim``.
+    rounding. Its configuration names the original's ``kvcat_fingerprint``, by which engines know its caches, and
+    ``kvcat_head_dim``.
 
     Args:
         model: a Llama, Mistral, Qwen2 or SmolLM model without sliding windows.
@@ -58,7 +54,13 @@ def widen(model: PreTrainedModel, head_dim: int | None = None) -> PreTrainedMode
             head_dim that does not fit, or logits that come out different.
     """
     config = model.config.get_text_config(decoder=True)
-    _check_family(model)
+    if config.model_type not in _FAMILIES:  # Qwen3 normalises queries, so that no constant channel survives
+        raise InputError(
+            f"{type(model).__name__} cannot be widened; what can: {', '.join(_FAMILIES)} models. Compress with "
+            "attention-matching,log_bias=false,budgets=equal and pack without widening"
+        )
+    if any(window is not None for window in layer_windows(config)):
+        raise InputError(f"{type(model).__name__} cannot be widened: its sliding windows would lose the slots")
     old = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     wide = head_dim or next((size for size in _ENGINE_SIZES if size > old), 0)
     if wide <= old or wide % 2 or old % 2:
@@ -106,13 +108,8 @@ def widened_fingerprint(config: PreTrainedConfig) -> str:
 def write_gguf(model: PreTrainedModel, path: str | Path, *, dtype: str = "float16") -> None:
     """Write a widened model as a GGUF file of architecture ``llama``, without a vocabulary: llama.cpp reads token ids.
 
-    Args:
-        model: made by ``widen``.
-        path: file to write.
-        dtype: of the matrices, "float32", "float16" or "q8_0".
-
-    Raises:
-        InputError: no widened Llama, an unknown dtype, or the ``gguf`` extra is missing.
+    ``dtype`` of the matrices is "float32", "float16" or "q8_0". ``InputError`` for a model that is no widened Llama,
+    an unknown dtype, or without the ``gguf`` extra.
     """
     config, types = model.config, {"float32": "F32", "float16": "F16", "q8_0": "Q8_0"}
     if config.model_type != "llama" or config.hidden_act != "silu":
@@ -154,16 +151,6 @@ def write_gguf(model: PreTrainedModel, path: str | Path, *, dtype: str = "float1
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-
-
-def _check_family(model: PreTrainedModel) -> None:
-    config = model.config.get_text_config(decoder=True)
-    if config.model_type in _REFUSED:
-        raise InputError(f"{type(model).__name__} cannot be widened: it {_REFUSED[config.model_type]}")
-    if config.model_type not in _FAMILIES:
-        raise InputError(f"{type(model).__name__} cannot be widened; what can: {', '.join(_FAMILIES)} models")
-    if any(window is not None for window in layer_windows(config)):
-        raise InputError(f"{type(model).__name__} cannot be widened: its sliding windows would lose the slots")
 
 
 def _rope(config: PreTrainedConfig, rotary: Any, old: int, wide: int) -> dict[str, Any]:
