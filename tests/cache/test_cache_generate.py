@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from kvcat.cache import CompactCache, CompactLayer, PrefixLayer, RaggedLayer, fingerprint, next_turn
+from kvcat.cache import CompactCache, CompactLayer, PrefixLayer, fingerprint, next_turn
 from kvcat.errors import InputError
 from tiny import stock_model
 
@@ -226,9 +226,3 @@ def test_what_does_not_fit_is_refused():
     windowed = tiny("mistral")
     with pytest.raises(InputError, match="25 tokens exceed the sliding window of 24"):
         windowed.generate(**made(windowed, "plain", 1).inputs(windowed, ids), max_new_tokens=9, do_sample=False)
-    for length, counts, told in (
-        (3, [[3, 0]], "a head without slots"),
-        (4, [[1, 2]], "heads of 3 slots in all do not"),
-    ):
-        with pytest.raises(InputError, match=told):
-            RaggedLayer(torch.zeros(length, 8), torch.zeros(length, 8), None, torch.tensor(counts))

@@ -48,14 +48,12 @@ class CompactCache:
     @property
     def mean_slots(self) -> float:
         """KV slots per layer and head, on average."""
-        counts = torch.cat([layer.counts.flatten() for layer in self.layers])
-        return counts.double().mean().item()
+        return torch.cat([layer.counts.flatten() for layer in self.layers]).double().mean().item()
 
     @property
     def is_uniform(self) -> bool:
         """Whether every head of every layer holds equally many slots."""
-        equal = all(isinstance(layer, CompactLayer) for layer in self.layers)
-        return equal and len({layer.num_slots for layer in self.layers}) == 1
+        return len(torch.cat([layer.counts.flatten() for layer in self.layers]).unique()) == 1
 
     @property
     def batch_size(self) -> int:
@@ -82,27 +80,19 @@ class CompactCache:
         return replace(self, layers=[layer.to(device, dtype) for layer in self.layers])
 
     def save(self, path: str | Path) -> None:
-        """Write a safetensors file with a checksum; the path holds the old file or the whole new one.
-
-        Raises:
-            InputError: no such folder, no permission, or the disk is full.
-        """
+        """Write a safetensors file with a checksum; the path holds the old file or the whole new one."""
         layers = [layer.tensors() for layer in self.layers]
         write_cache(Path(path), layers, self.num_tokens, self.fingerprint, self.metadata)
 
     @classmethod
     def load(cls, path: str | Path, model: nn.Module | None = None) -> "CompactCache":
-        """The cache that ``save`` wrote, on the model's device if a model is given.
-
-        Args:
-            path: file to read.
-            model: the model it must belong to; None skips the check.
+        """The cache that ``save`` wrote, on the device of the model that it must belong to; None skips the check.
 
         Raises:
             InputError: missing, truncated, corrupt, not one of ours, or of another model.
         """
         layers, num_tokens, owner, metadata = read_cache(Path(path))
-        made = [RaggedLayer(**{"log_bias": None, **x}) if "counts" in x else CompactLayer(**x) for x in layers]
+        made = [RaggedLayer(**x) if "counts" in x else CompactLayer(**x) for x in layers]
         cache = cls(made, num_tokens, owner, metadata)
         if model is None:
             return cache
@@ -131,8 +121,8 @@ class CompactCache:
             model: the model the cache was made with.
             input_ids: tokens after the prefix; one cached example serves any number of rows.
             attention_mask: 1 for tokens, 0 for padding on the left; None: no padding.
-            static_tokens: allocate room for so many tokens after the prefix at once, as a compiled model
-                needs it; None: the cache grows as they come.
+            static_tokens: room for so many tokens after the prefix, allocated at once, as a compiled model needs it;
+                None: the cache grows as they come.
 
         Raises:
             InputError: another model, no tokens, or a batch that does not fit.
@@ -154,10 +144,7 @@ class CompactCache:
         """A fresh transformers cache that starts with the compact prefix.
 
         With a log-bias, or slots that differ in number, the model is switched to kvcat's attention, because stock
-        attention knows neither. A ``read_only`` cache stays as it is in every forward.
-
-        Raises:
-            InputError: static_tokens below 1, or together with read_only.
+        attention knows neither. A ``read_only`` cache, which cannot be static, stays as it is in every forward.
         """
         if static_tokens is not None and (static_tokens < 1 or read_only):
             raise InputError(f"static_tokens is {static_tokens}: room for at least 1, in a cache that is not read-only")
@@ -168,23 +155,21 @@ class CompactCache:
             if not uniform and isinstance(layer, CompactLayer) and layer.log_bias is None:
                 # masks are made for the first layer's slots; with a log-bias, attention takes this layer's part
                 layer = replace(layer, log_bias=torch.zeros(layer.keys.shape[:3], device=layer.keys.device))
+            options: dict[str, Any] = {"window": window, "read_only": read_only}
             if static_tokens is not None:
                 made.append(StaticPrefixLayer(layer, self.num_tokens, capacity=static_tokens, window=window))
+            elif isinstance(layer, RaggedLayer):
+                made.append(RaggedPrefixLayer(layer, self.num_tokens, **options))
             else:
-                kind: Any = RaggedPrefixLayer if isinstance(layer, RaggedLayer) else PrefixLayer
-                made.append(kind(layer, self.num_tokens, window=window, read_only=read_only))
+                made.append(PrefixLayer(layer, self.num_tokens, **options))
         return Cache(layers=made)
 
 
 def next_turn(past: Cache, input_ids: Int[Tensor, "batch new"]) -> dict[str, Any]:
     """Keyword arguments with which ``model.generate`` goes on after an earlier answer; no row may hold padding.
 
-    Args:
-        past: ``past_key_values`` of ``CompactCache.inputs``, after the earlier turns.
-        input_ids: the last generated token, which the cache does not hold yet, and those of the new turn.
-
-    Raises:
-        InputError: no tokens.
+    ``past`` are the ``past_key_values`` of ``CompactCache.inputs`` after the earlier turns; ``input_ids`` begin with
+    the last generated token, which the cache does not hold yet.
     """
     if input_ids.shape[1] == 0:
         raise InputError("input_ids hold no token: there is nothing to go on from")

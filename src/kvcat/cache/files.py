@@ -4,7 +4,7 @@ import errno
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import safetensors.torch
@@ -26,28 +26,18 @@ _PARTS = r"layers\.(0|[1-9]\d{0,5})\.(keys|values|log_bias|counts|positions)"
 def write_cache(
     path: Path, layers: Sequence[dict[str, Tensor]], num_tokens: int, fingerprint: str, metadata: dict[str, str]
 ) -> None:
-    """Write a compact cache, each layer's tensors by field name, checked as it is when it is read.
-
-    Raises:
-        InputError: no such folder, no permission, the disk is full, or not a whole compact cache.
-    """
+    """Write a compact cache, each layer's tensors by field name, checked as it is when it is read."""
     tensors = {f"layers.{i}.{name}": tensor for i, layer in enumerate(layers) for name, tensor in layer.items()}
     entries = {
-        "num_layers": str(len(layers)),
-        "num_tokens": str(num_tokens),
-        "fingerprint": fingerprint,
+        "num_layers": str(len(layers)), "num_tokens": str(num_tokens), "fingerprint": fingerprint,
         "metadata": json.dumps(metadata, sort_keys=True),
-    }
+    }  # fmt: skip
     _checked(entries, tensors, "the compact cache")
     write_tensors(path, tensors, entries, CACHE)
 
 
 def read_cache(path: Path) -> tuple[list[dict[str, Tensor]], int, str, dict[str, str]]:
-    """Layers' tensors, prefix length, fingerprint and metadata of a file of ``write_cache``.
-
-    Raises:
-        InputError: missing, not one of ours, of another version, truncated, changed, or not whole.
-    """
+    """Layers' tensors, prefix length, fingerprint and metadata of a file of ``write_cache``."""
     entries, tensors = read_tensors(path, CACHE)
     layers, num_tokens = _checked(entries, tensors, str(path))
     return layers, num_tokens, entries["fingerprint"], parse_metadata(entries["metadata"], path)
@@ -61,9 +51,6 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], entries: dict[str, str
         tensors: by name.
         entries: of the header beside ``format`` and ``sha256``, written in this order.
         kind: ``CACHE``, ``PREFIX`` or ``STATE``.
-
-    Raises:
-        InputError: no such folder, no permission, or the disk is full.
     """
     content = safetensors.torch.save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
     stop = 8 + int.from_bytes(content[:8], "little")
@@ -81,11 +68,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], entries: dict[str, str
 
 
 def read_tensors(path: Path, kind: str) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Header entries and tensors of a file of ``write_tensors``.
-
-    Raises:
-        InputError: missing, of another kind or version, truncated or changed.
-    """
+    """Header entries and tensors of a file of ``write_tensors``; refuses every other."""
     if not path.is_file():
         raise InputError(f"no cache file {path}")
     try:
@@ -122,26 +105,6 @@ def write_bytes(path: Path, *parts: bytes | memoryview) -> None:
 
 def _checked(entries: dict[str, str], tensors: dict[str, Tensor], name: str) -> tuple[list[dict[str, Tensor]], int]:
     """The tensors by layer, and the prefix length, once all of it is what a cache holds."""
-    num_layers, num_tokens = _check_entries(entries, tensors, name)
-    layers: list[dict[str, Tensor]] = [{} for _ in range(num_layers)]
-    for key, tensor in tensors.items():
-        match = re.fullmatch(_PARTS, key, re.ASCII)
-        if match is None or int(match[1]) >= num_layers:
-            raise InputError(f"{name} has a tensor {key!r}, which no cache of {num_layers} layers has")
-        layers[int(match[1])][match[2]] = tensor
-    alike = set()
-    for index, layer in enumerate(layers):
-        if problem := _problem(layer, num_tokens):
-            raise InputError(f"{name}, layer {index}: {problem}")
-        dtypes = {str(layer[part].dtype).removeprefix("torch.") for part in ("keys", "values")}
-        alike |= {f"{len(layer.get('counts', layer['keys']))} examples in {dtype}" for dtype in dtypes}
-    if len(alike) > 1:
-        raise InputError(f"{name} has layers of {' and of '.join(sorted(alike))}")
-    return layers, num_tokens
-
-
-def _check_entries(entries: dict[str, str], tensors: dict[str, Tensor], name: str) -> tuple[int, int]:
-    """Numbers of layers and tokens."""
     if wrong := set(entries) ^ set(_ENTRIES):
         raise InputError(f"{name} lacks a header entry or has one that no cache has: {', '.join(sorted(wrong))}")
     for key, most in (("num_layers", max(1, len(tensors))), ("num_tokens", _MOST_TOKENS)):
@@ -150,44 +113,57 @@ def _check_entries(entries: dict[str, str], tensors: dict[str, Tensor], name: st
     if not re.fullmatch("[0-9a-f]{64}", entries["fingerprint"]):
         raise InputError(f"{name}: {entries['fingerprint']!r} is no fingerprint of a model")
     parse_metadata(entries["metadata"], name)
-    return int(entries["num_layers"]), int(entries["num_tokens"])
+    num_layers, num_tokens = int(entries["num_layers"]), int(entries["num_tokens"])
+    layers: list[dict[str, Tensor]] = [{} for _ in range(num_layers)]
+    for key, tensor in tensors.items():
+        match = re.fullmatch(_PARTS, key, re.ASCII)
+        if match is None or int(match[1]) >= num_layers:
+            raise InputError(f"{name} has a tensor {key!r}, which no cache of {num_layers} layers has")
+        layers[int(match[1])][match[2]] = tensor
+    alike = set()
+    for index, layer in enumerate(layers):
+        for problem in _problems(layer, num_tokens):
+            raise InputError(f"{name}, layer {index}: {problem}")
+        dtypes = {str(layer[part].dtype).removeprefix("torch.") for part in ("keys", "values")}
+        alike |= {f"{len(layer.get('counts', layer['keys']))} examples in {dtype}" for dtype in dtypes}
+    if len(alike) > 1:
+        raise InputError(f"{name} has layers of {' and of '.join(sorted(alike))}")
+    return layers, num_tokens
 
 
-def _problem(layer: dict[str, Tensor], num_tokens: int) -> str | None:
-    """What is wrong with a layer's tensors; None: nothing."""
-    if missing := [part for part in ("keys", "values") if part not in layer]:
-        return f"no {' and no '.join(missing)}"
+def _problems(layer: dict[str, Tensor], num_tokens: int) -> Iterator[str]:
+    """What is wrong with a layer's tensors; whoever goes on after one may meet an error."""
+    for part in ("keys", "values"):
+        if part not in layer:
+            yield f"no {part}"
     for part, tensor in layer.items():
         if tensor.dtype not in (_INTEGERS if part in ("counts", "positions") else _FLOATS):
-            return f"{part} are {str(tensor.dtype).removeprefix('torch.')}"
+            yield f"{part} are {str(tensor.dtype).removeprefix('torch.')}"
         if tensor.numel() == 0:
-            return f"{part} are empty, of shape {tuple(tensor.shape)}"
-    return _shape_problem(layer, num_tokens) or _number_problem(layer, num_tokens)
-
-
-def _shape_problem(layer: dict[str, Tensor], num_tokens: int) -> str | None:
-    keys, counts = layer["keys"], layer.get("counts")
-    if keys.dim() != (4 if counts is None else 2):
-        return f"keys have shape {tuple(keys.shape)}"
-    if counts is not None and counts.dim() != 2:
-        return f"counts have shape {tuple(counts.shape)}"
-    slots = keys.shape[2] if counts is None else int(counts.max())
-    if counts is not None and (int(counts.min()) < 1 or int(counts.sum()) != len(keys)):
-        return f"heads of {int(counts.min())} to {slots} slots do not fit keys of {len(keys)}"
-    for part in ("values", "log_bias", "positions"):
-        own = layer[part].shape if part in layer else None
-        if own is not None and (own[:-1] if part == "values" else own) != keys.shape[:-1]:
-            return f"{part} of shape {tuple(own)} do not fit keys of shape {tuple(keys.shape)}"
-    return f"{slots} slots for a prefix of {num_tokens} tokens" if slots > num_tokens else None
-
-
-def _number_problem(layer: dict[str, Tensor], num_tokens: int) -> str | None:
+            yield f"{part} are empty, of shape {tuple(tensor.shape)}"
+    yield from _shape_problems(layer, num_tokens)
     for part in ("keys", "values"):
         if not layer[part].isfinite().all():
-            return f"{part} hold numbers that are not finite"
+            yield f"{part} hold numbers that are not finite"
     if "log_bias" in layer and not (layer["log_bias"] < torch.inf).all():
-        return "log_bias holds NaN or +inf"
-    positions = layer.get("positions")
-    if positions is not None and not (int(positions.min()) >= 0 and int(positions.max()) < num_tokens):
-        return f"positions lie in {int(positions.min())}..{int(positions.max())}, the prefix in 0..{num_tokens - 1}"
-    return None
+        yield "log_bias holds NaN or +inf"
+    low, high = layer["positions"].aminmax() if "positions" in layer else (0, 0)
+    if not (low >= 0 and high < num_tokens):
+        yield f"positions lie in {int(low)}..{int(high)}, the prefix in 0..{num_tokens - 1}"
+
+
+def _shape_problems(layer: dict[str, Tensor], num_tokens: int) -> Iterator[str]:
+    keys, counts = layer["keys"], layer.get("counts")
+    if keys.dim() != (4 if counts is None else 2):
+        yield f"keys have shape {tuple(keys.shape)}"
+    if counts is not None and counts.dim() != 2:
+        yield f"counts have shape {tuple(counts.shape)}"
+    slots = keys.shape[2] if counts is None else int(counts.max())
+    if counts is not None and (int(counts.min()) < 1 or int(counts.sum()) != len(keys)):
+        yield f"heads of {int(counts.min())} to {slots} slots do not fit keys of {len(keys)}"
+    for part in {"values", "log_bias", "positions"} & set(layer):
+        own = layer[part].shape
+        if (own[:-1] if part == "values" else own) != keys.shape[:-1]:
+            yield f"{part} of shape {tuple(own)} do not fit keys of shape {tuple(keys.shape)}"
+    if slots > num_tokens:
+        yield f"{slots} slots for a prefix of {num_tokens} tokens"

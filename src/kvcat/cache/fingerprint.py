@@ -26,13 +26,9 @@ def hash_tensor(digest: Any, name: str, tensor: Tensor) -> None:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """SHA-256 of the model's class, the configuration that shapes its output, and all parameters.
+    """SHA-256 of a model's class, the configuration that shapes its output, and all parameters.
 
-    The digest is remembered until a parameter is replaced or written to (writes through ``.data`` go
-    unnoticed, as they do to autograd).
-
-    Args:
-        model: a transformers model.
+    Remembered until a parameter is replaced or written to (writes through ``.data`` go unnoticed, as to autograd).
     """
     parameters = dict(model.named_parameters())
     traceable = not any(p.is_inference() for p in parameters.values())

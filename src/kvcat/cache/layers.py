@@ -17,8 +17,8 @@ from kvcat.types import Int, Tensor
 class PrefixLayer(CacheLayerMixin):
     """One layer's compact prefix and the tokens after it, as transformers' attention sees them.
 
-    Positions go on from ``num_tokens`` (the prefix length), however few slots stand for the prefix. The
-    returned keys carry the log-bias (``Carried``), which only kvcat's attention function adds.
+    Positions go on from ``num_tokens`` (the prefix length), however few slots stand for the prefix. The returned keys
+    carry the log-bias (``Carried``), which only kvcat's attention function adds.
 
     Args:
         slots: the prefix, equally many slots in every head.
@@ -48,16 +48,14 @@ class PrefixLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *_args, **_kwargs) -> tuple[Tensor, Tensor]:
         """Keys and values of slots and all tokens so far, with the new tokens appended.
 
-        A cache of batch b serves a batch that is a multiple of b: every row is repeated, as beams are.
-
-        Raises:
-            InputError: the batch is no multiple of the cache's, or a sliding window is too short.
+        A cache of batch b serves a batch that is a multiple of b: every row is repeated, as beams are. Refuses another
+        batch, and a sliding window that is too short.
         """
         _check_window(self.window, self.num_tokens + self.num_new + key_states.shape[-2])
-        repeats = _repeats(key_states.shape[0], self.keys.shape[0])
-        keys = torch.cat([_repeated(self.keys, repeats).to(key_states.dtype), key_states], dim=-2)
-        values = torch.cat([_repeated(self.values, repeats).to(value_states.dtype), value_states], dim=-2)
-        log_bias = None if self.log_bias is None else _repeated(self.log_bias, repeats)
+        batch = len(key_states)
+        keys = torch.cat([_repeated(self.keys, batch).to(key_states.dtype), key_states], dim=-2)
+        values = torch.cat([_repeated(self.values, batch).to(value_states.dtype), value_states], dim=-2)
+        log_bias = None if self.log_bias is None else _repeated(self.log_bias, batch)
         if not self.read_only:
             self.keys, self.values, self.log_bias = keys, values, log_bias
             self.num_new += key_states.shape[-2]
@@ -68,11 +66,6 @@ class PrefixLayer(CacheLayerMixin):
             raise InputError("the slots of a compact cache did not reach attention: this model is not supported")
         self._sent = carried
         return keys if carried is None else attach(keys, carried)
-
-    def new_tokens(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of the tokens that followed the prefix."""
-        start = self.keys.shape[-2] - self.num_new
-        return self.keys[..., start:, :], self.values[..., start:, :]
 
     def get_seq_length(self) -> int:
         """Position of the next token."""
@@ -101,7 +94,7 @@ class PrefixLayer(CacheLayerMixin):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row."""
-        self.batch_select_indices(torch.arange(self.keys.shape[0]).repeat_interleave(repeats))
+        self.batch_select_indices(torch.arange(len(self.keys)).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Int[Tensor, " rows"]) -> None:
         """Keep the given rows."""
@@ -129,7 +122,7 @@ class RaggedPrefixLayer(PrefixLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Keys and values of all new tokens so far, carrying the slots."""
-        rows = self.rows.repeat_interleave(_repeats(key_states.shape[0], len(self.rows)))
+        rows = _repeated(self.rows, len(key_states))
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         if not self.read_only:
             self.rows = rows
@@ -159,12 +152,12 @@ class StaticPrefixLayer(PrefixLayer):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate the room, in the dtype and for the batch of the first tokens."""
-        repeats = _repeats(key_states.shape[0], self.keys.shape[0])
+        batch = len(key_states)
         self.keys, self.values = (
-            nn.functional.pad(_repeated(slots, repeats).to(like), (0, 0, 0, self.capacity))
+            nn.functional.pad(_repeated(slots, batch).to(like), (0, 0, 0, self.capacity))
             for slots, like in ((self.keys, key_states), (self.values, value_states))
         )
-        self.log_bias = None if self.log_bias is None else _repeated(self.log_bias, repeats)
+        self.log_bias = None if self.log_bias is None else _repeated(self.log_bias, batch)
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_args, **_kwargs) -> tuple[Tensor, Tensor]:
@@ -180,11 +173,6 @@ class StaticPrefixLayer(PrefixLayer):
         self.values.index_copy_(2, at, value_states)
         carried = None if self.log_bias is None else Carried(self.log_bias)
         return self._carrying(self.keys.view_as(self.keys), carried), self.values
-
-    def new_tokens(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of the tokens that followed the prefix."""
-        own = slice(self.num_slots, self.num_slots + int(self.cumulative_length))
-        return self.keys[..., own, :], self.values[..., own, :]
 
     def get_seq_length(self) -> Tensor:  # type: ignore[override]
         """Position of the next token, as a tensor, so that a compiled model is not compiled anew."""
@@ -233,11 +221,8 @@ def _check_window(window: int | None, total: int) -> None:
         raise InputError(f"{total} tokens exceed the sliding window of {window}: not supported with a compact cache")
 
 
-def _repeats(batch: int, rows: int) -> int:
-    if batch % rows:
-        raise InputError(f"a cache of {rows} examples cannot serve a batch of {batch}")
-    return batch // rows
-
-
-def _repeated(states: Tensor, repeats: int) -> Tensor:
-    return states if repeats == 1 else states.repeat_interleave(repeats, dim=0)
+def _repeated(states: Tensor, batch: int) -> Tensor:
+    """Every row as often as a batch needs it."""
+    if batch % len(states):
+        raise InputError(f"a cache of {len(states)} examples cannot serve a batch of {batch}")
+    return states if batch == len(states) else states.repeat_interleave(batch // len(states), dim=0)

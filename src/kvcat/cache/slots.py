@@ -8,13 +8,16 @@ from itertools import accumulate, pairwise
 import torch
 
 from kvcat.attention import Head
-from kvcat.errors import InputError
 from kvcat.types import Bool, Float, Int, Tensor
 
 Rows = Int[Tensor, " rows"] | list[int] | slice
 
 
-class _Tensors:
+class _Slots:
+    """What both kinds of layers have in common."""
+
+    counts: Int[Tensor, "batch kv_heads"]
+
     def tensors(self) -> dict[str, Tensor]:
         """The tensors there are, by field name."""
         named = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
@@ -26,9 +29,19 @@ class _Tensors:
         moved |= {name: moved[name].to(dtype=dtype) for name in ("keys", "values")}
         return replace(self, **moved)  # type: ignore[type-var]
 
+    @property
+    def batch_size(self) -> int:
+        """Number of examples."""
+        return self.counts.shape[0]
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of the fullest head."""
+        return int(self.counts.max())
+
 
 @dataclass(frozen=True)
-class CompactLayer(_Tensors):
+class CompactLayer(_Slots):
     """Keys and values of one layer's slots, and what is added to the scores of each slot.
 
     Args:
@@ -44,19 +57,9 @@ class CompactLayer(_Tensors):
     positions: Int[Tensor, "batch kv_heads slots"] | None = None
 
     @property
-    def batch_size(self) -> int:
-        """Number of examples."""
-        return self.keys.shape[0]
-
-    @property
-    def num_slots(self) -> int:
+    def counts(self) -> Int[Tensor, "batch kv_heads"]:  # type: ignore[override]
         """Slots of every head."""
-        return self.keys.shape[2]
-
-    @property
-    def counts(self) -> Int[Tensor, "batch kv_heads"]:
-        """Slots of every head."""
-        return torch.full(self.keys.shape[:2], self.num_slots)
+        return torch.full(self.keys.shape[:2], self.keys.shape[2])
 
     def head(self, example: int, head: int) -> Head:
         """Keys, values and log-bias of one KV head of one example."""
@@ -69,14 +72,12 @@ class CompactLayer(_Tensors):
 
     def without_absent(self) -> "Layer":
         """Without the slots of log-bias -inf, which no query sees; undoes ``RaggedLayer.padded``."""
-        if self.log_bias is None or bool((there := self.log_bias > -torch.inf).all()):
-            return self
-        return self.taken(there)
+        there = None if self.log_bias is None else self.log_bias > -torch.inf
+        return self if there is None or bool(there.all()) else self.taken(there)
 
     def taken(self, there: Bool[Tensor, "batch kv_heads slots"]) -> "Layer":
         """Some of the slots, at least one of every head; ragged where heads keep different numbers of them."""
-        flat = {name: tensor[there] for name, tensor in self.tensors().items()}
-        return _equal_if_possible(RaggedLayer(**{"log_bias": None, **flat}, counts=there.sum(-1).cpu()))
+        return _layer({name: tensor[there] for name, tensor in self.tensors().items()}, there.sum(-1).cpu())
 
     def select(self, rows: Rows) -> "CompactLayer":
         """The given examples."""
@@ -95,50 +96,29 @@ class CompactLayer(_Tensors):
             keys: per example and KV head, keys after rotation (slots, head_dim), at least one slot.
             values, log_bias, positions: likewise; None: no log-bias, positions that are not known.
         """
-        counts = torch.tensor([[len(head) for head in row] for row in keys])
         parts = {"keys": keys, "values": values, "log_bias": log_bias, "positions": positions}
         flat = {n: torch.cat([head for row in part for head in row]) for n, part in parts.items() if part is not None}
-        return _equal_if_possible(RaggedLayer(**{"log_bias": None, **flat}, counts=counts))
+        return _layer(flat, torch.tensor([[len(head) for head in row] for row in keys]))
 
 
 @dataclass(frozen=True)
-class RaggedLayer(_Tensors):
+class RaggedLayer(_Slots):
     """Slots of one layer whose heads hold different numbers of them, one head after the other, example by example.
 
     Args:
         keys, values, log_bias, positions: as in ``CompactLayer``.
         counts: slots of every head, at least 1; on the CPU.
-
-    Raises:
-        InputError: a head without slots, or counts that do not add up.
     """
 
     keys: Float[Tensor, "total_slots head_dim"]
     values: Float[Tensor, "total_slots value_dim"]
-    log_bias: Float[Tensor, " total_slots"] | None
     counts: Int[Tensor, "batch kv_heads"]
+    log_bias: Float[Tensor, " total_slots"] | None = None
     positions: Int[Tensor, " total_slots"] | None = None
-
-    def __post_init__(self) -> None:
-        lengths = {len(tensor) for tensor in (self.keys, self.values, self.log_bias) if tensor is not None}
-        if self.counts.numel() == 0 or int(self.counts.min()) < 1:
-            raise InputError("a head without slots: every head keeps at least one")
-        if lengths != {int(self.counts.sum())}:
-            raise InputError(f"heads of {int(self.counts.sum())} slots in all do not fit tensors of {sorted(lengths)}")
 
     @cached_property
     def _heads(self) -> list[slice]:
         return list(_spans(self.counts.flatten()))
-
-    @property
-    def batch_size(self) -> int:
-        """Number of examples."""
-        return self.counts.shape[0]
-
-    @property
-    def num_slots(self) -> int:
-        """Slots of the fullest head."""
-        return int(self.counts.max())
 
     def head(self, example: int, head: int) -> Head:
         """Keys, values and log-bias of one KV head of one example."""
@@ -147,14 +127,13 @@ class RaggedLayer(_Tensors):
 
     def padded(self) -> CompactLayer:
         """All heads with as many slots as the fullest; added slots have log-bias -inf, which no query sees."""
-        wide, counts = self.num_slots, self.counts.to(self.keys.device)
-        there = torch.arange(wide, device=counts.device) < counts.unsqueeze(-1)
+        counts = self.counts.to(self.keys.device)
+        there = torch.arange(self.num_slots, device=counts.device) < counts.unsqueeze(-1)
         bias = self.keys.new_full(there.shape, -torch.inf, dtype=torch.promote_types(self.keys.dtype, torch.float32))
         bias[there] = 0.0 if self.log_bias is None else self.log_bias.to(bias.dtype)
-        spread = [flat.new_zeros(*there.shape, flat.shape[-1]) for flat in (self.keys, self.values)]
-        for result, flat in zip(spread, (self.keys, self.values), strict=True):
-            result[there] = flat
-        return CompactLayer(spread[0], spread[1], bias)
+        keys, values = (flat.new_zeros(*there.shape, flat.shape[-1]) for flat in (self.keys, self.values))
+        keys[there], values[there] = self.keys, self.values
+        return CompactLayer(keys, values, bias)
 
     def select(self, rows: Rows) -> "Layer":
         """The given examples."""
@@ -164,7 +143,7 @@ class RaggedLayer(_Tensors):
             for name, tensor in self.tensors().items()
             if name != "counts"
         }
-        return _equal_if_possible(RaggedLayer(**{"log_bias": None, **flat}, counts=self.counts[chosen]))
+        return _layer(flat, self.counts[chosen])
 
 
 Layer = CompactLayer | RaggedLayer
@@ -174,9 +153,8 @@ def _spans(counts: Int[Tensor, " parts"]) -> Iterator[slice]:
     return (slice(start, stop) for start, stop in pairwise([0, *accumulate(counts.tolist())]))
 
 
-def _equal_if_possible(layer: RaggedLayer) -> Layer:
-    """A ``CompactLayer`` where all heads hold equally many slots."""
-    if int(layer.counts.min()) < layer.num_slots:
-        return layer
-    shape = (*layer.counts.shape, layer.num_slots)
-    return CompactLayer(**{n: x.reshape(*shape, *x.shape[1:]) for n, x in layer.tensors().items() if n != "counts"})
+def _layer(flat: dict[str, Tensor], counts: Int[Tensor, "batch kv_heads"]) -> Layer:
+    """A ``CompactLayer`` where all heads hold equally many slots, which follow each other head by head."""
+    if int(counts.min()) < int(counts.max()):
+        return RaggedLayer(**flat, counts=counts)
+    return CompactLayer(**{n: x.reshape(*counts.shape, -1, *x.shape[1:]) for n, x in flat.items()})
