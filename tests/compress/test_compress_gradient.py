@@ -231,7 +231,7 @@ def test_damaged_foreign_and_unwritable_states_are_refused(traced, tmp_path):
     for content, message in [
         (whole[:-9], "truncated"),
         (whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :], "not match its checksum"),
-        (whole.replace(b"kvcat-gradient-state-3", b"kvcat-gradient-state-4"), "newer kvcat, format 4"),
+        (whole.replace(b"kvcat-gradient-state-3", b"kvcat-gradient-state-4"), "has format 4"),
         (b"", "truncated"),
     ]:
         path.write_bytes(content)
