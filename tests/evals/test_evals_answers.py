@@ -170,7 +170,7 @@ def test_without_a_context_the_question_starts_the_text(model):
         ({"tokenizer": None}, "model 'base' has none"),
         ({"words": "else"}, "model 'base' has another one"),
         ({"vocab_size": 20}, "outside the vocabulary of model 'base', 20 tokens"),
-        ({"positions": 30}, "context, question and answer of 36 tokens exceed the 30 positions of model 'base'"),
+        ({"positions": 30}, "context, question and answer of 32 tokens exceed the 30 positions of model 'base'"),
         ({"positions": 40}, "of 129 tokens exceed the 40 positions of model 'base'"),
     ],
 )
@@ -232,7 +232,7 @@ def test_a_damaged_or_missing_file_is_one_clear_line(tmp_path, name, content, sa
 def test_the_rows_of_the_hub_are_those_of_its_configuration_and_split_or_the_run_ends_at_once(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("kvcat.evals.answers.hub_obstacle", lambda: "huggingface.co cannot be reached")
-    with pytest.raises(InputError, match=r"'me/mine' is on the Hub, and huggingface.co cannot be reached"):
+    with pytest.raises(InputError, match=r"hub:me/mine@test is on the Hub, and huggingface.co cannot be reached"):
         list(read_rows("hub:me/mine@test"))
     asked = []
     monkeypatch.setattr("kvcat.evals.answers.hub_obstacle", lambda: None)

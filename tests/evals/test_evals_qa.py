@@ -103,8 +103,8 @@ def test_what_does_not_exist_is_told(tmp_path):
     for settings, said in [
         ({"tasks": ["boolq"]}, "no QA task 'boolq'; there are hellaswag"),
         ({"num_examples": 0}, "num_examples is 0"),
-        ({"folder": tmp_path / "none"}, "none has no file of a QA task"),
-        ({"folder": tmp_path}, "has no file of a QA task"),
+        ({"folder": tmp_path / "none"}, "none has no file hellaswag"),
+        ({"folder": tmp_path}, "has no file hellaswag"),
         ({"folder": tmp_path, "tasks": ["piqa"]}, r"has no file piqa\*\.jsonl"),
     ]:
         with pytest.raises(InputError, match=said):

@@ -100,7 +100,7 @@ def test_a_label_keeps_its_weights_and_their_dtype(tmp_path):
     with ResultsFolder(tmp_path, CONFIG) as folder:
         folder.append([record(0)])
         folder.check_model("base", "abc", "float32")
-        with pytest.raises(InputError, match=r"'base'.*dtype is float32 there, bfloat16 here"):
+        with pytest.raises(InputError, match=r"another model 'base', .*float32.*, not .*bfloat16"):
             folder.check_model("base", "abc", "bfloat16")
 
 

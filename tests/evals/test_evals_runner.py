@@ -148,7 +148,7 @@ def test_a_model_may_be_added_under_a_label_of_its_own_and_is_paired_with_the_ot
     assert set(table.model) == {"kvcat"}
     assert set(table.num_examples) == {5}
     assert list(models_of(records)) == ["base", "kvcat"]
-    with pytest.raises(InputError, match="another model 'base': fingerprint"):
+    with pytest.raises(InputError, match="another model 'base'"):
         run({"base": models["kvcat"]}, windows, tmp_path, ["first"])
 
 

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
@@ -14,6 +13,7 @@ import pyarrow.parquet
 import torch
 from datasets.exceptions import DatasetsError
 from huggingface_hub import constants
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcat.cache import CompactCache
@@ -67,7 +67,7 @@ class PreparedContexts(Prepared):
     def beside_dense(self, own: list[Values]) -> list[Values]:
         """Values with the dense ones beside them."""
         named = [{f"dense_{name}": value for name, value in dense.items()} for dense in self._dense]
-        return [{**values, **dense} for values, dense in zip(own, named, strict=True)]
+        return [values | dense for values, dense in zip(own, named, strict=True)]
 
     @cached_property
     def _dense(self) -> list[Values]:
@@ -113,16 +113,12 @@ class QuestionTask(Task):
     Values are those of ``judge`` on the compact cache, and with the prefix ``dense_`` on the whole one;
     and, nats per token of the right answer under teacher forcing, ``nll``, ``nll_dense``, ``delta_nll`` =
     nll - nll_dense, ``nll_none`` without the context, ``context_gain`` = nll_none - nll_dense.
-
-    Args:
-        options: what the examples were made from; stands in the configuration.
-        vocabulary: hash of the vocabulary of the tokenizer that made the examples.
     """
 
     dataset: str
     examples: tuple[Question, ...]
-    options: Mapping[str, Any]
-    vocabulary: str
+    options: Mapping[str, Any]  # what the examples were made from; stands in the configuration
+    vocabulary: str  # hash of the vocabulary of the tokenizer that made the examples
     prepared: ClassVar[type[Prepared]] = PreparedQuestions
     tokenized: ClassVar[bool] = True
 
@@ -144,12 +140,13 @@ class QuestionTask(Task):
         if tokenizer is None or vocabulary(tokenizer) != self.vocabulary:
             found = "none" if tokenizer is None else "another one"
             raise InputError(f"the examples need the tokenizer they were made with, model {label!r} has {found}")
-        largest = max(max(*q.context, *q.question, *q.answer) for q in self.examples)
-        longest = max(len(q.context) + len(q.question) + max(len(q.answer), q.max_new_tokens) for q in self.examples)
-        check_fits(label, model, num_tokens=longest, largest=largest, what="context, question and answer")
-        middle = len(tokenizer.encode(INSTRUCTION, add_special_tokens=False))
-        longest = 2 * max(len(q.context) for q in self.examples) - len(opening_ids(tokenizer)) + middle
-        check_fits(label, model, num_tokens=longest, largest=0, what="reconstruction sequences")
+        middle = len(tokenizer.encode(INSTRUCTION, add_special_tokens=False)) - len(opening_ids(tokenizer))
+        for q in self.examples:
+            length = len(q.context) + len(q.question) + max(len(q.answer), q.max_new_tokens)
+            largest = max(*q.context, *q.question, *q.answer)
+            check_fits(label, model, num_tokens=length, largest=largest, what="context, question and answer")
+            copies = 2 * len(q.context) + middle
+            check_fits(label, model, num_tokens=copies, largest=0, what="reconstruction sequences")
 
 
 def greedy_answers(
@@ -157,18 +154,23 @@ def greedy_answers(
 ) -> list[list[int]]:
     """The most likely next tokens after each question, one at a time, before an end-of-text token.
 
-    Shorter questions are padded on the left, so that each is answered as it would be alone. Penalties,
-    sampling and the like of the model's own generation settings are not used. Without a cache there are no
-    contexts.
+    Shorter questions are padded on the left, so that each is answered as it would be alone. Of the model's own
+    generation settings only the end-of-text tokens count. Without a cache there are no contexts.
     """
     width = max(map(len, questions))
     ids = torch.tensor([[0] * (width - len(q)) + list(q) for q in questions], device=model.device)
     mask = torch.tensor([[0] * (width - len(q)) + [1] * len(q) for q in questions], device=model.device)
     inputs = {"input_ids": ids, "attention_mask": mask} if cache is None else cache.inputs(model, ids, mask)
-    with frozen(model), _plain_generation(model) as ends:
-        found = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)  # type: ignore[operator]
-    rows = found[:, width:].tolist()
-    return [list(takewhile(lambda token: token not in ends, row)) for row in rows]
+    own = model.generation_config
+    found = own.eos_token_id  # type: ignore[union-attr]
+    ends = [] if found is None else [found] if isinstance(found, int) else list(found)
+    try:
+        model.generation_config = GenerationConfig(eos_token_id=ends or None, pad_token_id=ends[0] if ends else 0)
+        with frozen(model):
+            made = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)  # type: ignore[operator]
+    finally:
+        model.generation_config = own
+    return [list(takewhile(lambda token: token not in ends, row)) for row in made[:, width:].tolist()]
 
 
 @torch.no_grad()
@@ -184,29 +186,25 @@ def token_nll(
     the end of the prompt ("(" and "A)" give "(A"). The cache stands for the contexts, one for each row or one
     for all; None: there are none.
     """
-    rows = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
-    width = max(map(len, rows))
+    rows = [torch.tensor([*prompt, *answer]) for prompt, answer in zip(prompts, answers, strict=True)]
     # padding stands after everything that is scored in its row
-    ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=next(model.parameters()).device)
+    ids = pad_sequence(rows, batch_first=True).to(model.device)
     if cache is None:
         with frozen(model):
             hidden = hidden_states(model, input_ids=ids, use_cache=False)
     else:
         hidden = replay_hidden(model, cache, ids)
-    spans = [slice(len(prompt), len(prompt) + len(a)) for prompt, a in zip(prompts, answers, strict=True)]
-    before = torch.cat([hidden[row, span.start - 1 : span.stop - 1] for row, span in enumerate(spans)])
-    targets = torch.cat([ids[row, span] for row, span in enumerate(spans)])
+    spans = [(row, len(prompt), len(tokens)) for row, (prompt, tokens) in enumerate(zip(prompts, rows, strict=True))]
+    before = torch.cat([hidden[row, start - 1 : stop - 1] for row, start, stop in spans])
+    targets = torch.cat([ids[row, start:stop] for row, start, stop in spans])
     nll = score_positions(output_head(model), before, targets).nll.double().cpu()
     return list(nll.split(list(map(len, answers))))
 
 
-def answer_ids(
-    tokenizer: PreTrainedTokenizerBase, question: str, answer: str
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def answer_ids(tokenizer: PreTrainedTokenizerBase, question: str, answer: str) -> tuple[tuple[int, ...], ...]:
     """Token ids of a question and of the answer behind it, or where a token would span the two, of the answer alone.
 
-    Raises:
-        InputError: the tokenizer does not give the answer's text back.
+    An ``InputError`` where the tokenizer does not give the answer's text back.
     """
     first = tokenizer.encode(question, add_special_tokens=False, verbose=False)
     both = tokenizer.encode(question + answer, add_special_tokens=False, verbose=False)
@@ -219,48 +217,27 @@ def answer_ids(
 def read_rows(source: str) -> Iterator[Any]:
     """Rows of a data set of questions.
 
-    Args:
-        source: ``hub:OWNER/NAME[/CONFIG][@SPLIT]`` (split ``train`` if absent; from the cache alone where
-            HF_HUB_OFFLINE is set), or a file: ``.parquet``, JSON lines, or one JSON array.
-
-    Raises:
-        InputError: the Hub cannot be reached (told within seconds) or has no such data set; no such file, or
-            a damaged one.
+    The source is ``hub:OWNER/NAME[/CONFIG][@SPLIT]`` (split ``train`` if absent; from the cache alone where
+    HF_HUB_OFFLINE is set), or a file: ``.parquet``, JSON lines, or one JSON array. An ``InputError`` where it
+    does not exist or is damaged, or the Hub cannot be reached, told within seconds.
     """
-    if source.startswith("hub:"):
-        path, _, split = source.removeprefix("hub:").partition("@")
-        repository, config = "/".join(path.split("/")[:2]), "/".join(path.split("/")[2:]) or None
-        # with HF_HUB_OFFLINE datasets itself looks into its cache, at once
-        if not constants.HF_HUB_OFFLINE and (obstacle := hub_obstacle()):
-            raise InputError(
-                f"data set {repository!r} is on the Hub, and {obstacle}: name a local copy, or set HF_HUB_OFFLINE=1 "
-                "to take the one an earlier run left in the cache"
-            )
-        try:
-            yield from datasets.load_dataset(repository, config, split=split or "train")
-        except (OSError, ValueError, DatasetsError) as error:
-            raise InputError(f"data set {repository!r} cannot be opened: {one_line(error)}") from None
-        return
     try:
-        if source.endswith(".parquet"):
+        if source.startswith("hub:"):
+            path, _, split = source.removeprefix("hub:").partition("@")
+            owner, name, *config = path.split("/")
+            # with HF_HUB_OFFLINE datasets itself looks into its cache, at once
+            if not constants.HF_HUB_OFFLINE and (obstacle := hub_obstacle()):
+                told = "name a local copy, or set HF_HUB_OFFLINE=1 to take the one an earlier run left in the cache"
+                raise InputError(f"{source} is on the Hub, and {obstacle}: {told}")
+            rows = datasets.load_dataset(f"{owner}/{name}", "/".join(config) or None, split=split or "train")
+        elif source.endswith(".parquet"):
             rows = pyarrow.parquet.read_table(source).to_pylist()
         else:
             text = Path(source).read_text(encoding="utf-8")
             array = text.lstrip().startswith("[")
             rows = json.loads(text) if array else [json.loads(line) for line in text.split("\n") if line.strip()]
-    except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid and UnicodeDecodeError are ValueErrors
+    except InputError:
+        raise
+    except (OSError, ValueError, DatasetsError) as error:  # ArrowInvalid and UnicodeDecodeError are ValueErrors
         raise InputError(f"{source} cannot be read: {one_line(error)}") from None
     yield from rows
-
-
-@contextmanager
-def _plain_generation(model: PreTrainedModel) -> Iterator[list[int]]:
-    """No settings of generation but the end-of-text tokens, which it yields."""
-    own = model.generation_config
-    found = own.eos_token_id  # type: ignore[union-attr]
-    ends = [] if found is None else [found] if isinstance(found, int) else list(found)
-    try:
-        model.generation_config = GenerationConfig(eos_token_id=ends or None, pad_token_id=ends[0] if ends else 0)
-        yield ends
-    finally:
-        model.generation_config = own

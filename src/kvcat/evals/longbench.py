@@ -75,8 +75,7 @@ def longbench_examples(
 ) -> list[LongBenchExample]:
     """Examples of a source, in an order that their names alone decide, so that the first n are a fair sample.
 
-    Texts are stripped, as LongBench v2's own script strips them. The source is as in ``read_rows``, in the
-    released schema; sub-domains are names among ``SUB_DOMAINS``, None takes all rows.
+    The source is as in ``read_rows``, in the released schema; sub-domains are of ``SUB_DOMAINS``, None takes all rows.
 
     Raises:
         InputError: as ``read_rows``; a row without a valid text or answer or with the ``_id`` of another, an
@@ -183,32 +182,21 @@ class PreparedChoices(PreparedContexts):
 
 
 def choice_values(log_likelihoods: Float[Tensor, " choices"], right: int) -> Values:
-    """What the log-likelihoods of a question's continuations, nats, make of it.
+    """``accuracy``, 1 where the right continuation is the most likely one (the first of equal ones), else 0.
 
-    ``accuracy`` is 1 where the right continuation is the most likely one (of equally likely ones the first is
-    taken), otherwise 0; ``nll_choice`` minus the log of its probability among the continuations, nats.
+    And ``nll_choice``, minus the log of its probability among the continuations, nats, from their log-likelihoods.
     """
-    found = log_likelihoods.tolist()
     nll = -float(log_likelihoods.log_softmax(0)[right])
-    return {"accuracy": float(found.index(max(found)) == right), "nll_choice": nll}
+    return {"accuracy": float(int(log_likelihoods.argmax()) == right), "nll_choice": nll}
 
 
 @dataclass(frozen=True)
 class LongBenchTask(Task):
     """Questions about long texts; the text is compressed, the question is read on the compact cache.
 
-    Compressed is the prompt's first sentence with the context, fitted to <context><instruction><context>.
+    Compressed is the prompt's first sentence with the text, fitted to <context><instruction><context>.
     Then question and answers follow uncompressed, and "A)", "B)", "C)", "D)" after "The correct answer is ("
     are scored by total log-likelihood: ``choice_values``, and with the prefix ``dense_`` the same on the whole cache.
-
-    Args:
-        max_tokens: longest reconstruction sequence, and longest prompt with its answer; longer contexts are
-            cut in the middle. At most the positions of every model.
-        keep_ratios: fractions of the context that the truncated baselines see as plain text, each in (0, 1];
-            1 is the dense baseline.
-
-    Raises:
-        InputError: a keep ratio out of range.
 
     References: KV-CAT, appendix "Long-form question answering under KV cache compression"; Bai et al. 2025,
     arXiv:2412.15204 (LongBench v2).
@@ -216,8 +204,8 @@ class LongBenchTask(Task):
 
     examples: Sequence[LongBenchExample]
     dataset: str
-    max_tokens: int = MAX_TOKENS
-    keep_ratios: tuple[float, ...] = (0.1, 0.2, 0.5)
+    max_tokens: int = MAX_TOKENS  # of the reconstruction sequence and of the answered prompt; longer texts are cut
+    keep_ratios: tuple[float, ...] = (0.1, 0.2, 0.5)  # of the context that truncated baselines see as plain text
     evaluation: ClassVar[str] = "longbench"
 
     def __post_init__(self) -> None:
@@ -238,7 +226,7 @@ class LongBenchTask(Task):
         }
 
     def batch_key(self, example: LongBenchExample) -> Hashable:
-        """Every example is its own batch: contexts differ in length, and are as long as memory allows."""
+        """Every example is its own batch: contexts differ in length."""
         return example.name
 
     def check(self, label: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:

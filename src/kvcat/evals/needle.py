@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from itertools import product
 from typing import ClassVar, TypeVar
 
 from transformers import PreTrainedTokenizerBase
@@ -37,8 +38,7 @@ class NeedleTask(QuestionTask):
 
     Judged are ``exact_match``, the greedy answer is the passkey and no digit follows, and
     ``correct_prefix``, the share of the passkey's digits before the first wrong one. The paper's
-    native-success-conditioned accuracy is the mean of ``exact_match`` over the examples whose
-    ``dense_exact_match`` is 1.
+    native-success-conditioned accuracy is the mean of ``exact_match`` where ``dense_exact_match`` is 1.
 
     References: KV-CAT, appendix "Needle-in-a-haystack retrieval under KV cache compression".
     """
@@ -55,66 +55,55 @@ class NeedleTask(QuestionTask):
 
 
 def make_task(
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    length: int = 1024,
-    per_depth: int = 20,
-    seed: int = 0,
+    tokenizer: PreTrainedTokenizerBase, *, length: int = 1024, per_depth: int = 20, seed: int = 0
 ) -> NeedleTask:
     """The needle evaluation in the tokens of a tokenizer: haystacks of ``length`` tokens, all before the query.
 
     A haystack is the needle, "Memory record: special_passkey=483920.", between lines of filler, each of
     which is a distractor with probability ``DISTRACTOR_RATE``. Every line is encoded by itself, so that
-    the query is the same tokens as the beginning of the needle. Lines stand whole; what is left of the
-    exact length before the needle, and behind it, is filled with the end of a neutral line. The draws of
-    an example are a function of the seed, the index of its depth and its number alone; the first n
-    examples are spread over the depths for every n.
+    the query is the same tokens as the beginning of the needle. The draws of an example are a function of
+    the seed, the index of its depth and its number alone; the first n examples are spread over the depths.
 
     Raises:
         InputError: a value out of range, a haystack too short, a tokenizer that cannot spell digits.
     """
     check_least(1, length=length, per_depth=per_depth)
     pieces, opening, examples = Pieces(tokenizer), tuple(opening_ids(tokenizer)), []
-    for instance in range(per_depth):
-        for index, depth in enumerate(DEPTHS):
-            key = seed, index, instance
-            passkey = number(draws(*key, "passkey"), _DIGITS)
-            question, answer = answer_ids(tokenizer, QUERY, passkey)
-            needle = (*question, *answer, *pieces(".\n"))
-            room, least = length - len(opening) - len(needle), len(pieces(INSTRUCTION))
-            if room < least:
-                raise InputError(
-                    f"a haystack of {length} tokens is too short: needle and instruction take {length - room + least}"
-                )
-            sizes = {"before": round(depth * room), "after": room - round(depth * room)}
-            before, after = (
-                pieces.filled(
-                    pieces.fitting(lines_with_decoys(draws(*key, part), passkey), size),
-                    filler_lines(draws(*key, part, "padding")),
-                    size,
-                )
-                for part, size in sizes.items()
+    least = len(pieces(INSTRUCTION))
+    for instance, (index, depth) in product(range(per_depth), enumerate(DEPTHS)):
+        key = seed, index, instance
+        passkey = number(draws(*key, "passkey"), _DIGITS)
+        question, answer = answer_ids(tokenizer, QUERY, passkey)
+        needle = (*question, *answer, *pieces(".\n"))
+        room = length - len(opening) - len(needle)
+        if room < least:
+            needed = length - room + least
+            raise InputError(f"a haystack of {length} tokens is too short: needle and instruction take {needed}")
+        first = round(depth * room)
+        before, after = (
+            pieces.filled(
+                pieces.fitting(lines_with_decoys(draws(*key, part), passkey), size),
+                filler_lines(draws(*key, part, "padding")),
+                size,
             )
-            context, name = (*opening, *before, *needle, *after), f"{depth:g}-{instance}"
-            examples.append(
-                Question(name, "0", f"{depth:g}", context, question, answer, (passkey,), max_new_tokens=_DIGITS + 2)
-            )
-    options = {
-        "length": length, "depths": DEPTHS, "per_depth": per_depth, "distractor_rate": DISTRACTOR_RATE, "seed": seed
-    }  # fmt: skip
-    return NeedleTask("passkey", tuple(examples), options, vocabulary(tokenizer))
+            for part, size in (("before", first), ("after", room - first))
+        )
+        context, name = (*opening, *before, *needle, *after), f"{depth:g}-{instance}"
+        examples.append(Question(name, "0", f"{depth:g}", context, question, answer, (passkey,), _DIGITS + 2))
+    options = {"length": length, "depths": DEPTHS, "per_depth": per_depth, "distractor_rate": DISTRACTOR_RATE}
+    return NeedleTask("passkey", tuple(examples), {**options, "seed": seed}, vocabulary(tokenizer))
 
 
 def lines_with_decoys(draw: random.Random, passkey: str) -> Iterator[str]:
     """Lines of filler and distractors without end; no distractor holds the passkey."""
     while True:
         if draw.random() >= DISTRACTOR_RATE:
-            yield pick(draw, FILLER) + "\n"
-            continue
-        line = pick(draw, DISTRACTORS)
-        while (code := number(draw, _DIGITS)) == passkey:
-            pass
-        yield line.format(code)
+            yield next(filler_lines(draw))
+        else:
+            line = pick(draw, DISTRACTORS)
+            while (code := number(draw, _DIGITS)) == passkey:
+                pass
+            yield line.format(code)
 
 
 class Pieces:

@@ -32,10 +32,6 @@ SUPERVISION = "first-half"
 """The ``SuffixTask``'s supervision, so that no cache is judged by what it was fitted to."""
 
 BEST = "best"
-COLUMNS = [
-    "model", "method", "num_slots", "mean", "low", "high", "worst", "ratio", "ratio_low", "ratio_high", "num_windows",
-    "num_documents", "chosen",
-]  # fmt: skip
 _WINDOW = ["model", "document", "window"]
 
 
@@ -61,25 +57,17 @@ def profile_table(records: Iterable[Record], prefix_len: int, *, num_resamples: 
     smallest error; num_slots; mean over windows, with low and high, which resample documents; worst window;
     ratio of the mean to the first model's on the same windows, with its interval (NaN for the first model);
     num_windows; num_documents; chosen, of "best": how many windows each method's cache was taken for. Of a
-    method with steps the best step counts.
-
-    Args:
-        records: of a ``SuffixTask``, complete for every model.
-        prefix_len: tokens of a window's prefix.
+    method with steps the best step counts. ``records`` are of a ``SuffixTask``, complete for every model.
 
     Raises:
         InputError: no records, or models with records of different caches: the run did not end.
     """
-    found = pd.DataFrame(
-        [
-            (r.model, r.document, r.example, round(r.keep_ratio * prefix_len), r.method_label, r.values["kl"])
-            for r in records
-        ],
-        columns=[*_WINDOW, "num_slots", "method", "error"],
-    )
-    models, methods, counts = (list(found[name].unique()) for name in ("model", "method", "num_slots"))
+    known = [(r.model, r.document, r.example, r.keep_ratio * prefix_len, r.method_label, r.values) for r in records]
+    found = pd.DataFrame(known, columns=[*_WINDOW, "num_slots", "method", "error"])
     if found.empty or found.groupby(_WINDOW[1:]).size().nunique() > 1 or found["model"].value_counts().nunique() > 1:
         raise InputError("there are no records, or windows and models have different ones: the run did not end")
+    found["error"], found["num_slots"] = found["error"].str["kl"], found["num_slots"].round().astype(int)
+    models, methods, counts = (list(found[name].unique()) for name in ("model", "method", "num_slots"))
     # the smallest error stands first, and drop_duplicates keeps the first
     caches = found.sort_values("error", kind="stable").drop_duplicates([*_WINDOW, "num_slots", "method"])
     best = [caches[caches["num_slots"] <= count].drop_duplicates(_WINDOW) for count in counts]
@@ -94,11 +82,13 @@ def profile_table(records: Iterable[Record], prefix_len: int, *, num_resamples: 
         if model != models[0]:
             ratio = bootstrap.estimate(bootstrap.of_means(np.divide, errors, others))
         chosen = ", ".join(f"{times} x {label}" for label, times in Counter(own["chosen"]).most_common() if label)
-        rows.append((
-            model, method, count, mean.value, mean.low, mean.high, errors.max(), ratio.value, ratio.low, ratio.high,
-            len(own), bootstrap.num_documents, chosen,
-        ))  # fmt: skip
-    return pd.DataFrame(rows, columns=COLUMNS)
+        rows.append({
+            "model": model, "method": method, "num_slots": count, "mean": mean.value, "low": mean.low,
+            "high": mean.high, "worst": errors.max(), "ratio": ratio.value, "ratio_low": ratio.low,
+            "ratio_high": ratio.high, "num_windows": len(own), "num_documents": bootstrap.num_documents,
+            "chosen": chosen,
+        })  # fmt: skip
+    return pd.DataFrame(rows)
 
 
 def profile_markdown(table: pd.DataFrame) -> str:

@@ -1,13 +1,9 @@
-r"""Question answering without compression: eight multiple-choice tasks as cloze, scored by lm-evaluation-harness.
+"""Question answering without compression: eight multiple-choice tasks as cloze, scored by lm-evaluation-harness.
 
 A question is two to five pairs (context, text), one per choice; scored is one space and the text after the
-context. The prompts are lm-evaluation-harness' own, but for Social IQa and CommonsenseQA, whose prompts are those
-of LightEval's cloze task file for small models, which the paper's evaluation follows (the same eight tasks, 1000
-rows each, ARC from the test split).
-
-WinoGrande is scored by partial evaluation: contexts differ, the text is the same, so that its characters do not
-matter. LightEval, and so probably the paper, has it the other way round: the context ends before the blank, the
-texts are option and rest.
+context. Prompts are lm-evaluation-harness' own; those of Social IQa and CommonsenseQA are of LightEval's cloze
+task file for small models, which the paper's evaluation follows. WinoGrande's contexts differ and its text is
+the same, so that its characters do not matter; LightEval, and so probably the paper, has it the other way round.
 
 References: KV-CAT, appendix "No compression QA evaluation"; LightEval,
 examples/nanotron/custom_evaluation_tasks.py; lm-evaluation-harness 0.4.13, lm_eval/tasks.
@@ -25,7 +21,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -53,14 +49,8 @@ class QAExample:
     gold: int  # number of the right choice
 
 
-class Cloze(NamedTuple):
-    """A row as a question."""
-
-    contexts: str | list[str]  # one for all choices, or one each
-    texts: list[str]
-    answer: Any
-    keys: Sequence[str]  # what the answer is for each choice
-    shared: Any = None  # what questions of one document have in common
+Cloze = tuple[str | list[str], list[str], Any, Sequence[str], Any]
+"""Context or contexts, texts, answer, its value for each choice, and what questions of one document share."""
 
 
 def _hellaswag(row: Row) -> Cloze:
@@ -70,30 +60,28 @@ def _hellaswag(row: Row) -> Cloze:
         return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
     parts = f"{row['ctx_a']} {row.get('ctx_b', '').capitalize()}" if "ctx_a" in row else row["ctx"]
-    return Cloze(clean(f"{row['activity_label']}: {parts}"), list(map(clean, row["endings"])), row["label"], "0123")
+    return clean(f"{row['activity_label']}: {parts}"), list(map(clean, row["endings"])), row["label"], "0123", None
 
 
 def _winogrande(row: Row) -> Cloze:
     before, _, rest = row["sentence"].partition("_")
     options = [row["option1"], row["option2"]]
-    contexts = [before + option for option in options]
-    return Cloze(contexts, [rest.strip()] * 2, row["answer"], "12", json.dumps(sorted(options)))
+    return [before + option for option in options], [rest.strip()] * 2, row["answer"], "12", json.dumps(sorted(options))
 
 
 def _piqa(row: Row) -> Cloze:
-    return Cloze(f"Question: {row['goal']}\nAnswer:", [row["sol1"], row["sol2"]], row["label"], "01", row["goal"])
+    return f"Question: {row['goal']}\nAnswer:", [row["sol1"], row["sol2"]], row["label"], "01", row["goal"]
 
 
 def _social_i_qa(row: Row) -> Cloze:
     texts = [row[f"answer{letter}"] for letter in "ABC"]
-    return Cloze(f"{row['context']} {row['question']}", texts, row["label"], "123", row["context"])
+    return f"{row['context']} {row['question']}", texts, row["label"], "123", row["context"]
 
 
 def _choices(prompt: str) -> Callable[[Row], Cloze]:
-    def read(row: Row) -> Cloze:
-        return Cloze(prompt.format_map(row), row["choices"]["text"], row["answerKey"], row["choices"]["label"])
-
-    return read
+    return lambda row: (
+        prompt.format_map(row), row["choices"]["text"], row["answerKey"], row["choices"]["label"], None
+    )  # fmt: skip
 
 
 TASKS: dict[str, tuple[str, Callable[[Row], Cloze]]] = {
@@ -117,7 +105,7 @@ def make_task(
     Args:
         folder: of JSON lines, a file TASK*.jsonl each, in the Hub's schema; None reads the Hub.
         tasks: names in ``TASKS``; None takes all, or those that the folder has.
-        num_examples: of each task, at least 1; a task with fewer (OpenBookQA has 500) gives all.
+        num_examples: of each task, at least 1; a task with fewer gives all.
         seed: of the draw.
 
     Raises:
@@ -127,25 +115,21 @@ def make_task(
     for task in tasks or ():
         if task not in TASKS:
             raise InputError(f"no QA task {task!r}; there are {', '.join(TASKS)}")
-    drawn = []
-    for task in [task for task in TASKS if not tasks or task in tasks]:
-        for source in [TASKS[task][0]] if folder is None else _file(folder, task, needed=bool(tasks)):
-            examples = read_examples(task, source)
-            drawn.append(sorted(examples, key=lambda e: _digest([seed, e.stratum, e.name]))[:num_examples])
-    if not drawn:
-        raise InputError(f"folder {folder} has no file of a QA task, such as {next(iter(TASKS))}*.jsonl")
+    sources = {task: [TASKS[task][0]] for task in TASKS if not tasks or task in tasks}
+    if folder is not None:
+        sources = {task: sorted(map(str, folder.glob(f"{task}*.jsonl"))) for task in sources}
+        for task, files in sources.items():
+            if len(files) > 1:
+                raise InputError(f"{folder} has two files of {task}: {Path(files[0]).name} and {Path(files[1]).name}")
+        if (tasks and not all(sources.values())) or not any(sources.values()):
+            lacking = next(task for task, files in sources.items() if not files)
+            raise InputError(f"folder {folder} has no file {lacking}*.jsonl")
+    drawn = [
+        sorted(read_examples(task, files[0]), key=lambda e: _digest([seed, e.stratum, e.name]))[:num_examples]
+        for task, files in sources.items() if files
+    ]  # fmt: skip
     turns = [own[turn] for turn in range(max(map(len, drawn))) for own in drawn if turn < len(own)]
     return QATask(tuple(turns))
-
-
-def _file(folder: Path, task: str, *, needed: bool) -> list[str]:
-    """The folder's file of a task; it may be absent where it is not needed."""
-    files = sorted(folder.glob(f"{task}*.jsonl"))
-    if len(files) > 1:
-        raise InputError(f"{folder} has two files of {task}: {files[0].name} and {files[1].name}")
-    if needed and not files:
-        raise InputError(f"folder {folder} has no file {task}*.jsonl")
-    return list(map(str, files))
 
 
 def read_examples(task: str, source: str) -> list[QAExample]:

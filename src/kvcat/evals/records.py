@@ -22,11 +22,7 @@ Shard = tuple[int, int]
 
 @dataclass(frozen=True)
 class Record:
-    """What one example gave under one model, method, keep ratio, step and seed.
-
-    Raises:
-        ValueError: a value that is not a number.
-    """
+    """What one example gave under one model, method, keep ratio, step and seed; ValueError for a NaN."""
 
     model: str  # label; LABEL@SEED for one of several training runs
     fingerprint: str  # of the model's weights
@@ -66,13 +62,10 @@ def method_label(name: str, options: Mapping[str, Any]) -> str:
 class ResultsFolder:
     """A folder of results of one configuration: ``config.json``, ``records.jsonl``, ``costs.jsonl``.
 
-    Every append reaches the disk before it returns. The configuration never changes; models may be
-    added. A whole run is the folder's only writer; shards share it, each the only writer of
-    ``records-INDEX-of-COUNT.jsonl``, and all read what the others have done. Use it in a ``with`` block:
-    until its end no other process can open it.
-
-    ``config`` is what the results depend on, JSON values only, models excepted; ``shard`` is (index, count) of
-    this writer, index in [0, count).
+    Every append reaches the disk before it returns. The configuration, all that results depend on but the
+    models, never changes; models may be added. A whole run is the folder's only writer until the end of the
+    ``with`` block; shards (index, count) share it, each the only writer of ``records-INDEX-of-COUNT.jsonl``,
+    and all read what the others have done.
 
     Raises:
         InputError: the folder holds results of another configuration, or something that is no result;
@@ -99,25 +92,17 @@ class ResultsFolder:
 
     def _claim(self, config: Mapping[str, Any]) -> None:
         config = json.loads(json.dumps(config))
-        there = claim_folder(self.path, "config.json", config)
-        if there is None:
-            return
+        there = claim_folder(self.path, "config.json", config) or config
         for field in [*config, *there]:
             if config.get(field) != there.get(field):
-                raise InputError(
-                    f"{self.path} holds results of another configuration: "
-                    f"{field} is {there.get(field)} there, {config.get(field)} here; choose another folder"
-                )
+                differs = f"{field} is {there.get(field)} there, {config.get(field)} here"
+                raise InputError(f"{self.path} holds results of another configuration: {differs}")
 
     def check_model(self, label: str, fingerprint: str, dtype: str) -> None:
         """Refuse a label that stands for other weights or another dtype in this folder."""
-        known = models_of(self.records).get(label, {})
-        for field, value in (("fingerprint", fingerprint), ("dtype", dtype)):
-            if known.get(field, value) != value:
-                raise InputError(
-                    f"{self.path} holds results of another model {label!r}: {field} is {known[field]} there, "
-                    f"{value} here"
-                )
+        own = {"fingerprint": fingerprint, "dtype": dtype}
+        if (there := models_of(self.records).get(label, own)) != own:
+            raise InputError(f"{self.path} holds results of another model {label!r}, {there}, not {own}")
 
     @property
     def records(self) -> list[Record]:
@@ -153,8 +138,7 @@ def read_records(folder: Path) -> list[Record]:
     """Records of a results folder, of all its shards, each once; torn last lines are left out.
 
     Raises:
-        InputError: a line that is no record, a value that is no number, or two records of one example
-            that differ.
+        InputError: a line that is no record, a value that is no number, two records of one example that differ.
     """
     found: dict[Key, Record] = {}
     for file, line in _lines(folder, "records"):
@@ -174,11 +158,7 @@ def read_records(folder: Path) -> list[Record]:
 
 
 def read_costs(folder: Path) -> list[dict[str, Any]]:
-    """What the methods of a results folder took, of all its shards; torn last lines are left out.
-
-    Raises:
-        InputError: a line that is no JSON object, or lacks a field.
-    """
+    """What the methods of a results folder took, of all its shards; ``InputError`` for a line without a field."""
     lines = list(_lines(folder, "costs"))
     for file, line in lines:
         _check_fields(line, _COST, f"{file} has a line that is no cost")
@@ -186,20 +166,12 @@ def read_costs(folder: Path) -> list[dict[str, Any]]:
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
-    """Command, versions, hardware and duration of every run that wrote to a results folder.
-
-    Raises:
-        InputError: a line that is no JSON object.
-    """
+    """Command, versions, hardware and duration of every run that wrote to a results folder."""
     return [line for _, line in _lines(folder, "provenance")]
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Configuration of a results folder.
-
-    Raises:
-        InputError: no results folder, a damaged configuration, an unknown evaluation.
-    """
+    """Configuration of a results folder; ``InputError`` where it is none, damaged, or of an unknown evaluation."""
     file = folder / "config.json"
     if not file.is_file():
         raise InputError(f"{folder} is no results folder: it has no config.json")
@@ -213,11 +185,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def models_of(records: Iterable[Record]) -> dict[str, dict[str, str]]:
-    """Label of each model to the fingerprint and dtype of its weights, in the order of the records.
-
-    Raises:
-        InputError: one label for two sets of weights.
-    """
+    """Label of each model to fingerprint and dtype of its weights; ``InputError`` for two sets under one label."""
     models: dict[str, dict[str, str]] = {}
     for record in records:
         new = {"fingerprint": record.fingerprint, "dtype": record.dtype}

@@ -18,7 +18,17 @@ from kvcat.errors import InputError
 from kvcat.evals.costs import Step, answer_speed, measure
 from kvcat.evals.records import Record, ResultsFolder, Shard
 from kvcat.evals.statistics import DECIDING, METRICS
-from kvcat.evals.task import Baseline, Method, Prepared, Task, Values, check_keep_ratios, check_least, manifest
+from kvcat.evals.task import (
+    Baseline,
+    Method,
+    Prepared,
+    Task,
+    Values,
+    check_keep_ratios,
+    check_least,
+    manifest,
+    positions_of,
+)
 from kvcat.provenance import provenance
 
 _PROMPT, _ANSWER = 32, 16
@@ -70,8 +80,7 @@ def evaluate(
 
     Args:
         task: the examples and how they are scored.
-        models: label to (model, tokenizer). Labels ``LABEL@SEED`` are training runs of one variant, which
-            tables join.
+        models: label to (model, tokenizer); tables join ``LABEL@SEED``, training runs of one variant.
         methods: names of compressors, or ``Method`` for options, own keep ratios or fewer examples.
         keep_ratios: fractions kept, each in (0, 1].
         out_dir: the results folder; one configuration per folder, to which models may be added.
@@ -84,13 +93,13 @@ def evaluate(
         progress: show progress on standard error.
 
     Raises:
-        InputError: nothing to evaluate, a value out of range, an unknown method or evaluation, examples
-            that a model cannot run, tokenizers that differ, a folder of another configuration, a score
-            that is not a number.
+        InputError: nothing to evaluate, a value out of range, an unknown method, examples that a model cannot
+            run, tokenizers that differ, a folder of another configuration, a score that is not a number.
     """
-    methods = [_settled(method, keep_ratios, len(task.examples)) for method in methods]
+    count = len(task.examples)
+    methods = [_settled(method, keep_ratios, count) for method in methods]
     _check_request(task, models, methods, batch_size, seeds, shard)
-    jobs = [_Job(Method(own.name, {}, (own.keep_ratio,), len(task.examples))) for own in task.baselines]
+    jobs = [_Job(Method(own.name, {}, (own.keep_ratio,), count)) for own in task.baselines]
     for method in methods:
         drawn = seeds if takes_seed(method.name, method.options) else [None]
         jobs += [_Job(method, seeded_compressor(method.name, method.options, seed or 0), seed) for seed in drawn]
@@ -150,15 +159,12 @@ class _Run:
         return all(self.folder.done(self._record(job, keep_ratio, last, example, {}).key) for example in batch)
 
     def _record(self, job: _Job, keep_ratio: float, step: Step, example: Any, values: Values) -> Record:
-        options = json.dumps(dict(job.method.options), sort_keys=True)
+        method = job.method.name, json.dumps(dict(job.method.options), sort_keys=True), keep_ratio, step, job.seed
+        place = self.task.dataset, example.stratum, example.document, example.name
         try:
-            return Record(
-                self.label, self.fingerprint, self.dtype, job.method.name, options, keep_ratio, step, job.seed,
-                self.task.dataset, example.stratum, example.document, example.name, values,
-            )  # fmt: skip
+            return Record(self.label, self.fingerprint, self.dtype, *method, *place, values)
         except ValueError as error:
-            where = f"model {self.label!r}, {job.method.name} at keep ratio {keep_ratio:g}"
-            raise InputError(f"{where}: {error}") from None
+            raise InputError(f"model {self.label!r}, {method[0]} at keep ratio {keep_ratio:g}: {error}") from None
 
     def _scores(self, job: _Job, keep_ratios: Sequence[float], prepared: Prepared) -> Iterator[Steps]:
         """Scores by step for each keep ratio; on a job's first batch also what each costs alone."""
@@ -184,9 +190,7 @@ class _Run:
 
         costs = measure(lambda: next(job.caches(trace, [keep_ratio])), trace.input_ids.device, use=use)
         dense = trace.dense_cache()
-        config = self.model.config.get_text_config(decoder=True)
-        positions = getattr(config, "max_position_embeddings", None) or sys.maxsize
-        if self.speed and trace.prefix_len + _PROMPT + _ANSWER <= positions:
+        if self.speed and trace.prefix_len + _PROMPT + _ANSWER <= positions_of(self.model):
             for cache, name in ((compact[0], ""), (dense, "_dense")):
                 speed = answer_speed(self.model, cache.select([0]), trace.input_ids[:1, :_PROMPT], num_tokens=_ANSWER)
                 costs[-1] |= {f"{key}{name}": value for key, value in speed.items()}
@@ -256,8 +260,6 @@ def _config(task: Task, methods: Sequence[Method], primary: tuple[str, float, st
 def _check_request(
     task: Task, models: Models, methods: Sequence[Method], batch_size: int, seeds: Sequence[int], shard: Shard
 ) -> None:
-    if task.evaluation not in DECIDING:
-        raise InputError(f"no evaluation {task.evaluation!r}; there are {', '.join(DECIDING)}")
     cells = [(method.label, keep_ratio) for method in methods for keep_ratio in method.keep_ratios or ()]
     wanted = {"model": models, "example": task.examples, "method or keep ratio": [*cells, *task.baselines]}
     for name, found in wanted.items():

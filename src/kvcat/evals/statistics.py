@@ -3,17 +3,18 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from scipy.stats import binomtest, norm
 
 LEVEL = 0.95
 _Z = float(norm.ppf((1.0 + LEVEL) / 2.0))
 _FEWEST = math.ceil(1.0 - math.log2(1.0 - LEVEL))  # differing examples that a one-sided split needs in an exact test
 Array = np.ndarray
+Names = Sequence[str] | Array
 Draws = Float[Array, " draws"]
 """A figure, first on all windows, then on every resample; figures of one bootstrap subtract and divide."""
 
@@ -38,19 +39,12 @@ class Estimate:
 class ClusterBootstrap:
     """Percentile bootstrap over documents: a resample draws documents with replacement, each with all its windows.
 
-    Windows of one document resemble each other; resampling them one by one gives intervals that are
-    too narrow. Two models on the same windows share the resamples, so the interval of their
-    difference is a paired one. With fewer than about ten documents percentile intervals are too
-    narrow.
-
-    With strata every resample draws as many documents of each stratum as there are. A stratum of one
-    document cannot vary: such documents form one stratum together, and a single one joins the
-    smallest other stratum.
-
-    With several training seeds a resample draws seeds as well as documents; all seeds see the same
-    documents. A seed drawn c times out of S has the weight 1/S + sqrt(S / (S - 1)) (c/S - 1/S), so
-    that the variance between seeds is unbiased. Fewer than about five seeds still give intervals
-    that are too narrow.
+    Two models on the same windows share the resamples, so the interval of their difference is a paired
+    one. With strata every resample draws as many documents of each stratum as there are; documents alone
+    in theirs form one together, and a single one joins the smallest other. With S > 1 training seeds a
+    resample draws seeds as well as documents: one drawn c times has the weight
+    1/S + sqrt(S / (S - 1)) (c/S - 1/S), so that the variance between seeds is unbiased. With fewer than
+    about ten documents or five seeds intervals are too narrow.
 
     Args:
         documents: name of each window's document, in the order of the windows.
@@ -67,14 +61,14 @@ class ClusterBootstrap:
 
     def __init__(
         self,
-        documents: Sequence[str],
+        documents: Names,
         *,
         strata: Sequence[str] | None = None,
         seeds: Sequence[str] = (),
         num_resamples: int = 10_000,
         seed: int = 0,
     ) -> None:
-        if not documents:
+        if not len(documents):
             raise ValueError("no window to resample")
         names, self._document_of = np.unique(np.asarray(documents), return_inverse=True)
         self.num_documents = len(names)
@@ -98,10 +92,13 @@ class ClusterBootstrap:
         """Median over windows, the mean of the seeds' medians."""
         medians = []
         for row in np.atleast_2d(values):
-            order = np.argsort(row, kind="stable")
-            documents = self._document_of[order]
-            parts = [_medians(row[order], counts[:, documents]) for counts in np.array_split(self._counts, 10)]
-            medians.append(np.concatenate(parts))
+            order, draws = np.argsort(row, kind="stable"), []
+            for counts in np.array_split(self._counts, 10):
+                upto = np.cumsum(counts[:, self._document_of[order]], axis=1)
+                total = upto[:, -1:]  # the two middle values coincide where their number is odd
+                lower, upper = (np.argmax(upto > middle // 2, axis=1) for middle in (total - 1, total))
+                draws.append((row[order][lower] + row[order][upper]) / 2.0)
+            medians.append(np.concatenate(draws))
         return (np.stack(medians, 1) * self._weights).sum(1)
 
     def estimate(self, draws: Draws) -> Estimate:
@@ -126,7 +123,7 @@ class ClusterBootstrap:
         return self.estimate(self.of_means(lambda mean: mean, values))
 
 
-def _stratum_ranks(documents: Sequence[str], strata: Sequence[str]) -> tuple[int, ...]:
+def _stratum_ranks(documents: Names, strata: Sequence[str]) -> tuple[int, ...]:
     """Rank of the stratum of each document, in the order of the documents' names."""
     if len(strata) != len(documents):
         raise ValueError(f"{len(documents)} windows but {len(strata)} strata")
@@ -170,23 +167,11 @@ def _seed_weights(seeds: Sequence[str], num_resamples: int, seed: int) -> Float[
     return weights
 
 
-def _medians(ordered: Float[Array, " windows"], counts: Float[Array, "draws windows"]) -> Float[Array, " draws"]:
-    """The mean of the two middle values, which coincide where their number is odd."""
-    upto = np.cumsum(counts, axis=1)
-    total = upto[:, -1:]
-    lower: Int[Array, " draws"] = np.argmax(upto > (total - 1) // 2, axis=1)
-    upper: Int[Array, " draws"] = np.argmax(upto > total // 2, axis=1)
-    return (ordered[lower] + ordered[upper]) / 2.0
-
-
 def wilson(successes: float | int, num_trials: float | int) -> Estimate:
     """A proportion with Wilson's score interval, which has a width at 0 and at 100 % as well.
 
     All p with |p_hat - p| <= z sqrt(p (1 - p) / n), z the normal quantile. Successes may be fractional, where
-    a trial is a document of several examples.
-
-    Raises:
-        ValueError: no trial, or successes out of range.
+    a trial is a document of several examples; ValueError for no trial, or successes out of range.
 
     References: Wilson 1927; Brown, Cai and DasGupta 2001, "Interval estimation for a binomial proportion".
     """
@@ -200,19 +185,19 @@ def wilson(successes: float | int, num_trials: float | int) -> Estimate:
     return Estimate(rate, low, high)
 
 
-def share(scores: Float[Array, " examples"], documents: Sequence[str]) -> Estimate:
+def share(scores: Float[Array, " examples"], documents: Names) -> Estimate:
     """Mean of scores between 0 and 1 with Wilson's interval at n = number of documents.
 
     For right or wrong, one example to a document, this is the usual interval. Elsewhere it is rather
     too wide than too narrow: no variable in [0, 1] with mean p varies more than p (1 - p), and
-    examples of one document count as copies of one another. It is never of zero width.
+    examples of one document count as copies of one another.
     """
     num_documents = len(set(documents))
     return wilson(float(scores.mean()) * num_documents, num_documents)
 
 
 def share_difference(
-    first: Float[Array, " examples"], second: Float[Array, " examples"], documents: Sequence[str]
+    first: Float[Array, " examples"], second: Float[Array, " examples"], documents: Names
 ) -> tuple[Estimate, float]:
     """Difference of two mean scores in [0, 1] of the same examples, with Agresti and Min's interval and its p-value.
 
@@ -221,8 +206,7 @@ def share_difference(
     m = sum d / (n + 2) and s^2 = ((sum d^2 + 1) / (n + 2) - m^2) / (n + 2), the interval is m +/- z s
     and p = 2 Phi(-|m| / s). It is never of zero width.
 
-    References: Agresti and Min 2005, "Simple improved confidence intervals for comparing matched
-    proportions".
+    References: Agresti and Min 2005, "Simple improved confidence intervals for comparing matched proportions".
     """
     names, document_of = np.unique(np.asarray(documents), return_inverse=True)
     differences = np.bincount(document_of, first - second) * len(names) / len(first)
@@ -238,21 +222,18 @@ def mcnemar(first: Float[Array, " examples"], second: Float[Array, " examples"])
     """Exact two-sided p of "two models are right equally often", from the examples where just one is right.
 
     Of b + c such examples b ~ Binomial(b + c, 1/2); p = min(1, 2 P(X <= min(b, c))). Values are 0 or 1, and
-    examples count as independent: where documents hold several, trust the interval of ``share_difference``.
-
-    References: McNemar 1947.
+    examples count as independent: where documents hold several, trust ``share_difference`` (McNemar 1947).
     """
     b, c = int(np.sum(first > second)), int(np.sum(first < second))
     return float(binomtest(b, b + c).pvalue) if b + c else 1.0
 
 
-def cannot_tell(first: Float[Array, " examples"], second: Float[Array, " examples"], documents: Sequence[str]) -> str:
+def cannot_tell(first: Float[Array, " examples"], second: Float[Array, " examples"], documents: Names) -> str:
     """One line on what a comparison of so few documents cannot tell; empty where it carries the difference found.
 
     The smallest difference of n documents that a test at 5 % tells from 0 is about
     max(z sqrt(E d^2 / n), 6 max|d| / n), d the examples' differences: the normal half-width, and the six
-    differing examples that an exact test needs. A true difference of this size is found only every other
-    time; one found four times in five must be about 1.4 times as large.
+    differing examples that an exact test needs. A true difference of this size is found every other time.
     """
     differences, num_documents = np.abs(first - second), len(set(documents))
     if not differences.any():
@@ -272,9 +253,7 @@ def cannot_tell(first: Float[Array, " examples"], second: Float[Array, " example
 def holm(p_values: Float[Array, " tests"]) -> Float[Array, " tests"]:
     """Holm's step-down correction: the family-wise error stays below the level; NaN stays NaN and does not count.
 
-    p_(i) becomes max over j <= i of min(1, (m - j + 1) p_(j)), for the ordered p of m tests.
-
-    References: Holm 1979, "A simple sequentially rejective multiple test procedure".
+    p_(i) becomes max over j <= i of min(1, (m - j + 1) p_(j)), for the ordered p of m tests (Holm 1979).
     """
     corrected = np.full(len(p_values), np.nan)
     order = np.argsort(p_values, kind="stable")[: np.count_nonzero(~np.isnan(p_values))]  # NaN is last
@@ -289,7 +268,7 @@ class Metric:
 
     label: str  # column head
     description: str  # one line for a reader
-    lower_is_better: bool
+    lower_is_better: bool = True
     unit: str = "nats/token"  # empty for a share
     percent: bool = False  # shown in percent
     share: bool = False  # mean of a per-example score between 0 and 1, with the intervals of ``share``
@@ -303,42 +282,39 @@ class Metric:
         return bootstrap.median(*values) if self.function is None else bootstrap.of_means(self.function, *values)
 
 
-def _score(label: str, description: str, *columns: str, function: Callable[..., Any] = lambda mean: mean) -> Metric:
-    return Metric(label, description, False, "", percent=True, share=True, columns=columns, function=function)
-
-
+_score = partial(Metric, lower_is_better=False, unit="", percent=True, share=True)
 _METRICS = {
     "delta_ppl": Metric(
         "delta PPL", "Mean over windows of exp(NLL compact) - exp(NLL dense); the paper's figure, heavy-tailed.",
-        True, "perplexity", ratio=True,
+        unit="perplexity", ratio=True,
     ),
     "delta_ppl_median": Metric(
         "median delta PPL", "Median over windows of exp(NLL compact) - exp(NLL dense).",
-        True, "perplexity", columns=("delta_ppl",), function=None,
+        unit="perplexity", columns=("delta_ppl",), function=None,
     ),
     "delta_ppl_corpus": Metric(
         "corpus delta PPL", "exp(mean NLL compact) - exp(mean NLL dense): all suffixes as one corpus.",
-        True, "perplexity", columns=("nll", "nll_dense"), function=lambda nll, dense: np.exp(nll) - np.exp(dense),
+        unit="perplexity", columns=("nll", "nll_dense"), function=lambda nll, dense: np.exp(nll) - np.exp(dense),
     ),
     "kl": Metric(
         "KL", "KL(dense || compact) of the next-token distributions, nats per suffix token. It compares a model with "
-        "itself: a model that ignores its prefix has none.", True, ratio=True,
+        "itself: a model that ignores its prefix has none.", ratio=True,
     ),
     "top1": Metric(
         "top-1", "Share of suffix positions whose most likely token is the same with the dense and the compact cache.",
-        False, "", percent=True,
+        lower_is_better=False, unit="", percent=True,
     ),
     "nll": Metric(
         "NLL compact", "Negative log-likelihood of the real suffix, or of the right answer, on the compact cache, nats "
-        "per token: what a user gets.", True,
+        "per token: what a user gets.",
     ),
-    "delta_nll": Metric("delta NLL", "NLL on the compact cache minus dense NLL, nats per token.", True, ratio=True),
+    "delta_nll": Metric("delta NLL", "NLL on the compact cache minus dense NLL, nats per token.", ratio=True),
     "nll_dense": Metric(
-        "NLL dense", "Negative log-likelihood with the whole cache, nats per token: the price paid in training.", True,
+        "NLL dense", "Negative log-likelihood with the whole cache, nats per token: the price paid in training.",
     ),
     "context_gain": Metric(
         "context gain", "NLL without the prefix minus dense NLL, of suffix tokens 2 onwards, nats per token: how much "
-        "the model uses its prefix.", False,
+        "the model uses its prefix.", lower_is_better=False,
     ),
     "retention": Metric(
         "retention", "1 - (NLL compact - NLL dense) / (NLL without prefix - NLL dense), a ratio of sums: the share of "
@@ -349,7 +325,7 @@ _METRICS = {
     "native_exact_match": _score(
         "exact match, native", "The same of the examples that the model answers rightly with its whole cache: the "
         "paper's native-success-conditioned figure. It rewards a model that is right on few: read it beside the plain "
-        "and the dense one.", "native_match", "dense_exact_match", function=np.divide,
+        "and the dense one.", columns=("native_match", "dense_exact_match"), function=np.divide,
     ),
     "dense_exact_match": _score("exact match, dense", "Share of examples answered rightly with the whole cache."),
     "correct_prefix": _score("digits", "Share of the passkey's digits before the first wrong one."),
@@ -359,17 +335,16 @@ _METRICS = {
     "dense_accuracy": _score("accuracy, dense", "The same with the whole cache."),
     "nll_choice": Metric(
         "NLL of the choice", "Minus the log of the right answer's probability among the four, nats; 1.386 is guessing.",
-        True, "nats",
+        unit="nats",
     ),
     "acc_per_char": _score(
         "accuracy", "Share of questions whose right answer has the highest log-likelihood per character."
     ),
     "acc": _score("accuracy, raw", "The same by the total log-likelihood."),
     "nll_per_char": Metric(
-        "NLL per character", "Negative log-likelihood of the right answer, nats per character.", True, "nats/character"
+        "NLL per character", "Negative log-likelihood of the right answer, nats per character.", unit="nats/character"
     ),
 }  # fmt: skip
-
 METRICS: dict[str, Metric] = {
     name: metric if metric.columns else replace(metric, columns=(name,)) for name, metric in _METRICS.items()
 }

@@ -67,9 +67,8 @@ def make_task(
     Arguments and errors are those of ``corpus_documents``, ``windows_from_documents`` and ``SuffixTask``.
     """
     documents = corpus_documents(data, split, 10 * windows)
-    chosen = windows_from_documents(
-        documents, tokenizer, prefix_len=prefix, suffix_len=suffix, limit=windows, per_document=per_document, seed=seed
-    )
+    drawn = {"prefix_len": prefix, "suffix_len": suffix, "limit": windows, "per_document": per_document, "seed": seed}
+    chosen = windows_from_documents(documents, tokenizer, **drawn)
     return SuffixTask(tuple(chosen), f"{data_name(data)}:{split}", supervision)
 
 
@@ -79,13 +78,11 @@ def data_name(source: str) -> str:
 
 
 def corpus_documents(name: str, split: Split | Literal["all"], limit: int) -> list[tuple[str, str]]:
-    """Name and text of documents to cut windows from.
+    """Name and text of the first documents to cut windows from, at most ``limit``.
 
     Args:
-        name: one of ``CORPORA``, whose split for tests is used whole, or a source as in
-            ``kvcat.data.open_documents``.
+        name: one of ``CORPORA``, whose split for tests is used whole, or a source as in ``kvcat.data``.
         split: of a source: train, validation, test (held out by a hash of the document's name), or all.
-        limit: the first so many of what is streamed.
 
     Raises:
         InputError: no such source, or no document in that split; the Hub cannot be reached.
@@ -107,10 +104,10 @@ def windows_from_documents(
     per_document: int = 1,
     seed: int = 0,
 ) -> list[Window]:
-    """Windows that do not overlap, of documents and places drawn by the seed.
+    """Windows that do not overlap, of documents and places drawn by the seed; at most ``limit`` in all.
 
-    Documents are pairs (name, text) of unique names, tokenised without special tokens, and only as many as the
-    limit, windows in all, needs. The first window of every document comes before the second of any.
+    Documents are pairs (name, text) of unique names, tokenised without special tokens, and only as many as
+    needed. The first window of every document comes before the second of any.
 
     Raises:
         InputError: no document is long enough, two documents share a name, a length or count out of range.
@@ -204,17 +201,13 @@ class PreparedWindows(Prepared):
 class SuffixTask(Task):
     """Windows whose suffix is scored; values per window are those of ``kvcat.compare`` and of the context gain.
 
-    ``nll``, ``nll_dense``, ``delta_nll``, ``delta_ppl``, ``kl``, ``top1``; ``nll_none`` of suffix tokens
-    2.. without the prefix; ``context_gain``, that minus the dense NLL of the same tokens; ``retention`` =
-    1 - sum(NLL lost) / sum(NLL gained by the prefix), where that gain is not 0; ``num_tokens`` in the
-    NLLs, ``num_predicted`` in the gain.
+    Further ``nll_none`` of suffix tokens 2.. without the prefix; ``context_gain``, that minus the dense NLL of
+    the same tokens; ``retention`` = 1 - sum(NLL lost) / sum(NLL gained by the prefix), where that gain is not
+    0; ``num_tokens`` in the NLLs, ``num_predicted`` in the gain.
 
-    Args:
-        examples: of equal lengths, with token ids of a vocabulary that all models share.
-        dataset: name of the data set.
-        supervision: what compressors are fitted to. "suffix": all of the text that is scored, the paper's probe;
-            "first-half": the first half of the suffix, of which only the second is scored; "reconstruction": the
-            prefix repeated after an instruction.
+    Compressors are fitted to the ``supervision``: "suffix", all of the text that is scored, the paper's probe;
+    "first-half", the first half of the suffix, of which only the second is scored; "reconstruction", the
+    prefix repeated after an instruction.
 
     Raises:
         InputError: windows of unequal lengths, without a prefix or with too short a suffix; another supervision.
@@ -222,7 +215,7 @@ class SuffixTask(Task):
     References: KV-CAT, appendix "Suffix perplexity under prefix KV cache compression".
     """
 
-    examples: tuple[Window, ...]
+    examples: tuple[Window, ...]  # of equal lengths, with token ids of a vocabulary that all models share
     dataset: str
     supervision: str = "suffix"
     evaluation: ClassVar[str] = "suffix"

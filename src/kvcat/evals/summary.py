@@ -9,17 +9,9 @@ import numpy as np
 import pandas as pd
 
 from kvcat.errors import InputError
+from kvcat.evals import statistics as st
 from kvcat.evals.records import Record, models_of
-from kvcat.evals.statistics import (
-    METRICS,
-    ClusterBootstrap,
-    Estimate,
-    cannot_tell,
-    holm,
-    mcnemar,
-    share,
-    share_difference,
-)
+from kvcat.evals.statistics import METRICS, ClusterBootstrap, Estimate
 
 BASELINES = ("dense", "no-context", "truncated")
 CELL = ("model", "method", "keep_ratio", "step", "stratum")
@@ -45,11 +37,10 @@ _NONE = Estimate(np.nan)
 
 
 def summarise(records: Iterable[Record], *, num_resamples: int = 10_000, seed: int = 0) -> pd.DataFrame:
-    """One row per model, method, keep ratio, step, stratum and metric, with a 95 % interval.
+    """One row per model, method, keep ratio, step, stratum and metric, with a 95 % interval: columns ``SUMMARY``.
 
-    Columns: model, method (with its options), keep_ratio, step (missing for a method without steps),
-    stratum ("" is all examples), metric (a name in ``METRICS``), value, low, high (NaN where there is
-    no interval), num_examples, num_documents, num_seeds, baseline (scored without compression).
+    The method is with its options, the step missing where a method has none, stratum "" all examples, the
+    metric a name in ``METRICS``, low and high NaN where there is no interval, baseline a score without compression.
 
     Several seeds of a compressor count as their mean. Models called ``LABEL@SEED`` are training runs
     of one variant: the row of LABEL is their mean, and its interval resamples runs and documents.
@@ -64,7 +55,7 @@ def summarise(records: Iterable[Record], *, num_resamples: int = 10_000, seed: i
             named | {"metric": metric} | vars(sample.estimate(metric)) | sample.sizes | baseline
             for metric in sample.metrics
         ]
-    return _table(rows, SUMMARY)
+    return pd.DataFrame(rows, columns=list(SUMMARY)).astype({"step": "Int64"})
 
 
 def compare_models(
@@ -75,19 +66,15 @@ def compare_models(
     num_resamples: int = 10_000,
     seed: int = 0,
 ) -> pd.DataFrame:
-    """Every other model against a reference, on the examples that both have.
+    """Every other model against a reference, on the examples that both have: columns ``COMPARISON``.
 
-    The share of examples that a model answers with its whole cache is not compared: these differ by model.
-
-    Columns: model, reference, method, keep_ratio, step, stratum, metric; difference (model minus
-    reference), low, high; ratio, ratio_low, ratio_high (model over reference; NaN where a ratio means
-    nothing); p; p_holm; verdict ("better", "worse" or "level"); num_examples, num_documents,
-    num_seeds (of the model); primary; warning (what so few examples cannot tell, or "").
-
-    A verdict other than "level" needs an interval without 0, and of right or wrong answers
-    p <= 0.05 as well. p_holm corrects over all rows of one model, metric and level (all examples or
-    strata) but the primary one; those rows are exploratory. p is the bootstrap's; for shares it is the
-    larger of Agresti and Min's and, where every score is right or wrong, McNemar's exact p.
+    The difference is model minus reference, the ratio model over reference (NaN where it means nothing).
+    p is the bootstrap's; for shares it is the larger of Agresti and Min's and, where every score is right or
+    wrong, McNemar's exact p. p_holm corrects over all rows of one model, metric and level (all examples or
+    strata) but the primary one; those rows are exploratory. A verdict "better" or "worse" needs an interval
+    without 0, and of right or wrong answers p <= 0.05 as well; else it is "level". The warning says what so
+    few examples cannot tell. Shares over the examples that a model answers with its whole cache are not
+    compared: these examples differ by model.
 
     Args:
         records: of one data set and at least two models.
@@ -112,11 +99,11 @@ def compare_models(
             named = dict(zip(CELL, cell, strict=True)) | {"reference": reference}
             names = [name for name in ours.metrics if name in theirs.metrics and name != "native_exact_match"]
             rows += [named | _compared(ours, theirs, name) for name in names]
-    frame = _table(rows, COMPARISON).astype({"p_holm": float})
+    frame = pd.DataFrame(rows, columns=list(COMPARISON)).astype({"step": "Int64", "p_holm": float})
     frame["primary"] = _is_primary(frame, primary)
     tested = frame[~frame["primary"]]
     for _, group in tested.groupby(["model", "metric", tested["stratum"] == ""], sort=False):
-        frame.loc[group.index, "p_holm"] = holm(np.asarray(group["p"], dtype=float))
+        frame.loc[group.index, "p_holm"] = st.holm(np.asarray(group["p"], dtype=float))
     return frame
 
 
@@ -152,7 +139,7 @@ def _inability(rows: pd.DataFrame) -> str:
         if "context_gain" not in rows:
             return ""
         own = rows.drop_duplicates(_EXAMPLE, keep="last")
-        gain = ClusterBootstrap(list(own["document"])).mean(own["context_gain"].to_numpy())
+        gain = ClusterBootstrap(own["document"].to_numpy(dtype=str)).mean(own["context_gain"].to_numpy())
         interval = "" if np.isnan(gain.low) else f" [{gain.low:.3g}, {gain.high:.3g}]"
         return "" if gain.low > 0.0 else f"context gain {gain.value:.3g}{interval} nats/token is not clearly above 0"
     dense = f"dense_{name}" if f"dense_{name}" in rows else name
@@ -162,13 +149,17 @@ def _inability(rows: pd.DataFrame) -> str:
         return f"{count} documents with a dense score, fewer than {FEWEST}"
     # answers written freely are not guessed
     chance = 0.25 if name == "accuracy" else rows["group"].map(lambda task: QA_CHANCE.get(task, 0.0)).mean()
-    found = share(own[dense].to_numpy(), list(own["document"]))
+    found = st.share(own[dense].to_numpy(), own["document"].to_numpy(dtype=str))
     interval = f"{found.value:.1%} [{found.low:.1%}, {found.high:.1%}] on {count} documents"
     return "" if found.low > chance else f"dense {METRICS[name].label} {interval} is not above chance, {chance:.0%}"
 
 
 _EXAMPLE = ["document", "example"]
 _PLACE = ["label", "model", "run", "method", "keep_ratio", "step", "group", *_EXAMPLE]
+_PRODUCTS = {
+    "lost": ("delta_nll", "num_tokens"), "gained": ("context_gain", "num_predicted"),
+    "native_match": ("exact_match", "dense_exact_match"),
+}  # fmt: skip
 
 
 def _rows(records: Iterable[Record]) -> pd.DataFrame:
@@ -185,12 +176,16 @@ def _rows(records: Iterable[Record]) -> pd.DataFrame:
         (r.model, *r.model.partition("@")[::2], r.method_label, r.keep_ratio, -1 if r.step is None else r.step,
          r.stratum, r.document, r.example) for r in known
     ]  # fmt: skip
-    return pd.DataFrame(places, columns=_PLACE).join(pd.DataFrame([record.values for record in known]))
+    rows = pd.DataFrame(places, columns=_PLACE).join(pd.DataFrame([record.values for record in known]))
+    for name, (first, second) in _PRODUCTS.items():
+        if {first, second} <= set(rows):
+            rows[name] = rows[first] * rows[second]
+    return rows
 
 
 @dataclass(frozen=True)
 class _Sample:
-    """One model's values in a cell, examples by value and training seed; compressor's seeds are averaged."""
+    """One model's values in a cell, examples by value and training seed; a compressor's seeds are averaged."""
 
     values: pd.DataFrame  # index (document, example), columns (value, run)
     strata: pd.Series  # of each example
@@ -198,8 +193,8 @@ class _Sample:
     seed: int
 
     @cached_property
-    def documents(self) -> list[str]:
-        return list(self.values.index.get_level_values("document"))
+    def documents(self) -> np.ndarray:
+        return self.values.index.get_level_values("document").to_numpy(dtype=str)
 
     @cached_property
     def runs(self) -> list[str]:
@@ -211,22 +206,14 @@ class _Sample:
 
     @cached_property
     def bootstrap(self) -> ClusterBootstrap:
+        sampling: dict[str, Any] = {"num_resamples": self.num_resamples, "seed": self.seed}
         strata = list(self.strata[self.values.index])
-        return ClusterBootstrap(
-            self.documents, strata=strata, seeds=self.runs, num_resamples=self.num_resamples, seed=self.seed
-        )
+        return ClusterBootstrap(self.documents, strata=strata, seeds=self.runs, **sampling)
 
     @cached_property
     def columns(self) -> dict[str, np.ndarray]:
-        """Every value that all records have, and what metrics are made of: seeds by examples."""
-        names = self.values.columns.unique(0)
-        columns = {str(name): self.values.xs(name, axis=1, level=0).to_numpy().T for name in names}
-        if {"delta_nll", "context_gain", "num_tokens", "num_predicted"} <= columns.keys():
-            columns["lost"] = columns["delta_nll"] * columns["num_tokens"]
-            columns["gained"] = columns["context_gain"] * columns["num_predicted"]
-        if {"exact_match", "dense_exact_match"} <= columns.keys():
-            columns["native_match"] = columns["exact_match"] * columns["dense_exact_match"]
-        return columns
+        """Every value that all records have: seeds by examples."""
+        return {name: self.values.xs(name, axis=1, level=0).to_numpy().T for name in self.values.columns.unique(0)}
 
     @property
     def metrics(self) -> list[str]:
@@ -239,11 +226,11 @@ class _Sample:
             return _NONE
         if not metric.share:
             return drawn
-        score = self.columns[metric.columns[0]].mean(0)
+        score, *others = (self.columns[column].mean(0) for column in metric.columns)
         if len(self.runs) > 1:  # Wilson's interval does not know of training seeds
-            return drawn.union(share(score, self.documents))
-        counted = self.columns[metric.columns[1]][0] > 0 if len(metric.columns) > 1 else np.ones(len(score), bool)
-        return share(score[counted], [self.documents[i] for i in np.flatnonzero(counted)]) if counted.any() else _NONE
+            return drawn.union(st.share(score, self.documents))
+        counted = others[0] > 0 if others else np.full(len(score), True)
+        return st.share(score[counted], self.documents[counted]) if counted.any() else _NONE
 
 
 def _samples(records: Iterable[Record], num_resamples: int, seed: int) -> dict[tuple[Any, ...], _Sample]:
@@ -265,10 +252,6 @@ def _samples(records: Iterable[Record], num_resamples: int, seed: int) -> dict[t
     return samples
 
 
-def _table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> pd.DataFrame:
-    return pd.DataFrame(rows, columns=list(columns)).astype({"step": "Int64"})
-
-
 def _compared(ours: _Sample, theirs: _Sample, name: str) -> dict[str, Any]:
     """A metric's part of a row of ``compare_models``."""
     metric, bootstrap, warning = METRICS[name], ours.bootstrap, ""
@@ -278,12 +261,12 @@ def _compared(ours: _Sample, theirs: _Sample, name: str) -> dict[str, Any]:
         ratio = bootstrap.estimate(mine / other) if metric.ratio else _NONE
     if metric.share:
         first, second = ours.columns[name].mean(0), theirs.columns[name].mean(0)
-        wide, p_share = share_difference(first, second, ours.documents)
+        wide, p_share = st.share_difference(first, second, ours.documents)
         several = max(len(ours.runs), len(theirs.runs)) > 1
         difference, p = (difference.union(wide), float(np.fmax(p, p_share))) if several else (wide, p_share)
         if set(np.unique([first, second])) <= {0.0, 1.0}:
-            p = max(p, mcnemar(first, second))
-        warning = cannot_tell(first, second, ours.documents)
+            p = max(p, st.mcnemar(first, second))
+        warning = st.cannot_tell(first, second, ours.documents)
     decided = difference.excludes(0.0) and not (metric.share and p > 0.05)
     better = (difference.value < 0.0) == metric.lower_is_better
     return {

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import sys
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -106,12 +107,16 @@ def vocabulary(tokenizer: Any) -> str:
 
 def check_fits(label: str, model: PreTrainedModel, *, num_tokens: int, largest: int, what: str) -> None:
     """Refuse sequences, ``what`` they are, that a model has no positions or no tokens for."""
-    config = model.config.get_text_config(decoder=True)
-    positions = getattr(config, "max_position_embeddings", None)
-    if positions is not None and num_tokens > positions:
+    positions, vocab_size = positions_of(model), model.config.get_text_config(decoder=True).vocab_size
+    if num_tokens > positions:
         raise InputError(f"{what} of {num_tokens} tokens exceed the {positions} positions of model {label!r}")
-    if largest >= config.vocab_size:
-        raise InputError(f"token {largest} is outside the vocabulary of model {label!r}, {config.vocab_size} tokens")
+    if largest >= vocab_size:
+        raise InputError(f"token {largest} is outside the vocabulary of model {label!r}, {vocab_size} tokens")
+
+
+def positions_of(model: PreTrainedModel) -> int:
+    """Longest sequence of a model; as good as none where its configuration names none."""
+    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or sys.maxsize
 
 
 def check_least(least: int, **settings: int) -> None:
