@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         serving,
         theory,
         training,
-    )
+    )  # fmt: skip
     from kvcat.cache import CompactCache
     from kvcat.compress import (
         AttentionMatching,
@@ -40,40 +40,26 @@ if TYPE_CHECKING:
     from kvcat.training import TrainConfig
     from kvcat.training.loop import train
 
-_ROOMS = (
-    "attention", "cache", "compress", "data", "evals", "losses", "models", "policies", "recipes", "report", "serving",
-    "theory", "training",
-)  # fmt: skip
-_HOME = {
-    "AttentionMatching": "compress",
-    "CompactCache": "cache",
-    "Eviction": "compress",
-    "GradientCompression": "compress",
-    "InputError": "errors",
-    "Trace": "compress",
-    "TrainConfig": "training",
-    "compare": "compress",
-    "load": "models",
-    "reconstruction": "compress",
-    "replay": "compress",
-    "trace": "compress",
-    "train": "training.loop",
-}
-
 __all__ = [
     "AttentionMatching", "CompactCache", "Eviction", "GradientCompression", "InputError", "Trace", "TrainConfig",
     "attention", "cache", "compare", "compress", "data", "evals", "load", "losses", "models", "policies", "recipes",
     "reconstruction", "replay", "report", "serving", "theory", "trace", "train", "training",
 ]  # fmt: skip
+_HOME = {
+    "CompactCache": "cache", "InputError": "errors", "TrainConfig": "training", "load": "models",
+    "train": "training.loop",
+    **dict.fromkeys(("AttentionMatching", "Eviction", "GradientCompression", "Trace"), "compress"),
+    **dict.fromkeys(("compare", "reconstruction", "replay", "trace"), "compress"),
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
-        return importlib.import_module(f"kvcat.{name}")
     if name in _HOME:
         return getattr(importlib.import_module(f"kvcat.{_HOME[name]}"), name)
+    if name in __all__:
+        return importlib.import_module(f"kvcat.{name}")
     raise AttributeError(f"module 'kvcat' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_ROOMS, *_HOME])
+    return sorted({*globals(), *__all__})

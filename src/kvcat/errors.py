@@ -2,10 +2,9 @@
 
 
 class InputError(ValueError):
-    """A person's mistake, told in one line that names the offending value.
+    """A person's mistake, told in one line that names the offending value, before any heavy work begins.
 
-    Raised before any heavy work begins. The command line prints the line and exits with code 2; every other exception
-    is a bug and shows its traceback.
+    The command line prints the line and exits with code 2; every other exception is a bug and shows its traceback.
     """
 
 

@@ -23,11 +23,8 @@ def atomic_write(target: Path) -> Iterator[Path]:
     """A temporary path beside a file or folder; at the end of the block it becomes the target, whole.
 
     The block writes a file, or makes a folder and writes into it. If the block raises, what it wrote is removed and
-    the old target stays. A kill leaves only the temporary path, which ``remove_partial`` removes. Several writers of
-    one target each have a path of their own; the last one wins.
-
-    Raises:
-        InputError: the parent folder cannot be made.
+    the old target stays. A kill leaves only the temporary path, which ``remove_partial`` removes. Of several writers
+    the last one wins.
     """
     make_folder(target.parent)
     partial = target.with_name(f"{_PARTIAL}{os.getpid()}-{threading.get_ident()}-{target.name}")
@@ -64,7 +61,10 @@ def read_json(path: Path) -> dict[str, Any]:
 def append_jsonl(path: Path, *records: Mapping[str, Any]) -> None:
     """Append one JSON line per record and return when they are on disk; first cut off a line torn by a kill."""
     with path.open("a+b") as stream:
-        _cut_torn_line(stream)
+        stream.seek(-1 if stream.tell() else 0, os.SEEK_END)
+        if stream.read(1) not in (b"", b"\n"):
+            stream.seek(0)
+            stream.truncate(stream.read().rfind(b"\n") + 1)
         stream.write("".join(json.dumps(record) + "\n" for record in records).encode())
         stream.flush()
         os.fsync(stream.fileno())
@@ -76,23 +76,19 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     Raises:
         InputError: a whole line that is no JSON object.
     """
-    if not path.exists():
-        return []
-    try:
-        found = [json.loads(line) for line in path.read_bytes().decode().split("\n")[:-1]]
-    except ValueError as error:
-        raise InputError(f"{path} is damaged: {error}") from None
-    if bad := [record for record in found if not isinstance(record, dict)]:
-        raise InputError(f"{path} is damaged: {bad[0]!r} is no record")
+    found = []
+    for line in path.read_bytes().split(b"\n")[:-1] if path.exists() else ():
+        try:
+            found.append(json.loads(line))
+            if not isinstance(found[-1], dict):
+                raise ValueError("it is no JSON object")
+        except ValueError as error:
+            raise InputError(f"{path} is damaged: {line[:80]!r} is no record: {error}") from None
     return found
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and its parents.
-
-    Raises:
-        InputError: a file is in the way, or the folder cannot be made.
-    """
+    """Make a folder and its parents; ``InputError`` if that cannot be."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -103,11 +99,6 @@ def claim_folder(path: Path, config_file: str, config: Mapping[str, Any]) -> dic
     """What the folder's configuration file holds; None if the folder was absent or empty and is now this writer's.
 
     Call it under ``one_writer``. A new folder gets the configuration; comparing an old one with it is the caller's.
-
-    Args:
-        path: the folder; made if absent.
-        config_file: name of the configuration file in it.
-        config: written into a new folder, JSON values only.
 
     Raises:
         InputError: the folder holds other files but no such configuration, or cannot be written to.
@@ -128,14 +119,10 @@ def claim_folder(path: Path, config_file: str, config: Mapping[str, Any]) -> dic
 
 @contextmanager
 def one_writer(folder: Path, name: str = LOCK_FILE, *, timeout: float = 0.0) -> Iterator[None]:
-    """Hold a folder, so that no other process writes to it during the block.
+    """Hold a folder, made if absent, so that no other process writes to it during the block.
 
-    The operating system releases the lock however the process ends.
-
-    Args:
-        folder: made if absent.
-        name: of the lock file; writers of different parts of a folder use different names.
-        timeout: seconds to wait for the other process.
+    The operating system releases the lock however the process ends. Writers of different parts of a folder use lock
+    files of different names.
 
     Raises:
         InputError: another process holds the folder, or the lock file cannot be written.
@@ -160,17 +147,6 @@ def remove_partial(folder: Path) -> None:
     """Remove what killed writers left in a folder; call it under ``one_writer``."""
     for left in folder.glob(f"{_PARTIAL}*"):
         _remove(left)
-
-
-def _cut_torn_line(stream: Any) -> None:
-    end = stream.seek(0, os.SEEK_END)
-    if end == 0:
-        return
-    stream.seek(end - 1)
-    if stream.read(1) == b"\n":
-        return
-    stream.seek(0)
-    stream.truncate(stream.read().rfind(b"\n") + 1)
 
 
 def _sync(*paths: Path) -> None:

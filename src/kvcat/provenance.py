@@ -2,9 +2,12 @@
 
 import os
 import platform
+import re
 import sys
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
+
+from kvcat import __version__
 
 
 def provenance() -> dict[str, str]:
@@ -14,14 +17,16 @@ def provenance() -> dict[str, str]:
     """
     import torch
 
+    info = Path("/proc/cpuinfo")
+    names = re.findall(r"^model name\s*: (.*)$", info.read_text(encoding="utf-8"), re.M) if info.exists() else []
     facts = {
         "command": command_line(sys.argv),
-        "kvcat": _version("kvcat"),
+        "kvcat": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "transformers": _version("transformers"),
+        "transformers": version("transformers"),
         "platform": f"{platform.system()} {platform.machine()}",
-        "cpu": f"{_cpu_name()}, {os.cpu_count()} cores",
+        "cpu": f"{names[0] if names else platform.processor() or 'unknown'}, {os.cpu_count()} cores",
         "threads": str(torch.get_num_threads()),
     }
     if torch.cuda.is_available():
@@ -40,25 +45,8 @@ def command_line(arguments: list[str]) -> str:
 def _shortened(word: str) -> str:
     head, equals, value = word.rpartition("=")
     path = Path(value)
-    if path.is_absolute():
-        inside = path.is_relative_to(Path.cwd())
-        value = path.relative_to(Path.cwd()).as_posix() if inside else f".../{path.name}"
-    elif value.startswith("~") or ".." in path.parts:
+    if path.is_absolute() and path.is_relative_to(Path.cwd()):
+        value = path.relative_to(Path.cwd()).as_posix()
+    elif path.is_absolute() or value.startswith("~") or ".." in path.parts:
         value = f".../{path.name}"
     return f"{head}{equals}{value}"
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or "unknown"

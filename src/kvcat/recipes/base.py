@@ -1,7 +1,6 @@
 """The small base model that comes with the package: how it was made, and the card that says what it can do."""
 
 import dataclasses
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from kvcat.data import Document, hash_order, open_documents, split_documents, split_of
-from kvcat.evals import windows_from_documents
+from kvcat.data import Document, hash_order, open_documents, split_of
+from kvcat.evals.suffix import make_task
 from kvcat.files import read_jsonl
 from kvcat.models import load
 from kvcat.provenance import provenance
@@ -31,17 +30,10 @@ WINDOWS = 64
 def base_config() -> Qwen2Config:
     """The architecture: Qwen2 with grouped-query attention, 6 layers, width 96, about 0.7 million parameters."""
     return Qwen2Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=96,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=256,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=True,
-        bos_token_id=None,
+        vocab_size=VOCAB_SIZE, hidden_size=96, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=256, max_position_embeddings=CONTEXT, tie_word_embeddings=True, bos_token_id=None,
         eos_token_id=0,
-    )
+    )  # fmt: skip
 
 
 def train_tokenizer(documents: list[Document]) -> PreTrainedTokenizerFast:
@@ -55,15 +47,11 @@ def train_tokenizer(documents: list[Document]) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    texts: Iterator[str] = (document.text for document in documents)
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator((document.text for document in documents), trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=EOS,
-        pad_token=EOS,
-        model_max_length=CONTEXT,
+        tokenizer_object=tokenizer, eos_token=EOS, pad_token=EOS, model_max_length=CONTEXT,
         clean_up_tokenization_spaces=False,
-    )
+    )  # fmt: skip
 
 
 def write_untrained(folder: Path, seed: int) -> None:
@@ -133,11 +121,8 @@ def measure(folder: Path | str) -> dict[str, Any]:
     the suffix tokens 2.., nats per token.
     """
     model, tokenizer = load(folder)
-    documents = [(d.id, d.text) for d in split_documents("installed", "test")]
-    windows = windows_from_documents(
-        documents, tokenizer, prefix_len=768, suffix_len=256, limit=WINDOWS, per_document=1, seed=0
-    )
-    tokens = torch.tensor([w.tokens for w in windows])
+    windows = make_task(tokenizer, windows=WINDOWS, per_document=1).examples
+    tokens = torch.tensor([window.tokens for window in windows])
     dense, alone = token_losses(model, tokens), token_losses(model, tokens[:, 768:])
     means = {(low, high - 1): dense[:, low - 1 : high - 1].mean().item() for low, high in pairwise(POSITIONS)}
     bins = {f"{low}-{high}": loss for (low, high), loss in means.items()}

@@ -4,9 +4,9 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from kvcat.data import split_documents
 from kvcat.errors import InputError
-from kvcat.evals import Method, SuffixTask, Window, evaluate, read_records, summarise, windows_from_documents
+from kvcat.evals import Method, evaluate, read_records, summarise
+from kvcat.evals.suffix import make_task
 from kvcat.files import claim_folder, one_writer
 from kvcat.hub import BASE_NAME
 from kvcat.models import load
@@ -15,7 +15,6 @@ from kvcat.report import headline_text, write_report
 from kvcat.training.config import TrainConfig
 from kvcat.training.loop import train
 
-PREFIX, SUFFIX = 768, 256
 KEEP_RATIOS = (0.05, 0.1, 0.2, 0.4)
 
 
@@ -82,25 +81,11 @@ def training_config(plan: DemoPlan, policy: str, model: str, out: Path, *, seed:
     )
 
 
-def demo_windows(plan: DemoPlan, tokenizer: object) -> list[Window]:
-    """Held-out windows: the same ones for every seed of the training."""
-    documents = [(d.id, d.text) for d in split_documents("installed", "test")]
-    return windows_from_documents(
-        documents, tokenizer, prefix_len=PREFIX, suffix_len=SUFFIX, limit=plan.num_windows, per_document=2, seed=0
-    )
-
-
 def run_demo(plan: DemoPlan, out: Path, *, seed: int = 0, device: str = "cpu", from_scratch: bool = False) -> Path:
     """Train, compress, measure and report; returns the path of ``report.html``.
 
-    Every part continues where it was stopped: the runs from their checkpoints, the evaluation from its records.
-
-    Args:
-        plan: how long each part takes.
-        out: folder of the demo.
-        seed: of training and compression; the windows stay the same.
-        device: torch device.
-        from_scratch: pretrain the base again, on the same device, before anything else.
+    Every part continues where it was stopped: the runs from their checkpoints, the evaluation from its records. The
+    seed is that of training and compression; the windows stay the same. ``from_scratch`` pretrains the base first.
 
     Raises:
         InputError: the folder holds something else, or a demo with another plan or seed.
@@ -120,9 +105,7 @@ def run_demo(plan: DemoPlan, out: Path, *, seed: int = 0, device: str = "cpu", f
         labels[label] = str(train(training_config(plan, policy, base, out, seed=seed, device=device)).export)
     print("\nCompressing held-out text.", flush=True)
     models = {label: load(folder, device=device) for label, folder in labels.items()}
-    windows = demo_windows(plan, models["base"][1])
-    results = out / "suffix"
-    task = SuffixTask(tuple(windows), "installed:test")
+    task, results = make_task(models["base"][1], windows=plan.num_windows), out / "suffix"
     evaluate(task, models, plan.methods, plan.keep_ratios, results, seeds=[seed])
     page = write_report(
         [results],
