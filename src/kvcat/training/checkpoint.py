@@ -94,7 +94,7 @@ class Checkpoints:
         if folder is None:
             return 0, [], notes
         tensors = self._tensors()
-        self._quietly(dcp.load, tensors, folder)
+        self._transfer(dcp.load, tensors, folder)
         torch_states.set_state_dict(
             self.module, self.optimizer, model_state_dict=tensors["module"], optim_state_dict=tensors["optimizer"]
         )
@@ -109,41 +109,30 @@ class Checkpoints:
     ) -> None:
         try:
             if not self.world.is_first:
-                self._write_tensors(tensors, None)
+                self._transfer(dcp.save, tensors, None)
                 return
             folder = checkpoint_folder(self.run, step)
             if folder.parent.exists():
                 remove_partial(folder.parent)
             with atomic_write(folder) as partial:
                 partial.mkdir()
-                self._write_tensors(tensors, partial)
+                self._transfer(dcp.save, tensors, partial)
                 digests = {file.name: _digest(file) for file in sorted(partial.iterdir())}
                 write_json(partial / _STATE, {"format": _FORMAT, "step": step, "states": states, "sha256": digests})
-            self._remove_old(step)
+            there = folders(self.run)
+            kept = [folder for folder in there if step_of(folder) <= step][-self.keep :]
+            for old in set(there) - set(kept):  # damaged later ones too, which the run skipped
+                shutil.rmtree(old, ignore_errors=True)
             done(folder)
         except Exception as error:
             self._failure = error  # of a full disk or a lost process; the next call of the main thread raises it
 
-    def _write_tensors(self, tensors: dict[str, Any], folder: Path | None) -> None:
-        """Write this process' shards into the folder of the first process."""
+    def _transfer(self, work: Callable[..., Any], tensors: dict[str, Any], folder: Path | None) -> None:
+        """Save or load this process' shards, in the folder of the first process."""
         shared = [folder]
         if self.world.size > 1:
             dist.broadcast_object_list(shared, src=0, group=self._group, device=torch.device("cpu"))
-        self._quietly(dcp.save, tensors, shared[0])
-
-    def _quietly(self, work: Callable[..., Any], tensors: dict[str, Any], folder: Path | None) -> None:
-        """Save or load without torch's warnings about checkpoints of a single process."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            work(tensors, checkpoint_id=folder, process_group=self._group, no_dist=self.world.size == 1)
-
-    def _remove_old(self, step: int) -> None:
-        """Remove all but the newest checkpoints, and damaged later ones that the run skipped."""
-        there = folders(self.run)
-        kept = [folder for folder in there if step_of(folder) <= step][-self.keep :]
-        for folder in there:
-            if folder not in kept:
-                shutil.rmtree(folder, ignore_errors=True)
+        _quietly(work, tensors, checkpoint_id=shared[0], process_group=self._group, no_dist=self.world.size == 1)
 
 
 def checkpoint_folder(run: Path, step: int) -> Path:
@@ -170,14 +159,13 @@ def newest(run: Path) -> tuple[Path | None, dict[str, Any], list[str]]:
         except DamagedError as error:
             notes.append(str(error))
     if notes:
-        raise InputError(
-            f"no checkpoint of {run} is whole ({'; '.join(notes)}): restore one, or choose another output folder"
-        )
+        reason = "; ".join(notes)
+        raise InputError(f"no checkpoint of {run} is whole ({reason}): restore one, or choose another output folder")
     return None, {}, []
 
 
 def verify(folder: Path) -> dict[str, Any]:
-    """Step and states in a checkpoint's ``state.json``, after the checksums of its files.
+    """What a checkpoint's ``state.json`` says, once the checksums of its files are right.
 
     Raises:
         DamagedError: a file is missing or changed.
@@ -204,10 +192,15 @@ def verify(folder: Path) -> dict[str, Any]:
 def load_module(folder: Path, module: nn.Module) -> None:
     """Load a verified checkpoint into an unsharded module on one process, without its optimizer."""
     tensors = {"module": torch_states.get_model_state_dict(module)}
+    _quietly(dcp.load, tensors, checkpoint_id=folder, no_dist=True)
+    torch_states.set_model_state_dict(module, tensors["module"])
+
+
+def _quietly(work: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+    """Without torch's warnings about checkpoints of a single process."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.load(tensors, checkpoint_id=folder, no_dist=True)
-    torch_states.set_model_state_dict(module, tensors["module"])
+        work(*arguments, **options)
 
 
 def _digest(path: Path) -> str:
@@ -268,16 +261,14 @@ def record_changes(config: TrainConfig, step: int, changes: dict[str, list[Any]]
 def check_disk(config: TrainConfig, module: nn.Module) -> None:
     """Refuse to start where the checkpoints still to be written and the export do not fit.
 
-    A new checkpoint is written before the oldest is removed. It holds weights, in float32, and two moments for those
-    that are trained, the routers among them.
+    A new checkpoint is written before the oldest is removed. It holds weights in float32 and two moments of each.
     """
     run = Path(config.output)
     existing = folders(run)
     still = math.ceil((config.max_steps - (step_of(existing[-1]) if existing else 0)) / config.checkpoint_every)
     num_written = min(max(1, config.keep_checkpoints + 1 - len(existing)), max(0, still))
-    one = sum(p.numel() * (12 if p.requires_grad else 4) for p in module.parameters())
-    export = sum(p.numel() for p in module.parameters()) * (2 if config.export_dtype == "bfloat16" else 4)
-    needed = num_written * one + export
+    exported = 2 if config.export_dtype == "bfloat16" else 4
+    needed = sum(p.numel() for p in module.parameters()) * (12 * num_written + exported)
     free = shutil.disk_usage(_existing_parent(run)).free
     if free < needed:
         room = f"{free / 1e6:,.1f} MB free, checkpoints and export need {needed / 1e6:,.1f} MB"

@@ -80,11 +80,8 @@ def world_size() -> int:
 def join_world(device: str, *, group: bool = False) -> Iterator[World]:
     """The world of this process; a process group that is made here ends with the block.
 
-    torchrun sets rank, size and address as environment variables. Without them there is one process.
-
-    Args:
-        device: "cpu", "cuda" or another torch device; "cuda" becomes the device of the local rank.
-        group: make a process group for a single process as well, as sharded modules need one.
+    torchrun sets rank, size and address as environment variables. Without them there is one process, which gets a
+    ``group`` of its own where a sharded module needs one. "cuda" becomes the device of the local rank.
 
     Raises:
         InputError: no such device, fewer devices than processes here, or processes that do not find each other.
@@ -118,8 +115,8 @@ def join_world(device: str, *, group: bool = False) -> Iterator[World]:
 def prepare_layers(model: PreTrainedModel, config: TrainConfig) -> None:
     """Activation checkpointing and compilation of the decoder layers, where the configuration wants them.
 
-    The model stays in evaluation mode, without dropout, so that both passes see the same weights. Only the layers are
-    in training mode, because transformers then recomputes their activations. Refuses a model that cannot.
+    The model stays in evaluation mode, without dropout. Only the layers are in training mode, because transformers then
+    recomputes their activations. Refuses a model that cannot.
     """
     if config.activation_checkpointing:
         if not model.supports_gradient_checkpointing:
@@ -145,12 +142,11 @@ def shard(objective: Objective, world: World, dtype: torch.dtype) -> None:
     """
     if world.mesh is None:
         return
-    policy = MixedPrecisionPolicy()
-    if dtype != torch.float32:
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    mixed = {} if dtype == torch.float32 else {"param_dtype": dtype, "reduce_dtype": torch.float32}
+    options: dict[str, Any] = {"mesh": world.mesh, "mp_policy": MixedPrecisionPolicy(**mixed)}
     for layer in decoder_layers(objective.model):
-        fully_shard(layer, mesh=world.mesh, mp_policy=policy)
-    fully_shard(objective, mesh=world.mesh, mp_policy=policy, ignored_params=set(objective.policy_parameters()))
+        fully_shard(layer, **options)
+    fully_shard(objective, **options, ignored_params=set(objective.policy_parameters()))
 
 
 def reduce_in_next_backward(objective: Objective, is_last: bool) -> None:

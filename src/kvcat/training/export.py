@@ -17,13 +17,10 @@ from kvcat.training.objective import Objective
 
 
 def export_checkpoint(checkpoint: Path, target: Path) -> Path:
-    """Write a checkpoint of a run, live or ended, as an ordinary Hugging Face folder; returns it.
+    """Write a checkpoint ``step-N`` of a run, live or ended, as an ordinary Hugging Face folder; returns it.
 
-    Model, tokenizer and card go into ``target``; the routers go into a file next to it.
-
-    Args:
-        checkpoint: folder ``step-N`` of a run.
-        target: absent or empty; the run's own ``export`` folder is replaced.
+    Model, tokenizer and card go into ``target``, which is absent, empty or the run's own ``export`` folder, which is
+    replaced; the routers go into a file next to it.
 
     Raises:
         InputError: the checkpoint is damaged, the folder holds something else or cannot be written.
@@ -55,14 +52,10 @@ def model_card(config: TrainConfig, steps: int, validation: dict[str, Any]) -> s
     kind = "plain next-token training (the control)" if config.policy == "control" else "KV-CAT"
     losses = "\n".join(f"- {name}: {value:.4f}" for name, value in validation.items() if isinstance(value, float))
     kept = ", ".join(f"layer {layer}: {value:.2f}" for layer, value in validation.get("kept", {}).items())
-    masked = (
-        ""
-        if config.policy == "control"
-        else f"""
+    masked = f"""
 The masked pass hid KV slots with the `{config.policy}` policy (target keep ratio {config.target_keep}); the routers are
 not part of this checkpoint. Kept fraction at the last validation: {kept}.
 """
-    )
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -73,7 +66,7 @@ tags: [kv-cache, kv-cat]
 
 Continued from `{config.model}` with {kind} by kvcat {__version__}. It loads with plain transformers and needs no code
 of ours: `AutoModelForCausalLM.from_pretrained(folder)`.
-{masked}
+{"" if config.policy == "control" else masked}
 - data: `{config.data}`, sequences of {config.seq_len} tokens, seed {config.seed}
 - steps: {steps} of {config.max_steps}, {config.tokens_per_step} tokens each ({steps * config.tokens_per_step} in all)
 - learning rate: peak {config.peak_lr}, floor {config.min_lr}, warm-up {config.warmup_steps} steps; AdamW, betas

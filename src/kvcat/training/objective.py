@@ -24,14 +24,7 @@ class Objective(nn.Module):
     """L = lambda_mask KL(sg dense || masked) + lambda_anchor NTP(dense) + lambda_budget B; NTP alone for the control.
 
     All parameters that are trained belong to this module and are used inside its forward, so sharding, gradient
-    reduction and checkpoints need to know nothing else.
-
-    Args:
-        model: the causal LM, not yet sharded.
-        config: policy, weights, threshold and target.
-
-    Raises:
-        InputError: groups that start at layers which do not exist, a model whose head is not linear.
+    reduction and checkpoints need to know nothing else. The model is not yet sharded when it is handed over.
 
     References: KV-CAT, equation "training_objective" and appendix "Training objective".
     """
@@ -41,10 +34,9 @@ class Objective(nn.Module):
         self.config, self.model = config, model
         self.masked_pass = make_masked_pass(model, config)
         self.head = output_head(model)
-        self._teacher = None
-        if config.teacher == "frozen":  # a copy as the model stands; a tuple, so that it is not part of the state
-            teacher = copy.deepcopy(model).requires_grad_(False).eval()
-            self._teacher = (teacher, output_head(teacher))
+        self._teacher: tuple[PreTrainedModel, ...] = ()  # a tuple, so that it is not part of the state
+        if config.teacher == "frozen":
+            self._teacher = (copy.deepcopy(model).requires_grad_(False).eval(),)
 
     def policy_parameters(self) -> list[nn.Parameter]:
         """The routers' parameters; empty where the policy learns nothing."""
@@ -65,7 +57,7 @@ class Objective(nn.Module):
         config = self.config
         if self.masked_pass is None:
             hidden = hidden_states(self.model, input_ids=tokens, use_cache=False)
-            losses = chunked_objective(self.head, hidden, None, tokens, mask_weight=0.0, anchor_weight=1.0)
+            losses = chunked_objective(self.head, hidden, None, tokens)
             return losses.total, {"dense_loss": losses.dense_loss}
         prefix_len = config.prefix_len_at(step)
         out = self.masked_pass.hidden(tokens, generators, prefix_len=prefix_len)
@@ -90,7 +82,7 @@ class Objective(nn.Module):
         """The distillation of the masked tokens and the anchor of all tokens, with their parts."""
         config, suffix = self.config, slice(prefix_len, None)
         share = (tokens.shape[1] - 1 - prefix_len) / (tokens.shape[1] - 1)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self._teacher is None):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self._teacher):
             both = chunked_objective(
                 self.head, out.dense_hidden[:, suffix], out.masked_hidden, tokens[:, suffix],
                 mask_weight=config.mask_weight, anchor_weight=config.anchor_weight * share,
@@ -100,25 +92,18 @@ class Objective(nn.Module):
                 prefix = slice(0, prefix_len + 1)
                 rest = chunked_objective(
                     self.head, out.dense_hidden[:, prefix], None, tokens[:, prefix],
-                    mask_weight=0.0, anchor_weight=config.anchor_weight * (1 - share),
+                    anchor_weight=config.anchor_weight * (1 - share),
                 )  # fmt: skip
                 total = total + rest.total
                 dense_loss = share * dense_loss + (1 - share) * rest.dense_loss
-        if self._teacher is not None:
-            total = self._distill_from_base(out, tokens, prefix_len)
+        for teacher in self._teacher:  # lambda_mask KL(base || masked) + lambda_anchor KL(base || dense)
+            head = output_head(teacher)
+            with torch.no_grad():
+                base = hidden_states(teacher, input_ids=tokens, use_cache=False)
+            masked = chunked_kl(head, base[:, prefix_len:], self.head, out.masked_hidden)
+            dense = chunked_kl(head, base, self.head, out.dense_hidden)
+            total = config.mask_weight * masked + config.anchor_weight * dense
         return total, {"dense_loss": dense_loss, "masked_loss": both.masked_loss, "kl": both.kl, "top1": both.top1}
-
-    def _distill_from_base(
-        self, out: HiddenOutput, tokens: Int[Tensor, "batch tokens"], prefix_len: int
-    ) -> Float[Tensor, ""]:
-        """lambda_mask KL(base || masked) + lambda_anchor KL(base || dense)."""
-        model, head = self._teacher or (self.model, self.head)
-        with torch.no_grad():
-            base = hidden_states(model, input_ids=tokens, use_cache=False)
-        masked = chunked_kl(head, base[:, prefix_len:], self.head, out.masked_hidden)
-        return self.config.mask_weight * masked + self.config.anchor_weight * chunked_kl(
-            head, base, self.head, out.dense_hidden
-        )
 
 
 def make_masked_pass(model: PreTrainedModel, config: TrainConfig) -> MaskedPass | None:

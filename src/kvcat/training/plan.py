@@ -4,7 +4,7 @@ import importlib.util
 import re
 import resource
 import sys
-import time
+import timeit
 from pathlib import Path
 
 import torch
@@ -112,12 +112,10 @@ def peak_memory(device: torch.device) -> float:
 def _activations(model: torch.nn.Module, config: TrainConfig, micro: int) -> float:
     """Bytes kept for one backward: what a layer's norms, projections and feed-forward keep, or its input alone."""
     text = model.config.get_text_config()  # type: ignore[union-attr]
-    rows = micro * config.seq_len * (1 + config.masked_share)
+    rows, count = micro * config.seq_len * (1 + config.masked_share), text.num_hidden_layers
     width = 2 if config.dtype == "bfloat16" else 4
     layer = (10 * text.hidden_size + 5 * getattr(text, "intermediate_size", 4 * text.hidden_size)) * width
-    layers = text.num_hidden_layers * (text.hidden_size * width if config.activation_checkpointing else layer)
-    if config.activation_checkpointing:
-        layers += layer
+    layers = count * text.hidden_size * width + layer if config.activation_checkpointing else count * layer
     chunk = 5 * 4 * min(2**26, rows * text.vocab_size)
     return rows * layers + chunk + 4 * text.vocab_size * text.hidden_size
 
@@ -131,9 +129,5 @@ def _speed(config: TrainConfig) -> tuple[float, str]:
         return peak, "data sheet"
     size = 1024
     a = torch.ones(size, size, device=device, dtype=getattr(torch, config.dtype))
-    best = float("inf")
-    for _ in range(5):
-        start = time.perf_counter()
-        float((a @ a)[0, 0])
-        best = min(best, time.perf_counter() - start)
+    best = min(timeit.repeat(lambda: float((a @ a)[0, 0]), number=1, repeat=5))
     return 2 * size**3 / best, "a matrix product, measured"
