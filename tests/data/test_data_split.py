@@ -3,8 +3,6 @@
 from itertools import count
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvcat.data import Document, hash_order, split_documents, split_of
 from kvcat.data import split as split_module
@@ -40,15 +38,11 @@ def test_five_percent_each_are_held_out_and_the_split_of_known_names_never_chang
     assert {split_of(name, 0.3) for name in tests} == {"test"}, "a test document stays one when more is held out"
 
 
-@given(st.lists(st.text(), unique=True), st.integers(0, 3), st.randoms())
-@settings(max_examples=30, deadline=None)
-def test_the_order_depends_on_names_and_seed_not_on_the_listing(names, seed, random):
-    documents = [document(name) for name in names]
-    order = [d.id for d in hash_order(documents, seed)]
-    assert order == [d.id for d in hash_order(random.sample(documents, len(documents)), seed)]
-    assert sorted(order) == sorted(names)
-    many = [document(str(i)) for i in range(50)]
-    assert [d.id for d in hash_order(many, seed)] != [d.id for d in hash_order(many, seed + 1)]
+def test_the_order_depends_on_names_and_seed_not_on_the_listing():
+    documents = [document(str(i)) for i in range(50)]
+    order = hash_order(documents, 0)
+    assert order == hash_order(documents[::-1], 0) != hash_order(documents, 1)
+    assert {d.id for d in order} == {d.id for d in documents}
 
 
 def test_held_out_documents_that_share_their_long_lines_with_training_are_dropped():

@@ -107,13 +107,12 @@ def prepare(
         tokenizer: with a fast form and an EOS token.
         folder: absent or empty.
         max_tokens: training tokens after which reading ends, once there is a validation document.
-        seed: seed of the order of the files.
+        seed: of the order of the files.
         on_progress: called with the training tokens written so far.
 
     Raises:
         InputError: a source, folder or tokenizer that cannot be used, too little disk space, no
-            document for training or validation. A mistake leaves nothing behind, unless tokens of a
-            Hub data set are written.
+            document of a split. A mistake leaves nothing behind but tokens of a Hub data set.
     """
     target = Path(folder).expanduser()
     work = target.with_name(f"{target.name}.partial")

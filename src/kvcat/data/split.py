@@ -11,7 +11,7 @@ from kvcat.errors import InputError
 Split = Literal["train", "validation", "test"]
 
 HELD_OUT_FRACTION = 0.05
-MIN_LINE_CHARACTERS = 12
+MIN_LINE_CHARACTERS = 12  # shorter lines do not count, and a document without a longer one is left out
 MAX_SHARED = 0.3  # share of a document's lines that may stand in other documents
 
 
@@ -38,10 +38,7 @@ def split_documents(source: str, split: Split | Literal["all"], *, limit: int | 
 
     The installed Python sources hold copies of their own files; held-out documents that share many
     lines with training documents are left out there. Of a ``hub:`` source, which is streamed, only
-    the first ``limit`` are read.
-
-    Raises:
-        InputError: no such source, or no document in that split.
+    the first ``limit`` are read. ``InputError`` where there is no document.
     """
     documents = open_documents(source)
     if source.startswith("hub:"):
@@ -63,10 +60,8 @@ def training_splits(source: str, seed: int) -> tuple[list[Document], list[Docume
     Of the installed Python sources, training documents that share many lines with others are left
     out: more than half of some libraries are copies of their own files. Where no document's hash
     falls into validation, the training document whose hash is closest to that range is held out.
-    The seed orders the training documents; validation has one order.
-
-    Raises:
-        InputError: fewer than two documents.
+    The seed orders the training documents; validation has one order. ``InputError`` for fewer than
+    two documents.
     """
     splits: dict[Split, list[Document]] = {"train": [], "validation": [], "test": []}
     for document in open_documents(source):
@@ -84,10 +79,7 @@ def training_splits(source: str, seed: int) -> tuple[list[Document], list[Docume
 
 
 def drop_near_duplicates(held_out: Sequence[Document], training: Iterable[Document]) -> list[Document]:
-    """The held-out documents of whose distinct lines at most 30 % stand in a training document too.
-
-    Lines shorter than 12 characters do not count, and a document without a longer one is left out.
-    """
+    """The held-out documents of whose distinct lines at most 30 % stand in a training document too."""
     lines = {document.id: _lines(document.text) for document in held_out}
     watched: set[int] = set().union(*lines.values())
     seen: set[int] = set()

@@ -107,11 +107,7 @@ class TextStreams:
         return [(self.source.files[file], stripe) for file, stripe in chosen]
 
     def sequences(self, stream: int, start: tuple[int, ...]) -> Sequences:
-        """The endless sequences of a stream from a position on.
-
-        Raises:
-            InputError: a file cannot be read or has changed, or the stream has no training document.
-        """
+        """The endless sequences of a stream from a position on; ``InputError`` if files changed or hold no text."""
         parts: list[np.ndarray] = []
         used, missing = start[-1], self.seq_len
         for number, (here, ids) in enumerate(self._documents(stream, Position(*start))):
@@ -187,11 +183,7 @@ class TokenLoader:
         return {**self._plan.identity, "streams": {str(s): list(place) for s, place in self._positions.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state; a Hub data set is read at the commit that the state names.
-
-        Raises:
-            InputError: the state belongs to other data, another tokenizer, seed or number of streams.
-        """
+        """Continue from a state, a Hub data set at its commit; ``InputError`` if the state is of other data."""
         plan, revision = self._plan, state.get("revision")
         if isinstance(plan, TextStreams) and plan.source.name.startswith("hub:") and revision != plan.source.revision:
             plan = replace(plan, source=open_source(plan.source.name, revision=revision))
@@ -298,10 +290,8 @@ def open_tokens(
     Args:
         data: a prepared folder, or a source as in ``open_documents``.
         tokenizer: with a fast form and an EOS token.
-        seq_len, max_steps, seed: as in ``TrainConfig``.
         batch_size: sequences per step, over all processes; the number of streams.
-        validation_sequences: sequences of validation, fewer where the text has fewer.
-        streams, workers: see ``TokenLoader``.
+        streams, workers: see ``TokenLoader``; other settings are those of ``TrainConfig``.
         check: compare the checksums of a prepared folder; one process of a run is enough.
 
     Raises:
