@@ -7,9 +7,9 @@ import safetensors
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import kvcat
-from kvcat.cache import CompactLayer
+from kvcat.cache import CompactCache, CompactLayer
 from kvcat.cli.app import run
+from kvcat.models import load
 from kvcat.serving import read_prefix
 from tiny import sentences, write_tiny_model
 
@@ -30,15 +30,18 @@ def saved(tiny_folder, tmp_path_factory):
     return compress(tiny_folder, folder / "doc.txt", "--keep", 0.3)
 
 
+def kvcat(*words):
+    return run([str(word) for word in words])
+
+
 def compress(folder, document, *options):
     output = document.parent / "doc.safetensors"
-    argv = ["compress", folder, "--text", document, "-o", output, *options]
-    assert run([str(x) for x in argv]) == 0
+    assert kvcat("compress", folder, "--text", document, "-o", output, *options) == 0
     return output
 
 
 def generate(folder, cache, *options):
-    return run([str(x) for x in ["generate", folder, "--cache", cache, "--max-new-tokens", 8, *options]])
+    return kvcat("generate", folder, "--cache", cache, "--max-new-tokens", 8, *options)
 
 
 def answer(capsys, folder, cache, *options):
@@ -76,7 +79,7 @@ def test_a_cache_says_how_it_was_made_and_the_same_command_makes_the_same_one(me
     options = ("--keep", 0.25, "--method", method, "--seed", 3, "--overwrite", "--dtype", "bfloat16")
     first = compress(tiny_folder, document, *options).read_bytes()
     cache = compress(tiny_folder, document, *options)
-    loaded = kvcat.CompactCache.load(cache)
+    loaded = CompactCache.load(cache)
     assert cache.read_bytes() == first
     assert capsys.readouterr().out.startswith(f"{cache}: {loaded.num_tokens} tokens in {loaded.num_slots} slots")
     facts = {"method": method.split(",")[0], "supervision": "reconstruction", "chat": "no", "dtype": "bfloat16"}
@@ -87,7 +90,7 @@ def test_a_cache_says_how_it_was_made_and_the_same_command_makes_the_same_one(me
 
 
 def test_the_smallest_cache_for_a_kl_is_told_size_by_size(tiny_folder, document, capsys):
-    loaded = kvcat.CompactCache.load(compress(tiny_folder, document, "--max-kl", 1e-3))
+    loaded = CompactCache.load(compress(tiny_folder, document, "--max-kl", 1e-3))
     assert "KL" in capsys.readouterr().err
     assert float(loaded.metadata["held_out_kl"]) <= 1e-3
 
@@ -97,14 +100,11 @@ def test_every_prompt_starts_from_the_document_alone(tiny_folder, saved, capsys)
     both = answer(capsys, tiny_folder, saved, "--prompt", "the cat", "a dog sees")
     assert both == f"> the cat\n{alone[0]}> a dog sees\n{alone[1]}"
     assert "no prompt" in mistake(capsys, generate(tiny_folder, saved))
-
-
-def test_every_prompt_is_checked_before_the_first_is_answered(tiny_folder, saved, capsys):
     for bad, told in [("", "the prompt is empty"), (DOCUMENT * 9, "no position is left")]:
         capsys.readouterr()
         assert generate(tiny_folder, saved, "--prompt", "the cat", bad) == 2
         said = capsys.readouterr()
-        assert said.out == ""
+        assert said.out == ""  # all prompts are checked before the first is answered
         assert told in said.err
 
 
@@ -117,15 +117,14 @@ def test_sampling_is_a_function_of_the_seed(tiny_folder, saved, capsys):
 def test_a_document_too_long_for_its_repetition_fits_by_its_own_queries(tiny_folder, tmp_path, capsys):
     document, output = tmp_path / "doc.txt", tmp_path / "c.safetensors"
     document.write_text("".join(sentences(9, seed=7)))
-    argv = ["compress", str(tiny_folder), "--text", str(document), "-o", str(output)]
-    assert "use --supervision self" in mistake(capsys, run(argv))
+    argv = ["compress", tiny_folder, "--text", document, "-o", output]
+    assert "use --supervision self" in mistake(capsys, kvcat(*argv))
     assert not output.exists()
-    assert run([*argv, "--supervision", "self"]) == 0
+    assert kvcat(*argv, "--supervision", "self") == 0
     document.write_text("".join(sentences(90, seed=7)))
     capsys.readouterr()
-    for extra in ([], ["--chat"]):
-        code = run([*argv, "--supervision", "self", "--overwrite", *extra])
-        assert "more than the model's 256 positions" in mistake(capsys, code)
+    code = kvcat(*argv, "--supervision", "self", "--overwrite", "--chat")
+    assert "more than the model's 256 positions" in mistake(capsys, code)
 
 
 def test_answers_end_at_the_models_last_position(tiny_folder, tmp_path, capsys):
@@ -133,25 +132,20 @@ def test_answers_end_at_the_models_last_position(tiny_folder, tmp_path, capsys):
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     document.write_text(tokenizer.decode(tokenizer("".join(sentences(60, seed=7)))["input_ids"][:250]))
     cache = compress(tiny_folder, document, "--supervision", "self", "--method", "snapkv")
-    room = 256 - kvcat.CompactCache.load(cache).num_tokens - len(tokenizer(" the")["input_ids"])
+    room = 256 - CompactCache.load(cache).num_tokens - len(tokenizer(" the")["input_ids"])
     assert 0 < room < 8
-    shown = []
-    for length in (room, 8):
-        capsys.readouterr()
-        argv = ["generate", tiny_folder, "--cache", cache, "--prompt", " the", "--max-new-tokens", length]
-        assert run([str(word) for word in argv]) == 0
-        shown.append(capsys.readouterr().out)
+    shown = [answer(capsys, tiny_folder, cache, "--prompt", " the", "--max-new-tokens", n) for n in (room, 8)]
     assert shown[0] == shown[1]
 
 
 def test_what_does_not_belong_together_is_one_line(tiny_folder, saved, document, tmp_path, capsys):
     other = write_tiny_model(tmp_path / "other", seed=1, chat=False)
     assert "belongs to another model" in mistake(capsys, generate(other, saved, "--prompt", "the cat"))
-    argv = ["compress", str(other), "--text", str(document), "-o", str(tmp_path / "c")]
-    assert "no chat template" in mistake(capsys, run([*argv, "--chat"]))
+    argv = ["compress", other, "--text", document, "-o", tmp_path / "c"]
+    assert "no chat template" in mistake(capsys, kvcat(*argv, "--chat"))
     (other / "tokenizer.json").unlink()
     (other / "tokenizer_config.json").unlink()
-    assert "no tokenizer" in mistake(capsys, run(argv))
+    assert "no tokenizer" in mistake(capsys, kvcat(*argv))
     weights = tiny_folder / "model.safetensors"
     assert "not a compact cache" in mistake(capsys, generate(tiny_folder, weights, "--prompt", "the cat"))
 
@@ -160,26 +154,27 @@ def test_a_cache_is_packed_plain_without_its_log_bias_only_on_demand_or_wide_wit
     tiny_folder, document, tmp_path, capsys
 ):
     cache = compress(tiny_folder, document, "--slots", 5, "--method", "random")
-    base = ["pack", str(tiny_folder), "--cache", str(cache), "-o"]
-    assert run([*base, str(tmp_path / "p")]) == 0
+    base = ["pack", tiny_folder, "--cache", cache, "-o"]
+    assert kvcat(*base, tmp_path / "p") == 0
     assert capsys.readouterr().out.endswith("5 slots a head; the next token stands at 5\n")
     with safetensors.safe_open(tmp_path / "p", "pt") as file:
         assert file.metadata()["format"] == "kvcat-prefix-1"
-    assert "exists; --overwrite replaces it" in mistake(capsys, run([*base, str(tmp_path / "p")]))
-    plain = kvcat.CompactCache.load(cache)
+    assert "exists; --overwrite replaces it" in mistake(capsys, kvcat(*base, tmp_path / "p"))
+    plain = CompactCache.load(cache)
     biased = [CompactLayer(x.keys, x.values, x.keys.new_ones(x.keys.shape[:3])) for x in plain.layers]
     dataclasses.replace(plain, layers=biased).save(cache)
-    assert "has a log-bias" in mistake(capsys, run([*base, str(tmp_path / "b")]))
-    assert run([*base, str(tmp_path / "b"), "--drop-log-bias"]) == 0
-    assert run([*base, str(tmp_path / "w"), "--head-dim", "12"]) == 0
+    assert "has a log-bias" in mistake(capsys, kvcat(*base, tmp_path / "b"))
+    assert kvcat(*base, tmp_path / "b", "--drop-log-bias") == 0
+    assert kvcat(*base, tmp_path / "w", "--head-dim", 12) == 0
     assert read_prefix(tmp_path / "w").shape[2] == 12
 
 
 def test_a_model_is_widened_into_a_folder_or_a_gguf_file(tiny_folder, tmp_path, capsys):
-    assert run(["widen", str(tiny_folder), "-o", str(tmp_path / "wide"), "--head-dim", "12"]) == 0
+    base = ["widen", tiny_folder, "--head-dim", 12, "-o"]
+    assert kvcat(*base, tmp_path / "wide") == 0
     assert capsys.readouterr().out.endswith("wide: heads of 12 channels, 8 of the model's own\n")
-    model, ids = kvcat.load(tmp_path / "wide")[0], torch.arange(9).unsqueeze(0)
-    assert torch.allclose(model(ids).logits, kvcat.load(tiny_folder)[0](ids).logits, atol=1e-4)
-    assert "is not empty" in mistake(capsys, run(["widen", str(tiny_folder), "-o", str(tmp_path / "wide")]))
-    assert run(["widen", str(tiny_folder), "-o", str(tmp_path / "wide.gguf"), "--head-dim", "12"]) == 0
+    model, ids = load(tmp_path / "wide")[0], torch.arange(9).unsqueeze(0)
+    assert torch.allclose(model(ids).logits, load(tiny_folder)[0](ids).logits, atol=1e-4)
+    assert "is not empty" in mistake(capsys, kvcat(*base, tmp_path / "wide"))
+    assert kvcat(*base, tmp_path / "wide.gguf") == 0
     assert (tmp_path / "wide.gguf").read_bytes()[:4] == b"GGUF"

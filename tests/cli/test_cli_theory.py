@@ -18,9 +18,9 @@ def test_the_histogram_command_writes_both_curves_and_tells_the_optimum(tmp_path
     assert run(["theory", "histogram", *argv]) == 0
     said = capsys.readouterr().out
     assert "all 85 pairs of histograms" in said
-    assert {path.suffix for path in tmp_path.iterdir()} == {".csv", ".json", ".png", ".svg"}
     budgets = table(tmp_path / "budget.csv")
     assert [row["num_slots"] for row in budgets] == ["1", "2", "3", "4"]
+    assert (tmp_path / "histogram.svg").stat().st_size > 1000
     assert f"exact optimum over all policies {float(budgets[0]['optimum']):.10f}" in said
     rows = {(row["budget"], row["longest"]) for row in table(tmp_path / "scaling.csv")}
     assert rows == {(budget, n) for budget in ("r = 1", "r = max(1, n - 1)", "r = n - 1") for n in ("4", "6")}
@@ -49,7 +49,6 @@ def test_the_theorem_command_shows_one_network_exact_and_the_other_above_c(tmp_p
     [
         (["theorem", "--function", "xor"], "no function 'xor'; there are random, parity"),
         (["theorem", "--budget", "half"], "--budget is 'half'; it must be a number, n-1 or n/2"),
-        (["theorem", "--constant", "0"], "--constant is 0; it must be positive"),
         (["theorem", "--symbols", "4", "--length", "9"], "4 symbols and N = 9: at most 256 sequences"),
         (["histogram", "--scaling", "2", "8"], "--scaling takes two values at least, 3 to 256, not [2, 8]"),
         (["histogram", "--symbols", "6", "--length", "24"], "N = 24 have 1,251,677,700 pairs of histograms"),
