@@ -72,7 +72,7 @@ def test_logits_and_greedy_answers_behind_a_cache_with_log_bias_are_kvcats(
         assert (found - wanted).abs().max() < tolerance
         running.load(prefix)
         made = list(running.generate(suffix[0].tolist(), 8))
-        running.write_state(prefix, tmp_path / "state", placeholder=3)
+        running.write_state(prefix, tmp_path / "state")
         running.load_state(tmp_path / "state")
         assert torch.equal(each_logits(running, suffix[0]), found)
     expected = model.generate(**cache.inputs(model, suffix), max_new_tokens=8, do_sample=False, pad_token_id=0)
@@ -156,7 +156,7 @@ def test_an_engine_that_is_not_understood_is_refused(served, tmp_path, monkeypat
     with pytest.raises(InputError, match="other parameters than expected"):
         room._context_parameters(room._Parameters(), 64, 0)
     with pytest.raises(InputError, match="sequence states of version 9 are laid out in a way that is not known"):
-        room.Layout.read(b"qsgg\x09\0\0\0" + bytes(200), 2)
+        room.Layout.read(b"qsgg\x09\0\0\0" + bytes(200), 2, "float16")
     monkeypatch.setattr(room.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"llama\.cpp is not installed: pip install"):
         LlamaCpp(path)

@@ -25,8 +25,7 @@ from kvcat.serving.transformers import Prefix
 from kvcat.serving.widen import interleaved
 from kvcat.types import Float, Tensor
 
-CACHE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 30}
-_DTYPES = {number: getattr(torch, name) for name, number in CACHE_TYPES.items()}
+CACHE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 30}  # and ggml's numbers
 _MAGIC = 0x67677371  # of llama_state_seq_save_file
 _INTERLEAVED = {"llama": True, "qwen2": False, "qwen3": False}  # by architecture: the order of channels in a GGUF file
 _ERROR = 4
@@ -64,40 +63,43 @@ class Layout:
     streams: int  # of cells; the sequence lies in the first
     cell: bytes  # what follows the position of a cell
     after: bytes  # what stands between the cells and the first layer's keys
-    types: tuple[int, int]  # ggml's numbers of the types of keys and values
+    cache_type: str
     width: int  # channels of all KV heads together
 
     @classmethod
-    def read(cls, state: bytes, num_layers: int) -> "Layout":
+    def read(cls, state: bytes, num_layers: int, cache_type: str) -> "Layout":
         """The layout of the file that the engine saved for one token; ``InputError`` if it is not understood.
 
         A cell is its position, the number of its sequences, and more in some versions; then come a 1, since values lie
-        channel after channel, the number of layers, and more in some versions. The split is taken whose layers end with
-        the file.
+        channel after channel, the number of layers, and more in some versions. The split is taken with which the
+        layers' blocks of one cell fill the file.
         """
         magic, version, tokens = struct.unpack_from("<III", state)
-        start = 12 + 4 * tokens
+        start, number, size = 12 + 4 * tokens, CACHE_TYPES[cache_type], getattr(torch, cache_type).itemsize
         (streams,) = struct.unpack_from("<I", state, start)
-        at = state.find(struct.pack("<II", 1, num_layers), start + 16, start + 60)
+        at, end = state.find(struct.pack("<II", 1, num_layers), start + 16, start + 60), len(state) - 4 * (streams - 1)
         for first in range(at + 8, at + 48, 4) if magic == _MAGIC and at > 0 else ():
-            if found := _blocks(state, first, num_layers, 4 * (streams - 1)):
-                return cls(version, streams, state[start + 12 : at], state[at:first], *found)
+            width, rest = divmod(end - first - 24 * num_layers, 2 * size * num_layers)
+            if rest == 0 and width > 0 and state.startswith(struct.pack("<iQ", number, width * size), first):
+                middle = first + num_layers * (12 + width * size)
+                if state.startswith(struct.pack("<iII", number, size, width), middle):
+                    return cls(version, streams, state[start + 12 : at], state[at:first], cache_type, width)
         raise InputError(f"llama.cpp's sequence states of version {version} are laid out in a way that is not known")
 
-    def file(self, prefix: Prefix, placeholder: int, *, is_interleaved: bool) -> Iterator[bytes]:
+    def file(self, prefix: Prefix, *, is_interleaved: bool) -> Iterator[bytes]:
         """A packed cache as the parts of a file that the engine loads; ``InputError`` for numbers too large for it."""
-        slots, (key_type, value_type) = prefix.num_slots, self.types
-        yield struct.pack(f"<III{slots}i", _MAGIC, self.version, slots, *[placeholder] * slots)
+        slots, number, dtype = prefix.num_slots, CACHE_TYPES[self.cache_type], getattr(torch, self.cache_type)
+        yield struct.pack("<III", _MAGIC, self.version, slots) + bytes(4 * slots)
         yield struct.pack("<II", self.streams, slots)
         yield b"".join(struct.pack("<i", position) + self.cell for position in range(slots))
         yield self.after
         layers = prefix.load()
         for keys, _ in layers:
-            yield struct.pack("<iQ", key_type, self.width * _DTYPES[key_type].itemsize)
-            yield _raw(_rows(interleaved(keys) if is_interleaved else keys), _DTYPES[key_type])
+            yield struct.pack("<iQ", number, self.width * dtype.itemsize)
+            yield _raw(_rows(interleaved(keys) if is_interleaved else keys), dtype)
         for _, values in layers:
-            yield struct.pack("<iII", value_type, _DTYPES[value_type].itemsize, self.width)
-            yield _raw(_rows(values).mT, _DTYPES[value_type])
+            yield struct.pack("<iII", number, dtype.itemsize, self.width)
+            yield _raw(_rows(values).mT, dtype)
         yield bytes(4 * (self.streams - 1))
 
 
@@ -150,9 +152,7 @@ class LlamaCpp:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "state"
             self._call("state_seq_save_file", self._context, str(path).encode(), 0, (ctypes.c_int32 * 1)(0), 1)
-            self.layout = Layout.read(path.read_bytes(), self._num_layers)
-        if self.layout.types != (CACHE_TYPES[cache_type],) * 2:
-            raise InputError("this version of llama.cpp has other parameters than expected")
+            self.layout = Layout.read(path.read_bytes(), self._num_layers, cache_type)
         self.clear()
 
     def load(self, prefix: Prefix) -> None:
@@ -171,12 +171,8 @@ class LlamaCpp:
         if not self._call("state_seq_load_file", self._context, *arguments):
             raise InputError(f"llama.cpp refuses {path}: {_reasons[-1]}")
 
-    def write_state(self, prefix: Prefix, path: str | Path, *, placeholder: int = 0) -> None:
-        """Write a cache as a file for this engine, which gives the token ``placeholder`` for every cell.
-
-        Raises:
-            InputError: a cache of another model or shape, too little room, or the file cannot be written.
-        """
+    def write_state(self, prefix: Prefix, path: str | Path) -> None:
+        """Write a cache as a file for this engine, with token 0 for every cell; ``InputError`` if it does not fit."""
         if self._fingerprint not in ("", prefix.fingerprint):
             raise InputError(
                 f"the cache belongs to another model: its fingerprint is {prefix.fingerprint[:12]}, the GGUF file's "
@@ -192,7 +188,7 @@ class LlamaCpp:
             )
         if prefix.num_slots >= self.num_ctx:
             raise InputError(f"{prefix.num_slots} slots do not fit into a context of {self.num_ctx} cells")
-        write_bytes(Path(path), *self.layout.file(prefix, placeholder, is_interleaved=_INTERLEAVED[self._architecture]))
+        write_bytes(Path(path), *self.layout.file(prefix, is_interleaved=_INTERLEAVED[self._architecture]))
 
     def logits(self, ids: Sequence[int]) -> Float[Tensor, " vocab"]:
         """Logits after the tokens, which follow what the context holds; ``InputError`` for ids that do not fit."""
@@ -282,17 +278,6 @@ def _context_parameters(defaults: _Parameters, num_ctx: int, cache_type: int) ->
     struct.pack_into("<i", changed, automatic.end() - 4, 0)
     struct.pack_into("<ii", changed, automatic.end() + types.start(), cache_type, cache_type)
     return _Parameters.from_buffer(changed)
-
-
-def _blocks(state: bytes, first: int, num_layers: int, behind: int) -> tuple[tuple[int, int], int] | None:
-    """Types of keys and values, and channels, if the layers' blocks of one cell begin here and end with the state."""
-    key_type, row = struct.unpack_from("<iQ", state.ljust(first + 12), first)
-    middle = first + num_layers * (12 + row)
-    if key_type not in _DTYPES or middle + 12 > len(state):
-        return None
-    value_type, size, count = struct.unpack_from("<iII", state, middle)
-    fits = middle + num_layers * (12 + size * count) + behind == len(state)
-    return ((key_type, value_type), row // _DTYPES[key_type].itemsize) if fits else None
 
 
 def _rows(states: Float[Tensor, "kv_heads slots head_dim"]) -> Float[Tensor, "slots channels"]:
