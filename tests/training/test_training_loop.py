@@ -32,27 +32,20 @@ def generators(count=2):
 
 
 @pytest.mark.parametrize("policy", ["router", "random"])
-def test_four_micro_batches_of_one_equal_one_of_four_up_to_rounding(
-    policy, tiny_folder, texts_folder, tmp_path, monkeypatch
-):
+def test_four_micro_batches_of_one_equal_one_of_four_up_to_rounding(policy, monkeypatch, new_run):
     def plain(objective, config):  # AdamW divides by gradients that are all rounding
         return torch.optim.SGD([{"params": list(objective.parameters()), "lr_multiplier": 1.0}])
 
     monkeypatch.setattr(loop_module, "make_optimizer", plain)
     options = {"policy": policy, "max_steps": 3, "peak_lr": 1.0}
-    whole, split = (
-        config(tiny_folder, texts_folder, tmp_path / str(size), micro_batch_size=size, **options) for size in (4, 1)
-    )
+    whole, split = (new_run(str(size), micro_batch_size=size, **options) for size in (4, 1))
     for run in (whole, split):
         train(run, progress=False)
     assert_close(whole.output, split.output, weights=1e-6)
 
 
-def test_one_seed_gives_one_result_whatever_the_global_random_state(tiny_folder, texts_folder, tmp_path):
-    runs = [
-        config(tiny_folder, texts_folder, tmp_path / str(i), policy="random", seed=seed, max_steps=2)
-        for i, seed in enumerate((3, 3, 4))
-    ]
+def test_one_seed_gives_one_result_whatever_the_global_random_state(new_run):
+    runs = [new_run(str(i), policy="random", seed=seed, max_steps=2) for i, seed in enumerate((3, 3, 4))]
     for state, run in enumerate(runs):
         torch.manual_seed(state)
         np.random.seed(state)  # noqa: NPY002 (the global state is what this test is about)
@@ -65,8 +58,8 @@ def test_one_seed_gives_one_result_whatever_the_global_random_state(tiny_folder,
     assert any(not torch.equal(first[name], other[name]) for name in first)
 
 
-def test_the_control_is_plain_next_token_training(tiny_folder, texts_folder, tmp_path):
-    run = config(tiny_folder, texts_folder, tmp_path / "run", policy="control", max_steps=4, validation_sequences=3)
+def test_the_control_is_plain_next_token_training(tiny_folder, texts_folder, new_run):
+    run = new_run(policy="control", max_steps=4, validation_sequences=3)
     train(run, progress=False)
     model = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)
     options = {
@@ -104,8 +97,8 @@ def test_the_control_is_plain_next_token_training(tiny_folder, texts_folder, tmp
         assert (trained[name] - parameter.detach()).norm() < 5e-4 * moved, name
 
 
-def test_a_fixed_policy_keeps_its_exact_count_and_pays_no_budget(tiny_folder, texts_folder, tmp_path):
-    base = config(tiny_folder, texts_folder, tmp_path / "a", policy="random", target_keep=0.25, max_steps=2)
+def test_a_fixed_policy_keeps_its_exact_count_and_pays_no_budget(tmp_path, new_run):
+    base = new_run("a", policy="random", target_keep=0.25, max_steps=2)
     other = dataclasses.replace(base, output=str(tmp_path / "b"), budget_weight=9.0)
     for run in (base, other):
         train(run, progress=False)
@@ -150,10 +143,8 @@ def test_the_routers_target_falls_and_is_the_last_one_in_validation(tiny_folder,
     assert budgets == pytest.approx([1 / target for target in (0.8, 0.6, 0.4, 0.4, 0.4)])  # all is kept
 
 
-def test_a_record_and_a_line_without_a_terminal_tell_rates_norms_speed_and_the_time_left(
-    tiny_folder, texts_folder, tmp_path, capsys
-):
-    run = config(tiny_folder, texts_folder, tmp_path / "run", max_steps=3, dtype="bfloat16")
+def test_a_record_and_a_line_without_a_terminal_tell_rates_norms_speed_and_the_time_left(tmp_path, capsys, new_run):
+    run = new_run(max_steps=3, dtype="bfloat16")
     train(run)
     for record in (r for r in read_jsonl(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "train"):
         assert record["router_lr"] == pytest.approx(10 * record["lr"])
@@ -168,11 +159,11 @@ def test_a_record_and_a_line_without_a_terminal_tell_rates_norms_speed_and_the_t
     assert {t.dtype for t in exported(run.output).values()} == {torch.float32}  # the weights of bfloat16 compute
 
 
-def test_tensorboard_gets_every_number_of_every_record(tiny_folder, texts_folder, tmp_path):
+def test_tensorboard_gets_every_number_of_every_record(tmp_path, new_run):
     pytest.importorskip("tensorboard", reason="needs kvcat[tensorboard]")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run = config(tiny_folder, texts_folder, tmp_path / "run", monitor="tensorboard", max_steps=3)
+    run = new_run(monitor="tensorboard", max_steps=3)
     train(run, progress=False)
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     events.Reload()

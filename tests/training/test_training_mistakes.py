@@ -4,10 +4,9 @@ import dataclasses
 import importlib.util
 import shutil
 from collections import namedtuple
-from pathlib import Path
 
 import pytest
-from runs import config, contents
+from runs import contents
 
 from kvcat.errors import InputError
 from kvcat.files import one_writer
@@ -43,7 +42,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("message", MISTAKES)
-def test_what_a_run_cannot_have_is_named(message, tiny_folder, texts_folder, tmp_path, monkeypatch):
+def test_what_a_run_cannot_have_is_named(message, tiny_folder, tmp_path, monkeypatch, new_run):
     options = dict(MISTAKES[message])
     monkeypatch.setattr("kvcat.hub.constants.HF_HUB_OFFLINE", True)
     if "pip" in message:
@@ -55,7 +54,7 @@ def test_what_a_run_cannot_have_is_named(message, tiny_folder, texts_folder, tmp
     if " of " in options.get("data", ""):
         documents, length = map(int, options["data"].split(" of "))
         options["data"] = str(write_texts(tmp_path / "short", documents=documents, length=length))
-    told = refusal(dataclasses.replace(config(tiny_folder, texts_folder, tmp_path / "run"), **options))
+    told = refusal(dataclasses.replace(new_run(), **options))
     assert message in told
     assert options.get("data", "").removeprefix("hub:") in told
     assert not (tmp_path / "run").exists()
@@ -66,10 +65,8 @@ def free_space(monkeypatch, free):
     monkeypatch.setattr("kvcat.training.checkpoint.shutil.disk_usage", lambda _: usage(10**9, 10**9, free))
 
 
-def test_the_disk_must_hold_what_is_still_to_be_written_with_the_routers(
-    tiny_folder, texts_folder, tmp_path, monkeypatch
-):
-    run = config(tiny_folder, texts_folder, tmp_path / "run", max_steps=6, checkpoint_every=2, keep_checkpoints=2)
+def test_the_disk_must_hold_what_is_still_to_be_written_with_the_routers(tiny_folder, tmp_path, monkeypatch, new_run):
+    run = new_run(max_steps=6, checkpoint_every=2, keep_checkpoints=2)
     weights = 4 * sum(p.numel() for p in Objective(load(tiny_folder)[0], run).parameters())  # of the export
     for num_written in (3, 1):  # a checkpoint holds weights and two moments of each
         free_space(monkeypatch, (3 * num_written + 1) * weights - 1)
@@ -86,27 +83,22 @@ def test_the_disk_must_hold_what_is_still_to_be_written_with_the_routers(
     assert "is missing" in refusal(run)  # there is room; the two checkpoints are empty folders
 
 
-def test_a_folder_that_holds_something_else_is_left_alone(tiny_folder, texts_folder, tmp_path):
-    model = shutil.copytree(tiny_folder, tmp_path / "model")
+def test_a_folder_of_something_else_or_that_cannot_be_written_is_left_alone(tiny_folder, tmp_path, new_run):
+    shutil.copytree(tiny_folder, tmp_path / "model")
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "notes.txt").write_text("mine")
     (tmp_path / "file").write_text("")
     before = sorted(tmp_path.rglob("*"))
-    for output in (model, tmp_path / "notes"):
-        assert "is not empty and holds no run of ours" in refusal(config(tiny_folder, texts_folder, output))
-    for output in (tmp_path / "file", tmp_path / "file" / "below"):
-        assert str(output) in refusal(config(tiny_folder, texts_folder, output))
+    for output, told in (
+        ("model", "is not empty and holds no run of ours"), ("notes", "is not empty and holds no run of ours"),
+        ("file", "file"), ("file/below", "file/below"), ("/proc/runs/router", "cannot write to folder /proc"),
+    ):  # fmt: skip
+        assert told in refusal(new_run(output))
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_folder_that_cannot_be_written_is_named_as_such_not_as_a_full_disk(tiny_folder, texts_folder):
-    if not Path("/proc").is_dir():
-        pytest.skip("needs a folder that nobody can write")
-    assert "cannot write to folder /proc" in refusal(config(tiny_folder, texts_folder, "/proc/runs/router"))
-
-
-def test_the_folder_of_another_run_keeps_its_run(tiny_folder, texts_folder, tmp_path):
-    run = config(tiny_folder, texts_folder, tmp_path / "run", policy="control", max_steps=2)
+def test_the_folder_of_another_run_keeps_its_run(new_run):
+    run = new_run(policy="control", max_steps=2)
     train(run, progress=False)
     before = contents(run.output)
     for name, value in {"seed": 9, "batch_size": 2, "dtype": "bfloat16", "max_steps": 1}.items():
@@ -115,18 +107,16 @@ def test_the_folder_of_another_run_keeps_its_run(tiny_folder, texts_folder, tmp_
     assert contents(run.output) == before
 
 
-def test_a_second_process_does_not_write_into_a_run(tiny_folder, texts_folder, tmp_path):
-    run = config(tiny_folder, texts_folder, tmp_path / "run", policy="control", max_steps=1)
+def test_a_second_process_does_not_write_into_a_run(tmp_path, new_run):
+    run = new_run(policy="control", max_steps=1)
     with one_writer(tmp_path / "run"):
         assert "another process is writing" in refusal(run)
     (tmp_path / "run" / ".partial-config.json").write_text("{")  # by a kill while the folder was claimed
     assert train(run, progress=False).validation["step"] == 1
 
 
-def test_a_run_that_diverges_stops_with_one_line_and_no_checkpoint_of_bad_weights(tiny_folder, texts_folder, tmp_path):
-    run = config(
-        tiny_folder, texts_folder, tmp_path / "run", policy="control", peak_lr=1e36, warmup_steps=0, checkpoint_every=1
-    )
+def test_a_run_that_diverges_stops_with_one_line_and_no_checkpoint_of_bad_weights(tmp_path, new_run):
+    run = new_run(policy="control", peak_lr=1e36, warmup_steps=0, checkpoint_every=1)
     assert "diverged: the gradient of the model in step" in refusal(run)
     assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) <= 1
     assert not (tmp_path / "run" / "export").exists()

@@ -59,10 +59,10 @@ def _alone(run, folder):
     ],
     ids=str,
 )
-def test_two_processes_equal_one(options, tiny_folder, texts_folder, tmp_path):
+def test_two_processes_equal_one(options, tmp_path, new_run):
     options = {"max_steps": 4, "peak_lr": 1e-3, "validation_sequences": 5, "micro_batch_size": 1, **options}
     # both processes find no folder, nor its parents
-    one, two = (config(tiny_folder, texts_folder, tmp_path / name, **options) for name in ("one", "a/b/two"))
+    one, two = (new_run(name, **options) for name in ("one", "a/b/two"))
     train(one, progress=False)
     assert train_in_processes(two, tmp_path) == ["", ""]
     if one.dtype == "float32":
@@ -71,9 +71,9 @@ def test_two_processes_equal_one(options, tiny_folder, texts_folder, tmp_path):
         assert a["dense_loss"] == pytest.approx(b["dense_loss"], rel=1e-2)
 
 
-def test_a_run_goes_on_with_another_number_of_processes(tiny_folder, texts_folder, tmp_path):
+def test_a_run_goes_on_with_another_number_of_processes(tmp_path, new_run):
     options = {"max_steps": 6, "peak_lr": 1e-3, "checkpoint_every": 2, "keep_checkpoints": 9}
-    whole, split = (config(tiny_folder, texts_folder, tmp_path / name, **options) for name in ("whole", "split"))
+    whole, split = (new_run(name, **options) for name in ("whole", "split"))
     train(whole, progress=False)
     shutil.copytree(whole.output, split.output)
     for steps, go_on in (
@@ -87,20 +87,18 @@ def test_a_run_goes_on_with_another_number_of_processes(tiny_folder, texts_folde
         assert_close(whole.output, split.output, weights=2e-4)
 
 
-def test_a_mistake_is_told_by_every_process_before_anything_is_written(tiny_folder, texts_folder, tmp_path):
-    said = train_in_processes(config(tiny_folder, texts_folder, tmp_path / "run", batch_size=3), tmp_path)
+def test_a_mistake_is_told_by_every_process_before_anything_is_written(tmp_path, new_run):
+    said = train_in_processes(new_run(batch_size=3), tmp_path)
     assert ["batch_size 3 does not divide into 2 processes" in message for message in said] == [True, True]
     assert not (tmp_path / "run").exists()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
-    said = train_in_processes(config(tiny_folder, texts_folder, tmp_path / "mine"), tmp_path)
+    said = train_in_processes(new_run("mine"), tmp_path)
     assert ["is not empty" in message for message in said] == [True, True]
 
 
-def test_of_two_runs_that_make_one_folder_at_once_one_has_it_and_the_other_is_refused(
-    tiny_folder, texts_folder, tmp_path
-):
-    run = config(tiny_folder, texts_folder, tmp_path / "a" / "run", policy="control", max_steps=2)
+def test_of_two_runs_that_make_one_folder_at_once_one_has_it_and_the_other_is_refused(tmp_path, new_run):
+    run = new_run("a" / "run", policy="control", max_steps=2)
     for number in range(2):
         (tmp_path / str(number)).mkdir()
     children = [context().Process(target=_alone, args=(run, tmp_path / str(number))) for number in range(2)]
@@ -124,13 +122,13 @@ def test_a_single_process_needs_no_group_unless_it_is_asked_for():
     assert not torch.distributed.is_initialized()
 
 
-def test_gradients_are_reduced_once_a_step_not_every_micro_batch(tiny_folder, texts_folder, tmp_path, monkeypatch):
+def test_gradients_are_reduced_once_a_step_not_every_micro_batch(monkeypatch, new_run):
     flags, set_sync = [], FSDPModule.set_requires_gradient_sync
     monkeypatch.setattr(
         FSDPModule, "set_requires_gradient_sync", lambda self, flag: (flags.append(flag), set_sync(self, flag))
     )
     options = {"policy": "control", "max_steps": 2, "dtype": "bfloat16", "micro_batch_size": 1}
-    train(config(tiny_folder, texts_folder, tmp_path / "run", **options), progress=False)
+    train(new_run(**options), progress=False)
     assert flags == [False, False, False, True] * 2
 
 
@@ -152,8 +150,8 @@ def test_gradients_that_were_not_reduced_are_added_up(tiny_folder, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["router", "attention"])
-def test_compiled_layers_share_graphs_and_give_the_same_losses(policy, tiny_folder, texts_folder, tmp_path):
-    plain = config(tiny_folder, texts_folder, tmp_path / "plain", policy=policy, max_steps=3, peak_lr=1e-3)
+def test_compiled_layers_share_graphs_and_give_the_same_losses(policy, tmp_path, new_run):
+    plain = new_run("plain", policy=policy, max_steps=3, peak_lr=1e-3)
     compiled = dataclasses.replace(plain, output=str(tmp_path / "compiled"), compile=True)
     train(plain, progress=False)
     assert train_in_processes(compiled, tmp_path, size=1) == [""]  # where no type checks meet the compiler

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import POLICIES, assert_same, config, contents, exported, records, start_command, state
+from runs import POLICIES, assert_same, contents, exported, records, start_command, state
 
 from kvcat.errors import InputError
 from kvcat.files import read_jsonl
@@ -21,10 +21,8 @@ from kvcat.training.loop import Stopped, learning_rate, train
 
 
 @pytest.mark.parametrize("policy", ["router", "random"])
-def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
-    policy, tiny_folder, texts_folder, tmp_path, monkeypatch
-):
-    whole, broken = (config(tiny_folder, texts_folder, tmp_path / name, policy=policy) for name in "ab")
+def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one_bit_for_bit(policy, monkeypatch, new_run):
+    whole, broken = (new_run(name, policy=policy) for name in "ab")
     train(whole, progress=False)
     for step in (1, 3):
         stopped(broken, step, monkeypatch)
@@ -34,10 +32,8 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     assert train(broken, progress=False) == first  # a finished run does nothing
 
 
-def test_a_run_killed_between_its_last_checkpoint_and_the_export_only_exports(
-    tiny_folder, texts_folder, tmp_path, monkeypatch
-):
-    run = config(tiny_folder, texts_folder, tmp_path / "run", max_steps=2)
+def test_a_run_killed_between_its_last_checkpoint_and_the_export_only_exports(monkeypatch, new_run):
+    run = new_run(max_steps=2)
     with monkeypatch.context() as patch:
         patch.setattr(loop_module, "export_checkpoint", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
@@ -65,7 +61,7 @@ def stopped(run, step, monkeypatch):
     return run
 
 
-def test_a_second_signal_ends_a_run_that_waits_for_data(tiny_folder, texts_folder, tmp_path, monkeypatch):
+def test_a_second_signal_ends_a_run_that_waits_for_data(monkeypatch, new_run):
     def wait(*_):
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGTERM)
@@ -73,7 +69,7 @@ def test_a_second_signal_ends_a_run_that_waits_for_data(tiny_folder, texts_folde
 
     monkeypatch.setattr("kvcat.data.TokenLoader.read", wait)
     with pytest.raises(Stopped, match="at once"):
-        train(config(tiny_folder, texts_folder, tmp_path / "run"), progress=False)
+        train(new_run(), progress=False)
 
 
 def assert_equal_runs(whole, broken):
@@ -95,10 +91,8 @@ def harm(folder, how):
         described.write_text("" if how == "empty state" else "[]")
 
 
-def test_where_no_checkpoint_is_whole_the_run_refuses_names_each_and_touches_nothing(
-    tiny_folder, texts_folder, tmp_path, monkeypatch
-):
-    run = stopped(config(tiny_folder, texts_folder, tmp_path / "run", checkpoint_every=1), 4, monkeypatch)
+def test_where_no_checkpoint_is_whole_the_run_refuses_names_each_and_touches_nothing(tmp_path, monkeypatch, new_run):
+    run = stopped(new_run(checkpoint_every=1), 4, monkeypatch)
     harm(tmp_path / "run" / "checkpoints" / "step-000003", "flipped")
     harm(tmp_path / "run" / "checkpoints" / "step-000004", "no state")
     before = contents(tmp_path / "run")
@@ -110,33 +104,9 @@ def test_where_no_checkpoint_is_whole_the_run_refuses_names_each_and_touches_not
     assert contents(tmp_path / "run") == before
 
 
-@pytest.mark.parametrize("why", ["newer", "unreadable"])
-def test_a_checkpoint_that_may_be_whole_is_never_passed_over(why, tiny_folder, texts_folder, tmp_path, monkeypatch):
-    run = stopped(config(tiny_folder, texts_folder, tmp_path / "run", checkpoint_every=1), 4, monkeypatch)
-    described = tmp_path / "run" / "checkpoints" / "step-000004" / "state.json"
-    if why == "newer":
-        described.write_text(described.read_text().replace('"format": 2', '"format": 3'))
-    else:
-        read = Path.read_text
-
-        def read_text(path, *args, **options):
-            if path == described:
-                raise OSError(5, "Input/output error")
-            return read(path, *args, **options)
-
-        monkeypatch.setattr(Path, "read_text", read_text)
-    before = contents(tmp_path / "run")
-    reason = "format 3; this version reads 2" if why == "newer" else "cannot be read: Input/output error"
-    with pytest.raises(InputError, match=f"step-000004 .*{reason}"):
-        train(run, progress=False)
-    assert contents(tmp_path / "run") == before
-
-
-def test_a_continuation_may_change_how_the_work_is_done_and_records_it(
-    tiny_folder, texts_folder, tmp_path, monkeypatch
-):
+def test_a_continuation_may_change_how_the_work_is_done_and_records_it(tmp_path, monkeypatch, new_run):
     options = {"policy": "random", "peak_lr": 1e-3}
-    whole, broken = (config(tiny_folder, texts_folder, tmp_path / name, **options) for name in "ab")
+    whole, broken = (new_run(name, **options) for name in "ab")
     train(whole, progress=False)
     stopped(broken, 3, monkeypatch)
     changed = {"micro_batch_size": 2, "activation_checkpointing": True, "validation_every": 2, "checkpoint_every": 5}
@@ -148,8 +118,8 @@ def test_a_continuation_may_change_how_the_work_is_done_and_records_it(
     assert TrainConfig.load(tmp_path / "b" / "config.json") == dataclasses.replace(broken, **changed)
 
 
-def test_a_finished_run_goes_on_to_a_larger_number_of_steps(tiny_folder, texts_folder, tmp_path, capsys):
-    run = config(tiny_folder, texts_folder, tmp_path / "run", policy="control", max_steps=4, checkpoint_every=1)
+def test_a_finished_run_goes_on_to_a_larger_number_of_steps(capsys, new_run):
+    run = new_run(policy="control", max_steps=4, checkpoint_every=1)
     train(run, progress=False)
     before = records(run.output)
     longer = dataclasses.replace(run, max_steps=7)
@@ -205,6 +175,18 @@ def test_every_kind_of_damage_to_a_checkpoint_is_seen(how, tmp_path):
     assert [note.partition(":")[0].partition(" is ")[2] for note in notes] == ["damaged"]
 
 
+def test_a_checkpoint_that_may_be_whole_is_never_passed_over(tmp_path, monkeypatch):
+    for step in (1, 2):
+        save(tmp_path, step)
+    described = tmp_path / "checkpoints" / "step-000002" / "state.json"
+    described.write_text(described.read_text().replace('"format": 2', '"format": 3'))
+    with pytest.raises(InputError, match=r"step-000002 .*format 3; this version reads 2"):
+        checkpoints(tmp_path).load_newest()
+    monkeypatch.setattr(Path, "read_text", lambda _: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+    with pytest.raises(InputError, match=r"step-000002 cannot be read: Input/output error"):
+        checkpoints(tmp_path).load_newest()
+
+
 def test_only_the_newest_checkpoints_stay_and_damaged_later_ones_go(tmp_path):
     for step in (2, 10, 999_999, 1_000_000):
         save(tmp_path, step)
@@ -238,10 +220,9 @@ def interrupt(run, log, moment, how=signal.SIGKILL):
     return child.exitcode
 
 
-def kill_and_resume(moments, model, data, tmp_path, **options):
+def kill_and_resume(moments, new_run, tmp_path, **options):
     """Stop the command by SIGTERM, kill it at moments, then let it finish; compare with a whole run."""
-    whole, broken = (config(model, data, tmp_path / name, **options) for name in "ab")
-    log = tmp_path / "log"
+    whole, broken, log = new_run("a", **options), new_run("b", **options), tmp_path / "log"
     train(whole, progress=False)
     assert interrupt(broken, log, 0.0, signal.SIGTERM) == 143
     assert "the same command continues" in log.read_text().splitlines()[-1]
@@ -255,13 +236,13 @@ def kill_and_resume(moments, model, data, tmp_path, **options):
     assert not list((tmp_path / "b").rglob(".*partial*"))
 
 
-def test_a_killed_run_has_what_it_said_was_saved_and_resumes_bit_for_bit(tiny_folder, texts_folder, tmp_path):
-    kill_and_resume([0.15], tiny_folder, texts_folder, tmp_path, max_steps=60, checkpoint_every=1)
+def test_a_killed_run_has_what_it_said_was_saved_and_resumes_bit_for_bit(new_run, tmp_path):
+    kill_and_resume([0.15], new_run, tmp_path, max_steps=60, checkpoint_every=1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
-def test_killed_at_many_moments_a_run_resumes_bit_for_bit(policy, tiny_folder, texts_folder, tmp_path):
+def test_killed_at_many_moments_a_run_resumes_bit_for_bit(policy, new_run, tmp_path):
     draw = random.Random(POLICIES.index(policy))
     moments = [draw.uniform(0, 1.0) for _ in range(8)]
-    kill_and_resume(moments, tiny_folder, texts_folder, tmp_path, max_steps=400, checkpoint_every=1, policy=policy)
+    kill_and_resume(moments, new_run, tmp_path, max_steps=400, checkpoint_every=1, policy=policy)

@@ -35,27 +35,21 @@ def attend(
 ) -> Float[Tensor, "batch heads queries value_dim"]:
     """``attend_reference`` on fused kernels; gradients to q, k, v are exact for the hard mask.
 
-    ``keep`` gets the gradient of ``attend_coupled_reference`` where it requires one. Without a window or
-    ``reach`` no tensor of queries x keys is made in the forward.
+    ``keep`` gets the gradient of ``attend_coupled_reference`` where it requires one. Without a window or ``reach`` no
+    tensor of queries x keys is made in the forward.
 
     Args:
         q, k, v, keep, causal, scale, window: as in ``attend_reference``.
-        log_bias: nats added to the scores of the first slots, the keys after them get none; -inf hides
-            a slot; None adds none.
+        log_bias: nats added to the scores of the first slots, the keys after them get none; -inf hides a slot.
         reach: True where a query may look at a key, instead of ``causal`` and ``window``.
         coupling: gradient of the mask, one of ``COUPLINGS``.
         dropout: probability that an attention weight is dropped.
-
-    Raises:
-        ValueError: no such coupling, or a window that is none.
     """
     check_coupling(coupling)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
-    causal = causal and q.shape[2] > 1
     if window is not None:
-        reach = reachable(q.shape[2], k.shape[2], causal=causal or q.shape[2] == 1, window=window, device=q.device)[
-            None
-        ]
+        reach = reachable(q.shape[2], k.shape[2], causal=causal, window=window, device=q.device)[None]
+    causal = causal and q.shape[2] > 1
     if keep is not None and log_bias is not None:
         log_bias = pad(log_bias, (0, k.shape[2] - log_bias.shape[-1])).expand(len(k), -1, -1)
     hard = None if keep is None else keep.detach() > 0
@@ -83,9 +77,9 @@ def attend_twice(
 ) -> Float[Tensor, "batch heads twice value_dim"]:
     """Attention of sequences, each followed by its suffix again, which sees only kept prefix slots.
 
-    Of the T + S positions the first T are a sequence that attends densely, the last S are its tokens
-    prefix_len..T-1 again. These see the sequence's own slots before prefix_len where ``keep`` is 1, and
-    the slots of their kind up to themselves. The prefix is thus computed once for both.
+    Of the T + S positions the first T are a sequence that attends densely, the last S are its tokens prefix_len..T-1
+    again. These see the sequence's own slots before prefix_len where ``keep`` is 1, and the slots of their kind up to
+    themselves. The prefix is thus computed once for both.
 
     Args:
         q, k, v: of all T + S positions, after rotation; S = T - prefix_len.
@@ -178,5 +172,4 @@ def _lowest(k: Tensor, scale: float) -> float:
 
 
 def _finite(log_bias: Tensor, k: Tensor, scale: float) -> Tensor:
-    wide = torch.promote_types(k.dtype, torch.float32)
-    return log_bias.to(wide).clamp(min=_lowest(k, scale))
+    return log_bias.to(torch.promote_types(k.dtype, torch.float32)).clamp(min=_lowest(k, scale))

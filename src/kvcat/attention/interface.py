@@ -105,13 +105,13 @@ def kvcat_attention(
 ) -> tuple[Float[Tensor, "rows queries heads value_dim"], None]:
     """SDPA attention as transformers does it, with three additions, each off by default.
 
-    - ``kv_gate``: the first rows attend densely, the last ones over the gate's slots; with a
-      ``prefix_len`` see ``attend_twice``.
+    - ``kv_gate``: the first rows attend densely, the last ones over the gate's slots; with a ``prefix_len`` see
+      ``attend_twice``.
     - Keys of a compact cache that carry a log-bias or slots (``Carried``).
     - ``kv_record``: is shown queries, keys and values.
 
-    The ``attention_mask`` is (rows or 1, 1, queries, keys); None is causal, the queries being the last of
-    the keys (``kvcat_mask``). ``scaling`` is the factor on q.k; None is head_dim ** -0.5.
+    The ``attention_mask`` is (rows or 1, 1, queries, keys); None is causal, the queries being the last of the keys
+    (``kvcat_mask``). ``scaling`` is the factor on q.k; None is head_dim ** -0.5.
 
     Raises:
         InputError: a gate or a compact cache meets attention that this function cannot honour.
@@ -184,9 +184,9 @@ def kvcat_mask(
 ) -> Tensor | None:
     """Transformers' mask for SDPA; None where the queries are the last keys and nothing else is hidden.
 
-    transformers makes a real mask for several queries behind a cache, which ``kvcat_attention`` does not
-    need. Of a static cache, whose keys end in empty slots, transformers at times returns None; it gets a
-    real mask here. The arguments are transformers' own; ``attention_mask`` is 0 for padding, by position.
+    transformers makes a real mask for several queries behind a cache, which ``kvcat_attention`` does not need. Of a
+    static cache, whose keys end in empty slots, transformers at times returns None; it gets a real mask here. The
+    arguments are transformers' own; ``attention_mask`` is 0 for padding, by position.
     """
     stop = kv_offset + kv_length
     padding = None if attention_mask is None else attention_mask[:, kv_offset:stop]
@@ -207,12 +207,9 @@ def kvcat_mask(
 
 
 def enable(model: PreTrainedModel) -> None:
-    """Switch a transformers model to kvcat's attention; a second call does nothing.
+    """Switch a transformers model to kvcat's attention, in memory only: a saved config.json does not name it.
 
-    The choice lives in memory only: a saved model's config.json does not name it.
-
-    Raises:
-        InputError: the model does not use transformers' attention interface, or caps its scores.
+    Refuses a model that does not use transformers' attention interface, or caps its scores.
     """
     if model.config._attn_implementation == NAME:
         return
@@ -241,10 +238,11 @@ def _reach(mask: Tensor | None) -> Bool[Tensor, "rows queries keys"] | None:
 
 
 def _refuse_unsupported(module: nn.Module, kwargs: dict[str, Any]) -> None:
-    for name in _unusual(kwargs):
-        raise InputError(f"{type(module).__name__} is not supported: its attention uses {name}")
+    reasons = [f"uses {name}" for name in _unusual(kwargs)]
     if not _is_causal(module, kwargs):
-        raise InputError(f"{type(module).__name__} is not supported: its attention is not causal")
+        reasons.append("is not causal")
+    if reasons:
+        raise InputError(f"{type(module).__name__} is not supported: its attention {reasons[0]}")
 
 
 def _unusual(kwargs: dict[str, Any]) -> list[str]:

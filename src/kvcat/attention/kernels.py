@@ -82,11 +82,10 @@ def attend_biased(
 
     ``log_bias`` is finite and of the first keys; causal queries are those of the last keys.
 
-    On a CPU the kernel adds the bias to whole columns of scores. Causal queries that are fewer than the
-    keys take one call over the keys before theirs and a causal one over their own, merged by their
-    normalisers: o = sum_p e^{l_p - l} o_p with l = log sum_p e^{l_p}, l_p the log of part p's attention
-    mass. The backward of each part, given the merged o and l, is its share of the whole gradient.
-    Elsewhere the bias takes extra channels.
+    On a CPU the kernel adds the bias to whole columns of scores. Causal queries that are fewer than the keys take one
+    call over the keys before theirs and a causal one over their own, merged by their normalisers: o = sum_p e^{l_p - l}
+    o_p with l = log sum_p e^{l_p}, l_p the log of part p's attention mass. The backward of each part, given the merged
+    o and l, is its share of the whole gradient. Elsewhere the bias takes extra channels.
     """
     first = k.shape[2] - q.shape[2] if causal else 0
     if log_bias is None and first == 0:
@@ -145,8 +144,8 @@ class _CpuKernel(torch.autograd.Function):
                     attn_mask=_by_head(fixed, part, q), scale=ctx.scale,
                 )
             )  # fmt: skip
-        grads_q, *grads = zip(*found, strict=True)
-        grad_q = grads_q[0] if len(grads_q) == 1 else grads_q[0] + grads_q[1]
+        (grad_q, *more), *grads = zip(*found, strict=True)
+        grad_q = grad_q + more[0] if more else grad_q
         grad_k, grad_v = (x[0] if len(x) == 1 else torch.cat(x, dim=2) for x in grads)
         dim = q.shape[-1]
         grad_bias = grad_k[..., dim] / ctx.scale if learned else None

@@ -21,10 +21,7 @@ def reachable(
     """True where query i, at key index t = num_keys - num_queries + i, may look at key j.
 
     Causal: j <= t, and with a window, the tokens a query sees, itself included, t - window < j as well. Not causal:
-    everywhere.
-
-    Raises:
-        ValueError: more queries than keys, a window below 1, or a window without causality.
+    everywhere, and no window.
     """
     if num_queries > num_keys:
         raise ValueError(f"{num_queries} queries cannot be the last positions of {num_keys} keys")
@@ -61,9 +58,8 @@ def attend_reference(
 ) -> Float[Tensor, "batch heads queries value_dim"]:
     """Attention of the last positions over the visible slots.
 
-    o_t = sum_{j in A_t} e^{s_tj} v_j / sum_{j in A_t} e^{s_tj} with s_tj = scale q_t.k_j + log_bias_j
-    and A_t the kept slots that t may look at. A query that sees nothing sees itself. Position 0 is
-    nothing special here.
+    o_t = sum_{j in A_t} e^{s_tj} v_j / sum_{j in A_t} e^{s_tj} with s_tj = scale q_t.k_j + log_bias_j and A_t the kept
+    slots that t may look at. A query that sees nothing sees itself. Position 0 is nothing special here.
 
     Args:
         q: queries, the last ``queries`` of the ``keys`` positions; heads is a multiple of kv_heads.
@@ -102,11 +98,8 @@ def attend_coupled_reference(
     o_t = sum_j w_j e^{s_tj} v_j / sum_j w_j e^{s_tj} over the reachable j:
 
     - exact: w_j = m_j. The kept slots normalise, so a dropped slot's derivative is unbounded.
-    - surrogate: w_j = 1 + m_j - sg[m_j] with q, k, v detached and the value cancelled: the
-      derivative at the dense attention. Queries that see nothing but themselves count too.
-
-    Raises:
-        ValueError: no such coupling.
+    - surrogate: w_j = 1 + m_j - sg[m_j] with q, k, v detached and the value cancelled: the derivative at the dense
+      attention. Queries that see nothing but themselves count too.
     """
     check_coupling(coupling)
     hard = attend_reference(q, k, v, keep.detach(), log_bias, causal, scale=scale, window=window)

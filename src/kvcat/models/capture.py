@@ -1,7 +1,7 @@
 """What a dense forward leaves in every layer."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,9 +58,6 @@ def capture(
         hidden_start: token from which on the input of the head is kept, 0..tokens - 1.
         past: what the tokens follow, such as ``CompactCache.to_transformers(model)``; it grows by the tokens.
         chunk_tokens: most tokens of each example that run at once, at least 1.
-
-    Raises:
-        InputError: a number out of its range, or layers without keys and values of their own.
     """
     num_tokens = input_ids.shape[1]
     if not 0 <= hidden_start < num_tokens:
@@ -95,14 +92,9 @@ def capture(
         attending = f"{len(last)} of its {num_layers} layers attend through transformers' attention interface"
         raise InputError(f"{type(model).__name__} is not supported: {attending}")
     keys, values, scales = (list(part) for part in zip(*(last[i] for i in range(num_layers)), strict=True))
-    return Capture(
-        keys=keys,
-        values=values,
-        queries=[_joined(queries.pop(0)) for _ in range(num_layers)],
-        hidden=_joined(hidden),
-        scales=scales,
-        stream=[torch.cat(parts, 1).median(1).values for parts in norms],
-    )
+    joined = [_joined(queries.pop(0)) for _ in range(num_layers)]
+    stream = [torch.cat(parts, 1).median(1).values for parts in norms]
+    return Capture(keys, values, joined, _joined(hidden), scales, stream)
 
 
 @contextmanager
@@ -112,15 +104,12 @@ def _inputs_of_layers(model: PreTrainedModel, note: Callable[[int, Tensor], None
     def hook(index: int, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         note(index, arguments[0] if arguments else named["hidden_states"])
 
-    hooks = [
-        layer.register_forward_pre_hook(lambda _, given, named, i=i: hook(i, given, named), with_kwargs=True)
-        for i, layer in enumerate(decoder_layers(model))
-    ]
-    try:
+    with ExitStack() as handles:
+        for i, layer in enumerate(decoder_layers(model)):
+            handles.enter_context(
+                layer.register_forward_pre_hook(lambda _, given, named, i=i: hook(i, given, named), with_kwargs=True)
+            )
         yield
-    finally:
-        for handle in hooks:
-            handle.remove()
 
 
 def _joined(parts: list[Float[Tensor, "... _ width"]]) -> Float[Tensor, "... tokens width"]:

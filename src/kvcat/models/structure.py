@@ -35,8 +35,7 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 def output_gains(model: PreTrainedModel, num_kv_heads: int) -> list[Float[Tensor, " kv_heads"]]:
     """Per layer, how much a KV head's attention output moves the residual stream: mean squared norm of its columns.
 
-    The columns are those of the attention's output projection that the channels of the head's queries meet; 1 where a
-    layer has no linear projection of one of the usual names.
+    The columns are those of the attention's output projection; 1 where a layer has none of the usual names.
     """
     found = []
     for layer in decoder_layers(model):
@@ -152,11 +151,8 @@ def _amplified(model: PreTrainedModel, tokens: Tensor, head: OutputHead) -> tupl
         seen.extend([args[0], args[0] * (_LOUD / loudest)])
         return (seen[-1],)
 
-    handle = head.linear.register_forward_pre_hook(amplify)
-    try:
+    with head.linear.register_forward_pre_hook(amplify):
         logits = model(input_ids=tokens, use_cache=False).logits
-    finally:
-        handle.remove()
     if len(seen) != 2:
         raise InputError(f"{type(model).__name__} is not supported: it runs its head {len(seen) // 2} times")
     return seen[0], seen[1], logits

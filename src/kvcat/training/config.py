@@ -24,89 +24,56 @@ else:  # a policy is a file; its name is known without importing it
 class TrainConfig:
     """A complete training run. The defaults are the paper's hyperparameters, cut to one device, or say otherwise."""
 
-    model: str
-    """Folder or Hub name of the checkpoint that training continues."""
-    output: str
-    """Folder of the run."""
-    data: str = "installed"
-    """installed, a file, a folder, a folder that kvcat prepare wrote, or hub:NAME."""
-    policy: PolicyName = "router"
-    """Which KV slots the masked pass hides; control trains with the next-token loss alone."""
+    model: str  # Folder or Hub name of the checkpoint that training continues
+    output: str  # Folder of the run
+    data: str = "installed"  # installed, a file, a folder, a folder that kvcat prepare wrote, or hub:NAME
+    policy: PolicyName = "router"  # Which KV slots the masked pass hides; control trains with the next-token loss alone
+    # First layer of each group of layers that share a mask, such as 0 6 12 18; None spaces num_groups evenly.
     group_starts: tuple[int, ...] | None = None
-    """First layer of each group of layers that share a mask, such as 0 6 12 18; None spaces num_groups evenly."""
-    num_groups: int = 4
-    """Number of groups where group_starts is None."""
-    target_keep: float = 0.5
-    """Kept fraction rho that the policy aims at, in (0, 1)."""
-    target_warmup_steps: int = 0
-    """Steps over which the routers' target falls from 1 to target_keep. Not in the paper."""
+    num_groups: int = 4  # Number of groups where group_starts is None
+    target_keep: float = 0.5  # Kept fraction rho that the policy aims at, in (0, 1)
+    target_warmup_steps: int = 0  # Steps over which the routers' target falls from 1 to target_keep. Not in the paper.
+    # Two fractions between which each step draws a split: the masked pass runs only the tokens after it. Not in the
+    # paper, which hides slots everywhere (None).
     prefix_range: tuple[float, float] | None = None
-    """Two fractions between which each step draws a split: the masked pass runs only the tokens after it. Not in the
-    paper, which hides slots everywhere (None)."""
-    tau: float = 0.5
-    """Threshold on the keep probability, in (0, 1)."""
-    feature_dim: int = 64
-    """Width of the router's linear attention."""
+    tau: float = 0.5  # Threshold on the keep probability, in (0, 1)
+    feature_dim: int = 64  # Width of the router's linear attention
+    # Gradient of the mask, see kvcat.attention. The paper does not say.
     coupling: Literal["surrogate", "exact"] = "surrogate"
-    """Gradient of the mask, see kvcat.attention. The paper does not say."""
+    # self: the model's own dense pass. frozen: the model as it was at the start teaches both passes.
     teacher: Literal["self", "frozen"] = "self"
-    """self: the model's own dense pass. frozen: the model as it was at the start teaches both passes."""
-    mask_weight: float = 1.0
-    """Weight of the distillation KL."""
+    mask_weight: float = 1.0  # Weight of the distillation KL
+    # Weight of the next-token loss on the dense pass, or of its distillation from a frozen teacher.
     anchor_weight: float = 1.0
-    """Weight of the next-token loss on the dense pass, or of its distillation from a frozen teacher."""
-    budget_weight: float = 0.1
-    """Weight of the budget loss. Policies that keep an exact count have none."""
-    seq_len: int = 1024
-    """Tokens per sequence."""
-    batch_size: int = 8
-    """Sequences per optimizer step, over all processes."""
+    budget_weight: float = 0.1  # Weight of the budget loss. Policies that keep an exact count have none.
+    seq_len: int = 1024  # Tokens per sequence
+    batch_size: int = 8  # Sequences per optimizer step, over all processes
+    # Sequences per forward pass of one process; None takes all that the process has in a step.
     micro_batch_size: int | None = None
-    """Sequences per forward pass of one process; None takes all that the process has in a step."""
-    max_steps: int = 300
-    """Optimizer steps."""
-    warmup_steps: int = 20
-    """Steps of linear warm-up."""
-    peak_lr: float = 1e-4
-    """Highest learning rate."""
-    min_lr: float = 5e-6
-    """Learning rate at the end of the cosine decay."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW's two betas. The paper does not say."""
-    weight_decay: float = 0.01
-    """AdamW's weight decay, on matrices only."""
-    max_grad_norm: float = 1.0
-    """Clipping norm, of the model's gradient and of the routers' separately."""
-    router_lr_multiplier: float = 10.0
-    """Learning rate of the routers over the model's. Not in the paper."""
+    max_steps: int = 300  # Optimizer steps
+    warmup_steps: int = 20  # Steps of linear warm-up
+    peak_lr: float = 1e-4  # Highest learning rate
+    min_lr: float = 5e-6  # Learning rate at the end of the cosine decay
+    betas: tuple[float, float] = (0.9, 0.95)  # AdamW's two betas. The paper does not say.
+    weight_decay: float = 0.01  # AdamW's weight decay, on matrices only
+    max_grad_norm: float = 1.0  # Clipping norm, of the model's gradient and of the routers' separately
+    router_lr_multiplier: float = 10.0  # Learning rate of the routers over the model's. Not in the paper.
+    # Standard deviation of the seeded noise on W_P at the start. The paper has 0, a critical point.
     router_noise: float = 0.05
-    """Standard deviation of the seeded noise on W_P at the start. The paper has 0, a critical point."""
-    seed: int = 0
-    """Seed of data order, masks and noise."""
+    seed: int = 0  # Seed of data order, masks and noise
+    # Type of the matrix products; weights, routers and optimizer stay float32.
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the matrix products; weights, routers and optimizer stay float32."""
-    export_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the exported weights."""
-    device: str = "cpu"
-    """Torch device; with cuda, each process that torchrun starts takes its own GPU."""
-    activation_checkpointing: bool = False
-    """Recompute activations in the backward pass instead of keeping them."""
-    compile: bool = False
-    """Compile each decoder layer with torch.compile."""
-    workers: int = 0
-    """Processes that tokenise streamed data."""
-    monitor: Literal["none", "tensorboard", "wandb"] = "none"
-    """Where records are copied to besides metrics.jsonl."""
-    log_every: int = 1
-    """Steps between training records."""
-    validation_every: int = 50
-    """Steps between validations, which also run before the first step and after the last."""
-    validation_sequences: int = 16
-    """Sequences of held-out documents that validation reads."""
-    checkpoint_every: int = 50
-    """Steps between checkpoints."""
-    keep_checkpoints: int = 2
-    """Number of newest checkpoints to keep."""
+    export_dtype: Literal["float32", "bfloat16"] = "float32"  # Type of the exported weights
+    device: str = "cpu"  # Torch device; with cuda, each process that torchrun starts takes its own GPU
+    activation_checkpointing: bool = False  # Recompute activations in the backward pass instead of keeping them
+    compile: bool = False  # Compile each decoder layer with torch.compile
+    workers: int = 0  # Processes that tokenise streamed data
+    monitor: Literal["none", "tensorboard", "wandb"] = "none"  # Where records are copied to besides metrics.jsonl
+    log_every: int = 1  # Steps between training records
+    validation_every: int = 50  # Steps between validations, which also run before the first step and after the last
+    validation_sequences: int = 16  # Sequences of held-out documents that validation reads
+    checkpoint_every: int = 50  # Steps between checkpoints
+    keep_checkpoints: int = 2  # Number of newest checkpoints to keep
 
     def __post_init__(self) -> None:
         for name, value in _typed_fields(vars(self)).items():

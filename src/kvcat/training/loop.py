@@ -103,10 +103,8 @@ def train(config: TrainConfig, *, progress: bool = True) -> TrainResult:
 
 
 def _is_finished(config: TrainConfig) -> bool:
-    run = Path(config.output)
-    if not ((run / DONE_FILE).exists() and (run / "export" / "config.json").exists()):
-        return False
-    return read_json(run / DONE_FILE).get("steps") == config.max_steps
+    done, exported = (Path(config.output) / name for name in (DONE_FILE, "export/config.json"))
+    return done.exists() and exported.exists() and read_json(done).get("steps") == config.max_steps
 
 
 class Trainer:
@@ -183,8 +181,8 @@ class Trainer:
         tokens, records = self.data.train.read(), []
         for start in range(0, own, size):
             reduce_in_next_backward(self.objective, is_last=start + size >= own)
-            streams = self.streams[start : start + size]
-            total, record = self._losses(tokens[start : start + size], streams, self.step)
+            part = slice(start, start + size)
+            total, record = self._losses(tokens[part], self.streams[part], self.step)
             (total * (size / own)).backward()
             records.append(record)
         routers, policies = self.objective.router_parameters(), self.objective.policy_parameters()
@@ -193,10 +191,7 @@ class Trainer:
         rates = {"lr": rate}
         if policies:
             rates["router_lr"] = rate * config.router_lr_multiplier
-            norms["router_grad_norms"] = {
-                start: float(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
-                for start, parameters in routers.items()
-            }
+            norms["router_grad_norms"] = {start: _clip(part, math.inf) for start, part in routers.items()}
             norms["router_grad_norm"] = _clip(policies, config.max_grad_norm)
         norms["grad_norm"] = _clip(self.objective.model.parameters(), config.max_grad_norm)
         self._refuse_divergence("model", norms["grad_norm"], math.inf)
@@ -269,6 +264,7 @@ def make_optimizer(objective: Objective, config: TrainConfig) -> torch.optim.Ada
 
 
 def _clip(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
+    """The norm of the gradients before they are clipped."""
     norm = nn.utils.clip_grad_norm_([p for p in parameters if p.grad is not None], max_norm)
     return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # type: ignore[operator]
 
