@@ -98,7 +98,7 @@ def test_a_mistake_is_told_by_every_process_before_anything_is_written(tmp_path,
 
 
 def test_of_two_runs_that_make_one_folder_at_once_one_has_it_and_the_other_is_refused(tmp_path, new_run):
-    run = new_run("a" / "run", policy="control", max_steps=2)
+    run = new_run("a/run", policy="control", max_steps=2)
     for number in range(2):
         (tmp_path / str(number)).mkdir()
     children = [context().Process(target=_alone, args=(run, tmp_path / str(number))) for number in range(2)]
