@@ -10,6 +10,8 @@ import numpy as np
 from jaxtyping import Float
 from scipy.stats import binomtest, norm
 
+from kvcat.errors import InputError
+
 LEVEL = 0.95
 _Z = float(norm.ppf((1.0 + LEVEL) / 2.0))
 _FEWEST = math.ceil(1.0 - math.log2(1.0 - LEVEL))  # differing examples that a one-sided split needs in an exact test
@@ -130,7 +132,7 @@ def _stratum_ranks(documents: Names, strata: Sequence[str]) -> tuple[int, ...]:
     stratum: dict[str, str] = {}
     for document, name in zip(documents, strata, strict=True):
         if stratum.setdefault(document, name) != name:
-            raise ValueError(f"document {document!r} lies in two strata, {stratum[document]!r} and {name!r}")
+            raise InputError(f"document {document!r} lies in two strata, {stratum[document]!r} and {name!r}")
     ranks = np.unique([stratum[document] for document in sorted(stratum)], return_inverse=True)[1]
     sizes = np.bincount(ranks)
     lonely = sizes[ranks] == 1
