@@ -45,9 +45,10 @@ def test_presets_are_their_options_spelled_out():
     assert AttentionMatching.paper() == AttentionMatching("paper") == AttentionMatching(preset="paper") == paper
     assert AttentionMatching.paper(num_queries=None) == AttentionMatching("paper", num_queries=None) != paper
     stable = AttentionMatching(
-        num_queries=None, num_iters=None, ridge=1e-2, own_weight=1.0, log_bias=True, budgets="adaptive"
+        num_queries=None, num_iters=None, ridge=1e-4, own_weight=1.0, log_bias=True, budgets="adaptive"
     )
     assert AttentionMatching() == AttentionMatching("stable") == stable
+    assert AttentionMatching("known") == AttentionMatching(own_weight=0.0, ridge=1e-5) != stable
 
 
 @pytest.mark.parametrize(
@@ -115,18 +116,6 @@ def test_the_stable_fit_improves_with_every_slot_count_and_beats_eviction_of_the
         errors.append(output_error(batch, *fit).item())
         assert errors[-1] <= 1.0001 * plain_error(batch, dense, fit[0]).item()
     assert errors == sorted(errors, reverse=True)
-
-
-def test_a_head_that_the_fit_would_leave_worse_than_eviction_is_fitted_without_log_bias(traced):
-    batch = loaded(traced, 1.0)
-    dense, guarded = dense_attention(batch), 0
-    for num_slots, ridge in [(2, 1.0), (10, 10.0), (24, 1.0), (40, 1.0), (47, 1.0), (47, 10.0)]:
-        slots, values, log_bias = match_attention(batch, dense, num_slots, ridge=ridge)
-        guarded += (log_bias == 0).all(-1).sum().item()
-        own = batch.values.gather(1, slots.unsqueeze(-1).expand(-1, -1, 8))
-        plain = output_error(batch, slots, own, torch.zeros_like(log_bias))
-        assert (output_error(batch, slots, values, log_bias) <= 1.0001 * plain + 1e-6).all()
-    assert guarded > 0
 
 
 @pytest.mark.parametrize("log_bias", [True, False])
@@ -197,9 +186,9 @@ def test_a_prefix_that_supervises_itself_in_place_sees_no_later_key(model, windo
     fitted = fitted_queries(found, 0.0, by_share=True)
     batch = load_heads(found, fitted, head_groups(found, fitted)[0])
     scores = batch.scores()
-    assert torch.equal(scores[0] > -torch.inf, torch.ones(20, 20).tril().bool().repeat(2, 1))
+    assert torch.equal(scores[0] > -torch.inf, torch.ones(20, 20).tril().bool().repeat_interleave(2, 0))
     attention = eager_attention(model, windows[:1, :20])
-    assert torch.allclose(scores[2].softmax(-1).view(2, 20, 20), attention[1][0, :2], atol=1e-5)
+    assert torch.allclose(scores[2].softmax(-1).view(20, 2, 20).transpose(0, 1), attention[1][0, :2], atol=1e-5)
     for options in ({"own_weight": 0.0}, {"preset": "paper"}):
         cache = AttentionMatching(**options)(found, num_slots=4)
         assert all(x.isfinite().all() for layer in cache.layers for x in layer.tensors().values())

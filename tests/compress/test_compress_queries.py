@@ -35,7 +35,7 @@ def weights_of(found, fitted, layer):
     for head in range(2):
         for example in range(len(result)):
             own = dense_attention(load_heads(found, fitted, [(layer, example, head)])).weights
-            result[example, 2 * head : 2 * head + 2] = own.view(2, -1)
+            result[example, 2 * head : 2 * head + 2] = own.view(-1, 2).T
     return result
 
 
@@ -91,6 +91,18 @@ def test_own_queries_of_deeper_layers_are_those_in_place_and_weigh_what_they_are
             squares = weights_of(found, fitted, layer).square().sum(2)
             assert torch.allclose(squares[0, 0], torch.tensor(16 * (1 + own_weight), dtype=torch.float64))
             assert torch.equal(fitted.queries[layer][:, :, 16:], own(found).queries[layer])
+
+
+def test_every_third_own_query_stands_for_three_in_the_fit_and_all_choose_keys(found, monkeypatch):
+    every = fitted_queries(found, 1.0, by_share=True)
+    monkeypatch.setattr(queries_module, "_FITTED_POSITIONS", 16)
+    few = fitted_queries(found, 1.0, by_share=True)
+    assert torch.equal(few.queries[0][:, :, 16:32], every.queries[0][:, :, 16::3])
+    assert few.boost.tolist() == [1.0] * 16 + [pytest.approx(3**0.5)] * 16
+    whole, part = (dense_attention(load_heads(found, fitted, [(1, 0, 0)])) for fitted in (every, few))
+    assert torch.allclose(part.importance, whole.importance)
+    assert torch.allclose(part.outputs[:, 32:], whole.outputs.unflatten(1, (64, 2))[:, 16::3].flatten(1, 2))
+    assert torch.allclose(part.weights[:, 32:], 3**0.5 * whole.weights.unflatten(1, (64, 2))[:, 16::3].flatten(1, 2))
 
 
 def test_models_whose_positions_cannot_be_turned_have_no_own_queries(double, windows, found, monkeypatch):

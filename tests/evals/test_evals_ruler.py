@@ -134,3 +134,16 @@ def test_keeping_every_slot_gives_the_dense_values(base):
 def test_options_out_of_range_and_texts_too_short_for_what_they_hide_are_refused(tokenizer, options, said):
     with pytest.raises(InputError, match=said):
         small(tokenizer, **options)
+
+
+def test_coded_words_follow_the_zipf_distribution_up_to_whole_words(tokenizer):
+    (example,) = make_task(tokenizer, length=2000, tasks=("fwe",), per_task=1).examples
+    words = Counter(tokenizer.decode(example.context).partition("coded words.\n")[2].split())
+    times = sorted(words.values(), reverse=True)
+    assert words["...."] == times[0]
+    total = sum(rank**-2.0 for rank in range(1, 2001))
+    # the same number of draws explains every count
+    low = max(count * total * rank**2 for rank, count in enumerate(times, 1))
+    high = min((count + 1) * total * rank**2 for rank, count in enumerate(times, 1))
+    assert low < high
+    assert int(low * 1.001 / total / (len(times) + 1) ** 2) == 0

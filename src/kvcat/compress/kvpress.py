@@ -19,7 +19,7 @@ from kvcat.cache import CompactCache, CompactLayer
 from kvcat.compress.base import Compressor, compact_cache, example_generators
 from kvcat.compress.trace import Trace
 from kvcat.errors import InputError
-from kvcat.hub import BASE_NAME, local_folder
+from kvcat.hub import BASE_NAME, SMOLLM2, local_folder
 from kvcat.models import frozen
 from kvcat.models.rotation import KeyRotation
 from kvcat.types import Tensor
@@ -203,7 +203,7 @@ def _as_kvpress_expects(model: Any, attentions: list[Any], eager: bool) -> Itera
     implementation = model.config._attn_implementation
     lacks_head_dim, label = not hasattr(model.config, "head_dim"), model.config.name_or_path
     try:
-        if label == BASE_NAME:
+        if label in (BASE_NAME, SMOLLM2):
             model.config.name_or_path = str(local_folder(label))
         if lacks_head_dim:
             model.config.head_dim = attentions[0].head_dim

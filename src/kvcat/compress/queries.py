@@ -16,7 +16,7 @@ HeadIndex = tuple[int, int, int]
 """Layer, example, KV head."""
 Drawn = dict[HeadIndex, Int[Tensor, " drawn"]]
 Heads = TypeVar("Heads", "HeadBatch", "DenseAttention")
-_PARTS = 3
+_PARTS, _FITTED_POSITIONS = 3, 256
 _CHUNK_ELEMENTS, _CHUNK_ROWS = 2**21, 64
 _BATCH_ELEMENTS = 2**23
 _LEAST_SHARE = 1e-6
@@ -32,12 +32,15 @@ class FittedQueries:
         queries: after rotation.
         factors: of the queries.
         log_rest: mass of the keys behind the prefix that each query sees, nats; -inf where all count equally.
+        boost: factors, beside ``factors``, of those that log-bias and values are fitted to, which stand first; the rest
+            only choose keys.
         causal: the queries are the prefix's own at their own positions, and see no later key.
     """
 
     queries: Sequence[Float[Tensor, "batch heads queries head_dim"]]
     factors: Sequence[Float[Tensor, "batch heads queries"]]
     log_rest: Sequence[Float[Tensor, "batch heads queries"]]
+    boost: Float[Tensor, " fitted"]
     causal: bool = False
 
 
@@ -49,17 +52,19 @@ def fitted_queries(trace: Trace, own_weight: float, *, by_share: bool) -> Fitted
     be moved or own_weight is 0.
 
     Args:
-        trace: of the windows; where it joins the queries of several suffixes, these count alike.
+        trace: of the windows.
         own_weight: of the squared weights of the prefix's own queries, relative to the supervising ones', both summed.
         by_share: a query's error counts by the part of its attention that goes to the prefix; otherwise all equally.
     """
     own = _own_queries(trace) if own_weight else None
+    alike = torch.ones(trace.queries[0].shape[2])
+    plain = FittedQueries(trace.queries, _filled(trace.queries, 1.0), _none(trace.queries), alike)
     if trace.supervision == "self":
-        found = own or FittedQueries(trace.queries, _filled(trace.queries, 1.0), _none(trace.queries), causal=True)
+        found = own or replace(plain, causal=True)
         return found if by_share else replace(found, log_rest=_none(found.queries))
     last = torch.arange(trace.supervision_start - trace.prefix_len, trace.suffix_ids.shape[1])
-    found = FittedQueries(trace.queries, _filled(trace.queries, 1.0), _none(trace.queries))
-    if by_share and trace.queries[0].shape[2] == len(last):
+    found = plain
+    if by_share:
         parts = zip(trace.queries, trace.suffix_keys, trace.scales, strict=True)
         found = replace(found, log_rest=[log_mass(q, keys, scale, last) for q, keys, scale in parts])
     if own is None:
@@ -68,12 +73,13 @@ def fitted_queries(trace: Trace, own_weight: float, *, by_share: bool) -> Fitted
     rest = own.log_rest if by_share else _none(own.queries)
     pairs = (found.queries, own.queries), (found.factors, _filled(own.queries, factor)), (found.log_rest, rest)
     queries, factors, log_rest = ([torch.cat(parts, 2) for parts in zip(*pair, strict=True)] for pair in pairs)
-    return FittedQueries(queries, factors, log_rest)
+    return FittedQueries(queries, factors, log_rest, torch.cat([found.boost, own.boost]))
 
 
 def _own_queries(trace: Trace) -> FittedQueries | None:
     """Queries of each third of the prefix, turned by the model's rotary embedding to stand right behind the prefix.
 
+    All of up to 1,024 positions choose keys; log-bias and values are fitted to those of 256 of them, in place of all.
     None where a compact cache stands for part of the prefix, or where the model's positions cannot be turned.
     """
     length = trace.prefix_len
@@ -86,6 +92,9 @@ def _own_queries(trace: Trace) -> FittedQueries | None:
     except InputError:
         return None
     positions = sampled_positions(length)
+    stride, places = -(-len(positions) // _FITTED_POSITIONS), torch.arange(len(positions))
+    first = torch.cat([places[places % stride == 0], places[places % stride != 0]])
+    boost = torch.full([-(-len(positions) // stride)], stride**0.5)
     kept = torch.isin(trace.prefix_positions, positions)
     queries, rest = [], []
     for layer, every in enumerate(trace.prefix_queries):
@@ -95,9 +104,9 @@ def _own_queries(trace: Trace) -> FittedQueries | None:
             own, keys = sampled[:, :, rows], trace.keys[layer][:, :, start:stop]
             moved.append(rotation(own, layer, length - start))
             rests.append(log_mass(own, keys, trace.scales[layer], positions[rows] - start))
-        queries.append(torch.cat(moved, 2))
-        rest.append(torch.cat(rests, 2))
-    return FittedQueries(queries, _filled(queries, 1.0), rest)
+        queries.append(torch.cat(moved, 2)[:, :, first])
+        rest.append(torch.cat(rests, 2)[:, :, first])
+    return FittedQueries(queries, _filled(queries, 1.0), rest, boost)
 
 
 def log_mass(queries: Tensor, keys: Tensor, scale: float, last: Tensor) -> Float[Tensor, "batch heads queries"]:
@@ -135,6 +144,7 @@ class HeadBatch:
         keys, values: of the slots that the head has of the prefix.
         log_bias: nats added to the scores of these slots; None: none.
         last: last slot that each query sees; None: all see the whole prefix.
+        boost: of the queries that are fitted to, the first ones, as in ``FittedQueries``; None: all, and 1.
     """
 
     queries: Float[Tensor, "heads queries head_dim"]
@@ -144,6 +154,15 @@ class HeadBatch:
     values: Float[Tensor, "heads prefix value_dim"]
     log_bias: Float[Tensor, "heads prefix"] | None = None
     last: Int[Tensor, "heads queries"] | None = None
+    boost: Float[Tensor, "heads fitted"] | None = None
+
+    def fitted(self) -> "HeadBatch":
+        """Without the queries that only choose keys."""
+        if self.boost is None:
+            return self
+        few = slice(self.boost.shape[1])
+        parts = {name: getattr(self, name)[:, few] for name in ("queries", "factors", "log_rest")}
+        return replace(self, **parts, last=None if self.last is None else self.last[:, few])
 
     def scores(
         self, chunk: slice = slice(None), slots: Int[Tensor, "heads slots"] | None = None
@@ -164,17 +183,17 @@ class DenseAttention:
     """What a batch of heads gives on the whole prefix.
 
     Args:
-        log_mass: log sum over the prefix of exp(score), nats.
+        log_mass: of the queries that are fitted to, log sum over the prefix of exp(score), nats.
         mass: the same sum with each query's largest score taken off its scores.
         outputs: attention over the prefix.
         weights: what the error of each query is multiplied by; a millionth of its factor at least.
-        importance: of each slot, its attention weights times the queries' weights, squared and summed over the queries.
+        importance: of each slot, its attention weights times the queries' weights, squared, summed over all queries.
     """
 
-    log_mass: Float[Tensor, "heads queries"]
-    mass: Float[Tensor, "heads queries"]
-    outputs: Float[Tensor, "heads queries value_dim"]
-    weights: Float[Tensor, "heads queries"]
+    log_mass: Float[Tensor, "heads fitted"]
+    mass: Float[Tensor, "heads fitted"]
+    outputs: Float[Tensor, "heads fitted value_dim"]
+    weights: Float[Tensor, "heads fitted"]
     importance: Float[Tensor, "heads prefix"]
 
 
@@ -187,6 +206,7 @@ def select_heads(batch: Heads, rows: Int[Tensor, " rows"]) -> Heads:
 
 def dense_attention(batch: HeadBatch) -> DenseAttention:
     """Attention of a batch of heads over the whole prefix, in chunks of queries."""
+    boost = torch.ones_like(batch.factors) if batch.boost is None else batch.boost
     parts, importance = [], torch.zeros_like(batch.keys[..., 0])
     step = max(1, _BATCH_ELEMENTS // (batch.keys.shape[0] * batch.keys.shape[1]))
     for start in range(0, batch.queries.shape[1], step):
@@ -198,7 +218,10 @@ def dense_attention(batch: HeadBatch) -> DenseAttention:
         log_mass = top.squeeze(-1) + mass.log()
         weights = batch.factors[:, chunk] * (log_mass - batch.log_rest[:, chunk]).sigmoid().clamp_min(_LEAST_SHARE)
         attention = attention.div_(mass.unsqueeze(-1))
-        parts.append((log_mass, mass, attention @ batch.values, weights))
+        more = boost[:, chunk]
+        few = slice(more.shape[1])
+        outputs = attention[:, few] @ batch.values
+        parts.append((log_mass[:, few], mass[:, few], outputs, weights[:, few] * more))
         importance += attention.mul_(weights.unsqueeze(-1)).square_().sum(-2)
     log_mass, mass, outputs, weights = (torch.cat(part, 1) for part in zip(*parts, strict=True))
     return DenseAttention(log_mass, mass, outputs, weights, importance)
@@ -228,19 +251,19 @@ def head_groups(trace: Trace, fitted: FittedQueries) -> list[list[HeadIndex]]:
 
 
 def draw_queries(trace: Trace, fitted: FittedQueries, num_queries: int, seed: int) -> Drawn:
-    """Which of a KV head's queries are used, drawn per example without replacement."""
+    """Which of a KV head's queries are used, drawn per example without replacement; places as in ``load_heads``."""
     drawn = {}
     for example, generator in enumerate(example_generators(trace, seed)):
         for layer, (keys, queries) in enumerate(zip(trace.keys, fitted.queries, strict=True)):
-            available = queries.shape[1] // keys.shape[1] * queries.shape[2]
+            group, count = queries.shape[1] // keys.shape[1], queries.shape[2]
             for head in range(keys.shape[1]):
-                order = torch.randperm(available, generator=generator)[:num_queries]
-                drawn[layer, example, head] = order.sort().values
+                order = torch.randperm(group * count, generator=generator)[:num_queries]
+                drawn[layer, example, head] = (order % count * group + order // count).sort().values
     return drawn
 
 
 def load_heads(trace: Trace, fitted: FittedQueries, heads: list[HeadIndex], drawn: Drawn | None = None) -> HeadBatch:
-    """The tensors of one group of heads."""
+    """The tensors of one group of heads; their queries stand by position, those of one position by query head."""
     layer, _, _ = heads[0]
     group = fitted.queries[layer].shape[1] // trace.keys[layer].shape[1]
     keys, values, biases = zip(*(trace.head(*head) for head in heads), strict=True)
@@ -249,12 +272,14 @@ def load_heads(trace: Trace, fitted: FittedQueries, heads: list[HeadIndex], draw
     columns: list[list[Tensor]] = [[], [], [], []]
     for index, example, head in heads:
         part = slice(head * group, (head + 1) * group)
-        own = [x[index][example, part].flatten(0, 1) for x in (fitted.queries, fitted.factors, fitted.log_rest)]
+        parts = (fitted.queries, fitted.factors, fitted.log_rest)
+        own = [x[index][example, part].transpose(0, 1).flatten(0, 1) for x in parts]
         own[0] = wide(own[0]) * trace.scales[index]
         chosen = slice(None) if drawn is None else drawn[index, example, head].to(seen.device)
-        for column, x in zip(columns, (*own, seen.repeat(group)), strict=True):
+        for column, x in zip(columns, (*own, seen.repeat_interleave(group)), strict=True):
             column.append(x[chosen])
     queries, factors, log_rest, last = (torch.stack(column) for column in columns)
     bias = None if trace.log_bias is None else wide(torch.stack([b for b in biases if b is not None]))
     states = wide(torch.stack(keys)), wide(torch.stack(values))
-    return HeadBatch(queries, factors, log_rest, *states, bias, last if fitted.causal else None)
+    boost = None if drawn else fitted.boost.to(factors).repeat_interleave(group).expand(len(heads), -1)
+    return HeadBatch(queries, factors, log_rest, *states, bias, last if fitted.causal else None, boost)

@@ -42,10 +42,11 @@ def write_report(
     context: Mapping[str, Any] | None = None,
     paper_model: str | None = None,
 ) -> Path:
-    """Path of ``report.html``; beside it tables (``.md``, ``.tex``), plots, and every figure in full precision (CSV).
+    """Path of ``report.html``; beside it ``tables/*`` (``.md``, ``.tex``), ``plots/*.png``, and every figure in full
+    precision: ``summary.csv``, ``comparisons.csv``, ``costs.csv``.
 
     Args:
-        folders: results folders of any evaluations, each a section; may be empty where runs are given.
+        folders: results folders of any evaluations, each a section of its own; may be empty where runs are given.
         out_dir: where the report goes; files of an earlier report are replaced.
         title: of the page.
         runs: model label to training run, for the training diagnostics.
@@ -118,14 +119,14 @@ class Section:
         compared, tiles = self._compared() if pair else values[self.results.models[0]], []
         for name in (name for name in self.results.evaluation.tiles if name in compared.index):
             metric, row = METRICS[name], compared.loc[name]
-            label, detail, unit = _LABELS.get(name, metric.label), "%" if metric.percent else metric.unit, ""
+            label, unit = _LABELS.get(name, metric.label), "%" if metric.percent else metric.unit
             if pair is None:
-                figure = summary_figure(row)
-            else:
-                detail = f"{' and '.join(f'{m} {summary_figure(values[m].loc[name]).text}' for m in pair)} {detail}"
-                figure, relation = self._compare(name, row)
-                label, unit = f"{label}, {relation} {pair[1]}", " points" if metric.percent else ""
-            tiles.append({"label": label, "figure": figure, "unit": unit, "detail": detail})
+                tiles.append({"label": label, "figure": summary_figure(row), "unit": "", "detail": unit})
+                continue
+            detail = f"{' and '.join(f'{m} {summary_figure(values[m].loc[name]).text}' for m in pair)} {unit}"
+            figure, relation = self._compare(name, row)
+            named = {"label": f"{label}, {relation} {pair[1]}", "unit": " points" if metric.percent else ""}
+            tiles.append({**named, "figure": figure, "detail": detail})
         return tiles
 
     @property

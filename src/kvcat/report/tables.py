@@ -101,8 +101,12 @@ def quality_table(results: Results, paper: Paper, method: str) -> Table:
     rows = results.summary[(results.summary["method"] == method) & (results.summary["stratum"] == "")]
     lines: list[Line] = []
     for (keep, step, model), own in _groups(rows, results, "model"):
-        labels: Line = {"keep": keep_label(keep), "steps": step_label(step)}
-        line = labels | {"model": model, "n": str(own["num_examples"].max())}
+        line: Line = {
+            "keep": keep_label(keep),
+            "steps": step_label(step),
+            "model": model,
+            "n": str(own["num_examples"].max()),
+        }
         for name, row in own.set_index("metric").reindex(results.metrics).dropna(how="all").iterrows():
             printed = paper.printed(model, method, keep, step, str(name), results.evaluation.total)
             line[head(str(name))] = summary_figure(row, printed)
@@ -117,8 +121,12 @@ def differences_table(results: Results, model: str, reference: str) -> Table:
     rows = pair_rows(results, model, reference)
     lines: list[Line] = []
     for (method, keep, step), own in rows.groupby(CELL, sort=False):
-        line: Line = {"method": method, "keep": keep_label(keep), "steps": step_label(step)}
-        line["n"] = str(own["num_examples"].max())
+        line: Line = {
+            "method": method,
+            "keep": keep_label(keep),
+            "steps": step_label(step),
+            "n": str(own["num_examples"].max()),
+        }
         by_metric = own.set_index("metric")
         line |= {f"{head(decides)} ratio": ratio_figure(by_metric.loc[decides])} if ratio else {}
         line["p (Holm)"] = Figure(by_metric.loc[decides, "p_holm"])

@@ -32,9 +32,9 @@ from kvcat.types import Float, Int, Tensor
 
 BOUNDS = (-3.0, 3.0)
 BUDGETS = ("equal", "adaptive", "layers")
-PULL = 0.1
 PRESETS: dict[str, dict[str, Any]] = {
     "stable": {},
+    "known": {"own_weight": 0.0, "ridge": 1e-5},
     "paper": {"num_queries": 256, "num_iters": 2, "ridge": 1e-4, "own_weight": 0.0, "budgets": "equal"},
 }
 _SECONDS_BEFORE_BAR = 2.0
@@ -45,19 +45,19 @@ class AttentionMatching(Compressor):
     """Kept keys by attention, then a log-bias and values fitted so that attention over them equals the dense one.
 
     For every layer and KV head (``match_attention``): keep the keys with the largest root-mean-square attention weight
-    over the queries; fit the log-bias beta so that
-    sum_j exp(q.k_j + beta_j) over kept keys equals the sum over the whole prefix; fit values C so that
-    softmax(q.K_kept + beta) C equals the dense attention output. The default (preset "stable") fits all queries and
-    pulls each slot to what it was, which few queries determine badly; ``AttentionMatching.paper()`` is the paper's.
+    over the queries; fit the log-bias beta so that sum_j exp(q.k_j + beta_j) over kept keys equals the sum over the
+    whole prefix; fit values C so that softmax(q.K_kept + beta) C equals the dense attention output.
 
     Args:
-        preset: "stable" or "paper": values of the options below that are not given.
+        preset: values of the options below that are not given. "stable" for text that is not known yet: it also fits
+            what the prefix itself asks for, and pulls each slot to what it was, which few queries determine badly.
+            "known" where the supervising queries are all that will ever be asked: it fits these alone, closely.
+            "paper" is the paper's method.
         num_queries: queries per KV head, drawn without replacement; None takes all.
         num_iters: None weighs a query's errors by the part of its attention that goes to the prefix, solves the
-            log-bias to convergence, pulled to 0 (``fit_log_bias`` with a pull of 0.1), pulls values towards those of
-            their keys, and fits heads without log-bias where kept keys and values unchanged would do better. A number
-            is the paper's form: all queries count alike, so many projected-gradient steps without a pull, values
-            pulled towards 0.
+            log-bias to convergence, pulled to 0 (``fit_log_bias`` with a pull of the root of ``ridge``), pulls values
+            towards those of their keys. A number is the paper's form: all queries count alike, so many
+            projected-gradient steps without a pull, values pulled towards 0.
         ridge: strength of the values' pull, relative to the squared spectral norm; None for minimum-norm least squares.
         own_weight: of the prefix's own queries, moved behind it (``fitted_queries``), all together and relative to the
             others; 0: none. They stand for what later text may look for.
@@ -76,7 +76,7 @@ class AttentionMatching(Compressor):
     preset: str = field(default="stable", compare=False)
     num_queries: int | None = None
     num_iters: int | None = None
-    ridge: float | None = 1e-2
+    ridge: float | None = 1e-4
     own_weight: float = 1.0
     log_bias: bool = True
     budgets: str = "adaptive"
@@ -120,7 +120,7 @@ class AttentionMatching(Compressor):
         fits: list[dict[HeadIndex, HeadFit]] = [{} for _ in sizes]
         for heads in _with_progress(groups, "attention matching"):
             batch = load(heads)
-            dense = known.get(heads[0]) or dense_attention(batch)
+            dense, batch = known.get(heads[0]) or dense_attention(batch), batch.fitted()
             for found, plan in zip(fits, plans, strict=True):
                 wanted = torch.tensor([plan[head] for head in heads])
                 for count in wanted.unique().tolist():
@@ -147,7 +147,9 @@ class AttentionMatching(Compressor):
         for group in _with_progress(groups, "errors by number of slots"):
             batch = load(group)
             known[group[0]] = dense_attention(batch)
-            for head, curve in zip(group, error_curves(batch, known[group[0]], wanted), strict=True):
+            for head, curve in zip(
+                group, error_curves(batch.fitted(), known[group[0]], wanted, self.ridge or 1e-6), strict=True
+            ):
                 layer, example, place = head
                 gain = gains[layer][place].item() / trace.stream[layer][example].item()
                 curves[head] = {size: gain * error for size, error in curve.items()}
@@ -161,7 +163,7 @@ def match_attention(
     num_slots: int,
     *,
     num_iters: int | None = None,
-    ridge: float | None = 1e-2,
+    ridge: float | None = 1e-4,
     log_bias: bool = True,
 ) -> tuple[Int[Tensor, "heads slots"], Float[Tensor, "heads slots value_dim"], Float[Tensor, "heads slots"]]:
     """Positions, values and log-bias of the slots of a batch of KV heads; without log-bias this is 0.
@@ -181,25 +183,16 @@ def match_attention(
     weights = dense.weights if stable else dense.weights * dense.mass
     slots = top_positions(dense.importance, num_slots)
     scores, own = batch.scores(slots=slots), take(batch.values, slots)
-    none = torch.zeros_like(own[..., 0])
-    towards = own if stable else torch.zeros_like(own)
     outputs = dense.outputs * dense.weights.unsqueeze(-1)
     if batch.last is not None:
         outputs = outputs * (scores.amax(-1, keepdim=True) > -torch.inf)
-    bias = none
+    bias = torch.zeros_like(own[..., 0])
     if log_bias:
-        pull, mass = PULL if stable else 0.0, dense.log_mass.unsqueeze(-1)
+        pull, mass = math.sqrt(ridge or 0.0) if stable else 0.0, dense.log_mass.unsqueeze(-1)
         bias = fit_log_bias(scores, mass, bounds=BOUNDS, num_iters=num_iters, pull=pull, weights=weights)
-    attention = _weighted_attention(scores, bias, dense.weights)
-    values = fit_values(attention, outputs, ridge=ridge, towards=towards)
-    if stable and log_bias:
-        plain = _weighted_attention(scores, none, dense.weights)
-        fitted, kept = ((x @ v - outputs).square().sum((1, 2)) for x, v in ((attention, values), (plain, own)))
-        worse = (fitted > kept).nonzero().flatten()
-        if len(worse):
-            refitted = fit_values(plain[worse], outputs[worse], ridge=ridge, towards=own[worse])
-            values, bias = values.index_copy(0, worse, refitted), bias.index_fill(0, worse, 0.0)
-    return slots, values, bias
+    # 0 where a query sees no slot
+    attention = (scores + bias.unsqueeze(1)).softmax(-1).nan_to_num_(0.0).mul_(dense.weights.unsqueeze(-1))
+    return slots, fit_values(attention, outputs, ridge=ridge, towards=own if stable else None), bias
 
 
 @torch.no_grad()
@@ -239,7 +232,7 @@ def refit_without_log_bias(
                 alike.setdefault(int(layers[layer].counts[example, head]), []).append((layer, example, head))
         for heads in alike.values():
             batch = load_heads(trace, fitted, heads)
-            dense = dense_attention(batch)
+            dense, batch = dense_attention(batch), batch.fitted()
             keys, values, _ = zip(*(layers[i].head(b, h) for i, b, h in heads), strict=True)
             weights, towards = dense.weights.unsqueeze(-1), torch.stack(values).to(batch.keys)
             attention = (batch.queries @ torch.stack(keys).to(batch.keys).mT).softmax(-1) * weights
@@ -259,11 +252,6 @@ class HeadFit(NamedTuple):
     positions: Int[Tensor, " slots"]
     values: Float[Tensor, "slots value_dim"]
     log_bias: Float[Tensor, " slots"]
-
-
-def _weighted_attention(scores: Tensor, log_bias: Tensor, weights: Tensor) -> Float[Tensor, "heads queries slots"]:
-    """Attention over the slots times the query's weight; 0 where a query sees no slot."""
-    return (scores + log_bias.unsqueeze(1)).softmax(-1).nan_to_num_(0.0).mul_(weights.unsqueeze(-1))
 
 
 def _layer(trace: Trace, index: int, fits: dict[HeadIndex, HeadFit], *, log_bias: bool) -> Layer:
