@@ -1,5 +1,7 @@
 """Fused kernels with a bias per key, and kvcat's attention in a model whose caches need no mask."""
 
+from contextlib import ExitStack
+
 import pytest
 import torch
 from torch.nn.functional import pad
@@ -11,19 +13,16 @@ from kvcat.cache import CompactCache, CompactLayer, fingerprint
 from kvcat.errors import InputError
 from tiny import stock_model
 
+# queries, keys, biased keys, channels of values, KV heads
 SHAPES = {
-    "a chunk behind a cache": {"queries": 5, "keys": 12},
-    "a bias of some of the queries' own keys": {"queries": 5, "keys": 12, "biased": 9},
-    "a bias without a cache": {"queries": 6, "keys": 6, "biased": 6},
-    "one query": {"queries": 1, "keys": 6, "biased": 2},
-    "many blocks": {"queries": 130, "keys": 700, "biased": 90},
-    "values narrower than keys": {"queries": 5, "keys": 12, "biased": 3, "value_dim": 6},
-    "values wider than keys": {"queries": 5, "keys": 12, "biased": 3, "value_dim": 24},
-    "a head for each": {"queries": 5, "keys": 12, "biased": 3, "kv_heads": 4},
-}
+    "a chunk behind a cache": (5, 12), "a bias of some of the queries' own keys": (5, 12, 9),
+    "a bias without a cache": (6, 6, 6), "one query": (1, 6, 2), "many blocks": (130, 700, 90),
+    "values narrower than keys": (5, 12, 3, 6), "values wider than keys": (5, 12, 3, 24),
+    "a head for each": (5, 12, 3, 8, 4),
+}  # fmt: skip
 
 
-def example(*, queries, keys, biased=None, value_dim=8, kv_heads=2):
+def example(queries, keys, biased=None, value_dim=8, kv_heads=2):
     generator = torch.Generator().manual_seed(0)
     shapes = [(4, queries, 8), (kv_heads, keys, 8), (kv_heads, keys, value_dim)]
     shapes += [(kv_heads, biased)] if biased else []
@@ -45,7 +44,7 @@ def with_gradients(function, tensors):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_output_and_all_gradients_equal_the_naive_twin(shape, causal):
-    tensors = example(**SHAPES[shape])
+    tensors = example(*SHAPES[shape])
     expected = with_gradients(lambda *x: naive(*x, causal=causal), tensors)
     # a dropout that drops nothing takes the path of devices without the kernel: extra channels and a mask
     for dropout in (0.0, 1e-14):
@@ -105,42 +104,32 @@ def model():
 def masks(model):
     """The masks that attention got, one per layer and forward."""
     seen = []
-    handles = [
-        layer.self_attn.register_forward_pre_hook(
-            lambda _module, _args, kwargs: seen.append(kwargs["attention_mask"]), with_kwargs=True
-        )
-        for layer in model.model.layers
-    ]
-    yield seen
-    for handle in handles:
-        handle.remove()
+    with ExitStack() as handles:
+        for layer in model.model.layers:
+            note = lambda _module, _args, kwargs: seen.append(kwargs["attention_mask"])  # noqa: E731
+            handles.enter_context(layer.self_attn.register_forward_pre_hook(note, with_kwargs=True))
+        yield seen
 
 
 IDS = torch.randint(0, 67, (2, 24), generator=torch.Generator().manual_seed(1))
 
 
-def biased_cache(model):
-    generator = torch.Generator().manual_seed(3)
-    shapes = ((1, 2, 6, 8), (1, 2, 6, 8), (1, 2, 6))
-    layers = [CompactLayer(*(torch.randn(s, generator=generator).double() for s in shapes)) for _ in range(2)]
-    return CompactCache(layers, 40, fingerprint(model))
-
-
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
-def test_tokens_in_parts_get_the_logits_of_one_forward_whatever_the_cache(model, masks, kind):
+def test_tokens_in_parts_get_the_logits_of_one_forward_whatever_the_cache(model, masks):
     expected = model(IDS).logits
-    past = DynamicCache() if kind == "dynamic" else StaticCache(config=model.config, max_cache_len=40)
-    masks.clear()
-    for start, stop in ((0, 9), (9, 10), (10, 24)):
-        logits = model(IDS[:, start:stop], past_key_values=past).logits
-        assert torch.allclose(logits, expected[:, start:stop], atol=1e-5)
-    assert all(mask is None for mask in masks) == (kind == "dynamic")
+    for past in (DynamicCache(), StaticCache(config=model.config, max_cache_len=40)):
+        masks.clear()
+        for start, stop in ((0, 9), (9, 10), (10, 24)):
+            logits = model(IDS[:, start:stop], past_key_values=past).logits
+            assert torch.allclose(logits, expected[:, start:stop], atol=1e-5)
+        assert all(mask is None for mask in masks) == isinstance(past, DynamicCache)
 
 
 @torch.no_grad()
 def test_tokens_behind_slots_need_a_mask_only_where_there_is_padding(model, masks):
-    cache = biased_cache(model)
+    draw, shapes = torch.Generator().manual_seed(3), ((1, 2, 6, 8), (1, 2, 6, 8), (1, 2, 6))
+    layers = [CompactLayer(*(torch.randn(s, generator=draw).double() for s in shapes)) for _ in range(2)]
+    cache = CompactCache(layers, 40, fingerprint(model))
     whole = model(**cache.inputs(model, IDS)).logits
     assert all(mask is None for mask in masks)
     padding = torch.ones_like(IDS)

@@ -3,17 +3,16 @@
 import hashlib
 import io
 import json
-import re
 import sys
 
 import pytest
 import safetensors.torch
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvcat.cache import CompactCache, CompactLayer, fingerprint
 from kvcat.cachefile import CACHE, parse_header
 from kvcat.errors import InputError
+from tiny import stock_model
 
 OWNER = "ab" * 32
 ZEROS = "0" * 64
@@ -24,10 +23,9 @@ def example(form="equal", dtype=torch.float32, owner=OWNER):
     layers = []
     for _ in range(2):
         if form == "ragged":
-            parts = [[[torch.randn(n, *s, generator=draw) for n in row] for row in ((1, 3), (2, 2))] for s in (4, 4)
-                     for s in ((s,),)]  # fmt: skip
-            bias = [[torch.randn(n, generator=draw) for n in row] for row in ((1, 3), (2, 2))]
-            layers.append(CompactLayer.ragged(*parts, bias))
+            rows = ((1, 3), (2, 2))
+            parts = [[[torch.randn(n, *s, generator=draw) for n in row] for row in rows] for s in ((4,), (4,), ())]
+            layers.append(CompactLayer.ragged(*parts))
         else:
             draws = [torch.randn(2, 2, 3, *rest, generator=draw) for rest in ((4,), (6,), ())]
             if form == "without log-bias":
@@ -61,13 +59,12 @@ def saved(tmp_path):
 def refused(path, content, reason=None):
     """Load the content; it is refused in one line."""
     path.write_bytes(content)
-    with pytest.raises(InputError) as error:
+    with pytest.raises(InputError, match=reason) as error:
         CompactCache.load(path)
     line = str(error.value)
     assert path.name in line
     assert "\n" not in line
     assert len(line) < 400
-    assert reason is None or re.search(reason, line), line
 
 
 @pytest.mark.parametrize(
@@ -204,39 +201,33 @@ def test_a_signed_header_whose_offsets_overlap_is_refused(saved):
 def test_a_place_that_cannot_be_written_is_named_and_the_old_file_stays(tmp_path, monkeypatch, saved):
     broken = example()
     broken.layers[1].values.view(-1)[0] = torch.nan
-    with pytest.raises(InputError, match="the compact cache, layer 1: values"):
-        broken.save(tmp_path / "new")
-    with pytest.raises(InputError, match="no such folder"):
-        example().save(tmp_path / "missing" / "doc")
-    with pytest.raises(InputError, match="it is a folder"):
-        example().save(tmp_path)
-    with pytest.raises(InputError, match="no cache file"):
-        CompactCache.load(tmp_path / "nowhere")
     content = saved.read_bytes()
 
-    def full(*_):
-        raise OSError(28, "No space left on device")
+    def failing(error):
+        return lambda *_, **__: (_ for _ in ()).throw(error)
 
-    monkeypatch.setattr("os.fsync", full)
+    for cache, path, told in (
+        (broken, tmp_path / "new", "the compact cache, layer 1: values"),
+        (example(), tmp_path / "missing" / "doc", "no such folder"), (example(), tmp_path, "it is a folder"),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=told):
+            cache.save(path)
+    with pytest.raises(InputError, match="no cache file"):
+        CompactCache.load(tmp_path / "nowhere")
+    monkeypatch.setattr("os.fsync", failing(OSError(28, "No space left on device")))
     with pytest.raises(InputError, match="the disk is full"):
         example(dtype=torch.bfloat16).save(saved)
     assert saved.read_bytes() == content
     assert [path.name for path in tmp_path.iterdir()] == ["doc"]
-
-    def denied(*_, **__):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr("pathlib.Path.open", denied)
+    monkeypatch.setattr("pathlib.Path.open", failing(PermissionError(13, "Permission denied")))
     with pytest.raises(InputError, match=r"cannot read .*doc: Permission denied"):
         CompactCache.load(saved)
 
 
 def model(seed=0, **options):
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        config = LlamaConfig(vocab_size=11, hidden_size=8, intermediate_size=8, num_hidden_layers=2,
-                             num_attention_heads=2, **options)  # fmt: skip
-        return LlamaForCausalLM(config).eval()
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 8}
+    return stock_model("llama", **sizes, num_hidden_layers=2, num_attention_heads=2, **options).eval()
 
 
 def test_a_cache_loads_only_for_its_model_whose_fingerprint_follows_every_weight(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Short training runs and what they leave (a module of the tests, not a test)."""
 
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -36,13 +37,9 @@ def context():
 
 def start_command(run, told):
     """``kvcat train`` in a process of its own, its messages appended to ``told``."""
-    options = {
-        name: value
-        for name, value in vars(run).items()
-        if not (value is None or isinstance(value, bool) or name == "betas")
-    }
-    argv = [x for name, value in options.items() for x in (f"--{name.replace('_', '-')}", str(value))]
-    child = context().Process(target=_command, args=(["train", "small", *argv], str(told)), daemon=True)
+    file = Path(f"{told}.json")
+    file.write_text(json.dumps(dataclasses.asdict(run)))
+    child = context().Process(target=_command, args=(["train", "small", "--config", str(file)], str(told)), daemon=True)
     child.start()
     return child
 
@@ -99,12 +96,8 @@ def assert_close(ours, theirs, weights):
     """Losses and weights of two runs agree to rounding; AdamW's first steps magnify that of the gradients."""
     for one, two in zip(records(ours), records(theirs), strict=True):
         assert (one.keys(), one["kind"], one["step"]) == (two.keys(), two["kind"], two["step"])
-        for name in (
-            "dense_loss",
-            "masked_loss",
-            "kl",
-            *(("grad_norm", "router_grad_norm") if one["step"] == 1 else ()),
-        ):
+        norms = ("grad_norm", "router_grad_norm") if one["step"] == 1 else ()
+        for name in ("dense_loss", "masked_loss", "kl", *norms):
             assert one.get(name, 0.0) == pytest.approx(two.get(name, 0.0), rel=1e-4, abs=1e-4)
     a, b = exported(ours), exported(theirs)
     assert a.keys() == b.keys()

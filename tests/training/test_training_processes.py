@@ -76,10 +76,8 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path, new_run):
     whole, split = (new_run(name, **options) for name in ("whole", "split"))
     train(whole, progress=False)
     shutil.copytree(whole.output, split.output)
-    for steps, go_on in (
-        ((4, 6), lambda: train_in_processes(split, tmp_path)),
-        ((6,), lambda: train(split, progress=False)),
-    ):
+    one, two = (lambda: train(split, progress=False)), (lambda: train_in_processes(split, tmp_path))
+    for steps, go_on in (((4, 6), two), ((6,), one)):
         for step in steps:
             shutil.rmtree(tmp_path / "split" / "checkpoints" / f"step-{step:06d}")
         (tmp_path / "split" / "done.json").unlink()

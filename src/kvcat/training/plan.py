@@ -50,9 +50,10 @@ def plan(config: TrainConfig) -> dict[str, str]:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(read_config(config.model))
     masked_pass = make_masked_pass(model, config)
-    parameters = sum(p.numel() for p in model.parameters())
-    routers = 0 if masked_pass is None else sum(p.numel() for p in masked_pass.parameters())
-    starts = [] if masked_pass is None else [str(start) for start in masked_pass.group_starts]
+    parameters, routers, groups = sum(p.numel() for p in model.parameters()), 0, ""
+    if masked_pass is not None:
+        routers = sum(p.numel() for p in masked_pass.parameters())
+        groups = f", groups at {', '.join(map(str, masked_pass.group_starts))}"
     processes = world_size()
     micro = config.micro_batch_size or config.batch_size // processes
     tokens = config.max_steps * config.tokens_per_step
@@ -62,7 +63,7 @@ def plan(config: TrainConfig) -> dict[str, str]:
     activations = _activations(model, config, micro)
     return {
         "model": f"{config.model}: {parameters:,} parameters, {routers:,} more in routers",
-        "policy": config.policy + (f", groups at {', '.join(starts)}" if starts else ""),
+        "policy": config.policy + groups,
         "data": f"{config.data}, sequences of {config.seq_len} tokens",
         "tokens": f"{tokens:,} in {config.max_steps:,} steps of {config.tokens_per_step:,}",
         "processes": f"{processes}, each {micro} sequences a forward pass, "
