@@ -21,7 +21,6 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from kvcat.models import load
-from kvcat.policies import gate
 from kvcat.training.config import TrainConfig
 from kvcat.training.objective import Objective
 from kvcat.training.plan import flops_per_token, peak_flops, peak_memory
@@ -76,7 +75,8 @@ def stepper(
             torch.cuda.synchronize()
 
     if name == "no gradient of the mask" and objective.masked_pass is not None:
-        objective.masked_pass._gate = lambda scores: gate(scores.detach())  # type: ignore[method-assign]
+        for policy in objective.masked_pass.policies.values():
+            policy.register_forward_hook(lambda _policy, _given, scores: scores.detach())
     if objective.masked_pass is not None and settings.policy == "router":
         with torch.no_grad():  # routers that drop about half, as in training
             for policy in objective.masked_pass.policies.values():

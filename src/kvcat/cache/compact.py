@@ -1,5 +1,6 @@
 """The compact cache: few slots that stand for a long prefix."""
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -11,10 +12,11 @@ from torch import nn
 from transformers import Cache, PreTrainedModel
 
 from kvcat.attention import enable
-from kvcat.cache.files import read_cache, write_cache
+from kvcat.cache.files import checked_layers, read_tensors, write_tensors
 from kvcat.cache.fingerprint import fingerprint
-from kvcat.cache.layers import PrefixLayer, RaggedPrefixLayer, StaticPrefixLayer, layer_windows
-from kvcat.cache.slots import CompactLayer, Layer, RaggedLayer, Rows
+from kvcat.cache.layers import PrefixLayer, StaticPrefixLayer, layer_windows
+from kvcat.cache.slots import CompactLayer, Layer, Rows
+from kvcat.cachefile import CACHE, parse_metadata
 from kvcat.errors import InputError
 from kvcat.types import Int, Tensor
 
@@ -81,8 +83,14 @@ class CompactCache:
 
     def save(self, path: str | Path) -> None:
         """Write a safetensors file with a checksum; the path holds the old file or the whole new one."""
-        layers = [layer.tensors() for layer in self.layers]
-        write_cache(Path(path), layers, self.num_tokens, self.fingerprint, self.metadata)
+        named = ((i, *pair) for i, layer in enumerate(self.layers) for pair in layer.tensors().items())
+        tensors = {f"layers.{i}.{name}": tensor for i, name, tensor in named}
+        entries = {
+            "num_layers": str(len(self.layers)), "num_tokens": str(self.num_tokens), "fingerprint": self.fingerprint,
+            "metadata": json.dumps(self.metadata, sort_keys=True),
+        }  # fmt: skip
+        checked_layers(entries, tensors, "the compact cache")
+        write_tensors(Path(path), tensors, entries, CACHE)
 
     @classmethod
     def load(cls, path: str | Path, model: nn.Module | None = None) -> "CompactCache":
@@ -91,9 +99,9 @@ class CompactCache:
         Raises:
             InputError: missing, truncated, corrupt, not one of ours, or of another model.
         """
-        layers, num_tokens, owner, metadata = read_cache(Path(path))
-        made = [RaggedLayer(**x) if "counts" in x else CompactLayer(**x) for x in layers]
-        cache = cls(made, num_tokens, owner, metadata)
+        entries, tensors = read_tensors(Path(path), CACHE)
+        layers, metadata = checked_layers(entries, tensors, str(path)), parse_metadata(entries["metadata"], path)
+        cache = cls(layers, int(entries["num_tokens"]), entries["fingerprint"], metadata)
         if model is None:
             return cache
         cache.check_model(model, str(path))
@@ -103,9 +111,8 @@ class CompactCache:
         """Refuse a model whose weights have another fingerprint than those that the cache was made with."""
         found = fingerprint(model)
         if found != self.fingerprint:
-            raise InputError(
-                f"{name} belongs to another model: its fingerprint is {self.fingerprint[:12]}, the model's {found[:12]}"
-            )
+            both = f"its fingerprint is {self.fingerprint[:12]}, the model's {found[:12]}"
+            raise InputError(f"{name} belongs to another model: {both}")
 
     def inputs(
         self,
@@ -155,13 +162,10 @@ class CompactCache:
             if not uniform and isinstance(layer, CompactLayer) and layer.log_bias is None:
                 # masks are made for the first layer's slots; with a log-bias, attention takes this layer's part
                 layer = replace(layer, log_bias=torch.zeros(layer.keys.shape[:3], device=layer.keys.device))
-            options: dict[str, Any] = {"window": window, "read_only": read_only}
-            if static_tokens is not None:
-                made.append(StaticPrefixLayer(layer, self.num_tokens, capacity=static_tokens, window=window))
-            elif isinstance(layer, RaggedLayer):
-                made.append(RaggedPrefixLayer(layer, self.num_tokens, **options))
+            if static_tokens is None:
+                made.append(PrefixLayer(layer, self.num_tokens, window=window, read_only=read_only))
             else:
-                made.append(PrefixLayer(layer, self.num_tokens, **options))
+                made.append(StaticPrefixLayer(layer, self.num_tokens, capacity=static_tokens, window=window))
         return Cache(layers=made)
 
 

@@ -4,14 +4,16 @@ import errno
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
-from kvcat.cachefile import CACHE, NO_DIGEST, VERSIONS, parse_header, parse_metadata
+from kvcat.cache.slots import CompactLayer, Layer, RaggedLayer
+from kvcat.cachefile import NO_DIGEST, VERSIONS, parse_header, parse_metadata
 from kvcat.errors import InputError
 from kvcat.files import atomic_write
 from kvcat.types import Tensor
@@ -21,26 +23,6 @@ _MOST_TOKENS = 2**24
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _INTEGERS = (torch.int64, torch.int32)
 _PARTS = r"layers\.(0|[1-9]\d{0,5})\.(keys|values|log_bias|counts|positions)"
-
-
-def write_cache(
-    path: Path, layers: Sequence[dict[str, Tensor]], num_tokens: int, fingerprint: str, metadata: dict[str, str]
-) -> None:
-    """Write a compact cache, each layer's tensors by field name, checked as it is when it is read."""
-    tensors = {f"layers.{i}.{name}": tensor for i, layer in enumerate(layers) for name, tensor in layer.items()}
-    entries = {
-        "num_layers": str(len(layers)), "num_tokens": str(num_tokens), "fingerprint": fingerprint,
-        "metadata": json.dumps(metadata, sort_keys=True),
-    }  # fmt: skip
-    _checked(entries, tensors, "the compact cache")
-    write_tensors(path, tensors, entries, CACHE)
-
-
-def read_cache(path: Path) -> tuple[list[dict[str, Tensor]], int, str, dict[str, str]]:
-    """Layers' tensors, prefix length, fingerprint and metadata of a file of ``write_cache``."""
-    entries, tensors = read_tensors(path, CACHE)
-    layers, num_tokens = _checked(entries, tensors, str(path))
-    return layers, num_tokens, entries["fingerprint"], parse_metadata(entries["metadata"], path)
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], entries: dict[str, str], kind: str) -> None:
@@ -103,8 +85,8 @@ def write_bytes(path: Path, *parts: bytes | memoryview) -> None:
         raise InputError(f"cannot write {path}: {reason}") from error
 
 
-def _checked(entries: dict[str, str], tensors: dict[str, Tensor], name: str) -> tuple[list[dict[str, Tensor]], int]:
-    """The tensors by layer, and the prefix length, once all of it is what a cache holds."""
+def checked_layers(entries: dict[str, str], tensors: dict[str, Tensor], name: str) -> list[Layer]:
+    """The layers that a file of these entries and tensors holds, once all of it is what a cache holds."""
     if wrong := set(entries) ^ set(_ENTRIES):
         raise InputError(f"{name} lacks a header entry or has one that no cache has: {', '.join(sorted(wrong))}")
     for key, most in (("num_layers", max(1, len(tensors))), ("num_tokens", _MOST_TOKENS)):
@@ -114,7 +96,7 @@ def _checked(entries: dict[str, str], tensors: dict[str, Tensor], name: str) -> 
         raise InputError(f"{name}: {entries['fingerprint']!r} is no fingerprint of a model")
     parse_metadata(entries["metadata"], name)
     num_layers, num_tokens = int(entries["num_layers"]), int(entries["num_tokens"])
-    layers: list[dict[str, Tensor]] = [{} for _ in range(num_layers)]
+    layers: list[dict[str, Any]] = [{} for _ in range(num_layers)]
     for key, tensor in tensors.items():
         match = re.fullmatch(_PARTS, key, re.ASCII)
         if match is None or int(match[1]) >= num_layers:
@@ -128,7 +110,7 @@ def _checked(entries: dict[str, str], tensors: dict[str, Tensor], name: str) -> 
         alike |= {f"{len(layer.get('counts', layer['keys']))} examples in {dtype}" for dtype in dtypes}
     if len(alike) > 1:
         raise InputError(f"{name} has layers of {' and of '.join(sorted(alike))}")
-    return layers, num_tokens
+    return [RaggedLayer(**x) if "counts" in x else CompactLayer(**x) for x in layers]
 
 
 def _problems(layer: dict[str, Tensor], num_tokens: int) -> Iterator[str]:

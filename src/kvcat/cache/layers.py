@@ -9,7 +9,7 @@ from torch import nn
 from transformers.cache_utils import CacheLayerMixin
 
 from kvcat.attention import Carried, attach
-from kvcat.cache.slots import CompactLayer, Layer, RaggedLayer
+from kvcat.cache.slots import Layer, RaggedLayer
 from kvcat.errors import InputError
 from kvcat.types import Int, Tensor
 
@@ -18,10 +18,11 @@ class PrefixLayer(CacheLayerMixin):
     """One layer's compact prefix and the tokens after it, as transformers' attention sees them.
 
     Positions go on from ``num_tokens`` (the prefix length), however few slots stand for the prefix. The returned keys
-    carry the log-bias (``Carried``), which only kvcat's attention function adds.
+    carry (``Carried``) what only kvcat's attention function knows: the log-bias, or, where heads hold different numbers
+    of slots, the slots themselves, which are never padded or copied; the keys are then those of the new tokens alone.
 
     Args:
-        slots: the prefix, equally many slots in every head.
+        slots: the prefix.
         num_tokens: prefix length.
         window: sliding window of this layer in tokens, None without one.
         read_only: updates store nothing.
@@ -33,9 +34,14 @@ class PrefixLayer(CacheLayerMixin):
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, slots: CompactLayer, num_tokens: int, *, window: int | None = None, read_only: bool = False):
+    def __init__(self, slots: Layer, num_tokens: int, *, window: int | None = None, read_only: bool = False):
         super().__init__()
-        self.keys, self.values, self.log_bias = slots.keys, slots.values, slots.log_bias
+        self.keys, self.values, self.log_bias, self.ragged = slots.keys, slots.values, slots.log_bias, None
+        self.rows = torch.arange(slots.batch_size, device=slots.keys.device)
+        if isinstance(slots, RaggedLayer):
+            shape = (*slots.counts.shape, 0)
+            self.keys, self.values = (x.new_zeros(*shape, x.shape[-1]) for x in (slots.keys, slots.values))
+            self.log_bias, self.ragged = None, slots
         self.num_slots, self.num_tokens, self.num_new = slots.num_slots, num_tokens, 0
         self.window, self.read_only = window, read_only
         self.dtype, self.device = slots.keys.dtype, slots.keys.device
@@ -56,10 +62,14 @@ class PrefixLayer(CacheLayerMixin):
         keys = torch.cat([_repeated(self.keys, batch).to(key_states.dtype), key_states], dim=-2)
         values = torch.cat([_repeated(self.values, batch).to(value_states.dtype), value_states], dim=-2)
         log_bias = None if self.log_bias is None else _repeated(self.log_bias, batch)
+        rows = _repeated(self.rows, batch)
         if not self.read_only:
-            self.keys, self.values, self.log_bias = keys, values, log_bias
+            self.keys, self.values, self.log_bias, self.rows = keys, values, log_bias, rows
             self.num_new += key_states.shape[-2]
-        return self._carrying(keys, None if log_bias is None else Carried(log_bias)), values
+        carried = None if log_bias is None else Carried(log_bias)
+        if self.ragged is not None:
+            carried = Carried(slots=self.ragged.head, rows=rows)
+        return self._carrying(keys, carried), values
 
     def _carrying(self, keys: Tensor, carried: Carried | None) -> Tensor:
         if self._sent is not None and not self._sent.taken:
@@ -99,39 +109,12 @@ class PrefixLayer(CacheLayerMixin):
     def batch_select_indices(self, indices: Int[Tensor, " rows"]) -> None:
         """Keep the given rows."""
         rows = indices.to(self.keys.device)
-        self.keys, self.values = self.keys[rows], self.values[rows]
+        self.keys, self.values, self.rows = self.keys[rows], self.values[rows], self.rows[rows]
         self.log_bias = None if self.log_bias is None else self.log_bias[rows]
 
     def reorder_cache(self, beam_idx: Int[Tensor, " rows"]) -> None:
         """Put the rows in the order of the surviving beams."""
         self.batch_select_indices(beam_idx)
-
-
-class RaggedPrefixLayer(PrefixLayer):
-    """A prefix whose heads hold different numbers of slots; its keys are those of the new tokens alone.
-
-    The slots travel with the keys (``Carried``) and are never padded or copied.
-    """
-
-    def __init__(self, slots: RaggedLayer, num_tokens: int, *, window: int | None = None, read_only: bool = False):
-        shape = (slots.batch_size, slots.counts.shape[1], 0)
-        empty = CompactLayer(*(x.new_zeros(*shape, x.shape[-1]) for x in (slots.keys, slots.values)))
-        super().__init__(empty, num_tokens, window=window, read_only=read_only)
-        self.prefix, self.num_slots = slots, slots.num_slots
-        self.rows = torch.arange(slots.batch_size, device=slots.keys.device)
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Keys and values of all new tokens so far, carrying the slots."""
-        rows = _repeated(self.rows, len(key_states))
-        keys, values = super().update(key_states, value_states, *args, **kwargs)
-        if not self.read_only:
-            self.rows = rows
-        return self._carrying(keys, Carried(slots=self.prefix.head, rows=rows)), values
-
-    def batch_select_indices(self, indices: Int[Tensor, " rows"]) -> None:
-        """Keep the given rows."""
-        super().batch_select_indices(indices)
-        self.rows = self.rows[indices.to(self.rows.device)]
 
 
 class StaticPrefixLayer(PrefixLayer):
