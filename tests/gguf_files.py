@@ -1,14 +1,6 @@
 """Small transformers models as GGUF files (a module of the tests, not a test)."""
 
 import gguf
-import torch
-
-NAMES = {
-    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-}  # fmt: skip
 
 
 def write_gguf(model, path, words=()):
@@ -30,32 +22,16 @@ def write_gguf(model, path, words=()):
         writer.add_token_types([1] * len(words))
         writer.add_token_merges(["a b"])
         writer.add_eos_token_id(len(words) - 1)
+    architecture = getattr(gguf.MODEL_ARCH, config.model_type.upper())
+    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
         if config.model_type == "llama" and ("q_proj" in name or "k_proj" in name):
             # llama.cpp's rotation pairs neighbours, transformers' the halves of a head
             tensor = tensor.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
-        writer.add_tensor(gguf_name(name), tensor.float().contiguous().numpy())
+        stem, _, kind = name.rpartition(".")
+        writer.add_tensor(f"{names.get_name(stem)}.{kind}", tensor.float().contiguous().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
-
-
-def gguf_name(name):
-    kind = name.rsplit(".", 1)[-1]
-    fixed = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-    stem = name.removesuffix(f".{kind}")
-    if stem in fixed:
-        return f"{fixed[stem]}.{kind}"
-    _, _, layer, rest = stem.split(".", 3)
-    return f"blk.{layer}.{NAMES[rest]}.{kind}"
-
-
-def wide_weights(model, seed=0):
-    """Random weights that make attention look at some keys more than at others."""
-    draw = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.data.normal_(std=0.3, generator=draw)
-    return model.eval()

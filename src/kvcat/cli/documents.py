@@ -165,13 +165,12 @@ def generate(
 def _model_and_cache(
     model: str, file: Path, *, device: str, dtype: str | None = None, tokenizer: bool = True
 ) -> tuple[Any, Any, "CompactCache"]:
-    """Model, tokenizer and cache on one device, once it is certain that the cache is the model's."""
+    """Model, tokenizer and cache on one device; that the cache is the model's is checked where it is used."""
     import kvcat
 
     compact = kvcat.CompactCache.load(file)
     dtype = dtype or compact.metadata.get("dtype", "float32")
     loaded, words = kvcat.load(model, dtype=dtype, device=device, tokenizer=tokenizer)
-    compact.check_model(loaded, str(file))
     return loaded, words, compact.to(loaded.device)
 
 

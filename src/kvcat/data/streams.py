@@ -130,7 +130,7 @@ class TextStreams:
                 for here, document in read_documents(file, place, stripe=stripe, num_stripes=self.num_stripes):
                     if split_of(document.id) == "train":
                         num_empty = -1
-                        yield Position(epoch, item, *here), *self.encoder([document.text])
+                        yield Position(epoch, item, *here), self.encoder([document.text])[0]
                 place = Place()
             num_empty += 1
             if num_empty == EMPTY_EPOCHS:
