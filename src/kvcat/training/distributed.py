@@ -142,7 +142,7 @@ def shard(objective: Objective, world: World, dtype: torch.dtype) -> None:
     """
     if world.mesh is None:
         return
-    mixed = {} if dtype == torch.float32 else {"param_dtype": dtype, "reduce_dtype": torch.float32}
+    mixed: dict[str, Any] = {} if dtype == torch.float32 else {"param_dtype": dtype, "reduce_dtype": torch.float32}
     options: dict[str, Any] = {"mesh": world.mesh, "mp_policy": MixedPrecisionPolicy(**mixed)}
     for layer in decoder_layers(objective.model):
         fully_shard(layer, **options)
