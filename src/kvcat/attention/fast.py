@@ -85,7 +85,6 @@ def attend_twice(
         q, k, v: of all T + S positions, after rotation; S = T - prefix_len.
         keep: 1 for kept slots of the prefix, 0 for dropped ones; gradient as in ``attend``.
         prefix_len: tokens before the split, in 1..T-1.
-        scale, window, coupling, dropout: as in ``attend``.
     """
     num_tokens = (q.shape[2] + prefix_len) // 2
     window = None if window is None or window >= num_tokens else window

@@ -63,8 +63,7 @@ def attend_reference(
 
     Args:
         q: queries, the last ``queries`` of the ``keys`` positions; heads is a multiple of kv_heads.
-        k: keys, after rotation.
-        v: values.
+        k, v: keys, after rotation, and values.
         keep: 1 for kept slots, 0 for dropped ones; None keeps all. It gets no gradient here.
         log_bias: nats added to the scores of each slot; None adds none.
         causal: whether later positions are hidden.

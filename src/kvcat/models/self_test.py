@@ -35,15 +35,12 @@ def self_test(model: PreTrainedModel, *, split: bool = False) -> None:
     On 16 random tokens: dense rows equal the stock model (transformers' eager attention); a random gate in every layer
     changes the masked rows, only where a slot is hidden before them, and gets gradients; ``output_head`` can describe
     the head; tokens behind a compact cache of all slots equal the stock model, and a log-bias of the slots changes them
-    (not tested with shorter sliding windows). Parameters' gradients are left alone.
+    (not tested with shorter sliding windows). The model is left with kvcat's attention.
 
     Args:
-        model: a causal LM; it is left with kvcat's attention.
+        model: a causal LM.
         split: test the masked pass with a ``prefix_len`` instead: a suffix run again equals the stock model where all
             slots are kept, and differs where they are not.
-
-    Raises:
-        InputError: what fails, and the model's class.
     """
     kind = type(model).__name__
     try:

@@ -49,7 +49,7 @@ def output_gains(model: PreTrainedModel, num_kv_heads: int) -> list[Float[Tensor
 
 
 def model_name(model: PreTrainedModel) -> str:
-    """What the model was loaded as: its Hub name, or the last part of its folder; its class where it was not loaded."""
+    """The model's Hub name, or the last part of its folder; its class where it was not loaded."""
     name = model.config.name_or_path
     if not name:
         return type(model).__name__
