@@ -24,16 +24,20 @@ def tokenizer():
     return byte_tokenizer()
 
 
-@pytest.fixture(scope="module")
-def model():
+def small_model(**changes):
     """Weights this large make answers that differ from question to question and context to context."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.5, bos_token_id=None,
-        eos_token_id=None,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
+    options = {
+        "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.5,
+        "bos_token_id": None, "eos_token_id": None,
+    }  # fmt: skip
+    return LlamaForCausalLM(LlamaConfig(**options | changes)).eval()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return small_model()
 
 
 @once
@@ -55,13 +59,12 @@ class Matching(QuestionTask):
 DENSE, NONE = BASELINES = Matching.baselines
 
 
-def task_of(tokenizer, batch=None, words=None):
-    return Matching("fixture", tuple(batch or questions()), {}, words or vocabulary(tokenizer))
+def task_of(tokenizer, words=None):
+    return Matching("fixture", tuple(questions()), {}, words or vocabulary(tokenizer))
 
 
 def prepared(model, tokenizer, batch=None):
-    task = task_of(tokenizer, batch)
-    return task.prepare(model, tokenizer, task.examples)
+    return task_of(tokenizer).prepare(model, tokenizer, batch or questions())
 
 
 def naive_answer(model, tokens, count):
@@ -86,20 +89,22 @@ def test_answers_on_the_whole_cache_are_those_of_full_forwards(model, tokenizer)
     assert none == [naive_answer(model, q.question, NEW) for q in questions()] != found
 
 
-def test_figures_of_an_example_are_those_of_full_forwards_and_belong_together(model, tokenizer):
-    batch = prepared(model, tokenizer)
+@pytest.mark.parametrize("opening", [(), (0,)])
+def test_figures_of_an_example_are_those_of_full_forwards_and_belong_together(model, tokenizer, opening):
+    batch = prepared(model, with_opening() if opening else tokenizer)
     compact = batch.score(kvcat.Eviction("first")(batch.trace, keep_ratio=0.25))
     for q, own, dense, none in zip(questions(), compact, *map(batch.baseline, BASELINES), strict=True):
         with_context = naive_nll(model, q.context + q.question, q.answer)
         assert own["nll_dense"] == dense["nll"] == none["nll_dense"] == pytest.approx(with_context, abs=1e-5)
-        assert own["nll_none"] == none["nll"] == pytest.approx(naive_nll(model, q.question, q.answer), abs=1e-5)
+        assert (
+            own["nll_none"] == none["nll"] == pytest.approx(naive_nll(model, opening + q.question, q.answer), abs=1e-5)
+        )
         assert own["delta_nll"] == own["nll"] - own["nll_dense"] != 0.0
         assert own["context_gain"] == none["delta_nll"] == own["nll_none"] - own["nll_dense"]
 
 
-@pytest.mark.parametrize("method", [kvcat.AttentionMatching(), kvcat.Eviction("snapkv")])
-def test_an_example_gives_the_same_alone_as_in_a_batch(model, tokenizer, method):
-    together = prepared(model, tokenizer)
+def test_an_example_gives_the_same_alone_as_in_a_batch(model, tokenizer):
+    together, method = prepared(model, tokenizer), kvcat.AttentionMatching()
     values = together.score(method(together.trace, keep_ratio=0.25))
     for row, question in enumerate(questions()):
         alone = prepared(model, tokenizer, [question])
@@ -118,11 +123,9 @@ def test_keeping_every_slot_gives_the_dense_values(model, tokenizer):
 
 
 def test_every_question_has_its_own_longest_answer(model, tokenizer):
-    short, long = (Question("d", "0", "", (5,) * CONTEXT, (7, 8), (9,), ("e",), count) for count in (1, NEW))
-    own = [prepared(model, tokenizer, [q]).baseline(DENSE)[0]["length"] for q in (short, long)]
-    together = prepared(model, tokenizer, [short, long]).baseline(DENSE)
-    assert [row["length"] for row in together] == own
-    assert own[0] < own[1]
+    pair = [Question("d", "0", "", (5,) * CONTEXT, (7, 8), (9,), ("e",), count) for count in (1, NEW)]
+    own = [prepared(model, tokenizer, [q]).baseline(DENSE)[0]["length"] for q in pair]
+    assert [row["length"] for row in prepared(model, tokenizer, pair).baseline(DENSE)] == own == sorted(set(own))
 
 
 def test_of_the_settings_of_generation_only_the_end_of_text_counts_and_it_ends_its_row_alone(model, monkeypatch):
@@ -158,40 +161,27 @@ def with_opening():
     return tokenizer
 
 
-def test_without_a_context_the_question_starts_the_text(model):
-    tokenizer, q = with_opening(), questions()[0]
-    (row,) = prepared(model, tokenizer, [q]).baseline(NONE)
-    assert row["nll"] == pytest.approx(naive_nll(model, [0, *q.question], q.answer), abs=1e-5)
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"tokenizer": None}, "model 'base' has none"),
         ({"words": "else"}, "model 'base' has another one"),
         ({"vocab_size": 20}, "outside the vocabulary of model 'base', 20 tokens"),
-        ({"positions": 30}, "context, question and answer of 32 tokens exceed the 30 positions of model 'base'"),
-        ({"positions": 40}, "of 129 tokens exceed the 40 positions of model 'base'"),
+        ({"max_position_embeddings": 30}, "answer of 32 tokens exceed the 30 positions of model 'base'"),
+        ({"max_position_embeddings": 40}, "sequences of 129 tokens exceed the 40 positions of model 'base'"),
     ],
 )
 def test_a_model_that_cannot_run_the_questions_is_refused_by_name(tokenizer, changes, said):
-    config = LlamaConfig(
-        vocab_size=changes.get("vocab_size", 300), hidden_size=8, intermediate_size=8, num_hidden_layers=1,
-        num_attention_heads=1, num_key_value_heads=1, max_position_embeddings=changes.get("positions", 128),
-    )  # fmt: skip
-    task = task_of(tokenizer, None, changes.get("words"))
+    task = task_of(tokenizer, changes.pop("words", None))
+    tokenizer = changes.pop("tokenizer", tokenizer)
     with pytest.raises(InputError, match=said):
-        task.check("base", LlamaForCausalLM(config), changes.get("tokenizer", tokenizer))
+        task.check("base", small_model(**changes), tokenizer)
 
 
 def test_all_rows_may_share_one_cache_and_padding_changes_nothing(model, tokenizer):
     cache = kvcat.AttentionMatching()(prepared(model, tokenizer).trace, keep_ratio=0.25).select([1])
     choices = [[3, 7], [4], [11, 7, 8]]
-    together = token_nll(model, cache, [(5, 9, 2)] * 3, choices)
-    assert list(map(len, together)) == [2, 1, 3]
-    for nll, choice in zip(together, choices, strict=True):
-        (alone,) = token_nll(model, cache, [(5, 9, 2)], [choice])
-        assert nll.tolist() == pytest.approx(alone.tolist(), abs=1e-5)
+    for nll, choice in zip(token_nll(model, cache, [(5, 9, 2)] * 3, choices), choices, strict=True):
         log_probs = kvcat.replay(model, cache, torch.tensor([[5, 9, 2, *choice]]))[0].log_softmax(-1)
         own = [-float(log_probs[2 + i, token]) for i, token in enumerate(choice)]
         assert nll.tolist() == pytest.approx(own, abs=1e-5)
@@ -200,25 +190,20 @@ def test_all_rows_may_share_one_cache_and_padding_changes_nothing(model, tokeniz
 ROWS = [{"text": "one\u2028line", "n": 1}, {"text": "two", "n": 2}]
 
 
-@pytest.mark.parametrize("form", ["jsonl", "json", "parquet"])
-def test_json_lines_a_json_array_and_parquet_give_the_same_rows(tmp_path, form):
-    file = tmp_path / f"a.{form}"
-    if form == "parquet":
-        parquet.write_table(pa.Table.from_pylist(ROWS), file)
-    elif form == "json":
-        file.write_text(json.dumps(ROWS, indent=1))
-    else:
-        file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n\n" for row in ROWS))
-    assert list(read_rows(str(file))) == ROWS
+def test_json_lines_a_json_array_and_parquet_give_the_same_rows(tmp_path):
+    parquet.write_table(pa.Table.from_pylist(ROWS), tmp_path / "a.parquet")
+    (tmp_path / "a.json").write_text(json.dumps(ROWS, indent=1))
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n\n" for row in ROWS))
+    assert all(list(read_rows(str(tmp_path / f"a.{form}"))) == ROWS for form in ("parquet", "json", "jsonl"))
 
 
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
         ("a.jsonl", b'{"a": 1}\n{torn', "JSONDecodeError"),
-        ("a.parquet", b"no parquet", "ArrowInvalid"),
-        ("a.jsonl", b"\xff\xfe\n", "UnicodeDecodeError"),
-        ("a.parquet", None, "FileNotFoundError"),
+        ("b.parquet", b"no parquet", "ArrowInvalid"),
+        ("c.jsonl", b"\xff\xfe\n", "UnicodeDecodeError"),
+        ("d.parquet", None, "FileNotFoundError"),
     ],
 )
 def test_a_damaged_or_missing_file_is_one_clear_line(tmp_path, name, content, said):

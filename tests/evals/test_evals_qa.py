@@ -1,7 +1,6 @@
 import importlib.util
 import json
 import math
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -15,8 +14,6 @@ from tiny import byte_tokenizer, stock_model
 
 pytestmark = pytest.mark.filterwarnings("default")  # the harness and what it imports warn of their own affairs
 needs_harness = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm_eval is not installed")
-ASSETS = Path(__file__).parents[3] / "shared" / "assets" / "multiple_choice"
-needs_assets = pytest.mark.skipif(not ASSETS.is_dir(), reason="the multiple-choice files are not here")
 CHOICES = {"text": ["ice", "fire", "sand"], "label": ["A", "B", "C"]}
 HELLASWAG = {
     "ind": 24, "activity_label": "Roof", "ctx_a": "A man [header] sits.", "ctx_b": "he", "label": "1",
@@ -46,8 +43,8 @@ def write(folder, *rows, task="rows"):
     return file
 
 
-def read_one(folder, task, row, **options):
-    (example,) = read_examples(task, str(write(folder, row)), **options)
+def read_one(folder, task, row):
+    (example,) = read_examples(task, str(write(folder, row)))
     return example
 
 
@@ -70,8 +67,11 @@ def test_a_row_becomes_the_cloze_question_of_its_task(tmp_path, task, contexts, 
 
 
 def test_the_joined_context_of_hellaswag_gives_the_same_question_as_its_parts(tmp_path):
-    joined = {**{k: v for k, v in HELLASWAG.items() if k not in ("ctx_a", "ctx_b")}, "ctx": "A man sits. He"}
+    joined = {**HELLASWAG, "ctx_a": None, "ctx_b": None, "ctx": "A man sits. He"}
     assert read_one(tmp_path, "hellaswag", joined) == read_one(tmp_path, "hellaswag", HELLASWAG)
+
+
+CHOICE = "its choices are not at least two texts with a key each"
 
 
 @pytest.mark.parametrize(
@@ -79,18 +79,13 @@ def test_the_joined_context_of_hellaswag_gives_the_same_question_as_its_parts(tm
     [
         ("piqa", {"sol2": None}, "KeyError: 'sol2'"),
         ("hellaswag", {"endings": 5}, "TypeError: 'int' object is not iterable"),
-        ("winogrande", {"sentence": "no blank"}, "ValueError: its choices are not at least two texts with a key each"),
+        ("winogrande", {"sentence": "no blank"}, f"ValueError: {CHOICE}"),
         ("arc_easy", {"answerKey": "D"}, "ValueError: 'D' is not in list"),
-        (
-            "commonsense_qa",
-            {"choices": {"text": ["a", "b"], "label": ["B"]}},
-            "ValueError: its choices are not at least two texts with a key each",
-        ),
+        ("commonsense_qa", {"choices": {"text": ["a", "b"], "label": ["B"]}}, f"ValueError: {CHOICE}"),
     ],
 )
 def test_a_row_that_is_none_is_told_with_file_and_number(tmp_path, task, change, told):
-    first = {**ROWS[task], "goal": "Another"} if task == "piqa" else ROWS[task]
-    file = write(tmp_path, first, {**ROWS[task], **change})
+    file = write(tmp_path, ROWS[task], {**ROWS[task], **change})
     with pytest.raises(InputError) as error:
         read_examples(task, str(file))
     assert str(error.value) == f"{file}, row 2 is no row of {task}: {told}"
@@ -115,8 +110,7 @@ def test_equal_rows_without_an_id_stay_and_twins_share_a_document(tmp_path):
     twin = {**WINOGRANDE, "sentence": "Ann lost to Bob as _ was slow.", "option1": "Bob", "option2": "Ann"}
     first, second, copy = read_examples("winogrande", str(write(tmp_path, WINOGRANDE, twin, WINOGRANDE)))
     assert first.document == second.document == copy.document
-    assert len({first.name, second.name, copy.name}) == 3
-    assert copy.name == f"{first.name}-2"
+    assert (copy.name, len({first.name, second.name})) == (f"{first.name}-2", 2)
 
 
 def test_the_sample_depends_on_seed_and_names_only_and_tasks_take_turns(tmp_path):
@@ -137,28 +131,14 @@ def test_the_sample_depends_on_seed_and_names_only_and_tasks_take_turns(tmp_path
         make_task(tmp_path / "one")
 
 
-@needs_assets
-def test_every_real_row_is_a_question_with_a_name_of_its_own():
-    examples = make_task(ASSETS, num_examples=2000).examples
-    counts = {"hellaswag": 1000, "winogrande": 1267, "piqa": 1838, "social_i_qa": 1954, "openbookqa": 500}
-    counts |= {"arc_easy": 570, "arc_challenge": 299, "commonsense_qa": 1221}
-    assert Counter(example.stratum for example in examples) == counts
-    assert len({(example.stratum, example.name) for example in examples}) == sum(counts.values())
-    assert all("[" not in text for e in examples for text in e.texts if e.stratum == "hellaswag")
-
-
 @pytest.fixture(scope="module")
-def tokenizer():
-    return byte_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def model(tokenizer):
+def pair():
     torch.manual_seed(0)
-    return stock_model(
-        "qwen2", vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.3,
-    ).eval()  # fmt: skip
+    model = stock_model(
+        "qwen2", vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.3,
+    )  # fmt: skip
+    return model.eval(), byte_tokenizer()
 
 
 def example(number, contexts, texts, gold=0, task="piqa"):
@@ -168,9 +148,7 @@ def example(number, contexts, texts, gold=0, task="piqa"):
 EXAMPLES = (
     example(0, ["the cat sees"] * 2, ["a dog and a tree.", "it"]),
     example(1, ["the old house was", "the red river was"], ["small."] * 2, 1, "winogrande"),
-    example(
-        2, ["Question: where is the stone? \nAnswer:"] * 3, ["it was", "in the river ", "\u00c4pfel"], 2, "arc_easy"
-    ),
+    example(2, ["where is the stone? \nAnswer:"] * 3, ["it was", "in the river ", "\u00c4pfel"], 2, "arc_easy"),
     example(3, ["a "] * 2, ["dog", "house and tree and river"]),
 )
 
@@ -184,18 +162,17 @@ def naive(model, tokenizer, context, text):
 
 
 @needs_harness
-def test_the_harness_gives_the_values_of_plain_forwards_and_the_run_resumes(model, tokenizer, tmp_path, monkeypatch):
-    task, models, before = QATask(EXAMPLES), {"base": (model, tokenizer)}, fingerprint(model)
-    state = torch.get_rng_state()
+def test_the_harness_gives_the_values_of_plain_forwards_and_the_run_resumes(pair, tmp_path, monkeypatch):
+    task, models, before, state = QATask(EXAMPLES), {"base": pair}, fingerprint(pair[0]), torch.get_rng_state()
     records = evaluate(task, models, [], [], tmp_path / "out", batch_size=3, progress=False)
     for question, found in zip(EXAMPLES, records, strict=True):
-        pairs = zip(question.contexts, question.texts, strict=True)
-        values = cloze_values(question, [naive(model, tokenizer, *pair) for pair in pairs])
+        choices = zip(question.contexts, question.texts, strict=True)
+        values = cloze_values(question, [naive(*pair, *choice) for choice in choices])
         assert (found.stratum, found.document, found.example) == (question.stratum, question.document, question.name)
         assert found.values == pytest.approx(values, abs=1e-5)
     assert torch.is_grad_enabled()
     assert torch.equal(torch.get_rng_state(), state)
-    assert fingerprint(model) == before
+    assert fingerprint(pair[0]) == before
     monkeypatch.setattr("kvcat.evals.qa.log_likelihoods", None)
     assert evaluate(task, models, [], [], tmp_path / "out", batch_size=3, progress=False) == records
 
@@ -209,18 +186,18 @@ def test_each_accuracy_has_its_own_argmax():
     assert cloze_values(example(0, ["x"] * 2, ["ab", "cd"]), [-math.log(4)] * 2)["acc"] == 1.0  # the first of equals
 
 
-def test_what_a_model_cannot_score_is_told_before_work(model, tokenizer, monkeypatch):
+def test_what_a_model_cannot_score_is_told_before_work(pair, monkeypatch):
     task = QATask(EXAMPLES)
     with pytest.raises(InputError, match="qa needs the tokenizer of model 'm'"):
-        task.check("m", model, None)
+        task.check("m", pair[0], None)
     long = example(4, ["a"] * 2, ["dog " * 200, "cat"])
     with pytest.raises(InputError, match=r"choices of piqa 4 of \d+ tokens exceed the 128 positions of model 'm'"):
-        QATask((long,)).check("m", model, tokenizer)
+        QATask((long,)).check("m", *pair)
     with pytest.raises(InputError, match="qa is evaluated without compression"):
-        evaluate(task, {"m": (model, tokenizer)}, ["first"], [0.5], Path("none"))
+        evaluate(task, {"m": pair}, ["first"], [0.5], Path("none"))
     monkeypatch.setattr("kvcat.evals.qa.find_spec", lambda _: None)
     with pytest.raises(InputError, match=r"pip install 'kvcat\[harness\]'"):
-        task.check("m", model, tokenizer)
+        task.check("m", *pair)
 
 
 OWN_TASKS = {

@@ -19,13 +19,8 @@ def small(tokenizer, **changes):
 
 
 @pytest.fixture(scope="module")
-def base():
-    return kvcat.load("kvcat-base")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(base):
-    return base[1]
+def tokenizer():
+    return kvcat.load("kvcat-base")[1]
 
 
 @pytest.fixture(scope="module")
@@ -108,18 +103,6 @@ def test_a_match_is_the_share_of_references_that_the_answer_contains(answer, fou
     }  # fmt: skip
 
 
-def test_keeping_every_slot_gives_the_dense_values(base):
-    model, tokenizer = base
-    task = small(tokenizer, tasks=("niah_single",))
-    task.check("base", model, tokenizer)
-    batch = task.prepare(model, tokenizer, task.examples[:2])
-    assert batch.trace.prefix_len == 440
-    dense = batch.baseline(DENSE)
-    assert batch.score(kvcat.Eviction("first")(batch.trace, keep_ratio=1.0)) == dense
-    assert {"string_match", "exact_match", "dense_string_match", "dense_exact_match", "nll"} <= set(dense[0])
-    assert batch.score(kvcat.Eviction("first")(batch.trace, keep_ratio=0.05)) != dense
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -134,16 +117,3 @@ def test_keeping_every_slot_gives_the_dense_values(base):
 def test_options_out_of_range_and_texts_too_short_for_what_they_hide_are_refused(tokenizer, options, said):
     with pytest.raises(InputError, match=said):
         small(tokenizer, **options)
-
-
-def test_coded_words_follow_the_zipf_distribution_up_to_whole_words(tokenizer):
-    (example,) = make_task(tokenizer, length=2000, tasks=("fwe",), per_task=1).examples
-    words = Counter(tokenizer.decode(example.context).partition("coded words.\n")[2].split())
-    times = sorted(words.values(), reverse=True)
-    assert words["...."] == times[0]
-    total = sum(rank**-2.0 for rank in range(1, 2001))
-    # the same number of draws explains every count
-    low = max(count * total * rank**2 for rank, count in enumerate(times, 1))
-    high = min((count + 1) * total * rank**2 for rank, count in enumerate(times, 1))
-    assert low < high
-    assert int(low * 1.001 / total / (len(times) + 1) ** 2) == 0

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcat.report import formats
-from kvcat.report.tables import Figure, Table
+from kvcat.report.tables import Figure, Table, latex, markdown
 
 COMPILER = next((name for name in ("pdflatex", "tectonic", "lualatex", "xelatex") if shutil.which(name)), None)
 NAN = float("nan")
@@ -36,7 +35,7 @@ def check_structure(text):
 
 
 def test_markdown_has_intervals_verdicts_and_the_papers_figures():
-    lines = formats.markdown(table()).splitlines()
+    lines = markdown(table()).splitlines()
     assert lines[0] == "### Suffix, 50% & more"
     assert lines[2] == "| keep | model | metric 0 (%) | metric 1 (%) |"
     assert lines[4] == "| 10% | kv_cat0 | 0.0321 [0.0290, 0.0355] better paper 0.0321 | -50.0 |"
@@ -44,7 +43,7 @@ def test_markdown_has_intervals_verdicts_and_the_papers_figures():
 
 
 def test_latex_is_a_booktabs_table_with_small_intervals_and_minus_signs():
-    text = formats.latex(table(), "tab:x")
+    text = latex(table(), "tab:x")
     check_structure(text)
     assert "\\caption{Suffix, 50\\% \\& more}\n\\label{tab:x}" in text
     small = "\\\\{\\scriptsize [0.0290, 0.0355]}\\\\{\\scriptsize paper 0.0321}"
@@ -54,7 +53,7 @@ def test_latex_is_a_booktabs_table_with_small_intervals_and_minus_signs():
 
 
 def test_tall_tables_go_on_and_lose_no_cell():
-    text = formats.latex(table(rows=40, figures=12), "tab:x")
+    text = latex(table(rows=40, figures=12), "tab:x")
     check_structure(text)
     assert text.count("\\begin{table}") == 2
     assert text.count("\\caption") == text.count("A note.") == 1
@@ -63,13 +62,13 @@ def test_tall_tables_go_on_and_lose_no_cell():
 
 @given(st.text(alphabet='ab \\&%$#_{}~^<>|"\n-[*', max_size=30))
 def test_no_text_can_break_a_latex_table(text):
-    check_structure(formats.latex(table(label=text, note=text), "tab:x"))
-    assert "{}[" in formats.latex(table(label="[a]"), "tab:x")
+    check_structure(latex(table(label=text, note=text), "tab:x"))
+    assert "{}[" in latex(table(label="[a]"), "tab:x")
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no LaTeX compiler on this machine")
 def test_tables_compile_and_fit_the_page(tmp_path):
-    body = "".join(formats.latex(table(*size), f"tab:{size[0]}") for size in ((2, 2, '<5% ~^\\ "a"|'), (60, 14)))
+    body = "".join(latex(table(*size), f"tab:{size[0]}") for size in ((2, 2, '<5% ~^\\ "a"|'), (60, 14)))
     source = "\\documentclass{article}\n\\usepackage{booktabs,graphicx}\n\\begin{document}\n"
     (tmp_path / "page.tex").write_text(f"{source}{body}\\end{{document}}\n", encoding="utf-8")
     options = [] if COMPILER == "tectonic" else ["-halt-on-error", "-interaction=nonstopmode"]

@@ -151,7 +151,7 @@ RECORDS, METRICS = "records.jsonl", "metrics.jsonl"
         (config(evaluation="chess"), "no evaluation 'chess'"),
         (more(RECORDS, example="x", values={"kl": float("nan")}), "(?i)nan"),
         (more(RECORDS, example="x", values={"nll": 1.0}), "without 'kl'"),
-        (more(RECORDS, example="x", stratum="y"), "document 'd0' in two strata"),
+        (more(RECORDS, example="x", stratum="y"), "document 'd0' lies in two strata"),
         (more(METRICS, dense_loss="x"), f"{METRICS} is damaged: ValueError"),
         (more(METRICS, kept=[1]), f"{METRICS} is damaged"),
         (more(METRICS, step=None), f"{METRICS} is damaged: a line without its step"),

@@ -5,17 +5,16 @@ from fractions import Fraction
 
 import pytest
 import torch
-from torch import Tensor
 
 from kvcat.theory import definitions as d
 from kvcat.theory import theorem as t
 
 
-def layout_of(network: d.Transformer) -> t.Layout:
+def layout_of(network):
     return t.Layout(network.num_symbols, network.num_positions)
 
 
-def cache_of_sum(network: d.Transformer, total: Tensor, num_slots: int) -> d.Cache:
+def cache_of_sum(network, total, num_slots):
     """Random slots whose values in block 3 have this sum."""
     draw, rows = torch.Generator().manual_seed(0), layout_of(network).block(3)
     (head,), (second,) = (block.heads for block in network.blocks)
@@ -26,7 +25,7 @@ def cache_of_sum(network: d.Transformer, total: Tensor, num_slots: int) -> d.Cac
 
 
 @pytest.mark.parametrize("name", d.FUNCTIONS)
-def test_caches_of_any_sum_and_those_that_balance_both_alarms_err_by_the_certified_bound(name: str) -> None:
+def test_caches_of_any_sum_and_those_that_balance_both_alarms_err_by_the_certified_bound(name):
     network = t.incompressible_network(d.FUNCTIONS[name](2, 4), constant=2.0)
     layout, draw = layout_of(network), torch.Generator().manual_seed(1)
     for n, k, r in [(1, 2, 0), (2, 1, 1), (2, 2, 1), (3, 1, 2)]:
@@ -40,7 +39,7 @@ def test_caches_of_any_sum_and_those_that_balance_both_alarms_err_by_the_certifi
                 assert float(errors.max()) >= bound * (1 - 1e-9) >= 2.2
 
 
-def exact_output(network: d.Transformer, total: list[Fraction], num_slots: int, tokens: list[int]) -> Fraction:
+def exact_output(network, total, num_slots, tokens):
     """What the network of one output gives for the tokens behind slots of the sum ``total`` in block 3, unrounded."""
     layout, ffn = layout_of(network), network.blocks[1].feed_forward
     n, k = network.num_positions - len(tokens), len(tokens)
@@ -59,7 +58,7 @@ def exact_output(network: d.Transformer, total: list[Fraction], num_slots: int, 
 
 @pytest.mark.parametrize("size", [1, 2**20, 2**60, 2**200])
 @pytest.mark.parametrize("sign", [-1, 1])
-def test_in_exact_arithmetic_slots_of_any_size_err_by_the_certified_bound(size: int, sign: int) -> None:
+def test_in_exact_arithmetic_slots_of_any_size_err_by_the_certified_bound(size, sign):
     table = d.random_function(2, 3)
     network = t.incompressible_network(table, constant=1.0)
     bound = t.certified_bound(network, 2, 1, 1)
@@ -72,7 +71,7 @@ def test_in_exact_arithmetic_slots_of_any_size_err_by_the_certified_bound(size: 
             assert max(abs(a - w) for a, w in zip(answers, wanted, strict=True)) >= bound * (1 - 1e-12)
 
 
-def test_two_tokens_suffice_with_an_empty_cache_and_senseless_budgets_are_refused() -> None:
+def test_two_tokens_suffice_with_an_empty_cache_and_senseless_budgets_are_refused():
     network = t.incompressible_network(d.parity(2, 2), constant=1.0)
     assert t.certified_bounds(network, lambda n: 0).bound.min() > 1.0
     with pytest.raises(ValueError, match="keeps all of every prefix of 1 to 1 tokens"):
@@ -85,7 +84,7 @@ def test_two_tokens_suffice_with_an_empty_cache_and_senseless_budgets_are_refuse
 
 
 @pytest.mark.parametrize(("m", "N"), [(2, 4), (3, 4)])
-def test_the_least_alarm_is_the_gain_times_half_the_gap_of_the_intervals_less_the_slack(m: int, N: int) -> None:
+def test_the_least_alarm_is_the_gain_times_half_the_gap_of_the_intervals_less_the_slack(m, N):
     network, gain = t.incompressible_network(d.parity(m, N), constant=1.0), t.alarm_gain(d.parity(m, N), 1.0)
     for n, r, k in [(2, 1, 1), (2, 1, 2), (3, 1, 1), (3, 2, 1)]:
         closed = gain * ((n - r) / (2 * (r + k) * (n + k)) - layout_of(network).least_excess / 4)
@@ -94,7 +93,7 @@ def test_the_least_alarm_is_the_gain_times_half_the_gap_of_the_intervals_less_th
 
 @pytest.mark.parametrize("constant", [0.1, 100.0])
 @pytest.mark.parametrize("name", d.FUNCTIONS)
-def test_the_certified_error_exceeds_the_constant_for_every_budget(name: str, constant: float) -> None:
+def test_the_certified_error_exceeds_the_constant_for_every_budget(name, constant):
     network = t.incompressible_network(d.FUNCTIONS[name](2, 4), constant=constant)
     for n in range(1, 4):
         for r, k in itertools.product(range(n), range(1, 4 - n + 1)):
@@ -104,7 +103,7 @@ def test_the_certified_error_exceeds_the_constant_for_every_budget(name: str, co
     assert bounds.bound.min() >= 1.1 * constant
 
 
-def test_the_summary_policy_fails_on_the_incompressible_network_and_the_bound_is_void_on_the_other() -> None:
+def test_the_summary_policy_fails_on_the_incompressible_network_and_the_bound_is_void_on_the_other():
     hard = t.incompressible_network(d.parity(2, 4), constant=1.0)
     for prefix in d.sequences(2, 2):
         assert d.compressibility(hard, t.summary_policy(2, 4), lambda _: 1, prefixes=[prefix.tolist()]).error > 1.0
@@ -125,9 +124,7 @@ def test_the_summary_policy_fails_on_the_incompressible_network_and_the_bound_is
         ("an alarm reads", 1, "w_1", 10, -1),
     ],
 )
-def test_the_bound_is_refused_for_weights_on_which_its_argument_does_not_hold(
-    part: str, block: int, matrix: str, row: int, column: int
-) -> None:
+def test_the_bound_is_refused_for_weights_on_which_its_argument_does_not_hold(part, block, matrix, row, column):
     network = t.incompressible_network(d.parity(2, 3), constant=1.0)
     t.check_argument(network)
     changed = network.blocks[block]

@@ -1,7 +1,5 @@
 """The definitions against transformers' arithmetic: PyTorch's own attention, and what the text says must hold."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -9,13 +7,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvcat.theory import definitions as d
 
 
-def random_model(seed: int = 0, *, causal: bool = False, symbols: int = 3, positions: int = 5) -> d.Transformer:
+def random_model(seed=0, *, causal=False, symbols=3, positions=5):
     draw = torch.Generator().manual_seed(seed)
 
-    def matrix(*shape: int) -> torch.Tensor:
+    def matrix(*shape: int):
         return torch.randn(*shape, generator=draw, dtype=torch.float64)
 
-    def block(d_in: int, d_out: int) -> d.Block:
+    def block(d_in, d_out):
         heads = tuple(d.AttentionHead(matrix(d_in, 3), matrix(d_in, 3), matrix(d_in, 2)) for _ in range(2))
         return d.Block(
             heads, matrix(4, d_in), d.FeedForward(matrix(d_in, 7), matrix(7), matrix(7, d_out), matrix(d_out))
@@ -25,7 +23,7 @@ def random_model(seed: int = 0, *, causal: bool = False, symbols: int = 3, posit
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_model_of_two_blocks_equals_pytorch_attention_written_out(causal: bool) -> None:
+def test_a_model_of_two_blocks_equals_pytorch_attention_written_out(causal):
     model = random_model(causal=causal)
     tokens = d.sequences(3, 5)[::17]
     x = model.embedding[tokens, torch.arange(5)]
@@ -36,16 +34,16 @@ def test_a_model_of_two_blocks_equals_pytorch_attention_written_out(causal: bool
     torch.testing.assert_close(model(tokens), x[:, -1], rtol=1e-12, atol=1e-12)
 
 
-def test_under_the_causal_mask_a_whole_cache_gives_the_model_itself() -> None:
+def test_under_the_causal_mask_a_whole_cache_gives_the_model_itself():
     model = random_model(causal=True)
     worst = d.compressibility(model, (d.keep_all, d.keep_all), lambda n: n)
     assert worst.error < 1e-11
 
 
-def test_the_worst_case_is_the_maximum_over_every_prefix_and_suffix() -> None:
+def test_the_worst_case_is_the_maximum_over_every_prefix_and_suffix():
     model = random_model(causal=True, symbols=2, positions=4)
 
-    def first(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def first(keys, values):
         return keys[:1], values[:1]
 
     worst = d.compressibility(model, (first, first), lambda n: 1)
@@ -64,10 +62,10 @@ def test_the_worst_case_is_the_maximum_over_every_prefix_and_suffix() -> None:
 
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
 @pytest.mark.parametrize("part", [0, 1])
-def test_a_cache_that_is_not_finite_is_refused(bad: float, part: int) -> None:
+def test_a_cache_that_is_not_finite_is_refused(bad, part):
     model = random_model()
 
-    def poisoned(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def poisoned(keys, values):
         pair = [keys.clone(), values.clone()]
         pair[part][0, 0] = bad
         return pair[0], pair[1]
@@ -87,7 +85,7 @@ def test_a_cache_that_is_not_finite_is_refused(bad: float, part: int) -> None:
         (d.mean(4, 3), [3, 0], [1.5]),
     ],
 )
-def test_a_table_holds_what_its_function_says(table: d.FunctionTable, tokens: list[int], value: list[float]) -> None:
+def test_a_table_holds_what_its_function_says(table, tokens, value):
     assert table(torch.tensor(tokens)).tolist() == value
 
 
@@ -111,6 +109,6 @@ def test_a_table_holds_what_its_function_says(table: d.FunctionTable, tokens: li
         (lambda _: d.parity(2, 3)(torch.zeros(4, dtype=torch.int64)), "1 to 3 symbols, not 4"),
     ],
 )
-def test_what_does_not_fit_is_refused(mistake: Callable[[d.Transformer], object], message: str) -> None:
+def test_what_does_not_fit_is_refused(mistake, message):
     with pytest.raises(ValueError, match=message):
         mistake(random_model())

@@ -4,14 +4,10 @@ import runpy
 import sys
 from pathlib import Path
 
-import pytest
-
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_histogram.py"
 
 
-def test_the_example_prints_a_row_for_every_network_and_number_of_slots(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_example_prints_a_row_for_every_network_and_number_of_slots(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [str(EXAMPLE), "--quick", "--seeds", "1"])
     names = runpy.run_path(str(EXAMPLE))
     names["QUICK"].steps, names["QUICK"].search_steps = 8, 3

@@ -6,19 +6,19 @@ import pytest
 import torch
 
 from kvcat.theory import histogram as h
-from kvcat.theory.definitions import Transformer, compress, compressibility, prefix_cache, sequences
+from kvcat.theory.definitions import compress, compressibility, prefix_cache, sequences
 from kvcat.theory.optimum import definition_optimum, optimal_policy
 from kvcat.theory.theorem import differing_rows
 
 SIZES = [(2, 2), (3, 5), (4, 4)]
 
 
-def rounding(longest: int) -> float:
+def rounding(longest):
     """Bound on the error of rho_2: it adds values of up to Lambda N <= N^3 with slopes of up to 1, 2 for each mass."""
     return 4 * len(h.mass_ratios(longest)) * longest**3 * 2**-52
 
 
-def constructions(num_symbols: int, longest: int) -> list[Transformer]:
+def constructions(num_symbols, longest):
     return [
         h.incompressible_histogram(num_symbols, longest),
         h.incompressible_histogram(num_symbols, longest, num_blocks=4),
@@ -28,7 +28,7 @@ def constructions(num_symbols: int, longest: int) -> list[Transformer]:
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("num_symbols", "longest"), SIZES)
-def test_every_network_returns_the_histogram_of_every_sequence(num_symbols: int, longest: int, causal: bool) -> None:
+def test_every_network_returns_the_histogram_of_every_sequence(num_symbols, longest, causal):
     for model in constructions(num_symbols, longest):
         for n in range(1, longest + 1):
             tokens = sequences(num_symbols, n)
@@ -38,12 +38,12 @@ def test_every_network_returns_the_histogram_of_every_sequence(num_symbols: int,
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("num_symbols", "longest"), SIZES)
-def test_one_slot_is_enough_for_every_prefix_and_every_suffix(num_symbols: int, longest: int, causal: bool) -> None:
+def test_one_slot_is_enough_for_every_prefix_and_every_suffix(num_symbols, longest, causal):
     model = replace(h.compressible_histogram(num_symbols, longest), causal=causal)
     assert compressibility(model, h.histogram_policy(num_symbols), lambda n: 1).error <= rounding(longest)
 
 
-def test_the_slot_holds_the_counts_and_the_length_of_the_prefix() -> None:
+def test_the_slot_holds_the_counts_and_the_length_of_the_prefix():
     model = h.compressible_histogram(3, 6)
     (_, ((keys, values),)) = compress(h.histogram_policy(3), prefix_cache(model, torch.tensor([2, 0, 2, 2])))
     assert keys.tolist() == [[0.0] * 12]
@@ -51,7 +51,7 @@ def test_the_slot_holds_the_counts_and_the_length_of_the_prefix() -> None:
 
 
 @pytest.mark.parametrize(("num_symbols", "longest"), [(2, 5), (3, 4)])
-def test_pairs_of_count_vectors_are_all_that_matters(num_symbols: int, longest: int) -> None:
+def test_pairs_of_count_vectors_are_all_that_matters(num_symbols, longest):
     _, hard, easy = constructions(num_symbols, longest)
     best = optimal_policy(num_symbols, longest, lambda _: 1)
     for model, policy in ((hard, best), (easy, h.histogram_policy(num_symbols))):
@@ -64,9 +64,7 @@ def test_pairs_of_count_vectors_are_all_that_matters(num_symbols: int, longest: 
 
 
 @pytest.mark.parametrize(("num_symbols", "longest"), SIZES)
-def test_both_constructions_have_one_architecture_and_differ_in_the_last_map_and_m_rows_of_w_o(
-    num_symbols: int, longest: int
-) -> None:
+def test_both_constructions_have_one_architecture_and_differ_in_the_last_map_and_m_rows_of_w_o(num_symbols, longest):
     _, first, second = constructions(num_symbols, longest)
     rows = differing_rows(first, second)
     assert set(rows) <= {"block 2 W_O", "block 2 W_1", "block 2 b_1", "block 2 W_2"}
@@ -74,7 +72,7 @@ def test_both_constructions_have_one_architecture_and_differ_in_the_last_map_and
 
 
 @pytest.mark.parametrize(("m", "longest"), [(2, 12), (3, 8), (3, 24)])
-def test_the_rescaling_map_is_exact_on_the_corners_and_on_real_averages(m: int, longest: int) -> None:
+def test_the_rescaling_map_is_exact_on_the_corners_and_on_real_averages(m, longest):
     last, draw = h.compressible_histogram(m, longest).blocks[1].feed_forward, torch.Generator().manual_seed(1)
     corners = torch.cartesian_prod(*[torch.tensor([0.0, 1.0], dtype=torch.float64)] * m)
     for j in range(1, longest + 1):
@@ -92,6 +90,6 @@ def test_the_rescaling_map_is_exact_on_the_corners_and_on_real_averages(m: int, 
     ("arguments", "blocks", "message"),
     [((1, 4), 2, "2 symbols, got 1"), ((2, 1), 2, "N >= 2, got 1"), ((2, 4), 3, "2 or 4 blocks, not 3")],
 )
-def test_what_cannot_be_constructed_is_refused(arguments: tuple[int, int], blocks: int, message: str) -> None:
+def test_what_cannot_be_constructed_is_refused(arguments, blocks, message):
     with pytest.raises(ValueError, match=message):
         h.incompressible_histogram(*arguments, num_blocks=blocks)

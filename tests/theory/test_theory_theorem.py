@@ -8,22 +8,21 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from kvcat.theory import definitions as d
 from kvcat.theory import theorem as t
 
 
-def layout_of(network: d.Transformer) -> t.Layout:
+def layout_of(network):
     return t.Layout(network.num_symbols, network.num_positions)
 
 
-def one_slot_error(network: d.Transformer) -> float:
+def one_slot_error(network):
     policy = t.summary_policy(network.num_symbols, network.num_positions)
     return d.compressibility(network, policy, lambda _: 1).error
 
 
-def units(network: d.Transformer, rows: Tensor) -> tuple[Tensor, Tensor]:
+def units(network, rows):
     """Detectors' answers [relu(h_a) - relu(h_a - q)] / q and alarms (before U) at rows [w, x, y, z]."""
     layout, ffn = layout_of(network), network.blocks[-1].feed_forward
     (rise, saturate, above, _), active = layout.units, torch.relu(rows @ ffn.w_1 + ffn.b_1)
@@ -31,7 +30,7 @@ def units(network: d.Transformer, rows: Tensor) -> tuple[Tensor, Tensor]:
     return answers, active[..., above.start :]
 
 
-def exposed(network: d.Transformer) -> d.Transformer:
+def exposed(network):
     """The network with relu(x) - relu(-x) for its last map: it returns the rows that the map would read."""
     last = network.blocks[-1]
     one = torch.eye(last.w_o.shape[1], dtype=torch.float64)
@@ -41,7 +40,7 @@ def exposed(network: d.Transformer) -> d.Transformer:
 
 @pytest.mark.parametrize(("m", "N"), [(2, 2), (2, 5), (3, 4)])
 @pytest.mark.parametrize("name", d.FUNCTIONS)
-def test_both_networks_compute_the_function_and_differ_in_two_n_rows_of_one_matrix(name: str, m: int, N: int) -> None:
+def test_both_networks_compute_the_function_and_differ_in_two_n_rows_of_one_matrix(name, m, N):
     table = d.FUNCTIONS[name](m, N)
     first, second = t.compressible_network(table), t.incompressible_network(table, constant=2.0)
     assert t.value_error(first, table) <= 1e-12
@@ -56,7 +55,7 @@ def test_both_networks_compute_the_function_and_differ_in_two_n_rows_of_one_matr
 
 
 @pytest.mark.parametrize(("m", "N"), [(2, 5), (3, 4)])
-def test_every_unit_is_what_it_claims_on_every_input_it_can_meet(m: int, N: int) -> None:
+def test_every_unit_is_what_it_claims_on_every_input_it_can_meet(m, N):
     table = d.random_function(m, N)
     for network in (t.compressible_network(table), t.incompressible_network(table, constant=1.0)):
         bare, policy, start = exposed(network), t.summary_policy(m, N), 0
@@ -75,7 +74,7 @@ def test_every_unit_is_what_it_claims_on_every_input_it_can_meet(m: int, N: int)
             start += m**j
 
 
-def test_lengths_and_constants_that_make_no_sense_are_refused() -> None:
+def test_lengths_and_constants_that_make_no_sense_are_refused():
     for constant in (0.0, -1.0, math.inf, math.nan):
         with pytest.raises(ValueError, match="must be positive and finite"):
             t.incompressible_network(d.parity(2, 3), constant=constant)

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from kvcat.cache import CompactCache
-from kvcat.types import Int, Tensor
+from kvcat.compress import Trace
+from kvcat.evals.task import positions_of
 
 MAX_RUNS, MAX_SECONDS = 3, 2.0
+PROMPT, ANSWER = 32, 16  # tokens of the answers that are timed
 Step = int | None
 
 
@@ -95,21 +96,24 @@ def _resident(field: str) -> float | None:
 
 
 @torch.no_grad()
-def answer_speed(
-    model: PreTrainedModel, cache: CompactCache, prompt_ids: Int[Tensor, "batch tokens"], *, num_tokens: int = 16
-) -> dict[str, float]:
-    """Seconds to the first token of an answer, ``ttft``, and ``tokens_per_s`` after it, decoded greedily.
+def answer_speed(trace: Trace, cache: CompactCache) -> dict[str, float]:
+    """Seconds to the first token of an answer, ``ttft``, and ``tokens_per_s`` after it; ``_dense`` on the dense cache.
 
-    The fastest of two runs each, so that the first one warms up; answers have ``num_tokens``, at least 2.
+    Decoded greedily, the fastest of two runs each; nothing where an answer exceeds the model's positions.
     """
+    prompt, model = trace.input_ids[:1, :PROMPT], trace.model
+    if trace.prefix_len + prompt.shape[1] + ANSWER > positions_of(model):
+        return {}
 
-    def seconds(count: int) -> float:
+    def seconds(own: CompactCache, count: int) -> float:
         begun = time.perf_counter()
         model.generate(  # type: ignore[operator]
-            **cache.inputs(model, prompt_ids), max_new_tokens=count, min_new_tokens=count, do_sample=False,
-            pad_token_id=0,
-        ).cpu()  # fmt: skip
+            **own.inputs(model, prompt), max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0
+        ).cpu()
         return time.perf_counter() - begun
 
-    first, whole = (min(seconds(count) for _ in range(2)) for count in (1, num_tokens))
-    return {"ttft": first, "tokens_per_s": (num_tokens - 1) / max(whole - first, 1e-9)}
+    speed = {}
+    for name, own in (("", cache.select([0])), ("_dense", trace.dense_cache().select([0]))):
+        first, whole = (min(seconds(own, count) for _ in range(2)) for count in (1, ANSWER))
+        speed |= {f"ttft{name}": first, f"tokens_per_s{name}": (ANSWER - 1) / max(whole - first, 1e-9)}
+    return speed

@@ -18,20 +18,9 @@ from kvcat.errors import InputError
 from kvcat.evals.costs import Step, answer_speed, measure
 from kvcat.evals.records import Record, ResultsFolder, Shard
 from kvcat.evals.statistics import DECIDING, METRICS
-from kvcat.evals.task import (
-    Baseline,
-    Method,
-    Prepared,
-    Task,
-    Values,
-    check_keep_ratios,
-    check_least,
-    manifest,
-    positions_of,
-)
+from kvcat.evals.task import Baseline, Method, Prepared, Task, Values, check_keep_ratios, check_least, manifest
 from kvcat.provenance import provenance
 
-_PROMPT, _ANSWER = 32, 16
 Models = Mapping[str, tuple[PreTrainedModel, Any]]  # label to model and tokenizer
 Steps = list[tuple[Step, list[Values]]]
 
@@ -189,15 +178,12 @@ class _Run:
             compact[:] = [cache]
 
         costs = measure(lambda: next(job.caches(trace, [keep_ratio])), trace.input_ids.device, use=use)
-        dense = trace.dense_cache()
-        if self.speed and trace.prefix_len + _PROMPT + _ANSWER <= positions_of(self.model):
-            for cache, name in ((compact[0], ""), (dense, "_dense")):
-                speed = answer_speed(self.model, cache.select([0]), trace.input_ids[:1, :_PROMPT], num_tokens=_ANSWER)
-                costs[-1] |= {f"{key}{name}": value for key, value in speed.items()}
+        costs[-1] |= answer_speed(trace, compact[0]) if self.speed else {}
         about = {
             "model": self.label, "method": job.method.name, "options": dict(job.method.options),
             "keep_ratio": keep_ratio, "seed": job.seed, "dataset": self.task.dataset,
-            "examples": len(prepared.batch), "tokens": trace.prefix_len, "dense_bytes": dense.nbytes,
+            "examples": len(prepared.batch), "tokens": trace.prefix_len,
+            "dense_bytes": trace.dense_cache().nbytes,
         }  # fmt: skip
         self.folder.append_cost(*({**about, **cost} for cost in costs))
         return found

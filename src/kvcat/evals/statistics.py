@@ -10,6 +10,8 @@ import numpy as np
 from jaxtyping import Float
 from scipy.stats import binomtest, norm
 
+from kvcat.errors import InputError
+
 LEVEL = 0.95
 _Z = float(norm.ppf((1.0 + LEVEL) / 2.0))
 _FEWEST = math.ceil(1.0 - math.log2(1.0 - LEVEL))  # differing examples that a one-sided split needs in an exact test
@@ -50,7 +52,7 @@ class ClusterBootstrap:
         documents: name of each window's document, in the order of the windows.
         strata: name of each window's stratum; None is one stratum of all.
         seeds: names of the training seeds; columns then have a row per seed. Empty: one training run.
-        seed: of the resampling; equal documents, strata and seeds give equal resamples.
+        num_resamples: equal documents, strata and seeds give equal ones.
 
     Raises:
         ValueError: no window; not one stratum per window; a document in two strata.
@@ -66,15 +68,14 @@ class ClusterBootstrap:
         strata: Sequence[str] | None = None,
         seeds: Sequence[str] = (),
         num_resamples: int = 10_000,
-        seed: int = 0,
     ) -> None:
         if not len(documents):
             raise ValueError("no window to resample")
         names, self._document_of = np.unique(np.asarray(documents), return_inverse=True)
         self.num_documents = len(names)
         ranks = _stratum_ranks(documents, strata) if strata is not None else (0,) * self.num_documents
-        self._counts = _resample_counts(ranks, num_resamples, seed)
-        self._weights = _seed_weights(seeds, num_resamples, seed)
+        self._counts = _resample_counts(ranks, num_resamples)
+        self._weights = _seed_weights(seeds, num_resamples)
 
     def of_means(self, function: Callable[..., Array], *columns: Float[Array, "*seeds windows"]) -> Draws:
         """``function``, element by element, of the means of columns: a value per window, a row per training seed."""
@@ -130,7 +131,7 @@ def _stratum_ranks(documents: Names, strata: Sequence[str]) -> tuple[int, ...]:
     stratum: dict[str, str] = {}
     for document, name in zip(documents, strata, strict=True):
         if stratum.setdefault(document, name) != name:
-            raise ValueError(f"document {document!r} lies in two strata, {stratum[document]!r} and {name!r}")
+            raise InputError(f"document {str(document)!r} lies in two strata, {stratum[document]!r} and {name!r}")
     ranks = np.unique([stratum[document] for document in sorted(stratum)], return_inverse=True)[1]
     sizes = np.bincount(ranks)
     lonely = sizes[ranks] == 1
@@ -142,26 +143,26 @@ def _stratum_ranks(documents: Names, strata: Sequence[str]) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=16)
-def _resample_counts(ranks: tuple[int, ...], num_resamples: int, seed: int) -> Float[Array, "draws documents"]:
+def _resample_counts(ranks: tuple[int, ...], num_resamples: int) -> Float[Array, "draws documents"]:
     """How often the data themselves and each resample hold each document."""
     stratum_of = np.array(ranks)
     counts = np.ones((1 + num_resamples, len(ranks)))
     for stratum in range(stratum_of.max() + 1):
         members = np.flatnonzero(stratum_of == stratum)
         # the first without its rank: what no strata give
-        generator = np.random.default_rng([seed, len(members), *([stratum] if stratum else [])])
+        generator = np.random.default_rng([0, len(members), *([stratum] if stratum else [])])
         chances = np.full(len(members), 1.0 / len(members))
         counts[1:, members] = generator.multinomial(len(members), chances, size=num_resamples)
     counts.flags.writeable = False
     return counts
 
 
-def _seed_weights(seeds: Sequence[str], num_resamples: int, seed: int) -> Float[Array, "draws seeds"]:
+def _seed_weights(seeds: Sequence[str], num_resamples: int) -> Float[Array, "draws seeds"]:
     """Weight of each training seed; equal names give equal weights, so that models are paired."""
     count = max(1, len(seeds))
     weights = np.full((1 + num_resamples, count), 1.0 / count)
     if count > 1:
-        generator = np.random.default_rng([seed, count, *"\n".join(seeds).encode()])
+        generator = np.random.default_rng([0, count, *"\n".join(seeds).encode()])
         drawn = generator.multinomial(count, weights[0], size=num_resamples)
         weights[1:] += math.sqrt(count / (count - 1)) * (drawn - 1.0) / count
     return weights

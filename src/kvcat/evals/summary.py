@@ -36,7 +36,7 @@ QA_CHANCE = {
 _NONE = Estimate(np.nan)
 
 
-def summarise(records: Iterable[Record], *, num_resamples: int = 10_000, seed: int = 0) -> pd.DataFrame:
+def summarise(records: Iterable[Record], *, num_resamples: int = 10_000) -> pd.DataFrame:
     """One row per model, method, keep ratio, step, stratum and metric, with a 95 % interval: columns ``SUMMARY``.
 
     The method is with its options, the step missing where a method has none, stratum "" all examples, the
@@ -49,7 +49,7 @@ def summarise(records: Iterable[Record], *, num_resamples: int = 10_000, seed: i
         InputError: records of two data sets; one label for two sets of weights.
     """
     rows: list[dict[str, Any]] = []
-    for cell, sample in _samples(records, num_resamples, seed).items():
+    for cell, sample in _samples(records, num_resamples).items():
         named, baseline = dict(zip(CELL, cell, strict=True)), {"baseline": cell[1] in BASELINES}
         rows += [
             named | {"metric": metric} | vars(sample.estimate(metric)) | sample.sizes | baseline
@@ -59,12 +59,7 @@ def summarise(records: Iterable[Record], *, num_resamples: int = 10_000, seed: i
 
 
 def compare_models(
-    records: Iterable[Record],
-    reference: str,
-    *,
-    primary: Mapping[str, Any] | None = None,
-    num_resamples: int = 10_000,
-    seed: int = 0,
+    records: Iterable[Record], reference: str, *, primary: Mapping[str, Any] | None = None, num_resamples: int = 10_000
 ) -> pd.DataFrame:
     """Every other model against a reference, on the examples that both have: columns ``COMPARISON``.
 
@@ -80,12 +75,12 @@ def compare_models(
         records: of one data set and at least two models.
         reference: label of a model, without ``@SEED``.
         primary: of the folder's configuration; the p of this cell is not corrected.
-        num_resamples: of the bootstrap, with its ``seed``.
+        num_resamples: of the bootstrap.
 
     Raises:
         InputError: no records of the reference; otherwise as ``summarise``.
     """
-    samples = _samples(records, num_resamples, seed)
+    samples = _samples(records, num_resamples)
     if reference not in (labels := {cell[0] for cell in samples}):
         raise InputError(f"no records of model {reference!r}; there are {', '.join(sorted(labels))}")
     rows: list[dict[str, Any]] = []
@@ -190,7 +185,6 @@ class _Sample:
     values: pd.DataFrame  # index (document, example), columns (value, run)
     strata: pd.Series  # of each example
     num_resamples: int
-    seed: int
 
     @cached_property
     def documents(self) -> np.ndarray:
@@ -206,9 +200,8 @@ class _Sample:
 
     @cached_property
     def bootstrap(self) -> ClusterBootstrap:
-        sampling: dict[str, Any] = {"num_resamples": self.num_resamples, "seed": self.seed}
         strata = list(self.strata[self.values.index])
-        return ClusterBootstrap(self.documents, strata=strata, seeds=self.runs, **sampling)
+        return ClusterBootstrap(self.documents, strata=strata, seeds=self.runs, num_resamples=self.num_resamples)
 
     @cached_property
     def columns(self) -> dict[str, np.ndarray]:
@@ -233,7 +226,7 @@ class _Sample:
         return st.share(score[counted], self.documents[counted]) if counted.any() else _NONE
 
 
-def _samples(records: Iterable[Record], num_resamples: int, seed: int) -> dict[tuple[Any, ...], _Sample]:
+def _samples(records: Iterable[Record], num_resamples: int) -> dict[tuple[Any, ...], _Sample]:
     """A sample per ``CELL``, in the order of tables: strata after all examples, models and methods as they come."""
     rows, samples = _rows(records), {}
     strata = list(rows["group"].unique())
@@ -248,7 +241,7 @@ def _samples(records: Iterable[Record], num_resamples: int, seed: int) -> dict[t
             # examples that some training run lacks are left out
             values = own.groupby([*_EXAMPLE, "run"])[names].mean().unstack("run").dropna()
             cell = (model, method, keep_ratio, None if step < 0 else step, stratum)
-            samples[cell] = _Sample(values, groups, num_resamples, seed)
+            samples[cell] = _Sample(values, groups, num_resamples)
     return samples
 
 

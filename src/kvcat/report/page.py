@@ -12,22 +12,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from kvcat.errors import InputError
 from kvcat.evals import METRICS
 from kvcat.files import atomic_write, make_folder
-from kvcat.report.formats import write_table
+from kvcat.report import tables as t
 from kvcat.report.paper import Paper
 from kvcat.report.plots import Plot, difference_plot, headline_plots, step_plots
 from kvcat.report.results import NO_STEP, Results, final_steps, read_results
-from kvcat.report.tables import (
-    Figure,
-    Table,
-    difference_figure,
-    head,
-    keep_label,
-    pair_rows,
-    ratio_figure,
-    result_tables,
-    step_label,
-    summary_figure,
-)
 from kvcat.report.training import run_metrics, training_plot, training_table
 
 _LABELS = {"nll": "NLL on the compact cache", "nll_dense": "Dense loss"}
@@ -42,11 +30,10 @@ def write_report(
     context: Mapping[str, Any] | None = None,
     paper_model: str | None = None,
 ) -> Path:
-    """Path of ``report.html``; beside it ``tables/*`` (``.md``, ``.tex``), ``plots/*.png``, and every figure in full
-    precision: ``summary.csv``, ``comparisons.csv``, ``costs.csv``.
+    """Path of ``report.html``; beside it tables (``.md``, ``.tex``), plots, and every figure in full precision (CSV).
 
     Args:
-        folders: results folders of any evaluations, each a section of its own; may be empty where runs are given.
+        folders: results folders of any evaluations, each a section; may be empty where runs are given.
         out_dir: where the report goes; files of an earlier report are replaced.
         title: of the page.
         runs: model label to training run, for the training diagnostics.
@@ -87,7 +74,7 @@ class Section:
     title: str
     results: Results
     plots: list[Plot] = field(repr=False)
-    tables: list[Table] = field(repr=False)
+    tables: list[t.Table] = field(repr=False)
 
     @property
     def subtitle(self) -> str:
@@ -102,7 +89,7 @@ class Section:
     def cell(self) -> str:
         """The cell that the tiles show, and who chose it."""
         method, keep, step = self.results.cell
-        where = _method(method, step) + (f" at {keep_label(keep)} of the slots" if self.results.methods else "")
+        where = _method(method, step) + (f" at {t.keep_label(keep)} of the slots" if self.results.methods else "")
         if not self.results.pairs:
             return where
         if self.results.comparisons["primary"].any():
@@ -119,14 +106,14 @@ class Section:
         compared, tiles = self._compared() if pair else values[self.results.models[0]], []
         for name in (name for name in self.results.evaluation.tiles if name in compared.index):
             metric, row = METRICS[name], compared.loc[name]
-            label, unit = _LABELS.get(name, metric.label), "%" if metric.percent else metric.unit
+            label, detail, unit = _LABELS.get(name, metric.label), "%" if metric.percent else metric.unit, ""
             if pair is None:
-                tiles.append({"label": label, "figure": summary_figure(row), "unit": "", "detail": unit})
-                continue
-            detail = f"{' and '.join(f'{m} {summary_figure(values[m].loc[name]).text}' for m in pair)} {unit}"
-            figure, relation = self._compare(name, row)
-            named = {"label": f"{label}, {relation} {pair[1]}", "unit": " points" if metric.percent else ""}
-            tiles.append({**named, "figure": figure, "detail": detail})
+                figure = t.summary_figure(row)
+            else:
+                detail = f"{' and '.join(f'{m} {t.summary_figure(values[m].loc[name]).text}' for m in pair)} {detail}"
+                figure, relation = self._compare(name, row)
+                label, unit = f"{label}, {relation} {pair[1]}", " points" if metric.percent else ""
+            tiles.append({"label": label, "figure": figure, "unit": unit, "detail": detail})
         return tiles
 
     @property
@@ -134,7 +121,7 @@ class Section:
         """The first two metrics of the tiles: keep ratios, and for every method its figure at each."""
         if not self.results.pairs or not self.results.methods:
             return []
-        rows, grids = final_steps(pair_rows(self.results, *self.results.pairs[0])), []
+        rows, grids = final_steps(t.pair_rows(self.results, *self.results.pairs[0])), []
         keeps = sorted(rows["keep_ratio"].unique())
         for name in (name for name in self.results.evaluation.tiles[:2] if name in set(rows["metric"])):
             lines, relation = [], ""
@@ -144,14 +131,14 @@ class Section:
                     found[row["keep_ratio"]], relation = self._compare(name, row)
                 lines.append((_method(str(method), int(own["step"].max())), [found.get(keep) for keep in keeps]))
             title = f"{METRICS[name].label}, {relation} {self.results.pairs[0][1]}"
-            grids.append({"title": title, "keeps": [keep_label(keep) for keep in keeps], "rows": lines})
+            grids.append({"title": title, "keeps": [t.keep_label(keep) for keep in keeps], "rows": lines})
         return grids
 
     @property
-    def price(self) -> list[tuple[str, Figure]]:
+    def price(self) -> list[tuple[str, t.Figure]]:
         """What the model pays without compression."""
         rows = self._compared() if self.results.pairs else pd.DataFrame()
-        return [(head(n), difference_figure(rows.loc[n])) for n in self.results.evaluation.price if n in rows.index]
+        return [(t.head(n), t.difference_figure(rows.loc[n])) for n in self.results.evaluation.price if n in rows.index]
 
     @property
     def facts(self) -> dict[str, str]:
@@ -162,13 +149,13 @@ class Section:
 
     def _compared(self) -> pd.DataFrame:
         """Comparisons of the pair in the cell of the tiles, by metric."""
-        return _at(pair_rows(self.results, *self.results.pairs[0]), self.results.cell).set_index("metric")
+        return _at(t.pair_rows(self.results, *self.results.pairs[0]), self.results.cell).set_index("metric")
 
-    def _compare(self, metric: str, row: pd.Series) -> tuple[Figure, str]:
+    def _compare(self, metric: str, row: pd.Series) -> tuple[t.Figure, str]:
         """The ratio where that is how the metric is compared, else the difference; and how it relates."""
         if self.results.evaluation.ratio and metric == self.results.evaluation.deciding:
-            return ratio_figure(row), "ratio to"
-        return difference_figure(row), "minus"
+            return t.ratio_figure(row), "ratio to"
+        return t.difference_figure(row), "minus"
 
 
 def _read_all(folders: Sequence[Path]) -> list[Results]:
@@ -184,9 +171,9 @@ def _read_all(folders: Sequence[Path]) -> list[Results]:
 def _section(results: Results, out_dir: Path, paper_model: str | None, *, several: bool) -> Section:
     """An evaluation's part of the page; its tables and plots become files as well."""
     prefix = f"{results.name}-" if several else ""
-    tables = result_tables(results, Paper(paper_model, results.config["evaluation"], results.config["dataset"]))
+    tables = t.result_tables(results, Paper(paper_model, results.config["evaluation"], results.config["dataset"]))
     for table in tables:
-        write_table(table, out_dir / "tables", prefix)
+        t.write_table(table, out_dir / "tables", prefix)
     differences = [plot for pair in results.pairs if (plot := difference_plot(results, *pair)) is not None]
     plots = [*differences[:1], *headline_plots(results), *differences[1:], *step_plots(results)]
     for plot in plots:
@@ -194,7 +181,7 @@ def _section(results: Results, out_dir: Path, paper_model: str | None, *, severa
     return Section(results.evaluation.title + (f" ({results.name})" if several else ""), results, plots, tables)
 
 
-def _render(title: str, sections: Sequence[Section], training: tuple[Plot, Table] | None, context: Mapping) -> str:
+def _render(title: str, sections: Sequence[Section], training: tuple[Plot, t.Table] | None, context: Mapping) -> str:
     """The whole page; no request leaves it."""
     loader = PackageLoader("kvcat.report", ".")
     page = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
@@ -206,7 +193,7 @@ def _render(title: str, sections: Sequence[Section], training: tuple[Plot, Table
 
 def _method(method: str, step: int) -> str:
     """A method with its gradient steps."""
-    return f"{method}, {step} step{'' if step == 1 else 's'}" if step_label(step) else method
+    return f"{method}, {step} step{'' if step == 1 else 's'}" if t.step_label(step) else method
 
 
 def _at(rows: pd.DataFrame, cell: tuple[str, float, int]) -> pd.DataFrame:

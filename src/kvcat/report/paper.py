@@ -24,13 +24,10 @@ _METRICS = {
 
 @lru_cache(maxsize=1)
 def paper_tables() -> pd.DataFrame:
-    """A row per printed figure, in the paper's order.
+    """A row per printed figure, in the paper's order; shares in ``value`` are no percent.
 
-    Columns: table (its label), method (empty without compression), steps (NaN where there are none or
-    the paper contradicts itself), num_examples, model (empty where the paper does not say), variant
-    (base, kv-cat, rand, attn), group (task, sub-domain or corpus; average and total are over the
-    groups), keep_ratio (NaN without compression and for averages over keep ratios), metric, printed
-    (e.g. 88.5%) and value (shares, not percent).
+    Empty or NaN are the method, steps and keep ratio without compression, steps where the paper contradicts itself,
+    the model where it says none, and the keep ratio of averages. A group is a task, sub-domain or corpus.
     """
     with files("kvcat.report").joinpath("paper_tables.csv").open(encoding="utf-8") as stream:
         rows = pd.read_csv(stream, dtype={"printed": str})
@@ -42,13 +39,9 @@ def paper_tables() -> pd.DataFrame:
 
 @dataclass(frozen=True)
 class Paper:
-    """What the paper prints for an evaluation on a data set of one of its models; nothing where none is named.
+    """What the paper prints for an evaluation on a data set; nothing where no model of it is named."""
 
-    ``model`` is ``Qwen2.5-0.5B`` or ``Qwen2.5-1.5B``: what the models labelled base, kvcat (kv-cat,
-    router), rand and attn are. Raises InputError for a model that the paper does not have.
-    """
-
-    model: str | None
+    model: str | None  # Qwen2.5-0.5B or Qwen2.5-1.5B: what those labelled base, kvcat, rand and attn are
     evaluation: str = ""
     dataset: str = ""
 

@@ -4,6 +4,7 @@ import base64
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,13 +83,12 @@ def difference_plot(results: Results, model: str, reference: str) -> Plot | None
         return None
     rows = final_steps(pair_rows(results, model, reference))
     panels = [
-        (f"{METRICS[name].label}: {model} minus {reference}", _differences(rows, name, results.methods))
+        (f"{METRICS[name].label}: {model} minus {reference}", partial(_differences, rows, name, results.methods))
         for name in results.evaluation.plots
         if name in set(rows["metric"])
     ]
-    name = f"differences-{slug(model)}-{slug(reference)}"
     title = f"{model} against {reference} by method and share of slots kept"
-    return Plot(name, title, panels, same_scale=True)
+    return Plot(f"differences-{slug(model)}-{slug(reference)}", title, panels, same_scale=True)
 
 
 def headline_plots(results: Results) -> list[Plot]:
@@ -96,7 +96,7 @@ def headline_plots(results: Results) -> list[Plot]:
     method = next(iter(results.methods), "")
     own = results.whole[results.whole["method"] == method]
     names = [name for name in results.evaluation.plots if method and name in set(own["metric"])]
-    panels = [(f"{METRICS[name].label}, {method}", _quality(own, name, results.models)) for name in names]
+    panels = [(f"{METRICS[name].label}, {method}", partial(_quality, own, name, results.models)) for name in names]
     return [Plot("headline", "Against the slots kept", panels)] if panels else []
 
 
@@ -106,7 +106,7 @@ def step_plots(results: Results) -> list[Plot]:
     names = ("kl", "delta_ppl") if results.config["evaluation"] == "suffix" else (results.evaluation.deciding,)
     for metric in names if len(rows) else ():
         panels = [
-            (f"{name}, {keep_label(keep)} kept", _steps(own, metric, results.models))
+            (f"{name}, {keep_label(keep)} kept", partial(_steps, own, metric, results.models))
             for (name, keep), own in rows.groupby(["method", "keep_ratio"], sort=False)
         ]
         plots.append(Plot(f"steps-{metric}", f"{METRICS[metric].label} against gradient steps", panels))
@@ -133,11 +133,11 @@ def save_profile_plot(table: pd.DataFrame, folder: Path) -> Path:
     """Mean and worst KL of a ``profile_table`` side by side on one scale, ``profile.png``; returns its path."""
     models = list(dict.fromkeys(table["model"]))
     panels = [
-        ("Best cache found, mean over windows", lambda axes: draw_profile(axes, table, "mean", models)),
-        ("Best cache found, worst window", lambda axes: draw_profile(axes, table, "worst", models)),
+        (f"Best cache found, {title}", partial(draw_profile, table=table, statistic=name, models=models))
+        for name, title in (("mean", "mean over windows"), ("worst", "worst window"))
     ]
-    Plot("profile", "Compressibility profile", panels, same_scale=True).save(folder / "profile.png")
-    return folder / "profile.png"
+    Plot("profile", "Compressibility profile", panels, same_scale=True).save(target := folder / "profile.png")
+    return target
 
 
 def line_style(name: str, names: Sequence[str]) -> dict[str, str]:
@@ -154,55 +154,43 @@ def log_axis(axes: Any) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def _quality(rows: pd.DataFrame, metric: str, models: Sequence[str]) -> Draw:
+def _quality(rows: pd.DataFrame, metric: str, models: Sequence[str], axes: Any) -> None:
     """A metric against the keep ratio, a line per model; dashed the level with the whole cache."""
-
-    def draw(axes: Any) -> None:
-        last = final_steps(rows)
-        _lines(axes, last, "keep_ratio", metric, models)
-        dense = last[last["metric"] == _WHOLE_CACHE.get(metric)]
-        for model, level in dense.groupby("model")["value"].last().items():
-            style = line_style(str(model), models)["color"]
-            axes.axhline(_scale(metric) * level, color=style, linestyle="--", linewidth=1.0)
-        if len(dense):
-            axes.plot([], [], color=GREY, linestyle="--", linewidth=1.0, label="whole cache")
-        _keep_axis(axes, last)
-
-    return draw
+    last = final_steps(rows)
+    _lines(axes, last, "keep_ratio", metric, models)
+    dense = last[last["metric"] == _WHOLE_CACHE.get(metric)]
+    for model, level in dense.groupby("model")["value"].last().items():
+        style = line_style(str(model), models)["color"]
+        axes.axhline(_scale(metric) * level, color=style, linestyle="--", linewidth=1.0)
+    if len(dense):
+        axes.plot([], [], color=GREY, linestyle="--", linewidth=1.0, label="whole cache")
+    _keep_axis(axes, last)
 
 
-def _steps(rows: pd.DataFrame, metric: str, models: Sequence[str]) -> Draw:
+def _steps(rows: pd.DataFrame, metric: str, models: Sequence[str], axes: Any) -> None:
     """A metric against gradient steps, a line per model."""
-
-    def draw(axes: Any) -> None:
-        _lines(axes, rows, "step", metric, models)
-        steps = sorted(rows["step"].unique())
-        axes.set_xscale("symlog", linthresh=1.0, linscale=0.5)
-        axes.set_xticks(steps, [str(step) for step in steps])
-        axes.minorticks_off()
-        axes.set_xlabel("gradient steps")
-
-    return draw
+    _lines(axes, rows, "step", metric, models)
+    steps = sorted(rows["step"].unique())
+    axes.set_xscale("symlog", linthresh=1.0, linscale=0.5)
+    axes.set_xticks(steps, [str(step) for step in steps])
+    axes.minorticks_off()
+    axes.set_xlabel("gradient steps")
 
 
-def _differences(rows: pd.DataFrame, metric: str, methods: Sequence[str]) -> Draw:
+def _differences(rows: pd.DataFrame, metric: str, methods: Sequence[str], axes: Any) -> None:
     """Paired differences with intervals against the keep ratio, a line per method."""
-
-    def draw(axes: Any) -> None:
-        own = rows[rows["metric"] == metric].sort_values("keep_ratio")
-        shown = [name for name in methods if name in set(own["method"])]
-        for rank, name in enumerate(shown):
-            line = own[own["method"] == name]
-            value, low, high = (_scale(metric) * line[end].to_numpy() for end in ("difference", "low", "high"))
-            errors = np.nan_to_num(np.maximum(np.stack([value - low, high - value]), 0.0))
-            x = line["keep_ratio"].to_numpy() * (1.0 + 0.03 * (rank - (len(shown) - 1) / 2))
-            axes.errorbar(x, value, yerr=errors, label=name, capsize=2.5, elinewidth=1.0, **line_style(name, methods))
-        axes.axhline(0.0, color="black", linewidth=1.0)
-        _keep_axis(axes, own)
-        unit = "points" if METRICS[metric].percent else METRICS[metric].unit
-        axes.set_ylabel(f"{unit}, {'below' if METRICS[metric].lower_is_better else 'above'} 0 is better")
-
-    return draw
+    own = rows[rows["metric"] == metric].sort_values("keep_ratio")
+    shown = [name for name in methods if name in set(own["method"])]
+    for rank, name in enumerate(shown):
+        line = own[own["method"] == name]
+        value, low, high = (_scale(metric) * line[end].to_numpy() for end in ("difference", "low", "high"))
+        errors = np.nan_to_num(np.maximum(np.stack([value - low, high - value]), 0.0))
+        x = line["keep_ratio"].to_numpy() * (1.0 + 0.03 * (rank - (len(shown) - 1) / 2))
+        axes.errorbar(x, value, yerr=errors, label=name, capsize=2.5, elinewidth=1.0, **line_style(name, methods))
+    axes.axhline(0.0, color="black", linewidth=1.0)
+    _keep_axis(axes, own)
+    unit = "points" if METRICS[metric].percent else METRICS[metric].unit
+    axes.set_ylabel(f"{unit}, {'below' if METRICS[metric].lower_is_better else 'above'} 0 is better")
 
 
 def _lines(axes: Any, rows: pd.DataFrame, x: str, metric: str, models: Sequence[str]) -> None:

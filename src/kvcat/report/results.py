@@ -134,20 +134,13 @@ def plain_steps(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def read_results(folder: Path) -> Results:
-    """Everything that a report shows of a folder.
-
-    Raises:
-        InputError: no results folder, no record in it, or damaged content.
-    """
+    """Everything that a report shows of a folder; ``InputError`` for no results folder, no record, damaged content."""
     config, records = read_config(folder), read_records(folder)
     if not records:
         raise InputError(f"{folder} holds no records yet")
     decides = EVALUATIONS[config["evaluation"]].deciding
     if not all(decides in record.values for record in records):
         raise InputError(f"{folder} has a record without {decides!r}, which {config['evaluation']} measures")
-    strata = {record.document: record.stratum for record in records}
-    if two := [record for record in records if record.stratum != strata[record.document]]:
-        raise InputError(f"{folder} has document {two[0].document!r} in two strata")
     summary = plain_steps(summarise(records))
     reasons = {label.partition("@")[0]: reason for label, reason in plumbing(records).items()}
     shown = {label: label + " [plumbing]" * (label in reasons) for label in dict.fromkeys(summary["model"])}
@@ -155,11 +148,9 @@ def read_results(folder: Path) -> Results:
     comparisons = pd.DataFrame()
     if pairs:
         references = dict.fromkeys(reference for _, reference in pairs)
-        found = pd.concat([compare_models(records, name, primary=config.get("primary")) for name in references])
-        rank = {pair: place for place, pair in enumerate(pairs)}
-        place = pd.Series(zip(found["model"], found["reference"], strict=True), index=found.index).map(rank)
-        comparisons = plain_steps(found.assign(place=place).dropna(subset="place"))
-        comparisons = comparisons.sort_values("place", kind="stable", ignore_index=True).drop(columns="place")
+        found = {name: compare_models(records, name, primary=config.get("primary")) for name in references}
+        own = [found[reference][found[reference]["model"] == model] for model, reference in pairs]
+        comparisons = plain_steps(pd.concat(own, ignore_index=True))
         keys = ["model", *CELL, "stratum", "metric"]
         judged = comparisons[comparisons["reference"] == pairs[0][1]][[*keys, "verdict"]]
         summary = summary.merge(judged, how="left", on=keys)
@@ -180,13 +171,13 @@ def _costs(batches: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     """Per example: seconds, peak MiB, KiB, share of the dense bytes; speed of answers over that of dense caches."""
     if not batches:
         return pd.DataFrame()
-    rows = pd.DataFrame(batches)
+    speeds = dict.fromkeys(["ttft", "ttft_dense", "tokens_per_s", "tokens_per_s_dense"])
+    rows = plain_steps(pd.DataFrame([speeds | cost for cost in batches]))
     rows["method"] = [method_label(cost["method"], cost["options"]) for cost in batches]
-    rows["model"], rows["peak_mib"] = rows["model"].str.partition("@")[0], pd.to_numeric(rows["peak_mib"])
-    speeds = ["ttft", "ttft_dense", "tokens_per_s", "tokens_per_s_dense"]
-    rows = plain_steps(rows.reindex(columns=list(dict.fromkeys([*rows.columns, *speeds]))))
+    rows["model"] = rows["model"].str.partition("@")[0]
+    rows = rows.astype(dict.fromkeys(["peak_mib", *speeds], float))
     cells = rows.groupby(["model", *CELL], sort=False)
-    total, mean = cells[["examples", "seconds", "bytes", "dense_bytes"]].sum(), cells[speeds].mean()
+    total, mean = cells[["examples", "seconds", "bytes", "dense_bytes"]].sum(), cells[list(speeds)].mean()
     found = {
         "seconds": total["seconds"] / total["examples"],
         "peak_mib": cells["peak_mib"].max(),

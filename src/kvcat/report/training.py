@@ -1,6 +1,7 @@
 """Losses and kept fractions of training runs."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,8 @@ def training_plot(runs: Mapping[str, pd.DataFrame], models: Sequence[str]) -> Pl
     """
     labels = list(dict.fromkeys([*models, *runs]))
     measured = [name for name in LOSSES if any(rows[name].notna().any() for rows in runs.values())]
-    panels = [(LOSSES[name], _losses(runs, name, labels)) for name in measured]
-    panels += [(f"{label}: fraction kept", _kept(rows)) for label, rows in runs.items() if _routers(rows)]
+    panels = [(LOSSES[name], partial(_losses, runs, name, labels)) for name in measured]
+    panels += [(f"{label}: fraction kept", partial(_kept, rows)) for label, rows in runs.items() if _routers(rows)]
     return Plot("training", "Training runs: lines are training batches, marks are validation", panels)
 
 
@@ -61,35 +62,27 @@ def training_table(runs: Mapping[str, pd.DataFrame]) -> Table:
     return Table("training", "Training runs", "Losses and kept fractions at the last validation.", pd.DataFrame(lines))
 
 
-def _losses(runs: Mapping[str, pd.DataFrame], name: str, labels: Sequence[str]) -> Callable[[Any], None]:
+def _losses(runs: Mapping[str, pd.DataFrame], name: str, labels: Sequence[str], axes: Any) -> None:
     """One loss by step: training as a faint smoothed line, validation as marks."""
-
-    def draw(axes: Any) -> None:
-        for label, rows in runs.items():
-            own, style = rows[rows[name].notna()], line_style(label, labels)
-            train, validation = (own[own["kind"] == kind] for kind in ("train", "validation"))
-            axes.plot(train["step"], _smooth(train[name]), color=style["color"], alpha=0.45, linewidth=1.0)
-            if len(validation):
-                axes.plot(validation["step"], validation[name], label=label, **style)
-        axes.set_xlabel("training step")
-        axes.set_ylabel("nats per token")
-
-    return draw
+    for label, rows in runs.items():
+        own, style = rows[rows[name].notna()], line_style(label, labels)
+        train, validation = (own[own["kind"] == kind] for kind in ("train", "validation"))
+        axes.plot(train["step"], _smooth(train[name]), color=style["color"], alpha=0.45, linewidth=1.0)
+        if len(validation):
+            axes.plot(validation["step"], validation[name], label=label, **style)
+    axes.set_xlabel("training step")
+    axes.set_ylabel("nats per token")
 
 
-def _kept(rows: pd.DataFrame) -> Callable[[Any], None]:
+def _kept(rows: pd.DataFrame, axes: Any) -> None:
     """Fraction of tokens that each router keeps by training step."""
-
-    def draw(axes: Any) -> None:
-        train = rows[rows["kind"] == "train"]
-        for rank, name in enumerate(_routers(rows)):
-            shade, label = COLOURS[rank % len(COLOURS)], name.replace("kept", "layer")
-            axes.plot(train["step"], _smooth(train[name]), color=shade, linewidth=1.2, label=label)
-        axes.set_ylim(0.0, 1.05)
-        axes.set_xlabel("training step")
-        axes.set_ylabel("kept fraction of tokens")
-
-    return draw
+    train = rows[rows["kind"] == "train"]
+    for rank, name in enumerate(_routers(rows)):
+        shade, label = COLOURS[rank % len(COLOURS)], name.replace("kept", "layer")
+        axes.plot(train["step"], _smooth(train[name]), color=shade, linewidth=1.2, label=label)
+    axes.set_ylim(0.0, 1.05)
+    axes.set_xlabel("training step")
+    axes.set_ylabel("kept fraction of tokens")
 
 
 def _routers(rows: pd.DataFrame) -> list[str]:
