@@ -1,0 +1,237 @@
+"""Answers that are right or wrong, from compact caches: python benchmarks/questions.py --out FILE.
+
+Between neutral sentences stand lines "The phone number of Anna is 48213.": one (needle), four (multi-needle) or twelve
+(key-value). The document is a user's turn in the chat template; behind it stands "What does the text say?", and the
+answer is begun: "The phone number of Anna is". All are asked from one cache. A greedy answer is right if it holds the
+number, whole. Caches are fitted to the prefix's own queries ("self"), to the document said again ("reconstruction"),
+to eight questions of the kind with invented answers, none of which the document tells ("examples"), or to the very
+questions with their answers ("asked"). Conditions are METHOD@SUPERVISION; eviction reads the prefix alone. Beside them
+stand the dense cache, no document, and ("truncated@text") as much of the text, its beginning and its end, as the cache
+has slots. Intervals resample documents, and hold Wilson's.
+Every answer is written to --out as it is given; the same command goes on where it was stopped.
+"""
+
+import argparse
+import platform
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pandas as pd
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import kvcat
+from kvcat.cache import CompactCache
+from kvcat.compress import Trace, parse_method, seeded_compressor, slots_for, trace
+from kvcat.compress.documents import chat_parts, reconstruction_of_tokens
+from kvcat.evals.answers import greedy_answers
+from kvcat.evals.longbench import cut_middle
+from kvcat.evals.needle import Pieces, draws, filler_lines, number, shuffled
+from kvcat.evals.statistics import ClusterBootstrap, wilson
+from kvcat.files import append_jsonl, read_jsonl
+
+KINDS = {"needle": 1, "multi-needle": 4, "key-value": 12}  # lines that are hidden, and asked
+NAMES = [
+    "Anna", "Peter", "Maria", "Thomas", "Laura", "Martin", "Emma", "Daniel", "Sarah", "Robert", "Julia",
+    "Michael", "Helen", "Frank", "Alice", "David", "Clara", "Simon", "Grace", "Henry", "Rose", "Oscar", "Lucy",
+    "Victor", "Nina", "Paul", "George", "Emily", "Arthur", "Diana", "Walter", "Louis",
+]  # fmt: skip
+BASELINES = (("dense", 1.0), ("no document", 0.0))
+LINE, QUESTION = "The phone number of {} is", "What does the text say?"
+DIGITS, EXAMPLES = 5, 8
+CONDITIONS = (
+    "attention-matching@self", "attention-matching@reconstruction", "attention-matching@examples",
+    "attention-matching,preset=known@examples", "attention-matching,preset=known@asked",
+    "attention-matching,budgets=equal@self", "attention-matching,preset=paper@self", "h2o@self", "snapkv@self",
+    "truncated@text",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Document:
+    """A document with its facts on a model; one example of each is the same for every condition."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    kind: str
+    length: int
+    seed: str
+    index: int
+
+    @property
+    def name(self) -> str:
+        """Of the document in records."""
+        return f"{self.kind}-{self.length}-{self.index}"
+
+    @cached_property
+    def facts(self) -> list[tuple[str, str]]:
+        """Names and numbers that the document tells and that are asked."""
+        draw = draws(self.seed, "facts", self.kind, self.length, self.index)
+        return [(name, number(draw, DIGITS)) for name in shuffled(draw, NAMES)[: KINDS[self.kind]]]
+
+    @cached_property
+    def ids(self) -> list[int]:
+        """Token ids: the opening of the chat template, neutral lines with the facts between them."""
+        draw, pieces = draws(self.seed, "text", self.kind, self.length, self.index), Pieces(self.tokenizer)
+        head = pieces(chat_parts(self.tokenizer)[0])
+        told = [f"{LINE.format(name)} {code}.\n" for name, code in shuffled(draw, self.facts)]
+        left = self.length - len(head)
+        lines = pieces.fitting(filler_lines(draw), left - sum(len(pieces(line)) for line in told))
+        for line in told:
+            lines.insert(int(draw.random() * (len(lines) + 1)), line)
+        return [*head, *pieces.filled(lines, filler_lines(draw), left)]
+
+    def encode(self, text: str, facts: Sequence[tuple[str, str]] = ()) -> list[int]:
+        """Token ids of the question, a text that begins the answer, and of facts that the answer tells."""
+        _, between, tail = chat_parts(self.tokenizer)
+        said = text + "\n".join(f"{LINE.format(name)} {code}." for name, code in facts)
+        return self.tokenizer.encode(between + QUESTION + tail + said, add_special_tokens=False)
+
+    def traced(self, supervision: str) -> Trace:
+        """The trace that a cache is fitted to."""
+        ids = torch.tensor([self.ids])
+        if supervision == "self":
+            return trace(self.model, ids, supervision="self")
+        if supervision == "reconstruction":
+            return trace(self.model, reconstruction_of_tokens(self.tokenizer, ids))
+        facts = self.facts
+        if supervision == "examples":
+            draw, told = draws(self.seed, "examples", self.kind, self.length, self.index), dict(self.facts)
+            absent = [name for name in shuffled(draw, NAMES) if name not in told]
+            facts = [(name, number(draw, DIGITS)) for name in absent[:EXAMPLES]]
+        return trace(self.model, torch.tensor([[*self.ids, *self.encode("", facts)]]), self.length)
+
+    def answers(self, cache: CompactCache | None) -> list[str]:
+        """Greedy answers to all questions, read behind a cache or alone."""
+        head = [] if cache is not None else self.tokenizer.encode(chat_parts(self.tokenizer)[0])
+        questions = [[*head, *self.encode(LINE.format(name))] for name, _ in self.facts]
+        found = greedy_answers(self.model, cache, questions, DIGITS + 2)
+        return [self.tokenizer.decode(tokens) for tokens in found]
+
+    def truncated(self, keep: float) -> CompactCache:
+        """The dense cache of as many tokens as a budget has slots: the template's opening and both ends of the text."""
+        head = len(self.tokenizer.encode(chat_parts(self.tokenizer)[0]))
+        room = max(2, slots_for(self.length, keep, None) - head)
+        ids = torch.tensor([[*self.ids[:head], *cut_middle(self.ids[head:], room)]])
+        return trace(self.model, ids, supervision="self").dense_cache()
+
+
+def right(answer: str, code: str) -> bool:
+    """Whether an answer holds the number, whole."""
+    return re.search(rf"(?<!\d){code}(?!\d)", answer) is not None
+
+
+def answered(document: Document, conditions: Sequence[str], keeps: Sequence[float], known: set) -> Iterator[dict]:
+    """A record per condition and keep ratio that is not known yet: the answers, and processor seconds to compress."""
+    about = {"document": document.name, "kind": document.kind, "length": document.length, "asked": document.facts}
+    traces: dict[str, Trace] = {}
+    for condition in conditions:
+        missing = [keep for keep in keeps if (document.name, condition, keep) not in known]
+        method, _, way = condition.partition("@")
+        if not missing:
+            continue
+        if way not in traces and method != "truncated":
+            traces[way] = document.traced(way)
+        if method == "truncated":
+            caches = iter([document.truncated(keep) for keep in missing])
+        else:
+            caches = seeded_compressor(*parse_method(method), seed=0).each(traces[way], missing)
+        for keep in missing:
+            begun = time.process_time()
+            cache = next(caches)
+            seconds = round(time.process_time() - begun, 2)
+            yield about | {
+                "condition": condition, "keep": keep, "answers": document.answers(cache), "seconds": seconds,
+            }  # fmt: skip
+    if (document.name, "dense", 1.0) not in known:
+        dense = (traces.get("self") or document.traced("self")).dense_cache()
+        for (condition, keep), cache in zip(BASELINES, (dense, None), strict=True):
+            yield about | {"condition": condition, "keep": keep, "answers": document.answers(cache), "seconds": 0.0}
+
+
+def share(rows: pd.DataFrame) -> str:
+    """The share of right answers, percent, with an interval that holds the bootstrap's over documents and Wilson's."""
+    found = ClusterBootstrap(list(rows.document)).mean(rows.right.to_numpy())
+    found = found.union(wilson(rows.right.sum(), len(rows)))
+    return f"{100 * found.value:.0f} [{100 * found.low:.0f}, {100 * found.high:.0f}]"
+
+
+def report(records: Sequence[dict], conditions: Sequence[str], keeps: Sequence[float]) -> None:
+    """Markdown: percent of right answers by condition and keep ratio, of all questions and of each kind.
+
+    Only documents count on which every condition has answered.
+    """
+    rows = [
+        {**record, "right": float(right(answer, code)), "seconds": record["seconds"] / len(record["asked"])}
+        for record in records
+        for answer, (_, code) in zip(record["answers"], record["asked"], strict=True)
+    ]
+    frame = pd.DataFrame(rows)
+    given = frame[["document", "condition", "keep"]].drop_duplicates().groupby("document").size()
+    frame = frame[frame.document.map(given) == len(conditions) * len(keeps) + len(BASELINES)]
+    for kind in (None, *KINDS):
+        part = frame if kind is None else frame[frame.kind == kind]
+        if part.empty:
+            continue
+        dense, none = (part[part.condition == name] for name, _ in BASELINES)
+        print(f"\n{kind or 'all kinds'}: {len(dense)} questions on {dense.document.nunique()} documents; ", end="")
+        print(f"dense {share(dense)}, no document {share(none)}\n")
+        print(" | ".join(["|", *(f"{100 * keep:g} %" for keep in keeps), "seconds |"]))
+        print("|---" * (len(keeps) + 2) + "|")
+        for condition in conditions:
+            own = part[part.condition == condition]
+            cells = [share(own[own.keep == keep]) for keep in keeps]
+            print(" | ".join([f"| `{condition}`", *cells, f"{own.seconds.sum() / own.document.nunique():.1f} |"]))
+
+
+def show(records: Sequence[dict]) -> None:
+    """The questions' right answers and what each condition says."""
+    for record in records:
+        told = ", ".join(f"{name} {code}" for name, code in record["asked"])
+        print(f"{record['document']:<20}{record['condition']:<44}{record['keep']:<6g}{told}: {record['answers']}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--out", type=Path, required=True, help="file of records")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024], help="of documents, tokens")
+    parser.add_argument("--documents", type=int, nargs=3, default=[4, 4, 4], metavar="N", help="of each kind")
+    parser.add_argument("--keep", type=float, nargs="+", default=[0.05, 0.1, 0.2, 0.5])
+    parser.add_argument("--conditions", nargs="+", default=CONDITIONS, metavar="METHOD@SUPERVISION")
+    parser.add_argument("--seed", default="test", help="of the documents")
+    parser.add_argument("--show", action="store_true", help="print the answers")
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    model, tokenizer = kvcat.load(options.model)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    found = read_jsonl(options.out) if options.out.exists() else []
+    known = {(r["document"], r["condition"], r["keep"]) for r in found}
+    documents = [
+        Document(model, tokenizer, kind, length, options.seed, index)
+        for index in range(max(options.documents))
+        for length in options.lengths
+        for kind, count in zip(KINDS, options.documents, strict=True)
+        if index < count
+    ]
+    for document in tqdm(documents, "documents"):
+        for record in answered(document, options.conditions, options.keep, known):
+            append_jsonl(options.out, record)
+            found.append(record)
+    names = {document.name for document in documents}
+    shown = {*((condition, keep) for condition in options.conditions for keep in options.keep), *BASELINES}
+    wanted = [r for r in found if r["document"] in names and (r["condition"], r["keep"]) in shown]
+    if options.show:
+        show(wanted)
+    print(f"{platform.machine()}, torch {torch.__version__}, {options.model}, documents of {options.lengths} tokens")
+    report(wanted, options.conditions, options.keep)
+
+
+if __name__ == "__main__":
+    main()
