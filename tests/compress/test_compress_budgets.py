@@ -1,14 +1,16 @@
 """Unequal budgets: error curves from one pass, and slots shared out by them."""
 
 import itertools
+from dataclasses import replace
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from structured_heads import structured_head
 
-from kvcat.compress.budgets import allocate, error_curves, share_out, slot_sizes
-from kvcat.compress.queries import dense_attention
+from kvcat.compress.budgets import NUM_QUERIES, allocate, error_curves, share_out, slot_sizes
+from kvcat.compress.queries import HeadBatch, dense_attention
 
 
 def test_a_curve_is_the_ridge_regression_on_the_dense_weights_of_the_first_slots():
@@ -26,6 +28,21 @@ def test_a_curve_is_the_ridge_regression_on_the_dense_weights_of_the_first_slots
         values = own + torch.linalg.solve(gram, kept.mT @ (outputs - kept @ own))
         expected = (kept @ values - outputs).square().sum() + shift * (values - own).square().sum()
         assert torch.allclose(torch.tensor(error).double(), expected, rtol=1e-3, atol=1e-9)
+
+
+@pytest.mark.parametrize("period", [2, 3, 7, 9])
+def test_the_queries_of_a_curve_are_a_fair_sample_of_rows_in_which_query_heads_take_turns(period):
+    """Queries of one head in ``period`` look at random keys, the others' at one: the sample has both kinds."""
+    draw, rows = torch.Generator().manual_seed(0), 9 * NUM_QUERIES
+    queries = 8 * torch.eye(8)[torch.randint(8, (1, rows), generator=draw)]
+    queries[:, torch.arange(rows) % period != 1] = 8 * torch.eye(8)[0]
+    none = torch.full((1, rows), -torch.inf)
+    batch = HeadBatch(queries, torch.ones(1, rows), none, torch.eye(8)[None], torch.randn(1, 8, 4, generator=draw))
+    (sampled,) = error_curves(batch, dense_attention(batch), [1], 1e-2)
+    some = slice(1, None, period)
+    every = replace(batch, queries=queries[:, some], factors=batch.factors[:, some], log_rest=none[:, some])
+    (alone,) = error_curves(every, dense_attention(every), [1], 1e-2)
+    assert 1 / 3 < sampled[1] / (alone[1] / period) < 3
 
 
 def test_sizes_run_from_a_thirty_second_of_the_average_to_eight_times_it():

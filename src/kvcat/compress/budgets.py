@@ -20,13 +20,14 @@ def error_curves(batch: HeadBatch, dense: DenseAttention, sizes: Iterable[int], 
     The slots are nested: in the order of their importance. With P the dense attention weights of the first s slots, O
     the outputs, both times the queries' weights, V the slots' own values and R = O - P V what these leave, the estimate
     is the least of |P C - O|^2 + lambda |C - V|^2 over C, which is lambda tr R^T (P P^T + lambda I)^-1 R; lambda is
-    ``ridge`` times |P|^2 over the whole prefix. P P^T and R grow from size to size. At most 128 queries, evenly spaced,
-    stand for all.
+    ``ridge`` times |P|^2 over the whole prefix. P P^T and R grow from size to size. At most 128 queries, drawn with a
+    fixed seed, stand for all.
     """
     prefix, queries = batch.keys.shape[1], batch.queries.shape[1]
     sizes = sorted({min(size, prefix) for size in sizes})
     order = dense.importance.sort(dim=-1, descending=True, stable=True).indices[:, : sizes[-1]]
-    some = slice(None, None, -(-queries // NUM_QUERIES))
+    # no even spacing: the query heads take turns among the rows
+    some = torch.randperm(queries, generator=torch.Generator().manual_seed(0))[:NUM_QUERIES].to(order.device)
     weights = dense.weights[:, some].unsqueeze(-1)
     attention = batch.scores(some, order).sub_(dense.log_mass[:, some].unsqueeze(-1)).exp_().mul_(weights)
     left, values = dense.outputs[:, some] * weights, take(batch.values, order)

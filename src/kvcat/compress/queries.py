@@ -165,7 +165,7 @@ class HeadBatch:
         return replace(self, **parts, last=None if self.last is None else self.last[:, few])
 
     def scores(
-        self, chunk: slice = slice(None), slots: Int[Tensor, "heads slots"] | None = None
+        self, chunk: slice | Tensor = slice(None), slots: Int[Tensor, "heads slots"] | None = None
     ) -> Float[Tensor, "heads queries slots"]:
         """Scores of a chunk of queries against some slots: scale q.k + log-bias, -inf where one is not seen."""
         keys = self.keys if slots is None else take(self.keys, slots)
