@@ -127,5 +127,5 @@ def test_random_masks_are_uniform_over_all_positions_but_the_first_and_over_pair
     kept, others = 4, tokens - 1
     single, pair = kept / others, kept * (kept - 1) / (others * (others - 1))
     together = scores.T @ scores / draws
-    expected = torch.full_like(together, pair).fill_diagonal_(single)
-    assert (together - expected).abs().max() < 4.5 * (single * (1 - single) / draws) ** 0.5
+    error = together - torch.full_like(together, pair).fill_diagonal_(single)
+    assert error.abs().max() < 4.5 * (single * (1 - single) / draws) ** 0.5

@@ -65,8 +65,8 @@ def test_the_start_is_minus_the_identity_a_critical_point_that_noise_leaves():
     assert router.alpha.item() == 0
     for made in (router, noisy):
         made(normal(2, 50, 16)).sum().backward()
-    assert all(parameter.grad.abs().max() < 1e-14 for parameter in router.parameters())
-    assert all(parameter.grad.abs().max() > 1e-2 for parameter in (noisy.p_proj.weight, noisy.alpha))
+    assert all(p.grad.abs().max() < 1e-14 for p in router.parameters())
+    assert all(p.grad.abs().max() > 1e-2 for p in (noisy.p_proj.weight, noisy.alpha))
 
 
 def test_neither_a_bfloat16_autocast_nor_bfloat16_weights_reach_the_arithmetic_of_the_router():
@@ -93,11 +93,9 @@ def test_the_budget_alone_moves_the_router_to_its_target():
     router = Router(32, 8, noise=0.02)
     optimizer = torch.optim.AdamW(router.parameters(), lr=3e-3, weight_decay=0.0)
     embedding = normal(100, 32, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(0)
-    kept = []
+    generator, kept = torch.Generator().manual_seed(0), []
     for _ in range(120):
-        hidden = embedding[torch.randint(100, (2, 64), generator=generator)]
-        prob = router(hidden)
+        prob = router(embedding[torch.randint(100, (2, 64), generator=generator)])
         keep = (prob > 0.5).float()
         optimizer.zero_grad()
         budget_loss(keep, prob, 0.5).backward()
