@@ -71,11 +71,7 @@ def append_jsonl(path: Path, *records: Mapping[str, Any]) -> None:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The records of a log, in order, without a last line torn by a kill; an absent log has none.
-
-    Raises:
-        InputError: a whole line that is no JSON object.
-    """
+    """The records of a log, in order, without a last line torn by a kill; ``InputError`` for another damaged line."""
     found = []
     for line in path.read_bytes().split(b"\n")[:-1] if path.exists() else ():
         try:
@@ -119,13 +115,10 @@ def claim_folder(path: Path, config_file: str, config: Mapping[str, Any]) -> dic
 
 @contextmanager
 def one_writer(folder: Path, name: str = LOCK_FILE, *, timeout: float = 0.0) -> Iterator[None]:
-    """Hold a folder, made if absent, so that no other process writes to it during the block.
+    """Hold a folder, made if absent, so that no other process writes to it during the block, or an ``InputError``.
 
     The operating system releases the lock however the process ends. Writers of different parts of a folder use lock
     files of different names.
-
-    Raises:
-        InputError: another process holds the folder, or the lock file cannot be written.
     """
     make_folder(folder)
     lock = FileLock(folder / name, timeout=timeout)

@@ -34,7 +34,7 @@ def local_folder(name_or_path: str | Path, *, weights: bool = True) -> Path:
         weights: False fetches no more of a Hub model than its config.json.
 
     Raises:
-        InputError: no such folder, no such model on the Hub, or no way to the Hub, within seconds.
+        InputError: no such model, or no way to the Hub, within seconds.
     """
     path, name = Path(name_or_path).expanduser(), str(name_or_path)
     if path.is_dir():

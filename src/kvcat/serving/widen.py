@@ -50,8 +50,7 @@ def widen(model: PreTrainedModel, head_dim: int | None = None) -> PreTrainedMode
         head_dim: even, larger than the model's; None takes the next size that vLLM's attention on a CPU has.
 
     Raises:
-        InputError: another family, sliding windows, a rotary embedding that depends on the length of the text, a
-            head_dim that does not fit, or logits that come out different.
+        InputError: a model that cannot be widened, a head_dim that does not fit, or logits that come out different.
     """
     config = model.config.get_text_config(decoder=True)
     if config.model_type not in _FAMILIES:  # Qwen3 normalises queries, so that no constant channel survives
