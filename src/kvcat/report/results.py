@@ -172,7 +172,7 @@ def _costs(batches: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     if not batches:
         return pd.DataFrame()
     speeds = dict.fromkeys(["ttft", "ttft_dense", "tokens_per_s", "tokens_per_s_dense"])
-    rows = plain_steps(pd.DataFrame([speeds | cost for cost in batches]))
+    rows = plain_steps(pd.DataFrame([{**speeds, **cost} for cost in batches]))
     rows["method"] = [method_label(cost["method"], cost["options"]) for cost in batches]
     rows["model"] = rows["model"].str.partition("@")[0]
     rows = rows.astype(dict.fromkeys(["peak_mib", *speeds], float))
