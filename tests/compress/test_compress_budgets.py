@@ -45,6 +45,23 @@ def test_the_queries_of_a_curve_are_a_fair_sample_of_rows_in_which_query_heads_t
     assert 1 / 3 < sampled[1] / (alone[1] / period) < 3
 
 
+@pytest.mark.parametrize("ridge", [0.0, 1e-12, 1e-8])
+def test_a_curve_needs_no_ridge_that_single_precision_can_hold(ridge):
+    """Of queries that are nearly one and the same, and of a few that alone count and all are in the sample."""
+    alike = structured_head(prefix=60, queries=1, dim=8)
+    queries = alike.queries.expand(-1, 4096, -1) + 1e-3 * torch.randn(
+        1, 4096, 8, generator=torch.Generator().manual_seed(1)
+    )
+    factors = torch.full((1, 4096), 1e-4)
+    drawn = torch.randperm(4096, generator=torch.Generator().manual_seed(0))[:5]
+    for weights in (torch.ones_like(factors), factors.index_fill(1, drawn, 1.0)):
+        batch = replace(alike, queries=queries, factors=weights, log_rest=alike.log_rest.expand(-1, 4096))
+        (curve,) = error_curves(batch, dense_attention(batch), [1, 4, 30, 60], ridge)
+        errors = torch.tensor(list(curve.values()))
+        assert ((errors >= 0) & (errors < 2 * 128 * 60)).all()
+        assert errors[-1] < 1e-2 * errors[0]
+
+
 def test_sizes_run_from_a_thirty_second_of_the_average_to_eight_times_it():
     assert slot_sizes(32, 1000) == [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256]
     assert slot_sizes(1, 1000) == [1, 2, 3, 4, 6, 8]

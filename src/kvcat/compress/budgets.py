@@ -10,6 +10,7 @@ from kvcat.types import Float, Int, Tensor
 
 GRID = (0.03125, 0.0625, 0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 NUM_QUERIES = 128
+_LEAST_RIDGE = 1e-6
 Curve = dict[int, float]
 """Error of one head by its number of slots, ascending."""
 
@@ -20,8 +21,8 @@ def error_curves(batch: HeadBatch, dense: DenseAttention, sizes: Iterable[int], 
     The slots are nested: in the order of their importance. With P the dense attention weights of the first s slots, O
     the outputs, both times the queries' weights, V the slots' own values and R = O - P V what these leave, the estimate
     is the least of |P C - O|^2 + lambda |C - V|^2 over C, which is lambda tr R^T (P P^T + lambda I)^-1 R; lambda is
-    ``ridge`` times |P|^2 over the whole prefix. P P^T and R grow from size to size. At most 128 queries, drawn with a
-    fixed seed, stand for all.
+    ``ridge`` times |P|^2 over the whole prefix, and at least what single precision needs. P P^T and R grow from size to
+    size. At most 128 queries, drawn with a fixed seed, stand for all.
     """
     prefix, queries = batch.keys.shape[1], batch.queries.shape[1]
     sizes = sorted({min(size, prefix) for size in sizes})
@@ -32,6 +33,7 @@ def error_curves(batch: HeadBatch, dense: DenseAttention, sizes: Iterable[int], 
     attention = batch.scores(some, order).sub_(dense.log_mass[:, some].unsqueeze(-1)).exp_().mul_(weights)
     left, values = dense.outputs[:, some] * weights, take(batch.values, order)
     shift = ridge * dense.importance.sum(-1).clamp_min(1e-30) * attention.shape[1] / queries
+    shift = shift.maximum(_LEAST_RIDGE * attention.square().sum((1, 2)).clamp_min(1e-30))
     gram, errors = torch.diag_embed(shift.unsqueeze(-1).expand(-1, attention.shape[1])), []
     for start, stop in itertools.pairwise([0, *sizes]):
         more = attention[:, :, start:stop]

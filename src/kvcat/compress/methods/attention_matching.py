@@ -148,7 +148,7 @@ class AttentionMatching(Compressor):
             batch = load(group)
             known[group[0]] = dense_attention(batch)
             for head, curve in zip(
-                group, error_curves(batch.fitted(), known[group[0]], wanted, self.ridge or 1e-6), strict=True
+                group, error_curves(batch.fitted(), known[group[0]], wanted, self.ridge or 0.0), strict=True
             ):
                 layer, example, place = head
                 gain = gains[layer][place].item() / trace.stream[layer][example].item()
