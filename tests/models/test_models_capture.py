@@ -38,12 +38,12 @@ def test_a_capture_in_chunks_is_that_of_one_forward_and_of_the_stock_model(kind)
 
 
 def test_gains_are_the_mean_squared_columns_of_the_output_projection_and_one_without_it():
-    model = supported("llama")
-    heads = model.config.num_key_value_heads
-    for layer, gains in zip(model.model.layers, output_gains(model, heads), strict=True):
+    model, gpt2 = supported("llama"), supported("gpt2")
+    counts = [2, *[1] * (len(model.model.layers) - 1)]  # layers may differ
+    for layer, heads, gains in zip(model.model.layers, counts, output_gains(model, counts), strict=True):
         blocks = layer.self_attn.o_proj.weight.detach().chunk(heads, 1)
         assert gains.tolist() == pytest.approx([block.square().sum(0).mean().item() for block in blocks])
-    assert all((gains == 1).all() for gains in output_gains(supported("gpt2"), 2))
+    assert all((gains == 1).all() for gains in output_gains(gpt2, [2] * len(decoder_layers(gpt2))))
 
 
 def test_captures_that_cannot_be_are_refused():

@@ -24,7 +24,7 @@ from kvcat.types import Bool, Float, Int, Tensor
 
 NAME = "kvcat"
 
-Record = Callable[[int, Tensor, Tensor, Tensor, float], None]
+KVRecord = Callable[[int, Tensor, Tensor, Tensor, float], None]
 """Gets the layer's number, queries, keys and values after rotation (those of a cache included), and the scale."""
 
 
@@ -100,7 +100,7 @@ def kvcat_attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     kv_gate: SlotGate | None = None,
-    kv_record: Record | None = None,
+    kv_record: KVRecord | None = None,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "rows queries heads value_dim"], None]:
     """SDPA attention as transformers does it, with three additions, each off by default.

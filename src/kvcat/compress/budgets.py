@@ -32,14 +32,15 @@ def error_curves(batch: HeadBatch, dense: DenseAttention, sizes: Iterable[int], 
     weights = dense.weights[:, some].unsqueeze(-1)
     attention = batch.scores(some, order).sub_(dense.log_mass[:, some].unsqueeze(-1)).exp_().mul_(weights)
     left, values = dense.outputs[:, some] * weights, take(batch.values, order)
-    shift = ridge * dense.importance.sum(-1).clamp_min(1e-30) * attention.shape[1] / queries
+    share = attention.shape[1] / queries
+    shift = ridge * share * dense.importance.sum(-1).clamp_min(1e-30)
     shift = shift.maximum(_LEAST_RIDGE * attention.square().sum((1, 2)).clamp_min(1e-30))
     gram, errors = torch.diag_embed(shift.unsqueeze(-1).expand(-1, attention.shape[1])), []
     for start, stop in itertools.pairwise([0, *sizes]):
         more = attention[:, :, start:stop]
         gram, left = gram + more @ more.mT, left - more @ values[:, start:stop]
         half = torch.linalg.solve_triangular(torch.linalg.cholesky(gram), left, upper=False)
-        errors.append(shift * half.square().sum((1, 2)))
+        errors.append(shift * half.square().sum((1, 2)) / share)
     return [dict(zip(sizes, row, strict=True)) for row in torch.stack(errors, 1).double().tolist()]
 
 

@@ -155,7 +155,7 @@ def solve_box(
 ) -> Float[Tensor, "*heads slots"]:
     """Weights w within [low, high] that minimise w.Gw / 2 - target.w + pull |G|_2 |w - 1|^2 / 2.
 
-    It ends when a step moves no weight by more than ``tolerance``, or after 20,000 steps.
+    Each head ends when a step moves none of its weights by more than ``tolerance``, or after 20,000 steps.
     """
     unit = torch.ones_like(target)
     if not pull:
@@ -167,11 +167,14 @@ def solve_box(
     shift = pull * largest
     step, target = 1 / (1.001 * largest + shift), target + shift
     found = point = unit
-    speed = torch.ones_like(largest)
+    speed, ended = torch.ones_like(largest), torch.zeros_like(largest, dtype=torch.bool)
     for index in range(_MAX_STEPS):
         new = torch.clamp(point - step * (_times(gram, point) + shift * point - target), low * unit, high * unit)
-        if index % _STEPS_PER_CHECK == 0 and ((new - point).abs() <= tolerance * unit).all():
-            return new / unit
+        new = torch.where(ended, found, new)
+        if index % _STEPS_PER_CHECK == 0:
+            ended |= ((new - point).abs() <= tolerance * unit).all(-1, keepdim=True)
+            if ended.all():
+                return new / unit
         # a step against the momentum starts it again
         speed = speed.masked_fill(((new - point) * (new - found)).sum(-1, keepdim=True) < 0, 1.0)
         faster = (1 + (1 + 4 * speed.square()).sqrt()) / 2

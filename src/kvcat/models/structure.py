@@ -1,6 +1,6 @@
 """Where things are in an unmodified transformers model: its layers, its hidden states and its output head."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
@@ -32,19 +32,20 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     raise InputError(f"{type(model).__name__} is not supported: it has no list of {count} decoder layers")
 
 
-def output_gains(model: PreTrainedModel, num_kv_heads: int) -> list[Float[Tensor, " kv_heads"]]:
+def output_gains(model: PreTrainedModel, kv_heads: Sequence[int]) -> list[Float[Tensor, " kv_heads"]]:
     """Per layer, how much a KV head's attention output moves the residual stream: mean squared norm of its columns.
 
-    The columns are those of the attention's output projection; 1 where a layer has none of the usual names.
+    The columns are those of the attention's output projection; 1 where a layer has none of the usual names. The
+    layers have ``kv_heads`` KV heads each.
     """
     found = []
-    for layer in decoder_layers(model):
+    for layer, count in zip(decoder_layers(model), kv_heads, strict=True):
         named = (m for name, m in layer.named_modules() if name.rpartition(".")[2] in _OUTPUT_PROJECTIONS)
         weight = next((m.weight for m in named if isinstance(m, nn.Linear)), None)
-        columns = torch.ones(num_kv_heads)
-        if weight is not None and weight.shape[1] % num_kv_heads == 0:
+        columns = torch.ones(count)
+        if weight is not None and weight.shape[1] % count == 0:
             columns = weight.detach().float().square().sum(0)
-        found.append(columns.reshape(num_kv_heads, -1).mean(1))
+        found.append(columns.reshape(count, -1).mean(1))
     return found
 
 

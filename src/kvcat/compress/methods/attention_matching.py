@@ -116,11 +116,11 @@ class AttentionMatching(Compressor):
         drawn = None if self.num_queries is None else draw_queries(trace, fitted, self.num_queries, self.seed)
         groups = head_groups(trace, fitted)
         load = partial(load_heads, trace, fitted, drawn=drawn)
-        plans, known = self._plans(trace, groups, load, sizes)
+        plans, made = self._plans(trace, groups, load, sizes)
         fits: list[dict[HeadIndex, HeadFit]] = [{} for _ in sizes]
         for heads in _with_progress(groups, "attention matching"):
             batch = load(heads)
-            dense, batch = known.get(heads[0]) or dense_attention(batch), batch.fitted()
+            dense, batch = made.get(heads[0]) or dense_attention(batch), batch.fitted()
             for found, plan in zip(fits, plans, strict=True):
                 wanted = torch.tensor([plan[head] for head in heads])
                 for count in wanted.unique().tolist():
@@ -143,18 +143,16 @@ class AttentionMatching(Compressor):
             return [dict.fromkeys((head for group in groups for head in group), size) for size in sizes], {}
         wanted = {size for count in sizes for size in slot_sizes(count, trace.num_slots)}
         # an error counts relative to the stream that it is added to
-        gains, curves, known = output_gains(trace.model, trace.keys[0].shape[1]), {}, {}
+        gains, curves, made = output_gains(trace.model, [keys.shape[1] for keys in trace.keys]), {}, {}
         for group in _with_progress(groups, "errors by number of slots"):
             batch = load(group)
-            known[group[0]] = dense_attention(batch)
-            for head, curve in zip(
-                group, error_curves(batch.fitted(), known[group[0]], wanted, self.ridge or 0.0), strict=True
-            ):
-                layer, example, place = head
-                gain = gains[layer][place].item() / trace.stream[layer][example].item()
-                curves[head] = {size: gain * error for size, error in curve.items()}
+            dense = made[group[0]] = dense_attention(batch)
+            errors = error_curves(batch.fitted(), dense, wanted, self.ridge or 0.0)
+            for (layer, example, head), curve in zip(group, errors, strict=True):
+                gain = gains[layer][head].item() / trace.stream[layer][example].item()
+                curves[layer, example, head] = {size: gain * error for size, error in curve.items()}
         by_layer = self.budgets == "layers"
-        return [share_out(curves, size, trace.num_slots, by_layer=by_layer) for size in sizes], known
+        return [share_out(curves, size, trace.num_slots, by_layer=by_layer) for size in sizes], made
 
 
 def match_attention(
