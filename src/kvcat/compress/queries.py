@@ -1,8 +1,8 @@
 """What Attention Matching fits to: queries with weights, and KV heads in batches that fit in memory."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import NamedTuple
 
 import torch
 
@@ -15,10 +15,9 @@ from kvcat.types import Float, Int, Tensor
 HeadIndex = tuple[int, int, int]
 """Layer, example, KV head."""
 Drawn = dict[HeadIndex, Int[Tensor, " drawn"]]
-Heads = TypeVar("Heads", "HeadBatch", "DenseAttention")
 _PARTS, _FITTED_POSITIONS = 3, 256
 _CHUNK_ELEMENTS, _CHUNK_ROWS = 2**21, 64
-_BATCH_ELEMENTS = 2**23
+_BATCH_ELEMENTS, _CACHED_ELEMENTS = 2**23, 2**20
 _LEAST_SHARE = 1e-6
 
 
@@ -113,14 +112,15 @@ def log_mass(queries: Tensor, keys: Tensor, scale: float, last: Tensor) -> Float
     """Mass of keys: log sum_j exp(scale q.k_j) over the keys up to the last that each query sees, nats."""
     batch, heads = queries.shape[:2]
     step = max(1, min(_CHUNK_ROWS, _CHUNK_ELEMENTS // (batch * heads * keys.shape[2])))
-    turned, at, found = wide(keys).mT.unsqueeze(2), torch.arange(keys.shape[2], device=keys.device), []
+    turned, at, found = (wide(keys) * scale).mT, torch.arange(keys.shape[2]), []
     for start in range(0, queries.shape[2], step):
         rows = slice(start, start + step)
         seen = slice(0, int(last[rows].max()) + 1)
-        scores = wide(queries[:, :, rows]).unflatten(1, (keys.shape[1], -1)) @ turned[..., seen]
-        scores *= scale
-        scores.masked_fill_(at[seen] > last[rows, None].to(at.device), -torch.inf)
-        found.append(scores.logsumexp(-1).flatten(1, 2))
+        own = wide(queries[:, :, rows]).unflatten(1, (keys.shape[1], -1))
+        hidden = torch.where(at[seen] > last[rows, None], -torch.inf, 0.0).to(turned)
+        scores = (own.flatten(2, 3) @ turned[..., seen]).unflatten(2, own.shape[2:4]).add_(hidden)
+        top = scores.amax(-1, keepdim=True)
+        found.append((scores.sub_(top).exp_().sum(-1).log_() + top.squeeze(-1)).flatten(1, 2))
     return torch.cat(found, 2)
 
 
@@ -178,8 +178,7 @@ class HeadBatch:
         return scores
 
 
-@dataclass(frozen=True)
-class DenseAttention:
+class DenseAttention(NamedTuple):
     """What a batch of heads gives on the whole prefix.
 
     Args:
@@ -197,32 +196,23 @@ class DenseAttention:
     importance: Float[Tensor, "heads prefix"]
 
 
-def select_heads(batch: Heads, rows: Int[Tensor, " rows"]) -> Heads:
-    """Some of the heads of a ``HeadBatch`` or ``DenseAttention``, in ascending order."""
-    if len(rows) == len(next(iter(vars(batch).values()))):
-        return batch
-    return replace(batch, **{name: x[rows] for name, x in vars(batch).items() if x is not None})
-
-
 def dense_attention(batch: HeadBatch) -> DenseAttention:
     """Attention of a batch of heads over the whole prefix, in chunks of queries."""
     boost = torch.ones_like(batch.factors) if batch.boost is None else batch.boost
     parts, importance = [], torch.zeros_like(batch.keys[..., 0])
-    step = max(1, _BATCH_ELEMENTS // (batch.keys.shape[0] * batch.keys.shape[1]))
+    step = max(1, _CACHED_ELEMENTS // (batch.keys.shape[0] * batch.keys.shape[1]))
     for start in range(0, batch.queries.shape[1], step):
         chunk = slice(start, start + step)
-        attention = batch.scores(chunk)
-        top = attention.amax(-1, keepdim=True)
-        attention = attention.sub_(top).exp_()
-        mass = attention.sum(-1)
-        log_mass = top.squeeze(-1) + mass.log()
+        scores = batch.scores(chunk)
+        top, attention = scores.amax(-1), scores.softmax(-1)
+        mass = 1 / attention.amax(-1)
+        log_mass = top + mass.log()
         weights = batch.factors[:, chunk] * (log_mass - batch.log_rest[:, chunk]).sigmoid().clamp_min(_LEAST_SHARE)
-        attention = attention.div_(mass.unsqueeze(-1))
         more = boost[:, chunk]
         few = slice(more.shape[1])
         outputs = attention[:, few] @ batch.values
         parts.append((log_mass[:, few], mass[:, few], outputs, weights[:, few] * more))
-        importance += attention.mul_(weights.unsqueeze(-1)).square_().sum(-2)
+        importance += (weights.square().unsqueeze(1) @ attention.square_()).squeeze(1)
     log_mass, mass, outputs, weights = (torch.cat(part, 1) for part in zip(*parts, strict=True))
     return DenseAttention(log_mass, mass, outputs, weights, importance)
 
@@ -234,15 +224,21 @@ def take(
     return states.gather(1, slots.unsqueeze(-1).expand(-1, -1, states.shape[-1]))
 
 
-def head_groups(trace: Trace, fitted: FittedQueries) -> list[list[HeadIndex]]:
-    """Heads in groups of equal shape, solved together: as many as have about 2^23 dense scores, or a single one."""
+def head_groups(
+    trace: Trace, fitted: FittedQueries, sizes: Mapping[HeadIndex, int] | None = None
+) -> list[list[HeadIndex]]:
+    """Heads in groups of equal shape, solved together: as many as have about 2^23 dense scores, or a single one.
+
+    With sizes, heads of a group get equally many slots, and only the queries that are fitted to count.
+    """
     alike: dict[tuple[int, ...], list[HeadIndex]] = {}
     for layer, (keys, queries) in enumerate(zip(trace.keys, fitted.queries, strict=True)):
-        count = queries.shape[1] // keys.shape[1] * queries.shape[2]
+        count = queries.shape[1] // keys.shape[1] * (queries.shape[2] if sizes is None else len(fitted.boost))
         for example, row in enumerate(trace.counts(layer).tolist()):
             for head, slots in enumerate(row):
-                shape = count, slots, keys.shape[3], trace.values[layer].shape[3]
-                alike.setdefault(shape, []).append((layer, example, head))
+                index = layer, example, head
+                shape = count, slots, keys.shape[3], trace.values[layer].shape[3], sizes[index] if sizes else 0
+                alike.setdefault(shape, []).append(index)
     groups = []
     for (count, slots, *_), heads in alike.items():
         step = max(1, _BATCH_ELEMENTS // (count * slots))

@@ -165,20 +165,24 @@ def solve_box(
         gram, target = gram / (unit.unsqueeze(-1) * unit.unsqueeze(-2)), target / unit
     largest = largest_eigenvalue(gram).clamp_min(torch.finfo(gram.dtype).tiny).unsqueeze(-1)
     shift = pull * largest
-    step, target = 1 / (1.001 * largest + shift), target + shift
+    step, least, most = 1 / (1.001 * largest + shift), low * unit, high * unit
+    # a step of the gradient, without its box, is w (I - step (G + shift I)) + step (target + shift)
+    turned, offset = -step.unsqueeze(-1) * gram, step * (target + shift)
+    turned.diagonal(dim1=-2, dim2=-1).add_(1 - step * shift)
     found = point = unit
     speed, ended = torch.ones_like(largest), torch.zeros_like(largest, dtype=torch.bool)
     for index in range(_MAX_STEPS):
-        new = torch.clamp(point - step * (_times(gram, point) + shift * point - target), low * unit, high * unit)
-        new = torch.where(ended, found, new)
+        new = torch.clamp(_times(turned, point) + offset, least, most)
         if index % _STEPS_PER_CHECK == 0:
-            ended |= ((new - point).abs() <= tolerance * unit).all(-1, keepdim=True)
+            new = torch.where(ended, found, new)
+            ended = ended | ((new - point).abs() <= tolerance * unit).all(-1, keepdim=True)
             if ended.all():
                 return new / unit
+        moved = new - found
         # a step against the momentum starts it again
-        speed = speed.masked_fill(((new - point) * (new - found)).sum(-1, keepdim=True) < 0, 1.0)
+        speed = torch.where(((new - point) * moved).sum(-1, keepdim=True) < 0, 1.0, speed)
         faster = (1 + (1 + 4 * speed.square()).sqrt()) / 2
-        found, point, speed = new, new + (speed - 1) / faster * (new - found), faster
+        found, point, speed = new, torch.addcmul(new, (speed - 1) / faster, moved), faster
     return found / unit
 
 

@@ -11,7 +11,7 @@ from tqdm.auto import tqdm
 
 from kvcat.cache import CompactCache, CompactLayer, Layer
 from kvcat.compress.base import Compressor, check_options, compact_cache, top_positions
-from kvcat.compress.budgets import error_curves, share_out, slot_sizes
+from kvcat.compress.budgets import Curve, error_curves, share_out, slot_sizes
 from kvcat.compress.queries import (
     DenseAttention,
     HeadBatch,
@@ -21,7 +21,6 @@ from kvcat.compress.queries import (
     fitted_queries,
     head_groups,
     load_heads,
-    select_heads,
     take,
 )
 from kvcat.compress.solvers import check_ridge, fit_log_bias, fit_values
@@ -114,45 +113,42 @@ class AttentionMatching(Compressor):
             return
         fitted = fitted_queries(trace, self.own_weight, by_share=self.num_iters is None)
         drawn = None if self.num_queries is None else draw_queries(trace, fitted, self.num_queries, self.seed)
-        groups = head_groups(trace, fitted)
         load = partial(load_heads, trace, fitted, drawn=drawn)
-        plans, made = self._plans(trace, groups, load, sizes)
-        fits: list[dict[HeadIndex, HeadFit]] = [{} for _ in sizes]
-        for heads in _with_progress(groups, "attention matching"):
-            batch = load(heads)
-            dense, batch = made.get(heads[0]) or dense_attention(batch), batch.fitted()
-            for found, plan in zip(fits, plans, strict=True):
-                wanted = torch.tensor([plan[head] for head in heads])
-                for count in wanted.unique().tolist():
-                    rows = (wanted == count).nonzero().flatten()
-                    fit = match_attention(
-                        select_heads(batch, rows), select_heads(dense, rows), count, num_iters=self.num_iters,
-                        ridge=self.ridge, log_bias=self.log_bias,
-                    )  # fmt: skip
-                    found |= {heads[row]: HeadFit(*parts) for row, *parts in zip(rows.tolist(), *fit, strict=True)}
+        dense, curves = self._attention_and_errors(trace, head_groups(trace, fitted), load, sizes)
         options = {option.name: getattr(self, option.name) for option in fields(self)}
-        for found in fits:
+        for size in sizes:
+            plan, found = dict.fromkeys(dense, size), {}
+            if curves:
+                plan = share_out(curves, size, trace.num_slots, by_layer=self.budgets == "layers")
+            for heads in _with_progress(head_groups(trace, fitted, plan), "attention matching"):
+                attention = DenseAttention(*map(torch.stack, zip(*(dense[head] for head in heads), strict=True)))
+                fit = match_attention(
+                    load(heads).fitted(), attention, plan[heads[0]], num_iters=self.num_iters, ridge=self.ridge,
+                    log_bias=self.log_bias,
+                )  # fmt: skip
+                found |= {head: HeadFit(*parts) for head, *parts in zip(heads, *fit, strict=True)}
             layers = [_layer(trace, index, found, log_bias=self.log_bias) for index in range(len(trace.keys))]
             yield compact_cache(trace, layers, "attention-matching", options)
 
-    def _plans(
+    def _attention_and_errors(
         self, trace: Trace, groups: list[list[HeadIndex]], load: Callable[..., HeadBatch], sizes: Sequence[int]
-    ) -> tuple[list[dict[HeadIndex, int]], dict[HeadIndex, DenseAttention]]:
-        """Slots of every head, for every size; and the dense attention of groups by first head, if it was needed."""
-        if self.budgets == "equal":
-            return [dict.fromkeys((head for group in groups for head in group), size) for size in sizes], {}
-        wanted = {size for count in sizes for size in slot_sizes(count, trace.num_slots)}
+    ) -> tuple[dict[HeadIndex, DenseAttention], dict[HeadIndex, Curve]]:
+        """Every head's attention over the prefix and, where slots go by need, its errors by their number."""
+        dense, curves = {}, {}
+        wanted = {number for size in sizes for number in slot_sizes(size, trace.num_slots)}
         # an error counts relative to the stream that it is added to
-        gains, curves, made = output_gains(trace.model, [keys.shape[1] for keys in trace.keys]), {}, {}
-        for group in _with_progress(groups, "errors by number of slots"):
+        gains = output_gains(trace.model, [keys.shape[1] for keys in trace.keys])
+        for group in _with_progress(groups, "attention of the prefix"):
             batch = load(group)
-            dense = made[group[0]] = dense_attention(batch)
-            errors = error_curves(batch.fitted(), dense, wanted, self.ridge or 0.0)
+            attention = dense_attention(batch)
+            dense |= zip(group, map(DenseAttention._make, zip(*attention, strict=True)), strict=True)
+            if self.budgets == "equal":
+                continue
+            errors = error_curves(batch.fitted(), attention, wanted, self.ridge or 0.0)
             for (layer, example, head), curve in zip(group, errors, strict=True):
                 gain = gains[layer][head].item() / trace.stream[layer][example].item()
                 curves[layer, example, head] = {size: gain * error for size, error in curve.items()}
-        by_layer = self.budgets == "layers"
-        return [share_out(curves, size, trace.num_slots, by_layer=by_layer) for size in sizes], made
+        return dense, curves
 
 
 def match_attention(
