@@ -1,8 +1,8 @@
-"""Tokens per second of streaming with 0, 1 and more workers, and how long training waits for them.
+"""Tokens per second of streamed and of prepared text, and how long training waits for streamed text.
 
 The text is generated, the tokenizer is kvcat-base's; a step is 16 sequences of 1024 tokens. The consumer takes a step,
 then computes nothing for as long as a model of the given speed would; the stall is what reading adds to that. All
-ratios are to reading without workers in the same run. A machine with fewer free cores than workers shows less.
+ratios are to streaming in the same run.
 """
 
 import argparse
@@ -39,22 +39,19 @@ def write_text(folder: Path, megabytes: float) -> None:
         pyarrow.parquet.write_table(table, folder / f"{number}.parquet", row_group_size=250)
 
 
-def reader(data: str, tokenizer: PreTrainedTokenizerBase, workers: int = 0) -> TokenLoader:
+def reader(data: str, tokenizer: PreTrainedTokenizerBase) -> TokenLoader:
     return open_tokens(
-        data, tokenizer, seq_len=SEQ_LEN, batch_size=STREAMS, max_steps=1, validation_sequences=1, seed=0,
-        workers=workers,
-    ).train  # fmt: skip
+        data, tokenizer, seq_len=SEQ_LEN, batch_size=STREAMS, max_steps=1, validation_sequences=1, seed=0
+    ).train
 
 
 def speed(source: TokenLoader, seconds: float) -> float:
-    """Tokens per second when they are read as fast as possible, the start of workers left out."""
+    """Tokens per second when they are read as fast as possible, without the first step."""
     source.read()
     count, start = 0, time.perf_counter()
     while time.perf_counter() - start < seconds:
         count += source.read().numel()
-    wall = time.perf_counter() - start
-    source.close()
-    return count / wall
+    return count / (time.perf_counter() - start)
 
 
 def stall(source: TokenLoader, tokens_per_s: float, steps: int) -> tuple[float, float]:
@@ -65,15 +62,13 @@ def stall(source: TokenLoader, tokens_per_s: float, steps: int) -> tuple[float, 
         source.read()
         waits.append(time.perf_counter() - start)
         time.sleep(SEQ_LEN * STREAMS / tokens_per_s)
-    source.close()
     return float(np.mean(waits[1:])), max(waits[1:])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--seconds", type=float, default=4.0, help="of each throughput")
-    parser.add_argument("--consumer", type=float, default=0.5, help="speed of the consumer over reading in process")
+    parser.add_argument("--consumer", type=float, default=0.5, help="speed of the consumer over streaming")
     options = parser.parse_args()
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     tokenizer = AutoTokenizer.from_pretrained(str(files("kvcat") / "assets" / "kvcat-base"))
@@ -81,10 +76,7 @@ def main() -> None:
         folder, tokens = Path(name) / "texts", Path(name) / "tokens"
         write_text(folder, 8)
         base = speed(reader(f"stream:{folder}", tokenizer), options.seconds)
-        print(f"in process   {base:14,.0f} tokens/s")
-        for workers in options.workers:
-            found = speed(reader(f"stream:{folder}", tokenizer, workers), options.seconds)
-            print(f"{workers} workers    {found:14,.0f} tokens/s {found / base:8.2f}")
+        print(f"streaming    {base:14,.0f} tokens/s")
         start = time.perf_counter()
         index = prepare(str(folder), tokenizer, tokens)
         found = index["splits"]["train"]["tokens"] / (time.perf_counter() - start)
@@ -92,13 +84,11 @@ def main() -> None:
         found = speed(reader(str(tokens), tokenizer), 1)
         print(f"memory map   {found:14,.0f} tokens/s {found / base:8.2f}")
         consumer = options.consumer * base
-        print(f"consumer of {consumer:,.0f} tokens/s, {SEQ_LEN * STREAMS / consumer:.2f} s per step:")
-        for workers in [0, *options.workers]:
-            mean, largest = stall(reader(f"stream:{folder}", tokenizer, workers), consumer, 12)
-            share = mean * consumer / (SEQ_LEN * STREAMS)
-            print(
-                f"  {workers} workers  stall {1e3 * mean:7.1f} ms per step ({share:6.1%}), largest {1e3 * largest:.1f}"
-            )
+        mean, largest = stall(reader(f"stream:{folder}", tokenizer), consumer, 12)
+        print(
+            f"a consumer of {consumer:,.0f} tokens/s, {1e3 * SEQ_LEN * STREAMS / consumer:.1f} ms per step, waits "
+            f"{1e3 * mean:.1f} ms for each, {1e3 * largest:.1f} at most"
+        )
 
 
 if __name__ == "__main__":

@@ -7,8 +7,6 @@ from types import SimpleNamespace
 import pyarrow
 import pyarrow.parquet
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 from kvcat.data import documents as documents_module
 from kvcat.data import open_documents
@@ -32,27 +30,16 @@ def write_parquet(path, **columns):
     return path
 
 
-@given(st.lists(st.integers(0, 3 * PIECE_CHARACTERS // 2), max_size=5), st.booleans())
-@example([], False)
-@example([5], True)
-@settings(max_examples=20, deadline=None)
-def test_the_pieces_of_a_long_text_rejoin_to_the_text_and_a_short_one_is_one_piece(tmp_path_factory, lengths, ends):
-    text = "\n".join("x" * length for length in lengths) + "\n" * ends
-    file = tmp_path_factory.mktemp("long") / "long.txt"
-    file.write_text(text)
-    found = pairs(file)
-    assert "".join(text for _, text in found) == text
-    assert [name for name, _ in found] == [f"long.txt#{i}" for i in range(len(found))]
-    assert all(0 < len(text) <= PIECE_CHARACTERS for _, text in found)
-    assert len(found) > 1 or len(text) <= PIECE_CHARACTERS
-
-
-def test_a_long_text_is_cut_at_line_ends_where_there_are_any(tmp_path):
-    line = "words and more words\r\n"
-    (tmp_path / "a.md").write_bytes(line.encode() * 3000)
-    pieces = [text for _, text in pairs(tmp_path / "a.md")]
-    assert "".join(pieces) == line.replace("\r\n", "\n") * 3000
-    assert all(piece.endswith("\n") and len(piece) > PIECE_CHARACTERS - len(line) for piece in pieces[:-1])
+def test_a_long_text_is_cut_at_line_ends_where_there_are_any_and_its_pieces_rejoin_to_it(tmp_path):
+    short, line = "a" * 5, "words and more words\r\n"
+    for text in ("", short, "x" * 40_000, line * 3000 + "x" * 40_000):
+        (tmp_path / "long.md").write_bytes(text.encode())
+        found = pairs(tmp_path / "long.md")
+        assert "".join(piece for _, piece in found) == text.replace("\r\n", "\n")
+        assert [name for name, _ in found] == [f"long.md#{i}" for i in range(len(found))]
+        assert all(0 < len(piece) <= PIECE_CHARACTERS for _, piece in found)
+        assert len(found) == {0: 0, 5: 1, 40_000: 3}.get(len(text), 7)
+    assert all(piece.endswith("\n") and len(piece) > PIECE_CHARACTERS - len(line) for _, piece in found[:3])
 
 
 def test_rows_of_a_table_are_documents_named_by_their_id_or_their_place_as_datasets_reads_them(tmp_path):
@@ -85,11 +72,11 @@ def test_a_folder_or_pattern_gives_its_readable_files_in_the_order_of_their_name
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.txt", b"caf\xe9 au lait", "a.txt is not UTF-8 text: invalid continuation byte at byte 3"),
+        ("a.txt", b"caf\xe9 au lait", "a.txt cannot be read as text: .* byte 0xe9 in position 3"),
         ("a.txt", "wide".encode("utf-16-le"), "a.txt is not text: it has a zero byte at 1"),
-        ("a.jsonl", b'{"text": "a"}\n{"text": "caf\xe9"}', "not UTF-8 text: .* at byte 27"),
-        ("a.jsonl", b'{"text": "a"}\n{"text": \n', "row 1 of .*, at byte 14, is not JSON"),
-        ("a.jsonl", b"[1, 2]\n", "row 0 of .*, is no JSON object"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "caf\xe9"}', "row 1 of .* is not JSON: 'utf-8' codec"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": \n', "row 1 of .* is not JSON"),
+        ("a.jsonl", b"[1, 2]\n", "row 0 of .* is no JSON object"),
         ("a.jsonl", b'{"body": "a", "id": 1}\n', "no column 'text'; its columns: body, id"),
         ("a.jsonl", b'{"text": ["a"]}\n', "holds list, not text"),
         ("a.jsonl.gz", b"no gzip", "cannot be read as jsonl"),

@@ -68,7 +68,6 @@ def test_every_document_is_there_once_in_order_and_held_out_ones_are_apart(corpu
         assert found.pop() == ""
         assert sorted(found) == sorted(of_split(corpus[1], split).values())
         assert index["splits"][split]["documents"] == len(found)
-    assert index["test_documents"] == len(of_split(corpus[1], "test"))
     write_corpus(tmp_path / "texts", "lines", num_files=1, a_file=80)
     prepare(str(tmp_path / "texts"), tokenizer, tmp_path / "tokens")
     for split, table in zip(

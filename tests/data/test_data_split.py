@@ -30,12 +30,10 @@ def test_five_percent_each_are_held_out_and_the_split_of_known_names_never_chang
         assert splits.count(held_out) / len(splits) == pytest.approx(0.05, abs=0.01)
     # a changed hash would move held-out documents into the training of published checkpoints
     known = {
-        "stdlib/argparse.py": "test", "numpy/linalg/_linalg.py": "test", "a": "validation", "b": "validation",
-        "c": "test", "d": "validation", "e": "train", "f": "test",
+        "numpy/_distributor_init.py": "test", "numpy/f2py/__init__.py": "validation", "1": "train", "2": "test",
+        "35": "validation", "57": "validation",
     }  # fmt: skip
-    assert {name: split_of(name, 0.25) for name in known} == known
-    tests = [name for name in map(str, range(300)) if split_of(name, 0.1) == "test"]
-    assert {split_of(name, 0.3) for name in tests} == {"test"}, "a test document stays one when more is held out"
+    assert {name: split_of(name) for name in known} == known
 
 
 def test_the_order_depends_on_names_and_seed_not_on_the_listing():

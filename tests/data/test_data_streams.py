@@ -1,12 +1,6 @@
 """Streams: every document once, the same batches for any number of processes, exact continuation."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -42,8 +36,8 @@ def plan_of(source, tokenizer, *, seq_len=16, num_streams=4, seed=0):
     return TextStreams(open_source(source), Encoder.of(tokenizer), seq_len, num_streams, seed)
 
 
-def streams_of(source, tokenizer, *, streams=None, workers=0, **options):
-    return TokenLoader(plan_of(source, tokenizer, **options), streams=streams, workers=workers)
+def streams_of(source, tokenizer, **options):
+    return TokenLoader(plan_of(source, tokenizer, **options))
 
 
 def steps(source, count):
@@ -80,78 +74,6 @@ def test_the_tokens_of_one_file_are_those_that_packing_gives_epoch_after_epoch(t
     assert read.flatten().tolist() == (whole + whole)[: read.numel()]
 
 
-@pytest.mark.skipif(os.name != "posix", reason="signals")
-def test_workers_give_the_same_batches_survive_the_runs_signals_and_a_death_is_reported(corpora, tokenizer):
-    source = corpora["groups"][0]
-    expected = steps(streams_of(source, tokenizer), 30)[:, [0, 1, 3]]
-    ahead = streams_of(source, tokenizer, streams=[3, 0, 1], workers=2)
-    random_state = torch.get_rng_state()
-    assert torch.equal(steps(ahead, 3), expected[:3])
-    assert torch.equal(torch.get_rng_state(), random_state)
-    pids = [process.pid for process in ahead._steps._workers]
-    assert len(pids) == 2
-    for number in (signal.SIGINT, signal.SIGTERM):
-        for pid in pids:
-            os.kill(pid, number)
-    assert torch.equal(steps(ahead, 12), expected[3:15])
-    state = ahead.state_dict()
-    os.kill(pids[1], signal.SIGKILL)
-    with pytest.raises(RuntimeError, match="worker"):
-        steps(ahead, 100)
-    assert not any(running(pid) for pid in pids)
-    alone = streams_of(source, tokenizer, streams=[0, 1, 3])
-    alone.load_state_dict(state)
-    assert torch.equal(steps(alone, 15), expected[15:])
-
-
-def test_a_mistake_in_a_worker_is_one_line_here(tmp_path, tokenizer):
-    (tmp_path / "a.jsonl").write_text("no JSON\n")
-    source = streams_of(f"stream:{tmp_path}", tokenizer, num_streams=1, workers=1)
-    with pytest.raises(InputError, match=r"row 0 of .*a.jsonl, at byte 0, is not JSON: [^\n]*$"):
-        source.read()
-    assert source._steps is None
-
-
-PARENT = """
-import signal, sys
-from transformers import AutoTokenizer
-from kvcat.data import open_tokens
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs with it ignored
-    options = {"seq_len": 8, "batch_size": 2, "max_steps": 1, "validation_sequences": 1, "seed": 0, "workers": 1}
-    source = open_tokens(sys.argv[2], AutoTokenizer.from_pretrained(sys.argv[1]), **options).train
-    source.read()
-    print(source._steps._workers[0].pid, flush=True)
-    sys.stdin.read()
-"""
-
-
-def running(pid):
-    """Whether a process is there and no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_no_worker_outlives_its_parent(corpora, tokenizer, tmp_path, how):
-    tokenizer.save_pretrained(tmp_path)
-    (tmp_path / "parent.py").write_text(PARENT)
-    arguments = [sys.executable, str(tmp_path / "parent.py"), str(tmp_path), corpora["groups"][0]]
-    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    with subprocess.Popen(arguments, **pipes, text=True) as parent:
-        pid = int(parent.stdout.readline())
-        assert running(pid)
-        parent.send_signal(how)
-        parent.wait(timeout=30)
-        deadline = time.monotonic() + 20
-        while running(pid) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert not running(pid)
-
-
 @given(
     st.sampled_from([*KINDS, "table"]), st.integers(0, 25), st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 2, 4])
 )
@@ -171,27 +93,20 @@ def test_batches_and_their_continuation_are_the_same_for_any_world_size(corpora,
         assert torch.equal(steps(fresh, 4), expected[stop:, own])
 
 
-def test_resuming_reads_nothing_before_the_place(tmp_path, tokenizer, monkeypatch):
-    def continued(name, num_steps, spoil):
-        source, again = (streams_of(f"stream:{tmp_path / name}", tokenizer, num_streams=1) for _ in range(2))
-        steps(source, num_steps)
-        state, following = source.state_dict(), source.read()
-        spoil()
-        again.load_state_dict(state)
-        assert torch.equal(again.read(), following)
-        return state["streams"]["0"]
-
+def test_resuming_reads_no_row_group_before_the_place(tmp_path, tokenizer, monkeypatch):
     def iter_batches(self, size, groups, *rest, **options):
         read.extend(groups)
         return original(self, size, groups, *rest, **options)
 
     write_corpus(tmp_path / "c", "groups", num_files=1)
-    write_lines(tmp_path / "a.jsonl", texts(40))
+    source, again = (streams_of(f"stream:{tmp_path / 'c'}", tokenizer, num_streams=1) for _ in range(2))
+    steps(source, 60)
+    state, following = source.state_dict(), source.read()
     read, original = [], parquet.ParquetFile.iter_batches
-    _, _, row, *_ = continued("c", 60, lambda: monkeypatch.setattr(parquet.ParquetFile, "iter_batches", iter_batches))
-    assert min(read) == row // 4 > 3
-    file = tmp_path / "a.jsonl"
-    continued("a.jsonl", 20, lambda: file.write_bytes(b"\xff" * 100 + file.read_bytes()[100:]))
+    monkeypatch.setattr(parquet.ParquetFile, "iter_batches", iter_batches)
+    again.load_state_dict(state)
+    assert torch.equal(again.read(), following)
+    assert min(read) == state["streams"]["0"][2] // 4 > 3
 
 
 def test_a_state_of_other_data_is_refused(corpora, tokenizer, tmp_path):
@@ -254,7 +169,7 @@ def test_a_failed_read_moves_no_stream(tmp_path, tokenizer):
     source.read()
     content = (tmp_path / "1.jsonl").read_bytes()
     (tmp_path / "1.jsonl").write_bytes(content[: len(content) // 2] + b"?" * (len(content) - len(content) // 2))
-    source.close()
+    source.load_state_dict(source.state_dict())  # forgets what was read ahead
     before = None
     with pytest.raises(InputError, match="not JSON"):  # noqa: PT012 (the last state before the failure)
         for _ in range(50):

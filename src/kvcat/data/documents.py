@@ -1,24 +1,21 @@
 """Documents of the installed Python sources, of local files and of Hub data sets.
 
-A source is named by a string: ``installed`` (the Python files of the standard library and of some
-dependencies), a file (text, ``.jsonl`` or ``.parquet`` with a ``text`` column), a folder of such
-files, a pattern such as ``texts/*.parquet``, or ``hub:NAME[/CONFIG][@SPLIT]``. ``stream:`` before a
-local name asks training to stream it.
+A source is named by a string: ``installed`` (the Python files of the standard library and of some dependencies), a
+file (text, ``.jsonl`` or ``.parquet`` with a ``text`` column), a folder of such files, a pattern such as
+``texts/*.parquet``, or ``hub:NAME[/CONFIG][@SPLIT]``. ``stream:`` before a local name asks training to stream it.
 """
 
 import glob
 import hashlib
 import json
-import lzma
 import os
 import re
 import sysconfig
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import datasets
 import fsspec
@@ -85,26 +82,16 @@ class Source:
     revision: str
 
 
-class Place(NamedTuple):
-    """Where a document stands in its file: its row, and in JSON lines the row's first byte."""
-
-    row: int = 0
-    byte: int = 0
-
-
-START = Place()
-
-
 def open_documents(source: str, *, text_field: str = "text") -> Iterator[Document]:
     """The documents of a source, in the order of its files.
 
-    A table (``.parquet``, ``.jsonl``) holds one document per row; rows without a text are left out.
-    A plain text longer than 16,384 characters becomes consecutive documents of at most that size,
-    cut at line ends. A file of any other name that is given itself is read as plain text.
+    A table (``.parquet``, ``.jsonl``) holds one document per row; rows without a text are left out. A plain text longer
+    than 16,384 characters becomes consecutive documents of at most that size, cut at line ends. A file of any other
+    name that is given itself is read as plain text.
 
     Raises:
-        InputError: nothing of that name, no readable file in it, or no connection to the Hub (within
-            seconds); while reading: no such column, a damaged file, no UTF-8 text.
+        InputError: nothing of that name, no readable file in it, or no connection to the Hub (within seconds); while
+            reading: no such column, a damaged file, no UTF-8 text.
     """
     files = [replace(file, text_field=text_field) for file in open_source(source).files]
     return (document for file in files for _, document in read_documents(file))
@@ -120,88 +107,77 @@ def open_source(name: str, *, revision: str | None = None) -> Source:
 
 
 def read_documents(
-    file: SourceFile, place: Place = START, *, stripe: int = 0, num_stripes: int = 1
-) -> Iterator[tuple[Place, Document]]:
-    """The documents of a file, or of one stripe of it, from a place on, each with its own place.
+    file: SourceFile, start: int = 0, *, stripe: int = 0, num_stripes: int = 1
+) -> Iterator[tuple[int, Document]]:
+    """The documents of a file, or of one stripe of it, from a row on, each with its row.
 
-    Parquet files continue at the row group of the place, uncompressed JSON lines at its byte. A
-    parquet file with at least ``num_stripes`` row groups is striped by row groups, so that no byte
-    is read twice; all others by rows.
+    A parquet file with at least ``num_stripes`` row groups is striped by row groups, so that no byte is read twice; all
+    others by rows.
     """
     if file.kind == "python":
-        if place.row == stripe == 0:
-            yield START, Document(file.name, lambda: Path(file.url).read_text(encoding="utf-8", errors="replace"))
+        if start == stripe == 0:
+            yield 0, Document(file.name, lambda: Path(file.url).read_text(encoding="utf-8", errors="replace"))
         return
     try:
         with fsspec.open(file.url, "rb", compression=None if file.kind == "parquet" else "infer") as raw:
             if file.kind == "parquet":
-                rows = _parquet_rows(raw, file, place, stripe, num_stripes)
+                rows = _parquet_rows(raw, file, start, stripe, num_stripes)
             else:
-                rows = _json_lines(raw, file, place) if file.kind == "jsonl" else _text_pieces(raw, file)
-                rows = (row for row in rows if row[0].row % num_stripes == stripe)
-            for here, row in rows:
-                if here.row >= place.row and (document := _document(row, here, file)):
-                    yield here, document
+                rows = enumerate(_json_lines(raw) if file.kind == "jsonl" else _text_pieces(raw, file))
+                rows = (row for row in rows if row[0] % num_stripes == stripe)
+            for number, values in rows:
+                if number >= start and (document := _document(values, number, file)):
+                    yield number, document
     except InputError:
         raise
-    except Exception as error:  # ValueError: pyarrow's ArrowInvalid is one
-        if file.remote or isinstance(error, (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError)):
-            raise InputError(f"{file.url} cannot be read as {file.kind}: {one_line(error)}") from error
-        raise
+    except Exception as error:  # clients of the network and decompressors raise anything
+        raise InputError(f"{file.url} cannot be read as {file.kind}: {one_line(error)}") from error
 
 
 def _parquet_rows(
-    raw: Any, file: SourceFile, place: Place, stripe: int, num_stripes: int
-) -> Iterator[tuple[Place, dict[str, Any]]]:
+    raw: Any, file: SourceFile, start: int, stripe: int, num_stripes: int
+) -> Iterator[tuple[int, dict[str, Any]]]:
     with parquet.ParquetFile(raw, buffer_size=BUFFER_BYTES) as table:
-        names = table.schema_arrow.names
-        if file.text_field not in names:
-            raise InputError(f"{file.url} has no column {file.text_field!r}; its columns: {', '.join(names)}")
-        columns = [name for name in (file.text_field, "id") if name in names]
+        columns = [file.text_field, "id"] if file.text_field in table.schema_arrow.names else None
         by_group, end = num_stripes <= table.num_row_groups, 0
         for group in range(table.num_row_groups):
             row, end = end, end + table.metadata.row_group(group).num_rows
-            if end <= place.row or (by_group and group % num_stripes != stripe):
+            if end <= start or (by_group and group % num_stripes != stripe):
                 continue
             for batch in table.iter_batches(PARQUET_ROWS, [group], columns, use_threads=False):
                 for values in batch.to_pylist():
                     if by_group or row % num_stripes == stripe:
-                        yield Place(row), values
+                        yield row, values
                     row += 1
 
 
-def _json_lines(raw: Any, file: SourceFile, place: Place) -> Iterator[tuple[Place, bytes]]:
+def _json_lines(raw: Any) -> Iterator[bytes]:
     with BufferedReader(raw, BUFFER_BYTES) as lines:
-        row, byte = START if file.url.endswith(PACKED_SUFFIXES) else place
-        if byte:
-            lines.seek(byte)
-        for line in lines:
-            if line.strip():
-                yield Place(row, byte), line
-                row += 1
-            byte += len(line)
+        yield from filter(bytes.strip, lines)
 
 
-def _text_pieces(raw: Any, file: SourceFile) -> Iterator[tuple[Place, dict[str, str]]]:
-    text = _decoded(raw.read(), file).replace("\r\n", "\n").replace("\r", "\n")
-    start = row = 0
+def _text_pieces(raw: Any, file: SourceFile) -> Iterator[dict[str, str]]:
+    data = raw.read()
+    if (zero := data.find(b"\0")) >= 0:
+        raise InputError(f"{file.url} is not text: it has a zero byte at {zero}")
+    text, start = data.decode().replace("\r\n", "\n").replace("\r", "\n"), 0
     while start < len(text):
         end = min(start + PIECE_CHARACTERS, len(text))
         if end < len(text):
             end = text.rfind("\n", start, end) + 1 or end
-        yield Place(row), {file.text_field: text[start:end]}
-        start, row = end, row + 1
+        yield {file.text_field: text[start:end]}
+        start = end
 
 
-def _document(row: dict[str, Any] | bytes, place: Place, file: SourceFile) -> Document | None:
+def _document(values: dict[str, Any] | bytes, row: int, file: SourceFile) -> Document | None:
     """The document of a table's row, of a JSON line or of a piece of text; None where a row has no text."""
-    where = f"row {place.row} of {file.url}"
+    where = f"row {row} of {file.url}"
     try:
-        values = json.loads(_decoded(row, file, place.byte)) if isinstance(row, bytes) else row
-    except json.JSONDecodeError as error:
-        raise InputError(f"{where}, at byte {place.byte}, is not JSON: {error.msg}") from None
+        values = json.loads(values) if isinstance(values, bytes) else values
+    except ValueError as error:
+        raise InputError(f"{where} is not JSON: {error}") from None
     if not isinstance(values, dict):
-        raise InputError(f"{where}, at byte {place.byte}, is no JSON object")
+        raise InputError(f"{where} is no JSON object")
     if file.text_field not in values:
         raise InputError(f"{where} has no column {file.text_field!r}; its columns: {', '.join(values)}")
     text = values[file.text_field]
@@ -209,16 +185,7 @@ def _document(row: dict[str, Any] | bytes, place: Place, file: SourceFile) -> Do
         return None
     if not isinstance(text, str):
         raise InputError(f"column {file.text_field!r} of {file.url} holds {type(text).__name__}, not text")
-    return Document(str(values.get("id") or f"{file.name}#{place.row}"), lambda: text)
-
-
-def _decoded(data: bytes, file: SourceFile, offset: int = 0) -> str:
-    if (zero := data.find(b"\0")) >= 0:
-        raise InputError(f"{file.url} is not text: it has a zero byte at {offset + zero}")
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise InputError(f"{file.url} is not UTF-8 text: {error.reason} at byte {offset + error.start}") from None
+    return Document(str(values.get("id") or f"{file.name}#{row}"), lambda: text)
 
 
 def _installed_files() -> list[SourceFile]:

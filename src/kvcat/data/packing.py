@@ -31,7 +31,7 @@ EXCERPT_MARGIN = 1.1
 
 @dataclass(frozen=True)
 class Encoder:
-    """Text to the tokenizer's own ids without special tokens, EOS after them; picklable."""
+    """Text to the tokenizer's own ids without special tokens, EOS after them."""
 
     backend: Tokenizer
     eos: int

@@ -1,8 +1,7 @@
 """Text tokenised once into a folder that training maps into memory.
 
-``tokens.json`` describes the folder; ``train.bin`` and ``validation.bin`` hold token ids in
-little-endian, each document followed by EOS, without gaps, so that sequences of any length can be
-cut from them.
+``tokens.json`` describes the folder; ``train.bin`` and ``validation.bin`` hold token ids in little-endian, EOS after
+each document, without gaps, so that sequences of any length can be cut from them.
 """
 
 import os
@@ -18,7 +17,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 import kvcat
-from kvcat.data.documents import Place, Source, open_source, read_documents
+from kvcat.data.documents import Source, open_source, read_documents
 from kvcat.data.packing import Encoder
 from kvcat.data.split import HELD_OUT_FRACTION, split_of
 from kvcat.errors import InputError
@@ -43,8 +42,8 @@ def open_prepared(folder: str | Path, encoder: Encoder, seq_len: int, *, check: 
     ``check`` compares the checksums too, which reads the files once; sizes are always compared.
 
     Raises:
-        InputError: not such a folder, a newer format, another tokenizer, a truncated or damaged
-            file, fewer tokens than one sequence.
+        InputError: not such a folder, a newer format, another tokenizer, a truncated or damaged file, fewer tokens than
+            one sequence.
     """
     folder = Path(folder).expanduser()
     index = _read_index(folder)
@@ -97,10 +96,10 @@ def prepare(
 ) -> dict[str, Any]:
     """A folder of the source's training and validation tokens; returns its index.
 
-    The files are read in an order drawn by the seed, their documents in order; test documents are
-    left out. Everything is written to ``FOLDER.partial`` and renamed at the end. Stopped at any
-    moment, the same call continues after the last five seconds; where the folder is complete it
-    returns at once. The tokenizer uses all cores, unless ``TOKENIZERS_PARALLELISM=false``.
+    The files are read in an order drawn by the seed, their documents in order; test documents are left out. Everything
+    is written to ``FOLDER.partial`` and renamed at the end. Stopped at any moment, the same call continues after the
+    last five seconds; where the folder is complete it returns at once. The tokenizer uses all cores, unless
+    ``TOKENIZERS_PARALLELISM=false``.
 
     Args:
         source: as in ``open_documents``.
@@ -111,8 +110,8 @@ def prepare(
         on_progress: called with the training tokens written so far.
 
     Raises:
-        InputError: a source, folder or tokenizer that cannot be used, too little disk space, no
-            document of a split. A mistake leaves nothing behind but tokens of a Hub data set.
+        InputError: a source, folder or tokenizer that cannot be used, too little disk space, no document of a split. A
+            mistake leaves nothing behind but tokens of a Hub data set.
     """
     target = Path(folder).expanduser()
     work = target.with_name(f"{target.name}.partial")
@@ -153,36 +152,30 @@ def _existing(target: Path, settings: dict[str, Any]) -> dict[str, Any]:
 def _begin(work: Path, settings: dict[str, Any]) -> tuple[Source, dict[str, Any]]:
     """The source, and how far an earlier call with the same settings came; of a Hub data set at its commit."""
     saved = _saved(work)
-    before = saved.get("settings", {})
-    same = {**before, "revision": None} == {**settings, "revision": None}
-    source = open_source(settings["source"], revision=before["revision"] if same else None)
-    settings = {**settings, "revision": source.revision}
-    if before == settings:
+    same = all(saved.get(name, ...) == value for name, value in settings.items())
+    source = open_source(settings["source"], revision=saved["revision"] if same else None)
+    if same and saved["revision"] == source.revision:
         return source, saved
-    # place is that of the last document: its row and byte in the file of this number
     splits = {split: {"tokens": 0, "documents": 0} for split in SPLITS}
-    return source, {"settings": settings, "splits": splits, "test_documents": 0, "file": 0, "place": None}
+    # file and row are where to read on
+    return source, {**settings, "revision": source.revision, "splits": splits, "file": 0, "row": 0}
 
 
 def _saved(work: Path) -> dict[str, Any]:
-    """What ``_write`` recorded last; empty where that is nothing, or more than the files hold."""
+    """What ``_write`` recorded last; empty where that is nothing."""
     try:
         saved = read_json(work / PROGRESS)
-        done = {work / f"{split}.bin": part["tokens"] for split, part in saved["splits"].items()}
-        item_bytes = np.dtype(saved["settings"]["dtype"]).itemsize
-        whole = all(path.stat().st_size >= tokens * item_bytes for path, tokens in done.items())
-        return saved if whole and saved["splits"]["train"]["tokens"] else {}
-    except (OSError, ValueError, KeyError, TypeError):
+    except InputError:
         return {}
+    return saved if saved["splits"]["train"]["tokens"] else {}
 
 
 def _check_disk(work: Path, source: Source, progress: dict[str, Any]) -> None:
     """Refuse to start where the tokens will not fit, as far as that is known beforehand."""
-    settings = progress["settings"]
-    item_bytes = np.dtype(settings["dtype"]).itemsize
+    item_bytes = np.dtype(progress["dtype"]).itemsize
     needed = sum(Path(file.url).stat().st_size for file in source.files if not file.remote) / 2
-    if settings["max_tokens"] is not None:
-        needed = settings["max_tokens"] * item_bytes * (1 + HELD_OUT_FRACTION)
+    if progress["max_tokens"] is not None:
+        needed = progress["max_tokens"] * item_bytes * (1 + HELD_OUT_FRACTION)
     needed -= sum(part["tokens"] for part in progress["splits"].values()) * item_bytes
     if (free := shutil.disk_usage(work).free) < needed:
         raise InputError(f"no disk space for {work}: {free / 1e6:,.1f} MB free, some {needed / 1e6:,.1f} MB needed")
@@ -192,7 +185,7 @@ def _write(
     work: Path, source: Source, encoder: Encoder, progress: dict[str, Any], on_progress: Callable[[int], None]
 ) -> dict[str, Any]:
     """Append what is not done, and record every few seconds how far the files are good; returns the last record."""
-    limits, saved_at = {"train": progress["settings"]["max_tokens"], "validation": None}, time.monotonic()
+    limits, saved_at = {"train": progress["max_tokens"], "validation": None}, time.monotonic()
 
     def save() -> None:
         for file in files.values():
@@ -205,10 +198,9 @@ def _write(
         stack.callback(save)
         for split, file in files.items():
             file.truncate(progress["splits"][split]["tokens"] * encoder.dtype.itemsize)
-        for texts, num_test, number, place in _batches(source, progress):
+        for texts, number, row in _batches(source, progress):
             done = {s: _append(files[s], progress["splits"][s], encoder(texts[s]), limits[s]) for s in SPLITS}
-            num_test += progress["test_documents"]
-            progress = {**progress, "splits": done, "test_documents": num_test, "file": number, "place": place}
+            progress = {**progress, "splits": done, "file": number, "row": row}
             if time.monotonic() - saved_at > SAVE_SECONDS:
                 save()
                 saved_at = time.monotonic()
@@ -218,24 +210,20 @@ def _write(
     return progress
 
 
-def _batches(source: Source, done: dict[str, Any]) -> Iterator[tuple[dict[str, list[str]], int, int, Place | None]]:
-    """Texts by split of some 260,000 characters, the test documents between them, and the last one's file and place."""
-    order = np.random.default_rng(done["settings"]["seed"]).permutation(len(source.files)).tolist()
-    texts, num_test, num_characters = {split: [] for split in SPLITS}, 0, 0
+def _batches(source: Source, done: dict[str, Any]) -> Iterator[tuple[dict[str, list[str]], int, int]]:
+    """Texts by split of some 260,000 characters, with the file and the row that come next."""
+    order = np.random.default_rng(done["seed"]).permutation(len(source.files)).tolist()
+    texts, num_characters = {split: [] for split in SPLITS}, 0
     for number in range(done["file"], len(order)):
-        last = Place(*done["place"]) if done["place"] and number == done["file"] else None
-        for place, document in read_documents(source.files[order[number]], last or Place()):
-            if place == last:
-                continue
-            if (split := split_of(document.id)) == "test":
-                num_test += 1
-                continue
-            texts[split].append(document.text)
-            num_characters += len(texts[split][-1])
+        start = done["row"] if number == done["file"] else 0
+        for row, document in read_documents(source.files[order[number]], start):
+            if (split := split_of(document.id)) in texts:
+                texts[split].append(document.text)
+                num_characters += len(texts[split][-1])
             if num_characters >= BATCH_CHARACTERS:
-                yield texts, num_test, number, place
-                texts, num_test, num_characters = {split: [] for split in SPLITS}, 0, 0
-    yield texts, num_test, len(order), None
+                yield texts, number, row + 1
+                texts, num_characters = {split: [] for split in SPLITS}, 0
+    yield texts, len(order), 0
 
 
 def _append(file: IO[bytes], done: dict[str, int], documents: list[np.ndarray], limit: int | None) -> dict[str, int]:
@@ -252,17 +240,17 @@ def _append(file: IO[bytes], done: dict[str, int], documents: list[np.ndarray], 
 
 def _finish(work: Path, target: Path, tokenizer_name: str, progress: dict[str, Any]) -> dict[str, Any]:
     """Write the index and give the folder its name."""
-    splits, num_test = progress["splits"], progress["test_documents"]
+    splits = progress["splits"]
     for split, part in splits.items():
         if not part["tokens"]:
-            count = sum(part["documents"] for part in splits.values()) + num_test
+            count = sum(part["documents"] for part in splits.values())
             raise InputError(
-                f"{progress['settings']['source']} has no {split} document among {count}; prepare more text, or train "
-                "on the text itself, which then holds one out"
+                f"{progress['source']} has no {split} document among {count}; prepare more text, or train on the text "
+                "itself, which then holds one out"
             )
     splits = {split: {**part, "crc32": _checksum(work / f"{split}.bin")} for split, part in splits.items()}
-    made = {"tokenizer_name": tokenizer_name, "kvcat": kvcat.__version__}
-    index = {**progress["settings"], **made, "splits": splits, "test_documents": num_test}
+    index = {**progress, "tokenizer_name": tokenizer_name, "kvcat": kvcat.__version__, "splits": splits}
+    del index["file"], index["row"]
     write_json(work / INDEX, index)
     for name in (PROGRESS, LOCK_FILE):
         (work / name).unlink()

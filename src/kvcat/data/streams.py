@@ -1,12 +1,10 @@
 """What a trainer reads: logical streams of sequences, one for each sequence of a step.
 
-A stream's t-th sequence is a function of seed, stream and t alone: neither the number of processes
-or workers nor the way a step is cut into micro-batches changes it. A position of a few integers is
-enough to continue a stream.
+A stream's t-th sequence is a function of seed, stream and t alone: neither the number of processes nor the way a step
+is cut into micro-batches changes it. A position of a few integers is enough to continue a stream.
 """
 
-import atexit
-import signal
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -15,10 +13,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase
 
-from kvcat.data.documents import Document, Place, Source, SourceFile, open_source, read_documents
+from kvcat.data.documents import Document, Source, SourceFile, open_source, read_documents
 from kvcat.data.packing import Encoder, excerpts, pack
 from kvcat.data.prepared import is_prepared, open_prepared
 from kvcat.data.split import split_of, training_splits
@@ -26,7 +23,6 @@ from kvcat.errors import InputError
 from kvcat.types import Int, Tensor
 
 EMPTY_EPOCHS = 100
-READ_AHEAD = 8  # steps that each worker prepares
 
 Sequences = Iterator[tuple[np.ndarray, tuple[int, ...]]]  # a stream's sequences, each with the position after it
 
@@ -59,7 +55,7 @@ def _order(seed: int, epoch: int, length: int) -> np.ndarray:
 
 
 class Position(NamedTuple):
-    """Where the next token comes from: epoch, file of the epoch, document's place, its token.
+    """Where the next token comes from: epoch, file of the epoch, row of the document, token of it.
 
     Tokens that were read but not yet packed need no saving: the document is encoded again.
     """
@@ -67,7 +63,6 @@ class Position(NamedTuple):
     epoch: int = 0
     item: int = 0
     row: int = 0
-    byte: int = 0
     token: int = 0
 
 
@@ -75,9 +70,8 @@ class Position(NamedTuple):
 class TextStreams:
     """Sequences packed from the documents of a source, without holding them.
 
-    In every epoch the files, each cut into as many stripes as it takes to give every stream one,
-    are permuted by the seed and dealt out to the streams. There is no shuffle buffer. Held-out
-    documents are skipped.
+    In every epoch the files, each cut into as many stripes as it takes to give every stream one, are permuted by the
+    seed and dealt out to the streams. There is no shuffle buffer. Held-out documents are skipped.
     """
 
     source: Source
@@ -107,12 +101,10 @@ class TextStreams:
         return [(self.source.files[file], stripe) for file, stripe in chosen]
 
     def sequences(self, stream: int, start: tuple[int, ...]) -> Sequences:
-        """The endless sequences of a stream from a position on; ``InputError`` if files changed or hold no text."""
+        """The endless sequences of a stream from a position on; ``InputError`` if a file holds no text."""
         parts: list[np.ndarray] = []
         used, missing = start[-1], self.seq_len
-        for number, (here, ids) in enumerate(self._documents(stream, Position(*start))):
-            if number == 0 and used and (here[:-1] != tuple(start[:-1]) or used > len(ids)):
-                raise InputError(f"{self.source.name} has changed: stream {stream} cannot continue at {tuple(start)}")
+        for here, ids in self._documents(stream, Position(*start)):
             while used < len(ids):
                 parts.append(ids[used : used + missing])
                 used, missing = used + len(parts[-1]), missing - len(parts[-1])
@@ -122,16 +114,16 @@ class TextStreams:
             used = 0
 
     def _documents(self, stream: int, start: Position) -> Iterator[tuple[Position, np.ndarray]]:
-        place, num_empty = Place(start.row, start.byte), 0
+        row, num_empty = start.row, 0
         for epoch in count(start.epoch):
             for item, (file, stripe) in enumerate(self.items(stream, epoch)):
                 if epoch == start.epoch and item < start.item:
                     continue
-                for here, document in read_documents(file, place, stripe=stripe, num_stripes=self.num_stripes):
+                for here, document in read_documents(file, row, stripe=stripe, num_stripes=self.num_stripes):
                     if split_of(document.id) == "train":
                         num_empty = -1
-                        yield Position(epoch, item, *here), self.encoder([document.text])[0]
-                place = Place()
+                        yield Position(epoch, item, here), self.encoder([document.text])[0]
+                row = 0
             num_empty += 1
             if num_empty == EMPTY_EPOCHS:
                 raise InputError(
@@ -141,42 +133,31 @@ class TextStreams:
 
 
 class TokenLoader:
-    """Reads the next sequence of each stream through torch's ``DataLoader``.
+    """Reads the next sequence of each stream, one step ahead of its use, in a thread.
 
-    This process reads only ``streams`` of the ``plan``; None for all. ``workers`` processes read and
-    tokenise ahead; 0 does it here, when a step is needed.
+    This process reads only ``streams`` of the ``plan``; None for all.
     """
 
-    def __init__(
-        self, plan: TableStreams | TextStreams, *, streams: Iterable[int] | None = None, workers: int = 0
-    ) -> None:
+    def __init__(self, plan: TableStreams | TextStreams, *, streams: Iterable[int] | None = None) -> None:
         own = range(plan.num_streams) if streams is None else sorted(streams)
-        self._plan, self._num_workers = plan, min(workers, len(own))
+        self._plan = plan
         self._positions: dict[int, tuple[int, ...]] = dict.fromkeys(own, plan.start)
-        self._steps: Any = None  # torch's iterator
+        self._steps: _ReadAhead | None = None
 
     def read(self) -> Int[Tensor, "streams tokens"]:
         """The next sequence of each stream of this process, int64, in the order of the streams.
 
-        All or nothing: after an exception every stream is where it was, and no worker runs.
-
-        Raises:
-            InputError: a file or the network cannot be read.
-            RuntimeError: a worker died.
+        All or nothing: after an ``InputError``, of a file or the network, every stream is where it was.
         """
-        step: dict[int, tuple[np.ndarray, tuple[int, ...]]] = {}
+        if self._steps is None:
+            self._steps = _ReadAhead([self._plan.sequences(*place) for place in self._positions.items()])
         try:
-            self._steps = self._start() if self._steps is None else self._steps
-            while len(step) < len(self._positions):
-                part = next(self._steps)
-                if isinstance(part, InputError):
-                    raise part
-                step |= part
+            step = self._steps.take()
         except BaseException:
-            self.close()
+            self._steps = None
             raise
-        self._positions = {stream: step[stream][1] for stream in self._positions}
-        return torch.from_numpy(np.stack([step[stream][0] for stream in self._positions]).astype(np.int64))
+        self._positions = dict(zip(self._positions, (place for _, place in step), strict=True))
+        return torch.from_numpy(np.stack([tokens for tokens, _ in step]).astype(np.int64))
 
     def state_dict(self) -> dict[str, Any]:
         """Where this process's streams are, as JSON; ``merge_states`` joins all processes."""
@@ -188,60 +169,36 @@ class TokenLoader:
         if isinstance(plan, TextStreams) and plan.source.name.startswith("hub:") and revision != plan.source.revision:
             plan = replace(plan, source=open_source(plan.source.name, revision=revision))
         _check_identity(state, plan.identity)
-        self.close()
-        self._plan, self._positions = plan, {stream: tuple(state["streams"][str(stream)]) for stream in self._positions}
-
-    def close(self) -> None:
-        """End the worker processes; a later ``read`` starts them again where the streams are."""
-        if workers := getattr(self._steps, "_workers", ()):
-            self._steps._shutdown_workers()
-            for worker in workers:  # those that hang
-                worker.kill()
-        self._steps = None
-        atexit.unregister(self.close)
-
-    def _start(self) -> Any:
-        """Open the streams; a worker is a fresh interpreter, which holds no lock of this one."""
-        workers: Any = {"multiprocessing_context": "spawn", "prefetch_factor": READ_AHEAD} if self._num_workers else {}
-        if workers:  # before multiprocessing waits for them: they ignore its SIGTERM
-            atexit.register(self.close)
-        return iter(DataLoader(
-            _StepReader(self._plan, self._positions),
-            batch_size=None, collate_fn=_unchanged, num_workers=self._num_workers, worker_init_fn=_ignore_signals,
-            generator=torch.Generator(), **workers,
-        ))  # fmt: skip
+        self._plan, self._steps = plan, None
+        self._positions = {stream: tuple(state["streams"][str(stream)]) for stream in self._positions}
 
 
-@dataclass(eq=False)
-class _StepReader(IterableDataset[Any]):
-    """The steps of some streams, each stream's sequence and the position after it; a worker reads a part of them.
+class _ReadAhead:
+    """The steps of some streams; while one is used, a thread reads the next."""
 
-    A mistake in the data is the last item: raised in a worker it would come with the worker's
-    traceback.
-    """
+    def __init__(self, readers: list[Sequences]) -> None:
+        self._readers = readers
+        self._start()
 
-    plan: TableStreams | TextStreams
-    positions: dict[int, tuple[int, ...]]
+    def take(self) -> list[tuple[np.ndarray, tuple[int, ...]]]:
+        """Each stream's next sequence and the position after it; raises what the thread met."""
+        self._thread.join()
+        if isinstance(self._found, Exception):
+            raise self._found
+        step = self._found
+        self._start()
+        return step
 
-    def __iter__(self) -> Iterator[dict[int, tuple[np.ndarray, tuple[int, ...]]] | InputError]:
-        worker = get_worker_info()
-        own = list(self.positions)[slice(None) if worker is None else slice(worker.id, None, worker.num_workers)]
-        readers = {stream: self.plan.sequences(stream, self.positions[stream]) for stream in own}
+    def _start(self) -> None:
+        self._found: Any = None
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
         try:
-            while True:
-                yield {stream: next(reader) for stream, reader in readers.items()}
-        except InputError as error:
-            yield error
-
-
-def _unchanged(step: Any) -> Any:
-    return step
-
-
-def _ignore_signals(_: int) -> None:
-    """The signals that end a run reach its workers too, whose data the last step may still need."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+            self._found = [next(reader) for reader in self._readers]
+        except Exception as error:
+            self._found = error
 
 
 def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -278,20 +235,18 @@ def open_tokens(
     validation_sequences: int,
     seed: int,
     streams: Iterable[int] | None = None,
-    workers: int = 0,
     check: bool = True,
 ) -> TokenData:
     """Training and validation tokens, disjoint by document.
 
-    A folder that ``prepare`` made is mapped; ``hub:NAME`` and ``stream:PATH`` are streamed; any
-    other source is read whole, its documents in an order drawn by the seed. A run that is too short
-    for all of them reads excerpts.
+    A folder that ``prepare`` made is mapped; ``hub:NAME`` and ``stream:PATH`` are streamed; any other source is read
+    whole, its documents in an order drawn by the seed. A run that is too short for all of them reads excerpts.
 
     Args:
         data: a prepared folder, or a source as in ``open_documents``.
         tokenizer: with a fast form and an EOS token.
         batch_size: sequences per step, over all processes; the number of streams.
-        streams, workers: see ``TokenLoader``; other settings are those of ``TrainConfig``.
+        streams: see ``TokenLoader``; other settings are those of ``TrainConfig``.
         check: compare the checksums of a prepared folder; one process of a run is enough.
 
     Raises:
@@ -320,4 +275,4 @@ def open_tokens(
         validation = packed("validation", held_out, validation_sequences)
         plan = TableStreams(train, batch_size, seed)
     first = torch.from_numpy(validation[:validation_sequences].astype(np.int64))
-    return TokenData(TokenLoader(plan, streams=streams, workers=workers if isinstance(plan, TextStreams) else 0), first)
+    return TokenData(TokenLoader(plan, streams=streams), first)

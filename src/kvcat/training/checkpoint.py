@@ -31,7 +31,7 @@ from kvcat.training.distributed import World
 CONFIG_FILE = "config.json"
 CHANGES_FILE = "changes.jsonl"
 _MAY_CHANGE = (
-    "output", "device", "micro_batch_size", "activation_checkpointing", "compile", "workers", "monitor", "log_every",
+    "output", "device", "micro_batch_size", "activation_checkpointing", "compile", "monitor", "log_every",
     "validation_every", "checkpoint_every", "keep_checkpoints", "export_dtype",
 )  # fmt: skip
 _FORMAT = 2

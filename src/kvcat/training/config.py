@@ -67,7 +67,6 @@ class TrainConfig:
     device: str = "cpu"  # Torch device; with cuda, each process that torchrun starts takes its own GPU
     activation_checkpointing: bool = False  # Recompute activations in the backward pass instead of keeping them
     compile: bool = False  # Compile each decoder layer with torch.compile
-    workers: int = 0  # Processes that tokenise streamed data
     monitor: Literal["none", "tensorboard", "wandb"] = "none"  # Where records are copied to besides metrics.jsonl
     log_every: int = 1  # Steps between training records
     validation_every: int = 50  # Steps between validations, which also run before the first step and after the last
@@ -137,7 +136,7 @@ _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (("peak_lr", "max_grad_norm", "router_lr_multiplier"), lambda value: 0 < value < math.inf, "be positive"),
     (
         ("mask_weight", "anchor_weight", "budget_weight", "weight_decay", "warmup_steps", "router_noise",
-         "target_warmup_steps", "workers"),
+         "target_warmup_steps"),
         lambda value: 0 <= value < math.inf,
         "not be negative",
     ),

@@ -127,9 +127,8 @@ class Trainer:
         self.data = open_tokens(
             config.data, tokenizer, seq_len=config.seq_len, batch_size=config.batch_size, max_steps=earlier.begun_with,
             validation_sequences=config.validation_sequences, seed=config.seed, streams=self.streams,
-            workers=config.workers, check=world.is_first,
+            check=world.is_first,
         )  # fmt: skip
-        stack.callback(self.data.train.close)
 
         def claim() -> None:
             stack.enter_context(one_writer(run))
