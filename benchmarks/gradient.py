@@ -50,7 +50,7 @@ def make_step(options: argparse.Namespace) -> Callable[[], object]:
     start = GradientCompression().starting_layers(traced, slots)
     recompute = FORMS[options.one]
     if recompute is not None:
-        return SlotTraining(GradientCompression(activation_checkpointing=recompute), [traced], start).step
+        return SlotTraining(GradientCompression(activation_checkpointing=recompute), traced, start).step
     leaves = [tensor.requires_grad_(True) for layer in start for tensor in (layer.keys, layer.values)]
     model.requires_grad_(False).set_attn_implementation("sdpa")
     suffix, targets = ids[:, options.prefix :], ids[:, options.prefix + 1 :]

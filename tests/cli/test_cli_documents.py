@@ -118,13 +118,13 @@ def test_a_document_too_long_for_its_repetition_fits_by_its_own_queries(tiny_fol
     document, output = tmp_path / "doc.txt", tmp_path / "c.safetensors"
     document.write_text("".join(sentences(9, seed=7)))
     argv = ["compress", tiny_folder, "--text", document, "-o", output]
-    assert "use --supervision self" in mistake(capsys, kvcat(*argv))
+    assert "a shorter text, or supervision='self'" in mistake(capsys, kvcat(*argv))
     assert not output.exists()
     assert kvcat(*argv, "--supervision", "self") == 0
     document.write_text("".join(sentences(90, seed=7)))
     capsys.readouterr()
     code = kvcat(*argv, "--supervision", "self", "--overwrite", "--chat")
-    assert "more than the model's 256 positions" in mistake(capsys, code)
+    assert "exceed the 256 positions" in mistake(capsys, code)
 
 
 def test_answers_end_at_the_models_last_position(tiny_folder, tmp_path, capsys):

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 SCRIPT = """
-import resource, torch
+import resource, sys, torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 from kvcat.compress import AttentionMatching, Eviction, compare, replay, trace
@@ -40,7 +40,8 @@ AttentionMatching()(found, num_slots=128)
 fitted = peak()
 most = Eviction("streaming")(found, num_slots=6143)
 with Largest() as seen:
-    compare(found, most, chunk_tokens=1024)
+    sys.modules["kvcat.compress.compare"]._CHUNK_TOKENS = 1024
+    compare(found, most)
 with torch.no_grad():
     dense = found.logits[:, :256]
     shifted = (replay(model, most, ids[:, 6144:6400]) - dense).square().mean().sqrt().item()

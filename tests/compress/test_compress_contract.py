@@ -164,8 +164,8 @@ def test_slots_are_the_ceiling_of_the_exact_product(tokens, percent):
         ("attention-matching,ridge=null,log_bias=true", ("attention-matching", {"ridge": None, "log_bias": True})),
         ("gradient,betas=[0.9,1],num_iters=None", ("gradient", {"betas": (0.9, 1), "num_iters": None})),
         (
-            "gradient,init=[attention-matching,bounds=[-2,2]],num_steps=3",
-            ("gradient", {"init": "attention-matching,bounds=[-2,2]", "num_steps": 3}),
+            "gradient,init=[attention-matching,budgets=equal],num_steps=3",
+            ("gradient", {"init": "attention-matching,budgets=equal", "num_steps": 3}),
         ),
         ("kvpress:SnapKVPress,window_size=8", ("kvpress:SnapKVPress", {"window_size": 8})),
         ("", "names no method"),

@@ -1,5 +1,7 @@
 """Traces, replays and what is told about them."""
 
+import sys
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
@@ -62,11 +64,11 @@ def test_a_suffix_in_chunks_fares_as_in_one_piece(make_model, windows, method, m
             whole = compare(found, cache, start=start)
             with monkeypatch.context() as patch:
                 patch.setattr("kvcat.losses.chunked._CHUNK_TOKENS_CPU", 15)
-                parts = compare(found, cache, start=start, chunk_tokens=chunk_tokens)
+                patch.setattr(sys.modules["kvcat.compress.compare"], "_CHUNK_TOKENS", chunk_tokens)
+                parts, hidden = compare(found, cache, start=start), replay_hidden(model, cache, windows[:, 48:])
             for name in ("nll", "nll_dense", "kl", "top1"):
                 assert torch.allclose(getattr(whole, name), getattr(parts, name), atol=1e-12)
-        hidden = replay_hidden(model, cache, windows[:, 48:], chunk_tokens=chunk_tokens)
-        assert torch.allclose(hidden, expected, atol=1e-12)
+            assert torch.allclose(hidden, expected, atol=1e-12)
     assert torch.allclose(supervised_kl(found, cache), compare(found, cache).kl, atol=1e-12)
     one = cache.select([0])
     alone = replay(model, one, windows[1:2, 48:])
@@ -148,8 +150,6 @@ def test_what_cannot_be_replayed_or_compared_is_refused(make_model, model, windo
         compare(traced, trace(model, windows, 40).dense_cache())
     with pytest.raises(InputError, match="belongs to another model"):
         replay(make_model(rms_norm_eps=1e-2), dense, windows[:, 48:])
-    with pytest.raises(InputError, match="chunk_tokens must be at least 1, not 0"):
-        compare(traced, dense, chunk_tokens=0)
     own = trace(model, windows[:, :48], supervision="self")
     cache = AttentionMatching()(own, num_slots=6)
     assert (own.queries[0].shape[2], cache.metadata["supervision"]) == (48, "self")

@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import pkgutil
+import re
 import typing
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -75,9 +76,9 @@ class Scorer(ABC):
     def measure(self, trace: Trace) -> Scores:
         """Per layer one score per slot and KV head; the highest are kept."""
 
-    def protect(self, scores: Scores, num_slots: int) -> Scores:  # noqa: ARG002
-        """The scores with infinity where a slot is kept whatever its score; here nowhere."""
-        return scores
+    def num_recent(self, num_slots: int) -> int:  # noqa: ARG002
+        """How many of ``num_slots`` slots are the last ones of the prefix, whatever their scores; here none."""
+        return 0
 
 
 def slots_for(prefix_len: int, keep_ratio: float | int | None, num_slots: int | None) -> int:
@@ -196,24 +197,18 @@ def parse_method(spec: str) -> tuple[str, dict[str, Any]]:
     """Name and options of ``NAME,option=value,...``, such as ``gradient,num_steps=20,init=random``.
 
     Values are JSON (numbers, true, false, null, lists); what is not JSON is text. Brackets hold text with commas
-    together: ``gradient,init=[attention-matching,budgets=equal]``.
+    together: ``gradient,init=[attention-matching,budgets=equal]``; they do not nest.
 
     Raises:
         InputError: no name, an option without a value, or one that is given twice.
     """
-    parts, depth = [""], 0
-    for letter in spec:
-        depth += (letter == "[") - (letter == "]")
-        if letter == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    name, options = parts[0], {}
+    name, *parts = re.split(r",(?![^\[]*\])", spec)
     if not name or "=" in name:
         raise InputError(f"{spec!r} names no method: it reads NAME,option=value,...")
-    for part in parts[1:]:
-        option, equals, value = part.partition("=")
-        if not equals or not option or not value:
+    options: dict[str, Any] = {}
+    for part in parts:
+        option, _, value = part.partition("=")
+        if not option or not value:
             raise InputError(f"{part!r} in method {spec!r} is no option=value")
         if option in options:
             raise InputError(f"option {option} is given twice in method {spec!r}")

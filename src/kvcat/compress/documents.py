@@ -1,5 +1,7 @@
 """Documents as token ids: with a second copy that supervises their compression, plain or in a chat template."""
 
+from dataclasses import replace
+
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -78,19 +80,10 @@ def document_trace(
         InputError: an empty document, one too long for the model's positions, no chat template.
     """
     sequence = reconstruction(tokenizer, text, head=chat_parts(tokenizer)[0] if chat else None)
-    prefix_len, total = sequence.prefix_len, sequence.input_ids.shape[1]
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or total
-    if prefix_len > positions:
-        raise InputError(f"the document has {prefix_len} tokens, more than the model's {positions} positions")
-    ids = sequence.input_ids.to(model.device)
+    sequence = replace(sequence, input_ids=sequence.input_ids.to(model.device))
     if supervision == "self":
-        return trace(model, ids[:, :prefix_len], supervision="self")
-    if total > positions:
-        raise InputError(
-            f"the document's {prefix_len} tokens make a reconstruction sequence of {total}, more than the model's "
-            f"{positions} positions: use --supervision self, which needs only the document"
-        )
-    return trace(model, Reconstruction(ids, prefix_len, sequence.supervision_start))
+        return trace(model, sequence.input_ids[:, : sequence.prefix_len], supervision="self")
+    return trace(model, sequence)
 
 
 def question_ids(tokenizer: PreTrainedTokenizerBase, text: str, *, chat: bool = False) -> Int[Tensor, "batch tokens"]:

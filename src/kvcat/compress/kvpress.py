@@ -86,11 +86,11 @@ class KVPress(Compressor):
     def _build(self) -> Any:
         """A new press, which holds the state of one use."""
         outer, _, inner = self.name.partition("+")
-        parts: dict[bool, dict[str, Any]] = {False: {}, True: {}}
-        for key, value in self.options.items():
-            inside = bool(inner) and key.startswith("press.")
-            parts[inside][key.removeprefix("press.") if inside else key] = value
-        return _make(outer, {**parts[False], "press": _make(inner, parts[True])} if inner else parts[False])
+        inside = {key for key in self.options if inner and key.startswith("press.")}
+        own = {key: value for key, value in self.options.items() if key not in inside}
+        if inner:
+            own["press"] = _make(inner, {key.removeprefix("press."): self.options[key] for key in inside})
+        return _make(outer, own)
 
 
 def library() -> Any:

@@ -216,7 +216,7 @@ def split_supervision(trace: Trace, fraction: float) -> tuple[Trace, Trace]:
         InputError: fraction out of range, a trace with supervision "self", or no position left to learn from.
     """
     if not 0 < fraction < 1:
-        raise InputError(f"held_out must be a trace, or a fraction in (0, 1), not {fraction}")
+        raise InputError(f"held_out must be a fraction in (0, 1), not {fraction}")
     trace.check_supervises()
     count = trace.input_ids.shape[1] - trace.supervision_start
     own = count - math.ceil(float(f"{fraction * count:.12g}"))

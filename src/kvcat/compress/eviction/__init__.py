@@ -48,6 +48,8 @@ class Eviction(Compressor):
         """The caches; scores are measured once for all sizes."""
         measured = self.scorer.measure(trace) if sizes else []
         for size in sizes:
-            scores = self.scorer.protect(measured, size)
+            scores, recent = [own.clone() for own in measured], self.scorer.num_recent(size)
+            for own in scores:
+                own[..., own.shape[-1] - recent :] = torch.inf
             layers = [best_layer(trace, index, own, size) for index, own in enumerate(scores)]
             yield compact_cache(trace, layers, self.name, vars(self.scorer))

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch
-
 from kvcat.compress.base import Scorer, Scores, received_mass
 from kvcat.compress.trace import Trace
 
@@ -21,9 +19,6 @@ class H2O(Scorer):
         """Accumulated attention."""
         return received_mass(trace, 0)
 
-    def protect(self, scores: Scores, num_slots: int) -> Scores:
-        """The recent half of the slots; an odd one goes to the heavy hitters."""
-        result = [mass.clone() for mass in scores]
-        for mass in result:
-            mass[..., mass.shape[-1] - num_slots // 2 :] = torch.inf
-        return result
+    def num_recent(self, num_slots: int) -> int:
+        """Half of the slots; an odd one goes to the heavy hitters."""
+        return num_slots // 2

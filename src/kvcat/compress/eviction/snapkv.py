@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch.nn.functional import avg_pool1d, max_pool1d
 
 from kvcat.compress.base import Scorer, Scores, received_mass
@@ -47,11 +46,6 @@ class SnapKV(Scorer):
             votes[..., :before] = pool(votes[..., :before], self.kernel_size, 1, self.kernel_size // 2)
         return result
 
-    def protect(self, scores: Scores, num_slots: int) -> Scores:
-        """The window, or its last positions where slots are few."""
-        result = [votes.clone() for votes in scores]
-        for votes in result:
-            window = min(self.window, votes.shape[-1])
-            always = window if num_slots > window else num_slots // 2
-            votes[..., votes.shape[-1] - always :] = torch.inf
-        return result
+    def num_recent(self, num_slots: int) -> int:
+        """The window, or half of the slots where they are few."""
+        return self.window if num_slots > self.window else num_slots // 2

@@ -129,13 +129,11 @@ class GradientCompression(Compressor):
         return self.lr * 0.5 * (1 + math.cos(math.pi * step / max(1, self.num_steps)))
 
     def starting_layers(self, trace: Trace, num_slots: int) -> list[Layer]:
-        """Slots to start from, in at least float32."""
+        """Slots to start from."""
         if (method := _starting_method(self.init)) is not None:
-            layers = method(trace, num_slots=num_slots).layers
-        else:
-            scores = _random_scores(trace, self.seed)
-            layers = [best_layer(trace, index, own, num_slots) for index, own in enumerate(scores)]
-        return [layer.to(dtype=wide(layer.keys).dtype) for layer in layers]
+            return list(method(trace, num_slots=num_slots).layers)
+        scores = _random_scores(trace, self.seed)
+        return [best_layer(trace, index, own, num_slots) for index, own in enumerate(scores)]
 
     def _run(
         self,
@@ -151,36 +149,25 @@ class GradientCompression(Compressor):
         slots = slots_for(trace.prefix_len, keep_ratio, num_slots)
         if slots >= trace.num_slots:
             return ((step, trace.dense_cache()) for step in steps)
-        state = None if resume is None else _State(Path(resume), self._identity(trace, slots))
+        state = None if resume is None else Path(resume)
+        if state is not None:
+            check_target(state)
         return self._train(SlotTraining(self, trace, self.starting_layers(trace, slots)), steps, state, on_step)
 
     def _train(
-        self,
-        training: "SlotTraining",
-        steps: list[int],
-        state: "_State | None",
-        on_step: OnStep | None,
+        self, training: "SlotTraining", steps: list[int], state: Path | None, on_step: OnStep | None
     ) -> Iterator[tuple[int, CompactCache]]:
-        if state is not None:
-            training.restore(state.read())
+        if state is not None and state.exists():
+            training.restore(state)
         facts = {option.name: getattr(self, option.name) for option in fields(self) if option.name != "num_steps"}
         for step in steps:
             while training.num_steps < step:
                 kl = training.step()
                 if state is not None and (training.num_steps % SAVE_EVERY == 0 or training.num_steps == self.num_steps):
-                    state.write(training.state())
+                    training.save(state)
                 if on_step is not None:
                     on_step(training.num_steps, kl)
             yield step, compact_cache(training.trace, training.layers(), "gradient", {"steps": step, **facts})
-
-    def _identity(self, trace: Trace, slots: int) -> dict[str, str]:
-        """What tells a run from others."""
-        options = {option.name: str(getattr(self, option.name)) for option in fields(self)}
-        del options["activation_checkpointing"]
-        digest = hashlib.sha256(f"{trace.prefix_len} {trace.supervision_start}\n".encode())
-        hash_tensor(digest, "input_ids", trace.input_ids)
-        run = {"num_slots": str(slots), "model": trace.fingerprint[:16], "tokens": digest.hexdigest()[:16]}
-        return {**options, **run}
 
 
 class SlotTraining:
@@ -203,13 +190,15 @@ class SlotTraining:
         # log-biases of 0 and -inf that only hide the slots which heads do not have
         self._fixed = [None if "log_bias" in own else x.log_bias for x, own in zip(padded, names, strict=True)]
         self._optimizer = torch.optim.AdamW(self._parameters, lr=method.lr, weight_decay=0.0)
-        full = [(x.counts == trace.counts(i)).all(1) for i, x in enumerate(start)]
+        counts = [x.counts for x in start]
+        self._num_slots = f"{torch.cat(counts).double().mean().item():g}"
+        full = [(own == trace.counts(i)).all(1) for i, own in enumerate(counts)]
         self._whole = torch.stack(full).all(0).to(trace.hidden.device)
 
     def step(self) -> float:
         """Take one step; KL before it, mean over the caches, nats per supervised position."""
         with torch.enable_grad(), frozen(self.trace.model):
-            kl = _mean_kl(self.trace, self._replay(), self.trace.supervision_start - self.trace.prefix_len)
+            kl = _mean_kl(self.trace, self._replay())
             gradients = torch.autograd.grad(kl * self.trace.batch_size, self._parameters)
         for gradient in gradients:
             gradient[self._whole] = 0
@@ -233,18 +222,22 @@ class SlotTraining:
             found.append(kept.to(dtype=dtype))
         return found
 
-    def state(self) -> dict[str, Tensor]:
-        """Everything that the next steps depend on, by name."""
+    def save(self, path: Path) -> None:
+        """Write everything that the next steps depend on, and in the header what tells this run from others."""
         tensors = {"num_steps": torch.tensor(self.num_steps)}
         for index, parameter in enumerate(self._parameters):
             tensors[f"slots.{index}"] = parameter.detach()
             tensors |= {f"{name}.{index}": x for name, x in self._optimizer.state[parameter].items()}
-        return tensors
+        write_tensors(path, tensors, self._identity(), STATE)
 
-    def restore(self, tensors: dict[str, Tensor]) -> None:
-        """Go on from what ``state`` gave; from the start where it is empty."""
-        if not tensors:
-            return
+    def restore(self, path: Path) -> None:
+        """Go on from what ``save`` wrote; refuses the state of another run."""
+        theirs, tensors = read_tensors(path, STATE)
+        ours = self._identity()
+        for name in sorted(theirs.keys() | ours.keys()):
+            if theirs.get(name) != ours.get(name):
+                change = f"its {name} is {theirs.get(name)}, here it is {ours.get(name)}"
+                raise InputError(f"{path} is the state of another run: {change}")
         self.num_steps = int(tensors["num_steps"])
         for index, parameter in enumerate(self._parameters):
             parameter.data.copy_(tensors[f"slots.{index}"])
@@ -252,7 +245,15 @@ class SlotTraining:
             own = {name: x if name == "step" else x.to(parameter.device) for name, x in moments.items()}
             self._optimizer.state[parameter].update(own)
 
-    @torch.enable_grad()
+    def _identity(self) -> dict[str, str]:
+        options = {option.name: str(getattr(self._method, option.name)) for option in fields(self._method)}
+        del options["activation_checkpointing"]
+        trace = self.trace
+        digest = hashlib.sha256(f"{trace.prefix_len} {trace.supervision_start}\n".encode())
+        hash_tensor(digest, "input_ids", trace.input_ids)
+        run = {"num_slots": self._num_slots, "model": trace.fingerprint[:16], "tokens": digest.hexdigest()[:16]}
+        return {**options, **run}
+
     def _replay(self) -> Float[Tensor, "batch suffix hidden"]:
         trace = self.trace
         layers = [
@@ -260,38 +261,14 @@ class SlotTraining:
             for own, fixed in zip(self._trained, self._fixed, strict=True)
         ]
         cache = CompactCache(layers, trace.prefix_len, trace.fingerprint)
-        with frozen(trace.model), _recomputing(trace.model, self._method.activation_checkpointing):
+        with _recomputing(trace.model, self._method.activation_checkpointing):
             past = cache.to_transformers(trace.model, read_only=True)
             return hidden_states(trace.model, input_ids=trace.suffix_ids, past_key_values=past, use_cache=True)
 
 
-@dataclass(frozen=True)
-class _State:
-    """The file from which a killed run goes on: its tensors, and in the header what tells it from other runs."""
-
-    path: Path
-    identity: dict[str, str]
-
-    def __post_init__(self) -> None:
-        check_target(self.path)
-
-    def write(self, tensors: dict[str, Tensor]) -> None:
-        write_tensors(self.path, tensors, self.identity, STATE)
-
-    def read(self) -> dict[str, Tensor]:
-        """What was last written; nothing where there is no file yet."""
-        if not self.path.exists():
-            return {}
-        found, tensors = read_tensors(self.path, STATE)
-        for name in sorted(found.keys() | self.identity.keys()):
-            theirs, ours = found.get(name), self.identity.get(name)
-            if theirs != ours:
-                raise InputError(f"{self.path} is the state of another run: its {name} is {theirs}, here it is {ours}")
-        return tensors
-
-
-def _mean_kl(trace: Trace, hidden: Float[Tensor, "batch suffix hidden"], start: int) -> Float[Tensor, ""]:
-    """Mean over suffix positions from ``start`` on of KL(dense || student), with gradient, chunk by chunk."""
+def _mean_kl(trace: Trace, hidden: Float[Tensor, "batch suffix hidden"]) -> Float[Tensor, ""]:
+    """Mean over the supervised positions of KL(dense || student), with gradient, chunk by chunk."""
+    start = trace.supervision_start - trace.prefix_len
     # the objective leaves out the last position, which predicts no token of its sequence: one more is appended
     pair = [torch.cat([x, x[:, -1:]], 1) for x in (trace.hidden[:, start + 1 :], hidden[:, start:])]
     tokens = trace.input_ids.new_zeros(pair[0].shape[:2])
@@ -334,10 +311,10 @@ def _starting_method(init: str) -> Compressor | None:
     return None
 
 
-def _random_scores(trace: Trace, seed: int) -> list[torch.Tensor]:
+def _random_scores(trace: Trace, seed: int) -> list[Tensor]:
     """Per layer, scores of slots: those of a random order of their ranks, the same in every layer and head."""
     ranks = [trace.ranks(layer) for layer in range(len(trace.keys))]
-    counts = torch.stack([trace.counts(layer).amax(1) for layer in range(len(trace.keys))]).amax(0).tolist()
+    counts = torch.stack([own.amax((1, 2)) + 1 for own in ranks]).amax(0).tolist()
     scores = torch.zeros(len(counts), max(counts))
     for own, count, generator in zip(scores, counts, example_generators(trace, seed), strict=True):
         own[torch.randperm(count, generator=generator)] = -torch.arange(count).float()
