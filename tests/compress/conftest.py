@@ -32,6 +32,11 @@ def model():
 
 
 @pytest.fixture(scope="session")
+def double():
+    return tiny_model(torch.float64)
+
+
+@pytest.fixture(scope="session")
 def windows():
     return torch.randint(0, 67, (3, 64), generator=torch.Generator().manual_seed(1))
 

@@ -1,7 +1,10 @@
 """Attention heads with structure, and where kept keys come from (a module of the tests, not a test)."""
 
+from dataclasses import replace
+
 import torch
 
+from kvcat.cache import CompactLayer
 from kvcat.compress.queries import HeadBatch
 
 
@@ -17,6 +20,16 @@ def structured_head(prefix=192, queries=160, dim=16, seed=0):
     return HeadBatch(
         looks[None], torch.ones(1, queries), torch.full((1, queries), -torch.inf), keys[None], values[None]
     )
+
+
+def first_slots(cache, counts):
+    """The first slots of every head, as many as ``counts`` (layer, example, head) says."""
+    layers = []
+    for layer, rows in zip(cache.layers, counts, strict=True):
+        states = (layer.keys, layer.values, layer.log_bias, layer.positions)
+        parts = [[[part[b, h, :n] for h, n in enumerate(row)] for b, row in enumerate(rows)] for part in states]
+        layers.append(CompactLayer.ragged(*parts))
+    return replace(cache, layers=layers)
 
 
 def positions_of(kept, states):

@@ -1,6 +1,7 @@
 """Gradient-based caches: steps, starts, snapshots, one cache for many suffixes, resume."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -29,69 +30,45 @@ def distance(left, right):
     return max((a - b).abs().max().item() for a, b in zip(slots_of(left), slots_of(right), strict=True))
 
 
-def naive_loop(model, prefix_len, rows, start, steps, *, lr=1e-2, rate=lambda step: 1.0):
-    """One cache for all rows of token ids: full logits, torch's own clipping, the stock cache and loss."""
-    teachers = [model(ids[None]).logits[0, prefix_len:].detach().log_softmax(-1) for ids in rows]
+def naive_loop(model, prefix_len, ids, start, steps, rate):
+    """One sequence: full logits, torch's own clipping, the stock cache and loss."""
+    dense, new = model(ids[None]).logits[0, prefix_len:].detach().log_softmax(-1), len(ids) - prefix_len
     leaves = [x.clone().requires_grad_(True) for layer in start for x in (layer.keys, layer.values)]
-    optimizer = torch.optim.AdamW(leaves, lr=lr, weight_decay=0.0)
+    optimizer, at = torch.optim.AdamW(leaves, weight_decay=0.0), torch.arange(prefix_len, len(ids))[None]
+    mask = torch.cat([torch.ones(new, leaves[0].shape[2]), torch.ones(new, new).tril()], 1).bool()[None, None]
     for step in range(steps):
-        total = 0.0
-        for ids, dense in zip(rows, teachers, strict=True):
-            past, new = DynamicCache(), len(ids) - prefix_len
-            for index in range(len(start)):
-                past.update(leaves[2 * index], leaves[2 * index + 1], index)
-            slots = leaves[0].shape[2]
-            mask = torch.cat([torch.ones(new, slots), torch.ones(new, new).tril()], 1).bool()[None, None]
-            at = torch.arange(prefix_len, len(ids))[None]
-            logits = model(ids[None, prefix_len:], past_key_values=past, position_ids=at, attention_mask=mask).logits
-            total = total + (dense.exp() * (dense - logits[0].log_softmax(-1))).sum()
+        past = DynamicCache()
+        for index in range(len(start)):
+            past.update(leaves[2 * index], leaves[2 * index + 1], index)
+        logits = model(ids[None, prefix_len:], past_key_values=past, position_ids=at, attention_mask=mask).logits
         optimizer.zero_grad()
-        (total / sum(len(dense) for dense in teachers)).backward()
+        (dense.exp() * (dense - logits[0].log_softmax(-1))).sum(-1).mean().backward()
         torch.nn.utils.clip_grad_norm_(leaves, 1.0)
-        optimizer.param_groups[0]["lr"] = lr * rate(step)
+        optimizer.param_groups[0]["lr"] = 0.2 * rate(step)
         optimizer.step()
     found = [x.detach() for x in leaves]
     return CompactCache([CompactLayer(*pair) for pair in zip(found[::2], found[1::2], strict=True)], prefix_len, "")
 
 
-@pytest.fixture(scope="module")
-def double(make_model):
-    return make_model(torch.float64)
-
-
-@pytest.fixture(scope="module")
-def rows(windows):
-    """Three windows of one prefix of 48 tokens."""
-    return torch.cat([windows[:1, :48].expand(3, -1), windows[:, 48:]], 1)
-
-
 @pytest.mark.parametrize(
     ("schedule", "rate"),
-    [("constant", lambda step: 1.0), ("cosine", lambda step: [1, 0.8535533906, 0.5, 0.1464466094][step])],
+    [("constant", lambda step: 1.0), ("cosine", lambda step: (1 + math.cos(math.pi * step / 6)) / 2)],
 )
-def test_steps_are_those_of_the_naive_loop(double, windows, schedule, rate):
-    found = trace(double, windows[:1], 48)
-    # a large learning rate makes gradients whose norm is clipped
-    method = GradientCompression(num_steps=4, init="random", schedule=schedule, lr=0.05)
-    start = GradientCompression(num_steps=0, init="random")(found, num_slots=5)
-    naive = naive_loop(double, 48, windows[:1], start.layers, 4, lr=0.05, rate=rate)
-    cache = method(found, num_slots=5)
-    assert distance(cache, start) > 5e-3
-    assert distance(cache, naive) < 1e-7
-    lean = dataclasses.replace(method, activation_checkpointing=True)
-    assert distance(lean(found, num_slots=5), cache) < 1e-12
-
-
-def test_every_example_of_a_batch_is_clipped_by_its_own_norm(make_model, windows):
+def test_the_steps_of_every_example_are_those_of_the_naive_loop_clipped_by_its_own_norm(
+    make_model, windows, schedule, rate
+):
     """Large logits make gradients whose norm passes 1 in some steps only, so that Adam sees where it is clipped."""
     model = make_model(torch.float64)
     model.lm_head.weight.data.mul_(5)
-    found = trace(model, windows, 48)
-    start = GradientCompression(num_steps=0)(found, num_slots=5)
-    cache = GradientCompression(num_steps=6, lr=0.2)(found, num_slots=5)
+    found, method = trace(model, windows, 48), GradientCompression(num_steps=6, lr=0.2, schedule=schedule)
+    start = dataclasses.replace(method, num_steps=0)(found, num_slots=5)
+    cache = method(found, num_slots=5)
+    assert distance(cache, start) > 5e-3
     for row in range(3):
-        naive = naive_loop(model, 48, windows[row : row + 1], start.select([row]).layers, 6, lr=0.2)
+        naive = naive_loop(model, 48, windows[row], start.select([row]).layers, 6, rate)
         assert distance(cache.select([row]), naive) < 1e-6
+    lean = dataclasses.replace(method, activation_checkpointing=True)
+    assert distance(lean(found, num_slots=5), cache) < 1e-12
 
 
 def test_snapshots_come_at_their_steps_and_the_loss_falls(traced):
@@ -148,24 +125,11 @@ def test_only_the_second_copy_of_a_reconstruction_supervises(model, windows):
     assert distance(*(GradientCompression(num_steps=2)(found, num_slots=5) for found in (late, early))) > 1e-3
 
 
-def test_a_trace_without_predictions_is_refused(model, rows):
-    own, method = trace(model, rows, 48, supervision="self"), GradientCompression(num_steps=1)
+def test_a_trace_without_predictions_is_refused(model, windows):
+    own, method = trace(model, windows, 48, supervision="self"), GradientCompression(num_steps=1)
     for call in (method, method.snapshots):
         with pytest.raises(InputError, match=r"no predictions after its prefix.* or use AttentionMatching"):
             call(own, num_slots=5)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_steps": -1}, "num_steps"), ({"lr": 0.0}, "lr"), ({"init": "last"}, "init"),
-        ({"schedule": "warm"}, "schedule"), ({"init": "random,seed=2"}, "has no option 'seed'"),
-        ({"init": "snapkv,seed=2"}, "snapkv has no option"), ({"init": "attention-matching,ridge=0.0"}, "ridge"),
-    ],
-)  # fmt: skip
-def test_options_that_it_cannot_take_are_refused(options, message):
-    with pytest.raises(InputError, match=message):
-        GradientCompression(**options)
 
 
 class KilledError(Exception):
@@ -226,19 +190,10 @@ def test_the_state_of_another_run_is_refused_in_one_line(model, windows, traced,
 def test_damaged_foreign_and_unwritable_states_are_refused(traced, tmp_path):
     path, method = tmp_path / "state", GradientCompression(num_steps=1)
     cache = method(traced, num_slots=5, resume=path)
-    whole = path.read_bytes()
-    middle = len(whole) // 2
-    for content, message in [
-        (whole[:-9], "truncated"),
-        (whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :], "not match its checksum"),
-        (whole.replace(b"kvcat-gradient-state-3", b"kvcat-gradient-state-4"), "has format 4"),
-        (b"", "truncated"),
-    ]:
-        path.write_bytes(content)
-        with pytest.raises(InputError, match=message):
-            method(traced, num_slots=5, resume=path)
+    path.write_bytes(path.read_bytes()[:-9])
     cache.save(tmp_path / "cache")
     for resume, message in [
+        (path, "truncated"),
         (tmp_path / "cache", "is a compact cache of kvcat, not the state of a gradient-based run"),
         (tmp_path / "none" / "state", "none/state: no such folder"),
         (tmp_path, "it is a folder"),

@@ -14,11 +14,6 @@ from kvcat.compress.queries import dense_attention, fitted_queries, load_heads, 
 from kvcat.models.rotation import KeyRotation
 
 
-@pytest.fixture(scope="module")
-def double(make_model):
-    return make_model(torch.float64)
-
-
 @pytest.fixture
 def found(double, windows):
     return trace(double, windows, 48)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from structured_heads import first_slots
 
 from kvcat.cache import CompactLayer
 from kvcat.compress import AttentionMatching, compare, refit_without_log_bias, trace
@@ -16,19 +17,8 @@ COUNTS = [[[1, 3], [4, 2], [2, 2]], [[3, 3], [3, 3], [3, 3]]]
 
 
 @pytest.fixture(scope="module")
-def double(make_model, windows):
-    return trace(make_model(torch.float64), windows, 48)
-
-
-@pytest.fixture(scope="module")
-def ragged(double):
-    """The first slots of every head, as many as ``COUNTS`` says."""
-    full, layers = AttentionMatching(budgets="equal")(double, num_slots=4), []
-    for layer, rows in zip(full.layers, COUNTS, strict=True):
-        states = (layer.keys, layer.values, layer.log_bias, layer.positions)
-        parts = [[[part[b, h, :n] for h, n in enumerate(row)] for b, row in enumerate(rows)] for part in states]
-        layers.append(CompactLayer.ragged(*parts))
-    return replace(full, layers=layers)
+def found(double, windows):
+    return trace(double, windows, 48)
 
 
 def systems(found, cache):
@@ -42,13 +32,14 @@ def systems(found, cache):
         yield (index, b, h), weights * share, every.softmax(-1) @ found.values[index][b, h] * share
 
 
-def test_values_of_equal_and_unequal_heads_are_the_least_squares_solution(double, ragged):
-    refitted = refit_without_log_bias(double, ragged, ridge=1e-13, **PLAIN)
-    far = refit_without_log_bias(double, ragged, ridge=1e12)
+def test_values_of_equal_and_unequal_heads_are_the_least_squares_solution(found):
+    ragged = first_slots(AttentionMatching(budgets="equal")(found, num_slots=4), COUNTS)
+    refitted = refit_without_log_bias(found, ragged, ridge=1e-13, **PLAIN)
+    far = refit_without_log_bias(found, ragged, ridge=1e12)
     assert [layer.counts.tolist() for layer in refitted.layers] == COUNTS
     assert torch.equal(refitted.layers[0].positions, ragged.layers[0].positions)
     assert refitted.metadata == {**ragged.metadata, "log_bias": "none, values refitted"}
-    for (index, b, h), weights, outputs in systems(double, ragged):
+    for (index, b, h), weights, outputs in systems(found, ragged):
         (keys, values, bias), old = refitted.layers[index].head(b, h), ragged.layers[index].head(b, h)
         assert bias is None
         assert torch.equal(keys, old[0])
@@ -57,14 +48,14 @@ def test_values_of_equal_and_unequal_heads_are_the_least_squares_solution(double
         assert torch.allclose(far.layers[index].head(b, h)[1], old[1], atol=1e-5)
 
 
-def test_no_head_does_worse_than_with_the_log_bias_dropped(double):
-    cache = AttentionMatching("paper", num_queries=None)(double, num_slots=9)
+def test_no_head_does_worse_than_with_the_log_bias_dropped(found):
+    cache = AttentionMatching("paper", num_queries=None)(found, num_slots=9)
     dropped = replace(cache, layers=[CompactLayer(x.keys, x.values) for x in cache.layers])
-    refitted = refit_without_log_bias(double, cache, **PLAIN)
-    for (index, b, h), weights, outputs in systems(double, cache):
+    refitted = refit_without_log_bias(found, cache, **PLAIN)
+    for (index, b, h), weights, outputs in systems(found, cache):
         new, old = (x.layers[index].head(b, h)[1] for x in (refitted, dropped))
         assert (weights @ new - outputs).square().sum() <= (weights @ old - outputs).square().sum() + 1e-9
-    assert compare(double, refitted).kl.mean() < compare(double, dropped).kl.mean()
+    assert compare(found, refitted).kl.mean() < compare(found, dropped).kl.mean()
 
 
 def test_layers_without_log_bias_stay_and_a_row_is_fitted_as_alone(model, windows, traced):

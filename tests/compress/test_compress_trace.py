@@ -4,9 +4,8 @@ import sys
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import MistralConfig, MistralForCausalLM
 
-from kvcat.cache import CompactCache
 from kvcat.compress import AttentionMatching, Eviction, Reconstruction, compare, reconstruction, replay, trace
 from kvcat.compress.compare import replay_hidden, supervised_kl
 from kvcat.errors import InputError
@@ -107,20 +106,15 @@ def test_a_trace_in_chunks_is_that_of_one_forward_and_holds_no_more_than_its_ten
         assert torch.allclose(whole.logits, parts.logits, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "prefix_len", "options", "message"),
-    [
-        (64, None, {}, "prefix_len is missing"),
-        (64, 64, {}, r"prefix_len must be in \[1, 63\] for 64 tokens, not 64"),
-        (64, 0, {}, "not 0"),
-        (64, 65, {"supervision": "self"}, r"in \[1, 64\]"),
+def test_traces_that_cannot_be_are_refused(model):
+    for tokens, prefix_len, options, message in (
+        (64, None, {}, "prefix_len is missing"), (64, 64, {}, r"prefix_len must be in \[1, 63\] for 64 tokens, not 64"),
+        (64, 0, {}, "not 0"), (64, 65, {"supervision": "self"}, r"in \[1, 64\]"),
         (64, 8, {"supervision": "none"}, "must be 'suffix' or 'self', not 'none'"),
         (129, 8, {}, "129 tokens exceed the 128 positions of LlamaForCausalLM; .*supervision='self'"),
-    ],
-)
-def test_traces_that_cannot_be_are_refused(model, tokens, prefix_len, options, message):
-    with pytest.raises(InputError, match=message):
-        trace(model, torch.zeros(1, tokens, dtype=torch.long), prefix_len, **options)
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=message):
+            trace(model, torch.zeros(1, tokens, dtype=torch.long), prefix_len, **options)
 
 
 def test_a_sliding_window_shorter_than_the_sequence_is_refused_by_name():
@@ -135,11 +129,9 @@ def test_a_sliding_window_shorter_than_the_sequence_is_refused_by_name():
     assert trace(model, ids[:, :20], 12).prefix_len == 12
 
 
-@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
-def test_weights_that_are_no_numbers_are_refused(make_model, windows, broken):
+def test_weights_that_are_no_numbers_are_refused(make_model, windows):
     model = make_model()
-    with torch.no_grad():
-        model.model.layers[1].self_attn.k_proj.weight[0, 0] = broken
+    model.model.layers[1].self_attn.k_proj.weight.data[0, 0] = torch.inf
     with pytest.raises(InputError, match="LlamaForCausalLM computes numbers that are not finite"):
         trace(model, windows, 48)
 
@@ -158,19 +150,3 @@ def test_what_cannot_be_replayed_or_compared_is_refused(make_model, model, windo
     past = dense.to_transformers(model, read_only=True)
     with pytest.raises(InputError, match="past does not grow: 16 tokens cannot follow it in chunks of 7"):
         capture(model, windows[:, 48:], past=past, chunk_tokens=7)
-
-
-def test_a_compact_cache_of_half_precision_replays(make_model, windows):
-    half = trace(make_model(torch.bfloat16), windows, 48)
-    cache = AttentionMatching()(half, keep_ratio=0.5)
-    assert cache.layers[0].keys.dtype == torch.bfloat16
-    assert (compare(half, cache).kl < compare(half, Eviction("first")(half, keep_ratio=0.5)).kl).all()
-
-
-def test_a_model_saved_and_loaded_replays_a_saved_cache(model, traced, windows, tmp_path):
-    model.save_pretrained(tmp_path / "m")
-    made = AttentionMatching()(traced, num_slots=6)
-    made.save(tmp_path / "c")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32)
-    cache = CompactCache.load(tmp_path / "c", again)
-    assert torch.allclose(replay(again, cache, windows[:, 48:]), replay(model, made, windows[:, 48:]), atol=1e-5)
