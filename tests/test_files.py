@@ -55,8 +55,8 @@ def test_a_damaged_whole_line_is_refused(tmp_path: Path, line: str) -> None:
 
 
 def test_a_folder_is_claimed_once_and_then_tells_its_configuration(tmp_path: Path) -> None:
-    assert claim_folder(tmp_path / "run", "config.json", {"seed": 0}) is None
-    assert claim_folder(tmp_path / "run", "config.json", {"seed": 1}) == {"seed": 0}
+    assert claim_folder(tmp_path, "config.json", {"seed": 0}) is None
+    assert claim_folder(tmp_path, "config.json", {"seed": 1}) == {"seed": 0}
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:

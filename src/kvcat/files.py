@@ -91,25 +91,23 @@ def make_folder(path: Path) -> None:
         raise InputError(f"cannot make folder {path}: {error.strerror}") from None
 
 
-def claim_folder(path: Path, config_file: str, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What the folder's configuration file holds; None if the folder was absent or empty and is now this writer's.
+def claim_folder(path: Path, config_file: str, config: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """What the folder's configuration file holds; None if the folder was empty.
 
-    Call it under ``one_writer``. A new folder gets the configuration; comparing an old one with it is the caller's.
+    Call it under ``one_writer``. An empty folder gets the configuration, if any; comparing an old one with it is the
+    caller's.
 
     Raises:
-        InputError: the folder holds other files but no such configuration, or cannot be written to.
+        InputError: the folder holds other files but no such configuration.
     """
-    make_folder(path)
     remove_partial(path)
     file = path / config_file
     if file.exists():
         return read_json(file)
     if others := sorted(entry.name for entry in path.iterdir() if entry.name != LOCK_FILE):
         raise InputError(f"folder {path} is not empty and has no {config_file}: it holds {others[0]}")
-    try:
+    if config is not None:
         write_json(file, config)
-    except OSError as error:
-        raise InputError(f"cannot write to folder {path}: {error.strerror}") from None
     return None
 
 
@@ -118,8 +116,9 @@ def one_writer(folder: Path, name: str = LOCK_FILE, *, timeout: float = 0.0) -> 
     """Hold a folder, made if absent, so that no other process writes to it during the block, or an ``InputError``.
 
     The operating system releases the lock however the process ends. Writers of different parts of a folder use lock
-    files of different names.
+    files of different names. A folder that was made here and stays empty is removed.
     """
+    is_new = not folder.exists()
     make_folder(folder)
     lock = FileLock(folder / name, timeout=timeout)
     try:
@@ -134,6 +133,8 @@ def one_writer(folder: Path, name: str = LOCK_FILE, *, timeout: float = 0.0) -> 
         yield
     finally:
         lock.release()
+        if is_new and [entry.name for entry in folder.glob("*")] == [name]:
+            shutil.rmtree(folder)
 
 
 def remove_partial(folder: Path) -> None:

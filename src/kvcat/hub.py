@@ -2,14 +2,15 @@
 
 import os
 import re
-import socket
 import threading
+from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 from urllib.parse import urlparse
 
 from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.utils import get_session
 
 from kvcat.errors import InputError
 
@@ -78,19 +79,14 @@ def hub_obstacle() -> str | None:
     """
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
-    host = urlparse(constants.ENDPOINT).hostname or "huggingface.co"
-    proxy = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy") or os.environ.get("ALL_PROXY")
-    target = urlparse(proxy if proxy and "//" in proxy else f"https://{proxy or host}")
     opened: list[bool] = []
 
     def attempt() -> None:
-        try:
-            with socket.create_connection((target.hostname or host, target.port or 443), timeout=PATIENCE):
-                opened.append(True)
-        except OSError:
-            pass
+        with suppress(Exception):
+            get_session().head(constants.ENDPOINT, timeout=PATIENCE)
+            opened.append(True)
 
     thread = threading.Thread(target=attempt, daemon=True)  # name resolution has no timeout of its own
     thread.start()
     thread.join(PATIENCE)
-    return None if opened else f"{host} cannot be reached"
+    return None if opened else f"{urlparse(constants.ENDPOINT).hostname} cannot be reached"

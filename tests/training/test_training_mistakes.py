@@ -9,7 +9,7 @@ import pytest
 from runs import contents
 
 from kvcat.errors import InputError
-from kvcat.files import one_writer
+from kvcat.files import LOCK_FILE, one_writer
 from kvcat.models import load
 from kvcat.training.loop import train
 from kvcat.training.objective import Objective
@@ -90,11 +90,11 @@ def test_a_folder_of_something_else_or_that_cannot_be_written_is_left_alone(tiny
     (tmp_path / "file").write_text("")
     before = sorted(tmp_path.rglob("*"))
     for output, told in (
-        ("model", "is not empty and holds no run of ours"), ("notes", "is not empty and holds no run of ours"),
-        ("file", "file"), ("file/below", "file/below"), ("/proc/runs/router", "cannot write to folder /proc"),
+        ("model", "is not empty and holds no run of ours"), ("notes", "is not empty and has no config.json"),
+        ("file", "file"), ("file/below", "file/below"), ("/proc/runs/router", "cannot make folder /proc"),
     ):  # fmt: skip
         assert told in refusal(new_run(output))
-    assert sorted(tmp_path.rglob("*")) == before
+    assert sorted(path for path in tmp_path.rglob("*") if path.name != LOCK_FILE) == before
 
 
 def test_the_folder_of_another_run_keeps_its_run(new_run):
@@ -111,6 +111,7 @@ def test_a_second_process_does_not_write_into_a_run(tmp_path, new_run):
     run = new_run(policy="control", max_steps=1)
     with one_writer(tmp_path / "run"):
         assert "another process is writing" in refusal(run)
+    (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".partial-config.json").write_text("{")  # by a kill while the folder was claimed
     assert train(run, progress=False).validation["step"] == 1
 

@@ -8,7 +8,6 @@ import hashlib
 import json
 import math
 import shutil
-import tempfile
 import threading
 import warnings
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from torch.distributed.checkpoint import state_dict as torch_states
 from torch.utils import _pytree as pytree
 
 from kvcat.errors import InputError
-from kvcat.files import LOCK_FILE, append_jsonl, atomic_write, read_jsonl, remove_partial, write_json
+from kvcat.files import append_jsonl, atomic_write, claim_folder, read_jsonl, remove_partial, write_json
 from kvcat.training.config import TrainConfig
 from kvcat.training.distributed import World
 
@@ -217,40 +216,28 @@ class Continuation:
 
 
 def check_folder(config: TrainConfig) -> Continuation:
-    """What the run continues; nothing is written.
+    """What the run continues; refuses a folder that is neither empty nor of a run that computes the same.
 
-    Refuses a folder that is neither absent nor empty nor of a run that computes the same.
+    Call it under ``one_writer``. Nothing is written.
     """
     run = Path(config.output)
-    if (run / CONFIG_FILE).exists():
-        try:
-            previous = TrainConfig.load(run / CONFIG_FILE)
-        except InputError as error:
-            reason = str(error).partition(";")[0]
-            raise InputError(f"output folder {run} is not empty and holds no run of ours: {reason}") from None
-        grown = [r["changed"]["max_steps"][0] for r in read_jsonl(run / CHANGES_FILE) if "max_steps" in r["changed"]]
-        return Continuation(_changes(previous, config), [*grown, previous.max_steps][0])
-    existing = _existing_parent(run)
+    found = claim_folder(run, CONFIG_FILE, None)
+    if found is None:
+        return Continuation({}, config.max_steps)
     try:
-        tempfile.TemporaryFile(dir=existing).close()
-    except OSError as error:
-        raise InputError(f"cannot write to folder {existing}: {error.strerror}") from None
-    left = run.iterdir() if run.is_dir() else ()  # by a run that was killed while it claimed the folder
-    if run.exists() and not (run.is_dir() and all(f.name == LOCK_FILE or f.name.startswith(".partial-") for f in left)):
-        raise InputError(f"output folder {run} is not empty and holds no run of ours")
-    return Continuation({}, config.max_steps)
+        previous = TrainConfig.from_dict(found)
+    except InputError as error:
+        reason = str(error).partition(";")[0]
+        raise InputError(f"output folder {run} is not empty and holds no run of ours: {reason}") from None
+    grown = [r["changed"]["max_steps"][0] for r in read_jsonl(run / CHANGES_FILE) if "max_steps" in r["changed"]]
+    return Continuation(_changes(previous, config), [*grown, previous.max_steps][0])
 
 
-def _existing_parent(run: Path) -> Path:
-    return next(f for f in (run.absolute(), *run.absolute().parents) if f.is_dir())
-
-
-def record_changes(config: TrainConfig, step: int, changes: dict[str, list[Any]]) -> list[str]:
-    """Record in ``changes.jsonl`` and ``config.json`` what a continuation changes; returns lines for people."""
-    if not changes:
-        return []
+def record_config(config: TrainConfig, step: int, changes: dict[str, list[Any]]) -> list[str]:
+    """Write ``config.json``, and what a continuation changes to ``changes.jsonl``; returns lines for people."""
     run = Path(config.output)
-    append_jsonl(run / CHANGES_FILE, {"step": step, "changed": changes})
+    if changes:
+        append_jsonl(run / CHANGES_FILE, {"step": step, "changed": changes})
     write_json(run / CONFIG_FILE, dataclasses.asdict(config))
     lines = [f"from step {step} on {name} is {new!r}, was {old!r}" for name, (old, new) in changes.items()]
     if "max_steps" in changes:
@@ -269,7 +256,7 @@ def check_disk(config: TrainConfig, module: nn.Module) -> None:
     num_written = min(max(1, config.keep_checkpoints + 1 - len(existing)), max(0, still))
     exported = 2 if config.export_dtype == "bfloat16" else 4
     needed = sum(p.numel() for p in module.parameters()) * (12 * num_written + exported)
-    free = shutil.disk_usage(_existing_parent(run)).free
+    free = shutil.disk_usage(run).free
     if free < needed:
         room = f"{free / 1e6:,.1f} MB free, checkpoints and export need {needed / 1e6:,.1f} MB"
         raise InputError(f"no disk space for {run}: {room}")

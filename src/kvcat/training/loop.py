@@ -1,6 +1,5 @@
 """The training loop, for one process or many."""
 
-import dataclasses
 import math
 import signal
 import threading
@@ -19,17 +18,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcat.data import merge_states, open_tokens
 from kvcat.errors import InputError
-from kvcat.files import claim_folder, one_writer, read_json, read_jsonl, write_json
+from kvcat.files import one_writer, read_json, read_jsonl, write_json
 from kvcat.models import load, self_test
 from kvcat.training.checkpoint import (
-    CONFIG_FILE,
     Checkpoints,
     Continuation,
     check_disk,
     check_folder,
     checkpoint_folder,
     folders,
-    record_changes,
+    record_config,
 )
 from kvcat.training.config import TrainConfig
 from kvcat.training.distributed import (
@@ -87,7 +85,12 @@ def train(config: TrainConfig, *, progress: bool = True) -> TrainResult:
     with ExitStack() as stack:
         world = stack.enter_context(join_world(config.device, group=config.dtype != "float32"))
         signals = stack.enter_context(_stop_requests())
-        earlier, finished = world.first(lambda: (check_folder(config), _is_finished(config)))
+
+        def hold_folder() -> tuple[Continuation, bool]:
+            stack.enter_context(one_writer(run))
+            return check_folder(config), _is_finished(config)
+
+        earlier, finished = world.first(hold_folder)
         if finished:
             return TrainResult(run, run / "export", read_jsonl(run / METRICS_FILE)[-1])
         model, tokenizer = load(config.model, dtype="float32", device=str(world.device))
@@ -129,14 +132,6 @@ class Trainer:
             validation_sequences=config.validation_sequences, seed=config.seed, streams=self.streams,
             check=world.is_first,
         )  # fmt: skip
-
-        def claim() -> None:
-            stack.enter_context(one_writer(run))
-            claim_folder(run, CONFIG_FILE, dataclasses.asdict(config))
-            if check_folder(config) != earlier:
-                raise InputError(f"another process changed {run} in the meantime: start again")
-
-        world.first(claim)
         prepare_layers(model, config)
         shard(self.objective, world, getattr(torch, config.dtype))
         self.optimizer = make_optimizer(self.objective, config)
@@ -144,7 +139,7 @@ class Trainer:
         self.step, states, notes = self.checkpoints.load_newest()
         if states:
             self.data.train.load_state_dict(merge_states(states))
-        notes += world.first(lambda: record_changes(config, self.step, earlier.changes))
+        notes += world.first(lambda: record_config(config, self.step, earlier.changes))
         self.log = RunLog(config, self.step, enabled=world.is_first, progress=progress)
         stack.callback(self.log.close)
         self.log.note(*notes)
