@@ -42,7 +42,7 @@ def test_python_examples_run_one_after_the_other_and_print_what_is_shown(documen
 
 @pytest.mark.parametrize(("document", "written"), [(README, "report/report.html"), (COMPRESS, "plain.prefix")], ids=str)
 def test_shell_examples_run(document: str, written: str, workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for line in "".join(blocks(document, "sh")).splitlines():
+    for line in "".join(blocks(document, "sh")).replace("\\\n", "").splitlines():
         program, *arguments = shlex.split(line)
         assert program == "kvcat"
         assert run(arguments) == 0, capsys.readouterr().err
@@ -53,7 +53,7 @@ def test_shell_examples_run(document: str, written: str, workplace: Path, capsys
 def test_the_readmes_transcript_on_a_real_model_is_what_comes_out(workplace, capsys):
     (transcript,) = blocks(README, "console")
     for turn in transcript.split("$ kvcat ")[1:]:
-        line, _, shown = turn.partition("\n")
+        line, _, shown = turn.replace("\\\n", "").partition("\n")
         assert run(shlex.split(line)) == 0
         assert capsys.readouterr().out == shown
 
