@@ -9,32 +9,13 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from kvcat import (
-        attention,
-        cache,
-        compress,
-        data,
-        evals,
-        losses,
-        models,
-        policies,
-        recipes,
-        report,
-        serving,
-        theory,
-        training,
+    from kvcat import (  # noqa: I001 (one line)
+        attention, cache, compress, data, evals, losses, models, policies, recipes, report, serving, theory, training,
     )  # fmt: skip
     from kvcat.cache import CompactCache
     from kvcat.compress import (
-        AttentionMatching,
-        Eviction,
-        GradientCompression,
-        Trace,
-        compare,
-        reconstruction,
-        replay,
-        trace,
-    )
+        AttentionMatching, Eviction, GradientCompression, Trace, compare, reconstruction, replay, trace,
+    )  # fmt: skip
     from kvcat.errors import InputError
     from kvcat.models import load
     from kvcat.training import TrainConfig

@@ -13,7 +13,7 @@ from tiny import byte_tokenizer
 
 
 def document(name, text):
-    return Document(name, lambda: text)
+    return Document(name, text)
 
 
 def corpus(lengths):

@@ -13,7 +13,7 @@ from tiny import sentences
 
 
 def document(name, text=""):
-    return Document(name, lambda: text)
+    return Document(name, text)
 
 
 def named(**texts):

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from io import BufferedReader
 from pathlib import Path
@@ -47,15 +47,10 @@ Kind = Literal["parquet", "jsonl", "text", "python"]
 
 @dataclass(frozen=True)
 class Document:
-    """A text with a name that is the same on every machine; ``read`` returns the text when it is needed."""
+    """A text with a name that is the same on every machine."""
 
     id: str
-    read: Callable[[], str]
-
-    @property
-    def text(self) -> str:
-        """The document's text."""
-        return self.read()
+    text: str
 
 
 @dataclass(frozen=True)
@@ -116,7 +111,7 @@ def read_documents(
     """
     if file.kind == "python":
         if start == stripe == 0:
-            yield 0, Document(file.name, lambda: Path(file.url).read_text(encoding="utf-8", errors="replace"))
+            yield 0, Document(file.name, Path(file.url).read_text(encoding="utf-8", errors="replace"))
         return
     try:
         with fsspec.open(file.url, "rb", compression=None if file.kind == "parquet" else "infer") as raw:
@@ -185,7 +180,7 @@ def _document(values: dict[str, Any] | bytes, row: int, file: SourceFile) -> Doc
         return None
     if not isinstance(text, str):
         raise InputError(f"column {file.text_field!r} of {file.url} holds {type(text).__name__}, not text")
-    return Document(str(values.get("id") or f"{file.name}#{row}"), lambda: text)
+    return Document(str(values.get("id") or f"{file.name}#{row}"), text)
 
 
 def _installed_files() -> list[SourceFile]:

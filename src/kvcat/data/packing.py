@@ -108,7 +108,7 @@ def excerpts(
     enough = bisect_left(range(longest), needed, key=lambda length: np.minimum(lengths, length).sum())
     limit = max(enough, int(MIN_SEQUENCES * characters_per_token * seq_len))
     for document in documents:
-        yield Document(document.id, lambda document=document: _excerpt(document, limit, seed))
+        yield Document(document.id, _excerpt(document, limit, seed))
 
 
 def _excerpt(document: Document, limit: int, seed: int) -> str:

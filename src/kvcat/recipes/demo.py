@@ -58,7 +58,6 @@ def training_config(plan: DemoPlan, policy: str, model: str, out: Path, *, seed:
         {
             "model": model,
             "output": str(out / ("control" if policy == "control" else "kv-cat")),
-            "data": "installed",
             "policy": policy,
             "seq_len": plan.seq_len,
             "batch_size": plan.batch_size,
@@ -70,7 +69,6 @@ def training_config(plan: DemoPlan, policy: str, model: str, out: Path, *, seed:
             "prefix_range": [0.5, 0.9],
             "target_keep": 0.25,
             "target_warmup_steps": plan.max_steps // 4,
-            "router_lr_multiplier": 10.0,
             "router_noise": 0.0,  # the documented figures are from before the noise
             "seed": seed + 1,
             "device": device,

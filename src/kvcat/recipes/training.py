@@ -31,26 +31,13 @@ class Recipe:
         return TrainConfig.from_dict(values)
 
 
-_SMALL = {
-    "seq_len": 512,
-    "batch_size": 8,
-    "max_steps": 300,
-    "warmup_steps": 20,
-    "peak_lr": 1e-3,
-    "min_lr": 5e-5,
-    "router_lr_multiplier": 10.0,
-    "validation_every": 50,
-    "checkpoint_every": 50,
-}
+_SMALL = {"seq_len": 512, "peak_lr": 1e-3, "min_lr": 5e-5}
 _PAPER = {
     "data": "hub:HuggingFaceFW/fineweb-edu",
-    "seq_len": 1024,
     "batch_size": 128,
     "micro_batch_size": 8,
     "max_steps": 40_000,
     "warmup_steps": 600,
-    "peak_lr": 1e-4,
-    "min_lr": 5e-6,
     "dtype": "bfloat16",
     "device": "cuda",
     "log_every": 10,

@@ -5,6 +5,7 @@ from other prompts in the server's prefix cache, and from another document under
 """
 
 import re
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ class CacheFolder:
 
     def __init__(self, folder: str | Path, fingerprint: str, shape: tuple[int, int, int]):
         self.folder, self.fingerprint, self.shape = Path(folder).expanduser(), fingerprint, shape
-        self._known: dict[str, tuple[tuple[int, ...], Prefix]] = {}  # by name: what the file was like, and its cache
+        self._verified = lru_cache(self._read)
         if not self.folder.is_dir():
             raise InputError(f"no folder of caches {folder}")
 
@@ -41,12 +42,9 @@ class CacheFolder:
         if not (path.is_file() and path.resolve().parent == self.folder.resolve()):
             raise InputError(f"no cache {name!r}")
         status = path.stat()
-        version = (status.st_mtime_ns, status.st_size, status.st_ino)
-        if name not in self._known or self._known[name][0] != version:
-            self._known[name] = version, self._read(path, name)
-        return self._known[name][1]
+        return self._verified(path, name, (status.st_mtime_ns, status.st_size, status.st_ino))
 
-    def _read(self, path: Path, name: str) -> Prefix:
+    def _read(self, path: Path, name: str, version: tuple[int, ...]) -> Prefix:  # noqa: ARG002 (the cache's key)
         try:
             prefix = read_prefix(path)
         except InputError as error:  # told to a client, who need not know the folder

@@ -8,7 +8,6 @@ import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
-from fractions import Fraction
 from typing import NamedTuple
 
 import torch
@@ -62,10 +61,6 @@ the network approximates f
 m = 2, N = 4, n = k = 2: {wrong.num_wrong} of {total} sequences are sent to u_0, {moved.num_wrong} with te(b_i, i) \
 as printed
 Construction D
-Lemma 2, the obvious repair
-f at every code that a sequence has, u_0 outside
-base-2 codes, f = last, n = 2, k = 1, one slot of value 0: error {repair}
-Construction D
 Hull lemma
 (alpha - 1) / 2 times the diameter
 holds, but is loose: {hull:.4f} for e_1, e_2, e_3 and alpha = 1.25, where {sharp:.4f} is attained
@@ -84,7 +79,7 @@ def errata() -> list[Erratum]:
         nilpotent=_row(nilpotent_output(tokens, 3)), unmoved=_row(unmoved_output(tokens, 3)),
         bound=paper_bound(3, 1, 1), optimum=optimal_error(2, 3, 1, 1), doubled=_row(doubled_blocks(tokens, 3)[:3]),
         misplaced=_row(misplaced_counts(tokens[:2], tokens[2:], 3)), counts=_row(histogram(tokens, 3)),
-        wrong=wrong, moved=moved, total=len(wrong.distances), repair=obvious_repair_error(2, 2, 1),
+        wrong=wrong, moved=moved, total=len(wrong.distances),
         hull=hull_lemma_bound(corners, 1.25), sharp=sharp_constant(corners, 1.25),
     ).splitlines()  # fmt: skip
     return [Erratum(*lines[at : at + 4]) for at in range(0, len(lines), 4)]
@@ -105,12 +100,9 @@ def _row(values: Tensor) -> str:
     return "(" + ", ".join(f"{value:.4g}" for value in values.round(decimals=12).tolist()) + ")"
 
 
-def nilpotent_output(tokens: Int[Tensor, " n"], num_symbols: int, *, transposed: bool = False) -> Float[Tensor, " m"]:
-    """Proposition 1 with W_V = W_O = ((0, 0), (I, 0)): the output is 0, not the histogram.
-
-    The square of that matrix is 0, whether it multiplies rows or (``transposed``) columns.
-    """
-    moved = block_moves(2, num_symbols, (1, 2) if transposed else (2, 1))
+def nilpotent_output(tokens: Int[Tensor, " n"], num_symbols: int) -> Float[Tensor, " m"]:
+    """Proposition 1 with W_V = W_O = ((0, 0), (I, 0)), whose square is 0: so is the output, not the histogram."""
+    moved = block_moves(2, num_symbols, (2, 1))
     return _with_attention(incompressible_histogram(num_symbols, max(2, len(tokens))), moved, moved)(tokens)
 
 
@@ -194,25 +186,6 @@ def printed_incompressible(
         distances.append(torch.linalg.vector_norm(offsets.flatten(1), dim=-1))
     delta = ((n + k) / (n - 1 + k) - 1) * math.sqrt(2 * k) / 2
     return PrintedIncompressible(torch.cat(distances), delta)
-
-
-def obvious_repair_error(num_symbols: int, prefix_len: int, num_slots: int) -> Fraction:
-    """The exact worst error behind r slots of value 0: prefixes of n tokens, suffixes of one.
-
-    The network codes a sequence as S = sum_i a_i m^(i-1), reads t = S of n + 1 tokens from the average,
-    and is piecewise linear through f, the last symbol, at t = 0, 1, ..., m^(n+1) - 1 and u_0 outside.
-    Behind the slots the suffix b has t = (n + 1)/(r + 1) b m^n (0 or 6 for m = 2, n = 2, r = 1, whose
-    last symbols are right); a t outside the hull raises ValueError.
-    """
-    m, n, r = num_symbols, prefix_len, num_slots
-    errors = []
-    for b in range(m):
-        t = Fraction(n + 1, r + 1) * b * m**n
-        if t > m ** (n + 1) - 1:
-            raise ValueError(f"{r} slots for {n} tokens take suffix {b} to {t}, outside the hull of {m}^{n + 1} codes")
-        below, part = t // 1, t % 1
-        errors.append(abs((1 - part) * (below // m**n) + part * ((below + 1) // m**n) - b))
-    return max(errors)
 
 
 def vacuous_budgets(table: d.FunctionTable) -> tuple[int, int, float]:
