@@ -36,8 +36,6 @@ def test_the_command_prepares_and_says_what_is_there(corpus, tmp_path, capsys):
         (["prepare", "nowhere", "--tokenizer", "kvcat-base"], "no such text file or folder: nowhere"),
         (["prepare", "{corpus}", "--tokenizer", "{corpus}"], "cannot load the tokenizer of"),
         (["prepare", "{corpus}", "--tokenizer", "nobody/nothing"], "neither a folder nor in the local Hub cache"),
-        (["prepare", "hub:nobody/nothing", "--tokenizer", "kvcat-base"], "is on the Hub, and"),
-        (["export", "{corpus}"], "texts holds no checkpoint"),
         (["export", "{corpus}", "--step", "3"], "texts holds no checkpoint of step 3; it has none"),
     ],
 )

@@ -47,7 +47,6 @@ def test_the_theorem_command_shows_one_network_exact_and_the_other_above_c(tmp_p
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        (["theorem", "--function", "xor"], "no function 'xor'; there are random, parity"),
         (["theorem", "--budget", "half"], "--budget is 'half'; it must be a number, n-1 or n/2"),
         (["theorem", "--symbols", "4", "--length", "9"], "4 symbols and N = 9: at most 256 sequences"),
         (["histogram", "--scaling", "2", "8"], "--scaling takes two values at least, 3 to 256, not [2, 8]"),

@@ -8,7 +8,10 @@ from test_evals_runner import tiny
 from kvcat.compress import trace
 from kvcat.evals.costs import MAX_RUNS, answer_speed, measure
 
-CPU = torch.device("cpu")
+
+def cost_of(make):
+    ((cost, _),) = measure(make, lambda _: None)
+    return cost
 
 
 @pytest.fixture(scope="module")
@@ -25,12 +28,12 @@ def test_seconds_are_those_of_making_a_cache_and_not_of_using_it(traced):
             time.sleep(0.02)
             yield step, cache
 
-    def use(step, _):
-        used.append(step)
+    def use(_):
         time.sleep(0.2)
+        return "used"
 
-    first, last = measure(make, CPU, use=use)
-    assert used == [0, 5]
+    (first, used), (last, _) = measure(make, use)
+    assert used == "used"
     assert (first["step"], last["step"], last["bytes"], last["runs"]) == (0, 5, cache.nbytes, MAX_RUNS)
     assert 0.02 <= first["seconds"] < 0.15
     assert 0.04 <= last["seconds"] < 0.19
@@ -44,7 +47,7 @@ def test_seconds_are_the_median_of_the_runs(traced, monkeypatch):
         yield None, traced.dense_cache()
 
     monkeypatch.setattr("kvcat.evals.costs.time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    assert measure(make, CPU)[0]["seconds"] == pytest.approx(0.4)
+    assert cost_of(make)["seconds"] == pytest.approx(0.4)
 
 
 def test_long_work_runs_once_and_what_is_done_ahead_of_the_first_cache_counts(traced, monkeypatch):
@@ -54,7 +57,7 @@ def test_long_work_runs_once_and_what_is_done_ahead_of_the_first_cache_counts(tr
 
     monkeypatch.setattr("kvcat.evals.costs.MAX_SECONDS", 0.0)
     calls = []
-    assert measure(make, CPU)[0]["seconds"] >= 0.02
+    assert cost_of(make)["seconds"] >= 0.02
     assert len(calls) == 1
 
 
@@ -64,7 +67,7 @@ def test_peak_memory_counts_what_was_given_back_and_not_what_was_there_before(tr
             torch.ones(size << 18).neg_()
             yield None, traced.dense_cache()
 
-        return measure(make, CPU)[0]["peak_mib"]
+        return cost_of(make)["peak_mib"]
 
     peaks = [work(size) for size in (64, 8, 64, 8)]  # MiB
     if peaks[0] is None:

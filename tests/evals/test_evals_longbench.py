@@ -3,13 +3,13 @@ import math
 
 import pytest
 import torch
-from test_evals_answers import with_opening
+from test_evals_runner import tiny, with_opening
 
 from kvcat.compress import INSTRUCTION, GradientCompression, slots_for
 from kvcat.errors import InputError
-from kvcat.evals.longbench import LongBenchTask, choice_values, cut_middle, longbench_examples, make_prompt, make_task
+from kvcat.evals.longbench import LongBenchTask, choice_values, cut_middle, make_prompt, make_task
 from kvcat.evals.task import Baseline
-from tiny import byte_tokenizer, sentences, stock_model
+from tiny import byte_tokenizer, sentences
 
 NAMES = ["Legal", "Table QA", "Literary", "Academic"]
 DENSE, NONE = Baseline("dense", 1.0), Baseline("no-context", 0.0)
@@ -24,25 +24,19 @@ def row(number=0, **changes):
     }  # fmt: skip
 
 
-def written(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+def examples_of(folder, rows, domains=None, **options):
+    (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return make_task(str(folder / "a.jsonl"), sub_domains=domains, **options).examples
 
 
 @pytest.fixture(scope="module")
 def model():
-    torch.manual_seed(0)
-    made = stock_model(
-        "qwen2", vocab_size=302, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=800, initializer_range=0.3,
-    )  # fmt: skip
-    return made.double().eval()
+    return tiny(0, vocab_size=302, hidden_size=32, max_position_embeddings=800, initializer_range=0.3).double()
 
 
 @pytest.fixture(scope="module")
 def examples(tmp_path_factory):
-    source = written(tmp_path_factory.mktemp("rows") / "r.jsonl", map(row, range(4)))
-    return tuple(longbench_examples(source, sub_domains=None))
+    return examples_of(tmp_path_factory.mktemp("rows"), map(row, range(4)))
 
 
 def prepared(model, tokenizer, examples, max_tokens=500):
@@ -147,21 +141,15 @@ def test_a_mistake_is_told_before_heavy_work(examples, model, options, said):
 
 def test_the_order_depends_on_the_names_alone_and_questions_about_one_text_share_a_document(tmp_path):
     rows = [row(number) for number in range(5)] + [row(5, context=row(1)["context"])]
-    source = written(tmp_path / "a.jsonl", rows)
-    forward = longbench_examples(source, sub_domains=None)
-    assert longbench_examples(written(tmp_path / "b.jsonl", rows[::-1]), sub_domains=None) == forward
+    forward = examples_of(tmp_path, rows)
+    assert examples_of(tmp_path, rows[::-1]) == forward
     assert [example.name for example in forward] != [f"id{number}" for number in range(6)]
     assert len({example.document for example in forward}) == 5
-    task = make_task(source, sub_domains=None, limit=3, max_tokens=400, keep_ratios=[0.2])
-    assert (task.dataset, task.examples, task.max_tokens) == ("a.jsonl", tuple(forward[:3]), 400)
+    assert examples_of(tmp_path, rows, ["Legal"], limit=3) == tuple(e for e in forward if e.stratum == "Legal")[:3]
+    task = make_task(str(tmp_path / "a.jsonl"), max_tokens=400, keep_ratios=[0.2])
+    assert (task.dataset, task.max_tokens) == ("a.jsonl", 400)
+    assert {example.stratum for example in task.examples} == {"Legal", "Table QA", "Academic"}  # of the paper's seven
     assert task.baselines == (DENSE, NONE, Baseline("truncated", 0.2))
-
-
-def test_sub_domains_choose_rows_of_every_domain(tmp_path):
-    source = written(tmp_path / "a.jsonl", [*map(row, range(4)), row(4, domain="Multi-Document QA")])
-    assert {e.name for e in longbench_examples(source)} == {"id0", "id1", "id3", "id4"}
-    assert {e.name for e in longbench_examples(source, sub_domains=["Legal"])} == {"id0", "id4"}
-    assert len(longbench_examples(source, sub_domains=None)) == 5
 
 
 @pytest.mark.parametrize(
@@ -171,13 +159,12 @@ def test_sub_domains_choose_rows_of_every_domain(tmp_path):
         ([row(0), row(1, answer="E")], None, "row 2 of .*a.jsonl: answer 'E' is none of A, B, C, D"),
         ([row(0), row(1), row(0)], None, "row 3 of .*a.jsonl has the _id 'id0' of an earlier row"),
         ([row(2)], ["Legal"], "a.jsonl has no row of sub-domain Legal; it has Literary"),
-        ([row(0, question="\ud83d")], None, "row 1 of .*a.jsonl: column 'question' is no valid Unicode"),
         ([row(0)], ["Legl"], "no sub-domain 'Legl'; there are Academic"),
     ],
 )
 def test_a_mistake_in_the_data_is_one_clear_line(tmp_path, rows, domains, said):
     with pytest.raises(InputError, match=said) as error:
-        longbench_examples(written(tmp_path / "a.jsonl", rows), sub_domains=domains)
+        examples_of(tmp_path, rows, domains)
     assert "\n" not in str(error.value)
 
 

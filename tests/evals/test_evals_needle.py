@@ -4,7 +4,7 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
-from test_evals_answers import with_opening
+from test_evals_runner import with_opening
 
 import kvcat
 from kvcat.compress.documents import INSTRUCTION

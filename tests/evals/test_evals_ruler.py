@@ -2,7 +2,7 @@ import re
 from collections import Counter
 
 import pytest
-from test_evals_answers import with_opening
+from test_evals_runner import with_opening
 
 import kvcat
 from kvcat.errors import InputError

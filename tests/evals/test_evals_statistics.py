@@ -80,16 +80,6 @@ def test_strata_are_resampled_to_their_own_size_and_a_mean_has_the_textbook_stan
     assert bootstrap.of_means(lambda mean: mean, values)[1:].std() == pytest.approx(variance**0.5, rel=0.03)
 
 
-def test_what_is_no_stratification_and_no_proportion_is_told():
-    with pytest.raises(ValueError, match="document 'a' lies in two strata, 'x' and 'y'"):
-        ClusterBootstrap(["a", "a"], strata=["x", "y"])
-    with pytest.raises(ValueError, match="3 windows but 2 strata"):
-        ClusterBootstrap(["a", "b", "c"], strata=["x", "y"])
-    for pair in [(1, 0), (-1, 5), (6, 5)]:
-        with pytest.raises(ValueError, match="no proportion"):
-            wilson(*pair)
-
-
 @pytest.mark.parametrize(("strata", "parts"), [("aaabbxyz", (3, 5, 8)), ("aaabbx", (3, 6)), ("abcdefgh", (8,))])
 def test_documents_alone_in_their_stratum_share_one_or_join_the_smallest(strata, parts):
     counts = ClusterBootstrap(names(len(strata)), strata=list(strata), num_resamples=50)._counts
@@ -167,13 +157,3 @@ def test_holm_equals_its_definition_and_leaves_missing_p_out():
     assert holm(np.array([0.04, np.nan, 0.01, 0.03])).tolist() == pytest.approx([0.06, np.nan, 0.03, 0.06], nan_ok=True)
     assert holm(np.array([0.9, 0.6])).tolist() == [1.0, 1.0]
     assert holm(np.array([])).tolist() == []
-
-
-def test_medians_equal_numpys_on_every_resample():
-    documents, values = [f"d{i % 5}" for i in range(14)], np.random.default_rng(0).normal(size=14)
-    bootstrap = ClusterBootstrap(documents, num_resamples=50)
-    draws = bootstrap.median(values)
-    assert draws[0] == np.median(values)
-    for counts, median in zip(bootstrap._counts.astype(int), draws, strict=True):
-        pool = np.repeat(values, [counts[int(document[1])] for document in documents])
-        assert median == pytest.approx(np.median(pool))

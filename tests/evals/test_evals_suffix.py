@@ -78,13 +78,17 @@ def test_a_reconstruction_supervises_without_a_look_at_the_suffix(tiny_folder):
     assert all(values["kl"] > 1e-6 for values in quarter)
 
 
-def test_windows_that_the_supervision_cannot_use_are_refused_before_work(tiny_folder):
+def test_windows_that_the_supervision_or_the_model_cannot_use_are_refused_before_work(tiny_folder, texts_folder):
     model, tokenizer = load(tiny_folder)
     task = SuffixTask((Window("d", "0", (30,) * 150, 140),), "noise", "reconstruction")
     with pytest.raises(InputError, match=r"reconstruction sequences of \d+ tokens exceed the 256 positions"):
         task.check("base", model, tokenizer)
     with pytest.raises(InputError, match="needs the tokenizer of model 'base'"):
         task.check("base", model, None)
+    task = make_task(tokenizer, str(texts_folder), "all", prefix=20, suffix=8, windows=3)
+    task.check("base", model, tokenizer)
+    with pytest.raises(InputError, match="made with, model 'base' has another one"):
+        task.check("base", model, load("kvcat-base")[1])
     with pytest.raises(InputError, match="supervision must be one of suffix, first-half, reconstruction, not 'both'"):
         SuffixTask((Window("d", "0", (1,) * 8, 4),), "noise", "both")
     with pytest.raises(InputError, match="a suffix of at least 4, not 4 and 3"):

@@ -51,7 +51,7 @@ def test_the_page_is_well_formed_makes_no_request_and_all_links_reach(report):
     assert not re.search(r"<script|@import|url\(", report.read_text())
 
 
-def test_the_page_opens_with_three_figures_then_differences_then_the_grid(report):
+def test_the_page_opens_with_three_figures_then_differences_drawn_and_as_a_table(report):
     text = report.read_text()
     tiles = re.findall(r'<div class="tile (.*?)">\s*<p>(.*?)</p>\s*<p class="big">(.*?)</p>\s*<p>(\[.*?\])', text)
     assert [tile[1] for tile in tiles] == [
@@ -63,7 +63,7 @@ def test_the_page_opens_with_three_figures_then_differences_then_the_grid(report
     assert float(tiles[0][2]) == pytest.approx(kl["ratio"], abs=5e-4)
     assert float(tiles[2][2]) == pytest.approx(dense["difference"], abs=5e-5)
     assert [tile[0].split()[0] for tile in tiles[::2]] == [kl["verdict"], dense["verdict"]] == ["better", "worse"]
-    order = [text.index(part) for part in ('class="tiles"', "<figure>", "resample documents", 'class="grid"', "Price")]
+    order = [text.index(part) for part in ('class="tiles"', "<figure>", "resample documents", "<table>", "framed")]
     assert order == sorted(order)
     for told in ("not training seeds", "No primary cell was named", "1 &lt; 2 minutes", "A &lt;title&gt;"):
         assert told in text

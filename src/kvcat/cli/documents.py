@@ -57,7 +57,7 @@ def compress(
     import kvcat
     from kvcat.compress import parse_method, seeded_compressor, smallest_cache
     from kvcat.compress.documents import document_trace
-    from kvcat.evals import advance, progress_bar
+    from kvcat.evals import progress_bar
 
     name, options = parse_method(method)
     compressor = seeded_compressor(name, options, seed)
@@ -78,8 +78,12 @@ def compress(
         cache, made = found.cache, {**made, "max_kl": f"{max_kl:g}", "held_out_kl": f"{found.kl:.6g}"}
     elif isinstance(compressor, kvcat.GradientCompression):
         with progress_bar(compressor.num_steps, "step") as bar:
-            budget: Any = {"keep_ratio": keep, "num_slots": slots, "resume": state}
-            cache = compressor(trace, on_step=lambda _, kl: advance(bar, 1, f"KL {kl:.5f}"), **budget)
+
+            def show(_: int, kl: float) -> None:
+                bar.set_postfix_str(f"KL {kl:.5f}", refresh=False)
+                bar.update()
+
+            cache = compressor(trace, keep_ratio=keep, num_slots=slots, resume=state, on_step=show)
     else:
         cache = compressor(trace, keep_ratio=keep, num_slots=slots)
     dataclasses.replace(cache, metadata={**cache.metadata, **made}).save(output)

@@ -45,9 +45,8 @@ class Evaluation:
         Raises:
             InputError: a person's mistake, before heavy work.
         """
-        from kvcat.evals import evaluate, plumbing, read_records, summarise
+        from kvcat.evals import EVALUATIONS, evaluate, plumbing, read_records, summarise
         from kvcat.report import headline_text, write_report
-        from kvcat.report.results import EVALUATIONS
 
         settings = self.settings()
         index, count = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -61,12 +60,13 @@ class Evaluation:
             if folder in tasks:
                 raise InputError(f"two --{self.several} would write to the same folder {folder}")
             tasks[folder] = self.task(tokenizer, value)
+        title = EVALUATIONS[next(iter(tasks.values())).evaluation].title
         for folder, task in tasks.items():
             evaluate(task, models, out_dir=folder, batch_size=self.batch_size, shard=(index, count), **settings)
         if count > 1:
             print(f"shard {index} of {count} is done; when all are: kvcat report {' '.join(map(str, tasks))}")
             return
-        page = write_report(list(tasks), self.out / "report", title=EVALUATIONS[type(self).__name__.lower()].title)
+        page = write_report(list(tasks), self.out / "report", title=title)
         for folder in tasks:
             records = read_records(folder)
             print(headline_text(summarise(records)))
@@ -103,31 +103,24 @@ class Compressing(Evaluation):
     """Also time answers: seconds to the first token, tokens per second."""
 
     def settings(self) -> dict[str, Any]:  # noqa: D102
-        from kvcat.report.results import EVALUATIONS
-
-        seeds, primary = opt.flat(self.seed) or [0], self.primary
-        if primary is not None:
-            metrics = EVALUATIONS[type(self).__name__.lower()].metrics
-            if primary[2] not in metrics:
-                raise InputError(
-                    f"--primary: this evaluation has no metric {primary[2]!r}; it has {', '.join(metrics)}"
-                )
-            primary = (parse_methods([primary[0]], 0)[0].label, *primary[1:])
+        method, keep_ratio, metric = self.primary or (None, 0.0, "")
         return {
-            "methods": parse_methods(opt.flat(self.method) or ["attention-matching"], seeds[0]),
+            "methods": parse_methods(opt.flat(self.method) or ["attention-matching"]),
             "keep_ratios": opt.flat(self.keep) or list(self.keeps),
-            "seeds": seeds, "speed": self.speed, "primary": primary,
-        }  # fmt: skip
+            "seeds": opt.flat(self.seed) or [0],
+            "speed": self.speed,
+            "primary": (parse_methods([method])[0].label, keep_ratio, metric) if method else None,
+        }
 
 
-def parse_methods(specs: list[str], seed: int) -> list["Method"]:
+def parse_methods(specs: list[str]) -> list["Method"]:
     """The methods of a command line, all of which exist and take their options."""
     from kvcat.compress import parse_method, seeded_compressor
     from kvcat.evals import Method
 
     methods = [Method(*parse_method(spec)) for spec in specs]
     for method in methods:
-        seeded_compressor(method.name, method.options, seed)
+        seeded_compressor(method.name, method.options, 0)
     return methods
 
 
@@ -308,7 +301,7 @@ def profile(
     from kvcat.evals.suffix import make_task
     from kvcat.report.plots import save_profile_plot
 
-    methods = parse_methods(opt.flat(method), seed) or list(METHODS)
+    methods = parse_methods(opt.flat(method)) or list(METHODS)
     keeps = slot_ratios(opt.flat(slots), prefix)
     loaded = load_models(models, device, dtype)
     task = make_task(
@@ -320,8 +313,6 @@ def profile(
     table.to_csv(out / "profile.csv", index=False)
     (out / "profile.md").write_text(tables := profile_markdown(table), encoding="utf-8")
     print(tables)
-    for name in ("profile.csv", "profile.md"):
-        print(out / name)
     print(save_profile_plot(table, out))
 
 
@@ -344,15 +335,9 @@ def report(
         paper_model: What the models labelled base, kvcat, rand and attn are, to show the paper's figures beside ours.
         title: Title of the page.
     """
-    if not folders and not run:
-        raise InputError("name at least one folder that `kvcat eval` or `kvcat train` wrote")
-    named = {label: Path(folder) for label, folder in opt.labelled(opt.flat(run)).items()} if run else {}
-    for folder in [*folders, *named.values()]:
-        if not folder.is_dir():
-            raise InputError(f"no folder {folder}")
-    trained = {folder.name: folder for folder in folders if (folder / "metrics.jsonl").exists()}
-    evaluated = [folder for folder in folders if folder not in trained.values()]
-
     from kvcat.report import write_report
 
+    named = {label: Path(folder) for label, folder in opt.labelled(opt.flat(run)).items()} if run else {}
+    trained = {folder.name: folder for folder in folders if (folder / "metrics.jsonl").exists()}
+    evaluated = [folder for folder in folders if folder not in trained.values()]
     print(write_report(evaluated, output, title=title, runs=trained | named, paper_model=paper_model))

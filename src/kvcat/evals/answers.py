@@ -21,7 +21,7 @@ from kvcat.compress import Trace, trace
 from kvcat.compress.compare import replay_hidden
 from kvcat.compress.documents import INSTRUCTION, opening_ids, reconstruction_of_tokens
 from kvcat.errors import InputError, one_line
-from kvcat.evals.task import Baseline, Prepared, Task, Values, check_fits, vocabulary
+from kvcat.evals.task import Baseline, Prepared, Task, Values, check_fits, check_vocabulary
 from kvcat.hub import hub_obstacle
 from kvcat.losses import score_positions
 from kvcat.models import frozen, hidden_states, output_head
@@ -120,7 +120,6 @@ class QuestionTask(Task):
     options: Mapping[str, Any]  # what the examples were made from; stands in the configuration
     vocabulary: str  # hash of the vocabulary of the tokenizer that made the examples
     prepared: ClassVar[type[Prepared]] = PreparedQuestions
-    tokenized: ClassVar[bool] = True
 
     @staticmethod
     def judge(answer: str, references: Sequence[str]) -> Values:
@@ -135,11 +134,9 @@ class QuestionTask(Task):
         """Contexts of equal length may share a batch."""
         return len(example.context)
 
-    def check(self, label: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    def check(self, label: str, model: PreTrainedModel, tokenizer: Any) -> None:
         """Refuse a model with another vocabulary or too few positions."""
-        if tokenizer is None or vocabulary(tokenizer) != self.vocabulary:
-            found = "none" if tokenizer is None else "another one"
-            raise InputError(f"the examples need the tokenizer they were made with, model {label!r} has {found}")
+        check_vocabulary(label, tokenizer, self.vocabulary)
         middle = len(tokenizer.encode(INSTRUCTION, add_special_tokens=False)) - len(opening_ids(tokenizer))
         for q in self.examples:
             length = len(q.context) + len(q.question) + max(len(q.answer), q.max_new_tokens)

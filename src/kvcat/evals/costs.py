@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,60 +18,54 @@ from kvcat.evals.task import positions_of
 MAX_RUNS, MAX_SECONDS = 3, 2.0
 PROMPT, ANSWER = 32, 16  # tokens of the answers that are timed
 Step = int | None
+T = TypeVar("T")
 
 
 def measure(
-    make: Callable[[], Iterator[tuple[Step, CompactCache]]],
-    device: torch.device,
-    *,
-    use: Callable[[Step, CompactCache], None] = lambda *_: None,
-) -> list[dict[str, Any]]:
-    """Cost of the caches that ``make`` yields, each by its step: seconds, peak memory and bytes.
+    make: Callable[[], Iterator[tuple[Step, CompactCache]]], use: Callable[[CompactCache], T], *, cuda: bool = False
+) -> list[tuple[dict[str, Any], T]]:
+    """Cost of the caches that ``make`` yields, each with what ``use`` made of it outside the measurement.
 
-    Work of at most ``MAX_SECONDS`` runs ``MAX_RUNS`` times; seconds are the median of the runs, memory
-    is the highest. The first run of a process is slower than the rest: call ``make`` once before.
-    ``peak_mib`` is the highest memory above that before the work, from the same process: allocated by
-    torch on CUDA; resident on Linux, after the C library has given free memory back, so that earlier
-    work changes it little; otherwise None. ``use`` sees every cache of the first run, outside the measurement.
+    A cost is the cache's step, its bytes, and seconds and peak memory until then. Work of at most ``MAX_SECONDS``
+    runs ``MAX_RUNS`` times; seconds are the median of the runs, memory is the highest. The first run of a process
+    is slower than the rest: call ``make`` once before. ``peak_mib`` is the highest memory above that before the
+    work, from the same process: allocated by torch on CUDA; resident on Linux, after the C library has given free
+    memory back, so that earlier work changes it little; otherwise None.
     """
-    runs: list[list[dict[str, Any]]] = []
-    spent = 0.0
+    used, runs, spent = [], list[list[dict[str, Any]]](), 0.0
     while not runs or (len(runs) < MAX_RUNS and spent < MAX_SECONDS):
-        meter, found = _Meter(device.type == "cuda"), []
-        caches = meter.run(make)
-        while (made := meter.run(lambda caches=caches: next(caches, None))) is not None:
-            step, cache = made
-            found.append({"step": step, "seconds": meter.seconds, "peak_mib": meter.peak_mib, "bytes": cache.nbytes})
+        costs = []
+        for cache, cost in _timed(make, cuda):
+            costs.append(cost)
             if not runs:
-                use(step, cache)
-        runs.append(found)
-        spent += meter.seconds
-    costs = []
-    for same in zip(*runs, strict=True):
-        seconds = statistics.median(cost["seconds"] for cost in same)
-        peak = max((cost["peak_mib"] for cost in same if cost["peak_mib"] is not None), default=None)
-        costs.append({**same[0], "seconds": seconds, "peak_mib": peak, "runs": len(runs)})
-    return costs
+                used.append(use(cache))
+        runs.append(costs)
+        spent += costs[-1]["seconds"]
+    for cost, *same in zip(*runs, strict=True):
+        peaks = [own["peak_mib"] for own in (cost, *same) if own["peak_mib"] is not None]
+        seconds = statistics.median(own["seconds"] for own in (cost, *same))
+        cost.update(seconds=seconds, peak_mib=max(peaks, default=None), runs=len(runs))
+    return list(zip(runs[0], used, strict=True))
 
 
-class _Meter:
-    """Seconds and highest memory of all that ran under it."""
-
-    def __init__(self, cuda: bool) -> None:
-        self.cuda = cuda
-        self.seconds = 0.0
-        self.peak_mib: float | None = None
-
-    def run(self, work: Callable[[], Any]) -> Any:
-        before, begun = _start_memory(self.cuda), time.perf_counter()
-        value = work()
-        if self.cuda:
+def _timed(
+    make: Callable[[], Iterator[tuple[Step, CompactCache]]], cuda: bool
+) -> Iterator[tuple[CompactCache, dict[str, Any]]]:
+    """The caches of one run, each with its cost until then."""
+    caches, seconds, peak = None, 0.0, None
+    while True:
+        before, begun = _start_memory(cuda), time.perf_counter()
+        caches = make() if caches is None else caches
+        step, cache = next(caches, (None, None))
+        if cuda:
             torch.cuda.synchronize()
-        self.seconds += time.perf_counter() - begun
-        highest = torch.cuda.max_memory_allocated() / 2**20 if self.cuda else _resident("VmHWM")
+        seconds += time.perf_counter() - begun
+        highest = torch.cuda.max_memory_allocated() / 2**20 if cuda else _resident("VmHWM")
         if before is not None and highest is not None:
-            self.peak_mib = max(self.peak_mib or 0.0, highest - before)
-        return value
+            peak = max(peak or 0.0, highest - before)
+        if cache is None:
+            return
+        yield cache, {"step": step, "seconds": seconds, "peak_mib": peak, "bytes": cache.nbytes}
 
 
 def _start_memory(cuda: bool) -> float | None:

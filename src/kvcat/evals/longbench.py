@@ -65,17 +65,10 @@ def make_task(
     max_tokens: int = MAX_TOKENS,
     keep_ratios: Sequence[float] = (0.1, 0.2, 0.5),
 ) -> "LongBenchTask":
-    """The first ``limit`` examples of a source; arguments and errors as of ``longbench_examples`` and the task."""
-    examples = longbench_examples(data, sub_domains=sub_domains)[:limit]
-    return LongBenchTask(tuple(examples), data_name(data), max_tokens, tuple(keep_ratios))
+    """The first ``limit`` examples of a source in the released schema, named as in ``read_rows``.
 
-
-def longbench_examples(
-    source: str = HUB_SOURCE, *, sub_domains: Sequence[str] | None = PAPER_SUB_DOMAINS
-) -> list[LongBenchExample]:
-    """Examples of a source, in an order that their names alone decide, so that the first n are a fair sample.
-
-    The source is as in ``read_rows``, in the released schema; sub-domains are of ``SUB_DOMAINS``, None takes all rows.
+    The order depends on the examples' names alone, so that the first n are a fair sample. Sub-domains are of
+    ``SUB_DOMAINS``, None takes all rows. Other arguments are those of the task.
 
     Raises:
         InputError: as ``read_rows``; a row without a valid text or answer or with the ``_id`` of another, an
@@ -85,16 +78,17 @@ def longbench_examples(
         if name not in SUB_DOMAINS:
             raise InputError(f"LongBench v2 has no sub-domain {name!r}; there are {', '.join(SUB_DOMAINS)}")
     examples: dict[str, LongBenchExample] = {}
-    for number, row in enumerate(read_rows(source), start=1):
-        example = _example(row, f"row {number} of {source}")
+    for number, row in enumerate(read_rows(data), start=1):
+        example = _example(row, f"row {number} of {data}")
         if example.name in examples:
-            raise InputError(f"row {number} of {source} has the _id {example.name!r} of an earlier row")
+            raise InputError(f"row {number} of {data} has the _id {example.name!r} of an earlier row")
         examples[example.name] = example
     chosen = [example for example in examples.values() if sub_domains is None or example.stratum in sub_domains]
     if not chosen:
         found = ", ".join(sorted({example.stratum for example in examples.values()})) or "nothing"
-        raise InputError(f"{source} has no row of sub-domain {', '.join(sub_domains or ('any',))}; it has {found}")
-    return sorted(chosen, key=lambda example: name_seed(f"longbench:{example.name}"))
+        raise InputError(f"{data} has no row of sub-domain {', '.join(sub_domains or ('any',))}; it has {found}")
+    chosen.sort(key=lambda example: name_seed(f"longbench:{example.name}"))
+    return LongBenchTask(tuple(chosen[:limit]), data_name(data), max_tokens, tuple(keep_ratios))
 
 
 def _example(row: Any, where: str) -> LongBenchExample:
@@ -103,8 +97,6 @@ def _example(row: Any, where: str) -> LongBenchExample:
         text = row.get(column) if isinstance(row, dict) else None
         if not isinstance(text, str) or not text.strip():
             raise InputError(f"{where} has no text {column!r}")
-        if text != text.encode(errors="ignore").decode():
-            raise InputError(f"{where}: column {column!r} is no valid Unicode")
         texts[column] = text.strip()
     name, stratum, context, question, *choices, answer = texts.values()
     if answer not in LETTERS:

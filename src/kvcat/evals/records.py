@@ -9,13 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from kvcat.errors import InputError, one_line
-from kvcat.evals.statistics import DECIDING
+from kvcat.evals.statistics import EVALUATIONS
 from kvcat.files import LOCK_FILE, append_jsonl, claim_folder, one_writer, read_json, read_jsonl
 
 _SECONDS_FOR_CLAIM = 5.0
-_CONFIG = ("evaluation", "dataset", "num_examples", "methods")
-_METHOD = ("name", "options", "keep_ratios", "num_examples")
-_COST = ("model", "method", "options", "keep_ratio", "step", "examples", "bytes", "dense_bytes", "seconds", "peak_mib")
 Key = tuple[Any, ...]
 Shard = tuple[int, int]
 
@@ -63,9 +60,9 @@ class ResultsFolder:
     """A folder of results of one configuration: ``config.json``, ``records.jsonl``, ``costs.jsonl``.
 
     Every append reaches the disk before it returns. The configuration, all that results depend on but the
-    models, never changes; models may be added. A whole run is the folder's only writer until the end of the
-    ``with`` block; shards (index, count) share it, each the only writer of ``records-INDEX-of-COUNT.jsonl``,
-    and all read what the others have done.
+    models, never changes; models may be added. Until the end of the ``with`` block a whole run is the folder's
+    only writer; shards (index, count) share it, each the only writer of ``records-INDEX-of-COUNT.jsonl``, and
+    all read what the others have done.
 
     Raises:
         InputError: the folder holds results of another configuration, or something that is no result;
@@ -74,19 +71,17 @@ class ResultsFolder:
 
     def __init__(self, path: Path, config: Mapping[str, Any], *, shard: Shard = (0, 1)) -> None:
         self.path = path
-        suffix = "" if shard[1] == 1 else f"-{shard[0]}-of-{shard[1]}"
+        index, count = shard
+        suffix = "" if count == 1 else f"-{index}-of-{count}"
         self._files = {name: path / f"{name}{suffix}.jsonl" for name in ("records", "costs", "provenance")}
         with ExitStack() as stack:
-            if suffix:  # shards hold the folder only while they claim it
-                with one_writer(path, timeout=_SECONDS_FOR_CLAIM):
-                    self._claim(config)
-                stack.enter_context(one_writer(path, f"{LOCK_FILE}{suffix}"))
-            else:
-                stack.enter_context(one_writer(path))
-                for shard_lock in sorted(path.glob(f"{LOCK_FILE}-*")):
-                    with one_writer(path, shard_lock.name):  # refused while a shard runs
-                        pass
+            with one_writer(path, timeout=_SECONDS_FOR_CLAIM):  # the whole folder, only to claim it
                 self._claim(config)
+                for lock in sorted(path.glob(f"{LOCK_FILE}-*")):
+                    if not lock.name.endswith(f"-of-{count}"):
+                        with one_writer(path, lock.name):  # refused while it is shared out otherwise
+                            pass
+                stack.enter_context(one_writer(path, f"{LOCK_FILE}-{index}-of-{count}"))
             self._records = {record.key: record for record in read_records(path)}
             self._open = stack.pop_all()
 
@@ -144,10 +139,7 @@ def read_records(folder: Path) -> list[Record]:
     for file, line in _lines(folder, "records"):
         try:
             record = Record(**line)
-            json.loads(record.options).items()
-            if not 0.0 <= record.keep_ratio <= 1.0:
-                raise ValueError(f"its keep_ratio is {record.keep_ratio}")
-        except (AttributeError, TypeError, ValueError) as error:
+        except (TypeError, ValueError) as error:
             raise InputError(f"{file} has a line that is no record: {one_line(error)}") from None
         if found.setdefault(record.key, record) != record:
             raise InputError(
@@ -158,11 +150,8 @@ def read_records(folder: Path) -> list[Record]:
 
 
 def read_costs(folder: Path) -> list[dict[str, Any]]:
-    """What the methods of a results folder took, of all its shards; ``InputError`` for a line without a field."""
-    lines = list(_lines(folder, "costs"))
-    for file, line in lines:
-        _check_fields(line, _COST, f"{file} has a line that is no cost")
-    return [line for _, line in lines]
+    """What the methods of a results folder took, of all its shards."""
+    return [line for _, line in _lines(folder, "costs")]
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
@@ -176,11 +165,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         raise InputError(f"{folder} is no results folder: it has no config.json")
     config = read_json(file)
-    _check_fields(config, _CONFIG, f"{file} is of no evaluation or damaged")
-    if config["evaluation"] not in DECIDING:
-        raise InputError(f"{file}: no evaluation {config['evaluation']!r}; there are {', '.join(DECIDING)}")
-    for method in config["methods"]:
-        _check_fields(method, _METHOD, f"{file} is damaged, a method")
+    for field in ("evaluation", "dataset", "num_examples", "methods"):
+        if field not in config:
+            raise InputError(f"{file} is of no evaluation or damaged: it has no {field}")
+    if config["evaluation"] not in EVALUATIONS:
+        raise InputError(f"{file}: no evaluation {config['evaluation']!r}; there are {', '.join(EVALUATIONS)}")
     return config
 
 
@@ -199,9 +188,3 @@ def _lines(folder: Path, name: str) -> Iterable[tuple[Path, dict[str, Any]]]:
     for file in sorted([*folder.glob(f"{name}.jsonl"), *folder.glob(f"{name}-*-of-*.jsonl")]):
         for line in read_jsonl(file):
             yield file, line
-
-
-def _check_fields(line: Any, fields: Iterable[str], what: str) -> None:
-    for field in fields:
-        if not isinstance(line, dict) or field not in line:
-            raise InputError(f"{what}: it has no {field}")

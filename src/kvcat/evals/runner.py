@@ -3,7 +3,6 @@
 import json
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from kvcat.compress import Compressor, seeded_compressor, takes_seed
 from kvcat.errors import InputError
 from kvcat.evals.costs import Step, answer_speed, measure
 from kvcat.evals.records import Record, ResultsFolder, Shard
-from kvcat.evals.statistics import DECIDING, METRICS
+from kvcat.evals.statistics import EVALUATIONS
 from kvcat.evals.task import Baseline, Method, Prepared, Task, Values, check_keep_ratios, check_least, manifest
 from kvcat.provenance import provenance
 
@@ -83,7 +82,7 @@ def evaluate(
 
     Raises:
         InputError: nothing to evaluate, a value out of range, an unknown method, examples that a model cannot
-            run, tokenizers that differ, a folder of another configuration, a score that is not a number.
+            run, a folder of another configuration, a score that is not a number.
     """
     count = len(task.examples)
     methods = [_settled(method, keep_ratios, count) for method in methods]
@@ -92,7 +91,8 @@ def evaluate(
     for method in methods:
         drawn = seeds if takes_seed(method.name, method.options) else [None]
         jobs += [_Job(method, seeded_compressor(method.name, method.options, seed or 0), seed) for seed in drawn]
-    _check_models(task, models)
+    for label, (model, tokenizer) in models.items():
+        task.check(label, model, tokenizer)
     config = _config(task, methods, primary) | {"batch_size": batch_size, "seeds": list(seeds)}
     batches = _batches(task, batch_size, {method.num_examples for method in methods})[shard[0] :: shard[1]]
     work = [(a, b, [job for job in jobs if a < (job.method.num_examples or 0)]) for a, b in batches]
@@ -130,7 +130,7 @@ class _Run:
         prepared = None
         for job in jobs:
             missing = [keep_ratio for keep_ratio in job.keep_ratios if not self._done(job, keep_ratio, batch)]
-            advance(self.bar, len(batch) * (len(job.keep_ratios) - len(missing)), f"{self.label}: found on disk")
+            self.bar.update(len(batch) * (len(job.keep_ratios) - len(missing)))
             if not missing:
                 continue
             prepared = prepared or self.task.prepare(self.model, self.tokenizer, batch)
@@ -140,7 +140,8 @@ class _Run:
                     for row, example in enumerate(batch)
                     for step, values in found
                 )
-                advance(self.bar, len(batch), f"{self.label}: {job.method.name} keep {keep_ratio:g}")
+                self.bar.set_postfix_str(f"{self.label}: {job.method.name} keep {keep_ratio:g}", refresh=False)
+                self.bar.update(len(batch))
 
     def _done(self, job: _Job, keep_ratio: float, batch: Sequence[Any]) -> bool:
         """An example's last step is written after its others, so its record stands for them."""
@@ -171,34 +172,27 @@ class _Run:
 
     def _measure(self, job: _Job, keep_ratio: float, prepared: Prepared) -> Steps:
         """Scores by step; seconds, memory and bytes go into the folder."""
-        found, trace, compact = [], prepared.trace, []
+        trace = prepared.trace
 
-        def use(step: Step, cache: CompactCache) -> None:
-            found.append((step, prepared.score(cache)))
-            compact[:] = [cache]
+        def use(cache: CompactCache) -> tuple[list[Values], dict[str, float]]:
+            return prepared.score(cache), answer_speed(trace, cache) if self.speed else {}
 
-        costs = measure(lambda: next(job.caches(trace, [keep_ratio])), trace.input_ids.device, use=use)
-        costs[-1] |= answer_speed(trace, compact[0]) if self.speed else {}
+        cuda = trace.input_ids.device.type == "cuda"
+        found = measure(lambda: next(job.caches(trace, [keep_ratio])), use, cuda=cuda)
         about = {
             "model": self.label, "method": job.method.name, "options": dict(job.method.options),
             "keep_ratio": keep_ratio, "seed": job.seed, "dataset": self.task.dataset,
             "examples": len(prepared.batch), "tokens": trace.prefix_len,
             "dense_bytes": trace.dense_cache().nbytes,
         }  # fmt: skip
-        self.folder.append_cost(*({**about, **cost} for cost in costs))
-        return found
+        self.folder.append_cost(*(about | cost | speed for cost, (_, speed) in found))
+        return [(cost["step"], scores) for cost, (scores, _) in found]
 
 
 def progress_bar(total: int, name: str, *, shown: bool = True) -> tqdm:
     """A progress bar on standard error; where that is no terminal, a line every ten seconds."""
     seconds = 0.1 if sys.stderr.isatty() else 10.0
     return tqdm(total=total, desc=name, disable=not shown, mininterval=seconds, file=sys.stderr)
-
-
-def advance(bar: tqdm, count: int, what: str) -> None:
-    """``count`` more units are done, the last of them for ``what``."""
-    bar.set_postfix_str(what, refresh=False)
-    bar.update(count)
 
 
 def _settled(method: str | Method, keep_ratios: Sequence[float], count: int) -> Method:
@@ -225,11 +219,12 @@ def _config(task: Task, methods: Sequence[Method], primary: tuple[str, float, st
     cells = [(method.label, keep_ratio) for method in methods for keep_ratio in method.keep_ratios or ()]
     cell = None
     if primary or cells:
-        method, keep_ratio, metric = primary or (*cells[0], DECIDING[task.evaluation])
+        evaluation = EVALUATIONS[task.evaluation]
+        method, keep_ratio, metric = primary or (*cells[0], evaluation.deciding)
         if (method, keep_ratio) not in cells:
             raise InputError(f"primary cell: {method} at keep ratio {keep_ratio:g} is not evaluated")
-        if metric not in METRICS:
-            raise InputError(f"primary cell: no metric {metric!r}; there are {', '.join(METRICS)}")
+        if metric not in evaluation.metrics:
+            raise InputError(f"primary cell: no metric {metric!r}; there are {', '.join(evaluation.metrics)}")
         cell = {"method": method, "keep_ratio": keep_ratio, "metric": metric} | ({"named": True} if primary else {})
     return {
         "evaluation": task.evaluation,
@@ -255,21 +250,7 @@ def _check_request(
         raise InputError(f"{task.evaluation} is evaluated without compression")
     check_least(1, batch_size=batch_size, **{f"{m.name}: num_examples": m.num_examples or 0 for m in methods})
     check_keep_ratios([keep_ratio for _, keep_ratio in cells])
-    if len(set(seeds)) < len(seeds) or not seeds:
-        raise InputError(f"seeds are {list(seeds)}; give at least one, and each once")
+    if not seeds:
+        raise InputError("no seed given")
     if not 0 <= shard[0] < shard[1]:
         raise InputError(f"shard {shard[0]} of {shard[1]} does not exist; the first is 0, the last {shard[1] - 1}")
-    for (label, keep_ratio), times in Counter(cells).items():
-        if times > 1:
-            raise InputError(f"{label} at keep ratio {keep_ratio:g} is given twice")
-    if len({(example.document, example.name) for example in task.examples}) < len(task.examples):
-        raise InputError("two examples share document and name")
-
-
-def _check_models(task: Task, models: Models) -> None:
-    for label, (model, tokenizer) in models.items():
-        task.check(label, model, tokenizer)
-    known = {label: own.get_vocab() for label, (_, own) in models.items() if task.tokenized and own is not None}
-    for label, vocabulary in known.items():
-        if vocabulary != known[first := next(iter(known))]:
-            raise InputError(f"models {first!r} and {label!r} have different tokenizers: their examples differ")

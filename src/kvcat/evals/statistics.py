@@ -1,4 +1,4 @@
-"""Figures with intervals: a bootstrap over documents, strata and training seeds; shares; tests; all metrics."""
+"""Figures with intervals: a bootstrap over documents, strata and training seeds; shares; tests; the metrics."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -55,7 +55,7 @@ class ClusterBootstrap:
         num_resamples: equal documents, strata and seeds give equal ones.
 
     Raises:
-        ValueError: no window; not one stratum per window; a document in two strata.
+        ValueError: not one stratum per window, or a document in two strata.
 
     References: Field and Welsh 2007, "Bootstrapping clustered data"; Davison and Hinkley 1997,
     section 3.2 (strata); Owen 2007, "The pigeonhole bootstrap" (seeds crossed with documents).
@@ -69,8 +69,6 @@ class ClusterBootstrap:
         seeds: Sequence[str] = (),
         num_resamples: int = 10_000,
     ) -> None:
-        if not len(documents):
-            raise ValueError("no window to resample")
         names, self._document_of = np.unique(np.asarray(documents), return_inverse=True)
         self.num_documents = len(names)
         ranks = _stratum_ranks(documents, strata) if strata is not None else (0,) * self.num_documents
@@ -88,19 +86,6 @@ class ClusterBootstrap:
                 per_seed = (self._counts @ np.stack(sums, 1)) / sizes[:, None]
                 means.append((per_seed * self._weights).sum(1) + shift)
             return np.asarray(function(*means), dtype=np.float64)
-
-    def median(self, values: Float[Array, "*seeds windows"]) -> Draws:
-        """Median over windows, the mean of the seeds' medians."""
-        medians = []
-        for row in np.atleast_2d(values):
-            order, draws = np.argsort(row, kind="stable"), []
-            for counts in np.array_split(self._counts, 10):
-                upto = np.cumsum(counts[:, self._document_of[order]], axis=1)
-                total = upto[:, -1:]  # the two middle values coincide where their number is odd
-                lower, upper = (np.argmax(upto > middle // 2, axis=1) for middle in (total - 1, total))
-                draws.append((row[order][lower] + row[order][upper]) / 2.0)
-            medians.append(np.concatenate(draws))
-        return (np.stack(medians, 1) * self._weights).sum(1)
 
     def estimate(self, draws: Draws) -> Estimate:
         """The figure with its percentile interval; without one where there is a single document."""
@@ -126,8 +111,6 @@ class ClusterBootstrap:
 
 def _stratum_ranks(documents: Names, strata: Sequence[str]) -> tuple[int, ...]:
     """Rank of the stratum of each document, in the order of the documents' names."""
-    if len(strata) != len(documents):
-        raise ValueError(f"{len(documents)} windows but {len(strata)} strata")
     stratum: dict[str, str] = {}
     for document, name in zip(documents, strata, strict=True):
         if stratum.setdefault(document, name) != name:
@@ -172,12 +155,10 @@ def wilson(successes: float | int, num_trials: float | int) -> Estimate:
     """A proportion with Wilson's score interval, which has a width at 0 and at 100 % as well.
 
     All p with |p_hat - p| <= z sqrt(p (1 - p) / n), z the normal quantile. Successes may be fractional, where
-    a trial is a document of several examples; ValueError for no trial, or successes out of range.
+    a trial is a document of several examples.
 
     References: Wilson 1927; Brown, Cai and DasGupta 2001, "Interval estimation for a binomial proportion".
     """
-    if not (num_trials > 0.0 and 0.0 <= successes <= num_trials):
-        raise ValueError(f"{successes:g} successes of {num_trials:g} trials are no proportion")
     rate, square = successes / num_trials, _Z**2 / num_trials
     centre = (rate + square / 2.0) / (1.0 + square)
     half = math.sqrt(square * rate * (1.0 - rate) + square**2 / 4.0) / (1.0 + square)
@@ -275,12 +256,11 @@ class Metric:
     share: bool = False  # mean of a per-example score between 0 and 1, with the intervals of ``share``
     ratio: bool = False  # the ratio of two models means something, because 0 is nothing lost
     columns: tuple[str, ...] = ()  # per-example values that it is made of; by default the one of its name
-    function: Callable[..., Any] | None = lambda mean: mean  # of the columns' means; None: the one column's median
+    function: Callable[..., Any] = lambda mean: mean  # of the columns' means
 
     def draws(self, bootstrap: ClusterBootstrap, columns: Mapping[str, np.ndarray]) -> Draws:
         """The figure on all examples and on every resample."""
-        values = [columns[name] for name in self.columns]
-        return bootstrap.median(*values) if self.function is None else bootstrap.of_means(self.function, *values)
+        return bootstrap.of_means(self.function, *(columns[name] for name in self.columns))
 
 
 _score = partial(Metric, lower_is_better=False, unit="", percent=True, share=True)
@@ -288,10 +268,6 @@ _METRICS = {
     "delta_ppl": Metric(
         "delta PPL", "Mean over windows of exp(NLL compact) - exp(NLL dense); the paper's figure, heavy-tailed.",
         unit="perplexity", ratio=True,
-    ),
-    "delta_ppl_median": Metric(
-        "median delta PPL", "Median over windows of exp(NLL compact) - exp(NLL dense).",
-        unit="perplexity", columns=("delta_ppl",), function=None,
     ),
     "delta_ppl_corpus": Metric(
         "corpus delta PPL", "exp(mean NLL compact) - exp(mean NLL dense): all suffixes as one corpus.",
@@ -351,7 +327,40 @@ METRICS: dict[str, Metric] = {
 }
 """Every figure by its name in summaries and CSV files."""
 
-DECIDING = {
-    "suffix": "kl", "needle": "exact_match", "ruler": "string_match", "longbench": "accuracy", "qa": "acc_per_char"
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a report shows of an evaluation."""
+
+    title: str
+    example: str  # what one example is called
+    stratum: str  # what a stratum is called
+    metrics: tuple[str, ...]  # of the tables: the one that decides, what a user gets, the price, more
+    steps: tuple[int, ...] = ()  # gradient steps that are reported besides the last one
+
+    @property
+    def deciding(self) -> str:
+        """The metric that decides where no other is named."""
+        return self.metrics[0]
+
+
+EVALUATIONS = {
+    "suffix": Evaluation(
+        "Text after a compressed prefix", "window", "stratum",
+        ("kl", "nll", "nll_dense", "context_gain", "delta_nll", "delta_ppl", "top1", "retention"),
+    ),
+    "needle": Evaluation(
+        "Needle in a haystack", "example", "depth",
+        ("exact_match", "nll", "dense_exact_match", "nll_dense", "native_exact_match", "correct_prefix"),
+    ),
+    "ruler": Evaluation(
+        "RULER", "example", "task", ("string_match", "nll", "dense_string_match", "nll_dense", "exact_match")
+    ),
+    "longbench": Evaluation(
+        "LongBench v2", "question", "sub-domain", ("accuracy", "nll_choice", "dense_accuracy"), steps=(20, 100)
+    ),
+    "qa": Evaluation(
+        "Multiple choice without compression", "question", "task", ("acc_per_char", "nll_per_char", "acc")
+    ),
 }  # fmt: skip
-"""Every evaluation with the metric that decides it where no other is named."""
+"""Every evaluation by its name in configurations."""

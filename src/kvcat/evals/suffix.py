@@ -17,7 +17,7 @@ from kvcat.compress import Trace, compare, trace
 from kvcat.compress.documents import reconstruction_of_tokens
 from kvcat.data import Document, Split, open_documents, split_documents
 from kvcat.errors import InputError
-from kvcat.evals.task import Baseline, Prepared, Task, Values, check_fits, check_least
+from kvcat.evals.task import Baseline, Prepared, Task, Values, check_fits, check_least, check_vocabulary, vocabulary
 from kvcat.losses import score_positions
 from kvcat.models import frozen, hidden_states, output_head
 from kvcat.types import Float, Tensor
@@ -69,7 +69,7 @@ def make_task(
     documents = corpus_documents(data, split, 10 * windows)
     drawn = {"prefix_len": prefix, "suffix_len": suffix, "limit": windows, "per_document": per_document, "seed": seed}
     chosen = windows_from_documents(documents, tokenizer, **drawn)
-    return SuffixTask(tuple(chosen), f"{data_name(data)}:{split}", supervision)
+    return SuffixTask(tuple(chosen), f"{data_name(data)}:{split}", supervision, vocabulary(tokenizer))
 
 
 def data_name(source: str) -> str:
@@ -215,12 +215,12 @@ class SuffixTask(Task):
     References: KV-CAT, appendix "Suffix perplexity under prefix KV cache compression".
     """
 
-    examples: tuple[Window, ...]  # of equal lengths, with token ids of a vocabulary that all models share
+    examples: tuple[Window, ...]  # of equal lengths
     dataset: str
     supervision: str = "suffix"
+    vocabulary: str = ""  # hash of the vocabulary of the tokenizer that made the windows; empty is not compared
     evaluation: ClassVar[str] = "suffix"
     prepared: ClassVar[type[Prepared]] = PreparedWindows
-    tokenized: ClassVar[bool] = True
     baselines: ClassVar[tuple[Baseline, ...]] = ()
 
     def __post_init__(self) -> None:
@@ -247,6 +247,8 @@ class SuffixTask(Task):
 
     def check(self, label: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
         """Refuse a model with too few positions or another vocabulary."""
+        if self.vocabulary:
+            check_vocabulary(label, tokenizer, self.vocabulary)
         first = self.examples[0]
         largest = max(max(window.tokens) for window in self.examples)
         check_fits(label, model, num_tokens=len(first.tokens), largest=largest, what="windows")

@@ -67,9 +67,8 @@ class Task:
     unit that intervals resample), ``name`` (unique in the document) and ``stratum`` (reported apart, may be empty).
     """
 
-    evaluation: ClassVar[str]  # a key of ``DECIDING``
+    evaluation: ClassVar[str]  # a key of ``EVALUATIONS``
     prepared: ClassVar[type[Prepared]]  # how its batches are scored
-    tokenized: ClassVar[bool] = False  # whether examples are token ids, so that all models need one tokenizer
     compresses: ClassVar[bool] = True  # whether there is a context to compress
     baselines: ClassVar[Any] = (Baseline("dense", 1.0), Baseline("no-context", 0.0))
     examples: Any
@@ -103,6 +102,13 @@ def manifest(examples: Sequence[Any]) -> str:
 def vocabulary(tokenizer: Any) -> str:
     """A hash of the tokenizer's tokens and their ids."""
     return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
+
+
+def check_vocabulary(label: str, tokenizer: Any, wanted: str) -> None:
+    """Refuse a tokenizer other than the one that examples were made with, by the hash of its vocabulary."""
+    if tokenizer is None or vocabulary(tokenizer) != wanted:
+        found = "none" if tokenizer is None else "another one"
+        raise InputError(f"the examples need the tokenizer they were made with, model {label!r} has {found}")
 
 
 def check_fits(label: str, model: PreTrainedModel, *, num_tokens: int, largest: int, what: str) -> None:

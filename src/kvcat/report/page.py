@@ -15,7 +15,7 @@ from kvcat.files import atomic_write, make_folder
 from kvcat.report import tables as t
 from kvcat.report.paper import Paper
 from kvcat.report.plots import Plot, difference_plot, headline_plots, step_plots
-from kvcat.report.results import NO_STEP, Results, final_steps, read_results
+from kvcat.report.results import NO_STEP, Results, read_results
 from kvcat.report.training import run_metrics, training_plot, training_table
 
 _LABELS = {"nll": "NLL on the compact cache", "nll_dense": "Dense loss"}
@@ -103,42 +103,21 @@ class Section:
         own = _at(self.results.summary[self.results.summary["stratum"] == ""], self.results.cell)
         values = {model: rows.set_index("metric") for model, rows in own.groupby("model")}
         pair = self.results.pairs[0] if self.results.pairs else None
-        compared, tiles = self._compared() if pair else values[self.results.models[0]], []
-        for name in (name for name in self.results.evaluation.tiles if name in compared.index):
+        compared, tiles = values[self.results.models[0]], []
+        if pair:
+            compared = _at(t.pair_rows(self.results, *pair), self.results.cell).set_index("metric")
+        for name in (name for name in self.results.evaluation.metrics[:3] if name in compared.index):
             metric, row = METRICS[name], compared.loc[name]
             label, detail, unit = _LABELS.get(name, metric.label), "%" if metric.percent else metric.unit, ""
             if pair is None:
                 figure = t.summary_figure(row)
             else:
                 detail = f"{' and '.join(f'{m} {t.summary_figure(values[m].loc[name]).text}' for m in pair)} {detail}"
-                figure, relation = self._compare(name, row)
-                label, unit = f"{label}, {relation} {pair[1]}", " points" if metric.percent else ""
+                ratio = metric.ratio and name == self.results.evaluation.deciding
+                figure = t.ratio_figure(row) if ratio else t.difference_figure(row)
+                label, unit = f"{label}, {'ratio to' if ratio else 'minus'} {pair[1]}", " points" * metric.percent
             tiles.append({"label": label, "figure": figure, "unit": unit, "detail": detail})
         return tiles
-
-    @property
-    def grids(self) -> list[dict[str, Any]]:
-        """The first two metrics of the tiles: keep ratios, and for every method its figure at each."""
-        if not self.results.pairs or not self.results.methods:
-            return []
-        rows, grids = final_steps(t.pair_rows(self.results, *self.results.pairs[0])), []
-        keeps = sorted(rows["keep_ratio"].unique())
-        for name in (name for name in self.results.evaluation.tiles[:2] if name in set(rows["metric"])):
-            lines, relation = [], ""
-            for method, own in rows[rows["metric"] == name].groupby("method", sort=False):
-                found = {}
-                for _, row in own.iterrows():
-                    found[row["keep_ratio"]], relation = self._compare(name, row)
-                lines.append((_method(str(method), int(own["step"].max())), [found.get(keep) for keep in keeps]))
-            title = f"{METRICS[name].label}, {relation} {self.results.pairs[0][1]}"
-            grids.append({"title": title, "keeps": [t.keep_label(keep) for keep in keeps], "rows": lines})
-        return grids
-
-    @property
-    def price(self) -> list[tuple[str, t.Figure]]:
-        """What the model pays without compression."""
-        rows = self._compared() if self.results.pairs else pd.DataFrame()
-        return [(t.head(n), t.difference_figure(rows.loc[n])) for n in self.results.evaluation.price if n in rows.index]
 
     @property
     def facts(self) -> dict[str, str]:
@@ -146,16 +125,6 @@ class Section:
         runs = [f"{event.get('event', 'run')} {rank}" for rank, event in enumerate(self.results.events)]
         facts = {**self.results.config, **dict(zip(runs, self.results.events, strict=True))}
         return {name: fact if isinstance(fact, str) else json.dumps(fact) for name, fact in facts.items()}
-
-    def _compared(self) -> pd.DataFrame:
-        """Comparisons of the pair in the cell of the tiles, by metric."""
-        return _at(t.pair_rows(self.results, *self.results.pairs[0]), self.results.cell).set_index("metric")
-
-    def _compare(self, metric: str, row: pd.Series) -> tuple[t.Figure, str]:
-        """The ratio where that is how the metric is compared, else the difference; and how it relates."""
-        if self.results.evaluation.ratio and metric == self.results.evaluation.deciding:
-            return t.ratio_figure(row), "ratio to"
-        return t.difference_figure(row), "minus"
 
 
 def _read_all(folders: Sequence[Path]) -> list[Results]:

@@ -56,7 +56,9 @@ class Paper:
         name = _METRICS.get(self.evaluation, {}).get(metric)
         if self.model is None or variant is None or name is None:
             return ""
-        group = _CORPORA.get(self.dataset.partition(":")[0], "") if self.evaluation == "suffix" else stratum
+        group = stratum or ("total" if self.evaluation == "longbench" else "")
+        if self.evaluation == "suffix":
+            group = _CORPORA.get(self.dataset.partition(":")[0], "")
         rows = paper_tables()
         rows = rows[(rows["variant"] == variant) & (rows["metric"] == name) & (rows["group"] == group)]
         rows = rows[rows["model"] == ("" if self.evaluation == "longbench" else self.model)]

@@ -29,12 +29,7 @@ STYLE: dict[Any, Any] = {
     "grid.linewidth": 0.6, "lines.linewidth": 1.6, "lines.markersize": 5.0, "legend.frameon": False,
     "legend.fontsize": 8.5, "svg.fonttype": "none", "svg.hashsalt": "kvcat",
 }  # fmt: skip
-_WHOLE_CACHE = {
-    "nll": "nll_dense", "exact_match": "dense_exact_match", "string_match": "dense_string_match",
-    "accuracy": "dense_accuracy",
-}  # fmt: skip
 _WIDTH, _HEIGHT = 4.4, 3.6  # inches, of a panel
-_SIDES, _ENDS = (0.8, 0.1), (1.05, 0.3)  # inches left and right, below and above the axes
 Draw = Callable[[Any], None]
 
 
@@ -84,8 +79,7 @@ def difference_plot(results: Results, model: str, reference: str) -> Plot | None
     rows = final_steps(pair_rows(results, model, reference))
     panels = [
         (f"{METRICS[name].label}: {model} minus {reference}", partial(_differences, rows, name, results.methods))
-        for name in results.evaluation.plots
-        if name in set(rows["metric"])
+        for name in _plotted(results)
     ]
     title = f"{model} against {reference} by method and share of slots kept"
     return Plot(f"differences-{slug(model)}-{slug(reference)}", title, panels, same_scale=True)
@@ -93,11 +87,20 @@ def difference_plot(results: Results, model: str, reference: str) -> Plot | None
 
 def headline_plots(results: Results) -> list[Plot]:
     """Quality of the first method against the slots kept."""
-    method = next(iter(results.methods), "")
+    if not results.methods:
+        return []
+    method = results.methods[0]
     own = results.whole[results.whole["method"] == method]
-    names = [name for name in results.evaluation.plots if method and name in set(own["metric"])]
-    panels = [(f"{METRICS[name].label}, {method}", partial(_quality, own, name, results.models)) for name in names]
-    return [Plot("headline", "Against the slots kept", panels)] if panels else []
+    panels = [
+        (f"{METRICS[name].label}, {method}", partial(_quality, own, name, results.models)) for name in _plotted(results)
+    ]
+    return [Plot("headline", "Against the slots kept", panels)]
+
+
+def _plotted(results: Results) -> list[str]:
+    """The metric that decides, and what a user gets where it has the same unit."""
+    first, *more = results.metrics[:2]
+    return [first, *(name for name in more if METRICS[name].unit == METRICS[first].unit)]
 
 
 def step_plots(results: Results) -> list[Plot]:
@@ -158,7 +161,7 @@ def _quality(rows: pd.DataFrame, metric: str, models: Sequence[str], axes: Any) 
     """A metric against the keep ratio, a line per model; dashed the level with the whole cache."""
     last = final_steps(rows)
     _lines(axes, last, "keep_ratio", metric, models)
-    dense = last[last["metric"] == _WHOLE_CACHE.get(metric)]
+    dense = last[last["metric"].isin([f"dense_{metric}", f"{metric}_dense"])]
     for model, level in dense.groupby("model")["value"].last().items():
         style = line_style(str(model), models)["color"]
         axes.axhline(_scale(metric) * level, color=style, linestyle="--", linewidth=1.0)
@@ -217,16 +220,11 @@ def _keep_axis(axes: Any, rows: pd.DataFrame) -> None:
 
 
 def _figure(num_panels: int) -> tuple[Figure, list[Any]]:
-    """Panels in rows of three with fixed margins: layout by the sizes of texts is slow."""
+    """Panels in rows of three."""
     columns = min(3, num_panels)
     lines = -(-num_panels // columns)
-    figure = Figure(figsize=(_WIDTH * columns, _HEIGHT * lines))
-    width, height = _WIDTH - sum(_SIDES), _HEIGHT - sum(_ENDS)
-    left, right = _SIDES[0] / _WIDTH / columns, 1.0 - _SIDES[1] / _WIDTH / columns
-    bottom, top = _ENDS[0] / _HEIGHT / lines, 1.0 - _ENDS[1] / _HEIGHT / lines
-    space = {"wspace": sum(_SIDES) / width, "hspace": sum(_ENDS) / height}
-    grid = figure.add_gridspec(lines, columns, left=left, right=right, bottom=bottom, top=top, **space)
-    return figure, [figure.add_subplot(grid[divmod(rank, columns)]) for rank in range(num_panels)]
+    figure = Figure(figsize=(_WIDTH * columns, _HEIGHT * lines), layout="constrained")
+    return figure, [figure.add_subplot(lines, columns, rank + 1) for rank in range(num_panels)]
 
 
 def _scale(metric: str) -> float:

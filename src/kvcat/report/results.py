@@ -10,6 +10,7 @@ import pandas as pd
 
 from kvcat.errors import InputError
 from kvcat.evals import (
+    EVALUATIONS,
     compare_models,
     comparison_pairs,
     plumbing,
@@ -20,57 +21,10 @@ from kvcat.evals import (
     summarise,
 )
 from kvcat.evals.records import method_label
+from kvcat.evals.statistics import Evaluation
 
 NO_STEP = -1  # stands for a missing number of gradient steps, so that rows compare equal
 CELL = ["method", "keep_ratio", "step"]
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """What a report shows of an evaluation."""
-
-    title: str
-    example: str  # what one example is called
-    stratum: str  # what a stratum is called
-    metrics: tuple[str, ...]  # of the tables; the first decides
-    tiles: tuple[str, ...]  # figures at the top: gain, what a user gets, price
-    plots: tuple[str, ...]  # metrics of one unit, the deciding one first
-    price: tuple[str, ...] = ()  # metrics without compression, shown beside every gain
-    ratio: bool = False  # whether the deciding metric is compared as a ratio
-    steps: tuple[int, ...] = ()  # gradient steps that are reported besides the last one
-    total: str = ""  # what the paper calls all strata together
-
-    @property
-    def deciding(self) -> str:
-        """The metric that decides."""
-        return self.metrics[0]
-
-
-EVALUATIONS = {
-    "suffix": Evaluation(
-        "Text after a compressed prefix", "window", "stratum",
-        ("kl", "nll", "nll_dense", "context_gain", "delta_nll", "delta_ppl", "top1", "retention"),
-        ("kl", "nll", "nll_dense"), ("kl", "nll"), ("nll_dense", "context_gain"), ratio=True,
-    ),
-    "needle": Evaluation(
-        "Needle in a haystack", "example", "depth",
-        ("exact_match", "dense_exact_match", "native_exact_match", "correct_prefix", "nll", "nll_dense"),
-        ("exact_match", "nll", "dense_exact_match"), ("exact_match",), ("dense_exact_match", "nll_dense"),
-    ),
-    "ruler": Evaluation(
-        "RULER", "example", "task", ("string_match", "dense_string_match", "exact_match", "nll", "nll_dense"),
-        ("string_match", "nll", "dense_string_match"), ("string_match",), ("dense_string_match", "nll_dense"),
-    ),
-    "longbench": Evaluation(
-        "LongBench v2", "question", "sub-domain", ("accuracy", "dense_accuracy", "nll_choice"),
-        ("accuracy", "nll_choice", "dense_accuracy"), ("accuracy",), ("dense_accuracy",),
-        steps=(20, 100), total="total",
-    ),
-    "qa": Evaluation(
-        "Multiple choice without compression", "question", "task", ("acc_per_char", "acc", "nll_per_char"),
-        ("acc_per_char", "nll_per_char"), ("acc_per_char",),
-    ),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)

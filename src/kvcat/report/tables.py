@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pandas as pd
 
-from kvcat.evals import METRICS
+from kvcat.evals import EVALUATIONS, METRICS
 from kvcat.evals.qa import AVERAGES
 from kvcat.report.paper import Paper
-from kvcat.report.results import CELL, EVALUATIONS, NO_STEP, Results, final_steps, plain_steps
+from kvcat.report.results import CELL, NO_STEP, Results, final_steps, plain_steps
 
 _COSTS = {
     "seconds": ("s per example", 3), "peak_mib": ("peak MiB", 0), "kib": ("KiB per cache", 1),
@@ -21,8 +21,6 @@ _ESCAPES = {
     "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}",
     ">": r"\textgreater{}", "|": r"\textbar{}", **{c: "\\" + c for c in "&%$#_{}"},
 }  # fmt: skip
-_ROWS_PER_PAGE = 22  # a row with an interval takes two lines
-_FITTING = r"\ifdim\width>\linewidth\linewidth\else\width\fi"
 
 
 @dataclass(frozen=True)
@@ -111,8 +109,7 @@ def quality_table(results: Results, paper: Paper, method: str) -> Table:
         labels: Line = {"keep": keep_label(keep), "steps": step_label(step)}
         line = labels | {"model": model, "n": str(own["num_examples"].max())}
         for name, row in own.set_index("metric").reindex(results.metrics).dropna(how="all").iterrows():
-            printed = paper.printed(model, method, keep, step, str(name), results.evaluation.total)
-            line[head(str(name))] = summary_figure(row, printed)
+            line[head(str(name))] = summary_figure(row, paper.printed(model, method, keep, step, str(name)))
         lines.append(line)
     caption = f"{method}: {sizes(rows, results.evaluation.example)}."
     return _table(results, f"quality-{slug(method)}", f"{method}: every figure", caption, lines, paper)
@@ -120,7 +117,8 @@ def quality_table(results: Results, paper: Paper, method: str) -> Table:
 
 def differences_table(results: Results, model: str, reference: str) -> Table:
     """One model minus another on the same examples: gain and price in every row."""
-    decides, ratio = results.evaluation.deciding, results.evaluation.ratio
+    decides = results.evaluation.deciding
+    ratio = METRICS[decides].ratio
     rows = pair_rows(results, model, reference)
     lines: list[Line] = []
     for (method, keep, step), own in rows.groupby(CELL, sort=False):
@@ -153,7 +151,7 @@ def strata_table(results: Results, paper: Paper, method: str) -> Table:
             own = group[group["stratum"] == stratum]
             line = labels | {evaluation.stratum: stratum or "all", "n": str(own["num_examples"].max())}
             for _, row in own.iterrows():
-                printed = paper.printed(row["model"], method, cell[0], cell[1], name, stratum or evaluation.total)
+                printed = paper.printed(row["model"], method, cell[0], cell[1], name, stratum)
                 line[row["model"]] = summary_figure(row, printed)
             lines.append(line)
         if results.config["evaluation"] == "qa":
@@ -312,33 +310,26 @@ def markdown(table: Table) -> str:
 
 
 def latex(table: Table, label: str) -> str:
-    """One or more ``table`` environments for a document that loads ``booktabs`` and ``graphicx``.
+    """A ``table`` environment for a document that loads ``booktabs`` and ``adjustbox``.
 
-    Intervals, and the paper's figures, stand small below the figures. What is wider than the line is scaled down to
-    it; more rows than a page holds go on in a further table.
+    Intervals, and the paper's figures, stand small below the figures. What is larger than a page is scaled down to it.
     """
+    letters = "@{}" + "l" * table.num_labels + "r" * (table.frame.shape[1] - table.num_labels) + "@{}"
+    heads = [escape(str(name)) for name in table.frame.columns]
     frame = table.frame.map(_latex_cell)
-    pieces = [frame.iloc[start : start + _ROWS_PER_PAGE] for start in range(0, len(frame), _ROWS_PER_PAGE)]
+    tabular = frame.to_latex(index=False, escape=False, header=heads, column_format=letters)
     notes = "".join(f"\\par\\smallskip\n{{\\footnotesize {escape(note)}}}\n" for note in table.notes)
-    caption = f"\\caption{{{escape(table.caption)}}}\n\\label{{{label}}}\n"
-    again = f"Table~\\ref{{{label}}}, continued.\\par\\smallskip\n"
-    return "".join(
-        f"\\begin{{table}}[t]\n\\centering\n\\small\n{again if i else caption}"
-        f"\\resizebox{{{_FITTING}}}{{!}}{{%\n{_tabular(piece, table.num_labels)}}}\n"
-        f"{notes if i == len(pieces) - 1 else ''}\\end{{table}}\n"
-        for i, piece in enumerate(pieces)
+    return (
+        "\\begin{table}[t]\n\\centering\n\\small\n"
+        f"\\caption{{{escape(table.caption)}}}\n\\label{{{label}}}\n"
+        "\\begin{adjustbox}{max width=\\linewidth, max totalheight=0.8\\textheight}\n"
+        f"{tabular}\\end{{adjustbox}}\n{notes}\\end{{table}}\n"
     )
 
 
 def escape(text: str) -> str:
     """Plain text as LaTeX; line breaks become spaces."""
     return "".join(_ESCAPES.get(c, c) for c in " ".join(text.split()))
-
-
-def _tabular(frame: pd.DataFrame, num_labels: int) -> str:
-    letters = "@{}" + "l" * num_labels + "r" * (frame.shape[1] - num_labels) + "@{}"
-    heads = [escape(str(name)) for name in frame.columns]
-    return frame.to_latex(index=False, escape=False, header=heads, column_format=letters)
 
 
 def _markdown_cell(cell: str | Figure) -> str:
