@@ -1,6 +1,5 @@
 """Lemma 2: what a cache can do, and the bound on the error of every policy."""
 
-import itertools
 from fractions import Fraction
 
 import pytest
@@ -83,21 +82,10 @@ def test_two_tokens_suffice_with_an_empty_cache_and_senseless_budgets_are_refuse
         t.certified_bound(network, 2, 1, 2)
 
 
-@pytest.mark.parametrize(("m", "N"), [(2, 4), (3, 4)])
-def test_the_least_alarm_is_the_gain_times_half_the_gap_of_the_intervals_less_the_slack(m, N):
-    network, gain = t.incompressible_network(d.parity(m, N), constant=1.0), t.alarm_gain(d.parity(m, N), 1.0)
-    for n, r, k in [(2, 1, 1), (2, 1, 2), (3, 1, 1), (3, 2, 1)]:
-        closed = gain * ((n - r) / (2 * (r + k) * (n + k)) - layout_of(network).least_excess / 4)
-        assert t.least_alarm(network, n + k, r + k) == pytest.approx(closed, rel=1e-12)
-
-
 @pytest.mark.parametrize("constant", [0.1, 100.0])
 @pytest.mark.parametrize("name", d.FUNCTIONS)
-def test_the_certified_error_exceeds_the_constant_for_every_budget(name, constant):
+def test_the_certified_error_exceeds_the_constant_for_the_largest_budget(name, constant):
     network = t.incompressible_network(d.FUNCTIONS[name](2, 4), constant=constant)
-    for n in range(1, 4):
-        for r, k in itertools.product(range(n), range(1, 4 - n + 1)):
-            assert t.certified_bound(network, n, k, r) >= 1.1 * constant
     bounds = t.certified_bounds(network, lambda n: n - 1)
     assert bounds[["n", "k", "r"]].to_numpy().tolist() == [[n, k, n - 1] for n in range(1, 4) for k in range(1, 5 - n)]
     assert bounds.bound.min() >= 1.1 * constant

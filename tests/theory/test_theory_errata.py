@@ -8,8 +8,6 @@ import torch
 from kvcat.theory import errata as e
 from kvcat.theory.histogram import histogram
 
-TOKENS = torch.tensor([0, 0, 1, 2])
-
 
 def test_each_erratum_shows_the_known_numbers():
     shown = {erratum.place: erratum.shown for erratum in e.errata()}
@@ -29,16 +27,14 @@ def test_each_erratum_shows_the_known_numbers():
         assert number in shown[place]
 
 
-@pytest.mark.parametrize(("prefix", "suffix"), [([0, 0, 1], [2]), ([1], [1, 1, 0]), ([0, 1, 2, 0, 1], [0])])
-def test_the_printed_slot_leaves_the_prefix_out_of_the_average(prefix, suffix):
-    computed = e.misplaced_counts(torch.tensor(prefix), torch.tensor(suffix), 3)
-    expected = histogram(torch.tensor(suffix), 3) * len(suffix) / (len(prefix) + len(suffix))
-    torch.testing.assert_close(computed, expected, rtol=0, atol=1e-12)
+def test_the_printed_slot_leaves_the_prefix_out_of_the_average():
+    for prefix, suffix in (([0, 0, 1], [2]), ([1], [1, 1, 0])):
+        computed = e.misplaced_counts(torch.tensor(prefix), torch.tensor(suffix), 3)
+        expected = histogram(torch.tensor(suffix), 3) * len(suffix) / (len(prefix) + len(suffix))
+        torch.testing.assert_close(computed, expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("m", "N", "n", "k", "wrong", "total"), [(2, 4, 2, 2, 26, 30), (2, 5, 3, 2, 58, 62), (3, 4, 2, 2, 111, 120)]
-)
+@pytest.mark.parametrize(("m", "N", "n", "k", "wrong", "total"), [(2, 5, 3, 2, 58, 62), (3, 4, 2, 2, 111, 120)])
 def test_the_printed_rho_bar_is_wrong_on_almost_every_sequence_for_every_prefix(m, N, n, k, wrong, total):
     for prefix in itertools.product(range(m), repeat=n):
         shifted = e.printed_incompressible(m, N, prefix, k)

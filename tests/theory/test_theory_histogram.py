@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvcat.theory import histogram as h
-from kvcat.theory.definitions import compress, compressibility, prefix_cache, sequences
+from kvcat.theory.definitions import compressibility, sequences
 from kvcat.theory.optimum import definition_optimum, optimal_policy
 from kvcat.theory.theorem import differing_rows
 
@@ -41,13 +41,6 @@ def test_every_network_returns_the_histogram_of_every_sequence(num_symbols, long
 def test_one_slot_is_enough_for_every_prefix_and_every_suffix(num_symbols, longest, causal):
     model = replace(h.compressible_histogram(num_symbols, longest), causal=causal)
     assert compressibility(model, h.histogram_policy(num_symbols), lambda n: 1).error <= rounding(longest)
-
-
-def test_the_slot_holds_the_counts_and_the_length_of_the_prefix():
-    model = h.compressible_histogram(3, 6)
-    (_, ((keys, values),)) = compress(h.histogram_policy(3), prefix_cache(model, torch.tensor([2, 0, 2, 2])))
-    assert keys.tolist() == [[0.0] * 12]
-    assert values.tolist() == [[0, 0, 0, 0, 0, 0, 1, 0, 3, 4, 1, 0]]
 
 
 @pytest.mark.parametrize(("num_symbols", "longest"), [(2, 5), (3, 4)])

@@ -32,36 +32,16 @@ def errors_of(s, counts, longest_suffix, num_slots):
     return np.array(found)
 
 
-@pytest.mark.parametrize(
-    ("m", "n", "k", "r", "optimum", "bound"),
-    [
-        (2, 3, 1, 1, 0.1767766953, 0.125),
-        (3, 5, 1, 1, 0.2721655270, 1 / 6),
-        (4, 7, 3, 3, 0.1732050808, 0.1),
-        (5, 4, 2, 1, 0.2981423970, 1 / 6),
-    ],
-)
-def test_the_optimum_at_one_suffix_length_and_the_papers_bound_have_their_known_values(m, n, k, r, optimum, bound):
-    assert optimal_error(m, n, k, r) == pytest.approx(optimum, abs=5e-11)
-    assert paper_bound(n, k, r) == pytest.approx(bound, rel=1e-14)
-
-
-@pytest.mark.parametrize(
-    ("counts", "longest_suffix", "num_slots", "error"),
-    [
-        ((2, 2), 4, 1, 1 / 3 / ROOT),
-        ((3, 1), 4, 1, 13 / 35 / ROOT),
-        ((4, 0), 4, 1, 3 / 7 / ROOT),
-        ((4, 2), 6, 3, 5 / 28 / ROOT),
-        ((4, 0, 0), 2, 1, 0.31010205144336),
-        ((1, 0), 1, 0, 0.5**0.5),
-    ],
-)
-def test_the_optimum_over_all_suffix_lengths_has_its_known_values(counts, longest_suffix, num_slots, error):
-    assert joint_optimum(torch.tensor(counts), longest_suffix, num_slots).error == pytest.approx(error, rel=CONVERGED)
-
-
-def test_the_definitions_optimum_has_its_known_values():
+def test_the_optimum_and_the_papers_bound_have_their_known_values():
+    for m, n, k, r, optimum, bound in ((2, 3, 1, 1, 0.1767766953, 0.125), (4, 7, 3, 3, 0.1732050808, 0.1)):
+        assert optimal_error(m, n, k, r) == pytest.approx(optimum, abs=5e-11)
+        assert paper_bound(n, k, r) == pytest.approx(bound, rel=1e-14)
+    for counts, longest_suffix, num_slots, error in (
+        ((2, 2), 4, 1, 1 / 3 / ROOT), ((3, 1), 4, 1, 13 / 35 / ROOT), ((4, 2), 6, 3, 5 / 28 / ROOT),
+        ((4, 0, 0), 2, 1, 0.31010205144336), ((1, 0), 1, 0, 0.5**0.5),
+    ):  # fmt: skip
+        found = joint_optimum(torch.tensor(counts), longest_suffix, num_slots).error
+        assert found == pytest.approx(error, rel=CONVERGED)
     known = [1 / 6, 1 / 4, 8 / 25, 2 / 5, 16 / 35, 1 / 2, 5 / 9, 3 / 5]
     found = [definition_optimum(2, longest, lambda n: 1).error for longest in range(3, 11)]
     assert found == pytest.approx([value / ROOT for value in known], rel=CONVERGED)
@@ -114,11 +94,11 @@ def test_at_the_last_prefix_length_the_bound_falls_as_the_square_of_n_but_the_op
 
 
 def test_arguments_outside_their_range_are_refused():
-    with pytest.raises(ValueError, match="1 slot at least, got 2 and 0"):
-        optimal_error(2, 3, 1, 0)
-    with pytest.raises(ValueError, match="slots must lie in 0 to 3, got 4"):
-        joint_optimum(torch.tensor([3, 0]), 1, 4)
-    with pytest.raises(ValueError, match="lengths 3 and 0"):
-        paper_bound(3, 0, 1)
-    with pytest.raises(ValueError, match="N >= 2, got 1"):
-        definition_optimum(2, 1, lambda n: 1)
+    for mistake, told in (
+        (lambda: optimal_error(2, 3, 1, 0), "1 slot at least, got 2 and 0"),
+        (lambda: joint_optimum(torch.tensor([3, 0]), 1, 4), "slots must lie in 0 to 3, got 4"),
+        (lambda: paper_bound(3, 0, 1), "lengths 3 and 0"),
+        (lambda: definition_optimum(2, 1, lambda n: 1), "N >= 2, got 1"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            mistake()

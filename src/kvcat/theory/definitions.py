@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch.nn.functional import one_hot
 
+from kvcat.errors import InputError
 from kvcat.types import Float, Int, Tensor
 
 KeysValues: TypeAlias = tuple[Tensor, Tensor]  # (slots, d_k) and (slots, d_v) of one head
@@ -248,7 +249,7 @@ class FunctionTable:
 
     def __post_init__(self) -> None:
         if self.num_symbols < 2 or not self.values:
-            raise ValueError(f"a table needs 2 symbols and length 1 at least, got {self.num_symbols} symbols")
+            raise InputError(f"a table needs 2 symbols and length 1 at least, got {self.num_symbols} symbols")
         for n, rows in enumerate(self.values, 1):
             shape = self.num_symbols**n, self.d_out
             if rows.shape != shape or rows.dtype != torch.float64 or not rows.isfinite().all():

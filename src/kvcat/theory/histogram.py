@@ -4,7 +4,7 @@ Both have the embedding te(a, i) = u_a + p_i in R^m with p_i = (i, 1, 0, ..., 0)
 u_a = (0, a, 0, ..., 0), the symbols a counted from 0. It is injective, p_i is never 0, and
 p_i / (j - i + 1) = p_i' / (j - i' + 1) only for i = i'. A first block without attention (W_O = 0)
 turns it into blocks of width m; a second one averages (W_Q = 0). ``num_symbols`` is m, ``longest``
-N, both at least 2 (ValueError).
+N, both at least 2 (InputError).
 
 References: KV-CAT, Propositions "hist_non_compressible" and "hist_compressible", appendix
 "Motivating example".
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.nn.functional import one_hot, pad
 
+from kvcat.errors import InputError
 from kvcat.theory import definitions as d
 from kvcat.types import Float, Int, Tensor
 
@@ -118,9 +119,9 @@ def check_histogram(model: d.Transformer, policy: d.Policy) -> dict[str, Any]:
 
 def _embedding(num_symbols: int, longest: int) -> Tensor:
     if num_symbols < 2:
-        raise ValueError(f"a histogram needs at least 2 symbols, got {num_symbols}")
+        raise InputError(f"a histogram needs at least 2 symbols, got {num_symbols}")
     if longest < 2:
-        raise ValueError(f"a prefix and a suffix need N >= 2, got {longest}")
+        raise InputError(f"a prefix and a suffix need N >= 2, got {longest}")
     table = torch.zeros(num_symbols, longest, num_symbols, dtype=torch.float64)
     table[:, :, 0] = torch.arange(1, longest + 1)
     table[:, :, 1] = 1 + torch.arange(num_symbols)[:, None]

@@ -43,15 +43,13 @@ def run_histogram(
         out: Folder for tables and the plot.
     """
     lengths = sorted(set(scaling))
-    if symbols < 2 or length < 2:
-        raise InputError(f"a histogram needs 2 symbols and length 2 at least, got {symbols} and {length}")
     if len(lengths) < 2 or not 3 <= lengths[0] <= lengths[-1] <= 256:
         raise InputError(f"--scaling takes two values at least, 3 to 256, not {lengths}")
     pairs = math.comb(length + 2 * symbols, 2 * symbols)
     if pairs > _MOST_PAIRS:
         raise InputError(f"{symbols} symbols and N = {length} have {pairs:,} pairs of histograms, too many to verify")
-    make_folder(out)
     hard = incompressible_histogram(symbols, length, num_blocks=4)
+    make_folder(out)
     best, easy = definition_optimum(symbols, length, lambda _: 1), compressible_histogram(symbols, length)
     checks = {
         "Proposition 1 behind the best policy": check_histogram(hard, optimal_policy(symbols, length, lambda _: 1)),
@@ -115,15 +113,11 @@ def run_theorem(
     if unknown := [name for name in names if name not in FUNCTIONS]:
         raise InputError(f"no function {unknown[0]!r}; there are {', '.join(FUNCTIONS)}")
     slots = parse_budget(budget)
-    if symbols < 2 or length < 2:
-        raise InputError(f"the theorem needs 2 symbols and length 2 at least, got {symbols} and {length}")
     if length > 9 or symbols**length > _MOST_SEQUENCES:
         most = f"at most {_MOST_SEQUENCES} sequences of length N are verified"
         raise InputError(f"{symbols} symbols and N = {length}: {most}")
     if not 0.0 < constant <= _MOST_CONSTANT:
         raise InputError(f"--constant is {constant:g}; it must be positive and at most {_MOST_CONSTANT:g}")
-    if all(slots(n) == n for n in range(1, length)):
-        raise InputError(f"--budget {budget} keeps all of every prefix of 1 to {length - 1} tokens: no compression")
     make_folder(out)
     rows: list[dict[str, Any]] = []
     bounds: list[pd.DataFrame] = []
