@@ -9,7 +9,6 @@ from transformers import MistralConfig, MistralForCausalLM
 from kvcat.compress import AttentionMatching, Eviction, Reconstruction, compare, reconstruction, replay, trace
 from kvcat.compress.compare import replay_hidden, supervised_kl
 from kvcat.errors import InputError
-from kvcat.models import capture
 from tiny import byte_tokenizer
 
 
@@ -147,6 +146,3 @@ def test_what_cannot_be_replayed_or_compared_is_refused(make_model, model, windo
     assert (own.queries[0].shape[2], cache.metadata["supervision"]) == (48, "self")
     with pytest.raises(InputError, match="no suffix to compare on"):
         compare(own, cache)
-    past = dense.to_transformers(model, read_only=True)
-    with pytest.raises(InputError, match="past does not grow: 16 tokens cannot follow it in chunks of 7"):
-        capture(model, windows[:, 48:], past=past, chunk_tokens=7)

@@ -88,22 +88,6 @@ def test_what_is_no_model_folder_is_refused_and_options_are_checked_first(tmp_pa
     assert "'abacus'" in refusal(tmp_path / "nowhere", device="abacus")
 
 
-def test_damaged_and_missing_weight_files_are_refused(folder):
-    file, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    whole = file.read_bytes()
-    for content in (whole[: len(whole) // 2], b""):
-        file.write_bytes(content)
-        assert "corrupt or truncated" in refusal(folder)
-    file.unlink()
-    assert "no weights" in refusal(folder)
-    for content, told in (
-        ({"weight_map": {"x": "model-00002-of-00002.safetensors"}}, "model-00002-of-00002.safetensors is missing"),
-        ({}, "weight_map"),
-    ):
-        index.write_text(json.dumps(content))
-        assert told in refusal(folder)
-
-
 def test_weights_that_do_not_fit_the_config_or_are_no_numbers_are_refused_by_name(folder):
     file, name = folder / "model.safetensors", "model.layers.1.self_attn.k_proj.weight"
     tensors = load_file(file)
@@ -116,7 +100,7 @@ def test_weights_that_do_not_fit_the_config_or_are_no_numbers_are_refused_by_nam
         assert re.search(f"{told}.*, for example .*{name.replace('1', '.')}", refusal(folder))
 
 
-def test_bad_json_missing_tokenizers_and_unknown_models_are_refused(folder):
+def test_bad_json_missing_files_and_unknown_models_are_refused(folder):
     (folder / "tokenizer.json").write_text('{"model_type": ')
     assert "tokenizer" in refusal(folder)
     for file in folder.glob("tokenizer*"):
@@ -135,6 +119,14 @@ def test_bad_json_missing_tokenizers_and_unknown_models_are_refused(folder):
     ):  # fmt: skip
         path.write_text(content)
         assert told in refusal(folder, tokenizer=False)
+    path.write_text(json.dumps(config))
+    weights, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    weights.write_bytes(weights.read_bytes()[:-9])
+    assert f"cannot load {folder}: SafetensorError" in refusal(folder, tokenizer=False)
+    weights.unlink()
+    assert "no file named model.safetensors" in refusal(folder, tokenizer=False)
+    index.write_text(json.dumps({"metadata": {}, "weight_map": {"x": "model-00002-of-00002.safetensors"}}))
+    assert re.search("cannot load .*model-00002-of-00002", refusal(folder, tokenizer=False))
 
 
 def test_a_hub_name_without_network_fails_within_seconds(monkeypatch, tmp_path):

@@ -118,7 +118,7 @@ def kvcat_attention(
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if kv_record is not None:
-        kv_record(_layer_number(module), query, key, value, scale)
+        kv_record(int(module.layer_idx), query, key, value, scale)  # type: ignore[arg-type]
     stock = {"dropout": dropout, "scaling": scaling, **kwargs}
     carried = carried_by(key)
     if carried is not None or kv_gate is not None:
@@ -220,13 +220,6 @@ def enable(model: PreTrainedModel) -> None:
     if cap:
         raise InputError(f"{kind} is not supported: its attention scores are soft-capped at {cap}")
     model.set_attn_implementation(NAME)
-
-
-def _layer_number(module: nn.Module) -> int:
-    index = getattr(module, "layer_idx", None)
-    if index is None:
-        raise InputError(f"{type(module).__name__} is not supported: its attention does not know its layer")
-    return int(index)
 
 
 def _reach(mask: Tensor | None) -> Bool[Tensor, "rows queries keys"] | None:

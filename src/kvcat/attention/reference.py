@@ -5,6 +5,7 @@ Nothing here saves time or memory; every function holds whole (queries, keys) ma
 
 import torch
 
+from kvcat.errors import InputError
 from kvcat.types import Bool, Float, Tensor
 
 COUPLINGS = ("surrogate", "exact")
@@ -118,7 +119,7 @@ def attend_coupled_reference(
 def check_coupling(coupling: str) -> None:
     """Refuse a coupling that does not exist."""
     if coupling not in COUPLINGS:
-        raise ValueError(f"coupling must be one of {', '.join(COUPLINGS)}, got {coupling!r}")
+        raise InputError(f"coupling must be one of {', '.join(COUPLINGS)}, got {coupling!r}")
 
 
 def _per_head(x: Float[Tensor, "b kv_heads keys channels"], num_heads: int) -> Float[Tensor, "b heads keys channels"]:

@@ -1,8 +1,8 @@
 """What a dense forward leaves in every layer."""
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,24 +60,26 @@ def capture(
         chunk_tokens: most tokens of each example that run at once, at least 1.
     """
     num_tokens = input_ids.shape[1]
-    if not 0 <= hidden_start < num_tokens:
-        raise InputError(f"hidden_start must lie in 0..{num_tokens - 1}, got {hidden_start}")
     if chunk_tokens < 1:
         raise InputError(f"chunk_tokens must be at least 1, not {chunk_tokens}")
     enable(model)
-    num_layers = len(decoder_layers(model))
+    layers = decoder_layers(model)
     wanted = torch.arange(num_tokens) if query_positions is None else query_positions.cpu()
     if num_tokens > chunk_tokens and past is None:
         past = DynamicCache()
-    before = 0 if past is None else int(past.get_seq_length())
     last: dict[int, tuple[Tensor, Tensor, float]] = {}
-    queries: list[list[Tensor]] = [[] for _ in range(num_layers)]
-    hidden, norms = [], [[] for _ in range(num_layers)]  # type: ignore[var-annotated]
-    with _inputs_of_layers(model, lambda i, states: norms[i].append(states.float().square().sum(-1))):
+    queries: list[list[Tensor]] = [[] for _ in layers]
+    norms: list[list[Tensor]] = [[] for _ in layers]
+    hidden = []
+
+    def measure(_layer: Any, given: tuple[Any, ...], named: dict[str, Any], *, index: int) -> None:
+        states = given[0] if given else named["hidden_states"]
+        norms[index].append(states.float().square().sum(-1))
+
+    with ExitStack() as hooks:
+        for index, layer in enumerate(layers):
+            hooks.enter_context(layer.register_forward_pre_hook(partial(measure, index=index), with_kwargs=True))
         for start, ids in zip(range(0, num_tokens, chunk_tokens), input_ids.split(chunk_tokens, 1), strict=True):
-            if start and past is not None and past.get_seq_length() != before + start:
-                chunks = f"{num_tokens} tokens cannot follow it in chunks of {chunk_tokens}"
-                raise InputError(f"past does not grow: {chunks}")
             own = wanted[(wanted >= start) & (wanted < start + ids.shape[1])].to(ids.device) - start
 
             def record(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, own: Tensor = own) -> None:
@@ -88,28 +90,13 @@ def capture(
                 model, input_ids=ids, use_cache=past is not None, past_key_values=past, kv_record=record
             )
             hidden.append(states[:, max(0, hidden_start - start) :].clone())
-    if sorted(last) != list(range(num_layers)):
-        attending = f"{len(last)} of its {num_layers} layers attend through transformers' attention interface"
+    if sorted(last) != list(range(len(layers))):
+        attending = f"{len(last)} of its {len(layers)} layers attend through transformers' attention interface"
         raise InputError(f"{type(model).__name__} is not supported: {attending}")
-    keys, values, scales = (list(part) for part in zip(*(last[i] for i in range(num_layers)), strict=True))
-    joined = [_joined(queries.pop(0)) for _ in range(num_layers)]
+    keys, values, scales = (list(part) for part in zip(*(last[i] for i in range(len(layers))), strict=True))
+    joined = [_joined(queries.pop(0)) for _ in layers]
     stream = [torch.cat(parts, 1).median(1).values for parts in norms]
     return Capture(keys, values, joined, _joined(hidden), scales, stream)
-
-
-@contextmanager
-def _inputs_of_layers(model: PreTrainedModel, note: Callable[[int, Tensor], None]) -> Iterator[None]:
-    """Show the number and the input of every decoder layer that runs during the block."""
-
-    def hook(index: int, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        note(index, arguments[0] if arguments else named["hidden_states"])
-
-    with ExitStack() as handles:
-        for i, layer in enumerate(decoder_layers(model)):
-            handles.enter_context(
-                layer.register_forward_pre_hook(lambda _, given, named, i=i: hook(i, given, named), with_kwargs=True)
-            )
-        yield
 
 
 def _joined(parts: list[Float[Tensor, "... _ width"]]) -> Float[Tensor, "... tokens width"]:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from kvcat.attention import COUPLINGS, SlotGate, enable
+from kvcat.attention import SlotGate, check_coupling, enable
 from kvcat.errors import InputError
 from kvcat.models.structure import decoder_layers, hidden_states
 from kvcat.policies import Randomness, SparsificationPolicy, check_group_starts, gate
@@ -99,8 +99,7 @@ class MaskedPass(nn.Module):
         self.group_starts = check_group_starts(len(layers), sorted(policies))
         if not 0 < tau < 1:
             raise InputError(f"tau must lie in (0, 1), got {tau}")
-        if coupling not in COUPLINGS:
-            raise InputError(f"coupling must be one of {', '.join(COUPLINGS)}, got {coupling!r}")
+        check_coupling(coupling)
         enable(model)
         self.tau, self.coupling = tau, coupling
         self.policies = nn.ModuleDict({str(start): policies[start] for start in self.group_starts})
@@ -118,8 +117,7 @@ class MaskedPass(nn.Module):
         per group is drawn from each.
 
         Raises:
-            InputError: closed already, a prefix_len that leaves no prefix or no suffix, or reentrant activation
-                checkpointing, which loses the policies' gradient.
+            InputError: closed already, or a prefix_len that leaves no prefix or no suffix.
         """
         (model,) = self._model
         batch, num_tokens = input_ids.shape
@@ -127,7 +125,6 @@ class MaskedPass(nn.Module):
             raise InputError("this masked pass is closed")
         if prefix_len is not None and not 0 < prefix_len < num_tokens:
             raise InputError(f"prefix_len {prefix_len} must lie in 1..{num_tokens - 1}")
-        _refuse_reentrant(model)
         state = _Pass(self, batch, prefix_len, generator)
         inputs = {"input_ids": input_ids.repeat(2, 1)} if prefix_len is None else _suffix_again(input_ids, prefix_len)
         hidden = hidden_states(model, **inputs, use_cache=False, kv_gate=state)
@@ -181,13 +178,3 @@ def _suffix_again(tokens: Int[Tensor, "batch tokens"], prefix_len: int) -> dict[
         "position_ids": torch.cat([positions, positions[prefix_len:]])[None],
         "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device),
     }
-
-
-def _refuse_reentrant(model: PreTrainedModel) -> None:
-    if not (model.training and torch.is_grad_enabled()):
-        return
-    for layer in decoder_layers(model):
-        function = getattr(layer, "_gradient_checkpointing_func", None)
-        keywords = getattr(function, "keywords", None) or {}
-        if getattr(layer, "gradient_checkpointing", False) and keywords.get("use_reentrant", False):
-            raise InputError("reentrant activation checkpointing loses the routers' gradient: use_reentrant=False")

@@ -9,7 +9,7 @@ from kvcat.cache import CompactCache, CompactLayer, layer_windows
 from kvcat.errors import InputError, one_line
 from kvcat.models.capture import Capture, capture
 from kvcat.models.masked_pass import HiddenOutput, MaskedPass
-from kvcat.models.structure import TOLERANCE, decoder_layers, frozen, logits_from_hidden, relative_error
+from kvcat.models.structure import decoder_layers, frozen, logits_from_hidden, relative_error, same
 from kvcat.policies import SparsificationPolicy
 from kvcat.types import Float, Int, Tensor
 
@@ -61,17 +61,17 @@ def _complaint(model: PreTrainedModel) -> str | None:
     tokens, keep, stock = _example(model)
     policies, out = _passes(model, tokens, keep)
     dense, masked = (logits_from_hidden(model, hidden) for hidden in (out.dense_hidden, out.masked_hidden))
-    if not _equal(dense, stock):
+    if not same(dense, stock):
         return "the dense rows differ from the stock model"
     seen, half = capture(model, tokens), tokens.shape[1] // 2
     windows = [window for window in layer_windows(model.config) if window is not None]
     if min(windows, default=_TOKENS) >= tokens.shape[1]:
         unbiased, biased = (_behind_slots(model, tokens, seen, spread) for spread in (0.0, 1.0))
-        if not _equal(unbiased, stock[:, half:]):
+        if not same(unbiased, stock[:, half:]):
             return "tokens behind a compact cache differ from the stock model"
         if torch.equal(unbiased, biased):
             return "the log-bias of a compact cache does not reach its attention"
-    if not _equal(masked[:, :2], stock[:, :2]):
+    if not same(masked[:, :2], stock[:, :2]):
         return "hidden slots change earlier tokens"
     if not relative_error(masked[:, 2:], stock[:, 2:]) > 1e-6:
         return "a gate does not change the masked rows"
@@ -89,9 +89,9 @@ def _split_complaint(model: PreTrainedModel) -> str | None:
     prefix = tokens.shape[1] // 2
     whole, part = (_passes(model, tokens, x[:, :prefix], prefix)[1] for x in (torch.ones_like(keep), keep))
     again, masked = (logits_from_hidden(model, out.masked_hidden) for out in (whole, part))
-    if not _equal(logits_from_hidden(model, part.dense_hidden), stock):
+    if not same(logits_from_hidden(model, part.dense_hidden), stock):
         return "its layers mix up a sequence and its suffix run again"
-    if not _equal(again, stock[:, prefix:]):
+    if not same(again, stock[:, prefix:]):
         return "a suffix run again differs from the stock model"
     return "hidden slots of the prefix do not change the suffix" if torch.equal(again, masked) else None
 
@@ -132,7 +132,3 @@ def _behind_slots(
     pairs = [(keys[:, :, :half], values[:, :, :half]) for keys, values in zip(seen.keys, seen.values, strict=True)]
     cache = CompactCache([CompactLayer(k, v, bias.expand(*k.shape[:2], half)) for k, v in pairs], half, "")
     return logits_from_hidden(model, capture(model, tokens[:, half:], past=cache.to_transformers(model)).hidden)
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return relative_error(a, b) < TOLERANCE.get(b.dtype, 5e-2)

@@ -19,8 +19,7 @@ _HEADS: WeakKeyDictionary[PreTrainedModel, OutputHead] = WeakKeyDictionary()
 _OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "dense")
 _TOKENS = 8
 _LOUD = 100.0
-TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
-"""Relative error up to which results of the same arithmetic in another order count as equal."""
+_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
@@ -116,17 +115,16 @@ def _find_head(model: PreTrainedModel) -> OutputHead:
         heads = [OutputHead(linear, *reading) for reading in _readings(model.config.get_text_config(decoder=True))]
     except InputError as error:
         raise InputError(f"{kind} is not supported: {error}") from error
-    tolerance = TOLERANCE.get(linear.weight.dtype, 5e-2)
     vocab = model.config.get_text_config(decoder=True).vocab_size
     tokens = torch.randint(vocab, (1, _TOKENS), generator=torch.Generator().manual_seed(0)).to(model.device)
     with frozen(model), torch.autocast(model.device.type, enabled=False):
         hidden = hidden_states(model, input_ids=tokens, use_cache=False)
         seen, loud, logits = _amplified(model, tokens, heads[0])
-    if seen.shape != hidden.shape or not relative_error(seen, hidden) <= tolerance:
+    if seen.shape != hidden.shape or not same(seen, hidden):
         base = type(model.base_model).__name__
         raise InputError(f"{kind} is not supported: its head does not read the output of {base}")
     for head in heads:
-        if relative_error(head.logits(loud), logits) <= tolerance:
+        if same(head.logits(loud), logits):
             return head
     raise InputError(f"{kind} is not supported: its head does more than a matrix, a bias, a scale and a soft-cap")
 
@@ -157,6 +155,11 @@ def _amplified(model: PreTrainedModel, tokens: Tensor, head: OutputHead) -> tupl
     if len(seen) != 2:
         raise InputError(f"{type(model).__name__} is not supported: it runs its head {len(seen) // 2} times")
     return seen[0], seen[1], logits
+
+
+def same(found: Tensor, expected: Tensor) -> bool:
+    """Whether both may come from the same arithmetic in another order."""
+    return relative_error(found, expected) <= _TOLERANCE.get(expected.dtype, 5e-2)
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
