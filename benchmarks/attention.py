@@ -10,16 +10,9 @@ import time
 from collections.abc import Callable
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
-from kvcat.attention import (
-    COUPLINGS,
-    attend,
-    attend_coupled_reference,
-    attend_extended,
-    extend_keys,
-    fused_attention,
-    reachable,
-)
+from kvcat.attention import COUPLINGS, attend, attend_reference, reachable
 
 SHAPES = [(4, 8, 4, 256, 16), (4, 8, 4, 1024, 16), (4, 8, 4, 256, 32), (4, 8, 4, 1024, 32), (2, 14, 2, 1024, 64)]
 
@@ -36,9 +29,8 @@ def seconds(run: Callable[[], torch.Tensor], repeats: int = 5) -> float:
 def soft_call(q, k, v, keep):
     """The surrogate as a second attention call whose value is cancelled, instead of a backward of its own."""
     hard = attend(q, k, v, keep.detach())
-    scale = q.shape[-1] ** -0.5
     bias = (keep - keep.detach())[:, None].expand(-1, k.shape[1], -1)
-    soft = attend_extended(q.detach(), extend_keys(k.detach(), bias, scale), v.detach(), None, causal=True, scale=scale)
+    soft = attend(q.detach(), k.detach(), v.detach(), log_bias=bias)
     return hard + soft - soft.detach()
 
 
@@ -56,13 +48,13 @@ def main() -> None:
         hard = (torch.rand(batch, length) < 0.5).float()
         hard[:, 0] = 1.0
         keep, reach = hard.clone().requires_grad_(), reachable(length, length)[None]
-        plain = seconds(lambda q=q, k=k, v=v: fused_attention(q, k, v, None, causal=True, scale=q.shape[-1] ** -0.5))
+        plain = seconds(lambda q=q, k=k, v=v: scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True))
         runs: list[Callable[[], torch.Tensor]] = [
             lambda q=q, k=k, v=v, m=hard: attend(q, k, v, m),
             lambda q=q, k=k, v=v, m=hard, r=reach: attend(q, k, v, m, reach=r),
             *(lambda q=q, k=k, v=v, m=keep, c=c: attend(q, k, v, m, coupling=c) for c in COUPLINGS),
             lambda q=q, k=k, v=v, m=keep: soft_call(q, k, v, m),
-            lambda q=q, k=k, v=v, m=keep: attend_coupled_reference(q, k, v, m, coupling="surrogate"),
+            lambda q=q, k=k, v=v, m=hard: attend_reference(q, k, v, m),
         ]
         ratios = " | ".join(f"{seconds(run) / plain:.2f}" for run in runs)
         print(f"| {batch} x {heads}/{kv_heads} x {length} x {dim} | {plain * 1e3:.1f} | {ratios} |", flush=True)

@@ -8,7 +8,6 @@ import torch
 from kvcat.attention import (
     COUPLINGS,
     attend,
-    attend_coupled_reference,
     attend_ragged,
     attend_reference,
     attend_twice,
@@ -17,6 +16,7 @@ from kvcat.attention import (
     reachable,
 )
 from kvcat.cache import CompactLayer
+from masked import allowed, masked_attention
 
 KINDS = {"causal": {"causal": True}, "all keys": {"causal": False}, "window": {"causal": True, "window": 3}}
 
@@ -59,10 +59,11 @@ def test_output_and_all_gradients_equal_the_naive_twin(kind, coupling, biased):
     q, k, v, keep, bias = example()
     inputs = [q, k, v, keep, bias[..., :biased]] if biased else [q, k, v, keep]
     options = {**KINDS[kind], "coupling": coupling}
+    reach = allowed(9, options.get("window")) if options["causal"] else torch.ones(9, 9)
 
     def naive(q, k, v, keep, bias=None):
         bias = None if bias is None else torch.nn.functional.pad(bias, (0, 9 - biased))
-        return attend_coupled_reference(q, k, v, keep, bias, **options)
+        return masked_attention(q, k, v, keep[:, None, None], reach, 8**-0.5, coupling, bias)
 
     fast, slow = (with_gradients(f, inputs) for f in (lambda *x: attend(*x, **options), naive))
     for name, one, other in zip(["out", "q", "k", "v", "keep", "bias"][: len(fast)], fast, slow, strict=True):

@@ -16,6 +16,7 @@ from transformers import AttentionInterface
 from kvcat.losses import budget_loss, distillation_kl, next_token_loss
 from kvcat.models import MaskedPass, logits_from_hidden
 from kvcat.policies import build_policies
+from masked import allowed, masked_attention
 from tiny import stock_model
 
 SIZES = {
@@ -46,40 +47,17 @@ class Naive:
 NAIVE = Naive()
 
 
-def weighted_mean(q, k, v, weight, scale):
-    """o_i = sum_j w_ij e^{s_ij} v_j / sum_j w_ij e^{s_ij}."""
-    mass = weight * ((q @ k.transpose(-1, -2)) * scale).exp()
-    return mass @ v / mass.sum(-1, keepdim=True)
-
-
-def allowed(tokens, window):
-    """Which key j a query i may see by causality and the sliding window, 0 or 1."""
-    distance = torch.arange(tokens)[:, None] - torch.arange(tokens)
-    return ((distance >= 0) & (distance < (window or tokens))).double()
-
-
 def naive_attention(module, query, key, value, attention_mask, scaling=None, sliding_window=None, **kwargs):
     """Attention over {j <= t : m_j = 1}, the derivative by m as the coupling says."""
     layer, tokens = module.layer_idx, query.shape[2]
     NAIVE.seen[layer] = query, key, scaling
-    repeats = query.shape[1] // key.shape[1]
-    q, k, v = query, key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-    causal = allowed(tokens, sliding_window)
-    if layer not in NAIVE.gates:
-        return weighted_mean(q, k, v, causal, scaling).transpose(1, 2), None
-    m = NAIVE.gates[layer][:, None, None, :]
-    eye = torch.eye(tokens, dtype=torch.float64)
-    if NAIVE.prefix_len is not None:
-        m = functional.pad(m, (0, tokens - m.shape[-1]), value=1.0)
-        m = torch.where(torch.arange(tokens)[:, None] >= NAIVE.prefix_len, m, 1.0)
-    stop = m.detach()
-    hard = causal * m if NAIVE.coupling == "exact" else causal * stop
-    hard = torch.where(hard.detach().sum(-1, keepdim=True) > 0, hard, eye)
-    out = weighted_mean(q, k, v, hard, scaling)
-    if NAIVE.coupling == "surrogate":
-        soft = causal * (1 + m - stop)
-        surrogate = weighted_mean(q.detach(), k.detach(), v.detach(), soft, scaling)
-        out = out + surrogate - surrogate.detach()
+    m, coupling = torch.ones(()), "exact"
+    if layer in NAIVE.gates:
+        m, coupling = NAIVE.gates[layer][:, None, None, :], NAIVE.coupling
+        if NAIVE.prefix_len is not None:
+            m = functional.pad(m, (0, tokens - m.shape[-1]), value=1.0)
+            m = torch.where(torch.arange(tokens)[:, None] >= NAIVE.prefix_len, m, 1.0)
+    out = masked_attention(query, key, value, m, allowed(tokens, sliding_window), scaling, coupling)
     return out.transpose(1, 2), None
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch.nn.functional import pad
 
-from kvcat.attention.kernels import attend_biased, attend_extended, extend_keys, fused_attention
+from kvcat.attention.kernels import attend_biased, attend_extended, fused_attention
 from kvcat.attention.mask_gradient import KeepGradient
 from kvcat.attention.reference import check_coupling, reachable, visible
 from kvcat.types import Bool, Float, Int, Tensor
@@ -35,8 +35,8 @@ def attend(
 ) -> Float[Tensor, "batch heads queries value_dim"]:
     """``attend_reference`` on fused kernels; gradients to q, k, v are exact for the hard mask.
 
-    ``keep`` gets the gradient of ``attend_coupled_reference`` where it requires one. Without a window or ``reach`` no
-    tensor of queries x keys is made in the forward.
+    ``keep`` gets the gradient of ``KeepGradient`` where it requires one. Without a window or ``reach`` no tensor of
+    queries x keys is made in the forward.
 
     Args:
         q, k, v, keep, causal, scale, window: as in ``attend_reference``.
@@ -162,8 +162,8 @@ def _within_reach(
     if q.shape[2] <= _FEW_QUERIES and (q.device.type == "cpu" or q.dtype == wide):
         mask = torch.where(seen, bias.repeat_interleave(q.shape[1] // k.shape[1], dim=1)[:, :, None], -torch.inf)
         return fused_attention(q, k, v, mask, causal=False, scale=scale, dropout=dropout)
-    keys = extend_keys(k, _finite(bias, k, scale).expand(len(k), -1, -1), scale)
-    return attend_extended(q, keys, v, seen, causal=False, scale=scale, dropout=dropout)
+    bias = _finite(bias, k, scale).expand(len(k), -1, -1)
+    return attend_extended(q, k, v, bias, seen, causal=False, scale=scale, dropout=dropout)
 
 
 def _lowest(k: Tensor, scale: float) -> float:

@@ -54,17 +54,19 @@ def extend_keys(
 
 def attend_extended(
     q: Float[Tensor, "batch heads queries head_dim"],
-    k: Float[Tensor, "batch kv_heads keys extended_dim"],
+    k: Float[Tensor, "batch kv_heads keys head_dim"],
     v: Float[Tensor, "batch kv_heads keys value_dim"],
+    log_bias: Float[Tensor, "batch kv_heads keys"],
     mask: Tensor | None,
     *,
     causal: bool,
     scale: float,
     dropout: float = 0.0,
 ) -> Float[Tensor, "batch heads queries value_dim"]:
-    """Attention over keys that carry a log-bias, divided by the same scale, in their extra channels."""
-    padded = _widened(v, max(k.shape[-1], v.shape[-1]))
-    out = fused_attention(_extend_queries(q), k, padded, mask, causal=causal, scale=scale, dropout=dropout)
+    """``fused_attention`` with a log-bias, which the keys carry in extra channels."""
+    keys = extend_keys(k, log_bias, scale)
+    padded = _widened(v, max(keys.shape[-1], v.shape[-1]))
+    out = fused_attention(_extend_queries(q), keys, padded, mask, causal=causal, scale=scale, dropout=dropout)
     return out[..., : v.shape[-1]]
 
 
@@ -101,7 +103,7 @@ def attend_biased(
     causal = causal and first == 0
     if log_bias is None:
         return fused_attention(q, k, v, mask, causal=causal, scale=scale, dropout=dropout)
-    return attend_extended(q, extend_keys(k, log_bias, scale), v, mask, causal=causal, scale=scale, dropout=dropout)
+    return attend_extended(q, k, v, log_bias, mask, causal=causal, scale=scale, dropout=dropout)
 
 
 class _CpuKernel(torch.autograd.Function):

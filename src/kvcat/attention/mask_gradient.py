@@ -17,7 +17,8 @@ class KeepGradient(torch.autograd.Function):
     """``out`` unchanged, with a gradient to ``keep``; gradients to the rest pass through ``out``.
 
     dL/dm_j = sum_{h,i} P_ij (dO_i . v_j - dO_i . o_i) over the reachable pairs, where P and o are the
-    dense attention (surrogate), or e^{s_ij} / Z_i with Z_i and o_i over the visible slots (exact).
+    dense attention (surrogate), or e^{s_ij} / Z_i with Z_i and o_i over the visible slots (exact): the kept slots
+    normalise, so that a dropped slot's derivative is unbounded.
     The forward costs nothing. The backward makes the scores again, a few queries at a time.
     ``apply`` takes out, keep, q, k, v, log_bias, reach, causal, scale, coupling, as in ``attend``.
     """

@@ -80,42 +80,6 @@ def attend_reference(
     return weights @ _per_head(v, q.shape[1])
 
 
-def attend_coupled_reference(
-    q: Float[Tensor, "batch heads queries head_dim"],
-    k: Float[Tensor, "batch kv_heads keys head_dim"],
-    v: Float[Tensor, "batch kv_heads keys value_dim"],
-    keep: Float[Tensor, "batch keys"],
-    log_bias: Float[Tensor, "batch kv_heads keys"] | None = None,
-    causal: bool = True,
-    *,
-    coupling: str,
-    scale: float | None = None,
-    window: int | None = None,
-) -> Float[Tensor, "batch heads queries value_dim"]:
-    """``attend_reference`` with a gradient to ``keep``, by the formula that autograd differentiates.
-
-    Gradients to q, k and v are those of the hard mask. With w_j the weight of slot j,
-    o_t = sum_j w_j e^{s_tj} v_j / sum_j w_j e^{s_tj} over the reachable j:
-
-    - exact: w_j = m_j. The kept slots normalise, so a dropped slot's derivative is unbounded.
-    - surrogate: w_j = 1 + m_j - sg[m_j] with q, k, v detached and the value cancelled: the derivative at the dense
-      attention. Queries that see nothing but themselves count too.
-    """
-    check_coupling(coupling)
-    hard = attend_reference(q, k, v, keep.detach(), log_bias, causal, scale=scale, window=window)
-    reach = reachable(q.shape[2], k.shape[2], causal=causal, window=window, device=q.device)
-    if coupling == "surrogate":
-        bias = None if log_bias is None else log_bias.detach()
-        weights = (1 + keep - keep.detach())[:, None, :] * reach
-        soft = _weighted(_scores(q.detach(), k.detach(), bias, scale), weights, v.detach())
-        return hard + soft - soft.detach()
-    weights = keep[:, None, :] * reach
-    blind = ~(weights.detach() > 0).any(-1)
-    weights = torch.where(blind[..., None], reach.to(weights), weights)
-    direct = _weighted(_scores(q, k, log_bias, scale), weights, v)
-    return torch.where(blind[:, None, :, None], hard, direct)
-
-
 def check_coupling(coupling: str) -> None:
     """Refuse a coupling that does not exist."""
     if coupling not in COUPLINGS:
@@ -130,8 +94,3 @@ def _scores(q: Tensor, k: Tensor, log_bias: Tensor | None, scale: float | None) 
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     scores = factor * (q @ _per_head(k, q.shape[1]).transpose(-1, -2))
     return scores if log_bias is None else scores + _per_head(log_bias[..., None], q.shape[1]).transpose(-1, -2)
-
-
-def _weighted(scores: Tensor, weights: Float[Tensor, "batch queries keys"], v: Tensor) -> Tensor:
-    mass = (scores - scores.amax(-1, keepdim=True).detach()).exp() * weights[:, None]
-    return mass @ _per_head(v, scores.shape[1]) / mass.sum(-1, keepdim=True)
