@@ -208,14 +208,14 @@ def test_a_place_that_cannot_be_written_is_named_and_the_old_file_stays(tmp_path
 
     for cache, path, told in (
         (broken, tmp_path / "new", "the compact cache, layer 1: values"),
-        (example(), tmp_path / "missing" / "doc", "no such folder"), (example(), tmp_path, "it is a folder"),
+        (example(), tmp_path, "cannot write .*: Is a directory"),
     ):  # fmt: skip
         with pytest.raises(InputError, match=told):
             cache.save(path)
     with pytest.raises(InputError, match="no cache file"):
         CompactCache.load(tmp_path / "nowhere")
     monkeypatch.setattr("os.fsync", failing(OSError(28, "No space left on device")))
-    with pytest.raises(InputError, match="the disk is full"):
+    with pytest.raises(InputError, match="cannot write .*doc: No space left"):
         example(dtype=torch.bfloat16).save(saved)
     assert saved.read_bytes() == content
     assert [path.name for path in tmp_path.iterdir()] == ["doc"]

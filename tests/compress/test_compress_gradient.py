@@ -187,7 +187,7 @@ def test_the_state_of_another_run_is_refused_in_one_line(model, windows, traced,
     assert path.read_bytes() == before
 
 
-def test_damaged_foreign_and_unwritable_states_are_refused(traced, tmp_path):
+def test_damaged_and_foreign_states_are_refused(traced, tmp_path):
     path, method = tmp_path / "state", GradientCompression(num_steps=1)
     cache = method(traced, num_slots=5, resume=path)
     path.write_bytes(path.read_bytes()[:-9])
@@ -195,8 +195,7 @@ def test_damaged_foreign_and_unwritable_states_are_refused(traced, tmp_path):
     for resume, message in [
         (path, "truncated"),
         (tmp_path / "cache", "is a compact cache of kvcat, not the state of a gradient-based run"),
-        (tmp_path / "none" / "state", "none/state: no such folder"),
-        (tmp_path, "it is a folder"),
+        (tmp_path, "no cache file"),
     ]:
         with pytest.raises(InputError, match=message):
             method(traced, num_slots=5, resume=resume, on_step=killed_at(1))

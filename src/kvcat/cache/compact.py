@@ -55,7 +55,7 @@ class CompactCache:
     @property
     def is_uniform(self) -> bool:
         """Whether every head of every layer holds equally many slots."""
-        return len(torch.cat([layer.counts.flatten() for layer in self.layers]).unique()) == 1
+        return self.mean_slots == self.max_slots
 
     @property
     def batch_size(self) -> int:
@@ -65,8 +65,8 @@ class CompactCache:
     @property
     def nbytes(self) -> int:
         """Memory of keys, values and log-bias, bytes."""
-        used = ("keys", "values", "log_bias")
-        return sum(x.nbytes for layer in self.layers for name, x in layer.tensors().items() if name in used)
+        parts = (x for layer in self.layers for x in (layer.keys, layer.values, layer.log_bias))
+        return sum(x.nbytes for x in parts if x is not None)
 
     @property
     def has_log_bias(self) -> bool:
@@ -155,9 +155,9 @@ class CompactCache:
         """
         if static_tokens is not None and (static_tokens < 1 or read_only):
             raise InputError(f"static_tokens is {static_tokens}: room for at least 1, in a cache that is not read-only")
-        if self.has_log_bias or not self.is_uniform:
-            enable(model)
         uniform, made = self.is_uniform, []
+        if self.has_log_bias or not uniform:
+            enable(model)
         for layer, window in zip(self.layers, layer_windows(model.config), strict=True):
             if not uniform and isinstance(layer, CompactLayer) and layer.log_bias is None:
                 # masks are made for the first layer's slots; with a log-bias, attention takes this layer's part

@@ -1,6 +1,5 @@
 """Compact caches as safetensors files with a checksum over every byte."""
 
-import errno
 import hashlib
 import json
 import re
@@ -13,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 
 from kvcat.cache.slots import CompactLayer, Layer, RaggedLayer
-from kvcat.cachefile import NO_DIGEST, VERSIONS, parse_header, parse_metadata
+from kvcat.cachefile import NO_DIGEST, VERSIONS, parse_metadata, read_header
 from kvcat.errors import InputError
 from kvcat.files import atomic_write
 from kvcat.types import Tensor
@@ -29,7 +28,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], entries: dict[str, str
     """Write a safetensors file with format and checksum; equal contents give equal bytes.
 
     Args:
-        path: file to write; its folder must exist.
+        path: file to write.
         tensors: by name.
         entries: of the header beside ``format`` and ``sha256``, written in this order.
         kind: ``CACHE``, ``PREFIX`` or ``STATE``.
@@ -51,38 +50,20 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], entries: dict[str, str
 
 def read_tensors(path: Path, kind: str) -> tuple[dict[str, str], dict[str, Tensor]]:
     """Header entries and tensors of a file of ``write_tensors``; refuses every other."""
-    if not path.is_file():
-        raise InputError(f"no cache file {path}")
+    header = read_header(path, kind)
     try:
-        with path.open("rb") as file:
-            header = parse_header(file, path, kind)
-            file.seek(0)
-            return header.entries, safetensors.torch.load(file.read())
+        return header.entries, safetensors.torch.load(path.read_bytes())
     except SafetensorError as error:
         raise InputError(f"{path} is truncated or not a safetensors file: {error}") from error
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}") from error
-
-
-def check_target(path: Path) -> None:
-    """Refuse a path that is a folder, or in no folder."""
-    if path.is_dir() or not path.parent.is_dir():
-        raise InputError(f"cannot write {path}: {'it is a folder' if path.is_dir() else 'no such folder'}")
 
 
 def write_bytes(path: Path, *parts: bytes | memoryview) -> None:
-    """Write a file of several parts, whole or not at all.
-
-    Raises:
-        InputError: no such folder, no permission, or the disk is full.
-    """
-    check_target(path)
+    """Write a file of several parts, whole or not at all; an ``InputError`` says why it cannot."""
     try:
         with atomic_write(path) as partial, partial.open("wb") as file:
             file.writelines(parts)
     except OSError as error:
-        reason = "the disk is full" if error.errno == errno.ENOSPC else error.strerror
-        raise InputError(f"cannot write {path}: {reason}") from error
+        raise InputError(f"cannot write {path}: {error.strerror}") from error
 
 
 def checked_layers(entries: dict[str, str], tensors: dict[str, Tensor], name: str) -> list[Layer]:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from kvcat.cache import CompactCache, CompactLayer, Layer
-from kvcat.cache.files import check_target, read_tensors, write_tensors
+from kvcat.cache.files import read_tensors, write_tensors
 from kvcat.cache.fingerprint import hash_tensor
 from kvcat.cachefile import STATE
 from kvcat.compress.base import Compressor, best_layer, compact_cache, example_generators, parse_method, slots_for, wide
@@ -149,10 +149,8 @@ class GradientCompression(Compressor):
         slots = slots_for(trace.prefix_len, keep_ratio, num_slots)
         if slots >= trace.num_slots:
             return ((step, trace.dense_cache()) for step in steps)
-        state = None if resume is None else Path(resume)
-        if state is not None:
-            check_target(state)
-        return self._train(SlotTraining(self, trace, self.starting_layers(trace, slots)), steps, state, on_step)
+        training = SlotTraining(self, trace, self.starting_layers(trace, slots))
+        return self._train(training, steps, None if resume is None else Path(resume), on_step)
 
     def _train(
         self, training: "SlotTraining", steps: list[int], state: Path | None, on_step: OnStep | None
