@@ -16,7 +16,7 @@ from kvcat.attention import (
     reachable,
 )
 from kvcat.cache import CompactLayer
-from masked import allowed, masked_attention
+from naive import allowed, masked_attention
 
 KINDS = {"causal": {"causal": True}, "all keys": {"causal": False}, "window": {"causal": True, "window": 3}}
 

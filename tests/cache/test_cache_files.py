@@ -215,7 +215,7 @@ def test_a_place_that_cannot_be_written_is_named_and_the_old_file_stays(tmp_path
     with pytest.raises(InputError, match="no cache file"):
         CompactCache.load(tmp_path / "nowhere")
     monkeypatch.setattr("os.fsync", failing(OSError(28, "No space left on device")))
-    with pytest.raises(InputError, match="cannot write .*doc: No space left"):
+    with pytest.raises(InputError, match=r"cannot write .*doc: No space left"):
         example(dtype=torch.bfloat16).save(saved)
     assert saved.read_bytes() == content
     assert [path.name for path in tmp_path.iterdir()] == ["doc"]

@@ -16,7 +16,7 @@ from transformers import AttentionInterface
 from kvcat.losses import budget_loss, distillation_kl, next_token_loss
 from kvcat.models import MaskedPass, logits_from_hidden
 from kvcat.policies import build_policies
-from masked import allowed, masked_attention
+from naive import allowed, attention_mass, masked_attention, router_scores
 from tiny import stock_model
 
 SIZES = {
@@ -64,26 +64,12 @@ def naive_attention(module, query, key, value, attention_mask, scaling=None, sli
 AttentionInterface.register("naive-oracle", naive_attention)
 
 
-def naive_router(router, h):
-    """The keep probabilities of the paper's appendix in quadratic form."""
-    x = functional.layer_norm(h, h.shape[-1:], router.norm.weight, router.norm.bias)
-    q, k = (functional.elu(x @ p.weight.T) + 1 for p in (router.q_proj, router.k_proj))
-    weights = (q @ k.transpose(-1, -2)).tril()
-    a = (weights / (weights.sum(-1, keepdim=True) + 1e-6)) @ (x @ router.v_proj.weight.T) @ router.o_proj.weight.T
-    u, w = h @ router.p_proj.weight.T, h + router.alpha * a
-    return (1 - functional.cosine_similarity(u, w, dim=-1)) / 2
-
-
 def naive_attention_scores(layer, dense, window, prefix_len):
     """1 for position 0 and the slots with the largest attention received, TARGET of all, halves up."""
     *states, scale = dense.seen[layer]
-    q, k = (x[:, :, :prefix_len].detach() for x in states)
-    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-    scores = (q @ k.transpose(-1, -2)) * scale
-    tokens = q.shape[2]
-    mass = scores.masked_fill(allowed(tokens, window) == 0, -torch.inf).softmax(-1).sum((1, 2))
+    mass = attention_mass(*(x[:, :, :prefix_len].detach() for x in states), scale, window)
     mass[:, 0] = torch.inf
-    kept = mass.topk(int(TARGET * tokens + 0.5), dim=1).indices
+    kept = mass.topk(int(TARGET * mass.shape[1] + 0.5), dim=1).indices
     return torch.zeros_like(mass).scatter(1, kept, 1.0)
 
 
@@ -120,7 +106,7 @@ def naive_passes(model, policies, tokens, *, drawn=None, coupling="surrogate", p
                 if policy.reads == "attention":
                     scores[layer] = naive_attention_scores(layer, dense_pass, window, prefix_len)
                 else:
-                    scores[layer] = naive_router(policy, hidden) if list(policy.parameters()) else drawn[layer]
+                    scores[layer] = router_scores(policy, hidden) if list(policy.parameters()) else drawn[layer]
             group = max((c for c in policies if c <= layer), default=None)
             if group is not None:
                 s = scores[group]

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+import naive
 from kvcat import InputError
 from kvcat.policies import (
     AttentionMassPolicy,
@@ -83,24 +84,11 @@ def test_built_policies_take_the_options_and_start_from_weights_of_their_own_tha
     assert build("attention", target=0.3)[0].keep_ratio == 0.3
 
 
-def attention_mass_naive(queries, keys, *, scale, window=None):
-    """Query by query and head by head."""
-    batch, heads, num_tokens, _ = queries.shape
-    mass = torch.zeros(batch, num_tokens, dtype=queries.dtype)
-    for b in range(batch):
-        for head in range(heads):
-            k = keys[b, head * keys.shape[1] // heads]
-            for t in range(num_tokens):
-                first = 0 if window is None else max(0, t - window + 1)
-                mass[b, first : t + 1] += ((k[first : t + 1] @ queries[b, head, t]) * scale).softmax(0)
-    return mass
-
-
 @pytest.mark.parametrize(("heads", "window", "chunk"), [((2, 2), None, 5), ((4, 2), 4, 1), ((6, 1), 1, 100)])
 def test_attention_mass_in_chunks_equals_its_naive_twin(heads, window, chunk):
     q, k = normal(2, heads[0], 13, 4), normal(2, heads[1], 13, 4, seed=1)
     fast = attention_mass(q, k, scale=0.7, window=window, query_chunk=chunk)
-    torch.testing.assert_close(fast, attention_mass_naive(q, k, scale=0.7, window=window), rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(fast, naive.attention_mass(q, k, 0.7, window), rtol=1e-12, atol=1e-13)
 
 
 def test_the_slots_that_everyone_looks_at_are_kept_and_equal_masses_go_to_the_lower_position():

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from torch.nn import functional
 
 from kvcat.losses import budget_loss
 from kvcat.policies import Router
+from naive import router_scores
 
 
 def normal(*shape, seed=0, dtype=torch.float64):
@@ -20,32 +20,11 @@ def moved_router(hidden):
     return router
 
 
-def paper_probability(router, hidden):
-    """The appendix, token by token, in float64."""
-    sequences = []
-    for sequence in hidden:
-        S = torch.zeros(router.k_proj.weight.shape[0], router.v_proj.weight.shape[0], dtype=torch.float64)
-        z = torch.zeros(router.k_proj.weight.shape[0], dtype=torch.float64)
-        probabilities = []
-        for h in sequence:
-            centred = h - h.mean()
-            x = centred / (centred.square().mean() + router.norm.eps).sqrt() * router.norm.weight + router.norm.bias
-            q, k = (functional.elu(w @ x) + 1 for w in (router.q_proj.weight, router.k_proj.weight))
-            S = S + torch.outer(k, router.v_proj.weight @ x)
-            z = z + k
-            a = router.o_proj.weight @ ((q @ S) / (q @ z + 1e-6))
-            u = router.p_proj.weight @ h
-            w = h + router.alpha * a
-            probabilities.append((1 - (u / u.norm()) @ (w / w.norm())) / 2)
-        sequences.append(torch.stack(probabilities))
-    return torch.stack(sequences)
-
-
-def test_the_router_equals_the_paper_token_by_token_in_outputs_and_all_gradients():
+def test_the_router_in_chunks_equals_the_formula_in_outputs_and_all_gradients():
     router, hidden = moved_router(7), normal(2, 140, 7).requires_grad_()  # over three chunks
     upstream = normal(2, 140, seed=4)
     inputs = [hidden, *router.parameters()]
-    outputs = [router(hidden), paper_probability(router, hidden)]
+    outputs = [router(hidden), router_scores(router, hidden)]
     gradients = [torch.autograd.grad(output, inputs, upstream) for output in outputs]
     torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-12, atol=1e-13)
     assert all(gradient.abs().max() > 1e-6 for gradient in gradients[1])

@@ -1,6 +1,7 @@
-"""Masked attention by its formula, with whole matrices (a module of the tests, not a test)."""
+"""Attention, masks and the router by their formulas, with whole matrices (a module of the tests, not a test)."""
 
 import torch
+from torch.nn import functional
 
 
 def allowed(tokens, window=None):
@@ -30,3 +31,19 @@ def masked_attention(q, k, v, m, reach, scale, coupling, bias=None):
         return out
     soft = weighted_mean(reach * (1 + m - m.detach()), *(x.detach() for x in (q, k, v, bias)))
     return out + soft - soft.detach()
+
+
+def attention_mass(q, k, scale, window=None):
+    """Causal attention that each slot receives from all queries and heads."""
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    scores = (q @ k.mT * scale).masked_fill(allowed(q.shape[2], window) == 0, -torch.inf)
+    return scores.softmax(-1).sum((1, 2))
+
+
+def router_scores(router, h):
+    """The keep probabilities of the paper's appendix in quadratic form."""
+    x = functional.layer_norm(h, h.shape[-1:], router.norm.weight, router.norm.bias)
+    q, k = (functional.elu(x @ p.weight.T) + 1 for p in (router.q_proj, router.k_proj))
+    weights = (q @ k.mT).tril()
+    a = (weights / (weights.sum(-1, keepdim=True) + 1e-6)) @ (x @ router.v_proj.weight.T) @ router.o_proj.weight.T
+    return (1 - functional.cosine_similarity(h @ router.p_proj.weight.T, h + router.alpha * a, dim=-1)) / 2
