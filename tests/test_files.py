@@ -4,15 +4,14 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from kvcat.errors import InputError
-from kvcat.files import append_jsonl, atomic_write, claim_folder, one_writer, read_jsonl, remove_partial, write_json
+from kvcat.files import append_jsonl, atomic_write, claim_folder, one_writer, read_jsonl, write_json
 
 
-def test_a_failed_write_keeps_the_old_file_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_failed_write_keeps_the_old_file_and_leaves_nothing_behind(tmp_path):
     target = tmp_path / "a.json"
     write_json(target, {"a": 1})
     with pytest.raises(IsADirectoryError), atomic_write(target) as partial:  # noqa: PT012
@@ -22,7 +21,7 @@ def test_a_failed_write_keeps_the_old_file_and_leaves_nothing_behind(tmp_path: P
     assert [file.name for file in tmp_path.iterdir()] == ["a.json"]
 
 
-def test_a_folder_is_replaced_whole(tmp_path: Path) -> None:
+def test_a_folder_is_replaced_whole(tmp_path):
     for name in ("old", "new"):
         with atomic_write(tmp_path / "folder") as partial:
             partial.mkdir()
@@ -30,14 +29,8 @@ def test_a_folder_is_replaced_whole(tmp_path: Path) -> None:
     assert [file.name for file in (tmp_path / "folder").iterdir()] == ["new"]
 
 
-def test_what_a_kill_left_is_removed(tmp_path: Path) -> None:
-    (tmp_path / ".partial-x").mkdir()
-    remove_partial(tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("cut", [1, 5, 10])
-def test_a_torn_last_line_is_left_out_and_cut_off_by_the_next_append(tmp_path: Path, cut: int) -> None:
+def test_a_torn_last_line_is_left_out_and_cut_off_by_the_next_append(tmp_path, cut):
     log = tmp_path / "log.jsonl"
     append_jsonl(log, {"n": 1}, {"n": 2})
     log.write_bytes(log.read_bytes()[:-cut])
@@ -45,35 +38,34 @@ def test_a_torn_last_line_is_left_out_and_cut_off_by_the_next_append(tmp_path: P
     assert left == [{"n": 1}][: 1 if cut < 10 else 0]
     append_jsonl(log, {"n": 3})
     assert read_jsonl(log) == [*left, {"n": 3}]
+    for line in ("{", "3"):
+        log.write_text(f"{line}\n")
+        with pytest.raises(InputError, match="is damaged"):
+            read_jsonl(log)
 
 
-@pytest.mark.parametrize("line", ["{", "3"])
-def test_a_damaged_whole_line_is_refused(tmp_path: Path, line: str) -> None:
-    (tmp_path / "log.jsonl").write_text(f"{line}\n")
-    with pytest.raises(InputError, match="is damaged"):
-        read_jsonl(tmp_path / "log.jsonl")
-
-
-def test_a_folder_is_claimed_once_and_then_tells_its_configuration(tmp_path: Path) -> None:
+def test_an_empty_folder_is_claimed_once_and_one_of_something_else_is_refused(tmp_path):
+    (tmp_path / ".partial-x").mkdir()  # left by a kill
     assert claim_folder(tmp_path, "config.json", {"seed": 0}) is None
     assert claim_folder(tmp_path, "config.json", {"seed": 1}) == {"seed": 0}
+    assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
+    with pytest.raises(InputError, match=r"holds config\.json"):
+        claim_folder(tmp_path, "other.json", {})
 
 
-def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "letters.txt").write_text("mine")
-    with pytest.raises(InputError, match=r"holds letters\.txt"):
-        claim_folder(tmp_path, "config.json", {})
-
-
-def test_a_folder_has_one_writer_and_is_free_after_a_kill(tmp_path: Path) -> None:
+def test_a_folder_has_one_writer_is_free_after_a_kill_and_goes_where_nothing_was_written(tmp_path):
     hold = "import sys, pathlib, time; from kvcat.files import one_writer\n"
     hold += "with one_writer(pathlib.Path(sys.argv[1])):\n    print('held', flush=True); time.sleep(60)\n"
     with subprocess.Popen([sys.executable, "-c", hold, str(tmp_path)], stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None
         assert other.stdout.readline() == b"held\n"
         with pytest.raises(InputError, match="another process is writing"), one_writer(tmp_path):
             pass
         other.kill()
+    for made, written in (("empty", False), ("full", True)):
+        with one_writer(tmp_path / made):
+            if written:
+                (tmp_path / made / "file").touch()
+        assert (tmp_path / made).exists() == written
     with one_writer(tmp_path):
         pass
 

@@ -46,18 +46,15 @@ def each_logits(engine, tokens):
 
 @pytest.mark.parametrize("slots", ["equal", "unequal layers", "unequal heads"])
 @pytest.mark.parametrize(
-    ("kind", "engine", "tolerance"),
+    ("kind", "cache_type", "tolerance"),
     [
-        ("qwen2", {"cache_type": "float32"}, 1e-3),
-        ("llama", {"cache_type": "float32"}, 1e-3),
-        ("kvcat-base", {"cache_type": "float32"}, 1e-3),
-        ("mistral", {"cache_type": "float32"}, 1e-3),
-        ("qwen2", {"cache_type": "float16"}, 5e-2),  # these caches round
-        ("kvcat-base", {"cache_type": "bfloat16"}, 0.3),
+        ("qwen2", "float32", 1e-3), ("llama", "float32", 1e-3), ("kvcat-base", "float32", 1e-3),
+        ("mistral", "float32", 1e-3),
+        ("qwen2", "float16", 5e-2), ("kvcat-base", "bfloat16", 0.3),  # these caches round
     ],
-)
+)  # fmt: skip
 def test_logits_and_greedy_answers_behind_a_cache_with_log_bias_are_kvcats(
-    served, tmp_path, kind, engine, tolerance, slots
+    served, tmp_path, kind, cache_type, tolerance, slots
 ):
     model, path = served(kind)
     suffix, num_layers = ids(1, NEW, seed=6), model.config.num_hidden_layers
@@ -65,7 +62,7 @@ def test_logits_and_greedy_answers_behind_a_cache_with_log_bias_are_kvcats(
     cache = evicted(model, ids(1, 60), counts, log_bias=True)
     cache = ragged(cache) if slots == "unequal heads" else cache
     prefix = pack(cache, model, tmp_path / "p", KINDS[kind])
-    with closing(LlamaCpp(path, num_ctx=256, **engine)) as running:
+    with closing(LlamaCpp(path, num_ctx=256, cache_type=cache_type)) as running:
         running.load(prefix)
         assert running.position == 9
         found, wanted = each_logits(running, suffix[0]), our_logits(model, cache, suffix)[0]
@@ -131,11 +128,7 @@ def test_what_does_not_fit_is_refused_and_the_engine_goes_on(served, tmp_path):
                 running.load_state(tmp_path / name)
         with pytest.raises(InputError, match="no sequence state"):
             running.load_state(tmp_path / "gone")
-        for tokens, told in (
-            ([], "one or more tokens"),
-            ([96], r"in 0\.\.95"),
-            ([1] * 257, "do not fit behind 0 of 256"),
-        ):
+        for tokens, told in (([], "one or more tokens"), ([96], r"in 0\.\.95"), ([1] * 257, "fit behind 0 of 256")):
             with pytest.raises(InputError, match=told):
                 running.logits(tokens)
         running.load(good)
@@ -144,19 +137,17 @@ def test_what_does_not_fit_is_refused_and_the_engine_goes_on(served, tmp_path):
 
 def test_an_engine_that_is_not_understood_is_refused(served, tmp_path, monkeypatch):
     _, path = served("qwen2")
-    with pytest.raises(InputError, match="no model file"):
-        LlamaCpp(tmp_path / "gone")
     (tmp_path / "text").write_text("no model")
-    with pytest.raises(InputError, match=r"llama\.cpp cannot load"):
-        LlamaCpp(tmp_path / "text")
-    with pytest.raises(InputError, match="cache_type must be one of float32, float16, bfloat16, not 'q8_0'"):
-        LlamaCpp(path, cache_type="q8_0")
-    with pytest.raises(InputError, match=r"no library with llama\.cpp's C API"):
-        LlamaCpp(path, library=tmp_path / "text")
-    with pytest.raises(InputError, match="other parameters than expected"):
-        room._context_parameters(room._Parameters(), 64, 0)
-    with pytest.raises(InputError, match="sequence states of version 9 are laid out in a way that is not known"):
-        room.Layout.read(b"qsgg\x09\0\0\0" + bytes(200), 2, "float16")
+    for mistake, told in (
+        (lambda: LlamaCpp(tmp_path / "gone"), "no model file"),
+        (lambda: LlamaCpp(tmp_path / "text"), r"llama\.cpp cannot load"),
+        (lambda: LlamaCpp(path, cache_type="q8_0"), "cache_type must be one of float32, float16, bfloat16, not 'q8_0'"),
+        (lambda: LlamaCpp(path, library=tmp_path / "text"), r"no library with llama\.cpp's C API"),
+        (lambda: room._context_parameters(room._Parameters(), 64, 0), "other parameters than expected"),
+        (lambda: room.Layout.read(b"qsgg\x09\0\0\0" + bytes(200), 2, "float16"), "version 9 are laid out in a way"),
+    ):
+        with pytest.raises(InputError, match=told):
+            mistake()
     monkeypatch.setattr(room.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"llama\.cpp is not installed: pip install"):
         LlamaCpp(path)

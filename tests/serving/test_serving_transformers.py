@@ -1,8 +1,6 @@
-"""Compact caches as ordinary prefixes: keys turned to other positions, and a stock transformers that knows no kvcat."""
+"""Compact caches as ordinary prefixes: keys turned to other positions, in a cache of stock transformers."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import safetensors.torch
@@ -14,9 +12,8 @@ from kvcat.cache import CompactCache
 from kvcat.cachefile import PREFIX, read_header
 from kvcat.cli.documents import describe
 from kvcat.errors import InputError
-from kvcat.models import save
 from kvcat.models.rotation import KeyRotation
-from kvcat.serving import export_prefix, plain_prefix, widen
+from kvcat.serving import export_prefix, plain_prefix
 
 
 def rope(kind, **options):
@@ -66,52 +63,8 @@ def test_a_stock_cache_of_the_exported_keys_answers_as_the_compact_cache(kind, o
     assert torch.allclose(our_logits(model, plain, suffix), ours, atol=1e-4, rtol=1e-4)
 
 
-CHILD = """
-import sys
-sys.modules["kvcat"] = None
-import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, DynamicCache
-
-folder, results = sys.argv[1], {}
-ids = load_file(f"{folder}/ids")["ids"]
-for name in ("plain", "wide"):
-    model = AutoModelForCausalLM.from_pretrained(f"{folder}/{name}", dtype=torch.float32)
-    with safe_open(f"{folder}/{name}.prefix", "pt") as file:
-        told = file.metadata()
-    assert told["format"] == "kvcat-prefix-1" and told["dtype"] == "float32", told
-    tensors, cache = load_file(f"{folder}/{name}.prefix"), DynamicCache()
-    for i in range(int(told["num_layers"])):
-        cache.update(tensors[f"layers.{i}.keys"], tensors[f"layers.{i}.values"], i)
-    with torch.no_grad():
-        results[name] = model(ids, past_key_values=cache).logits.contiguous()
-save_file(results, f"{folder}/logits")
-try:
-    import kvcat
-except ImportError:
-    print("no kvcat here")
-"""
-
-
-def test_a_process_without_kvcat_continues_from_the_file_with_log_bias_and_unequal_heads_if_widened(tmp_path):
-    model, suffix = make_model("qwen2"), ids(1, 6)
-    caches = {"plain": evicted(model, ids(1, 30), 7), "wide": ragged(evicted(model, ids(1, 30), (9, 4), log_bias=True))}
-    export_prefix(caches["plain"], model, tmp_path / "plain.prefix")
-    export_prefix(caches["wide"], model, tmp_path / "wide.prefix", head_dim=12)
-    model.save_pretrained(tmp_path / "plain")
-    save(widen(model, 12), None, tmp_path / "wide")
-    safetensors.torch.save_file({"ids": suffix}, tmp_path / "ids")
-    child = subprocess.run([sys.executable, "-c", CHILD, str(tmp_path)], capture_output=True, text=True, check=False)
-    assert child.stdout == "no kvcat here\n", child.stderr
-    theirs = safetensors.torch.load_file(tmp_path / "logits")
-    for name, cache in caches.items():
-        assert torch.allclose(theirs[name], our_logits(model, cache, suffix), atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize("counts", [(9, 4), (3, 8)])
-def test_layers_of_their_own_number_of_slots_answer_in_a_stock_cache_token_by_token(counts):
-    model, question = make_model(), ids(1, 4)
+def test_layers_of_their_own_number_of_slots_answer_in_a_stock_cache_token_by_token():
+    model, question, counts = make_model(), ids(1, 4), (3, 8)
     cache = evicted(model, ids(1, 30), counts)
     ours = model.generate(**cache.inputs(model, question), max_new_tokens=8, do_sample=False, pad_token_id=0)
     model.set_attn_implementation("sdpa")
@@ -132,6 +85,10 @@ def test_the_file_tells_all_a_reader_needs(tmp_path):
     with safetensors.safe_open(tmp_path / "p", "pt") as file:
         told = file.metadata()
         assert sorted(file.keys()) == [f"layers.{i}.{part}" for i in (0, 1) for part in ("keys", "values")]
+    plain = plain_prefix(cache, model)
+    for name, tensor in safetensors.torch.load_file(tmp_path / "p").items():
+        _, layer, part = name.split(".")
+        assert torch.equal(tensor, getattr(plain.layers[int(layer)], part))
     told.pop("sha256")
     assert json.loads(told.pop("metadata")) == {"method": "random", "original_num_tokens": "30"}
     assert told == {
@@ -163,21 +120,15 @@ def test_what_a_plain_prefix_cannot_hold_is_refused_and_a_log_bias_dropped_only_
     assert not torch.allclose(our_logits(model, biased, suffix), expected, atol=1e-2)
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "told"),
-    [
+def test_models_whose_keys_cannot_be_turned_are_refused_by_name():
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 64}
+    for kind, options, told in (
         ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}, "OPTForCausalLM has no rotary position embedding"),
         ("llama", rope("dynamic", factor=4.0), "'dynamic' depend on the length of the text"),
-        (
-            "phi3",
-            rope("longrope", short_factor=[1.0] * 4, long_factor=[2.0] * 4, original_max_position_embeddings=64),
-            "'longrope' depend on the length of the text",
-        ),
-    ],
-)
-def test_models_whose_keys_cannot_be_turned_are_refused_by_name(kind, options, told):
-    with pytest.raises(InputError, match=told):
-        KeyRotation(make_model(kind, options), -23)
+        ("phi3", rope("longrope", **factors), "'longrope' depend on the length of the text"),
+    ):
+        with pytest.raises(InputError, match=told):
+            KeyRotation(make_model(kind, options), -23)
 
 
 def test_a_rotation_that_is_not_the_models_is_noticed():

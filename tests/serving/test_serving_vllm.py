@@ -180,16 +180,6 @@ def test_nothing_reaches_a_document_or_its_prefix_cache_but_a_request_that_names
     assert world.ask(prompt, None, "/invocations") == plain
 
 
-def test_another_document_under_a_name_is_answered_from_at_once(world):
-    question = world.tokens("the red stone")
-    before = request_fields(read_prefix(world.folder / "layers"), "layers", question)
-    assert world.ask("the red stone", "layers") == world.wanted(question, "layers")
-    world.caches["layers"] = world.cache(9, (40, 9))
-    world.put("layers", world.caches["layers"])
-    assert world.ask("the red stone", "layers") == world.wanted(question, "layers")
-    assert world.ask(before["prompt"], "layers", "/invocations", cache_salt=before["cache_salt"])[0] == 500
-
-
 def test_a_file_that_changes_between_scheduler_and_worker_fails_the_blocks_that_it_was_for(world):
     from kvcat.serving import vllm as room
 

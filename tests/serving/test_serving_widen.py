@@ -107,19 +107,16 @@ def test_a_log_bias_of_log_m_is_m_repeated_slots_and_an_unseen_slot_is_none():
     assert torch.allclose(logits(repeated), logits(replace(repeated, layers=five)), atol=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "head_dim", "told"),
-    [
+def test_what_cannot_be_widened_is_refused_by_name():
+    for kind, options, head_dim, told in (
         ("qwen3", {"head_dim": 8}, 12, "Qwen3ForCausalLM cannot be widened; what can: llama, .*pack without widening"),
         ("mistral", {"sliding_window": 16}, 12, "its sliding windows would lose the slots"),
         ("llama", rope("dynamic", factor=4.0), 12, "'dynamic' depend on the length of the text"),
         ("llama", {}, 8, "head_dim must be even and larger than the model's 8, not 8"),
         ("llama", {}, 11, "head_dim must be even"),
-    ],
-)
-def test_what_cannot_be_widened_is_refused_by_name(kind, options, head_dim, told):
-    with pytest.raises(InputError, match=told):
-        widen(make_model(kind, options), head_dim)
+    ):
+        with pytest.raises(InputError, match=told):
+            widen(make_model(kind, options), head_dim)
 
 
 def test_prefixes_that_no_engine_takes_are_refused(tmp_path):
@@ -132,16 +129,5 @@ def test_prefixes_that_no_engine_takes_are_refused(tmp_path):
         export_prefix(made, model, path, **options)
         with pytest.raises(InputError, match=told):
             read_prefix(path)
-    export_prefix(cache, model, path, head_dim=12)
-    known = read_prefix(path)
-    export_prefix(evicted(model, ids(1, 31), 7), model, path, head_dim=12)
-    with pytest.raises(InputError, match="p has changed since it was asked for"):
-        known.load()
-    path.write_bytes(path.read_bytes()[:-1] + b"\7")
-    with pytest.raises(InputError, match="corrupt"):
-        read_prefix(path)
-    cache.save(path)
-    with pytest.raises(InputError, match="not an exported prefix"):
-        read_prefix(path)
     with pytest.raises(InputError, match="not a widened checkpoint"):
         write_gguf(model, tmp_path / "m.gguf")

@@ -10,13 +10,12 @@ from runs import assert_close, assert_same, config, exported, records
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvcat.data import open_tokens
-from kvcat.files import append_jsonl, read_jsonl
+from kvcat.files import read_jsonl
 from kvcat.losses import distillation_kl, next_token_loss
 from kvcat.models import MaskedPass, load, logits_from_hidden
 from kvcat.policies import RandomPolicy
 from kvcat.recipes import small
 from kvcat.training import loop as loop_module
-from kvcat.training.log import RunLog
 from kvcat.training.loop import train
 from kvcat.training.objective import Objective
 
@@ -158,15 +157,6 @@ def test_a_record_and_a_line_without_a_terminal_tell_rates_norms_speed_and_the_t
     assert len(lines) == 3
     assert all("dense " in line and " tokens/s" in line and line.endswith(" left") for line in lines)
     assert {t.dtype for t in exported(run.output).values()} == {torch.float32}  # the weights of bfloat16 compute
-
-
-def test_a_log_opened_at_a_step_drops_what_came_later(tmp_path, new_run):
-    records = [{"kind": "train", "step": step} for step in (1, 2, 3)]
-    (tmp_path / "run").mkdir()
-    append_jsonl(tmp_path / "run" / "metrics.jsonl", *records)
-    log = RunLog(new_run(), 2, enabled=True, progress=False)
-    assert read_jsonl(tmp_path / "run" / "metrics.jsonl") == records[:2]
-    assert log.last == {"train": records[1]}
 
 
 def test_tensorboard_gets_every_number_of_every_record(tmp_path, new_run):

@@ -7,14 +7,12 @@ import shutil
 import pytest
 import torch
 import torch.distributed as dist
-from runs import assert_close, config, context, records
+from runs import assert_close, context, records
 from torch.distributed.fsdp import FSDPModule
 
 from kvcat.errors import InputError
-from kvcat.models import load
-from kvcat.training.distributed import join_world, reduce_in_next_backward, shard
+from kvcat.training.distributed import join_world
 from kvcat.training.loop import train
-from kvcat.training.objective import Objective
 
 
 def train_in_processes(run, folder, size=2):
@@ -44,10 +42,6 @@ def _member(run, folder, rank, size, port):
         said = str(error)
     (folder / f"{rank}.txt").write_text(said)
     os._exit(2 if said else 0)
-
-
-def _alone(run, folder):
-    _member(run, folder, 0, 1, 0)
 
 
 @pytest.mark.parametrize(
@@ -95,21 +89,6 @@ def test_a_mistake_is_told_by_every_process_before_anything_is_written(tmp_path,
     assert ["is not empty" in message for message in said] == [True, True]
 
 
-def test_of_two_runs_that_make_one_folder_at_once_one_has_it_and_the_other_is_refused(tmp_path, new_run):
-    run = new_run("a/run", policy="control", max_steps=2)
-    for number in range(2):
-        (tmp_path / str(number)).mkdir()
-    children = [context().Process(target=_alone, args=(run, tmp_path / str(number))) for number in range(2)]
-    for child in children:
-        child.start()
-    for child in children:
-        child.join()
-    said = sorted((tmp_path / str(number) / "0.txt").read_text() for number in range(2))
-    assert said[0] == ""
-    assert said[1] == "" or "another process is writing to" in said[1]
-    assert [r["step"] for r in records(run.output) if r["kind"] == "train"] == [1, 2]
-
-
 def test_a_single_process_needs_no_group_unless_it_is_asked_for():
     with join_world("cpu") as world:
         assert (world.rank, world.size, world.mesh) == (0, 1, None)
@@ -128,22 +107,6 @@ def test_gradients_are_reduced_once_a_step_not_every_micro_batch(monkeypatch, ne
     options = {"policy": "control", "max_steps": 2, "dtype": "bfloat16", "micro_batch_size": 1}
     train(new_run(**options), progress=False)
     assert flags == [False, False, False, True] * 2
-
-
-def test_gradients_that_were_not_reduced_are_added_up(tiny_folder, tmp_path):
-    tokens = torch.randint(3, 200, (1, 32), generator=torch.Generator().manual_seed(0))
-    with join_world("cpu", group=True) as world:
-        objective = Objective(load(tiny_folder)[0], config(tiny_folder, "data", tmp_path / "run", policy="control"))
-        shard(objective, world, torch.float32)
-        for is_last in (False, False, True):
-            reduce_in_next_backward(objective, is_last)
-            objective(tokens, [torch.Generator()], 0)[0].backward()
-            assert all((p.grad is not None) == is_last for p in objective.parameters())
-        three = [p.grad.full_tensor().clone() for p in objective.parameters()]
-        objective.zero_grad(set_to_none=True)
-        objective(tokens, [torch.Generator()], 0)[0].backward()
-        for summed, p in zip(three, objective.parameters(), strict=True):
-            torch.testing.assert_close(summed, 3 * p.grad.full_tensor(), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.slow
