@@ -1,6 +1,7 @@
 """A compact cache in llama.cpp: its logits and its greedy answers are kvcat's, log-bias and unequal heads included."""
 
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 import torch
@@ -69,8 +70,7 @@ def test_logits_and_greedy_answers_behind_a_cache_with_log_bias_are_kvcats(
         assert (found - wanted).abs().max() < tolerance
         running.load(prefix)
         made = list(running.generate(suffix[0].tolist(), 8))
-        running.write_state(prefix, tmp_path / "state")
-        running.load_state(tmp_path / "state")
+        running.load(prefix)
         assert torch.equal(each_logits(running, suffix[0]), found)
     expected = model.generate(**cache.inputs(model, suffix), max_new_tokens=8, do_sample=False, pad_token_id=0)
     assert made == expected[0, NEW:].tolist()
@@ -106,13 +106,7 @@ def test_what_does_not_fit_is_refused_and_the_engine_goes_on(served, tmp_path):
         [CompactLayer(x.keys, x.values * 1e9, x.log_bias) for x in cache.layers], 60, cache.fingerprint
     )
     large = pack(large, model, tmp_path / "large", 24)
-    with (
-        closing(LlamaCpp(path, num_ctx=256)) as running,
-        closing(LlamaCpp(path, num_ctx=256, cache_type="float32")) as full,
-    ):
-        full.write_state(good, tmp_path / "float32")
-        running.write_state(good, tmp_path / "state")
-        (tmp_path / "cut").write_bytes((tmp_path / "state").read_bytes()[:500])
+    with closing(LlamaCpp(path, num_ctx=256)) as running:
         running.load(good)
         before = running.logits([5])
         for wrong, told in (
@@ -123,11 +117,10 @@ def test_what_does_not_fit_is_refused_and_the_engine_goes_on(served, tmp_path):
         ):
             with pytest.raises(InputError, match=told):
                 running.load(wrong)
-        for name in ("float32", "cut"):
-            with pytest.raises(InputError, match=f"llama.cpp refuses .*{name}: "):
-                running.load_state(tmp_path / name)
-        with pytest.raises(InputError, match="no sequence state"):
-            running.load_state(tmp_path / "gone")
+        known, running.layout = running.layout, replace(running.layout, version=99)
+        with pytest.raises(InputError, match=r"llama\.cpp refuses .*good: "):
+            running.load(good)
+        running.layout = known
         for tokens, told in (([], "one or more tokens"), ([96], r"in 0\.\.95"), ([1] * 257, "fit behind 0 of 256")):
             with pytest.raises(InputError, match=told):
                 running.logits(tokens)

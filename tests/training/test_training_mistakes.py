@@ -28,7 +28,7 @@ MISTAKES = {
     "gone.txt": {"data": "gone.txt"},
     "nor in the local Hub cache": {"model": "nobody/no-such-model"},
     "nobody/texts": {"data": "hub:nobody/texts"},
-    "model.safetensors is corrupt": {"model": "broken"},
+    "broken: SafetensorError": {"model": "broken"},
     "fewer than one sequence of 32": {"data": "2 of 1"},
     "too few documents (1)": {"data": "1 of 90"},
     "seq_len 257 exceeds the model's 256 positions": {"seq_len": 257},
@@ -37,7 +37,7 @@ MISTAKES = {
     "1..2": {"num_groups": 3},
     "device is 'foo'": {"device": "foo"},
     "device is 'cuda:99'": {"device": "cuda:99"},
-    "pip install 'kvcat[wandb]'": {"monitor": "wandb"},
+    "pip install 'kvcat[tensorboard]'": {"monitor": "tensorboard"},
 }
 
 

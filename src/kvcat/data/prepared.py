@@ -7,7 +7,6 @@ each document, without gaps, so that sequences of any length can be cut from the
 import os
 import shutil
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -36,14 +35,12 @@ def is_prepared(path: str | Path) -> bool:
     return (Path(path).expanduser() / INDEX).is_file()
 
 
-def open_prepared(folder: str | Path, encoder: Encoder, seq_len: int, *, check: bool = True) -> list[np.ndarray]:
+def open_prepared(folder: str | Path, encoder: Encoder, seq_len: int) -> list[np.ndarray]:
     """The training and validation sequences of a prepared folder, mapped read-only.
 
-    ``check`` compares the checksums too, which reads the files once; sizes are always compared.
-
     Raises:
-        InputError: not such a folder, a newer format, another tokenizer, a truncated or damaged file, fewer tokens than
-            one sequence.
+        InputError: not such a folder, a newer format, another tokenizer, a truncated file, fewer tokens than one
+            sequence.
     """
     folder = Path(folder).expanduser()
     index = _read_index(folder)
@@ -60,8 +57,6 @@ def open_prepared(folder: str | Path, encoder: Encoder, seq_len: int, *, check: 
             raise InputError(f"{folder} is incomplete: {path.name} is missing")
         if (size := path.stat().st_size) != num_bytes:
             raise InputError(f"{path} is damaged: it has {size} bytes, not {num_bytes}")
-        if check and (found := _checksum(path)) != part["crc32"]:
-            raise InputError(f"{path} is damaged: its checksum is {found:08x}, not {part['crc32']:08x}")
         if not num_sequences:
             raise InputError(f"{path} has {part['tokens']} tokens, fewer than one sequence of {seq_len}")
         tables.append(np.memmap(path, dtype, "r", shape=(num_sequences, seq_len)))
@@ -75,14 +70,6 @@ def _read_index(folder: Path) -> dict[str, Any]:
     if index["version"] > VERSION:
         raise InputError(f"{folder} has format {index['version']}, newer than {VERSION}, the newest this kvcat reads")
     return index
-
-
-def _checksum(path: Path) -> int:
-    checksum = 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 23):
-            checksum = zlib.crc32(block, checksum)
-    return checksum
 
 
 def prepare(
@@ -240,16 +227,14 @@ def _append(file: IO[bytes], done: dict[str, int], documents: list[np.ndarray], 
 
 def _finish(work: Path, target: Path, tokenizer_name: str, progress: dict[str, Any]) -> dict[str, Any]:
     """Write the index and give the folder its name."""
-    splits = progress["splits"]
-    for split, part in splits.items():
+    for split, part in progress["splits"].items():
         if not part["tokens"]:
-            count = sum(part["documents"] for part in splits.values())
+            count = sum(part["documents"] for part in progress["splits"].values())
             raise InputError(
                 f"{progress['source']} has no {split} document among {count}; prepare more text, or train on the text "
                 "itself, which then holds one out"
             )
-    splits = {split: {**part, "crc32": _checksum(work / f"{split}.bin")} for split, part in splits.items()}
-    index = {**progress, "tokenizer_name": tokenizer_name, "kvcat": kvcat.__version__, "splits": splits}
+    index = {**progress, "tokenizer_name": tokenizer_name, "kvcat": kvcat.__version__}
     del index["file"], index["row"]
     write_json(work / INDEX, index)
     for name in (PROGRESS, LOCK_FILE):

@@ -4,18 +4,19 @@ A stream's t-th sequence is a function of seed, stream and t alone: neither the 
 is cut into micro-batches changes it. A position of a few integers is enough to continue a stream.
 """
 
-import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import count
+from queue import Queue
+from threading import Thread
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from kvcat.data.documents import Document, Source, SourceFile, open_source, read_documents
+from kvcat.data.documents import Document, Source, open_source, read_documents
 from kvcat.data.packing import Encoder, excerpts, pack
 from kvcat.data.prepared import is_prepared, open_prepared
 from kvcat.data.split import split_of, training_splits
@@ -89,17 +90,6 @@ class TextStreams:
             "tokenizer": self.encoder.fingerprint, "num_streams": self.num_streams, "seed": self.seed,
         }  # fmt: skip
 
-    @property
-    def num_stripes(self) -> int:
-        """Parts that each file is read in."""
-        return -(-self.num_streams // len(self.source.files))
-
-    def items(self, stream: int, epoch: int) -> list[tuple[SourceFile, int]]:
-        """Files and stripes that a stream reads in an epoch; over all streams each occurs once."""
-        order = np.random.default_rng([self.seed, epoch]).permutation(len(self.source.files) * self.num_stripes)
-        chosen = (divmod(item, self.num_stripes) for item in order[stream :: self.num_streams].tolist())
-        return [(self.source.files[file], stripe) for file, stripe in chosen]
-
     def sequences(self, stream: int, start: tuple[int, ...]) -> Sequences:
         """The endless sequences of a stream from a position on; ``InputError`` if a file holds no text."""
         parts: list[np.ndarray] = []
@@ -114,12 +104,15 @@ class TextStreams:
             used = 0
 
     def _documents(self, stream: int, start: Position) -> Iterator[tuple[Position, np.ndarray]]:
-        row, num_empty = start.row, 0
+        files, row, num_empty = self.source.files, start.row, 0
+        num_stripes = -(-self.num_streams // len(files))
         for epoch in count(start.epoch):
-            for item, (file, stripe) in enumerate(self.items(stream, epoch)):
+            order = np.random.default_rng([self.seed, epoch]).permutation(len(files) * num_stripes)
+            for item, part in enumerate(order[stream :: self.num_streams].tolist()):
                 if epoch == start.epoch and item < start.item:
                     continue
-                for here, document in read_documents(file, row, stripe=stripe, num_stripes=self.num_stripes):
+                file, stripe = divmod(part, num_stripes)
+                for here, document in read_documents(files[file], row, stripe=stripe, num_stripes=num_stripes):
                     if split_of(document.id) == "train":
                         num_empty = -1
                         yield Position(epoch, item, here), self.encoder([document.text])[0]
@@ -142,7 +135,7 @@ class TokenLoader:
         own = range(plan.num_streams) if streams is None else sorted(streams)
         self._plan = plan
         self._positions: dict[int, tuple[int, ...]] = dict.fromkeys(own, plan.start)
-        self._steps: _ReadAhead | None = None
+        self._steps: Iterator[list[tuple[np.ndarray, tuple[int, ...]]]] | None = None
 
     def read(self) -> Int[Tensor, "streams tokens"]:
         """The next sequence of each stream of this process, int64, in the order of the streams.
@@ -150,9 +143,9 @@ class TokenLoader:
         All or nothing: after an ``InputError``, of a file or the network, every stream is where it was.
         """
         if self._steps is None:
-            self._steps = _ReadAhead([self._plan.sequences(*place) for place in self._positions.items()])
+            self._steps = _read_ahead([self._plan.sequences(*place) for place in self._positions.items()])
         try:
-            step = self._steps.take()
+            step = next(self._steps)
         except BaseException:
             self._steps = None
             raise
@@ -173,32 +166,23 @@ class TokenLoader:
         self._positions = {stream: tuple(state["streams"][str(stream)]) for stream in self._positions}
 
 
-class _ReadAhead:
-    """The steps of some streams; while one is used, a thread reads the next."""
+def _read_ahead(readers: list[Sequences]) -> Iterator[list[tuple[np.ndarray, tuple[int, ...]]]]:
+    """The steps of some streams, each stream's next sequence; while one is used, a thread reads the next."""
 
-    def __init__(self, readers: list[Sequences]) -> None:
-        self._readers = readers
-        self._start()
-
-    def take(self) -> list[tuple[np.ndarray, tuple[int, ...]]]:
-        """Each stream's next sequence and the position after it; raises what the thread met."""
-        self._thread.join()
-        if isinstance(self._found, Exception):
-            raise self._found
-        step = self._found
-        self._start()
-        return step
-
-    def _start(self) -> None:
-        self._found: Any = None
-        self._thread = threading.Thread(target=self._read, daemon=True)
-        self._thread.start()
-
-    def _read(self) -> None:
+    def read() -> None:
         try:
-            self._found = [next(reader) for reader in self._readers]
+            steps.put([next(reader) for reader in readers])
         except Exception as error:
-            self._found = error
+            steps.put(error)
+
+    steps: Queue[Any] = Queue()
+    Thread(target=read, daemon=True).start()
+    while True:
+        step = steps.get()
+        if isinstance(step, Exception):
+            raise step
+        Thread(target=read, daemon=True).start()
+        yield step
 
 
 def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -235,7 +219,6 @@ def open_tokens(
     validation_sequences: int,
     seed: int,
     streams: Iterable[int] | None = None,
-    check: bool = True,
 ) -> TokenData:
     """Training and validation tokens, disjoint by document.
 
@@ -247,7 +230,6 @@ def open_tokens(
         tokenizer: with a fast form and an EOS token.
         batch_size: sequences per step, over all processes; the number of streams.
         streams: see ``TokenLoader``; other settings are those of ``TrainConfig``.
-        check: compare the checksums of a prepared folder; one process of a run is enough.
 
     Raises:
         InputError: no such data, too little text, or none that can be read.
@@ -266,7 +248,7 @@ def open_tokens(
         held_out = (document for document in documents if split_of(document.id) == "validation")
         validation = packed("validation", held_out, validation_sequences)
     elif is_prepared(data):
-        train, validation = open_prepared(data, encoder, seq_len, check=check)
+        train, validation = open_prepared(data, encoder, seq_len)
         plan = TableStreams(train, batch_size, seed)
     else:
         documents, held_out = training_splits(data, seed)

@@ -156,23 +156,7 @@ class LlamaCpp:
         self.clear()
 
     def load(self, prefix: Prefix) -> None:
-        """Begin anew behind a document's cache; ``InputError`` as of ``write_state`` and ``load_state``."""
-        with tempfile.TemporaryDirectory() as folder:
-            self.write_state(prefix, Path(folder) / "state")
-            self.load_state(Path(folder) / "state")
-
-    def load_state(self, path: str | Path) -> None:
-        """Begin anew behind the cache in a file of ``write_state``; ``InputError`` if llama.cpp refuses it."""
-        if not Path(path).is_file():
-            raise InputError(f"no sequence state {path}")
-        self.clear()
-        tokens, count = (ctypes.c_int32 * self.num_ctx)(), ctypes.c_size_t(0)
-        arguments = (str(path).encode(), 0, tokens, self.num_ctx, ctypes.byref(count))
-        if not self._call("state_seq_load_file", self._context, *arguments):
-            raise InputError(f"llama.cpp refuses {path}: {_reasons[-1]}")
-
-    def write_state(self, prefix: Prefix, path: str | Path) -> None:
-        """Write a cache as a file for this engine, with token 0 for every cell; ``InputError`` if it does not fit."""
+        """Begin anew behind a document's cache, token 0 in every cell; ``InputError`` if it does not fit."""
         if self._fingerprint not in ("", prefix.fingerprint):
             raise InputError(
                 f"the cache belongs to another model: its fingerprint is {prefix.fingerprint[:12]}, the GGUF file's "
@@ -188,7 +172,14 @@ class LlamaCpp:
             )
         if prefix.num_slots >= self.num_ctx:
             raise InputError(f"{prefix.num_slots} slots do not fit into a context of {self.num_ctx} cells")
-        write_bytes(Path(path), *self.layout.file(prefix, is_interleaved=_INTERLEAVED[self._architecture]))
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "state"
+            write_bytes(path, *self.layout.file(prefix, is_interleaved=_INTERLEAVED[self._architecture]))
+            tokens, count = (ctypes.c_int32 * self.num_ctx)(), ctypes.c_size_t(0)
+            arguments = (str(path).encode(), 0, tokens, self.num_ctx, ctypes.byref(count))
+            self.clear()
+            if not self._call("state_seq_load_file", self._context, *arguments):
+                raise InputError(f"llama.cpp refuses {prefix.path}: {_reasons[-1]}")
 
     def logits(self, ids: Sequence[int]) -> Float[Tensor, " vocab"]:
         """Logits after the tokens, which follow what the context holds; ``InputError`` for ids that do not fit."""

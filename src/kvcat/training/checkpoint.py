@@ -22,7 +22,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as torch_states
 from torch.utils import _pytree as pytree
 
-from kvcat.errors import InputError
+from kvcat.errors import InputError, one_line
 from kvcat.files import append_jsonl, atomic_write, claim_folder, read_jsonl, remove_partial, write_json
 from kvcat.training.config import TrainConfig
 from kvcat.training.distributed import World
@@ -76,8 +76,8 @@ class Checkpoints:
             self._writing = None
         if self._failure is not None:
             error, self._failure = self._failure, None
-            reason = " ".join(str(error).split())[:200]
-            raise InputError(f"a checkpoint of {self.run} cannot be written; earlier ones are in place: {reason}")
+            told = f"a checkpoint of {self.run} cannot be written; earlier ones are in place"
+            raise InputError(f"{told}: {one_line(error)}")
 
     def load_newest(self) -> tuple[int, list[dict[str, Any]], list[str]]:
         """Load the newest whole checkpoint into module and optimizer.
@@ -246,18 +246,15 @@ def record_config(config: TrainConfig, step: int, changes: dict[str, list[Any]])
 
 
 def check_disk(config: TrainConfig, module: nn.Module) -> None:
-    """Refuse to start where the checkpoints still to be written and the export do not fit.
+    """Refuse to start where the checkpoints that will be kept, one more and the export do not fit.
 
-    A new checkpoint is written before the oldest is removed. It holds weights in float32 and two moments of each.
+    A checkpoint holds weights in float32 and two moments of each.
     """
-    run = Path(config.output)
-    existing = folders(run)
-    still = math.ceil((config.max_steps - (step_of(existing[-1]) if existing else 0)) / config.checkpoint_every)
-    num_written = min(max(1, config.keep_checkpoints + 1 - len(existing)), max(0, still))
+    run, num_saves = Path(config.output), config.max_steps / config.checkpoint_every
+    num_new = max(0, min(config.keep_checkpoints + 1, math.ceil(num_saves)) - len(folders(run)))
     exported = 2 if config.export_dtype == "bfloat16" else 4
-    needed = sum(p.numel() for p in module.parameters()) * (12 * num_written + exported)
-    free = shutil.disk_usage(run).free
-    if free < needed:
+    needed = sum(p.numel() for p in module.parameters()) * (12 * num_new + exported)
+    if (free := shutil.disk_usage(run).free) < needed:
         room = f"{free / 1e6:,.1f} MB free, checkpoints and export need {needed / 1e6:,.1f} MB"
         raise InputError(f"no disk space for {run}: {room}")
 

@@ -67,7 +67,7 @@ class TrainConfig:
     device: str = "cpu"  # Torch device; with cuda, each process that torchrun starts takes its own GPU
     activation_checkpointing: bool = False  # Recompute activations in the backward pass instead of keeping them
     compile: bool = False  # Compile each decoder layer with torch.compile
-    monitor: Literal["none", "tensorboard", "wandb"] = "none"  # Where records are copied to besides metrics.jsonl
+    monitor: Literal["none", "tensorboard"] = "none"  # Where records are copied to besides metrics.jsonl
     log_every: int = 1  # Steps between training records
     validation_every: int = 50  # Steps between validations, which also run before the first step and after the last
     validation_sequences: int = 16  # Sequences of held-out documents that validation reads
@@ -212,11 +212,6 @@ def _typed(value: Any, hint: Any) -> Any:
 
 
 def _describe(hint: Any) -> str:
-    args = typing.get_args(hint)
     if typing.get_origin(hint) is Literal:
-        return f"one of {', '.join(args)}"
-    if isinstance(hint, types.UnionType):
-        return f"{_describe(args[0])} or none"
-    if typing.get_origin(hint) is tuple:
-        return "a list of whole numbers" if args[0] is int else "a list of two numbers"
-    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[hint]
+        return f"one of {', '.join(typing.get_args(hint))}"
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(hint) or str(hint)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
-from kvcat.errors import InputError
+from kvcat.errors import InputError, one_line
 from kvcat.models import decoder_layers, parse_device
 from kvcat.training.config import TrainConfig
 from kvcat.training.objective import Objective
@@ -103,8 +103,7 @@ def join_world(device: str, *, group: bool = False) -> Iterator[World]:
         try:
             dist.init_process_group(backend, store=store, rank=rank, world_size=size)
         except (RuntimeError, ValueError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise InputError(f"the {size} processes do not find each other: {reason}") from error
+            raise InputError(f"the {size} processes do not find each other: {one_line(error)}") from error
     try:
         yield World(rank, size, where, init_device_mesh(where.type, (size,)))
     finally:

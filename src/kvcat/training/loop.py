@@ -130,7 +130,6 @@ class Trainer:
         self.data = open_tokens(
             config.data, tokenizer, seq_len=config.seq_len, batch_size=config.batch_size, max_steps=earlier.begun_with,
             validation_sequences=config.validation_sequences, seed=config.seed, streams=self.streams,
-            check=world.is_first,
         )  # fmt: skip
         prepare_layers(model, config)
         shard(self.objective, world, getattr(torch, config.dtype))
