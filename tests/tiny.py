@@ -3,7 +3,7 @@
 import random
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import ByteLevelBPETokenizer, Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
@@ -24,17 +24,11 @@ def sentences(count, seed=0):
 
 def byte_tokenizer(vocab_size=300, *, chat=True):
     """A byte-level BPE: every text encodes, and decodes to itself."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(sentences(200), trainer)
+    made, options = ByteLevelBPETokenizer(), {"min_frequency": 0, "special_tokens": ["<eos>"], "show_progress": False}
+    made.train_from_iterator(sentences(200), vocab_size=vocab_size, **options)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>", clean_up_tokenization_spaces=False,
-        chat_template=CHAT if chat else None,
+        tokenizer_object=Tokenizer.from_str(made.to_str()), eos_token="<eos>", pad_token="<eos>",
+        clean_up_tokenization_spaces=False, chat_template=CHAT if chat else None,
     )  # fmt: skip
 
 

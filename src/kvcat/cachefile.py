@@ -1,8 +1,7 @@
 """The header of a cache file, read and verified without loading torch.
 
-A file is a safetensors file: eight bytes with the length of the header, the header as JSON, the tensors'
-bytes. Ours hold a ``format`` of the form NAME-VERSION and a SHA-256 over every byte of the file, taken
-with zeros in its own place.
+A file is a safetensors file: eight bytes with the length of the header, the header as JSON, the tensors' bytes. Ours
+hold a ``format`` of the form NAME-VERSION and a SHA-256 over every byte of the file, taken with zeros in its own place.
 """
 
 import hashlib

@@ -30,8 +30,8 @@ def local_folder(name_or_path: str | Path, *, weights: bool = True) -> Path:
     """The folder or .gguf file of a model; a Hub name is taken from the local Hub cache, or else fetched.
 
     Args:
-        name_or_path: folder, .gguf file, Hub name such as "Qwen/Qwen2.5-0.5B", "kvcat-base" (the small
-            model of the package) or "smollm2-135m" (from ``kvcat get``).
+        name_or_path: folder, .gguf file, Hub name such as "Qwen/Qwen2.5-0.5B", "kvcat-base" (the small model of the
+            package) or "smollm2-135m" (from ``kvcat get``).
         weights: False fetches no more of a Hub model than its config.json.
 
     Raises:

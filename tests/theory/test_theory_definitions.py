@@ -86,7 +86,6 @@ def test_what_does_not_fit_is_refused():
     model, both = random_model(), (d.keep_all,) * 2
     for mistake, message in (
         (lambda: d.compressibility(model, both, lambda n: 1), r"1 slots for 2 tokens, the policy gave \[2\]"),
-        (lambda: d.compress(both[:1], d.prefix_cache(model, torch.tensor([0]))), "one function per block"),
         (lambda: model(torch.zeros(6, dtype=torch.int64)), "sequences have 1 to 5"),
         (lambda: model(torch.tensor([3])), "symbols must lie in 0 to 2"),
         (lambda: d.compressibility(model, both, lambda n: 2 * n), "for 1 tokens must lie in 0 to 1, got 2"),

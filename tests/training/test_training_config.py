@@ -8,6 +8,7 @@ import pytest
 from runs import config
 
 from kvcat.errors import InputError
+from kvcat.files import read_json
 from kvcat.training.config import TrainConfig
 from kvcat.training.loop import learning_rate
 
@@ -39,11 +40,11 @@ def test_a_configuration_reads_back_what_was_saved(tmp_path):
     assert isinstance(run.peak_lr, float)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(dataclasses.asdict(run)))
-    assert TrainConfig.load(file) == run
+    assert TrainConfig.from_dict(read_json(file)) == run
     for content in ("", "[]", "{}", '{"model": "m"}', '{"hidden_size": 3}', '{"model": 5}'):
         file.write_text(content)
         with pytest.raises(InputError):
-            TrainConfig.load(file)
+            TrainConfig.from_dict(read_json(file))
     with pytest.raises(InputError, match="no masked pass to teach"):
         config("model", "data", "out", policy="control", teacher="frozen")
 

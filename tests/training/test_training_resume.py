@@ -12,7 +12,7 @@ import torch
 from runs import POLICIES, assert_same, contents, exported, records, start_command, state
 
 from kvcat.errors import InputError
-from kvcat.files import read_jsonl
+from kvcat.files import read_json, read_jsonl
 from kvcat.training import loop as loop_module
 from kvcat.training.checkpoint import Checkpoints, folders, verify
 from kvcat.training.config import TrainConfig
@@ -115,7 +115,7 @@ def test_a_continuation_may_change_how_the_work_is_done_and_records_it(tmp_path,
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     (record,) = read_jsonl(tmp_path / "b" / "changes.jsonl")
     assert record == {"step": 3, "changed": {n: [getattr(broken, n), new] for n, new in changed.items()}}
-    assert TrainConfig.load(tmp_path / "b" / "config.json") == dataclasses.replace(broken, **changed)
+    assert TrainConfig.from_dict(read_json(tmp_path / "b" / "config.json")) == dataclasses.replace(broken, **changed)
 
 
 def test_a_finished_run_goes_on_to_a_larger_number_of_steps(capsys, new_run):

@@ -115,7 +115,7 @@ def prepare(
     Example: kvcat prepare hub:HuggingFaceFW/fineweb-edu/sample-10BT --model Qwen/Qwen2.5-0.5B -o fineweb
 
     Args:
-        data: installed, a text file, .jsonl or .parquet, a folder or quoted pattern of them, or hub:NAME.
+        data: installed, a text file, .jsonl or .parquet, a folder of them, or hub:NAME.
         tokenizer: Folder or Hub name of the model that will be trained.
         output: Folder to write.
         max_tokens: Training tokens to stop after; by default all text is read.

@@ -1,11 +1,10 @@
 """Documents of the installed Python sources, of local files and of Hub data sets.
 
-A source is named by a string: ``installed`` (the Python files of the standard library and of some dependencies), a
-file (text, ``.jsonl`` or ``.parquet`` with a ``text`` column), a folder of such files, a pattern such as
-``texts/*.parquet``, or ``hub:NAME[/CONFIG][@SPLIT]``. ``stream:`` before a local name asks training to stream it.
+A source is named by a string: ``installed`` (the Python files of the standard library and of some dependencies), a file
+(text, ``.jsonl`` or ``.parquet`` with a ``text`` column), a folder of such files, or ``hub:NAME[/CONFIG][@SPLIT]``.
+``stream:`` before a local name asks training to stream it.
 """
 
-import glob
 import hashlib
 import json
 import os
@@ -15,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import datasets
 import fsspec
@@ -25,7 +24,7 @@ from kvcat.errors import InputError, one_line
 from kvcat.hub import hub_obstacle
 
 PACKED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
-SUFFIXES: dict["Kind", tuple[str, ...]] = {
+SUFFIXES = {
     "parquet": (".parquet",),
     "jsonl": (".jsonl", *(f".jsonl{packed}" for packed in PACKED_SUFFIXES)),
     "text": (".txt", ".md", ".rst", ".py", ".tex", ".html"),
@@ -42,8 +41,6 @@ PIECE_CHARACTERS = 1 << 14
 PARQUET_ROWS = 16  # few, as each stream holds so many and a document may be a book
 BUFFER_BYTES = 1 << 20
 
-Kind = Literal["parquet", "jsonl", "text", "python"]
-
 
 @dataclass(frozen=True)
 class Document:
@@ -59,13 +56,8 @@ class SourceFile:
 
     name: str
     url: str
-    kind: Kind
+    kind: str  # parquet, jsonl, text or python
     text_field: str = "text"  # column of a table
-
-    @property
-    def remote(self) -> bool:
-        """Whether the file comes over the network."""
-        return "://" in self.url
 
 
 @dataclass(frozen=True)
@@ -213,17 +205,12 @@ def _local_files(path: Path) -> list[SourceFile]:
         root, found = path, sorted(p for p in path.rglob("*") if _kind(p.name) and p.is_file())
         if not found:
             raise InputError(f"no text, .jsonl or .parquet file in folder {path}")
-    elif glob.has_magic(str(path)):
-        found = sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file())
-        if not found:
-            raise InputError(f"no file matches {path}")
-        root = Path(*path.parts[: next(i for i, part in enumerate(path.parts) if glob.has_magic(part))])
     else:
         raise InputError(f"no such text file or folder: {path}")
     return [SourceFile(p.relative_to(root).as_posix(), str(p), _kind(p.name) or "text") for p in found]
 
 
-def _kind(name: str) -> Kind | None:
+def _kind(name: str) -> str | None:
     return next((kind for kind, suffixes in SUFFIXES.items() if name.endswith(suffixes)), None)
 
 

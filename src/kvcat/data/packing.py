@@ -75,8 +75,8 @@ def pack(
 ) -> np.ndarray:
     """The documents' tokens, EOS after each, cut into (sequences, tokens); the remainder is dropped.
 
-    Reads no further than ``max_sequences`` need; None takes all. ``InputError`` if the text is
-    shorter than one sequence.
+    Reads no further than ``max_sequences`` need; None takes all. ``InputError`` if the text is shorter than one
+    sequence.
     """
     limit = math.inf if max_sequences is None else max_sequences
     parts: list[np.ndarray] = []
@@ -96,10 +96,9 @@ def excerpts(
 ) -> Iterator[Document]:
     """A short excerpt of every document, together about ``num_sequences`` sequences.
 
-    A model that trains on all of a few files adapts to them and forgets the rest (docs/log.md). All
-    excerpts have the same length in characters, at least two sequences; how many characters a token
-    has is counted in the first 32 documents. Seed and name draw where an excerpt begins, at the
-    start of a line.
+    A model that trains on all of a few files adapts to them and forgets the rest (docs/log.md). All excerpts have the
+    same length in characters, at least two sequences; how many characters a token has is counted in the first 32
+    documents. Seed and name draw where an excerpt begins, at the start of a line.
     """
     texts = [document.text[:SAMPLE_CHARACTERS] for document in documents[:SAMPLE_DOCUMENTS]]
     characters_per_token = sum(map(len, texts)) / max(1, sum(len(ids) - 1 for ids in encoder(texts)))

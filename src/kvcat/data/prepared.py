@@ -113,7 +113,7 @@ def prepare(
     with one_writer(work):
         try:
             opened, progress = _begin(work, settings)
-            _check_disk(work, opened, progress)
+            _check_disk(work, progress)
             return _finish(work, target, encoder.name, _write(work, opened, encoder, progress, on_progress))
         except OSError as error:
             raise InputError(f"cannot write to {work}: {error.strerror}") from error
@@ -157,15 +157,12 @@ def _saved(work: Path) -> dict[str, Any]:
     return saved if saved["splits"]["train"]["tokens"] else {}
 
 
-def _check_disk(work: Path, source: Source, progress: dict[str, Any]) -> None:
-    """Refuse to start where the tokens will not fit, as far as that is known beforehand."""
-    item_bytes = np.dtype(progress["dtype"]).itemsize
-    needed = sum(Path(file.url).stat().st_size for file in source.files if not file.remote) / 2
-    if progress["max_tokens"] is not None:
-        needed = progress["max_tokens"] * item_bytes * (1 + HELD_OUT_FRACTION)
-    needed -= sum(part["tokens"] for part in progress["splits"].values()) * item_bytes
+def _check_disk(work: Path, progress: dict[str, Any]) -> None:
+    """Refuse to start where the tokens that are asked for will not fit."""
+    missing = (progress["max_tokens"] or 0) - progress["splits"]["train"]["tokens"]
+    needed = missing * np.dtype(progress["dtype"]).itemsize
     if (free := shutil.disk_usage(work).free) < needed:
-        raise InputError(f"no disk space for {work}: {free / 1e6:,.1f} MB free, some {needed / 1e6:,.1f} MB needed")
+        raise InputError(f"no disk space for {work}: {free / 1e6:,.1f} MB free, {needed / 1e6:,.1f} MB needed")
 
 
 def _write(

@@ -36,9 +36,9 @@ def hash_order(documents: Iterable[Document], seed: int) -> list[Document]:
 def split_documents(source: str, split: Split | Literal["all"], *, limit: int | None = None) -> list[Document]:
     """The documents of one split of a source (``open_documents``), in the source's order.
 
-    The installed Python sources hold copies of their own files; held-out documents that share many
-    lines with training documents are left out there. Of a ``hub:`` source, which is streamed, only
-    the first ``limit`` are read. ``InputError`` where there is no document.
+    The installed Python sources hold copies of their own files; held-out documents that share many lines with training
+    documents are left out there. Of a ``hub:`` source, which is streamed, only the first ``limit`` are read.
+    ``InputError`` where there is no document.
     """
     documents = open_documents(source)
     if source.startswith("hub:"):
@@ -57,11 +57,10 @@ def split_documents(source: str, split: Split | Literal["all"], *, limit: int | 
 def training_splits(source: str, seed: int) -> tuple[list[Document], list[Document]]:
     """Training and validation documents of a source that is read whole, each in a random order.
 
-    Of the installed Python sources, training documents that share many lines with others are left
-    out: more than half of some libraries are copies of their own files. Where no document's hash
-    falls into validation, the training document whose hash is closest to that range is held out.
-    The seed orders the training documents; validation has one order. ``InputError`` for fewer than
-    two documents.
+    Of the installed Python sources, training documents that share many lines with others are left out: more than half
+    of some libraries are copies of their own files. Where no document's hash falls into validation, the training
+    document whose hash is closest to that range is held out. The seed orders the training documents; validation has one
+    order. ``InputError`` for fewer than two documents.
     """
     splits: dict[Split, list[Document]] = {"train": [], "validation": [], "test": []}
     for document in open_documents(source):

@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import ByteLevelBPETokenizer, Tokenizer
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from kvcat.data import Document, hash_order, open_documents, split_of
@@ -28,18 +28,10 @@ def base_config() -> Qwen2Config:
 
 def train_tokenizer(documents: list[Document]) -> PreTrainedTokenizerFast:
     """A byte-level BPE of 1,024 tokens, learned from the documents; every byte has a token, so any text encodes."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=[EOS],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator((document.text for document in documents), trainer)
+    made, texts = ByteLevelBPETokenizer(), (document.text for document in documents)
+    made.train_from_iterator(texts, vocab_size=VOCAB_SIZE, min_frequency=0, special_tokens=[EOS], show_progress=False)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=EOS, pad_token=EOS, model_max_length=CONTEXT,
+        tokenizer_object=Tokenizer.from_str(made.to_str()), eos_token=EOS, pad_token=EOS, model_max_length=CONTEXT,
         clean_up_tokenization_spaces=False,
     )  # fmt: skip
 

@@ -1,12 +1,11 @@
 """The paper's definitions in float64: transformer, policy, compressibility, functions of sequences.
 
-Rows are tokens and matrices multiply from the right. As in the paper there is no layer norm, no
-residual around the feed-forward map and no mask; ``causal=True`` adds the mask. A policy sees the
-keys and values of a prefix and nothing else: not the suffix, nor its length. So one cache serves
-every suffix, and an error is a maximum over all suffixes.
+Rows are tokens and matrices multiply from the right. As in the paper there is no layer norm, no residual around the
+feed-forward map and no mask; ``causal=True`` adds the mask. A policy sees the keys and values of a prefix and nothing
+else: not the suffix, nor its length. So one cache serves every suffix, and an error is a maximum over all suffixes.
 
-References: KV-CAT, appendix "Theory", definitions of attention head, transformer block, token
-embedding, transformer, KV cache compression and KV compressibility.
+References: KV-CAT, appendix "Theory", definitions of attention head, transformer block, token embedding, transformer,
+KV cache compression and KV compressibility.
 """
 
 import itertools
@@ -151,16 +150,9 @@ def prefix_cache(model: Transformer, prefix: Int[Tensor, " n"]) -> Cache:
 
 
 def compress(policy: Policy, cache: Cache) -> Cache:
-    """The policy applied to every head.
-
-    ValueError for a cache of another shape, or one not finite, which would act through zeros.
-    """
-    if len(policy) != len(cache):
-        raise ValueError(f"a policy needs one function per block: {len(policy)} for {len(cache)} blocks")
+    """The policy applied to every head; ValueError for slots that are not finite, which would act through zeros."""
     compressed = tuple(tuple(layer(*head) for head in heads) for layer, heads in zip(policy, cache, strict=True))
     for number, heads in enumerate(compressed, 1):
-        if any(len(keys) != len(values) for keys, values in heads):
-            raise ValueError(f"block {number} has not as many compressed keys as values")
         if not all(part.isfinite().all() for head in heads for part in head):
             raise ValueError(f"the compressed keys and values of block {number} are not finite")
     return compressed
@@ -213,8 +205,8 @@ def compressibility(
 
     The largest error over every prefix of n >= 1 and every suffix of k >= 1 tokens, n + k <= N.
 
-    ``budget`` is r(n), 0 to n; ``prefixes`` and ``suffixes`` (k to (batch, k)) restrict the maximum,
-    default all. ValueError for no prefixes or a policy with another number of slots.
+    ``budget`` is r(n), 0 to n; ``prefixes`` and ``suffixes`` (k to (batch, k)) restrict the maximum, default all.
+    ValueError for no prefixes or a policy with another number of slots.
     """
     m, longest = model.num_symbols, model.num_positions
     if prefixes is None:

@@ -14,7 +14,7 @@ import itertools
 import math
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.nn.functional import one_hot, pad
@@ -42,7 +42,7 @@ def block_moves(num_blocks: int, width: int, *moves: tuple[int, int]) -> Float[T
     return torch.kron(grid, torch.eye(width, dtype=torch.float64))
 
 
-def incompressible_histogram(num_symbols: int, longest: int, *, num_blocks: int = 2) -> d.Transformer:
+def incompressible_histogram(num_symbols: int, longest: int, *, num_blocks: Literal[2, 4] = 2) -> d.Transformer:
     """Proposition 1: M(a) = hist(a), the plain average of one-hots, read off linearly.
 
     Two blocks: rho_1(u_a + p_i) = (e_a, 0), W_V = E_12, W_O = I, FFN(x, y) = relu(y) - relu(-y) = y
@@ -50,8 +50,6 @@ def incompressible_histogram(num_symbols: int, longest: int, *, num_blocks: int 
     ``compressible_histogram``, W_O = E_33 instead of E_33 + E_44, FFN = y with zero units added.
     """
     m = num_symbols
-    if num_blocks not in (2, 4):
-        raise ValueError(f"the construction has 2 or 4 blocks, not {num_blocks}")
     embedding = _embedding(m, longest)
     if num_blocks == 2:
         w_v, w_o, at, padding = block_moves(2, m, (1, 2)), block_moves(2, m, (1, 1), (2, 2)), 2, 0

@@ -145,14 +145,10 @@ def optimal_error(num_symbols: int, prefix_len: int, suffix_len: int, num_slots:
 
 @dataclass(frozen=True, eq=False)
 class JointOptimum:
-    """The least worst-case error of a prefix over suffixes of 1 to K symbols, and the s it is at.
-
-    ``gap`` is by how much ``error`` may exceed the true optimum; an empty cache has s = 0.
-    """
+    """The least worst-case error of a prefix over suffixes of 1 to K symbols, and the s it is at, 0 without slots."""
 
     prefix_len: int
     error: float
-    gap: float
     sum: Float[Tensor, " m"]
 
 
@@ -162,18 +158,16 @@ def joint_optimum(counts: Int[Tensor, " m"], longest_suffix: int, num_slots: int
     ``counts`` is S_a, ``longest_suffix`` K >= 1, N - n in the definition.
     """
     n, m = int(counts.sum()), counts.shape[0]
-    if m < 2:
-        raise ValueError(f"a histogram needs at least 2 symbols, got {m}")
     paper_bound(n, longest_suffix, num_slots)  # checks its arguments
     if num_slots == 0:  # n / (n + k) max_i || e_i - S_a / n ||, largest at k = 1
         distances = (torch.eye(m, dtype=torch.float64) - counts.double() / n).norm(dim=1)
-        return JointOptimum(n, float(distances.max()) * n / (n + 1), 0.0, torch.zeros(m, dtype=torch.float64))
+        return JointOptimum(n, float(distances.max()) * n / (n + 1), torch.zeros(m, dtype=torch.float64))
     k = torch.arange(1, longest_suffix + 1, dtype=torch.float64)[:, None, None]
     repeated = k * torch.eye(m, dtype=torch.float64)
     points = ((num_slots + k) * counts.double() - (n - num_slots) * repeated) / (n + k)
     weights = (1 / (num_slots + k)).expand(-1, m, 1)
     ball = enclosing_ball(points.reshape(-1, m), weights.reshape(-1))
-    return JointOptimum(n, ball.radius, ball.radius - ball.lower_bound, ball.center)
+    return JointOptimum(n, ball.radius, ball.center)
 
 
 def definition_optimum(num_symbols: int, longest: int, budget: Budget) -> JointOptimum:
@@ -181,8 +175,6 @@ def definition_optimum(num_symbols: int, longest: int, budget: Budget) -> JointO
 
     The largest ``joint_optimum`` over n = 1, ..., N - 1 at prefixes of one repeated symbol.
     """
-    if longest < 2:
-        raise ValueError(f"a prefix and a suffix need N >= 2, got {longest}")
     counts = {n: torch.tensor([n] + [0] * (num_symbols - 1)) for n in range(1, longest)}
     found = (joint_optimum(row, longest - n, budget(n)) for n, row in counts.items())
     return max(found, key=lambda one: one.error)

@@ -126,24 +126,20 @@ def run_theorem(
         easy, hard = t.compressible_network(table), t.incompressible_network(table, constant=constant)
         if not rows:
             print(_sizes(table, easy, hard, budget))
-        some = t.certified_bounds(hard, slots).assign(constant=constant)
-        some["margin"] = some.bound - constant
-        some.insert(0, "function", name)
-        bounds.append(some)
-        row: dict[str, Any] = {
-            "function": name,
-            "constant": constant,
-            "compressible |M - f|": t.value_error(easy, table),
-            "incompressible |M - f|": t.value_error(hard, table),
-            "compressible, one slot": compressibility(easy, t.summary_policy(symbols, length), lambda _: 1).error,
-            "incompressible, certified for every policy": float(some.bound.min()),
-            "margin of the certificate": float(some.margin.min()),
-        }
-        rows.append(row)
+        some = t.certified_bounds(hard, slots)
+        bounds.append(some.assign(function=name, constant=constant, margin=some.bound - constant))
+        errors = t.value_error(easy, table), t.value_error(hard, table)
+        one_slot = compressibility(easy, t.summary_policy(symbols, length), lambda _: 1).error
+        least = float(some.bound.min())
+        rows.append({
+            "function": name, "constant": constant, "compressible |M - f|": errors[0],
+            "incompressible |M - f|": errors[1], "compressible, one slot": one_slot,
+            "incompressible, certified for every policy": least, "margin of the certificate": least - constant,
+        })  # fmt: skip
         print(
-            f"{name}: |M - f| {row['compressible |M - f|']:.0e}, {row['incompressible |M - f|']:.0e}\n"
-            f"  one slot: worst error {row['compressible, one slot']:.0e} over all prefixes and suffixes\n"
-            f"  C = {constant:g}: every policy errs by {some.bound.min():.4g} at least (exact arithmetic)"
+            f"{name}: |M - f| {errors[0]:.0e}, {errors[1]:.0e}\n"
+            f"  one slot: worst error {one_slot:.0e} over all prefixes and suffixes\n"
+            f"  C = {constant:g}: every policy errs by {least:.4g} at least (exact arithmetic)"
         )
     tables = {"theorem.csv": pd.DataFrame(rows), "bounds.csv": pd.concat(bounds)}
     _write(out, tables, {"seed": seed, "budget": budget})

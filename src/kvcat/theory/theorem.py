@@ -187,12 +187,9 @@ def certified_bounds(network: Transformer, budget: d.Budget) -> pd.DataFrame:
     """The bound for every n with r(n) < n and every k >= 1, n + k <= N: columns n, k, r, bound.
 
     With bounds above C the network is not (N, C, r)-compressible.
-    InputError for a budget r(n) outside 0 to n or equal to n everywhere; r(n) = 0 is allowed.
+    InputError for a budget r(n) equal to n everywhere; r(n) = 0 is allowed.
     """
     longest = network.num_positions
-    for n in range(1, longest):
-        if not 0 <= budget(n) <= n:
-            raise InputError(f"a prefix of {n} tokens can have 0 to {n} slots, the budget says {budget(n)}")
     cases = [(n, k, budget(n)) for n in range(1, longest) if budget(n) < n for k in range(1, longest - n + 1)]
     if not cases:
         raise InputError(f"the budget keeps all of every prefix of 1 to {longest - 1} tokens: nothing is compressed")

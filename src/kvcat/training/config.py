@@ -11,7 +11,6 @@ from random import Random
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvcat.errors import InputError
-from kvcat.files import read_json
 
 _POLICY_FILES = (Path(__file__).parents[1] / "policies").glob("[!_]*.py")
 if TYPE_CHECKING:
@@ -107,11 +106,6 @@ class TrainConfig:
     def tokens_per_step(self) -> int:
         """Tokens per optimizer step."""
         return self.batch_size * self.seq_len
-
-    @classmethod
-    def load(cls, path: Path) -> "TrainConfig":
-        """Read the ``config.json`` of a run."""
-        return cls.from_dict(read_json(path))
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "TrainConfig":

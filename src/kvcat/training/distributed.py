@@ -65,11 +65,6 @@ class World:
             raise InputError(result[1])
         return result[0]
 
-    def wait(self) -> None:
-        """Return when all processes are here."""
-        if self.size > 1:
-            dist.barrier()
-
 
 def world_size() -> int:
     """The number of processes that torchrun started; 1 without torchrun."""

@@ -41,7 +41,7 @@ from kvcat.training.distributed import (
 from kvcat.training.export import export_checkpoint
 from kvcat.training.log import METRICS_FILE, RunLog, mean_record
 from kvcat.training.objective import Objective, Record
-from kvcat.training.plan import check_request, flops_per_token, peak_flops, peak_memory
+from kvcat.training.plan import check_request, peak_memory
 
 EXPLODED = 1e6  # a routers' gradient norm that no clipping makes useful
 DONE_FILE = "done.json"
@@ -98,10 +98,12 @@ def train(config: TrainConfig, *, progress: bool = True) -> TrainResult:
             self_test(model, split=True)
         trainer = Trainer(config, model, tokenizer, world, signals, earlier, stack, progress=progress)
         trainer.run()
-        if world.is_first:
+
+        def export() -> None:
             export_checkpoint(checkpoint_folder(run, config.max_steps), run / "export")
             write_json(run / DONE_FILE, {"steps": config.max_steps})
-        world.wait()
+
+        world.first(export)
         return TrainResult(run, run / "export", trainer.log.last.get("validation", {}))
 
 
@@ -122,7 +124,6 @@ class Trainer:
     ) -> None:  # fmt: skip
         run = Path(config.output)
         self.config, self.world, self.signals = config, world, signals
-        self.flops_per_token = flops_per_token(model, config)
         self.objective = Objective(model, config).to(world.device)
         world.first(lambda: check_disk(config, self.objective))
         own = config.batch_size // world.size
@@ -221,17 +222,16 @@ class Trainer:
         if math.isfinite(norm) and norm <= limit:
             return
         self.checkpoints.wait()
-        what = f"exploded to norm {norm:.1e}" if math.isfinite(norm) else "is not finite"
-        saved, rate = folders(Path(self.config.output)), self.config.peak_lr
-        place = f"the last checkpoint is {saved[-1].name} in {self.config.output}" if saved else "nothing was saved"
-        what = f"training diverged: the gradient of the {whose} in step {self.step + 1} {what}"
-        raise InputError(f"{what}; {place}, a smaller peak_lr than {rate:g} needs another output folder")
+        saved, config = folders(Path(self.config.output)), self.config
+        place = f"the last checkpoint of {config.output} is {saved[-1].name}" if saved else "nothing was saved"
+        raise InputError(
+            f"training diverged: the gradient of the {whose} in step {self.step + 1} has norm {norm:.1e}; {place}, a "
+            f"smaller peak_lr than {config.peak_lr:g} needs another output folder"
+        )
 
     def _speed(self, started: float) -> dict[str, float]:
         rate = self.config.tokens_per_step / (time.perf_counter() - started)
-        peak = peak_flops(self.world.device, self.config.dtype)
-        used = {} if peak is None else {"mfu": rate * self.flops_per_token / (peak * self.world.size)}
-        return {"tokens_per_s": rate, **used, "peak_memory_gib": peak_memory(self.world.device)}
+        return {"tokens_per_s": rate, "peak_memory_gib": peak_memory(self.world.device)}
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
