@@ -167,15 +167,3 @@ class CompactCache:
             else:
                 made.append(StaticPrefixLayer(layer, self.num_tokens, capacity=static_tokens, window=window))
         return Cache(layers=made)
-
-
-def next_turn(past: Cache, input_ids: Int[Tensor, "batch new"]) -> dict[str, Any]:
-    """Keyword arguments with which ``model.generate`` goes on after an earlier answer; no row may hold padding.
-
-    ``past`` are the ``past_key_values`` of ``CompactCache.inputs`` after the earlier turns; ``input_ids`` begin with
-    the last generated token, which the cache does not hold yet.
-    """
-    if input_ids.shape[1] == 0:
-        raise InputError("input_ids hold no token: there is nothing to go on from")
-    mask = input_ids.new_ones(len(input_ids), int(past.get_seq_length()) + input_ids.shape[1])
-    return {"input_ids": input_ids, "past_key_values": past, "attention_mask": mask}

@@ -31,7 +31,6 @@ class PrefixLayer(CacheLayerMixin):
     keys: Tensor
     values: Tensor
     is_sliding = False
-    is_croppable = True
     supports_early_init = False
 
     def __init__(self, slots: Layer, num_tokens: int, *, window: int | None = None, read_only: bool = False):
@@ -91,16 +90,8 @@ class PrefixLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Drop the new tokens and keep the prefix."""
-        self.crop(-self.num_new)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last ``-tokens_to_remove`` tokens; the compact prefix itself cannot be cropped."""
-        count = -tokens_to_remove
-        if not 0 <= count <= self.num_new:
-            raise InputError(f"cannot crop {count} tokens: {self.num_new} follow the compact prefix")
-        if count:
-            self.keys, self.values = self.keys[..., :-count, :], self.values[..., :-count, :]
-            self.num_new -= count
+        stop = self.keys.shape[-2] - self.num_new
+        self.keys, self.values, self.num_new = self.keys[..., :stop, :], self.values[..., :stop, :], 0
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row."""
@@ -125,7 +116,6 @@ class StaticPrefixLayer(PrefixLayer):
     """
 
     is_compileable = True
-    is_croppable = False
 
     def __init__(self, slots: Layer, num_tokens: int, *, capacity: int, window: int | None = None):
         super().__init__(slots.padded(), num_tokens, window=window)
@@ -172,10 +162,6 @@ class StaticPrefixLayer(PrefixLayer):
     def reset(self) -> None:
         """Drop the new tokens and keep the prefix."""
         self.cumulative_length.zero_()
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Not possible: a static cache drops all new tokens (``reset``) or none."""
-        raise InputError(f"a static cache cannot be cropped by {-tokens_to_remove} tokens")
 
 
 def layer_windows(config: Any) -> list[int | None]:
