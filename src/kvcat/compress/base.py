@@ -41,10 +41,7 @@ class Compressor(ABC):
     ) -> CompactCache:
         """The compact cache with ceil(keep_ratio * prefix_len) or num_slots slots per layer and head.
 
-        Args:
-            trace: of the windows to compress.
-            keep_ratio: fraction kept, in (0, 1]; 1 returns the dense cache.
-            num_slots: number kept, in [1, prefix_len].
+        ``keep_ratio`` is the fraction kept, in (0, 1]; 1 returns the dense cache. ``num_slots`` is in [1, prefix_len].
 
         Raises:
             InputError: keep_ratio or num_slots out of range, or a trace that the method cannot compress.

@@ -23,12 +23,7 @@ _CHUNK_TOKENS = 4096  # of each example, run at once
 def replay(
     model: PreTrainedModel, cache: CompactCache, suffix_ids: Int[Tensor, "batch suffix"]
 ) -> Float[Tensor, "batch suffix vocab"]:
-    """Logits of the suffix positions when the compact cache stands for the prefix.
-
-    Args:
-        model: the model the cache was made with.
-        cache: compact prefix; one cached example serves any number of rows.
-        suffix_ids: tokens after the prefix.
+    """Logits of the suffix positions when the compact cache stands for the prefix; one example serves any rows.
 
     Raises:
         InputError: another model, no tokens, or a batch that does not fit.
@@ -87,9 +82,7 @@ def compare(trace: Trace, cache: CompactCache, *, start: int = 0) -> Scores:
     """
     length = trace.suffix_ids.shape[1]
     if length == 0:
-        raise InputError(
-            f"the trace ends with its prefix of {trace.prefix_len} tokens: there is no suffix to compare on"
-        )
+        raise InputError(f"the trace ends with its prefix of {trace.prefix_len} tokens: no suffix to compare on")
     if not 0 <= start < max(1, length - 1):
         raise InputError(f"start must be in [0, {length - 2}] for a suffix of {length} tokens, not {start}")
     nll, nll_dense, kl, top1 = (part[:, start:] for part in vars(_position_scores(trace, cache)).values())
@@ -175,9 +168,7 @@ def smallest_cache(
         cache = compressor(learn, num_slots=slots)
         kl = tried[slots] = supervised_kl(judge, cache).max().item()
         if math.isnan(kl):
-            raise InputError(
-                f"the KL of a cache of {slots} slots is not a number: {type(compressor).__name__} went wrong"
-            )
+            raise InputError(f"the KL of {slots} slots is not a number: {type(compressor).__name__} went wrong")
         if on_try is not None:
             on_try(slots, kl)
         if kl <= max_kl:

@@ -16,13 +16,8 @@ _DOCUMENT, _QUESTION = "\x02document\x03", "\x02question\x03"
 def reconstruction(tokenizer: PreTrainedTokenizerBase, text: str, *, head: str | None = None) -> Reconstruction:
     """Token ids of <text><instruction><text>, joined as ids so that both copies are the same tokens.
 
-    Args:
-        tokenizer: of the model that will be traced.
-        text: what to compress.
-        head: stands before the first copy; None: what the tokenizer puts there, such as a beginning-of-text token.
-
-    Raises:
-        InputError: the text holds no token.
+    ``head`` stands before the first copy; None: what the tokenizer puts there, such as a beginning-of-text token.
+    Refuses a text without tokens.
 
     References: KV-CAT, appendix "Needle-in-a-haystack retrieval", "Training the compact KV cache".
     """
@@ -87,12 +82,7 @@ def document_trace(
 
 
 def question_ids(tokenizer: PreTrainedTokenizerBase, text: str, *, chat: bool = False) -> Int[Tensor, "batch tokens"]:
-    """Token ids of what follows a document: (1, tokens).
-
-    Args:
-        tokenizer: of the model.
-        text: the question or continuation.
-        chat: the document was traced with ``chat``; the question ends the user's turn.
+    """Token ids of what follows a document, one row; with ``chat`` it ends the user's turn that the document opened.
 
     Raises:
         InputError: an empty text, no chat template.

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from kvcat.cache import CompactCache, CompactLayer, Head, fingerprint, layer_windows
@@ -38,8 +39,7 @@ class Trace:
         prefix_len: number of tokens to compress.
         supervision: whose queries a compressor may use: "suffix" the later tokens', "self" the prefix's own.
         supervision_start: first position whose query and teacher logits supervise.
-        keys: per layer, keys of the prefix's slots after rotation: one per token, fewer behind a compact cache.
-        values: per layer, their values.
+        keys, values: per layer, of the prefix's slots after rotation: one per token, fewer behind a compact cache.
         queries: per layer, queries after rotation from ``supervision_start`` on ("suffix") or of the prefix ("self").
         suffix_keys: per layer, keys of the tokens after the prefix.
         prefix_positions: positions of the prefix whose queries are kept: evenly spaced ones, at most 1024, and the last
@@ -127,9 +127,7 @@ class Trace:
             InputError: a compact cache stood for part of the prefix: its queries are gone.
         """
         if self.past_len:
-            raise InputError(
-                "eviction by attention needs the queries of the whole prefix, part of which is compact already"
-            )
+            raise InputError("eviction by attention needs all queries of the prefix, part of which is compact already")
         kept = int((self.prefix_positions >= start).sum())
         if kept == self.prefix_len - start:
             return [q[:, :, q.shape[2] - kept :] for q in self.prefix_queries]
@@ -141,10 +139,8 @@ class Trace:
     def check_supervises(self) -> None:
         """Refuse a trace without predictions after its prefix."""
         if self.supervision == "self":
-            raise InputError(
-                "a trace with supervision='self' has no predictions after its prefix: trace a suffix or a "
-                "reconstruction sequence, or use AttentionMatching"
-            )
+            advice = "trace a suffix or a reconstruction sequence, or use AttentionMatching"
+            raise InputError(f"a trace with supervision='self' has no predictions after its prefix: {advice}")
 
 
 def trace(
@@ -178,18 +174,17 @@ def trace(
     _check_model(model, num_tokens)
     known = 0 if past is None else _check_past(past, model, prefix_len, len(input_ids))
     start = prefix_len if start is None else start
-    padded = None if past is None else replace(past, layers=[layer.padded() for layer in past.layers])
+    padded = [] if past is None else [layer.padded() for layer in past.layers]
     sampled = _kept_positions(known, prefix_len, every=supervision == "self")
     wanted = sampled if supervision == "self" else torch.cat([sampled, torch.arange(start, num_tokens)])
     with frozen(model):
         seen = capture(
             model, input_ids[:, known:], query_positions=wanted - known, hidden_start=prefix_len - 1 - known,
-            past=None if padded is None else padded.to_transformers(model), chunk_tokens=chunk_tokens,
+            past=None if past is None else replace(past, layers=padded).to_transformers(model),
+            chunk_tokens=chunk_tokens,
         )  # fmt: skip
     if not all(bool(x.isfinite().all()) for x in (seen.hidden, *seen.keys, *seen.values)):
-        raise InputError(
-            f"{type(model).__name__} computes numbers that are not finite: its weights hold NaN or infinity"
-        )
+        raise InputError(f"{type(model).__name__} computes numbers that are not finite: do its weights hold NaN?")
     later = num_tokens - prefix_len
     suffix_keys = [keys[:, :, keys.shape[2] - later :].clone() for keys in seen.keys]
     prefix_queries = [queries[:, :, : len(sampled)].clone() for queries in seen.queries]
@@ -200,8 +195,8 @@ def trace(
     queries = prefix_queries if supervision == "self" else seen.queries
     return Trace(
         model, input_ids, prefix_len, supervision, start, seen.keys, seen.values, queries, suffix_keys, sampled,
-        prefix_queries, list(seen.scales), seen.stream, seen.hidden, fingerprint(model), past_len=known,
-        log_bias=None if padded is None else _log_bias(padded, prefix_len - known),
+        prefix_queries, seen.scales, seen.stream, seen.hidden, fingerprint(model), past_len=known,
+        log_bias=_log_bias(padded, prefix_len - known) or None,
     )  # fmt: skip
 
 
@@ -247,11 +242,10 @@ def _kept_positions(known: int, prefix_len: int, *, every: bool) -> Int[Tensor, 
     return tail if known else torch.cat([sampled_positions(prefix_len), tail]).unique()
 
 
-def _log_bias(past: CompactCache, added: int) -> list[Float[Tensor, "batch kv_heads _"]]:
+def _log_bias(past: list[CompactLayer], added: int) -> list[Float[Tensor, "batch kv_heads _"]]:
     """The log-bias of all slots, 0 for those of the tokens behind the cache."""
-    biases = [(x.log_bias, x.keys) for x in past.layers if isinstance(x, CompactLayer)]
-    wide = [k.new_zeros(k.shape[:3], dtype=torch.float32) if bias is None else bias for bias, k in biases]
-    return [torch.nn.functional.pad(bias, (0, added)) for bias in wide]
+    wide = [x.keys.new_zeros(x.keys.shape[:3], dtype=torch.float32) if x.log_bias is None else x.log_bias for x in past]
+    return [pad(bias, (0, added)) for bias in wide]
 
 
 def _checked_prefix(num_tokens: int, prefix_len: int | None, supervision: str) -> int:
@@ -279,13 +273,8 @@ def _check_model(model: PreTrainedModel, num_tokens: int) -> None:
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
     window = min((w for w in layer_windows(model.config) if w is not None), default=math.inf)
     if window < num_tokens:
-        raise InputError(
-            f"{name}: a sliding window of {window} tokens is shorter than the sequence of {num_tokens}; "
-            "compressing such layers is not supported yet"
-        )
+        raise InputError(f"{name}: a sliding window of {window} tokens is shorter than the sequence of {num_tokens}")
     positions = getattr(config, "max_position_embeddings", None) or math.inf
     if num_tokens > positions:
-        raise InputError(
-            f"{num_tokens} tokens exceed the {positions} positions of {name}; a shorter text, or supervision='self' "
-            "in place of a reconstruction sequence, needs fewer"
-        )
+        advice = "a shorter text, or supervision='self' in place of a reconstruction sequence, needs fewer"
+        raise InputError(f"{num_tokens} tokens exceed the {positions} positions of {name}; {advice}")

@@ -91,9 +91,7 @@ class GradientCompression(Compressor):
         """The compact cache after ``num_steps`` steps.
 
         Args:
-            trace: of the windows to compress.
-            keep_ratio: fraction kept, in (0, 1]; 1 returns the dense cache.
-            num_slots: number kept, in [1, prefix_len].
+            trace, keep_ratio, num_slots: as in ``Compressor``.
             resume: file for the state of the run: written every ten steps and read first where it exists, so that the
                 same call after a kill ends with the same bits (where the device's kernels are deterministic). The state
                 of a run with other options is refused, except activation_checkpointing.
