@@ -224,9 +224,10 @@ def test_what_is_no_head_and_a_chunk_without_tokens_are_refused_by_name():
         chunked_objective(make_head(), dense, masked, ids, chunk_tokens=0)
 
 
-@pytest.mark.parametrize("chunk", [4, None])
-def test_distillation_from_another_model_in_chunks_equals_the_whole_in_value_and_every_gradient(chunk):
+@pytest.mark.parametrize("chunk", [4, 256])
+def test_distillation_from_another_model_in_chunks_equals_the_whole_in_value_and_every_gradient(chunk, monkeypatch):
+    monkeypatch.setattr("kvcat.losses.chunked._CHUNK_TOKENS_CPU", chunk)
     teacher, student = make_head(bias=True), make_head(hidden=5, scale=0.5, softcap=3.0)
     taught, learned = make_inputs()[0], make_inputs(hidden=5, seed=1)[0]
-    found = chunked_kl(teacher, taught.detach(), student, learned, chunk)
+    found = chunked_kl(teacher, taught.detach(), student, learned)
     assert_equal(found, distillation_kl(teacher.logits(taught.detach()), student.logits(learned)), student, learned)

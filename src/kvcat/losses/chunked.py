@@ -63,7 +63,7 @@ class OutputHead:
         return dtype
 
     def logits(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch vocab"]:
-        """All logits at once, in the dtype of the matrix product, from the output of the final norm in any dtype."""
+        """All logits at once, in the dtype of the matrix product."""
         logits = functional.linear(hidden.to(self.compute_dtype()), self.weight, self.bias)
         if self.scale != 1:
             logits = logits * self.scale
@@ -121,8 +121,7 @@ def chunked_objective(
         dense_hidden: output of the model's final norm in the dense pass.
         masked_hidden: the same of the masked pass; None for the control, whose total has no KL.
         tokens: token ids, at least two a sequence.
-        mask_weight: lambda_mask, >= 0.
-        anchor_weight: lambda_anchor, >= 0.
+        mask_weight, anchor_weight: lambda_mask and lambda_anchor, >= 0.
         chunk_tokens: positions per chunk, at least 1; None takes as many as give 2^26 logits, on a CPU at most 256.
 
     Raises:
@@ -148,13 +147,12 @@ def chunked_kl(
     teacher_hidden: Float[Tensor, "batch tokens teacher_hidden"],
     head: OutputHead,
     hidden: Float[Tensor, "batch tokens hidden"],
-    chunk_tokens: int | None = None,
 ) -> Float[Tensor, ""]:
     """``distillation_kl`` of two heads' logits, made chunk by chunk and once more in the backward.
 
     References: KV-CAT, footnote on distillation from a frozen base model.
     """
-    step = _chunk_tokens(head, chunk_tokens)
+    step = _chunk_tokens(head)
     taught = teacher_hidden[:, :-1].detach().flatten(0, 1)
     learned = hidden[:, :-1].flatten(0, 1)
 
@@ -194,14 +192,8 @@ def score_positions(
 ) -> PositionScores:
     """NLL of the targets, and with a teacher its NLL, KL(teacher || student) and top-1 agreement, at every position.
 
-    Nothing is shifted: ``hidden`` at a position is scored against ``targets`` at the same position. Where a position
-    has no next token, any id serves as its target; KL and top-1 do not depend on it.
-
-    Args:
-        head: the output head of both (``kvcat.models.output_head``).
-        hidden: input of the head (``kvcat.models.hidden_states``).
-        targets: token ids.
-        teacher_hidden: the teacher's hidden states at the same positions.
+    Nothing is shifted: ``hidden``, the input of the head, is scored against ``targets`` at the same position. Where a
+    position has no next token, any id serves as its target; KL and top-1 do not depend on it.
     """
     first, second = (hidden, None) if teacher_hidden is None else (teacher_hidden, hidden.flatten(0, -2))
     inputs = (first.flatten(0, -2), second, head.weight, head.bias)

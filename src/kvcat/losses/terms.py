@@ -15,12 +15,7 @@ def next_token_loss(
 ) -> Float[Tensor, ""]:
     """Mean of -log p(x_t | x_<t) over positions t = 2..T of all sequences, nats; log(vocab) for uniform logits.
 
-    Args:
-        logits: at every position; those at t predict token t + 1, the last are not used.
-        tokens: token ids, at least two a sequence.
-
-    Raises:
-        InputError: fewer than two tokens.
+    The logits at t predict token t + 1, the last are not used. Refuses sequences of fewer than two tokens.
 
     References: KV-CAT, L_anchor in equation "training_objective".
     """
@@ -35,12 +30,7 @@ def distillation_kl(
 
     KL = sum_v p_v (log p_v - log s_v), zero where the two distributions agree; the teacher carries no gradient.
 
-    Args:
-        teacher_logits: of the dense pass, at every position; the last predict nothing and are not used.
-        student_logits: of the masked pass, the same positions.
-
-    Raises:
-        InputError: fewer than two positions.
+    The logits are of all positions; the last predict nothing and are not used. Refuses fewer than two positions.
 
     References: KV-CAT, L_mask in equation "training_objective".
     """

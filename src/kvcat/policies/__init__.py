@@ -41,8 +41,7 @@ def build_policies(
 
     Args:
         name: a key of ``POLICIES``.
-        num_layers: layers of the model.
-        hidden_size: width of its hidden states.
+        num_layers, hidden_size: of the model.
         group_starts, num_groups: as in ``check_group_starts``.
         target: keep ratio rho aimed at, in (0, 1).
         feature_dim: width of the router's linear attention.

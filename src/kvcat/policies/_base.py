@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from fractions import Fraction
+from decimal import Decimal
 from itertools import pairwise
 from typing import ClassVar, Literal
 
@@ -51,14 +51,7 @@ def gate(scores: Float[Tensor, "batch tokens"], tau: float = 0.5) -> Float[Tenso
 
 
 class ExactCount(SparsificationPolicy):
-    """A policy without parameters that keeps ``kept_count(keep_ratio, tokens)`` slots.
-
-    Args:
-        keep_ratio: fraction kept, in (0, 1].
-
-    Raises:
-        InputError: keep_ratio outside (0, 1].
-    """
+    """A policy without parameters that keeps ``kept_count(keep_ratio, tokens)`` slots; keep_ratio is in (0, 1]."""
 
     def __init__(self, keep_ratio: float) -> None:
         super().__init__()
@@ -79,8 +72,7 @@ def kept_count(keep_ratio: float, num_tokens: int) -> int:
 
     The decimal value as written counts: 0.29 of 50 tokens is 14.5, hence 15. At least 1, because position 0 is kept.
     """
-    exact = Fraction(repr(float(keep_ratio))) * num_tokens
-    return max(1, math.floor(exact + Fraction(1, 2)))
+    return max(1, math.floor(Decimal(repr(float(keep_ratio))) * num_tokens + Decimal("0.5")))
 
 
 def check_group_starts(num_layers: int, group_starts: Iterable[int] | None = None, num_groups: int = 4) -> list[int]:

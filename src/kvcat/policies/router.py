@@ -112,9 +112,7 @@ def linear_attention(
     chunk: int = 64,
     eps: float = 1e-6,
 ) -> Float[Tensor, "batch tokens channels"]:
-    """Weighted mean of the values so far, q_t^T S_t / (q_t^T z_t + eps).
-
-    S_t = sum_{j<=t} k_j v_j^T and z_t = sum_{j<=t} k_j.
+    """Mean of the values so far, q_t^T S_t / (q_t^T z_t + eps), S_t = sum_{j<=t} k_j v_j^T, z_t = sum_{j<=t} k_j.
 
     Within a chunk the products q_t.k_j are formed, across chunks only the sums S and z are carried: memory grows as
     tokens * chunk + tokens / chunk * features * channels.
