@@ -17,9 +17,18 @@ def structured_head(prefix=192, queries=160, dim=16, seed=0):
     values = centres[topic].roll(1, -1) + torch.randn(prefix, dim, generator=draw)
     wanted = centres[torch.randint(0, 12, (queries,), generator=draw)]
     looks = (wanted + torch.randn(queries, dim, generator=draw)) * dim**-0.5
-    return HeadBatch(
-        looks[None], torch.ones(1, queries), torch.full((1, queries), -torch.inf), keys[None], values[None]
-    )
+    return head_batch(looks[None], keys[None], values[None])
+
+
+def head_batch(queries, keys, values, factors=None):
+    """Heads whose queries give all attention to the prefix."""
+    factors = torch.ones_like(queries[..., 0]) if factors is None else factors
+    return HeadBatch(queries, factors, torch.full_like(factors, -torch.inf), keys, values)
+
+
+def tensors(cache, *names):
+    """All tensors of a cache by layer and name, or those of some names, as ``assert_close`` compares them."""
+    return [{name: x for name, x in layer.tensors().items() if not names or name in names} for layer in cache.layers]
 
 
 def first_slots(cache, counts):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from structured_heads import first_slots, positions_of
+from structured_heads import first_slots, positions_of, tensors
 
 from kvcat.compress import AttentionMatching, Eviction, GradientCompression, replay, trace
 from kvcat.errors import InputError
@@ -31,16 +31,12 @@ def test_behind_a_cache_of_all_slots_trace_and_fit_are_those_of_the_dense_forwar
     dense = trace(double, windows, 48)
     again = trace(double, windows, 48, past=trace(double, windows, 32).dense_cache())
     assert (again.past_len, again.num_slots) == (32, 48)
-    for name in ("keys", "values", "queries", "suffix_keys"):
-        for left, right in zip(getattr(again, name), getattr(dense, name), strict=True):
-            assert torch.allclose(left, right, atol=1e-12)
-    assert torch.allclose(again.logits, dense.logits, atol=1e-12)
+    left, right = ([x.keys, x.values, x.queries, x.suffix_keys, x.logits] for x in (again, dense))
+    torch.testing.assert_close(left, right, rtol=0, atol=1e-12)
     # behind a past the prefix has no queries of its own
     method = AttentionMatching(**{"own_weight": 0.0, **options})
-    for left, right in zip(method(again, num_slots=7).layers, method(dense, num_slots=7).layers, strict=True):
-        assert torch.allclose(left.keys, right.keys, atol=1e-12)
-        assert torch.allclose(left.values, right.values, atol=1e-6)
-        assert torch.allclose(left.log_bias, right.log_bias.to(left.log_bias), atol=1e-6)
+    caches = [tensors(method(found, num_slots=7), "keys", "values", "log_bias") for found in (again, dense)]
+    torch.testing.assert_close(*caches, rtol=0, atol=1e-6, check_dtype=False)
 
 
 def test_all_slots_of_a_grown_cache_replay_what_follows_it(double, windows, past):
@@ -83,9 +79,7 @@ def test_every_method_compresses_a_grown_cache_and_a_row_as_alone(double, window
     assert cache.num_tokens == 48
     assert cache.mean_slots <= 12
     alone = method(trace(double, windows[1:2], 48, past=past.select([1])), num_slots=12)
-    for left, right in zip(cache.select([1]).layers, alone.layers, strict=True):
-        assert left.counts.tolist() == right.counts.tolist()
-        assert torch.allclose(left.values, right.values, atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(tensors(cache.select([1])), tensors(alone), atol=2e-3, rtol=2e-3)
 
 
 def test_without_a_fitted_log_bias_slots_keep_the_one_they_have(double, windows, compact):
@@ -98,11 +92,10 @@ def test_without_a_fitted_log_bias_slots_keep_the_one_they_have(double, windows,
 
 
 def test_a_past_that_does_not_fit_and_methods_that_need_all_queries_are_refused(double, windows, compact):
-    for rows, prefix_len, message in (
-        (3, 32, "past holds 32 tokens: the prefix of 32 adds none"), (2, 48, "past holds 3 examples, input_ids 2")
-    ):  # fmt: skip
-        with pytest.raises(InputError, match=message):
-            trace(double, windows[:rows], prefix_len, past=compact)
+    with pytest.raises(InputError, match="past holds 32 tokens: the prefix of 32 adds none"):
+        trace(double, windows, 32, past=compact)
+    with pytest.raises(InputError, match="past holds 3 examples, input_ids 2"):
+        trace(double, windows[:2], 48, past=compact)
     for name in ("h2o", "snapkv", "tova"):
         with pytest.raises(InputError, match="part of which is compact already"):
             Eviction(name)(trace(double, windows, 48, past=compact), num_slots=5)

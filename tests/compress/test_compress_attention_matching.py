@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from structured_heads import eager_attention, plain_error, structured_head
+from structured_heads import eager_attention, head_batch, plain_error, structured_head, tensors
 
 from kvcat.compress import (
     AttentionMatching,
@@ -20,7 +20,7 @@ from kvcat.compress import (
 )
 from kvcat.compress import queries as heads_module
 from kvcat.compress.methods.attention_matching import match_attention
-from kvcat.compress.queries import HeadBatch, dense_attention, draw_queries, fitted_queries, head_groups, load_heads
+from kvcat.compress.queries import dense_attention, draw_queries, fitted_queries, head_groups, load_heads
 from kvcat.models import load
 
 
@@ -69,9 +69,8 @@ def test_both_forms_are_the_public_solvers_one_head_at_a_time(traced):
             attention = (kept + log_bias[head]).softmax(-1) * weight.unsqueeze(-1)
             outputs = every.softmax(-1) @ batch.values[head] * weight.unsqueeze(-1)
             towards = own if num_iters is None else torch.zeros_like(own)
-            assert torch.allclose(
-                values[head], fit_values(attention, outputs, ridge=ridge, towards=towards), atol=1e-2, rtol=1e-2
-            )
+            expected = fit_values(attention, outputs, ridge=ridge, towards=towards)
+            assert torch.allclose(values[head], expected, atol=1e-2, rtol=1e-2)
 
 
 def test_the_kept_keys_are_those_of_the_largest_rms_attention(traced):
@@ -87,9 +86,8 @@ def test_the_kept_keys_are_those_of_the_largest_rms_attention(traced):
 
 def test_dropping_copies_of_a_token_loses_nothing_while_one_of_each_is_kept():
     draw = torch.Generator().manual_seed(0)
-    none = torch.full((1, 60), -torch.inf)
     keys, values = (torch.randn(1, 6, 8, generator=draw).repeat_interleave(5, 1) for _ in range(2))
-    batch = HeadBatch(torch.randn(1, 50, 8, generator=draw), torch.ones(1, 50), none[:, :50], keys, values)
+    batch = head_batch(torch.randn(1, 50, 8, generator=draw), keys, values)
     # without a pull in the way the five copies' mass is exact
     fit = match_attention(batch, dense_attention(batch), 26, num_iters=2, ridge=1e-6)
     assert output_error(batch, *fit).item() < 1e-3
@@ -108,27 +106,21 @@ def test_the_stable_fit_improves_with_every_slot_count_and_beats_eviction_of_the
 @pytest.mark.parametrize("log_bias", [True, False])
 def test_a_query_of_weight_root_two_counts_as_that_query_twice(log_bias):
     head = structured_head(prefix=60, queries=50, dim=8)
-    weights = torch.ones(1, 50).double()
-    weights[:, 10:20] = 2**0.5
     queries, keys, values = (x.double() for x in (head.queries, head.keys, head.values))
-    none = torch.full((1, 60), -torch.inf).double()
-    weighted = HeadBatch(queries, weights, none[:, :50], keys, values)
-    queries = torch.cat([queries, queries[:, 10:20]], 1)
-    twice = HeadBatch(queries, torch.ones(1, 60).double(), none, keys, values)
-    options = {"log_bias": log_bias}
-    fits = [match_attention(b, dense_attention(b), 12, **options) for b in (weighted, twice)]
-    for left, right in zip(*fits, strict=True):
-        assert torch.allclose(left, right, atol=1e-4)
+    weights = torch.ones(1, 50).double().index_fill(1, torch.arange(10, 20), 2**0.5)
+    weighted = head_batch(queries, keys, values, weights)
+    twice = head_batch(torch.cat([queries, queries[:, 10:20]], 1), keys, values)
+    fits = [match_attention(b, dense_attention(b), 12, log_bias=log_bias) for b in (weighted, twice)]
+    torch.testing.assert_close(*fits, rtol=0, atol=1e-4)
 
 
 def test_small_batches_and_chunks_of_queries_change_nothing(traced, monkeypatch):
     whole = AttentionMatching()(traced, num_slots=9)
     monkeypatch.setattr(heads_module, "_BATCH_ELEMENTS", 48 * 10)
     pieces = AttentionMatching()(traced, num_slots=9)
-    for left, right in zip(whole.layers, pieces.layers, strict=True):
-        assert torch.equal(left.keys, right.keys)
-        assert torch.allclose(left.log_bias, right.log_bias, atol=1e-3)
-        assert torch.allclose(left.values, right.values, atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(tensors(whole, "keys"), tensors(pieces, "keys"), rtol=0, atol=0)
+    torch.testing.assert_close(tensors(whole, "log_bias"), tensors(pieces, "log_bias"), rtol=0, atol=1e-3)
+    torch.testing.assert_close(tensors(whole, "values"), tensors(pieces, "values"), rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("options", [{"budgets": "adaptive"}, {"preset": "paper", "num_queries": 20}], ids=str)
@@ -137,24 +129,20 @@ def test_caches_of_several_keep_ratios_are_those_of_single_calls(traced, options
     for ratio, cache in zip(ratios, method.each(traced, ratios), strict=True):
         alone = method(traced, keep_ratio=ratio)
         assert cache.metadata == alone.metadata
-        for left, right in zip(cache.layers, alone.layers, strict=True):
-            assert all(torch.allclose(x, right.tensors()[name], atol=1e-6) for name, x in left.tensors().items())
+        torch.testing.assert_close(tensors(cache), tensors(alone), rtol=1e-5, atol=1e-6)
 
 
 def test_slots_of_unequal_heads_tell_the_positions_of_their_tokens(traced):
     cache = AttentionMatching(budgets="adaptive")(traced, num_slots=6)
     for index, layer in enumerate(cache.layers):
-        counts = layer.counts.flatten().tolist()
-        keys, positions = (part.reshape(sum(counts), -1).split(counts) for part in (layer.keys, layer.positions))
-        for head, (kept, at) in enumerate(zip(keys, positions, strict=True)):
-            assert torch.equal(kept, traced.keys[index].flatten(0, 1)[head][at[:, 0]])
+        positions = layer.positions.split(layer.counts.flatten().tolist())
+        for head, at in enumerate(positions):
+            assert torch.equal(layer.head(head // 2, head % 2)[0], traced.keys[index].flatten(0, 1)[head][at])
 
 
 def test_a_layer_whose_stream_is_larger_gets_fewer_slots(traced):
     louder = replace(traced, stream=[traced.stream[0] * 100, *traced.stream[1:]])
-    before, after = (
-        AttentionMatching()(found, num_slots=6).layers[0].counts.sum().item() for found in (traced, louder)
-    )
+    before, after = (AttentionMatching()(found, num_slots=6).layers[0].counts.sum() for found in (traced, louder))
     assert after < before
 
 

@@ -72,15 +72,6 @@ def test_weights_pulled_to_one_equal_scipy_on_the_system_with_the_pull_as_rows(q
         assert np.allclose(found[0], expected, atol=2e-5 * (1 + 1 / pull))
 
 
-def test_a_column_of_the_log_of_the_whole_mass_stands_for_the_prefix():
-    dense = 2 * normal(2, 50, 40, seed=3)
-    merged = dense.logsumexp(-1, keepdim=True)
-    # relative masses are the masses divided by each query's sum: the same equations with other weights
-    sums = (dense - dense.amax(-1, keepdim=True)).exp().sum(-1)
-    left, right = fit_log_bias(dense[..., :10], merged, weights=sums), fit_log_bias(dense[..., :10], dense)
-    assert torch.allclose(left, right, atol=1e-6)
-
-
 def test_a_well_posed_fit_equals_scipy_in_every_weight_also_in_single_precision():
     dense = 2 * normal(4, 200, 60)
     found, single = fit_log_bias(dense[..., :10], dense), fit_log_bias(dense[..., :10].float(), dense.float())
