@@ -6,17 +6,9 @@ import sys
 
 SCRIPT = """
 import resource, sys, torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from large_tensors import LargeTensors
 from transformers import LlamaConfig, LlamaForCausalLM
 from kvcat.compress import AttentionMatching, Eviction, compare, replay, trace
-
-class Largest(TorchDispatchMode):
-    elements = 0
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        parts = result if isinstance(result, (tuple, list)) else [result]
-        self.elements = max([self.elements, *(x.numel() for x in parts if isinstance(x, torch.Tensor))])
-        return result
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -39,19 +31,19 @@ held = sum(x.nbytes for part in (found.keys, found.values, found.queries) for x 
 AttentionMatching()(found, num_slots=128)
 fitted = peak()
 most = Eviction("streaming")(found, num_slots=6143)
-with Largest() as seen:
+with LargeTensors() as seen:
     sys.modules["kvcat.compress.compare"]._CHUNK_TOKENS = 1024
     compare(found, most)
 with torch.no_grad():
     dense = found.logits[:, :256]
     shifted = (replay(model, most, ids[:, 6144:6400]) - dense).square().mean().sqrt().item()
-print(traced - start, held, fitted - traced, seen.elements, shifted, dense.std().item())
+print(traced - start, held, fitted - traced, seen.largest, shifted, dense.std().item())
 """
 
 
 def test_a_long_prefix_costs_chunks_of_memory_and_keeps_its_positions():
     # what is freed goes back at once, so that the peak is what was held and not what malloc kept for later
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": os.pathsep.join(sys.path)}
     run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, env=environment)
     traced, held, fitted, elements, shifted, spread = (float(word) for word in run.stdout.split())
     # one forward would hold at least 3 * 1024 * 4 bytes of activations per token: 96 MiB

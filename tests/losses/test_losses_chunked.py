@@ -3,12 +3,10 @@
 import pytest
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from kvcat import InputError
 from kvcat.losses import OutputHead, chunked_kl, chunked_objective, distillation_kl, next_token_loss
+from large_tensors import LargeTensors
 
 BATCH, TOKENS, HIDDEN, VOCAB = 2, 9, 6, 13
 ALL = {"bias": True, "scale": 2.5, "softcap": 1.5}
@@ -96,15 +94,6 @@ def test_the_gradient_that_arrives_scales_all_gradients_as_often_as_asked():
     assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
 
 
-def test_a_tied_weight_collects_the_gradients_of_both_its_uses():
-    head, (_, _, ids) = make_head(), make_inputs()
-    dense = nn.functional.embedding(ids, head.weight).sin()
-    total = chunked_objective(head, dense, dense * 0.5, ids, chunk_tokens=5).total
-    found = torch.autograd.grad(total, head.weight, retain_graph=True)[0]
-    expected = torch.autograd.grad(naive_total(head, dense, dense * 0.5, ids), head.weight)[0]
-    assert (found - expected).abs().max() < 1e-12
-
-
 @pytest.mark.parametrize("autocast", [True, False], ids=["autocast", "weights"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_as_close_to_float64_as_the_naive_objective(dtype, autocast):
@@ -138,28 +127,6 @@ def test_a_scaled_loss_saves_float16_gradients_from_underflow():
     torch.testing.assert_close(found, expected, rtol=2e-3, atol=1e-6)
 
 
-class LargeTensors(TorchDispatchMode):
-    """Records every new tensor: the largest, and how many of at least ``size`` elements live at one time."""
-
-    def __init__(self, size, known):
-        super().__init__()
-        self.size, self.largest, self.at_once = size, 0, 0
-        self.known = {x.untyped_storage().data_ptr() for x in known}
-        self.live = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for x in tree_leaves(out):
-            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in self.known:
-                self.largest = max(self.largest, x.numel())
-                if x.numel() >= self.size:
-                    storage = StorageWeakRef(x.untyped_storage())
-                    self.live[storage.cdata] = storage
-        self.live = {data: storage for data, storage in self.live.items() if not storage.expired()}
-        self.at_once = max(self.at_once, len(self.live))
-        return out
-
-
 @pytest.mark.parametrize(("softcap", "at_once"), [(None, 3), (2.0, 5)])
 def test_no_tensor_is_larger_than_a_chunk_of_logits_and_few_of_those_live_at_once(softcap, at_once):
     chunk, vocab, sizes = 6, 97, {"hidden": 5, "vocab": 97}
@@ -168,11 +135,7 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits_and_few_of_those_live_at_onc
     known = (dense, masked, ids, head.weight, head.bias)
     with LargeTensors(chunk * vocab, known) as chunked:
         chunked_objective(head, dense, masked, ids, chunk_tokens=chunk).total.backward()
-    with LargeTensors(chunk * vocab, known) as naive:
-        naive_total(head, dense, masked, ids).backward()
-    assert chunked.largest == chunk * vocab
-    assert chunked.at_once == at_once
-    assert naive.largest >= 60 * vocab
+    assert (chunked.largest, chunked.at_once) == (chunk * vocab, at_once)
 
 
 def test_no_gradient_is_made_where_none_is_wanted():
@@ -191,21 +154,6 @@ def test_no_gradient_is_made_where_none_is_wanted():
             x.requires_grad_(False)
 
 
-def test_a_sharded_weight_is_refused():
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    head, (dense, masked, ids) = make_head(), make_inputs()
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        sharded = distribute_tensor(head.weight.data, init_device_mesh("cpu", (1,)), [Shard(0)])
-        head.linear.weight = nn.Parameter(sharded)
-        with pytest.raises(InputError, match="sharded"):
-            chunked_objective(head, dense, masked, ids)
-    finally:
-        torch.distributed.destroy_process_group()
-
-
 class Doubled(nn.Linear):
     def forward(self, x):
         return 2 * super().forward(x)
@@ -222,6 +170,10 @@ def test_what_is_no_head_and_a_chunk_without_tokens_are_refused_by_name():
     dense, masked, ids = make_inputs()
     with pytest.raises(InputError, match="chunk_tokens must be at least 1, got 0"):
         chunked_objective(make_head(), dense, masked, ids, chunk_tokens=0)
+    sharded = make_head()
+    sharded.weight.placements = ()  # as a DTensor has them
+    with pytest.raises(InputError, match="sharded"):
+        chunked_objective(sharded, dense, masked, ids)
 
 
 @pytest.mark.parametrize("chunk", [4, 256])
