@@ -2,7 +2,6 @@
 
 import hashlib
 import io
-import json
 import sys
 
 import pytest
@@ -79,9 +78,7 @@ def test_a_loaded_cache_equals_the_saved_one(tmp_path, form, dtype):
     assert (loaded.num_tokens, loaded.fingerprint, loaded.metadata) == (9, OWNER, cache.metadata)
     for ours, theirs in zip(cache.layers, loaded.layers, strict=True):
         assert type(ours) is type(theirs)
-        assert ours.tensors().keys() == theirs.tensors().keys()
-        for name, tensor in ours.tensors().items():
-            torch.testing.assert_close(theirs.tensors()[name], tensor, rtol=0, atol=0)
+        torch.testing.assert_close(theirs.tensors(), ours.tensors(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("form", ["equal", "ragged"])
@@ -167,35 +164,18 @@ def test_what_is_no_cache_is_refused_though_the_checksum_is_right(tmp_path, form
     refused(path, signed(entries, tensors), reason)
 
 
-def header_only(text, size=0):
-    return len(text).to_bytes(8, "little") + text + bytes(size)
+def test_foreign_files_are_refused(tmp_path):
+    def header_only(text, size=0):
+        return len(text).to_bytes(8, "little") + text + bytes(size)
 
-
-@pytest.mark.parametrize(
-    "content",
-    [
+    for content in (
         b"PK\x03\x04" + bytes(60),  # a zip archive, as torch.save writes it
         b"\x80\x04\x95\x05\x00\x00\x00\x00\x00\x00\x00\x8c\x01a\x94.",  # a pickle
-        (2**40).to_bytes(8, "little") + b"{}",
-        header_only(b"{not json"),
-        header_only(DEEP.encode()),
+        (2**40).to_bytes(8, "little") + b"{}", header_only(b"{not json"), header_only(DEEP.encode()),
         header_only(b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [-90000, 4]}}', 4),
         header_only(b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'),
-    ],
-)
-def test_foreign_files_are_refused(tmp_path, content):
-    refused(tmp_path / "doc", content, "is truncated or not a safetensors file|is not a compact cache")
-
-
-def test_a_signed_header_whose_offsets_overlap_is_refused(saved):
-    content = saved.read_bytes()
-    length = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + length])
-    header["__metadata__"]["sha256"] = ZEROS
-    header["layers.0.keys"]["data_offsets"] = header["layers.1.keys"]["data_offsets"]
-    forged = header_only(json.dumps(header, separators=(",", ":")).encode()) + content[8 + length :]
-    digest = hashlib.sha256(forged).hexdigest()
-    refused(saved, forged.replace(ZEROS.encode(), digest.encode()), "truncated or not a safetensors file")
+    ):  # fmt: skip
+        refused(tmp_path / "doc", content, "is truncated or not a safetensors file|is not a compact cache")
 
 
 def test_a_place_that_cannot_be_written_is_named_and_the_old_file_stays(tmp_path, monkeypatch, saved):
@@ -224,8 +204,8 @@ def test_a_place_that_cannot_be_written_is_named_and_the_old_file_stays(tmp_path
         CompactCache.load(saved)
 
 
-def model(seed=0, **options):
-    torch.manual_seed(seed)
+def model(**options):
+    torch.manual_seed(0)
     sizes = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 8}
     return stock_model("llama", **sizes, num_hidden_layers=2, num_attention_heads=2, **options).eval()
 
@@ -235,9 +215,8 @@ def test_a_cache_loads_only_for_its_model_whose_fingerprint_follows_every_weight
     first = fingerprint(made)
     example(owner=first).save(tmp_path / "doc")
     assert CompactCache.load(tmp_path / "doc", model()).num_slots == 3
-    for other in (model(seed=1), model(rms_norm_eps=1e-3)):
-        with pytest.raises(InputError, match="doc belongs to another model"):
-            CompactCache.load(tmp_path / "doc", other)
+    with pytest.raises(InputError, match="doc belongs to another model"):
+        CompactCache.load(tmp_path / "doc", model(rms_norm_eps=1e-3))
     with monkeypatch.context() as patch:
         patch.setattr(sys.modules["kvcat.cache.fingerprint"], "hash_tensor", None)  # a second look hashes nothing
         assert fingerprint(made) == first

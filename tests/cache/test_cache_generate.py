@@ -107,8 +107,7 @@ def test_greedy_generation_takes_the_naive_argmax_at_every_step(form, static_tok
     before = [{name: x.clone() for name, x in layer.tensors().items()} for layer in cache.layers]
     out = model.generate(**cache.inputs(model, ids, static_tokens=static_tokens), max_new_tokens=8, do_sample=False)
     assert out.tolist() == greedy(cache, ids, 8)
-    for layer, tensors in zip(cache.layers, before, strict=True):
-        assert all(torch.equal(x, tensors[name]) for name, x in layer.tensors().items())
+    torch.testing.assert_close([layer.tensors() for layer in cache.layers], before, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("form", "static_tokens"), [("biased", 12), ("ragged", None)])
@@ -159,12 +158,11 @@ def test_selected_and_padded_slots_are_the_ones_they_were():
     cache = made(tiny())
     swapped = cache.select([1, 0, 1])
     for layer, chosen in zip(cache.layers, swapped.layers, strict=True):
-        again = layer.padded().without_absent()
-        for head in range(2):
-            for row, source in enumerate([1, 0, 1]):
-                pairs = zip(layer.head(source, head), chosen.head(row, head), strict=True)
-                assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
-            assert all(torch.equal(*pair) for pair in zip(layer.head(0, head), again.head(0, head), strict=True))
+        exact = {"rtol": 0, "atol": 0}
+        torch.testing.assert_close(layer.padded().without_absent().tensors(), layer.tensors(), **exact)
+        for row, source in enumerate([1, 0, 1]):
+            for head in range(2):
+                torch.testing.assert_close(chosen.head(row, head), layer.head(source, head), **exact)
     equal = cache.select([0]).layers[1]  # heads of three slots each
     assert isinstance(equal, CompactLayer)
     assert equal.keys.shape == (1, 2, 3, 8)

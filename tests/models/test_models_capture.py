@@ -21,11 +21,9 @@ def test_a_capture_in_chunks_is_that_of_one_forward_and_of_the_stock_model(kind)
         stock = model(input_ids=ids, use_cache=True, output_hidden_states=True)
         for chunk_tokens in (1, 23, 1000) if kind == "llama" else (7,):
             parts = capture(model, ids, query_positions=torch.arange(9, 24), hidden_start=3, chunk_tokens=chunk_tokens)
-            for name in ("keys", "values", "queries"):
-                for left, right in zip(getattr(whole, name), getattr(parts, name), strict=True):
-                    assert torch.allclose(left, right, atol=1e-12)
-            assert torch.allclose(whole.hidden, parts.hidden, atol=1e-12)
-            assert torch.allclose(torch.stack(whole.stream), torch.stack(parts.stream))
+            left, right = ([x.keys, x.values, x.queries, x.hidden] for x in (whole, parts))
+            torch.testing.assert_close(left, right, rtol=0, atol=1e-12)
+            torch.testing.assert_close(whole.stream, parts.stream)
     assert whole.hidden.shape[1] == 21
     assert not whole.hidden.requires_grad
     assert torch.allclose(logits_from_hidden(model, every.hidden), stock.logits, atol=1e-6)

