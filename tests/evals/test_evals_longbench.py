@@ -86,7 +86,6 @@ def test_shortened_contexts_have_as_many_tokens_as_the_budget(examples):
     for count in (1, len(lead) - 1, len(lead), len(lead) + 4):
         assert len(prompt.shortened(count)) == count
     assert prompt.shortened(len(lead) + 4) == [*lead, *text[:2], *text[-2:]]
-    assert prompt.shortened(3) == lead[:3]
     assert cut_middle([1, 2, 3, 4, 5], 3) == [1, 5]
 
 
@@ -100,12 +99,15 @@ def full_forward(model, before, prompt):
     return totals
 
 
-def test_every_baseline_equals_a_full_forward_of_the_same_ids(model, examples):
+def test_every_baseline_equals_a_full_forward_of_the_same_ids_and_all_slots_the_dense_one(model, examples):
     batch = prepared(model, with_opening(), examples)
     prompt, dense = batch.batch[0], batch.baseline(DENSE)[0]
     texts = {DENSE: prompt.context, NONE: [0]}
     for keep in (0.02, 0.5):
         texts[Baseline("truncated", keep)] = prompt.shortened(slots_for(len(prompt.context), keep, None))
+    compressor = GradientCompression(num_steps=1, activation_checkpointing=True)
+    for _, cache in compressor.snapshots(batch.trace, keep_ratio=1.0):
+        assert batch.score(cache) == [dense]
     for baseline, text in texts.items():
         (values,) = batch.baseline(baseline)
         totals = full_forward(model, [*text, *prompt.question], prompt)
@@ -113,14 +115,6 @@ def test_every_baseline_equals_a_full_forward_of_the_same_ids(model, examples):
         assert values["nll_choice"] == pytest.approx(nll, abs=1e-6)
         assert values["accuracy"] == float(totals[prompt.right] == max(totals))
         assert values["dense_nll_choice"] == dense["nll_choice"]
-
-
-def test_keeping_every_slot_scores_as_the_dense_cache(model, examples):
-    batch = prepared(model, byte_tokenizer(), examples)
-    compressor = GradientCompression(num_steps=2, activation_checkpointing=True)
-    caches = [cache for _, cache in compressor.snapshots(batch.trace, keep_ratio=1.0)]
-    assert len(caches) == 3
-    assert all(batch.score(cache) == batch.baseline(DENSE) for cache in caches)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +150,7 @@ def test_the_order_depends_on_the_names_alone_and_questions_about_one_text_share
     ("rows", "domains", "said"),
     [
         ([row(0), {"_id": "x"}], None, "row 2 of .*a.jsonl has no text 'sub_domain'"),
-        ([row(0), row(1, answer="E")], None, "row 2 of .*a.jsonl: answer 'E' is none of A, B, C, D"),
+        ([row(0, answer="E")], None, "row 1 of .*a.jsonl: answer 'E' is none of A, B, C, D"),
         ([row(0), row(1), row(0)], None, "row 3 of .*a.jsonl has the _id 'id0' of an earlier row"),
         ([row(2)], ["Legal"], "a.jsonl has no row of sub-domain Legal; it has Literary"),
         ([row(0)], ["Legl"], "no sub-domain 'Legl'; there are Academic"),

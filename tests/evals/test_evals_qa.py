@@ -1,16 +1,16 @@
 import importlib.util
 import json
-import math
 from pathlib import Path
 
 import pytest
 import torch
+from test_evals_runner import tiny
 
 from kvcat.cache import fingerprint
 from kvcat.errors import InputError
 from kvcat.evals import evaluate
 from kvcat.evals.qa import QAExample, QATask, cloze_values, make_task, read_examples
-from tiny import byte_tokenizer, stock_model
+from tiny import byte_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("default")  # the harness and what it imports warn of their own affairs
 needs_harness = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm_eval is not installed")
@@ -30,9 +30,6 @@ ROWS = {
     },
     "openbookqa": {"id": "7-980", "question_stem": "What is hot?", "choices": CHOICES, "answerKey": "B"},
     "arc_easy": {"id": "M1", "question": "What is hot?", "choices": CHOICES, "answerKey": "B"},
-    "arc_challenge": {
-        "id": "M2", "question": "What is hot?", "choices": {**CHOICES, "label": ["1", "2", "3"]}, "answerKey": "2",
-    },
     "commonsense_qa": {"id": "c", "question": "What is hot?", "choices": CHOICES, "answerKey": "B"},
 }  # fmt: skip
 
@@ -43,32 +40,20 @@ def write(folder, *rows, task="rows"):
     return file
 
 
-def read_one(folder, task, row):
-    (example,) = read_examples(task, str(write(folder, row)))
-    return example
-
-
 @pytest.mark.parametrize(
     ("task", "contexts", "texts", "gold"),
     [
         ("hellaswag", ["Roof: A man sits. He"] * 4, ["is using wrap.", "rips. tiles.", "holds.", "starts."], 1),
         ("winogrande", ["Ann beat Bob as Ann", "Ann beat Bob as Bob"], ["was quick."] * 2, 0),
-        ("piqa", ["Question: Boil water.\nAnswer:"] * 2, ["Use a pot ", "Use a hat"], 0),
         ("social_i_qa", ["Al fell. How is Al?"] * 3, ["sore", "glad", "rich"], 0),
-        ("arc_challenge", ["Question: What is hot?\nAnswer:"] * 3, ["ice", "fire", "sand"], 1),
         ("commonsense_qa", ["What is hot?"] * 3, ["ice", "fire", "sand"], 1),
     ],
 )
 def test_a_row_becomes_the_cloze_question_of_its_task(tmp_path, task, contexts, texts, gold):
-    example = read_one(tmp_path, task, ROWS[task])
+    (example,) = read_examples(task, str(write(tmp_path, ROWS[task])))
     assert (example.contexts, example.texts, example.gold) == (tuple(contexts), tuple(texts), gold)
     assert example.stratum == task
     assert example.document.startswith(f"{task}:")
-
-
-def test_the_joined_context_of_hellaswag_gives_the_same_question_as_its_parts(tmp_path):
-    joined = {**HELLASWAG, "ctx_a": None, "ctx_b": None, "ctx": "A man sits. He"}
-    assert read_one(tmp_path, "hellaswag", joined) == read_one(tmp_path, "hellaswag", HELLASWAG)
 
 
 CHOICE = "its choices are not at least two texts with a key each"
@@ -78,10 +63,8 @@ CHOICE = "its choices are not at least two texts with a key each"
     ("task", "change", "told"),
     [
         ("piqa", {"sol2": None}, "KeyError: 'sol2'"),
-        ("hellaswag", {"endings": 5}, "TypeError: 'int' object is not iterable"),
         ("winogrande", {"sentence": "no blank"}, f"ValueError: {CHOICE}"),
         ("arc_easy", {"answerKey": "D"}, "ValueError: 'D' is not in list"),
-        ("commonsense_qa", {"choices": {"text": ["a", "b"], "label": ["B"]}}, f"ValueError: {CHOICE}"),
     ],
 )
 def test_a_row_that_is_none_is_told_with_file_and_number(tmp_path, task, change, told):
@@ -89,21 +72,22 @@ def test_a_row_that_is_none_is_told_with_file_and_number(tmp_path, task, change,
     with pytest.raises(InputError) as error:
         read_examples(task, str(file))
     assert str(error.value) == f"{file}, row 2 is no row of {task}: {told}"
+    with pytest.raises(InputError, match="holds no row"):
+        read_examples(task, str(write(tmp_path)))
 
 
-def test_what_does_not_exist_is_told(tmp_path):
-    for rows, said in [([], "holds no row"), (["[1]"], "row 1 is no row of arc_easy: AttributeError")]:
-        with pytest.raises(InputError, match=said):
-            read_examples("arc_easy", str(write(tmp_path, *rows)))
-    for settings, said in [
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
         ({"tasks": ["boolq"]}, "no QA task 'boolq'; there are hellaswag"),
         ({"num_examples": 0}, "num_examples is 0"),
-        ({"folder": tmp_path / "none"}, "none has no file hellaswag"),
-        ({"folder": tmp_path}, "has no file hellaswag"),
-        ({"folder": tmp_path, "tasks": ["piqa"]}, r"has no file piqa\*\.jsonl"),
-    ]:
-        with pytest.raises(InputError, match=said):
-            make_task(**settings)
+        ({"folder": Path("none")}, "none has no file hellaswag"),
+        ({"folder": Path("none"), "tasks": ["piqa"]}, r"none has no file piqa\*\.jsonl"),
+    ],
+)
+def test_what_does_not_exist_is_told(options, said):
+    with pytest.raises(InputError, match=said):
+        make_task(**options)
 
 
 def test_equal_rows_without_an_id_stay_and_twins_share_a_document(tmp_path):
@@ -133,12 +117,7 @@ def test_the_sample_depends_on_seed_and_names_only_and_tasks_take_turns(tmp_path
 
 @pytest.fixture(scope="module")
 def pair():
-    torch.manual_seed(0)
-    model = stock_model(
-        "qwen2", vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.3,
-    )  # fmt: skip
-    return model.eval(), byte_tokenizer()
+    return tiny(0, vocab_size=300, hidden_size=32, max_position_embeddings=128), byte_tokenizer()
 
 
 def example(number, contexts, texts, gold=0, task="piqa"):
@@ -178,12 +157,12 @@ def test_the_harness_gives_the_values_of_plain_forwards_and_the_run_resumes(pair
 
 
 def test_each_accuracy_has_its_own_argmax():
-    texts = ["abcdefghij", "abc", "ab"]
-    values = [cloze_values(example(0, ["x"] * 3, texts, gold), [-10.0, -4.0, -3.9]) for gold in range(3)]
+    values = [
+        cloze_values(example(0, ["x"] * 3, ["abcdefghij", "abc", "ab"], gold), [-10.0, -4.0, -3.9]) for gold in range(3)
+    ]
     assert [v["acc"] for v in values] == [0.0, 0.0, 1.0]
     assert [v["acc_per_char"] for v in values] == [1.0, 0.0, 0.0]
     assert values[0]["nll_per_char"] == 1.0
-    assert cloze_values(example(0, ["x"] * 2, ["ab", "cd"]), [-math.log(4)] * 2)["acc"] == 1.0  # the first of equals
 
 
 def test_what_a_model_cannot_score_is_told_before_work(pair, monkeypatch):
@@ -200,25 +179,23 @@ def test_what_a_model_cannot_score_is_told_before_work(pair, monkeypatch):
         task.check("m", *pair)
 
 
-OWN_TASKS = {
-    "hellaswag": "hellaswag/hellaswag", "winogrande": "winogrande/default", "piqa": "piqa/piqa",
-    "openbookqa": "openbookqa/openbookqa", "arc_easy": "arc/arc_easy", "arc_challenge": "arc/arc_easy",
-}  # fmt: skip
-
-
 @needs_harness
-@pytest.mark.parametrize("name", OWN_TASKS)
-def test_the_prompts_are_those_of_the_harness_own_task_files(tmp_path, name):
+@pytest.mark.parametrize(
+    "file",
+    ["hellaswag/hellaswag", "winogrande/default", "piqa/piqa", "openbookqa/openbookqa", "arc/arc_easy"],
+)
+def test_the_prompts_are_those_of_the_harness_own_task_files(tmp_path, file):
     import lm_eval
     from lm_eval.api.task import ConfigurableTask
     from lm_eval.tasks._yaml_loader import load_yaml
 
+    name = file.split("/")[file.startswith("arc")]
     rows = str(write(tmp_path, ROWS[name]))
     (example,) = read_examples(name, rows)
-    file = Path(lm_eval.__file__).parent / "tasks" / f"{OWN_TASKS[name]}.yaml"
+    config = load_yaml(Path(lm_eval.__file__).parent / "tasks" / f"{file}.yaml")
     local = {"data_files": dict.fromkeys(("train", "validation", "test"), rows)}
     read = {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": local, "num_fewshot": 0}
-    own = ConfigurableTask(config={**load_yaml(file), **read})
+    own = ConfigurableTask(config={**config, **read})
     own.build_all_requests()
     assert [instance.args for instance in own.instances] == [
         (context, f" {text}") for context, text in zip(example.contexts, example.texts, strict=True)

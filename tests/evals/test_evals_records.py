@@ -67,7 +67,7 @@ def test_a_damaged_line_is_refused_in_one_line(tmp_path, name, damage, said):
     ("changes", "said"),
     [
         ({"evaluation": "magic"}, "no evaluation 'magic'; there are suffix"),
-        ({"evaluation": None}, "it has no evaluation"),
+        ({"methods": None}, "it has no methods"),
     ],
 )
 def test_a_damaged_configuration_is_refused_in_one_line(tmp_path, changes, said):
@@ -80,23 +80,19 @@ def test_a_damaged_configuration_is_refused_in_one_line(tmp_path, changes, said)
         read_config(tmp_path / "none")
 
 
-@pytest.mark.parametrize("shard", [(0, 1), (1, 2)])
-def test_another_configuration_is_refused_with_the_field_that_differs_and_the_folder_is_free_again(tmp_path, shard):
-    with ResultsFolder(tmp_path, CONFIG, shard=(0, shard[1])):
-        pass
-    for _ in range(2):
-        with pytest.raises(InputError, match=r"another configuration: prefix_len is 8 there, 16 here"):
-            ResultsFolder(tmp_path, {**CONFIG, "prefix_len": 16}, shard=shard)
-    with ResultsFolder(tmp_path, CONFIG, shard=shard):
-        pass
-
-
-def test_a_label_keeps_its_weights_and_their_dtype(tmp_path):
+def test_another_configuration_or_other_weights_of_a_label_are_refused_and_the_folder_is_free_again(tmp_path):
     with ResultsFolder(tmp_path, CONFIG) as folder:
         folder.append([record(0)])
         folder.check_model("base", "abc", "float32")
         with pytest.raises(InputError, match=r"another model 'base', .*float32.*, not .*bfloat16"):
             folder.check_model("base", "abc", "bfloat16")
+    for shard in ((0, 1), (1, 2), (1, 2)):
+        with pytest.raises(InputError, match=r"another configuration: prefix_len is 8 there, 16 here"):
+            ResultsFolder(tmp_path, {**CONFIG, "prefix_len": 16}, shard=shard)
+    with ResultsFolder(tmp_path, CONFIG):
+        pass
+    with pytest.raises(InputError, match="model 'base' come from two different models"):
+        models_of([record(0), dataclasses.replace(record(1), fingerprint="other")])
 
 
 def test_shards_share_a_folder_and_each_sees_what_the_others_did(tmp_path):
@@ -117,8 +113,3 @@ def test_shards_share_a_folder_and_each_sees_what_the_others_did(tmp_path):
             ResultsFolder(tmp_path, CONFIG, shard=(0, 2))
     (tmp_path / "records-2-of-3.jsonl").write_text(line() + "\n")  # two shards wrote it
     assert read_records(tmp_path) == [record(0), record(1)]
-
-
-def test_one_label_for_two_models_is_refused():
-    with pytest.raises(InputError, match="model 'base' come from two different models"):
-        models_of([record(0), dataclasses.replace(record(1), fingerprint="other")])

@@ -11,7 +11,6 @@ from kvcat.evals.task import manifest
 from tiny import byte_tokenizer
 
 SHORT = tuple(name for name in RULER_TASKS if name != "cwe")  # its list takes thousands of tokens
-DENSE = RulerTask.baselines[0]
 
 
 def small(tokenizer, **changes):
@@ -94,21 +93,16 @@ def test_the_examples_never_change(tokenizer, task):
     assert manifest(words.examples) == "ba99317b3ce56fa5be9e4983c8483df9d503c04e81b3daef5c53637c664cb01b"
 
 
-@pytest.mark.parametrize(
-    ("answer", "found"), [("A, b and c", 1.0), ("a b", 2 / 3), ("B", 1 / 3), ("", 0.0), ("x y z", 0.0)]
-)
+@pytest.mark.parametrize(("answer", "found"), [("A, b and c", 1.0), ("a B", 2 / 3), ("x y z", 0.0)])
 def test_a_match_is_the_share_of_references_that_the_answer_contains(answer, found):
-    assert RulerTask.judge(answer, ("a", "b", "c")) == {
-        "string_match": pytest.approx(found), "exact_match": float(found == 1),
-    }  # fmt: skip
+    judged = RulerTask.judge(answer, ("a", "b", "c"))
+    assert judged == {"string_match": pytest.approx(found), "exact_match": float(found == 1)}
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"length": 0}, "length is 0"),
         ({"tasks": ("qa",)}, "no RULER task 'qa'; there are niah_single"),
-        ({"tasks": ()}, r"tasks are \[\]"),
         ({"tasks": ("vt", "vt")}, "each once"),
         ({"tasks": ("vt",), "length": 60}, "vt: 60 tokens are too few: the text takes at least"),
         ({"tasks": ("fwe",), "length": 70}, "fwe: 70 tokens are too few: words of ranks 4 and 5"),

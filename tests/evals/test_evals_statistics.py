@@ -39,9 +39,8 @@ def test_windows_of_one_document_are_resampled_together():
     assert share_difference(*copies, names(20, 5)) == share_difference(first, second, names(4))
 
 
-@pytest.mark.parametrize("strata", [None, ["x", "x"]])
-def test_one_document_gives_a_figure_without_an_interval(strata):
-    bootstrap = ClusterBootstrap(["a", "a"], strata=strata)
+def test_one_document_gives_a_figure_without_an_interval():
+    bootstrap = ClusterBootstrap(["a", "a"], strata=["x", "x"])
     estimate = bootstrap.mean(np.array([1.0, 2.0]))
     assert estimate.value == 1.5
     assert np.isnan([estimate.low, estimate.high]).all()
@@ -49,14 +48,10 @@ def test_one_document_gives_a_figure_without_an_interval(strata):
     assert np.isnan(bootstrap.p_value(np.ones(9)))
 
 
-def test_a_ratio_is_of_sums_and_not_a_mean_of_ratios():
+def test_a_ratio_is_of_sums_and_a_p_value_twice_the_smaller_share_of_resamples_beyond_0():
     bootstrap = ClusterBootstrap(["a", "b"])
     estimate = bootstrap.estimate(bootstrap.of_means(np.divide, np.array([1.0, 9.0]), np.array([2.0, 10.0])))
     assert (estimate.value, estimate.low, estimate.high) == pytest.approx((10.0 / 12.0, 0.5, 0.9))
-
-
-def test_a_p_value_is_twice_the_smaller_share_of_resamples_beyond_0():
-    bootstrap = ClusterBootstrap(["a", "b"])
     assert bootstrap.p_value(np.array([9.0, *[1.0] * 96, *[-1.0] * 3])) == pytest.approx(2 * 4 / 100)
     assert bootstrap.p_value(np.array([-9.0, *[-1.0] * 99])) == pytest.approx(2 / 100)
 
@@ -132,6 +127,7 @@ def scores(count, better, value=1.0):
     ("pair", "told"),
     [
         (scores(100, 19), ""),
+        (scores(6, 6), ""),
         (scores(100, 5), "100 documents: differences under 6.0 points cannot be told at 95 %, 5.0 among them"),
         (scores(100, 0), "the models agree on all 100 examples"),
         (scores(5, 5), "5 documents: no difference can be told at 95 %"),
@@ -141,16 +137,6 @@ def scores(count, better, value=1.0):
 )
 def test_what_so_few_documents_cannot_tell_is_said(pair, told):
     assert cannot_tell(*pair, names(len(pair[0]))) == told
-
-
-@pytest.mark.parametrize(("num_examples", "differing"), [(6, 0.5), (20, 0.2), (100, 0.05), (500, 0.2)])
-def test_what_mcnemars_test_finds_is_not_said_to_be_untold(num_examples, differing):
-    total = max(round(differing * num_examples), 1)
-    for b in range(total + 1):
-        first, second = np.zeros(num_examples), np.zeros(num_examples)
-        first[:b], second[b:total] = 1.0, 1.0
-        if scipy.stats.binomtest(b, total).pvalue <= 0.04:
-            assert cannot_tell(first, second, names(num_examples)) == ""
 
 
 def test_holm_equals_its_definition_and_leaves_missing_p_out():
