@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import safetensors
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvcat.cache import CompactCache, CompactLayer
@@ -155,3 +156,22 @@ def test_a_cache_is_packed_plain_without_its_log_bias_only_on_demand_or_for_a_wi
         assert capsys.readouterr().out.endswith(f"{name}: heads of 12 channels, 8 of the model's own\n")
     assert load(tmp_path / "wide")[0].config.head_dim == 12
     assert (tmp_path / "wide.gguf").read_bytes()[:4] == b"GGUF"
+
+
+def test_a_file_says_what_it_holds_and_a_damaged_or_another_one_is_refused_in_one_line(tmp_path, capsys):
+    heads = [[[torch.ones(n, 8) for n in counts]] for counts in ((2, 4), (1, 3))]
+    told = {"method": "by hand", "seed": "7"}
+    cache = CompactCache([CompactLayer.ragged(x, x) for x in heads], 20, "0123456789ab" + "c" * 52, told)
+    cache.save(tmp_path / "c")
+    assert kvcat("info", tmp_path / "c") == 0
+    shown = capsys.readouterr().out
+    for line in (
+        "20 tokens in 2.5 slots a layer and head (12.5% kept), at most 4", "1 examples, 2 layers, 2 KV heads of 8",
+        f"{cache.nbytes:,}, 12.5% of the 5,120 of the dense cache", "by hand", "unknown, fingerprint 0123456789ab",
+        "seed 7", "slots by layer  3 2",
+    ):  # fmt: skip
+        assert line in shown
+    content = (tmp_path / "c").read_bytes()
+    (tmp_path / "c").write_bytes(content[:-5] + b"!" + content[-4:])
+    assert "c is corrupt" in mistake(capsys, kvcat("info", tmp_path / "c"))
+    assert "no cache file" in mistake(capsys, kvcat("info", tmp_path))

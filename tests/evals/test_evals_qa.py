@@ -110,9 +110,6 @@ def test_the_sample_depends_on_seed_and_names_only_and_tasks_take_turns(tmp_path
     assert make_task(tmp_path / "one", num_examples=20).examples[:11] == drawn
     assert make_task(tmp_path / "one", num_examples=10, seed=1).examples != drawn
     assert len(make_task(tmp_path / "one", tasks=["arc_easy"]).examples) == 40
-    write(tmp_path / "one", ROWS["piqa"], task="piqa_test")
-    with pytest.raises(InputError, match=r"two files of piqa: piqa_test\.jsonl and piqa_validation_hf\.jsonl"):
-        make_task(tmp_path / "one")
 
 
 @pytest.fixture(scope="module")

@@ -7,14 +7,22 @@ from itertools import product
 import numpy as np
 
 from kvcat.evals import Record, ResultsFolder
+from kvcat.evals.qa import TASKS
 
 COSTS = {"base": 0.0, "control": -0.12, "kvcat": -0.09, "rand": 0.0}
 EASE = {"base": 1.0, "control": 1.04, "kvcat": 0.72, "rand": 0.9}
 DIFFICULTY = {"attention-matching": 0.15, "snapkv": 0.3, "gradient": 0.5}
 DOMAINS = {"Academic": 24, "Legal": 12, "Table QA": 8}
-QA_TASKS = (
-    "hellaswag", "winogrande", "piqa", "social_i_qa", "openbookqa", "arc_easy", "arc_challenge", "commonsense_qa",
-)  # fmt: skip
+
+
+def record(model, method, keep, step, dataset, stratum, document, values, example="0"):
+    place = dataset, stratum, document, example, values
+    return Record(model, f"f-{model}", "float32", method, "{}", keep, step, None, *place)
+
+
+def draw(probability, *key):
+    """1 with this probability, the same for the same key; models share the key, so their answers go together."""
+    return float(np.random.default_rng(key).random() < probability)
 
 
 def made_up_records(models=("base", "control", "kvcat"), num_documents=12, methods=tuple(DIFFICULTY)):
@@ -30,38 +38,23 @@ def made_up_records(models=("base", "control", "kvcat"), num_documents=12, metho
                 kl = DIFFICULTY[method] * EASE[model] * hardness * (0.05 / keep) ** 0.9
                 kl *= (1.0 if step is None else 4.0 / (1.0 + step / 6.0)) * math.exp(0.05 * noise.normal())
                 values = {
-                    "nll": dense + 0.8 * kl, "nll_dense": dense, "nll_none": dense + 0.6, "delta_nll": 0.8 * kl,
-                    "delta_ppl": math.exp(dense + 0.8 * kl) - math.exp(dense), "kl": kl,
-                    "top1": math.exp(-1.2 * math.sqrt(kl)), "context_gain": 0.6, "num_tokens": 64.0,
+                    "nll": dense + 0.8 * kl, "nll_dense": dense, "delta_nll": 0.8 * kl, "kl": kl, "context_gain": 0.6,
+                    "delta_ppl": math.exp(dense + 0.8 * kl) - math.exp(dense), "num_tokens": 64.0,
                     "num_predicted": 63.0,
                 }  # fmt: skip
                 records.append(record(model, method, keep, step, "made-up", "", f"d{document}", values, str(window)))
     return records
 
 
-def record(model, method, keep, step, dataset, stratum, document, values, example="0"):
-    return Record(
-        model, f"f-{model}", "float32", method, "{}", keep, step, None, dataset, stratum, document, example, values
-    )
-
-
-def draw(probability, *key):
-    """1 with this probability, the same for the same key; models share the key, so their answers go together."""
-    return float(np.random.default_rng(key).random() < probability)
-
-
-def made_up_needle(models=("base", "kvcat"), per_depth=20, keeps=(0.1, 0.5), skill=0.95):
+def made_up_needle(models=("base", "kvcat"), per_depth=20):
     """Passkeys at three depths, found more often with more slots."""
     records = []
     for instance, (rank, depth), model in product(range(per_depth), enumerate(("0", "0.5", "1")), models):
-        dense = draw(skill, rank, instance, 1)
-        for method, keep in [("dense", 1.0), ("no-context", 0.0), *(("gradient", keep) for keep in keeps)]:
+        dense = draw(0.95, rank, instance, 1)
+        work = ("dense", 1.0, None), ("no-context", 0.0, None), ("gradient", 0.1, 100), ("gradient", 0.5, 100)
+        for method, keep, step in work:
             right = dense * draw((keep / 0.6) ** EASE[model], rank, instance, 2, int(100 * keep))
-            values = {
-                "exact_match": right, "dense_exact_match": dense, "correct_prefix": max(right, 0.5 * dense),
-                "nll": 1.5 - right, "nll_dense": 0.4 + COSTS[model],
-            }  # fmt: skip
-            step = 100 if method == "gradient" else None
+            values = {"exact_match": right, "dense_exact_match": dense, "nll": 1.5 - right}
             records.append(record(model, method, keep, step, "passkey", depth, f"{depth}-{instance}", values))
     return records
 
@@ -84,7 +77,7 @@ def made_up_longbench(models=("base", "kvcat"), skill=0.55):
 def made_up_qa(models=("base", "control", "kvcat", "rand"), num_questions=60):
     """Eight tasks of different difficulty; every model errs on questions of its own as well."""
     records = []
-    for (rank, task), row, (column, model) in product(enumerate(QA_TASKS), range(num_questions), enumerate(models)):
+    for (rank, task), row, (column, model) in product(enumerate(TASKS), range(num_questions), enumerate(models)):
         right = draw(0.3 + 0.06 * rank, rank, row) if row % 5 else draw(0.5, rank, row, column)
         values = {"acc": right, "acc_per_char": right, "nll_per_char": 1.0 - 0.5 * right}
         records.append(record(model, "dense", 1.0, None, "cloze", task, f"{task}-{row}", values))
@@ -93,30 +86,21 @@ def made_up_qa(models=("base", "control", "kvcat", "rand"), num_questions=60):
 
 def write_results(path, records, evaluation="suffix", **settings):
     """A results folder with costs: two batches, of eight and of two examples, per model, method and keep ratio."""
-    keeps = {}
-    for own in records:
-        if own.method in DIFFICULTY and own.keep_ratio not in keeps.setdefault(own.method, []):
-            keeps[own.method].append(own.keep_ratio)
     count = len({(own.document, own.example) for own in records})
-    config = {
-        "evaluation": evaluation, "dataset": records[0].dataset, "num_examples": count, **settings,
-        "methods": [
-            {"name": name, "options": {}, "num_examples": count, "keep_ratios": own} for name, own in keeps.items()
-        ],
-    }  # fmt: skip
-    with ResultsFolder(path, config) as folder:
+    cells = dict.fromkeys((r.model, r.method, r.keep_ratio, r.step) for r in records if r.method in DIFFICULTY)
+    methods = [{"name": name, "options": {}, "num_examples": count} for name in dict.fromkeys(c[1] for c in cells)]
+    config = {"evaluation": evaluation, "dataset": records[0].dataset, "num_examples": count, "methods": methods}
+    with ResultsFolder(path, config | settings) as folder:
         folder.append(records)
-        cells = dict.fromkeys((r.model, r.method, r.keep_ratio, r.step) for r in records if r.method in keeps)
         for (model, method, keep, step), examples in product(cells, (8, 2)):
             cost = {
-                "model": model, "method": method, "options": {}, "keep_ratio": keep, "seed": None, "step": step,
+                "model": model, "method": method, "options": {}, "keep_ratio": keep, "step": step,
                 "examples": examples, "dense_bytes": 4096 * examples, "seconds": 2.0 * examples,
                 "peak_mib": 3.5 * examples, "bytes": int(4096 * keep) * examples,
             }  # fmt: skip
             speed = {"ttft": 0.1, "ttft_dense": 0.2, "tokens_per_s": 30.0, "tokens_per_s_dense": 20.0}
             folder.append_cost(cost | (speed if examples == 8 else {}))
-    events = [{"event": "start", "command": f"kvcat eval {evaluation} base kvcat --keep .05"}, {"event": "end"}]
-    (path / "provenance.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+        folder.append_event({"event": "start", "command": f"kvcat eval {evaluation} base kvcat --keep .05"})
     return path
 
 

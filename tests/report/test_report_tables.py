@@ -1,11 +1,11 @@
 import math
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from report_examples import made_up_longbench, made_up_needle, made_up_qa, made_up_records, write_results
 
 from kvcat.errors import InputError
-from kvcat.evals import summarise
 from kvcat.report import headline_text
 from kvcat.report.page import Section
 from kvcat.report.paper import Paper
@@ -42,6 +42,8 @@ def test_quality_is_the_mean_over_examples_with_its_verdict_against_the_control(
     assert row_of(table, keep="5%", model="kvcat")["NLL dense"].verdict == "worse"
     assert "24 windows of 12 documents. Marked: better or worse than control." in table.caption
     assert list(table.frame["model"])[:3] == ["base", "control", "kvcat"]
+    assert set(quality_table(folders["suffix"], NONE, "gradient").frame["steps"]) == {"100"}
+    assert set(quality_table(folders["longbench"], NONE, "gradient").frame["steps"]) == {"20", "100"}
 
 
 def test_rows_over_unequal_numbers_of_examples_tell_their_own(tmp_path):
@@ -50,11 +52,10 @@ def test_rows_over_unequal_numbers_of_examples_tell_their_own(tmp_path):
     assert [row_of(table, keep="5%", model=model)["n"] for model in ("kvcat", "base")] == ["6", "8"]
     assert "Incomplete: kvcat has 6 of 8 examples" in " ".join(table.notes)
     assert "Only 3 documents" in " ".join(table.notes)
-
-
-def test_a_method_with_steps_is_shown_at_its_last_one_and_longbench_after_20_as_well(folders):
-    assert set(quality_table(folders["suffix"], NONE, "gradient").frame["steps"]) == {"100"}
-    assert set(quality_table(folders["longbench"], NONE, "gradient").frame["steps"]) == {"20", "100"}
+    text = headline_text(tmp_path / "r").splitlines()
+    assert text[0].startswith("Incomplete: kvcat has 6 of 8")
+    assert text[1] == "6 windows of 3 documents, or 8 windows of 4 documents"
+    assert {line.split()[0] for line in text[3:]} == {"attention-matching", "snapkv", "gradient"}
 
 
 def test_differences_put_the_price_beside_the_gain_and_name_their_verdict(folders):
@@ -73,10 +74,7 @@ def test_one_named_cell_is_primary_and_only_the_others_are_corrected(tmp_path):
     primary = {"method": "snapkv", "keep_ratio": 0.2, "metric": "kl"}
     results = read_results(write_results(tmp_path / "r", made_up_records(num_documents=4), primary=primary))
     assert results.cell == ("snapkv", 0.2, -1)
-    for named, told in ((False, "first method at its first keep"), (True, "named before the run")):
-        config = {**results.config, "primary": primary | {"named": named}}
-        section = Section("", replace(results, config=config), [], [])
-        assert section.cell == f"snapkv at 20% of the slots: the primary cell, {told}"
+    assert Section("", results, [], []).cell.startswith("snapkv at 20% of the slots: the primary cell, first method")
     table = differences_table(results, "kvcat", "control")
     assert [(cell.primary, cell.exploratory) for cell in table.frame["KL ratio"] if cell.primary] == [(True, False)]
     assert math.isnan(row_of(table, method="snapkv", keep="20%")["p (Holm)"].value)
@@ -87,11 +85,9 @@ def test_several_training_seeds_are_one_model_with_intervals_over_both(tmp_path)
     """Two runs of one variant, LABEL@SEED, the second with three times the error of the first."""
     ours = made_up_records(("kvcat",), 4, ("snapkv",))
     records = [
-        replace(r, model=f"kvcat@{seed}", fingerprint=str(seed), values={**r.values, "kl": r.values["kl"] * factor,
-                                                                        "delta_ppl": r.values["delta_ppl"] * factor})
-        for r in ours
-        for seed, factor in (("0", 1.0), ("1", 3.0))
-    ]  # fmt: skip
+        replace(r, model=f"kvcat@{seed}", fingerprint=str(seed), values=r.values | {"kl": r.values["kl"] * 3.0**seed})
+        for r, seed in product(ours, range(2))
+    ]
     results = read_results(write_results(tmp_path / "r", [*made_up_records(("base",), 4, ("snapkv",)), *records]))
     assert (results.models, results.pairs, results.summary["num_seeds"].max()) == (
         ["base", "kvcat"], [("kvcat", "base")], 2,
@@ -123,7 +119,8 @@ def test_qa_averages_are_means_over_tasks_with_the_interval_of_independent_tasks
     error = math.sqrt(sum(share * (1.0 - share) / 60 for share in shares)) / 8
     assert eight.high - eight.low == pytest.approx(2 * 1.96 * error, rel=0.05)
     six = row_of(table, task="average of six")
-    assert [six[model].paper for model in ("base", "control", "kvcat", "rand")] == ["51.5", "", "52.2", "50.7"]
+    papers = [six[model].paper for model in ("base", "control", "kvcat", "rand")]
+    assert papers == ["paper 51.5", "", "paper 52.2", "paper 50.7"]
     assert result_tables(folders["qa"], NONE)[0].name == "task-dense"
 
 
@@ -131,26 +128,24 @@ def test_qa_averages_are_means_over_tasks_with_the_interval_of_independent_tasks
     ("evaluation", "dataset", "cell", "printed"),
     [
         ("suffix", "fineweb-edu:test", ("KV-CAT", "attention-matching num_iters=8", 0.1, -1, "kl"), "0.0321"),
-        ("suffix", "x", ("rand", "attention-matching", 0.05, -1, "kl"), "0.0420"),
         ("needle", "passkey", ("router", "gradient", 0.5, 100, "native_exact_match"), "47"),
         ("needle", "passkey", ("router", "gradient", 0.5, 20, "native_exact_match"), ""),
-        ("needle", "passkey", ("router", "gradient", 0.5, 100, "exact_match"), ""),
         ("longbench", "x", ("base [plumbing]", "gradient", 0.1, 20, "accuracy", "Legal"), "27.3"),
-        ("longbench", "x", ("kvcat", "gradient", 0.5, 100, "accuracy", "total"), "31.2"),
+        ("longbench", "x", ("kvcat", "gradient", 0.5, 100, "accuracy", ""), "31.2"),
         ("qa", "cloze", ("attn", "dense", 1.0, -1, "acc_per_char", "hellaswag"), "50.7"),
         ("ruler", "ruler-4096", ("base", "gradient", 0.1, 100, "string_match"), ""),
     ],
 )
 def test_the_papers_cell_is_found_by_evaluation_label_method_keep_step_and_stratum(evaluation, dataset, cell, printed):
-    assert Paper("Qwen2.5-0.5B", evaluation, dataset).printed(*cell) == printed
+    assert Paper("Qwen2.5-0.5B", evaluation, dataset).printed(*cell) == (f"paper {printed}" if printed else "")
     assert Paper(None, evaluation, dataset).printed(*cell) == ""
 
 
 def test_other_corpora_of_the_paper_go_by_the_name_of_ours_and_others_get_a_note(folders):
     paper = Paper("Qwen2.5-1.5B", "suffix", "arxiv:test")
-    assert (paper.printed("base", "attention-matching", 0.05, -1, "delta_ppl"), paper.note) == ("1.659", "")
+    assert (paper.printed("base", "attention-matching", 0.05, -1, "delta_ppl"), paper.note) == ("paper 1.659", "")
     table = quality_table(folders["suffix"], Paper("Qwen2.5-0.5B", "suffix", "made-up"), "attention-matching")
-    assert row_of(table, keep="5%", model="kvcat")["delta PPL"].paper == "0.461"
+    assert row_of(table, keep="5%", model="kvcat")["delta PPL"].paper == "paper 0.461"
     assert table.notes[-1] == "The paper's figures are of Qwen2.5-0.5B on FineWeb, ours of made-up."
     with pytest.raises(InputError, match=r"no model 'gpt'; it has Qwen2.5-0.5B and Qwen2.5-1.5B"):
         Paper("gpt")
@@ -171,28 +166,14 @@ def test_models_that_cannot_do_the_task_are_labelled_in_every_table(tmp_path):
         assert "[plumbing]" in table.caption + " ".join(table.frame.columns) + table.frame.to_string()
 
 
-def test_the_terminal_shows_every_method_model_and_stratum():
-    text = headline_text(summarise(MADE_UP["needle"](per_depth=2)))
-    assert text.startswith("6 examples of 6 documents\n")
-    lines = text.splitlines()[2:]
-    assert len(lines) == 2 * 2 * 4
-    assert {line.split()[3] for line in lines} == {"0", "0.5", "1", "all"}
-    text = headline_text(summarise(made_up_records(num_documents=3)))
-    assert {line.split()[0] for line in text.splitlines()[2:]} == {"attention-matching", "snapkv", "gradient"}
-
-
 @pytest.mark.parametrize(
     ("figure", "text", "interval"),
     [
         (Figure(0.885, 0.8, 0.9, decimals=1, percent=True), "88.5", "[80.0, 90.0]"),
         (Figure(-0.00004, -0.1, 0.2, decimals=3, signed=True), "0.000", "[-0.100, +0.200]"),
-        (Figure(math.nan), "--", ""),
         (Figure(123456.0, signed=True), "+1.23e+05", ""),
     ],
 )
 def test_figures_are_shown_with_their_digits_sign_and_interval(figure, text, interval):
     assert (figure.text, figure.interval) == (text, interval)
-
-
-def test_only_a_decided_difference_is_marked():
-    assert [Figure(1.0, verdict=v).decided for v in ("better", "worse", "level", "")] == ["better", "worse", "", ""]
+    assert [replace(figure, verdict=v).decided for v in ("better", "level")] == ["better", ""]

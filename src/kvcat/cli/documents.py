@@ -3,12 +3,9 @@
 import dataclasses
 import hashlib
 import sys
-from array import array
-from json import loads
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvcat.cachefile import CACHE, PREFIX, VERSIONS, FileHeader, read_header
 from kvcat.cli import options as opt
 from kvcat.errors import InputError
 
@@ -98,8 +95,6 @@ def compress(
 def _read_text(path: Path) -> str:
     try:
         document = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"cannot read text file {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise InputError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
     if not document.strip():
@@ -253,56 +248,23 @@ def info(file: Path, /) -> None:
     Example: kvcat info report.safetensors
 
     Args:
-        file: Cache file that `kvcat compress` or `kvcat pack` wrote.
+        file: Cache file that `kvcat compress` wrote.
     """
-    header = read_header(file, CACHE, PREFIX)
-    try:
-        rows = describe(file, header)
-    except (KeyError, ValueError, IndexError, ZeroDivisionError) as error:
-        raise InputError(f"{file} is not whole: {type(error).__name__} {error}") from error
-    print("\n".join(f"{name:<16}{text}" for name, text in rows.items()))
+    from kvcat.cache import CompactCache
 
-
-def describe(path: Path, header: FileHeader) -> dict[str, str]:
-    """What a compact cache or an exported prefix says of itself, without loading torch."""
-    tensors, entries, num_tokens = header.tensors, header.entries, int(header.entries["num_tokens"])
-    counts, dense = [], 0  # slots of each head by layer; bytes of the dense cache of the same tokens and dtype
-    for index in range(int(entries["num_layers"])):
-        keys, values = (tensors[f"layers.{index}.{part}"] for part in ("keys", "values"))
-        stored = tensors.get(f"layers.{index}.counts")
-        if stored is None:
-            counts.append([keys.shape[2]] * (keys.shape[0] * keys.shape[1]))
-        else:
-            with path.open("rb") as file:
-                file.seek(stored.start)
-                counts.append(array("q" if stored.dtype == "I64" else "i", file.read(stored.nbytes)).tolist())
-        dense += (keys.nbytes + values.nbytes) * len(counts[-1]) * num_tokens // sum(counts[-1])
-    kept = sum(t.nbytes for name, t in tensors.items() if name.endswith((".keys", ".values", ".log_bias")))
-    means = [sum(layer) / len(layer) for layer in counts]
-    mean, most, first = sum(means) / len(means), max(map(max, counts)), tensors["layers.0.keys"]
-    slots = f"{most}" if mean == most else f"{mean:.1f} on average, at most {most}"
-    batch, kv_heads = tensors.get("layers.0.counts", first).shape[:2]
-    bias = "with" if any(name.endswith(".log_bias") for name in tensors) else "without"
-    told = {"method": "unknown", "model": "unknown", **loads(entries["metadata"])}
+    cache = CompactCache.load(file)
+    counts, keys, tokens = [layer.counts for layer in cache.layers], cache.layers[0].keys, cache.num_tokens
+    dense = 2 * sum(own.numel() for own in counts) * tokens * keys.shape[-1] * keys.itemsize
+    told = {"method": "unknown", "model": "unknown", **cache.metadata}
     rows = {
-        "file": f"{path}, {_size(header.file_size)}, format {header.kind}-{VERSIONS[header.kind]}, "
-        "whole (checksum compared)",
-        "cache": f"{num_tokens} tokens in {slots} slots a layer and head ({mean / num_tokens:.1%} kept)",
-        "shape": f"{batch} example{'s' * (batch > 1)}, {len(counts)} layers, {kv_heads} KV heads of {first.shape[-1]} "
-        f"channels, {first.dtype}, {bias} log-bias",
-        "bytes": f"{_size(kept)}; the dense cache has {_size(dense)}: {_size(dense - kept)} saved "
-        f"({1 - kept / dense:.1%})",
+        "cache": f"{tokens} tokens in {cache.mean_slots:g} slots a layer and head ({cache.mean_slots / tokens:.1%} "
+        f"kept), at most {cache.max_slots}",
+        "shape": f"{cache.batch_size} examples, {len(counts)} layers, {counts[0].shape[1]} KV heads of "
+        f"{keys.shape[-1]} channels, {keys.dtype}, {'with' if cache.has_log_bias else 'without'} log-bias",
+        "bytes": f"{cache.nbytes:,}, {cache.nbytes / dense:.1%} of the {dense:,} of the dense cache",
         "method": told.pop("method"),
-        "model": f"{told.pop('model')}, fingerprint {entries['fingerprint'][:12]}",
-        "settings": ", ".join(f"{key} {value}" for key, value in sorted(told.items())) or "none told",
+        "model": f"{told.pop('model')}, fingerprint {cache.fingerprint[:12]}",
+        "settings": ", ".join(f"{key} {value}" for key, value in sorted(told.items())),
+        "slots by layer": " ".join(f"{own.double().mean():.4g}" for own in counts),
     }
-    if len(set(means)) > 1:
-        rows["slots by layer"] = " ".join(f"{mean:.4g}" for mean in means)
-    return rows
-
-
-def _size(count: int) -> str:
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if abs(count) >= size:
-            return f"{count / size:.2f} {unit}"
-    return f"{count} bytes"
+    print("\n".join(f"{name:<16}{text}" for name, text in rows.items()))

@@ -21,8 +21,7 @@ BatchSize = Annotated[opt.Count, tyro.conf.arg(help="Examples a forward pass.")]
 class Evaluation:
     """The options of every evaluation; a subclass adds those of its ``make_task``. Tyro makes both a command line."""
 
-    several: ClassVar[str] = ""
-    """An option of several values, each of which gives a folder of its own."""
+    several: ClassVar[str] = ""  # an option of several values, each of which gives a folder of its own
     models: tyro.conf.Positional[opt.Models]
     out: Path
     """Folder for records and report. A stopped evaluation continues; under torchrun, processes share the work."""
@@ -40,12 +39,8 @@ class Evaluation:
         return {"methods": [], "keep_ratios": []}
 
     def run(self) -> None:
-        """Evaluate, report and print.
-
-        Raises:
-            InputError: a person's mistake, before heavy work.
-        """
-        from kvcat.evals import EVALUATIONS, evaluate, plumbing, read_records, summarise
+        """Evaluate, report and print."""
+        from kvcat.evals import evaluate
         from kvcat.report import headline_text, write_report
 
         settings = self.settings()
@@ -60,18 +55,14 @@ class Evaluation:
             if folder in tasks:
                 raise InputError(f"two --{self.several} would write to the same folder {folder}")
             tasks[folder] = self.task(tokenizer, value)
-        title = EVALUATIONS[next(iter(tasks.values())).evaluation].title
         for folder, task in tasks.items():
             evaluate(task, models, out_dir=folder, batch_size=self.batch_size, shard=(index, count), **settings)
         if count > 1:
             print(f"shard {index} of {count} is done; when all are: kvcat report {' '.join(map(str, tasks))}")
             return
-        page = write_report(list(tasks), self.out / "report", title=title)
+        page = write_report(list(tasks), self.out / "report")
         for folder in tasks:
-            records = read_records(folder)
-            print(headline_text(summarise(records)))
-            for label, reason in plumbing(records).items():
-                print(f"{label}: {reason}")
+            print(headline_text(folder))
         print(page)
 
 
@@ -115,12 +106,12 @@ class Compressing(Evaluation):
 
 def parse_methods(specs: list[str]) -> list["Method"]:
     """The methods of a command line, all of which exist and take their options."""
-    from kvcat.compress import parse_method, seeded_compressor
+    from kvcat.compress import make_compressor, parse_method
     from kvcat.evals import Method
 
     methods = [Method(*parse_method(spec)) for spec in specs]
     for method in methods:
-        seeded_compressor(method.name, method.options, 0)
+        make_compressor(method.name, **method.options)
     return methods
 
 
@@ -227,7 +218,7 @@ class Ruler(Compressing):
     several = "length"
 
     tasks: Annotated[opt.Strings, tyro.conf.arg(name="task")] = ()
-    """niah_single, niah_multikey_1, niah_multikey_2, niah_multivalue, niah_multiquery, vt, cwe, fwe; all by default."""
+    """niah_single, niah_multikey_1, niah_multikey_2, niah_multivalue, niah_multiquery, vt, cwe; all by default."""
     length: opt.Counts = ()
     """Tokens of the text, 4096 by default; several give a folder each."""
     per_task: opt.Count = 20
@@ -289,7 +280,7 @@ def profile(
 
     Args:
         text: A text file, .jsonl or .parquet, a folder of them, installed, or hub:NAME.
-        out: Folder for records, tables and the plot; `kvcat report` reads it as well.
+        out: Folder for records and the table; `kvcat report` reads it as well.
         slots: Slots per layer and head, from 1 to --prefix; 1 2 4 8 ... by default.
         method: Methods to choose from; attention-matching, 40 gradient steps from it, snapkv and h2o by default.
         prefix: Tokens of a prefix.
@@ -297,9 +288,8 @@ def profile(
         windows: Prefixes, of as many documents as there are.
     """
     from kvcat.evals import evaluate
-    from kvcat.evals.profile import METHODS, SUPERVISION, profile_markdown, profile_table, slot_ratios
+    from kvcat.evals.profile import METHODS, SUPERVISION, profile_table, profile_text, slot_ratios
     from kvcat.evals.suffix import make_task
-    from kvcat.report.plots import save_profile_plot
 
     methods = parse_methods(opt.flat(method)) or list(METHODS)
     keeps = slot_ratios(opt.flat(slots), prefix)
@@ -311,9 +301,8 @@ def profile(
     records = evaluate(task, loaded, methods, keeps, out, seeds=[seed])
     table = profile_table([record for record in records if record.model in loaded], prefix)
     table.to_csv(out / "profile.csv", index=False)
-    (out / "profile.md").write_text(tables := profile_markdown(table), encoding="utf-8")
-    print(tables)
-    print(save_profile_plot(table, out))
+    print(profile_text(table))
+    print(out / "profile.csv")
 
 
 def report(

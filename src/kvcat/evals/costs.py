@@ -1,12 +1,8 @@
 """What compression and answers from a compact cache take: seconds, memory, tokens per second."""
 
-import ctypes
-import ctypes.util
-import re
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -26,11 +22,9 @@ def measure(
 ) -> list[tuple[dict[str, Any], T]]:
     """Cost of the caches that ``make`` yields, each with what ``use`` made of it outside the measurement.
 
-    A cost is the cache's step, its bytes, and seconds and peak memory until then. Work of at most ``MAX_SECONDS``
-    runs ``MAX_RUNS`` times; seconds are the median of the runs, memory is the highest. The first run of a process
-    is slower than the rest: call ``make`` once before. ``peak_mib`` is the highest memory above that before the
-    work, from the same process: allocated by torch on CUDA; resident on Linux, after the C library has given free
-    memory back, so that earlier work changes it little; otherwise None.
+    A cost is the cache's step, its bytes, and seconds and peak memory until then: what torch allocated on CUDA above
+    what stood before, else None. Work of at most ``MAX_SECONDS`` runs ``MAX_RUNS`` times; seconds are the median. The
+    first run of a process is slower than the rest: call ``make`` once before.
     """
     used, runs, spent = [], list[list[dict[str, Any]]](), 0.0
     while not runs or (len(runs) < MAX_RUNS and spent < MAX_SECONDS):
@@ -41,10 +35,8 @@ def measure(
                 used.append(use(cache))
         runs.append(costs)
         spent += costs[-1]["seconds"]
-    for cost, *same in zip(*runs, strict=True):
-        peaks = [own["peak_mib"] for own in (cost, *same) if own["peak_mib"] is not None]
-        seconds = statistics.median(own["seconds"] for own in (cost, *same))
-        cost.update(seconds=seconds, peak_mib=max(peaks, default=None), runs=len(runs))
+    for same in zip(*runs, strict=True):
+        same[0].update(seconds=statistics.median(cost["seconds"] for cost in same), runs=len(runs))
     return list(zip(runs[0], used, strict=True))
 
 
@@ -54,39 +46,22 @@ def _timed(
     """The caches of one run, each with its cost until then."""
     caches, seconds, peak = None, 0.0, None
     while True:
-        before, begun = _start_memory(cuda), time.perf_counter()
+        before = 0
+        if cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        begun = time.perf_counter()
         caches = make() if caches is None else caches
         step, cache = next(caches, (None, None))
         if cuda:
             torch.cuda.synchronize()
         seconds += time.perf_counter() - begun
-        highest = torch.cuda.max_memory_allocated() / 2**20 if cuda else _resident("VmHWM")
-        if before is not None and highest is not None:
-            peak = max(peak or 0.0, highest - before)
+        if cuda:
+            peak = max(peak or 0.0, (torch.cuda.max_memory_allocated() - before) / 2**20)
         if cache is None:
             return
         yield cache, {"step": step, "seconds": seconds, "peak_mib": peak, "bytes": cache.nbytes}
-
-
-def _start_memory(cuda: bool) -> float | None:
-    """MiB in use, from which on the highest counts."""
-    if cuda:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.memory_allocated() / 2**20
-    try:
-        ctypes.CDLL(ctypes.util.find_library("c")).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # forgets the highest resident size
-    except (OSError, AttributeError):
-        return None
-    return _resident("VmRSS")
-
-
-def _resident(field: str) -> float | None:
-    """MiB of this process, from the kernel's own account."""
-    status = Path("/proc/self/status")
-    found = re.search(rf"{field}:\s+(\d+) kB", status.read_text(encoding="ascii") if status.exists() else "")
-    return int(found[1]) / 1024 if found else None
 
 
 @torch.no_grad()

@@ -91,25 +91,12 @@ def profile_table(records: Iterable[Record], prefix_len: int, *, num_resamples: 
     return pd.DataFrame(rows)
 
 
-def profile_markdown(table: pd.DataFrame) -> str:
-    """A ``profile_table`` as Markdown: the best caches beside those of every method."""
-    named = table.rename(columns={"num_slots": "slots"})
-    named[BEST] = [f"{mean:.3g} / {worst:.3g}" for mean, worst in zip(table["mean"], table["worst"], strict=True)]
-    named["to the first model's"] = [
-        "" if np.isnan(ratio) else f"{ratio:.2f} ({low:.2f} to {high:.2f})"
-        for ratio, low, high in table[["ratio", "ratio_low", "ratio_high"]].itertuples(index=False)
-    ]
-    cell = ["model", "slots"]
-    best = named[named["method"] == BEST].set_index(cell)[[BEST, "to the first model's", "chosen"]]
-    methods = [name for name in named["method"].unique() if name != BEST]
-    wide = best.join(named.pivot_table(BEST, cell, "method", aggfunc="first")[methods]).reset_index()
-    lines = [wide.columns, ["---"] * len(wide.columns), *wide.astype(str).itertuples(index=False)]
-    text = "".join("| " + " | ".join(line) + " |\n" for line in lines)
-    names = [method.partition(" ")[0] for method in methods]
-    for method, name in zip(methods, names, strict=True):
-        text = text.replace(method, name) if names.count(name) == 1 else text
+def profile_text(table: pd.DataFrame) -> str:
+    """A ``profile_table`` as aligned text."""
+    shown = table.drop(columns=["num_windows", "num_documents"])
     return (
-        f"KL(dense || compact), nats per token, mean / worst of {table['num_windows'].max()} windows of "
+        f"KL(dense || compact), nats per token, of {table['num_windows'].max()} windows of "
         f"{table['num_documents'].max()} documents. Caches were fitted to the first half of the suffix and are judged "
-        f"on the second, by which the best one is chosen, too.\n\n{text}"
+        f"on the second, by which the best one is chosen, too; ratio: to the first model's mean.\n\n"
+        f"{shown.to_string(index=False, na_rep='', float_format='{:.3g}'.format)}\n"
     )

@@ -103,13 +103,13 @@ def make_task(
     """The same sample of every task for everybody, a function of the seed and the rows' names only; tasks take turns.
 
     Args:
-        folder: of JSON lines, a file TASK*.jsonl each, in the Hub's schema; None reads the Hub.
+        folder: of JSON lines, in the Hub's schema, the first file TASK*.jsonl of each task; None reads the Hub.
         tasks: names in ``TASKS``; None takes all, or those that the folder has.
         num_examples: of each task, at least 1; a task with fewer gives all.
         seed: of the draw.
 
     Raises:
-        InputError: a value out of its range, an unknown task, no file of a task or two, as ``read_examples``.
+        InputError: a value out of its range, an unknown task, no file of a task, as ``read_examples``.
     """
     check_least(1, num_examples=num_examples)
     for task in tasks or ():
@@ -118,9 +118,6 @@ def make_task(
     sources = {task: [TASKS[task][0]] for task in TASKS if not tasks or task in tasks}
     if folder is not None:
         sources = {task: sorted(map(str, folder.glob(f"{task}*.jsonl"))) for task in sources}
-        for task, files in sources.items():
-            if len(files) > 1:
-                raise InputError(f"{folder} has two files of {task}: {Path(files[0]).name} and {Path(files[1]).name}")
         if (tasks and not all(sources.values())) or not any(sources.values()):
             lacking = next(task for task, files in sources.items() if not files)
             raise InputError(f"folder {folder} has no file {lacking}*.jsonl")

@@ -19,7 +19,7 @@ Shard = tuple[int, int]
 
 @dataclass(frozen=True)
 class Record:
-    """What one example gave under one model, method, keep ratio, step and seed; ValueError for a NaN."""
+    """What one example gave under one model, method, keep ratio, step and seed; ``InputError`` for a NaN."""
 
     model: str  # label; LABEL@SEED for one of several training runs
     fingerprint: str  # of the model's weights
@@ -38,7 +38,8 @@ class Record:
     def __post_init__(self) -> None:
         for name, value in self.values.items():
             if math.isnan(value):
-                raise ValueError(f"{name} of example {self.example!r} of {self.document!r} is {value}, no number")
+                found = f"{name} of example {self.example!r} of {self.document!r} is {value}, no number"
+                raise InputError(f"model {self.model!r}, {self.method} at keep ratio {self.keep_ratio:g}: {found}")
 
     @property
     def key(self) -> Key:

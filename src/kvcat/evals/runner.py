@@ -151,10 +151,7 @@ class _Run:
     def _record(self, job: _Job, keep_ratio: float, step: Step, example: Any, values: Values) -> Record:
         method = job.method.name, json.dumps(dict(job.method.options), sort_keys=True), keep_ratio, step, job.seed
         place = self.task.dataset, example.stratum, example.document, example.name
-        try:
-            return Record(self.label, self.fingerprint, self.dtype, *method, *place, values)
-        except ValueError as error:
-            raise InputError(f"model {self.label!r}, {method[0]} at keep ratio {keep_ratio:g}: {error}") from None
+        return Record(self.label, self.fingerprint, self.dtype, *method, *place, values)
 
     def _scores(self, job: _Job, keep_ratios: Sequence[float], prepared: Prepared) -> Iterator[Steps]:
         """Scores by step for each keep ratio; on a job's first batch also what each costs alone."""
@@ -242,7 +239,8 @@ def _check_request(
     task: Task, models: Models, methods: Sequence[Method], batch_size: int, seeds: Sequence[int], shard: Shard
 ) -> None:
     cells = [(method.label, keep_ratio) for method in methods for keep_ratio in method.keep_ratios or ()]
-    wanted = {"model": models, "example": task.examples, "method or keep ratio": [*cells, *task.baselines]}
+    tried = [*cells, *task.baselines]
+    wanted = {"model": models, "example": task.examples, "method or keep ratio": tried, "seed": seeds}
     for name, found in wanted.items():
         if not found:
             raise InputError(f"nothing to evaluate: no {name} given")
@@ -250,7 +248,5 @@ def _check_request(
         raise InputError(f"{task.evaluation} is evaluated without compression")
     check_least(1, batch_size=batch_size, **{f"{m.name}: num_examples": m.num_examples or 0 for m in methods})
     check_keep_ratios([keep_ratio for _, keep_ratio in cells])
-    if not seeds:
-        raise InputError("no seed given")
     if not 0 <= shard[0] < shard[1]:
         raise InputError(f"shard {shard[0]} of {shard[1]} does not exist; the first is 0, the last {shard[1] - 1}")

@@ -1,8 +1,8 @@
 """Figures with intervals: a bootstrap over documents, strata and training seeds; shares; tests; the metrics."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -106,7 +106,7 @@ class ClusterBootstrap:
 
     def mean(self, values: Float[Array, "*seeds windows"]) -> Estimate:
         """Mean over windows, with its interval."""
-        return self.estimate(self.of_means(lambda mean: mean, values))
+        return self.estimate(self.of_means(np.asarray, values))
 
 
 def _stratum_ranks(documents: Names, strata: Sequence[str]) -> tuple[int, ...]:
@@ -170,9 +170,8 @@ def wilson(successes: float | int, num_trials: float | int) -> Estimate:
 def share(scores: Float[Array, " examples"], documents: Names) -> Estimate:
     """Mean of scores between 0 and 1 with Wilson's interval at n = number of documents.
 
-    For right or wrong, one example to a document, this is the usual interval. Elsewhere it is rather
-    too wide than too narrow: no variable in [0, 1] with mean p varies more than p (1 - p), and
-    examples of one document count as copies of one another.
+    Rather too wide than too narrow: no variable in [0, 1] with mean p varies more than p (1 - p), and examples of
+    one document count as copies of one another.
     """
     num_documents = len(set(documents))
     return wilson(float(scores.mean()) * num_documents, num_documents)
@@ -217,19 +216,17 @@ def cannot_tell(first: Float[Array, " examples"], second: Float[Array, " example
     max(z sqrt(E d^2 / n), 6 max|d| / n), d the examples' differences: the normal half-width, and the six
     differing examples that an exact test needs. A true difference of this size is found every other time.
     """
-    differences, num_documents = np.abs(first - second), len(set(documents))
+    differences, count = np.abs(first - second), len(set(documents))
     if not differences.any():
         return f"the models agree on all {len(first)} examples"
-    said = f"{num_documents} documents" if num_documents > 1 else "1 document"
-    if num_documents < _FEWEST:
-        return f"{said}: no difference can be told at 95 %"
+    if count < _FEWEST:
+        return f"{count} documents: no difference can be told at 95 %"
+    width = _Z * math.sqrt(float((differences**2).mean()) / count)
+    smallest = max(width, _FEWEST * float(differences.max()) / count)
     found = abs(float((first - second).mean()))
-    width = _Z * math.sqrt(float((differences**2).mean()) / num_documents)
-    smallest = max(width, _FEWEST * float(differences.max()) / num_documents)
-    if found >= smallest:
-        return ""
-    points = [f"{100.0 * value:.{0 if value >= 0.1 else 1}f}" for value in (smallest, found)]
-    return f"{said}: differences under {points[0]} points cannot be told at 95 %, {points[1]} among them"
+    points = [f"{100.0 * value:.1f} points" for value in (smallest, found)]
+    told = f"{count} documents: differences under {points[0]} cannot be told at 95 %, {points[1]} among them"
+    return told if found < smallest else ""
 
 
 def holm(p_values: Float[Array, " tests"]) -> Float[Array, " tests"]:
@@ -255,16 +252,12 @@ class Metric:
     percent: bool = False  # shown in percent
     share: bool = False  # mean of a per-example score between 0 and 1, with the intervals of ``share``
     ratio: bool = False  # the ratio of two models means something, because 0 is nothing lost
-    columns: tuple[str, ...] = ()  # per-example values that it is made of; by default the one of its name
-    function: Callable[..., Any] = lambda mean: mean  # of the columns' means
-
-    def draws(self, bootstrap: ClusterBootstrap, columns: Mapping[str, np.ndarray]) -> Draws:
-        """The figure on all examples and on every resample."""
-        return bootstrap.of_means(self.function, *(columns[name] for name in self.columns))
+    columns: tuple[str, ...] = ()  # per-example values that it is made of; empty: the one of its name
+    function: Callable[..., Any] = np.asarray  # of the columns' means
 
 
 _score = partial(Metric, lower_is_better=False, unit="", percent=True, share=True)
-_METRICS = {
+METRICS = {
     "delta_ppl": Metric(
         "delta PPL", "Mean over windows of exp(NLL compact) - exp(NLL dense); the paper's figure, heavy-tailed.",
         unit="perplexity", ratio=True,
@@ -273,36 +266,29 @@ _METRICS = {
         "corpus delta PPL", "exp(mean NLL compact) - exp(mean NLL dense): all suffixes as one corpus.",
         unit="perplexity", columns=("nll", "nll_dense"), function=lambda nll, dense: np.exp(nll) - np.exp(dense),
     ),
-    "kl": Metric(
-        "KL", "KL(dense || compact) of the next-token distributions, nats per suffix token. It compares a model with "
-        "itself: a model that ignores its prefix has none.", ratio=True,
-    ),
+    "kl": Metric("KL", "KL(dense || compact) of the next-token distributions of the suffix.", ratio=True),
     "top1": Metric(
         "top-1", "Share of suffix positions whose most likely token is the same with the dense and the compact cache.",
         lower_is_better=False, unit="", percent=True,
     ),
     "nll": Metric(
-        "NLL compact", "Negative log-likelihood of the real suffix, or of the right answer, on the compact cache, nats "
-        "per token: what a user gets.",
+        "NLL compact", "Negative log-likelihood of the real suffix, or of the right answer, on the compact cache.",
     ),
-    "delta_nll": Metric("delta NLL", "NLL on the compact cache minus dense NLL, nats per token.", ratio=True),
-    "nll_dense": Metric(
-        "NLL dense", "Negative log-likelihood with the whole cache, nats per token: the price paid in training.",
-    ),
+    "delta_nll": Metric("delta NLL", "NLL on the compact cache minus dense NLL.", ratio=True),
+    "nll_dense": Metric("NLL dense", "Negative log-likelihood with the whole cache: the price paid in training."),
     "context_gain": Metric(
-        "context gain", "NLL without the prefix minus dense NLL, of suffix tokens 2 onwards, nats per token: how much "
-        "the model uses its prefix.", lower_is_better=False,
+        "context gain", "NLL without the prefix minus dense NLL, of suffix tokens 2 onwards: the use of the prefix.",
+        lower_is_better=False,
     ),
     "retention": Metric(
-        "retention", "1 - (NLL compact - NLL dense) / (NLL without prefix - NLL dense), a ratio of sums: the share of "
-        "the context gain that survives compression; not given where that gain is not clearly above 0.",
+        "retention", "1 - delta NLL / context gain, of sums; not given where that gain is not clearly above 0.",
         False, "", percent=True, columns=("lost", "gained"), function=lambda lost, gained: 1.0 - lost / gained,
     ),
     "exact_match": _score("exact match", "Share of examples whose greedy answer on the compact cache is right."),
     "native_exact_match": _score(
-        "exact match, native", "The same of the examples that the model answers rightly with its whole cache: the "
-        "paper's native-success-conditioned figure. It rewards a model that is right on few: read it beside the plain "
-        "and the dense one.", columns=("native_match", "dense_exact_match"), function=np.divide,
+        "exact match, native", "The same of the examples that the model answers rightly with its whole cache, as in "
+        "the paper. It rewards a model that is right on few.",
+        columns=("native_match", "dense_exact_match"), function=np.divide,
     ),
     "dense_exact_match": _score("exact match, dense", "Share of examples answered rightly with the whole cache."),
     "correct_prefix": _score("digits", "Share of the passkey's digits before the first wrong one."),
@@ -311,20 +297,15 @@ _METRICS = {
     "accuracy": _score("accuracy", "Share of questions whose right answer has the highest log-likelihood."),
     "dense_accuracy": _score("accuracy, dense", "The same with the whole cache."),
     "nll_choice": Metric(
-        "NLL of the choice", "Minus the log of the right answer's probability among the four, nats; 1.386 is guessing.",
+        "NLL of the choice", "Minus the log of the right answer's probability among the four; 1.386 is guessing.",
         unit="nats",
     ),
-    "acc_per_char": _score(
-        "accuracy", "Share of questions whose right answer has the highest log-likelihood per character."
-    ),
+    "acc_per_char": _score("accuracy", "Share of right answers with the highest log-likelihood per character."),
     "acc": _score("accuracy, raw", "The same by the total log-likelihood."),
     "nll_per_char": Metric(
-        "NLL per character", "Negative log-likelihood of the right answer, nats per character.", unit="nats/character"
+        "NLL per character", "Negative log-likelihood of the right answer.", unit="nats/character"
     ),
 }  # fmt: skip
-METRICS: dict[str, Metric] = {
-    name: metric if metric.columns else replace(metric, columns=(name,)) for name, metric in _METRICS.items()
-}
 """Every figure by its name in summaries and CSV files."""
 
 

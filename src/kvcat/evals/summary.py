@@ -11,7 +11,7 @@ import pandas as pd
 from kvcat.errors import InputError
 from kvcat.evals import statistics as st
 from kvcat.evals.records import Record, models_of
-from kvcat.evals.statistics import METRICS, ClusterBootstrap, Estimate
+from kvcat.evals.statistics import METRICS, ClusterBootstrap, Draws, Estimate
 
 BASELINES = ("dense", "no-context", "truncated")
 CELL = ("model", "method", "keep_ratio", "step", "stratum")
@@ -21,29 +21,20 @@ COMPARISON = (
     "model", "reference", *CELL[1:], "metric", "difference", "low", "high", "ratio", "ratio_low", "ratio_high", "p",
     "p_holm", "verdict", *SIZES, "primary", "warning",
 )  # fmt: skip
-FEWEST = 20
-"""Documents below which no share of right answers shows that a model can do a task."""
-
+FEWEST = 20  # documents below which no share of right answers shows that a model can do a task
 SCORES = ("accuracy", "exact_match", "string_match", "acc_per_char")
-"""Scores of right answers; whether a model can do a task is judged by the first that its records hold."""
-
-QA_CHANCE = {
-    "hellaswag": 1 / 4, "winogrande": 1 / 2, "piqa": 1 / 2, "social_i_qa": 1 / 3, "openbookqa": 1 / 4,
-    "arc_easy": 1 / 4, "arc_challenge": 1 / 4, "commonsense_qa": 1 / 5,
-}  # fmt: skip
-"""One over the number of choices."""
-
+# one over the number of choices where it is not four
+_QA_CHANCE = {"winogrande": 1 / 2, "piqa": 1 / 2, "social_i_qa": 1 / 3, "commonsense_qa": 1 / 5}
 _NONE = Estimate(np.nan)
 
 
 def summarise(records: Iterable[Record], *, num_resamples: int = 10_000) -> pd.DataFrame:
     """One row per model, method, keep ratio, step, stratum and metric, with a 95 % interval: columns ``SUMMARY``.
 
-    The method is with its options, the step missing where a method has none, stratum "" all examples, the
-    metric a name in ``METRICS``, low and high NaN where there is no interval, baseline a score without compression.
-
-    Several seeds of a compressor count as their mean. Models called ``LABEL@SEED`` are training runs
-    of one variant: the row of LABEL is their mean, and its interval resamples runs and documents.
+    The method is with its options, the step missing where a method has none, stratum "" all examples, low and high
+    NaN where there is no interval, baseline a score without compression. Several seeds of a compressor count as their
+    mean. Models called ``LABEL@SEED`` are training runs of one variant: the row of LABEL is their mean, and its
+    interval resamples runs and documents.
 
     Raises:
         InputError: records of two data sets; one label for two sets of weights.
@@ -129,10 +120,8 @@ def plumbing(records: Iterable[Record]) -> dict[str, str]:
 
 def _inability(rows: pd.DataFrame) -> str:
     """Why the rows of a model do not show that it can do the task; empty where they do."""
-    name = next((name for name in SCORES if name in rows or f"dense_{name}" in rows), None)
+    name = next((name for name in SCORES if name in rows), None)
     if name is None:
-        if "context_gain" not in rows:
-            return ""
         own = rows.drop_duplicates(_EXAMPLE, keep="last")
         gain = ClusterBootstrap(own["document"].to_numpy(dtype=str)).mean(own["context_gain"].to_numpy())
         interval = "" if np.isnan(gain.low) else f" [{gain.low:.3g}, {gain.high:.3g}]"
@@ -142,8 +131,8 @@ def _inability(rows: pd.DataFrame) -> str:
     count = own["document"].nunique()
     if count < FEWEST:
         return f"{count} documents with a dense score, fewer than {FEWEST}"
-    # answers written freely are not guessed
-    chance = 0.25 if name == "accuracy" else rows["group"].map(lambda task: QA_CHANCE.get(task, 0.0)).mean()
+    guessed = name in ("accuracy", "acc_per_char")  # answers written freely are not
+    chance = rows["group"].map(lambda task: _QA_CHANCE.get(task, 0.25)).mean() if guessed else 0.0
     found = st.share(own[dense].to_numpy(), own["document"].to_numpy(dtype=str))
     interval = f"{found.value:.1%} [{found.low:.1%}, {found.high:.1%}] on {count} documents"
     return "" if found.low > chance else f"dense {METRICS[name].label} {interval} is not above chance, {chance:.0%}"
@@ -210,16 +199,21 @@ class _Sample:
 
     @property
     def metrics(self) -> list[str]:
-        return [name for name, metric in METRICS.items() if set(metric.columns) <= self.columns.keys()]
+        return [name for name, metric in METRICS.items() if {*(metric.columns or [name])} <= self.columns.keys()]
+
+    def draws(self, name: str) -> Draws:
+        """The figure on all examples and on every resample."""
+        metric = METRICS[name]
+        return self.bootstrap.of_means(metric.function, *(self.columns[own] for own in metric.columns or [name]))
 
     def estimate(self, name: str) -> Estimate:
         metric = METRICS[name]
-        drawn = self.bootstrap.estimate(metric.draws(self.bootstrap, self.columns))
+        drawn = self.bootstrap.estimate(self.draws(name))
         if name == "retention" and not (gain := self.bootstrap.mean(self.columns["gained"])).low > 0.0 < gain.value:
             return _NONE
         if not metric.share:
             return drawn
-        score, *others = (self.columns[column].mean(0) for column in metric.columns)
+        score, *others = (self.columns[column].mean(0) for column in metric.columns or [name])
         if len(self.runs) > 1:  # Wilson's interval does not know of training seeds
             return drawn.union(st.share(score, self.documents))
         counted = others[0] > 0 if others else np.full(len(score), True)
@@ -248,7 +242,7 @@ def _samples(records: Iterable[Record], num_resamples: int) -> dict[tuple[Any, .
 def _compared(ours: _Sample, theirs: _Sample, name: str) -> dict[str, Any]:
     """A metric's part of a row of ``compare_models``."""
     metric, bootstrap, warning = METRICS[name], ours.bootstrap, ""
-    mine, other = (metric.draws(sample.bootstrap, sample.columns) for sample in (ours, theirs))
+    mine, other = ours.draws(name), theirs.draws(name)
     difference, p = bootstrap.estimate(mine - other), bootstrap.p_value(mine - other)
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = bootstrap.estimate(mine / other) if metric.ratio else _NONE

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kvcat.errors import InputError
-from kvcat.evals import Method, evaluate, read_records, summarise
+from kvcat.evals import Method, evaluate
 from kvcat.evals.suffix import make_task
 from kvcat.files import claim_folder, one_writer
 from kvcat.hub import BASE_NAME
@@ -112,6 +112,6 @@ def run_demo(plan: DemoPlan, out: Path, *, seed: int = 0, device: str = "cpu", f
         runs={"KV-CAT": out / "kv-cat", "control": out / "control"},
         context={"plan": plan.name, "training seed": str(seed), "base": base},
     )
-    print("\n" + headline_text(summarise(read_records(results))))
+    print("\n" + headline_text(results))
     print(f"Report: {page}")
     return page

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from kvcat.report import tables as t
 from kvcat.report.paper import Paper
 from kvcat.report.plots import Plot, difference_plot, headline_plots, step_plots
 from kvcat.report.results import NO_STEP, Results, read_results
-from kvcat.report.training import run_metrics, training_plot, training_table
+from kvcat.report.training import run_metrics, training_plot
 
 _LABELS = {"nll": "NLL on the compact cache", "nll_dense": "Dense loss"}
 
@@ -25,7 +25,7 @@ def write_report(
     folders: Sequence[Path],
     out_dir: Path,
     *,
-    title: str,
+    title: str = "KV cache compression",
     runs: Mapping[str, Path] | None = None,
     context: Mapping[str, Any] | None = None,
     paper_model: str | None = None,
@@ -38,7 +38,7 @@ def write_report(
         title: of the page.
         runs: model label to training run, for the training diagnostics.
         context: more facts about what was run.
-        paper_model: which of the paper's models ours are, so that its figures stand beside them; see ``Paper``.
+        paper_model: which of the paper's models ours are; its figures then stand beside them.
 
     Raises:
         InputError: nothing to report, damaged results, a run without metrics, a model that the paper lacks.
@@ -46,7 +46,9 @@ def write_report(
     if not folders and not runs:
         raise InputError("nothing to report: no results folder and no run given")
     Paper(paper_model)
-    results = _read_all(folders)
+    paths = list(dict.fromkeys(folder.resolve() for folder in folders))
+    names = [path.name for path in paths]
+    results = [read_results(path, t.slug(str(path)) if names.count(path.name) > 1 else path.name) for path in paths]
     metrics = {label: run_metrics(folder) for label, folder in (runs or {}).items()}
     make_folder(out_dir)
     sections = [_section(result, out_dir, paper_model, several=len(results) > 1) for result in results]
@@ -59,8 +61,8 @@ def write_report(
     training = None
     if metrics:
         models = list(dict.fromkeys(model for result in results for model in result.models))
-        training = training_plot(metrics, models), training_table(metrics)
-        training[0].save(out_dir / "plots" / "training.png")
+        training = training_plot(metrics, models)
+        training.save(out_dir / "plots" / "training.png")
     with atomic_write(target := out_dir / "report.html") as partial:
         facts = {str(name): str(value) for name, value in (context or {}).items()}
         partial.write_text(_render(title, sections, training, facts), encoding="utf-8")
@@ -89,7 +91,8 @@ class Section:
     def cell(self) -> str:
         """The cell that the tiles show, and who chose it."""
         method, keep, step = self.results.cell
-        where = _method(method, step) + (f" at {t.keep_label(keep)} of the slots" if self.results.methods else "")
+        steps = f" after {step} gradient steps" * (step != NO_STEP)
+        where = method + steps + f" at {t.keep_label(keep)} of the slots" * bool(self.results.methods)
         if not self.results.pairs:
             return where
         if self.results.comparisons["primary"].any():
@@ -127,16 +130,6 @@ class Section:
         return {name: fact if isinstance(fact, str) else json.dumps(fact) for name, fact in facts.items()}
 
 
-def _read_all(folders: Sequence[Path]) -> list[Results]:
-    """Results with names that tell them apart: the folder's, with its parent's where several are called alike."""
-    paths = [folder.resolve() for folder in folders]
-    names = [path.name for path in paths]
-    names = [path.name if names.count(path.name) == 1 else "-".join(path.parts[-2:]) for path in paths]
-    if len(set(names)) < len(names):
-        raise InputError(f"two results folders cannot be told apart by their names: {', '.join(map(str, folders))}")
-    return [replace(read_results(folder), name=name) for folder, name in zip(folders, names, strict=True)]
-
-
 def _section(results: Results, out_dir: Path, paper_model: str | None, *, several: bool) -> Section:
     """An evaluation's part of the page; its tables and plots become files as well."""
     prefix = f"{results.name}-" if several else ""
@@ -150,7 +143,7 @@ def _section(results: Results, out_dir: Path, paper_model: str | None, *, severa
     return Section(results.evaluation.title + (f" ({results.name})" if several else ""), results, plots, tables)
 
 
-def _render(title: str, sections: Sequence[Section], training: tuple[Plot, t.Table] | None, context: Mapping) -> str:
+def _render(title: str, sections: Sequence[Section], training: Plot | None, context: Mapping) -> str:
     """The whole page; no request leaves it."""
     loader = PackageLoader("kvcat.report", ".")
     page = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
@@ -158,11 +151,6 @@ def _render(title: str, sections: Sequence[Section], training: tuple[Plot, t.Tab
     metrics = {metric.label: metric for name, metric in METRICS.items() if name in used}
     shown = {"title": title, "sections": sections, "training": training, "context": context, "metrics": metrics}
     return page.get_template("page.html").render(shown)
-
-
-def _method(method: str, step: int) -> str:
-    """A method with its gradient steps."""
-    return f"{method}, {step} step{'' if step == 1 else 's'}" if t.step_label(step) else method
 
 
 def _at(rows: pd.DataFrame, cell: tuple[str, float, int]) -> pd.DataFrame:

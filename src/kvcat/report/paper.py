@@ -8,7 +8,6 @@ import pandas as pd
 
 from kvcat.errors import InputError
 
-PERCENT_METRICS = ("accuracy", "exact_match", "top1")
 _VARIANTS = {
     "base": "base", "kvcat": "kv-cat", "kv-cat": "kv-cat", "router": "kv-cat", "rand": "rand", "random": "rand",
     "attn": "attn", "attention": "attn",
@@ -24,17 +23,14 @@ _METRICS = {
 
 @lru_cache(maxsize=1)
 def paper_tables() -> pd.DataFrame:
-    """A row per printed figure, in the paper's order; shares in ``value`` are no percent.
+    """A row per printed figure, in the paper's order.
 
     Empty or NaN are the method, steps and keep ratio without compression, steps where the paper contradicts itself,
     the model where it says none, and the keep ratio of averages. A group is a task, sub-domain or corpus.
     """
     with files("kvcat.report").joinpath("paper_tables.csv").open(encoding="utf-8") as stream:
         rows = pd.read_csv(stream, dtype={"printed": str})
-    texts = ["method", "model", "group"]
-    share = rows["metric"].isin(PERCENT_METRICS).map({True: 0.01, False: 1.0})
-    value = rows["printed"].str.rstrip("%").astype(float) * share
-    return rows.assign(value=value, **rows[texts].fillna("").to_dict("series"))
+    return rows.fillna({"method": "", "model": "", "group": ""})
 
 
 @dataclass(frozen=True)
@@ -51,7 +47,7 @@ class Paper:
             raise InputError(f"the paper has no model {self.model!r}; it has {' and '.join(known)}")
 
     def printed(self, label: str, method: str, keep_ratio: float, step: int, metric: str, stratum: str = "") -> str:
-        """The paper's figure without its percent sign for a row of our summary; empty where there is none."""
+        """The paper's figure for a row of our summary, ``paper 54.6``; empty where there is none."""
         variant = _VARIANTS.get(label.partition(" ")[0].lower().replace("_", "-"))
         name = _METRICS.get(self.evaluation, {}).get(metric)
         if self.model is None or variant is None or name is None:
@@ -67,7 +63,7 @@ class Paper:
         else:
             rows = rows[(rows["method"] == method.partition(" ")[0]) & (rows["keep_ratio"] == keep_ratio)]
             rows = rows[rows["steps"].isna() | (rows["steps"] == step)]
-        return "" if rows.empty else rows["printed"].iloc[0].rstrip("%")
+        return "" if rows.empty else f"paper {rows['printed'].iloc[0].rstrip('%')}"
 
     @property
     def note(self) -> str:

@@ -29,9 +29,9 @@ CELL = ["method", "keep_ratio", "step"]
 
 @dataclass(frozen=True)
 class Results:
-    """One results folder; ``name`` is unique among the folders of a report."""
+    """One results folder."""
 
-    name: str
+    name: str  # unique among the folders of a report
     config: Mapping[str, Any]
     summary: pd.DataFrame = field(repr=False)  # of ``summarise``, with each figure's verdict on the first reference
     comparisons: pd.DataFrame = field(repr=False)  # of ``compare_models``, the rows of ``pairs``
@@ -87,7 +87,7 @@ def plain_steps(rows: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(step=pd.to_numeric(rows["step"]).fillna(NO_STEP).astype(int))
 
 
-def read_results(folder: Path) -> Results:
+def read_results(folder: Path, name: str = "") -> Results:
     """Everything that a report shows of a folder; ``InputError`` for no results folder, no record, damaged content."""
     config, records = read_config(folder), read_records(folder)
     if not records:
@@ -101,8 +101,8 @@ def read_results(folder: Path) -> Results:
     pairs = comparison_pairs(list(shown))
     comparisons = pd.DataFrame()
     if pairs:
-        references = dict.fromkeys(reference for _, reference in pairs)
-        found = {name: compare_models(records, name, primary=config.get("primary")) for name in references}
+        references = {reference for _, reference in pairs}
+        found = {label: compare_models(records, label, primary=config.get("primary")) for label in references}
         own = [found[reference][found[reference]["model"] == model] for model, reference in pairs]
         comparisons = plain_steps(pd.concat(own, ignore_index=True))
         keys = ["model", *CELL, "stratum", "metric"]
@@ -113,10 +113,10 @@ def read_results(folder: Path) -> Results:
     warnings += _incomplete(config, summary)
     costs = _costs(read_costs(folder))
     for table in (summary, comparisons, costs):
-        for name in {"model", "reference"} & set(table.columns):
-            table[name] = table[name].map(shown)
+        for column in {"model", "reference"} & set(table.columns):
+            table[column] = table[column].map(shown)
     return Results(
-        folder.resolve().name, config, summary, comparisons, costs, list(shown.values()),
+        name, config, summary, comparisons, costs, list(shown.values()),
         [(shown[model], shown[reference]) for model, reference in pairs], warnings, read_events(folder),
     )  # fmt: skip
 
@@ -144,17 +144,14 @@ def _costs(batches: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
 
 
 def _incomplete(config: Mapping[str, Any], summary: pd.DataFrame) -> list[str]:
-    """A line for every model that lacks examples, with the method that lacks most."""
-    wanted = dict.fromkeys(map(tuple, config.get("baselines", [])), config["num_examples"])
-    for method in config["methods"]:
-        label = method_label(method["name"], method["options"])
-        wanted |= {(label, keep): method["num_examples"] for keep in method["keep_ratios"]}
-    lines = []
-    for model, own in final_steps(summary[summary["stratum"] == ""]).groupby("model", sort=False):
-        counts = own.groupby(["method", "keep_ratio"])["num_examples"].max()
-        lacking = {cell: total - counts.get(cell, 0) for cell, total in wanted.items()}
-        cell = max(lacking, key=lambda cell: lacking[cell], default=None)
-        if cell is not None and lacking[cell] > 0:
-            there = f"{wanted[cell] - lacking[cell]} of {wanted[cell]} examples of {cell[0]} at {100 * cell[1]:g}%"
-            lines.append(f"Incomplete: {model} has {there}. Its own figures are then over other examples.")
-    return lines
+    """A line for every model that lacks examples, with the cell that lacks most."""
+    wanted = {method_label(own["name"], own["options"]): own["num_examples"] for own in config["methods"]}
+    rows = final_steps(summary[summary["stratum"] == ""])
+    total = rows["method"].map(wanted).fillna(config["num_examples"]).astype(int)
+    rows = rows.assign(total=total, lacking=total - rows["num_examples"])
+    return [
+        f"Incomplete: {row.model} has {row.num_examples} of {row.total} examples of {row.method} at "
+        f"{100 * row.keep_ratio:g}%. Its own figures are then over other examples."
+        for row in rows.sort_values("lacking").drop_duplicates("model", keep="last").itertuples()
+        if row.lacking > 0
+    ]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pandas as pd
 
-from kvcat.evals import EVALUATIONS, METRICS
+from kvcat.evals import METRICS
 from kvcat.evals.qa import AVERAGES
 from kvcat.report.paper import Paper
-from kvcat.report.results import CELL, NO_STEP, Results, final_steps, plain_steps
+from kvcat.report.results import CELL, NO_STEP, Results, final_steps, read_results
 
 _COSTS = {
     "seconds": ("s per example", 3), "peak_mib": ("peak MiB", 0), "kib": ("KiB per cache", 1),
@@ -36,7 +36,7 @@ class Figure:
     verdict: str = ""  # better, worse or level
     exploratory: bool = False  # the verdict does not survive the correction for many comparisons
     primary: bool = False  # the one cell that decides
-    paper: str = ""  # the paper's figure for the same cell as it prints it, without the unit
+    paper: str = ""  # the paper's figure for the same cell
 
     def shown(self, value: float) -> str:
         """A value with the digits of this figure; ``--`` where there is none."""
@@ -58,11 +58,6 @@ class Figure:
     def interval(self) -> str:
         """The interval as shown; empty where there is none."""
         return "" if math.isnan(self.low) else f"[{self.shown(self.low)}, {self.shown(self.high)}]"
-
-    @property
-    def printed(self) -> str:
-        """The paper's figure as shown; empty where there is none."""
-        return f"paper {self.paper}" if self.paper else ""
 
     @property
     def decided(self) -> str:
@@ -173,19 +168,14 @@ def costs_table(results: Results) -> Table:
     return _table(results, "costs", "Quality and cost", "Quality and cost per example, as measured here.", lines)
 
 
-def headline_text(summary: pd.DataFrame) -> str:
-    """A summary as aligned text: every method, keep ratio, model and, where there are several, stratum."""
-    rows = final_steps(plain_steps(summary))
-    rows = rows if rows["baseline"].all() else rows[~rows["baseline"]]
-    evaluation = next(e for e in reversed(EVALUATIONS.values()) if e.deciding in set(rows["metric"]))
-    lines = []
-    for (method, keep, model, stratum), own in rows.groupby(["method", "keep_ratio", "model", "stratum"], sort=False):
-        line = {"method": method, "keep": keep_label(keep), "model": model, evaluation.stratum: stratum or "all"}
-        figures = own.set_index("metric").reindex(evaluation.metrics).dropna(how="all")
-        lines.append(line | {head(str(name)): summary_figure(row).text for name, row in figures.iterrows()})
-    frame = pd.DataFrame(lines).fillna("")
-    frame = frame if frame[evaluation.stratum].nunique() > 1 else frame.drop(columns=evaluation.stratum)
-    return f"{sizes(rows[rows['stratum'] == ''], evaluation.example)}\n{frame.to_string(index=False)}\n"
+def headline_text(folder: Path) -> str:
+    """The figures of a results folder over all examples as aligned text, after what a reader must know first."""
+    results, no_paper = read_results(folder), Paper(None)
+    names = results.methods or dict.fromkeys(results.whole["method"])
+    frames = [quality_table(results, no_paper, name).frame.assign(method=name) for name in names]
+    frame = pd.concat(frames).fillna("").set_index(["method", "model", "keep"]).reset_index()
+    shown = frame.map(lambda cell: cell.text if isinstance(cell, Figure) else cell).to_string(index=False)
+    return "".join(f"{line}\n" for line in [*results.warnings, sizes(results.whole, results.evaluation.example), shown])
 
 
 def pair_rows(results: Results, model: str, reference: str) -> pd.DataFrame:
@@ -336,7 +326,7 @@ def _markdown_cell(cell: str | Figure) -> str:
     if isinstance(cell, str):
         return cell.replace("|", "\\|")
     text = f"**{cell.text}**" if cell.primary else cell.text
-    return " ".join(part for part in (text, cell.interval, cell.decided, cell.printed) if part)
+    return " ".join(part for part in (text, cell.interval, cell.decided, cell.paper) if part)
 
 
 def _latex_cell(cell: str | Figure) -> str:
@@ -345,7 +335,7 @@ def _latex_cell(cell: str | Figure) -> str:
         return f"{{}}{text}" if text.startswith(("[", "*")) else text  # \\ would take these as its own
     marks = {"better": "$^+$", "worse": "$^-$"}.get(cell.decided, "")
     lines = [_minus(f"\\textbf{{{cell.text}}}" if cell.primary else cell.text) + marks]
-    lines += [f"{{\\scriptsize {_minus(part)}}}" for part in (cell.interval, cell.printed) if part]
+    lines += [f"{{\\scriptsize {_minus(part)}}}" for part in (cell.interval, cell.paper) if part]
     return "\\shortstack[r]{" + "\\\\".join(lines) + "}" if len(lines) > 1 else lines[0]
 
 
