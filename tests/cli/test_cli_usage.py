@@ -88,7 +88,7 @@ def test_values_after_one_option_equal_options_written_each_time(ratios, methods
         ("train large --help", "no recipe 'large': small, "),
         ("train small --model m --target-keep 1.5", "target_keep is 1.5"),
         ("compress m", "missing --text, --output"),
-        ("compress m --text gone.txt -o c", "cannot read text file gone.txt"),
+        ("compress m --text gone.txt -o c", "cannot use gone.txt: No such file or directory"),
         ("compress m --text t.txt -o c --keep 0.1 --slots 3", "give one of --keep, --slots and --max-kl"),
         ("compress m --text t.txt -o c --method gradient --supervision self", "gradient needs --supervision"),
         ("compress m --text empty.txt -o c", "empty.txt is empty"),
