@@ -90,7 +90,7 @@ def test_own_queries_of_deeper_layers_are_those_in_place_and_weigh_what_they_are
 
 def test_every_third_own_query_stands_for_three_in_the_fit_and_all_choose_keys(found, monkeypatch):
     every = fitted_queries(found, 1.0, by_share=True)
-    monkeypatch.setattr(queries_module, "_FITTED_POSITIONS", 16)
+    monkeypatch.setattr(queries_module, "_FITTED_PER_TOKEN", 0.6)
     few = fitted_queries(found, 1.0, by_share=True)
     assert torch.equal(few.queries[0][:, :, 16:32], every.queries[0][:, :, 16::3])
     assert few.boost.tolist() == [1.0] * 16 + [pytest.approx(3**0.5)] * 16

@@ -15,7 +15,7 @@ from kvcat.types import Float, Int, Tensor
 HeadIndex = tuple[int, int, int]
 """Layer, example, KV head."""
 Drawn = dict[HeadIndex, Int[Tensor, " drawn"]]
-_PARTS, _FITTED_POSITIONS = 3, 256
+_PARTS, _FITTED_PER_TOKEN = 3, 1.5
 _CHUNK_ELEMENTS, _CHUNK_ROWS = 2**21, 64
 _BATCH_ELEMENTS, _CACHED_ELEMENTS = 2**23, 2**20
 _LEAST_SHARE = 1e-6
@@ -78,7 +78,8 @@ def fitted_queries(trace: Trace, own_weight: float, *, by_share: bool) -> Fitted
 def _own_queries(trace: Trace) -> FittedQueries | None:
     """Queries of each third of the prefix, turned by the model's rotary embedding to stand right behind the prefix.
 
-    All of up to 1,024 positions choose keys; log-bias and values are fitted to those of 256 of them, in place of all.
+    All of up to 1,024 positions choose keys; where query heads share a KV head, log-bias and values are fitted to those
+    of evenly spaced positions alone, one and a half queries per token of the prefix, in place of all.
     None where a compact cache stands for part of the prefix, or where the model's positions cannot be turned.
     """
     length = trace.prefix_len
@@ -91,7 +92,8 @@ def _own_queries(trace: Trace) -> FittedQueries | None:
     except InputError:
         return None
     positions = sampled_positions(length)
-    stride, places = -(-len(positions) // _FITTED_POSITIONS), torch.arange(len(positions))
+    num_queries = trace.prefix_queries[0].shape[1] // trace.keys[0].shape[1] * len(positions)
+    stride, places = max(1, int(num_queries / (_FITTED_PER_TOKEN * length))), torch.arange(len(positions))
     first = torch.cat([places[places % stride == 0], places[places % stride != 0]])
     boost = torch.full([-(-len(positions) // stride)], stride**0.5)
     kept = torch.isin(trace.prefix_positions, positions)
