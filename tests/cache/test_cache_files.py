@@ -107,17 +107,17 @@ def zeros(*shape, dtype=torch.float32, last=0.0):
 
 KEYS, VALUES, BIAS, NAN, INF = (2, 2, 3, 4), (2, 2, 3, 6), (2, 2, 3), torch.nan, torch.inf
 DAMAGED_TENSORS = [
-    ({"layers.1.keys": None}, "layer 1: no keys"),
+    ({"layers.1.keys": None}, "layer 1: no keys or no values"),
     ({"layers.2.keys": zeros(*KEYS)}, "tensor 'layers.2.keys', which no cache of 2 layers has"),
     ({"layers.0.keys": zeros(*KEYS, dtype=torch.int64)}, "keys are int64"),
     ({"layers.0.keys": zeros(*KEYS, dtype=torch.float16)}, "in float16 and of"),
     ({"layers.0.keys": zeros(2, 3, 4)}, r"keys have shape \(2, 3, 4\)"),
-    ({"layers.0.keys": zeros(2, 2, 0, 4)}, "keys are empty"),
+    ({"layers.0.keys": zeros(2, 2, 0, 4)}, r"keys are float32 of shape \(2, 2, 0, 4\)"),
     ({"layers.1.log_bias": zeros(2, 2, 2)}, "layer 1: log_bias of shape"),
     ({"layers.0.positions": zeros(*BIAS)}, "positions are float32"),
     ({"layers.0.positions": zeros(*BIAS, dtype=torch.int32, last=9)}, r"positions lie in 0\.\.9"),
     ({"layers.0.keys": zeros(*KEYS, last=NAN)}, "keys hold numbers that are not finite"),
-    ({"layers.0.log_bias": zeros(*BIAS, last=INF)}, "log_bias holds"),
+    ({"layers.0.log_bias": zeros(*BIAS, last=INF)}, "log_bias hold numbers that are not finite"),
     ({"layers.1.keys": zeros(1, 2, 3, 4), "layers.1.values": zeros(1, 2, 3, 6), "layers.1.log_bias": None},
      "1 examples in float32 and of 2 examples"),
     ({"layers.1.keys": zeros(2, 2, 10, 4), "layers.1.values": zeros(2, 2, 10, 6), "layers.1.log_bias": None},
@@ -132,10 +132,10 @@ DAMAGED_ENTRIES = [
     ({"format": "pt"}, "is not a compact cache of kvcat"),
     ({"format": "kvcat-prefix-1"}, "is an exported prefix of kvcat, not a compact cache"),
     ({"num_tokens": None}, "num_tokens"),
-    ({"num_tokens": "9999999999"}, "num_tokens is '9999999999', not a number from 1 to 16777216"),
+    ({"num_tokens": "9999999999"}, "num_tokens is '9999999999'"),
     ({"num_layers": "1"}, "which no cache of 1 layers has"),
-    ({"num_layers": "1000000000"}, "num_layers is '1000000000', not a number from 1 to 6"),
-    ({"fingerprint": "abc"}, "'abc' is no fingerprint"),
+    ({"num_layers": "1000000000"}, "num_layers is '1000000000'"),
+    ({"fingerprint": "abc"}, "fingerprint is 'abc'"),
     ({"metadata": '{"seed": 0}'}, "metadata is no table of texts"),
     ({"metadata": DEEP}, "metadata is no table of texts"),
     ({"pickle": "gASVAAAA"}, "has one that no cache has: pickle"),
@@ -144,7 +144,7 @@ DAMAGED_ENTRIES = [
 
 DAMAGED_COUNTS = [
     (torch.tensor([[0, 4], [2, 2]]), "heads of 0 to 4 slots"), (torch.tensor([[1, 2], [2, 2]]), "do not fit keys of 8"),
-    (torch.tensor([[2**62, 2**62], [2**62, 2**62 + 8]]), "slots"), (torch.tensor([1, 3, 2, 2]), "counts have shape"),
+    (torch.tensor([[2**62, 2**62], [2**62, 2**62 + 8]]), "slots"), (torch.tensor([1, 3, 2, 2]), r"counts \(4,\)"),
 ]  # fmt: skip
 
 

@@ -106,15 +106,12 @@ def kvcat_attention(
     """SDPA attention as transformers does it, with three additions, each off by default.
 
     - ``kv_gate``: the first rows attend densely, the last ones over the gate's slots; with a ``prefix_len`` see
-      ``attend_twice``.
-    - Keys of a compact cache that carry a log-bias or slots (``Carried``).
+      ``attend_twice``. Refuses attention that cannot honour it; likewise with
+    - keys of a compact cache that carry a log-bias or slots (``Carried``).
     - ``kv_record``: is shown queries, keys and values.
 
     The ``attention_mask`` is (rows or 1, 1, queries, keys); None is causal, the queries being the last of the keys
     (``kvcat_mask``). ``scaling`` is the factor on q.k; None is head_dim ** -0.5.
-
-    Raises:
-        InputError: a gate or a compact cache meets attention that this function cannot honour.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if kv_record is not None:

@@ -17,8 +17,9 @@ from kvcat.errors import InputError
 from kvcat.files import atomic_write
 from kvcat.types import Tensor
 
-_ENTRIES = ("fingerprint", "metadata", "num_layers", "num_tokens")
-_MOST_TOKENS = 2**24
+_ENTRIES = {
+    "num_layers": r"[1-9]\d{0,4}", "num_tokens": r"[1-9]\d{0,7}", "fingerprint": "[0-9a-f]{64}", "metadata": ".*",
+}  # fmt: skip
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _INTEGERS = (torch.int64, torch.int32)
 _PARTS = r"layers\.(0|[1-9]\d{0,5})\.(keys|values|log_bias|counts|positions)"
@@ -70,11 +71,9 @@ def checked_layers(entries: dict[str, str], tensors: dict[str, Tensor], name: st
     """The layers that a file of these entries and tensors holds, once all of it is what a cache holds."""
     if wrong := set(entries) ^ set(_ENTRIES):
         raise InputError(f"{name} lacks a header entry or has one that no cache has: {', '.join(sorted(wrong))}")
-    for key, most in (("num_layers", max(1, len(tensors))), ("num_tokens", _MOST_TOKENS)):
-        if not re.fullmatch(r"[1-9]\d{0,9}", entries[key], re.ASCII) or int(entries[key]) > most:
-            raise InputError(f"{name}: {key} is {entries[key][:40]!r}, not a number from 1 to {most}")
-    if not re.fullmatch("[0-9a-f]{64}", entries["fingerprint"]):
-        raise InputError(f"{name}: {entries['fingerprint']!r} is no fingerprint of a model")
+    for key, form in _ENTRIES.items():
+        if not re.fullmatch(form, entries[key], re.ASCII | re.DOTALL):
+            raise InputError(f"{name}: {key} is {entries[key][:40]!r}")
     parse_metadata(entries["metadata"], name)
     num_layers, num_tokens = int(entries["num_layers"]), int(entries["num_tokens"])
     layers: list[dict[str, Any]] = [{} for _ in range(num_layers)]
@@ -96,31 +95,16 @@ def checked_layers(entries: dict[str, str], tensors: dict[str, Tensor], name: st
 
 def _problems(layer: dict[str, Tensor], num_tokens: int) -> Iterator[str]:
     """What is wrong with a layer's tensors; whoever goes on after one may meet an error."""
-    for part in ("keys", "values"):
-        if part not in layer:
-            yield f"no {part}"
+    if not {"keys", "values"} <= set(layer):
+        yield "no keys or no values"
     for part, tensor in layer.items():
-        if tensor.dtype not in (_INTEGERS if part in ("counts", "positions") else _FLOATS):
-            yield f"{part} are {str(tensor.dtype).removeprefix('torch.')}"
-        if tensor.numel() == 0:
-            yield f"{part} are empty, of shape {tuple(tensor.shape)}"
-    yield from _shape_problems(layer, num_tokens)
-    for part in ("keys", "values"):
-        if not layer[part].isfinite().all():
+        if tensor.dtype not in (_INTEGERS if part in ("counts", "positions") else _FLOATS) or tensor.numel() == 0:
+            yield f"{part} are {str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
+        if not (tensor < torch.inf if part == "log_bias" else tensor.isfinite()).all():
             yield f"{part} hold numbers that are not finite"
-    if "log_bias" in layer and not (layer["log_bias"] < torch.inf).all():
-        yield "log_bias holds NaN or +inf"
-    low, high = layer["positions"].aminmax() if "positions" in layer else (0, 0)
-    if not (low >= 0 and high < num_tokens):
-        yield f"positions lie in {int(low)}..{int(high)}, the prefix in 0..{num_tokens - 1}"
-
-
-def _shape_problems(layer: dict[str, Tensor], num_tokens: int) -> Iterator[str]:
     keys, counts = layer["keys"], layer.get("counts")
-    if keys.dim() != (4 if counts is None else 2):
-        yield f"keys have shape {tuple(keys.shape)}"
-    if counts is not None and counts.dim() != 2:
-        yield f"counts have shape {tuple(counts.shape)}"
+    if keys.dim() != (4 if counts is None else 2) or (counts is not None and counts.dim() != 2):
+        yield f"keys have shape {tuple(keys.shape)}" + ("" if counts is None else f", counts {tuple(counts.shape)}")
     slots = keys.shape[2] if counts is None else int(counts.max())
     if counts is not None and (int(counts.min()) < 1 or int(counts.sum()) != len(keys)):
         yield f"heads of {int(counts.min())} to {slots} slots do not fit keys of {len(keys)}"
@@ -130,3 +114,6 @@ def _shape_problems(layer: dict[str, Tensor], num_tokens: int) -> Iterator[str]:
             yield f"{part} of shape {tuple(own)} do not fit keys of shape {tuple(keys.shape)}"
     if slots > num_tokens:
         yield f"{slots} slots for a prefix of {num_tokens} tokens"
+    low, high = layer["positions"].aminmax() if "positions" in layer else (0, 0)
+    if not (low >= 0 and high < num_tokens):
+        yield f"positions lie in {int(low)}..{int(high)}, the prefix in 0..{num_tokens - 1}"

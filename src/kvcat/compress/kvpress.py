@@ -24,18 +24,12 @@ from kvcat.models import frozen
 from kvcat.models.rotation import KeyRotation
 from kvcat.types import Tensor
 
-_OWN_SIZE = "its size follows from its own options, not from a keep ratio"
-_DECODING = "it compresses while tokens are generated, not a prefix"
+_DECODING = ("CAMPress", "CompressionRatioDecodingPress", "DecodingPress", "PrefillDecodingPress")
+_OWN_SIZE = ("ComposedPress", "DMSPress", "PerLayerCompressionPress", "SimLayerKVPress")
 REFUSED = {
-    "CAMPress": _DECODING,
-    "CompressionRatioDecodingPress": _DECODING,
-    "DecodingPress": _DECODING,
-    "PrefillDecodingPress": _DECODING,
-    "ComposedPress": _OWN_SIZE,
-    "DMSPress": _OWN_SIZE,
+    **dict.fromkeys(_DECODING, "it compresses while tokens are generated, not a prefix"),
+    **dict.fromkeys(_OWN_SIZE, "its size follows from its own options, not from a keep ratio"),
     "DuoAttentionPress": "it keeps some heads whole and sets how many, not a keep ratio",
-    "PerLayerCompressionPress": _OWN_SIZE,
-    "SimLayerKVPress": _OWN_SIZE,
     "FinchPress": "it wants a delimiter token between text and question",
     "ThinKPress": "it zeroes channels of the keys and removes no slots",
 }
