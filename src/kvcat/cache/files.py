@@ -26,13 +26,9 @@ _PARTS = r"layers\.(0|[1-9]\d{0,5})\.(keys|values|log_bias|counts|positions)"
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], entries: dict[str, str], kind: str) -> None:
-    """Write a safetensors file with format and checksum; equal contents give equal bytes.
+    """Write a safetensors file of a kind (``CACHE``, ``PREFIX``, ``STATE``) with format and checksum in the header.
 
-    Args:
-        path: file to write.
-        tensors: by name.
-        entries: of the header beside ``format`` and ``sha256``, written in this order.
-        kind: ``CACHE``, ``PREFIX`` or ``STATE``.
+    The other entries of the header are written in their order: equal contents give equal bytes.
     """
     content = safetensors.torch.save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
     stop = 8 + int.from_bytes(content[:8], "little")

@@ -35,11 +35,7 @@ COMPRESSORS: dict[str, Callable[..., Compressor]] = {
 
 
 def make_compressor(name: str, **options: Any) -> Compressor:
-    """The compressor of a name, with its options.
-
-    Args:
-        name: one of ``COMPRESSORS``, or "kvpress:" and the name of a press of kvpress.
-        options: fields of the compressor.
+    """The compressor of a name with its options: of ``COMPRESSORS``, or "kvpress:" and the name of a press of kvpress.
 
     Raises:
         InputError: an unknown name, or options it does not have or take.

@@ -49,9 +49,8 @@ class Scores:
     """How the suffix fares on a compact cache, one figure per example.
 
     Args:
-        nll: negative log-likelihood of the suffix on the compact cache, nats per token.
-        nll_dense: the same on the dense cache.
-        delta_nll: nll - nll_dense, nats per token.
+        nll, nll_dense: negative log-likelihood of the suffix on the compact and on the dense cache, nats per token.
+        delta_nll: nll - nll_dense.
         delta_ppl: exp(nll) - exp(nll_dense).
         kl: KL(dense || compact), mean over the suffix's query positions, nats.
         top1: fraction of the suffix's query positions where both have the same most likely token.

@@ -20,9 +20,9 @@ class KeyRotation:
     """Turns the keys of a model's layers by a number of positions, as if their tokens stood elsewhere.
 
     With R(p) the rotation that the model's rotary embedding applies at position p, keys R(p) k become R(p + shift) k.
-    The rotation comes from the model's own modules, with their scaling and pairing of channels. It is tried on the model
-    itself: of the same few tokens at two positions, each layer's keys of the one must become those of the other, turned
-    or (layers without positions) unturned.
+    The rotation comes from the model's own modules, with their scaling and pairing of channels. It is tried on the
+    model itself: of the same few tokens at two positions, each layer's keys of the one must become those of the other,
+    turned or (layers without positions) unturned.
 
     Args:
         model: a causal LM with rotary position embeddings.
