@@ -37,6 +37,21 @@ def stock_model(kind, **options):
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **options))
 
 
+def loud_model(kind="llama", dtype=torch.float32, std=0.3, **options):
+    """A small one in evaluation mode with weights so large that attention is far from uniform."""
+    sizes = {
+        "vocab_size": 67, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": None, "eos_token_id": None,
+    }  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = stock_model(kind, **{**sizes, **options})
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.data.normal_(std=std)
+    return model.to(dtype).eval()
+
+
 def write_tiny_model(folder, *, seed=0, chat=True, **options):
     """A Qwen2 of two layers and width 32 with random weights, as an ordinary Hugging Face folder."""
     torch.manual_seed(seed)

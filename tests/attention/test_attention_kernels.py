@@ -11,7 +11,7 @@ from kvcat.attention import attend_biased, attend_reference, enable, kvcat_atten
 from kvcat.cache import CompactCache, CompactLayer, fingerprint
 from kvcat.errors import InputError
 from large_tensors import LargeTensors
-from tiny import stock_model
+from tiny import loud_model
 
 # queries, keys, biased keys, channels of values, KV heads
 SHAPES = {
@@ -74,12 +74,7 @@ def test_no_tensor_of_queries_times_keys_is_made(biased):
 
 @pytest.fixture(scope="module")
 def model():
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    made = stock_model("llama", vocab_size=67, num_hidden_layers=2, **sizes).double().eval()
-    for parameter in made.parameters():
-        if parameter.dim() > 1:
-            parameter.data.normal_(std=0.3)
+    made = loud_model(dtype=torch.float64)
     enable(made)
     return made
 

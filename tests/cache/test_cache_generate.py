@@ -6,28 +6,16 @@ from transformers import DynamicCache
 
 from kvcat.cache import CompactCache, CompactLayer, PrefixLayer, fingerprint
 from kvcat.errors import InputError
-from tiny import stock_model
+from tiny import loud_model
 
-SIZES = {
-    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": None,
-    "pad_token_id": 0,
-}  # fmt: skip
-MODELS = {
-    "qwen2": {}, "llama": {}, "gemma": {}, "qwen3": {}, "granite": {"attention_multiplier": 0.6},
-    "mistral": {"sliding_window": 24},
-}  # fmt: skip
+MODELS = {"granite": {"attention_multiplier": 0.6}, "mistral": {"sliding_window": 24}}
 PREFIX = 20
 COUNTS = ([[1, 5], [4, 2]], [[3, 3], [7, 1]], [[2, 6], [6, 6]])  # layer, example, head
 
 
 def tiny(name="llama"):
-    torch.manual_seed(1)
-    model = stock_model(name, **SIZES, **MODELS[name])
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.data.normal_(std=0.3)
-    return model.double().eval()
+    sizes = {"num_hidden_layers": 3, "head_dim": 8, "max_position_embeddings": 256, "pad_token_id": 0}
+    return loud_model(name, torch.float64, **sizes, **MODELS.get(name, {}))
 
 
 def made(model, form="ragged", batch=2):

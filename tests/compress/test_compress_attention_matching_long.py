@@ -7,7 +7,7 @@ import sys
 SCRIPT = """
 import resource, sys, torch
 from large_tensors import LargeTensors
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny import loud_model
 from kvcat.compress import AttentionMatching, Eviction, compare, replay, trace
 
 def peak():
@@ -15,13 +15,7 @@ def peak():
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
-model = LlamaForCausalLM(LlamaConfig(
-    vocab_size=4001, hidden_size=64, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=40000, bos_token_id=None, eos_token_id=None,
-)).eval()
-for parameter in model.parameters():
-    if parameter.dim() > 1:
-        parameter.data.normal_(std=0.2)
+model = loud_model(std=0.2, vocab_size=4001, hidden_size=64, intermediate_size=1024, max_position_embeddings=40000)
 ids = torch.randint(0, 4001, (1, 6144 + 2048))
 trace(model, ids[:, :64], 32)
 start = peak()

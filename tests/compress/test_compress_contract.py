@@ -11,6 +11,7 @@ from structured_heads import tensors
 from kvcat.compress import COMPRESSORS, compare, make_compressor, replay, slots_for, trace
 from kvcat.compress.base import parse_method
 from kvcat.errors import InputError
+from tiny import loud_model
 
 ROWS = [
     ("attention-matching", {"budgets": "equal"}),
@@ -67,10 +68,10 @@ def test_a_compressor_keeps_its_number_of_slots_and_tells_how(traced, name, opti
 
 
 @some_kinds
-def test_a_cache_has_the_models_dtype_and_all_slots_replay_the_dense_logits(make_model, windows, name, options):
+def test_a_cache_has_the_models_dtype_and_all_slots_replay_the_dense_logits(windows, name, options):
     method = make_compressor(name, **options)
     for dtype in (torch.bfloat16, torch.float64):
-        found = trace(make_model(dtype), windows[:2], 48)
+        found = trace(loud_model(dtype=dtype), windows[:2], 48)
         for layer in method(found, num_slots=5).layers:
             assert layer.keys.dtype == layer.values.dtype == dtype
             assert layer.log_bias is None or layer.log_bias.dtype in (torch.float32, torch.float64)

@@ -20,6 +20,7 @@ from kvcat.compress import (
 )
 from kvcat.compress.methods import gradient
 from kvcat.errors import InputError
+from tiny import loud_model
 
 
 def slots_of(cache):
@@ -54,11 +55,9 @@ def naive_loop(model, prefix_len, ids, start, steps, rate):
     ("schedule", "rate"),
     [("constant", lambda step: 1.0), ("cosine", lambda step: (1 + math.cos(math.pi * step / 6)) / 2)],
 )
-def test_the_steps_of_every_example_are_those_of_the_naive_loop_clipped_by_its_own_norm(
-    make_model, windows, schedule, rate
-):
+def test_the_steps_of_every_example_are_those_of_the_naive_loop_clipped_by_its_own_norm(windows, schedule, rate):
     """Large logits make gradients whose norm passes 1 in some steps only, so that Adam sees where it is clipped."""
-    model = make_model(torch.float64)
+    model = loud_model(dtype=torch.float64)
     model.lm_head.weight.data.mul_(5)
     found, method = trace(model, windows, 48), GradientCompression(num_steps=6, lr=0.2, schedule=schedule)
     start = dataclasses.replace(method, num_steps=0)(found, num_slots=5)
@@ -154,11 +153,9 @@ def killed_at(last):
     ],
     ids=["schedule", "ragged", "half precision"],
 )
-def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(
-    make_model, windows, tmp_path, monkeypatch, dtype, options, last
-):
+def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(windows, tmp_path, monkeypatch, dtype, options, last):
     monkeypatch.setattr(gradient, "SAVE_EVERY", 2)
-    found = trace(make_model(dtype), windows, 48)
+    found = trace(loud_model(dtype=dtype), windows, 48)
     method, path = GradientCompression(num_steps=5, **options), tmp_path / "state"
     whole = method(found, num_slots=5)
     with pytest.raises(KilledError):

@@ -9,7 +9,7 @@ from transformers import MistralConfig, MistralForCausalLM
 from kvcat.compress import AttentionMatching, Eviction, Reconstruction, compare, reconstruction, replay, trace
 from kvcat.compress.compare import replay_hidden, supervised_kl
 from kvcat.errors import InputError
-from tiny import byte_tokenizer
+from tiny import byte_tokenizer, loud_model
 
 
 def test_a_trace_holds_what_the_model_computes(model, windows, traced):
@@ -50,8 +50,8 @@ REPLAYED = [Eviction("streaming"), AttentionMatching(), AttentionMatching(budget
 
 
 @pytest.mark.parametrize("method", REPLAYED, ids=["slots", "slots with a log-bias", "unequal slots"])
-def test_a_suffix_in_chunks_fares_as_in_one_piece(make_model, windows, method, monkeypatch):
-    model = make_model(torch.float64)
+def test_a_suffix_in_chunks_fares_as_in_one_piece(windows, method, monkeypatch):
+    model = loud_model(dtype=torch.float64)
     found = trace(model, windows, 48)
     cache = method(found, num_slots=9)
     inputs = cache.inputs(model, windows[:, 48:])
@@ -71,7 +71,7 @@ def test_a_suffix_in_chunks_fares_as_in_one_piece(make_model, windows, method, m
     assert torch.allclose(replay(model, one, windows[:, 48:])[1:2], alone, atol=1e-12)
 
 
-def test_a_reconstruction_repeats_the_same_tokens_and_its_second_copy_gives_the_queries(make_model):
+def test_a_reconstruction_repeats_the_same_tokens_and_its_second_copy_gives_the_queries():
     tokenizer = byte_tokenizer()
     text = "the cat sees a river."
     sequence = reconstruction(tokenizer, text)
@@ -80,15 +80,15 @@ def test_a_reconstruction_repeats_the_same_tokens_and_its_second_copy_gives_the_
     assert "verbatim" in tokenizer.decode(ids[length : sequence.supervision_start])
     with pytest.raises(InputError, match="holds no token"):
         reconstruction(tokenizer, "")
-    found = trace(make_model(vocab_size=300, max_position_embeddings=256), sequence)
+    found = trace(loud_model(vocab_size=300, max_position_embeddings=256), sequence)
     assert found.prefix_len == length
     assert found.queries[0].shape[2] == len(ids) - sequence.supervision_start
     assert found.logits.shape[1] == len(ids) - length
 
 
 @pytest.mark.parametrize("source", ["suffix", "self", "reconstruction"])
-def test_a_trace_in_chunks_is_that_of_one_forward_and_holds_no_more_than_its_tensors(make_model, windows, source):
-    model = make_model(torch.float64)
+def test_a_trace_in_chunks_is_that_of_one_forward_and_holds_no_more_than_its_tensors(windows, source):
+    model = loud_model(dtype=torch.float64)
     ids = Reconstruction(windows[:1], 28, 36) if source == "reconstruction" else windows
     options = {} if source == "reconstruction" else {"prefix_len": 40, "supervision": source}
     whole = trace(model, ids, **options)
@@ -122,19 +122,19 @@ def test_a_sliding_window_shorter_than_the_sequence_is_refused_by_name():
     assert trace(model, ids[:, :20], 12).prefix_len == 12
 
 
-def test_weights_that_are_no_numbers_are_refused(make_model, windows):
-    model = make_model()
+def test_weights_that_are_no_numbers_are_refused(windows):
+    model = loud_model()
     model.model.layers[1].self_attn.k_proj.weight.data[0, 0] = torch.inf
     with pytest.raises(InputError, match="LlamaForCausalLM computes numbers that are not finite"):
         trace(model, windows, 48)
 
 
-def test_what_cannot_be_replayed_or_compared_is_refused(make_model, model, windows, traced):
+def test_what_cannot_be_replayed_or_compared_is_refused(model, windows, traced):
     dense = traced.dense_cache()
     with pytest.raises(InputError, match="does not belong to a trace"):
         compare(traced, trace(model, windows, 40).dense_cache())
     with pytest.raises(InputError, match="belongs to another model"):
-        replay(make_model(rms_norm_eps=1e-2), dense, windows[:, 48:])
+        replay(loud_model(rms_norm_eps=1e-2), dense, windows[:, 48:])
     own = trace(model, windows[:, :48], supervision="self")
     cache = AttentionMatching()(own, num_slots=6)
     assert (own.queries[0].shape[2], cache.metadata["supervision"]) == (48, "self")

@@ -60,12 +60,6 @@ def test_scores_are_float32_whatever_the_dtype_of_the_model_and_double_stays_dou
 
 
 @each_policy
-def test_the_scores_carry_gradient_exactly_if_the_policy_has_parameters(name):
-    policy = ROWS[name](0)
-    assert scores_of(policy, needs_gradient=True).requires_grad == bool(list(policy.parameters()))
-
-
-@each_policy
 def test_one_seed_gives_one_result_and_the_global_random_state_is_neither_read_nor_moved(name):
     torch.manual_seed(1)
     first = scores_of(ROWS[name](5), seed=6)
