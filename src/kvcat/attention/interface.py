@@ -18,7 +18,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from kvcat.attention.fast import SlotsByHead, attend, attend_ragged, attend_twice
-from kvcat.attention.reference import reachable
 from kvcat.errors import InputError
 from kvcat.types import Bool, Float, Int, Tensor
 
@@ -118,17 +117,17 @@ def kvcat_attention(
         kv_record(int(module.layer_idx), query, key, value, scale)  # type: ignore[arg-type]
     stock = {"dropout": dropout, "scaling": scaling, **kwargs}
     carried = carried_by(key)
-    if carried is not None or kv_gate is not None:
-        _refuse_unsupported(module, kwargs)
+    if (
+        carried is None
+        and kv_gate is None
+        and (attention_mask is not None or not 1 < query.shape[2] < key.shape[2] or not _is_causal(module, kwargs))
+    ):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **stock)
+    _refuse_unsupported(module, kwargs)
     if carried is not None:
         out = _behind_slots(query, key, value, carried, attention_mask, scale, dropout)
     elif kv_gate is not None:
         return _gated(module, query, key, value, attention_mask, scale, kv_gate, stock), None
-    elif attention_mask is not None or not 1 < query.shape[2] < key.shape[2] or not _is_causal(module, kwargs):
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **stock)
-    elif _unusual(kwargs):
-        mask = reachable(query.shape[2], key.shape[2], device=query.device)[None, None]
-        return sdpa_attention_forward(module, query, key, value, mask, **stock)
     else:
         out = attend(query, key, value, scale=scale, dropout=dropout)
     return out.transpose(1, 2).contiguous(), None
@@ -228,15 +227,11 @@ def _reach(mask: Tensor | None) -> Bool[Tensor, "rows queries keys"] | None:
 
 
 def _refuse_unsupported(module: nn.Module, kwargs: dict[str, Any]) -> None:
-    reasons = [f"uses {name}" for name in _unusual(kwargs)]
+    reasons = [f"uses {name}" for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
     if not _is_causal(module, kwargs):
         reasons.append("is not causal")
     if reasons:
         raise InputError(f"{type(module).__name__} is not supported: its attention {reasons[0]}")
-
-
-def _unusual(kwargs: dict[str, Any]) -> list[str]:
-    return [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
 
 
 def _is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
