@@ -20,7 +20,7 @@ def test_the_histogram_command_writes_both_curves_and_tells_the_optimum(tmp_path
     assert "all 85 pairs of histograms" in said
     budgets = table(tmp_path / "budget.csv")
     assert [row["num_slots"] for row in budgets] == ["1", "2", "3", "4"]
-    assert (tmp_path / "histogram.svg").stat().st_size > 1000
+    assert (tmp_path / "histogram.png").stat().st_size > 1000
     assert f"exact optimum over all policies {float(budgets[0]['optimum']):.10f}" in said
     rows = {(row["budget"], row["longest"]) for row in table(tmp_path / "scaling.csv")}
     assert rows == {(budget, n) for budget in ("r = 1", "r = max(1, n - 1)", "r = n - 1") for n in ("4", "6")}

@@ -90,11 +90,3 @@ def test_a_stream_is_read_no_further_than_the_limit(monkeypatch):
     assert [d.id for d in split_documents("hub:o/n", "all", limit=3)] == ["0", "1", "2"]
     found = split_documents("hub:o/n", "test", limit=4)
     assert [split_of(d.id) for d in found] == ["test"] * 4
-
-
-def test_a_split_without_documents_is_refused_by_name(tmp_path):
-    (tmp_path / "a.txt").write_text("alone\n")
-    for split in {"train", "validation", "test"} - {split_of("a.txt#0")}:
-        with pytest.raises(InputError, match=rf"no document in split '{split}' \(of 1\)"):
-            split_documents(str(tmp_path), split)
-    assert [d.text for d in split_documents(str(tmp_path), "all")] == ["alone\n"]

@@ -1,7 +1,7 @@
 """Streams: every document once, the same batches for any number of processes, exact continuation."""
 
 import json
-from types import SimpleNamespace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from kvcat.data import Encoder, open_documents, open_tokens, pack, split_of
-from kvcat.data import documents as documents_module
+from kvcat.data import streams as streams_module
 from kvcat.data.documents import open_source
 from kvcat.data.streams import Position, TableStreams, TextStreams, TokenLoader, merge_states
 from kvcat.errors import InputError
@@ -128,24 +128,21 @@ def test_a_state_of_other_data_is_refused(corpora, tokenizer, tmp_path):
 
 
 def test_a_hub_data_set_is_resumed_at_the_commit_it_was_begun_with(tmp_path, tokenizer, monkeypatch):
-    import datasets
+    for commit, seed in (("old", 0), ("new", 50)):
+        (tmp_path / commit).mkdir()
+        write_table(tmp_path / commit / "a.parquet", texts(30, seed=seed))
 
-    commits = {}
-    for name, seed in (("old", 0), ("new", 50)):
-        folder = tmp_path / f"o@{name}"
-        folder.mkdir()
-        write_table(folder / "a.parquet", texts(30, seed=seed))
-        commits[name] = SimpleNamespace(config=SimpleNamespace(data_files={"train": [f"file://{folder}/a.parquet"]}))
-    newest = ["old"]
-    monkeypatch.setattr(
-        datasets, "load_dataset_builder", lambda path, config, *, revision: commits[revision or newest[0]]
-    )
-    monkeypatch.setattr(documents_module, "hub_obstacle", lambda: None)
-    source = streams_of("hub:o/n", tokenizer)
+    def loader(newest):
+        def opened(name, *, revision=newest):
+            return replace(open_source(str(tmp_path / revision)), name=name, revision=revision)
+
+        monkeypatch.setattr(streams_module, "open_source", opened)
+        return TokenLoader(TextStreams(opened("hub:o/n"), Encoder.of(tokenizer), 16, 4, 0))
+
+    source = loader("old")
     source.read()
     state, following = source.state_dict(), source.read()
-    newest[0] = "new"
-    again = streams_of("hub:o/n", tokenizer)
+    again = loader("new")
     assert not torch.equal(steps(again, 2)[1], following)
     again.load_state_dict(state)
     assert torch.equal(again.read(), following)

@@ -76,15 +76,6 @@ def test_logits_and_greedy_answers_behind_a_cache_with_log_bias_are_kvcats(
     assert made == expected[0, NEW:].tolist()
 
 
-def test_the_widened_file_reads_tokens_as_the_model_does(served):
-    model, path = served("qwen2")
-    with closing(LlamaCpp(path, num_ctx=64, cache_type="float32")) as running:
-        found = each_logits(running, ids(1, 40)[0])
-        assert torch.allclose(found, model(ids(1, 40)).logits[0], atol=1e-3)
-        running.clear()
-        assert torch.allclose(running.logits(ids(1, 40)[0].tolist()), found[-1], atol=1e-4)
-
-
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
 def test_a_plain_cache_answers_in_a_plain_model(tmp_path, kind):
     model = make_model(kind, {"hidden_size": 64, "head_dim": 16})

@@ -1,7 +1,5 @@
 """Checkpoints with bias channels: the same logits, and slots with a log-bias in an engine that knows none."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from evicted_caches import evicted, ids, make_model, our_logits, ragged
@@ -9,7 +7,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from kvcat.errors import InputError
 from kvcat.models import save
-from kvcat.serving import export_prefix, plain_prefix, read_prefix, widen, write_gguf
+from kvcat.serving import export_prefix, read_prefix, widen, write_gguf
 from kvcat.serving.widen import UNSEEN
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
@@ -79,32 +77,6 @@ def test_stock_transformers_answers_from_a_cache_with_log_bias(tmp_path, kind, o
     for keys, _ in layers:
         keys[:, :, 4][keys[:, :, 4] > UNSEEN] = 0.0
     assert not torch.allclose(answers(wide, layers, suffix), wanted, atol=1e-2)
-
-
-def test_a_log_bias_of_log_m_is_m_repeated_slots_and_an_unseen_slot_is_none():
-    model, suffix = make_model(dtype=torch.float64), ids(1, 6)
-    cache = evicted(model, ids(1, 30), 4)
-    wide = exact(widen(model, 12))
-    (first, *_), slots = cache.layers, torch.tensor([0, 1, 1, 1, 2, 3])
-    bias = torch.tensor([1.0, 3.0, 1.0, 1.0], dtype=torch.float64).log().expand(*first.keys.shape[:3])
-    told = replace(cache, layers=[replace(layer, log_bias=bias) for layer in cache.layers])
-    told, repeated = (plain_prefix(x, model, head_dim=12) for x in (told, cache))
-    repeated = replace(
-        repeated,
-        layers=[replace(x, keys=x.keys[:, :, slots], values=x.values[:, :, slots]) for x in repeated.layers],
-    )
-
-    def logits(prefix):
-        stock, at = DynamicCache(), torch.arange(4, 10).unsqueeze(0)
-        for index, layer in enumerate(prefix.layers):
-            stock.update(layer.keys, layer.values, index)
-        return wide(suffix, past_key_values=stock, position_ids=at).logits
-
-    assert torch.allclose(logits(told), logits(repeated), atol=1e-9)
-    five = [replace(x, keys=x.keys[:, :, :5].clone(), values=x.values[:, :, :5]) for x in repeated.layers]
-    for layer in repeated.layers:
-        layer.keys[:, :, 5, 4] = UNSEEN
-    assert torch.allclose(logits(repeated), logits(replace(repeated, layers=five)), atol=1e-9)
 
 
 def test_what_cannot_be_widened_is_refused_by_name():

@@ -64,21 +64,6 @@ def test_both_constructions_have_one_architecture_and_differ_in_the_last_map_and
     assert rows["block 2 W_O"] == tuple(range(3 * num_symbols, 4 * num_symbols))
 
 
-@pytest.mark.parametrize(("m", "longest"), [(2, 12), (3, 8), (3, 24)])
-def test_the_rescaling_map_is_exact_on_the_corners_and_on_real_averages(m, longest):
-    last, draw = h.compressible_histogram(m, longest).blocks[1].feed_forward, torch.Generator().manual_seed(1)
-    corners = torch.cartesian_prod(*[torch.tensor([0.0, 1.0], dtype=torch.float64)] * m)
-    for j in range(1, longest + 1):
-        for n in range(j):  # n = 0 stands for no compression
-            divisor = j - n + 1 if n else j
-            y = torch.cat([torch.rand(10, m, generator=draw, dtype=torch.float64), corners]) * j / divisor
-            rows = torch.zeros(len(y), 4 * m, dtype=torch.float64)
-            rows[:, m], rows[:, m + 1], rows[:, 2 * m : 3 * m] = j, 1, y
-            if n:
-                rows[:, 3 * m], rows[:, 3 * m + 1] = n / divisor, 1 / divisor
-            torch.testing.assert_close(last(rows), y * divisor / j, rtol=0, atol=rounding(longest))
-
-
 @pytest.mark.parametrize(("arguments", "message"), [((1, 4), "2 symbols, got 1"), ((2, 1), "N >= 2, got 1")])
 def test_what_cannot_be_constructed_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):

@@ -1,10 +1,9 @@
-"""Construction D: values, one slot, and every unit on every input it can meet, exhaustively.
+"""Construction D: values and one slot, exhaustively; the bound on the error of every policy, and what a cache can do.
 
 A sum of K products of size s is rounded by at most K s 2^-52; the tolerances are such bounds.
 """
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,29 +12,9 @@ from kvcat.theory import definitions as d
 from kvcat.theory import theorem as t
 
 
-def layout_of(network):
-    return t.Layout(network.num_symbols, network.num_positions)
-
-
 def one_slot_error(network):
     policy = t.summary_policy(network.num_symbols, network.num_positions)
     return d.compressibility(network, policy, lambda _: 1).error
-
-
-def units(network, rows):
-    """Detectors' answers [relu(h_a) - relu(h_a - q)] / q and alarms (before U) at rows [w, x, y, z]."""
-    layout, ffn = layout_of(network), network.blocks[-1].feed_forward
-    (rise, saturate, above, _), active = layout.units, torch.relu(rows @ ffn.w_1 + ffn.b_1)
-    answers = (active[..., rise] - active[..., saturate]) / (ffn.b_1[rise] - ffn.b_1[saturate])
-    return answers, active[..., above.start :]
-
-
-def exposed(network):
-    """The network with relu(x) - relu(-x) for its last map: it returns the rows that the map would read."""
-    last = network.blocks[-1]
-    one = torch.eye(last.w_o.shape[1], dtype=torch.float64)
-    identity = d.FeedForward(torch.cat([one, -one], 1), 0 * one.repeat(1, 2)[0], torch.cat([one, -one]), 0 * one[0])
-    return replace(network, blocks=(*network.blocks[:-1], replace(last, feed_forward=identity)))
 
 
 @pytest.mark.parametrize(("m", "N"), [(2, 2), (2, 5), (3, 4)])
@@ -54,29 +33,88 @@ def test_both_networks_compute_the_function_and_differ_in_two_n_rows_of_one_matr
     assert not alarms[:, 1:].any()
 
 
-@pytest.mark.parametrize(("m", "N"), [(2, 5), (3, 4)])
-def test_every_unit_is_what_it_claims_on_every_input_it_can_meet(m, N):
-    table = d.random_function(m, N)
-    for network in (t.compressible_network(table), t.incompressible_network(table, constant=1.0)):
-        bare, policy, start = exposed(network), t.summary_policy(m, N), 0
-        wanted = torch.eye(layout_of(network).num_sequences, dtype=torch.float64)
-        for j in range(1, N + 1):
-            own = wanted[start : start + m**j]
-            detectors, alarms = units(network, bare(d.sequences(m, j)))
-            torch.testing.assert_close(detectors, own, rtol=0, atol=1e-12)
-            assert not alarms.any()
-            for n in range(1, j):
-                for number, prefix in enumerate(d.sequences(m, n)):
-                    cache = d.compress(policy, d.prefix_cache(bare, prefix))
-                    detectors, _ = units(network, d.answer(bare, cache, n, d.sequences(m, j - n)))
-                    some = own[number * m ** (j - n) : (number + 1) * m ** (j - n)]
-                    torch.testing.assert_close(detectors, some, rtol=0, atol=1e-12)
-            start += m**j
-
-
 def test_lengths_and_constants_that_make_no_sense_are_refused():
     for constant in (0.0, -1.0, math.inf, math.nan):
         with pytest.raises(ValueError, match="must be positive and finite"):
             t.incompressible_network(d.parity(2, 3), constant=constant)
     with pytest.raises(ValueError, match="the table has N = 1"):
         t.compressible_network(d.parity(2, 1))
+
+
+def layout_of(network):
+    return t.Layout(network.num_symbols, network.num_positions)
+
+
+def cache_of_sum(network, total, num_slots):
+    """Random slots whose values in block 3 have this sum."""
+    draw, rows = torch.Generator().manual_seed(0), layout_of(network).block(3)
+    (head,), (second,) = (block.heads for block in network.blocks)
+    shapes = [(num_slots, w.shape[1]) for w in (head.w_k, head.w_v, second.w_k, second.w_v)]
+    parts = [10 * torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes]
+    parts[3][:, rows] += (total - parts[3][:, rows].sum(0)) / max(1, num_slots)
+    return ((parts[0], parts[1]),), ((parts[2], parts[3]),)
+
+
+@pytest.mark.parametrize("name", d.FUNCTIONS)
+def test_caches_of_any_sum_and_those_that_balance_both_alarms_err_by_the_certified_bound(name):
+    network = t.incompressible_network(d.FUNCTIONS[name](2, 4), constant=2.0)
+    layout, draw = layout_of(network), torch.Generator().manual_seed(1)
+    for n, k, r in [(1, 2, 0), (2, 1, 1), (2, 2, 1), (3, 1, 2)]:
+        bound, suffixes = t.certified_bound(network, n, k, r), d.sequences(2, k)
+        for prefix in d.sequences(2, n):
+            balanced = layout.code(prefix) * (r + k) / (n + k)
+            balanced[layout.watched[n + k - 1]] = -(n - r) / (2 * (n + k))
+            random = torch.randn(3, layout.code_width, generator=draw, dtype=torch.float64)
+            for total in (layout.code(prefix), balanced, *(random * torch.tensor([[0.1], [10.0], [1e6]]))):
+                errors = d.suffix_error(network, cache_of_sum(network, total, r), prefix, suffixes)
+                assert float(errors.max()) >= bound * (1 - 1e-9) >= 2.2
+
+
+def test_two_tokens_suffice_with_an_empty_cache_and_senseless_budgets_are_refused():
+    network = t.incompressible_network(d.parity(2, 2), constant=1.0)
+    assert t.certified_bounds(network, lambda n: 0).bound.min() > 1.0
+    with pytest.raises(ValueError, match="keeps all of every prefix of 1 to 1 tokens"):
+        t.certified_bounds(network, lambda n: 1)
+    network = t.incompressible_network(d.parity(2, 3), constant=1.0)
+    with pytest.raises(ValueError, match="got n = 2, k = 1, r = 2"):
+        t.certified_bound(network, 2, 1, 2)
+
+
+@pytest.mark.parametrize("constant", [0.1, 100.0])
+@pytest.mark.parametrize("name", d.FUNCTIONS)
+def test_the_certified_error_exceeds_the_constant_for_the_largest_budget(name, constant):
+    network = t.incompressible_network(d.FUNCTIONS[name](2, 4), constant=constant)
+    bounds = t.certified_bounds(network, lambda n: n - 1)
+    assert bounds[["n", "k", "r"]].to_numpy().tolist() == [[n, k, n - 1] for n in range(1, 4) for k in range(1, 5 - n)]
+    assert bounds.bound.min() >= 1.1 * constant
+
+
+def test_the_summary_policy_fails_on_the_incompressible_network_and_the_bound_is_void_on_the_other():
+    hard = t.incompressible_network(d.parity(2, 4), constant=1.0)
+    for prefix in d.sequences(2, 2):
+        assert d.compressibility(hard, t.summary_policy(2, 4), lambda _: 1, prefixes=[prefix.tolist()]).error > 1.0
+    assert t.certified_bound(t.compressible_network(d.parity(2, 4)), 2, 1, 1) <= 0.0
+
+
+@pytest.mark.parametrize(
+    ("part", "block", "matrix", "row", "column"),
+    [
+        ("block 1 ignores", 0, "w_o", 0, 0),
+        ("block 1 gives codes", 0, "w_2", 0, 0),
+        ("uniform", 1, "w_q", 0, 0),
+        ("a cache reaches y and z alone", 1, "w_o", 0, 0),
+        ("a token adds its code to y", 1, "w_o", 9, 9),
+        ("no unit reads z", 1, "w_1", -1, 0),
+        ("detectors are pairs", 1, "w_2", 0, 0),
+        ("alarms only add", 1, "w_2", -1, 0),
+        ("an alarm reads", 1, "w_1", 10, -1),
+    ],
+)
+def test_the_bound_is_refused_for_weights_on_which_its_argument_does_not_hold(part, block, matrix, row, column):
+    network = t.incompressible_network(d.parity(2, 3), constant=1.0)
+    t.check_argument(network)
+    changed = network.blocks[block]
+    owner = {"w_o": changed, "w_q": changed.heads[0]}.get(matrix, changed.feed_forward)
+    getattr(owner, matrix)[row, column] -= 1e4
+    with pytest.raises(ValueError, match=part):
+        t.certified_bound(network, 2, 1, 1)

@@ -3,7 +3,7 @@
 import dataclasses
 import importlib.util
 import shutil
-from collections import namedtuple
+from types import SimpleNamespace
 
 import pytest
 from runs import contents
@@ -60,27 +60,17 @@ def test_what_a_run_cannot_have_is_named(message, tiny_folder, tmp_path, monkeyp
     assert not (tmp_path / "run").exists()
 
 
-def free_space(monkeypatch, free):
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr("kvcat.training.checkpoint.shutil.disk_usage", lambda _: usage(10**9, 10**9, free))
-
-
-def test_the_disk_must_hold_what_is_still_to_be_written_with_the_routers(tiny_folder, tmp_path, monkeypatch, new_run):
+def test_the_disk_must_hold_what_will_be_written_with_the_routers(tiny_folder, tmp_path, monkeypatch, new_run):
     run = new_run(max_steps=6, checkpoint_every=2, keep_checkpoints=2)
     weights = 4 * sum(p.numel() for p in Objective(load(tiny_folder)[0], run).parameters())  # of the export
-    for num_written in (3, 1):  # a checkpoint holds weights and two moments of each
-        free_space(monkeypatch, (3 * num_written + 1) * weights - 1)
-        assert "no disk space" in refusal(run)
-        assert (tmp_path / "run").exists() == (num_written == 1)
-        free_space(monkeypatch, (3 * num_written + 1) * weights)
-        if num_written == 3:
-            with monkeypatch.context() as patch:
-                patch.setattr("kvcat.training.loop.Trainer.run", lambda *_: (_ for _ in ()).throw(InterruptedError))
-                with pytest.raises(InterruptedError):
-                    train(run, progress=False)
-            for step in (2, 4):
-                (tmp_path / "run" / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
-    assert "is missing" in refusal(run)  # there is room; the two checkpoints are empty folders
+    for num_there in (0, 2):  # of three checkpoints, each of weights and two moments
+        for step in range(num_there):
+            (tmp_path / "run" / "checkpoints" / f"step-{step}").mkdir(parents=True)
+        for short, told in ((1, "no disk space"), (0, "is missing" if num_there else "done")):
+            usage = SimpleNamespace(free=(3 * (3 - num_there) + 1) * weights - short)
+            monkeypatch.setattr("kvcat.training.checkpoint.shutil.disk_usage", lambda _, usage=usage: usage)
+            monkeypatch.setattr("kvcat.training.loop.Trainer.run", lambda _: (_ for _ in ()).throw(InputError("done")))
+            assert told in refusal(run)
 
 
 def test_a_folder_of_something_else_or_that_cannot_be_written_is_left_alone(tiny_folder, tmp_path, new_run):

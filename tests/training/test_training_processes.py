@@ -11,7 +11,6 @@ from runs import assert_close, context, records
 from torch.distributed.fsdp import FSDPModule
 
 from kvcat.errors import InputError
-from kvcat.training.distributed import join_world
 from kvcat.training.loop import train
 
 
@@ -83,20 +82,6 @@ def test_a_mistake_is_told_by_every_process_before_anything_is_written(tmp_path,
     said = train_in_processes(new_run(batch_size=3), tmp_path)
     assert ["batch_size 3 does not divide into 2 processes" in message for message in said] == [True, True]
     assert not (tmp_path / "run").exists()
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "notes.txt").write_text("mine")
-    said = train_in_processes(new_run("mine"), tmp_path)
-    assert ["is not empty" in message for message in said] == [True, True]
-
-
-def test_a_single_process_needs_no_group_unless_it_is_asked_for():
-    with join_world("cpu") as world:
-        assert (world.rank, world.size, world.mesh) == (0, 1, None)
-    with join_world("cpu", group=True) as world:
-        assert world.mesh is not None
-        assert world.mean(torch.ones(2)).tolist() == [1.0, 1.0]
-        assert not world.any(False)
-    assert not torch.distributed.is_initialized()
 
 
 def test_gradients_are_reduced_once_a_step_not_every_micro_batch(monkeypatch, new_run):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import POLICIES, assert_same, contents, exported, records, start_command, state
+from runs import POLICIES, assert_same, exported, records, start_command, state
 
 from kvcat.errors import InputError
 from kvcat.files import read_json, read_jsonl
@@ -91,19 +91,6 @@ def harm(folder, how):
         described.write_text("[]")
 
 
-def test_where_no_checkpoint_is_whole_the_run_refuses_names_each_and_touches_nothing(tmp_path, monkeypatch, new_run):
-    run = stopped(new_run(checkpoint_every=1), 4, monkeypatch)
-    harm(tmp_path / "run" / "checkpoints" / "step-000003", "flipped")
-    harm(tmp_path / "run" / "checkpoints" / "step-000004", "no state")
-    before = contents(tmp_path / "run")
-    with pytest.raises(InputError) as caught:
-        train(dataclasses.replace(run, log_every=2), progress=False)
-    said = str(caught.value)
-    assert all(part in said for part in ("step-000003 is damaged: __0_0", "step-000004 is damaged: state.json"))
-    assert "\n" not in said
-    assert contents(tmp_path / "run") == before
-
-
 def test_a_continuation_may_change_how_the_work_is_done_and_records_it(tmp_path, monkeypatch, new_run):
     options = {"policy": "random", "peak_lr": 1e-3}
     whole, broken = (new_run(name, **options) for name in "ab")
@@ -166,13 +153,16 @@ def test_what_is_saved_is_the_state_at_the_call_and_what_is_loaded_is_what_was_s
 
 
 @pytest.mark.parametrize("how", ["truncated", "flipped", "no state", "list"])
-def test_every_kind_of_damage_to_a_checkpoint_is_seen(how, tmp_path):
+def test_damage_to_a_checkpoint_is_seen_and_where_none_is_whole_each_is_named(how, tmp_path):
     for step in (1, 2):
         save(tmp_path, step)
     harm(tmp_path / "checkpoints" / "step-000002", how)
     step, states, notes = checkpoints(tmp_path).load_newest()
     assert (step, states) == (1, [{"place": 1}])
     assert [note.partition(":")[0].partition(" is ")[2] for note in notes] == ["damaged"]
+    harm(tmp_path / "checkpoints" / "step-000001", how)
+    with pytest.raises(InputError, match=r"step-000002 is damaged: [^\n]*step-000001 is damaged: [^\n]*$"):
+        checkpoints(tmp_path).load_newest()
 
 
 def test_a_checkpoint_that_may_be_whole_is_never_passed_over(tmp_path, monkeypatch):

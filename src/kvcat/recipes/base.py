@@ -47,24 +47,19 @@ def write_untrained(folder: Path, seed: int) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def pretraining(output: Path, *, max_steps: int = 5600, seed: int = 0) -> TrainConfig:
-    """The recipe of the base: plain next-token training on the installed Python sources.
-
-    23 million tokens for 0.7 million parameters at the default number of steps.
-    """
+def pretraining(output: Path) -> TrainConfig:
+    """The recipe of the base: plain next-token training on 23 million tokens of the installed Python sources."""
     return TrainConfig(
         model=str(output / "untrained"),
         output=str(output / "run"),
-        data="installed",
         policy="control",
         seq_len=CONTEXT,
         batch_size=4,
-        max_steps=max_steps,
+        max_steps=5600,
         warmup_steps=300,
         peak_lr=5e-3,
         min_lr=1e-4,
         weight_decay=0.1,
-        seed=seed,
         dtype="bfloat16",
         export_dtype="bfloat16",
         log_every=10,

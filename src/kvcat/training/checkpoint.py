@@ -11,9 +11,8 @@ import shutil
 import threading
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -207,8 +206,7 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-@dataclass(frozen=True)
-class Continuation:
+class Continuation(NamedTuple):
     """What stands in a run's folder: old and new value by name of what changes, and the first ``max_steps``."""
 
     changes: dict[str, list[Any]]

@@ -144,8 +144,7 @@ def check_batch(config: TrainConfig, num_processes: int) -> None:
         raise InputError(f"batch_size {config.batch_size} does not divide into {num_processes} processes")
     own = config.batch_size // num_processes
     if own % (config.micro_batch_size or own):
-        share = f"batch_size {config.batch_size}" if num_processes == 1 else f"the {own} sequences of a process"
-        raise InputError(f"micro_batch_size {config.micro_batch_size} does not divide {share}")
+        raise InputError(f"micro_batch_size {config.micro_batch_size} does not divide a process' {own} sequences")
 
 
 def _check_values(config: TrainConfig) -> None:
@@ -158,8 +157,7 @@ def _check_values(config: TrainConfig) -> None:
     check_batch(config, 1)
     if config.prefix_range is not None:
         if not 0 < config.prefix_range[0] <= config.prefix_range[1] <= 1:
-            shown = ", ".join(map(str, config.prefix_range))
-            raise InputError(f"prefix_range is {shown}; it takes two fractions in (0, 1], the smaller first")
+            raise InputError(f"prefix_range is {config.prefix_range}; it takes two fractions in (0, 1], smaller first")
         if config.seq_len < 3:
             raise InputError(f"prefix_range splits every sequence: seq_len is {config.seq_len}; it must be at least 3")
     if config.teacher == "frozen" and config.policy == "control":
