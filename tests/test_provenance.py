@@ -1,25 +1,19 @@
 import os
 
-import pytest
-
 from kvcat.provenance import command_line, provenance
 
 
-@pytest.mark.parametrize(
-    ("typed", "shown"),
-    [
-        (["/usr/bin/kvcat", "eval", "--keep", "0.1"], "kvcat eval --keep 0.1"),
-        (["kvcat", "eval", "/home/someone/models/base"], "kvcat eval .../base"),
-        (["kvcat", "--out=/home/someone/out"], "kvcat --out=.../out"),
-        (["kvcat", "base=/home/someone/models/base"], "kvcat base=.../base"),
-        (["kvcat", "~/models/base", "../x/y"], "kvcat .../base .../y"),
-        (["kvcat", "runs/base", "HERE/runs/a"], "kvcat runs/base runs/a"),
-        (["/usr/lib/kvcat/__main__.py", "demo"], "python -m kvcat demo"),
-    ],
-)
-def test_commands_name_no_folder_outside_the_working_one(typed, shown, tmp_path, monkeypatch):
+def test_commands_name_no_folder_outside_the_working_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert command_line([word.replace("HERE", str(tmp_path)) for word in typed]) == shown
+    for typed, shown in (
+        ("/usr/bin/kvcat eval --keep 0.1", "kvcat eval --keep 0.1"),
+        ("kvcat eval /home/someone/models/base", "kvcat eval .../base"),
+        ("kvcat --out=/home/someone/out base=/home/someone/base", "kvcat --out=.../out base=.../base"),
+        ("kvcat ~/models/base ../x/y", "kvcat .../base .../y"),
+        (f"kvcat runs/base {tmp_path}/runs/a", "kvcat runs/base runs/a"),
+        ("/usr/lib/kvcat/__main__.py demo", "python -m kvcat demo"),
+    ):
+        assert command_line(typed.split()) == shown
 
 
 def test_provenance_names_versions_and_hardware_as_text_and_no_home():

@@ -41,16 +41,13 @@ def test_the_encoder_gives_the_tokenizers_own_ids_whatever_the_length_and_tells_
         Encoder.of(tokenizer)
 
 
-def test_documents_are_packed_with_eos_after_each_and_the_remainder_dropped(encoder):
+def test_documents_are_packed_with_eos_after_each_reading_no_further_than_needed(encoder):
     documents = [document("a", "the cat"), document("b", "a dog sees the river"), document("c", "it")]
     flat = np.concatenate(encoder([d.text for d in documents]))
     assert len(flat) % 3, "the example must leave a remainder"
     table = pack(documents, encoder, 3)
     assert table.tolist() == flat[: len(flat) // 3 * 3].reshape(-1, 3).tolist()
     assert table.dtype == np.uint16
-
-
-def test_packing_reads_no_further_than_it_needs_and_refuses_a_text_shorter_than_a_sequence(encoder):
     endless = (document(str(number), "the cat sees a dog and then it was red. " * 5) for number in count())
     documents = list(islice(endless, 128))
     table = pack(chain(documents, endless), encoder, 16, max_sequences=7)

@@ -48,15 +48,6 @@ def test_the_ball_of_a_simplex_has_its_circumradius():
         torch.testing.assert_close(ball.center, torch.full((count,), 1 / count, dtype=torch.float64), rtol=0, atol=1e-6)
 
 
-def test_two_weighted_points_share_their_distance_in_inverse_proportion():
-    points = torch.tensor([[0.0, 1.0], [4.0, 4.0]], dtype=torch.float64)
-    for left, right in ((3.0, 1.0), (1e-2, 90.0)):
-        ball = enclosing_ball(points, torch.tensor([left, right], dtype=torch.float64))
-        assert ball.radius == pytest.approx(5 * left * right / (left + right), rel=CONVERGED)
-        center = (left * points[0] + right * points[1]) / (left + right)
-        torch.testing.assert_close(ball.center, center, rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_ball_encloses_all_and_its_lower_bound_proves_it_smallest(kind):
     for seed in range(12):

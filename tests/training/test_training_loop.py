@@ -19,7 +19,6 @@ from kvcat.training import loop as loop_module
 from kvcat.training.loop import train
 from kvcat.training.objective import Objective
 
-ASSETS = Path(__file__).parents[3] / "shared" / "assets"
 PREFIX = 20
 FIELDS = ("dense_loss", "masked_loss", "kl", "budget", "grad_norm")
 
@@ -192,15 +191,10 @@ def test_tensorboard_gets_every_number_of_every_record(tmp_path, new_run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "pretrained", [False, pytest.param(True, marks=pytest.mark.skipif(not ASSETS.is_dir(), reason=f"no {ASSETS}"))]
-)
-def test_with_the_recipes_settings_the_routers_reach_their_target(pretrained, tiny_folder, texts_folder, tmp_path):
+def test_with_the_recipes_settings_the_routers_reach_their_target(tiny_folder, texts_folder, tmp_path):
     """The mean kept fraction of each router over the last 50 of 300 steps of the small recipe."""
-    model, data, options = tiny_folder, texts_folder, {"seq_len": 64, "batch_size": 4, "num_groups": 2}
-    if pretrained:
-        model, data, options = ASSETS / "models" / "stories260K", ASSETS / "corpora" / "books-validation.parquet", {}
-    places = {"model": str(model), "data": str(data), "output": str(tmp_path / "run")}
-    train(small(**places, max_steps=300, validation_every=300, **options), progress=False)
+    places = {"model": str(tiny_folder), "data": str(texts_folder), "output": str(tmp_path / "run")}
+    options = {"seq_len": 64, "batch_size": 4, "num_groups": 2, "max_steps": 300, "validation_every": 300}
+    train(small(**places, **options), progress=False)
     kept = [list(r["kept"].values()) for r in records(tmp_path / "run") if r["kind"] == "train"][-50:]
     assert np.mean(kept, axis=0) == pytest.approx([0.5] * len(kept[0]), abs=0.05)
