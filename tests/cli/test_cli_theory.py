@@ -50,7 +50,6 @@ def test_the_theorem_command_shows_one_network_exact_and_the_other_above_c(tmp_p
         (["theorem", "--budget", "half"], "--budget is 'half'; it must be a number, n-1 or n/2"),
         (["theorem", "--symbols", "4", "--length", "9"], "4 symbols and N = 9: at most 256 sequences"),
         (["histogram", "--scaling", "2", "8"], "--scaling takes two values at least, 3 to 256, not [2, 8]"),
-        (["histogram", "--symbols", "6", "--length", "24"], "N = 24 have 1,251,677,700 pairs of histograms"),
     ],
 )
 def test_a_person_s_mistake_is_one_line(argv, told, tmp_path, capsys):

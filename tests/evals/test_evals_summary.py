@@ -55,17 +55,12 @@ def test_rows_are_sorted_by_stratum_model_method_keep_and_step_whatever_the_orde
     cells = table[table.metric == "kl"][["stratum", "model", "keep_ratio", "step"]]
     wanted = [(g, m, k, s) for g in ("", "x", "y") for m in "ba" for k in (0.05, 0.4) for s in (-1, 0, 5)]
     assert list(cells.itertuples(index=False, name=None)) == wanted
-
-
-def test_the_order_of_records_does_not_change_a_row_and_options_make_another_method():
-    records = [record("m", f"d{i % 5}", str(i), delta=0.01 * i) for i in range(20)]
-    assert summarise(records, num_resamples=99).equals(summarise(records[::-1], num_resamples=99))
     records = [record("m", d, "0", options=o, method=n) for d in "ab" for n, o in [
         ("first", "{}"), ("first", '{"preset": "paper"}'), ("dense", "{}")]]  # fmt: skip
-    table = summarise(records, num_resamples=9)
-    assert list(dict.fromkeys(zip(table.method, table.baseline, strict=True))) == [
-        ("first", False), ("first preset=paper", False), ("dense", True)
-    ]  # fmt: skip
+    rows = summarise(records, num_resamples=9).drop_duplicates("method")
+    assert dict(zip(rows.method, rows.baseline, strict=True)) == {
+        "first": False, "first preset=paper": False, "dense": True,
+    }  # fmt: skip
 
 
 def test_differences_and_ratios_are_paired_on_the_examples_that_both_models_have():
@@ -180,8 +175,8 @@ def test_models_without_shown_ability_are_plumbing_in_every_evaluation():
     ]  # fmt: skip
     found = plumbing(made)
     assert set(found) == {"blind", "few"}
-    assert found["blind"].startswith("plumbing: dense exact match 0.0% [0.0%, 16.1%] on 20 documents is not above")
-    assert found["few"] == "plumbing: 5 documents with a dense score, fewer than 20"
+    assert found["blind"].startswith("dense exact match 0.0% [0.0%, 16.1%] on 20 documents is not above")
+    assert found["few"] == "5 documents with a dense score, fewer than 20"
 
     def choose(model, right, total, value, method="dense", stratum="Legal"):
         return [
@@ -192,8 +187,8 @@ def test_models_without_shown_ability_are_plumbing_in_every_evaluation():
     found = plumbing([*choose("able", 100, 221, "accuracy"), *choose("guesser", 60, 221, "accuracy"),
                       *choose("unknown", 221, 221, "accuracy", "gradient")])  # fmt: skip
     assert found == {
-        "guesser": "plumbing: dense accuracy 27.1% [21.7%, 33.4%] on 221 documents is not above chance, 25%",
-        "unknown": "plumbing: 0 documents with a dense score, fewer than 20",
+        "guesser": "dense accuracy 27.1% [21.7%, 33.4%] on 221 documents is not above chance, 25%",
+        "unknown": "0 documents with a dense score, fewer than 20",
     }
     tasks = {"piqa": "m", "commonsense_qa": "n"}
     made = [r for task, model in tasks.items() for r in choose(model, 90, 200, "acc_per_char", stratum=task)]

@@ -115,7 +115,7 @@ def plumbing(records: Iterable[Record]) -> dict[str, str]:
     """
     models = _rows(records).groupby("label", sort=False)
     reasons = {str(label): _inability(own.dropna(axis=1, how="all")) for label, own in models}
-    return {label: f"plumbing: {reason}" for label, reason in reasons.items() if reason}
+    return {label: reason for label, reason in reasons.items() if reason}
 
 
 def _inability(rows: pd.DataFrame) -> str:

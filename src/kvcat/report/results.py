@@ -109,7 +109,7 @@ def read_results(folder: Path, name: str = "") -> Results:
         judged = comparisons[comparisons["reference"] == pairs[0][1]][[*keys, "verdict"]]
         summary = summary.merge(judged, how="left", on=keys)
     summary["verdict"] = summary["verdict"].fillna("") if pairs else ""
-    warnings = [f"Not a result, {label}: {reason.removeprefix('plumbing: ')}." for label, reason in reasons.items()]
+    warnings = [f"Not a result, {label}: {reason}." for label, reason in reasons.items()]
     warnings += _incomplete(config, summary)
     costs = _costs(read_costs(folder))
     for table in (summary, comparisons, costs):
