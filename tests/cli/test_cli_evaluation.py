@@ -56,17 +56,6 @@ def test_an_evaluation_ends_in_records_a_table_and_a_page_and_again_adds_nothing
     assert records(out) == before
 
 
-def test_a_report_over_recorded_evaluations_and_a_run(finished, tiny_folder, texts_folder, tmp_path, capsys):
-    options = ["--seq-len", 32, "--batch-size", 2, "--max-steps", 2, "--num-groups", 2, "--feature-dim", 8]
-    folders = ["--model", tiny_folder, "--data", texts_folder, "--output", tmp_path / "run"]
-    run([str(x) for x in ["train", "small", *folders, *options]])
-    capsys.readouterr()
-    report = ["report", finished[1], "-o", tmp_path / "page", "--run", f"KV-CAT={tmp_path / 'run'}", "--title", "T"]
-    assert run([str(x) for x in report]) == 0
-    assert capsys.readouterr().out == f"{tmp_path / 'page' / 'report.html'}\n"
-    assert "<title>T" in (tmp_path / "page" / "report.html").read_text()
-
-
 def test_several_sources_and_shards_end_in_one_report(tiny_folder, data, tmp_path, capsys, monkeypatch):
     other = write_texts(tmp_path / "other", documents=4, length=12)
     argv = arguments(f"base={tiny_folder}", data, tmp_path / "out", "--data", other, "--method", "first", "--keep", 0.5)
@@ -76,8 +65,12 @@ def test_several_sources_and_shards_end_in_one_report(tiny_folder, data, tmp_pat
         assert run(argv) == 0
     folders = capsys.readouterr().out.split("kvcat report ")[-1].split()
     assert not (tmp_path / "out" / "report").exists()
-    assert run(["report", *folders, "-o", str(tmp_path / "page")]) == 0
-    assert (tmp_path / "page" / "report.html").exists()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "dense_loss": 2.0}\n')
+    report = ["report", *folders, "-o", str(tmp_path / "page"), "--run", f"KV-CAT={tmp_path / 'run'}", "--title", "T"]
+    assert run(report) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'page' / 'report.html'}\n"
+    assert "<title>T" in (tmp_path / "page" / "report.html").read_text()
     assert [len(read_records(Path(folder))) for folder in folders] == [4, 4]
 
 

@@ -5,7 +5,6 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import fields
 
 import pytest
 from hypothesis import given
@@ -48,18 +47,6 @@ def test_the_overview_names_every_command_and_each_explains_itself_with_an_examp
     shown = capsys.readouterr().out
     assert "eval needle" in shown
     assert "theory" not in shown
-
-
-def test_a_recipes_help_shows_the_recipes_own_values_and_every_field(capsys):
-    from kvcat.recipes import RECIPES
-    from kvcat.training import TrainConfig
-
-    assert run(["train", "qwen2.5-0.5b", "--help"]) == 0
-    shown = capsys.readouterr().out
-    assert {line.split()[0] for line in shown.splitlines() if line.strip()} >= set(RECIPES)
-    assert "(default: 40000)" in shown
-    for field in fields(TrainConfig):
-        assert f"--{field.name.replace('_', '-')}" in shown
 
 
 def test_the_version_and_a_completion_script_are_printed(capsys):

@@ -98,7 +98,6 @@ def test_a_match_is_the_share_of_references_that_the_answer_contains(answer, fou
     ("options", "said"),
     [
         ({"tasks": ("qa",)}, "no RULER task 'qa'; there are niah_single"),
-        ({"tasks": ("vt", "vt")}, "each once"),
         ({"tasks": ("vt",), "length": 60}, "vt: 60 tokens are too few: the text takes at least"),
     ],
 )

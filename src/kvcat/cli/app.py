@@ -48,10 +48,7 @@ def main() -> None:
 
 
 def run(argv: list[str]) -> int:
-    """Run the command line; ``argv`` are the arguments after the program's name.
-
-    Returns 0 done; 2 a person's mistake, told in one line; 130 interrupted; 128 + signal when stopped by one.
-    """
+    """Exit code: 0 done; 2 a person's mistake, told in one line; 130 interrupted; 128 + signal when stopped by one."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     try:
         _dispatch(argv)

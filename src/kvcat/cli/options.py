@@ -56,10 +56,7 @@ Split = Annotated[
 
 
 def parse(target: Any, prog: str, arguments: Sequence[str], **settings: Any) -> Any:
-    """Call a function, or make a dataclass, with what the command line says; ``--help`` ends the program.
-
-    ``settings`` are those of ``tyro.cli``, such as ``default``. Raises InputError where arguments do not fit.
-    """
+    """Call a function, or make a dataclass, with what the command line says, or raise an ``InputError``."""
     config = (tyro.conf.DisallowNone, tyro.conf.PositionalMetavarFromFieldName, tyro.conf.FlagCreatePairsOff)
     with events.on_parse_error(_refuse):
         return tyro.cli(target, prog=prog, args=arguments, config=config, **settings)
@@ -89,16 +86,10 @@ def flat(values: Iterable[Iterable[T]]) -> list[T]:
 
 
 def labelled(items: Sequence[str]) -> dict[str, str]:
-    """Label to folder or Hub name, from FOLDER, Hub name or LABEL=FOLDER; the label is the folder's name if not given.
-
-    Raises:
-        InputError: none, an empty label, or one that two share.
-    """
+    """Label to folder or Hub name, from FOLDER, Hub name or LABEL=FOLDER; without LABEL, the folder's name is it."""
     found: dict[str, str] = {}
     for item in items:
         label, equals, folder = ("", "", item) if Path(item).is_dir() else item.partition("=")
-        if equals and not label:
-            raise InputError(f"{item!r} names no label before the equals sign")
         label, folder = (label, folder) if equals else (Path(item).name or item, item)
         if label in found:
             raise InputError(f"two of them have the same label {label!r}; give LABEL=FOLDER: {', '.join(items)}")

@@ -37,8 +37,7 @@ class NeedleTask(QuestionTask):
     """Passkeys to be found in haystacks after these were compressed; ``make_task`` makes it.
 
     Judged are ``exact_match``, the greedy answer is the passkey and no digit follows, and
-    ``correct_prefix``, the share of the passkey's digits before the first wrong one. The paper's
-    native-success-conditioned accuracy is the mean of ``exact_match`` where ``dense_exact_match`` is 1.
+    ``correct_prefix``, the share of the passkey's digits before the first wrong one.
 
     References: KV-CAT, appendix "Needle-in-a-haystack retrieval under KV cache compression".
     """
@@ -67,7 +66,7 @@ def make_task(
     Raises:
         InputError: a value out of range, a haystack too short, a tokenizer that cannot spell digits.
     """
-    check_least(1, length=length, per_depth=per_depth)
+    check_least(1, per_depth=per_depth)
     pieces, opening, examples = Pieces(tokenizer), tuple(opening_ids(tokenizer)), []
     least = len(pieces(INSTRUCTION))
     for instance, (index, depth) in product(range(per_depth), enumerate(DEPTHS)):

@@ -26,7 +26,6 @@ class RulerTask(QuestionTask):
 
     Judged are ``string_match``, the share of the reference answers that the greedy answer contains,
     whatever their case (RULER's string_match_all), and ``exact_match``, whether it contains them all.
-
     Unlike RULER's own prompts, texts come without a solved example before them, words are invented, and
     an answer may have 16 tokens more than twice those of the right one.
 
@@ -59,12 +58,10 @@ def make_task(
     Raises:
         InputError: a value out of its range, an unknown task, a text too short for what it is to hide.
     """
-    tasks = tuple(RULER_TASKS if tasks is None else tasks)
-    check_least(1, length=length, per_task=per_task)
+    tasks = tuple(dict.fromkeys(tasks or RULER_TASKS))
+    check_least(1, per_task=per_task)
     if unknown := [task for task in tasks if task not in RULER_TASKS]:
         raise InputError(f"no RULER task {unknown[0]!r}; there are {', '.join(RULER_TASKS)}")
-    if not tasks or len(set(tasks)) < len(tasks):
-        raise InputError(f"tasks are {list(tasks)}; give at least one, and each once")
     pieces, opening = Pieces(tokenizer), tuple(opening_ids(tokenizer))
     examples, left = [], length - len(opening)
     for instance in range(per_task):

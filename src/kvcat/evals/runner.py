@@ -75,8 +75,7 @@ def evaluate(
         batch_size: examples per trace, at least 1.
         seeds: of the compressors that draw; one record per seed. Others run once.
         shard: (index, count): every count-th batch alone, for processes that share the folder.
-        primary: the cell that decides a comparison: method with its options, keep ratio, metric. None takes
-            the first method at its first keep ratio and the evaluation's first metric.
+        primary: the cell that decides: method with its options, keep ratio, metric. None takes the first of each.
         speed: also time answers from the compact and from the dense cache.
         progress: show progress on standard error.
 

@@ -62,10 +62,7 @@ def make_task(
     seed: int = 0,
     supervision: str = "suffix",
 ) -> "SuffixTask":
-    """The suffix evaluation of at most so many windows of ``prefix`` and ``suffix`` tokens of a source of text.
-
-    Arguments and errors are those of ``corpus_documents``, ``windows_from_documents`` and ``SuffixTask``.
-    """
+    """As ``corpus_documents``, ``windows_from_documents`` and ``SuffixTask``, whose arguments and errors these are."""
     documents = corpus_documents(data, split, 10 * windows)
     drawn = {"prefix_len": prefix, "suffix_len": suffix, "limit": windows, "per_document": per_document, "seed": seed}
     chosen = windows_from_documents(documents, tokenizer, **drawn)
@@ -230,10 +227,9 @@ class SuffixTask(Task):
         if len(shapes) > 1:
             raise InputError(f"windows have unequal lengths (prefix, suffix): {sorted(shapes)}")
         least = 4 if self.supervision == "first-half" else 2
-        for prefix, suffix in shapes:
-            if prefix < 1 or suffix < least:
-                needed = f"a prefix of at least 1 token and a suffix of at least {least}, not {prefix} and {suffix}"
-                raise InputError(f"supervision {self.supervision} needs {needed}")
+        for _, suffix in shapes:
+            if suffix < least:
+                raise InputError(f"supervision {self.supervision} needs a suffix of at least {least}, not {suffix}")
 
     @property
     def start(self) -> int:
