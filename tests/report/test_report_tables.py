@@ -13,7 +13,6 @@ from kvcat.report.results import read_results
 from kvcat.report.tables import Figure, costs_table, differences_table, quality_table, result_tables, strata_table
 
 MADE_UP = {"suffix": made_up_records, "needle": made_up_needle, "longbench": made_up_longbench, "qa": made_up_qa}
-NONE = Paper(None)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +31,7 @@ def row_of(table, **labels):
 
 
 def test_quality_is_the_mean_over_examples_with_its_verdict_against_the_control(folders):
-    table = quality_table(folders["suffix"], NONE, "attention-matching")
+    table = quality_table(folders["suffix"], "attention-matching")
     figure = row_of(table, keep="5%", model="kvcat")["KL"]
     own = [r for r in MADE_UP["suffix"]() if (r.model, r.method, r.keep_ratio) == ("kvcat", "attention-matching", 0.05)]
     assert figure.value == pytest.approx(sum(r.values["kl"] for r in own) / len(own), rel=1e-12)
@@ -42,13 +41,13 @@ def test_quality_is_the_mean_over_examples_with_its_verdict_against_the_control(
     assert row_of(table, keep="5%", model="kvcat")["NLL dense"].verdict == "worse"
     assert "24 windows of 12 documents. Marked: better or worse than control." in table.caption
     assert list(table.frame["model"])[:3] == ["base", "control", "kvcat"]
-    assert set(quality_table(folders["suffix"], NONE, "gradient").frame["steps"]) == {"100"}
-    assert set(quality_table(folders["longbench"], NONE, "gradient").frame["steps"]) == {"20", "100"}
+    assert set(quality_table(folders["suffix"], "gradient").frame["steps"]) == {"100"}
+    assert set(quality_table(folders["longbench"], "gradient").frame["steps"]) == {"20", "100"}
 
 
 def test_rows_over_unequal_numbers_of_examples_tell_their_own(tmp_path):
     records = [r for r in made_up_records(num_documents=4) if r.model != "kvcat" or r.document != "d3"]
-    table = quality_table(read_results(write_results(tmp_path / "r", records)), NONE, "snapkv")
+    table = quality_table(read_results(write_results(tmp_path / "r", records)), "snapkv")
     assert [row_of(table, keep="5%", model=model)["n"] for model in ("kvcat", "base")] == ["6", "8"]
     assert "Incomplete: kvcat has 6 of 8 examples" in " ".join(table.notes)
     assert "Only 3 documents" in " ".join(table.notes)
@@ -61,7 +60,7 @@ def test_rows_over_unequal_numbers_of_examples_tell_their_own(tmp_path):
 def test_differences_put_the_price_beside_the_gain_and_name_their_verdict(folders):
     table = differences_table(folders["suffix"], "kvcat", "control")
     row = row_of(table, method="attention-matching", keep="10%")
-    quality = quality_table(folders["suffix"], NONE, "attention-matching")
+    quality = quality_table(folders["suffix"], "attention-matching")
     ours, control = (row_of(quality, keep="10%", model=model) for model in ("kvcat", "control"))
     assert row["KL ratio"].value == pytest.approx(ours["KL"].value / control["KL"].value)
     price = ours["NLL dense"].value - control["NLL dense"].value
@@ -97,7 +96,7 @@ def test_several_training_seeds_are_one_model_with_intervals_over_both(tmp_path)
 
 
 def test_strata_have_a_row_each_and_one_for_all(folders):
-    table = strata_table(folders["needle"], NONE, "gradient")
+    table = strata_table(folders["needle"], "gradient")
     assert list(table.frame["depth"])[:4] == ["0", "0.5", "1", "all"]
     own = [
         r.values["exact_match"] for r in MADE_UP["needle"]()
@@ -108,7 +107,7 @@ def test_strata_have_a_row_each_and_one_for_all(folders):
 
 
 def test_qa_averages_are_means_over_tasks_with_the_interval_of_independent_tasks(folders):
-    table = strata_table(folders["qa"], Paper("Qwen2.5-0.5B", "qa", "cloze"), "dense")
+    table = strata_table(replace(folders["qa"], paper=Paper("Qwen2.5-0.5B", "qa", "cloze")), "dense")
     tasks = {}
     for r in MADE_UP["qa"]():
         if r.model == "kvcat":
@@ -121,7 +120,7 @@ def test_qa_averages_are_means_over_tasks_with_the_interval_of_independent_tasks
     six = row_of(table, task="average of six")
     papers = [six[model].paper for model in ("base", "control", "kvcat", "rand")]
     assert papers == ["paper 51.5", "", "paper 52.2", "paper 50.7"]
-    assert result_tables(folders["qa"], NONE)[0].name == "task-dense"
+    assert result_tables(folders["qa"])[0].name == "task-dense"
 
 
 @pytest.mark.parametrize(
@@ -144,7 +143,9 @@ def test_the_papers_cell_is_found_by_evaluation_label_method_keep_step_and_strat
 def test_other_corpora_of_the_paper_go_by_the_name_of_ours_and_others_get_a_note(folders):
     paper = Paper("Qwen2.5-1.5B", "suffix", "arxiv:test")
     assert (paper.printed("base", "attention-matching", 0.05, -1, "delta_ppl"), paper.note) == ("paper 1.659", "")
-    table = quality_table(folders["suffix"], Paper("Qwen2.5-0.5B", "suffix", "made-up"), "attention-matching")
+    table = quality_table(
+        replace(folders["suffix"], paper=Paper("Qwen2.5-0.5B", "suffix", "made-up")), "attention-matching"
+    )
     assert row_of(table, keep="5%", model="kvcat")["delta PPL"].paper == "paper 0.461"
     assert table.notes[-1] == "The paper's figures are of Qwen2.5-0.5B on FineWeb, ours of made-up."
     with pytest.raises(InputError, match=r"no model 'gpt'; it has Qwen2.5-0.5B and Qwen2.5-1.5B"):
@@ -154,14 +155,14 @@ def test_other_corpora_of_the_paper_go_by_the_name_of_ours_and_others_get_a_note
 def test_costs_are_per_example_and_relative_to_the_dense_cache(folders):
     row = row_of(costs_table(folders["suffix"]), method="snapkv", keep="20%", model="kvcat")
     assert [row[name].value for name in row.index[4:]] == pytest.approx([2.0, 28.0, 819 / 1024, 819 / 4096, 0.5, 1.5])
-    quality = row_of(quality_table(folders["suffix"], NONE, "snapkv"), keep="20%", model="kvcat")
+    quality = row_of(quality_table(folders["suffix"], "snapkv"), keep="20%", model="kvcat")
     assert row["KL"].value == quality["KL"].value
 
 
 def test_models_that_cannot_do_the_task_are_labelled_in_every_table(tmp_path):
     results = read_results(write_results(tmp_path / "r", made_up_longbench(skill=0.25), "longbench"))
     assert results.models == ["base [plumbing]", "kvcat [plumbing]"]
-    for table in result_tables(results, NONE):
+    for table in result_tables(results):
         assert any("above chance" in note for note in table.notes)
         assert "[plumbing]" in table.caption + " ".join(table.frame.columns) + table.frame.to_string()
 

@@ -13,7 +13,6 @@ from kvcat.errors import InputError
 from kvcat.evals import METRICS
 from kvcat.files import atomic_write, make_folder
 from kvcat.report import tables as t
-from kvcat.report.paper import Paper
 from kvcat.report.plots import Plot, difference_plot, headline_plots, step_plots
 from kvcat.report.results import NO_STEP, Results, read_results
 from kvcat.report.training import run_metrics, training_plot
@@ -45,13 +44,13 @@ def write_report(
     """
     if not folders and not runs:
         raise InputError("nothing to report: no results folder and no run given")
-    Paper(paper_model)
     paths = list(dict.fromkeys(folder.resolve() for folder in folders))
     names = [path.name for path in paths]
-    results = [read_results(path, t.slug(str(path)) if names.count(path.name) > 1 else path.name) for path in paths]
+    names = [t.slug(str(path)) if names.count(path.name) > 1 else path.name for path in paths]
+    results = [read_results(path, name, paper_model) for path, name in zip(paths, names, strict=True)]
     metrics = {label: run_metrics(folder) for label, folder in (runs or {}).items()}
     make_folder(out_dir)
-    sections = [_section(result, out_dir, paper_model, several=len(results) > 1) for result in results]
+    sections = [_section(result, out_dir, several=len(results) > 1) for result in results]
     for name in ("summary", "comparisons", "costs"):
         frames = [(result.name, frame) for result in results if len(frame := getattr(result, name))]
         if frames:
@@ -130,10 +129,10 @@ class Section:
         return {name: fact if isinstance(fact, str) else json.dumps(fact) for name, fact in facts.items()}
 
 
-def _section(results: Results, out_dir: Path, paper_model: str | None, *, several: bool) -> Section:
+def _section(results: Results, out_dir: Path, *, several: bool) -> Section:
     """An evaluation's part of the page; its tables and plots become files as well."""
     prefix = f"{results.name}-" if several else ""
-    tables = t.result_tables(results, Paper(paper_model, results.config["evaluation"], results.config["dataset"]))
+    tables = t.result_tables(results)
     for table in tables:
         t.write_table(table, out_dir / "tables", prefix)
     differences = [plot for pair in results.pairs if (plot := difference_plot(results, *pair)) is not None]

@@ -22,6 +22,7 @@ from kvcat.evals import (
 )
 from kvcat.evals.records import method_label
 from kvcat.evals.statistics import Evaluation
+from kvcat.report.paper import Paper
 
 NO_STEP = -1  # stands for a missing number of gradient steps, so that rows compare equal
 CELL = ["method", "keep_ratio", "step"]
@@ -40,6 +41,7 @@ class Results:
     pairs: list[tuple[str, str]]  # (model, reference) in the order of the report; empty for one model
     warnings: list[str]  # what a reader must know first
     events: list[dict[str, Any]] = field(repr=False)  # lines of provenance.jsonl
+    paper: Paper  # its figures for the same evaluation
 
     @property
     def evaluation(self) -> Evaluation:
@@ -87,7 +89,7 @@ def plain_steps(rows: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(step=pd.to_numeric(rows["step"]).fillna(NO_STEP).astype(int))
 
 
-def read_results(folder: Path, name: str = "") -> Results:
+def read_results(folder: Path, name: str = "", paper_model: str | None = None) -> Results:
     """Everything that a report shows of a folder; ``InputError`` for no results folder, no record, damaged content."""
     config, records = read_config(folder), read_records(folder)
     if not records:
@@ -118,6 +120,7 @@ def read_results(folder: Path, name: str = "") -> Results:
     return Results(
         name, config, summary, comparisons, costs, list(shown.values()),
         [(shown[model], shown[reference]) for model, reference in pairs], warnings, read_events(folder),
+        Paper(paper_model, config["evaluation"], config["dataset"]),
     )  # fmt: skip
 
 

@@ -85,18 +85,18 @@ class Table:
         return [*texts, False].index(False)
 
 
-def result_tables(results: Results, paper: Paper) -> list[Table]:
+def result_tables(results: Results) -> list[Table]:
     """All tables of a folder, the most telling first, with the paper's figures beside ours."""
     names = list(dict.fromkeys([*results.methods, *results.summary["method"]]))
-    quality = [quality_table(results, paper, name) for name in names]
+    quality = [quality_table(results, name) for name in names]
     differences = [differences_table(results, *pair) for pair in results.pairs]
     several = (results.summary["stratum"] != "").any()
-    strata = [strata_table(results, paper, name) for name in names] if several else []
+    strata = [strata_table(results, name) for name in names] if several else []
     tables = [*differences[:1], *quality, *differences[1:], *strata] if results.methods else [*strata, *differences]
     return [*(tables or quality), *([costs_table(results)] if len(results.costs) else [])]
 
 
-def quality_table(results: Results, paper: Paper, method: str) -> Table:
+def quality_table(results: Results, method: str) -> Table:
     """Every metric of one method or baseline, the models below one another."""
     rows = results.summary[(results.summary["method"] == method) & (results.summary["stratum"] == "")]
     lines: list[Line] = []
@@ -104,10 +104,10 @@ def quality_table(results: Results, paper: Paper, method: str) -> Table:
         labels: Line = {"keep": keep_label(keep), "steps": step_label(step)}
         line = labels | {"model": model, "n": str(own["num_examples"].max())}
         for name, row in own.set_index("metric").reindex(results.metrics).dropna(how="all").iterrows():
-            line[head(str(name))] = summary_figure(row, paper.printed(model, method, keep, step, str(name)))
+            line[head(str(name))] = summary_figure(row, results.paper.printed(model, method, keep, step, str(name)))
         lines.append(line)
     caption = f"{method}: {sizes(rows, results.evaluation.example)}."
-    return _table(results, f"quality-{slug(method)}", f"{method}: every figure", caption, lines, paper)
+    return _table(results, f"quality-{slug(method)}", f"{method}: every figure", caption, lines)
 
 
 def differences_table(results: Results, model: str, reference: str) -> Table:
@@ -132,10 +132,10 @@ def differences_table(results: Results, model: str, reference: str) -> Table:
     told = dict.fromkeys(text.partition(",")[0] for text in rows.loc[rows["metric"] == decides, "warning"] if text)
     warnings = [f"{text[0].upper()}{text[1:]}." for text in told]
     name = f"differences-{slug(model)}-{slug(reference)}"
-    return _table(results, name, f"{model} minus {reference}", caption, lines, notes=warnings)
+    return _table(results, name, f"{model} minus {reference}", caption, lines, warnings)
 
 
-def strata_table(results: Results, paper: Paper, method: str) -> Table:
+def strata_table(results: Results, method: str) -> Table:
     """The deciding metric by stratum, a column per model; all strata together, and averages over tasks, last."""
     evaluation, name = results.evaluation, results.evaluation.deciding
     rows = results.summary[(results.summary["method"] == method) & (results.summary["metric"] == name)]
@@ -146,14 +146,14 @@ def strata_table(results: Results, paper: Paper, method: str) -> Table:
             own = group[group["stratum"] == stratum]
             line = labels | {evaluation.stratum: stratum or "all", "n": str(own["num_examples"].max())}
             for _, row in own.iterrows():
-                printed = paper.printed(row["model"], method, cell[0], cell[1], name, stratum)
+                printed = results.paper.printed(row["model"], method, cell[0], cell[1], name, stratum)
                 line[row["model"]] = summary_figure(row, printed)
             lines.append(line)
         if results.config["evaluation"] == "qa":
-            lines += [labels | line for line in _average_lines(group, paper)]
+            lines += [labels | line for line in _average_lines(group, results.paper)]
     caption = f"{method}: {head(name)} by {evaluation.stratum}."
     title = f"{method} by {evaluation.stratum}"
-    return _table(results, f"{evaluation.stratum}-{slug(method)}", title, caption, lines, paper)
+    return _table(results, f"{evaluation.stratum}-{slug(method)}", title, caption, lines)
 
 
 def costs_table(results: Results) -> Table:
@@ -170,9 +170,9 @@ def costs_table(results: Results) -> Table:
 
 def headline_text(folder: Path) -> str:
     """The figures of a results folder over all examples as aligned text, after what a reader must know first."""
-    results, no_paper = read_results(folder), Paper(None)
+    results = read_results(folder)
     names = results.methods or dict.fromkeys(results.whole["method"])
-    frames = [quality_table(results, no_paper, name).frame.assign(method=name) for name in names]
+    frames = [quality_table(results, name).frame.assign(method=name) for name in names]
     frame = pd.concat(frames).fillna("").set_index(["method", "model", "keep"]).reset_index()
     shown = frame.map(lambda cell: cell.text if isinstance(cell, Figure) else cell).to_string(index=False)
     return "".join(f"{line}\n" for line in [*results.warnings, sizes(results.whole, results.evaluation.example), shown])
@@ -265,9 +265,8 @@ def _groups(rows: pd.DataFrame, results: Results, *more: str) -> list[tuple[tupl
 
 
 def _table(
-    results: Results, name: str, title: str, caption: str, lines: Sequence[Line], paper: Paper | None = None,
-    notes: Sequence[str] = (),
-) -> Table:  # fmt: skip
+    results: Results, name: str, title: str, caption: str, lines: Sequence[Line], notes: Sequence[str] = ()
+) -> Table:
     """The table without steps where there are none, and without a number of examples that is the same everywhere."""
     frame = pd.DataFrame(lines).fillna("")
     same = [name for name in ("steps", "n") if name in frame and frame[name].nunique() == 1]
@@ -275,8 +274,8 @@ def _table(
     fewest = int(results.whole["num_documents"].min())
     if fewest < 10:
         notes = [f"Only {fewest} documents: the intervals are likely too narrow.", *notes]
-    if paper and paper.note and any(getattr(cell, "paper", "") for cell in frame.to_numpy().flat):
-        notes = [*notes, paper.note]
+    if results.paper.note and any(getattr(cell, "paper", "") for cell in frame.to_numpy().flat):
+        notes = [*notes, results.paper.note]
     where = f"{results.evaluation.title}, {results.config['dataset']}. "
     if results.pairs and not name.startswith("differences"):
         caption += f" Marked: better or worse than {results.pairs[0][1]}."
