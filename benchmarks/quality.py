@@ -37,11 +37,7 @@ from kvcat.models import output_head
 
 SUFFIX = 256
 METHODS = ("attention-matching", "attention-matching,preset=paper", "h2o", "snapkv", "tova", "keynorm", "streaming")
-LEARNING = (
-    "attention-matching",
-    "gradient",
-    "original-",
-)  # read what stands behind the prefix; others know the prefix alone
+LEARNING = ("attention-matching", "gradient", "original-")  # read what stands behind the prefix; others do not
 WAYS = ("fitted", "later", "self", "reconstruction")
 
 
@@ -65,20 +61,24 @@ class Traces:
     """The traces of one window, each made when first asked for."""
 
     def __init__(self, model, tokenizer, tokens: list[int], prefix_len: int) -> None:
-        ids = torch.tensor([tokens])
-        prefix = ids[:, :prefix_len]
-        self._makers = {
-            "whole": lambda: trace(model, ids, prefix_len),
-            "suffix": lambda: split_supervision(self["whole"], 0.5)[0],
-            "self": lambda: trace(model, prefix, supervision="self"),
-            "reconstruction": lambda: trace(model, reconstruction_of_tokens(tokenizer, prefix)),
-        }
+        self._model, self._tokenizer, self._ids, self._prefix_len = model, tokenizer, torch.tensor([tokens]), prefix_len
         self._made: dict[str, Trace] = {}
 
     def __getitem__(self, name: str) -> Trace:
         if name not in self._made:
-            self._made[name] = self._makers[name]()
+            self._made[name] = self._make(name)
         return self._made[name]
+
+    def _make(self, name: str) -> Trace:
+        prefix = self._ids[:, : self._prefix_len]
+        match name:
+            case "whole":
+                return trace(self._model, self._ids, self._prefix_len)
+            case "suffix":
+                return split_supervision(self["whole"], 0.5)[0]
+            case "self":
+                return trace(self._model, prefix, supervision="self")
+        return trace(self._model, reconstruction_of_tokens(self._tokenizer, prefix))
 
 
 class Original:
