@@ -54,6 +54,7 @@ def line(**changes):
         ("records", '{"model": "base"}', "no record: TypeError"),
         ("records", line(values={"kl": 0.5}), "second, different record of example '0' of 'doc': base, first, keep"),
         ("costs", "{oops", "damaged"),
+        ("costs", '{"model": "base"}', "no cost: it has no method"),
     ],
 )
 def test_a_damaged_line_is_refused_in_one_line(tmp_path, name, damage, said):
@@ -68,6 +69,8 @@ def test_a_damaged_line_is_refused_in_one_line(tmp_path, name, damage, said):
     [
         ({"evaluation": "magic"}, "no evaluation 'magic'; there are suffix"),
         ({"methods": None}, "it has no methods"),
+        ({"methods": [{"name": "first"}]}, "a method: it has no options"),
+        ({"methods": ["first"]}, "a method: it has no name"),
     ],
 )
 def test_a_damaged_configuration_is_refused_in_one_line(tmp_path, changes, said):

@@ -132,7 +132,7 @@ def scores(count, better, value=1.0):
         (scores(100, 0), "the models agree on all 100 examples"),
         (scores(5, 5), "5 documents: no difference can be told at 95 %"),
         (scores(12, 6, 0.25), ""),  # several right answers: a quarter more of them in half of the documents
-        (scores(12, 3, 0.25), "12 documents: differences under 12 points cannot be told at 95 %, 6.2 among them"),
+        (scores(12, 3, 0.25), "12 documents: differences under 12.5 points cannot be told at 95 %, 6.2 among them"),
     ],
 )
 def test_what_so_few_documents_cannot_tell_is_said(pair, told):
@@ -143,3 +143,13 @@ def test_holm_equals_its_definition_and_leaves_missing_p_out():
     assert holm(np.array([0.04, np.nan, 0.01, 0.03])).tolist() == pytest.approx([0.06, np.nan, 0.03, 0.06], nan_ok=True)
     assert holm(np.array([0.9, 0.6])).tolist() == [1.0, 1.0]
     assert holm(np.array([])).tolist() == []
+
+
+def test_medians_equal_numpys_on_every_resample():
+    documents, values = [f"d{i % 5}" for i in range(14)], np.random.default_rng(0).normal(size=14)
+    bootstrap = ClusterBootstrap(documents, num_resamples=50)
+    draws = bootstrap.median(values)
+    assert draws[0] == np.median(values)
+    for counts, median in zip(bootstrap._counts.astype(int), draws, strict=True):
+        pool = np.repeat(values, [counts[int(document[1])] for document in documents])
+        assert median == pytest.approx(np.median(pool))

@@ -88,7 +88,8 @@ def write_results(path, records, evaluation="suffix", **settings):
     """A results folder with costs: two batches, of eight and of two examples, per model, method and keep ratio."""
     count = len({(own.document, own.example) for own in records})
     cells = dict.fromkeys((r.model, r.method, r.keep_ratio, r.step) for r in records if r.method in DIFFICULTY)
-    methods = [{"name": name, "options": {}, "num_examples": count} for name in dict.fromkeys(c[1] for c in cells)]
+    keeps = {name: sorted({keep for _, other, keep, _ in cells if other == name}) for _, name, *_ in cells}
+    methods = [{"name": n, "options": {}, "num_examples": count, "keep_ratios": own} for n, own in keeps.items()]
     config = {"evaluation": evaluation, "dataset": records[0].dataset, "num_examples": count, "methods": methods}
     with ResultsFolder(path, config | settings) as folder:
         folder.append(records)

@@ -218,7 +218,7 @@ class Ruler(Compressing):
     several = "length"
 
     tasks: Annotated[opt.Strings, tyro.conf.arg(name="task")] = ()
-    """niah_single, niah_multikey_1, niah_multikey_2, niah_multivalue, niah_multiquery, vt, cwe; all by default."""
+    """niah_single, niah_multikey_1, niah_multikey_2, niah_multivalue, niah_multiquery, vt, cwe, fwe; all by default."""
     length: opt.Counts = ()
     """Tokens of the text, 4096 by default; several give a folder each."""
     per_task: opt.Count = 20
@@ -290,6 +290,7 @@ def profile(
     from kvcat.evals import evaluate
     from kvcat.evals.profile import METHODS, SUPERVISION, profile_table, profile_text, slot_ratios
     from kvcat.evals.suffix import make_task
+    from kvcat.report.plots import save_profile_plot
 
     methods = parse_methods(opt.flat(method)) or list(METHODS)
     keeps = slot_ratios(opt.flat(slots), prefix)
@@ -302,7 +303,7 @@ def profile(
     table = profile_table([record for record in records if record.model in loaded], prefix)
     table.to_csv(out / "profile.csv", index=False)
     print(profile_text(table))
-    print(out / "profile.csv")
+    print(out / "profile.csv", save_profile_plot(table, out), sep="\n")
 
 
 def report(

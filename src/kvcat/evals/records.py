@@ -12,6 +12,9 @@ from kvcat.errors import InputError, one_line
 from kvcat.evals.statistics import EVALUATIONS
 from kvcat.files import LOCK_FILE, append_jsonl, claim_folder, one_writer, read_json, read_jsonl
 
+_CONFIG = ("evaluation", "dataset", "num_examples", "methods")
+_METHOD = ("name", "options", "keep_ratios", "num_examples")
+_COST = ("model", "method", "options", "keep_ratio", "step", "examples", "bytes", "dense_bytes", "seconds", "peak_mib")
 _SECONDS_FOR_CLAIM = 5.0
 Key = tuple[Any, ...]
 Shard = tuple[int, int]
@@ -151,8 +154,11 @@ def read_records(folder: Path) -> list[Record]:
 
 
 def read_costs(folder: Path) -> list[dict[str, Any]]:
-    """What the methods of a results folder took, of all its shards."""
-    return [line for _, line in _lines(folder, "costs")]
+    """What the methods of a results folder took, of all its shards; ``InputError`` for a line without a field."""
+    lines = list(_lines(folder, "costs"))
+    for file, line in lines:
+        _check_fields(line, _COST, f"{file} has a line that is no cost")
+    return [line for _, line in lines]
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
@@ -166,11 +172,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         raise InputError(f"{folder} is no results folder: it has no config.json")
     config = read_json(file)
-    for field in ("evaluation", "dataset", "num_examples", "methods"):
-        if field not in config:
-            raise InputError(f"{file} is of no evaluation or damaged: it has no {field}")
+    _check_fields(config, _CONFIG, f"{file} is of no evaluation or damaged")
     if config["evaluation"] not in EVALUATIONS:
         raise InputError(f"{file}: no evaluation {config['evaluation']!r}; there are {', '.join(EVALUATIONS)}")
+    for method in config["methods"]:
+        _check_fields(method, _METHOD, f"{file} is damaged, a method")
     return config
 
 
@@ -189,3 +195,9 @@ def _lines(folder: Path, name: str) -> Iterable[tuple[Path, dict[str, Any]]]:
     for file in sorted([*folder.glob(f"{name}.jsonl"), *folder.glob(f"{name}-*-of-*.jsonl")]):
         for line in read_jsonl(file):
             yield file, line
+
+
+def _check_fields(line: Any, fields: Iterable[str], what: str) -> None:
+    for field in fields:
+        if not isinstance(line, dict) or field not in line:
+            raise InputError(f"{what}: it has no {field}")

@@ -1,6 +1,7 @@
 """RULER's synthetic tasks that need no data, at any length, with the question read after compression."""
 
 import random
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,6 +17,7 @@ from kvcat.evals.task import Values, check_least, vocabulary
 
 # RULER's own sizes.
 NUM_KEYS = NUM_VALUES = NUM_QUERIES = NUM_HOPS = 4
+ALPHA, _CODED_WORDS, _MOST_CODED = 2.0, 2000, 3
 NUM_COMMON, COMMON_TIMES, UNCOMMON_TIMES = 10, 30, 3
 _CONSONANTS, _VOWELS = "bdfgklmnprstvz", "aeiou"
 
@@ -158,6 +160,40 @@ def common_words(draw: random.Random, pieces: Pieces, room: int) -> Hidden:
     return [head, *listed], question, tuple(common)
 
 
+def frequent_words(draw: random.Random, pieces: Pieces, room: int) -> Hidden:
+    """A coded text of Zipf-distributed words, the most frequent of which is noise; the question asks for the next 3.
+
+    The word of rank k of 2000 occurs floor(n k^-alpha / sum_j j^-alpha) times, n as large as fits.
+    """
+    words = _distinct(lambda: _word(draw))
+    head = (
+        "Read the following coded text and track the frequency of each coded word. "
+        "Find the three most frequently appeared coded words.\n"
+    )
+    left = pieces.left(room, [head, "\n"])
+    weights = [rank**-ALPHA for rank in range(1, _CODED_WORDS + 1)]
+    whole = sum(weights)
+    # a word takes a token at least, so that ranks beyond these never occur
+    shares = [w / whole for rank, w in enumerate(weights) if w * left >= whole or rank <= _MOST_CODED + 1]
+    coded = [" ....", *(f" {next(words)}" for _ in shares[1:])]
+    costs = [len(pieces(word)) for word in coded]
+
+    def size(num_words: int) -> int:
+        return sum(int(num_words * share) * cost for share, cost in zip(shares, costs, strict=True))
+
+    num_words = bisect_right(range(left + 1), left, key=size) - 1
+    times = [int(num_words * share) for share in shares]
+    if times[_MOST_CODED] <= times[_MOST_CODED + 1]:
+        raise InputError(f"{room} tokens are too few: words of ranks 4 and 5 both occur {times[_MOST_CODED]} times")
+    text = shuffled(draw, [word for word, number_of in zip(coded, times, strict=True) for _ in range(number_of)])
+    question = (
+        "Question: Do not provide any explanation. Please ignore the dots '....'. What are the three most frequently "
+        "appeared words in the above coded text? Answer: According to the coded text above, the three most frequently "
+        "appeared words are:"
+    )
+    return [head, *text, "\n"], question, tuple(word.strip() for word in coded[1 : _MOST_CODED + 1])
+
+
 RULER_TASKS: dict[str, Callable[[random.Random, Pieces, int], Hidden]] = {
     "niah_single": niah,
     "niah_multikey_1": lambda draw, pieces, room: niah(draw, pieces, room, others=NUM_KEYS - 1),
@@ -166,6 +202,7 @@ RULER_TASKS: dict[str, Callable[[random.Random, Pieces, int], Hidden]] = {
     "niah_multiquery": lambda draw, pieces, room: niah(draw, pieces, room, keys=NUM_QUERIES),
     "vt": variable_tracking,
     "cwe": common_words,
+    "fwe": frequent_words,
 }
 """RULER's names, but for ``niah_single``: its three kinds differ in their text, which here is always the same."""
 

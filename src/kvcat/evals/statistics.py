@@ -87,6 +87,19 @@ class ClusterBootstrap:
                 means.append((per_seed * self._weights).sum(1) + shift)
             return np.asarray(function(*means), dtype=np.float64)
 
+    def median(self, values: Float[Array, "*seeds windows"]) -> Draws:
+        """Median over windows, the mean of the seeds' medians."""
+        medians = []
+        for row in np.atleast_2d(values):
+            order, draws = np.argsort(row, kind="stable"), []
+            for counts in np.array_split(self._counts, 10):
+                upto = np.cumsum(counts[:, self._document_of[order]], axis=1)
+                total = upto[:, -1:]  # the two middle values coincide where their number is odd
+                lower, upper = (np.argmax(upto > middle // 2, axis=1) for middle in (total - 1, total))
+                draws.append((row[order][lower] + row[order][upper]) / 2.0)
+            medians.append(np.concatenate(draws))
+        return (np.stack(medians, 1) * self._weights).sum(1)
+
     def estimate(self, draws: Draws) -> Estimate:
         """The figure with its percentile interval; without one where there is a single document."""
         if self.num_documents == 1 or np.isnan(draws[1:]).any():
@@ -220,12 +233,12 @@ def cannot_tell(first: Float[Array, " examples"], second: Float[Array, " example
     if not differences.any():
         return f"the models agree on all {len(first)} examples"
     if count < _FEWEST:
-        return f"{count} documents: no difference can be told at 95 %"
+        return f"{count} document{'s'[: count - 1]}: no difference can be told at 95 %"
     width = _Z * math.sqrt(float((differences**2).mean()) / count)
     smallest = max(width, _FEWEST * float(differences.max()) / count)
     found = abs(float((first - second).mean()))
-    points = [f"{100.0 * value:.1f} points" for value in (smallest, found)]
-    told = f"{count} documents: differences under {points[0]} cannot be told at 95 %, {points[1]} among them"
+    points = [f"{100.0 * value:.1f}" for value in (smallest, found)]
+    told = f"{count} documents: differences under {points[0]} points cannot be told at 95 %, {points[1]} among them"
     return told if found < smallest else ""
 
 
@@ -253,7 +266,7 @@ class Metric:
     share: bool = False  # mean of a per-example score between 0 and 1, with the intervals of ``share``
     ratio: bool = False  # the ratio of two models means something, because 0 is nothing lost
     columns: tuple[str, ...] = ()  # per-example values that it is made of; empty: the one of its name
-    function: Callable[..., Any] = np.asarray  # of the columns' means
+    function: Callable[..., Any] | None = np.asarray  # of the columns' means; None: the one column's median
 
 
 _score = partial(Metric, lower_is_better=False, unit="", percent=True, share=True)
@@ -261,6 +274,10 @@ METRICS = {
     "delta_ppl": Metric(
         "delta PPL", "Mean over windows of exp(NLL compact) - exp(NLL dense); the paper's figure, heavy-tailed.",
         unit="perplexity", ratio=True,
+    ),
+    "delta_ppl_median": Metric(
+        "median delta PPL", "Median over windows of exp(NLL compact) - exp(NLL dense).",
+        unit="perplexity", columns=("delta_ppl",), function=None,
     ),
     "delta_ppl_corpus": Metric(
         "corpus delta PPL", "exp(mean NLL compact) - exp(mean NLL dense): all suffixes as one corpus.",

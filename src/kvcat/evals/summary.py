@@ -204,7 +204,10 @@ class _Sample:
     def draws(self, name: str) -> Draws:
         """The figure on all examples and on every resample."""
         metric = METRICS[name]
-        return self.bootstrap.of_means(metric.function, *(self.columns[own] for own in metric.columns or [name]))
+        values = [self.columns[own] for own in metric.columns or [name]]
+        if metric.function is None:
+            return self.bootstrap.median(*values)
+        return self.bootstrap.of_means(metric.function, *values)
 
     def estimate(self, name: str) -> Estimate:
         metric = METRICS[name]

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from kvcat.evals import METRICS
+from kvcat.evals.profile import BEST
 from kvcat.report.results import NO_STEP, Results, final_steps
 from kvcat.report.tables import keep_label, pair_rows, slug
 
@@ -113,6 +114,33 @@ def step_plots(results: Results) -> list[Plot]:
         ]
         plots.append(Plot(f"steps-{metric}", f"{METRICS[metric].label} against gradient steps", panels))
     return plots
+
+
+def draw_profile(axes: Any, table: pd.DataFrame, statistic: str, models: Sequence[str]) -> None:
+    """One line per model, log-log: the best caches' errors by slots. Errors of zero have no place on the axes."""
+    best = table[(table["method"] == BEST) & (table[statistic] > 0.0)]
+    for model in models:
+        own, style = best[best["model"] == model].sort_values("num_slots"), line_style(model, models)
+        axes.plot(own["num_slots"].to_numpy(), own[statistic].to_numpy(), markersize=4.0, label=model, **style)
+    slots = sorted(set(table["num_slots"]))
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(slots, [str(count) for count in slots])
+    axes.minorticks_off()
+    axes.set_xlabel("slots per layer and head, log axis")
+    axes.set_ylabel("KL (nats/token, log axis)")
+    if len(best):
+        log_axis(axes)
+
+
+def save_profile_plot(table: pd.DataFrame, folder: Path) -> Path:
+    """Mean and worst KL of a ``profile_table`` side by side on one scale, ``profile.png``; returns its path."""
+    models = list(dict.fromkeys(table["model"]))
+    panels = [
+        (f"Best cache found, {title}", partial(draw_profile, table=table, statistic=name, models=models))
+        for name, title in (("mean", "mean over windows"), ("worst", "worst window"))
+    ]
+    Plot("profile", "Compressibility profile", panels, same_scale=True).save(target := folder / "profile.png")
+    return target
 
 
 def line_style(name: str, names: Sequence[str]) -> dict[str, str]:

@@ -147,14 +147,17 @@ def _costs(batches: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
 
 
 def _incomplete(config: Mapping[str, Any], summary: pd.DataFrame) -> list[str]:
-    """A line for every model that lacks examples, with the cell that lacks most."""
-    wanted = {method_label(own["name"], own["options"]): own["num_examples"] for own in config["methods"]}
-    rows = final_steps(summary[summary["stratum"] == ""])
-    total = rows["method"].map(wanted).fillna(config["num_examples"]).astype(int)
-    rows = rows.assign(total=total, lacking=total - rows["num_examples"])
-    return [
-        f"Incomplete: {row.model} has {row.num_examples} of {row.total} examples of {row.method} at "
-        f"{100 * row.keep_ratio:g}%. Its own figures are then over other examples."
-        for row in rows.sort_values("lacking").drop_duplicates("model", keep="last").itertuples()
-        if row.lacking > 0
-    ]
+    """A line for every model that lacks examples, with the method that lacks most."""
+    wanted = dict.fromkeys(map(tuple, config.get("baselines", [])), config["num_examples"])
+    for method in config["methods"]:
+        label = method_label(method["name"], method["options"])
+        wanted |= {(label, keep): method["num_examples"] for keep in method["keep_ratios"]}
+    lines = []
+    for model, own in final_steps(summary[summary["stratum"] == ""]).groupby("model", sort=False):
+        counts = own.groupby(["method", "keep_ratio"])["num_examples"].max()
+        lacking = {cell: total - counts.get(cell, 0) for cell, total in wanted.items()}
+        cell = max(lacking, key=lambda cell: lacking[cell], default=None)
+        if cell is not None and lacking[cell] > 0:
+            there = f"{wanted[cell] - lacking[cell]} of {wanted[cell]} examples of {cell[0]} at {100 * cell[1]:g}%"
+            lines.append(f"Incomplete: {model} has {there}. Its own figures are then over other examples.")
+    return lines
