@@ -5,8 +5,7 @@ in nats per token, mean over windows: over the half that was fitted to, and over
 
 - kept: with log-bias, as kvcat itself replays it
 - dropped: the same without the log-bias
-- refitted: the same keys, values fitted again without log-bias (`refit_without_log_bias`)
-- without: keys and values fitted without log-bias from the start (`AttentionMatching(log_bias=False)`)
+- without: keys and values fitted without log-bias from the start (`log_bias=False`)
 - evicted: the keys' own values without log-bias
 
 Every method's re-rotated export is replayed as well; the last line is the largest difference of a logit.
@@ -19,7 +18,7 @@ import torch
 
 import kvcat
 from kvcat.cache import CompactCache, CompactLayer
-from kvcat.compress import AttentionMatching, Trace, refit_without_log_bias, replay, trace
+from kvcat.compress import AttentionMatching, Trace, replay, trace
 from kvcat.data import split_documents
 from kvcat.evals import windows_from_documents
 from kvcat.serving.transformers import plain_prefix
@@ -42,12 +41,11 @@ def original_values(fitted: Trace, cache: CompactCache) -> CompactCache:
 
 
 def caches(fitted: Trace, keep_ratio: float) -> dict[str, CompactCache]:
-    kept = AttentionMatching()(fitted, keep_ratio=keep_ratio)
+    kept = AttentionMatching(budgets="equal")(fitted, keep_ratio=keep_ratio)
     return {
         "kept": kept,
         "dropped": without_bias(kept),
-        "refitted": refit_without_log_bias(fitted, kept),
-        "without": AttentionMatching(log_bias=False)(fitted, keep_ratio=keep_ratio),
+        "without": AttentionMatching(log_bias=False, budgets="equal")(fitted, keep_ratio=keep_ratio),
         "evicted": original_values(fitted, kept),
     }
 

@@ -13,7 +13,7 @@ from kvcat.compress.compare import Scores, SmallestCache, compare, replay, small
 from kvcat.compress.documents import INSTRUCTION, reconstruction
 from kvcat.compress.eviction import SCORERS, Eviction
 from kvcat.compress.kvpress import KVPress
-from kvcat.compress.methods.attention_matching import AttentionMatching, refit_without_log_bias
+from kvcat.compress.methods.attention_matching import AttentionMatching
 from kvcat.compress.methods.gradient import SNAPSHOT_STEPS, GradientCompression
 from kvcat.compress.solvers import fit_log_bias, fit_values
 from kvcat.compress.trace import Reconstruction, Trace, split_supervision, trace
@@ -22,7 +22,7 @@ from kvcat.errors import InputError
 __all__ = [
     "COMPRESSORS", "INSTRUCTION", "SCORERS", "SNAPSHOT_STEPS", "AttentionMatching", "Compressor", "Eviction",
     "GradientCompression", "KVPress", "Reconstruction", "Scores", "SmallestCache", "Trace", "compare", "fit_log_bias",
-    "fit_values", "make_compressor", "parse_method", "reconstruction", "refit_without_log_bias", "replay",
+    "fit_values", "make_compressor", "parse_method", "reconstruction", "replay",
     "seeded_compressor", "slots_for", "smallest_cache", "split_supervision", "supervised_kl", "takes_seed", "trace",
 ]  # fmt: skip
 

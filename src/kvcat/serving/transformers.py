@@ -143,8 +143,7 @@ def _check(cache: CompactCache, drop_log_bias: bool, head_dim: int | None) -> No
     elif cache.has_log_bias and not drop_log_bias:
         raise InputError(
             "the cache has a log-bias, which engines do not know: pack for a widened checkpoint (--head-dim), compress "
-            "with attention-matching,log_bias=false, refit the values without it, or drop it at a loss "
-            "(--drop-log-bias)"
+            "with attention-matching,log_bias=false, or drop it at a loss (--drop-log-bias)"
         )
 
 

@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from tqdm.auto import tqdm
@@ -126,7 +126,7 @@ class AttentionMatching(Compressor):
                     load(heads).fitted(), attention, plan[heads[0]], num_iters=self.num_iters, ridge=self.ridge,
                     log_bias=self.log_bias,
                 )  # fmt: skip
-                found |= {head: HeadFit(*parts) for head, *parts in zip(heads, *fit, strict=True)}
+                found |= dict(zip(heads, zip(*fit, strict=True), strict=True))
             layers = [_layer(trace, index, found, log_bias=self.log_bias) for index in range(len(trace.keys))]
             yield compact_cache(trace, layers, "attention-matching", options)
 
@@ -189,76 +189,17 @@ def match_attention(
     return slots, fit_values(attention, outputs, ridge=ridge, towards=own if stable else None), bias
 
 
-@torch.no_grad()
-def refit_without_log_bias(
-    trace: Trace, cache: CompactCache, *, ridge: float = 1e-2, own_weight: float = 1.0
-) -> CompactCache:
-    """The same keys without log-bias, their values fitted so that attention over them equals the dense one again.
-
-    For every head the values C minimise |W C - O|^2 + ridge * |W|_2^2 * |C - C_0|^2, with the attention weights
-    W = softmax(q.K_kept), the outputs O of the dense prefix and the cache's own values C_0, over the queries that
-    ``AttentionMatching`` fits to: there no head does worse than with the log-bias dropped. Layers without one stay.
-
-    Args:
-        trace: of the prefix that the cache stands for, with queries after it.
-        cache: of this trace.
-        ridge: relative to the squared spectral norm of W, larger than 0.
-        own_weight: as in ``AttentionMatching``.
-
-    Raises:
-        InputError: a cache of another trace, a trace that supervises itself, or a ridge that is not larger than 0.
-    """
-    check_ridge(ridge)
-    own = (trace.fingerprint, trace.prefix_len, trace.batch_size)
-    if (cache.fingerprint, cache.num_tokens, cache.batch_size) != own:
-        raise InputError(
-            f"a cache of {cache.batch_size} prefixes of {cache.num_tokens} tokens does not belong to a trace of "
-            f"{trace.batch_size} prefixes of {trace.prefix_len}, or not to its model"
-        )
-    trace.check_supervises()
-    fitted = fitted_queries(trace, own_weight, by_share=True)
-    layers = list(cache.layers)
-    found: dict[HeadIndex, Tensor] = {}
-    for group in head_groups(trace, fitted):
-        alike: dict[int, list[HeadIndex]] = {}
-        for layer, example, head in group:
-            if layers[layer].log_bias is not None:
-                alike.setdefault(int(layers[layer].counts[example, head]), []).append((layer, example, head))
-        for heads in alike.values():
-            batch = load_heads(trace, fitted, heads)
-            dense, batch = dense_attention(batch), batch.fitted()
-            keys, values, _ = zip(*(layers[i].head(b, h) for i, b, h in heads), strict=True)
-            weights, towards = dense.weights.unsqueeze(-1), torch.stack(values).to(batch.keys)
-            attention = (batch.queries @ torch.stack(keys).to(batch.keys).mT).softmax(-1) * weights
-            refitted = fit_values(attention, dense.outputs * weights, ridge=ridge, towards=towards)
-            found.update(zip(heads, refitted, strict=True))
-    for index, old in enumerate(layers):
-        if old.log_bias is not None:
-            rows, heads = old.counts.shape
-            values = torch.cat([found[index, b, h] for b in range(rows) for h in range(heads)])
-            layers[index] = replace(old, values=values.view_as(old.values).to(old.values.dtype), log_bias=None)
-    return replace(cache, layers=layers, metadata={**cache.metadata, "log_bias": "none, values refitted"})
-
-
-class HeadFit(NamedTuple):
-    """One head's slots: their positions among the slots that the head has, values and log-bias."""
-
-    positions: Int[Tensor, " slots"]
-    values: Float[Tensor, "slots value_dim"]
-    log_bias: Float[Tensor, " slots"]
-
-
-def _layer(trace: Trace, index: int, fits: dict[HeadIndex, HeadFit], *, log_bias: bool) -> Layer:
+def _layer(trace: Trace, index: int, fits: dict[HeadIndex, tuple[Tensor, ...]], *, log_bias: bool) -> Layer:
     """One layer's kept keys with the values and the log-bias that were fitted to them."""
     examples, heads = trace.keys[index].shape[:2]
     keys, values, biases, positions = ([[] for _ in range(examples)] for _ in range(4))
     for example in range(examples):
         for head in range(heads):
-            fit, (own_keys, _, before) = fits[index, example, head], trace.head(index, example, head)
-            keys[example].append(own_keys[fit.positions])
-            values[example].append(fit.values.to(own_keys.dtype))
-            biases[example].append(fit.log_bias if before is None else fit.log_bias + before[fit.positions])
-            positions[example].append(fit.positions)
+            (slots, fitted, bias), (own_keys, _, before) = fits[index, example, head], trace.head(index, example, head)
+            keys[example].append(own_keys[slots])
+            values[example].append(fitted.to(own_keys.dtype))
+            biases[example].append(bias if before is None else bias + before[slots])
+            positions[example].append(slots)
     has_bias = log_bias or trace.log_bias is not None
     return CompactLayer.ragged(keys, values, biases if has_bias else None, None if trace.past_len else positions)
 
