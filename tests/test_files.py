@@ -59,10 +59,11 @@ def test_a_folder_has_one_writer_is_free_after_a_kill_and_goes_where_nothing_was
         with pytest.raises(InputError, match="another process is writing"), one_writer(tmp_path):
             pass
         other.kill()
-    for made, written in (("empty", False), ("full", True)):
-        with one_writer(tmp_path / made):
+    (tmp_path / "old").mkdir()
+    for name, written in (("empty", False), ("full", True), ("old", False)):
+        with one_writer(tmp_path / name):
             if written:
-                (tmp_path / made / "file").touch()
-        assert (tmp_path / made).exists() == written
+                (tmp_path / name / "file").touch()
+        assert (tmp_path / name).exists() == (name != "empty")
     with one_writer(tmp_path):
         pass
