@@ -1,7 +1,6 @@
 """What a cache file holds, and every way in which a damaged or foreign one is refused."""
 
 import hashlib
-import io
 import sys
 
 import pytest
@@ -9,7 +8,7 @@ import safetensors.torch
 import torch
 
 from kvcat.cache import CompactCache, CompactLayer, fingerprint
-from kvcat.cachefile import CACHE, parse_header
+from kvcat.cache.files import CACHE, read_tensors
 from kvcat.errors import InputError
 from tiny import stock_model
 
@@ -89,8 +88,9 @@ def test_every_single_byte_and_every_length_is_guarded(tmp_path, form):
     for position in range(len(content)):
         damaged = bytearray(content)
         damaged[position] ^= 1 << position % 8
+        path.write_bytes(damaged)
         with pytest.raises(InputError):
-            parse_header(io.BytesIO(damaged), path, CACHE)
+            read_tensors(path, CACHE)
         if position % 97 == 0:
             refused(path, damaged)
     for length in (0, 1, 7, 8, 9, 100, len(content) // 2, len(content) - 8, len(content) - 1):

@@ -12,11 +12,10 @@ from torch import nn
 from transformers import Cache, PreTrainedModel
 
 from kvcat.attention import enable
-from kvcat.cache.files import checked_layers, read_tensors, write_tensors
+from kvcat.cache.files import CACHE, checked_layers, parse_metadata, read_tensors, write_tensors
 from kvcat.cache.fingerprint import fingerprint
 from kvcat.cache.layers import PrefixLayer, StaticPrefixLayer, layer_windows
 from kvcat.cache.slots import CompactLayer, Layer, Rows
-from kvcat.cachefile import CACHE, parse_metadata
 from kvcat.errors import InputError
 from kvcat.types import Int, Tensor
 
@@ -99,7 +98,7 @@ class CompactCache:
         Raises:
             InputError: missing, truncated, corrupt, not one of ours, or of another model.
         """
-        entries, tensors = read_tensors(Path(path), CACHE)
+        entries, tensors, _ = read_tensors(Path(path), CACHE)
         layers, metadata = checked_layers(entries, tensors, str(path)), parse_metadata(entries["metadata"], path)
         cache = cls(layers, int(entries["num_tokens"]), entries["fingerprint"], metadata)
         if model is None:

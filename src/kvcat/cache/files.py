@@ -1,4 +1,8 @@
-"""Compact caches as safetensors files with a checksum over every byte."""
+"""Compact caches as safetensors files with a checksum over every byte.
+
+A file is a safetensors file: eight bytes with the length of the header, the header as JSON, the tensors' bytes. Ours
+hold a ``format`` of the form NAME-VERSION and a SHA-256 over every byte of the file, taken with zeros in its own place.
+"""
 
 import hashlib
 import json
@@ -12,11 +16,18 @@ import torch
 from safetensors import SafetensorError
 
 from kvcat.cache.slots import CompactLayer, Layer, RaggedLayer
-from kvcat.cachefile import NO_DIGEST, VERSIONS, parse_metadata, read_header
 from kvcat.errors import InputError
 from kvcat.files import atomic_write
 from kvcat.types import Tensor
 
+CACHE, PREFIX, STATE = "kvcat-compact-cache", "kvcat-prefix", "kvcat-gradient-state"
+_KINDS = {
+    CACHE: "a compact cache of kvcat",
+    PREFIX: "an exported prefix of kvcat",
+    STATE: "the state of a gradient-based run of kvcat",
+}
+_VERSIONS = {CACHE: 2, PREFIX: 1, STATE: 3}
+_NO_DIGEST = "0" * 64
 _ENTRIES = {
     "num_layers": r"[1-9]\d{0,4}", "num_tokens": r"[1-9]\d{0,7}", "fingerprint": "[0-9a-f]{64}", "metadata": ".*",
 }  # fmt: skip
@@ -32,7 +43,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], entries: dict[str, str
     """
     content = safetensors.torch.save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
     stop = 8 + int.from_bytes(content[:8], "little")
-    entries = {"format": f"{kind}-{VERSIONS[kind]}", **entries, "sha256": NO_DIGEST}
+    entries = {"format": f"{kind}-{_VERSIONS[kind]}", **entries, "sha256": _NO_DIGEST}
     # safetensors itself would write the entries in any order
     text = json.dumps(
         {"__metadata__": entries, **json.loads(content[8:stop])}, ensure_ascii=False, separators=(",", ":")
@@ -41,17 +52,49 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], entries: dict[str, str
     head, body = len(text).to_bytes(8, "little") + text, memoryview(content)[stop:]
     whole = hashlib.sha256(head)
     whole.update(body)
-    signed = head.replace(f'"sha256":"{NO_DIGEST}"'.encode(), f'"sha256":"{whole.hexdigest()}"'.encode())
+    signed = head.replace(f'"sha256":"{_NO_DIGEST}"'.encode(), f'"sha256":"{whole.hexdigest()}"'.encode())
     write_bytes(path, signed, body)
 
 
-def read_tensors(path: Path, kind: str) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Header entries and tensors of a file of ``write_tensors``; refuses every other."""
-    header = read_header(path, kind)
+def read_tensors(path: Path, kind: str) -> tuple[dict[str, str], dict[str, Tensor], str]:
+    """Header entries without format and checksum, tensors, and checksum of a file that ``write_tensors`` wrote.
+
+    Raises:
+        InputError: missing, truncated, no safetensors file, of another kind or version, or changed.
+    """
+    if not path.is_file():
+        raise InputError(f"no cache file {path}")
     try:
-        return header.entries, safetensors.torch.load(path.read_bytes())
-    except SafetensorError as error:
-        raise InputError(f"{path} is truncated or not a safetensors file: {error}") from error
+        content = path.read_bytes()
+        tensors = safetensors.torch.load(content)
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from error
+    except (SafetensorError, KeyError) as error:  # a type of numbers that torch has not
+        raise InputError(f"{path} is truncated or not a safetensors file: {error}") from None
+    stop = 8 + int.from_bytes(content[:8], "little")
+    entries = json.loads(content[8:stop]).get("__metadata__") or {}
+    found, _, version = entries.pop("format", "").rpartition("-")
+    if found != kind:
+        raise InputError(f"{path} is {_KINDS[found] + ', not' if found in _KINDS else 'not'} {_KINDS[kind]}")
+    if version != str(_VERSIONS[kind]):
+        raise InputError(f"{path} has format {version[:9]}; this version of kvcat reads {_VERSIONS[kind]}")
+    digest = entries.pop("sha256", "")
+    whole = hashlib.sha256(content[:stop].replace(f'"sha256":"{digest}"'.encode(), f'"sha256":"{_NO_DIGEST}"'.encode()))
+    whole.update(memoryview(content)[stop:])
+    if whole.hexdigest() != digest:
+        raise InputError(f"{path} is corrupt: its contents do not match its checksum")
+    return entries, tensors, digest
+
+
+def parse_metadata(text: str, name: object) -> dict[str, str]:
+    """How a cache was made, from its header entry; ``name`` is that of the cache, for the message of ``InputError``."""
+    try:
+        metadata = json.loads(text)
+    except (ValueError, RecursionError):
+        metadata = None
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise InputError(f"{name}: its metadata is no table of texts")
+    return metadata
 
 
 def write_bytes(path: Path, *parts: bytes | memoryview) -> None:

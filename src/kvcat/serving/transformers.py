@@ -9,15 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from kvcat.cache import CompactCache, CompactLayer
-from kvcat.cache.files import write_tensors
-from kvcat.cachefile import PREFIX, parse_metadata, read_header
+from kvcat.cache.files import PREFIX, parse_metadata, read_tensors, write_tensors
 from kvcat.errors import InputError
 from kvcat.models.rotation import KeyRotation
 from kvcat.serving.widen import UNSEEN, widen_keys
@@ -100,12 +97,9 @@ class Prefix(NamedTuple):
 
     def load(self) -> list[tuple[Float[Tensor, "kv_heads slots head_dim"], Float[Tensor, "kv_heads slots head_dim"]]]:
         """Keys and values of every layer; ``InputError`` if the file is damaged, or another one by now."""
-        if read_prefix(self.path) != self:
+        _, tensors, digest = read_tensors(self.path, PREFIX)
+        if digest != self.digest:
             raise InputError(f"{self.path.name} has changed since it was asked for")
-        try:
-            tensors = safetensors.torch.load_file(self.path)
-        except (OSError, SafetensorError) as error:
-            raise InputError(f"cannot read {self.path}: {error}") from None
         return [(tensors[f"layers.{i}.keys"][0], tensors[f"layers.{i}.values"][0]) for i in range(self.shape[0])]
 
 
@@ -116,15 +110,13 @@ def read_prefix(path: str | Path) -> Prefix:
         InputError: missing, damaged, not one of ours, of more than one example, or of layers that differ in slots.
     """
     path = Path(path)
-    header = read_header(path, PREFIX)
-    entries, shapes = header.entries, {entry.shape for entry in header.tensors.values()}
-    names = {f"layers.{i}.{part}" for i in range(len(header.tensors) // 2) for part in ("keys", "values")}
-    if len(shapes) != 1 or names != set(header.tensors) or (shape := shapes.pop())[:-3] != (1,):
+    entries, tensors, digest = read_tensors(path, PREFIX)
+    shapes = {tuple(tensor.shape) for tensor in tensors.values()}
+    names = {f"layers.{i}.{part}" for i in range(len(tensors) // 2) for part in ("keys", "values")}
+    if len(shapes) != 1 or names != set(tensors) or (shape := shapes.pop())[:-3] != (1,):
         raise InputError(f"{path} must hold one example, of equally many slots in every layer: pack with --head-dim")
     chat = parse_metadata(entries.get("metadata", "{}"), path).get("chat") == "yes"
-    return Prefix(
-        path, header.digest, entries.get("fingerprint", ""), chat, shape[2], (len(names) // 2, shape[1], shape[3])
-    )
+    return Prefix(path, digest, entries.get("fingerprint", ""), chat, shape[2], (len(names) // 2, shape[1], shape[3]))
 
 
 def _check(cache: CompactCache, drop_log_bias: bool, head_dim: int | None) -> None:

@@ -13,9 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from kvcat.cache import CompactCache, CompactLayer, Layer
-from kvcat.cache.files import read_tensors, write_tensors
+from kvcat.cache.files import STATE, read_tensors, write_tensors
 from kvcat.cache.fingerprint import hash_tensor
-from kvcat.cachefile import STATE
 from kvcat.compress.base import Compressor, best_layer, compact_cache, example_generators, parse_method, slots_for, wide
 from kvcat.compress.eviction import SCORERS, Eviction
 from kvcat.compress.methods.attention_matching import AttentionMatching
@@ -228,7 +227,7 @@ class SlotTraining:
 
     def restore(self, path: Path) -> None:
         """Go on from what ``save`` wrote; refuses the state of another run."""
-        theirs, tensors = read_tensors(path, STATE)
+        theirs, tensors, _ = read_tensors(path, STATE)
         ours = self._identity()
         for name in sorted(theirs.keys() | ours.keys()):
             if theirs.get(name) != ours.get(name):
