@@ -35,7 +35,7 @@ def train(arguments: Sequence[str]) -> None:
     Raises:
         InputError: no such recipe, or arguments that do not fit.
     """
-    from kvcat.recipes.training import RECIPES
+    from kvcat.recipes import RECIPES
     from kvcat.training.config import TrainConfig
 
     width = max(map(len, RECIPES))

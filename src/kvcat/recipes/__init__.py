@@ -1,5 +1,76 @@
-"""Complete named configurations; the embedded base is in ``base``, the demo in ``demo``."""
+"""Training recipes: complete configurations as data, any field of them overridden by keyword.
 
-from kvcat.recipes.training import RECIPES, qwen2_5_0_5b, qwen2_5_1_5b, small
+The embedded base is in ``base``, the demo in ``demo``.
+"""
 
-__all__ = ["RECIPES", "qwen2_5_0_5b", "qwen2_5_1_5b", "small"]
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from kvcat.errors import InputError
+from kvcat.training.config import TrainConfig
+
+__all__ = ["RECIPES", "Recipe", "qwen2_5_0_5b", "qwen2_5_1_5b", "small"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A named configuration; calling it with overrides gives the ``TrainConfig``."""
+
+    name: str
+    about: str  # what it is, one line
+    values: dict[str, Any]  # fields that differ from the defaults
+
+    def __call__(self, **overrides: Any) -> TrainConfig:
+        """The configuration with these fields; its output folder is ``runs/NAME-POLICY`` if none is given.
+
+        Raises:
+            InputError: no model, an unknown field, or a value out of range.
+        """
+        values = {**self.values, **overrides}
+        if not values.get("model"):
+            raise InputError(f"recipe {self.name} needs a model: a folder or a Hub name")
+        if not values.get("output"):
+            kind = "frozen-teacher" if values.get("teacher") == "frozen" else values.get("policy", "router")
+            values["output"] = f"runs/{self.name}-{kind}"
+        return TrainConfig.from_dict(values)
+
+
+_SMALL = {"seq_len": 512, "peak_lr": 1e-3, "min_lr": 5e-5}
+_PAPER = {
+    "data": "hub:HuggingFaceFW/fineweb-edu",
+    "batch_size": 128,
+    "micro_batch_size": 8,
+    "max_steps": 40_000,
+    "warmup_steps": 600,
+    "dtype": "bfloat16",
+    "device": "cuda",
+    "log_every": 10,
+    "validation_every": 500,
+    "validation_sequences": 128,
+    "checkpoint_every": 500,
+}
+small = Recipe("small", "For a small model on a CPU: 300 steps of 4,096 tokens.", _SMALL)
+qwen2_5_0_5b = Recipe(
+    "qwen2.5-0.5b",
+    "The paper's Qwen2.5-0.5B run on FineWeb-Edu, routers at layers 0, 6, 12, 18.",
+    {**_PAPER, "model": "Qwen/Qwen2.5-0.5B", "group_starts": (0, 6, 12, 18)},
+)
+qwen2_5_1_5b = Recipe(
+    "qwen2.5-1.5b",
+    "The paper's Qwen2.5-1.5B run on FineWeb-Edu, routers at layers 0, 7, 14, 21.",
+    {**_PAPER, "model": "Qwen/Qwen2.5-1.5B", "group_starts": (0, 7, 14, 21)},
+)
+
+_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "control": ("the control: the same tokens, plain next-token loss", {"policy": "control"}),
+    "random": ("its ablation Rand: half of the slots, drawn at random", {"policy": "random"}),
+    "attention": ("its ablation Attn: the half with the most attention mass", {"policy": "attention"}),
+    "frozen-teacher": ("the footnote's variant: the frozen base teaches both passes", {"teacher": "frozen"}),
+}
+RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (small, qwen2_5_0_5b, qwen2_5_1_5b)}
+RECIPES |= {
+    f"{name}-{variant}": dataclasses.replace(recipe, about=f"{name} as {about}.", values={**recipe.values, **values})
+    for name, recipe in RECIPES.items()
+    for variant, (about, values) in _VARIANTS.items()
+}

@@ -1,6 +1,5 @@
 """The small base model that comes with the package: how it was made."""
 
-import dataclasses
 from pathlib import Path
 
 import torch
@@ -47,9 +46,12 @@ def write_untrained(folder: Path, seed: int) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def pretraining(output: Path) -> TrainConfig:
-    """The recipe of the base: plain next-token training on 23 million tokens of the installed Python sources."""
-    return TrainConfig(
+def pretrain(output: Path, *, device: str = "cpu") -> Path:
+    """Pretrain the base from random weights, or continue where it stopped; returns its Hugging Face folder.
+
+    Plain next-token training on 23 million tokens of the installed Python sources.
+    """
+    config = TrainConfig(
         model=str(output / "untrained"),
         output=str(output / "run"),
         policy="control",
@@ -62,16 +64,12 @@ def pretraining(output: Path) -> TrainConfig:
         weight_decay=0.1,
         dtype="bfloat16",
         export_dtype="bfloat16",
+        device=device,
         log_every=10,
         validation_every=250,
         validation_sequences=32,
         checkpoint_every=250,
     )
-
-
-def pretrain(output: Path, *, device: str = "cpu") -> Path:
-    """Pretrain the base from random weights, or continue where it stopped; returns its Hugging Face folder."""
-    untrained, config = output / "untrained", dataclasses.replace(pretraining(output), device=device)
-    if not (untrained / "tokenizer.json").exists():
-        write_untrained(untrained, seed=config.seed)
+    if not (output / "untrained" / "tokenizer.json").exists():
+        write_untrained(output / "untrained", seed=config.seed)
     return train(config).export

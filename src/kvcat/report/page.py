@@ -13,9 +13,8 @@ from kvcat.errors import InputError
 from kvcat.evals import METRICS
 from kvcat.files import atomic_write, make_folder
 from kvcat.report import tables as t
-from kvcat.report.plots import Plot, difference_plot, headline_plots, step_plots
+from kvcat.report.plots import Plot, result_plots, run_metrics, training_plot
 from kvcat.report.results import NO_STEP, Results, read_results
-from kvcat.report.training import run_metrics, training_plot
 
 _LABELS = {"nll": "NLL on the compact cache", "nll_dense": "Dense loss"}
 
@@ -135,9 +134,7 @@ def _section(results: Results, out_dir: Path, *, several: bool) -> Section:
     tables = t.result_tables(results)
     for table in tables:
         t.write_table(table, out_dir / "tables", prefix)
-    differences = [plot for pair in results.pairs if (plot := difference_plot(results, *pair)) is not None]
-    plots = [*differences[:1], *headline_plots(results), *differences[1:], *step_plots(results)]
-    for plot in plots:
+    for plot in (plots := result_plots(results)):
         plot.save(out_dir / "plots" / f"{prefix}{plot.name}.png")
     return Section(results.evaluation.title + (f" ({results.name})" if several else ""), results, plots, tables)
 

@@ -2,7 +2,7 @@
 
 import base64
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,8 +14,10 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from kvcat.errors import InputError, one_line
 from kvcat.evals import METRICS
 from kvcat.evals.profile import BEST
+from kvcat.files import read_jsonl
 from kvcat.report.results import NO_STEP, Results, final_steps
 from kvcat.report.tables import keep_label, pair_rows, slug
 
@@ -29,6 +31,7 @@ STYLE: dict[Any, Any] = {
     "grid.linewidth": 0.6, "lines.linewidth": 1.6, "lines.markersize": 5.0, "legend.frameon": False,
     "legend.fontsize": 8.5, "svg.fonttype": "none", "svg.hashsalt": "kvcat",
 }  # fmt: skip
+LOSSES = {"dense_loss": "dense loss", "masked_loss": "masked loss", "kl": "KL(dense || masked)"}
 _WIDTH, _HEIGHT = 4.4, 3.6  # inches, of a panel
 Draw = Callable[[Any], None]
 
@@ -72,10 +75,16 @@ class Plot:
                 axes.set_ylim(limits[:, 0].min(), limits[:, 1].max())
 
 
-def difference_plot(results: Results, model: str, reference: str) -> Plot | None:
-    """Gain and what a user gets, a line per method, on one scale; None where nothing was compressed."""
+def result_plots(results: Results) -> list[Plot]:
+    """All plots of a folder, the most telling first; none where nothing was compressed."""
     if not results.methods:
-        return None
+        return []
+    differences = [difference_plot(results, *pair) for pair in results.pairs]
+    return [*differences[:1], headline_plot(results), *differences[1:], *_step_plots(results)]
+
+
+def difference_plot(results: Results, model: str, reference: str) -> Plot:
+    """Gain and what a user gets, a line per method, on one scale."""
     rows = final_steps(pair_rows(results, model, reference))
     panels = [
         (f"{METRICS[name].label}: {model} minus {reference}", partial(_differences, rows, name, results.methods))
@@ -85,16 +94,14 @@ def difference_plot(results: Results, model: str, reference: str) -> Plot | None
     return Plot(f"differences-{slug(model)}-{slug(reference)}", title, panels, same_scale=True)
 
 
-def headline_plots(results: Results) -> list[Plot]:
+def headline_plot(results: Results) -> Plot:
     """Quality of the first method against the slots kept."""
-    if not results.methods:
-        return []
     method = results.methods[0]
     own = results.whole[results.whole["method"] == method]
     panels = [
         (f"{METRICS[name].label}, {method}", partial(_quality, own, name, results.models)) for name in _plotted(results)
     ]
-    return [Plot("headline", "Against the slots kept", panels)]
+    return Plot("headline", "Against the slots kept", panels)
 
 
 def _plotted(results: Results) -> list[str]:
@@ -103,17 +110,16 @@ def _plotted(results: Results) -> list[str]:
     return [first, *(name for name in more if METRICS[name].unit == METRICS[first].unit)]
 
 
-def step_plots(results: Results) -> list[Plot]:
-    """Quality against gradient steps, a panel per method and keep ratio."""
-    rows, plots = results.whole[results.whole["step"] != NO_STEP], []
+def _step_plots(results: Results) -> Iterator[Plot]:
+    """Quality against gradient steps, a panel per method and keep ratio; nothing without such methods."""
+    rows = results.whole[results.whole["step"] != NO_STEP]
     names = ("kl", "delta_ppl") if results.config["evaluation"] == "suffix" else (results.evaluation.deciding,)
     for metric in names if len(rows) else ():
         panels = [
             (f"{name}, {keep_label(keep)} kept", partial(_steps, own, metric, results.models))
             for (name, keep), own in rows.groupby(["method", "keep_ratio"], sort=False)
         ]
-        plots.append(Plot(f"steps-{metric}", f"{METRICS[metric].label} against gradient steps", panels))
-    return plots
+        yield Plot(f"steps-{metric}", f"{METRICS[metric].label} against gradient steps", panels)
 
 
 def draw_profile(axes: Any, table: pd.DataFrame, statistic: str, models: Sequence[str]) -> None:
@@ -141,6 +147,37 @@ def save_profile_plot(table: pd.DataFrame, folder: Path) -> Path:
     ]
     Plot("profile", "Compressibility profile", panels, same_scale=True).save(target := folder / "profile.png")
     return target
+
+
+def run_metrics(folder: Path) -> pd.DataFrame:
+    """Metrics of a training run, a row per record, with a column ``kept LAYER`` per router.
+
+    Raises:
+        InputError: no ``metrics.jsonl`` with records in the folder, or a damaged one.
+    """
+    records = read_jsonl(folder / "metrics.jsonl")
+    if not records:
+        raise InputError(f"{folder} is no training run: it has no metrics.jsonl with records")
+    try:
+        kept = [{f"kept {layer}": share for layer, share in (r.pop("kept", None) or {}).items()} for r in records]
+        rows = pd.DataFrame([record | shares for record, shares in zip(records, kept, strict=True)])
+        rows = rows.reindex(columns=list(dict.fromkeys([*rows.columns, "kind", "step", *LOSSES, "tokens"])))
+        numbers = rows[["step", *LOSSES, "tokens", *_routers(rows)]].apply(pd.to_numeric)
+        return rows.assign(**numbers).astype({"step": int})
+    except (AttributeError, TypeError, ValueError) as error:
+        raise InputError(f"{folder / 'metrics.jsonl'} is damaged: {one_line(error)}") from None
+
+
+def training_plot(runs: Mapping[str, pd.DataFrame], models: Sequence[str]) -> Plot:
+    """Losses of all runs by step, and the fraction of tokens that each router keeps, run by run.
+
+    ``models``, all labels of the page in order, fix the colours.
+    """
+    labels = list(dict.fromkeys([*models, *runs]))
+    measured = [name for name in LOSSES if any(rows[name].notna().any() for rows in runs.values())]
+    panels = [(LOSSES[name], partial(_losses, runs, name, labels)) for name in measured]
+    panels += [(f"{label}: fraction kept", partial(_kept, rows)) for label, rows in runs.items() if _routers(rows)]
+    return Plot("training", "Training runs: lines are training batches, marks are validation", panels)
 
 
 def line_style(name: str, names: Sequence[str]) -> dict[str, str]:
@@ -208,6 +245,38 @@ def _lines(axes: Any, rows: pd.DataFrame, x: str, metric: str, models: Sequence[
     axes.set_ylabel(f"{METRICS[metric].label} ({unit}{', log axis' if log else ''})")
     if log:
         log_axis(axes)
+
+
+def _losses(runs: Mapping[str, pd.DataFrame], name: str, labels: Sequence[str], axes: Any) -> None:
+    """One loss by step: training as a faint smoothed line, validation as marks."""
+    for label, rows in runs.items():
+        own, style = rows[rows[name].notna()], line_style(label, labels)
+        train, validation = (own[own["kind"] == kind] for kind in ("train", "validation"))
+        axes.plot(train["step"], _smooth(train[name]), color=style["color"], alpha=0.45, linewidth=1.0)
+        if len(validation):
+            axes.plot(validation["step"], validation[name], label=label, **style)
+    axes.set_xlabel("training step")
+    axes.set_ylabel("nats per token")
+
+
+def _kept(rows: pd.DataFrame, axes: Any) -> None:
+    """Fraction of tokens that each router keeps by training step."""
+    train = rows[rows["kind"] == "train"]
+    for rank, name in enumerate(_routers(rows)):
+        shade, label = COLOURS[rank % len(COLOURS)], name.replace("kept", "layer")
+        axes.plot(train["step"], _smooth(train[name]), color=shade, linewidth=1.2, label=label)
+    axes.set_ylim(0.0, 1.05)
+    axes.set_xlabel("training step")
+    axes.set_ylabel("kept fraction of tokens")
+
+
+def _routers(rows: pd.DataFrame) -> list[str]:
+    return [name for name in rows if name.startswith("kept ")]
+
+
+def _smooth(values: pd.Series) -> pd.Series:
+    """Running mean over about a fiftieth of the run, shorter at the ends."""
+    return values.rolling(2 * (len(values) // 100) + 1, center=True, min_periods=1).mean()
 
 
 def _keep_axis(axes: Any, rows: pd.DataFrame) -> None:

@@ -8,18 +8,8 @@ from typing import Any
 
 import pandas as pd
 
+from kvcat import evals
 from kvcat.errors import InputError
-from kvcat.evals import (
-    EVALUATIONS,
-    compare_models,
-    comparison_pairs,
-    plumbing,
-    read_config,
-    read_costs,
-    read_events,
-    read_records,
-    summarise,
-)
 from kvcat.evals.records import method_label
 from kvcat.evals.statistics import Evaluation
 from kvcat.report.paper import Paper
@@ -46,7 +36,7 @@ class Results:
     @property
     def evaluation(self) -> Evaluation:
         """What the report shows of the evaluation."""
-        return EVALUATIONS[self.config["evaluation"]]
+        return evals.EVALUATIONS[self.config["evaluation"]]
 
     @property
     def metrics(self) -> list[str]:
@@ -91,20 +81,20 @@ def plain_steps(rows: pd.DataFrame) -> pd.DataFrame:
 
 def read_results(folder: Path, name: str = "", paper_model: str | None = None) -> Results:
     """Everything that a report shows of a folder; ``InputError`` for no results folder, no record, damaged content."""
-    config, records = read_config(folder), read_records(folder)
+    config, records = evals.read_config(folder), evals.read_records(folder)
     if not records:
         raise InputError(f"{folder} holds no records yet")
-    decides = EVALUATIONS[config["evaluation"]].deciding
+    decides = evals.EVALUATIONS[config["evaluation"]].deciding
     if not all(decides in record.values for record in records):
         raise InputError(f"{folder} has a record without {decides!r}, which {config['evaluation']} measures")
-    summary = plain_steps(summarise(records))
-    reasons = {label.partition("@")[0]: reason for label, reason in plumbing(records).items()}
+    summary = plain_steps(evals.summarise(records))
+    reasons = {label.partition("@")[0]: reason for label, reason in evals.plumbing(records).items()}
     shown = {label: label + " [plumbing]" * (label in reasons) for label in dict.fromkeys(summary["model"])}
-    pairs = comparison_pairs(list(shown))
+    pairs = evals.comparison_pairs(list(shown))
     comparisons = pd.DataFrame()
     if pairs:
         references = {reference for _, reference in pairs}
-        found = {label: compare_models(records, label, primary=config.get("primary")) for label in references}
+        found = {label: evals.compare_models(records, label, primary=config.get("primary")) for label in references}
         own = [found[reference][found[reference]["model"] == model] for model, reference in pairs]
         comparisons = plain_steps(pd.concat(own, ignore_index=True))
         keys = ["model", *CELL, "stratum", "metric"]
@@ -113,13 +103,13 @@ def read_results(folder: Path, name: str = "", paper_model: str | None = None) -
     summary["verdict"] = summary["verdict"].fillna("") if pairs else ""
     warnings = [f"Not a result, {label}: {reason}." for label, reason in reasons.items()]
     warnings += _incomplete(config, summary)
-    costs = _costs(read_costs(folder))
+    costs = _costs(evals.read_costs(folder))
     for table in (summary, comparisons, costs):
         for column in {"model", "reference"} & set(table.columns):
             table[column] = table[column].map(shown)
     return Results(
         name, config, summary, comparisons, costs, list(shown.values()),
-        [(shown[model], shown[reference]) for model, reference in pairs], warnings, read_events(folder),
+        [(shown[model], shown[reference]) for model, reference in pairs], warnings, evals.read_events(folder),
         Paper(paper_model, config["evaluation"], config["dataset"]),
     )  # fmt: skip
 

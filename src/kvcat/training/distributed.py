@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
 from kvcat.errors import InputError, one_line
@@ -141,12 +141,6 @@ def shard(objective: Objective, world: World, dtype: torch.dtype) -> None:
     for layer in decoder_layers(objective.model):
         fully_shard(layer, **options)
     fully_shard(objective, **options, ignored_params=set(objective.policy_parameters()))
-
-
-def reduce_in_next_backward(objective: Objective, is_last: bool) -> None:
-    """Let only the last backward pass of a step reduce the gradients over the processes; the others add them up."""
-    if isinstance(objective, FSDPModule):
-        objective.set_requires_gradient_sync(is_last)
 
 
 @torch.no_grad()

@@ -14,30 +14,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcat.data import merge_states, open_tokens
 from kvcat.errors import InputError
 from kvcat.files import one_writer, read_json, read_jsonl, write_json
 from kvcat.models import load, self_test
-from kvcat.training.checkpoint import (
-    Checkpoints,
-    Continuation,
-    check_disk,
-    check_folder,
-    checkpoint_folder,
-    folders,
-    record_config,
-)
+from kvcat.training.checkpoint import Checkpoints, Continuation, check_disk, check_folder, folders, record_config
 from kvcat.training.config import TrainConfig
-from kvcat.training.distributed import (
-    World,
-    join_world,
-    prepare_layers,
-    reduce_in_next_backward,
-    reduce_policies,
-    shard,
-)
+from kvcat.training.distributed import World, join_world, prepare_layers, reduce_policies, shard
 from kvcat.training.export import export_checkpoint
 from kvcat.training.log import METRICS_FILE, RunLog, mean_record
 from kvcat.training.objective import Objective, Record
@@ -100,7 +86,7 @@ def train(config: TrainConfig, *, progress: bool = True) -> TrainResult:
         trainer.run()
 
         def export() -> None:
-            export_checkpoint(checkpoint_folder(run, config.max_steps), run / "export")
+            export_checkpoint(folders(run)[-1], run / "export")
             write_json(run / DONE_FILE, {"steps": config.max_steps})
 
         world.first(export)
@@ -174,7 +160,8 @@ class Trainer:
         size = config.micro_batch_size or own
         tokens, records = self.data.train.read(), []
         for start in range(0, own, size):
-            reduce_in_next_backward(self.objective, is_last=start + size >= own)
+            if isinstance(self.objective, FSDPModule):  # only the last backward pass reduces, the others add up
+                self.objective.set_requires_gradient_sync(start + size >= own)
             part = slice(start, start + size)
             total, record = self._losses(tokens[part], self.streams[part], self.step)
             (total * (size / own)).backward()
