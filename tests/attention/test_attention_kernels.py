@@ -43,12 +43,12 @@ def with_gradients(function, tensors):
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_output_and_all_gradients_equal_the_naive_twin(shape, causal):
+def test_output_and_all_gradients_equal_the_naive_twin(shape, causal, monkeypatch):
     tensors = example(*SHAPES[shape])
     expected = with_gradients(lambda *x: naive(*x, causal=causal), tensors)
-    # a dropout that drops nothing takes the path of devices without the kernel: extra channels and a mask
-    for dropout in (0.0, 1e-14):
-        found = with_gradients(lambda *x, p=dropout: attend_biased(*x, causal=causal, scale=0.3, dropout=p), tensors)
+    for device in ("cpu", "none"):  # devices without the kernel take extra channels and a mask
+        monkeypatch.setattr("kvcat.attention.kernels._KERNEL_DEVICE", device)
+        found = with_gradients(lambda *x: attend_biased(*x, causal=causal, scale=0.3), tensors)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-11)
 
 
@@ -120,5 +120,8 @@ def test_tokens_behind_slots_need_a_mask_only_where_there_is_padding(model, mask
 
 def test_attention_that_the_fused_kernels_do_not_know_is_refused(model):
     q, k, v = example(queries=5, keys=12)
-    with pytest.raises(InputError, match="LlamaAttention is not supported: its attention uses position_bias"):
-        kvcat_attention(model.model.layers[0].self_attn, q, k, v, None, position_bias=torch.zeros(1, 4, 5, 12))
+    for option in ({"position_bias": torch.zeros(1, 4, 5, 12)}, {"dropout": 0.1}):
+        with pytest.raises(
+            InputError, match=f"LlamaAttention is not supported: its attention uses {next(iter(option))}"
+        ):
+            kvcat_attention(model.model.layers[0].self_attn, q, k, v, None, **option)

@@ -31,7 +31,6 @@ def attend(
     window: int | None = None,
     reach: Bool[Tensor, "#batch queries keys"] | None = None,
     coupling: str = "surrogate",
-    dropout: float = 0.0,
 ) -> Float[Tensor, "batch heads queries value_dim"]:
     """``attend_reference`` on fused kernels; gradients to q, k, v are exact for the hard mask.
 
@@ -43,7 +42,6 @@ def attend(
         log_bias: nats added to the scores of the first slots, the keys after them get none; -inf hides a slot.
         reach: True where a query may look at a key, instead of ``causal`` and ``window``.
         coupling: gradient of the mask, one of ``COUPLINGS``.
-        dropout: probability that an attention weight is dropped.
     """
     check_coupling(coupling)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
@@ -54,10 +52,10 @@ def attend(
         log_bias = pad(log_bias, (0, k.shape[2] - log_bias.shape[-1])).expand(len(k), -1, -1)
     hard = None if keep is None else keep.detach() > 0
     if reach is None:
-        out = _without_reach(q, k, v, hard, log_bias, causal, factor, dropout)
+        out = _without_reach(q, k, v, hard, log_bias, causal, factor)
     else:
         seen = reach if hard is None else visible(hard, reach)
-        out = _within_reach(q, k, v, seen[:, None], log_bias, factor, dropout)
+        out = _within_reach(q, k, v, seen[:, None], log_bias, factor)
     if keep is None or not keep.requires_grad:
         return out
     return KeepGradient.apply(out, keep, q, k, v, log_bias, reach, causal, factor, coupling)  # type: ignore[return-value]
@@ -73,7 +71,6 @@ def attend_twice(
     scale: float,
     window: int | None = None,
     coupling: str = "surrogate",
-    dropout: float = 0.0,
 ) -> Float[Tensor, "batch heads twice value_dim"]:
     """Attention of sequences, each followed by its suffix again, which sees only kept prefix slots.
 
@@ -89,12 +86,10 @@ def attend_twice(
     num_tokens = (q.shape[2] + prefix_len) // 2
     window = None if window is None or window >= num_tokens else window
     first = slice(0, num_tokens)
-    dense = attend(q[:, :, first], k[:, :, first], v[:, :, first], scale=scale, window=window, dropout=dropout)
+    dense = attend(q[:, :, first], k[:, :, first], v[:, :, first], scale=scale, window=window)
     keys, values = (torch.cat([x[:, :, :prefix_len], x[:, :, num_tokens:]], dim=2) for x in (k, v))
     seen = pad(keep, (0, num_tokens - prefix_len), value=1.0)
-    masked = attend(
-        q[:, :, num_tokens:], keys, values, seen, scale=scale, window=window, coupling=coupling, dropout=dropout
-    )
+    masked = attend(q[:, :, num_tokens:], keys, values, seen, scale=scale, window=window, coupling=coupling)
     return torch.cat([dense, masked], dim=2)
 
 
@@ -133,16 +128,15 @@ def attend_ragged(
 
 
 def _without_reach(
-    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, log_bias: Tensor | None, causal: bool, scale: float,
-    dropout: float,
-) -> Tensor:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, log_bias: Tensor | None, causal: bool, scale: float
+) -> Tensor:
     """Dropped slots have a bias of -1e4; queries that see no kept slot get their own value."""
     if log_bias is not None:
         log_bias = _finite(log_bias, k, scale).expand(len(k), -1, -1)
     if keep is None:
-        return attend_biased(q, k, v, log_bias, causal=causal, scale=scale, dropout=dropout)
+        return attend_biased(q, k, v, log_bias, causal=causal, scale=scale)
     bias = torch.where(keep[:, None], q.new_zeros(k.shape[:3]) if log_bias is None else log_bias, _lowest(k, scale))
-    out = attend_biased(q, k, v, bias, causal=causal, scale=scale, dropout=dropout)
+    out = attend_biased(q, k, v, bias, causal=causal, scale=scale)
     num_queries = q.shape[2]
     seen = keep.cumsum(-1) > 0 if causal else keep.any(-1, keepdim=True)
     blind = ~seen[:, None, -num_queries:, None]
@@ -150,20 +144,18 @@ def _without_reach(
     return torch.where(blind, own, out)
 
 
-def _within_reach(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, log_bias: Tensor | None, scale: float, dropout: float
-) -> Tensor:
+def _within_reach(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, log_bias: Tensor | None, scale: float) -> Tensor:
     """``seen`` is (batch or 1, 1, queries, keys)."""
     wide = torch.promote_types(q.dtype, torch.float32)  # a bfloat16 bias would lose 0.01 nats
     if log_bias is None:
         mask = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill(~seen, -torch.inf)
-        return fused_attention(q, k, v, mask, causal=False, scale=scale, dropout=dropout)
+        return fused_attention(q, k, v, mask, causal=False, scale=scale)
     bias = pad(log_bias.to(wide), (0, k.shape[2] - log_bias.shape[-1]))
     if q.shape[2] <= _FEW_QUERIES and (q.device.type == "cpu" or q.dtype == wide):
         mask = torch.where(seen, bias.repeat_interleave(q.shape[1] // k.shape[1], dim=1)[:, :, None], -torch.inf)
-        return fused_attention(q, k, v, mask, causal=False, scale=scale, dropout=dropout)
+        return fused_attention(q, k, v, mask, causal=False, scale=scale)
     bias = _finite(bias, k, scale).expand(len(k), -1, -1)
-    return attend_extended(q, k, v, bias, seen, causal=False, scale=scale, dropout=dropout)
+    return attend_extended(q, k, v, bias, seen, causal=False, scale=scale)
 
 
 def _lowest(k: Tensor, scale: float) -> float:

@@ -123,13 +123,13 @@ def kvcat_attention(
         and (attention_mask is not None or not 1 < query.shape[2] < key.shape[2] or not _is_causal(module, kwargs))
     ):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **stock)
-    _refuse_unsupported(module, kwargs)
+    _refuse_unsupported(module, stock)
     if carried is not None:
-        out = _behind_slots(query, key, value, carried, attention_mask, scale, dropout)
+        out = _behind_slots(query, key, value, carried, attention_mask, scale)
     elif kv_gate is not None:
         return _gated(module, query, key, value, attention_mask, scale, kv_gate, stock), None
     else:
-        out = attend(query, key, value, scale=scale, dropout=dropout)
+        out = attend(query, key, value, scale=scale)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -140,7 +140,7 @@ def _gated(
     """The dense rows and the masked ones, or sequences and their suffixes run again."""
     window = stock.get("sliding_window")
     keep = gate.keep_for(query, key, scale, window)
-    options = {"scale": scale, "coupling": gate.coupling, "dropout": stock["dropout"]}
+    options = {"scale": scale, "coupling": gate.coupling}
     if gate.prefix_len is not None:
         out = attend_twice(query, key, value, keep, gate.prefix_len, window=window, **options)
         return out.transpose(1, 2).contiguous()
@@ -154,7 +154,7 @@ def _gated(
 
 
 def _behind_slots(
-    query: Tensor, key: Tensor, value: Tensor, carried: Carried, mask: Tensor | None, scale: float, dropout: float
+    query: Tensor, key: Tensor, value: Tensor, carried: Carried, mask: Tensor | None, scale: float
 ) -> Float[Tensor, "rows heads queries value_dim"]:
     """Attention over slots, which every query sees, and over the tokens behind them."""
     num_slots = 0 if carried.log_bias is None else carried.log_bias.shape[-1]
@@ -164,7 +164,7 @@ def _behind_slots(
     if carried.slots is not None and carried.rows is not None:
         return attend_ragged(query, key, value, carried.slots, carried.rows, reach, scale=scale)
     reach = None if reach is None else pad(reach, (num_slots, 0), value=True)
-    return attend(query, key, value, None, carried.log_bias, scale=scale, reach=reach, dropout=dropout)
+    return attend(query, key, value, None, carried.log_bias, scale=scale, reach=reach)
 
 
 def kvcat_mask(
@@ -230,6 +230,8 @@ def _refuse_unsupported(module: nn.Module, kwargs: dict[str, Any]) -> None:
     reasons = [f"uses {name}" for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
     if not _is_causal(module, kwargs):
         reasons.append("is not causal")
+    if kwargs["dropout"]:
+        reasons.append("uses dropout: switch the model to evaluation mode")
     if reasons:
         raise InputError(f"{type(module).__name__} is not supported: its attention {reasons[0]}")
 

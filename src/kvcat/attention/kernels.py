@@ -12,6 +12,7 @@ from kvcat.types import Float, Tensor
 
 EXTRA_CHANNELS = 8
 _FLASH_HEAD_DIM = 256
+_KERNEL_DEVICE = "cpu"  # whose kernel takes a bias per key
 
 
 def fused_attention(
@@ -22,7 +23,6 @@ def fused_attention(
     *,
     causal: bool,
     scale: float,
-    dropout: float = 0.0,
 ) -> Float[Tensor, "batch heads queries value_dim"]:
     """PyTorch's scaled dot-product attention; KV heads are repeated only where its kernels need it.
 
@@ -34,9 +34,7 @@ def fused_attention(
     )
     if num_groups > 1 and not shared:
         k, v = k.repeat_interleave(num_groups, dim=1), v.repeat_interleave(num_groups, dim=1)
-    return scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=shared
-    )
+    return scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=shared)
 
 
 def extend_keys(
@@ -61,12 +59,11 @@ def attend_extended(
     *,
     causal: bool,
     scale: float,
-    dropout: float = 0.0,
 ) -> Float[Tensor, "batch heads queries value_dim"]:
     """``fused_attention`` with a log-bias, which the keys carry in extra channels."""
     keys = extend_keys(k, log_bias, scale)
     padded = _widened(v, max(keys.shape[-1], v.shape[-1]))
-    out = fused_attention(_extend_queries(q), keys, padded, mask, causal=causal, scale=scale, dropout=dropout)
+    out = fused_attention(_extend_queries(q), keys, padded, mask, causal=causal, scale=scale)
     return out[..., : v.shape[-1]]
 
 
@@ -78,7 +75,6 @@ def attend_biased(
     *,
     causal: bool = True,
     scale: float,
-    dropout: float = 0.0,
 ) -> Float[Tensor, "batch heads queries value_dim"]:
     """``attend_reference`` where every query sees all keys, or all but later ones; with all gradients.
 
@@ -91,19 +87,19 @@ def attend_biased(
     """
     first = k.shape[2] - q.shape[2] if causal else 0
     if log_bias is None and first == 0:
-        return fused_attention(q, k, v, None, causal=causal, scale=scale, dropout=dropout)
+        return fused_attention(q, k, v, None, causal=causal, scale=scale)
     if log_bias is not None:
         wide = torch.promote_types(q.dtype, torch.float32)  # a bfloat16 bias would lose 0.01 nats
         log_bias = pad(log_bias.to(wide), (0, k.shape[2] - log_bias.shape[-1]))
-    if q.device.type == "cpu" and dropout == 0:
+    if q.device.type == _KERNEL_DEVICE:
         if torch.is_autocast_enabled("cpu"):  # it knows the public function, not the kernel behind it
             q, k, v = (x.to(torch.get_autocast_dtype("cpu")) for x in (q, k, v))
         return _CpuKernel.apply(q, k, v, log_bias, causal, scale)  # type: ignore[return-value]
     mask = causal_lower_right(q.shape[2], k.shape[2]) if first else None
     causal = causal and first == 0
     if log_bias is None:
-        return fused_attention(q, k, v, mask, causal=causal, scale=scale, dropout=dropout)
-    return attend_extended(q, k, v, log_bias, mask, causal=causal, scale=scale, dropout=dropout)
+        return fused_attention(q, k, v, mask, causal=causal, scale=scale)
+    return attend_extended(q, k, v, log_bias, mask, causal=causal, scale=scale)
 
 
 class _CpuKernel(torch.autograd.Function):

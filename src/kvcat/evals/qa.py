@@ -219,12 +219,11 @@ def cloze_values(example: QAExample, scores: Sequence[float]) -> Values:
 
 
 def log_likelihoods(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Sequence[QAExample], *, batch_size: int = 8
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Sequence[QAExample]
 ) -> list[list[float]]:
     """Log-likelihood of every choice of every question, nats, as lm-evaluation-harness scores them.
 
-    Contexts that with their choice exceed the model's positions lose their beginning. ``batch_size``
-    sequences are scored at once.
+    Contexts that with their choice exceed the model's positions lose their beginning.
     """
     harness, instance = map(import_module, ("lm_eval.models.huggingface", "lm_eval.api.instance"))
     pairs = [(context, f" {text}") for q in examples for context, text in zip(q.contexts, q.texts, strict=True)]
@@ -232,7 +231,7 @@ def log_likelihoods(
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)  # it warns of a model in memory
     try:
-        scorer = harness.HFLM(pretrained=model, tokenizer=copy.deepcopy(tokenizer), batch_size=batch_size)
+        scorer = harness.HFLM(pretrained=model, tokenizer=copy.deepcopy(tokenizer), batch_size=8)
         scores = iter(scorer.loglikelihood(requests, disable_tqdm=True))
     finally:
         logging.disable(disabled)

@@ -10,6 +10,8 @@ from kvcat.errors import InputError
 from kvcat.policies._base import Randomness, SparsificationPolicy
 from kvcat.types import Float, Tensor
 
+_CHUNK = 64  # tokens
+
 
 class Router(SparsificationPolicy):
     """Keep probabilities from the cosine between a token's projection and its state after a causal summary.
@@ -108,11 +110,8 @@ def linear_attention(
     queries: Float[Tensor, "batch tokens features"],
     keys: Float[Tensor, "batch tokens features"],
     values: Float[Tensor, "batch tokens channels"],
-    *,
-    chunk: int = 64,
-    eps: float = 1e-6,
 ) -> Float[Tensor, "batch tokens channels"]:
-    """Mean of the values so far, q_t^T S_t / (q_t^T z_t + eps), S_t = sum_{j<=t} k_j v_j^T, z_t = sum_{j<=t} k_j.
+    """Mean of the values so far, q_t^T S_t / (q_t^T z_t + 1e-6), S_t = sum_{j<=t} k_j v_j^T, z_t = sum_{j<=t} k_j.
 
     Within a chunk the products q_t.k_j are formed, across chunks only the sums S and z are carried: memory grows as
     tokens * chunk + tokens / chunk * features * channels.
@@ -120,14 +119,14 @@ def linear_attention(
     References: KV-CAT, appendix "Router parameterization"; Katharopoulos et al. 2020, arXiv:2006.16236.
     """
     num_tokens = queries.shape[1]
-    chunk = min(chunk, max(num_tokens, 1))
+    chunk = min(_CHUNK, max(num_tokens, 1))
     padding = -num_tokens % chunk
     q, k, v = (functional.pad(x, (0, 0, 0, padding)).unflatten(1, (-1, chunk)) for x in (queries, keys, values))
     v = functional.pad(v, (0, 1), value=1.0)  # a channel of ones makes the normaliser
     sums = (k.transpose(-1, -2) @ v).cumsum(1)
     earlier = functional.pad(sums[:, :-1], (0, 0, 0, 0, 1, 0))
     both = (q @ k.transpose(-1, -2)).tril() @ v + q @ earlier
-    return (both[..., :-1] / (both[..., -1:] + eps)).flatten(1, 2)[:, :num_tokens]
+    return (both[..., :-1] / (both[..., -1:] + 1e-6)).flatten(1, 2)[:, :num_tokens]
 
 
 def make(*, target: float, **options: Any) -> Router:  # noqa: ARG001 (the budget loss aims at it)

@@ -16,15 +16,6 @@ EOS = "<|endoftext|>"
 TOKENIZER_DOCUMENTS = 800
 
 
-def base_config() -> Qwen2Config:
-    """The architecture: Qwen2 with grouped-query attention, 6 layers, width 96, about 0.7 million parameters."""
-    return Qwen2Config(
-        vocab_size=VOCAB_SIZE, hidden_size=96, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=256, max_position_embeddings=CONTEXT, tie_word_embeddings=True, bos_token_id=None,
-        eos_token_id=0,
-    )  # fmt: skip
-
-
 def train_tokenizer(documents: list[Document]) -> PreTrainedTokenizerFast:
     """A byte-level BPE of 1,024 tokens, learned from the documents; every byte has a token, so any text encodes."""
     made, texts = ByteLevelBPETokenizer(), (document.text for document in documents)
@@ -36,12 +27,20 @@ def train_tokenizer(documents: list[Document]) -> PreTrainedTokenizerFast:
 
 
 def write_untrained(folder: Path, seed: int) -> None:
-    """An untrained model and its tokenizer as a Hugging Face folder; the seed draws weights and tokenizer documents."""
+    """An untrained model and its tokenizer as a Hugging Face folder; the seed draws weights and tokenizer documents.
+
+    Qwen2 with grouped-query attention, 6 layers, width 96, about 0.7 million parameters.
+    """
+    config = Qwen2Config(
+        vocab_size=VOCAB_SIZE, hidden_size=96, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=256, max_position_embeddings=CONTEXT, tie_word_embeddings=True, bos_token_id=None,
+        eos_token_id=0,
+    )  # fmt: skip
     training = [d for d in open_documents("installed") if split_of(d.id) == "train"]
     tokenizer = train_tokenizer(hash_order(training, seed)[:TOKENIZER_DOCUMENTS])
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(base_config())
+        model = Qwen2ForCausalLM(config)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
