@@ -78,7 +78,7 @@ def fitted_queries(trace: Trace, own_weight: float, *, by_share: bool) -> Fitted
 def _own_queries(trace: Trace) -> FittedQueries | None:
     """Queries of each third of the prefix, turned by the model's rotary embedding to stand right behind the prefix.
 
-    All of up to 1,024 positions choose keys; where query heads share a KV head, log-bias and values are fitted to those
+    All of up to 4,096 positions choose keys; where query heads share a KV head, log-bias and values are fitted to those
     of evenly spaced positions alone, one and a half queries per token of the prefix, in place of all.
     None where a compact cache stands for part of the prefix, or where the model's positions cannot be turned.
     """

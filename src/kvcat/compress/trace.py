@@ -13,7 +13,7 @@ from kvcat.errors import InputError
 from kvcat.models import capture, frozen, logits_from_hidden
 from kvcat.types import Float, Int, Tensor
 
-SAMPLED_POSITIONS = 1024
+SAMPLED_POSITIONS = 4096
 _TAIL = 32
 
 
@@ -42,7 +42,7 @@ class Trace:
         keys, values: per layer, of the prefix's slots after rotation: one per token, fewer behind a compact cache.
         queries: per layer, queries after rotation from ``supervision_start`` on ("suffix") or of the prefix ("self").
         suffix_keys: per layer, keys of the tokens after the prefix.
-        prefix_positions: positions of the prefix whose queries are kept: evenly spaced ones, at most 1024, and the last
+        prefix_positions: positions of the prefix whose queries are kept: evenly spaced ones, at most 4096, and the last
             32; all with "self"; of those behind a compact cache.
         prefix_queries: per layer, queries after rotation of these positions.
         scales: per layer, the factor on q.k.
