@@ -68,6 +68,7 @@ def test_the_split_is_drawn_anew_each_step_from_the_seed_alone():
     run = config("model", "data", "out", prefix_range=(0.25, 0.9), seq_len=1024)
     lengths = [run.prefix_len_at(step) for step in range(400)]
     assert lengths == [run.prefix_len_at(step) for step in range(400)]
+    assert lengths != [dataclasses.replace(run, seed=4).prefix_len_at(step) for step in range(400)]
     assert set(lengths) == {64 * i for i in range(4, 15)}
     assert run.masked_share == pytest.approx(1 - 0.575)
     assert config("m", "d", "o", prefix_range=(1.0, 1.0), seq_len=64).prefix_len_at(0) == 62

@@ -62,6 +62,22 @@ def test_four_micro_batches_of_one_equal_one_of_four_up_to_rounding(policy, monk
     assert_close(whole.output, split.output, weights=1e-6)
 
 
+def test_routers_are_clipped_apart_from_the_model(monkeypatch, new_run):
+    norms, make_optimizer = [], loop_module.make_optimizer
+
+    def watched(objective, config):
+        made = make_optimizer(objective, config)
+        parts = objective.policy_parameters(), list(objective.model.parameters())
+        made.register_step_pre_hook(
+            lambda *_: norms.append([sum(p.grad.square().sum().item() for p in part) ** 0.5 for part in parts])
+        )
+        return made
+
+    monkeypatch.setattr(loop_module, "make_optimizer", watched)
+    train(new_run(max_steps=1, max_grad_norm=1e-3), progress=False)
+    assert norms == [pytest.approx([1e-3, 1e-3], rel=1e-2)]
+
+
 def test_one_seed_gives_one_result_whatever_the_global_random_state(new_run):
     runs = [new_run(str(i), policy="random", seed=seed, max_steps=2) for i, seed in enumerate((3, 3, 4))]
     for state, run in enumerate(runs):
@@ -130,13 +146,14 @@ def test_the_objective_is_the_kl_of_the_masked_tokens_and_the_anchor_of_all(
     teacher, prefix_range, tiny_folder, tmp_path
 ):
     run = config(
-        tiny_folder, "data", tmp_path / "run", policy="random", mask_weight=0.7, num_groups=1,
-        prefix_range=prefix_range, teacher=teacher,
+        tiny_folder, "data", tmp_path / "run", policy="random", mask_weight=0.7, anchor_weight=1.3, num_groups=1,
+        prefix_range=prefix_range, teacher=teacher, tau=0.3, coupling="exact",
     )  # fmt: skip
     prefix_len = PREFIX if prefix_range else 0
     assert run.prefix_len_at(0) == run.prefix_len_at(None) == (prefix_len or None)
     model, _ = load(tiny_folder)
     objective, tokens = Objective(model, run), some_tokens()
+    assert (objective.masked_pass.tau, objective.masked_pass.coupling) == (0.3, "exact")
     assert not any("teacher" in name for name, _ in objective.named_parameters())
     with torch.no_grad():
         base = model(tokens).logits
@@ -148,7 +165,7 @@ def test_the_objective_is_the_kl_of_the_masked_tokens_and_the_anchor_of_all(
         dense, masked = model(tokens).logits, logits_from_hidden(model, out.masked_hidden)
     teach = dense if teacher == "self" else base
     anchor = next_token_loss(dense, tokens) if teacher == "self" else distillation_kl(base, dense)
-    expected = 0.7 * distillation_kl(teach[:, prefix_len:], masked) + anchor
+    expected = 0.7 * distillation_kl(teach[:, prefix_len:], masked) + 1.3 * anchor
     assert total.item() == pytest.approx(expected.item(), rel=1e-5)
     assert record["kl"].item() == pytest.approx(distillation_kl(dense[:, prefix_len:], masked).item(), rel=1e-5)
     assert record["dense_loss"].item() == pytest.approx(next_token_loss(dense, tokens).item(), rel=1e-5)

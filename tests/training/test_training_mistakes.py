@@ -106,8 +106,10 @@ def test_a_second_process_does_not_write_into_a_run(tmp_path, new_run):
     assert train(run, progress=False).validation["step"] == 1
 
 
-def test_a_run_that_diverges_stops_with_one_line_and_no_checkpoint_of_bad_weights(tmp_path, new_run):
+def test_a_run_that_diverges_stops_with_one_line_and_no_checkpoint_of_bad_weights(tmp_path, monkeypatch, new_run):
     run = new_run(policy="control", peak_lr=1e36, warmup_steps=0, checkpoint_every=1)
     assert "diverged: the gradient of the model in step" in refusal(run)
     assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) <= 1
     assert not (tmp_path / "run" / "export").exists()
+    monkeypatch.setattr("kvcat.training.loop.EXPLODED", 0.0)
+    assert "diverged: the gradient of the routers in step 1" in refusal(new_run("routers"))

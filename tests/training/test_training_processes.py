@@ -11,6 +11,8 @@ from runs import assert_close, context, records
 from torch.distributed.fsdp import FSDPModule
 
 from kvcat.errors import InputError
+from kvcat.models import decoder_layers
+from kvcat.training import loop
 from kvcat.training.loop import train
 
 
@@ -84,14 +86,32 @@ def test_a_mistake_is_told_by_every_process_before_anything_is_written(tmp_path,
     assert not (tmp_path / "run").exists()
 
 
-def test_gradients_are_reduced_once_a_step_not_every_micro_batch(monkeypatch, new_run):
-    flags, set_sync = [], FSDPModule.set_requires_gradient_sync
+def test_products_are_bfloat16_made_again_where_wanted_and_gradients_float32_reduced_once_a_step(monkeypatch, new_run):
+    flags, inputs, rounded = [], [], []
+    set_sync, shard, make_optimizer = FSDPModule.set_requires_gradient_sync, loop.shard, loop.make_optimizer
+
+    def watched_shard(objective, *arguments):
+        shard(objective, *arguments)
+        decoder_layers(objective.model)[0].mlp.up_proj.register_forward_pre_hook(
+            lambda _, given: inputs.append(given[0].dtype) if torch.is_grad_enabled() else None
+        )
+
+    def watched_optimizer(objective, *arguments):
+        weight = decoder_layers(objective.model)[0].mlp.up_proj.weight
+        made = make_optimizer(objective, *arguments)
+        made.register_step_pre_hook(lambda *_: rounded.append(weight.grad.full_tensor()))
+        return made
+
     monkeypatch.setattr(
         FSDPModule, "set_requires_gradient_sync", lambda self, flag: (flags.append(flag), set_sync(self, flag))
     )
+    monkeypatch.setattr(loop, "shard", watched_shard)
+    monkeypatch.setattr(loop, "make_optimizer", watched_optimizer)
     options = {"policy": "control", "max_steps": 2, "dtype": "bfloat16", "micro_batch_size": 1}
-    train(new_run(**options), progress=False)
+    train(new_run(**options, activation_checkpointing=True), progress=False)
     assert flags == [False, False, False, True] * 2
+    assert inputs == [torch.bfloat16] * 2 * 8  # each layer runs again in the backward
+    assert all((gradient != gradient.bfloat16()).any() for gradient in rounded)
 
 
 @pytest.mark.slow

@@ -60,6 +60,13 @@ def stopped(run, step, monkeypatch):
     return run
 
 
+def test_a_signal_to_another_process_stops_this_one_after_the_same_step(monkeypatch, new_run):
+    monkeypatch.setattr(World, "any", lambda *_: True)
+    with pytest.raises(Stopped, match="after step 1;") as stop:
+        train(new_run(), progress=False)
+    assert stop.value.signum == signal.SIGTERM
+
+
 def test_a_second_signal_ends_a_run_that_waits_for_data(monkeypatch, new_run):
     def wait(*_):
         for _ in range(2):
