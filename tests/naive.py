@@ -1,7 +1,19 @@
-"""Attention, masks and the router by their formulas, with whole matrices (a module of the tests, not a test)."""
+"""Attention, masks and the router by their formulas, with whole matrices, and random numbers (no test)."""
 
 import torch
 from torch.nn import functional
+
+
+def normal(*shape, seed=0, dtype=torch.float64):
+    """Standard normal numbers, the same for the same seed."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def with_gradients(function, tensors):
+    """What a function gives, and the gradients of a weighted sum of it by all tensors."""
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    out = function(*leaves)
+    return [out.detach(), *torch.autograd.grad((out * normal(*out.shape, seed=1).to(out.dtype)).sum(), leaves)]
 
 
 def allowed(tokens, window=None):

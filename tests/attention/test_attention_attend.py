@@ -11,13 +11,9 @@ from kvcat.attention import (
     mask_gradient,
     reachable,
 )
-from naive import allowed, masked_attention
+from naive import allowed, masked_attention, normal, with_gradients
 
 KINDS = {"causal": {"causal": True}, "all keys": {"causal": False}, "window": {"causal": True, "window": 3}}
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def example(seed=0, *, heads=4, kv_heads=2, queries=9, keys=9):
@@ -26,12 +22,6 @@ def example(seed=0, *, heads=4, kv_heads=2, queries=9, keys=9):
     keep = (torch.rand(2, keys, generator=torch.Generator().manual_seed(seed)) < 0.4).double()
     keep[:, :2] = 0.0  # the first queries are blind under causality
     return q, k, v, keep, 2 * bias
-
-
-def with_gradients(function, tensors):
-    leaves = [x.clone().requires_grad_() for x in tensors]
-    out = function(*leaves)
-    return [out, *torch.autograd.grad((out * normal(*out.shape, seed=1)).sum(), leaves)]
 
 
 @pytest.mark.parametrize("coupling", COUPLINGS)

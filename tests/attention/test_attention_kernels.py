@@ -11,6 +11,7 @@ from kvcat.attention import attend_biased, attend_reference, enable, kvcat_atten
 from kvcat.cache import CompactCache, CompactLayer, fingerprint
 from kvcat.errors import InputError
 from large_tensors import LargeTensors
+from naive import with_gradients
 from tiny import loud_model
 
 # queries, keys, biased keys, channels of values, KV heads
@@ -32,13 +33,6 @@ def example(queries, keys, biased=None, value_dim=8, kv_heads=2):
 def naive(q, k, v, log_bias=None, *, causal=True):
     bias = None if log_bias is None else pad(log_bias, (0, k.shape[2] - log_bias.shape[-1]))
     return attend_reference(q, k, v, log_bias=bias, causal=causal, scale=0.3)
-
-
-def with_gradients(function, tensors):
-    leaves = [x.clone().requires_grad_() for x in tensors]
-    out = function(*leaves)
-    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(out.dtype)
-    return [out.detach(), *torch.autograd.grad((out * weight).sum(), leaves)]
 
 
 @pytest.mark.parametrize("causal", [True, False])

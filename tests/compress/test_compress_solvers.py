@@ -12,12 +12,9 @@ from scipy.optimize import lsq_linear
 from kvcat.compress import fit_log_bias, fit_values
 from kvcat.compress.solvers import largest_eigenvalue
 from kvcat.errors import InputError
+from naive import normal
 
 LOW, HIGH = math.exp(-3), math.exp(3)
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def problem(kept, dense):

@@ -7,14 +7,11 @@ import torch
 
 from kvcat import InputError
 from kvcat.losses import OutputHead, budget_loss, distillation_kl, next_token_loss, score_positions
+from naive import normal
 
 
 def logits_of(*probabilities):
     return torch.tensor(probabilities, dtype=torch.float64).log()
-
-
-def random_logits(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def test_the_kl_of_two_coins_is_the_textbook_value_from_the_teacher_to_the_student():
@@ -26,8 +23,8 @@ def test_the_kl_of_two_coins_is_the_textbook_value_from_the_teacher_to_the_stude
 
 
 def test_the_teacher_gets_no_gradient_and_the_student_gets_s_minus_p():
-    teacher = random_logits(1, 2, 4).requires_grad_()
-    student = random_logits(1, 2, 4, seed=1).requires_grad_()
+    teacher = normal(1, 2, 4).requires_grad_()
+    student = normal(1, 2, 4, seed=1).requires_grad_()
     distillation_kl(teacher, student).backward()
     assert teacher.grad is None
     expected = student.detach().softmax(-1)[:, 0] - teacher.detach().softmax(-1)[:, 0]
@@ -51,7 +48,7 @@ def test_the_budget_is_one_at_its_target_and_one_over_it_where_all_is_kept(targe
 
 def test_the_budget_at_one_nth_is_the_ratio_loss_of_h_net_averaged_over_sequences():
     keep = (torch.arange(10) < torch.tensor([[9], [2]])).double()
-    prob = (random_logits(2, 10) + torch.tensor([[1.0], [-1.0]])).sigmoid()
+    prob = (normal(2, 10) + torch.tensor([[1.0], [-1.0]])).sigmoid()
     F, G, N = keep.mean(1), prob.mean(1), 6
     ratio_loss = (N / (N - 1) * ((N - 1) * F * G + (1 - F) * (1 - G))).mean().item()
     pooled = N / (N - 1) * ((N - 1) * F.mean() * G.mean() + (1 - F.mean()) * (1 - G.mean())).item()
@@ -69,7 +66,7 @@ def test_the_kept_fraction_carries_no_gradient_and_the_probabilities_do():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_losses_are_float32_and_double_stays_double(dtype):
-    logits, tokens = random_logits(1, 4, 5).to(dtype), torch.tensor([[0, 1, 2, 3]])
+    logits, tokens = normal(1, 4, 5).to(dtype), torch.tensor([[0, 1, 2, 3]])
     prob = torch.full((1, 4), 0.3, dtype=dtype)
     expected = torch.float64 if dtype == torch.float64 else torch.float32
     values = (next_token_loss(logits, tokens), distillation_kl(logits, logits), budget_loss(prob, prob, 0.5))
@@ -93,7 +90,7 @@ def test_scores_at_every_position_are_those_of_the_whole_logits(chunk, softcap, 
     with torch.random.fork_rng():
         torch.manual_seed(0)
         head = OutputHead(torch.nn.Linear(6, 13, dtype=torch.float64), 1.3, softcap)
-    hidden, teacher = random_logits(2, 5, 6), random_logits(2, 5, 6, seed=1)
+    hidden, teacher = normal(2, 5, 6), normal(2, 5, 6, seed=1)
     targets = torch.randint(13, (2, 5), generator=torch.Generator().manual_seed(0))
     student, taught = (head.logits(x).log_softmax(-1).detach() for x in (hidden, teacher))
     nll, nll_teacher = (-x.gather(-1, targets[..., None])[..., 0] for x in (student, taught))

@@ -33,6 +33,10 @@ def tiny(kind, *, dtype=torch.float64, **options):
     return model
 
 
+def some_ids(length=12, seed=0):
+    return torch.randint(3, 61, (2, length), generator=torch.Generator().manual_seed(seed))
+
+
 def supported(kind, **options):
     return tiny(kind, **SUPPORTED[kind], **options)
 

@@ -2,14 +2,10 @@
 
 import pytest
 import torch
-from models_zoo import SUPPORTED, StaysDouble, supported
+from models_zoo import SUPPORTED, StaysDouble, some_ids, supported
 
 from kvcat.errors import InputError
 from kvcat.models import capture, decoder_layers, logits_from_hidden, output_gains
-
-
-def some_ids(length):
-    return torch.randint(3, 61, (2, length), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("kind", SUPPORTED)

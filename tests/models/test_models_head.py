@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models_zoo import SUPPORTED, tiny
+from models_zoo import SUPPORTED, some_ids, tiny
 from torch import nn
 from transformers import LlamaForCausalLM
 
@@ -17,13 +17,9 @@ HEADS = {
 EXPECTED = {"hyperclovax": (3.0, None), "gemma2": (1.0, 3.0), "cohere": (0.0625, None), "granite": (1 / 3, None)}
 
 
-def some_tokens(seed=0, batch=2, length=11):
-    return torch.randint(3, 61, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
 @pytest.mark.parametrize("kind", sorted({*SUPPORTED, *HEADS}))
 def test_the_head_is_what_the_configuration_means_and_gives_the_model_s_logits(kind):
-    model, ids = tiny(kind, **{**SUPPORTED, **HEADS}[kind]), some_tokens()
+    model, ids = tiny(kind, **{**SUPPORTED, **HEADS}[kind]), some_ids()
     head = output_head(model)
     assert kind not in HEADS or (head.scale, head.softcap) == EXPECTED.get(kind, (1.0, None))
     assert head.weight is model.get_output_embeddings().weight
@@ -53,7 +49,7 @@ class Adapted(nn.Linear):
 
 def test_heads_that_do_more_or_are_absent_are_refused_by_name():
     capped = HiddenCap(tiny("llama").config)
-    assert capped(input_ids=some_tokens()).logits.abs().max() < 3  # a cap of 30 hardly shows
+    assert capped(input_ids=some_ids()).logits.abs().max() < 3  # a cap of 30 hardly shows
     adapted = tiny("llama")
     adapted.lm_head = Adapted(32, 61, bias=False)
     special = {"cls_token_id": 1, "sep_token_id": 2, "eos_token_id": 2, "dtype": torch.float32}

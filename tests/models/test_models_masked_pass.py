@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models_zoo import SUPPORTED, supported
+from models_zoo import SUPPORTED, some_ids, supported
 from torch import nn
 
 from kvcat.errors import InputError
@@ -36,10 +36,6 @@ class Counting(AttentionMassPolicy):
 POLICIES = {"sigmoid": Sigmoid, "random": lambda _: RandomPolicy(0.5), "attention": lambda _: Counting(0.5)}
 
 
-def tokens(seed=0, batch=2, length=12):
-    return torch.randint(3, 61, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
 @pytest.mark.parametrize("kind", SUPPORTED)
 def test_every_supported_family_passes_its_self_test_and_can_run_suffixes_again(kind):
     self_test(supported(kind, dtype=torch.float32))
@@ -55,7 +51,7 @@ def test_activation_checkpointing_changes_no_gradient_and_calls_attention_polici
             model.activation_checkpointing_enable({"use_reentrant": False})
         with MaskedPass(model, {s: POLICIES[policy](s) for s in STARTS}) as masked_pass:
             # two passes before any backward: each finds its own gates again
-            out = [masked_pass.hidden(tokens(i), torch.Generator().manual_seed(i)) for i in (0, 1)]
+            out = [masked_pass.hidden(some_ids(seed=i), torch.Generator().manual_seed(i)) for i in (0, 1)]
             losses = [logits_from_hidden(model, x.masked_hidden).square().mean() for x in out]
             (losses[0] + 2 * losses[1]).backward()
             assert all(p.calls == [False, False] for p in masked_pass.policies.values() if policy == "attention")
@@ -76,15 +72,15 @@ def test_mistakes_are_one_line():
     with MaskedPass(model, {0: Sigmoid(0)}) as masked_pass:
         for prefix_len in (0, 12):
             with pytest.raises(InputError, match=r"1\.\.11"):
-                masked_pass.hidden(tokens(), prefix_len=prefix_len)
+                masked_pass.hidden(some_ids(), prefix_len=prefix_len)
     assert list(masked_pass.state_dict()) == ["policies.0.weight"]
     assert not any(layer._forward_pre_hooks for layer in decoder_layers(model))
     with pytest.raises(InputError, match="closed"):
-        masked_pass.hidden(tokens())
+        masked_pass.hidden(some_ids())
 
 
 def test_bfloat16_autocast_masks_the_same_slots_and_reaches_the_policies():
-    model, ids = supported("qwen3", dtype=torch.float32).train(), tokens()
+    model, ids = supported("qwen3", dtype=torch.float32).train(), some_ids()
     with MaskedPass(model, {s: Sigmoid(s).float() for s in STARTS}) as masked_pass:
         whole = masked_pass.hidden(ids).masked_hidden
         with torch.autocast("cpu", torch.bfloat16):

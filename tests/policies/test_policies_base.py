@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-import naive
 from kvcat import InputError
 from kvcat.policies import (
     AttentionMassPolicy,
@@ -17,10 +16,8 @@ from kvcat.policies import (
     gate,
     kept_count,
 )
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+from naive import attention_mass as naive_mass
+from naive import normal
 
 
 def test_the_gate_keeps_what_exceeds_the_threshold_and_position_zero_and_passes_gradients_straight_through():
@@ -88,7 +85,7 @@ def test_built_policies_take_the_options_and_start_from_weights_of_their_own_tha
 def test_attention_mass_in_chunks_equals_its_naive_twin(heads, window, chunk):
     q, k = normal(2, heads[0], 13, 4), normal(2, heads[1], 13, 4, seed=1)
     fast = attention_mass(q, k, scale=0.7, window=window, query_chunk=chunk)
-    torch.testing.assert_close(fast, naive.attention_mass(q, k, 0.7, window), rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(fast, naive_mass(q, k, 0.7, window), rtol=1e-12, atol=1e-13)
 
 
 def test_the_slots_that_everyone_looks_at_are_kept_and_equal_masses_go_to_the_lower_position():

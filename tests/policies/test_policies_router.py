@@ -5,11 +5,7 @@ import torch
 
 from kvcat.losses import budget_loss
 from kvcat.policies import Router
-from naive import router_scores
-
-
-def normal(*shape, seed=0, dtype=torch.float64):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+from naive import normal, router_scores
 
 
 def moved_router(hidden):

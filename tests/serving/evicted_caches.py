@@ -4,24 +4,18 @@ import torch
 
 from kvcat.cache import CompactCache, CompactLayer, fingerprint
 from kvcat.models import capture
-from tiny import stock_model
+from tiny import loud_model
 
-SIZES = {
-    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": None,
-    "pad_token_id": None,
-}  # fmt: skip
+SIZES = {"vocab_size": 96, "max_position_embeddings": 256, "pad_token_id": None}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 
 
 def make_model(kind="llama", options=None, dtype=torch.float32):
-    """Random weights that make attention look at some keys more than at others."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = stock_model(kind, **{**SIZES, **(options or {})})
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.data.normal_(std=0.3)
-    return model.to(dtype).eval()
+    return loud_model(kind, dtype, **{**SIZES, **(options or {})})
+
+
+def rope(kind, **options):
+    return {"rope_parameters": {"rope_theta": 10000.0, "rope_type": kind, **options}}
 
 
 def ids(*shape, seed=5):

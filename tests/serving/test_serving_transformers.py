@@ -5,7 +5,7 @@ import json
 import pytest
 import safetensors.torch
 import torch
-from evicted_caches import evicted, ids, make_model, our_logits, ragged
+from evicted_caches import LLAMA3, evicted, ids, make_model, our_logits, ragged, rope
 from transformers import DynamicCache
 
 from kvcat.cache import CompactCache
@@ -13,13 +13,7 @@ from kvcat.errors import InputError
 from kvcat.models.rotation import KeyRotation
 from kvcat.serving import export_prefix, plain_prefix
 
-
-def rope(kind, **options):
-    return {"rope_parameters": {"rope_theta": 10000.0, "rope_type": kind, **options}}
-
-
 KINDS = ["sliding_attention", "full_attention"]
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32}
 ROTARY = {
     "llama": ("llama", {}),

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from evicted_caches import evicted, ids, make_model, our_logits, ragged
+from evicted_caches import LLAMA3, evicted, ids, make_model, our_logits, ragged, rope
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from kvcat.errors import InputError
@@ -10,12 +10,7 @@ from kvcat.models import save
 from kvcat.serving import export_prefix, read_prefix, widen, write_gguf
 from kvcat.serving.widen import UNSEEN
 
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 YARN = {"factor": 8.0, "original_max_position_embeddings": 32, "attention_factor": 1.7}
-
-
-def rope(kind, **options):
-    return {"rope_parameters": {"rope_theta": 10000.0, "rope_type": kind, **options}}
 
 
 FAMILIES = {
