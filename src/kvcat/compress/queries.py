@@ -15,7 +15,7 @@ from kvcat.types import Float, Int, Tensor
 HeadIndex = tuple[int, int, int]
 """Layer, example, KV head."""
 Drawn = dict[HeadIndex, Int[Tensor, " drawn"]]
-_PARTS, _FITTED_PER_TOKEN = 3, 1.5
+_LEAST_PARTS, _PART_TOKENS, _FITTED_PER_TOKEN = 3, 256, 1.5
 _CHUNK_ELEMENTS, _CHUNK_ROWS = 2**21, 64
 _BATCH_ELEMENTS, _CACHED_ELEMENTS = 2**23, 2**20
 _LEAST_SHARE = 1e-6
@@ -76,16 +76,17 @@ def fitted_queries(trace: Trace, own_weight: float, *, by_share: bool) -> Fitted
 
 
 def _own_queries(trace: Trace) -> FittedQueries | None:
-    """Queries of each third of the prefix, turned by the model's rotary embedding to stand right behind the prefix.
+    """Queries of each part of the prefix, turned by the model's rotary embedding to stand right behind the prefix.
 
-    All of up to 4,096 positions choose keys; where query heads share a KV head, log-bias and values are fitted to those
-    of evenly spaced positions alone, one and a half queries per token of the prefix, in place of all.
-    None where a compact cache stands for part of the prefix, or where the model's positions cannot be turned.
+    A part is a third of the prefix, at most 256 tokens. All of up to 4,096 positions choose keys; where query heads
+    share a KV head, log-bias and values are fitted to those of evenly spaced positions alone, one and a half queries
+    per token of the prefix, in place of all. None where a compact cache stands for part of the prefix, or where the
+    model's positions cannot be turned.
     """
     length = trace.prefix_len
     if trace.past_len:
         return None
-    part = -(-length // _PARTS)
+    part = min(-(-length // _LEAST_PARTS), _PART_TOKENS)
     bounds = [(max(0, stop - part), stop) for stop in range(length, 0, -part)]
     try:
         rotation = KeyRotation(trace.model, part)
