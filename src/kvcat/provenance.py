@@ -7,6 +7,8 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import torch
+
 from kvcat import __version__
 
 
@@ -15,8 +17,6 @@ def provenance() -> dict[str, str]:
 
     Paths in the command outside the working folder are shortened to ``.../`` and their last part.
     """
-    import torch
-
     info = Path("/proc/cpuinfo")
     names = re.findall(r"^model name\s*: (.*)$", info.read_text(encoding="utf-8"), re.M) if info.exists() else []
     facts = {

@@ -129,8 +129,8 @@ def differences_table(results: Results, model: str, reference: str) -> Table:
         f"{model} minus {reference} on the same {sizes(rows, results.evaluation.example)}. p (Holm): of "
         f"{METRICS[decides].label}, corrected for the number of exploratory cells."
     )
-    told = dict.fromkeys(text.partition(",")[0] for text in rows.loc[rows["metric"] == decides, "warning"] if text)
-    warnings = [f"{text[0].upper()}{text[1:]}." for text in told]
+    found = dict.fromkeys(text.partition(",")[0] for text in rows.loc[rows["metric"] == decides, "warning"] if text)
+    warnings = [f"{text[0].upper()}{text[1:]}." for text in found]
     name = f"differences-{slug(model)}-{slug(reference)}"
     return _table(results, name, f"{model} minus {reference}", caption, lines, warnings)
 

@@ -75,8 +75,8 @@ class Checkpoints:
             self._writing = None
         if self._failure is not None:
             error, self._failure = self._failure, None
-            told = f"a checkpoint of {self.run} cannot be written; earlier ones are in place"
-            raise InputError(f"{told}: {one_line(error)}")
+            failed = f"a checkpoint of {self.run} cannot be written; earlier ones are in place"
+            raise InputError(f"{failed}: {one_line(error)}")
 
     def load_newest(self) -> tuple[int, list[dict[str, Any]], list[str]]:
         """Load the newest whole checkpoint into module and optimizer.
