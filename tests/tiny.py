@@ -2,10 +2,13 @@
 
 import random
 
+import pytest
 import torch
 from tokenizers import ByteLevelBPETokenizer, Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
+
+from kvcat.errors import InputError
 
 WORDS = [
     "the", "a", "cat", "dog", "tree", "river", "stone", "house", "sees", "finds", "likes", "keeps", "small", "old",
@@ -15,6 +18,14 @@ CHAT = (
     "{% for m in messages %}<user>{{ m['content'] }}</user>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+
+
+def refusal(call, *arguments, **options):
+    """What an ``InputError`` says, on one line."""
+    with pytest.raises(InputError) as caught:
+        call(*arguments, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
 
 
 def sentences(count, seed=0):

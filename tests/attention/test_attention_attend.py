@@ -74,15 +74,6 @@ def test_slots_of_log_bias_minus_infinity_are_hidden_and_the_others_seen_by_all(
     assert torch.allclose(out, expected, atol=1e-10)
 
 
-def test_a_log_bias_of_log_two_counts_a_slot_twice():
-    q, k, v, _, _ = example(queries=1)
-    bias = torch.zeros(2, 2, 9, dtype=torch.float64)
-    bias[..., 4] = torch.tensor(2.0, dtype=torch.float64).log()
-    twice = torch.cat([k, k[:, :, 4:5]], dim=2), torch.cat([v, v[:, :, 4:5]], dim=2)
-    out = attend(q, k, v, log_bias=bias, causal=False)
-    assert torch.allclose(out, attend_reference(q, *twice, causal=False), atol=1e-12)
-
-
 def test_bfloat16_keys_hold_a_log_bias_to_a_thousandth():
     bias = torch.linspace(-3, 3, 50)[None, None]
     keys = extend_keys(torch.zeros(1, 1, 50, 8, dtype=torch.bfloat16), bias, 0.125)

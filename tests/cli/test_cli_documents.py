@@ -1,4 +1,4 @@
-"""compress, generate, pack: a document compressed once answers again and again."""
+"""prepare; compress, generate, pack: a document compressed once answers again and again."""
 
 import dataclasses
 
@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvcat.cache import CompactCache, CompactLayer
 from kvcat.cli.app import run
+from kvcat.data import prepare
 from kvcat.models import load
 from kvcat.serving import read_prefix
 from tiny import sentences
@@ -50,10 +51,11 @@ def answer(capsys, folder, cache, *options):
     return capsys.readouterr().out
 
 
-def mistake(capsys, code):
-    said = capsys.readouterr()
-    assert (code, len(said.err.splitlines())) == (2, 1), said
-    return said.err
+def test_prepare_leaves_the_tokens_of_the_library_and_says_what_is_there(tiny_folder, texts_folder, tmp_path, capsys):
+    assert kvcat("prepare", texts_folder, "--model", tiny_folder, "-o", tmp_path / "tokens") == 0
+    index = prepare(str(texts_folder), AutoTokenizer.from_pretrained(tiny_folder), tmp_path / "same")
+    assert f"{index['splits']['train']['tokens']:,} training tokens of" in capsys.readouterr().out
+    assert (tmp_path / "tokens" / "train.bin").read_bytes() == (tmp_path / "same" / "train.bin").read_bytes()
 
 
 def stock_answer(folder, text, tokens=8):
@@ -95,17 +97,14 @@ def test_the_smallest_cache_for_a_kl_is_told_size_by_size(tiny_folder, document,
     assert float(loaded.metadata["held_out_kl"]) <= 1e-3
 
 
-def test_every_prompt_starts_from_the_document_alone(tiny_folder, saved, capsys):
+def test_every_prompt_starts_from_the_document_alone(tiny_folder, saved, mistake, capsys):
     alone = [answer(capsys, tiny_folder, saved, "--prompt", prompt) for prompt in ("the cat", "a dog sees")]
     both = answer(capsys, tiny_folder, saved, "--prompt", "the cat", "a dog sees")
     assert both == f"> the cat\n{alone[0]}> a dog sees\n{alone[1]}"
-    assert "no prompt" in mistake(capsys, generate(tiny_folder, saved))
+    asked = ["generate", tiny_folder, "--cache", saved]
+    assert "no prompt" in mistake(*asked)
     for bad, told in [("", "the prompt is empty"), (DOCUMENT * 9, "no position is left")]:
-        capsys.readouterr()
-        assert generate(tiny_folder, saved, "--prompt", "the cat", bad) == 2
-        said = capsys.readouterr()
-        assert said.out == ""  # all prompts are checked before the first is answered
-        assert told in said.err
+        assert told in mistake(*asked, "--prompt", "the cat", bad)  # all are checked before the first is answered
 
 
 def test_sampling_is_a_function_of_the_seed(tiny_folder, saved, capsys):
@@ -114,11 +113,11 @@ def test_sampling_is_a_function_of_the_seed(tiny_folder, saved, capsys):
     assert first == again != other
 
 
-def test_a_document_too_long_for_its_repetition_fits_by_its_own_queries(tiny_folder, tmp_path, capsys):
+def test_a_document_too_long_for_its_repetition_fits_by_its_own_queries(tiny_folder, tmp_path, mistake):
     document, output = tmp_path / "doc.txt", tmp_path / "c.safetensors"
     document.write_text("".join(sentences(9, seed=7)))
     argv = ["compress", tiny_folder, "--text", document, "-o", output]
-    assert "a shorter text, or supervision='self'" in mistake(capsys, kvcat(*argv))
+    assert "a shorter text, or supervision='self'" in mistake(*argv)
     assert not output.exists()
     assert kvcat(*argv, "--supervision", "self") == 0
 
@@ -135,7 +134,7 @@ def test_answers_end_at_the_models_last_position(tiny_folder, tmp_path, capsys):
 
 
 def test_a_cache_is_packed_plain_without_its_log_bias_only_on_demand_or_for_a_widened_model(
-    tiny_folder, document, tmp_path, capsys
+    tiny_folder, document, tmp_path, capsys, mistake
 ):
     cache = compress(tiny_folder, document, "--slots", 5, "--method", "random")
     base = ["pack", tiny_folder, "--cache", cache, "-o"]
@@ -143,11 +142,11 @@ def test_a_cache_is_packed_plain_without_its_log_bias_only_on_demand_or_for_a_wi
     assert capsys.readouterr().out.endswith("5 slots a head; the next token stands at 5\n")
     with safetensors.safe_open(tmp_path / "p", "pt") as file:
         assert file.metadata()["format"] == "kvcat-prefix-1"
-    assert "exists; --overwrite replaces it" in mistake(capsys, kvcat(*base, tmp_path / "p"))
+    assert "exists; --overwrite replaces it" in mistake(*base, tmp_path / "p")
     plain = CompactCache.load(cache)
     biased = [CompactLayer(x.keys, x.values, x.keys.new_ones(x.keys.shape[:3])) for x in plain.layers]
     dataclasses.replace(plain, layers=biased).save(cache)
-    assert "has a log-bias" in mistake(capsys, kvcat(*base, tmp_path / "b"))
+    assert "has a log-bias" in mistake(*base, tmp_path / "b")
     assert kvcat(*base, tmp_path / "b", "--drop-log-bias") == 0
     assert kvcat(*base, tmp_path / "w", "--head-dim", 12) == 0
     assert read_prefix(tmp_path / "w").shape[2] == 12
@@ -158,7 +157,7 @@ def test_a_cache_is_packed_plain_without_its_log_bias_only_on_demand_or_for_a_wi
     assert (tmp_path / "wide.gguf").read_bytes()[:4] == b"GGUF"
 
 
-def test_a_file_says_what_it_holds_and_a_damaged_or_another_one_is_refused_in_one_line(tmp_path, capsys):
+def test_a_file_says_what_it_holds_and_a_damaged_or_another_one_is_refused_in_one_line(tmp_path, capsys, mistake):
     heads = [[[torch.ones(n, 8) for n in counts]] for counts in ((2, 4), (1, 3))]
     told = {"method": "by hand", "seed": "7"}
     cache = CompactCache([CompactLayer.ragged(x, x) for x in heads], 20, "0123456789ab" + "c" * 52, told)
@@ -173,5 +172,5 @@ def test_a_file_says_what_it_holds_and_a_damaged_or_another_one_is_refused_in_on
         assert line in shown
     content = (tmp_path / "c").read_bytes()
     (tmp_path / "c").write_bytes(content[:-5] + b"!" + content[-4:])
-    assert "c is corrupt" in mistake(capsys, kvcat("info", tmp_path / "c"))
-    assert "no cache file" in mistake(capsys, kvcat("info", tmp_path))
+    assert "c is corrupt" in mistake("info", tmp_path / "c")
+    assert "no cache file" in mistake("info", tmp_path)

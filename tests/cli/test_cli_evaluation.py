@@ -111,22 +111,6 @@ def test_longbench_and_multiple_choice_run_and_a_model_that_cannot_do_it_is_labe
     assert len({record.stratum for record in read_records(tmp_path / "qa")}) == 8
 
 
-@pytest.mark.parametrize(
-    ("argv", "told"),
-    [
-        (["needle", "--length", 900], "positions"),
-        (["ruler", "--task", "maze"], "no RULER task 'maze'"),
-        (["qa", "--data", SMALL / "qa", "--task", "maths"], "maths"),
-    ],
-)
-def test_a_mistake_is_one_line_before_anything_is_written(argv, told, tmp_path, capsys):
-    name, *options = map(str, argv)
-    assert run(["eval", name, "kvcat-base", "--out", str(tmp_path / "out"), *options]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert told in line
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_profile_ends_in_a_table(tmp_path, capsys):
     data = write_texts(tmp_path / "texts", documents=8, length=60)
     lengths = ["--prefix", 16, "--suffix", 8, "--windows", 1, "--slots", 2]

@@ -3,8 +3,6 @@
 import csv
 import json
 
-import pytest
-
 from kvcat.cli.app import run
 from kvcat.theory.reports import parse_budget
 
@@ -42,21 +40,6 @@ def test_the_theorem_command_shows_one_network_exact_and_the_other_above_c(tmp_p
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["budget"] == "1"
     assert "torch" in report["provenance"]
-
-
-@pytest.mark.parametrize(
-    ("argv", "told"),
-    [
-        (["theorem", "--budget", "half"], "--budget is 'half'; it must be a number, n-1 or n/2"),
-        (["theorem", "--symbols", "4", "--length", "9"], "4 symbols and N = 9: at most 256 sequences"),
-        (["histogram", "--scaling", "2", "8"], "--scaling takes two values at least, 3 to 256, not [2, 8]"),
-    ],
-)
-def test_a_person_s_mistake_is_one_line(argv, told, tmp_path, capsys):
-    assert run(["theory", *argv, "--out", str(tmp_path / "out")]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert told in line
-    assert not (tmp_path / "out").exists()
 
 
 def test_budgets_are_functions_of_the_prefix_length():

@@ -1,4 +1,4 @@
-"""Help texts, exit codes, and one line for each mistake; no model is loaded here."""
+"""Help texts, exit codes, and one line for each mistake, of every command."""
 
 import json
 import re
@@ -13,16 +13,6 @@ from hypothesis import strategies as st
 from kvcat.cli import app
 from kvcat.cli.app import COMMANDS, run
 from kvcat.cli.options import Fractions, Strings, flat, parse
-
-
-def mistake(capsys, *argv):
-    """The one line on standard error of a command that ends with exit code 2."""
-    code = run([str(x) for x in argv])
-    said = capsys.readouterr()
-    lines = said.err.splitlines()
-    assert (code, said.out, len(lines)) == (2, "", 1), said
-    assert lines[0].startswith("kvcat: ")
-    return lines[0]
 
 
 def test_the_overview_imports_nothing_heavy():
@@ -90,13 +80,24 @@ def test_values_after_one_option_equal_options_written_each_time(ratios, methods
         ("eval needle kvcat-base --out o --method nothing", "no compressor 'nothing'; there are"),
         ("eval needle kvcat-base nowhere/at/all --out o", "model folder nowhere/at/all does not exist"),
         ("report", "nothing to report: no results folder and no run given"),
+        ("eval needle kvcat-base --out o --length 900", "positions"),
+        ("eval ruler kvcat-base --out o --task maze", "no RULER task 'maze'"),
+        ("eval qa kvcat-base --out o --data . --task maths", "maths"),
+        ("prepare nowhere --tokenizer kvcat-base -o o", "no such text file or folder: nowhere"),
+        ("prepare t.txt --tokenizer . -o o", "cannot load the tokenizer of"),
+        ("prepare t.txt --tokenizer nobody/nothing -o o", "neither a folder nor in the local Hub cache"),
+        ("export . --step 3 -o o", "holds no checkpoint of step 3; it has none"),
+        ("theory theorem --budget half --out o", "--budget is 'half'; it must be a number, n-1 or n/2"),
+        ("theory theorem --symbols 4 --length 9 --out o", "4 symbols and N = 9: at most 256 sequences"),
+        ("theory histogram --scaling 2 8 --out o", "--scaling takes two values at least, 3 to 256, not [2, 8]"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2_and_nothing_is_written(line, told, capsys, tmp_path, monkeypatch):
+def test_a_mistake_is_one_line_and_exit_code_2_and_nothing_is_written(line, told, mistake, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     (tmp_path / "t.txt").write_text("a text")
     (tmp_path / "empty.txt").write_text(" \n")
     monkeypatch.chdir(tmp_path)
-    assert told in mistake(capsys, *shlex.split(line))
+    assert told in mistake(*shlex.split(line))
     assert sorted(f.name for f in tmp_path.iterdir()) == ["empty.txt", "t.txt"]
 
 

@@ -12,17 +12,11 @@ from kvcat.data import documents as documents_module
 from kvcat.data import open_documents
 from kvcat.data.documents import PIECE_CHARACTERS, SourceFile, open_source, read_documents
 from kvcat.errors import InputError
+from tiny import refusal
 
 
 def pairs(source):
     return [(d.id, d.text) for d in open_documents(str(source))]
-
-
-def refusal(source):
-    with pytest.raises(InputError) as caught:
-        pairs(source)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def write_parquet(path, **columns):
@@ -88,7 +82,7 @@ def test_a_file_that_cannot_be_read_is_named_in_one_line(name, content, message,
         (tmp_path / name).write_bytes(content)
     else:
         write_parquet(tmp_path / name, **content)
-    told = refusal(tmp_path / name)
+    told = refusal(pairs, tmp_path / name)
     assert name in told
     assert re.search(message, told)
 
@@ -99,9 +93,9 @@ def test_a_source_that_is_not_there_is_refused_before_anything_is_read(tmp_path,
         with pytest.raises(InputError, match=told):
             open_documents(str(tmp_path / name))
     monkeypatch.setattr(documents_module, "hub_obstacle", lambda: "HF_HUB_OFFLINE is set")
-    assert "data set 'nobody/texts' is on the Hub, and HF_HUB_OFFLINE is set" in refusal("hub:nobody/texts/c@dev")
+    assert "nobody/texts' is on the Hub, and HF_HUB_OFFLINE is set" in refusal(pairs, "hub:nobody/texts/c@dev")
     for name in ("", "a b", "../x"):
-        assert "hub:OWNER/NAME" in refusal(f"hub:{name}")
+        assert "hub:OWNER/NAME" in refusal(pairs, f"hub:{name}")
 
 
 def test_the_installed_corpus_holds_the_library_and_packages_without_tests():
@@ -149,9 +143,9 @@ def test_hub_names_carry_configuration_and_split_and_files_their_commit(monkeypa
 
 def test_a_hub_data_set_of_another_kind_and_what_clients_of_the_network_raise_end_in_one_line(monkeypatch):
     fake_hub(monkeypatch, {"train": ["hf://datasets/o/n@main/data/a.tar"]})
-    assert "data/a.tar; only parquet, JSON lines and text stream" in refusal("hub:o/n")
+    assert "data/a.tar; only parquet, JSON lines and text stream" in refusal(pairs, "hub:o/n")
     fake_hub(monkeypatch, FileNotFoundError("no such\ndata set"))
-    assert "cannot be opened: FileNotFoundError: no such data set" in refusal("hub:o/n")
+    assert "cannot be opened: FileNotFoundError: no such data set" in refusal(pairs, "hub:o/n")
 
     def fail(*_, **__):
         raise type("ReadTimeout", (Exception,), {})("the line\nis dead")

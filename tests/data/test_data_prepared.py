@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 import shutil
 
 import numpy as np
@@ -13,7 +14,7 @@ from kvcat.data import Encoder, open_documents, open_tokens, pack, prepare, prep
 from kvcat.data.prepared import open_prepared
 from kvcat.errors import InputError
 from text_files import of_split, texts, write_corpus, write_lines
-from tiny import byte_tokenizer
+from tiny import byte_tokenizer, refusal
 
 COUNTS = {"batch_size": 3, "max_steps": 4, "validation_sequences": 3, "seed": 0}
 
@@ -169,9 +170,7 @@ def test_a_damaged_folder_is_refused_in_one_line(good, tokenizer, tmp_path, name
         file.unlink()
     else:
         file.write_bytes(change(file.read_bytes()))
-    with pytest.raises(InputError, match=told) as caught:
-        open_tokens(str(file.parent), tokenizer, seq_len=8, **COUNTS)
-    assert "\n" not in str(caught.value)
+    assert re.search(told, refusal(open_tokens, str(file.parent), tokenizer, seq_len=8, **COUNTS))
 
 
 def test_a_prepared_folder_is_mapped_read_only_and_trained_on_at_any_length_with_its_tokenizer(good, tokenizer):

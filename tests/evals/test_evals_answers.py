@@ -15,7 +15,7 @@ import kvcat
 from kvcat.errors import InputError
 from kvcat.evals.answers import Question, QuestionTask, answer_ids, greedy_answers, read_rows
 from kvcat.evals.task import vocabulary
-from tiny import byte_tokenizer
+from tiny import byte_tokenizer, refusal
 
 CONTEXT, NEW = 24, 5
 
@@ -173,9 +173,7 @@ def test_json_lines_a_json_array_and_parquet_give_the_same_rows(tmp_path):
 def test_a_damaged_or_missing_file_is_one_clear_line(tmp_path, name, content, said):
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(InputError, match=f"{name} cannot be read: {said}") as error:
-        list(read_rows(str(tmp_path / name)))
-    assert "\n" not in str(error.value)
+    assert f"{name} cannot be read: {said}" in refusal(lambda: list(read_rows(str(tmp_path / name))))
 
 
 def test_the_rows_of_the_hub_are_those_of_its_configuration_and_split_or_the_run_ends_at_once(monkeypatch):

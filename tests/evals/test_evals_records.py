@@ -5,6 +5,7 @@ import pytest
 
 from kvcat.errors import InputError
 from kvcat.evals import Record, ResultsFolder, models_of, read_config, read_costs, read_records
+from tiny import refusal
 
 CONFIG = {"evaluation": "suffix", "dataset": "t", "num_examples": 2, "methods": [], "prefix_len": 8}
 
@@ -59,9 +60,7 @@ def line(**changes):
 )
 def test_a_damaged_line_is_refused_in_one_line(tmp_path, name, damage, said):
     (tmp_path / f"{name}.jsonl").write_text(f"{damage}\n{line()}\n")
-    with pytest.raises(InputError, match=said) as error:
-        (read_records if name == "records" else read_costs)(tmp_path)
-    assert "\n" not in str(error.value)
+    assert said in refusal(read_records if name == "records" else read_costs, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -76,11 +75,8 @@ def test_a_damaged_line_is_refused_in_one_line(tmp_path, name, damage, said):
 def test_a_damaged_configuration_is_refused_in_one_line(tmp_path, changes, said):
     config = {name: value for name, value in {**CONFIG, **changes}.items() if value is not None}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InputError, match=said) as error:
-        read_config(tmp_path)
-    assert "\n" not in str(error.value)
-    with pytest.raises(InputError, match="is no results folder"):
-        read_config(tmp_path / "none")
+    assert said in refusal(read_config, tmp_path)
+    assert "is no results folder" in refusal(read_config, tmp_path / "none")
 
 
 def test_another_configuration_or_other_weights_of_a_label_are_refused_and_the_folder_is_free_again(tmp_path):

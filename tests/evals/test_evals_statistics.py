@@ -54,6 +54,7 @@ def test_a_ratio_is_of_sums_and_a_p_value_twice_the_smaller_share_of_resamples_b
     assert (estimate.value, estimate.low, estimate.high) == pytest.approx((10.0 / 12.0, 0.5, 0.9))
     assert bootstrap.p_value(np.array([9.0, *[1.0] * 96, *[-1.0] * 3])) == pytest.approx(2 * 4 / 100)
     assert bootstrap.p_value(np.array([-9.0, *[-1.0] * 99])) == pytest.approx(2 / 100)
+    assert np.isnan(bootstrap.p_value(np.array([1.0, np.nan, 1.0])))
 
 
 def test_documents_and_training_seeds_add_their_variances_and_one_seed_has_none():
@@ -99,6 +100,7 @@ def test_wilson_equals_scipys(successes, more):
     ours = wilson(successes, trials)
     assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high), abs=1e-12)
     assert 0.0 <= ours.low <= ours.value <= ours.high <= 1.0
+    assert (wilson(0, trials).low, wilson(trials, trials).high) == (0.0, 1.0)  # without rounding
 
 
 def test_a_difference_of_shares_is_agresti_and_mins_by_hand():
@@ -153,3 +155,6 @@ def test_medians_equal_numpys_on_every_resample():
     for counts, median in zip(bootstrap._counts.astype(int), draws, strict=True):
         pool = np.repeat(values, [counts[int(document[1])] for document in documents])
         assert median == pytest.approx(np.median(pool))
+    seeds = ClusterBootstrap(documents, seeds="ab", num_resamples=50).median(np.stack([values, values + 1])) - draws
+    assert seeds[0] == pytest.approx(0.5)
+    assert seeds.std() > 0.2

@@ -107,6 +107,9 @@ def test_holm_leaves_the_primary_cell_alone_and_corrects_the_others_of_its_metri
     assert other.p_holm.tolist() == other.p.tolist()
     nll = table[(table.stratum == "") & (table.metric == "nll")]
     assert nll.p_holm.min() == pytest.approx(min(1.0, 2 * nll.p.min()))
+    steps = [dataclasses.replace(r, step=step) for r in own for step in (5, 9)]
+    primary = {"method": "first", "keep_ratio": 0.4, "metric": "kl"}
+    assert compare_models(steps, "control", primary=primary, num_resamples=9).query("primary").step.tolist() == [9]
 
 
 def test_training_seeds_become_one_row_whose_interval_knows_of_them():
@@ -121,6 +124,7 @@ def test_training_seeds_become_one_row_whose_interval_knows_of_them():
     row = compared[(compared.metric == "kl") & (compared.stratum == "") & (compared.keep_ratio == 0.1)].iloc[0]
     assert row.difference == pytest.approx(0.1)
     assert row.low < 0.05
+    assert row_of(summarise(own[1:]), model="kvcat", keep_ratio=0.1).num_examples == 23  # one run lacks one
 
 
 def answers(model, right, dense=None, documents=None):
@@ -144,6 +148,15 @@ def test_a_share_has_wilsons_interval_at_the_number_of_documents():
     assert row.high - row.low == pytest.approx(1.96 / math.sqrt(48 + 1.96**2), rel=1e-4)  # Wilson at 1/2
 
 
+def test_the_interval_of_a_share_of_several_training_runs_holds_wilsons_and_knows_of_the_runs():
+    for second, low, verdict in (([1] * 40, 0.9123, "better"), ([0] * 40, -0.3, "level")):
+        runs = [*answers("m@0", [1] * 40), *answers("m@1", second)]
+        row = row_of(summarise(runs), "exact_match")
+        assert row.low == pytest.approx(low, abs=0.1 * (verdict == "level") + 1e-4)
+        compared = row_of(compare_models([*runs, *answers("base", [0] * 40)], "base"), "exact_match")
+        assert ((compared.p > 0.05), compared.verdict) == (verdict == "level", verdict)
+
+
 def test_the_native_share_is_over_the_examples_that_the_dense_pass_gets_right():
     records = answers("m", [1, 0, 1, 1], dense=[1, 1, 0, 1]) + answers("base", [1, 1, 1, 1], dense=[1, 1, 1, 1])
     table = summarise(records)
@@ -153,15 +166,15 @@ def test_the_native_share_is_over_the_examples_that_the_dense_pass_gets_right():
     assert math.isnan(row_of(none, "native_exact_match").value)
 
 
-def test_a_clear_difference_of_shares_is_found_and_four_differing_examples_decide_nothing():
+def test_a_clear_difference_of_shares_is_found_and_five_differing_examples_decide_nothing():
     clear = row_of(compare_models(answers("m", [1] * 40) + answers("base", [1, 0] * 20), "base"), "exact_match")
     assert (clear.verdict, clear.warning) == ("better", "")
     assert clear.p < 1e-4
     none = row_of(compare_models(answers("m", [1, 0] * 6) + answers("base", [1, 0] * 6), "base"), "exact_match")
     assert (none.difference, none.verdict, none.warning) == (0.0, "level", "the models agree on all 12 examples")
     assert none.low < -0.1 < 0.1 < none.high
-    few = row_of(compare_models(answers("m", [1] * 40) + answers("base", [0] * 4 + [1] * 36), "base"), "exact_match")
-    assert (few.p, few.verdict) == (0.125, "level")
+    few = row_of(compare_models(answers("m", [1] * 40) + answers("base", [0] * 5 + [1] * 35), "base"), "exact_match")
+    assert (few.p, few.verdict) == (0.0625, "level")
     assert "differences under" in few.warning
     documents = [f"d{i % 3}" for i in range(60)]
     records = answers("m", [1] * 60, documents=documents) + answers("base", [0, 1] * 30, documents=documents)
@@ -170,7 +183,7 @@ def test_a_clear_difference_of_shares_is_found_and_four_differing_examples_decid
 
 def test_models_without_shown_ability_are_plumbing_in_every_evaluation():
     made = [
-        *answers("able", [1] * 20, dense=[1] * 20), *answers("blind", [0] * 20, dense=[0] * 20),
+        *answers("able", [1] * 20, dense=[1] * 5 + [0] * 15), *answers("blind", [0] * 20, dense=[0] * 20),
         *answers("few", [1] * 5, dense=[1] * 5),
     ]  # fmt: skip
     found = plumbing(made)

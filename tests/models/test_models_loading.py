@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, PreT
 from kvcat.attention import attend_twice
 from kvcat.errors import InputError
 from kvcat.models import decoder_layers, load, model_name, save, self_test
+from tiny import refusal
 
 
 @pytest.fixture(scope="module")
@@ -27,14 +28,6 @@ def source(tmp_path_factory):
 @pytest.fixture
 def folder(source, tmp_path):
     return shutil.copytree(source, tmp_path / "copy")
-
-
-def refusal(*args, **kwargs):
-    with pytest.raises(InputError) as caught:
-        load(*args, **kwargs)
-    line = str(caught.value)
-    assert "\n" not in line
-    return line
 
 
 def test_a_loaded_model_is_the_stock_class_and_a_saved_folder_names_nothing_of_ours(source, tmp_path):
@@ -79,9 +72,9 @@ def test_what_is_no_model_folder_is_refused_and_options_are_checked_first(tmp_pa
         ("nowhere", "does not exist"), ("", "no config.json"), ("file", "is a file"), ("t5", "T5 .* encoder-decoder"),
         ("m.gguf", "is no GGUF file"), ("cut.gguf", "cannot load"),
     ):  # fmt: skip
-        assert re.search(told, refusal(tmp_path / name))
-    assert "'float8'" in refusal(tmp_path / "nowhere", dtype="float8")
-    assert "'abacus'" in refusal(tmp_path / "nowhere", device="abacus")
+        assert re.search(told, refusal(load, tmp_path / name))
+    assert "'float8'" in refusal(load, tmp_path / "nowhere", dtype="float8")
+    assert "'abacus'" in refusal(load, tmp_path / "nowhere", device="abacus")
 
 
 def test_weights_that_do_not_fit_the_config_or_are_no_numbers_are_refused_by_name(folder):
@@ -93,15 +86,15 @@ def test_weights_that_do_not_fit_the_config_or_are_no_numbers_are_refused_by_nam
     ):  # fmt: skip
         others = {k: v for k, v in tensors.items() if k != name}
         save_file(others | wrong, file, {"format": "pt"})
-        assert re.search(f"{told}.*, for example .*{name.replace('1', '.')}", refusal(folder))
+        assert re.search(f"{told}.*, for example .*{name.replace('1', '.')}", refusal(load, folder))
 
 
 def test_bad_json_missing_files_and_unknown_models_are_refused(folder):
     (folder / "tokenizer.json").write_text('{"model_type": ')
-    assert "tokenizer" in refusal(folder)
+    assert "tokenizer" in refusal(load, folder)
     for file in folder.glob("tokenizer*"):
         file.unlink()
-    assert "tokenizer=False" in refusal(folder)
+    assert "tokenizer=False" in refusal(load, folder)
     assert load(folder, tokenizer=False)[1] is None
     path = folder / "config.json"
     config = json.loads(path.read_text())
@@ -114,15 +107,15 @@ def test_bad_json_missing_files_and_unknown_models_are_refused(folder):
         )),
     ):  # fmt: skip
         path.write_text(content)
-        assert told in refusal(folder, tokenizer=False)
+        assert told in refusal(load, folder, tokenizer=False)
     path.write_text(json.dumps(config))
     weights, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     weights.write_bytes(weights.read_bytes()[:-9])
-    assert f"cannot load {folder}: SafetensorError" in refusal(folder, tokenizer=False)
+    assert f"cannot load {folder}: SafetensorError" in refusal(load, folder, tokenizer=False)
     weights.unlink()
-    assert "no file named model.safetensors" in refusal(folder, tokenizer=False)
+    assert "no file named model.safetensors" in refusal(load, folder, tokenizer=False)
     index.write_text(json.dumps({"metadata": {}, "weight_map": {"x": "model-00002-of-00002.safetensors"}}))
-    assert re.search("cannot load .*model-00002-of-00002", refusal(folder, tokenizer=False))
+    assert re.search("cannot load .*model-00002-of-00002", refusal(load, folder, tokenizer=False))
 
 
 def test_a_hub_name_without_network_fails_within_seconds(monkeypatch, tmp_path):
@@ -133,7 +126,7 @@ def test_a_hub_name_without_network_fails_within_seconds(monkeypatch, tmp_path):
     for variable in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY"):
         monkeypatch.delenv(variable, raising=False)
     started = time.monotonic()
-    assert "cannot be reached" in refusal("Qwen/no-such-model")
+    assert "cannot be reached" in refusal(load, "Qwen/no-such-model")
     assert time.monotonic() - started < 3
 
 

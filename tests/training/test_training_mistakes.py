@@ -13,29 +13,22 @@ from kvcat.files import LOCK_FILE, one_writer
 from kvcat.models import load
 from kvcat.training.loop import train
 from kvcat.training.objective import Objective
-from tiny import write_texts
+from tiny import refusal, write_texts
 
 
-def refusal(run):
-    with pytest.raises(InputError) as caught:
-        train(run, progress=False)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+def refused(run):
+    return refusal(train, run, progress=False)
 
 
 MISTAKES = {
     "./nowhere": {"model": "./nowhere"},
     "gone.txt": {"data": "gone.txt"},
     "nor in the local Hub cache": {"model": "nobody/no-such-model"},
-    "nobody/texts": {"data": "hub:nobody/texts"},
     "broken: SafetensorError": {"model": "broken"},
     "fewer than one sequence of 32": {"data": "2 of 1"},
     "too few documents (1)": {"data": "1 of 90"},
     "seq_len 257 exceeds the model's 256 positions": {"seq_len": 257},
     "group start 2": {"group_starts": (0, 2)},
-    "group start": {"group_starts": ()},
-    "1..2": {"num_groups": 3},
-    "device is 'foo'": {"device": "foo"},
     "device is 'cuda:99'": {"device": "cuda:99"},
     "pip install 'kvcat[tensorboard]'": {"monitor": "tensorboard"},
 }
@@ -54,9 +47,9 @@ def test_what_a_run_cannot_have_is_named(message, tiny_folder, tmp_path, monkeyp
     if " of " in options.get("data", ""):
         documents, length = map(int, options["data"].split(" of "))
         options["data"] = str(write_texts(tmp_path / "short", documents=documents, length=length))
-    told = refusal(dataclasses.replace(new_run(), **options))
+    told = refused(dataclasses.replace(new_run(), **options))
     assert message in told
-    assert options.get("data", "").removeprefix("hub:") in told
+    assert options.get("data", "") in told
     assert not (tmp_path / "run").exists()
 
 
@@ -70,7 +63,7 @@ def test_the_disk_must_hold_what_will_be_written_with_the_routers(tiny_folder, t
             usage = SimpleNamespace(free=(3 * (3 - num_there) + 1) * weights - short)
             monkeypatch.setattr("kvcat.training.checkpoint.shutil.disk_usage", lambda _, usage=usage: usage)
             monkeypatch.setattr("kvcat.training.loop.Trainer.run", lambda _: (_ for _ in ()).throw(InputError("done")))
-            assert told in refusal(run)
+            assert told in refused(run)
 
 
 def test_a_folder_of_something_else_or_that_cannot_be_written_is_left_alone(tiny_folder, tmp_path, new_run):
@@ -83,7 +76,7 @@ def test_a_folder_of_something_else_or_that_cannot_be_written_is_left_alone(tiny
         ("model", "is not empty and holds no run of ours"), ("notes", "is not empty and has no config.json"),
         ("file", "file"), ("file/below", "file/below"), ("/proc/runs/router", "cannot make folder /proc"),
     ):  # fmt: skip
-        assert told in refusal(new_run(output))
+        assert told in refused(new_run(output))
     assert sorted(path for path in tmp_path.rglob("*") if path.name != LOCK_FILE) == before
 
 
@@ -92,7 +85,7 @@ def test_the_folder_of_another_run_keeps_its_run(new_run):
     train(run, progress=False)
     before = contents(run.output)
     for name, value in {"seed": 9, "batch_size": 2, "dtype": "bfloat16", "max_steps": 1}.items():
-        told = refusal(dataclasses.replace(run, **{name: value}))
+        told = refused(dataclasses.replace(run, **{name: value}))
         assert f"holds another run: its {name} is {getattr(run, name)!r}, not {value!r}" in told
     assert contents(run.output) == before
 
@@ -100,7 +93,7 @@ def test_the_folder_of_another_run_keeps_its_run(new_run):
 def test_a_second_process_does_not_write_into_a_run(tmp_path, new_run):
     run = new_run(policy="control", max_steps=1)
     with one_writer(tmp_path / "run"):
-        assert "another process is writing" in refusal(run)
+        assert "another process is writing" in refused(run)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".partial-config.json").write_text("{")  # by a kill while the folder was claimed
     assert train(run, progress=False).validation["step"] == 1
@@ -108,8 +101,8 @@ def test_a_second_process_does_not_write_into_a_run(tmp_path, new_run):
 
 def test_a_run_that_diverges_stops_with_one_line_and_no_checkpoint_of_bad_weights(tmp_path, monkeypatch, new_run):
     run = new_run(policy="control", peak_lr=1e36, warmup_steps=0, checkpoint_every=1)
-    assert "diverged: the gradient of the model in step" in refusal(run)
+    assert "diverged: the gradient of the model in step" in refused(run)
     assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) <= 1
     assert not (tmp_path / "run" / "export").exists()
     monkeypatch.setattr("kvcat.training.loop.EXPLODED", 0.0)
-    assert "diverged: the gradient of the routers in step 1" in refusal(new_run("routers"))
+    assert "diverged: the gradient of the routers in step 1" in refused(new_run("routers"))
