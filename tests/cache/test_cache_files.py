@@ -174,6 +174,9 @@ def test_foreign_files_are_refused(tmp_path):
         (2**40).to_bytes(8, "little") + b"{}", header_only(b"{not json"), header_only(DEEP.encode()),
         header_only(b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [-90000, 4]}}', 4),
         header_only(b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'),
+        header_only(b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}', 4),
+        header_only(b'{"a": {"dtype": "F4", "shape": [8], "data_offsets": [0, 4]}}', 4),
+        header_only(b'{"__metadata__": null}'),
     ):  # fmt: skip
         refused(tmp_path / "doc", content, "is truncated or not a safetensors file|is not a compact cache")
 

@@ -9,6 +9,7 @@ from kvcat.errors import InputError
 from kvcat.report import headline_text
 from kvcat.report.page import Section
 from kvcat.report.paper import Paper
+from kvcat.report.plots import result_plots
 from kvcat.report.results import read_results
 from kvcat.report.tables import Figure, costs_table, differences_table, quality_table, result_tables, strata_table
 
@@ -121,6 +122,7 @@ def test_qa_averages_are_means_over_tasks_with_the_interval_of_independent_tasks
     papers = [six[model].paper for model in ("base", "control", "kvcat", "rand")]
     assert papers == ["paper 51.5", "", "paper 52.2", "paper 50.7"]
     assert result_tables(folders["qa"])[0].name == "task-dense"
+    assert result_plots(folders["qa"]) == []
 
 
 @pytest.mark.parametrize(
