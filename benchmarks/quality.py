@@ -171,7 +171,8 @@ def plot(records: list[dict], methods: list[str], path: Path) -> None:
     """KL against the slots kept, by method, where the text that follows is half known and where it is not."""
     found = table(records)
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
-    for axis, (way, title) in zip(axes, (("later", "text behind the fitted positions"), ("self", "a document alone")), strict=True):
+    ways = {"later": "text behind the fitted positions", "self": "a document alone"}
+    for axis, (way, title) in zip(axes, ways.items(), strict=True):
         for method in methods:
             if (way, method) in found.columns.droplevel("keep"):
                 axis.plot(100 * found[way, method].columns, found[way, method].mean(), marker="o", label=method)
