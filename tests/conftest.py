@@ -9,7 +9,7 @@ install_import_hook("kvcat", "beartype.beartype")
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-from tiny import write_texts, write_tiny_model  # noqa: E402
+from tiny import byte_tokenizer, write_texts, write_tiny_model  # noqa: E402
 
 torch.set_num_threads(int(os.environ.get("KVCAT_TEST_THREADS", "1")))
 
@@ -18,6 +18,12 @@ torch.set_num_threads(int(os.environ.get("KVCAT_TEST_THREADS", "1")))
 def tiny_folder(tmp_path_factory):
     """A Hugging Face folder: Qwen2, two layers, width 32, 256 positions, byte-level tokenizer with a chat template."""
     return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    """A byte-level tokenizer of 300 tokens."""
+    return byte_tokenizer()
 
 
 @pytest.fixture(scope="session")

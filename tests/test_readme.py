@@ -1,7 +1,9 @@
 """The examples of the README, docs/compress.md and docs/theory.md run, and what the documents name is there."""
 
 import re
+import runpy
 import shlex
+import sys
 from dataclasses import fields
 from pathlib import Path
 from pkgutil import resolve_name
@@ -56,6 +58,22 @@ def test_the_readmes_transcript_on_a_real_model_is_what_comes_out(workplace, cap
         line, _, shown = turn.replace("\\\n", "").partition("\n")
         assert run(shlex.split(line)) == 0
         assert capsys.readouterr().out == shown
+
+
+def test_the_example_of_trained_networks_prints_a_row_for_every_network_and_number_of_slots(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train_histogram.py", "--quick", "--seeds", "1"])
+    names = runpy.run_path(str(ROOT / "examples" / "train_histogram.py"))
+    names["QUICK"].steps, names["QUICK"].search_steps = 8, 3
+    names["main"]()
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 + 6 * 3 + 3 + 1 + 2 * 3  # a heading, trained networks, optimum, policy, found
+    errors = {(line[:38].strip(), int(line[38:44])): float(line[44:53]) for line in lines[1:]}
+    for name, r in errors:
+        if r == 3:
+            assert errors[name, 3] < 1e-3 < errors[name, 1]  # the whole cache is exact, one slot is not
+    assert errors["compressible construction, its policy", 1] < 1e-4
+    optimum = [errors["incompressible construction, optimum", r] for r in (1, 2)]
+    assert all(errors["incompressible construction, found", r] >= optimum[r - 1] for r in (1, 2))
 
 
 @pytest.mark.parametrize("document", [README, COMPRESS, THEORY])

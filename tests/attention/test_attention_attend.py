@@ -3,14 +3,7 @@
 import pytest
 import torch
 
-from kvcat.attention import (
-    COUPLINGS,
-    attend,
-    attend_reference,
-    extend_keys,
-    mask_gradient,
-    reachable,
-)
+from kvcat.attention import COUPLINGS, attend, attend_reference, extend_keys, mask_gradient, reachable
 from naive import allowed, masked_attention, normal, with_gradients
 
 KINDS = {"causal": {"causal": True}, "all keys": {"causal": False}, "window": {"causal": True, "window": 3}}

@@ -10,7 +10,7 @@ import torch
 from kvcat.cache import CompactCache, CompactLayer, fingerprint
 from kvcat.cache.files import CACHE, read_tensors
 from kvcat.errors import InputError
-from tiny import stock_model
+from tiny import loud_model
 
 OWNER = "ab" * 32
 ZEROS = "0" * 64
@@ -207,19 +207,13 @@ def test_a_place_that_cannot_be_written_is_named_and_the_old_file_stays(tmp_path
         CompactCache.load(saved)
 
 
-def model(**options):
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 8}
-    return stock_model("llama", **sizes, num_hidden_layers=2, num_attention_heads=2, **options).eval()
-
-
 def test_a_cache_loads_only_for_its_model_whose_fingerprint_follows_every_weight(tmp_path, monkeypatch):
-    made = model()
+    made = loud_model()
     first = fingerprint(made)
     example(owner=first).save(tmp_path / "doc")
-    assert CompactCache.load(tmp_path / "doc", model()).num_slots == 3
+    assert CompactCache.load(tmp_path / "doc", loud_model()).num_slots == 3
     with pytest.raises(InputError, match="doc belongs to another model"):
-        CompactCache.load(tmp_path / "doc", model(rms_norm_eps=1e-3))
+        CompactCache.load(tmp_path / "doc", loud_model(rms_norm_eps=1e-3))
     with monkeypatch.context() as patch:
         patch.setattr(sys.modules["kvcat.cache.fingerprint"], "hash_tensor", None)  # a second look hashes nothing
         assert fingerprint(made) == first

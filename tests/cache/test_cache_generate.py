@@ -86,8 +86,7 @@ def test_a_forward_equals_stock_attention_head_by_head(name, form, new):
 
 
 @pytest.mark.parametrize(
-    ("form", "static_tokens"),
-    [("biased", None), ("biased", 11), ("ragged", None), ("ragged, no bias", 11)],
+    ("form", "static_tokens"), [("biased", None), ("biased", 11), ("ragged", None), ("ragged, no bias", 11)]
 )
 def test_greedy_generation_takes_the_naive_argmax_at_every_step(form, static_tokens):
     model, ids = tiny(), questions(2, 3)

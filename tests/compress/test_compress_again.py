@@ -52,17 +52,6 @@ def test_all_slots_of_a_grown_cache_replay_what_follows_it(double, windows, past
     assert torch.allclose(parts.logits, followed, atol=1e-12)
 
 
-def test_every_head_has_its_own_slots_and_those_of_the_new_tokens(double, windows, ragged):
-    grown = trace(double, windows, 48, past=ragged)
-    for layer, example, head in ((0, 0, 1), (0, 1, 0), (1, 2, 1)):
-        keys, _, bias = grown.head(layer, example, head)
-        before = ragged.layers[layer].head(example, head)
-        assert torch.equal(keys, torch.cat([before[0], grown.keys[layer][example, head, -NEW:]]))
-        assert torch.equal(bias, torch.cat([before[2], before[2].new_zeros(NEW)]))
-        ranks = grown.ranks(layer)[example, head]
-        assert ranks[ranks >= 0].tolist() == list(range(COUNTS[layer][example][head] + NEW))
-
-
 METHODS = [
     AttentionMatching(), AttentionMatching("paper"), AttentionMatching(log_bias=False),
     AttentionMatching(budgets="adaptive"), Eviction("first"), Eviction("random"), Eviction("streaming"),

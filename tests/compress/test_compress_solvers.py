@@ -63,15 +63,6 @@ def test_weights_pulled_to_one_equal_scipy_on_the_system_with_the_pull_as_rows(q
         assert np.allclose(found[0], expected, atol=2e-5 * (1 + 1 / pull))
 
 
-def test_a_well_posed_fit_equals_scipy_in_every_weight_also_in_single_precision():
-    dense = 2 * normal(4, 200, 60)
-    found, single = fit_log_bias(dense[..., :10], dense), fit_log_bias(dense[..., :10].float(), dense.float())
-    for head in range(4):
-        expected = bounded(*problem(dense[head, :, :10], dense[head])).x
-        assert np.allclose(found[head].exp(), expected, atol=1e-6)
-    assert torch.allclose(single.double(), found, atol=1e-4)
-
-
 def test_heads_are_solved_as_alone_whatever_the_order_of_slots_and_slots_that_none_sees():
     dense, targets = 2 * normal(2, 3, 50, 40, seed=5), normal(2, 3, 50, 8)
     order = torch.randperm(15, generator=torch.Generator().manual_seed(0))
@@ -114,6 +105,8 @@ def test_values_equal_numpy_on_the_system_with_the_ridge_as_rows(queries, slots,
             right = np.concatenate([targets[head].numpy(), shift * there])
             assert np.allclose(values[head], np.linalg.lstsq(left, right, rcond=None)[0], rtol=1e-5, atol=1e-6)
     assert torch.allclose(fit_values(weights, targets, ridge=1e12, towards=towards), towards)
+    single = fit_values(weights.float(), targets.float(), ridge=1e-4)
+    assert torch.allclose(single.double(), fit_values(weights, targets, ridge=1e-4), rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize(("queries", "slots"), [(60, 12), (12, 60)])
@@ -121,12 +114,6 @@ def test_without_ridge_the_values_are_numpys_minimum_norm_solution(queries, slot
     weights, targets = normal(queries, slots).softmax(-1), normal(queries, 5, seed=1)
     expected = np.linalg.lstsq(weights.numpy(), targets.numpy(), rcond=None)[0]
     assert np.allclose(fit_values(weights, targets, ridge=None), expected, atol=1e-8)
-
-
-def test_a_large_ridge_in_single_precision_gives_the_values_of_double():
-    weights, targets = normal(2, 40, 60).softmax(-1), normal(2, 40, 5, seed=1)
-    single = fit_values(weights.float(), targets.float(), ridge=1e-4)
-    assert torch.allclose(single.double(), fit_values(weights, targets, ridge=1e-4), rtol=1e-2, atol=1e-2)
 
 
 def test_the_largest_eigenvalue_is_the_spectral_norm_of_the_gram_matrix():

@@ -4,7 +4,6 @@ import sys
 
 import pytest
 import torch
-from transformers import MistralConfig, MistralForCausalLM
 
 from kvcat.compress import AttentionMatching, Eviction, Reconstruction, compare, reconstruction, replay, trace
 from kvcat.compress.compare import replay_hidden, supervised_kl
@@ -111,11 +110,7 @@ def test_traces_that_cannot_be_are_refused(model):
 
 
 def test_a_sliding_window_shorter_than_the_sequence_is_refused_by_name():
-    config = MistralConfig(
-        vocab_size=17, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, sliding_window=20,
-    )  # fmt: skip
-    model = MistralForCausalLM(config).eval()
+    model = loud_model("mistral", sliding_window=20)
     ids = torch.zeros(1, 24, dtype=torch.long)
     with pytest.raises(InputError, match=r"MistralForCausalLM: a sliding window of 20 tokens is shorter than .* 24"):
         trace(model, ids, 12)

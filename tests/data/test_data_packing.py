@@ -12,13 +12,9 @@ from kvcat.errors import InputError
 from tiny import byte_tokenizer
 
 
-def document(name, text):
-    return Document(name, text)
-
-
 def corpus(lengths):
     texts = ["".join(f"d{i} has a line number {j}\n" for j in range(length)) for i, length in enumerate(lengths)]
-    return [document(f"d{i}", text) for i, text in enumerate(texts)]
+    return [Document(f"d{i}", text) for i, text in enumerate(texts)]
 
 
 @pytest.fixture(scope="module")
@@ -42,13 +38,13 @@ def test_the_encoder_gives_the_tokenizers_own_ids_whatever_the_length_and_tells_
 
 
 def test_documents_are_packed_with_eos_after_each_reading_no_further_than_needed(encoder):
-    documents = [document("a", "the cat"), document("b", "a dog sees the river"), document("c", "it")]
+    documents = [Document("a", "the cat"), Document("b", "a dog sees the river"), Document("c", "it")]
     flat = np.concatenate(encoder([d.text for d in documents]))
     assert len(flat) % 3, "the example must leave a remainder"
     table = pack(documents, encoder, 3)
     assert table.tolist() == flat[: len(flat) // 3 * 3].reshape(-1, 3).tolist()
     assert table.dtype == np.uint16
-    endless = (document(str(number), "the cat sees a dog and then it was red. " * 5) for number in count())
+    endless = (Document(str(number), "the cat sees a dog and then it was red. " * 5) for number in count())
     documents = list(islice(endless, 128))
     table = pack(chain(documents, endless), encoder, 16, max_sequences=7)
     assert np.array_equal(table, pack(documents, encoder, 16)[:7])

@@ -20,11 +20,6 @@ COUNTS = {"batch_size": 3, "max_steps": 4, "validation_sequences": 3, "seed": 0}
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    return byte_tokenizer()
-
-
-@pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpus") / "texts"
     return str(folder), write_corpus(folder, "groups")

@@ -12,12 +12,8 @@ from text_files import texts, write_table
 from tiny import sentences
 
 
-def document(name, text=""):
-    return Document(name, text)
-
-
 def named(**texts):
-    return [document(name, text) for name, text in texts.items()]
+    return [Document(name, text) for name, text in texts.items()]
 
 
 def lines(name, count):
@@ -37,7 +33,7 @@ def test_five_percent_each_are_held_out_and_the_split_of_known_names_never_chang
 
 
 def test_the_order_depends_on_names_and_seed_not_on_the_listing():
-    documents = [document(str(i)) for i in range(50)]
+    documents = [Document(str(i), "") for i in range(50)]
     order = hash_order(documents, 0)
     assert order == hash_order(documents[::-1], 0) != hash_order(documents, 1)
     assert {d.id for d in order} == {d.id for d in documents}
@@ -64,11 +60,11 @@ def test_a_copy_of_an_earlier_document_is_left_out():
 def test_documents_of_the_installation_hold_no_copies_nor_held_out_ones_lines_of_training(monkeypatch):
     held = [f"held {i}" for i in range(200) if split_of(f"held {i}") == "validation"][:1]
     names = [f"d{i}" for i in range(40) if split_of(f"d{i}") == "train"][:4]
-    found = [document(name, lines("the same", 10)) for name in names] + [document(held[0], lines("held", 10))]
+    found = [Document(name, lines("the same", 10)) for name in names] + [Document(held[0], lines("held", 10))]
     monkeypatch.setattr(split_module, "open_documents", lambda _: iter(found))
     assert [len(training_splits(source, 1)[0]) for source in ("installed", "texts")] == [1, 4]
     assert [d.id for d in split_documents("installed", "validation")] == held
-    found.append(document(names[0], lines("held", 10)))
+    found.append(Document(names[0], lines("held", 10)))
     assert [d.id for d in split_documents("texts", "validation")] == held
     with pytest.raises(InputError, match="no document in split 'validation'"):
         split_documents("installed", "validation")
@@ -86,7 +82,7 @@ def test_where_no_document_falls_into_validation_one_is_held_out(tmp_path):
 
 
 def test_a_stream_is_read_no_further_than_the_limit(monkeypatch):
-    monkeypatch.setattr(split_module, "open_documents", lambda _: (document(str(number)) for number in count()))
+    monkeypatch.setattr(split_module, "open_documents", lambda _: (Document(str(number), "") for number in count()))
     assert [d.id for d in split_documents("hub:o/n", "all", limit=3)] == ["0", "1", "2"]
     found = split_documents("hub:o/n", "test", limit=4)
     assert [split_of(d.id) for d in found] == ["test"] * 4

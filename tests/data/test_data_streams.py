@@ -22,11 +22,6 @@ KINDS = ("groups", "one group", "lines", "packed lines")
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    return byte_tokenizer()
-
-
-@pytest.fixture(scope="module")
 def corpora(tmp_path_factory):
     root = tmp_path_factory.mktemp("corpora")
     return {kind: (f"stream:{root / kind}", write_corpus(root / kind, kind)) for kind in KINDS}

@@ -15,14 +15,9 @@ import kvcat
 from kvcat.errors import InputError
 from kvcat.evals.answers import Question, QuestionTask, answer_ids, greedy_answers, read_rows
 from kvcat.evals.task import vocabulary
-from tiny import byte_tokenizer, refusal
+from tiny import refusal
 
 CONTEXT, NEW = 24, 5
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return byte_tokenizer()
 
 
 def small_model(**changes):

@@ -43,8 +43,6 @@ def write(folder, *rows, task="rows"):
 @pytest.mark.parametrize(
     ("task", "contexts", "texts", "gold"),
     [
-        ("hellaswag", ["Roof: A man sits. He"] * 4, ["is using wrap.", "rips. tiles.", "holds.", "starts."], 1),
-        ("winogrande", ["Ann beat Bob as Ann", "Ann beat Bob as Bob"], ["was quick."] * 2, 0),
         ("social_i_qa", ["Al fell. How is Al?"] * 3, ["sore", "glad", "rich"], 0),
         ("commonsense_qa", ["What is hot?"] * 3, ["ice", "fire", "sand"], 1),
     ],
@@ -178,8 +176,7 @@ def test_what_a_model_cannot_score_is_told_before_work(pair, monkeypatch):
 
 @needs_harness
 @pytest.mark.parametrize(
-    "file",
-    ["hellaswag/hellaswag", "winogrande/default", "piqa/piqa", "openbookqa/openbookqa", "arc/arc_easy"],
+    "file", ["hellaswag/hellaswag", "winogrande/default", "piqa/piqa", "openbookqa/openbookqa", "arc/arc_easy"]
 )
 def test_the_prompts_are_those_of_the_harness_own_task_files(tmp_path, file):
     import lm_eval

@@ -55,9 +55,11 @@ def test_rows_are_sorted_by_stratum_model_method_keep_and_step_whatever_the_orde
     cells = table[table.metric == "kl"][["stratum", "model", "keep_ratio", "step"]]
     wanted = [(g, m, k, s) for g in ("", "x", "y") for m in "ba" for k in (0.05, 0.4) for s in (-1, 0, 5)]
     assert list(cells.itertuples(index=False, name=None)) == wanted
-    records = [record("m", d, "0", options=o, method=n) for d in "ab" for n, o in [
+    records = [record("m", d, "0", options=o, method=n, stratum="x") for d in "ab" for n, o in [
         ("first", "{}"), ("first", '{"preset": "paper"}'), ("dense", "{}")]]  # fmt: skip
-    rows = summarise(records, num_resamples=9).drop_duplicates("method")
+    rows = summarise(records, num_resamples=9)
+    assert set(rows.stratum) == {""}  # one alone has no rows of its own
+    rows = rows.drop_duplicates("method")
     assert dict(zip(rows.method, rows.baseline, strict=True)) == {
         "first": False, "first preset=paper": False, "dense": True,
     }  # fmt: skip

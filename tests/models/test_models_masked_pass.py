@@ -88,7 +88,7 @@ def test_mistakes_are_one_line():
 
 
 def test_bfloat16_autocast_masks_the_same_slots_and_reaches_the_policies():
-    model, ids = supported("qwen3", dtype=torch.float32).train(), some_ids()
+    model, ids = supported("qwen2", dtype=torch.float32).train(), some_ids()
     with MaskedPass(model, {s: Sigmoid(s).float() for s in STARTS}) as masked_pass:
         whole = masked_pass.hidden(ids).masked_hidden
         with torch.autocast("cpu", torch.bfloat16):

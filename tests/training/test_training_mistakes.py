@@ -84,7 +84,7 @@ def test_the_folder_of_another_run_keeps_its_run(new_run):
     run = new_run(policy="control", max_steps=2)
     train(run, progress=False)
     before = contents(run.output)
-    for name, value in {"seed": 9, "batch_size": 2, "dtype": "bfloat16", "max_steps": 1}.items():
+    for name, value in {"seed": 9, "target_keep": 0.4, "batch_size": 2, "dtype": "bfloat16", "max_steps": 1}.items():
         told = refused(dataclasses.replace(run, **{name: value}))
         assert f"holds another run: its {name} is {getattr(run, name)!r}, not {value!r}" in told
     assert contents(run.output) == before

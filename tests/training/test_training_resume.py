@@ -217,7 +217,7 @@ def interrupt(run, log, moment, how=signal.SIGKILL):
 
 
 def test_a_killed_run_has_what_it_said_was_saved_and_resumes_bit_for_bit(new_run, tmp_path):
-    options, log = {"max_steps": 60, "checkpoint_every": 1}, tmp_path / "log"
+    options, log = {"max_steps": 40, "checkpoint_every": 1}, tmp_path / "log"
     whole, broken = new_run("a", **options), new_run("b", **options)
     train(whole, progress=False)
     assert interrupt(broken, log, 0.0, signal.SIGTERM) == 143
