@@ -9,7 +9,7 @@ from kvcat.errors import InputError
 from kvcat.files import append_jsonl, atomic_write, claim_folder, one_writer, read_jsonl, write_json
 
 
-def test_a_failed_write_keeps_the_old_file_and_leaves_nothing_behind(tmp_path):
+def test_a_failed_write_keeps_the_old_file_and_leaves_nothing_behind_and_a_folder_is_replaced_whole(tmp_path):
     target = tmp_path / "a.json"
     write_json(target, {"a": 1})
     with pytest.raises(IsADirectoryError), atomic_write(target) as partial:  # noqa: PT012
@@ -17,9 +17,6 @@ def test_a_failed_write_keeps_the_old_file_and_leaves_nothing_behind(tmp_path):
         partial.write_text("half")
     assert target.read_text() == '{\n  "a": 1\n}\n'
     assert [file.name for file in tmp_path.iterdir()] == ["a.json"]
-
-
-def test_a_folder_is_replaced_whole(tmp_path):
     for name in ("old", "new"):
         with atomic_write(tmp_path / "folder") as partial:
             partial.mkdir()

@@ -170,15 +170,12 @@ def test_a_reset_drops_the_new_tokens_and_keeps_the_prefix():
     assert past.get_seq_length() == PREFIX
 
 
-def test_keys_that_lose_their_log_bias_on_the_way_are_noticed():
+def test_keys_that_lose_their_log_bias_on_the_way_are_noticed_and_what_does_not_fit_is_refused():
     layer = PrefixLayer(CompactLayer(*(torch.randn(1, 2, 3, 8) for _ in range(2)), torch.ones(1, 2, 3)), PREFIX)
     new = torch.randn(1, 2, 1, 8)
     layer.update(new, new)
     with pytest.raises(InputError, match="did not reach attention"):
         layer.update(new, new)
-
-
-def test_what_does_not_fit_is_refused():
     model, ids = tiny(), questions(1, 3)
     cache = made(model, "biased")
     for wrong, message in ((ids[:, :0], "hold no token"), (questions(3), "cache of 2 examples cannot serve 3 rows")):

@@ -91,7 +91,7 @@ def test_slots_are_those_of_the_kept_positions_and_what_follows_the_prefix_chang
         assert layer.log_bias is None
 
 
-def test_first_random_and_keynorm_keep_what_their_names_say(traced):
+def test_first_random_and_keynorm_keep_what_their_names_say_and_a_cache_tells_its_scorers_options(traced):
     keys = traced.keys[1]
     assert torch.equal(Eviction("first")(traced, num_slots=5).layers[1].keys, keys[:, :, :5])
     small = keys.norm(dim=-1).topk(5, largest=False).indices.sort(-1).values
@@ -99,9 +99,6 @@ def test_first_random_and_keynorm_keep_what_their_names_say(traced):
     one, other = (kept(traced, "random", 5, seed=seed) for seed in (4, 5))
     assert not torch.equal(one[1], other[1])
     assert not torch.equal(*one)
-
-
-def test_the_cache_tells_the_options_of_its_scorer(found):
-    cache = Eviction("snapkv", window=8, pooling="average")(found, num_slots=9)
+    cache = Eviction("snapkv", window=8, pooling="average")(traced, num_slots=9)
     told = {"method": "snapkv", "window": "8", "kernel_size": "7", "pooling": "average", "num_slots": "9"}
     assert told.items() <= cache.metadata.items()

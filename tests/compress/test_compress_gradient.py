@@ -168,9 +168,9 @@ def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(windows, tmp_path, 
     assert distance(method(found, num_slots=5, resume=path), whole) == 0
 
 
-def test_the_state_of_another_run_is_refused_in_one_line(model, windows, traced, tmp_path):
+def test_states_of_another_run_damaged_and_foreign_ones_are_refused(model, windows, traced, tmp_path):
     path, method = tmp_path / "state", GradientCompression(num_steps=1)
-    method(traced, num_slots=5, resume=path)
+    cache = method(traced, num_slots=5, resume=path)
     before = path.read_bytes()
     flipped = trace(model, windows.flip(0), 48)
     for found, change, slots, message in [
@@ -182,11 +182,6 @@ def test_the_state_of_another_run_is_refused_in_one_line(model, windows, traced,
         with pytest.raises(InputError, match=message):
             dataclasses.replace(method, **change)(found, num_slots=slots, resume=path)
     assert path.read_bytes() == before
-
-
-def test_damaged_and_foreign_states_are_refused(traced, tmp_path):
-    path, method = tmp_path / "state", GradientCompression(num_steps=1)
-    cache = method(traced, num_slots=5, resume=path)
     path.write_bytes(path.read_bytes()[:-9])
     cache.save(tmp_path / "cache")
     for resume, message in [

@@ -98,7 +98,7 @@ def test_a_trace_in_chunks_is_that_of_one_forward_and_holds_no_more_than_its_ten
         assert all(x.untyped_storage().nbytes() == x.nbytes for x in (*left[:-1], *right[:-1]))
 
 
-def test_traces_that_cannot_be_are_refused(model):
+def test_traces_that_cannot_be_are_refused(model, windows):
     for tokens, prefix_len, options, message in (
         (64, None, {}, "prefix_len is missing"), (64, 64, {}, r"prefix_len must be in \[1, 63\] for 64 tokens, not 64"),
         (64, 0, {}, "not 0"), (64, 65, {"supervision": "self"}, r"in \[1, 64\]"),
@@ -107,17 +107,10 @@ def test_traces_that_cannot_be_are_refused(model):
     ):  # fmt: skip
         with pytest.raises(InputError, match=message):
             trace(model, torch.zeros(1, tokens, dtype=torch.long), prefix_len, **options)
-
-
-def test_a_sliding_window_shorter_than_the_sequence_is_refused_by_name():
     model = loud_model("mistral", sliding_window=20)
-    ids = torch.zeros(1, 24, dtype=torch.long)
     with pytest.raises(InputError, match=r"MistralForCausalLM: a sliding window of 20 tokens is shorter than .* 24"):
-        trace(model, ids, 12)
-    assert trace(model, ids[:, :20], 12).prefix_len == 12
-
-
-def test_weights_that_are_no_numbers_are_refused(windows):
+        trace(model, windows[:, :24], 12)
+    assert trace(model, windows[:, :20], 12).prefix_len == 12
     model = loud_model()
     model.model.layers[1].self_attn.k_proj.weight.data[0, 0] = torch.inf
     with pytest.raises(InputError, match="LlamaForCausalLM computes numbers that are not finite"):

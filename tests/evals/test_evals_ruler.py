@@ -74,7 +74,7 @@ def test_every_text_has_exactly_the_tokens_of_its_length(make, length):
         assert list(example.context[: len(tokenizer.encode(""))]) == tokenizer.encode("")
 
 
-def test_texts_are_filled_with_whole_lines_and_depend_on_seed_task_and_number_alone(tokenizer, task):
+def test_texts_are_filled_with_whole_lines_depend_on_seed_task_and_number_alone_and_never_change(tokenizer, task):
     for example in task.examples:
         text = tokenizer.decode(example.context)
         assert tokenizer.encode(text) == list(example.context)
@@ -85,9 +85,6 @@ def test_texts_are_filled_with_whole_lines_and_depend_on_seed_task_and_number_al
     assert one == tuple(example for example in task.examples if example.stratum == "vt")
     other = small(tokenizer, seed=1)
     assert not {e.references for e in other.examples} & {e.references for e in task.examples}
-
-
-def test_the_examples_never_change(tokenizer, task):
     assert manifest(task.examples) == "fbbc7290676429850e05c49c68798126634fae860865ddea224163958c569ffc"
     words = make_task(tokenizer, tasks=("cwe",), per_task=1)
     assert manifest(words.examples) == "ba99317b3ce56fa5be9e4983c8483df9d503c04e81b3daef5c53637c664cb01b"

@@ -111,7 +111,7 @@ def draw(**changes):
     return windows_from_documents(DOCUMENTS, Characters(), **settings)
 
 
-def test_windows_are_consecutive_tokens_of_one_document_and_do_not_overlap():
+def test_windows_are_consecutive_tokens_that_do_not_overlap_drawn_by_the_seed_different_documents_first():
     texts, starts = dict(DOCUMENTS), {}
     for window in draw(per_document=9):
         start = int(window.name)
@@ -120,9 +120,6 @@ def test_windows_are_consecutive_tokens_of_one_document_and_do_not_overlap():
         starts.setdefault(window.document, []).append(start)
     assert {name: len(of) for name, of in starts.items()} == {"d0": 1, "d1": 2, "d2": 3, "d3": 4}
     assert all(b - a >= 12 for of in starts.values() for a, b in zip(sorted(of), sorted(of)[1:], strict=False))
-
-
-def test_the_draw_is_the_seed_s_and_a_limit_takes_different_documents_first():
     assert len({window.document for window in draw(limit=4)}) == 4
     assert [w.document for w in draw()][:4] == [w.document for w in draw(limit=4)]
     assert len(draw(limit=3)) == 3

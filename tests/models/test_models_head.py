@@ -28,13 +28,6 @@ def test_the_head_is_what_the_configuration_means_and_gives_the_model_s_logits(k
     torch.testing.assert_close(found, model(input_ids=ids, use_cache=False).logits, rtol=1e-12, atol=1e-12)
 
 
-def test_a_stated_scale_or_cap_that_the_model_does_not_apply_is_left_away():
-    model = tiny("llama")
-    model.config.logit_scale, model.config.final_logit_softcapping = 0.5, 30.0
-    head = output_head(model)
-    assert (head.scale, head.softcap) == (1.0, None)
-
-
 class HiddenCap(LlamaForCausalLM):
     def forward(self, *args, **kwargs):
         out = super().forward(*args, **kwargs)
@@ -47,7 +40,11 @@ class Adapted(nn.Linear):
         return super().forward(x) + 0.0
 
 
-def test_heads_that_do_more_or_are_absent_are_refused_by_name():
+def test_a_scale_that_the_model_does_not_apply_is_left_away_and_heads_that_do_more_or_are_absent_are_refused():
+    model = tiny("llama")
+    model.config.logit_scale, model.config.final_logit_softcapping = 0.5, 30.0
+    head = output_head(model)
+    assert (head.scale, head.softcap) == (1.0, None)
     capped = HiddenCap(tiny("llama").config)
     assert capped(input_ids=some_ids()).logits.abs().max() < 3  # a cap of 30 hardly shows
     adapted = tiny("llama")

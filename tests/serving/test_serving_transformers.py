@@ -109,7 +109,7 @@ def test_what_a_plain_prefix_cannot_hold_is_refused_and_a_log_bias_dropped_only_
     assert not torch.allclose(our_logits(model, biased, suffix), expected, atol=1e-2)
 
 
-def test_models_whose_keys_cannot_be_turned_are_refused_by_name():
+def test_models_whose_keys_cannot_be_turned_are_refused_by_name_and_a_rotation_that_is_not_the_models_noticed():
     factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 64}
     for kind, options, told in (
         ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}, "OPTForCausalLM has no rotary position embedding"),
@@ -118,9 +118,6 @@ def test_models_whose_keys_cannot_be_turned_are_refused_by_name():
     ):
         with pytest.raises(InputError, match=told):
             KeyRotation(make_model(kind, options), -23)
-
-
-def test_a_rotation_that_is_not_the_models_is_noticed():
     model = make_model()
     attention = model.model.layers[1].self_attn
     forward = attention.forward

@@ -33,14 +33,6 @@ def test_both_networks_compute_the_function_and_differ_in_two_n_rows_of_one_matr
     assert not alarms[:, 1:].any()
 
 
-def test_lengths_and_constants_that_make_no_sense_are_refused():
-    for constant in (0.0, -1.0, math.inf, math.nan):
-        with pytest.raises(ValueError, match="must be positive and finite"):
-            t.incompressible_network(d.parity(2, 3), constant=constant)
-    with pytest.raises(ValueError, match="the table has N = 1"):
-        t.compressible_network(d.parity(2, 1))
-
-
 def layout_of(network):
     return t.Layout(network.num_symbols, network.num_positions)
 
@@ -70,7 +62,12 @@ def test_caches_of_any_sum_and_those_that_balance_both_alarms_err_by_the_certifi
                 assert float(errors.max()) >= bound * (1 - 1e-9) >= 2.2
 
 
-def test_two_tokens_suffice_with_an_empty_cache_and_senseless_budgets_are_refused():
+def test_two_tokens_suffice_with_an_empty_cache_and_senseless_constants_lengths_and_budgets_are_refused():
+    for constant in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match="must be positive and finite"):
+            t.incompressible_network(d.parity(2, 3), constant=constant)
+    with pytest.raises(ValueError, match="the table has N = 1"):
+        t.compressible_network(d.parity(2, 1))
     network = t.incompressible_network(d.parity(2, 2), constant=1.0)
     assert t.certified_bounds(network, lambda n: 0).bound.min() > 1.0
     with pytest.raises(ValueError, match="keeps all of every prefix of 1 to 1 tokens"):
