@@ -22,7 +22,7 @@ def test_the_overview_imports_nothing_heavy():
     assert child.stdout.splitlines()[-1] == "[]"
 
 
-def test_the_overview_names_every_command_and_each_explains_itself_with_an_example(capsys):
+def test_the_overview_names_every_command_each_explains_itself_and_version_and_completion_are_printed(capsys):
     for argv in ([], ["--help"], ["-h"]):
         assert run(argv) == 0
         listed = capsys.readouterr().out.split("commands:\n")[1].split("\n\n")[0].splitlines()
@@ -37,9 +37,6 @@ def test_the_overview_names_every_command_and_each_explains_itself_with_an_examp
     shown = capsys.readouterr().out
     assert "eval needle" in shown
     assert "theory" not in shown
-
-
-def test_the_version_and_a_completion_script_are_printed(capsys):
     assert run(["--version"]) == 0
     assert capsys.readouterr().out.startswith("kvcat 0.")
     assert run(["--tyro-print-completion", "bash"]) == 0

@@ -43,17 +43,13 @@ def test_the_registry_builds_the_class_that_the_row_tests(name):
 
 @each_policy
 @pytest.mark.parametrize("tokens", [1, 2, TOKENS])
-def test_there_is_one_score_in_zero_to_one_for_every_token_and_a_fixed_policy_keeps_its_count(name, tokens):
+def test_there_is_one_float32_score_in_zero_to_one_for_every_token_and_a_fixed_policy_keeps_its_count(name, tokens):
     scores = scores_of(ROWS[name](0), tokens=tokens)
     assert scores.shape == (BATCH, tokens)
     assert ((scores >= 0) & (scores <= 1)).all()
     if name in EXACT:
         assert (scores.sum(1) == kept_count(0.4, tokens)).all()
         assert (scores[:, 0] == 1).all()
-
-
-@each_policy
-def test_scores_are_float32_whatever_the_dtype_of_the_model_and_double_stays_double(name):
     for dtype in (torch.bfloat16, torch.float32):
         assert scores_of(ROWS[name](0), dtype=dtype).dtype == torch.float32
     assert scores_of(ROWS[name](0).double(), dtype=torch.float64).dtype == torch.float64

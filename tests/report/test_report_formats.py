@@ -3,7 +3,11 @@ import re
 import pandas as pd
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.figure import Figure as Canvas
+from report_examples import made_up_records, write_results
 
+from kvcat.report.plots import difference_plot, headline_plot
+from kvcat.report.results import read_results
 from kvcat.report.tables import Figure, Table, latex, markdown
 
 NAN = float("nan")
@@ -49,3 +53,19 @@ def test_markdown_and_latex_have_intervals_verdicts_and_the_papers_figures():
 def test_no_text_can_break_a_latex_table(text):
     check_structure(latex(table(label=text, note=text), "tab:x"))
     assert "{}[" in latex(table(label="[a]"), "tab:x")
+
+
+def test_gain_and_what_a_user_gets_are_drawn_on_one_scale_with_a_line_per_method(tmp_path):
+    records = made_up_records(("base", "kvcat"), 3, ("attention-matching", "snapkv"))
+    results = read_results(write_results(tmp_path / "r", records))
+    headline = headline_plot(results)
+    assert [title for title, _ in headline.panels] == ["KL, attention-matching", "NLL compact, attention-matching"]
+    plot = difference_plot(results, "kvcat", "base")
+    panels = list(Canvas().subplots(1, 2))
+    plot._draw(panels)
+    assert [title for title, _ in plot.panels] == ["KL: kvcat minus base", "NLL compact: kvcat minus base"]
+    assert panels[0].get_ylim() == panels[1].get_ylim()
+    assert panels[0].get_legend_handles_labels()[1] == ["attention-matching", "snapkv"]
+    levels = Canvas().subplots()
+    headline.panels[1][1](levels)
+    assert levels.get_legend_handles_labels()[1] == ["base", "kvcat", "whole cache"]

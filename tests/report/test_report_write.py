@@ -103,46 +103,25 @@ def test_folders_of_one_name_get_sections_and_the_same_files_again_and_one_model
         assert told in text
 
 
-def config(**changes):
-    """A change of the configuration; None deletes a field."""
-
-    def change(folder):
-        file = folder / "config.json"
-        new = {**json.loads(file.read_text()), **changes}
-        file.write_text(json.dumps({name: value for name, value in new.items() if value is not None}))
-
-    return change
-
-
-def more(name, **changes):
-    """A further line of a log: the first one with these fields."""
-
-    def change(folder):
-        with (folder / name).open("r+") as stream:
-            first = json.loads(stream.readline())
-            stream.seek(0, 2)
-            stream.write(json.dumps({**first, **changes}) + "\n")
-
-    return change
-
-
 RECORDS, METRICS = "records.jsonl", "metrics.jsonl"
 
 
 @pytest.mark.parametrize(
-    ("change", "line"),
+    ("name", "changes", "line"),
     [
-        (config(num_examples=None), "num_examples"),
-        (more(RECORDS, example="x", values={"nll": 1.0}), "without 'kl'"),
-        (more(RECORDS, example="x", stratum="y"), "document 'd0' lies in two strata"),
-        (more(METRICS, dense_loss="x"), f"{METRICS} is damaged: ValueError"),
-        (more(METRICS, step=None), f"{METRICS} is damaged: IntCastingNaNError"),
+        (RECORDS, {"example": "x", "values": {"nll": 1.0}}, "without 'kl'"),
+        (RECORDS, {"example": "x", "stratum": "y"}, "document 'd0' lies in two strata"),
+        (METRICS, {"dense_loss": "x"}, f"{METRICS} is damaged: ValueError"),
+        (METRICS, {"step": None}, f"{METRICS} is damaged: IntCastingNaNError"),
     ],
 )
-def test_damaged_results_are_one_line_before_anything_is_written(change, line, tmp_path):
+def test_damaged_results_are_one_line_before_anything_is_written(name, changes, line, tmp_path):
     folder = write_results(tmp_path / "results", made_up_records(("base",), 3, ("snapkv",)))
     (folder / METRICS).write_text((write_run(tmp_path / "run", "router") / METRICS).read_text())
-    change(folder)
+    with (folder / name).open("r+") as stream:  # a further line: the first one with these fields
+        first = json.loads(stream.readline())
+        stream.seek(0, 2)
+        stream.write(json.dumps({**first, **changes}) + "\n")
     assert line in refusal(write_report, [folder], tmp_path / "out", title="T", runs={"kvcat": folder})
     assert not (tmp_path / "out").exists()
 

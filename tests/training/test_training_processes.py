@@ -88,25 +88,20 @@ def test_a_mistake_is_told_by_every_process_before_anything_is_written(tmp_path,
 
 def test_products_are_bfloat16_made_again_where_wanted_and_gradients_float32_reduced_once_a_step(monkeypatch, new_run):
     flags, inputs, rounded = [], [], []
-    set_sync, shard, make_optimizer = FSDPModule.set_requires_gradient_sync, loop.shard, loop.make_optimizer
+    set_sync, make_optimizer = FSDPModule.set_requires_gradient_sync, loop.make_optimizer
 
-    def watched_shard(objective, *arguments):
-        shard(objective, *arguments)
-        decoder_layers(objective.model)[0].mlp.up_proj.register_forward_pre_hook(
+    def watched(objective, config):
+        layer, made = decoder_layers(objective.model)[0].mlp.up_proj, make_optimizer(objective, config)
+        layer.register_forward_pre_hook(
             lambda _, given: inputs.append(given[0].dtype) if torch.is_grad_enabled() else None
         )
-
-    def watched_optimizer(objective, *arguments):
-        weight = decoder_layers(objective.model)[0].mlp.up_proj.weight
-        made = make_optimizer(objective, *arguments)
-        made.register_step_pre_hook(lambda *_: rounded.append(weight.grad.full_tensor()))
+        made.register_step_pre_hook(lambda *_: rounded.append(layer.weight.grad.full_tensor()))
         return made
 
+    monkeypatch.setattr(loop, "make_optimizer", watched)
     monkeypatch.setattr(
         FSDPModule, "set_requires_gradient_sync", lambda self, flag: (flags.append(flag), set_sync(self, flag))
     )
-    monkeypatch.setattr(loop, "shard", watched_shard)
-    monkeypatch.setattr(loop, "make_optimizer", watched_optimizer)
     options = {"policy": "control", "max_steps": 2, "dtype": "bfloat16", "micro_batch_size": 1, "max_grad_norm": 1e9}
     train(new_run(**options, activation_checkpointing=True), progress=False)
     assert flags == [False, False, False, True] * 2

@@ -84,19 +84,6 @@ def assert_equal_runs(whole, broken):
     assert records(whole.output) == records(broken.output)
 
 
-def harm(folder, how):
-    """Damage a checkpoint."""
-    tensors, described = folder / "__0_0.distcp", folder / "state.json"
-    if how == "truncated":
-        tensors.write_bytes(tensors.read_bytes()[:-9])
-    elif how == "flipped":
-        tensors.write_bytes(bytes([tensors.read_bytes()[0] ^ 1]) + tensors.read_bytes()[1:])
-    elif how == "no state":
-        described.unlink()
-    else:
-        described.write_text("[]")
-
-
 def test_a_continuation_may_change_how_the_work_is_done_and_records_it(tmp_path, monkeypatch, new_run):
     options = {"policy": "random", "peak_lr": 1e-3}
     whole, broken = (new_run(name, **options) for name in "ab")
@@ -158,15 +145,22 @@ def test_what_is_saved_is_the_state_at_the_call_and_what_is_loaded_is_what_was_s
     assert torch.equal(again.optimizer.state[again.module.weight]["exp_avg"], moment)
 
 
-@pytest.mark.parametrize("how", ["truncated", "flipped", "no state", "list"])
-def test_damage_to_a_checkpoint_is_seen_and_where_none_is_whole_each_is_named(how, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "harm"),
+    [
+        ("__0_0.distcp", lambda file: file.write_bytes(file.read_bytes()[:-9])),
+        ("__0_0.distcp", lambda file: file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])),
+        ("state.json", Path.unlink), ("state.json", lambda file: file.write_text("[]")),
+    ],
+)  # fmt: skip
+def test_damage_to_a_checkpoint_is_seen_and_where_none_is_whole_each_is_named(name, harm, tmp_path):
     for step in (1, 2):
         save(tmp_path, step)
-    harm(tmp_path / "checkpoints" / "step-000002", how)
+    harm(tmp_path / "checkpoints" / "step-000002" / name)
     step, states, notes = checkpoints(tmp_path).load_newest()
     assert (step, states) == (1, [{"place": 1}])
     assert [note.partition(":")[0].partition(" is ")[2] for note in notes] == ["damaged"]
-    harm(tmp_path / "checkpoints" / "step-000001", how)
+    harm(tmp_path / "checkpoints" / "step-000001" / name)
     with pytest.raises(InputError, match=r"step-000002 is damaged: [^\n]*step-000001 is damaged: [^\n]*$"):
         checkpoints(tmp_path).load_newest()
 
