@@ -58,23 +58,28 @@ def test_a_copy_of_an_earlier_document_is_left_out():
 
 
 def test_documents_of_the_installation_hold_no_copies_nor_held_out_ones_lines_of_training(monkeypatch):
-    held = [f"held {i}" for i in range(200) if split_of(f"held {i}") == "validation"][:1]
+    held = [[f"held {i}" for i in range(200) if split_of(f"held {i}") == split][0] for split in ("validation", "test")]
     names = [f"d{i}" for i in range(40) if split_of(f"d{i}") == "train"][:4]
-    found = [Document(name, lines("the same", 10)) for name in names] + [Document(held[0], lines("held", 10))]
+    found = [Document(name, lines("the same", 10)) for name in names] + [
+        Document(name, lines("held", 10)) for name in held
+    ]
     monkeypatch.setattr(split_module, "open_documents", lambda _: iter(found))
     assert [len(training_splits(source, 1)[0]) for source in ("installed", "texts")] == [1, 4]
-    assert [d.id for d in split_documents("installed", "validation")] == held
+    splits = dict(zip(("validation", "test"), held, strict=True))
+    for split, name in splits.items():
+        assert [d.id for d in split_documents("installed", split)] == [name]
     found.append(Document(names[0], lines("held", 10)))
-    assert [d.id for d in split_documents("texts", "validation")] == held
-    with pytest.raises(InputError, match="no document in split 'validation'"):
-        split_documents("installed", "validation")
+    for split, name in splits.items():
+        assert [d.id for d in split_documents("texts", split)] == [name]
+        with pytest.raises(InputError, match=f"no document in split '{split}'"):
+            split_documents("installed", split)
 
 
 def test_where_no_document_falls_into_validation_one_is_held_out(tmp_path):
     names = [f"doc-{i}" for i in range(40) if split_of(f"doc-{i}") == "train"][:5]
     write_table(tmp_path / "a.parquet", dict.fromkeys(names, "text"))
     train, validation = training_splits(str(tmp_path), 0)
-    assert len(validation) == 1
+    assert (len(train), len(validation)) == (4, 1)
     assert {d.id for d in train} | {d.id for d in validation} == set(names)
     write_table(tmp_path / "a.parquet", texts(1))
     with pytest.raises(InputError, match=r"too few documents \(1\)"):
