@@ -43,6 +43,7 @@ def test_all_slots_of_a_grown_cache_replay_what_follows_it(double, windows, past
     grown = trace(double, windows, 48, past=past)
     cache = grown.dense_cache()
     assert [x.counts.tolist() for x in cache.layers] == [(x.counts + NEW).tolist() for x in past.layers]
+    assert all(torch.equal(grown.ranks(i).amax(-1) + 1, x.counts) for i, x in enumerate(cache.layers))
     followed = replay(double, past, windows[:, 32:])[:, NEW:]
     assert torch.allclose(grown.logits, followed, atol=1e-12)
     assert torch.allclose(replay(double, cache, windows[:, 48:]), followed, atol=1e-12)

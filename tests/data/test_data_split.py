@@ -11,6 +11,8 @@ from kvcat.errors import InputError
 from text_files import texts, write_table
 from tiny import sentences
 
+HELD_OUT = ("validation", "test")
+
 
 def named(**texts):
     return [Document(name, text) for name, text in texts.items()]
@@ -22,7 +24,7 @@ def lines(name, count):
 
 def test_five_percent_each_are_held_out_and_the_split_of_known_names_never_changes():
     splits = [split_of(f"document {i}") for i in range(5_000)]
-    for held_out in ("test", "validation"):
+    for held_out in HELD_OUT:
         assert splits.count(held_out) / len(splits) == pytest.approx(0.05, abs=0.01)
     # a changed hash would move held-out documents into the training of published checkpoints
     known = {
@@ -58,14 +60,12 @@ def test_a_copy_of_an_earlier_document_is_left_out():
 
 
 def test_documents_of_the_installation_hold_no_copies_nor_held_out_ones_lines_of_training(monkeypatch):
-    held = [[f"held {i}" for i in range(200) if split_of(f"held {i}") == split][0] for split in ("validation", "test")]
+    splits = {split: next(f"held {i}" for i in range(200) if split_of(f"held {i}") == split) for split in HELD_OUT}
     names = [f"d{i}" for i in range(40) if split_of(f"d{i}") == "train"][:4]
-    found = [Document(name, lines("the same", 10)) for name in names] + [
-        Document(name, lines("held", 10)) for name in held
-    ]
+    found = [Document(name, lines("the same", 10)) for name in names]
+    found += [Document(name, lines("held", 10)) for name in splits.values()]
     monkeypatch.setattr(split_module, "open_documents", lambda _: iter(found))
     assert [len(training_splits(source, 1)[0]) for source in ("installed", "texts")] == [1, 4]
-    splits = dict(zip(("validation", "test"), held, strict=True))
     for split, name in splits.items():
         assert [d.id for d in split_documents("installed", split)] == [name]
     found.append(Document(names[0], lines("held", 10)))
