@@ -133,16 +133,12 @@ def test_three_beams_find_what_a_naive_beam_search_finds():
         assert out[row].tolist() == beams[0][1][0].tolist()
 
 
-def test_a_ragged_cache_holds_its_slots_and_nothing_else():
+def test_a_ragged_cache_holds_its_slots_and_nothing_else_and_selected_and_padded_ones_are_those_they_were():
     model = tiny()
     cache, total = made(model), sum(sum(map(sum, counts)) for counts in COUNTS)
     assert (cache.max_slots, cache.mean_slots, cache.is_uniform) == (7, total / 12, False)
     assert cache.nbytes == total * (8 + 8 + 1) * 8
     assert sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.to_transformers(model).layers) == 0
-
-
-def test_selected_and_padded_slots_are_the_ones_they_were():
-    cache = made(tiny())
     swapped = cache.select([1, 0, 1])
     for layer, chosen in zip(cache.layers, swapped.layers, strict=True):
         exact = {"rtol": 0, "atol": 0}

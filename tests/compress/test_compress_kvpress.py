@@ -143,7 +143,7 @@ def test_a_press_makes_a_cache_of_really_fewer_slots_and_leaves_everything_as_it
 
 
 @needs_kvpress
-def test_layers_of_a_pyramid_and_heads_of_kvzip_hold_different_numbers_of_slots(found):
+def test_layers_of_a_pyramid_and_heads_of_kvzip_hold_different_numbers_of_slots_also_in_the_packages_model(found):
     pyramid = press("PyramidKVPress")(found, num_slots=SLOTS)
     first, last = (layer.num_slots for layer in pyramid.layers)
     assert first > SLOTS > last
@@ -151,10 +151,6 @@ def test_layers_of_a_pyramid_and_heads_of_kvzip_hold_different_numbers_of_slots(
     assert not zipped.is_uniform
     told = {"method": "kvpress:SnapKVPress", "kvpress": version(), "window_size": "8", "num_slots": str(SLOTS)}
     assert told.items() <= press("SnapKVPress")(found, num_slots=SLOTS).metadata.items()
-
-
-@needs_kvpress
-def test_kvzip_finds_the_tokenizer_of_the_model_in_the_package():
     model, _ = load("kvcat-base")
     found = trace(model, torch.arange(48).unsqueeze(0), 32)
     assert KVPress("KVzipPress")(found, num_slots=24).mean_slots == 24
@@ -162,7 +158,7 @@ def test_kvzip_finds_the_tokenizer_of_the_model_in_the_package():
 
 
 @needs_kvpress
-def test_presses_and_options_that_cannot_work_are_refused():
+def test_presses_options_prefixes_and_models_that_cannot_work_are_refused(found, texts, monkeypatch):
     for name, options, message in (
         ("ZipPress", {}, r"kvpress .* has no press 'ZipPress'; there are AdaKVPress, "),
         ("ScorerPress", {}, "no press 'ScorerPress'"), ("SimLayerKVPress", {}, "its size follows from its own options"),
@@ -174,10 +170,6 @@ def test_presses_and_options_that_cannot_work_are_refused():
     ):  # fmt: skip
         with pytest.raises(InputError, match=message):
             KVPress(name, **options)
-
-
-@needs_kvpress
-def test_prefixes_and_models_that_a_press_cannot_take_are_refused(found, texts, monkeypatch):
     filters = torch.randn(2, 2, 8, generator=torch.Generator().manual_seed(0))
     monkeypatch.setattr(presses()["QFilterPress"], "load_q_filters", staticmethod(lambda name: filters))
     assert KVPress("QFilterPress")(found, num_slots=32).mean_slots == 32  # its trained part is there

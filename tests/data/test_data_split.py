@@ -41,18 +41,15 @@ def test_the_order_depends_on_names_and_seed_not_on_the_listing():
     assert {d.id for d in order} == {d.id for d in documents}
 
 
-def test_held_out_documents_that_share_their_long_lines_with_training_are_dropped():
-    lines, other = sentences(10, seed=1), sentences(10, seed=2)
+def test_held_out_documents_that_share_their_long_lines_with_training_and_copies_of_earlier_ones_are_dropped():
+    long, other = sentences(10, seed=1), sentences(10, seed=2)
     held_out = named(
-        copy="".join(lines), own="".join(other), third="".join(lines[:3] + other[3:]),
-        most="".join(lines[:4] + other[4:]), short="x = 1\nreturn x\na line of its own here\n",
+        copy="".join(long), own="".join(other), third="".join(long[:3] + other[3:]),
+        most="".join(long[:4] + other[4:]), short="x = 1\nreturn x\na line of its own here\n",
         trivial="only\nshort\nlines\n", indented="    a shared long line\n",
     )  # fmt: skip
-    training = named(a="".join(lines[:5]), b="".join(lines[5:]), t="x = 1\nreturn x\na shared long line\n")
+    training = named(a="".join(long[:5]), b="".join(long[5:]), t="x = 1\nreturn x\na shared long line\n")
     assert [d.id for d in drop_near_duplicates(held_out, training)] == ["own", "third", "short"]
-
-
-def test_a_copy_of_an_earlier_document_is_left_out():
     documents = named(
         a=lines("a", 10), half=lines("a", 10) + lines("b", 9), little=lines("a", 3) + lines("c", 20), empty="x\n"
     )

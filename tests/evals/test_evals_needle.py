@@ -51,7 +51,7 @@ def test_every_haystack_has_exactly_the_tokens_asked_for_and_its_needle_at_its_d
         assert list(example.context[:first]) == tokenizer.encode("")
 
 
-def test_the_passkey_stands_once_in_its_haystack_and_in_no_distractor(tokenizer, paper):
+def test_the_passkey_stands_once_in_its_haystack_and_a_distractor_that_equals_it_is_drawn_again(tokenizer, paper):
     for example in paper.examples:
         (passkey,) = example.references
         text = tokenizer.decode(example.context)
@@ -60,8 +60,6 @@ def test_the_passkey_stands_once_in_its_haystack_and_in_no_distractor(tokenizer,
         assert text.count(passkey) == text.count(f"{QUERY}{passkey}.\n") == 1
         assert passkey not in distractors(text)
 
-
-def test_a_code_that_equals_the_passkey_is_drawn_again():
     def first(passkey):
         return distractors("".join(islice(lines_with_decoys(draws(0), passkey), 40)))
 

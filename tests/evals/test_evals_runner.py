@@ -145,30 +145,23 @@ def test_a_model_may_be_added_under_a_label_of_its_own_and_is_paired_with_the_ot
         run({"base": models["kvcat"]}, windows, tmp_path, ["first"])
 
 
-def test_the_primary_cell_is_named_before_the_run(finished, models, windows, tmp_path):
+def test_the_primary_cell_is_named_before_the_run_and_another_configuration_is_refused(
+    finished, models, windows, tmp_path
+):
     first = {"method": "attention-matching", "keep_ratio": 0.25, "metric": "kl"}
     assert read_config(finished[0])["primary"] == first
-    with pytest.raises(InputError, match="primary is"):
-        run(models, windows, finished[0], primary=("random", 0.5, "nll"))
+    for changes, said in (
+        ({"primary": ("random", 0.5, "nll")}, "primary is"), ({"seeds": [7]}, r"seeds is \[0\] there, \[7\] here"),
+        ({"methods": ["random"]}, "methods is"), ({"windows": noise()[::-1]}, "manifest is"),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=said):
+            run(models, **{"windows": windows, "out_dir": finished[0], **changes})
     for cell, said in [
         (("random", 0.3, "kl"), "random at keep ratio 0.3"),
         (("random", 0.5, "acc"), "no metric 'acc'"),
     ]:
         with pytest.raises(InputError, match=f"primary cell: {said}"):
             run(models, windows, tmp_path, primary=cell)
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"seeds": [7]}, r"seeds is \[0\] there, \[7\] here"),
-        ({"methods": ["random"]}, "methods is"),
-        ({"windows": noise()[::-1]}, "manifest is"),
-    ],
-)
-def test_another_configuration_into_the_same_folder_is_refused(finished, models, windows, changes, said):
-    with pytest.raises(InputError, match=said):
-        run(models, **{"windows": windows, "out_dir": finished[0], **changes})
 
 
 @pytest.mark.parametrize(

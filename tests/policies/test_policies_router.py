@@ -29,9 +29,14 @@ def test_the_router_in_chunks_equals_the_formula_in_outputs_and_all_gradients():
 
 
 @pytest.mark.parametrize(("dtype", "scale"), [(torch.bfloat16, 1e-3), (torch.float32, 1e3), (torch.float64, 1.0)])
-def test_at_the_start_every_probability_is_exactly_one(dtype, scale):
-    router = Router(33).to(torch.promote_types(dtype, torch.float32))
-    assert (router((normal(2, 200, 33) * scale).to(dtype)) == 1).all()
+def test_at_the_start_every_probability_is_exactly_one_and_a_vanishing_hidden_state_is_always_kept(dtype, scale):
+    wide = torch.promote_types(dtype, torch.float32)
+    assert (Router(33).to(wide)((normal(2, 200, 33) * scale).to(dtype)) == 1).all()
+    hidden = torch.zeros(1, 3, 8, dtype=dtype, requires_grad=True)
+    probabilities = moved_router(8).to(wide)(hidden)
+    probabilities.sum().backward()
+    assert (probabilities == 1).all()
+    assert hidden.grad.isfinite().all()
 
 
 def test_the_start_is_minus_the_identity_a_critical_point_that_noise_leaves():
@@ -53,15 +58,6 @@ def test_neither_a_bfloat16_autocast_nor_bfloat16_weights_reach_the_arithmetic_o
     cast = router.bfloat16()(hidden)
     assert cast.dtype == torch.float32
     assert torch.equal(cast, router.float()(hidden))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_vanishing_hidden_state_is_kept_with_finite_gradients(dtype):
-    router, hidden = moved_router(8).to(dtype), torch.zeros(1, 3, 8, dtype=dtype, requires_grad=True)
-    probabilities = router(hidden)
-    probabilities.sum().backward()
-    assert (probabilities == 1).all()
-    assert hidden.grad.isfinite().all()
 
 
 def test_the_budget_alone_moves_the_router_to_its_target():

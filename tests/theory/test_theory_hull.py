@@ -33,10 +33,6 @@ def distance_to_hull(x, points):
     return unit * float(np.linalg.norm(weights / weights.sum() @ (shifted / unit)))
 
 
-def best_shift(points, alpha):
-    return -(alpha - 1) * enclosing_ball(points).center
-
-
 def largest_distance(points, alpha, shift):
     return max(distance_to_hull(alpha * point + shift, points) for point in points)
 
@@ -70,7 +66,8 @@ def test_the_ball_encloses_all_and_its_lower_bound_proves_it_smallest(kind):
 def test_no_shift_escapes_the_sharp_constant_nor_the_lemma_below_it(seed, kind, alpha, near):
     points = cloud(seed, kind)
     shift = torch.randn(points.shape[1], generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64)
-    attained = largest_distance(points, alpha, best_shift(points, alpha) + near * shift)
+    best = -(alpha - 1) * enclosing_ball(points).center
+    attained = largest_distance(points, alpha, best + near * shift)
     sharp, lemma = sharp_constant(points, alpha), hull_lemma_bound(points, alpha)
     rounding = CONVERGED * alpha * float(points.abs().max() + 1)
     assert attained >= sharp - rounding
