@@ -11,6 +11,7 @@ from structured_heads import eager_attention
 from kvcat.compress import queries as queries_module
 from kvcat.compress import split_supervision, trace
 from kvcat.compress.queries import dense_attention, fitted_queries, load_heads, log_mass
+from kvcat.compress.trace import sampled_positions
 from kvcat.models.rotation import KeyRotation
 
 
@@ -58,14 +59,15 @@ def test_a_query_weighs_as_the_attention_that_it_gives_to_the_prefix(double, win
     torch.testing.assert_close(*rests, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("prefix_len", [48, 46, 1])
-def test_own_queries_of_the_first_layer_are_those_of_each_third_written_again_behind_the_prefix(
-    double, windows, prefix_len
+@pytest.mark.parametrize(("prefix_len", "part"), [(48, 16), (46, 16), (1, 1), (48, 10)])
+def test_own_queries_of_the_first_layer_are_those_of_each_part_written_again_behind_the_prefix(
+    double, windows, monkeypatch, prefix_len, part
 ):
+    if part == 10:  # less than a third
+        monkeypatch.setattr(queries_module, "_PART_TOKENS", part)
     traced = trace(double, windows, prefix_len)
     found = own(traced)
     weights = weights_of(traced, found, 0)
-    part = -(-prefix_len // 3)
     for stop in range(prefix_len, 0, -part):
         text, rows = slice(max(0, stop - part), stop), slice(prefix_len - stop, prefix_len - max(0, stop - part))
         ids = torch.cat([windows[:, :prefix_len], windows[:, text]], 1)
@@ -86,6 +88,11 @@ def test_own_queries_of_deeper_layers_are_those_in_place_and_weigh_what_they_are
             squares = weights_of(found, fitted, layer).square().sum(2)
             assert torch.allclose(squares[0, 0], torch.tensor(16 * (1 + own_weight), dtype=torch.float64))
             assert torch.equal(fitted.queries[layer][:, :, 16:], own(found).queries[layer])
+
+
+def test_all_positions_of_up_to_4096_choose_keys():
+    assert sampled_positions(4096).tolist() == list(range(4096))
+    assert sampled_positions(8192).tolist() == list(range(0, 8192, 2))
 
 
 def test_every_third_own_query_stands_for_three_in_the_fit_and_all_choose_keys(found, monkeypatch):
