@@ -52,7 +52,8 @@ def assert_equal(found, expected, head, *hidden):
 
 @pytest.mark.parametrize("control", [False, True])
 @pytest.mark.parametrize(("options", "chunk"), [({}, 1000), ({"scale": -1.7}, 3), ({"softcap": 0.8}, 5), (ALL, None)])
-def test_value_and_every_gradient_equal_the_naive_objective(options, chunk, control):
+def test_value_and_every_gradient_equal_the_naive_objective(options, chunk, control, monkeypatch):
+    monkeypatch.setattr("kvcat.losses.chunked._BLOCK_ELEMENTS_CPU", 2 * VOCAB)
     head, (dense, masked, ids) = make_head(**options), make_inputs()
     masked = None if control else masked
     losses = chunked_objective(head, dense, masked, ids, **WEIGHTS, chunk_tokens=chunk)
@@ -127,8 +128,9 @@ def test_a_scaled_loss_saves_float16_gradients_from_underflow():
     torch.testing.assert_close(found, expected, rtol=2e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize(("softcap", "at_once"), [(None, 3), (2.0, 5)])
-def test_no_tensor_is_larger_than_a_chunk_of_logits_and_few_of_those_live_at_once(softcap, at_once):
+@pytest.mark.parametrize(("softcap", "block", "at_once"), [(None, 6, 5), (2.0, 6, 7), (None, 5, 2), (2.0, 5, 2)])
+def test_no_tensor_is_larger_than_a_chunk_of_logits_and_few_of_those_live_at_once(softcap, block, at_once, monkeypatch):
+    monkeypatch.setattr("kvcat.losses.chunked._BLOCK_ELEMENTS_CPU", block * 97)
     chunk, vocab, sizes = 6, 97, {"hidden": 5, "vocab": 97}
     head = make_head(**sizes, bias=True, softcap=softcap, dtype=torch.float32)
     dense, masked, ids = make_inputs(batch=3, tokens=21, **sizes, dtype=torch.float32)
@@ -178,7 +180,7 @@ def test_what_is_no_head_and_a_chunk_without_tokens_are_refused_by_name():
 
 @pytest.mark.parametrize("chunk", [4, 256])
 def test_distillation_from_another_model_in_chunks_equals_the_whole_in_value_and_every_gradient(chunk, monkeypatch):
-    monkeypatch.setattr("kvcat.losses.chunked._CHUNK_TOKENS_CPU", chunk)
+    monkeypatch.setattr("kvcat.losses.chunked._CHUNK_ELEMENTS", chunk * VOCAB)
     teacher, student = make_head(bias=True), make_head(hidden=5, scale=0.5, softcap=3.0)
     taught, learned = make_inputs()[0], make_inputs(hidden=5, seed=1)[0]
     found = chunked_kl(teacher, taught.detach(), student, learned)

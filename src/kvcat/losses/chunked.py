@@ -1,5 +1,6 @@
 """The output head, and losses and scores behind it in chunks of tokens: a whole logit tensor never exists."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ from kvcat.losses.terms import check_length, distillation_kl
 from kvcat.types import Float, Int, Tensor
 
 _CHUNK_ELEMENTS = 2**26  # logits of one pass, 256 MiB in float32
-_CHUNK_TOKENS_CPU = 256  # more rows make a CPU's products no faster (benchmarks/loss.py)
+_BLOCK_ELEMENTS, _BLOCK_ELEMENTS_CPU = 2**24, 2**19  # wide copies of logits; on a CPU they stay in its cache
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,9 +112,9 @@ def chunked_objective(
     by the gradient that arrives, and differentiates once. Matrix products run in ``head.compute_dtype()``; scale,
     soft-cap, softmax and every sum over positions in at least float32.
 
-    Memory on top of the inputs: three float32 tensors of chunk_tokens x vocab (five with a soft-cap), W once in the
-    dtype of the products where that is not its own, its gradient in float32, and the hidden states' gradients. Where
-    gradients are off, or none is required, none is made.
+    Memory on top of the inputs: chunk_tokens x vocab logits of both passes, which give way to the gradients by them; a
+    few rows of these in float32; W once in the dtype of the products where that is not its own, its gradient in
+    float32, and the hidden states' gradients. Where gradients are off, or none is required, none is made.
 
     Args:
         head: the model's output head. Its W must be a plain tensor: a sharded model unshards it around this call, as
@@ -122,7 +123,7 @@ def chunked_objective(
         masked_hidden: the same of the masked pass; None for the control, whose total has no KL.
         tokens: token ids, at least two a sequence.
         mask_weight, anchor_weight: lambda_mask and lambda_anchor, >= 0.
-        chunk_tokens: positions per chunk, at least 1; None takes as many as give 2^26 logits, on a CPU at most 256.
+        chunk_tokens: positions per chunk, at least 1; None takes as many as give 2^26 logits.
 
     Raises:
         InputError: fewer than two tokens, chunk_tokens below 1, a sharded W.
@@ -206,8 +207,7 @@ def _chunk_tokens(head: OutputHead, wanted: int | None = None) -> int:
     """Positions per chunk; each chunk adds once to the whole gradient of W, so that fewer chunks move less memory."""
     if wanted is not None and wanted < 1:
         raise InputError(f"chunk_tokens must be at least 1, got {wanted}")
-    tokens = max(1, _CHUNK_ELEMENTS // head.weight.shape[0])
-    return wanted or (min(tokens, _CHUNK_TOKENS_CPU) if head.weight.device.type == "cpu" else tokens)
+    return wanted or max(1, _CHUNK_ELEMENTS // head.weight.shape[0])
 
 
 class _Objective(torch.autograd.Function):
@@ -266,39 +266,51 @@ class _Chunks:
 
     def run(self) -> Float[Tensor, "parts positions"]:
         """Dense NLL of every position, and with a masked pass its NLL, KL(dense || masked) and top-1 agreement."""
+        elements = _BLOCK_ELEMENTS_CPU if self.weight.device.type == "cpu" else _BLOCK_ELEMENTS
+        size = max(1, elements // len(self.weight))
         with torch.autocast(self.weight.device.type, enabled=False):
             for start in range(0, len(self.targets), self.step):
-                self._add(slice(start, start + self.step))
+                rows = slice(start, start + self.step)
+                hidden = [x[rows].to(self.dtype) for x in (self.dense, self.masked) if x is not None]
+                logits = [functional.linear(x, self.weight, self.bias) for x in hidden]
+                blocks = zip(
+                    *(x.split(size) for x in (*logits, self.values[:, rows].T, self.targets[rows])), strict=True
+                )
+                for *own, values, targets in blocks:
+                    self._score(own, values, targets[:, None])
+                for which, (x, by_logits) in enumerate(zip(hidden, logits, strict=True)):
+                    if self._gradient_through(which):
+                        self._add_gradient(which, rows, x, by_logits)
         return self.values
 
-    def _add(self, rows: slice) -> None:
-        targets, hidden = self.targets[rows, None], self.dense[rows].to(self.dtype)
-        log_p, top, slope = self._log_probs(hidden)
-        self.values[0, rows] = -log_p.gather(-1, targets).squeeze(-1)
-        p = log_p.exp_() if self.masked is None else self._add_masked(rows, log_p, top)
+    def _score(
+        self,
+        logits: Sequence[Float[Tensor, "block vocab"]],
+        values: Float[Tensor, "block parts"],
+        targets: Int[Tensor, "block 1"],
+    ) -> None:
+        """Values of a block of positions; its logits give way to the gradients by them."""
+        log_p, slope = self._log_probs(logits[0])
+        values[:, 0] = -log_p.gather(-1, targets).squeeze(-1)
+        if self.masked is None:
+            p = log_p.exp_()
+        else:
+            log_s, slope_masked = self._log_probs(logits[1])
+            p = log_p.exp()
+            values[:, 1] = -log_s.gather(-1, targets).squeeze(-1)
+            values[:, 3] = (log_p.argmax(-1) == log_s.argmax(-1)).to(values.dtype)
+            values[:, 2] = log_p.sub_(log_s).mul_(p).sum(-1)
+            if self._gradient_through(1):
+                _replace(logits[1], log_s.exp_().sub_(p), slope_masked)
         if self._gradient_through(0):
             p.scatter_add_(-1, targets, p.new_full(targets.shape, -1.0))
-            self._add_gradient(0, rows, hidden, p, slope)
-
-    def _add_masked(
-        self, rows: slice, log_p: Float[Tensor, "chunk vocab"], top: Int[Tensor, " chunk"]
-    ) -> Float[Tensor, "chunk vocab"]:
-        """The masked pass of a chunk; returns p and uses ``log_p`` up."""
-        hidden = self.masked[rows].to(self.dtype)
-        log_s, top_masked, slope = self._log_probs(hidden)
-        p = log_p.exp()
-        self.values[1, rows] = -log_s.gather(-1, self.targets[rows, None]).squeeze(-1)
-        self.values[2, rows] = log_p.sub_(log_s).mul_(p).sum(-1)
-        self.values[3, rows] = (top == top_masked).to(self.values.dtype)
-        if self._gradient_through(1):
-            self._add_gradient(1, rows, hidden, log_s.exp_().sub_(p), slope)
-        return p
+            _replace(logits[0], p, slope)
 
     def _log_probs(
-        self, hidden: Float[Tensor, "chunk hidden"]
-    ) -> tuple[Float[Tensor, "chunk vocab"], Int[Tensor, " chunk"], Float[Tensor, "chunk vocab"] | None]:
-        """Log-probabilities, the most likely token, and the soft-cap's derivative where there is one."""
-        logits, softcap = functional.linear(hidden, self.weight, self.bias).to(self.values.dtype), self.head.softcap
+        self, logits: Float[Tensor, "block vocab"]
+    ) -> tuple[Float[Tensor, "block vocab"], Float[Tensor, "block vocab"] | None]:
+        """Log-probabilities of what the head's product gave, and the soft-cap's derivative where there is one."""
+        logits, softcap = logits.to(self.values.dtype, copy=True), self.head.softcap
         if self.head.scale != 1:
             logits.mul_(self.head.scale)
         slope = None
@@ -306,30 +318,31 @@ class _Chunks:
             logits.div_(softcap).tanh_()
             slope = logits.square().neg_().add_(1) if any(g is not None for g in self.gradients) else None
             logits.mul_(softcap)
-        return logits.log_softmax(-1), logits.argmax(-1), slope
+        return logits.log_softmax(-1), slope
 
     def _gradient_through(self, which: int) -> bool:
         return any(x is not None for x in (self.gradients[which], *self.gradients[2:]))
 
     def _add_gradient(
-        self,
-        which: int,
-        rows: slice,
-        hidden: Float[Tensor, "chunk hidden"],
-        by_logits: Float[Tensor, "chunk vocab"],
-        slope: Float[Tensor, "chunk vocab"] | None,
+        self, which: int, rows: slice, hidden: Float[Tensor, "chunk hidden"], by_logits: Float[Tensor, "chunk vocab"]
     ) -> None:
-        """Gradients of the chunk's rows, of W and of b from those by the logits, which are used up."""
-        if slope is not None:
-            by_logits.mul_(slope)
+        """Gradients of the chunk's rows, of W and of b from those by the logits."""
         factor = self.weights[which] * self.head.scale / len(self.targets)
-        product = by_logits.to(self.dtype)
         by_hidden, (by_weight, by_bias) = self.gradients[which], self.gradients[2:]
         if by_hidden is not None:
-            torch.mul((product @ self.weight).to(by_hidden.dtype), factor, out=by_hidden[rows])
-        if by_weight is not None and by_weight.dtype == product.dtype:
-            by_weight.addmm_(product.t(), hidden, alpha=factor)
+            torch.mul((by_logits @ self.weight).to(by_hidden.dtype), factor, out=by_hidden[rows])
+        if by_weight is not None and by_weight.dtype == by_logits.dtype:
+            by_weight.addmm_(by_logits.t(), hidden, alpha=factor)
         elif by_weight is not None:
-            by_weight.add_(product.t() @ hidden, alpha=factor)
+            by_weight.add_(by_logits.t() @ hidden, alpha=factor)
         if by_bias is not None:
-            by_bias.add_(by_logits.sum(0), alpha=factor)
+            by_bias.add_(by_logits.sum(0, dtype=by_bias.dtype), alpha=factor)
+
+
+def _replace(
+    logits: Float[Tensor, "block vocab"],
+    gradient: Float[Tensor, "block vocab"],
+    slope: Float[Tensor, "block vocab"] | None,
+) -> None:
+    """Put the gradient by the head's product, before scale and soft-cap, in its place."""
+    logits.copy_(gradient if slope is None else gradient.mul_(slope))
