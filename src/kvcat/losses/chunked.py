@@ -266,22 +266,22 @@ class _Chunks:
 
     def run(self) -> Float[Tensor, "parts positions"]:
         """Dense NLL of every position, and with a masked pass its NLL, KL(dense || masked) and top-1 agreement."""
-        elements = _BLOCK_ELEMENTS_CPU if self.weight.device.type == "cpu" else _BLOCK_ELEMENTS
-        size = max(1, elements // len(self.weight))
         with torch.autocast(self.weight.device.type, enabled=False):
             for start in range(0, len(self.targets), self.step):
-                rows = slice(start, start + self.step)
-                hidden = [x[rows].to(self.dtype) for x in (self.dense, self.masked) if x is not None]
-                logits = [functional.linear(x, self.weight, self.bias) for x in hidden]
-                blocks = zip(
-                    *(x.split(size) for x in (*logits, self.values[:, rows].T, self.targets[rows])), strict=True
-                )
-                for *own, values, targets in blocks:
-                    self._score(own, values, targets[:, None])
-                for which, (x, by_logits) in enumerate(zip(hidden, logits, strict=True)):
-                    if self._gradient_through(which):
-                        self._add_gradient(which, rows, x, by_logits)
+                self._add(slice(start, start + self.step))
         return self.values
+
+    def _add(self, rows: slice) -> None:
+        hidden = [x[rows].to(self.dtype) for x in (self.dense, self.masked) if x is not None]
+        logits = [functional.linear(x, self.weight, self.bias) for x in hidden]
+        elements = _BLOCK_ELEMENTS_CPU if self.weight.device.type == "cpu" else _BLOCK_ELEMENTS
+        size = max(1, elements // len(self.weight))
+        parts = (x.split(size) for x in (*logits, self.values[:, rows].T, self.targets[rows]))
+        for *own, values, targets in zip(*parts, strict=True):
+            self._score(own, values, targets[:, None])
+        for which, (x, by_logits) in enumerate(zip(hidden, logits, strict=True)):
+            if self._gradient_through(which):
+                self._add_gradient(which, rows, x, by_logits)
 
     def _score(
         self,
