@@ -24,7 +24,7 @@ def error_curves(batch: HeadBatch, dense: DenseAttention, sizes: Iterable[int], 
     ``ridge`` times |P|^2 over the whole prefix, and at least what single precision needs. P P^T and R grow from size to
     size. At most 128 queries, drawn with a fixed seed, stand for all.
     """
-    prefix, queries = batch.keys.shape[1], batch.queries.shape[1]
+    prefix, queries = batch.keys.shape[1], dense.weights.shape[1]
     sizes = sorted({min(size, prefix) for size in sizes})
     order = dense.importance.sort(dim=-1, descending=True, stable=True).indices[:, : sizes[-1]]
     # no even spacing: the query heads take turns among the rows

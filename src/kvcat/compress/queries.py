@@ -1,7 +1,7 @@
 """What Attention Matching fits to: queries with weights, and KV heads in batches that fit in memory."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -22,25 +22,59 @@ _LEAST_SHARE = 1e-6
 
 
 @dataclass(frozen=True)
+class MovedQueries:
+    """The prefix's own queries, turned by the model's rotary embedding to stand right behind parts of the prefix.
+
+    Args:
+        rotation: of the model.
+        rows: of the queries that the trace keeps; those that are fitted to stand first.
+        shifts: positions that each is moved by.
+        log_rest: per layer, mass of the keys of its part that each query sees, nats.
+        boost: as in ``FittedQueries``.
+    """
+
+    rotation: KeyRotation
+    rows: Int[Tensor, " queries"]
+    shifts: Int[Tensor, " queries"]
+    log_rest: Sequence[Float[Tensor, "batch heads queries"]]
+    boost: Float[Tensor, " fitted"]
+
+
+@dataclass(frozen=True)
 class FittedQueries:
-    """Per layer, the queries to fit to; the error of each counts times factor * m / (m + exp(log_rest)).
+    """The queries to fit to; the error of each counts times factor * m / (m + exp(log_rest)).
 
     m is the mass of the prefix, so that the quotient is the share of the query's attention that goes to the prefix.
 
     Args:
-        queries: after rotation.
+        trace: that the queries come from.
+        given: per layer, the supervising queries, which stand first.
+        own: the prefix's own queries, which stand behind them; None: none.
         factors: of the queries.
-        log_rest: mass of the keys behind the prefix that each query sees, nats; -inf where all count equally.
+        log_rest: per layer, mass of the keys behind the prefix that each query sees, nats; -inf where all count alike.
         boost: factors, beside ``factors``, of those that log-bias and values are fitted to, which stand first; the rest
             only choose keys.
         causal: the queries are the prefix's own at their own positions, and see no later key.
     """
 
-    queries: Sequence[Float[Tensor, "batch heads queries head_dim"]]
-    factors: Sequence[Float[Tensor, "batch heads queries"]]
+    trace: Trace
+    given: Sequence[Float[Tensor, "batch heads given head_dim"]]
+    own: MovedQueries | None
+    factors: Float[Tensor, " queries"]
     log_rest: Sequence[Float[Tensor, "batch heads queries"]]
     boost: Float[Tensor, " fitted"]
     causal: bool = False
+
+    def queries(
+        self, layer: int, example: slice = slice(None), heads: slice = slice(None), count: int | None = None
+    ) -> Float[Tensor, "batch heads queries head_dim"]:
+        """The first ``count`` queries of some heads, after rotation; own ones are moved at every call, to hold none."""
+        given = self.given[layer][example, heads]
+        if self.own is None:
+            return given
+        few = slice(None if count is None else count - given.shape[2])
+        own = self.trace.prefix_queries[layer][example, heads][:, :, self.own.rows[few]]
+        return torch.cat([given, self.own.rotation(own, layer, self.own.shifts[few])], 2)
 
 
 @torch.no_grad()
@@ -55,28 +89,24 @@ def fitted_queries(trace: Trace, own_weight: float, *, by_share: bool) -> Fitted
         own_weight: of the squared weights of the prefix's own queries, relative to the supervising ones', both summed.
         by_share: a query's error counts by the part of its attention that goes to the prefix; otherwise all equally.
     """
-    own = _own_queries(trace) if own_weight else None
-    alike = torch.ones(trace.queries[0].shape[2])
-    plain = FittedQueries(trace.queries, _filled(trace.queries, 1.0), _none(trace.queries), alike)
-    if trace.supervision == "self":
-        found = own or replace(plain, causal=True)
-        return found if by_share else replace(found, log_rest=_none(found.queries))
+    own, alone = _moved_queries(trace) if own_weight else None, trace.supervision == "self"
+    given = [q[:, :, :0] for q in trace.queries] if own and alone else trace.queries
     last = torch.arange(trace.supervision_start - trace.prefix_len, trace.suffix_ids.shape[1])
-    found = plain
-    if by_share:
-        parts = zip(trace.queries, trace.suffix_keys, trace.scales, strict=True)
-        found = replace(found, log_rest=[log_mass(q, keys, scale, last) for q, keys, scale in parts])
-    if own is None:
-        return found
-    factor = (own_weight * found.queries[0].shape[2] / own.queries[0].shape[2]) ** 0.5
-    rest = own.log_rest if by_share else _none(own.queries)
-    pairs = (found.queries, own.queries), (found.factors, _filled(own.queries, factor)), (found.log_rest, rest)
-    queries, factors, log_rest = ([torch.cat(parts, 2) for parts in zip(*pair, strict=True)] for pair in pairs)
-    return FittedQueries(queries, factors, log_rest, torch.cat([found.boost, own.boost]))
+    log_rest = [torch.full_like(wide(queries[..., 0]), -torch.inf) for queries in given]
+    if by_share and not alone:
+        parts = zip(given, trace.suffix_keys, trace.scales, strict=True)
+        log_rest = [log_mass(queries, keys, scale, last) for queries, keys, scale in parts]
+    boost = factors = torch.ones(given[0].shape[2])
+    if own:
+        rest = own.log_rest if by_share else [torch.full_like(rest, -torch.inf) for rest in own.log_rest]
+        log_rest = [torch.cat(parts, 2) for parts in zip(log_rest, rest, strict=True)]
+        factor = 1.0 if alone else (own_weight * len(factors) / len(own.rows)) ** 0.5
+        factors, boost = torch.cat([factors, torch.full([len(own.rows)], factor)]), torch.cat([boost, own.boost])
+    return FittedQueries(trace, given, own, factors, log_rest, boost, alone and own is None)
 
 
-def _own_queries(trace: Trace) -> FittedQueries | None:
-    """Queries of each part of the prefix, turned by the model's rotary embedding to stand right behind the prefix.
+def _moved_queries(trace: Trace) -> MovedQueries | None:
+    """Queries of each part of the prefix, to stand right behind the prefix.
 
     A part is a third of the prefix, at most 256 tokens. All of up to 4,096 positions choose keys; where query heads
     share a KV head, log-bias and values are fitted to those of evenly spaced positions alone, one and a half queries
@@ -87,28 +117,28 @@ def _own_queries(trace: Trace) -> FittedQueries | None:
     if trace.past_len:
         return None
     part = min(-(-length // _LEAST_PARTS), _PART_TOKENS)
-    bounds = [(max(0, stop - part), stop) for stop in range(length, 0, -part)]
     try:
         rotation = KeyRotation(trace.model, part)
     except InputError:
         return None
     positions = sampled_positions(length)
+    rows = torch.isin(trace.prefix_positions, positions).nonzero().squeeze(1)
+    # the last part first
+    order = ((positions - length) // part).argsort(descending=True, stable=True)
+    starts = (length + (positions - length) // part * part).clamp_min(0)
     num_queries = trace.prefix_queries[0].shape[1] // trace.keys[0].shape[1] * len(positions)
     stride, places = max(1, int(num_queries / (_FITTED_PER_TOKEN * length))), torch.arange(len(positions))
-    first = torch.cat([places[places % stride == 0], places[places % stride != 0]])
+    first = order[torch.cat([places[places % stride == 0], places[places % stride != 0]])]
     boost = torch.full([-(-len(positions) // stride)], stride**0.5)
-    kept = torch.isin(trace.prefix_positions, positions)
-    queries, rest = [], []
-    for layer, every in enumerate(trace.prefix_queries):
-        sampled, moved, rests = every[:, :, kept], [], []
-        for start, stop in bounds:
-            rows = (positions >= start) & (positions < stop)
-            own, keys = sampled[:, :, rows], trace.keys[layer][:, :, start:stop]
-            moved.append(rotation(own, layer, length - start))
-            rests.append(log_mass(own, keys, trace.scales[layer], positions[rows] - start))
-        queries.append(torch.cat(moved, 2)[:, :, first])
-        rest.append(torch.cat(rests, 2)[:, :, first])
-    return FittedQueries(queries, _filled(queries, 1.0), rest, boost)
+    log_rest = []
+    for queries, keys, scale in zip(trace.prefix_queries, trace.keys, trace.scales, strict=True):
+        masses = []
+        for start in starts.unique().tolist():
+            at = starts == start
+            seen = keys[:, :, start : start + part]
+            masses.append(log_mass(queries[:, :, rows[at]], seen, scale, positions[at] - start))
+        log_rest.append(torch.cat(masses, 2)[:, :, first])
+    return MovedQueries(rotation, rows[first], length - starts[first], log_rest, boost)
 
 
 def log_mass(queries: Tensor, keys: Tensor, scale: float, last: Tensor) -> Float[Tensor, "batch heads queries"]:
@@ -125,16 +155,6 @@ def log_mass(queries: Tensor, keys: Tensor, scale: float, last: Tensor) -> Float
         top = scores.amax(-1, keepdim=True)
         found.append((scores.sub_(top).exp_().sum(-1).log_() + top.squeeze(-1)).flatten(1, 2))
     return torch.cat(found, 2)
-
-
-def _filled(queries: Sequence[Tensor], value: float) -> list[Tensor]:
-    """A number for every query."""
-    return [torch.full_like(wide(own[..., 0]), value) for own in queries]
-
-
-def _none(queries: Sequence[Tensor]) -> list[Tensor]:
-    """No mass behind the prefix."""
-    return _filled(queries, -torch.inf)
 
 
 @dataclass(frozen=True)
@@ -158,14 +178,6 @@ class HeadBatch:
     log_bias: Float[Tensor, "heads prefix"] | None = None
     last: Int[Tensor, "heads queries"] | None = None
     boost: Float[Tensor, "heads fitted"] | None = None
-
-    def fitted(self) -> "HeadBatch":
-        """Without the queries that only choose keys."""
-        if self.boost is None:
-            return self
-        few = slice(self.boost.shape[1])
-        parts = {name: getattr(self, name)[:, few] for name in ("queries", "factors", "log_rest")}
-        return replace(self, **parts, last=None if self.last is None else self.last[:, few])
 
     def scores(
         self, chunk: slice | Tensor = slice(None), slots: Int[Tensor, "heads slots"] | None = None
@@ -235,8 +247,8 @@ def head_groups(
     With sizes, heads of a group get equally many slots, and only the queries that are fitted to count.
     """
     alike: dict[tuple[int, ...], list[HeadIndex]] = {}
-    for layer, (keys, queries) in enumerate(zip(trace.keys, fitted.queries, strict=True)):
-        count = queries.shape[1] // keys.shape[1] * (queries.shape[2] if sizes is None else len(fitted.boost))
+    for layer, keys in enumerate(trace.keys):
+        count = _group(trace, layer) * len(fitted.factors if sizes is None else fitted.boost)
         for example, row in enumerate(trace.counts(layer).tolist()):
             for head, slots in enumerate(row):
                 index = layer, example, head
@@ -253,32 +265,49 @@ def draw_queries(trace: Trace, fitted: FittedQueries, num_queries: int, seed: in
     """Which of a KV head's queries are used, drawn per example without replacement; places as in ``load_heads``."""
     drawn = {}
     for example, generator in enumerate(example_generators(trace, seed)):
-        for layer, (keys, queries) in enumerate(zip(trace.keys, fitted.queries, strict=True)):
-            group, count = queries.shape[1] // keys.shape[1], queries.shape[2]
+        for layer, keys in enumerate(trace.keys):
+            group, count = _group(trace, layer), len(fitted.factors)
             for head in range(keys.shape[1]):
                 order = torch.randperm(group * count, generator=generator)[:num_queries]
                 drawn[layer, example, head] = (order % count * group + order // count).sort().values
     return drawn
 
 
-def load_heads(trace: Trace, fitted: FittedQueries, heads: list[HeadIndex], drawn: Drawn | None = None) -> HeadBatch:
-    """The tensors of one group of heads; their queries stand by position, those of one position by query head."""
-    layer, _, _ = heads[0]
-    group = fitted.queries[layer].shape[1] // trace.keys[layer].shape[1]
+def load_heads(
+    trace: Trace,
+    fitted: FittedQueries,
+    heads: list[HeadIndex],
+    drawn: Drawn | None = None,
+    *,
+    only_fitted: bool = False,
+) -> HeadBatch:
+    """The tensors of one group of heads; their queries stand by position, those of one position by query head.
+
+    With only_fitted, the queries that only choose keys are left out.
+    """
+    group = _group(trace, heads[0][0])
     keys, values, biases = zip(*(trace.head(*head) for head in heads), strict=True)
-    # behind a compact cache, only the last slots of a prefix that supervises itself have queries
-    seen = torch.arange(len(keys[0]) - fitted.queries[layer].shape[2], len(keys[0]), device=keys[0].device)
-    columns: list[list[Tensor]] = [[], [], [], []]
-    for index, example, head in heads:
+    count = len(fitted.boost if only_fitted and drawn is None else fitted.factors)
+    own, rests = [], []
+    for layer, example, head in heads:
         part = slice(head * group, (head + 1) * group)
-        parts = (fitted.queries, fitted.factors, fitted.log_rest)
-        own = [x[index][example, part].transpose(0, 1).flatten(0, 1) for x in parts]
-        own[0] = wide(own[0]) * trace.scales[index]
-        chosen = slice(None) if drawn is None else drawn[index, example, head].to(seen.device)
-        for column, x in zip(columns, (*own, seen.repeat_interleave(group)), strict=True):
-            column.append(x[chosen])
-    queries, factors, log_rest, last = (torch.stack(column) for column in columns)
+        own.append(fitted.queries(layer, slice(example, example + 1), part, count)[0].transpose(0, 1))
+        rests.append(fitted.log_rest[layer][example, part, :count].T)
+    queries, log_rest = wide(torch.stack(own).flatten(1, 2)), torch.stack(rests).flatten(1, 2)
+    queries = queries.mul_(queries.new_tensor([trace.scales[layer] for layer, _, _ in heads]).view(-1, 1, 1))
+    # behind a compact cache, only the last slots of a prefix that supervises itself have queries
+    last = torch.arange(len(keys[0]) - count, len(keys[0]), device=queries.device).repeat_interleave(group)
+    factors = fitted.factors[:count].to(queries).repeat_interleave(group)
+    factors, last = (x.expand(len(heads), -1) for x in (factors, last))
+    if drawn is not None:
+        rows = torch.stack([drawn[head] for head in heads]).to(queries.device)
+        queries, (factors, log_rest, last) = take(queries, rows), (x.gather(1, rows) for x in (factors, log_rest, last))
     bias = None if trace.log_bias is None else wide(torch.stack([b for b in biases if b is not None]))
     states = wide(torch.stack(keys)), wide(torch.stack(values))
     boost = None if drawn else fitted.boost.to(factors).repeat_interleave(group).expand(len(heads), -1)
     return HeadBatch(queries, factors, log_rest, *states, bias, last if fitted.causal else None, boost)
+
+
+def _group(trace: Trace, layer: int) -> int:
+    """Query heads of a KV head."""
+    return trace.prefix_queries[layer].shape[1] // trace.keys[layer].shape[1]

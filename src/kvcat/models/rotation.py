@@ -9,7 +9,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvcat.errors import InputError
 from kvcat.models.structure import frozen, relative_error
-from kvcat.types import Float, Tensor
+from kvcat.types import Float, Int, Tensor
 
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 _PROBE_TOKENS = 8
@@ -51,21 +51,24 @@ class KeyRotation:
             self.turned[layer] = turned <= unturned
 
     def __call__(
-        self, keys: Float[Tensor, "batch kv_heads slots head_dim"], layer: int, shift: int | None = None
+        self,
+        keys: Float[Tensor, "batch kv_heads slots head_dim"],
+        layer: int,
+        shift: int | Int[Tensor, " slots"] | None = None,
     ) -> Float[Tensor, "batch kv_heads slots head_dim"]:
         """One layer's keys, rotated at their own positions, after the turn by ``shift`` (None: ``self.shift``)."""
-        shift = self.shift if shift is None else shift
-        if not (shift and self.turned[layer]):
+        at, places = torch.as_tensor(self.shift if shift is None else shift).view(-1).unique(return_inverse=True)
+        if not (at.any() and self.turned[layer]):
             return keys
         wide = keys if keys.dtype == torch.float64 else keys.float()
         kind = self.layer_types[layer]
-        at = torch.full((1, 1), shift, device=keys.device)
+        at = at.unsqueeze(0).to(keys.device)
         cos, sin = self.rotary(wide, at) if kind is None else self.rotary(wide, at, kind)
         # the keys have the attention factor of YaRN already
         factor = getattr(self.rotary, f"{kind}_attention_scaling" if kind else "attention_scaling", 1.0)
         apply: Any = sys.modules[type(self.rotary).__module__].apply_rotary_pos_emb  # type: ignore[attr-defined]
         part, rest = wide.tensor_split([cos.shape[-1]], dim=-1)
-        _, turned = apply(part, part, cos / factor, sin / factor)
+        _, turned = apply(part[:, :1], part, cos[:, places] / factor, sin[:, places] / factor)
         return torch.cat([turned, rest], dim=-1).to(keys.dtype)
 
 

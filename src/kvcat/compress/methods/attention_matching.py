@@ -123,8 +123,8 @@ class AttentionMatching(Compressor):
             for heads in _with_progress(head_groups(trace, fitted, plan), "attention matching"):
                 attention = DenseAttention(*map(torch.stack, zip(*(dense[head] for head in heads), strict=True)))
                 fit = match_attention(
-                    load(heads).fitted(), attention, plan[heads[0]], num_iters=self.num_iters, ridge=self.ridge,
-                    log_bias=self.log_bias,
+                    load(heads, only_fitted=True), attention, plan[heads[0]], num_iters=self.num_iters,
+                    ridge=self.ridge, log_bias=self.log_bias,
                 )  # fmt: skip
                 found |= dict(zip(heads, zip(*fit, strict=True), strict=True))
             layers = [_layer(trace, index, found, log_bias=self.log_bias) for index in range(len(trace.keys))]
@@ -144,7 +144,7 @@ class AttentionMatching(Compressor):
             dense |= zip(group, map(DenseAttention._make, zip(*attention, strict=True)), strict=True)
             if self.budgets == "equal":
                 continue
-            errors = error_curves(batch.fitted(), attention, wanted, self.ridge or 0.0)
+            errors = error_curves(batch, attention, wanted, self.ridge or 0.0)
             for (layer, example, head), curve in zip(group, errors, strict=True):
                 gain = gains[layer][head].item() / trace.stream[layer][example].item()
                 curves[layer, example, head] = {size: gain * error for size, error in curve.items()}
@@ -184,8 +184,9 @@ def match_attention(
     if log_bias:
         pull, mass = math.sqrt(ridge or 0.0) if stable else 0.0, dense.log_mass.unsqueeze(-1)
         bias = fit_log_bias(scores, mass, bounds=BOUNDS, num_iters=num_iters, pull=pull, weights=weights)
+    attention = torch.softmax(scores.add_(bias.unsqueeze(1)), -1, out=scores)
     # 0 where a query sees no slot
-    attention = (scores + bias.unsqueeze(1)).softmax(-1).nan_to_num_(0.0).mul_(dense.weights.unsqueeze(-1))
+    attention.nan_to_num_(0.0).mul_(dense.weights.unsqueeze(-1))
     return slots, fit_values(attention, outputs, ridge=ridge, towards=own if stable else None), bias
 
 
