@@ -12,6 +12,7 @@ from kvcat.compress import queries as queries_module
 from kvcat.compress import split_supervision, trace
 from kvcat.compress.queries import dense_attention, fitted_queries, load_heads, log_mass
 from kvcat.compress.trace import sampled_positions
+from kvcat.models import rotation as rotation_module
 from kvcat.models.rotation import KeyRotation
 
 
@@ -115,3 +116,13 @@ def test_models_whose_positions_cannot_be_turned_have_no_own_queries(double, win
     assert fitted_queries(found, 1.0, by_share=True).queries(0).shape[2] == 16
     alone = fitted_queries(trace(double, windows, supervision="self"), 1.0, by_share=True)
     assert alone.causal
+
+
+def test_a_rotation_is_tried_once_on_every_model_and_shift_and_turns_each_slot_by_its_own(double, monkeypatch):
+    tried, keys_at = [], rotation_module._keys_at
+    monkeypatch.setattr(rotation_module, "_keys_at", lambda *args: tried.append(args) or keys_at(*args))
+    first, _, _ = KeyRotation(double, 29), KeyRotation(double, 29), KeyRotation(double, 31)
+    assert [start for _, _, start in tried] == [29, 31]
+    keys = torch.randn(1, 2, 3, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    each = [first(keys[:, :, slot : slot + 1], 1, shift) for slot, shift in enumerate((7, 0, -4))]
+    assert torch.allclose(first(keys, 1, torch.tensor([7, 0, -4])), torch.cat(each, 2))

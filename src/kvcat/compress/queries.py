@@ -17,7 +17,7 @@ HeadIndex = tuple[int, int, int]
 Drawn = dict[HeadIndex, Int[Tensor, " drawn"]]
 _LEAST_PARTS, _PART_TOKENS, _FITTED_PER_TOKEN = 3, 256, 1.5
 _CHUNK_ELEMENTS, _CHUNK_ROWS = 2**21, 64
-_BATCH_ELEMENTS, _CACHED_ELEMENTS = 2**23, 2**20
+_BATCH_ELEMENTS, _CACHED_ELEMENTS = 2**23, 2**18
 _LEAST_SHARE = 1e-6
 
 
@@ -73,7 +73,7 @@ class FittedQueries:
         if self.own is None:
             return given
         few = slice(None if count is None else count - given.shape[2])
-        own = self.trace.prefix_queries[layer][example, heads][:, :, self.own.rows[few]]
+        own = self.trace.prefix_queries[layer][example, heads].index_select(2, self.own.rows[few].to(given.device))
         return torch.cat([given, self.own.rotation(own, layer, self.own.shifts[few])], 2)
 
 
@@ -219,15 +219,17 @@ def dense_attention(batch: HeadBatch) -> DenseAttention:
     for start in range(0, batch.queries.shape[1], step):
         chunk = slice(start, start + step)
         scores = batch.scores(chunk)
-        top, attention = scores.amax(-1), scores.softmax(-1)
-        mass = 1 / attention.amax(-1)
-        log_mass = top + mass.log()
+        top = scores.amax(-1, keepdim=True)
+        scores.sub_(top).exp_()
+        mass = scores.sum(-1)
+        log_mass = top.squeeze(-1) + mass.log()
         weights = batch.factors[:, chunk] * (log_mass - batch.log_rest[:, chunk]).sigmoid().clamp_min(_LEAST_SHARE)
         more = boost[:, chunk]
         few = slice(more.shape[1])
-        outputs = attention[:, few] @ batch.values
+        outputs = (scores[:, few] @ batch.values).div_(mass[:, few].unsqueeze(-1))
         parts.append((log_mass[:, few], mass[:, few], outputs, weights[:, few] * more))
-        importance += (weights.square().unsqueeze(1) @ attention.square_()).squeeze(1)
+        importance += ((weights / mass).square_().unsqueeze(1) @ scores.square_()).squeeze(1)
+        del scores  # the next chunk's take its place in the cache
     log_mass, mass, outputs, weights = (torch.cat(part, 1) for part in zip(*parts, strict=True))
     return DenseAttention(log_mass, mass, outputs, weights, importance)
 

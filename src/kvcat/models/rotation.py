@@ -2,6 +2,7 @@
 
 import sys
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from kvcat.types import Float, Int, Tensor
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 _PROBE_TOKENS = 8
 _TOLERANCE = {torch.float16: 0.1, torch.bfloat16: 0.2}
+_TURNED: WeakKeyDictionary[PreTrainedModel, dict[int, list[bool]]] = WeakKeyDictionary()
 
 
 class KeyRotation:
@@ -22,7 +24,7 @@ class KeyRotation:
     With R(p) the rotation that the model's rotary embedding applies at position p, keys R(p) k become R(p + shift) k.
     The rotation comes from the model's own modules, with their scaling and pairing of channels. It is tried on the
     model itself: of the same few tokens at two positions, each layer's keys of the one must become those of the other,
-    turned or (layers without positions) unturned.
+    turned or (layers without positions) unturned; once for every model and shift.
 
     Args:
         model: a causal LM with rotary position embeddings.
@@ -39,8 +41,9 @@ class KeyRotation:
             raise InputError(f"{name}: keys of latent attention cannot be turned")
         types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
         self.layer_types = types if hasattr(self.rotary, f"{types[0]}_inv_freq") else [None] * len(types)
-        self.turned = [True] * len(types)
-        if not shift:
+        tried = _TURNED.setdefault(model, {})
+        self.turned = tried.get(shift, [True] * len(types))
+        if shift in tried or not shift:
             return
         start, tolerance = max(0, -shift), _TOLERANCE.get(model.dtype, 0.01)
         for layer, (before, after) in enumerate(_keys_at(model, start, start + shift)):
@@ -49,6 +52,7 @@ class KeyRotation:
                 error = f"(error {min(turned, unturned):.2g})"
                 raise InputError(f"{name}: the keys of layer {layer} do not turn with their position {error}")
             self.turned[layer] = turned <= unturned
+        tried[shift] = self.turned
 
     def __call__(
         self,
@@ -68,8 +72,9 @@ class KeyRotation:
         factor = getattr(self.rotary, f"{kind}_attention_scaling" if kind else "attention_scaling", 1.0)
         apply: Any = sys.modules[type(self.rotary).__module__].apply_rotary_pos_emb  # type: ignore[attr-defined]
         part, rest = wide.tensor_split([cos.shape[-1]], dim=-1)
-        _, turned = apply(part[:, :1], part, cos[:, places] / factor, sin[:, places] / factor)
-        return torch.cat([turned, rest], dim=-1).to(keys.dtype)
+        cos, sin = ((x / factor).index_select(1, places.to(x.device)) for x in (cos, sin))
+        _, turned = apply(part[:, :1], part, cos, sin)
+        return (torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned).to(keys.dtype)
 
 
 def rotary_module(model: PreTrainedModel) -> nn.Module:
