@@ -8,7 +8,7 @@ DTYPE=${DTYPE:-bfloat16}
 SEED=${SEED:-0}
 STEPS=${STEPS:-256}             # 4,096 tokens each: a million tokens
 BATCH=${BATCH:-4}
-MICRO=${MICRO:-2}
+MICRO=${MICRO:-4}
 mkdir -p "$OUT"
 
 kvcat() { python -m kvcat "$@"; }
@@ -24,5 +24,5 @@ continue_pretraining() {
   tokens
   kvcat train small --model "$from" --data "$OUT/tokens" --output "$OUT/$folder" --seq-len 1024 \
     --batch-size "$BATCH" --micro-batch-size "$MICRO" --dtype "$DTYPE" --device "$DEVICE" \
-    --validation-sequences 32 --validation-every 32 --checkpoint-every 16 "$@"
+    --validation-sequences 16 --validation-every 64 --checkpoint-every 16 --compile "$@"
 }

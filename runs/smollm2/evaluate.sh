@@ -6,13 +6,13 @@ models="base=$MODEL adapted=$OUT/adapt/export"
 for branch in "$@"; do models="$models $branch=$OUT/$branch/export"; done
 common="--device $DEVICE --dtype float32 --batch-size ${EVAL_BATCH:-2}"
 for domain in books tech code; do
-  case $domain in books) text=${BOOKS:-} ;; tech) text=${TECH:-} ;; code) text=${CODE:-installed} ;; esac
+  case $domain in books) text=${BOOKS:-} ;; tech) text=${TECH:-} ;; code) text=${CODE-installed} ;; esac
   [ -n "$text" ] || continue
   split=all; [ "$text" = installed ] && split=test
   kvcat eval suffix $models --data "$text" --split $split --windows "${WINDOWS:-64}" --per-document 8 \
-    --prefix 768 --suffix 256 --keep 0.05 0.1 0.2 0.4 --out "$OUT/suffix-$domain" $common \
-    --method attention-matching,preset=paper attention-matching h2o snapkv
+    --prefix "${PREFIX:-768}" --suffix "${SUFFIX:-256}" --keep 0.05 0.1 0.2 0.4 --out "$OUT/suffix-$domain" $common \
+    --method ${METHODS:-attention-matching,preset=paper attention-matching h2o snapkv}
 done
-kvcat eval needle $models --length 512 --per-depth "${PER_DEPTH:-20}" --keep 0.1 0.2 0.5 \
+[ "${PER_DEPTH:-20}" = 0 ] || kvcat eval needle $models --length 512 --per-depth "${PER_DEPTH:-20}" --keep 0.1 0.2 0.5 \
   --method attention-matching snapkv --out "$OUT/needle" $common
 [ -z "${QA:-}" ] || kvcat eval qa $models --data "$QA" --out "$OUT/qa" $common
