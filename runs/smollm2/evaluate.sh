@@ -9,7 +9,7 @@ for domain in books tech code; do
   case $domain in books) text=${BOOKS:-} ;; tech) text=${TECH:-} ;; code) text=${CODE-installed} ;; esac
   [ -n "$text" ] || continue
   split=all; [ "$text" = installed ] && split=test
-  kvcat eval suffix $models --data "$text" --split $split --windows "${WINDOWS:-64}" --per-document 8 \
+  kvcat eval suffix $models --data "$text" --split $split --windows "${WINDOWS:-64}" --per-document "${PER_DOCUMENT:-6}" \
     --prefix "${PREFIX:-768}" --suffix "${SUFFIX:-256}" --keep 0.05 0.1 0.2 0.4 --out "$OUT/suffix-$domain" $common \
     --method ${METHODS:-attention-matching,preset=paper attention-matching h2o snapkv}
 done
