@@ -10,7 +10,7 @@ for domain in books tech code; do
   [ -n "$text" ] || continue
   split=all; [ "$text" = installed ] && split=test
   kvcat eval suffix $models --data "$text" --split $split --windows "${WINDOWS:-64}" --per-document "${PER_DOCUMENT:-6}" \
-    --prefix "${PREFIX:-768}" --suffix "${SUFFIX:-256}" --keep 0.05 0.1 0.2 0.4 --out "$OUT/suffix-$domain" $common \
+    --prefix "${PREFIX:-768}" --suffix "${SUFFIX:-256}" --keep ${KEEP:-0.05 0.1 0.2 0.4} --out "$OUT/suffix-$domain" $common \
     --method ${METHODS:-attention-matching,preset=paper attention-matching h2o snapkv}
 done
 [ "${PER_DEPTH:-20}" = 0 ] || kvcat eval needle $models --length 512 --per-depth "${PER_DEPTH:-20}" --keep 0.1 0.2 0.5 \
