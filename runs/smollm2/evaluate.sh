@@ -1,9 +1,10 @@
 #!/bin/sh
 # The paper's questions on the branches named as arguments (folders of OUT), beside base and adapted model:
+# each against the control, seeds of a branch together (NAME-s0, NAME-s1 are NAME@0, NAME@1).
 # Q2 suffixes in three domains, Q3 needles, Q1 multiple choice where QA names a folder of its files.
 . "$(dirname "$0")/common.sh"
 models="base=$MODEL adapted=$OUT/adapt/export"
-for branch in "$@"; do models="$models $branch=$OUT/$branch/export"; done
+for branch in "$@"; do models="$models $(echo "$branch" | sed 's/-s\([0-9]*\)$/@\1/')=$OUT/$branch/export"; done
 common="--device $DEVICE --dtype float32 --batch-size ${EVAL_BATCH:-2}"
 for domain in books tech code; do
   case $domain in books) text=${BOOKS:-} ;; tech) text=${TECH:-} ;; code) text=${CODE-installed} ;; esac
