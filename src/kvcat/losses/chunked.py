@@ -14,7 +14,7 @@ from kvcat.errors import InputError
 from kvcat.losses.terms import check_length, distillation_kl
 from kvcat.types import Float, Int, Tensor
 
-_CHUNK_ELEMENTS = 2**26  # logits of one pass, 256 MiB in float32
+_CHUNK_TOKENS, _CHUNK_ELEMENTS = 1024, 2**26  # logits of one pass, at most 256 MiB in float32
 _BLOCK_ELEMENTS, _BLOCK_ELEMENTS_CPU = 2**24, 2**19  # wide copies of logits; on a CPU they stay in its cache
 
 
@@ -123,7 +123,7 @@ def chunked_objective(
         masked_hidden: the same of the masked pass; None for the control, whose total has no KL.
         tokens: token ids, at least two a sequence.
         mask_weight, anchor_weight: lambda_mask and lambda_anchor, >= 0.
-        chunk_tokens: positions per chunk, at least 1; None takes as many as give 2^26 logits.
+        chunk_tokens: positions per chunk, at least 1; None takes 1,024, or as many as give 2^26 logits.
 
     Raises:
         InputError: fewer than two tokens, chunk_tokens below 1, a sharded W.
@@ -207,7 +207,7 @@ def _chunk_tokens(head: OutputHead, wanted: int | None = None) -> int:
     """Positions per chunk; each chunk adds once to the whole gradient of W, so that fewer chunks move less memory."""
     if wanted is not None and wanted < 1:
         raise InputError(f"chunk_tokens must be at least 1, got {wanted}")
-    return wanted or max(1, _CHUNK_ELEMENTS // head.weight.shape[0])
+    return wanted or max(1, min(_CHUNK_TOKENS, _CHUNK_ELEMENTS // head.weight.shape[0]))
 
 
 class _Objective(torch.autograd.Function):
