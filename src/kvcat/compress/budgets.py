@@ -4,12 +4,14 @@ import itertools
 from collections.abc import Iterable, Mapping
 
 import torch
+from torch.nn.functional import pad
 
 from kvcat.compress.queries import DenseAttention, HeadBatch, HeadIndex, take
 from kvcat.types import Float, Int, Tensor
 
 GRID = (0.03125, 0.0625, 0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 NUM_QUERIES = 128
+_MORE_ROWS = 8
 _LEAST_RIDGE = 1e-6
 Curve = dict[int, float]
 """Error of one head by its number of slots, ascending."""
@@ -32,7 +34,9 @@ def error_curves(batch: HeadBatch, dense: DenseAttention, sizes: Iterable[int], 
     weights = dense.weights[:, some].unsqueeze(-1)
     attention = batch.scores(some, order).sub_(dense.log_mass[:, some].unsqueeze(-1)).exp_().mul_(weights)
     left, values = dense.outputs[:, some] * weights, take(batch.values, order)
-    share = attention.shape[1] / queries
+    # rows of zeros change nothing, but MKL's Cholesky of a batch of up to 128 rows is several times slower
+    attention, left = (pad(rows, (0, 0, 0, _MORE_ROWS)) for rows in (attention, left))
+    share = len(some) / queries
     shift = ridge * share * dense.importance.sum(-1).clamp_min(1e-30)
     shift = shift.maximum(_LEAST_RIDGE * attention.square().sum((1, 2)).clamp_min(1e-30))
     gram, errors = torch.diag_embed(shift.unsqueeze(-1).expand(-1, attention.shape[1])), []

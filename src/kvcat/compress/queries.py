@@ -1,7 +1,7 @@
 """What Attention Matching fits to: queries with weights, and KV heads in batches that fit in memory."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import torch
@@ -179,12 +179,21 @@ class HeadBatch:
     last: Int[Tensor, "heads queries"] | None = None
     boost: Float[Tensor, "heads fitted"] | None = None
 
+    def split(self, count: int) -> Iterator["HeadBatch"]:
+        """The batch in parts of ``count`` heads, the last of fewer."""
+        for start in range(0, len(self.keys), count):
+            states = (getattr(self, part.name) for part in fields(self))
+            yield HeadBatch(*(None if x is None else x[start : start + count] for x in states))
+
     def scores(
-        self, chunk: slice | Tensor = slice(None), slots: Int[Tensor, "heads slots"] | None = None
+        self,
+        chunk: slice | Tensor = slice(None),
+        slots: Int[Tensor, "heads slots"] | None = None,
+        out: Tensor | None = None,
     ) -> Float[Tensor, "heads queries slots"]:
         """Scores of a chunk of queries against some slots: scale q.k + log-bias, -inf where one is not seen."""
         keys = self.keys if slots is None else take(self.keys, slots)
-        scores = self.queries[:, chunk] @ keys.mT
+        scores = torch.matmul(self.queries[:, chunk], keys.mT, out=out)
         if self.log_bias is not None:
             scores += (self.log_bias if slots is None else self.log_bias.gather(1, slots)).unsqueeze(1)
         if self.last is not None:
@@ -212,13 +221,20 @@ class DenseAttention(NamedTuple):
 
 
 def dense_attention(batch: HeadBatch) -> DenseAttention:
-    """Attention of a batch of heads over the whole prefix, in chunks of queries."""
+    """Attention of a batch of heads over the whole prefix, in chunks of queries that stay in the processor's cache."""
+    together = max(1, _CACHED_ELEMENTS // (batch.queries.shape[1] * batch.keys.shape[1]))
+    if together < len(batch.keys):
+        # few heads with many queries each: products of many rows are faster
+        parts = [dense_attention(part) for part in batch.split(together)]
+        return DenseAttention(*map(torch.cat, zip(*parts, strict=True)))
     boost = torch.ones_like(batch.factors) if batch.boost is None else batch.boost
     parts, importance = [], torch.zeros_like(batch.keys[..., 0])
     step = max(1, _CACHED_ELEMENTS // (batch.keys.shape[0] * batch.keys.shape[1]))
+    # the scores of all chunks take the same place in the cache
+    space = batch.queries.new_empty(len(batch.keys), step, batch.keys.shape[1])
     for start in range(0, batch.queries.shape[1], step):
         chunk = slice(start, start + step)
-        scores = batch.scores(chunk)
+        scores = batch.scores(chunk, out=space[:, : batch.queries.shape[1] - start])
         top = scores.amax(-1, keepdim=True)
         scores.sub_(top).exp_()
         mass = scores.sum(-1)
@@ -229,7 +245,6 @@ def dense_attention(batch: HeadBatch) -> DenseAttention:
         outputs = (scores[:, few] @ batch.values).div_(mass[:, few].unsqueeze(-1))
         parts.append((log_mass[:, few], mass[:, few], outputs, weights[:, few] * more))
         importance += ((weights / mass).square_().unsqueeze(1) @ scores.square_()).squeeze(1)
-        del scores  # the next chunk's take its place in the cache
     log_mass, mass, outputs, weights = (torch.cat(part, 1) for part in zip(*parts, strict=True))
     return DenseAttention(log_mass, mass, outputs, weights, importance)
 
