@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,7 +17,7 @@ HeadIndex = tuple[int, int, int]
 Drawn = dict[HeadIndex, Int[Tensor, " drawn"]]
 _LEAST_PARTS, _PART_TOKENS, _FITTED_PER_TOKEN = 3, 256, 1.5
 _CHUNK_ELEMENTS, _CHUNK_ROWS = 2**21, 64
-_BATCH_ELEMENTS, _CACHED_ELEMENTS = 2**23, 2**18
+_BATCH_ELEMENTS, _CACHED_ELEMENTS, _DEVICE_ELEMENTS = 2**23, 2**18, 2**26
 _LEAST_SHARE = 1e-6
 
 
@@ -181,8 +181,8 @@ class HeadBatch:
 
     def split(self, count: int) -> Iterator["HeadBatch"]:
         """The batch in parts of ``count`` heads, the last of fewer."""
+        states: list[Any] = [getattr(self, part.name) for part in fields(self)]
         for start in range(0, len(self.keys), count):
-            states = (getattr(self, part.name) for part in fields(self))
             yield HeadBatch(*(None if x is None else x[start : start + count] for x in states))
 
     def scores(
@@ -222,14 +222,15 @@ class DenseAttention(NamedTuple):
 
 def dense_attention(batch: HeadBatch) -> DenseAttention:
     """Attention of a batch of heads over the whole prefix, in chunks of queries that stay in the processor's cache."""
-    together = max(1, _CACHED_ELEMENTS // (batch.queries.shape[1] * batch.keys.shape[1]))
+    elements = _CACHED_ELEMENTS if batch.keys.device.type == "cpu" else _DEVICE_ELEMENTS
+    together = max(1, elements // (batch.queries.shape[1] * batch.keys.shape[1]))
     if together < len(batch.keys):
         # few heads with many queries each: products of many rows are faster
         parts = [dense_attention(part) for part in batch.split(together)]
         return DenseAttention(*map(torch.cat, zip(*parts, strict=True)))
     boost = torch.ones_like(batch.factors) if batch.boost is None else batch.boost
     parts, importance = [], torch.zeros_like(batch.keys[..., 0])
-    step = max(1, _CACHED_ELEMENTS // (batch.keys.shape[0] * batch.keys.shape[1]))
+    step = max(1, elements // (batch.keys.shape[0] * batch.keys.shape[1]))
     # the scores of all chunks take the same place in the cache
     space = batch.queries.new_empty(len(batch.keys), step, batch.keys.shape[1])
     for start in range(0, batch.queries.shape[1], step):
