@@ -170,18 +170,19 @@ def report(records: list[dict], methods: list[str], keeps: list[float], ways: li
 def plot(records: list[dict], methods: list[str], path: Path) -> None:
     """KL against the slots kept, by method, where the text that follows is half known and where it is not."""
     found = table(records)
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(9, 4.2), sharey=True, layout="constrained")
     ways = {"later": "text behind the fitted positions", "self": "a document alone"}
     for axis, (way, title) in zip(axes, ways.items(), strict=True):
-        for method in methods:
+        for index, method in enumerate(methods):
             if (way, method) in found.columns.droplevel("keep"):
-                axis.plot(100 * found[way, method].columns, found[way, method].mean(), marker="o", label=method)
+                part = found[way, method]
+                axis.plot(100 * part.columns, part.mean(), marker="o", label=method, color=f"C{index}")
         axis.set(xscale="log", yscale="log", xlabel="slots kept, %", title=title)
         axis.set_xticks([5, 10, 20, 40], ["5", "10", "20", "40"], minor=False)
         axis.minorticks_off()
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("KL(dense || compact), nats per token")
-    axes[1].legend(fontsize="small")
+    figure.legend(*axes[0].get_legend_handles_labels(), fontsize="small", loc="outside lower center", ncols=3)
     figure.savefig(path, dpi=150)
 
 
