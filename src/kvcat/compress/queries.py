@@ -181,9 +181,10 @@ class HeadBatch:
 
     def split(self, count: int) -> Iterator["HeadBatch"]:
         """The batch in parts of ``count`` heads, the last of fewer."""
-        states: list[Any] = [getattr(self, part.name) for part in fields(self)]
+        states = [getattr(self, part.name) for part in fields(self)]
         for start in range(0, len(self.keys), count):
-            yield HeadBatch(*(None if x is None else x[start : start + count] for x in states))
+            own: list[Any] = [None if x is None else x[start : start + count] for x in states]
+            yield HeadBatch(*own)
 
     def scores(
         self,
