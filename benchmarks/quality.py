@@ -218,9 +218,9 @@ def main() -> None:
         for spec in options.methods:
             for way in options.ways:
                 keeps = [keep for keep in options.keep if (index, spec, way, keep) not in known]
-                if not keeps or not (way == "suffix" or spec.startswith(LEARNING)):
+                original = spec.startswith("original-")  # knows no other supervision than queries behind the prefix
+                if not keeps or not (way == "suffix" or (spec.startswith(LEARNING) and not original)):
                     continue
-                original = spec.startswith("original-")
                 compressor = (
                     Original(options.peer, spec.removeprefix("original-"))
                     if original

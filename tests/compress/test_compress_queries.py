@@ -108,6 +108,15 @@ def test_every_third_own_query_stands_for_three_in_the_fit_and_all_choose_keys(f
     assert torch.allclose(part.weights[:, 32:], 3**0.5 * whole.weights.unflatten(1, (64, 2))[:, 16::3].flatten(1, 2))
 
 
+@pytest.mark.parametrize("elements", [1, 700, 40 * 48])
+def test_attention_in_parts_of_heads_and_chunks_of_queries_is_that_of_the_whole(found, monkeypatch, elements):
+    batch = load_heads(found, fitted_queries(found, 1.0, by_share=True), [(1, 0, 0), (1, 0, 1), (1, 1, 0)])
+    whole = dense_attention(batch)
+    monkeypatch.setattr(queries_module, "_CACHED_ELEMENTS", elements)
+    for part, expected in zip(dense_attention(batch), whole, strict=True):
+        assert torch.allclose(part, expected, atol=1e-12)
+
+
 def test_models_whose_positions_cannot_be_turned_have_no_own_queries(double, windows, found, monkeypatch):
     def refuse(*_):
         raise queries_module.InputError("no rotary position embedding")
