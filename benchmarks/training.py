@@ -1,6 +1,6 @@
 """A training step with KV-CAT against one of the control: time, its parts, memory; all in one run.
 
-    python benchmarks/training.py [--shape kvcat-base|smollm2-135m|small|...] [--seq-len 1024] [--batch 4] [--threads 2]
+    python benchmarks/training.py [--shape kvcat-base|smollm2-135m|small|FOLDER|...] [--seq-len 1024] [--batch 4] [--threads 2]
 
 Steps of all variants take turns, and ratios compare neighbours in time; the median is shown. The control's step is
 forward, loss and backward of B sequences; KV-CAT's of B dense and B masked ones. 2.0 is the floor of KV-CAT over the
@@ -148,7 +148,7 @@ def held(device: str) -> float:
 def options(doc: str | None, *, shape: str, repeats: int) -> argparse.ArgumentParser:
     """The options of every benchmark of a training step."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default=shape, choices=["kvcat-base", "smollm2-135m", *SHAPES])
+    parser.add_argument("--shape", default=shape, help=f"{', '.join(SHAPES)}, or any model by its name or folder")
     parser.add_argument("--repeats", type=int, default=repeats)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")

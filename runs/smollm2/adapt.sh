@@ -1,10 +1,11 @@
 #!/bin/sh
 # Phase 1: plain continued pretraining until the model no longer adapts. ADAPT_STEPS steps of 4,096 tokens; the model
-# after each third of them is exported (adapt-STEP), for the curve that evaluate.sh draws.
+# after each third of them is validated and exported, for the curve of evaluate.sh.
 . "$(dirname "$0")/common.sh"
 steps=${ADAPT_STEPS:-48}
-continue_pretraining adapt "$MODEL" --policy control --max-steps "$steps" --warmup-steps 20 \
-  --peak-lr 5e-5 --min-lr 5e-6 --seed 0 --checkpoint-every $((steps / 3)) --keep-checkpoints 4
-for step in $((steps / 3)) $((steps / 3 * 2)); do
-  [ -e "$OUT/adapt-$step/export" ] || kvcat export "$OUT/adapt" --step $step -o "$OUT/adapt-$step/export"
+third=$((steps / 3))
+continue_pretraining adapt "$MODEL" --policy control --max-steps "$steps" --warmup-steps 20 --peak-lr 5e-5 \
+  --min-lr 5e-6 --seed 0 --checkpoint-every "$third" --keep-checkpoints 4 --validation-every "$third"
+for step in "$third" $((third * 2)); do
+  [ -e "$OUT/adapt-$step/export" ] || kvcat export "$OUT/adapt" --step "$step" -o "$OUT/adapt-$step/export"
 done

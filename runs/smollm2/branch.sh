@@ -3,18 +3,20 @@
 . "$(dirname "$0")/common.sh"
 variant=${1:?names a variant, see README.md}
 WEIGHT=${WEIGHT:-1} LR=${LR:-3e-5}
+routers="--policy router --router-lr-multiplier 33"  # 1e-3: at 3e-4 they hide nothing for a hundred steps
 prefix="--prefix-range 0.5 0.9 --target-keep 0.25"
 case $variant in
   control) options="--policy control" ;;
-  router) options="--policy router" ;;
+  router) options="$routers" ;;
   rand) options="--policy random" ;;
   attn) options="--policy attention" ;;
-  router-prefix) options="--policy router $prefix" ;;
+  router-prefix) options="$routers $prefix" ;;
   rand-prefix) options="--policy random $prefix" ;;
+  rand-prefix-frozen) options="--policy random $prefix --teacher frozen" ;;
   *) echo "no variant $variant, see README.md" >&2; exit 2 ;;
 esac
-[ "$variant" = control ] || options="$options --mask-weight $WEIGHT"
-name=$variant-w$WEIGHT-s$SEED
-[ "$variant" = control ] && name=control-s$SEED
-continue_pretraining "$name" "$OUT/adapt/export" $options --max-steps "$STEPS" --warmup-steps 10 \
+name=$variant
+[ "$variant" = control ] || { options="$options --mask-weight $WEIGHT"; name=$name-w$WEIGHT; }
+[ "$LR" = 3e-5 ] || name=$name-lr$LR
+continue_pretraining "$name-s$SEED" "$OUT/adapt/export" $options --max-steps "$STEPS" --warmup-steps 10 \
   --peak-lr "$LR" --min-lr "$LR" --seed $((SEED + 1))

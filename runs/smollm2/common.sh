@@ -9,8 +9,10 @@ SEED=${SEED:-0}
 STEPS=${STEPS:-256}             # 4,096 tokens each: a million tokens
 BATCH=${BATCH:-4}
 MICRO=${MICRO:-4}
+CHECKPOINT_EVERY=${CHECKPOINT_EVERY:-16}
 mkdir -p "$OUT"
 
+python() { "${PYTHON:-python3}" "$@"; }
 kvcat() { python -m kvcat "$@"; }
 
 # tokens: the training text, tokenised once
@@ -18,11 +20,12 @@ tokens() {
   [ -e "$OUT/tokens/tokens.json" ] || kvcat prepare "${TEXT:?names the training text}" --model "$MODEL" -o "$OUT/tokens"
 }
 
-# continue_pretraining FOLDER MODEL ARGUMENTS...: what adaptation and all branches have in common
+# continue_pretraining FOLDER MODEL ARGUMENTS...: what adaptation and all branches have in common; an option that is
+# given twice has the later value
 continue_pretraining() {
   folder=$1; from=$2; shift 2
   tokens
   kvcat train small --model "$from" --data "$OUT/tokens" --output "$OUT/$folder" --seq-len 1024 \
     --batch-size "$BATCH" --micro-batch-size "$MICRO" --dtype "$DTYPE" --device "$DEVICE" \
-    --validation-sequences 16 --validation-every 64 --checkpoint-every 16 --compile "$@"
+    --validation-sequences 16 --validation-every 64 --checkpoint-every "$CHECKPOINT_EVERY" --compile "$@"
 }

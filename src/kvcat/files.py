@@ -91,6 +91,12 @@ def make_folder(path: Path) -> None:
         raise InputError(f"cannot make folder {path}: {error.strerror}") from None
 
 
+def check_new_folder(path: Path) -> None:
+    """Refuse a folder to be written that is there already with something in it."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise InputError(f"output folder {path} is not empty")
+
+
 def claim_folder(path: Path, config_file: str, config: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """What the folder's configuration file holds; None if the folder was empty.
 

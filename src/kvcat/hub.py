@@ -13,6 +13,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import get_session
 
 from kvcat.errors import InputError
+from kvcat.files import read_json
 
 BASE_NAME = "kvcat-base"
 SMOLLM2 = "smollm2-135m"
@@ -60,16 +61,25 @@ def local_folder(name_or_path: str | Path, *, weights: bool = True) -> Path:
 def _hub_folder(name: str, weights: bool) -> Path:
     try:
         config = try_to_load_from_cache(name, "config.json")
-        if isinstance(config, str):
-            folder = Path(config).parent
-            if not weights or any(folder.glob("*.safetensors")) or any(folder.glob("*.bin")):
-                return folder
+        folder = Path(config).parent if isinstance(config, str) else None
+        if folder and (not weights or _is_complete(folder)):
+            return folder
         if obstacle := hub_obstacle():
+            if folder and any(folder.glob("*.safetensors")):
+                return folder  # perhaps all that the model has
             raise InputError(f"{name} is neither a folder nor in the local Hub cache, and {obstacle}")
         patterns = _PATTERNS if weights else ["config.json"]
         return Path(snapshot_download(name, allow_patterns=patterns, etag_timeout=PATIENCE))
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise InputError(f"cannot get {name} from the Hub: {' '.join(str(error).split())[:200]}") from error
+
+
+def _is_complete(folder: Path) -> bool:
+    """Whether a cached model has a tokenizer and weights, all files of them that an index names."""
+    named = [read_json(index)["weight_map"].values() for index in folder.glob("*.index.json")]
+    found = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
+    whole = all((folder / file).exists() for files in named for file in files)
+    return whole and bool(found) and any(folder.glob("tokenizer*"))
 
 
 def hub_obstacle() -> str | None:

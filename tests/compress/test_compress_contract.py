@@ -137,6 +137,7 @@ def test_budgets_out_of_range_are_refused(traced):
         ("snapkv", {"kernel_size": 4}, "kernel_size"), ("snapkv", {"window": 0}, "window"),
         ("snapkv", {"pooling": "min"}, "pooling"), ("streaming", {"num_sinks": -1}, "num_sinks"),
         ("first", {"seed": 1}, "first has no option 'seed'; its options: none"),
+        ("h2o", {"name": "x"}, "no option 'name'"),
         *(("gradient", {"init": init}, message) for init, message in (
             (None, "init is None; it must be text"), ("last", "init"), ("random,seed=2", "has no option 'seed'"),
             ("snapkv,seed=2", "snapkv has no option"), ("attention-matching,ridge=0.0", "ridge"),

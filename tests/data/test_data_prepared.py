@@ -105,6 +105,8 @@ def test_a_complete_folder_is_left_as_it_is_and_one_of_something_else_is_refused
     folder = shutil.copytree(good, tmp_path / "tokens")
     index = prepare(corpus[0], tokenizer, folder, on_progress=lambda _: pytest.fail("it was made again"))
     assert index == json.loads((good / "tokens.json").read_text())
+    with pytest.raises(InputError, match="max_tokens is 0; it must be at least 1"):
+        prepare(corpus[0], tokenizer, tmp_path / "none", max_tokens=0)
     with pytest.raises(InputError, match="holds other tokens: its max_tokens is None, not 5"):
         prepare(corpus[0], tokenizer, folder, max_tokens=5)
     with pytest.raises(InputError, match="its tokenizer is"):

@@ -117,6 +117,7 @@ def test_a_state_of_other_data_is_refused(corpora, tokenizer, tmp_path):
         (streams_of(source, byte_tokenizer(280)), state, "tokenizer"),
         (streams_of(local, tokenizer), local_state, "revision"),
         (TokenLoader(table_streams(9, num_streams=5)), TokenLoader(table_streams(9)).state_dict(), "num_streams"),
+        (TokenLoader(table_streams(9)), TokenLoader(TableStreams(np.zeros((9, 2)), 4, 3)).state_dict(), "tokens"),
     ):
         with pytest.raises(InputError, match=told):
             loader_of.load_state_dict(saved)
@@ -183,7 +184,7 @@ def test_the_order_of_a_table_and_its_state_never_change():
     orders = [(source.read()[:, 0] // 2).tolist() for _ in range(3)]
     assert orders[::2] == [np.random.default_rng([7, epoch]).permutation(10)[:5].tolist() for epoch in (0, 1)]
     assert orders[0] == [8, 0, 7, 1, 3]
-    identity = {"kind": "table", "num_sequences": 10, "num_streams": 5, "seed": 7}
+    identity = {"kind": "table", "num_sequences": 10, "num_streams": 5, "seed": 7, "tokens": 3937112331}
     assert source.state_dict() == {**identity, "streams": {str(stream): [3] for stream in range(5)}}
 
 

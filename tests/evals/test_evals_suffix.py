@@ -40,8 +40,6 @@ def test_dense_and_prefixless_nll_equal_transformers_own_and_figures_agree(model
         assert values["delta_nll"] == pytest.approx(values["nll"] - values["nll_dense"], abs=1e-5)
         ppl = math.exp(values["nll"]) - math.exp(values["nll_dense"])
         assert values["delta_ppl"] == pytest.approx(ppl, rel=1e-4, abs=1e-3)
-        lost, gained = values["delta_nll"] * SUFFIX, values["context_gain"] * (SUFFIX - 1)
-        assert values["retention"] == pytest.approx(1 - lost / gained)
 
 
 def test_the_first_half_of_the_suffix_supervises_and_the_second_is_scored(model, windows):

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, PreTrainedTokenizerFast
 
+from kvcat import hub
 from kvcat.attention import attend_twice
 from kvcat.errors import InputError
 from kvcat.models import decoder_layers, load, model_name, save, self_test
@@ -128,6 +130,20 @@ def test_a_hub_name_without_network_fails_within_seconds(monkeypatch, tmp_path):
     started = time.monotonic()
     assert "cannot be reached" in refusal(load, "Qwen/no-such-model")
     assert time.monotonic() - started < 3
+
+
+@pytest.mark.parametrize("lacking", ["tokenizer.json", "model-00002-of-00002.safetensors", None])
+def test_a_cached_model_that_lacks_files_is_fetched_again_where_there_is_a_way(lacking, tmp_path, monkeypatch):
+    index = {"weight_map": {"x": "model-00001-of-00002.safetensors", "y": "model-00002-of-00002.safetensors"}}
+    for name in ("config.json", "tokenizer.json", *index["weight_map"].values()):
+        if name != lacking:
+            (tmp_path / name).write_text("{}")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    monkeypatch.setattr(hub, "try_to_load_from_cache", lambda *_: str(tmp_path / "config.json"))
+    monkeypatch.setattr(hub, "snapshot_download", lambda *_, **__: "fetched")
+    for obstacle, folder in (("no way", tmp_path), (None, Path("fetched") if lacking else tmp_path)):
+        monkeypatch.setattr(hub, "hub_obstacle", lambda obstacle=obstacle: obstacle)
+        assert hub.local_folder("some/model") == folder
 
 
 @pytest.mark.parametrize(

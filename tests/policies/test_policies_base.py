@@ -82,9 +82,10 @@ def test_built_policies_take_the_options_and_start_from_weights_of_their_own_tha
 
 
 @pytest.mark.parametrize(("heads", "window", "chunk"), [((2, 2), None, 5), ((4, 2), 4, 1), ((6, 1), 1, 100)])
-def test_attention_mass_in_chunks_equals_its_naive_twin(heads, window, chunk):
+def test_attention_mass_in_chunks_equals_its_naive_twin(heads, window, chunk, monkeypatch):
+    monkeypatch.setattr("kvcat.policies.attention._QUERY_CHUNK", chunk)
     q, k = normal(2, heads[0], 13, 4), normal(2, heads[1], 13, 4, seed=1)
-    fast = attention_mass(q, k, scale=0.7, window=window, query_chunk=chunk)
+    fast = attention_mass(q, k, scale=0.7, window=window)
     torch.testing.assert_close(fast, naive_mass(q, k, 0.7, window), rtol=1e-12, atol=1e-13)
 
 

@@ -5,8 +5,9 @@ from html.parser import HTMLParser
 
 import pandas as pd
 import pytest
-from report_examples import made_up_longbench, made_up_records, write_results, write_run
+from report_examples import made_up_longbench, made_up_needle, made_up_records, write_results, write_run
 
+from kvcat.cli.evaluate import report as report_command
 from kvcat.errors import InputError
 from kvcat.evals import compare_models, summarise
 from kvcat.report import write_report
@@ -103,6 +104,14 @@ def test_folders_of_one_name_get_sections_and_the_same_files_again_and_one_model
         assert told in text
 
 
+def test_beside_a_model_that_was_stopped_in_its_baselines_the_others_are_shown(tmp_path):
+    records = made_up_needle(per_depth=4)
+    stopped = [r for r in records if r.model == "base" and r.method in ("dense", "no-context")]
+    records = stopped + [r for r in records if r.model == "kvcat"]
+    text = write_report([write_results(tmp_path / "r", records, "needle")], tmp_path / "out").read_text()
+    assert "kvcat" in text.partition("gradient")[2]
+
+
 RECORDS, METRICS = "records.jsonl", "metrics.jsonl"
 
 
@@ -137,6 +146,9 @@ def test_what_cannot_be_reported_is_one_line_before_anything_is_written(folder, 
     ]:
         with pytest.raises(InputError, match=line):
             write_report(folders, out, title="t", runs=runs, paper_model=model)
+    twice = tuple(write_run(tmp_path / name / "router", "router") for name in "ab")
+    with pytest.raises(InputError, match="two training runs are labelled 'router'"):
+        report_command(twice, output=out)
     assert not out.exists()
 
 

@@ -178,9 +178,10 @@ def test_a_checkpoint_that_may_be_whole_is_never_passed_over(tmp_path, monkeypat
 
 
 def test_only_the_newest_checkpoints_stay_and_damaged_later_ones_go(tmp_path):
+    (tmp_path / "checkpoints" / "step-000002-copy").mkdir(parents=True)
     for step in (2, 10, 999_999, 1_000_000):
         save(tmp_path, step)
-    assert {f.name for f in (tmp_path / "checkpoints").iterdir()} == {"step-999999", "step-1000000"}
+    assert {f.name for f in (tmp_path / "checkpoints").iterdir()} == {"step-000002-copy", "step-999999", "step-1000000"}
     (tmp_path / "checkpoints" / "step-1000000" / "state.json").write_text("{")
     save(tmp_path, 999_999, keep=1)
     assert checkpoints(tmp_path).load_newest() == (999_999, [{"place": 999_999}], [])

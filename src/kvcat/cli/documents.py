@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kvcat.cli import options as opt
 from kvcat.errors import InputError
+from kvcat.files import check_new_folder
 
 if TYPE_CHECKING:
     from kvcat.cache import CompactCache
@@ -21,7 +22,7 @@ def compress(
     method: str = "attention-matching",
     keep: opt.Fraction | None = None,
     slots: opt.Count | None = None,
-    max_kl: float | None = None,
+    max_kl: opt.Nats | None = None,
     supervision: opt.Supervision = "reconstruction",
     chat: bool = False,
     overwrite: opt.Overwrite = False,
@@ -65,7 +66,7 @@ def compress(
     trace = document_trace(loaded, tokenizer, document, supervision=supervision, chat=chat)
     digest = hashlib.sha256(repr((model, document, method, keep, slots, seed, chat, dtype)).encode()).hexdigest()
     state = output.with_name(f".{output.name}.{digest[:8]}.state")  # the same command continues from it after a kill
-    made = {"supervision": supervision, "chat": "yes" if chat else "no", "dtype": dtype}
+    made = {"supervision": supervision, "chat": "yes" if chat else "no"}
     if max_kl is not None:
 
         def tell(slots: int, kl: float) -> None:
@@ -168,8 +169,8 @@ def _model_and_cache(
     import kvcat
 
     compact = kvcat.CompactCache.load(file)
-    dtype = dtype or compact.metadata.get("dtype", "float32")
-    loaded, words = kvcat.load(model, dtype=dtype, device=device, tokenizer=tokenizer)
+    own = str(compact.layers[0].keys.dtype).removeprefix("torch.")
+    loaded, words = kvcat.load(model, dtype=dtype or own, device=device, tokenizer=tokenizer)
     return loaded, words, compact.to(loaded.device)
 
 
@@ -228,6 +229,8 @@ def widen(
     is_gguf = output.suffix == ".gguf"
     if is_gguf:
         opt.check_output(output, overwrite=overwrite)
+    else:
+        check_new_folder(output)
 
     import kvcat
     from kvcat.models import save

@@ -192,7 +192,7 @@ class LongBench(Compressing):
     """Longest sequence; contexts are cut in the middle so that their repetition fits."""
     limit: opt.Count | None = None
     """The first so many examples, a fair sample."""
-    batch_size: BatchSize = 1
+    batch_size: tyro.conf.Suppress[int] = 1
 
     def task(self, tokenizer: Any, value: Any) -> "Task":  # noqa: ARG002, D102
         from kvcat.evals.longbench import PAPER_SUB_DOMAINS, make_task
@@ -247,7 +247,6 @@ class QA(Evaluation):
     """hellaswag, winogrande, piqa, social_i_qa, openbookqa, arc_easy, arc_challenge, commonsense_qa; all by default."""
     limit: opt.Count = 1000
     """Questions of each task, the same for every model."""
-    batch_size: BatchSize = 32
 
     def task(self, tokenizer: Any, value: Any) -> "Task":  # noqa: ARG002, D102
         from kvcat.evals.qa import make_task
@@ -328,6 +327,10 @@ def report(
     from kvcat.report import write_report
 
     named = {label: Path(folder) for label, folder in opt.labelled(opt.flat(run)).items()} if run else {}
-    trained = {folder.name: folder for folder in folders if (folder / "metrics.jsonl").exists()}
-    evaluated = [folder for folder in folders if folder not in trained.values()]
-    print(write_report(evaluated, output, title=title, runs=trained | named, paper_model=paper_model))
+    trained = [folder for folder in folders if (folder / "metrics.jsonl").exists()]
+    evaluated = [folder for folder in folders if folder not in trained]
+    labels = [folder.name for folder in trained] + list(named)
+    if twice := [label for label in labels if labels.count(label) > 1]:
+        raise InputError(f"two training runs are labelled {twice[0]!r}: name them with --run LABEL=FOLDER")
+    runs = dict(zip(labels, [*trained, *named.values()], strict=True))
+    print(write_report(evaluated, output, title=title, runs=runs, paper_model=paper_model))

@@ -1,5 +1,6 @@
 """Parsing by tyro: option types that commands share, and one line for what a person got wrong."""
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ def _number(kind: type, metavar: str, fits: Callable[[Any], bool]) -> PrimitiveC
 
 Count = Annotated[int, _number(int, "INT>=1", lambda value: 1 <= value < 2**63)]
 Fraction = Annotated[float, _number(float, "FRACTION", lambda value: 0 < value <= 1)]
+Nats = Annotated[float, _number(float, "NATS>=0", lambda value: 0 <= value < math.inf)]
 Seed = Annotated[
     int,
     _number(int, "INT>=0", lambda value: 0 <= value < 2**63),

@@ -34,7 +34,7 @@ COMPRESSORS: dict[str, Callable[..., Compressor]] = {
 """Compressors by the names of their files."""
 
 
-def make_compressor(name: str, **options: Any) -> Compressor:
+def make_compressor(name: str, /, **options: Any) -> Compressor:
     """The compressor of a name with its options: of ``COMPRESSORS``, or "kvpress:" and the name of a press of kvpress.
 
     Raises:

@@ -58,7 +58,7 @@ class KVPress(Compressor):
     name: str
     options: dict[str, Any]
 
-    def __init__(self, name: str, **options: Any):
+    def __init__(self, name: str, /, **options: Any):
         object.__setattr__(self, "name", name)
         object.__setattr__(self, "options", options)
         self._build()

@@ -110,6 +110,8 @@ def prepare(
     }  # fmt: skip
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         return _existing(target, settings)
+    if max_tokens is not None and max_tokens < 1:
+        raise InputError(f"max_tokens is {max_tokens}; it must be at least 1")
     with one_writer(work):
         try:
             opened, progress = _begin(work, settings)

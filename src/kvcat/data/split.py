@@ -38,7 +38,7 @@ def split_documents(source: str, split: Split | Literal["all"], *, limit: int | 
 
     The installed Python sources hold copies of their own files; held-out documents that share many lines with training
     documents are left out there. Of a ``hub:`` source, which is streamed, only the first ``limit`` are read.
-    ``InputError`` where there is no document.
+    ``InputError`` where a local source has no document.
     """
     documents = open_documents(source)
     if source.startswith("hub:"):

@@ -231,7 +231,7 @@ def log_likelihoods(
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)  # it warns of a model in memory
     try:
-        scorer = harness.HFLM(pretrained=model, tokenizer=copy.deepcopy(tokenizer), batch_size=8)
+        scorer = harness.HFLM(pretrained=model, tokenizer=copy.deepcopy(tokenizer), batch_size=len(examples))
         scores = iter(scorer.loglikelihood(requests, disable_tqdm=True))
     finally:
         logging.disable(disabled)

@@ -188,10 +188,11 @@ class PreparedWindows(Prepared):
         columns = {name: column.double().cpu() for name, column in vars(scores).items()} | self._context
         predicted = self._traced.suffix_ids.shape[1] - start - 1
         count = predicted + (start == 0)
-        columns["retention"] = 1.0 - columns["delta_nll"] * count / (columns["context_gain"] * predicted)
         counts = {"num_tokens": float(count), "num_predicted": float(predicted)}
-        rows = [{name: float(column[row]) for name, column in columns.items()} for row in range(len(self.batch))]
-        return [{k: value for k, value in row.items() if k != "retention" or value == value} | counts for row in rows]
+        return [
+            {name: float(own) for name, own in zip(columns, row, strict=True)} | counts
+            for row in zip(*columns.values(), strict=True)
+        ]
 
 
 @dataclass(frozen=True)
@@ -199,8 +200,7 @@ class SuffixTask(Task):
     """Windows whose suffix is scored; values per window are those of ``kvcat.compare`` and of the context gain.
 
     Further ``nll_none`` of suffix tokens 2.. without the prefix; ``context_gain``, that minus the dense NLL of
-    the same tokens; ``retention`` = 1 - sum(NLL lost) / sum(NLL gained by the prefix), where that gain is not
-    0; ``num_tokens`` in the NLLs, ``num_predicted`` in the gain.
+    the same tokens; ``num_tokens`` in the NLLs, ``num_predicted`` in the gain.
 
     Compressors are fitted to the ``supervision``: "suffix", all of the text that is scored, the paper's probe;
     "first-half", the first half of the suffix, of which only the second is scored; "reconstruction", the

@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging
 
 from kvcat.errors import InputError, one_line
-from kvcat.files import atomic_write, make_folder, read_json
+from kvcat.files import atomic_write, check_new_folder, make_folder, read_json
 from kvcat.hub import SMOLLM2, local_folder, models_home
 from kvcat.models.self_test import self_test
 
@@ -80,8 +80,7 @@ def save(model: PreTrainedModel, tokenizer: Any, folder: str | Path) -> Path:
         InputError: the folder is not empty, or cannot be written.
     """
     target = Path(folder).expanduser()
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise InputError(f"output folder {target} is not empty")
+    check_new_folder(target)
     try:
         with atomic_write(target) as partial, _quiet():
             model.save_pretrained(partial)

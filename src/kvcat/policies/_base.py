@@ -28,8 +28,8 @@ class SparsificationPolicy(nn.Module):
       (batch, heads, tokens, head_dim) and keys (batch, kv_heads, tokens, head_dim) of that layer after the rotary
       embedding, its scale, and its sliding window in tokens if it has one.
 
-    Both return (batch, tokens), float32 or wider. ``generator`` (``Randomness``) is the only source of chance. The
-    scores carry gradient where the policy has parameters; the budget loss then applies to them.
+    Both return (batch, tokens), float32 or wider. ``generator`` (``Randomness``) is the only source of chance. Scores
+    of a policy that reads ``"hidden"`` and has parameters carry gradient; the budget loss then applies to them.
     """
 
     reads: ClassVar[Literal["hidden", "attention"]]

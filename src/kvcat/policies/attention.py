@@ -7,6 +7,8 @@ import torch
 from kvcat.policies._base import ExactCount, Randomness
 from kvcat.types import Float, Tensor
 
+_QUERY_CHUNK = 128
+
 
 class AttentionMassPolicy(ExactCount):
     """Scores 1 for position 0 and the slots that receive the most dense attention, an exact count, and 0 for the rest.
@@ -38,12 +40,11 @@ def attention_mass(
     *,
     scale: float,
     window: int | None = None,
-    query_chunk: int = 128,
 ) -> Float[Tensor, "batch tokens"]:
     """Causal attention that each slot j receives, the sum over heads and queries t of softmax_j(scale q_t.k_j).
 
     A sequence's masses sum to heads * tokens. With a window a query sees itself and the window - 1 tokens before. The
-    weights of ``query_chunk`` queries are held at once.
+    weights of 128 queries are held at once.
     """
     batch, heads, num_tokens, head_dim = queries.shape
     kv_heads = keys.shape[1]
@@ -52,8 +53,8 @@ def attention_mass(
     mass = torch.zeros(batch, num_tokens, dtype=dtype, device=queries.device)
     with torch.autocast(queries.device.type, enabled=False):
         k = keys.to(dtype)[:, :, None]
-        for start in range(0, num_tokens, query_chunk):
-            stop = min(start + query_chunk, num_tokens)
+        for start in range(0, num_tokens, _QUERY_CHUNK):
+            stop = min(start + _QUERY_CHUNK, num_tokens)
             q = queries[:, :, start:stop].to(dtype).reshape(batch, kv_heads, heads // kv_heads, stop - start, head_dim)
             distance = positions[start:stop, None] - positions[None, :stop]
             hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)

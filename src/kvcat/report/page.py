@@ -104,7 +104,7 @@ class Section:
         own = _at(self.results.summary[self.results.summary["stratum"] == ""], self.results.cell)
         values = {model: rows.set_index("metric") for model, rows in own.groupby("model")}
         pair = self.results.pairs[0] if self.results.pairs else None
-        compared, tiles = values[self.results.models[0]], []
+        compared, tiles = values.get(self.results.models[0], pd.DataFrame()), []
         if pair:
             compared = _at(t.pair_rows(self.results, *pair), self.results.cell).set_index("metric")
         for name in (name for name in self.results.evaluation.metrics[:3] if name in compared.index):

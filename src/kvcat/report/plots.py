@@ -79,7 +79,7 @@ def result_plots(results: Results) -> list[Plot]:
     """All plots of a folder, the most telling first; none where nothing was compressed."""
     if not results.methods:
         return []
-    differences = [difference_plot(results, *pair) for pair in results.pairs]
+    differences = [difference_plot(results, *pair) for pair in results.pairs if len(pair_rows(results, *pair))]
     return [*differences[:1], headline_plot(results), *differences[1:], *_step_plots(results)]
 
 

@@ -138,6 +138,14 @@ class LlamaCpp:
         self._model = self._call("model_load_from_file", str(gguf).encode(), self._call("model_default_params"))
         if not self._model:
             raise InputError(f"llama.cpp cannot load {gguf}: {_reasons[-1]}")
+        self._context = None
+        try:
+            self._open_context(num_ctx, cache_type, num_threads)
+        except InputError:
+            self.close()
+            raise
+
+    def _open_context(self, num_ctx: int, cache_type: str, num_threads: int) -> None:
         defaults = self._call("context_default_params")
         parameters = _context_parameters(defaults, num_ctx, CACHE_TYPES[cache_type])
         self._context = self._call("init_from_model", self._model, parameters)

@@ -62,7 +62,7 @@ def widen(model: PreTrainedModel, head_dim: int | None = None) -> PreTrainedMode
     if any(window is not None for window in layer_windows(config)):
         raise InputError(f"{type(model).__name__} cannot be widened: its sliding windows would lose the slots")
     old = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    wide = head_dim or next((size for size in _ENGINE_SIZES if size > old), 0)
+    wide = next((size for size in _ENGINE_SIZES if size > old), 0) if head_dim is None else head_dim
     if wide <= old or wide % 2 or old % 2:
         raise InputError(f"head_dim must be even and larger than the model's {old}, not {wide}")
     rotary: Any = rotary_module(model)

@@ -271,10 +271,10 @@ def tabulate(function: Callable[[Tensor, int], Tensor], num_symbols: int, longes
     return FunctionTable(num_symbols, tuple(rows[:, None] if rows.ndim == 1 else rows for rows in values))
 
 
-def random_function(num_symbols: int, longest: int, *, d_out: int = 1, seed: int = 0) -> FunctionTable:
+def random_function(num_symbols: int, longest: int, *, seed: int = 0) -> FunctionTable:
     """Independent standard normal values."""
     draw, sizes = torch.Generator().manual_seed(seed), [num_symbols**n for n in range(1, longest + 1)]
-    values = (torch.randn(size, d_out, generator=draw, dtype=torch.float64) for size in sizes)
+    values = (torch.randn(size, 1, generator=draw, dtype=torch.float64) for size in sizes)
     return FunctionTable(num_symbols, tuple(values))
 
 

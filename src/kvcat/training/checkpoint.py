@@ -140,7 +140,8 @@ def checkpoint_folder(run: Path, step: int) -> Path:
 
 def folders(run: Path) -> list[Path]:
     """The checkpoints of a run, oldest first, damaged ones too."""
-    return sorted((run / "checkpoints").glob("step-*"), key=step_of)
+    found = (run / "checkpoints").glob("step-*")
+    return sorted((f for f in found if f.name.removeprefix("step-").isdecimal()), key=step_of)
 
 
 def step_of(folder: Path) -> int:

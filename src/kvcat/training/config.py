@@ -86,7 +86,7 @@ class TrainConfig:
     def prefix_len_at(self, step: int | None) -> int | None:
         """Tokens before the split of a step, counted from 0, or of validation (None: the middle of the range).
 
-        One of at most 16 lengths, so that compiled layers see few shapes; None where the masked pass takes all tokens.
+        One of at most 17 lengths, so that compiled layers see few shapes; None where the masked pass takes all tokens.
         """
         if self.prefix_range is None:
             return None

@@ -7,8 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from kvcat import __version__
-from kvcat.errors import InputError
-from kvcat.files import atomic_write, read_json, read_jsonl
+from kvcat.files import atomic_write, check_new_folder, read_json, read_jsonl
 from kvcat.models import load, save
 from kvcat.training.checkpoint import CONFIG_FILE, load_module, verify
 from kvcat.training.config import TrainConfig
@@ -29,8 +28,8 @@ def export_checkpoint(checkpoint: Path, target: Path) -> Path:
     run = checkpoint.parent.parent
     config = TrainConfig.from_dict(read_json(run / CONFIG_FILE))
     own = target.resolve() == (run / "export").resolve()
-    if target.exists() and not own and (not target.is_dir() or any(target.iterdir())):
-        raise InputError(f"output folder {target} is not empty")
+    if not own:
+        check_new_folder(target)
     model, tokenizer = load(config.model)
     objective = Objective(model, config)
     load_module(checkpoint, objective)

@@ -43,8 +43,9 @@ def plan(config: TrainConfig) -> dict[str, str]:
     """Parameters, tokens, steps, memory and hours of a run, each as a line for people; nothing is written.
 
     Memory counts weights, gradients and AdamW's moments in float32, sharded over the processes, the activations of one
-    forward pass, and a chunk of logits. Hours assume 40 % of the speed of a large matrix product on this device, or of
-    an H100's data sheet where the device is not there. Refuses what ``train`` would refuse before it loads the model.
+    forward pass, a chunk of logits, and a frozen teacher, which every process holds whole. Hours assume 40 % of the
+    speed of a large matrix product on this device, or of an H100's data sheet where the device is not there. Refuses
+    what ``train`` would refuse before it loads the model.
     """
     check_request(config)
     with torch.device("meta"):
@@ -59,7 +60,7 @@ def plan(config: TrainConfig) -> dict[str, str]:
     tokens = config.max_steps * config.tokens_per_step
     speed, source = _speed(config)
     hours = tokens * flops_per_token(model, config) / (_UTILISATION * speed * processes) / 3600
-    state = 16 * parameters / processes + 16 * routers
+    state = 16 * parameters / processes + 16 * routers + 4 * parameters * (config.teacher == "frozen")
     activations = _activations(model, config, micro)
     return {
         "model": f"{config.model}: {parameters:,} parameters, {routers:,} more in routers",
@@ -88,7 +89,8 @@ def flops_per_token(model: PreTrainedModel, config: TrainConfig) -> float:
     if not text.tie_word_embeddings:
         parameters -= model.get_input_embeddings().weight.numel()  # type: ignore[operator,union-attr]
     one_pass = 6.0 * parameters + 6.0 * text.num_hidden_layers * config.seq_len * width
-    return (1 + config.masked_share) * one_pass
+    # a frozen teacher is a forward alone
+    return (1 + config.masked_share + (config.teacher == "frozen") / 3) * one_pass
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:

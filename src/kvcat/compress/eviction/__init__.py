@@ -31,7 +31,7 @@ class Eviction(Compressor):
     name: str
     scorer: Scorer
 
-    def __init__(self, name: str, **options: Any):
+    def __init__(self, name: str, /, **options: Any):
         if name not in SCORERS:
             raise InputError(f"no eviction scorer {name!r}; there are {', '.join(SCORERS)}")
         check_options(SCORERS[name], options, name)
