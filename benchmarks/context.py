@@ -3,7 +3,8 @@
 Each document is compressed alone (``supervision="self"``). Prefill is one forward that fills the cache; the trace is
 the forward that all methods share, and takes prefill's place; a method's seconds are those of a call on the trace, from
 a cold start. Seconds are processor time of one thread; MiB what the resident set grows by at most meanwhile (Linux).
-Every cell is a line of the output file, and a run that was interrupted goes on behind what is there.
+Every cell is a line of the output file, and a run that was interrupted goes on behind what is there; use another file
+for another model, text or keep ratio.
 """
 
 import argparse

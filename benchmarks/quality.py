@@ -31,7 +31,7 @@ from kvcat.compress.documents import reconstruction_of_tokens
 from kvcat.data import split_documents
 from kvcat.evals import windows_from_documents
 from kvcat.evals.statistics import ClusterBootstrap
-from kvcat.files import append_jsonl, read_jsonl
+from kvcat.files import append_jsonl, claim_folder, read_jsonl
 from kvcat.losses import score_positions
 from kvcat.models import output_head
 
@@ -208,6 +208,9 @@ def main() -> None:
     model, tokenizer = kvcat.load(options.model)
     options.out.mkdir(parents=True, exist_ok=True)
     chosen, done = options.out / "windows.jsonl", options.out / "records.jsonl"
+    settings = {key: vars(options)[key] for key in ("model", "data", "prefix", "windows", "per_document", "seed")}
+    if claim_folder(options.out, "config.json", settings) not in (None, settings):
+        raise SystemExit(f"{options.out} holds other windows: see its config.json")
     if not chosen.exists():
         fields = ("domain", "document", "tokens")
         append_jsonl(chosen, *(dict(zip(fields, window, strict=True)) for window in windows(options, tokenizer)))

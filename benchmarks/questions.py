@@ -7,8 +7,9 @@ number, whole. Caches are fitted to the prefix's own queries ("self"), to the do
 to eight questions of the kind with invented answers, none of which the document tells ("examples"), or to the very
 questions with their answers ("asked"). Conditions are METHOD@SUPERVISION; eviction reads the prefix alone. Beside them
 stand the dense cache, no document, and ("truncated@text") as much of the text, its beginning and its end, as the cache
-has slots. Intervals resample documents, and hold Wilson's.
-Every answer is written to --out as it is given; the same command goes on where it was stopped.
+has slots. Intervals resample documents, and hold Wilson's at that many documents. Every answer is written to --out as
+it is given; the same command goes on where it was stopped, and the tables are of all that --out holds: of every
+question, of each kind and of each length.
 """
 
 import argparse
@@ -29,10 +30,10 @@ import kvcat
 from kvcat.cache import CompactCache
 from kvcat.compress import Trace, parse_method, seeded_compressor, slots_for, trace
 from kvcat.compress.documents import chat_parts, reconstruction_of_tokens
+from kvcat.evals import statistics
 from kvcat.evals.answers import greedy_answers
 from kvcat.evals.longbench import cut_middle
 from kvcat.evals.needle import Pieces, draws, filler_lines, number, shuffled
-from kvcat.evals.statistics import ClusterBootstrap, wilson
 from kvcat.files import append_jsonl, read_jsonl
 
 KINDS = {"needle": 1, "multi-needle": 4, "key-value": 12}  # lines that are hidden, and asked
@@ -66,7 +67,7 @@ class Document:
     @property
     def name(self) -> str:
         """Of the document in records."""
-        return f"{self.kind}-{self.length}-{self.index}"
+        return f"{self.kind}-{self.length}-{self.seed}-{self.index}"
 
     @cached_property
     def facts(self) -> list[tuple[str, str]]:
@@ -156,13 +157,13 @@ def answered(document: Document, conditions: Sequence[str], keeps: Sequence[floa
 
 def share(rows: pd.DataFrame) -> str:
     """The share of right answers, percent, with an interval that holds the bootstrap's over documents and Wilson's."""
-    found = ClusterBootstrap(list(rows.document)).mean(rows.right.to_numpy())
-    found = found.union(wilson(rows.right.sum(), len(rows)))
+    right, documents = rows.right.to_numpy(), list(rows.document)
+    found = statistics.ClusterBootstrap(documents).mean(right).union(statistics.share(right, documents))
     return f"{100 * found.value:.0f} [{100 * found.low:.0f}, {100 * found.high:.0f}]"
 
 
 def report(records: Sequence[dict], conditions: Sequence[str], keeps: Sequence[float]) -> None:
-    """Markdown: percent of right answers by condition and keep ratio, of all questions and of each kind.
+    """Markdown: percent of right answers by condition and keep ratio, of all questions, each kind and each length.
 
     Only documents count on which every condition has answered.
     """
@@ -174,12 +175,11 @@ def report(records: Sequence[dict], conditions: Sequence[str], keeps: Sequence[f
     frame = pd.DataFrame(rows)
     given = frame[["document", "condition", "keep"]].drop_duplicates().groupby("document").size()
     frame = frame[frame.document.map(given) == len(conditions) * len(keeps) + len(BASELINES)]
-    for kind in (None, *KINDS):
-        part = frame if kind is None else frame[frame.kind == kind]
-        if part.empty:
-            continue
+    parts = [("all questions", frame), *frame.groupby("kind", sort=False)]
+    parts += [(f"{length} tokens", own) for length, own in frame.groupby("length")]
+    for name, part in parts:
         dense, none = (part[part.condition == name] for name, _ in BASELINES)
-        print(f"\n{kind or 'all kinds'}: {len(dense)} questions on {dense.document.nunique()} documents; ", end="")
+        print(f"\n{name}: {len(dense)} questions on {dense.document.nunique()} documents; ", end="")
         print(f"dense {share(dense)}, no document {share(none)}\n")
         print(" | ".join(["|", *(f"{100 * keep:g} %" for keep in keeps), "seconds |"]))
         print("|---" * (len(keeps) + 2) + "|")
@@ -224,12 +224,11 @@ def main() -> None:
         for record in answered(document, options.conditions, options.keep, known):
             append_jsonl(options.out, record)
             found.append(record)
-    names = {document.name for document in documents}
     shown = {*((condition, keep) for condition in options.conditions for keep in options.keep), *BASELINES}
-    wanted = [r for r in found if r["document"] in names and (r["condition"], r["keep"]) in shown]
+    wanted = [r for r in found if (r["condition"], r["keep"]) in shown]
     if options.show:
         show(wanted)
-    print(f"{platform.machine()}, torch {torch.__version__}, {options.model}, documents of {options.lengths} tokens")
+    print(f"{platform.machine()}, torch {torch.__version__}, {options.model}")
     report(wanted, options.conditions, options.keep)
 
 

@@ -1,6 +1,6 @@
 """A training step with KV-CAT against one of the control: time, its parts, memory; all in one run.
 
-    python benchmarks/training.py [--shape kvcat-base|smollm2-135m|small|FOLDER|...] [--seq-len 1024] [--batch 4] [--threads 2]
+    python benchmarks/training.py [--shape kvcat-base|smollm2-135m|small|...] [--seq-len 1024] [--batch 4] [--threads 2]
 
 Steps of all variants take turns, and ratios compare neighbours in time; the median is shown. The control's step is
 forward, loss and backward of B sequences; KV-CAT's of B dense and B masked ones. 2.0 is the floor of KV-CAT over the

@@ -11,3 +11,10 @@ class InputError(ValueError):
 def one_line(error: BaseException) -> str:
     """The kind of an error and the beginning of its message, on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def check_least(least: int, **settings: int) -> None:
+    """Refuse a setting whose value is below the least."""
+    for name, value in settings.items():
+        if value < least:
+            raise InputError(f"{name} is {value}; it must be at least {least}")

@@ -88,8 +88,8 @@ def test_values_after_one_option_equal_options_written_each_time(ratios, methods
         ("export . --step 3 -o o", "holds no checkpoint of step 3; it has none"),
         ("theory theorem --budget half --out o", "--budget is 'half'; it must be a number, n-1 or n/2"),
         ("theory theorem --symbols 4 --length 9 --out o", "4 symbols and N = 9: at most 256 sequences"),
-        ("theory theorem --symbols 0 --out o", "--symbols is 0; it must be at least 1"),
-        ("theory histogram --length -9 --out o", "--length is -9; it must be at least 1"),
+        ("theory theorem --symbols 0 --out o", "symbols is 0; it must be at least 1"),
+        ("theory histogram --length -9 --out o", "length is -9; it must be at least 1"),
         ("theory histogram --scaling 2 8 --out o", "--scaling takes two values at least, 3 to 256, not [2, 8]"),
     ],
 )

@@ -41,8 +41,8 @@ def output_error(batch, slots, values, log_bias):
 
 def test_presets_are_their_options_spelled_out():
     paper = AttentionMatching(num_queries=256, num_iters=2, ridge=1e-4, own_weight=0.0, budgets="equal")
-    assert AttentionMatching.paper() == AttentionMatching("paper") == AttentionMatching(preset="paper") == paper
-    assert AttentionMatching.paper(num_queries=None) == AttentionMatching("paper", num_queries=None) != paper
+    assert AttentionMatching("paper") == AttentionMatching(preset="paper") == paper
+    assert AttentionMatching("paper", num_queries=None) != paper
     stable = AttentionMatching(
         num_queries=None, num_iters=None, ridge=1e-4, own_weight=1.0, log_bias=True, budgets="adaptive"
     )
@@ -152,7 +152,7 @@ def test_queries_are_drawn_without_replacement_and_at_most_as_many_as_there_are(
     assert {len(set(rows.tolist())) for rows in drawn.values()} == {20}
     assert {len(rows) for rows in draw_queries(traced, fitted, 999, seed=0).values()} == {32}
     assert any(not torch.equal(drawn[head], other[head]) for head in drawn)
-    assert AttentionMatching.paper().draws
+    assert AttentionMatching("paper").draws
     assert not AttentionMatching().draws
 
 
@@ -179,6 +179,6 @@ def test_on_a_real_model_what_is_fitted_to_few_queries_serves_others_better_than
         return supervised_kl(judge, method(fitted, keep_ratio=0.4)).mean().item()
 
     alone, stable = held_out(AttentionMatching(own_weight=0.0)), held_out(AttentionMatching())
-    assert alone < 0.8 * held_out(AttentionMatching.paper(num_queries=None, ridge=1e-6))
+    assert alone < 0.8 * held_out(AttentionMatching("paper", num_queries=None, ridge=1e-6))
     assert stable < 0.5 * held_out(Eviction("streaming"))
     assert stable < alone

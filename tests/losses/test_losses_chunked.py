@@ -170,7 +170,7 @@ def test_what_is_no_head_and_a_chunk_without_tokens_are_refused_by_name():
         with pytest.raises(InputError, match=message):
             OutputHead(*arguments)
     dense, masked, ids = make_inputs()
-    with pytest.raises(InputError, match="chunk_tokens must be at least 1, got 0"):
+    with pytest.raises(InputError, match="chunk_tokens is 0; it must be at least 1"):
         chunked_objective(make_head(), dense, masked, ids, chunk_tokens=0)
     sharded = make_head()
     sharded.weight.placements = ()  # as a DTensor has them

@@ -39,5 +39,5 @@ def test_gains_are_the_mean_squared_columns_of_the_output_projection_and_one_wit
         assert gains.tolist() == pytest.approx([block.square().sum(0).mean().item() for block in blocks])
     assert all((gains == 1).all() for gains in output_gains(gpt2, [2] * len(decoder_layers(gpt2))))
 
-    with pytest.raises(InputError, match="chunk_tokens must be at least 1, not 0"):
+    with pytest.raises(InputError, match="chunk_tokens is 0; it must be at least 1"):
         capture(model, some_ids(24), chunk_tokens=0)

@@ -147,7 +147,7 @@ def test_what_cannot_be_reported_is_one_line_before_anything_is_written(folder, 
         with pytest.raises(InputError, match=line):
             write_report(folders, out, title="t", runs=runs, paper_model=model)
     twice = tuple(write_run(tmp_path / name / "router", "router") for name in "ab")
-    with pytest.raises(InputError, match="two training runs are labelled 'router'"):
+    with pytest.raises(InputError, match="same label 'router'; give LABEL=FOLDER"):
         report_command(twice, output=out)
     assert not out.exists()
 

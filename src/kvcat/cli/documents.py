@@ -137,9 +137,10 @@ def generate(
     from transformers import TextStreamer
 
     from kvcat.compress.documents import question_ids
+    from kvcat.models import positions_of
 
     loaded, tokenizer, compact = _model_and_cache(model, cache, device=device, dtype=dtype)
-    positions = getattr(loaded.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    positions = positions_of(loaded.config)
     questions = [question_ids(tokenizer, text, chat=compact.metadata.get("chat") == "yes") for text in prompts]
     for ids in questions:
         if compact.num_tokens + ids.shape[1] >= positions:

@@ -326,11 +326,8 @@ def report(
     """
     from kvcat.report import write_report
 
-    named = {label: Path(folder) for label, folder in opt.labelled(opt.flat(run)).items()} if run else {}
-    trained = [folder for folder in folders if (folder / "metrics.jsonl").exists()]
-    evaluated = [folder for folder in folders if folder not in trained]
-    labels = [folder.name for folder in trained] + list(named)
-    if twice := [label for label in labels if labels.count(label) > 1]:
-        raise InputError(f"two training runs are labelled {twice[0]!r}: name them with --run LABEL=FOLDER")
-    runs = dict(zip(labels, [*trained, *named.values()], strict=True))
+    trained = [str(folder) for folder in folders if (folder / "metrics.jsonl").exists()]
+    evaluated = [folder for folder in folders if str(folder) not in trained]
+    labels = [*trained, *opt.flat(run)]
+    runs = {label: Path(folder) for label, folder in (opt.labelled(labels).items() if labels else ())}
     print(write_report(evaluated, output, title=title, runs=runs, paper_model=paper_model))

@@ -154,11 +154,6 @@ def example_generators(trace: Trace, seed: int) -> list[torch.Generator]:
     return generators
 
 
-def wide(states: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """The states in float32, or in float64 where they are."""
-    return states if states.dtype == torch.float64 else states.float()
-
-
 def check_options(kind: type, options: Mapping[str, Any], name: str) -> None:
     """Refuse options that a dataclass does not have, or values of another type than their field's."""
     hints, names = typing.get_type_hints(kind), [field.name for field in dataclasses.fields(kind)]

@@ -10,7 +10,7 @@ from kvcat.errors import InputError
 from kvcat.types import Int, Tensor
 
 INSTRUCTION = "\nReproduce the preceding passage verbatim. Preserve every word, digit, and punctuation mark.\n"
-_DOCUMENT, _QUESTION = "\x02document\x03", "\x02question\x03"
+DOCUMENT, _QUESTION = "\x02document\x03", "\x02question\x03"
 
 
 def reconstruction(tokenizer: PreTrainedTokenizerBase, text: str, *, head: str | None = None) -> Reconstruction:
@@ -100,9 +100,9 @@ def chat_parts(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str, str]:
     """What the chat template puts before the document, between document and question, and after the question."""
     if not tokenizer.chat_template:
         raise InputError(f"tokenizer {tokenizer.name_or_path!r} has no chat template: leave out --chat")
-    turn = [{"role": "user", "content": f"{_DOCUMENT}\n\n{_QUESTION}"}]
+    turn = [{"role": "user", "content": f"{DOCUMENT}\n\n{_QUESTION}"}]
     rendered = str(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
-    head, _, rest = rendered.partition(_DOCUMENT)
+    head, _, rest = rendered.partition(DOCUMENT)
     between, _, tail = rest.partition(_QUESTION)
     return head, between, tail
 

@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvcat.compress.base import example_generators, wide
+from kvcat.compress.base import example_generators
 from kvcat.compress.trace import Trace, sampled_positions
 from kvcat.errors import InputError
+from kvcat.losses.terms import wide
 from kvcat.models.rotation import KeyRotation
 from kvcat.types import Float, Int, Tensor
 

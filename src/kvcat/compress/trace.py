@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from kvcat.cache import CompactCache, CompactLayer, Head, fingerprint, layer_windows
 from kvcat.errors import InputError
-from kvcat.models import capture, frozen, logits_from_hidden
+from kvcat.models import capture, frozen, logits_from_hidden, positions_of
 from kvcat.types import Float, Int, Tensor
 
 SAMPLED_POSITIONS = 4096
@@ -270,11 +270,11 @@ def _check_past(past: CompactCache, model: PreTrainedModel, prefix_len: int, bat
 
 
 def _check_model(model: PreTrainedModel, num_tokens: int) -> None:
-    name, config = type(model).__name__, model.config.get_text_config(decoder=True)
+    name = type(model).__name__
     window = min((w for w in layer_windows(model.config) if w is not None), default=math.inf)
     if window < num_tokens:
         raise InputError(f"{name}: a sliding window of {window} tokens is shorter than the sequence of {num_tokens}")
-    positions = getattr(config, "max_position_embeddings", None) or math.inf
+    positions = positions_of(model.config)
     if num_tokens > positions:
         advice = "a shorter text, or supervision='self' in place of a reconstruction sequence, needs fewer"
         raise InputError(f"{num_tokens} tokens exceed the {positions} positions of {name}; {advice}")

@@ -19,7 +19,7 @@ import kvcat
 from kvcat.data.documents import Source, open_source, read_documents
 from kvcat.data.packing import Encoder
 from kvcat.data.split import HELD_OUT_FRACTION, split_of
-from kvcat.errors import InputError
+from kvcat.errors import InputError, check_least
 from kvcat.files import LOCK_FILE, one_writer, read_json, write_json
 
 INDEX = "tokens.json"
@@ -110,8 +110,7 @@ def prepare(
     }  # fmt: skip
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         return _existing(target, settings)
-    if max_tokens is not None and max_tokens < 1:
-        raise InputError(f"max_tokens is {max_tokens}; it must be at least 1")
+    check_least(1, max_tokens=1 if max_tokens is None else max_tokens)
     with one_writer(work):
         try:
             opened, progress = _begin(work, settings)

@@ -9,7 +9,7 @@ import torch
 
 from kvcat.cache import CompactCache
 from kvcat.compress import Trace
-from kvcat.evals.task import positions_of
+from kvcat.models import positions_of
 
 MAX_RUNS, MAX_SECONDS = 3, 2.0
 PROMPT, ANSWER = 32, 16  # tokens of the answers that are timed
@@ -71,7 +71,7 @@ def answer_speed(trace: Trace, cache: CompactCache) -> dict[str, float]:
     Decoded greedily, the fastest of two runs each; nothing where an answer exceeds the model's positions.
     """
     prompt, model = trace.input_ids[:1, :PROMPT], trace.model
-    if trace.prefix_len + prompt.shape[1] + ANSWER > positions_of(model):
+    if trace.prefix_len + prompt.shape[1] + ANSWER > positions_of(model.config):
         return {}
 
     def seconds(own: CompactCache, count: int) -> float:

@@ -14,9 +14,9 @@ from typing import ClassVar, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from kvcat.compress.documents import INSTRUCTION, opening_ids
-from kvcat.errors import InputError
+from kvcat.errors import InputError, check_least
 from kvcat.evals.answers import Question, QuestionTask, answer_ids
-from kvcat.evals.task import Values, check_least, vocabulary
+from kvcat.evals.task import Values, vocabulary
 
 QUERY = "Memory record: special_passkey="
 DISTRACTORS = (

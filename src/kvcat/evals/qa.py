@@ -26,9 +26,9 @@ from typing import Any, ClassVar
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvcat.errors import InputError, one_line
+from kvcat.errors import InputError, check_least, one_line
 from kvcat.evals.answers import read_rows
-from kvcat.evals.task import Baseline, Prepared, Task, Values, check_fits, check_least
+from kvcat.evals.task import Baseline, Prepared, Task, Values, check_fits
 
 SIX = ("hellaswag", "winogrande", "piqa", "openbookqa", "arc_easy", "arc_challenge")
 AVERAGES = {"six": SIX, "seven": (*SIX, "social_i_qa"), "eight": (*SIX, "social_i_qa", "commonsense_qa")}

@@ -10,10 +10,10 @@ from typing import ClassVar
 from transformers import PreTrainedTokenizerBase
 
 from kvcat.compress.documents import opening_ids
-from kvcat.errors import InputError
+from kvcat.errors import InputError, check_least
 from kvcat.evals.answers import Question, QuestionTask, answer_ids
 from kvcat.evals.needle import Pieces, draws, filler_lines, number, pick, shuffled
-from kvcat.evals.task import Values, check_least, vocabulary
+from kvcat.evals.task import Values, vocabulary
 
 # RULER's own sizes.
 NUM_KEYS = NUM_VALUES = NUM_QUERIES = NUM_HOPS = 4

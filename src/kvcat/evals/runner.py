@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 
 from kvcat.cache import CompactCache, fingerprint
 from kvcat.compress import Compressor, seeded_compressor, takes_seed
-from kvcat.errors import InputError
+from kvcat.errors import InputError, check_least
 from kvcat.evals.costs import Step, answer_speed, measure
 from kvcat.evals.records import Record, ResultsFolder, Shard
 from kvcat.evals.statistics import EVALUATIONS
-from kvcat.evals.task import Baseline, Method, Prepared, Task, Values, check_keep_ratios, check_least, manifest
+from kvcat.evals.task import Baseline, Method, Prepared, Task, Values, check_keep_ratios, manifest
 from kvcat.provenance import provenance
 
 Models = Mapping[str, tuple[PreTrainedModel, Any]]  # label to model and tokenizer

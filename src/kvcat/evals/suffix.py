@@ -16,8 +16,8 @@ from kvcat.cache import CompactCache
 from kvcat.compress import Trace, compare, trace
 from kvcat.compress.documents import reconstruction_of_tokens
 from kvcat.data import Document, Split, open_documents, split_documents
-from kvcat.errors import InputError
-from kvcat.evals.task import Baseline, Prepared, Task, Values, check_fits, check_least, check_vocabulary, vocabulary
+from kvcat.errors import InputError, check_least
+from kvcat.evals.task import Baseline, Prepared, Task, Values, check_fits, check_vocabulary, vocabulary
 from kvcat.losses import score_positions
 from kvcat.models import frozen, hidden_states, output_head
 from kvcat.types import Float, Tensor

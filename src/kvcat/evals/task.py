@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import sys
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -12,6 +11,7 @@ from transformers import PreTrainedModel
 from kvcat.cache import CompactCache
 from kvcat.errors import InputError
 from kvcat.evals.records import method_label
+from kvcat.models import positions_of
 
 Values = dict[str, float]
 
@@ -113,23 +113,11 @@ def check_vocabulary(label: str, tokenizer: Any, wanted: str) -> None:
 
 def check_fits(label: str, model: PreTrainedModel, *, num_tokens: int, largest: int, what: str) -> None:
     """Refuse sequences, ``what`` they are, that a model has no positions or no tokens for."""
-    positions, vocab_size = positions_of(model), model.config.get_text_config(decoder=True).vocab_size
+    positions, vocab_size = positions_of(model.config), model.config.get_text_config(decoder=True).vocab_size
     if num_tokens > positions:
         raise InputError(f"{what} of {num_tokens} tokens exceed the {positions} positions of model {label!r}")
     if largest >= vocab_size:
         raise InputError(f"token {largest} is outside the vocabulary of model {label!r}, {vocab_size} tokens")
-
-
-def positions_of(model: PreTrainedModel) -> int:
-    """Longest sequence of a model; as good as none where its configuration names none."""
-    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or sys.maxsize
-
-
-def check_least(least: int, **settings: int) -> None:
-    """Refuse a setting whose value is below the least."""
-    for name, value in settings.items():
-        if value < least:
-            raise InputError(f"{name} is {value}; it must be at least {least}")
 
 
 def check_keep_ratios(keep_ratios: Sequence[float]) -> None:

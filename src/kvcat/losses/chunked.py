@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from kvcat.errors import InputError
+from kvcat.errors import InputError, check_least
 from kvcat.losses.terms import check_length, distillation_kl
 from kvcat.types import Float, Int, Tensor
 
@@ -205,8 +205,7 @@ def score_positions(
 
 def _chunk_tokens(head: OutputHead, wanted: int | None = None) -> int:
     """Positions per chunk; each chunk adds once to the whole gradient of W, so that fewer chunks move less memory."""
-    if wanted is not None and wanted < 1:
-        raise InputError(f"chunk_tokens must be at least 1, got {wanted}")
+    check_least(1, chunk_tokens=1 if wanted is None else wanted)
     return wanted or max(1, min(_CHUNK_TOKENS, _CHUNK_ELEMENTS // head.weight.shape[0]))
 
 

@@ -20,7 +20,7 @@ def next_token_loss(
     References: KV-CAT, L_anchor in equation "training_objective".
     """
     check_length(tokens.shape[1])
-    return functional.cross_entropy(_wide(logits[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+    return functional.cross_entropy(wide(logits[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def distillation_kl(
@@ -35,8 +35,8 @@ def distillation_kl(
     References: KV-CAT, L_mask in equation "training_objective".
     """
     check_length(teacher_logits.shape[1])
-    teacher = _wide(teacher_logits[:, :-1].detach()).log_softmax(-1)
-    student = _wide(student_logits[:, :-1]).log_softmax(-1)
+    teacher = wide(teacher_logits[:, :-1].detach()).log_softmax(-1)
+    student = wide(student_logits[:, :-1]).log_softmax(-1)
     return functional.kl_div(student, teacher, reduction="none", log_target=True).sum(-1).mean()
 
 
@@ -66,11 +66,12 @@ def budget_loss(
     return (F * G / target + (1 - F) * (1 - G) / (1 - target)).mean()
 
 
-def _wide(logits: Float[Tensor, "batch tokens vocab"]) -> Float[Tensor, "batch tokens vocab"]:
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
 def check_length(num_tokens: int) -> None:
     """Refuse a sequence that holds no prediction."""
     if num_tokens < 2:
         raise InputError(f"a sequence of {num_tokens} tokens predicts nothing: at least 2 are needed")
+
+
+def wide(states: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """The states in float32, or in float64 where they are."""
+    return states if states.dtype == torch.float64 else states.float()

@@ -12,10 +12,11 @@ from kvcat.models.structure import (
     model_name,
     output_gains,
     output_head,
+    positions_of,
 )
 
 __all__ = [
     "Capture", "HiddenOutput", "MaskedPass", "capture", "decoder_layers", "frozen", "get", "hidden_states", "load",
-    "logits_from_hidden", "model_name", "output_gains", "output_head", "parse_device", "read_config", "save",
-    "self_test",
+    "logits_from_hidden", "model_name", "output_gains", "output_head", "parse_device", "positions_of", "read_config",
+    "save", "self_test",
 ]  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvcat.attention import enable
-from kvcat.errors import InputError
+from kvcat.errors import InputError, check_least
 from kvcat.models.structure import decoder_layers, hidden_states
 from kvcat.types import Float, Int, Tensor
 
@@ -60,8 +60,7 @@ def capture(
         chunk_tokens: most tokens of each example that run at once, at least 1.
     """
     num_tokens = input_ids.shape[1]
-    if chunk_tokens < 1:
-        raise InputError(f"chunk_tokens must be at least 1, not {chunk_tokens}")
+    check_least(1, chunk_tokens=chunk_tokens)
     enable(model)
     layers = decoder_layers(model)
     wanted = torch.arange(num_tokens) if query_positions is None else query_positions.cpu()

@@ -1,5 +1,6 @@
 """Where things are in an unmodified transformers model: its layers, its hidden states and its output head."""
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
@@ -46,6 +47,11 @@ def output_gains(model: PreTrainedModel, kv_heads: Sequence[int]) -> list[Float[
             columns = weight.detach().float().square().sum(0)
         found.append(columns.reshape(count, -1).mean(1))
     return found
+
+
+def positions_of(config: PreTrainedConfig) -> int:
+    """Longest sequence of a model; as good as none where its configuration names none."""
+    return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or sys.maxsize
 
 
 def model_name(model: PreTrainedModel) -> str:

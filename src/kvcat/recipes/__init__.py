@@ -38,18 +38,10 @@ class Recipe:
 
 _SMALL = {"seq_len": 512, "peak_lr": 1e-3, "min_lr": 5e-5}
 _PAPER = {
-    "data": "hub:HuggingFaceFW/fineweb-edu",
-    "batch_size": 128,
-    "micro_batch_size": 8,
-    "max_steps": 40_000,
-    "warmup_steps": 600,
-    "dtype": "bfloat16",
-    "device": "cuda",
-    "log_every": 10,
-    "validation_every": 500,
-    "validation_sequences": 128,
-    "checkpoint_every": 500,
-}
+    "data": "hub:HuggingFaceFW/fineweb-edu", "batch_size": 128, "micro_batch_size": 8, "max_steps": 40_000,
+    "warmup_steps": 600, "dtype": "bfloat16", "device": "cuda", "log_every": 10, "validation_every": 500,
+    "validation_sequences": 128, "checkpoint_every": 500,
+}  # fmt: skip
 small = Recipe("small", "For a small model on a CPU: 300 steps of 4,096 tokens.", _SMALL)
 qwen2_5_0_5b = Recipe(
     "qwen2.5-0.5b",

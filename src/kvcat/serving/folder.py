@@ -9,14 +9,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from kvcat.compress.documents import chat_parts, question_ids
+from kvcat.compress.documents import DOCUMENT, chat_parts, question_ids
 from kvcat.errors import InputError
 from kvcat.serving.transformers import Prefix, read_prefix
 
 FIELD = "kvcat"
 SALT = "kvcat:"
 PLACEHOLDER = 0
-_MARK = "\x02document\x03"
 
 
 class CacheFolder:
@@ -86,9 +85,9 @@ def chat_ids(tokenizer: Any, messages: object, *, chat: bool) -> list[int]:
     texts = [turn.get("content") if isinstance(turn, dict) else None for turn in turns]
     if not turns or not all(isinstance(text, str) for text in texts) or turns[0].get("role") != "user":
         raise InputError("messages must be texts, and the first one the user's, which continues the document")
-    first = {"role": "user", "content": f"{_MARK}\n\n{texts[0]}"}
+    first = {"role": "user", "content": f"{DOCUMENT}\n\n{texts[0]}"}
     rendered = str(tokenizer.apply_chat_template([first, *turns[1:]], tokenize=False, add_generation_prompt=True))
-    head, _, rest = rendered.partition(_MARK)
+    head, _, rest = rendered.partition(DOCUMENT)
     if head != chat_parts(tokenizer)[0]:
         raise InputError("the chat template puts something else before the document than when it was compressed")
     return tokenizer.encode(rest, add_special_tokens=False)

@@ -40,21 +40,18 @@ from kvcat.types import Float, Int, Tensor
 
 @dataclass(frozen=True, eq=False)
 class Ball:
-    """A centre c, the radius max_i w_i ||c - x_i||, and a lower bound on the radius of every ball.
-
-    The bound: for mu in the simplex and every centre the largest w_i^2 ||c - x_i||^2 is at least
-    sum_i mu_i ||c - x_i||^2 / sum_i mu_i w_i^-2, which is least at c = sum_i mu_i x_i.
-    """
+    """A centre c and the radius max_i w_i ||c - x_i||."""
 
     center: Float[Tensor, " d"]
     radius: float
-    lower_bound: float
 
 
 def enclosing_ball(points: Float[Tensor, "points d"], weights: Float[Tensor, " points"] | None = None) -> Ball:
     """The ball of least radius max_i w_i ||c - x_i|| over centres c.
 
-    SciPy's SLSQP on the few points that matter: the farthest point is added until none is outside.
+    SciPy's SLSQP on the few points that matter: the farthest point is added until none is outside. A lower bound on
+    every ball's radius proves it: for mu in the simplex and every centre the largest w_i^2 ||c - x_i||^2 is at least
+    sum_i mu_i ||c - x_i||^2 / sum_i mu_i w_i^-2, which is least at c = sum_i mu_i x_i.
 
     ``points`` x_i, one at least, may be duplicates or affinely dependent; ``weights`` w_i > 0, default
     1. ArithmeticError where the radius exceeds its lower bound by more than 1e-8 of itself.
@@ -83,7 +80,7 @@ def enclosing_ball(points: Float[Tensor, "points d"], weights: Float[Tensor, " p
     if not radius - bound <= 1e-8 * radius:
         raise ArithmeticError(f"the ball of {len(x)} points was found only to {radius - bound:.0e} of {radius:.0e}")
     scale = spread * heaviest
-    return Ball(spread * torch.from_numpy(center) + origin, radius * scale, bound * scale)
+    return Ball(spread * torch.from_numpy(center) + origin, radius * scale)
 
 
 def _center(x: np.ndarray, w: np.ndarray, start: np.ndarray) -> np.ndarray:

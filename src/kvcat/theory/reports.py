@@ -9,7 +9,7 @@ import matplotlib as mpl
 import pandas as pd
 from matplotlib.figure import Figure
 
-from kvcat.errors import InputError
+from kvcat.errors import InputError, check_least
 from kvcat.files import atomic_write, make_folder, write_json
 from kvcat.provenance import provenance
 from kvcat.theory import theorem as t
@@ -42,7 +42,7 @@ def run_histogram(
         scaling: Values of N for the growth curves, 3 to 256.
         out: Folder for tables and the plot.
     """
-    _check_sizes(symbols, length)
+    check_least(1, symbols=symbols, length=length)
     lengths = sorted(set(scaling))
     if len(lengths) < 2 or not 3 <= lengths[0] <= lengths[-1] <= 256:
         raise InputError(f"--scaling takes two values at least, 3 to 256, not {lengths}")
@@ -83,12 +83,6 @@ def run_histogram(
     print(out / "histogram.png")
 
 
-def _check_sizes(symbols: int, length: int) -> None:
-    for name, value in (("--symbols", symbols), ("--length", length)):
-        if value < 1:
-            raise InputError(f"{name} is {value}; it must be at least 1")
-
-
 def run_theorem(
     *,
     function: tuple[str, ...] = tuple(FUNCTIONS),
@@ -118,7 +112,7 @@ def run_theorem(
     names = list(dict.fromkeys(function))
     if unknown := [name for name in names if name not in FUNCTIONS]:
         raise InputError(f"no function {unknown[0]!r}; there are {', '.join(FUNCTIONS)}")
-    _check_sizes(symbols, length)
+    check_least(1, symbols=symbols, length=length)
     slots = parse_budget(budget)
     if length > 9 or symbols**length > _MOST_SEQUENCES:
         most = f"at most {_MOST_SEQUENCES} sequences of length N are verified"

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvcat.errors import InputError
-from kvcat.models import parse_device, read_config
+from kvcat.models import parse_device, positions_of, read_config
 from kvcat.policies import check_group_starts
 from kvcat.training.config import TrainConfig, check_batch
 from kvcat.training.distributed import world_size
@@ -33,9 +33,8 @@ def check_request(config: TrainConfig) -> None:
     if package != "none" and importlib.util.find_spec(package) is None:
         raise InputError(f"--monitor {package} needs the package {package}: pip install 'kvcat[{package}]'")
     text = read_config(config.model).get_text_config()
-    positions = getattr(text, "max_position_embeddings", None)
-    if positions is not None and config.seq_len > positions:
-        raise InputError(f"seq_len {config.seq_len} exceeds the model's {positions} positions")
+    if config.seq_len > positions_of(text):
+        raise InputError(f"seq_len {config.seq_len} exceeds the model's {positions_of(text)} positions")
     check_group_starts(text.num_hidden_layers, config.group_starts, config.num_groups)
 
 

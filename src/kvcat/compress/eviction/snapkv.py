@@ -6,7 +6,7 @@ from torch.nn.functional import avg_pool1d, max_pool1d
 
 from kvcat.compress.base import Scorer, Scores, received_mass
 from kvcat.compress.trace import Trace
-from kvcat.errors import InputError
+from kvcat.errors import InputError, check_least
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,7 @@ class SnapKV(Scorer):
     pooling: str = "max"
 
     def __post_init__(self) -> None:
-        if self.window < 1:
-            raise InputError(f"window must be at least 1, not {self.window}")
+        check_least(1, window=self.window)
         if self.kernel_size < 1 or self.kernel_size % 2 == 0:
             raise InputError(f"kernel_size must be odd and positive, not {self.kernel_size}")
         if self.pooling not in ("max", "average"):

@@ -6,7 +6,7 @@ import torch
 
 from kvcat.compress.base import Scorer, Scores
 from kvcat.compress.trace import Trace
-from kvcat.errors import InputError
+from kvcat.errors import check_least
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,7 @@ class StreamingLLM(Scorer):
     num_sinks: int = 4
 
     def __post_init__(self) -> None:
-        if self.num_sinks < 0:
-            raise InputError(f"num_sinks must be at least 0, not {self.num_sinks}")
+        check_least(0, num_sinks=self.num_sinks)
 
     def measure(self, trace: Trace) -> Scores:
         """The position; infinite for the sinks."""

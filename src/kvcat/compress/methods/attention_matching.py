@@ -51,7 +51,7 @@ class AttentionMatching(Compressor):
         preset: values of the options below that are not given. "stable" for text that is not known yet: it also fits
             what the prefix itself asks for, and pulls each slot to what it was, which few queries determine badly.
             "known" where the supervising queries are all that will ever be asked: it fits these alone, closely.
-            "paper" is the paper's method.
+            "paper" is the paper's method: 256 queries, 2 steps for the log-bias, ridge 1e-4.
         num_queries: queries per KV head, drawn without replacement; None takes all.
         num_iters: None weighs a query's errors by the part of its attention that goes to the prefix, solves the
             log-bias to convergence, pulled to 0 (``fit_log_bias`` with a pull of the root of ``ridge``), pulls values
@@ -100,11 +100,6 @@ class AttentionMatching(Compressor):
     def draws(self) -> bool:
         """Whether the result depends on the seed."""
         return self.num_queries is not None
-
-    @classmethod
-    def paper(cls, **options: Any) -> "AttentionMatching":
-        """The paper's method, with options that differ: 256 queries, 2 steps for the log-bias, ridge 1e-4."""
-        return cls("paper", **options)
 
     @torch.no_grad()
     def compress(self, trace: Trace, sizes: Sequence[int]) -> Iterator[CompactCache]:

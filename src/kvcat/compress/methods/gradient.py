@@ -15,12 +15,13 @@ from transformers import PreTrainedModel
 from kvcat.cache import CompactCache, CompactLayer, Layer
 from kvcat.cache.files import STATE, read_tensors, write_tensors
 from kvcat.cache.fingerprint import hash_tensor
-from kvcat.compress.base import Compressor, best_layer, compact_cache, example_generators, parse_method, slots_for, wide
+from kvcat.compress.base import Compressor, best_layer, compact_cache, example_generators, parse_method, slots_for
 from kvcat.compress.eviction import SCORERS, Eviction
 from kvcat.compress.methods.attention_matching import AttentionMatching
 from kvcat.compress.trace import Trace
 from kvcat.errors import InputError
 from kvcat.losses import chunked_objective
+from kvcat.losses.terms import wide
 from kvcat.models import decoder_layers, frozen, hidden_states, output_head
 from kvcat.types import Float, Tensor
 
