@@ -189,10 +189,7 @@ class PreparedWindows(Prepared):
         predicted = self._traced.suffix_ids.shape[1] - start - 1
         count = predicted + (start == 0)
         counts = {"num_tokens": float(count), "num_predicted": float(predicted)}
-        return [
-            {name: float(own) for name, own in zip(columns, row, strict=True)} | counts
-            for row in zip(*columns.values(), strict=True)
-        ]
+        return [{n: float(own[row]) for n, own in columns.items()} | counts for row in range(len(self.batch))]
 
 
 @dataclass(frozen=True)

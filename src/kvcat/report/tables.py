@@ -271,9 +271,13 @@ def _table(
     frame = pd.DataFrame(lines).fillna("")
     same = [name for name in ("steps", "n") if name in frame and frame[name].nunique() == 1]
     frame = frame.drop(columns=[name for name in same if name == "n" or not frame[name].iloc[0]])
-    fewest = int(results.whole["num_documents"].min())
-    if fewest < 10:
-        notes = [f"Only {fewest} documents: the intervals are likely too narrow.", *notes]
+    documents, seeds = results.whole["num_documents"].min(), results.whole["num_seeds"].max()
+    few = [
+        f"{n} {what}"
+        for n, what, least in ((documents, "documents", 10), (seeds, "training seeds", 5))
+        if 1 < n < least
+    ]
+    notes = [*(f"Only {count}: the intervals are likely too narrow." for count in few), *notes]
     if results.paper.note and any(getattr(cell, "paper", "") for cell in frame.to_numpy().flat):
         notes = [*notes, results.paper.note]
     where = f"{results.evaluation.title}, {results.config['dataset']}. "

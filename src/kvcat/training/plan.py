@@ -88,8 +88,7 @@ def flops_per_token(model: PreTrainedModel, config: TrainConfig) -> float:
     if not text.tie_word_embeddings:
         parameters -= model.get_input_embeddings().weight.numel()  # type: ignore[operator,union-attr]
     one_pass = 6.0 * parameters + 6.0 * text.num_hidden_layers * config.seq_len * width
-    # a frozen teacher is a forward alone
-    return (1 + config.masked_share + (config.teacher == "frozen") / 3) * one_pass
+    return (1 + config.masked_share + (config.teacher == "frozen") / 3) * one_pass  # a teacher is a forward alone
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:
