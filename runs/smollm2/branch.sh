@@ -3,7 +3,7 @@
 . "$(dirname "$0")/common.sh"
 variant=${1:?names a variant, see README.md}
 WEIGHT=${WEIGHT:-1} LR=${LR:-3e-5}
-routers="--policy router --router-lr-multiplier 33"  # 1e-3: at 3e-4 they hide nothing for a hundred steps
+routers="--policy router --router-lr-multiplier 33"  # 1e-3: at 3e-4 they hide nothing for a long time
 prefix="--prefix-range 0.5 0.9 --target-keep 0.25"
 case $variant in
   control) options="--policy control" ;;
