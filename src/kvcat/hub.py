@@ -65,7 +65,7 @@ def _hub_folder(name: str, weights: bool) -> Path:
         if folder and (not weights or _is_complete(folder)):
             return folder
         if obstacle := hub_obstacle():
-            if folder and any(folder.glob("*.safetensors")):
+            if folder and (any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))):
                 return folder  # perhaps all that the model has
             raise InputError(f"{name} is neither a folder nor in the local Hub cache, and {obstacle}")
         patterns = _PATTERNS if weights else ["config.json"]
