@@ -10,8 +10,10 @@ from runs import config
 
 from kvcat.errors import InputError
 from kvcat.files import read_json
+from kvcat.models import load
 from kvcat.training.config import TrainConfig
 from kvcat.training.loop import learning_rate
+from kvcat.training.plan import flops_per_token
 from tiny import refusal
 
 
@@ -74,3 +76,9 @@ def test_the_split_is_drawn_anew_each_step_from_the_seed_alone():
     assert run.masked_share == pytest.approx(1 - 0.575)
     assert config("m", "d", "o", prefix_range=(1.0, 1.0), seq_len=64).prefix_len_at(0) == 62
     assert config("m", "d", "o", prefix_range=(0.001, 0.01), seq_len=64).prefix_len_at(0) == 1
+
+
+def test_a_frozen_teacher_is_a_sixth_more_work():
+    model, _ = load("kvcat-base", tokenizer=False)
+    own, frozen = (flops_per_token(model, config("m", "d", "o", teacher=teacher)) for teacher in ("self", "frozen"))
+    assert frozen == pytest.approx(own * 7 / 6)
