@@ -4,6 +4,7 @@ import errno
 import json
 import re
 import shutil
+import types
 
 import numpy as np
 import pytest
@@ -99,6 +100,26 @@ def test_stopped_anywhere_the_same_call_gives_the_same_folder_and_one_of_other_s
     prepare(corpus[0], tokenizer, folder, on_progress=seen.append)
     assert contents(folder) == contents(good)
     assert seed or (len(seen) <= 31 and seen[0] >= calls[-1])
+
+
+def test_a_source_that_is_gone_or_a_full_disk_costs_nothing_that_was_written(
+    corpus, good, tokenizer, tmp_path, monkeypatch
+):
+    texts = shutil.copytree(corpus[0], tmp_path / "texts")
+    interrupted(5, str(texts), tokenizer, tmp_path / "tokens", max_tokens=2000)
+    before = contents(tmp_path / "tokens.partial")
+    texts.rename(tmp_path / "elsewhere")
+    with pytest.raises(InputError, match="texts"):
+        prepare(str(texts), tokenizer, tmp_path / "tokens", max_tokens=2000)
+    (tmp_path / "elsewhere").rename(texts)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=0))
+        with pytest.raises(InputError, match="no disk space"):
+            prepare(str(texts), tokenizer, tmp_path / "tokens", max_tokens=2000)
+    assert contents(tmp_path / "tokens.partial") == before
+    seen = []
+    prepare(str(texts), tokenizer, tmp_path / "tokens", max_tokens=2000, on_progress=seen.append)
+    assert seen[0] > 0
 
 
 def test_a_complete_folder_is_left_as_it_is_and_one_of_something_else_is_refused(corpus, good, tokenizer, tmp_path):

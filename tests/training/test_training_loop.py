@@ -178,8 +178,15 @@ def test_the_routers_target_falls_and_is_the_last_one_in_validation(tiny_folder,
     assert budgets == pytest.approx([1 / target for target in (0.8, 0.6, 0.4, 0.4, 0.4)])  # all is kept
 
 
+def test_a_frozen_teacher_computes_in_the_type_of_the_run_with_exact_positions(tiny_folder, tmp_path):
+    run = config(tiny_folder, "data", tmp_path / "run", teacher="frozen", dtype="bfloat16")
+    (teacher,) = Objective(load(tiny_folder)[0], run)._teacher
+    assert {parameter.dtype for parameter in teacher.parameters()} == {torch.bfloat16}
+    assert {buffer.dtype for buffer in teacher.buffers()} == {torch.float32}
+
+
 def test_a_record_and_a_line_without_a_terminal_tell_rates_norms_speed_and_the_time_left(tmp_path, capsys, new_run):
-    run = new_run(max_steps=3, dtype="bfloat16")
+    run = new_run(max_steps=3, dtype="bfloat16", teacher="frozen")
     train(run)
     for record in (r for r in read_jsonl(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "train"):
         assert record["router_lr"] == pytest.approx(10 * record["lr"])

@@ -38,6 +38,8 @@ MISTAKES = {
 def test_what_a_run_cannot_have_is_named(message, tiny_folder, tmp_path, monkeypatch, new_run):
     options = dict(MISTAKES[message])
     monkeypatch.setattr("kvcat.hub.constants.HF_HUB_OFFLINE", True)
+    if message == "gone.txt":
+        monkeypatch.setattr("kvcat.training.loop.load", lambda *_, **__: pytest.fail("the model was loaded first"))
     if "pip" in message:
         monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     if options.get("model") == "broken":

@@ -13,7 +13,9 @@ from torch.distributed.fsdp import FSDPModule
 from kvcat.errors import InputError
 from kvcat.models import decoder_layers
 from kvcat.training import loop
+from kvcat.training.distributed import prepare_layers
 from kvcat.training.loop import train
+from tiny import loud_model
 
 
 def train_in_processes(run, folder, size=2):
@@ -84,6 +86,14 @@ def test_a_mistake_is_told_by_every_process_before_anything_is_written(tmp_path,
     said = train_in_processes(new_run(batch_size=3), tmp_path)
     assert ["batch_size 3 does not divide into 2 processes" in message for message in said] == [True, True]
     assert not (tmp_path / "run").exists()
+
+
+def test_layers_in_training_mode_drop_nothing(new_run):
+    model = loud_model("opt", ffn_dim=48, word_embed_proj_dim=32, dropout=0.5)
+    before = model(tokens := torch.arange(12)[None]).logits
+    prepare_layers(model, new_run(activation_checkpointing=True))
+    assert all(layer.training for layer in decoder_layers(model))
+    torch.testing.assert_close(model(tokens).logits, before)
 
 
 def test_products_are_bfloat16_made_again_where_wanted_and_gradients_float32_reduced_once_a_step(monkeypatch, new_run):

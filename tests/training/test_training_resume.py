@@ -67,15 +67,65 @@ def test_a_signal_to_another_process_stops_this_one_after_the_same_step(monkeypa
     assert stop.value.signum == signal.SIGTERM
 
 
-def test_a_second_signal_ends_a_run_that_waits_for_data(monkeypatch, new_run):
+def test_a_second_signal_ends_a_run_that_waits_for_data_unless_it_comes_at_once(monkeypatch, new_run):
+    monkeypatch.setattr(loop_module, "_ONE_REQUEST", 0.2)
+
     def wait(*_):
-        for _ in range(2):
+        for _ in range(3):
             os.kill(os.getpid(), signal.SIGTERM)
+        survived.append(True)
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)
 
+    survived = []
     monkeypatch.setattr("kvcat.data.TokenLoader.read", wait)
     with pytest.raises(Stopped, match="at once"):
         train(new_run(), progress=False)
+    assert survived
+
+
+def test_a_mistake_lets_the_checkpoint_that_is_being_written_come_to_its_end(monkeypatch, new_run):
+    run, write = new_run(checkpoint_every=1), Checkpoints._write
+
+    def slowly(self, *arguments):
+        time.sleep(0.5)
+        write(self, *arguments)
+
+    def read(self):
+        if folders(Path(run.output)) or self.step:
+            raise InputError("the text is gone")
+        return original(self)
+
+    original = loop_module.Trainer._train_step
+    monkeypatch.setattr(Checkpoints, "_write", slowly)
+    monkeypatch.setattr(loop_module.Trainer, "_train_step", read)
+    with pytest.raises(InputError, match="the text is gone"):
+        train(run, progress=False)
+    assert [folder.name for folder in folders(Path(run.output))] == ["step-000001"]
+
+
+def test_a_finished_run_is_exported_again_in_another_type(new_run):
+    run = new_run(max_steps=1)
+    train(run, progress=False)
+    train(dataclasses.replace(run, export_dtype="bfloat16"), progress=False)
+    assert {value.dtype for value in exported(run.output).values()} == {torch.bfloat16}
+    assert read_json(Path(run.output) / "config.json")["export_dtype"] == "bfloat16"
+
+
+def test_a_run_with_parameters_that_get_no_gradient_resumes(monkeypatch, new_run):
+    original = loop_module.load
+
+    def load(*arguments, **options):
+        model, tokenizer = original(*arguments, **options)
+        model.vision = torch.nn.Linear(2, 2)
+        return model, tokenizer
+
+    monkeypatch.setattr(loop_module, "load", load)
+    monkeypatch.setattr(loop_module, "export_checkpoint", lambda *_: None)
+    run = stopped(new_run(), 1, monkeypatch)
+    train(run, progress=False)
+    assert records(run.output)[-1]["step"] == run.max_steps
 
 
 def assert_equal_runs(whole, broken):

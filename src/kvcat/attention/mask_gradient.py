@@ -105,6 +105,6 @@ def _by_query(
 def _product(
     rows: Float[Tensor, "batch kv_heads queries group channels"], keys: Float[Tensor, "batch kv_heads keys channels"]
 ) -> Float[Tensor, "batch kv_heads rows keys"]:
-    """Dot products in at least float32."""
+    """Dot products, handed on in at least float32."""
     product = rows.flatten(2, 3) @ keys.transpose(-1, -2)
     return product.to(torch.promote_types(product.dtype, torch.float32))

@@ -1,6 +1,7 @@
 """``kvcat train`` and what stands around it: ``demo``, ``get``, ``prepare``, ``export``."""
 
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -168,7 +169,8 @@ def export(run: Path, /, output: opt.Output, step: int | None = None) -> None:
     from kvcat.training.checkpoint import checkpoint_folder, folders, newest, step_of
     from kvcat.training.export import export_checkpoint
 
-    folder = newest(run)[0] if step is None else checkpoint_folder(run, step)
+    folder, _, notes = newest(run) if step is None else (checkpoint_folder(run, step), {}, [])
+    print(*notes, sep="\n", end="\n" if notes else "", file=sys.stderr)
     if folder is None or not folder.is_dir():
         steps = ", ".join(str(step_of(folder)) for folder in folders(run))
         raise InputError(f"{run} holds no checkpoint{f' of step {step}' if folder else ''}; it has {steps or 'none'}")

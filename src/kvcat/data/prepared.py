@@ -113,15 +113,17 @@ def prepare(
     check_least(1, max_tokens=1 if max_tokens is None else max_tokens)
     with one_writer(work):
         try:
+            # a source that is not there now, or a full disk, costs nothing of what an earlier call wrote
             opened, progress = _begin(work, settings)
             _check_disk(work, progress)
-            return _finish(work, target, encoder.name, _write(work, opened, encoder, progress, on_progress))
+            try:
+                return _finish(work, target, encoder.name, _write(work, opened, encoder, progress, on_progress))
+            except InputError:
+                if not (source.startswith("hub:") and _saved(work)):
+                    shutil.rmtree(work)
+                raise
         except OSError as error:
             raise InputError(f"cannot write to {work}: {error.strerror}") from error
-        except InputError:
-            if not (source.startswith("hub:") and _saved(work)):
-                shutil.rmtree(work)
-            raise
 
 
 def _existing(target: Path, settings: dict[str, Any]) -> dict[str, Any]:
@@ -178,6 +180,7 @@ def _write(
             os.fsync(file.fileno())
         write_json(work / PROGRESS, progress)
 
+    write_json(work / PROGRESS, progress)  # what an earlier call with other settings recorded is true no longer
     with ExitStack() as stack:
         files = {split: stack.enter_context((work / f"{split}.bin").open("ab")) for split in SPLITS}
         stack.callback(save)

@@ -123,6 +123,8 @@ def prepare_layers(model: PreTrainedModel, config: TrainConfig) -> None:
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(layers))
     for layer in layers:
         layer.training = config.activation_checkpointing
+        for name in [name for name in vars(layer) if "dropout" in name]:
+            setattr(layer, name, 0.0)  # which OPT's layer applies itself, in training mode
         if config.compile:
             layer.forward = torch.compile(layer.forward)  # the hooks that hand out the masks stay outside
 

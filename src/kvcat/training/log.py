@@ -39,7 +39,7 @@ class RunLog:
                 partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
             if config.monitor == "tensorboard":
                 board = importlib.import_module("torch.utils.tensorboard")
-                self._board = board.SummaryWriter(str(self._path.with_name("tensorboard")))
+                self._board = board.SummaryWriter(str(self._path.with_name("tensorboard")), purge_step=step + 1)
         self._shown, self._begun, self._line_at = enabled and progress, (step, time.monotonic()), time.monotonic()
 
     def close(self) -> None:

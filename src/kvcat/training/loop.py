@@ -29,6 +29,7 @@ from kvcat.training.log import METRICS_FILE, RunLog, mean_record
 from kvcat.training.objective import Objective, Record
 from kvcat.training.plan import check_request, peak_memory
 
+_ONE_REQUEST = 2.0  # seconds within which signals count as one
 EXPLODED = 1e6  # a routers' gradient norm that no clipping makes useful
 DONE_FILE = "done.json"
 
@@ -77,7 +78,7 @@ def train(config: TrainConfig, *, progress: bool = True) -> TrainResult:
             return check_folder(config), _is_finished(config)
 
         earlier, finished = world.first(hold_folder)
-        if finished:
+        if finished and "export_dtype" not in earlier.changes:
             return TrainResult(run, run / "export", read_jsonl(run / METRICS_FILE)[-1])
         model, tokenizer = load(config.model, dtype="float32", device=str(world.device))
         if config.prefix_range is not None and config.masked_share:
@@ -131,7 +132,14 @@ class Trainer:
         self.log.note(*notes)
 
     def run(self) -> None:
-        """Train to the last step, validating and saving on the way."""
+        """Train to the last step, validating and saving on the way; a checkpoint is written to its end even so."""
+        try:
+            self._run()
+        except (InputError, OSError):
+            self.checkpoints.wait()
+            raise
+
+    def _run(self) -> None:
         config = self.config
         if self.step == 0:
             self._validate()
@@ -253,16 +261,20 @@ def _clip(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
 def _stop_requests() -> Iterator[list[int]]:
     """A list to which a SIGTERM or SIGINT appends its number during the block; empty outside the main thread.
 
-    A second one raises ``Stopped`` at once, even where the program waits for data.
+    Another one, two seconds later or more, raises ``Stopped`` at once, even where the program waits for data: torchrun
+    hands on a signal that its processes may have got themselves.
     """
     received: list[int] = []
+    first = 0.0
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
 
     def note(signum: int, _: FrameType | None) -> None:
+        nonlocal first
+        first = first or time.monotonic()
         received.append(signum)
-        if len(received) > 1:
+        if time.monotonic() - first > _ONE_REQUEST:
             raise Stopped(signum, "stopped at once; the checkpoints so far are in place")
 
     previous = {s: signal.signal(s, note) for s in (signal.SIGTERM, signal.SIGINT)}

@@ -36,7 +36,10 @@ class Objective(nn.Module):
         self.head = output_head(model)
         self._teacher: tuple[PreTrainedModel, ...] = ()  # a tuple, so that it is not part of the state
         if config.teacher == "frozen":
-            self._teacher = (copy.deepcopy(model).requires_grad_(False).eval(),)
+            teacher = copy.deepcopy(model).requires_grad_(False).eval()
+            for parameter in teacher.parameters():  # not the buffers: positions stay exact
+                parameter.data = parameter.data.to(getattr(torch, config.dtype))
+            self._teacher = (teacher,)
 
     def policy_parameters(self) -> list[nn.Parameter]:
         """The routers' parameters; empty where the policy learns nothing."""

@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from kvcat.data.documents import open_source
+from kvcat.data.prepared import is_prepared
 from kvcat.errors import InputError
 from kvcat.models import parse_device, positions_of, read_config
 from kvcat.policies import check_group_starts
@@ -27,7 +29,7 @@ _PEAKS = {
 
 
 def check_request(config: TrainConfig) -> None:
-    """Refuse what the model's configuration alone shows to be impossible, before weights or data are read."""
+    """Refuse what shows before weights or data are read; of a Hub data set nothing is asked yet."""
     check_batch(config, world_size())
     package = config.monitor
     if package != "none" and importlib.util.find_spec(package) is None:
@@ -36,6 +38,8 @@ def check_request(config: TrainConfig) -> None:
     if config.seq_len > positions_of(text):
         raise InputError(f"seq_len {config.seq_len} exceeds the model's {positions_of(text)} positions")
     check_group_starts(text.num_hidden_layers, config.group_starts, config.num_groups)
+    if not config.data.startswith("hub:") and not is_prepared(config.data):
+        open_source(config.data.removeprefix("stream:"))
 
 
 def plan(config: TrainConfig) -> dict[str, str]:
@@ -44,7 +48,7 @@ def plan(config: TrainConfig) -> dict[str, str]:
     Memory counts weights, gradients and AdamW's moments in float32, sharded over the processes, the activations of one
     forward pass, a chunk of logits, and a frozen teacher, which every process holds whole. Hours assume 40 % of the
     speed of a large matrix product on this device, or of an H100's data sheet where the device is not there. Refuses
-    what ``train`` would refuse before it loads the model.
+    what ``train`` would refuse before it loads the model, but for an output folder that is in use.
     """
     check_request(config)
     with torch.device("meta"):
@@ -59,7 +63,8 @@ def plan(config: TrainConfig) -> dict[str, str]:
     tokens = config.max_steps * config.tokens_per_step
     speed, source = _speed(config)
     hours = tokens * flops_per_token(model, config) / (_UTILISATION * speed * processes) / 3600
-    state = 16 * parameters / processes + 16 * routers + 4 * parameters * (config.teacher == "frozen")
+    width = 2 if config.dtype == "bfloat16" else 4
+    state = 16 * parameters / processes + 16 * routers + width * parameters * (config.teacher == "frozen")
     activations = _activations(model, config, micro)
     return {
         "model": f"{config.model}: {parameters:,} parameters, {routers:,} more in routers",

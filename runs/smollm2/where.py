@@ -1,0 +1,113 @@
+"""Where a gain in compressibility sits: in the model that writes the cache or in its reader, and in which layers.
+
+    python runs/smollm2/where.py CONTROL TRAINED --data held-out.parquet
+
+*Writer, reader*: the prefix runs on one model, the suffix on another, which reads the first one's keys and values.
+Each of the four pairs is a model of its own, dense and compressed; KL is between its own two. If the gain sits in the
+writer, (TRAINED, CONTROL) has it; if in the reader, (CONTROL, TRAINED).
+
+*Layers*: the caches of all layers are compressed, then only a group's are put in place of the dense ones.
+
+Figures are ratios of KL to those of the control, and differences of dense NLL, with paired 95 % intervals over
+documents; windows are those of `kvcat eval suffix` with the same numbers.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+import kvcat
+from kvcat.compress import Trace, make_compressor
+from kvcat.evals.statistics import ClusterBootstrap
+from kvcat.evals.suffix import Window, make_task
+from kvcat.models import capture
+
+MODELS = ("control", "trained")
+
+
+def read_by(reader: PreTrainedModel, written: Trace, own: Trace) -> Trace:
+    """The suffix on the reader behind the whole cache of the writer's prefix; ``own`` is the reader's own trace."""
+    dense = replace(written.dense_cache(), fingerprint=own.fingerprint)
+    seen = capture(reader, written.suffix_ids, past=dense.to_transformers(reader))
+    behind = [keys[:, :, written.prefix_len :].clone() for keys in seen.keys]
+    hidden = torch.cat([own.hidden[:, :1], seen.hidden], 1)
+    return replace(
+        written, model=reader, queries=seen.queries, suffix_keys=behind, hidden=hidden, fingerprint=own.fingerprint
+    )
+
+
+def measure(models: list[PreTrainedModel], windows: list[Window], options: argparse.Namespace) -> Iterator[dict]:
+    """One record per method, keep ratio, pair or group, and window."""
+    for window in tqdm(windows):
+        ids = torch.tensor([window.tokens])
+        own = [kvcat.trace(model, ids, options.prefix) for model in models]
+        for w, r in np.ndindex(2, 2):
+            seen = own[w] if w == r else read_by(models[r], own[w], own[r])
+            for method in options.method:
+                for keep, cache in zip(options.keep, make_compressor(method).each(seen, options.keep), strict=True):
+                    about = {"document": window.document, "window": window.name, "method": method, "keep": keep}
+                    scores = kvcat.compare(seen, cache)
+                    found = {"kl": float(scores.kl), "nll": float(scores.nll), "nll_dense": float(scores.nll_dense)}
+                    yield about | {"cell": f"{MODELS[w]} writes, {MODELS[r]} reads"} | found
+                    for start, stop in pairwise([*options.groups, len(cache.layers)]) if w == r else ():
+                        layers = list(seen.dense_cache().layers)
+                        layers[start:stop] = cache.layers[start:stop]
+                        part = float(kvcat.compare(seen, replace(cache, layers=layers)).kl)
+                        yield about | {"cell": f"layers {start} to {stop - 1}", "model": MODELS[w], "kl": part}
+
+
+def table(records: list[dict]) -> Iterator[str]:
+    """A line for each method, keep ratio and cell: KL, its ratio to the control's and the difference of dense NLL."""
+    pairs = [f"{w} writes, {r} reads" for w in MODELS for r in MODELS]
+    groups = list(dict.fromkeys(record["cell"] for record in records if "model" in record))
+    for method, keep in dict.fromkeys((record["method"], record["keep"]) for record in records):
+        chosen = [record for record in records if (record["method"], record["keep"]) == (method, keep)]
+        rows = {c: [x for x in chosen if x["cell"] == c and x.get("model") != "control"] for c in pairs + groups}
+        controls = {c: [x for x in chosen if x["cell"] == c and x["model"] == "control"] for c in groups}
+        for cell, own in rows.items():
+            base = controls.get(cell, rows[pairs[0]])
+            draws = ClusterBootstrap([x["document"] for x in own])
+            kl, reference = (np.array([x["kl"] for x in side]) for side in (own, base))
+            ratio = draws.estimate(draws.of_means(np.divide, kl, reference))
+            line = f"{method} {keep:g}, {cell}: KL {kl.mean():.4f}, over the control's {reference.mean():.4f}: "
+            line += f"{ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
+            for name in ("nll_dense", "nll") if cell in pairs else ():
+                found = draws.mean(np.array([x[name] - y[name] for x, y in zip(own, base, strict=True)]))
+                line += f"; {name} {found.value:+.4f} [{found.low:.4f}, {found.high:.4f}]"
+            yield line
+
+
+def main() -> None:
+    """Write the records, then print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs=2, metavar=("CONTROL", "TRAINED"))
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--method", nargs="+", default=["attention-matching", "snapkv"])
+    parser.add_argument("--keep", nargs="+", type=float, default=[0.05])
+    parser.add_argument("--windows", type=int, default=24)
+    parser.add_argument("--per-document", type=int, default=2)
+    parser.add_argument("--prefix", type=int, default=384)
+    parser.add_argument("--suffix", type=int, default=128)
+    parser.add_argument("--groups", nargs="+", type=int, default=[0, 7, 15, 22], help="first layer of each group")
+    parser.add_argument("--out", default="where.jsonl", help="records, one a line")
+    options = parser.parse_args()
+    (control, tokenizer), (trained, _) = (kvcat.load(name) for name in options.models)
+    drawn = {"prefix": options.prefix, "suffix": options.suffix, "per_document": options.per_document}
+    task = make_task(tokenizer, options.data, "all", windows=options.windows, **drawn)
+    records = []
+    with open(options.out, "w", encoding="utf-8") as file:
+        for record in measure([control, trained], list(task.examples), options):
+            records.append(record)
+            file.write(json.dumps(record) + "\n")
+    print("\n".join(table(records)))
+
+
+if __name__ == "__main__":
+    main()
