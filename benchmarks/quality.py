@@ -224,6 +224,8 @@ def main() -> None:
                 original = spec.startswith("original-")  # knows no other supervision than queries behind the prefix
                 if not keeps or not (way == "suffix" or (spec.startswith(LEARNING) and not original)):
                     continue
+                if way == "self" and spec.startswith("gradient"):  # learns from predictions behind the prefix
+                    continue
                 compressor = (
                     Original(options.peer, spec.removeprefix("original-"))
                     if original

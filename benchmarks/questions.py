@@ -149,9 +149,10 @@ def answered(document: Document, conditions: Sequence[str], keeps: Sequence[floa
             yield about | {
                 "condition": condition, "keep": keep, "answers": document.answers(cache), "seconds": seconds,
             }  # fmt: skip
-    if (document.name, "dense", 1.0) not in known:
-        dense = (traces.get("self") or document.traced("self")).dense_cache()
-        for (condition, keep), cache in zip(BASELINES, (dense, None), strict=True):
+    for condition, keep in BASELINES:
+        if (document.name, condition, keep) not in known:
+            dense = condition == "dense"
+            cache = (traces.get("self") or document.traced("self")).dense_cache() if dense else None
             yield about | {"condition": condition, "keep": keep, "answers": document.answers(cache), "seconds": 0.0}
 
 

@@ -22,5 +22,5 @@ if part evaluate; then
   sh runs/smollm2/evaluate.sh $names
 fi
 if part pack; then  # what is small enough to carry away
-  cd "$OUT" && find . -name '*.jsonl' -o -name '*.csv' -o -name '*.txt' -o -path './report/*' -type f | tar czf records.tar.gz -T -
+  cd "$OUT" && find . -name '*.jsonl' -o -name '*.csv' -o -name '*.txt' -o -name config.json -o -path './report/*' -type f | tar czf records.tar.gz -T -
 fi

@@ -118,10 +118,13 @@ def test_every_row_of_a_cache_serves_as_many_neighbouring_rows_of_a_batch(form):
     assert torch.allclose(logits, naive_logits(cache.select([0, 0, 1, 1]), ids), atol=1e-10)
 
 
-def test_three_beams_find_what_a_naive_beam_search_finds():
+@pytest.mark.parametrize(("form", "static_tokens"), [("ragged", None), ("biased", 12), ("ragged", 12)])
+def test_three_beams_find_what_a_naive_beam_search_finds(form, static_tokens):
     model, ids = tiny(), torch.tensor([[4, 8, 15], [16, 23, 42]])
-    cache = made(model)
-    out = model.generate(**cache.inputs(model, ids), max_new_tokens=3, num_beams=3, do_sample=False)
+    cache = made(model, form)
+    out = model.generate(
+        **cache.inputs(model, ids, static_tokens=static_tokens), max_new_tokens=3, num_beams=3, do_sample=False
+    )
     for row in range(2):
         own, beams = cache.select([row]), [(0.0, ids[row : row + 1])]
         for _ in range(3):

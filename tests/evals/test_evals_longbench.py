@@ -165,3 +165,10 @@ def test_known_log_likelihoods_of_choices_give_known_figures():
     assert all(v["nll_choice"] == pytest.approx(math.log(4)) for v in equal)
     found = choice_values(torch.tensor([0.1, 0.2, 0.6, 0.1], dtype=torch.float64).log() - 30.0, 1)
     assert (found["accuracy"], found["nll_choice"]) == (0.0, pytest.approx(-math.log(0.2)))
+
+
+def test_a_text_that_two_sub_domains_ask_about_is_a_document_in_each(tmp_path):
+    rows = [row(i, context="the same text", sub_domain=NAMES[i // 2]) for i in range(3)]
+    found = {e.name: (e.stratum, e.document) for e in examples_of(tmp_path, rows)}
+    assert found["id0"] == found["id1"]
+    assert found["id0"][1] != found["id2"][1]

@@ -7,6 +7,7 @@ import torch
 from test_evals_runner import PREFIX, SUFFIX, noise, tiny
 
 from kvcat.compress import AttentionMatching, Eviction, replay
+from kvcat.data import split_of
 from kvcat.errors import InputError
 from kvcat.evals import CORPORA, SuffixTask, Window, corpus_documents, windows_from_documents
 from kvcat.evals.suffix import make_task
@@ -148,6 +149,9 @@ def test_lines_of_wikitext_become_articles_from_heading_to_heading(tmp_path, mon
     assert len({name for name, _ in articles}) == 2
     monkeypatch.setitem(CORPORA, "arxiv", source(tmp_path / "arxiv.jsonl", ["a paper", "another"], "article"))
     assert [text for _, text in corpus_documents("arxiv", "all", 9)] == ["a paper", "another"]
+    monkeypatch.setitem(CORPORA, "fineweb-edu", source(tmp_path / "web.jsonl", [f"page {i}" for i in range(90)]))
+    held_out = [name for name, _ in corpus_documents("fineweb-edu", "test", 90)]
+    assert {split_of(name) for name in held_out} == {"test"}
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(InputError, match="Hub"):
         corpus_documents("pg-19", "all", 4)

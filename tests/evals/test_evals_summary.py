@@ -109,6 +109,8 @@ def test_holm_leaves_the_primary_cell_alone_and_corrects_the_others_of_its_metri
     assert other.p_holm.tolist() == other.p.tolist()
     nll = table[(table.stratum == "") & (table.metric == "nll")]
     assert nll.p_holm.min() == pytest.approx(min(1.0, 2 * nll.p.min()))
+    dense = table[(table.stratum == "") & (table.metric == "nll_dense")]
+    assert dense.p_holm.tolist() == dense.p.tolist()  # one test, beside two keep ratios
     steps = [dataclasses.replace(r, step=step) for r in own for step in (5, 9)]
     primary = {"method": "first", "keep_ratio": 0.4, "metric": "kl"}
     assert compare_models(steps, "control", primary=primary, num_resamples=9).query("primary").step.tolist() == [9]

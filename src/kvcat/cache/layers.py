@@ -131,6 +131,7 @@ class StaticPrefixLayer(PrefixLayer):
             for slots, like in ((self.keys, key_states), (self.values, value_states))
         )
         self.log_bias = None if self.log_bias is None else _repeated(self.log_bias, batch)
+        self.rows = _repeated(self.rows, batch)
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_args, **_kwargs) -> tuple[Tensor, Tensor]:

@@ -54,7 +54,9 @@ class Evaluation:
             folder = self.out / (re.sub(r"[^\w.-]+", "-", str(value)).strip("-.") if len(values) > 1 else "")
             if folder in tasks:
                 raise InputError(f"two --{self.several} would write to the same folder {folder}")
-            tasks[folder] = self.task(tokenizer, value)
+            tasks[folder] = task = self.task(tokenizer, value)
+            for label, model in models.items():  # each task before the first one runs
+                task.check(label, *model)
         for folder, task in tasks.items():
             evaluate(task, models, out_dir=folder, batch_size=self.batch_size, shard=(index, count), **settings)
         if count > 1:

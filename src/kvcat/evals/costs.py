@@ -23,18 +23,17 @@ def measure(
     """Cost of the caches that ``make`` yields, each with what ``use`` made of it outside the measurement.
 
     A cost is the cache's step, its bytes, and seconds and peak memory until then: what torch allocated on CUDA above
-    what stood before, else None. Work of at most ``MAX_SECONDS`` runs ``MAX_RUNS`` times; seconds are the median. The
-    first run of a process is slower than the rest: call ``make`` once before.
+    what stood before the first, else None. Work of at most ``MAX_SECONDS`` runs ``MAX_RUNS`` times; seconds are the
+    median. The first run of a process is slower than the rest: call ``make`` once before.
     """
-    used, runs, spent = [], list[list[dict[str, Any]]](), 0.0
-    while not runs or (len(runs) < MAX_RUNS and spent < MAX_SECONDS):
+    used, runs = [], list[list[dict[str, Any]]]()
+    while not runs or (len(runs) < MAX_RUNS and runs[0][-1]["seconds"] <= MAX_SECONDS):
         costs = []
         for cache, cost in _timed(make, cuda):
             costs.append(cost)
             if not runs:
                 used.append(use(cache))
         runs.append(costs)
-        spent += costs[-1]["seconds"]
     for same in zip(*runs, strict=True):
         same[0].update(seconds=statistics.median(cost["seconds"] for cost in same), runs=len(runs))
     return list(zip(runs[0], used, strict=True))
@@ -45,12 +44,11 @@ def _timed(
 ) -> Iterator[tuple[CompactCache, dict[str, Any]]]:
     """The caches of one run, each with its cost until then."""
     caches, seconds, peak = None, 0.0, None
+    before = torch.cuda.memory_allocated() if cuda else 0
     while True:
-        before = 0
         if cuda:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
         begun = time.perf_counter()
         caches = make() if caches is None else caches
         step, cache = next(caches, (None, None))

@@ -70,10 +70,14 @@ def make_task(
             row of the sub-domains wanted.
     """
     examples: dict[str, LongBenchExample] = {}
+    strata: dict[str, str] = {}
     for number, row in enumerate(read_rows(data), start=1):
         example = _example(row, f"row {number} of {data}")
         if example.name in examples:
             raise InputError(f"row {number} of {data} has the _id {example.name!r} of an earlier row")
+        # a text that two sub-domains ask about is a document in each
+        if strata.setdefault(example.document, example.stratum) != example.stratum:
+            example = replace(example, document=f"{example.document} {example.stratum}")
         examples[example.name] = example
     chosen = [example for example in examples.values() if sub_domains is None or example.stratum in sub_domains]
     if not chosen:

@@ -78,15 +78,16 @@ def corpus_documents(name: str, split: Split | Literal["all"], limit: int) -> li
     """Name and text of the first documents to cut windows from, at most ``limit``.
 
     Args:
-        name: one of ``CORPORA``, whose split for tests is used whole, or a source as in ``kvcat.data``.
-        split: of a source: train, validation, test (held out by a hash of the document's name), or all.
+        name: one of ``CORPORA`` or a source as in ``kvcat.data``. A corpus that has a split for tests is used whole.
+        split: of anything else: train, validation, test (held out by a hash of the document's name), or all.
 
     Raises:
         InputError: no such source, or no document in that split; the Hub cannot be reached.
     """
-    if name not in CORPORA:
-        return [(document.id, document.text) for document in split_documents(name, split, limit=limit)]
-    rows = open_documents(CORPORA[name], text_field="article" if name == "arxiv" else "text")
+    source = CORPORA.get(name, name)
+    if name not in CORPORA or name == "fineweb-edu":  # which has no split for tests
+        return [(document.id, document.text) for document in split_documents(source, split, limit=limit)]
+    rows = open_documents(source, text_field="article" if name == "arxiv" else "text")
     documents = _wikitext_articles(rows) if name == "wikitext-103" else ((row.id, row.text) for row in rows)
     return list(islice(documents, limit))
 

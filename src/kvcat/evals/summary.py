@@ -88,8 +88,13 @@ def compare_models(
     frame = pd.DataFrame(rows, columns=list(COMPARISON)).astype({"step": "Int64", "p_holm": float})
     frame["primary"] = _is_primary(frame, primary)
     tested = frame[~frame["primary"]]
-    for _, group in tested.groupby(["model", "metric", tested["stratum"] == ""], sort=False):
-        frame.loc[group.index, "p_holm"] = st.holm(np.asarray(group["p"], dtype=float))
+    for (_, metric, _), group in tested.groupby(["model", "metric", tested["stratum"] == ""], sort=False):
+        # what the dense model does is one test, though it stands beside every method and keep ratio
+        once = "dense" in metric or metric == "context_gain"
+        tests = group.drop_duplicates(["stratum", "p"]) if once else group
+        tests = tests.assign(p_holm=st.holm(tests["p"].to_numpy(float)))[["stratum", "p", "p_holm"]]
+        found = group[["stratum", "p"]].merge(tests, how="left") if once else tests
+        frame.loc[group.index, "p_holm"] = found["p_holm"].to_numpy()
     return frame
 
 
