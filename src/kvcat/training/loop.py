@@ -132,7 +132,7 @@ class Trainer:
         self.log.note(*notes)
 
     def run(self) -> None:
-        """Train to the last step, validating and saving on the way; a checkpoint is written to its end even so."""
+        """Train to the last step, validating and saving on the way; a mistake does not cut a checkpoint short."""
         try:
             self._run()
         except (InputError, OSError):

@@ -39,7 +39,7 @@ def check_request(config: TrainConfig) -> None:
         raise InputError(f"seq_len {config.seq_len} exceeds the model's {positions_of(text)} positions")
     check_group_starts(text.num_hidden_layers, config.group_starts, config.num_groups)
     if not config.data.startswith("hub:") and not is_prepared(config.data):
-        open_source(config.data.removeprefix("stream:"))
+        open_source(config.data)
 
 
 def plan(config: TrainConfig) -> dict[str, str]:
