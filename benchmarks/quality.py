@@ -224,7 +224,7 @@ def main() -> None:
                 original = spec.startswith("original-")  # knows no other supervision than queries behind the prefix
                 if not keeps or not (way == "suffix" or (spec.startswith(LEARNING) and not original)):
                     continue
-                if way == "self" and spec.startswith("gradient"):  # learns from predictions behind the prefix
+                if way == "self" and spec.startswith("gradient"):  # learns from predictions, of which there are none
                     continue
                 compressor = (
                     Original(options.peer, spec.removeprefix("original-"))

@@ -84,7 +84,11 @@ def train(config: TrainConfig, *, progress: bool = True) -> TrainResult:
         if config.prefix_range is not None and config.masked_share:
             self_test(model, split=True)
         trainer = Trainer(config, model, tokenizer, world, signals, earlier, stack, progress=progress)
-        trainer.run()
+        try:
+            trainer.run()
+        except (InputError, OSError):
+            trainer.checkpoints.wait()  # a mistake does not cut a checkpoint short
+            raise
 
         def export() -> None:
             export_checkpoint(folders(run)[-1], run / "export")
@@ -132,14 +136,7 @@ class Trainer:
         self.log.note(*notes)
 
     def run(self) -> None:
-        """Train to the last step, validating and saving on the way; a mistake does not cut a checkpoint short."""
-        try:
-            self._run()
-        except (InputError, OSError):
-            self.checkpoints.wait()
-            raise
-
-    def _run(self) -> None:
+        """Train to the last step, validating and saving on the way."""
         config = self.config
         if self.step == 0:
             self._validate()

@@ -1,0 +1,53 @@
+"""The scripts of runs/ that compute something of their own."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import kvcat
+from tiny import loud_model
+
+FOLDER = Path(__file__).parents[1] / "runs" / "smollm2"
+
+
+def script(name):
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_suffix_read_by_the_model_that_wrote_the_prefix_is_that_models_trace_and_by_another_is_not():
+    writer, reader = loud_model(), loud_model(std=0.2)
+    ids = torch.randint(0, 67, (1, 40), generator=torch.Generator().manual_seed(0))
+    written, own = (kvcat.trace(model, ids, 30) for model in (writer, reader))
+    same, crossed = (script("where").read_by(*pair) for pair in ((writer, written, written), (reader, written, own)))
+    for name in ("queries", "suffix_keys"):
+        for found, expected in zip(getattr(same, name), getattr(written, name), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(same.hidden, written.hidden, rtol=1e-4, atol=1e-5)
+    out = reader(ids[:, 30:], past_key_values=_dense(written)).logits
+    torch.testing.assert_close(crossed.logits, out, rtol=1e-3, atol=1e-4)
+    assert (crossed.logits - own.logits).abs().max() > 0.1
+    whole = kvcat.AttentionMatching()(crossed, keep_ratio=1.0)
+    assert float(kvcat.compare(crossed, whole).kl) == pytest.approx(0, abs=1e-5)
+
+
+def _dense(written):
+    """transformers' own cache of the writer's keys and values."""
+    cache = DynamicCache()
+    for index, (keys, values) in enumerate(zip(written.keys, written.values, strict=True)):
+        cache.update(keys, values, index)
+    return cache
+
+
+def test_every_token_is_of_one_kind_of_text():
+    pieces = ["The", " cat", " saw", ",", " elephants", "ing", "\n", " Paul", " cat"]
+    found = script("hidden").kinds(pieces, [0, 1, 2, 3, 4, 5, 6, 7, 1])
+    parts = ("inside a word", "short word", "long word", "punctuation", "line end", "name, capital")
+    kinds = [next(iter(own & set(parts))) for own in found]
+    assert kinds == [parts[0], parts[1], parts[1], parts[3], parts[2], parts[0], parts[4], parts[5], parts[1]]
+    assert ["seen before" in own for own in found] == [False] * 8 + [True]
