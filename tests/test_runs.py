@@ -32,6 +32,10 @@ def test_a_suffix_read_by_the_model_that_wrote_the_prefix_is_that_models_trace_a
     out = reader(ids[:, 30:], past_key_values=_dense(written)).logits
     torch.testing.assert_close(crossed.logits, out, rtol=1e-3, atol=1e-4)
     assert (crossed.logits - own.logits).abs().max() > 0.1
+    for name in ("queries", "suffix_keys"):  # the first layer sees no cache yet
+        first, last = (getattr(crossed, name)[i] - getattr(own, name)[i] for i in (0, -1))
+        assert first.abs().max() < 1e-4
+        assert last.abs().max() > 0.1
     whole = kvcat.AttentionMatching()(crossed, keep_ratio=1.0)
     assert float(kvcat.compare(crossed, whole).kl) == pytest.approx(0, abs=1e-5)
 
