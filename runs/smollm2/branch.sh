@@ -5,6 +5,7 @@ variant=${1:?names a variant, see README.md}
 WEIGHT=${WEIGHT:-1} LR=${LR:-3e-5}
 routers="--policy router --router-lr-multiplier 33"  # 1e-3: at 3e-4 they hide nothing for a long time
 prefix="--prefix-range 0.5 0.9 --target-keep 0.25"
+attended="--policy attention --num-groups ${LAYERS:-30} --prefix-range 0.5 0.9 --target-keep 0.1"  # each layer its own
 case $variant in
   control) options="--policy control" ;;
   router) options="$routers" ;;
@@ -13,6 +14,9 @@ case $variant in
   router-prefix) options="$routers $prefix" ;;
   rand-prefix) options="--policy random $prefix" ;;
   rand-prefix-frozen) options="--policy random $prefix --teacher frozen" ;;
+  rand-reader) options="--policy random $prefix --detach-prefix" ;;
+  attn-prefix) options="$attended" ;;
+  attn-reader) options="$attended --detach-prefix" ;;
   *) echo "no variant $variant, see README.md" >&2; exit 2 ;;
 esac
 name=$variant

@@ -29,7 +29,7 @@ from tiny import refusal
         ("peak_lr", math.inf, ""), ("min_lr", 1.0, ""), ("warmup_steps", -1, ""), ("mask_weight", math.nan, ""),
         ("router_noise", -0.1, ""), ("seed", 2**63, ""), ("policy", "best", ""), ("coupling", "kept-only", ""),
         ("betas", (0.9, 1.0), ""), ("learning_rate", 0.1, ""), ("prefix_range", (0.9, 0.2), ""),
-        ("prefix_range", (0.0, 0.5), ""),
+        ("prefix_range", (0.0, 0.5), ""), ("detach_prefix", True, ""),
     ],
 )  # fmt: skip
 def test_a_value_of_another_type_or_out_of_range_is_named_in_one_line(name, value, expected):

@@ -71,6 +71,7 @@ def attend_twice(
     scale: float,
     window: int | None = None,
     coupling: str = "surrogate",
+    detach_prefix: bool = False,
 ) -> Float[Tensor, "batch heads twice value_dim"]:
     """Attention of sequences, each followed by its suffix again, which sees only kept prefix slots.
 
@@ -82,12 +83,14 @@ def attend_twice(
         q, k, v: of all T + S positions, after rotation; S = T - prefix_len.
         keep: 1 for kept slots of the prefix, 0 for dropped ones; gradient as in ``attend``.
         prefix_len: tokens before the split, in 1..T-1.
+        detach_prefix: no gradient of the suffix's second pass reaches the prefix's keys and values.
     """
     num_tokens = (q.shape[2] + prefix_len) // 2
     window = None if window is None or window >= num_tokens else window
     first = slice(0, num_tokens)
     dense = attend(q[:, :, first], k[:, :, first], v[:, :, first], scale=scale, window=window)
-    keys, values = (torch.cat([x[:, :, :prefix_len], x[:, :, num_tokens:]], dim=2) for x in (k, v))
+    prefixes = (x[:, :, :prefix_len].detach() if detach_prefix else x[:, :, :prefix_len] for x in (k, v))
+    keys, values = (torch.cat([old, x[:, :, num_tokens:]], dim=2) for old, x in zip(prefixes, (k, v), strict=True))
     seen = pad(keep, (0, num_tokens - prefix_len), value=1.0)
     masked = attend(q[:, :, num_tokens:], keys, values, seen, scale=scale, window=window, coupling=coupling)
     return torch.cat([dense, masked], dim=2)

@@ -38,6 +38,7 @@ class SlotGate:
         coupling: gradient of the mask, one of ``COUPLINGS``.
         prefix_len: tokens before the suffix that runs again, in rows ``[sequence, its suffix again]``; ``keep`` is then
             of the prefix. None: whole rows are masked.
+        detach_prefix: no gradient of the suffix that runs again reaches the prefix's keys and values.
         decide: makes ``keep`` of queries and keys of all rows after rotation, the scale and the sliding window; called
             once, without gradient, so that a layer that runs again finds the gate that the later layers used.
     """
@@ -47,9 +48,11 @@ class SlotGate:
         keep: Float[Tensor, "batch slots"] | None,
         coupling: str = "surrogate",
         prefix_len: int | None = None,
+        detach_prefix: bool = False,
         decide: Callable[[Tensor, Tensor, float, int | None], Tensor] | None = None,
     ):
         self.keep, self.coupling, self.prefix_len, self.decide = keep, coupling, prefix_len, decide
+        self.detach_prefix = detach_prefix
 
     def keep_for(self, queries: Tensor, keys: Tensor, scale: float, window: int | None) -> Float[Tensor, "batch slots"]:
         """The slots that the masked rows see in this layer."""
@@ -142,7 +145,9 @@ def _gated(
     keep = gate.keep_for(query, key, scale, window)
     options = {"scale": scale, "coupling": gate.coupling}
     if gate.prefix_len is not None:
-        out = attend_twice(query, key, value, keep, gate.prefix_len, window=window, **options)
+        out = attend_twice(
+            query, key, value, keep, gate.prefix_len, window=window, detach_prefix=gate.detach_prefix, **options
+        )
         return out.transpose(1, 2).contiguous()
     (dense_q, q), (dense_k, k), (dense_v, v) = (x.tensor_split([len(x) - len(keep)]) for x in (query, key, value))
     dense_mask = mask

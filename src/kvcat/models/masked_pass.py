@@ -48,7 +48,8 @@ class _Pass:
 
     def open_gate(self, start: int, hidden: Float[Tensor, "rows tokens hidden"]) -> SlotGate:
         """The gate of a group, from the input of its first layer; an "attention" policy decides in that layer."""
-        policy, tau, options = self.owner.policies[str(start)], self.owner.tau, (self.owner.coupling, self.prefix_len)
+        policy, tau = self.owner.policies[str(start)], self.owner.tau
+        options = self.owner.coupling, self.prefix_len, self.owner.detach_prefix
         made = [torch.Generator().manual_seed(seed) for seed in self.seeds[start]]
         generator: Randomness | None = made if self.per_sequence else (made or [None])[0]
         if policy.reads == "attention":
@@ -83,6 +84,7 @@ class MaskedPass(nn.Module):
         policies: by first layer of each group.
         tau: threshold on the scores, in (0, 1).
         coupling: gradient of the mask, one of ``kvcat.attention.COUPLINGS``.
+        detach_prefix: with a ``prefix_len``, no gradient of the masked pass reaches the prefix's keys and values.
 
     Raises:
         InputError: groups at layers that do not exist, a value out of range, an unsupported model.
@@ -92,7 +94,7 @@ class MaskedPass(nn.Module):
 
     def __init__(
         self, model: PreTrainedModel, policies: dict[int, SparsificationPolicy], *, tau: float = 0.5,
-        coupling: str = "surrogate",
+        coupling: str = "surrogate", detach_prefix: bool = False,
     ):  # fmt: skip
         super().__init__()
         layers = decoder_layers(model)
@@ -101,7 +103,7 @@ class MaskedPass(nn.Module):
             raise InputError(f"tau must lie in (0, 1), got {tau}")
         check_coupling(coupling)
         enable(model)
-        self.tau, self.coupling = tau, coupling
+        self.tau, self.coupling, self.detach_prefix = tau, coupling, detach_prefix
         self.policies = nn.ModuleDict({str(start): policies[start] for start in self.group_starts})
         self._model = (model,)  # in a tuple, so that the model's parameters do not become this module's
         hooks = [_layer_hook(index, self.group_starts) for index in range(len(layers))]
@@ -158,7 +160,8 @@ def _layer_hook(index: int, group_starts: list[int]) -> Callable[..., Any]:
         if start is None and state.prefix_len is None:
             return args, {name: value for name, value in kwargs.items() if name != "kv_gate"}
         if start is None:
-            dense = SlotGate(hidden.new_ones(len(hidden), state.prefix_len), prefix_len=state.prefix_len)
+            every = hidden.new_ones(len(hidden), state.prefix_len)
+            dense = SlotGate(every, prefix_len=state.prefix_len, detach_prefix=state.owner.detach_prefix)
             return args, {**kwargs, "kv_gate": dense}
         if index == start:
             state.gates[start] = state.open_gate(start, hidden)

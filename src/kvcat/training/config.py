@@ -35,6 +35,8 @@ class TrainConfig:
     # Two fractions between which each step draws a split: the masked pass runs only the tokens after it. Not in the
     # paper, which hides slots everywhere (None).
     prefix_range: tuple[float, float] | None = None
+    # With prefix_range: the masked pass trains how the suffix reads, not what the prefix writes. Not in the paper.
+    detach_prefix: bool = False
     tau: float = 0.5  # Threshold on the keep probability, in (0, 1)
     feature_dim: int = 64  # Width of the router's linear attention
     # Gradient of the mask, see kvcat.attention. The paper does not say.
@@ -160,6 +162,8 @@ def _check_values(config: TrainConfig) -> None:
             raise InputError(f"prefix_range is {config.prefix_range}; it takes two fractions in (0, 1], smaller first")
         if config.seq_len < 3:
             raise InputError(f"prefix_range splits every sequence: seq_len is {config.seq_len}; it must be at least 3")
+    elif config.detach_prefix:
+        raise InputError("detach_prefix needs prefix_range: whole masked sequences have no prefix")
     if config.teacher == "frozen" and config.policy == "control":
         raise InputError("teacher is 'frozen', but the control has no masked pass to teach")
     if not 0 <= config.min_lr <= config.peak_lr:
