@@ -24,7 +24,9 @@ def error_curves(batch: HeadBatch, dense: DenseAttention, sizes: Iterable[int], 
     the outputs, both times the queries' weights, V the slots' own values and R = O - P V what these leave, the estimate
     is the least of |P C - O|^2 + lambda |C - V|^2 over C, which is lambda tr R^T (P P^T + lambda I)^-1 R; lambda is
     ``ridge`` times |P|^2 over the whole prefix, and at least what single precision needs. P P^T and R grow from size to
-    size. At most 128 queries, drawn with a fixed seed, stand for all.
+    size. At most 128 queries, drawn with a fixed seed, stand for all. Where slots are no more than these, the least is
+    |O|^2 + lambda |V|^2 - |L^-1 B|^2 with L L^T = P^T P + lambda I and B = P^T O + lambda V, whose first s rows are
+    those of s slots: one factorisation serves all such sizes.
     """
     prefix, queries = batch.keys.shape[1], dense.weights.shape[1]
     sizes = sorted({min(size, prefix) for size in sizes})
@@ -34,18 +36,40 @@ def error_curves(batch: HeadBatch, dense: DenseAttention, sizes: Iterable[int], 
     weights = dense.weights[:, some].unsqueeze(-1)
     attention = batch.scores(some, order).sub_(dense.log_mass[:, some].unsqueeze(-1)).exp_().mul_(weights)
     left, values = dense.outputs[:, some] * weights, take(batch.values, order)
+    few = [size for size in sizes if size <= len(some)]
+    at = few[-1] if few else 0
+    shift = ridge * len(some) / queries * dense.importance.sum(-1).clamp_min(1e-30)
+    shift = shift.maximum(_LEAST_RIDGE * attention.square().sum((1, 2)).clamp_min(1e-30))
+    errors = _errors_of_few(attention[:, :, :at], left, values[:, :at], shift, few)
     # rows of zeros change nothing, but MKL's Cholesky of a batch of up to 128 rows is several times slower
     attention, left = (pad(rows, (0, 0, 0, _MORE_ROWS)) for rows in (attention, left))
-    share = len(some) / queries
-    shift = ridge * share * dense.importance.sum(-1).clamp_min(1e-30)
-    shift = shift.maximum(_LEAST_RIDGE * attention.square().sum((1, 2)).clamp_min(1e-30))
-    gram, errors = torch.diag_embed(shift.unsqueeze(-1).expand(-1, attention.shape[1])), []
-    for start, stop in itertools.pairwise([0, *sizes]):
+    gram = torch.diag_embed(shift.unsqueeze(-1).expand(-1, attention.shape[1]))
+    for start, stop in itertools.pairwise(sorted({0, at, *sizes[len(few) :]})):
         more = attention[:, :, start:stop]
         gram, left = gram + more @ more.mT, left - more @ values[:, start:stop]
-        half = torch.linalg.solve_triangular(torch.linalg.cholesky(gram), left, upper=False)
-        errors.append(shift * half.square().sum((1, 2)) / share)
-    return [dict(zip(sizes, row, strict=True)) for row in torch.stack(errors, 1).double().tolist()]
+        if stop > at:
+            half = torch.linalg.solve_triangular(torch.linalg.cholesky(gram), left, upper=False)
+            errors.append(shift * half.square().sum((1, 2)))
+    found = torch.stack(errors, 1).double() * (queries / len(some))
+    return [dict(zip(sizes, row, strict=True)) for row in found.tolist()]
+
+
+def _errors_of_few(
+    attention: Float[Tensor, "heads queries slots"],
+    outputs: Float[Tensor, "heads queries value_dim"],
+    values: Float[Tensor, "heads slots value_dim"],
+    shift: Float[Tensor, " heads"],
+    sizes: list[int],
+) -> list[Float[Tensor, " heads"]]:
+    """The errors of sizes that are no larger than the queries; in float64, because they are small differences."""
+    attention, outputs, values, shift = (x.double() for x in (attention, outputs, values, shift.view(-1, 1, 1)))
+    gram = attention.mT @ attention
+    gram.diagonal(dim1=-2, dim2=-1).add_(shift.squeeze(-1))
+    half = torch.linalg.solve_triangular(
+        torch.linalg.cholesky(gram), attention.mT @ outputs + shift * values, upper=False
+    )
+    saved = (half.square() - shift * values.square()).sum(-1).cumsum(-1)
+    return [outputs.square().sum((1, 2)) - saved[:, size - 1] for size in sizes]
 
 
 def slot_sizes(num_slots: int, prefix_len: int) -> list[int]:

@@ -169,21 +169,21 @@ def solve_box(
     # a step of the gradient, without its box, is w (I - step (G + shift I)) + step (target + shift)
     turned, offset = -step.unsqueeze(-1) * gram, step * (target + shift)
     turned.diagonal(dim1=-2, dim2=-1).add_(1 - step * shift)
-    found = point = unit
-    speed, ended = torch.ones_like(largest), torch.zeros_like(largest, dtype=torch.bool)
+    result = found = point = unit
+    steps, ended = torch.zeros_like(largest), torch.zeros_like(largest, dtype=torch.bool)
     for index in range(_MAX_STEPS):
-        new = torch.clamp(_times(turned, point) + offset, least, most)
-        if index % _STEPS_PER_CHECK == 0:
-            new = torch.where(ended, found, new)
-            ended = ended | ((new - point).abs() <= tolerance * unit).all(-1, keepdim=True)
-            if ended.all():
-                return new / unit
+        new = _times(turned, point).add_(offset).clamp_(least, most)
         moved = new - found
-        # a step against the momentum starts it again
-        speed = torch.where(((new - point) * moved).sum(-1, keepdim=True) < 0, 1.0, speed)
-        faster = (1 + (1 + 4 * speed.square()).sqrt()) / 2
-        found, point, speed = new, torch.addcmul(new, (speed - 1) / faster, moved), faster
-    return found / unit
+        if index % _STEPS_PER_CHECK == 0:
+            result, step = torch.where(ended, result, new), new - point
+            ended = ended | (step.abs() <= tolerance * unit).all(-1, keepdim=True)
+            if ended.all():
+                break
+            # a step against the momentum starts it again
+            steps.masked_fill_((step * moved).sum(-1, keepdim=True) < 0, 0.0)
+        found, point = new, torch.addcmul(new, steps / (steps + 3), moved)
+        steps += 1
+    return result / unit
 
 
 def _solve_ridge(gram: Tensor, right: Tensor, ridge: float) -> Tensor:

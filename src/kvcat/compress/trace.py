@@ -187,7 +187,9 @@ def trace(
         raise InputError(f"{type(model).__name__} computes numbers that are not finite: do its weights hold NaN?")
     later = num_tokens - prefix_len
     suffix_keys = [keys[:, :, keys.shape[2] - later :].clone() for keys in seen.keys]
-    prefix_queries = [queries[:, :, : len(sampled)].clone() for queries in seen.queries]
+    prefix_queries = [
+        queries[:, :, : len(sampled)].clone(memory_format=torch.contiguous_format) for queries in seen.queries
+    ]
     for index, (keys, values) in enumerate(zip(seen.keys, seen.values, strict=True)):
         # each layer's own tensors are freed as soon as their part is copied
         seen.keys[index], seen.values[index] = (x[:, :, : x.shape[2] - later].clone() for x in (keys, values))
