@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterable, Mapping
 
+import numpy as np
 import torch
 from torch.nn.functional import pad
 
@@ -123,16 +124,17 @@ def allocate(
         errors: error of every head in that size, at least 0.
         total: most slots in all, at least what the smallest size takes.
     """
-    heads = torch.arange(costs.shape[1])
-    chosen, left = torch.zeros_like(heads), total - int(costs[0].sum())
+    takes, left_over = costs.numpy(), errors.numpy()  # many steps on small arrays
+    heads = np.arange(takes.shape[1])
+    chosen, left = np.zeros_like(heads), total - takes[0].sum()
     while True:
-        more = costs - costs[chosen, heads]
-        gains = (errors[chosen, heads] - errors) / more.clamp(min=1)
+        more = takes - takes[chosen, heads]
+        gains = (left_over[chosen, heads] - left_over) / np.maximum(more, 1)
         gains[(more <= 0) | (more > left)] = 0.0
-        best = int(gains.argmax())
-        size, head = divmod(best, len(heads))
+        size, head = divmod(int(gains.argmax()), len(heads))
         if gains[size, head] <= 0:
             break
-        chosen[head], left = size, left - int(more[size, head])
-    equal = int((costs.sum(1) <= total).sum()) - 1
-    return torch.full_like(chosen, equal) if errors[equal].sum() < errors[chosen, heads].sum() else chosen
+        chosen[head], left = size, left - more[size, head]
+    equal = (takes.sum(1) <= total).sum() - 1
+    better = left_over[equal].sum() < left_over[chosen, heads].sum()
+    return torch.from_numpy(np.full_like(chosen, equal) if better else chosen)
