@@ -1,6 +1,7 @@
 """Every press of the installed kvpress, beside our own methods: python benchmarks/kvpress_presses.py [--windows 8].
 
-Windows of 384 + 128 tokens of the installed Python sources (test split), kvcat-base in float32, a quarter of the slots.
+Windows of 384 + 128 tokens of the installed Python sources (test split), float32, a quarter of the slots. Attention
+Matching is fitted to the prefix alone, as the presses are.
 Presses that want one take a scoring press inside, SnapKVPress with a window of 16. Prints a Markdown table.
 """
 
@@ -32,8 +33,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def window_trace(windows: int) -> Trace:
-    model, tokenizer = kvcat.load("kvcat-base")
+def window_trace(name: str, windows: int) -> Trace:
+    model, tokenizer = kvcat.load(name)
     texts = ((d.id, d.text) for d in open_documents("installed") if split_of(d.id) == "test")
     chosen = windows_from_documents(
         islice(texts, 100), tokenizer, prefix_len=PREFIX, suffix_len=SUFFIX, limit=windows, seed=0
@@ -50,14 +51,17 @@ def press_of(name: str) -> KVPress:
 
 
 def row(name: str, found: Trace, method: Compressor) -> str:
-    cache = method(found, keep_ratio=KEEP)
+    own = isinstance(method, AttentionMatching)
+    made = trace(found.model, found.input_ids[:, :PREFIX], supervision="self") if own else found
+    cache = method(made, keep_ratio=KEEP)
     counts = torch.stack([layer.counts for layer in cache.layers])
     spread = f"{counts.min()}" if counts.min() == counts.max() else f"{counts.min()} to {counts.max()}"
-    return f"| {name} | {cache.mean_slots:.0f} | {spread} | {compare(found, cache).kl.mean():.3f} |"
+    return f"| {name} | {cache.mean_slots:.0f} | {spread} | {compare(found, cache).kl.mean():.4f} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--windows", type=int, default=8)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -68,9 +72,10 @@ def main() -> None:
     except InputError as error:
         print(error)
         return
-    found = window_trace(options.windows)
+    found = window_trace(options.model, options.windows)
     packages = f"kvpress {version()}, transformers {transformers.__version__}, torch {torch.__version__}"
-    print(f"{packages}, Python {platform.python_version()}, {options.windows} windows, keep {KEEP} of {PREFIX}.\n")
+    print(f"{packages}, Python {platform.python_version()}, {options.model}, {options.windows} windows,")
+    print(f"keep {KEEP} of {PREFIX}.\n")
     print("| press | slots per head, mean | fewest to most | KL, nats |\n|---|---|---|---|")
     told = []
     for name in sorted(presses()):

@@ -98,13 +98,15 @@ def test_bfloat16_autocast_masks_the_same_slots_and_reaches_the_policies():
     assert all(p.grad.isfinite().all() and p.grad.abs().sum() > 0 for p in masked_pass.parameters())
 
 
-def test_a_detached_prefix_learns_nothing_from_the_masked_pass_and_the_suffix_as_before():
+@pytest.mark.parametrize("policy", ["sigmoid", "random"])
+def test_a_detached_prefix_learns_nothing_from_the_masked_pass_and_the_suffix_as_before(policy):
     ids, gradients = torch.arange(3, 15)[None], {}  # no token stands in both
     for detached in (False, True):
         model = supported("qwen2")
-        with MaskedPass(model, {s: RandomPolicy(0.5) for s in STARTS}, detach_prefix=detached) as masked_pass:
+        with MaskedPass(model, {s: POLICIES[policy](s) for s in STARTS}, detach_prefix=detached) as masked_pass:
             out = masked_pass.hidden(ids, torch.Generator().manual_seed(0), prefix_len=8)
             out.masked_hidden.square().sum().backward()
+            assert all(p.grad.abs().sum() > 0 for p in masked_pass.parameters())
         gradients[detached] = model.get_input_embeddings().weight.grad
     assert gradients[False][3:11].abs().amax(-1).min() > 0
     assert gradients[True][3:11].abs().max() == 0

@@ -70,7 +70,7 @@ def _errors_of_few(
         torch.linalg.cholesky(gram), attention.mT @ outputs + shift * values, upper=False
     )
     saved = (half.square() - shift * values.square()).sum(-1).cumsum(-1)
-    return [outputs.square().sum((1, 2)) - saved[:, size - 1] for size in sizes]
+    return [(outputs.square().sum((1, 2)) - saved[:, size - 1]).clamp_min(0) for size in sizes]
 
 
 def slot_sizes(num_slots: int, prefix_len: int) -> list[int]:

@@ -148,7 +148,8 @@ def _moved_queries(trace: Trace) -> MovedQueries | None:
         for start in starts.unique().tolist():
             at = starts == start
             seen = keys[:, :, start : start + part]
-            masses.append(log_mass(queries.index_select(2, rows[at]), seen, scale, positions[at] - start))
+            own = queries.index_select(2, rows[at].to(queries.device))
+            masses.append(log_mass(own, seen, scale, positions[at] - start))
         log_rest.append(torch.cat(masses, 2)[:, :, first])
     return MovedQueries(rotation, rows[first], length - starts[first], log_rest, boost)
 
@@ -280,9 +281,10 @@ def take(
 def head_groups(
     trace: Trace, fitted: FittedQueries, sizes: Mapping[HeadIndex, int] | None = None
 ) -> list[list[HeadIndex]]:
-    """Heads in groups of equal shape, solved together: as many as have about 2^24 scores, or a single one.
+    """Heads in groups of equal shape, solved together: as many as hold about 2^24 numbers at once, or a single one.
 
-    With sizes, heads of a group get equally many slots, and only scores of these and of the fitted queries count.
+    These are the scores. With sizes, heads of a group get equally many slots, and it is the largest of the scores of
+    these and of the fitted queries, the system of equations, and keys and values.
     """
     alike: dict[tuple[int, ...], list[HeadIndex]] = {}
     for layer, keys in enumerate(trace.keys):
@@ -293,8 +295,9 @@ def head_groups(
                 shape = count, slots, keys.shape[3], trace.values[layer].shape[3], sizes[index] if sizes else 0
                 alike.setdefault(shape, []).append(index)
     groups = []
-    for (count, slots, _, _, size), heads in alike.items():
-        step = max(1, _BATCH_ELEMENTS // (count * (size or slots)))
+    for (count, slots, key_dim, value_dim, size), heads in alike.items():
+        held = max(count * size, size * size, slots * (key_dim + value_dim)) if sizes else count * slots
+        step = max(1, _BATCH_ELEMENTS // held)
         groups += [heads[start : start + step] for start in range(0, len(heads), step)]
     return groups
 

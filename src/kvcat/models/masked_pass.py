@@ -61,9 +61,8 @@ class _Pass:
                 return gate(scores, tau)
 
             return self.gates.get(start) or SlotGate(None, *options, decide)
-        self.scores[start] = policy(
-            hidden[self.batch :] if self.prefix_len is None else hidden[:, : self.prefix_len], generator=generator
-        )
+        seen = hidden[self.batch :] if self.prefix_len is None else hidden[:, : self.prefix_len]
+        self.scores[start] = policy(seen.detach() if self.owner.detach_prefix else seen, generator=generator)
         return SlotGate(gate(self.scores[start], tau), *options)
 
 
@@ -84,7 +83,8 @@ class MaskedPass(nn.Module):
         policies: by first layer of each group.
         tau: threshold on the scores, in (0, 1).
         coupling: gradient of the mask, one of ``kvcat.attention.COUPLINGS``.
-        detach_prefix: with a ``prefix_len``, no gradient of the masked pass reaches the prefix's keys and values.
+        detach_prefix: with a ``prefix_len``, neither the masked pass nor a policy has a gradient to what the prefix
+            computes.
 
     Raises:
         InputError: groups at layers that do not exist, a value out of range, an unsupported model.
