@@ -10,7 +10,7 @@ from structured_heads import eager_attention
 
 from kvcat.compress import queries as queries_module
 from kvcat.compress import split_supervision, trace
-from kvcat.compress.queries import dense_attention, fitted_queries, load_heads, log_mass
+from kvcat.compress.queries import dense_attention, fitted_queries, head_groups, load_heads, log_mass
 from kvcat.compress.trace import sampled_positions
 from kvcat.models import rotation as rotation_module
 from kvcat.models.rotation import KeyRotation
@@ -135,3 +135,13 @@ def test_a_rotation_is_tried_once_on_every_model_and_shift_and_turns_each_slot_b
     keys = torch.randn(1, 2, 3, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     each = [first(keys[:, :, slot : slot + 1], 1, shift) for slot, shift in enumerate((7, 0, -4))]
     assert torch.allclose(first(keys, 1, torch.tensor([7, 0, -4])), torch.cat(each, 2))
+
+
+def test_a_group_of_heads_holds_no_more_than_its_limit_whatever_is_the_largest(found, monkeypatch):
+    fitted = fitted_queries(found, 0.0, by_share=True)
+    queries, prefix, dims = 2 * len(fitted.factors), 48, 2 * found.keys[0].shape[3]
+    monkeypatch.setattr(queries_module, "_BATCH_ELEMENTS", 4096)
+    for size in (1, 5, 40):
+        groups = head_groups(found, fitted, {head: size for group in head_groups(found, fitted) for head in group})
+        largest = max(queries * size, size * size, prefix * dims)
+        assert max(map(len, groups)) == max(1, 4096 // largest)
