@@ -182,3 +182,15 @@ def test_on_a_real_model_what_is_fitted_to_few_queries_serves_others_better_than
     assert alone < 0.8 * held_out(AttentionMatching("paper", num_queries=None, ridge=1e-6))
     assert stable < 0.5 * held_out(Eviction("streaming"))
     assert stable < alone
+
+
+@pytest.mark.parametrize("preset", ["stable", "known", "paper"])
+def test_queries_that_are_loaded_again_give_the_same_cache_as_held_ones(preset, model, windows, monkeypatch):
+    found, caches = trace(model, windows, 48), []
+    for limit in (2**24, 2**12):
+        monkeypatch.setattr(heads_module, "_BATCH_ELEMENTS", limit)
+        assert heads_module.can_hold(found, fitted_queries(found, 1.0, by_share=True)) == (limit == 2**24)
+        caches.append(AttentionMatching(preset)(found, num_slots=8))
+    for held, loaded_again in zip(*(cache.layers for cache in caches), strict=True):
+        for name, tensor in held.tensors().items():
+            assert torch.allclose(tensor, loaded_again.tensors()[name], atol=1e-4), name
