@@ -158,6 +158,14 @@ def test_layers_of_a_pyramid_and_heads_of_kvzip_hold_different_numbers_of_slots_
 
 
 @needs_kvpress
+@pytest.mark.parametrize("name", ["KVzipPress", "KVgradPress", "SnapKVPress"])
+def test_several_sizes_at_once_are_those_made_alone(found, name):
+    method, ratios = press(name), (0.25, 0.75, 0.5)
+    for ratio, cache in zip(ratios, method.each(found, ratios), strict=True):
+        torch.testing.assert_close(tensors(cache), tensors(method(found, keep_ratio=ratio)), rtol=0, atol=0)
+
+
+@needs_kvpress
 def test_presses_options_prefixes_and_models_that_cannot_work_are_refused(found, texts, monkeypatch):
     for name, options, message in (
         ("ZipPress", {}, r"kvpress .* has no press 'ZipPress'; there are AdaKVPress, "),
@@ -244,7 +252,7 @@ def test_scores_are_those_of_kvpress_but_for_tovas_last_position_and_h2os_divisi
         own, seen = KVPress(name)._build(), []
         score = own.score
         own.score = lambda *arguments: (seen.append(score(*arguments)), seen[-1])[1]
-        _press_prefix(own, found, 0, SLOTS)
+        _press_prefix(own, found, 0, [SLOTS])
         return seen
 
     for left, right in zip(Eviction("tova").scorer.measure(found), theirs("TOVAPress"), strict=True):

@@ -33,6 +33,7 @@ REFUSED = {
     "FinchPress": "it wants a delimiter token between text and question",
     "ThinKPress": "it zeroes channels of the keys and removes no slots",
 }
+_CHOOSES_LAST = "compress_post"  # method of presses that hide slots once all are scored
 # far above the rounding of 1 - slots / prefix, far below one slot of any cache
 _NUDGE = 1e-12
 
@@ -67,15 +68,18 @@ class KVPress(Compressor):
         """The caches; presses that choose per layer or head keep so many slots on average, of whole chunks nearly."""
         if trace.past_len:
             raise InputError("kvpress presses whole prefixes, and part of this one is compact already")
-        for size in sizes:
-            examples = [_press_prefix(self._build(), trace, row, size) for row in range(trace.batch_size)]
-            layers = []
-            for kept in zip(*examples, strict=True):
-                keys, values = map(list, zip(*kept, strict=True))
-                if not all(len(head) for row in keys for head in row):
-                    raise InputError("the press leaves a head without slots: ask for more, or set its lower bound")
-                layers.append(CompactLayer.ragged(keys, values))
-            yield compact_cache(trace, layers, f"kvpress:{self.name}", {"kvpress": version(), **self.options})
+        # a press that scores first and chooses at the end scores once for all sizes
+        together = [list(sizes)] if hasattr(self._build(), _CHOOSES_LAST) else [[size] for size in sizes]
+        for group in together:
+            examples = [_press_prefix(self._build(), trace, row, group) for row in range(trace.batch_size)]
+            for of_size in zip(*examples, strict=True):
+                layers = []
+                for kept in zip(*of_size, strict=True):
+                    keys, values = map(list, zip(*kept, strict=True))
+                    if not all(len(head) for row in keys for head in row):
+                        raise InputError("the press leaves a head without slots: ask for more, or set its lower bound")
+                    layers.append(CompactLayer.ragged(keys, values))
+                yield compact_cache(trace, layers, f"kvpress:{self.name}", {"kvpress": version(), **self.options})
 
     def _build(self) -> Any:
         """A new press, which holds the state of one use."""
@@ -139,8 +143,13 @@ def _make(name: str, options: dict[str, Any]) -> Any:
         raise InputError(f"{name}: {error}") from error
 
 
-def _press_prefix(press: Any, trace: Trace, row: int, num_slots: int) -> list[tuple[list[Tensor], list[Tensor]]]:
-    """Per layer what the press keeps of one example's prefix: keys and values of every KV head."""
+def _press_prefix(
+    press: Any, trace: Trace, row: int, sizes: list[int]
+) -> list[list[tuple[list[Tensor], list[Tensor]]]]:
+    """By size and layer, what the press keeps of one example's prefix: keys and values of every KV head.
+
+    Several sizes are for a press that chooses at the end.
+    """
     model, name, label = trace.model, type(press).__name__, trace.model.config.name_or_path
     attentions, cache = _attentions(model), DynamicCache()
     prefix = trace.input_ids[row : row + 1, : trace.prefix_len]
@@ -153,24 +162,41 @@ def _press_prefix(press: Any, trace: Trace, row: int, num_slots: int) -> list[tu
             press.post_init_from_model(model)
         except Exception as error:  # whatever a download or a table of known models raises
             raise InputError(f"{name} has no part trained for {label!r}: {error}") from error
-        counts_removed = hasattr(press, "layerwise")
-        press.compression_ratio = removed_fraction(num_slots, trace.prefix_len, counts_removed=counts_removed)
+        hidden: list[list[Any]] = []
+        choose = getattr(press, _CHOOSES_LAST, lambda _: None)
+
+        def choose_all(pressed: Any) -> None:
+            for size in sizes:
+                _set_size(press, size, trace.prefix_len)
+                choose(pressed)
+                hidden.append([getattr(attention, "masked_key_indices", None) for attention in attentions])
+
+        setattr(press, _CHOOSES_LAST, choose_all)
+        _set_size(press, sizes[0], trace.prefix_len)
         try:
             with press(model):
                 model.model(input_ids=prefix, past_key_values=cache, use_cache=True)
+            if not hidden:
+                choose_all(model)
         except (AssertionError, ValueError, NotImplementedError, OSError, TypeError, RuntimeError) as error:
             raise InputError(f"{name} on a prefix of {trace.prefix_len} tokens: {error}") from error
         # this press counts positions within the cache; ours end where the prefix does
-        shift = trace.prefix_len - num_slots if isinstance(press, library().KeyRerotationPress) else 0
-        rotation, kept = KeyRotation(model, shift) if shift else None, []
+        shift = trace.prefix_len - sizes[0] if isinstance(press, library().KeyRerotationPress) else 0
+        rotation = KeyRotation(model, shift) if shift else None
         layers: Any = cache.layers  # of keys and values; transformers knows others
-        for index, (layer, attention) in enumerate(zip(layers, attentions, strict=True)):
+        kept: list[list[Any]] = [[] for _ in sizes]
+        for index, layer in enumerate(layers):
             keys, values = (layer.keys if rotation is None else rotation(layer.keys, index))[0], layer.values[0]
-            there = torch.ones(keys.shape[:2], dtype=torch.bool, device=keys.device)
-            if (hidden := getattr(attention, "masked_key_indices", None)) is not None:
-                there[hidden[1].to(keys.device), hidden[2].to(keys.device)] = False
-            kept.append(tuple([part[h, there[h]] for h in range(len(keys))] for part in (keys, values)))
+            for of_size, masks in zip(kept, hidden, strict=True):
+                there = torch.ones(keys.shape[:2], dtype=torch.bool, device=keys.device)
+                if masks[index] is not None:
+                    there[masks[index][1].to(keys.device), masks[index][2].to(keys.device)] = False
+                of_size.append(tuple([part[h, there[h]] for h in range(len(keys))] for part in (keys, values)))
         return kept
+
+
+def _set_size(press: Any, num_slots: int, prefix_len: int) -> None:
+    press.compression_ratio = removed_fraction(num_slots, prefix_len, counts_removed=hasattr(press, "layerwise"))
 
 
 def _attentions(model: PreTrainedModel) -> list[Any]:
