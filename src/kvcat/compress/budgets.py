@@ -124,17 +124,17 @@ def allocate(
         errors: error of every head in that size, at least 0.
         total: most slots in all, at least what the smallest size takes.
     """
-    takes, left_over = costs.numpy(), errors.numpy()  # many steps on small arrays
-    heads = np.arange(takes.shape[1])
-    chosen, left = np.zeros_like(heads), total - takes[0].sum()
+    slots, losses = costs.numpy(), errors.numpy()  # numpy is faster in many steps on small arrays
+    heads = np.arange(slots.shape[1])
+    chosen, left = np.zeros_like(heads), total - slots[0].sum()
     while True:
-        more = takes - takes[chosen, heads]
-        gains = (left_over[chosen, heads] - left_over) / np.maximum(more, 1)
+        more = slots - slots[chosen, heads]
+        gains = (losses[chosen, heads] - losses) / np.maximum(more, 1)
         gains[(more <= 0) | (more > left)] = 0.0
         size, head = divmod(int(gains.argmax()), len(heads))
         if gains[size, head] <= 0:
             break
         chosen[head], left = size, left - more[size, head]
-    equal = (takes.sum(1) <= total).sum() - 1
-    better = left_over[equal].sum() < left_over[chosen, heads].sum()
+    equal = (slots.sum(1) <= total).sum() - 1
+    better = losses[equal].sum() < losses[chosen, heads].sum()
     return torch.from_numpy(np.full_like(chosen, equal) if better else chosen)

@@ -69,7 +69,7 @@ class KVPress(Compressor):
         if trace.past_len:
             raise InputError("kvpress presses whole prefixes, and part of this one is compact already")
         # a press that scores first and chooses at the end scores once for all sizes
-        together = [list(sizes)] if hasattr(self._build(), _CHOOSES_LAST) else [[size] for size in sizes]
+        together = [list(sizes)] if sizes and hasattr(self._build(), _CHOOSES_LAST) else [[size] for size in sizes]
         for group in together:
             examples = [_press_prefix(self._build(), trace, row, group) for row in range(trace.batch_size)]
             for of_size in zip(*examples, strict=True):
