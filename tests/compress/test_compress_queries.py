@@ -26,6 +26,12 @@ def own(found):
     return fitted_queries(replace(found, supervision="self"), 1.0, by_share=True)
 
 
+def queries_of(fitted, layer):
+    """All queries of a layer: (batch, heads, queries, head_dim)."""
+    examples, heads = fitted.given[layer].shape[:2]
+    return torch.stack([torch.cat(fitted.parts(layer, row, list(range(heads))), 1) for row in range(examples)])
+
+
 def weights_of(found, fitted, layer):
     """What the errors of a layer's queries are multiplied by: (batch, heads, queries)."""
     result = torch.zeros_like(fitted.log_rest[layer])
@@ -53,7 +59,7 @@ def test_a_query_weighs_as_the_attention_that_it_gives_to_the_prefix(double, win
     fitted, plain = (fitted_queries(found, 0.0, by_share=by_share) for by_share in (True, False))
     for layer, attention in enumerate(eager_attention(double, windows)):
         assert torch.allclose(weights_of(found, fitted, layer), attention[:, :, 48:, :48].sum(-1), atol=1e-9)
-        assert torch.equal(fitted.queries(layer), found.queries[layer])
+        assert torch.equal(queries_of(fitted, layer), found.queries[layer])
         assert (weights_of(found, plain, layer) == 1).all()
     learn, _ = split_supervision(found, 0.5)
     rests = fitted_queries(learn, 0.0, by_share=True).log_rest, [rest[:, :, :8] for rest in fitted.log_rest]
@@ -73,14 +79,14 @@ def test_own_queries_of_the_first_layer_are_those_of_each_part_written_again_beh
         text, rows = slice(max(0, stop - part), stop), slice(prefix_len - stop, prefix_len - max(0, stop - part))
         ids = torch.cat([windows[:, :prefix_len], windows[:, text]], 1)
         # the model makes its rotations in single precision
-        assert torch.allclose(found.queries(0)[:, :, rows], trace(double, ids, prefix_len).queries[0], atol=1e-5)
+        assert torch.allclose(queries_of(found, 0)[:, :, rows], trace(double, ids, prefix_len).queries[0], atol=1e-5)
         shares = eager_attention(double, ids)[0][:, :, prefix_len:, :prefix_len].sum(-1)
         assert torch.allclose(weights[:, :, rows], shares, atol=1e-5)
 
 
 def test_own_queries_of_deeper_layers_are_those_in_place_and_weigh_what_they_are_said_to(double, windows, found):
     """Turned back by the 16 positions that the last third moved, they are the queries of the dense forward."""
-    back = KeyRotation(double, -16)(own(found).queries(1)[:, :, :16], 1)
+    back = KeyRotation(double, -16)(queries_of(own(found), 1)[:, :, :16], 1)
     in_place = trace(double, windows[:, :48], supervision="self").queries[1][:, :, 32:]
     assert torch.allclose(back, in_place, atol=1e-5)
     for own_weight in (0.5, 2.0):
@@ -88,7 +94,7 @@ def test_own_queries_of_deeper_layers_are_those_in_place_and_weigh_what_they_are
         for layer in range(2):
             squares = weights_of(found, fitted, layer).square().sum(2)
             assert torch.allclose(squares[0, 0], torch.tensor(16 * (1 + own_weight), dtype=torch.float64))
-            assert torch.equal(fitted.queries(layer)[:, :, 16:], own(found).queries(layer))
+            assert torch.equal(queries_of(fitted, layer)[:, :, 16:], queries_of(own(found), layer))
 
 
 def test_all_positions_of_up_to_4096_choose_keys():
@@ -100,7 +106,7 @@ def test_every_third_own_query_stands_for_three_in_the_fit_and_all_choose_keys(f
     every = fitted_queries(found, 1.0, by_share=True)
     monkeypatch.setattr(queries_module, "_FITTED_PER_TOKEN", 0.6)
     few = fitted_queries(found, 1.0, by_share=True)
-    assert torch.equal(few.queries(0)[:, :, 16:32], every.queries(0)[:, :, 16::3])
+    assert torch.equal(queries_of(few, 0)[:, :, 16:32], queries_of(every, 0)[:, :, 16::3])
     assert few.boost.tolist() == [1.0] * 16 + [pytest.approx(3**0.5)] * 16
     whole, part = (dense_attention(load_heads(found, fitted, [(1, 0, 0)])) for fitted in (every, few))
     assert torch.allclose(part.importance, whole.importance)
@@ -122,7 +128,7 @@ def test_models_whose_positions_cannot_be_turned_have_no_own_queries(double, win
         raise queries_module.InputError("no rotary position embedding")
 
     monkeypatch.setattr(queries_module, "KeyRotation", refuse)
-    assert fitted_queries(found, 1.0, by_share=True).queries(0).shape[2] == 16
+    assert queries_of(fitted_queries(found, 1.0, by_share=True), 0).shape[2] == 16
     alone = fitted_queries(trace(double, windows, supervision="self"), 1.0, by_share=True)
     assert alone.causal
 

@@ -68,12 +68,6 @@ class FittedQueries:
     boost: Float[Tensor, " fitted"]
     causal: bool = False
 
-    def queries(self, layer: int) -> Float[Tensor, "batch heads queries head_dim"]:
-        """All queries of a layer, after rotation."""
-        examples, heads = self.given[layer].shape[:2]
-        rows = [torch.cat(self.parts(layer, example, list(range(heads))), 1) for example in range(examples)]
-        return torch.stack(rows)
-
     def parts(
         self, layer: int, example: int, heads: list[int], count: int | None = None
     ) -> list[Float[Tensor, "heads _ head_dim"]]:
