@@ -210,7 +210,8 @@ class HeadBatch:
     def joined(cls, batches: Sequence["HeadBatch"]) -> "HeadBatch":
         """Heads of equal shape in one batch."""
         states = zip(*([getattr(batch, part.name) for part in fields(cls)] for batch in batches), strict=True)
-        return cls(*(None if state[0] is None else torch.cat(state) for state in states))
+        joined: list[Any] = [None if state[0] is None else torch.cat(state) for state in states]
+        return cls(*joined)
 
     def scores(
         self,
