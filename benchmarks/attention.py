@@ -1,4 +1,4 @@
-"""Masked attention on this machine: each fast path against plain causal attention, and each coupling's gradient.
+"""Masked attention on this machine: each fast path against plain causal attention, and the mask's gradient.
 
     python benchmarks/attention.py [--threads 1]
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvcat.attention import COUPLINGS, attend, attend_reference, reachable
+from kvcat.attention import attend, attend_reference, reachable
 
 SHAPES = [(4, 8, 4, 256, 16), (4, 8, 4, 1024, 16), (4, 8, 4, 256, 32), (4, 8, 4, 1024, 32), (2, 14, 2, 1024, 64)]
 
@@ -27,7 +27,7 @@ def seconds(run: Callable[[], torch.Tensor], repeats: int = 5) -> float:
 
 
 def soft_call(q, k, v, keep):
-    """The surrogate as a second attention call whose value is cancelled, instead of a backward of its own."""
+    """The mask's gradient from a second attention call whose value is cancelled, instead of a backward of its own."""
     hard = attend(q, k, v, keep.detach())
     bias = (keep - keep.detach())[:, None].expand(-1, k.shape[1], -1)
     soft = attend(q.detach(), k.detach(), v.detach(), log_bias=bias)
@@ -38,7 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--threads", type=int, default=1)
     torch.set_num_threads(parser.parse_args().threads)
-    columns = ["plain", "bias", "mask", *COUPLINGS, "soft call", "naive"]
+    columns = ["plain", "bias", "mask", "mask's gradient", "soft call", "naive"]
     print("| batch x heads/kv x tokens x dim | plain, ms | " + " | ".join(columns[1:]) + " |")
     print("|" + "---|" * (len(columns) + 1))
     for batch, heads, kv_heads, length, dim in SHAPES:
@@ -52,7 +52,7 @@ def main() -> None:
         runs: list[Callable[[], torch.Tensor]] = [
             lambda q=q, k=k, v=v, m=hard: attend(q, k, v, m),
             lambda q=q, k=k, v=v, m=hard, r=reach: attend(q, k, v, m, reach=r),
-            *(lambda q=q, k=k, v=v, m=keep, c=c: attend(q, k, v, m, coupling=c) for c in COUPLINGS),
+            lambda q=q, k=k, v=v, m=keep: attend(q, k, v, m),
             lambda q=q, k=k, v=v, m=keep: soft_call(q, k, v, m),
             lambda q=q, k=k, v=v, m=hard: attend_reference(q, k, v, m),
         ]

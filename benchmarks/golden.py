@@ -69,11 +69,10 @@ def texts(folder: Path) -> Path:
 
 
 def training(folder: Path) -> Iterator[tuple[str, list[float], float]]:
-    """Losses and gradient norms of three steps of every policy, coupling and form of the masked pass."""
+    """Losses and gradient norms of three steps of every policy and form of the masked pass."""
     cases = {
         "router": {}, "router-noise": {"router_noise": 0.05}, "random": {"policy": "random"},
         "attention": {"policy": "attention"}, "control": {"policy": "control"},
-        "exact": {"coupling": "exact", "router_noise": 0.05},
         "prefix": {"prefix_range": (0.5, 0.9), "target_keep": 0.25, "policy": "random"},
         "frozen": {"teacher": "frozen", "policy": "random"},
     }  # fmt: skip

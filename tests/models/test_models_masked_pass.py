@@ -70,11 +70,7 @@ def test_activation_checkpointing_changes_no_gradient_and_calls_attention_polici
 
 def test_mistakes_are_one_line():
     model = supported("llama").train()
-    for options, told in (
-        ({"policies": {3: Sigmoid(0)}}, "3"),
-        ({"tau": 1.0}, r"1\.0"),
-        ({"coupling": "hard"}, "hard"),
-    ):
+    for options, told in (({"policies": {3: Sigmoid(0)}}, "3"), ({"tau": 1.0}, r"1\.0")):
         with pytest.raises(InputError, match=told):
             MaskedPass(model, **{"policies": {0: Sigmoid(0)}, **options})
     with MaskedPass(model, {0: Sigmoid(0)}) as masked_pass:

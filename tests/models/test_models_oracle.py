@@ -33,12 +33,11 @@ TAU, TARGET, BUDGET_WEIGHT, TOKENS = 0.5, 0.5, 0.1, 19
 
 @dataclass
 class Naive:
-    """What the reference's attention reads (coupling, prefix length, gates) and writes, by layer, in one pass.
+    """What the reference's attention reads (prefix length, gates) and writes, by layer, in one pass.
 
     With a prefix_len only later tokens are affected by the mask, and only earlier slots are hidden.
     """
 
-    coupling: str = "surrogate"
     prefix_len: int | None = None
     gates: dict[int, torch.Tensor] = field(default_factory=dict)
     seen: dict[int, tuple] = field(default_factory=dict)  # queries, keys and scale
@@ -48,16 +47,16 @@ NAIVE = Naive()
 
 
 def naive_attention(module, query, key, value, attention_mask, scaling=None, sliding_window=None, **kwargs):
-    """Attention over {j <= t : m_j = 1}, the derivative by m as the coupling says."""
+    """Attention over {j <= t : m_j = 1}, the derivative by m at the dense attention."""
     layer, tokens = module.layer_idx, query.shape[2]
     NAIVE.seen[layer] = query, key, scaling
-    m, coupling = torch.ones(()), "exact"
+    m = torch.ones(())
     if layer in NAIVE.gates:
-        m, coupling = NAIVE.gates[layer][:, None, None, :], NAIVE.coupling
+        m = NAIVE.gates[layer][:, None, None, :]
         if NAIVE.prefix_len is not None:
             m = functional.pad(m, (0, tokens - m.shape[-1]), value=1.0)
             m = torch.where(torch.arange(tokens)[:, None] >= NAIVE.prefix_len, m, 1.0)
-    out = masked_attention(query, key, value, m, allowed(tokens, sliding_window), scaling, coupling)
+    out = masked_attention(query, key, value, m, allowed(tokens, sliding_window), scaling)
     return out.transpose(1, 2), None
 
 
@@ -85,7 +84,7 @@ def naive_objective(dense, masked, tokens, scores, prefix_len=None):
     return kl + anchor + BUDGET_WEIGHT * sum(budgets) / len(budgets)
 
 
-def naive_passes(model, policies, tokens, *, drawn=None, coupling="surrogate", prefix_len=None):
+def naive_passes(model, policies, tokens, *, drawn=None, prefix_len=None):
     """Dense logits, masked logits, masks and scores of a stock model, from two separate passes.
 
     ``drawn`` are the scores of a policy that is neither learned nor reads attention.
@@ -95,7 +94,7 @@ def naive_passes(model, policies, tokens, *, drawn=None, coupling="surrogate", p
     window = getattr(model.config, "sliding_window", None)
     NAIVE = dense_pass = Naive()
     dense = model(input_ids=tokens, use_cache=False).logits
-    NAIVE = Naive(coupling, prefix_len)
+    NAIVE = Naive(prefix_len)
     scores = {}
 
     def hook(layer):
@@ -153,20 +152,18 @@ def gradients(loss, modules):
     return dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values()), allow_unused=True), strict=True))
 
 
-def compare(model_name, policy_name, *, group_starts=(0, 2), coupling="surrogate", prefix_len=None):
+def compare(model_name, policy_name, *, group_starts=(0, 2), prefix_len=None):
     tokens = some_tokens()
     policies = policies_for(policy_name, group_starts)
     stock, ours = tiny(model_name), tiny(model_name)
-    with MaskedPass(ours, policies, tau=TAU, coupling=coupling) as masked_pass:
+    with MaskedPass(ours, policies, tau=TAU) as masked_pass:
         out = masked_pass.hidden(tokens, torch.Generator().manual_seed(5), prefix_len=prefix_len)
         ours_dense, ours_masked = (logits_from_hidden(ours, h) for h in (out.dense_hidden, out.masked_hidden))
     budgets = [budget_loss((out.scores[c] > TAU).double(), out.scores[c], TARGET) for c in policies]
     taught = distillation_kl(ours_dense[:, prefix_len:], ours_masked)
     loss = taught + next_token_loss(ours_dense, tokens)
     found = gradients(loss + BUDGET_WEIGHT * sum(budgets) / len(budgets), [ours, *policies.values()])
-    dense, masked, keep, scores = naive_passes(
-        stock, policies, tokens, drawn=out.scores, coupling=coupling, prefix_len=prefix_len
-    )
+    dense, masked, keep, scores = naive_passes(stock, policies, tokens, drawn=out.scores, prefix_len=prefix_len)
     expected = gradients(naive_objective(dense, masked, tokens, scores, prefix_len), [stock, *policies.values()])
 
     for layer in policies:
@@ -187,14 +184,13 @@ def compare(model_name, policy_name, *, group_starts=(0, 2), coupling="surrogate
 
 @pytest.mark.parametrize("prefix_len", [None, 9])
 @pytest.mark.parametrize(
-    ("model", "policy", "coupling"),
-    [*((model, "router", "surrogate") for model in STOCK), ("qwen2", "router", "exact"), ("mistral", "router", "exact"),
-     ("qwen2", "random", "surrogate"), ("mistral", "attention", "surrogate")],
-)  # fmt: skip
-def test_the_masked_pass_equals_the_naive_reference_in_logits_and_all_gradients(model, policy, coupling, prefix_len):
+    ("model", "policy"),
+    [*((model, "router") for model in STOCK), ("qwen2", "random"), ("mistral", "attention")],
+)
+def test_the_masked_pass_equals_the_naive_reference_in_logits_and_all_gradients(model, policy, prefix_len):
     starts = (1, 3) if model == "llama" else (0, 2)  # layers before the first group stay dense
     with StaysDouble():  # the norms' float32 would round shared gradients before their sum, not after it
-        expected = compare(model, policy, group_starts=starts, coupling=coupling, prefix_len=prefix_len)
+        expected = compare(model, policy, group_starts=starts, prefix_len=prefix_len)
     assert all(gradient is not None and gradient.abs().max() > 1e-6 for gradient in expected.values())
 
 

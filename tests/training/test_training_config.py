@@ -27,7 +27,7 @@ from tiny import refusal
         ("target_keep", 0.0, ""), ("target_keep", math.nan, ""), ("tau", 1.0, ""), ("max_steps", 0, ""),
         ("seq_len", 1, ""), ("micro_batch_size", 3, ""), ("micro_batch_size", 0, ""), ("peak_lr", 0.0, ""),
         ("peak_lr", math.inf, ""), ("min_lr", 1.0, ""), ("warmup_steps", -1, ""), ("mask_weight", math.nan, ""),
-        ("router_noise", -0.1, ""), ("seed", 2**63, ""), ("policy", "best", ""), ("coupling", "kept-only", ""),
+        ("router_noise", -0.1, ""), ("seed", 2**63, ""), ("policy", "best", ""),
         ("betas", (0.9, 1.0), ""), ("learning_rate", 0.1, ""), ("prefix_range", (0.9, 0.2), ""),
         ("prefix_range", (0.0, 0.5), ""), ("detach_prefix", True, ""),
     ],

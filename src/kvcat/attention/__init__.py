@@ -3,9 +3,9 @@
 from kvcat.attention.fast import Head, attend, attend_ragged, attend_twice
 from kvcat.attention.interface import NAME, Carried, SlotGate, attach, enable, kvcat_attention
 from kvcat.attention.kernels import attend_biased, extend_keys
-from kvcat.attention.reference import COUPLINGS, attend_reference, check_coupling, reachable
+from kvcat.attention.reference import attend_reference, reachable
 
 __all__ = [
-    "COUPLINGS", "NAME", "Carried", "Head", "SlotGate", "attach", "attend", "attend_biased", "attend_ragged",
-    "attend_reference", "attend_twice", "check_coupling", "enable", "extend_keys", "kvcat_attention", "reachable",
+    "NAME", "Carried", "Head", "SlotGate", "attach", "attend", "attend_biased", "attend_ragged",
+    "attend_reference", "attend_twice", "enable", "extend_keys", "kvcat_attention", "reachable",
 ]  # fmt: skip

@@ -7,7 +7,7 @@ from torch.nn.functional import pad
 
 from kvcat.attention.kernels import attend_biased, attend_extended, fused_attention
 from kvcat.attention.mask_gradient import KeepGradient
-from kvcat.attention.reference import check_coupling, reachable, visible
+from kvcat.attention.reference import reachable, visible
 from kvcat.types import Bool, Float, Int, Tensor
 
 _DROPPED = -1e4  # nats: exp(_DROPPED) is 0 in every dtype, and finite scores keep gradients free of NaN
@@ -30,7 +30,6 @@ def attend(
     scale: float | None = None,
     window: int | None = None,
     reach: Bool[Tensor, "#batch queries keys"] | None = None,
-    coupling: str = "surrogate",
 ) -> Float[Tensor, "batch heads queries value_dim"]:
     """``attend_reference`` on fused kernels; gradients to q, k, v are exact for the hard mask.
 
@@ -41,9 +40,7 @@ def attend(
         q, k, v, keep, causal, scale, window: as in ``attend_reference``.
         log_bias: nats added to the scores of the first slots, the keys after them get none; -inf hides a slot.
         reach: True where a query may look at a key, instead of ``causal`` and ``window``.
-        coupling: gradient of the mask, one of ``COUPLINGS``.
     """
-    check_coupling(coupling)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     if window is not None:
         reach = reachable(q.shape[2], k.shape[2], causal=causal, window=window, device=q.device)[None]
@@ -58,7 +55,7 @@ def attend(
         out = _within_reach(q, k, v, seen[:, None], log_bias, factor)
     if keep is None or not keep.requires_grad:
         return out
-    return KeepGradient.apply(out, keep, q, k, v, log_bias, reach, causal, factor, coupling)  # type: ignore[return-value]
+    return KeepGradient.apply(out, keep, q, k, v, log_bias, reach, causal, factor)  # type: ignore[return-value]
 
 
 def attend_twice(
@@ -70,7 +67,6 @@ def attend_twice(
     *,
     scale: float,
     window: int | None = None,
-    coupling: str = "surrogate",
     detach_prefix: bool = False,
 ) -> Float[Tensor, "batch heads twice value_dim"]:
     """Attention of sequences, each followed by its suffix again, which sees only kept prefix slots.
@@ -92,7 +88,7 @@ def attend_twice(
     prefixes = (x[:, :, :prefix_len].detach() if detach_prefix else x[:, :, :prefix_len] for x in (k, v))
     keys, values = (torch.cat([old, x[:, :, num_tokens:]], dim=2) for old, x in zip(prefixes, (k, v), strict=True))
     seen = pad(keep, (0, num_tokens - prefix_len), value=1.0)
-    masked = attend(q[:, :, num_tokens:], keys, values, seen, scale=scale, window=window, coupling=coupling)
+    masked = attend(q[:, :, num_tokens:], keys, values, seen, scale=scale, window=window)
     return torch.cat([dense, masked], dim=2)
 
 

@@ -35,7 +35,6 @@ class SlotGate:
     Args:
         keep: 1 for slots that the masked rows see, 0 for the others; carries the policy's gradient. None: decided in
             the attention of the group's first layer.
-        coupling: gradient of the mask, one of ``COUPLINGS``.
         prefix_len: tokens before the suffix that runs again, in rows ``[sequence, its suffix again]``; ``keep`` is then
             of the prefix. None: whole rows are masked.
         detach_prefix: no gradient of the suffix that runs again reaches the prefix's keys and values.
@@ -46,13 +45,11 @@ class SlotGate:
     def __init__(
         self,
         keep: Float[Tensor, "batch slots"] | None,
-        coupling: str = "surrogate",
         prefix_len: int | None = None,
         detach_prefix: bool = False,
         decide: Callable[[Tensor, Tensor, float, int | None], Tensor] | None = None,
     ):
-        self.keep, self.coupling, self.prefix_len, self.decide = keep, coupling, prefix_len, decide
-        self.detach_prefix = detach_prefix
+        self.keep, self.prefix_len, self.detach_prefix, self.decide = keep, prefix_len, detach_prefix, decide
 
     def keep_for(self, queries: Tensor, keys: Tensor, scale: float, window: int | None) -> Float[Tensor, "batch slots"]:
         """The slots that the masked rows see in this layer."""
@@ -143,10 +140,9 @@ def _gated(
     """The dense rows and the masked ones, or sequences and their suffixes run again."""
     window = stock.get("sliding_window")
     keep = gate.keep_for(query, key, scale, window)
-    options = {"scale": scale, "coupling": gate.coupling}
     if gate.prefix_len is not None:
         out = attend_twice(
-            query, key, value, keep, gate.prefix_len, window=window, detach_prefix=gate.detach_prefix, **options
+            query, key, value, keep, gate.prefix_len, scale=scale, window=window, detach_prefix=gate.detach_prefix
         )
         return out.transpose(1, 2).contiguous()
     (dense_q, q), (dense_k, k), (dense_v, v) = (x.tensor_split([len(x) - len(keep)]) for x in (query, key, value))
@@ -154,7 +150,7 @@ def _gated(
     if mask is not None and len(mask) > 1:
         dense_mask, mask = mask.tensor_split([len(mask) - len(keep)])
     dense, _ = sdpa_attention_forward(module, dense_q, dense_k, dense_v, dense_mask, **stock)
-    masked = attend(q, k, v, keep, reach=_reach(mask), **options)
+    masked = attend(q, k, v, keep, reach=_reach(mask), scale=scale)
     return torch.cat([dense, masked.transpose(1, 2)])
 
 

@@ -16,19 +16,18 @@ _LEAST_QUERIES = 16
 class KeepGradient(torch.autograd.Function):
     """``out`` unchanged, with a gradient to ``keep``; gradients to the rest pass through ``out``.
 
-    dL/dm_j = sum_{h,i} P_ij (dO_i . v_j - dO_i . o_i) over the reachable pairs, where P and o are the
-    dense attention (surrogate), or e^{s_ij} / Z_i with Z_i and o_i over the visible slots (exact): the kept slots
-    normalise, so that a dropped slot's derivative is unbounded.
+    dL/dm_j = sum_{h,i} P_ij (dO_i . v_j - dO_i . o_i) over the reachable pairs, where P and o are the dense attention.
+    At the visible slots alone (the derivative of the masked pass itself) a dropped slot's weight would be unbounded.
     The forward costs nothing. The backward makes the scores again, a few queries at a time.
-    ``apply`` takes out, keep, q, k, v, log_bias, reach, causal, scale, coupling, as in ``attend``.
+    ``apply`` takes out, keep, q, k, v, log_bias, reach, causal, scale, as in ``attend``.
     """
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         """``out`` itself."""
-        out, *tensors, causal, scale, coupling = inputs
+        out, *tensors, causal, scale = inputs
         ctx.save_for_backward(*tensors)
-        ctx.causal, ctx.scale, ctx.coupling = causal, scale, coupling
+        ctx.causal, ctx.scale = causal, scale
         return out.view_as(out)
 
     @staticmethod
@@ -54,11 +53,10 @@ class KeepGradient(torch.autograd.Function):
                 limit = num_keys - num_queries + own.stop
                 hidden = later[:, : own.stop - start, : own.stop - start]
             grad_keep[:, :limit] += _chunk_gradient(
-                rows_grad[:, :, own], rows_q[:, :, own], k[:, :, :limit], v[:, :, :limit], keep[:, :limit] > 0,
-                None if log_bias is None else log_bias[:, :, :limit], hidden,
-                scale=ctx.scale, coupling=ctx.coupling,
+                rows_grad[:, :, own], rows_q[:, :, own], k[:, :, :limit], v[:, :, :limit],
+                None if log_bias is None else log_bias[:, :, :limit], hidden, scale=ctx.scale,
             )  # fmt: skip
-        return grad_out, grad_keep.to(keep.dtype), *[None] * 8
+        return grad_out, grad_keep.to(keep.dtype), *[None] * 7
 
 
 def _chunk_gradient(
@@ -66,12 +64,10 @@ def _chunk_gradient(
     q: Float[Tensor, "batch kv_heads queries group head_dim"],
     k: Float[Tensor, "batch kv_heads keys head_dim"],
     v: Float[Tensor, "batch kv_heads keys value_dim"],
-    kept: Bool[Tensor, "batch keys"],
     log_bias: Float[Tensor, "batch kv_heads keys"] | None,
     hidden: Bool[Tensor, "#batch queries last_keys"] | None,
     *,
     scale: float,
-    coupling: str,
 ) -> Float[Tensor, "batch keys"]:
     """sum_i P_ij dO_i.v_j - sum_i P_ij c_i with c_i = dO_i.o_i; ``hidden`` is about the last keys."""
     scores = _product(q, k).mul_(scale)
@@ -80,18 +76,9 @@ def _chunk_gradient(
     if hidden is not None:
         by_query = scores.view(*q.shape[:4], -1)[..., -hidden.shape[-1] :]
         by_query.masked_fill_(hidden[:, None, :, None], -torch.inf)
-    if coupling == "surrogate":
-        weights = scores.softmax(-1)
-        products = _product(grad_out, v).mul_(weights)
-        centre = products.sum(-1, keepdim=True)
-    else:
-        dropped = ~kept[:, None, None]
-        log_mass = scores.masked_fill(dropped, -torch.inf).logsumexp(-1, keepdim=True)
-        blind = log_mass == -torch.inf  # such a query sees itself, whatever the mask
-        weights = scores.sub_(log_mass.masked_fill_(blind, torch.inf)).exp_()
-        products = _product(grad_out, v).mul_(weights)
-        centre = products.masked_fill(dropped, 0).sum(-1, keepdim=True)
-    centre = centre.transpose(-1, -2)
+    weights = scores.softmax(-1)
+    products = _product(grad_out, v).mul_(weights)
+    centre = products.sum(-1, keepdim=True).transpose(-1, -2)
     return (torch.ones_like(centre) @ products - centre @ weights).sum((1, 2))
 
 

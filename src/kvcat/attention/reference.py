@@ -5,10 +5,7 @@ Nothing here saves time or memory; every function holds whole (queries, keys) ma
 
 import torch
 
-from kvcat.errors import InputError
 from kvcat.types import Bool, Float, Tensor
-
-COUPLINGS = ("surrogate", "exact")
 
 
 def reachable(
@@ -78,12 +75,6 @@ def attend_reference(
     seen = reach[None] if keep is None else visible(keep, reach)
     weights = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
     return weights @ _per_head(v, q.shape[1])
-
-
-def check_coupling(coupling: str) -> None:
-    """Refuse a coupling that does not exist."""
-    if coupling not in COUPLINGS:
-        raise InputError(f"coupling must be one of {', '.join(COUPLINGS)}, got {coupling!r}")
 
 
 def _per_head(x: Float[Tensor, "b kv_heads keys channels"], num_heads: int) -> Float[Tensor, "b heads keys channels"]:

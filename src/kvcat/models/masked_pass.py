@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from kvcat.attention import SlotGate, check_coupling, enable
+from kvcat.attention import SlotGate, enable
 from kvcat.errors import InputError
 from kvcat.models.structure import decoder_layers, hidden_states
 from kvcat.policies import Randomness, SparsificationPolicy, check_group_starts, gate
@@ -49,7 +49,7 @@ class _Pass:
     def open_gate(self, start: int, hidden: Float[Tensor, "rows tokens hidden"]) -> SlotGate:
         """The gate of a group, from the input of its first layer; an "attention" policy decides in that layer."""
         policy, tau = self.owner.policies[str(start)], self.owner.tau
-        options = self.owner.coupling, self.prefix_len, self.owner.detach_prefix
+        options = self.prefix_len, self.owner.detach_prefix
         made = [torch.Generator().manual_seed(seed) for seed in self.seeds[start]]
         generator: Randomness | None = made if self.per_sequence else (made or [None])[0]
         if policy.reads == "attention":
@@ -82,7 +82,6 @@ class MaskedPass(nn.Module):
         model: a causal LM; it is switched to kvcat's attention and gets hooks until ``close``.
         policies: by first layer of each group.
         tau: threshold on the scores, in (0, 1).
-        coupling: gradient of the mask, one of ``kvcat.attention.COUPLINGS``.
         detach_prefix: with a ``prefix_len``, neither the masked pass nor a policy has a gradient to what the prefix
             computes.
 
@@ -94,16 +93,15 @@ class MaskedPass(nn.Module):
 
     def __init__(
         self, model: PreTrainedModel, policies: dict[int, SparsificationPolicy], *, tau: float = 0.5,
-        coupling: str = "surrogate", detach_prefix: bool = False,
+        detach_prefix: bool = False,
     ):  # fmt: skip
         super().__init__()
         layers = decoder_layers(model)
         self.group_starts = check_group_starts(len(layers), sorted(policies))
         if not 0 < tau < 1:
             raise InputError(f"tau must lie in (0, 1), got {tau}")
-        check_coupling(coupling)
         enable(model)
-        self.tau, self.coupling, self.detach_prefix = tau, coupling, detach_prefix
+        self.tau, self.detach_prefix = tau, detach_prefix
         self.policies = nn.ModuleDict({str(start): policies[start] for start in self.group_starts})
         self._model = (model,)  # in a tuple, so that the model's parameters do not become this module's
         hooks = [_layer_hook(index, self.group_starts) for index in range(len(layers))]

@@ -39,8 +39,6 @@ class TrainConfig:
     detach_prefix: bool = False
     tau: float = 0.5  # Threshold on the keep probability, in (0, 1)
     feature_dim: int = 64  # Width of the router's linear attention
-    # Gradient of the mask, see kvcat.attention. The paper does not say.
-    coupling: Literal["surrogate", "exact"] = "surrogate"
     # self: the model's own dense pass. frozen: the model as it was at the start teaches both passes.
     teacher: Literal["self", "frozen"] = "self"
     mask_weight: float = 1.0  # Weight of the distillation KL

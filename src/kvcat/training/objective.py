@@ -119,5 +119,4 @@ def make_masked_pass(model: PreTrainedModel, config: TrainConfig) -> MaskedPass 
         group_starts=config.group_starts, num_groups=config.num_groups, target=config.target_keep,
         feature_dim=config.feature_dim, noise=config.router_noise, seed=config.seed,
     )  # fmt: skip
-    options = {"tau": config.tau, "coupling": config.coupling, "detach_prefix": config.detach_prefix}
-    return MaskedPass(model, policies, **options)
+    return MaskedPass(model, policies, tau=config.tau, detach_prefix=config.detach_prefix)
