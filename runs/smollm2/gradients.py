@@ -1,11 +1,12 @@
 """Is the price of compressibility first or second order: the angle between two gradients on held-out text.
 
-    python runs/smollm2/gradients.py MODEL... --data held-out.parquet [--documents 12]
+    python runs/smollm2/gradients.py MODEL... --data held-out.parquet [--windows 8]
 
-For each document and a random mask of half of the slots: the gradient g of the dense next-token loss
-and the gradient h of the masked KL. Where the population gradients agree (cosine above 0), lowering the
-masked KL costs no dense loss in first order. Cosines of population gradients are estimated from pairs
-of different documents, so noise of one document does not enter:
+For each document, over evenly spaced windows of it and random masks of half of the slots: the gradient g of
+the dense next-token loss and the gradient h of the masked KL, computed in bfloat16 as in training. Where the
+population gradients agree (cosine above 0), lowering the masked KL costs no dense loss in first order.
+Cosines of population gradients are estimated from pairs of different documents, so noise of one document does
+not enter:
 
     mean_{i != j} g_i.h_j / sqrt(mean_{i != j} g_i.g_j  mean_{i != j} h_i.h_j)
 
@@ -45,19 +46,21 @@ def sketch(model: torch.nn.Module) -> torch.Tensor:
 def gradients(model_name: str, texts: list[tuple[str, str]], options: argparse.Namespace) -> torch.Tensor:
     """Sketches (document, loss, size) of the gradients of dense loss and masked KL."""
     model, tokenizer = kvcat.load(model_name)
+    common = {"model": model_name, "output": "-", "seq_len": options.tokens, "budget_weight": 0.0}
+    dense = Objective(model, TrainConfig(**common, policy="control"))
+    masked = Objective(model, TrainConfig(**common, policy="random", anchor_weight=0.0))
     rows = []
     for index, (_, text) in enumerate(tqdm(texts, desc=model_name)):
-        middle = len(text) // 2
-        ids = tokenizer(text[middle : middle + 12 * options.tokens], return_tensors="pt").input_ids[:, : options.tokens]
+        ids = tokenizer(text, return_tensors="pt").input_ids[0]
+        starts = np.linspace(0, len(ids) - options.tokens, options.windows + 2).astype(int)[1:-1]
         pair = []
-        for weights in ({"anchor_weight": 1.0, "mask_weight": 0.0}, {"anchor_weight": 0.0, "mask_weight": 1.0}):
-            config = TrainConfig(
-                model=model_name, output="-", policy="random", seq_len=ids.shape[1], budget_weight=0.0, **weights
-            )
-            objective = Objective(model, config)
+        for objective in (dense, masked):
             model.zero_grad(set_to_none=True)
-            loss, _ = objective(ids, [torch.Generator().manual_seed(index)], None)
-            loss.backward()
+            for number, start in enumerate(starts):
+                generator = torch.Generator().manual_seed(index * options.windows + number)
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss, _ = objective(ids[None, start : start + options.tokens], [generator], None)
+                loss.backward()
             pair.append(sketch(model))
         rows.append(torch.stack(pair))
     return torch.stack(rows)
@@ -77,7 +80,8 @@ def main() -> None:
     parser.add_argument("models", nargs="+")
     parser.add_argument("--data", required=True)
     parser.add_argument("--documents", type=int, default=12)
-    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--windows", type=int, default=8, help="of each document")
+    parser.add_argument("--tokens", type=int, default=512, help="of each window")
     options = parser.parse_args()
     texts = [(d.id, d.text) for d in split_documents(options.data, "all")][: options.documents]
     draw = np.random.default_rng(0)
@@ -87,7 +91,8 @@ def main() -> None:
         samples = [cosine(rows, draw.choice(everyone, len(everyone))) for _ in range(1000)]
         low, high = np.nanquantile(samples, [0.025, 0.975])
         found = {"cosine": cosine(rows, everyone), "low": low, "high": high}
-        print(json.dumps({"model": model, **found, "documents": len(rows), "tokens": options.tokens}))
+        counts = {"documents": len(rows), "windows": options.windows, "tokens": options.tokens}
+        print(json.dumps({"model": model, **found, **counts}))
         sys.stdout.flush()
 
 

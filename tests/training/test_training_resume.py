@@ -237,10 +237,15 @@ def test_only_the_newest_checkpoints_stay_and_damaged_later_ones_go(tmp_path):
     assert checkpoints(tmp_path).load_newest() == (999_999, [{"place": 999_999}], [])
 
 
+@pytest.mark.parametrize(
+    "place", ["kvcat.training.checkpoint._digest", "torch.distributed.checkpoint.filesystem._write_item"]
+)
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("failed writing file")])
-def test_a_full_disk_in_mid_checkpoint_is_one_line_and_leaves_the_previous_checkpoint(error, tmp_path, monkeypatch):
+def test_a_full_disk_in_mid_checkpoint_is_one_line_and_leaves_the_previous_checkpoint(
+    error, place, tmp_path, monkeypatch
+):
     save(tmp_path, 1, keep=1)
-    monkeypatch.setattr("kvcat.training.checkpoint._digest", lambda _: (_ for _ in ()).throw(error))
+    monkeypatch.setattr(place, lambda *_, **__: (_ for _ in ()).throw(error))
     with pytest.raises(InputError, match=r"cannot be written.*(space|failed)") as caught:
         save(tmp_path, 2, keep=1)
     assert "\n" not in str(caught.value)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
 from torch.distributed.checkpoint import state_dict as torch_states
 from torch.utils import _pytree as pytree
 
@@ -200,10 +200,13 @@ def load_module(folder: Path, module: nn.Module) -> None:
 
 
 def _quietly(work: Callable[..., Any], *arguments: Any, **options: Any) -> None:
-    """Without torch's warnings about checkpoints of a single process."""
+    """Without torch's warnings about checkpoints of a single process; a failure is the first one's own exception."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        work(*arguments, **options)
+        try:
+            work(*arguments, **options)
+        except CheckpointException as error:  # which is no Exception
+            raise next(iter(error.failures.values()))[0] from error
 
 
 def _digest(path: Path) -> str:

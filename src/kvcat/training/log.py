@@ -95,6 +95,7 @@ def mean_record(records: Sequence[Record], weights: Sequence[float], world: Worl
 def _losses(record: dict[str, Any]) -> str:
     parts = [f"dense {record['dense_loss']:.3f}"]
     if "masked_loss" in record:
-        kept = " ".join(f"{value:.2f}" for value in record["kept"].values())
-        parts += [f"masked {record['masked_loss']:.3f}", f"kl {record['kl']:.4f}", f"kept {kept}"]
+        kept = [f"{value:.2f}" for value in record["kept"].values()]
+        kept = kept[:1] if len(set(kept)) == 1 else kept  # random and attention policies keep equally many
+        parts += [f"masked {record['masked_loss']:.3f}", f"kl {record['kl']:.4f}", f"kept {' '.join(kept)}"]
     return "  ".join(parts)
