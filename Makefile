@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo demo-quick demo-real smollm2 test test-portable test-slow test-real test-vllm check setup bench
+.PHONY: demo demo-quick demo-real smollm2 test test-portable test-accelerator test-slow test-real test-vllm check setup bench
 
 demo: setup ## train KV-CAT and its control, compress, write out/demo/report/report.html
 	$(BIN)/kvcat demo
@@ -27,6 +27,9 @@ OTHER_PROCESSOR := ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ON
 
 test-portable: setup ## the numeric tests as another processor would run them
 	$(OTHER_PROCESSOR) $(BIN)/python -m pytest -q $(NUMERIC)
+
+test-accelerator: setup ## the tests for a GPU on an accelerator that exists on paper: tensors of two devices never meet
+	KVCAT_TEST_DEVICE=accel $(BIN)/python -m pytest -q -m gpu tests/test_gpu.py
 
 test-slow: setup ## the tests that take more than a few seconds
 	$(BIN)/python -m pytest -q -m slow

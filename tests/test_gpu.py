@@ -1,19 +1,25 @@
-"""An accelerator computes what the processor does: run with -m gpu."""
+"""An accelerator computes what the processor does: run with -m gpu, or make test-accelerator."""
 
 import dataclasses
+import os
 
 import pytest
 import torch
 
 import kvcat
 from kvcat.compress import parse_method, seeded_compressor
+from kvcat.evals import evaluate
 from kvcat.evals.answers import greedy_answers
+from kvcat.evals.needle import make_task as make_needles
+from kvcat.evals.suffix import make_task
 from kvcat.training.loop import train
 from kvcat.training.objective import Objective
 from training.runs import config, records
 
-DEVICE = "cuda"
+DEVICE = os.environ.get("KVCAT_TEST_DEVICE", "cuda")
 pytestmark = pytest.mark.gpu
+if DEVICE == "accel":
+    import accelerator  # noqa: F401
 
 
 @pytest.fixture(scope="module")
@@ -57,13 +63,55 @@ def test_caches_lose_as_much_as_on_the_processor_and_answer(models, spec):
     assert torch.allclose(*lost, rtol=0.05, atol=1e-4)
 
 
+def test_evaluations_give_the_processors_scores(models, tmp_path):
+    tokenizer = kvcat.load("kvcat-base")[1]
+    options = {"prefix": 64, "suffix": 32, "windows": 2, "per_document": 2}
+    halves, again = (
+        make_task(tokenizer, "installed", "test", supervision=name, **options)
+        for name in ("first-half", "reconstruction")
+    )
+    needles = make_needles(tokenizer, length=96, per_depth=1)
+    for number, task in enumerate((halves, again, needles)):
+        scores = []
+        for model in models:
+            out = tmp_path / f"{number}-{model.device.type}"
+            records = evaluate(
+                task,
+                {"base": (model, tokenizer)},
+                ["attention-matching", "snapkv"],
+                [0.2],
+                out,
+                speed=True,
+                progress=False,
+            )
+            scores.append([r.values[name] for r in records for name in ("kl", "nll") if name in r.values])
+        assert len(scores[0]) > 0
+        assert torch.allclose(*map(torch.tensor, scores), rtol=0.02, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"policy": "router", "router_noise": 0.1},
+        {"policy": "attention", "prefix_range": (0.5, 0.5), "detach_prefix": True},
+    ],
+)
+def test_a_run_goes_on_where_it_was_near_the_processors(options, tiny_folder, texts_folder, tmp_path):
+    check_runs(tiny_folder, texts_folder, tmp_path, atol=1e-3, **options)
+
+
+@pytest.mark.skipif(DEVICE == "accel", reason="it has no compiler and no shards")
 def test_a_compiled_bfloat16_run_goes_on_where_it_was_near_the_processors(tiny_folder, texts_folder, tmp_path):
-    options = {"dtype": "bfloat16", "compile": True, "policy": "router", "max_steps": 4}
-    here = config(tiny_folder, texts_folder, tmp_path / "cpu", **options)
-    there = dataclasses.replace(here, output=str(tmp_path / "gpu"), device=DEVICE)
-    train(here, progress=False)
-    train(dataclasses.replace(there, max_steps=2), progress=False)
-    train(there, progress=False)
-    losses = [[r["dense_loss"] for r in records(run.output) if r["kind"] == "train"] for run in (here, there)]
+    check_runs(tiny_folder, texts_folder, tmp_path, atol=0.05, dtype="bfloat16", compile=True, policy="router")
+
+
+def check_runs(model, texts, folder, *, atol, **options):
+    """Two steps and two more on the device have the losses of the processor."""
+    losses = []
+    for device in ("cpu", DEVICE):
+        run = config(model, texts, folder / device, max_steps=4, device=device, **options)
+        for max_steps in (2, 4):
+            train(dataclasses.replace(run, max_steps=max_steps), progress=False)
+        losses.append([r["dense_loss"] for r in records(run.output) if r["kind"] == "train"])
     assert len(losses[1]) == 4
-    assert torch.allclose(*map(torch.tensor, losses), atol=0.05)
+    assert torch.allclose(*map(torch.tensor, losses), atol=atol)

@@ -88,7 +88,7 @@ def mean_record(records: Sequence[Record], weights: Sequence[float], world: Worl
     """The weighted average of all processes' records of the same names as plain numbers; devices are read once."""
     rows = torch.stack([torch.stack(pytree.tree_leaves(record)).double() for record in records])
     weight = torch.tensor(weights, dtype=rows.dtype, device=rows.device)
-    sums = world.mean(torch.cat([weight @ rows, weight.sum()[None]]))
+    sums = world.mean(torch.cat([(weight[:, None] * rows).sum(0), weight.sum()[None]]))
     return pytree.tree_unflatten((sums[:-1] / sums[-1]).tolist(), pytree.tree_structure(records[0]))
 
 
