@@ -58,12 +58,13 @@ def run(func, *args, **kwargs):
     kwargs.pop("pin_memory", None)
     if kwargs.get("device") is not None:
         here, kwargs["device"] = torch.device(kwargs["device"]).type == NAME, "cpu"
-    same = {id(x.held): x for x in held}  # what an operation in place gives back
+    same = {id(x.held): x for x in held}
     args, kwargs = _pytree.tree_map_only(Held, lambda x: x.held, (args, kwargs))
     out = func(*args, **kwargs)
-    return (
-        _pytree.tree_map_only(torch.Tensor, lambda x: same[id(x)] if id(x) in same else Held(x), out) if here else out
-    )
+    if not here:
+        return out
+    # an operation in place gives back what it was given
+    return _pytree.tree_map_only(torch.Tensor, lambda x: same[id(x)] if id(x) in same else Held(x), out)
 
 
 def check_devices(func, args, held, foreign):

@@ -197,6 +197,7 @@ def test_a_record_and_a_line_without_a_terminal_tell_rates_norms_speed_and_the_t
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("step ")]
     assert len(lines) == 3
     assert all("dense " in line and " tokens/s" in line and line.endswith(" left") for line in lines)
+    assert "  kept 1.00  " in lines[0]  # both groups keep everything still: told once
     assert {t.dtype for t in exported(run.output).values()} == {torch.float32}  # the weights of bfloat16 compute
 
 
