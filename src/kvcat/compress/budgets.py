@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import pad
 
 from kvcat.compress.queries import DenseAttention, HeadBatch, HeadIndex, take
+from kvcat.compress.solvers import times_inverse
 from kvcat.types import Float, Int, Tensor
 
 GRID = (0.03125, 0.0625, 0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
@@ -36,7 +37,7 @@ def error_curves(batch: HeadBatch, dense: DenseAttention, sizes: Iterable[int], 
     some = torch.randperm(queries, generator=torch.Generator().manual_seed(0))[:NUM_QUERIES].to(order.device)
     weights = dense.weights[:, some].unsqueeze(-1)
     attention = batch.scores(some, order).sub_(dense.log_mass[:, some].unsqueeze(-1)).exp_().mul_(weights)
-    left, values = dense.outputs[:, some] * weights, take(batch.values, order)
+    left, values = dense.outputs[:, some], take(batch.values, order)
     few = [size for size in sizes if size <= len(some)]
     at = few[-1] if few else 0
     shift = ridge * len(some) / queries * dense.importance.sum(-1).clamp_min(1e-30)
@@ -49,7 +50,7 @@ def error_curves(batch: HeadBatch, dense: DenseAttention, sizes: Iterable[int], 
         more = attention[:, :, start:stop]
         gram, left = gram + more @ more.mT, left - more @ values[:, start:stop]
         if stop > at:
-            half = torch.linalg.solve_triangular(torch.linalg.cholesky(gram), left, upper=False)
+            half = times_inverse(left.mT, torch.linalg.cholesky(gram).mT, upper=True)
             errors.append(shift * half.square().sum((1, 2)))
     found = torch.stack(errors, 1).double() * (queries / len(some))
     return [dict(zip(sizes, row, strict=True)) for row in found.tolist()]
@@ -66,9 +67,8 @@ def _errors_of_few(
     attention, outputs, values, shift = (x.double() for x in (attention, outputs, values, shift.view(-1, 1, 1)))
     gram = attention.mT @ attention
     gram.diagonal(dim1=-2, dim2=-1).add_(shift.squeeze(-1))
-    half = torch.linalg.solve_triangular(
-        torch.linalg.cholesky(gram), attention.mT @ outputs + shift * values, upper=False
-    )
+    right = attention.mT @ outputs + shift * values
+    half = times_inverse(right.mT, torch.linalg.cholesky(gram).mT, upper=True).mT
     saved = (half.square() - shift * values.square()).sum(-1).cumsum(-1)
     return [(outputs.square().sum((1, 2)) - saved[:, size - 1]).clamp_min(0) for size in sizes]
 

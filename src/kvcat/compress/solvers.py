@@ -90,7 +90,8 @@ def fit_values(
     """
     check_ridge(ridge)
     if towards is not None:
-        return towards + fit_values(weights, targets - weights @ towards, ridge=ridge)
+        left = weights @ towards
+        return towards + fit_values(weights, torch.sub(targets, left, out=left), ridge=ridge)
     single = ridge is not None and ridge >= _SINGLE_PRECISION_RIDGE
     design, wanted = (weights, targets) if single else (weights.double(), targets.double())
     if ridge is None:
@@ -192,9 +193,18 @@ def _solve_ridge(gram: Tensor, right: Tensor, ridge: float) -> Tensor:
     shift = torch.where(largest > 0, ridge * largest, torch.ones_like(largest))
     gram.diagonal(dim1=-2, dim2=-1).add_(shift.unsqueeze(-1))
     factor = torch.linalg.cholesky(gram)
-    # torch.cholesky_solve is several times slower on batches
-    half = torch.linalg.solve_triangular(factor, right, upper=False)
-    return torch.linalg.solve_triangular(factor.mT, half, upper=True)
+    half = times_inverse(right.mT, factor.mT, upper=True)
+    return times_inverse(half, factor, upper=False).mT
+
+
+def times_inverse(
+    rows: Float[Tensor, "*heads rows columns"], triangle: Float[Tensor, "*heads columns columns"], *, upper: bool
+) -> Float[Tensor, "*heads rows columns"]:
+    """Rows times the inverse of a triangular matrix.
+
+    On CPUs this is twice as fast on batches as solving for columns, or as ``torch.cholesky_solve``.
+    """
+    return torch.linalg.solve_triangular(triangle, rows, upper=upper, left=False)
 
 
 def _times(matrix: Tensor, vector: Tensor) -> Tensor:

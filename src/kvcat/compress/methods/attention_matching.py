@@ -180,7 +180,7 @@ def match_attention(
     weights = dense.weights if stable else dense.weights * dense.mass
     slots = top_positions(dense.importance, num_slots)
     scores, own = batch.scores(slots=slots), take(batch.values, slots)
-    outputs = dense.outputs * dense.weights.unsqueeze(-1)
+    outputs = dense.outputs
     if batch.last is not None:
         outputs = outputs * (scores.amax(-1, keepdim=True) > -torch.inf)
     bias = torch.zeros_like(own[..., 0])
