@@ -256,7 +256,7 @@ def dense_attention(batch: HeadBatch) -> DenseAttention:
     together = min(heads, max(1, elements // (rows * slots)))
     step = min(rows, max(1, elements // (together * slots)))
     boost = torch.ones_like(batch.factors) if batch.boost is None else batch.boost
-    log_mass, mass, weights = (torch.empty_like(boost, memory_format=torch.contiguous_format) for _ in range(3))
+    log_mass, mass, weights = (boost.new_empty(boost.shape) for _ in range(3))
     outputs, importance = batch.values.new_empty(*boost.shape, width), batch.values.new_zeros(heads, slots)
     # the scores of all chunks take the same place in the cache
     space = batch.queries.new_empty(together, step, slots)
