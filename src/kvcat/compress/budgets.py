@@ -8,7 +8,6 @@ import torch
 from torch.nn.functional import pad
 
 from kvcat.compress.queries import DenseAttention, HeadBatch, HeadIndex, take
-from kvcat.compress.solvers import times_inverse
 from kvcat.types import Float, Int, Tensor
 
 GRID = (0.03125, 0.0625, 0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
@@ -50,7 +49,7 @@ def error_curves(batch: HeadBatch, dense: DenseAttention, sizes: Iterable[int], 
         more = attention[:, :, start:stop]
         gram, left = gram + more @ more.mT, left - more @ values[:, start:stop]
         if stop > at:
-            half = times_inverse(left.mT, torch.linalg.cholesky(gram).mT, upper=True)
+            half = torch.linalg.solve_triangular(torch.linalg.cholesky(gram).mT, left.mT, upper=True, left=False)
             errors.append(shift * half.square().sum((1, 2)))
     found = torch.stack(errors, 1).double() * (queries / len(some))
     return [dict(zip(sizes, row, strict=True)) for row in found.tolist()]
@@ -67,8 +66,9 @@ def _errors_of_few(
     attention, outputs, values, shift = (x.double() for x in (attention, outputs, values, shift.view(-1, 1, 1)))
     gram = attention.mT @ attention
     gram.diagonal(dim1=-2, dim2=-1).add_(shift.squeeze(-1))
-    right = attention.mT @ outputs + shift * values
-    half = times_inverse(right.mT, torch.linalg.cholesky(gram).mT, upper=True).mT
+    half = torch.linalg.solve_triangular(
+        torch.linalg.cholesky(gram), attention.mT @ outputs + shift * values, upper=False
+    )
     saved = (half.square() - shift * values.square()).sum(-1).cumsum(-1)
     return [(outputs.square().sum((1, 2)) - saved[:, size - 1]).clamp_min(0) for size in sizes]
 

@@ -271,13 +271,13 @@ def dense_attention(batch: HeadBatch) -> DenseAttention:
             log_sums = sums.log().add_(top.squeeze(-1))
             share = (log_sums - part.log_rest[:, chunk]).sigmoid_().clamp_min_(_LEAST_SHARE)
             factors = part.factors[:, chunk] * share
-            shares, more = factors / sums, boost[own, chunk]
+            relative, more = factors / sums, boost[own, chunk]
             if few := more.shape[1]:
                 log_mass[own, chunk], mass[own, chunk] = log_sums[:, :few], sums[:, :few]
                 weights[own, chunk] = factors[:, :few] * more
                 attended = torch.bmm(scores[:, :few], part.values, out=outputs[own, chunk])
-                attended.mul_((shares[:, :few] * more).unsqueeze(-1))
-            importance[own] += (shares.square_().unsqueeze(1) @ scores.square_()).squeeze(1)
+                attended.mul_((relative[:, :few] * more).unsqueeze(-1))
+            importance[own] += (relative.square_().unsqueeze(1) @ scores.square_()).squeeze(1)
     return DenseAttention(log_mass, mass, outputs, weights, importance)
 
 

@@ -193,18 +193,9 @@ def _solve_ridge(gram: Tensor, right: Tensor, ridge: float) -> Tensor:
     shift = torch.where(largest > 0, ridge * largest, torch.ones_like(largest))
     gram.diagonal(dim1=-2, dim2=-1).add_(shift.unsqueeze(-1))
     factor = torch.linalg.cholesky(gram)
-    half = times_inverse(right.mT, factor.mT, upper=True)
-    return times_inverse(half, factor, upper=False).mT
-
-
-def times_inverse(
-    rows: Float[Tensor, "*heads rows columns"], triangle: Float[Tensor, "*heads columns columns"], *, upper: bool
-) -> Float[Tensor, "*heads rows columns"]:
-    """Rows times the inverse of a triangular matrix.
-
-    On CPUs this is twice as fast on batches as solving for columns, or as ``torch.cholesky_solve``.
-    """
-    return torch.linalg.solve_triangular(triangle, rows, upper=upper, left=False)
+    # on batches in single precision, CPUs solve for rows twice as fast as for columns, or as torch.cholesky_solve
+    half = torch.linalg.solve_triangular(factor.mT, right.mT, upper=True, left=False)
+    return torch.linalg.solve_triangular(factor, half, upper=False, left=False).mT
 
 
 def _times(matrix: Tensor, vector: Tensor) -> Tensor:
