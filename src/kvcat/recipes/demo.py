@@ -114,4 +114,5 @@ def run_demo(plan: DemoPlan, out: Path, *, seed: int = 0, device: str = "cpu", f
     )
     print("\n" + headline_text(results))
     print(f"Report: {page}")
+    print("This model has a million parameters and reads Python alone. A real one: kvcat get smollm2-135m")
     return page
