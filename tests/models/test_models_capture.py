@@ -1,8 +1,12 @@
 """A dense forward in chunks, for every family, against transformers' own cache and logits."""
 
+import sys
+from io import StringIO
+
 import pytest
 import torch
 from models_zoo import SUPPORTED, StaysDouble, some_ids, supported
+from tqdm import tqdm
 
 from kvcat.errors import InputError
 from kvcat.models import capture, decoder_layers, logits_from_hidden, output_gains
@@ -29,6 +33,19 @@ def test_a_capture_in_chunks_is_that_of_one_forward_and_of_the_stock_model(kind)
         assert cached.keys.shape[2] < 24 or torch.allclose(keys, cached.keys, atol=1e-12)
         assert torch.equal(whole.queries[layer], every.queries[layer][:, :, 9:])
         assert kind == "gpt2" or every.scales[layer] == decoder_layers(model)[layer].self_attn.scaling
+
+
+def test_a_long_capture_counts_its_layers_and_chunks(monkeypatch):
+    model, bars = supported("llama"), []
+
+    def bar(**options):
+        bars.append(tqdm(**{**options, "disable": False, "file": StringIO()}))
+        return bars[0]
+
+    monkeypatch.setattr(sys.modules["kvcat.models.capture"], "tqdm", bar)
+    capture(model, some_ids(24), chunk_tokens=7)
+    assert bars[0].n == bars[0].total == 4 * len(decoder_layers(model))
+    assert bars[0].delay == 2
 
 
 def test_gains_are_the_mean_squared_columns_of_the_output_projection_and_one_without_it():

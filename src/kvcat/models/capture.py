@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from tqdm import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvcat.attention import enable
@@ -49,7 +50,8 @@ def capture(
 
     Up to ``chunk_tokens`` tokens run at once. More run chunk after chunk behind a growing cache, so that only the keys,
     the values and what is kept of queries and ``hidden`` grow with the length, and activations with the chunk. No
-    attention mask is made but where a layer's sliding window is shorter than the text.
+    attention mask is made but where a layer's sliding window is shorter than the text. In a terminal a bar shows what
+    takes more than two seconds; TQDM_DISABLE=1 hides it.
 
     Args:
         model: a causal LM that passed ``self_test``; it is switched to kvcat's attention.
@@ -74,8 +76,11 @@ def capture(
     def measure(_layer: Any, given: tuple[Any, ...], named: dict[str, Any], *, index: int) -> None:
         states = given[0] if given else named["hidden_states"]
         norms[index].append(states.float().square().sum(-1))
+        bar.update()
 
     with ExitStack() as hooks:
+        total = len(layers) * -(-num_tokens // chunk_tokens)
+        bar = hooks.enter_context(tqdm(desc="reading", total=total, delay=2.0, disable=None, leave=False))
         for index, layer in enumerate(layers):
             hooks.enter_context(layer.register_forward_pre_hook(partial(measure, index=index), with_kwargs=True))
         for start, ids in zip(range(0, num_tokens, chunk_tokens), input_ids.split(chunk_tokens, 1), strict=True):

