@@ -6,7 +6,7 @@ import torch
 from kvcat.attention import attend, attend_reference, extend_keys, mask_gradient, reachable
 from naive import allowed, masked_attention, normal, with_gradients
 
-KINDS = {"causal": {"causal": True}, "all keys": {"causal": False}, "window": {"causal": True, "window": 3}}
+KINDS = {"causal": {}, "window": {"window": 3}}
 
 
 def example(seed=0, *, heads=4, kv_heads=2, queries=9, keys=9):
@@ -21,15 +21,19 @@ def example(seed=0, *, heads=4, kv_heads=2, queries=9, keys=9):
 @pytest.mark.parametrize("biased", [0, 4, 9])
 def test_output_and_all_gradients_equal_the_naive_twin(kind, biased):
     q, k, v, keep, bias = example()
-    inputs = [q, k, v, keep, bias[..., :biased]] if biased else [q, k, v, keep]
-    options = KINDS[kind]
-    reach = allowed(9, options.get("window")) if options["causal"] else torch.ones(9, 9)
+    options, reach = KINDS[kind], allowed(9, KINDS[kind].get("window"))
+    keep = None if biased else keep
 
-    def naive(q, k, v, keep, bias=None):
-        bias = None if bias is None else torch.nn.functional.pad(bias, (0, 9 - biased))
-        return masked_attention(q, k, v, keep[:, None, None], reach, 8**-0.5, bias)
+    def fast_twin(q, k, v, last):
+        return attend(q, k, v, **{"log_bias" if biased else "keep": last}, **options)
 
-    fast, slow = (with_gradients(f, inputs) for f in (lambda *x: attend(*x, **options), naive))
+    def naive(q, k, v, last):
+        kept = torch.ones(()) if biased else last[:, None, None]
+        bias = torch.nn.functional.pad(last, (0, 9 - biased)) if biased else None
+        return masked_attention(q, k, v, kept, reach, 8**-0.5, bias)
+
+    inputs = [q, k, v, bias[..., :biased] if biased else keep]
+    fast, slow = (with_gradients(f, inputs) for f in (fast_twin, naive))
     torch.testing.assert_close(fast, slow, rtol=1e-5, atol=1e-10)
     padded = None if not biased else torch.nn.functional.pad(bias[..., :biased], (0, 9 - biased))
     assert torch.allclose(attend_reference(q, k, v, keep, padded, **KINDS[kind]), slow[0], atol=1e-10)
@@ -45,13 +49,14 @@ def test_chunks_of_the_backward_do_not_change_the_gradient(monkeypatch):
         assert torch.allclose(*results, atol=1e-12)
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 4}, {"causal": False}])
+@pytest.mark.parametrize("options", [{}, {"window": 4}])
 def test_fewer_queries_than_keys_are_the_last_positions(options):
     q, k, v, keep, bias = example()
-    whole = attend(q, k, v, keep, bias, **options)
-    for count in (1, 4):
-        part = attend(q[:, :, -count:], k, v, keep, bias, **options)
-        assert torch.allclose(part, whole[:, :, -count:], atol=1e-12), count
+    for given in ({"keep": keep}, {"log_bias": bias}):
+        whole = attend(q, k, v, **given, **options)
+        for count in (1, 4):
+            part = attend(q[:, :, -count:], k, v, **given, **options)
+            assert torch.allclose(part, whole[:, :, -count:], atol=1e-12), count
 
 
 @pytest.mark.parametrize("queries", [1, 7, 70])
@@ -97,6 +102,6 @@ def test_the_masks_gradient_is_bounded_where_the_masked_pass_has_an_exploding_de
 def test_a_mistake_is_named():
     q, k, v, keep, _ = example()
     with pytest.raises(ValueError, match="window=0"):
-        attend(q, k, v, keep, causal=False, window=0)
+        attend(q, k, v, keep, window=0)
     with pytest.raises(ValueError, match="9 queries"):
         attend_reference(q, k[:, :, :5], v[:, :, :5])

@@ -128,20 +128,25 @@ def test_a_hub_data_set_is_resumed_at_the_commit_it_was_begun_with(tmp_path, tok
         (tmp_path / commit).mkdir()
         write_table(tmp_path / commit / "a.parquet", texts(30, seed=seed))
 
-    def loader(newest):
-        def opened(name, *, revision=newest):
-            return replace(open_source(str(tmp_path / revision)), name=name, revision=revision)
+    def opened(newest, revision=None):
+        def source(name, *, revision):
+            there = revision or newest
+            return replace(open_source(str(tmp_path / there)), name=name, revision=there)
 
-        monkeypatch.setattr(streams_module, "open_source", opened)
-        return TokenLoader(TextStreams(opened("hub:o/n"), Encoder.of(tokenizer), 16, 4, 0))
+        monkeypatch.setattr(streams_module, "open_source", source)
+        sizes = {"seq_len": 16, "batch_size": 4, "max_steps": 9, "validation_sequences": 2, "seed": 0}
+        return open_tokens("hub:o/n", tokenizer, **sizes, revision=revision)
 
-    source = loader("old")
-    source.read()
-    state, following = source.state_dict(), source.read()
-    again = loader("new")
-    assert not torch.equal(steps(again, 2)[1], following)
-    again.load_state_dict(state)
-    assert torch.equal(again.read(), following)
+    old, newer = opened("old"), opened("new")
+    old.train.read()
+    state, following = old.train.state_dict(), old.train.read()
+    again = opened("new", state["revision"])
+    again.train.load_state_dict(state)
+    assert torch.equal(again.train.read(), following)
+    assert torch.equal(again.validation, old.validation)
+    assert not torch.equal(newer.validation, old.validation)
+    with pytest.raises(InputError, match="its revision is 'old', not 'new'"):
+        newer.train.load_state_dict(state)
 
 
 def test_too_few_documents_for_validation_or_for_the_streams_are_refused_by_name(tmp_path, tokenizer):

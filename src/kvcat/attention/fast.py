@@ -25,7 +25,6 @@ def attend(
     v: Float[Tensor, "batch kv_heads keys value_dim"],
     keep: Float[Tensor, "batch keys"] | Bool[Tensor, "batch keys"] | None = None,
     log_bias: Float[Tensor, "#batch kv_heads slots"] | None = None,
-    causal: bool = True,
     *,
     scale: float | None = None,
     window: int | None = None,
@@ -37,25 +36,23 @@ def attend(
     queries x keys is made in the forward.
 
     Args:
-        q, k, v, keep, causal, scale, window: as in ``attend_reference``.
-        log_bias: nats added to the scores of the first slots, the keys after them get none; -inf hides a slot.
-        reach: True where a query may look at a key, instead of ``causal`` and ``window``.
+        q, k, v, keep, scale, window: as in ``attend_reference``.
+        log_bias: nats added to the scores of the first slots, the keys after them get none; -inf hides a slot. Not with
+            ``keep``.
+        reach: True where a query may look at a key, instead of causality and ``window``.
     """
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     if window is not None:
-        reach = reachable(q.shape[2], k.shape[2], causal=causal, window=window, device=q.device)[None]
-    causal = causal and q.shape[2] > 1
-    if keep is not None and log_bias is not None:
-        log_bias = pad(log_bias, (0, k.shape[2] - log_bias.shape[-1])).expand(len(k), -1, -1)
+        reach = reachable(q.shape[2], k.shape[2], window=window, device=q.device)[None]
     hard = None if keep is None else keep.detach() > 0
     if reach is None:
-        out = _without_reach(q, k, v, hard, log_bias, causal, factor)
+        out = _without_reach(q, k, v, hard, log_bias, factor)
     else:
         seen = reach if hard is None else visible(hard, reach)
         out = _within_reach(q, k, v, seen[:, None], log_bias, factor)
     if keep is None or not keep.requires_grad:
         return out
-    return KeepGradient.apply(out, keep, q, k, v, log_bias, reach, causal, factor)  # type: ignore[return-value]
+    return KeepGradient.apply(out, keep, q, k, v, reach, factor)  # type: ignore[return-value]
 
 
 def attend_twice(
@@ -127,18 +124,16 @@ def attend_ragged(
 
 
 def _without_reach(
-    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, log_bias: Tensor | None, causal: bool, scale: float
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, log_bias: Tensor | None, scale: float
 ) -> Tensor:
     """Dropped slots have a bias of -1e4; queries that see no kept slot get their own value."""
-    if log_bias is not None:
-        log_bias = _finite(log_bias, k, scale).expand(len(k), -1, -1)
     if keep is None:
-        return attend_biased(q, k, v, log_bias, causal=causal, scale=scale)
-    bias = torch.where(keep[:, None], q.new_zeros(k.shape[:3]) if log_bias is None else log_bias, _lowest(k, scale))
-    out = attend_biased(q, k, v, bias, causal=causal, scale=scale)
+        bias = None if log_bias is None else _finite(log_bias, k, scale).expand(len(k), -1, -1)
+        return attend_biased(q, k, v, bias, scale=scale)
+    bias = torch.where(keep[:, None], q.new_zeros(k.shape[:3]), _lowest(k, scale))
+    out = attend_biased(q, k, v, bias, scale=scale)
     num_queries = q.shape[2]
-    seen = keep.cumsum(-1) > 0 if causal else keep.any(-1, keepdim=True)
-    blind = ~seen[:, None, -num_queries:, None]
+    blind = keep.cumsum(-1)[:, None, -num_queries:, None] == 0
     own = v[:, :, -num_queries:].repeat_interleave(q.shape[1] // v.shape[1], dim=1)
     return torch.where(blind, own, out)
 

@@ -73,18 +73,18 @@ def attend_biased(
     v: Float[Tensor, "batch kv_heads keys value_dim"],
     log_bias: Float[Tensor, "batch kv_heads slots"] | None = None,
     *,
-    causal: bool = True,
     scale: float,
 ) -> Float[Tensor, "batch heads queries value_dim"]:
-    """``attend_reference`` where every query sees all keys, or all but later ones; with all gradients.
+    """``attend_reference`` where every query, of the last keys, sees all but later ones; with all gradients.
 
-    ``log_bias`` is finite and of the first keys; causal queries are those of the last keys.
+    ``log_bias`` is finite and of the first keys.
 
     On a CPU the kernel adds the bias to whole columns of scores. Causal queries that are fewer than the keys take one
     call over the keys before theirs and a causal one over their own, merged by their normalisers: o = sum_p e^{l_p - l}
     o_p with l = log sum_p e^{l_p}, l_p the log of part p's attention mass. The backward of each part, given the merged
     o and l, is its share of the whole gradient. Elsewhere the bias takes extra channels.
     """
+    causal = torch.compiler.is_compiling() or q.shape[2] > 1  # one query sees all keys; a compiled graph has no bool here
     first = k.shape[2] - q.shape[2] if causal else 0
     if log_bias is None and first == 0:
         return fused_attention(q, k, v, None, causal=causal, scale=scale)
@@ -95,8 +95,9 @@ def attend_biased(
         if torch.is_autocast_enabled("cpu"):  # it knows the public function, not the kernel behind it
             q, k, v = (x.to(torch.get_autocast_dtype("cpu")) for x in (q, k, v))
         return _CpuKernel.apply(q, k, v, log_bias, causal, scale)  # type: ignore[return-value]
-    mask = causal_lower_right(q.shape[2], k.shape[2]) if first else None
-    causal = causal and first == 0
+    mask = None
+    if first:
+        mask, causal = causal_lower_right(q.shape[2], k.shape[2]), False
     if log_bias is None:
         return fused_attention(q, k, v, mask, causal=causal, scale=scale)
     return attend_extended(q, k, v, log_bias, mask, causal=causal, scale=scale)

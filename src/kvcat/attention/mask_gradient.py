@@ -19,15 +19,14 @@ class KeepGradient(torch.autograd.Function):
     dL/dm_j = sum_{h,i} P_ij (dO_i . v_j - dO_i . o_i) over the reachable pairs, where P and o are the dense attention.
     At the visible slots alone (the derivative of the masked pass itself) a dropped slot's weight would be unbounded.
     The forward costs nothing. The backward makes the scores again, a few queries at a time.
-    ``apply`` takes out, keep, q, k, v, log_bias, reach, causal, scale, as in ``attend``.
+    ``apply`` takes out, keep, q, k, v, reach, scale, as in ``attend``.
     """
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         """``out`` itself."""
-        out, *tensors, causal, scale = inputs
+        out, *tensors, ctx.scale = inputs
         ctx.save_for_backward(*tensors)
-        ctx.causal, ctx.scale = causal, scale
         return out.view_as(out)
 
     @staticmethod
@@ -35,7 +34,7 @@ class KeepGradient(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The gradient of ``out`` as it arrives, and that of ``keep``."""
         (grad_out,) = grad_outputs
-        keep, q, k, v, log_bias, reach = ctx.saved_tensors
+        keep, q, k, v, reach = ctx.saved_tensors
         batch, num_heads, num_queries, _ = q.shape
         kv_heads, num_keys = k.shape[1:3]
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -46,17 +45,16 @@ class KeepGradient(torch.autograd.Function):
         later = ~reachable(step, step, device=q.device)[None]
         for start in range(0, num_queries, step):
             own = slice(start, min(start + step, num_queries))
-            limit, hidden = num_keys, None
             if reach is not None:
-                hidden = ~reach[:, own]
-            elif ctx.causal:  # only the last keys of a chunk are later than some of its queries
+                limit, hidden = num_keys, ~reach[:, own]
+            else:  # only the last keys of a chunk are later than some of its queries
                 limit = num_keys - num_queries + own.stop
                 hidden = later[:, : own.stop - start, : own.stop - start]
             grad_keep[:, :limit] += _chunk_gradient(
-                rows_grad[:, :, own], rows_q[:, :, own], k[:, :, :limit], v[:, :, :limit],
-                None if log_bias is None else log_bias[:, :, :limit], hidden, scale=ctx.scale,
+                rows_grad[:, :, own], rows_q[:, :, own], k[:, :, :limit], v[:, :, :limit], hidden,
+                scale=ctx.scale,
             )  # fmt: skip
-        return grad_out, grad_keep.to(keep.dtype), *[None] * 7
+        return grad_out, grad_keep.to(keep.dtype), *[None] * 5
 
 
 def _chunk_gradient(
@@ -64,18 +62,14 @@ def _chunk_gradient(
     q: Float[Tensor, "batch kv_heads queries group head_dim"],
     k: Float[Tensor, "batch kv_heads keys head_dim"],
     v: Float[Tensor, "batch kv_heads keys value_dim"],
-    log_bias: Float[Tensor, "batch kv_heads keys"] | None,
-    hidden: Bool[Tensor, "#batch queries last_keys"] | None,
+    hidden: Bool[Tensor, "#batch queries last_keys"],
     *,
     scale: float,
 ) -> Float[Tensor, "batch keys"]:
     """sum_i P_ij dO_i.v_j - sum_i P_ij c_i with c_i = dO_i.o_i; ``hidden`` is about the last keys."""
     scores = _product(q, k).mul_(scale)
-    if log_bias is not None:
-        scores += log_bias[:, :, None]
-    if hidden is not None:
-        by_query = scores.view(*q.shape[:4], -1)[..., -hidden.shape[-1] :]
-        by_query.masked_fill_(hidden[:, None, :, None], -torch.inf)
+    by_query = scores.view(*q.shape[:4], -1)[..., -hidden.shape[-1] :]
+    by_query.masked_fill_(hidden[:, None, :, None], -torch.inf)
     weights = scores.softmax(-1)
     products = _product(grad_out, v).mul_(weights)
     centre = products.sum(-1, keepdim=True).transpose(-1, -2)

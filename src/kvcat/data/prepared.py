@@ -187,14 +187,15 @@ def _write(
         for split, file in files.items():
             file.truncate(progress["splits"][split]["tokens"] * encoder.dtype.itemsize)
         for texts, number, row in _batches(source, progress):
+            done = progress["splits"]
+            if limits["train"] and done["train"]["tokens"] >= limits["train"] and done["validation"]["tokens"]:
+                break
             done = {s: _append(files[s], progress["splits"][s], encoder(texts[s]), limits[s]) for s in SPLITS}
             progress = {**progress, "splits": done, "file": number, "row": row}
             if time.monotonic() - saved_at > SAVE_SECONDS:
                 save()
                 saved_at = time.monotonic()
             on_progress(done["train"]["tokens"])
-            if limits["train"] and done["train"]["tokens"] >= limits["train"] and done["validation"]["tokens"]:
-                break
     return progress
 
 
@@ -238,9 +239,9 @@ def _finish(work: Path, target: Path, tokenizer_name: str, progress: dict[str, A
     index = {**progress, "tokenizer_name": tokenizer_name, "kvcat": kvcat.__version__}
     del index["file"], index["row"]
     write_json(work / INDEX, index)
-    for name in (PROGRESS, LOCK_FILE):
-        (work / name).unlink()
     if target.is_dir():
         target.rmdir()
     work.rename(target)
+    for name in (PROGRESS, LOCK_FILE):
+        (target / name).unlink()
     return index

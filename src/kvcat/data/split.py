@@ -57,8 +57,8 @@ def split_documents(source: str, split: Split | Literal["all"], *, limit: int | 
 def training_splits(source: str, seed: int) -> tuple[list[Document], list[Document]]:
     """Training and validation documents of a source that is read whole, each in a random order.
 
-    Of the installed Python sources, training documents that share many lines with others are left out: more than half
-    of some libraries are copies of their own files. Where no document's hash falls into validation, the training
+    Of the installed Python sources, documents that share many lines with training documents are left out: more than
+    half of some libraries are copies of their own files. Where no document's hash falls into validation, the training
     document whose hash is closest to that range is held out. The seed orders the training documents; validation has one
     order. ``InputError`` for fewer than two documents.
     """
@@ -68,6 +68,7 @@ def training_splits(source: str, seed: int) -> tuple[list[Document], list[Docume
     train, validation = splits["train"], splits["validation"]
     if source == "installed":
         train = drop_copies(hash_order(train, 0))
+        validation = drop_near_duplicates(validation, train)
     if not validation and len(train) > 1:
         validation = [min(train, key=lambda document: _position(document.id))]
         train.remove(validation[0])

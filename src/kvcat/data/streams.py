@@ -5,7 +5,7 @@ is cut into micro-batches changes it. A position of a few integers is enough to 
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
 from queue import Queue
@@ -160,12 +160,9 @@ class TokenLoader:
         return {**self._plan.identity, "streams": {str(s): list(place) for s, place in self._positions.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state, a Hub data set at its commit; ``InputError`` if the state is of other data."""
-        plan, revision = self._plan, state.get("revision")
-        if isinstance(plan, TextStreams) and plan.source.name.startswith("hub:") and revision != plan.source.revision:
-            plan = replace(plan, source=open_source(plan.source.name, revision=revision))
-        _check_identity(state, plan.identity)
-        self._plan, self._steps = plan, None
+        """Continue from a state; ``InputError`` if it is of other data."""
+        _check_identity(state, self._plan.identity)
+        self._steps = None
         self._positions = {stream: tuple(state["streams"][str(stream)]) for stream in self._positions}
 
 
@@ -222,6 +219,7 @@ def open_tokens(
     validation_sequences: int,
     seed: int,
     streams: Iterable[int] | None = None,
+    revision: str | None = None,
 ) -> TokenData:
     """Training and validation tokens, disjoint by document.
 
@@ -233,6 +231,7 @@ def open_tokens(
         tokenizer: with a fast form and an EOS token.
         batch_size: sequences per step, over all processes; the number of streams.
         streams: see ``TokenLoader``; other settings are those of ``TrainConfig``.
+        revision: commit of a Hub data set; None is its newest.
 
     Raises:
         InputError: no such data, too little text, or none that can be read.
@@ -246,7 +245,7 @@ def open_tokens(
             raise InputError(f"{kind} documents of {data}: {error}") from None
 
     if data.startswith(("hub:", "stream:")):
-        plan = TextStreams(open_source(data), encoder, seq_len, batch_size, seed)
+        plan = TextStreams(open_source(data, revision=revision), encoder, seq_len, batch_size, seed)
         documents = (document for file in plan.source.files for _, document in read_documents(file))
         held_out = (document for document in documents if split_of(document.id) == "validation")
         validation = packed("validation", held_out, validation_sequences)

@@ -7,6 +7,7 @@ from tokenizers import ByteLevelBPETokenizer, Tokenizer
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from kvcat.data import Document, hash_order, open_documents, split_of
+from kvcat.models import save
 from kvcat.training.config import TrainConfig
 from kvcat.training.loop import train
 
@@ -41,8 +42,7 @@ def write_untrained(folder: Path, seed: int) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(config)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    save(model, tokenizer, folder)
 
 
 def pretrain(output: Path, *, device: str = "cpu") -> Path:
@@ -69,6 +69,6 @@ def pretrain(output: Path, *, device: str = "cpu") -> Path:
         validation_sequences=32,
         checkpoint_every=250,
     )
-    if not (output / "untrained" / "tokenizer.json").exists():
+    if not (output / "untrained").exists():
         write_untrained(output / "untrained", seed=config.seed)
     return train(config).export

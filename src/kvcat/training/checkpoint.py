@@ -94,9 +94,13 @@ class Checkpoints:
         if folder is None:
             return 0, [], notes
         tensors = self._tensors()
-        # AdamW has no state of parameters that never had a gradient; the checksums tell whether anything else is absent
-        load = functools.partial(dcp.load, planner=DefaultLoadPlanner(allow_partial_load=True))
-        self._transfer(load, tensors, folder)
+        # AdamW has no state of parameters that never had a gradient
+        partly = functools.partial(dcp.load, planner=DefaultLoadPlanner(allow_partial_load=True))
+        try:
+            self._transfer(dcp.load, {"module": tensors["module"]}, folder)
+            self._transfer(partly, {"optimizer": tensors["optimizer"]}, folder)
+        except RuntimeError as error:
+            raise InputError(f"checkpoint {folder} is not of this model: {one_line(error)}") from error
         torch_states.set_state_dict(
             self.module, self.optimizer, model_state_dict=tensors["module"], optim_state_dict=tensors["optimizer"]
         )
@@ -256,8 +260,10 @@ def check_disk(config: TrainConfig, module: nn.Module) -> None:
 
     A checkpoint holds weights in float32 and two moments of each.
     """
-    run, num_saves = Path(config.output), config.max_steps / config.checkpoint_every
-    num_new = max(0, min(config.keep_checkpoints + 1, math.ceil(num_saves)) - len(folders(run)))
+    run = Path(config.output)
+    there = folders(run)
+    num_left = math.ceil((config.max_steps - (step_of(there[-1]) if there else 0)) / config.checkpoint_every)
+    num_new = max(0, min(config.keep_checkpoints + 1 - len(there), num_left))
     exported = 2 if config.export_dtype == "bfloat16" else 4
     needed = sum(p.numel() for p in module.parameters()) * (12 * num_new + exported)
     if (free := shutil.disk_usage(run).free) < needed:

@@ -86,15 +86,16 @@ def join_world(device: str, *, group: bool = False) -> Iterator[World]:
     if where.type == "cuda" and where.index is None and size > 1:
         if local_rank >= torch.cuda.device_count():
             raise InputError(f"process {local_rank} of this machine has no GPU: there are {torch.cuda.device_count()}")
-        torch.cuda.set_device(local_rank)
         where = torch.device("cuda", local_rank)
+    if where.type == "cuda" and where.index is not None:
+        torch.cuda.set_device(where)  # where FSDP2 puts the parameters
     if size == 1 and not group:
         yield World(0, 1, where)
         return
     made = not dist.is_initialized()
     if made:
         backend = "cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo"
-        store = dist.HashStore() if "MASTER_ADDR" not in os.environ else None
+        store = dist.HashStore() if size == 1 else None
         try:
             dist.init_process_group(backend, store=store, rank=rank, world_size=size)
         except (RuntimeError, ValueError) as error:

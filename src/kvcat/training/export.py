@@ -1,5 +1,6 @@
 """The product of a run: an ordinary Hugging Face folder with a card that says how it was made."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def export_checkpoint(checkpoint: Path, target: Path) -> Path:
     if not own:
         check_new_folder(target)
     model, tokenizer = load(config.model)
-    objective = Objective(model, config)
+    objective = Objective(model, replace(config, teacher="self"))  # a frozen teacher would be a copy of the model
     load_module(checkpoint, objective)
     records = [r for r in read_jsonl(run / METRICS_FILE) if r["kind"] == "validation"]
     validation = [r for r in records if r["step"] <= described["step"]]
@@ -52,8 +53,8 @@ def model_card(config: TrainConfig, steps: int, validation: dict[str, Any]) -> s
     losses = "\n".join(f"- {name}: {value:.4f}" for name, value in validation.items() if isinstance(value, float))
     kept = ", ".join(f"layer {layer}: {value:.2f}" for layer, value in validation.get("kept", {}).items())
     masked = f"""
-The masked pass hid KV slots with the `{config.policy}` policy (target keep ratio {config.target_keep}); the routers are
-not part of this checkpoint. Kept fraction at the last validation: {kept}.
+The masked pass hid KV slots with the `{config.policy}` policy (target keep ratio {config.target_keep}), which is not part
+of this checkpoint. Kept fraction at the last validation: {kept}.
 """
     return f"""---
 library_name: transformers

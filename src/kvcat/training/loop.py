@@ -73,13 +73,13 @@ def train(config: TrainConfig, *, progress: bool = True) -> TrainResult:
         world = stack.enter_context(join_world(config.device, group=config.dtype != "float32"))
         signals = stack.enter_context(_stop_requests())
 
-        def hold_folder() -> tuple[Continuation, bool]:
+        def hold_folder() -> tuple[Continuation, Record | None]:
             stack.enter_context(one_writer(run))
-            return check_folder(config), _is_finished(config)
+            return check_folder(config), _last_record(config)
 
         earlier, finished = world.first(hold_folder)
-        if finished and "export_dtype" not in earlier.changes:
-            return TrainResult(run, run / "export", read_jsonl(run / METRICS_FILE)[-1])
+        if finished is not None:
+            return TrainResult(run, run / "export", finished)
         model, tokenizer = load(config.model, dtype="float32", device=str(world.device))
         if config.prefix_range is not None and config.masked_share:
             self_test(model, split=True)
@@ -92,15 +92,24 @@ def train(config: TrainConfig, *, progress: bool = True) -> TrainResult:
 
         def export() -> None:
             export_checkpoint(folders(run)[-1], run / "export")
-            write_json(run / DONE_FILE, {"steps": config.max_steps})
+            write_json(run / DONE_FILE, _done(config))
 
         world.first(export)
         return TrainResult(run, run / "export", trainer.log.last.get("validation", {}))
 
 
-def _is_finished(config: TrainConfig) -> bool:
-    done, exported = (Path(config.output) / name for name in (DONE_FILE, "export/config.json"))
-    return done.exists() and exported.exists() and read_json(done).get("steps") == config.max_steps
+def _done(config: TrainConfig) -> Record:
+    """What says that a run is complete."""
+    return {"steps": config.max_steps, "export_dtype": config.export_dtype}
+
+
+def _last_record(config: TrainConfig) -> Record | None:
+    """The last record of a run that is complete; None of any other."""
+    run = Path(config.output)
+    done, exported = run / DONE_FILE, run / "export" / "config.json"
+    if not (done.exists() and exported.exists() and {**_done(config), **read_json(done)} == _done(config)):
+        return None
+    return [{}, *read_jsonl(run / METRICS_FILE)][-1]
 
 
 class Trainer:
@@ -117,19 +126,20 @@ class Trainer:
         self.config, self.world, self.signals = config, world, signals
         self.objective = Objective(model, config).to(world.device)
         world.first(lambda: check_disk(config, self.objective))
-        own = config.batch_size // world.size
-        self.streams = range(world.rank * own, (world.rank + 1) * own)
-        self.data = open_tokens(
-            config.data, tokenizer, seq_len=config.seq_len, batch_size=config.batch_size, max_steps=earlier.begun_with,
-            validation_sequences=config.validation_sequences, seed=config.seed, streams=self.streams,
-        )  # fmt: skip
         prepare_layers(model, config)
         shard(self.objective, world, getattr(torch, config.dtype))
         self.optimizer = make_optimizer(self.objective, config)
         self.checkpoints = Checkpoints(run, config.keep_checkpoints, world, self.objective, self.optimizer)
         self.step, states, notes = self.checkpoints.load_newest()
-        if states:
-            self.data.train.load_state_dict(merge_states(states))
+        own, place = config.batch_size // world.size, merge_states(states)
+        self.streams = range(world.rank * own, (world.rank + 1) * own)
+        self.data = open_tokens(
+            config.data, tokenizer, seq_len=config.seq_len, batch_size=config.batch_size, max_steps=earlier.begun_with,
+            validation_sequences=config.validation_sequences, seed=config.seed, streams=self.streams,
+            revision=place.get("revision"),
+        )  # fmt: skip
+        if place:
+            self.data.train.load_state_dict(place)
         notes += world.first(lambda: record_config(config, self.step, earlier.changes))
         self.log = RunLog(config, self.step, enabled=world.is_first, progress=progress)
         stack.callback(self.log.close)
