@@ -1,4 +1,5 @@
 import os
+import shlex
 
 from kvcat.provenance import command_line, provenance
 
@@ -12,8 +13,10 @@ def test_commands_name_no_folder_outside_the_working_one(tmp_path, monkeypatch):
         ("kvcat ~/models/base ../x/y", "kvcat .../base .../y"),
         (f"kvcat runs/base {tmp_path}/runs/a", "kvcat runs/base runs/a"),
         ("/usr/lib/kvcat/__main__.py demo", "python -m kvcat demo"),
+        ("kvcat base=/home/bob/lr=3/export file:///home/bob/x", "kvcat base=.../lr=3/export file:.../x"),
+        ("kvcat a=/home/bob/x,b=1 '/home/bob/What is it?'", "kvcat a=.../x,b=1 '.../What is it?'"),
     ):
-        assert command_line(typed.split()) == shown
+        assert command_line(shlex.split(typed)) == shown
 
 
 def test_provenance_names_versions_and_hardware_as_text_and_no_home():

@@ -7,5 +7,6 @@ third=$((steps / 3))
 continue_pretraining adapt "$MODEL" --policy control --max-steps "$steps" --warmup-steps 20 --peak-lr 5e-5 \
   --min-lr 5e-6 --seed 0 --checkpoint-every "$third" --keep-checkpoints 4 --validation-every "$third"
 for step in "$third" $((third * 2)); do
-  [ -e "$OUT/adapt-$step/export" ] || kvcat export "$OUT/adapt" --step "$step" -o "$OUT/adapt-$step/export"
+  there=$(printf '%s/adapt/checkpoints/step-%06d' "$OUT" "$step")  # a stopped run may have dropped it for a later one
+  [ -e "$OUT/adapt-$step/export" ] || [ ! -e "$there" ] || kvcat export "$OUT/adapt" --step "$step" -o "$OUT/adapt-$step/export"
 done

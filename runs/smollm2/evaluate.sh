@@ -7,7 +7,7 @@ models="base=$MODEL"
 for folder in "$OUT"/adapt-* "$OUT/adapt"; do
   [ ! -e "$folder/export" ] || models="$models $(basename "$folder")=$folder/export"
 done
-for branch in "$@"; do models="$models $(echo "$branch" | sed 's/-s\([0-9]*\)$/@\1/')=$OUT/$branch/export"; done
+for branch in "$@"; do models="$models $(echo "$branch" | sed 's/-lr.*-s\([0-9]*\)$/@\1/; s/-s\([0-9]*\)$/@\1/')=$OUT/$branch/export"; done
 common="--device $DEVICE --dtype float32 --batch-size ${EVAL_BATCH:-2}"
 report=""
 for domain in books tech code; do

@@ -7,18 +7,21 @@ EVAL_BATCH=${EVAL_BATCH:-16} WINDOWS=${WINDOWS:-72} CHECKPOINT_EVERY=${CHECKPOIN
 export DEVICE BATCH MICRO STEPS ADAPT_STEPS EVAL_BATCH WINDOWS CHECKPOINT_EVERY
 . "$(dirname "$0")/common.sh"
 python -c "import kvcat.cli.train, kvcat.evals, kvcat.report"  # what is missing is told before anything runs
+: "${TEXT:?names the training text}" "${BOOKS:?names the held-out text}"
+case ${PART:-} in "" | check | adapt | branches | evaluate | pack) ;; *) echo "no part $PART" >&2; exit 2 ;; esac
 part() { [ -z "${PART:-}" ] || [ "$PART" = "$1" ]; }
 branches=${BRANCHES:-control router:1 rand:1 rand-prefix:1 attn-reader:0.3}  # each with its weight
 if part check; then
-  python -m pytest -q -m gpu tests 2>&1 | tee "$OUT/gpu-tests.txt" || true
+  python -m pytest -q -m gpu tests 2>&1 | tee "$OUT/gpu-tests.txt"
   python benchmarks/training.py --device cuda --shape "$MODEL" --dtype bfloat16 --batch 16 2>&1 |
-    tee "$OUT/gpu-training.txt" || true
-  python benchmarks/attention_matching.py --device cuda --model "$MODEL" 2>&1 | tee "$OUT/gpu-solve.txt" || true
+    tee "$OUT/gpu-training.txt"
+  python benchmarks/attention_matching.py --device cuda --model "$MODEL" 2>&1 | tee "$OUT/gpu-solve.txt"
 fi
 if part adapt; then sh runs/smollm2/adapt.sh; fi
 if part branches; then for branch in $branches; do WEIGHT=${branch#*:} sh runs/smollm2/branch.sh "${branch%:*}"; done; fi
 if part evaluate; then
-  names=$(for branch in $branches; do echo "$(echo "$branch" | sed 's/:/-w/')-s$SEED"; done)
+  rate=; [ "${LR:-3e-5}" = 3e-5 ] || rate=-lr$LR
+  names=$(for branch in $branches; do echo "$(echo "$branch" | sed 's/:/-w/')$rate-s$SEED"; done)
   sh runs/smollm2/evaluate.sh $names
 fi
 if part pack; then  # what is small enough to carry away

@@ -87,7 +87,8 @@ def table(records: list[dict]) -> Iterator[str]:
 def main() -> None:
     """Write the records, then print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs=2, metavar=("CONTROL", "TRAINED"))
+    parser.add_argument("control")
+    parser.add_argument("trained")
     parser.add_argument("--data", required=True)
     parser.add_argument("--method", nargs="+", default=["attention-matching", "snapkv"])
     parser.add_argument("--keep", nargs="+", type=float, default=[0.05])
@@ -98,7 +99,7 @@ def main() -> None:
     parser.add_argument("--groups", nargs="+", type=int, default=[0, 7, 15, 22], help="first layer of each group")
     parser.add_argument("--out", default="where.jsonl", help="records, one a line")
     options = parser.parse_args()
-    (control, tokenizer), (trained, _) = (kvcat.load(name) for name in options.models)
+    (control, tokenizer), (trained, _) = (kvcat.load(name) for name in (options.control, options.trained))
     drawn = {"prefix": options.prefix, "suffix": options.suffix, "per_document": options.per_document}
     task = make_task(tokenizer, options.data, "all", windows=options.windows, **drawn)
     records = []

@@ -51,7 +51,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file, or the table in a .toml file; ``InputError`` if there is none."""
     try:
         found = (tomllib if path.suffix == ".toml" else json).loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path} is not readable: {error}") from None
     if not isinstance(found, dict):
         raise InputError(f"{path} holds no JSON object")
@@ -78,7 +78,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
             found.append(json.loads(line))
             if not isinstance(found[-1], dict):
                 raise ValueError("it is no JSON object")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(f"{path} is damaged: {line[:80]!r} is no record: {error}") from None
     return found
 

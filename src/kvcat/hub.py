@@ -18,7 +18,8 @@ from kvcat.files import read_json
 BASE_NAME = "kvcat-base"
 SMOLLM2 = "smollm2-135m"
 PATIENCE = 4.0  # seconds until the Hub counts as unreachable
-_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.bin"]
+_WEIGHTS = ["model*.safetensors", "pytorch_model*.bin"]
+_PATTERNS = ["*.json", *_WEIGHTS, "*.model", "*.txt", "*.jinja"]
 
 
 def models_home() -> Path:
@@ -65,7 +66,7 @@ def _hub_folder(name: str, weights: bool) -> Path:
         if folder and (not weights or _is_complete(folder)):
             return folder
         if obstacle := hub_obstacle():
-            if folder and (any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))):
+            if folder and _weights(folder):
                 return folder  # perhaps all that the model has
             raise InputError(f"{name} is neither a folder nor in the local Hub cache, and {obstacle}")
         patterns = _PATTERNS if weights else ["config.json"]
@@ -77,9 +78,14 @@ def _hub_folder(name: str, weights: bool) -> Path:
 def _is_complete(folder: Path) -> bool:
     """Whether a cached model has a tokenizer and weights, all files of them that an index names."""
     named = [read_json(index)["weight_map"].values() for index in folder.glob("*.index.json")]
-    found = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
+    found = _weights(folder)
     whole = all((folder / file).exists() for files in named for file in files)
-    return whole and bool(found) and any(folder.glob("tokenizer*"))
+    indexed = bool(named) or not any("-of-" in file.name for file in found)
+    return whole and indexed and bool(found) and any(folder.glob("tokenizer*"))
+
+
+def _weights(folder: Path) -> list[Path]:
+    return [file for pattern in _WEIGHTS for file in folder.glob(pattern)]
 
 
 def hub_obstacle() -> str | None:

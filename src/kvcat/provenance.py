@@ -3,6 +3,7 @@
 import os
 import platform
 import re
+import shlex
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -43,10 +44,12 @@ def command_line(arguments: list[str]) -> str:
 
 
 def _shortened(word: str) -> str:
-    head, equals, value = word.rpartition("=")
-    path = Path(value)
+    """A word whose paths, behind any "=", ",", quote, bracket or scheme, are shortened; quoted where a shell needs it."""
+    return shlex.quote(re.sub(r"""(?:^|(?<=[=,"'[:]))(?:/|~|\.\./)[^=,"'\]]*""", _short_path, word))
+
+
+def _short_path(found: re.Match[str]) -> str:
+    path = Path(found[0])
     if path.is_absolute() and path.is_relative_to(Path.cwd()):
-        value = path.relative_to(Path.cwd()).as_posix()
-    elif path.is_absolute() or value.startswith("~") or ".." in path.parts:
-        value = f".../{path.name}"
-    return f"{head}{equals}{value}"
+        return path.relative_to(Path.cwd()).as_posix()
+    return f".../{path.name}"

@@ -224,3 +224,5 @@ def test_a_cache_loads_only_for_its_model_whose_fingerprint_follows_every_weight
         with torch.no_grad():
             parameter.view(-1)[0] -= 1
     assert fingerprint(made.bfloat16()) != first
+    parallel = [fingerprint(loud_model("gpt_neox", use_parallel_residual=used)) for used in (True, False)]
+    assert parallel[0] != parallel[1]

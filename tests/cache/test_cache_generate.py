@@ -97,6 +97,15 @@ def test_greedy_generation_takes_the_naive_argmax_at_every_step(form, static_tok
     torch.testing.assert_close([layer.tensors() for layer in cache.layers], before, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("form", ["plain", "biased", "ragged"])
+def test_tokens_that_are_guessed_ahead_and_dropped_again_change_no_answer(form):
+    model, ids = tiny(), torch.tensor([[3, 4, 5, 3, 4]])
+    cache = made(model, form, batch=1)
+    for ahead in ({"prompt_lookup_num_tokens": 2}, {"assistant_model": tiny("mistral")}):
+        out = model.generate(**cache.inputs(model, ids), max_new_tokens=8, do_sample=False, **ahead)
+        assert out.tolist() == greedy(cache, ids, 8)
+
+
 @pytest.mark.parametrize(("form", "static_tokens"), [("biased", 12), ("ragged", None)])
 def test_left_padded_questions_are_answered_as_each_would_be_alone(form, static_tokens):
     model = tiny()

@@ -79,6 +79,9 @@ def test_without_a_fitted_log_bias_slots_keep_the_one_they_have(double, windows,
         at = positions_of(layer.keys, grown.keys[index])
         assert torch.equal(layer.log_bias, grown.log_bias[index].gather(2, at))
     assert any((layer.log_bias != 0).any() for layer in cache.layers)
+    plain = Eviction("streaming")(trace(double, windows, 24), num_slots=9)
+    cache = AttentionMatching(log_bias=False)(trace(double, windows, 48, past=plain), num_slots=12)
+    assert all(layer.log_bias is None for layer in cache.layers)
 
 
 def test_a_past_that_does_not_fit_and_methods_that_need_all_queries_are_refused(double, windows, compact):

@@ -178,6 +178,7 @@ def test_states_of_another_run_damaged_and_foreign_ones_are_refused(model, windo
         (traced, {"init": "random"}, 5, "its init is first, here it is random"),
         (traced, {}, 6, "its num_slots is 5, here it is 6"),
         (flipped, {}, 5, r"its tokens is .*, here it is"),
+        (trace(model, windows, 48, past=method(trace(model, windows, 24), num_slots=9)), {}, 5, r"its tokens is"),
     ]:
         with pytest.raises(InputError, match=message):
             dataclasses.replace(method, **change)(found, num_slots=slots, resume=path)

@@ -102,6 +102,21 @@ def test_stopped_anywhere_the_same_call_gives_the_same_folder_and_one_of_other_s
     assert seed or (len(seen) <= 31 and seen[0] >= calls[-1])
 
 
+def test_stopped_at_its_limit_or_before_the_folder_has_its_name_the_same_call_only_finishes(
+    corpus, tokenizer, tmp_path, monkeypatch
+):
+    whole, folder = tmp_path / "whole", tmp_path / "tokens"
+    calls = []
+    prepare(corpus[0], tokenizer, whole, max_tokens=300, on_progress=calls.append)
+    interrupted(len(calls), corpus[0], tokenizer, folder, max_tokens=300)
+    with monkeypatch.context() as patch:
+        patch.setattr("pathlib.Path.rename", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            prepare(corpus[0], tokenizer, folder, max_tokens=300)
+    prepare(corpus[0], tokenizer, folder, max_tokens=300, on_progress=lambda _: pytest.fail("it was read again"))
+    assert contents(folder) == contents(whole)
+
+
 def test_a_source_that_is_gone_or_a_full_disk_costs_nothing_that_was_written(
     corpus, good, tokenizer, tmp_path, monkeypatch
 ):

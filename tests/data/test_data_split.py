@@ -63,9 +63,11 @@ def test_documents_of_the_installation_hold_no_copies_nor_held_out_ones_lines_of
     found += [Document(name, lines("held", 10)) for name in splits.values()]
     monkeypatch.setattr(split_module, "open_documents", lambda _: iter(found))
     assert [len(training_splits(source, 1)[0]) for source in ("installed", "texts")] == [1, 4]
+    assert [d.id for d in training_splits("installed", 1)[1]] == [splits["validation"]]
     for split, name in splits.items():
         assert [d.id for d in split_documents("installed", split)] == [name]
     found.append(Document(names[0], lines("held", 10)))
+    assert splits["validation"] not in {d.id for d in training_splits("installed", 1)[1]}
     for split, name in splits.items():
         assert [d.id for d in split_documents("texts", split)] == [name]
         with pytest.raises(InputError, match=f"no document in split '{split}'"):

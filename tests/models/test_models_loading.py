@@ -132,13 +132,14 @@ def test_a_hub_name_without_network_fails_within_seconds(monkeypatch, tmp_path):
     assert time.monotonic() - started < 3
 
 
-@pytest.mark.parametrize("lacking", ["tokenizer.json", "model-00002-of-00002.safetensors", None])
+@pytest.mark.parametrize("lacking", ["tokenizer.json", "model-00002-of-00002.safetensors", "index", None])
 def test_a_cached_model_that_lacks_files_is_fetched_again_where_there_is_a_way(lacking, tmp_path, monkeypatch):
     index = {"weight_map": {"x": "model-00001-of-00002.safetensors", "y": "model-00002-of-00002.safetensors"}}
     for name in ("config.json", "tokenizer.json", *index["weight_map"].values()):
         if name != lacking:
             (tmp_path / name).write_text("{}")
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    if lacking != "index":
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     monkeypatch.setattr(hub, "try_to_load_from_cache", lambda *_: str(tmp_path / "config.json"))
     monkeypatch.setattr(hub, "snapshot_download", lambda *_, **__: "fetched")
     for obstacle, folder in (("no way", tmp_path), (None, Path("fetched") if lacking else tmp_path)):

@@ -83,6 +83,9 @@ def test_questions_go_on_in_the_turn_that_the_document_opens():
     tokenizer.chat_template = "{{ messages | length }}" + CHAT
     with pytest.raises(InputError, match="something else before the document"):
         chat_ids(tokenizer, more, chat=True)
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(InputError, match="refuses these messages: roles must alternate"):
+        chat_ids(tokenizer, more, chat=True)
 
 
 def user(text):

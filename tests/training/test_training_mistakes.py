@@ -58,11 +58,11 @@ def test_what_a_run_cannot_have_is_named(message, tiny_folder, tmp_path, monkeyp
 def test_the_disk_must_hold_what_will_be_written_with_the_routers(tiny_folder, tmp_path, monkeypatch, new_run):
     run = new_run(max_steps=6, checkpoint_every=2, keep_checkpoints=2)
     weights = 4 * sum(p.numel() for p in Objective(load(tiny_folder)[0], run).parameters())  # of the export
-    for num_there in (0, 2):  # of three checkpoints, each of weights and two moments
-        for step in range(num_there):
+    for steps, num_new in (((), 3), ((2, 4), 1), ((6,), 0)):  # checkpoints, each of weights and two moments
+        for step in steps:
             (tmp_path / "run" / "checkpoints" / f"step-{step}").mkdir(parents=True)
-        for short, told in ((1, "no disk space"), (0, "is missing" if num_there else "done")):
-            usage = SimpleNamespace(free=(3 * (3 - num_there) + 1) * weights - short)
+        for short, told in ((1, "no disk space"), (0, "is missing" if steps else "done")):
+            usage = SimpleNamespace(free=(3 * num_new + 1) * weights - short)
             monkeypatch.setattr("kvcat.training.checkpoint.shutil.disk_usage", lambda _, usage=usage: usage)
             monkeypatch.setattr("kvcat.training.loop.Trainer.run", lambda _: (_ for _ in ()).throw(InputError("done")))
             assert told in refused(run)
@@ -99,6 +99,12 @@ def test_a_second_process_does_not_write_into_a_run(tmp_path, new_run):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".partial-config.json").write_text("{")  # by a kill while the folder was claimed
     assert train(run, progress=False).validation["step"] == 1
+
+
+def test_processes_without_an_address_are_told_so_at_once(monkeypatch, new_run):
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "the 2 processes do not find each other" in refused(new_run())
 
 
 def test_a_run_that_diverges_stops_with_one_line_and_no_checkpoint_of_bad_weights(tmp_path, monkeypatch, new_run):

@@ -105,10 +105,15 @@ def test_a_mistake_lets_the_checkpoint_that_is_being_written_come_to_its_end(mon
     assert [folder.name for folder in folders(Path(run.output))] == ["step-000001"]
 
 
-def test_a_finished_run_is_exported_again_in_another_type(new_run):
+def test_a_finished_run_is_exported_again_in_another_type_even_after_a_kill(monkeypatch, new_run):
     run = new_run(max_steps=1)
     train(run, progress=False)
-    train(dataclasses.replace(run, export_dtype="bfloat16"), progress=False)
+    smaller = dataclasses.replace(run, export_dtype="bfloat16")
+    with monkeypatch.context() as patch:
+        patch.setattr(loop_module, "export_checkpoint", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            train(smaller, progress=False)
+    train(smaller, progress=False)
     assert {value.dtype for value in exported(run.output).values()} == {torch.bfloat16}
     assert read_json(Path(run.output) / "config.json")["export_dtype"] == "bfloat16"
 
@@ -193,6 +198,10 @@ def test_what_is_saved_is_the_state_at_the_call_and_what_is_loaded_is_what_was_s
     assert again.load_newest() == (1, [{"place": 5}], [])
     assert torch.equal(again.module.weight, weight)
     assert torch.equal(again.optimizer.state[again.module.weight]["exp_avg"], moment)
+    other = checkpoints(tmp_path)
+    other.module.renamed = torch.nn.Parameter(torch.zeros(1))
+    with pytest.raises(InputError, match=r"step-000001 is not of this model: .*renamed"):
+        other.load_newest()
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ _CONFIG_KEYS = (
     "final_logit_softcapping", "query_pre_attn_scalar", "logit_scale", "logits_scaling", "attention_multiplier",
     "residual_multiplier", "embedding_multiplier",
 )  # fmt: skip
+_ADDED_KEYS = ("no_rope_layers", "use_parallel_residual", "norm_epsilon", "num_experts_per_tok")  # only where a model has it
 _known: WeakKeyDictionary[nn.Module, tuple[tuple[tuple[int, int], ...], str]] = WeakKeyDictionary()
 
 
@@ -39,6 +40,7 @@ def fingerprint(model: nn.Module) -> str:
     config = getattr(model, "config", None)
     text_config = config.get_text_config() if config is not None else None
     shape = {key: getattr(text_config, key, None) for key in _CONFIG_KEYS}
+    shape |= {key: getattr(text_config, key) for key in _ADDED_KEYS if hasattr(text_config, key)}
     digest.update(json.dumps(shape, sort_keys=True, default=str).encode())
     for name in sorted(parameters):
         hash_tensor(digest, name, parameters[name])

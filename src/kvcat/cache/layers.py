@@ -31,6 +31,7 @@ class PrefixLayer(CacheLayerMixin):
     keys: Tensor
     values: Tensor
     is_sliding = False
+    is_croppable = True
     supports_early_init = False
 
     def __init__(self, slots: Layer, num_tokens: int, *, window: int | None = None, read_only: bool = False):
@@ -90,8 +91,15 @@ class PrefixLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Drop the new tokens and keep the prefix."""
-        stop = self.keys.shape[-2] - self.num_new
-        self.keys, self.values, self.num_new = self.keys[..., :stop, :], self.values[..., :stop, :], 0
+        self.crop(-self.num_new)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last new tokens; minus their number is given (by older transformers, the length that stays)."""
+        if tokens_to_remove > 0:
+            tokens_to_remove -= self.get_seq_length()
+        stop = self.keys.shape[-2] + tokens_to_remove
+        self.keys, self.values = self.keys[..., :stop, :], self.values[..., :stop, :]
+        self.num_new += tokens_to_remove
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row."""
@@ -116,6 +124,7 @@ class StaticPrefixLayer(PrefixLayer):
     """
 
     is_compileable = True
+    is_croppable = False
 
     def __init__(self, slots: Layer, num_tokens: int, *, capacity: int, window: int | None = None):
         super().__init__(slots.padded(), num_tokens, window=window)

@@ -137,6 +137,7 @@ class RaggedLayer(_Slots):
 
     def select(self, rows: Rows) -> "Layer":
         """The given examples."""
+        rows = rows.cpu() if isinstance(rows, Tensor) else rows
         chosen, examples = torch.arange(self.batch_size)[rows], list(_spans(self.counts.sum(1)))
         flat = {
             name: torch.cat([tensor[examples[row]] for row in chosen.tolist()])

@@ -154,7 +154,7 @@ def _press_prefix(
     attentions, cache = _attentions(model), DynamicCache()
     prefix = trace.input_ids[row : row + 1, : trace.prefix_len]
     devices = [prefix.device] if prefix.device.type == "cuda" else []
-    eager = _holds(press, library().ObservedAttentionPress)
+    eager = any(isinstance(p, library().ObservedAttentionPress) for p in (press, getattr(press, "press", None)))
     # random numbers, which some presses draw from the global state, are the example's own and leave no trace
     with frozen(model), torch.no_grad(), torch.random.fork_rng(devices), _as_kvpress_expects(model, attentions, eager):
         torch.manual_seed(example_generators(trace, 0)[row].initial_seed())
@@ -207,11 +207,6 @@ def _attentions(model: PreTrainedModel) -> list[Any]:
             f"kvpress does not support {type(model).__name__}: it wants model.layers with a self_attn each"
         )
     return attentions
-
-
-def _holds(press: Any, kind: type) -> bool:
-    inner = getattr(press, "press", None)
-    return isinstance(press, kind) or (inner is not None and _holds(inner, kind))
 
 
 @contextmanager

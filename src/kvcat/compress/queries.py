@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -200,19 +200,6 @@ class HeadBatch:
             own: list[Any] = [None if x is None else x[start : start + count] for x in states]
             yield HeadBatch(*own)
 
-    def fitted(self) -> "HeadBatch":
-        """The same heads with the queries that are fitted to alone, without a copy."""
-        few = slice(None if self.boost is None else self.boost.shape[1])
-        queries, factors, log_rest = self.queries[:, few], self.factors[:, few], self.log_rest[:, few]
-        return replace(self, queries=queries, factors=factors, log_rest=log_rest)
-
-    @classmethod
-    def joined(cls, batches: Sequence["HeadBatch"]) -> "HeadBatch":
-        """Heads of equal shape in one batch."""
-        states = zip(*([getattr(batch, part.name) for part in fields(cls)] for batch in batches), strict=True)
-        joined: list[Any] = [None if state[0] is None else torch.cat(state) for state in states]
-        return cls(*joined)
-
     def scores(
         self,
         chunk: slice | Tensor = slice(None),
@@ -325,11 +312,6 @@ def draw_queries(trace: Trace, fitted: FittedQueries, num_queries: int, seed: in
                 order = torch.randperm(group * count, generator=generator)[:num_queries]
                 drawn[layer, example, head] = (order % count * group + order // count).sort().values
     return drawn
-
-
-def can_hold(trace: Trace, fitted: FittedQueries) -> bool:
-    """Whether the queries of all heads together are few enough to be held: about 2^24 numbers."""
-    return sum(q.shape[0] * q.shape[1] * q.shape[3] for q in trace.queries) * len(fitted.factors) <= _BATCH_ELEMENTS
 
 
 def load_heads(

@@ -198,7 +198,7 @@ def trace(
     return Trace(
         model, input_ids, prefix_len, supervision, start, seen.keys, seen.values, queries, suffix_keys, sampled,
         prefix_queries, seen.scales, seen.stream, seen.hidden, fingerprint(model), past_len=known,
-        log_bias=_log_bias(padded, prefix_len - known) or None,
+        log_bias=_log_bias(padded, prefix_len - known),
     )  # fmt: skip
 
 
@@ -244,8 +244,10 @@ def _kept_positions(known: int, prefix_len: int, *, every: bool) -> Int[Tensor, 
     return tail if known else torch.cat([sampled_positions(prefix_len), tail]).unique()
 
 
-def _log_bias(past: list[CompactLayer], added: int) -> list[Float[Tensor, "batch kv_heads _"]]:
-    """The log-bias of all slots, 0 for those of the tokens behind the cache."""
+def _log_bias(past: list[CompactLayer], added: int) -> list[Float[Tensor, "batch kv_heads _"]] | None:
+    """The log-bias of all slots, 0 for those of the tokens behind the cache; None where no layer has one."""
+    if all(x.log_bias is None for x in past):
+        return None
     wide = [x.keys.new_zeros(x.keys.shape[:3], dtype=torch.float32) if x.log_bias is None else x.log_bias for x in past]
     return [pad(bias, (0, added)) for bias in wide]
 

@@ -218,14 +218,14 @@ def read_rows(source: str) -> Iterator[Any]:
     HF_HUB_OFFLINE is set), or a file: ``.parquet``, JSON lines, or one JSON array. An ``InputError`` where it
     does not exist or is damaged, or the Hub cannot be reached, told within seconds.
     """
+    # with HF_HUB_OFFLINE datasets itself looks into its cache, at once
+    if source.startswith("hub:") and not constants.HF_HUB_OFFLINE and (obstacle := hub_obstacle()):
+        told = "name a local copy, or set HF_HUB_OFFLINE=1 to take the one an earlier run left in the cache"
+        raise InputError(f"{source} is on the Hub, and {obstacle}: {told}")
     try:
         if source.startswith("hub:"):
             path, _, split = source.removeprefix("hub:").partition("@")
             owner, name, *config = path.split("/")
-            # with HF_HUB_OFFLINE datasets itself looks into its cache, at once
-            if not constants.HF_HUB_OFFLINE and (obstacle := hub_obstacle()):
-                told = "name a local copy, or set HF_HUB_OFFLINE=1 to take the one an earlier run left in the cache"
-                raise InputError(f"{source} is on the Hub, and {obstacle}: {told}")
             rows = datasets.load_dataset(f"{owner}/{name}", "/".join(config) or None, split=split or "train")
         elif source.endswith(".parquet"):
             rows = pyarrow.parquet.read_table(source).to_pylist()
@@ -233,8 +233,6 @@ def read_rows(source: str) -> Iterator[Any]:
             text = Path(source).read_text(encoding="utf-8")
             array = text.lstrip().startswith("[")
             rows = json.loads(text) if array else [json.loads(line) for line in text.split("\n") if line.strip()]
-    except InputError:
-        raise
     except (OSError, ValueError, DatasetsError) as error:  # ArrowInvalid and UnicodeDecodeError are ValueErrors
         raise InputError(f"{source} cannot be read: {one_line(error)}") from None
     yield from rows

@@ -99,10 +99,12 @@ def evaluate(
     begun, name = time.monotonic(), task.evaluation
     with ResultsFolder(out_dir, config, shard=shard) as folder, progress_bar(total, name, shown=progress) as bar:
         folder.append_event({"event": "start", **provenance()})
+        runs = []
         for label, (model, tokenizer) in models.items():
             dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-            run = _Run(task, label, model, tokenizer, fingerprint(model), dtype, folder, bar, speed)
-            folder.check_model(label, run.fingerprint, dtype)
+            runs.append(_Run(task, label, model, tokenizer, fingerprint(model), dtype, folder, bar, speed))
+            folder.check_model(label, runs[-1].fingerprint, dtype)
+        for run in runs:
             for start, stop, own in work:
                 run.batch(task.examples[start:stop], own)
         folder.append_event({"event": "end", "seconds": round(time.monotonic() - begun, 1)})

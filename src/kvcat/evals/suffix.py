@@ -87,6 +87,8 @@ def corpus_documents(name: str, split: Split | Literal["all"], limit: int) -> li
     source = CORPORA.get(name, name)
     if name not in CORPORA or name == "fineweb-edu":  # which has no split for tests
         return [(document.id, document.text) for document in split_documents(source, split, limit=limit)]
+    if split not in ("test", "all"):
+        raise InputError(f"{name} is used whole: it has no split {split!r}")
     rows = open_documents(source, text_field="article" if name == "arxiv" else "text")
     documents = _wikitext_articles(rows) if name == "wikitext-103" else ((row.id, row.text) for row in rows)
     return list(islice(documents, limit))

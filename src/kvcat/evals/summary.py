@@ -84,10 +84,13 @@ def compare_models(
             ours, theirs = (replace(sample, values=sample.values.loc[common]) for sample in (ours, theirs))
             named = dict(zip(CELL, cell, strict=True)) | {"reference": reference}
             names = [name for name in ours.metrics if name in theirs.metrics and name != "native_exact_match"]
+            if any("retention" in s.metrics and np.isnan(s.estimate("retention").value) for s in (ours, theirs)):
+                names = [name for name in names if name != "retention"]
             rows += [named | _compared(ours, theirs, name) for name in names]
     frame = pd.DataFrame(rows, columns=list(COMPARISON)).astype({"step": "Int64", "p_holm": float})
     frame["primary"] = _is_primary(frame, primary)
-    tested = frame[~frame["primary"]]
+    baseline = frame["method"].isin(BASELINES)
+    tested = frame[~frame["primary"] & (baseline.all() | ~baseline)]  # baselines do not stand in the tables of others
     for (_, metric, _), group in tested.groupby(["model", "metric", tested["stratum"] == ""], sort=False):
         # what the dense model does is one test, though it stands beside every method and keep ratio
         once = "dense" in metric or metric == "context_gain"
@@ -222,10 +225,11 @@ class _Sample:
         if not metric.share:
             return drawn
         score, *others = (self.columns[column].mean(0) for column in metric.columns or [name])
-        if len(self.runs) > 1:  # Wilson's interval does not know of training seeds
-            return drawn.union(st.share(score, self.documents))
         counted = others[0] > 0 if others else np.full(len(score), True)
-        return st.share(score[counted], self.documents[counted]) if counted.any() else _NONE
+        if not counted.any():
+            return _NONE
+        own = st.share(score[counted] / (others[0][counted] if others else 1.0), self.documents[counted])
+        return drawn.union(own) if len(self.runs) > 1 else own  # Wilson's interval does not know of training seeds
 
 
 def _samples(records: Iterable[Record], num_resamples: int) -> dict[tuple[Any, ...], _Sample]:

@@ -49,6 +49,9 @@ def write_report(
     results = [read_results(path, name, paper_model) for path, name in zip(paths, names, strict=True)]
     metrics = {label: run_metrics(folder) for label, folder in (runs or {}).items()}
     make_folder(out_dir)
+    for pattern in ("summary.csv", "comparisons.csv", "costs.csv", "tables/*.md", "tables/*.tex", "plots/*.png"):
+        for earlier in out_dir.glob(pattern):
+            earlier.unlink()
     sections = [_section(result, out_dir, several=len(results) > 1) for result in results]
     for name in ("summary", "comparisons", "costs"):
         frames = [(result.name, frame) for result in results if len(frame := getattr(result, name))]

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from kvcat import evals
@@ -61,6 +62,9 @@ class Results:
         rows = final_steps(self.whole)
         if len(self.comparisons) and self.comparisons["primary"].any():
             rows = self.comparisons[self.comparisons["primary"]]
+        elif (primary := self.config.get("primary") or {}).get("named"):
+            cell = (rows["method"] == primary["method"]) & np.isclose(rows["keep_ratio"], primary["keep_ratio"])
+            rows = rows[cell] if cell.any() else rows
         elif self.methods:
             rows = rows[rows["method"] == self.methods[0]]
         distance = rows["keep_ratio"].map(lambda keep: abs(math.log(max(keep, 1e-9) / 0.1)))

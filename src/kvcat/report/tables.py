@@ -107,7 +107,7 @@ def quality_table(results: Results, method: str) -> Table:
             line[head(str(name))] = summary_figure(row, results.paper.printed(model, method, keep, step, str(name)))
         lines.append(line)
     caption = f"{method}: {sizes(rows, results.evaluation.example)}."
-    return _table(results, f"quality-{slug(method)}", f"{method}: every figure", caption, lines)
+    return _table(results, rows, f"quality-{slug(method)}", f"{method}: every figure", caption, lines)
 
 
 def differences_table(results: Results, model: str, reference: str) -> Table:
@@ -132,7 +132,7 @@ def differences_table(results: Results, model: str, reference: str) -> Table:
     found = dict.fromkeys(text.partition(",")[0] for text in rows.loc[rows["metric"] == decides, "warning"] if text)
     warnings = [f"{text[0].upper()}{text[1:]}." for text in found]
     name = f"differences-{slug(model)}-{slug(reference)}"
-    return _table(results, name, f"{model} minus {reference}", caption, lines, warnings)
+    return _table(results, rows, name, f"{model} minus {reference}", caption, lines, warnings)
 
 
 def strata_table(results: Results, method: str) -> Table:
@@ -153,7 +153,7 @@ def strata_table(results: Results, method: str) -> Table:
             lines += [labels | line for line in _average_lines(group, results.paper)]
     caption = f"{method}: {head(name)} by {evaluation.stratum}."
     title = f"{method} by {evaluation.stratum}"
-    return _table(results, f"{evaluation.stratum}-{slug(method)}", title, caption, lines)
+    return _table(results, rows, f"{evaluation.stratum}-{slug(method)}", title, caption, lines)
 
 
 def costs_table(results: Results) -> Table:
@@ -165,7 +165,7 @@ def costs_table(results: Results) -> Table:
         line: Line = {"method": row["method"], "keep": keep_label(row["keep_ratio"]), "model": row["model"]}
         line[head(row["metric"])] = summary_figure(row)
         lines.append(line | {title: Figure(row[key], decimals=n) for key, (title, n) in _COSTS.items()})
-    return _table(results, "costs", "Quality and cost", "Quality and cost per example, as measured here.", lines)
+    return _table(results, rows, "costs", "Quality and cost", "Quality and cost per example, as measured here.", lines)
 
 
 def headline_text(folder: Path) -> str:
@@ -265,13 +265,18 @@ def _groups(rows: pd.DataFrame, results: Results, *more: str) -> list[tuple[tupl
 
 
 def _table(
-    results: Results, name: str, title: str, caption: str, lines: Sequence[Line], notes: Sequence[str] = ()
-) -> Table:
-    """The table without steps where there are none, and without a number of examples that is the same everywhere."""
+    results: Results, rows: pd.DataFrame, name: str, title: str, caption: str, lines: Sequence[Line],
+    notes: Sequence[str] = (),
+) -> Table:  # fmt: skip
+    """The table without steps where there are none, and without a number of examples that is the same everywhere.
+
+    ``rows`` are those that its figures come from: how few they stand on is told below it.
+    """
     frame = pd.DataFrame(lines).fillna("")
     same = [name for name in ("steps", "n") if name in frame and frame[name].nunique() == 1]
     frame = frame.drop(columns=[name for name in same if name == "n" or not frame[name].iloc[0]])
-    documents, seeds = results.whole["num_documents"].min(), results.whole["num_seeds"].max()
+    whole = rows[rows["stratum"] == ""]
+    documents, seeds = whole["num_documents"].min(), whole["num_seeds"].max()
     few = [
         f"{n} {what}"
         for n, what, least in ((documents, "documents", 10), (seeds, "training seeds", 5))

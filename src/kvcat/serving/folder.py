@@ -9,6 +9,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
+
 from kvcat.compress.documents import DOCUMENT, chat_parts, question_ids
 from kvcat.errors import InputError
 from kvcat.serving.transformers import Prefix, read_prefix
@@ -86,7 +88,10 @@ def chat_ids(tokenizer: Any, messages: object, *, chat: bool) -> list[int]:
     if not turns or not all(isinstance(text, str) for text in texts) or turns[0].get("role") != "user":
         raise InputError("messages must be texts, and the first one the user's, which continues the document")
     first = {"role": "user", "content": f"{DOCUMENT}\n\n{texts[0]}"}
-    rendered = str(tokenizer.apply_chat_template([first, *turns[1:]], tokenize=False, add_generation_prompt=True))
+    try:
+        rendered = str(tokenizer.apply_chat_template([first, *turns[1:]], tokenize=False, add_generation_prompt=True))
+    except TemplateError as error:
+        raise InputError(f"the chat template refuses these messages: {error}") from error
     head, _, rest = rendered.partition(DOCUMENT)
     if head != chat_parts(tokenizer)[0]:
         raise InputError("the chat template puts something else before the document than when it was compressed")

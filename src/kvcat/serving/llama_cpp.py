@@ -222,6 +222,7 @@ class LlamaCpp:
         """Free the context and the model."""
         self._call("free", self._context)
         self._call("model_free", self._model)
+        self._context = self._model = None
 
     @property
     def position(self) -> int:

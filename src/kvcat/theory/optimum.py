@@ -54,7 +54,7 @@ def enclosing_ball(points: Float[Tensor, "points d"], weights: Float[Tensor, " p
     sum_i mu_i ||c - x_i||^2 / sum_i mu_i w_i^-2, which is least at c = sum_i mu_i x_i.
 
     ``points`` x_i, one at least, may be duplicates or affinely dependent; ``weights`` w_i > 0, default
-    1. ArithmeticError where the radius exceeds its lower bound by more than 1e-8 of itself.
+    1. ArithmeticError where the radius exceeds its lower bound by more than 1e-6 of itself.
     """
     _check_points(points)
     if weights is not None and not (weights.isfinite().all() and (weights > 0).all()):
@@ -77,7 +77,7 @@ def enclosing_ball(points: Float[Tensor, "points d"], weights: Float[Tensor, " p
     mu[touching], _ = nnls(np.vstack([offsets, np.ones(len(touching))]), np.append(np.zeros(len(center)), 1.0))
     mu /= mu.sum()
     bound = float(mu @ ((x - mu @ x) ** 2).sum(1) / (mu @ w**-2)) ** 0.5
-    if not radius - bound <= 1e-8 * radius:
+    if not radius - bound <= 1e-6 * radius:
         raise ArithmeticError(f"the ball of {len(x)} points was found only to {radius - bound:.0e} of {radius:.0e}")
     scale = spread * heaviest
     return Ball(spread * torch.from_numpy(center) + origin, radius * scale)

@@ -16,7 +16,6 @@ from kvcat.compress.queries import (
     DenseAttention,
     HeadBatch,
     HeadIndex,
-    can_hold,
     dense_attention,
     draw_queries,
     fitted_queries,
@@ -109,8 +108,7 @@ class AttentionMatching(Compressor):
         fitted = fitted_queries(trace, self.own_weight, by_share=self.num_iters is None)
         drawn = None if self.num_queries is None else draw_queries(trace, fitted, self.num_queries, self.seed)
         load = partial(load_heads, trace, fitted, drawn=drawn)
-        held: dict[HeadIndex, HeadBatch] | None = {} if can_hold(trace, fitted) else None
-        dense, curves = self._attention_and_errors(trace, head_groups(trace, fitted), load, sizes, held)
+        dense, curves = self._attention_and_errors(trace, head_groups(trace, fitted), load, sizes)
         options = {option.name: getattr(self, option.name) for option in fields(self)}
         for size in sizes:
             plan, found = dict.fromkeys(dense, size), {}
@@ -118,7 +116,7 @@ class AttentionMatching(Compressor):
                 plan = share_out(curves, size, trace.num_slots, by_layer=self.budgets == "layers")
             for heads in _with_progress(head_groups(trace, fitted, plan), "attention matching"):
                 attention = DenseAttention(*map(torch.stack, zip(*(dense[head] for head in heads), strict=True)))
-                batch = load(heads, only_fitted=True) if held is None else HeadBatch.joined([held[h] for h in heads])
+                batch = load(heads, only_fitted=True)
                 fit = match_attention(
                     batch, attention, plan[heads[0]], num_iters=self.num_iters, ridge=self.ridge, log_bias=self.log_bias
                 )
@@ -127,13 +125,9 @@ class AttentionMatching(Compressor):
             yield compact_cache(trace, layers, "attention-matching", options)
 
     def _attention_and_errors(
-        self, trace: Trace, groups: list[list[HeadIndex]], load: Callable[..., HeadBatch], sizes: Sequence[int],
-        held: dict[HeadIndex, HeadBatch] | None,
+        self, trace: Trace, groups: list[list[HeadIndex]], load: Callable[..., HeadBatch], sizes: Sequence[int]
     ) -> tuple[dict[HeadIndex, DenseAttention], dict[HeadIndex, Curve]]:  # fmt: skip
-        """Every head's attention over the prefix and, where slots go by need, its errors by their number.
-
-        ``held`` is filled with what each head is fitted to.
-        """
+        """Every head's attention over the prefix and, where slots go by need, its errors by their number."""
         dense, curves = {}, {}
         wanted = {number for size in sizes for number in slot_sizes(size, trace.num_slots)}
         # an error counts relative to the stream that it is added to
@@ -141,8 +135,6 @@ class AttentionMatching(Compressor):
         for group in _with_progress(groups, "attention of the prefix"):
             batch = load(group)
             attention = dense_attention(batch)
-            if held is not None:
-                held |= zip(group, batch.fitted().split(1), strict=True)
             dense |= zip(group, map(DenseAttention._make, zip(*attention, strict=True)), strict=True)
             if self.budgets == "equal":
                 continue

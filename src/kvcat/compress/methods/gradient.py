@@ -15,7 +15,15 @@ from transformers import PreTrainedModel
 from kvcat.cache import CompactCache, CompactLayer, Layer
 from kvcat.cache.files import STATE, read_tensors, write_tensors
 from kvcat.cache.fingerprint import hash_tensor
-from kvcat.compress.base import Compressor, best_layer, compact_cache, example_generators, parse_method, slots_for
+from kvcat.compress.base import (
+    Compressor,
+    best_layer,
+    check_options,
+    compact_cache,
+    example_generators,
+    parse_method,
+    slots_for,
+)
 from kvcat.compress.eviction import SCORERS, Eviction
 from kvcat.compress.methods.attention_matching import AttentionMatching
 from kvcat.compress.trace import Trace
@@ -66,6 +74,7 @@ class GradientCompression(Compressor):
     activation_checkpointing: bool = False
 
     def __post_init__(self) -> None:
+        check_options(GradientCompression, vars(self), "gradient")
         if self.num_steps < 0:
             raise InputError(f"num_steps must not be negative, not {self.num_steps}")
         if not self.lr > 0:
@@ -247,6 +256,8 @@ class SlotTraining:
         trace = self.trace
         digest = hashlib.sha256(f"{trace.prefix_len} {trace.supervision_start}\n".encode())
         hash_tensor(digest, "input_ids", trace.input_ids)
+        for slots in (*trace.keys, *trace.values, *(trace.log_bias or ())) if trace.past_len else ():
+            hash_tensor(digest, "past", slots)
         run = {"num_slots": self._num_slots, "model": trace.fingerprint[:16], "tokens": digest.hexdigest()[:16]}
         return {**options, **run}
 
