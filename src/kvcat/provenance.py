@@ -44,7 +44,7 @@ def command_line(arguments: list[str]) -> str:
 
 
 def _shortened(word: str) -> str:
-    """A word whose paths, behind any "=", ",", quote, bracket or scheme, are shortened; quoted where a shell needs it."""
+    """A word whose paths, also behind "=", ",", ":", a quote or a bracket, are shortened; quoted for a shell."""
     return shlex.quote(re.sub(r"""(?:^|(?<=[=,"'[:]))(?:/|~|\.\./)[^=,"'\]]*""", _short_path, word))
 
 

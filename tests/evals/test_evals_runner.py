@@ -141,8 +141,9 @@ def test_a_model_may_be_added_under_a_label_of_its_own_and_is_paired_with_the_ot
     assert set(table.model) == {"kvcat"}
     assert set(table.num_examples) == {5}
     assert list(models_of(records)) == ["base", "kvcat"]
-    with pytest.raises(InputError, match="another model 'base'"):
-        run({"base": models["kvcat"]}, windows, tmp_path, ["first"])
+    with pytest.raises(InputError, match="another model 'base'"):  # before the new one is evaluated
+        run({"new": models["base"], "base": models["kvcat"]}, windows, tmp_path, ["first"])
+    assert list(models_of(read_records(tmp_path))) == ["base", "kvcat"]
 
 
 def test_the_primary_cell_is_named_before_the_run_and_another_configuration_is_refused(

@@ -152,6 +152,8 @@ def test_lines_of_wikitext_become_articles_from_heading_to_heading(tmp_path, mon
     monkeypatch.setitem(CORPORA, "fineweb-edu", source(tmp_path / "web.jsonl", [f"page {i}" for i in range(90)]))
     held_out = [name for name, _ in corpus_documents("fineweb-edu", "test", 90)]
     assert {split_of(name) for name in held_out} == {"test"}
+    with pytest.raises(InputError, match="arxiv is used whole: it has no split 'train'"):
+        corpus_documents("arxiv", "train", 9)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(InputError, match="Hub"):
         corpus_documents("pg-19", "all", 4)

@@ -44,6 +44,8 @@ def test_retention_is_a_ratio_of_sums_and_not_given_where_the_context_gain_is_no
     assert row_of(lost, "retention").value == pytest.approx(0.0)
     records = [record("m", d, "0", gain=g) for d, g in [("a", 0.5), ("b", -0.1), ("c", 0.3)]]
     assert math.isnan(row_of(summarise(records), "retention").value)
+    both = [*records, *(record("base", d, "0") for d in "abc")]
+    assert "retention" not in set(compare_models(both, "base").metric)  # one model has none to compare
 
 
 def test_rows_are_sorted_by_stratum_model_method_keep_and_step_whatever_the_order_of_records():
@@ -114,6 +116,9 @@ def test_holm_leaves_the_primary_cell_alone_and_corrects_the_others_of_its_metri
     dense = compare_models(own, "control").query("stratum == '' and metric == 'nll_dense'")
     assert 0.0 < dense.p.max() < 0.9
     assert dense.p_holm.tolist() == dense.p.tolist()
+    whole = [dataclasses.replace(r, method="dense", keep_ratio=1.0) for r in own if r.keep_ratio == 0.1]
+    beside = compare_models(own + whole, "control")  # baselines do not count among the methods
+    assert beside[beside.method == "first"].p_holm.tolist() == compare_models(own, "control").p_holm.tolist()
     steps = [dataclasses.replace(r, step=step) for r in own for step in (5, 9)]
     primary = {"method": "first", "keep_ratio": 0.4, "metric": "kl"}
     assert compare_models(steps, "control", primary=primary, num_resamples=9).query("primary").step.tolist() == [9]
@@ -171,6 +176,10 @@ def test_the_native_share_is_over_the_examples_that_the_dense_pass_gets_right():
     assert "native_exact_match" not in set(compare_models(records, "base").metric)  # of different examples
     none = summarise(answers("m", [1, 0], dense=[0, 0]))
     assert math.isnan(row_of(none, "native_exact_match").value)
+    half = [1] * 20 + [0] * 20
+    low = [row_of(summarise(made), "native_exact_match").low
+           for made in (answers("m", half, half), answers("m@0", half, half) + answers("m@1", half, half))]  # fmt: skip
+    assert low == pytest.approx([0.8389, 0.8389], abs=1e-4)  # Wilson of 20 of 20, not of 20 of 40
 
 
 def test_a_clear_difference_of_shares_is_found_and_five_differing_examples_decide_nothing():

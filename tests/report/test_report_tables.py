@@ -52,6 +52,10 @@ def test_rows_over_unequal_numbers_of_examples_tell_their_own(tmp_path):
     assert [row_of(table, keep="5%", model=model)["n"] for model in ("kvcat", "base")] == ["6", "8"]
     assert "Incomplete: kvcat has 6 of 8 examples" in " ".join(table.notes)
     assert "Only 3 documents" in " ".join(table.notes)
+    mixed = [r for r in made_up_records() if r.method != "gradient" or r.document < "d3"]
+    tables = read_results(write_results(tmp_path / "mixed", mixed))
+    told = {name: " ".join(quality_table(tables, name).notes) for name in ("snapkv", "gradient")}
+    assert ("Only" in told["snapkv"], "Only" in told["gradient"]) == (False, True)
     text = headline_text(tmp_path / "r").splitlines()
     assert text[0].startswith("Incomplete: kvcat has 6 of 8")
     assert text[1] == "6 windows of 3 documents, or 8 windows of 4 documents"
@@ -79,6 +83,8 @@ def test_one_named_cell_is_primary_and_only_the_others_are_corrected(tmp_path):
     assert [(cell.primary, cell.exploratory) for cell in table.frame["KL ratio"] if cell.primary] == [(True, False)]
     assert math.isnan(row_of(table, method="snapkv", keep="20%")["p (Holm)"].value)
     assert row_of(table, method="snapkv", keep="10%")["p (Holm)"].value <= 1.0
+    alone = write_results(tmp_path / "alone", made_up_records(("base",)), primary=primary | {"named": True})
+    assert read_results(alone).cell == ("snapkv", 0.2, -1)
 
 
 def test_several_training_seeds_are_one_model_with_intervals_over_both(tmp_path):

@@ -94,6 +94,7 @@ def folder(tmp_path_factory):
 
 def test_folders_of_one_name_get_sections_and_the_same_files_again_and_one_model_its_own_figures(folder, tmp_path):
     other = write_results(tmp_path / "code" / "r", made_up_longbench(skill=0.25), "longbench")
+    write_report([other], tmp_path / "b")  # what it leaves there is replaced
     pages = [write_report([folder, other, folder], tmp_path / name) for name in "ab"]
     files = [{f.relative_to(p.parent): f.read_bytes() for f in p.parent.rglob("*") if f.is_file()} for p in pages]
     assert files[0] == files[1]

@@ -84,7 +84,8 @@ def attend_biased(
     o_p with l = log sum_p e^{l_p}, l_p the log of part p's attention mass. The backward of each part, given the merged
     o and l, is its share of the whole gradient. Elsewhere the bias takes extra channels.
     """
-    causal = torch.compiler.is_compiling() or q.shape[2] > 1  # one query sees all keys; a compiled graph has no bool here
+    # one query sees all keys; in a compiled graph the comparison would be symbolic, which the kernels refuse
+    causal = torch.compiler.is_compiling() or q.shape[2] > 1
     first = k.shape[2] - q.shape[2] if causal else 0
     if log_bias is None and first == 0:
         return fused_attention(q, k, v, None, causal=causal, scale=scale)

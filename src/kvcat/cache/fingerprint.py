@@ -16,7 +16,8 @@ _CONFIG_KEYS = (
     "final_logit_softcapping", "query_pre_attn_scalar", "logit_scale", "logits_scaling", "attention_multiplier",
     "residual_multiplier", "embedding_multiplier",
 )  # fmt: skip
-_ADDED_KEYS = ("no_rope_layers", "use_parallel_residual", "norm_epsilon", "num_experts_per_tok")  # only where a model has it
+# hashed only where a model has them, so that other fingerprints stay what they were
+_ADDED_KEYS = ("no_rope_layers", "use_parallel_residual", "norm_epsilon", "num_experts_per_tok")
 _known: WeakKeyDictionary[nn.Module, tuple[tuple[tuple[int, int], ...], str]] = WeakKeyDictionary()
 
 

@@ -53,8 +53,8 @@ def model_card(config: TrainConfig, steps: int, validation: dict[str, Any]) -> s
     losses = "\n".join(f"- {name}: {value:.4f}" for name, value in validation.items() if isinstance(value, float))
     kept = ", ".join(f"layer {layer}: {value:.2f}" for layer, value in validation.get("kept", {}).items())
     masked = f"""
-The masked pass hid KV slots with the `{config.policy}` policy (target keep ratio {config.target_keep}), which is not part
-of this checkpoint. Kept fraction at the last validation: {kept}.
+The masked pass hid KV slots with the `{config.policy}` policy (target keep ratio {config.target_keep}), which is not
+part of this checkpoint. Kept fraction at the last validation: {kept}.
 """
     return f"""---
 library_name: transformers
