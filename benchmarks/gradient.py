@@ -11,7 +11,6 @@ all else by the clock. Memory is the peak above what stands before the first ste
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 import kvcat
 from kvcat.compress import GradientCompression, slots_for, trace
 from kvcat.compress.methods.gradient import SlotTraining
+from kvcat.training.plan import peak_memory
 
 SHAPES = {
     "large-vocabulary": {
@@ -66,7 +66,7 @@ def make_step(options: argparse.Namespace) -> Callable[[], object]:
 
 
 def peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return round(peak_memory(torch.device("cpu")) * 2**30)
 
 
 def measure(options: argparse.Namespace) -> None:

@@ -10,7 +10,6 @@ clock. Memory is the peak above what stands before a step: inputs and weights, a
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from collections.abc import Callable
 import torch
 
 from kvcat.losses import OutputHead, chunked_objective, distillation_kl, next_token_loss
+from kvcat.training.plan import peak_memory
 
 Step = Callable[[], torch.Tensor]
 
@@ -57,9 +57,7 @@ def make_step(options: argparse.Namespace) -> Step:
 
 
 def peak_bytes(device: str) -> int:
-    if device == "cuda":
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return round(peak_memory(torch.device(device)) * 2**30)
 
 
 def measure(options: argparse.Namespace) -> None:

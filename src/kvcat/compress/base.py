@@ -20,10 +20,10 @@ from kvcat.cache import CompactCache, CompactLayer, Layer
 from kvcat.compress.trace import Trace
 from kvcat.errors import InputError
 from kvcat.models import model_name
+from kvcat.policies import attention_mass
 from kvcat.types import Float, Int, Tensor
 
 Scores = list[Float[Tensor, "batch kv_heads _"]]
-_CHUNK_ELEMENTS = 2**23
 _WORDS = {bool: "true or false", int: "a whole number", float: "a finite number", str: "text", NoneType: "null"}
 
 
@@ -130,19 +130,8 @@ def top_positions(scores: Float[Tensor, "*heads prefix"], num_slots: int) -> Int
 @torch.no_grad()
 def received_mass(trace: Trace, start: int) -> Scores:
     """Attention that each prefix position gets from the prefix queries from ``start`` on, summed, per KV head."""
-    result = []
-    for queries, keys, scale in zip(trace.prefix_queries_from(start), trace.keys, trace.scales, strict=True):
-        batch, kv_heads, prefix, _ = keys.shape
-        grouped = queries.unflatten(1, (kv_heads, -1))
-        positions = torch.arange(prefix, device=keys.device)
-        mass = torch.zeros(batch, kv_heads, prefix, device=keys.device)
-        step = max(1, _CHUNK_ELEMENTS // (batch * queries.shape[1] * prefix))
-        for first in range(0, prefix - start, step):
-            scores = (grouped[:, :, :, first : first + step] @ keys.mT.unsqueeze(2)).float() * scale
-            later = positions > positions[start + first : start + first + step].unsqueeze(-1)
-            mass += scores.masked_fill(later, -torch.inf).softmax(-1).sum((2, 3))
-        result.append(mass)
-    return result
+    states = zip(trace.prefix_queries_from(start), trace.keys, trace.scales, strict=True)
+    return [attention_mass(queries, keys, scale=scale) for queries, keys, scale in states]
 
 
 def example_generators(trace: Trace, seed: int) -> list[torch.Generator]:

@@ -115,8 +115,8 @@ def _moved_queries(trace: Trace) -> MovedQueries | None:
     """Queries of each part of the prefix, to stand right behind the prefix.
 
     A part is a third of the prefix, at most 256 tokens. All of up to 4,096 positions choose keys; where query heads
-    share a KV head, log-bias and values are fitted to those of evenly spaced positions alone, one and a half queries
-    per token of the prefix, in place of all. None where a compact cache stands for part of the prefix, or where the
+    share a KV head, log-bias and values are fitted to those of evenly spaced positions alone, one to two queries per
+    token of the prefix, in place of all. None where a compact cache stands for part of the prefix, or where the
     model's positions cannot be turned.
     """
     length = trace.prefix_len

@@ -28,7 +28,7 @@ class Record:
     fingerprint: str  # of the model's weights
     dtype: str  # of the weights, e.g. float32
     method: str  # name of the compressor, or of a baseline
-    options: str  # that differ from the defaults, as canonical JSON (sorted keys)
+    options: str  # as given, as canonical JSON (sorted keys)
     keep_ratio: float  # fraction of slots kept, in (0, 1]; of a baseline the fraction of the context that it sees
     step: int | None  # gradient steps taken, or None for a method without steps
     seed: int | None  # of a method that draws, or None

@@ -29,7 +29,7 @@ class Method:
     """A compressor to evaluate, and on how much."""
 
     name: str  # e.g. attention-matching
-    options: Mapping[str, Any] = field(default_factory=dict)  # where they differ from the defaults, JSON values
+    options: Mapping[str, Any] = field(default_factory=dict)  # as given, JSON values
     keep_ratios: tuple[float, ...] | None = None  # each in (0, 1]; None takes the evaluation's
     num_examples: int | None = None  # only the first; None takes all
 

@@ -7,7 +7,7 @@ import torch
 from kvcat.policies._base import ExactCount, Randomness
 from kvcat.types import Float, Tensor
 
-_QUERY_CHUNK = 128
+_CHUNK_ELEMENTS = 2**22
 
 
 class AttentionMassPolicy(ExactCount):
@@ -31,36 +31,35 @@ class AttentionMassPolicy(ExactCount):
         generator: Randomness | None = None,  # noqa: ARG002 (the protocol's)
     ) -> Float[Tensor, "batch tokens"]:
         """Scores, 0 or 1, float32 (float64 where the queries are)."""
-        return self.keep_largest(attention_mass(queries, keys, scale=scale, window=window))
+        return self.keep_largest(attention_mass(queries, keys, scale=scale, window=window).sum(1))
 
 
 def attention_mass(
-    queries: Float[Tensor, "batch heads tokens head_dim"],
-    keys: Float[Tensor, "batch kv_heads tokens head_dim"],
+    queries: Float[Tensor, "batch heads queries head_dim"],
+    keys: Float[Tensor, "batch kv_heads keys head_dim"],
     *,
     scale: float,
     window: int | None = None,
-) -> Float[Tensor, "batch tokens"]:
-    """Causal attention that each slot j receives, the sum over heads and queries t of softmax_j(scale q_t.k_j).
+) -> Float[Tensor, "batch kv_heads keys"]:
+    """Causal attention that each slot j receives, the sum over a KV head's queries t of softmax_j(scale q_t.k_j).
 
-    A sequence's masses sum to heads * tokens. With a window a query sees itself and the window - 1 tokens before. The
-    weights of 128 queries are held at once.
+    The queries are those of the last keys; a sequence's masses sum to heads * queries. With a window a query sees
+    itself and the window - 1 tokens before. At most about 2^22 weights are held at once.
     """
-    batch, heads, num_tokens, head_dim = queries.shape
-    kv_heads = keys.shape[1]
+    (batch, kv_heads, num_keys, _), num_queries = keys.shape, queries.shape[2]
     dtype = torch.promote_types(queries.dtype, torch.float32)
-    positions = torch.arange(num_tokens, device=queries.device)
-    mass = torch.zeros(batch, num_tokens, dtype=dtype, device=queries.device)
+    positions = torch.arange(num_keys, device=keys.device)
+    mass = torch.zeros(batch, kv_heads, num_keys, dtype=dtype, device=keys.device)
+    chunk = max(1, _CHUNK_ELEMENTS // (batch * queries.shape[1] * num_keys))
     with torch.autocast(queries.device.type, enabled=False):
-        k = keys.to(dtype)[:, :, None]
-        for start in range(0, num_tokens, _QUERY_CHUNK):
-            stop = min(start + _QUERY_CHUNK, num_tokens)
-            q = queries[:, :, start:stop].to(dtype).reshape(batch, kv_heads, heads // kv_heads, stop - start, head_dim)
-            distance = positions[start:stop, None] - positions[None, :stop]
+        grouped, k = queries.to(dtype).unflatten(1, (kv_heads, -1)), keys.to(dtype).unsqueeze(2)
+        for first in range(0, num_queries, chunk):
+            stop = min(first + chunk, num_queries) + num_keys - num_queries
+            own = grouped[:, :, :, first : first + chunk]
+            distance = positions[stop - own.shape[3] : stop, None] - positions[:stop]
             hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
-            scores = (q @ k[..., :stop, :].transpose(-1, -2)) * scale
-            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-            mass[:, :stop] += weights.sum((1, 2, 3))
+            scores = (own @ k[..., :stop, :].mT) * scale
+            mass[..., :stop] += scores.masked_fill(hidden, -torch.inf).softmax(-1).sum((2, 3))
     return mass
 
 
