@@ -43,9 +43,9 @@ def texts(folder: Path) -> Path:
     """Forty texts of made-up sentences."""
     folder.mkdir(parents=True)
     draw = Random(0)
-    words = "the a cat dog river stone light keeps reads under over small old green and but where".split()
+    words = "the a cat dog river stone light keeps reads under over small old green and but where"
     for index in range(40):
-        lines = [" ".join(draw.choices(words, k=12)).capitalize() + "." for _ in range(120)]
+        lines = [" ".join(draw.choices(words.split(), k=12)).capitalize() + "." for _ in range(120)]
         (folder / f"text-{index:02}.txt").write_text("\n".join(lines))
     return folder
 
