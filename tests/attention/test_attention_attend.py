@@ -100,7 +100,9 @@ def test_the_masks_gradient_is_bounded_where_the_masked_pass_has_an_exploding_de
 
 
 def test_a_mistake_is_named():
-    q, k, v, keep, _ = example()
+    q, k, v, keep, bias = example()
+    with pytest.raises(ValueError, match="keep or log_bias, not both"):
+        attend(q, k, v, keep, bias)
     with pytest.raises(ValueError, match="window=0"):
         attend(q, k, v, keep, window=0)
     with pytest.raises(ValueError, match="9 queries"):

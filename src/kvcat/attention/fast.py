@@ -41,6 +41,8 @@ def attend(
             ``keep``.
         reach: True where a query may look at a key, instead of causality and ``window``.
     """
+    if keep is not None and log_bias is not None:
+        raise ValueError("attend takes keep or log_bias, not both; attend_reference takes both")
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     if window is not None:
         reach = reachable(q.shape[2], k.shape[2], window=window, device=q.device)[None]

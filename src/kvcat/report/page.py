@@ -50,7 +50,7 @@ def write_report(
     metrics = {label: run_metrics(folder) for label, folder in (runs or {}).items()}
     make_folder(out_dir)
     for pattern in ("summary.csv", "comparisons.csv", "costs.csv", "tables/*.md", "tables/*.tex", "plots/*.png"):
-        for earlier in out_dir.glob(pattern):
+        for earlier in out_dir.glob(pattern) if (out_dir / "report.html").exists() else ():
             earlier.unlink()
     sections = [_section(result, out_dir, several=len(results) > 1) for result in results]
     for name in ("summary", "comparisons", "costs"):

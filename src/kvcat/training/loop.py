@@ -78,7 +78,7 @@ def train(config: TrainConfig, *, progress: bool = True) -> TrainResult:
             return check_folder(config), _last_record(config)
 
         earlier, finished = world.first(hold_folder)
-        if finished is not None:
+        if finished is not None and "export_dtype" not in earlier.changes:
             return TrainResult(run, run / "export", finished)
         model, tokenizer = load(config.model, dtype="float32", device=str(world.device))
         if config.prefix_range is not None and config.masked_share:
@@ -107,6 +107,7 @@ def _last_record(config: TrainConfig) -> Record | None:
     """The last record of a run that is complete; None of any other."""
     run = Path(config.output)
     done, exported = run / DONE_FILE, run / "export" / "config.json"
+    # an earlier version wrote the steps alone
     if not (done.exists() and exported.exists() and {**_done(config), **read_json(done)} == _done(config)):
         return None
     return [{}, *read_jsonl(run / METRICS_FILE)][-1]
