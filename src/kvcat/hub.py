@@ -34,7 +34,7 @@ def local_folder(name_or_path: str | Path, *, weights: bool = True) -> Path:
     Args:
         name_or_path: folder, .gguf file, Hub name such as "Qwen/Qwen2.5-0.5B", "kvcat-base" (the small model of the
             package) or "smollm2-135m" (from ``kvcat get``).
-        weights: False fetches no more of a Hub model than its config.json.
+        weights: False fetches no weights of a Hub model, only its configuration and tokenizer.
 
     Raises:
         InputError: no such model, or no way to the Hub, within seconds.
@@ -63,13 +63,13 @@ def _hub_folder(name: str, weights: bool) -> Path:
     try:
         config = try_to_load_from_cache(name, "config.json")
         folder = Path(config).parent if isinstance(config, str) else None
-        if folder and (not weights or _is_complete(folder)):
+        if folder and (_is_complete(folder) if weights else _has_tokenizer(folder)):
             return folder
         if obstacle := hub_obstacle():
-            if folder and _weights(folder):
+            if folder and (not weights or _weights(folder)):
                 return folder  # perhaps all that the model has
             raise InputError(f"{name} is neither a folder nor in the local Hub cache, and {obstacle}")
-        patterns = _PATTERNS if weights else ["config.json"]
+        patterns = [pattern for pattern in _PATTERNS if weights or pattern not in _WEIGHTS]
         return Path(snapshot_download(name, allow_patterns=patterns, etag_timeout=PATIENCE))
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise InputError(f"cannot get {name} from the Hub: {' '.join(str(error).split())[:200]}") from error
@@ -81,7 +81,11 @@ def _is_complete(folder: Path) -> bool:
     found = _weights(folder)
     whole = all((folder / file).exists() for files in named for file in files)
     indexed = bool(named) or not any("-of-" in file.name for file in found)
-    return whole and indexed and bool(found) and any(folder.glob("tokenizer*"))
+    return whole and indexed and bool(found) and _has_tokenizer(folder)
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any(folder.glob("tokenizer*"))
 
 
 def _weights(folder: Path) -> list[Path]:

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 
@@ -100,6 +101,14 @@ def test_a_mistake_is_one_line_and_exit_code_2_and_nothing_is_written(line, told
     monkeypatch.chdir(tmp_path)
     assert told in mistake(*shlex.split(line))
     assert sorted(f.name for f in tmp_path.iterdir()) == ["empty.txt", "t.txt"]
+
+
+def test_a_mistake_in_the_text_is_told_before_weights_are_read(tiny_folder, mistake, tmp_path):
+    model = shutil.copytree(tiny_folder, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    assert "cannot load" in mistake("eval", "suffix", model, "--prefix", 20, "--suffix", 8, "--out", tmp_path / "out")
+    for options in (("--data", "nowhere"), ("--data", "installed", "--split", "test", "--prefix", 10**7)):
+        told = mistake("eval", "suffix", model, *options, "--out", tmp_path / "out")
+        assert "nowhere" in told or "tokens" in told, told
 
 
 class Stopped(Exception):  # noqa: N818

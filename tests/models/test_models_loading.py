@@ -147,6 +147,19 @@ def test_a_cached_model_that_lacks_files_is_fetched_again_where_there_is_a_way(l
         assert hub.local_folder("some/model") == folder
 
 
+@pytest.mark.parametrize(("obstacle", "tokenizer"), [(None, False), (None, True), ("no way", False)])
+def test_a_tokenizer_is_fetched_without_weights_where_it_is_not_cached(obstacle, tokenizer, tmp_path, monkeypatch):
+    for name in ("config.json", "tokenizer.json")[: 1 + tokenizer]:
+        (tmp_path / name).write_text("{}")
+    fetched = []
+    monkeypatch.setattr(hub, "try_to_load_from_cache", lambda *_: str(tmp_path / "config.json"))
+    monkeypatch.setattr(hub, "snapshot_download", lambda *_, **options: fetched.append(options) or tmp_path)
+    monkeypatch.setattr(hub, "hub_obstacle", lambda: obstacle)
+    assert hub.local_folder("some/model", weights=False) == tmp_path
+    assert len(fetched) == (obstacle is None and not tokenizer)
+    assert all("*.json" in x["allow_patterns"] and not {*x["allow_patterns"]} & {*hub._WEIGHTS} for x in fetched)
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [

@@ -41,21 +41,24 @@ class Evaluation:
     def run(self) -> None:
         """Evaluate, report and print."""
         from kvcat.evals import evaluate
+        from kvcat.models import load_tokenizer
         from kvcat.report import headline_text, write_report
 
         settings = self.settings()
         index, count = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         device = self.device if self.device != "cuda" else f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-        models = load_models(self.models, device, self.dtype)
-        tokenizer = next(iter(models.values()))[1]
+        folders = find_models(self.models)
+        tokenizer = load_tokenizer(next(iter(folders.values())))
         values = list(dict.fromkeys(opt.flat(getattr(self, self.several)))) if self.several else []
         tasks: dict[Path, Task] = {}
         for value in values or [None]:
             folder = self.out / (re.sub(r"[^\w.-]+", "-", str(value)).strip("-.") if len(values) > 1 else "")
             if folder in tasks:
                 raise InputError(f"two --{self.several} would write to the same folder {folder}")
-            tasks[folder] = task = self.task(tokenizer, value)
-            for label, model in models.items():  # each task before the first one runs
+            tasks[folder] = self.task(tokenizer, value)
+        models = load_models(folders, device, self.dtype)
+        for task in tasks.values():  # each of them before the first one runs
+            for label, model in models.items():
                 task.check(label, *model)
         for folder, task in tasks.items():
             evaluate(task, models, out_dir=folder, batch_size=self.batch_size, shard=(index, count), **settings)
@@ -68,14 +71,20 @@ class Evaluation:
         print(page)
 
 
-def load_models(items: tuple[str, ...], device: str, dtype: str) -> dict[str, Any]:
-    """Model and tokenizer by label, once it is certain that each can be found."""
-    import kvcat
+def find_models(items: tuple[str, ...]) -> dict[str, str]:
+    """Name or folder by label, once it is certain that each can be found."""
     from kvcat.hub import local_folder
 
     folders = opt.labelled(items)
     for folder in folders.values():
         local_folder(folder, weights=False)
+    return folders
+
+
+def load_models(folders: dict[str, str], device: str, dtype: str) -> dict[str, Any]:
+    """Model and tokenizer by label."""
+    import kvcat
+
     return {label: kvcat.load(folder, dtype=dtype, device=device) for label, folder in folders.items()}
 
 
@@ -295,7 +304,7 @@ def profile(
 
     methods = parse_methods(opt.flat(method)) or list(METHODS)
     keeps = slot_ratios(opt.flat(slots), prefix)
-    loaded = load_models(models, device, dtype)
+    loaded = load_models(find_models(models), device, dtype)
     task = make_task(
         next(iter(loaded.values()))[1], text, split,
         prefix=prefix, suffix=suffix, windows=windows, per_document=windows, seed=seed, supervision=SUPERVISION,

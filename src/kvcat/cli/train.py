@@ -5,12 +5,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 
 from kvcat.cli import options as opt
-from kvcat.errors import InputError, one_line
+from kvcat.errors import InputError
 from kvcat.files import read_json
 
 _ABOUT = """Continue a checkpoint's pretraining with KV-CAT, or with the plain next-token loss (--policy control).
@@ -121,11 +121,12 @@ def prepare(
         output: Folder to write.
         max_tokens: Training tokens to stop after; by default all text is read.
     """
-    words = _tokenizer(tokenizer)
-
     from tqdm import tqdm
 
     from kvcat.data import prepare
+    from kvcat.models import load_tokenizer
+
+    words = load_tokenizer(tokenizer)
 
     with tqdm(total=max_tokens, unit=" tokens", unit_scale=True, disable=None) as bar:
 
@@ -138,22 +139,6 @@ def prepare(
         f"{output}: {train['tokens']:,} training tokens of {train['documents']:,} documents, "
         f"{validation['tokens']:,} validation tokens of {validation['documents']:,}"
     )
-
-
-def _tokenizer(name: str) -> Any:
-    """The tokenizer of a folder, of a model that comes with kvcat, or of a Hub name, whose weights stay there."""
-    from kvcat.hub import BASE_NAME, SMOLLM2, local_folder
-
-    folder = Path(name).expanduser()
-    if not folder.is_dir():
-        folder = local_folder(name, weights=False)
-    from transformers import AutoTokenizer
-
-    local = Path(name).expanduser().exists() or name in (BASE_NAME, SMOLLM2)
-    try:
-        return AutoTokenizer.from_pretrained(folder if local else name, trust_remote_code=False)
-    except Exception as error:  # transformers raises anything on a damaged folder
-        raise InputError(f"cannot load the tokenizer of {name}: {one_line(error)}") from error
 
 
 def export(run: Path, /, output: opt.Output, step: int | None = None) -> None:

@@ -1,7 +1,7 @@
 """Adapters around unmodified transformers models: load, save, the masked pass, the capture of keys and queries."""
 
 from kvcat.models.capture import Capture, capture
-from kvcat.models.loading import get, load, parse_device, read_config, save
+from kvcat.models.loading import get, load, load_tokenizer, parse_device, read_config, save
 from kvcat.models.masked_pass import HiddenOutput, MaskedPass
 from kvcat.models.self_test import self_test
 from kvcat.models.structure import (
@@ -17,6 +17,6 @@ from kvcat.models.structure import (
 
 __all__ = [
     "Capture", "HiddenOutput", "MaskedPass", "capture", "decoder_layers", "frozen", "get", "hidden_states", "load",
-    "logits_from_hidden", "model_name", "output_gains", "output_head", "parse_device", "positions_of", "read_config",
-    "save", "self_test",
+    "load_tokenizer", "logits_from_hidden", "model_name", "output_gains", "output_head", "parse_device", "positions_of",
+    "read_config", "save", "self_test",
 ]  # fmt: skip

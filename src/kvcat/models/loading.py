@@ -57,11 +57,23 @@ def load(
         raise InputError(f"{path} has no tokenizer (tokenizer.json): save one there, or pass tokenizer=False")
     with _quiet():
         model = _load_model(path, DTYPES[dtype])
-        words = _read(path, AutoTokenizer, "load the tokenizer of") if tokenizer else None
+        words = load_tokenizer(path) if tokenizer else None
     model.config.name_or_path = str(name_or_path)
     model.to(where).eval()  # type: ignore[arg-type]
     self_test(model)
     return model, words
+
+
+def load_tokenizer(name_or_path: str | Path) -> Any:
+    """The tokenizer of a model, whose weights are neither fetched nor read, or of a folder that holds it alone.
+
+    Raises:
+        InputError: no such model, or no tokenizer that transformers can load.
+    """
+    path = Path(name_or_path).expanduser()
+    with _quiet():
+        folder = path if path.is_dir() else local_folder(name_or_path, weights=False)
+        return _read(folder, AutoTokenizer, "load the tokenizer of")
 
 
 def read_config(name_or_path: str | Path) -> PreTrainedConfig:
