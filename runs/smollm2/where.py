@@ -8,6 +8,9 @@ writer, (TRAINED, CONTROL) has it; if in the reader, (CONTROL, TRAINED).
 
 *Layers*: the caches of all layers are compressed, then only a group's are put in place of the dense ones.
 
+*Heads* (``--heads``): the same with one KV head at a time; a table of the heads that lose most under the control,
+the middle and the rest. Which these are is decided on the other half of the documents.
+
 Figures are ratios of KL to those of the control, and differences of dense NLL, with paired 95 % intervals over
 documents; windows are those of `kvcat eval suffix` with the same numbers.
 """
@@ -24,12 +27,14 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 import kvcat
+from kvcat.cache import CompactCache, CompactLayer
 from kvcat.compress import Trace, make_compressor
 from kvcat.evals.statistics import ClusterBootstrap
 from kvcat.evals.suffix import Window, make_task
 from kvcat.models import capture
 
 MODELS = ("control", "trained")
+SHARES = {"the tenth that loses most": (0, 0.1), "the next 40 %": (0.1, 0.5), "the other half": (0.5, 1)}
 
 
 def read_by(reader: PreTrainedModel, written: Trace, own: Trace) -> Trace:
@@ -41,6 +46,20 @@ def read_by(reader: PreTrainedModel, written: Trace, own: Trace) -> Trace:
     return replace(
         written, model=reader, queries=seen.queries, suffix_keys=behind, hidden=hidden, fingerprint=own.fingerprint
     )
+
+
+def head_losses(seen: Trace, cache: CompactCache) -> Iterator[float]:
+    """KL with one head of one layer compressed, for every layer and head."""
+    dense = list(seen.dense_cache().layers)
+    for index, (whole, compact) in enumerate(zip(dense, cache.layers, strict=True)):
+        heads = range(whole.counts.shape[1])
+        for chosen in heads:
+            mixed = [(compact if h == chosen else whole).head(0, h) for h in heads]
+            keys, values, biases = zip(*mixed, strict=True)
+            biases = [keys[h].new_zeros(len(keys[h])) if bias is None else bias for h, bias in enumerate(biases)]
+            layer = CompactLayer.ragged([[*keys]], [[*values]], [biases])
+            layers = [*dense[:index], layer, *dense[index + 1 :]]
+            yield float(kvcat.compare(seen, replace(cache, layers=layers)).kl)
 
 
 def measure(models: list[PreTrainedModel], windows: list[Window], options: argparse.Namespace) -> Iterator[dict]:
@@ -61,6 +80,9 @@ def measure(models: list[PreTrainedModel], windows: list[Window], options: argpa
                         layers[start:stop] = cache.layers[start:stop]
                         part = float(kvcat.compare(seen, replace(cache, layers=layers)).kl)
                         yield about | {"cell": f"layers {start} to {stop - 1}", "model": MODELS[w], "kl": part}
+                    if w == r and options.heads:
+                        found = list(head_losses(seen, cache))
+                        yield about | {"cell": "heads", "model": MODELS[w], "kl": sum(found), "heads": found}
 
 
 def table(records: list[dict]) -> Iterator[str]:
@@ -82,6 +104,23 @@ def table(records: list[dict]) -> Iterator[str]:
                 found = draws.mean(np.array([x[name] - y[name] for x, y in zip(own, base, strict=True)]))
                 line += f"; {name} {found.value:+.4f} [{found.low:.4f}, {found.high:.4f}]"
             yield line
+        if "heads" in rows:
+            yield from (f"{method} {keep:g}, {line}" for line in heads_table(rows["heads"], controls["heads"]))
+
+
+def heads_table(trained: list[dict], control: list[dict]) -> Iterator[str]:
+    """The share of the control's KL, and the ratio to it, in heads that lose much or little under the control."""
+    draws = ClusterBootstrap([x["document"] for x in trained])
+    ours, theirs = (np.array([x["heads"] for x in side]) for side in (trained, control))  # (windows, heads)
+    half = np.unique([x["document"] for x in trained], return_inverse=True)[1] % 2
+    order = np.stack([theirs[half != h].mean(0).argsort()[::-1] for h in (0, 1)])[half]
+    ours, theirs = (np.take_along_axis(side, order, axis=1) for side in (ours, theirs))
+    for name, bounds in SHARES.items():
+        part = slice(*(round(share * ours.shape[1]) for share in bounds))
+        kl, reference = ours[:, part].sum(1), theirs[:, part].sum(1)
+        ratio = draws.estimate(draws.of_means(np.divide, kl, reference))
+        share = reference.mean() / theirs.sum(1).mean()
+        yield f"heads, {name}: {share:.0%} of the control's KL, {ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
 
 
 def main() -> None:
@@ -97,6 +136,7 @@ def main() -> None:
     parser.add_argument("--prefix", type=int, default=384)
     parser.add_argument("--suffix", type=int, default=128)
     parser.add_argument("--groups", nargs="+", type=int, default=[0, 7, 15, 22], help="first layer of each group")
+    parser.add_argument("--heads", action="store_true", help="also one head at a time")
     parser.add_argument("--out", default="where.jsonl", help="records, one a line")
     options = parser.parse_args()
     (control, tokenizer), (trained, _) = (kvcat.load(name) for name in (options.control, options.trained))

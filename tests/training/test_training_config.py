@@ -50,6 +50,8 @@ def test_a_configuration_reads_back_what_was_saved(tmp_path):
             TrainConfig.from_dict(read_json(file))
     with pytest.raises(InputError, match="no masked pass to teach"):
         config("model", "data", "out", policy="control", teacher="frozen")
+    with pytest.raises(InputError, match="num_groups is 8, but group_starts names 2 layers"):
+        config("model", "data", "out", group_starts=[0, 3], num_groups=8)
 
 
 def test_the_learning_rate_warms_up_to_the_peak_and_ends_on_the_floor():
