@@ -84,7 +84,7 @@ def test_values_after_one_option_equal_options_written_each_time(ratios, methods
         ("eval ruler kvcat-base --out o --task maze", "no RULER task 'maze'"),
         ("eval qa kvcat-base --out o --data . --task maths", "maths"),
         ("prepare nowhere --tokenizer kvcat-base -o o", "no such text file or folder: nowhere"),
-        ("prepare t.txt --tokenizer . -o o", "cannot load the tokenizer of"),
+        ("prepare t.txt --tokenizer . -o o", "has no tokenizer (tokenizer.json)"),
         ("prepare t.txt --tokenizer nobody/nothing -o o", "neither a folder nor in the local Hub cache"),
         ("export . --step 3 -o o", "holds no checkpoint of step 3; it has none"),
         ("theory theorem --budget half --out o", "--budget is 'half'; it must be a number, n-1 or n/2"),
@@ -105,10 +105,10 @@ def test_a_mistake_is_one_line_and_exit_code_2_and_nothing_is_written(line, told
 
 def test_a_mistake_in_the_text_is_told_before_weights_are_read(tiny_folder, mistake, tmp_path):
     model = shutil.copytree(tiny_folder, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
-    assert "cannot load" in mistake("eval", "suffix", model, "--prefix", 20, "--suffix", 8, "--out", tmp_path / "out")
-    for options in (("--data", "nowhere"), ("--data", "installed", "--split", "test", "--prefix", 10**7)):
-        told = mistake("eval", "suffix", model, *options, "--out", tmp_path / "out")
-        assert "nowhere" in told or "tokens" in told, told
+    for kind, option, more in (("suffix", "--data", ()), ("profile", "--text", ("--slots", 1))):
+        line = ["eval", kind, model, "--prefix", 20, "--suffix", 8, *more, "--out", tmp_path / "out", option]
+        assert "no such text file or folder: nowhere" in mistake(*line, "nowhere")
+        assert "cannot load" in mistake(*line, "installed")  # the weights, which are not there
 
 
 class Stopped(Exception):  # noqa: N818

@@ -300,15 +300,17 @@ def profile(
     from kvcat.evals import evaluate
     from kvcat.evals.profile import METHODS, SUPERVISION, profile_table, profile_text, slot_ratios
     from kvcat.evals.suffix import make_task
+    from kvcat.models import load_tokenizer
     from kvcat.report.plots import save_profile_plot
 
     methods = parse_methods(opt.flat(method)) or list(METHODS)
     keeps = slot_ratios(opt.flat(slots), prefix)
-    loaded = load_models(find_models(models), device, dtype)
+    folders = find_models(models)
     task = make_task(
-        next(iter(loaded.values()))[1], text, split,
+        load_tokenizer(next(iter(folders.values()))), text, split,
         prefix=prefix, suffix=suffix, windows=windows, per_document=windows, seed=seed, supervision=SUPERVISION,
     )  # fmt: skip
+    loaded = load_models(folders, device, dtype)
     records = evaluate(task, loaded, methods, keeps, out, seeds=[seed])
     table = profile_table([record for record in records if record.model in loaded], prefix)
     table.to_csv(out / "profile.csv", index=False)

@@ -53,11 +53,9 @@ def load(
         raise InputError(f"unknown dtype {dtype!r}: choose from {', '.join(DTYPES)}")
     where, path = parse_device(device), local_folder(name_or_path)
     _check_config(path)
-    if tokenizer and path.is_dir() and not any((path / name).is_file() for name in _TOKENIZER_FILES):
-        raise InputError(f"{path} has no tokenizer (tokenizer.json): save one there, or pass tokenizer=False")
+    words = load_tokenizer(path) if tokenizer else None
     with _quiet():
         model = _load_model(path, DTYPES[dtype])
-        words = load_tokenizer(path) if tokenizer else None
     model.config.name_or_path = str(name_or_path)
     model.to(where).eval()  # type: ignore[arg-type]
     self_test(model)
@@ -71,9 +69,13 @@ def load_tokenizer(name_or_path: str | Path) -> Any:
         InputError: no such model, or no tokenizer that transformers can load.
     """
     path = Path(name_or_path).expanduser()
+    path = path if path.is_dir() else local_folder(name_or_path, weights=False)
+    if path.is_file():
+        _check_config(path)
+    elif not any((path / name).is_file() for name in _TOKENIZER_FILES):
+        raise InputError(f"{path} has no tokenizer (tokenizer.json): save one there, or load with tokenizer=False")
     with _quiet():
-        folder = path if path.is_dir() else local_folder(name_or_path, weights=False)
-        return _read(folder, AutoTokenizer, "load the tokenizer of")
+        return _read(path, AutoTokenizer, "load the tokenizer of")
 
 
 def read_config(name_or_path: str | Path) -> PreTrainedConfig:

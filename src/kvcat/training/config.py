@@ -162,7 +162,7 @@ def _check_values(config: TrainConfig) -> None:
             raise InputError(f"prefix_range splits every sequence: seq_len is {config.seq_len}; it must be at least 3")
     elif config.detach_prefix:
         raise InputError("detach_prefix needs prefix_range: whole masked sequences have no prefix")
-    if config.group_starts is not None and config.num_groups not in (4, len(config.group_starts)):
+    if config.group_starts is not None and config.num_groups not in (TrainConfig.num_groups, len(config.group_starts)):
         raise InputError(f"num_groups is {config.num_groups}, but group_starts names {len(config.group_starts)} layers")
     if config.teacher == "frozen" and config.policy == "control":
         raise InputError("teacher is 'frozen', but the control has no masked pass to teach")
