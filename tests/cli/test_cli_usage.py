@@ -103,12 +103,15 @@ def test_a_mistake_is_one_line_and_exit_code_2_and_nothing_is_written(line, told
     assert sorted(f.name for f in tmp_path.iterdir()) == ["empty.txt", "t.txt"]
 
 
-def test_a_mistake_in_the_text_is_told_before_weights_are_read(tiny_folder, mistake, tmp_path):
+def test_a_mistake_in_the_text_or_the_request_is_told_before_weights_are_read(tiny_folder, mistake, tmp_path):
     model = shutil.copytree(tiny_folder, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
     for kind, option, more in (("suffix", "--data", ()), ("profile", "--text", ("--slots", 1))):
         line = ["eval", kind, model, "--prefix", 20, "--suffix", 8, *more, "--out", tmp_path / "out", option]
         assert "no such text file or folder: nowhere" in mistake(*line, "nowhere")
         assert "cannot load" in mistake(*line, "installed")  # the weights, which are not there
+    needle = ["eval", "needle", model, "--length", 130, "--per-depth", 1, "--out", tmp_path / "out"]
+    told = "primary cell: h2o at keep ratio 0.3 is not evaluated"
+    assert told in mistake(*needle, "--keep", 0.2, "--primary", "h2o", 0.3, "kl")
 
 
 class Stopped(Exception):  # noqa: N818

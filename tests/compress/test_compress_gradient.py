@@ -16,6 +16,7 @@ from kvcat.compress import (
     GradientCompression,
     Reconstruction,
     compare,
+    takes_seed,
     trace,
 )
 from kvcat.compress.methods import gradient
@@ -94,6 +95,17 @@ def test_starts_are_the_caches_of_the_methods_they_name(traced):
     assert all(torch.equal(head, at[0][:, 0]) for layer in at for head in layer.unbind(1))
     assert GradientCompression(init="random").draws
     assert not GradientCompression().draws
+
+
+def test_a_start_that_draws_takes_the_seed_unless_it_has_its_own(traced):
+    few = "attention-matching,num_queries=2,budgets=equal"
+    seeds = [AttentionMatching(num_queries=2, budgets="equal", seed=seed)(traced, num_slots=6) for seed in (0, 3)]
+    assert distance(*seeds) > 0
+    for init, seed in ((few, 3), (f"{few},seed=3", 0)):
+        method = GradientCompression(num_steps=0, init=init, seed=seed)
+        assert distance(method(traced, num_slots=6), seeds[1]) == 0
+        assert method.draws == (init == few)
+    assert takes_seed("gradient", {"init": few})
 
 
 def test_a_frozen_first_slot_stays(traced):

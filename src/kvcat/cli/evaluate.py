@@ -40,11 +40,12 @@ class Evaluation:
 
     def run(self) -> None:
         """Evaluate, report and print."""
-        from kvcat.evals import evaluate
+        from kvcat.evals import configuration, evaluate
         from kvcat.models import load_tokenizer
         from kvcat.report import headline_text, write_report
 
         settings = self.settings()
+        speed = settings.pop("speed", False)
         index, count = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         device = self.device if self.device != "cuda" else f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
         folders = find_models(self.models)
@@ -56,12 +57,14 @@ class Evaluation:
             if folder in tasks:
                 raise InputError(f"two --{self.several} would write to the same folder {folder}")
             tasks[folder] = self.task(tokenizer, value)
+            configuration(tasks[folder], batch_size=self.batch_size, **settings)  # refuses what cannot be evaluated
         models = load_models(folders, device, self.dtype)
         for task in tasks.values():  # each of them before the first one runs
             for label, model in models.items():
                 task.check(label, *model)
+        settings |= {"batch_size": self.batch_size, "shard": (index, count), "speed": speed}
         for folder, task in tasks.items():
-            evaluate(task, models, out_dir=folder, batch_size=self.batch_size, shard=(index, count), **settings)
+            evaluate(task, models, out_dir=folder, **settings)
         if count > 1:
             print(f"shard {index} of {count} is done; when all are: kvcat report {' '.join(map(str, tasks))}")
             return

@@ -16,7 +16,7 @@ from kvcat.compress import Compressor, seeded_compressor, takes_seed
 from kvcat.errors import InputError, check_least
 from kvcat.evals.costs import Step, answer_speed, measure
 from kvcat.evals.records import Record, ResultsFolder, Shard
-from kvcat.evals.statistics import EVALUATIONS
+from kvcat.evals.statistics import EVALUATIONS, Evaluation
 from kvcat.evals.task import Baseline, Method, Prepared, Task, Values, check_keep_ratios, manifest
 from kvcat.provenance import provenance
 
@@ -83,16 +83,19 @@ def evaluate(
         InputError: nothing to evaluate, a value out of range, an unknown method, examples that a model cannot
             run, a folder of another configuration, a score that is not a number.
     """
+    if not models:
+        raise InputError("nothing to evaluate: no model given")
+    if not 0 <= shard[0] < shard[1]:
+        raise InputError(f"shard {shard[0]} of {shard[1]} does not exist; the first is 0, the last {shard[1] - 1}")
+    config = configuration(task, methods, keep_ratios, batch_size=batch_size, seeds=seeds, primary=primary)
     count = len(task.examples)
     methods = [_settled(method, keep_ratios, count) for method in methods]
-    _check_request(task, models, methods, batch_size, seeds, shard)
     jobs = [_Job(Method(own.name, {}, (own.keep_ratio,), count)) for own in task.baselines]
     for method in methods:
         drawn = seeds if takes_seed(method.name, method.options) else [None]
         jobs += [_Job(method, seeded_compressor(method.name, method.options, seed or 0), seed) for seed in drawn]
     for label, (model, tokenizer) in models.items():
         task.check(label, model, tokenizer)
-    config = _config(task, methods, primary) | {"batch_size": batch_size, "seeds": list(seeds)}
     batches = _batches(task, batch_size, {method.num_examples for method in methods})[shard[0] :: shard[1]]
     work = [(a, b, [job for job in jobs if a < (job.method.num_examples or 0)]) for a, b in batches]
     total = len(models) * sum(len(job.keep_ratios) * (b - a) for a, b, own in work for job in own)
@@ -212,18 +215,30 @@ def _batches(task: Task, batch_size: int, limits: set[int | None]) -> list[tuple
     return batches
 
 
-def _config(task: Task, methods: Sequence[Method], primary: tuple[str, float, str] | None) -> dict[str, Any]:
-    """What the results depend on; with the primary cell."""
+def configuration(
+    task: Task,
+    methods: Sequence[str | Method],
+    keep_ratios: Sequence[float],
+    *,
+    batch_size: int,
+    seeds: Sequence[int] = (0,),
+    primary: tuple[str, float, str] | None = None,
+) -> dict[str, Any]:
+    """What the records of ``evaluate`` depend on beside the models, with the primary cell.
+
+    Raises:
+        InputError: whatever ``evaluate`` refuses without a look at a model.
+    """
+    methods = [_settled(method, keep_ratios, len(task.examples)) for method in methods]
     cells = [(method.label, keep_ratio) for method in methods for keep_ratio in method.keep_ratios or ()]
-    cell = None
-    if primary or cells:
-        evaluation = EVALUATIONS[task.evaluation]
-        method, keep_ratio, metric = primary or (*cells[0], evaluation.deciding)
-        if (method, keep_ratio) not in cells:
-            raise InputError(f"primary cell: {method} at keep ratio {keep_ratio:g} is not evaluated")
-        if metric not in evaluation.metrics:
-            raise InputError(f"primary cell: no metric {metric!r}; there are {', '.join(evaluation.metrics)}")
-        cell = {"method": method, "keep_ratio": keep_ratio, "metric": metric} | ({"named": True} if primary else {})
+    wanted = {"example": task.examples, "method or keep ratio": [*cells, *task.baselines], "seed": seeds}
+    for name, found in wanted.items():
+        if not found:
+            raise InputError(f"nothing to evaluate: no {name} given")
+    if cells and not task.compresses:
+        raise InputError(f"{task.evaluation} is evaluated without compression")
+    check_least(1, batch_size=batch_size, **{f"{m.name}: num_examples": m.num_examples or 0 for m in methods})
+    check_keep_ratios([keep_ratio for _, keep_ratio in cells])
     return {
         "evaluation": task.evaluation,
         "dataset": task.dataset,
@@ -232,22 +247,20 @@ def _config(task: Task, methods: Sequence[Method], primary: tuple[str, float, st
         "manifest": manifest(task.examples),
         "baselines": [[baseline.name, baseline.keep_ratio] for baseline in task.baselines],
         "methods": [asdict(method) for method in methods],
-        "primary": cell,
+        "primary": _primary_cell(cells, EVALUATIONS[task.evaluation], primary),
+        "batch_size": batch_size,
+        "seeds": list(seeds),
     }
 
 
-def _check_request(
-    task: Task, models: Models, methods: Sequence[Method], batch_size: int, seeds: Sequence[int], shard: Shard
-) -> None:
-    cells = [(method.label, keep_ratio) for method in methods for keep_ratio in method.keep_ratios or ()]
-    tried = [*cells, *task.baselines]
-    wanted = {"model": models, "example": task.examples, "method or keep ratio": tried, "seed": seeds}
-    for name, found in wanted.items():
-        if not found:
-            raise InputError(f"nothing to evaluate: no {name} given")
-    if cells and not task.compresses:
-        raise InputError(f"{task.evaluation} is evaluated without compression")
-    check_least(1, batch_size=batch_size, **{f"{m.name}: num_examples": m.num_examples or 0 for m in methods})
-    check_keep_ratios([keep_ratio for _, keep_ratio in cells])
-    if not 0 <= shard[0] < shard[1]:
-        raise InputError(f"shard {shard[0]} of {shard[1]} does not exist; the first is 0, the last {shard[1] - 1}")
+def _primary_cell(
+    cells: list[tuple[str, float]], evaluation: Evaluation, primary: tuple[str, float, str] | None
+) -> dict[str, Any] | None:
+    if not (primary or cells):
+        return None
+    method, keep_ratio, metric = primary or (*cells[0], evaluation.deciding)
+    if (method, keep_ratio) not in cells:
+        raise InputError(f"primary cell: {method} at keep ratio {keep_ratio:g} is not evaluated")
+    if metric not in evaluation.metrics:
+        raise InputError(f"primary cell: no metric {metric!r}; there are {', '.join(evaluation.metrics)}")
+    return {"method": method, "keep_ratio": keep_ratio, "metric": metric} | ({"named": True} if primary else {})

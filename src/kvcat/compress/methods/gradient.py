@@ -54,7 +54,7 @@ class GradientCompression(Compressor):
         init: "first": the first slots of the prefix; "random": random ones, the same positions in every layer;
             "attention-matching" or an eviction's name: what that method gives, its options behind the name as in
             "attention-matching,budgets=adaptive". A log-bias that the start has is trained as well.
-        seed: of the random positions.
+        seed: of the random positions, and of a start that draws and has none of its own.
         freeze_first_slot: the first slot keeps its key and value.
         schedule: of the learning rate: "constant", or "cosine": half a cosine that ends at 0 after ``num_steps``.
         activation_checkpointing: activations are made anew in the backward pass: less memory, equal gradients.
@@ -81,12 +81,13 @@ class GradientCompression(Compressor):
             raise InputError(f"lr must be larger than 0, not {self.lr}")
         if self.schedule not in ("constant", "cosine"):
             raise InputError(f"schedule must be 'constant' or 'cosine', not {self.schedule!r}")
-        _starting_method(self.init)
+        _starting_method(self.init, self.seed)
 
     @property
     def draws(self) -> bool:
         """Whether the seed matters."""
-        return self.init == "random"
+        start = _starting_method(self.init, self.seed)
+        return start is None or (start.draws and "seed" not in parse_method(self.init)[1])
 
     def __call__(
         self,
@@ -137,7 +138,7 @@ class GradientCompression(Compressor):
 
     def starting_layers(self, trace: Trace, num_slots: int) -> list[Layer]:
         """Slots to start from."""
-        if (method := _starting_method(self.init)) is not None:
+        if (method := _starting_method(self.init, self.seed)) is not None:
             return list(method(trace, num_slots=num_slots).layers)
         scores = _random_scores(trace, self.seed)
         return [best_layer(trace, index, own, num_slots) for index, own in enumerate(scores)]
@@ -303,19 +304,18 @@ def _recomputing(model: PreTrainedModel, enabled: bool) -> Iterator[None]:
                 layer.forward = own
 
 
-def _starting_method(init: str) -> Compressor | None:
+def _starting_method(init: str, seed: int) -> Compressor | None:
     """The method that makes a start, from its name and options; None: random positions, the same in every layer."""
     name, options = parse_method(init)
     if name not in ("attention-matching", *SCORERS):
         starts = ", ".join(map(repr, ("attention-matching", *SCORERS)))
         raise InputError(f"init must be one of {starts}, not {name!r}")
-    if name == "attention-matching":
-        return AttentionMatching(**options)
-    if name != "random":
-        return Eviction(name, **options)
-    if options:
-        raise InputError(f"init {name!r} has no option {next(iter(options))!r}: give the gradient method's own")
-    return None
+    if name == "random":
+        if options:
+            raise InputError(f"init {name!r} has no option {next(iter(options))!r}: give the gradient method's own")
+        return None
+    make = AttentionMatching if name == "attention-matching" else partial(Eviction, name)
+    return make(**{"seed": seed, **options}) if make(**options).draws else make(**options)
 
 
 def _random_scores(trace: Trace, seed: int) -> list[Tensor]:
