@@ -1,6 +1,7 @@
 """What a step computes: the control and every objective written naively, accumulation, seeds, records."""
 
 import dataclasses
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -129,6 +130,26 @@ def test_the_control_is_plain_next_token_training(tiny_folder, texts_folder, new
         # as a whole: Adam magnifies the rounding of single gradients that are nearly zero
         moved = (parameter.detach() - start[name]).norm()
         assert (trained[name] - parameter.detach()).norm() < 5e-4 * moved, name
+
+
+def test_runs_record_the_same_checksum_where_they_see_the_same_tokens(texts_folder, tiny_folder, new_run):
+    control = new_run("control", policy="control", max_steps=2)
+    options = {name: getattr(control, name) for name in ("seq_len", "batch_size", "validation_sequences")}
+    runs = (
+        control,
+        new_run("router", max_steps=2, micro_batch_size=1),
+        new_run("other", policy="control", max_steps=2, seed=1),
+    )
+    sums = []
+    for run in runs:
+        train(run, progress=False)
+        sums.append([r["tokens_crc32"] for r in records(run.output) if r["kind"] == "train"])
+    data = open_tokens(
+        str(texts_folder), AutoTokenizer.from_pretrained(tiny_folder), **options, max_steps=2, seed=control.seed
+    )
+    expected = [sum(zlib.crc32(row.tobytes()) for row in data.train.read().numpy()) for _ in range(2)]
+    assert sums[:2] == [expected, expected]
+    assert not set(sums[2]) & set(expected)
 
 
 def test_a_fixed_policy_keeps_its_exact_count_and_pays_no_budget(tmp_path, new_run):

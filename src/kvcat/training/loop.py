@@ -4,6 +4,7 @@ import math
 import signal
 import threading
 import time
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -181,7 +182,7 @@ class Trainer:
             part = slice(start, start + size)
             total, record = self._losses(tokens[part], self.streams[part], self.step)
             (total * (size / own)).backward()
-            records.append(record)
+            records.append(record | {"tokens_crc32": _mean_crc32(tokens[part], self.world)})
         routers, policies = self.objective.router_parameters(), self.objective.policy_parameters()
         reduce_policies(policies, world)
         norms: dict[str, Any] = {}
@@ -197,6 +198,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
         losses = mean_record(records, [1.0] * len(records), world)
+        losses["tokens_crc32"] = round(losses["tokens_crc32"] * config.batch_size)  # the sum over the sequences
         return {"tokens": self.step * config.tokens_per_step, **rates, **losses, **norms}
 
     def _losses(self, tokens: torch.Tensor, sequences: Sequence[int], step: int | None) -> tuple[torch.Tensor, Record]:
@@ -257,6 +259,13 @@ def make_optimizer(objective: Objective, config: TrainConfig) -> torch.optim.Ada
         [{"params": p, "weight_decay": decay, "lr_multiplier": factor} for p, decay, factor in groups if p],
         lr=config.peak_lr, betas=config.betas, eps=1e-8, fused=True,
     )  # fmt: skip
+
+
+def _mean_crc32(tokens: torch.Tensor, world: World) -> torch.Tensor:
+    """Of the sequences of a micro-batch: runs that record the same were trained on the same tokens."""
+    return torch.tensor(
+        [float(zlib.crc32(row)) for row in tokens.numpy()], dtype=torch.float64, device=world.device
+    ).mean()
 
 
 def _clip(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
