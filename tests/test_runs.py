@@ -3,6 +3,7 @@
 import importlib.util
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 from transformers import DynamicCache
@@ -55,3 +56,34 @@ def test_every_token_is_of_one_kind_of_text():
     kinds = [next(iter(own & set(parts))) for own in found]
     assert kinds == [parts[0], parts[1], parts[1], parts[3], parts[2], parts[0], parts[4], parts[5], parts[1]]
     assert ["seen before" in own for own in found] == [False] * 8 + [True]
+
+
+def test_runs_are_compared_on_the_seeds_that_both_have_and_against_the_control_of_their_steps():
+    records = script("records")
+    windows = [
+        (model, seed, f"d{number}", 10.0 * price + number, kl * number)
+        for model, seeds, price, kl in (
+            ("control-8", "01", 0.0, 2.0),
+            ("rand-8", "0", 0.2, 1.0),
+            ("rand-w0.5-8", "02", 0.1, 1.5),
+        )
+        for seed in seeds
+        for number in range(1, 7)
+    ]
+    rows = pd.DataFrame(windows, columns=["model", "seed", "document", "nll_dense", "kl"])
+    rows = rows.assign(
+        text="books", method="h2o", keep_ratio=0.1, window="0", nll=rows["nll_dense"] + 1, context_gain=1.0
+    )
+    control = records.control_of("rand-w0.5-8")
+    found = records.compared(rows, "rand-w0.5-8", control).set_index("metric")
+    assert list(found.loc["kl", ["ratio", "ratio_low", "ratio_high", "num_seeds"]]) == pytest.approx([0.75] * 3 + [1])
+    assert list(found.loc["nll_dense", ["difference", "low", "high"]]) == pytest.approx([1.0] * 3)
+    assert records.share(rows, "rand-w0.5-8", "rand-8", control).value == pytest.approx(0.5)
+    assert "| h2o | **.75** [.75, .75] |" in records.tables(found.reset_index())
+
+
+def test_every_model_of_the_price_curve_has_records_and_a_control():
+    records = script("records")
+    known = set(pd.read_csv(records.FILE)["model"])
+    models = {model for points in records.FORMS.values() for model in points.values()}
+    assert models | {records.control_of(model) for model in models} <= known
