@@ -79,7 +79,7 @@ def test_runs_are_compared_on_the_seeds_that_both_have_and_against_the_control_o
     assert list(found.loc["kl", ["ratio", "ratio_low", "ratio_high", "num_seeds"]]) == pytest.approx([0.75] * 3 + [1])
     assert list(found.loc["nll_dense", ["difference", "low", "high"]]) == pytest.approx([1.0] * 3)
     assert records.share(rows, "rand-w0.5-8", "rand-8", control).value == pytest.approx(0.5)
-    assert "| h2o | **.75** [.75, .75] |" in records.tables(found.reset_index())
+    assert "| h2o | **0.750** [0.750, 0.750] |" in records.markdown(found.reset_index())
 
 
 def test_every_model_of_the_price_curve_has_records_and_a_control():

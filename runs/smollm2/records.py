@@ -19,7 +19,9 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from kvcat.evals import ClusterBootstrap, Estimate, Record, compare_models
+from kvcat.report import tables
 from kvcat.report.plots import COLOURS, MARKERS, STYLE
+from kvcat.report.tables import difference_figure, ratio_figure
 
 FILE = Path(__file__).parents[2] / "docs" / "results-records.csv"
 VALUES = ["kl", "nll", "nll_dense", "context_gain"]
@@ -31,10 +33,10 @@ FORMS = {  # lines of the curve: by label of the point its model
     "attn-reader, 1,049,000 tokens": {"0.3": "attn-reader-w0.3-256"},
 }
 TOY = {"0.03": (0.0008, 0.980), "0.1": (0.0045, 0.945), "0.3": (0.0166, 0.889)}  # docs/log-training-1.md
-PARTS = {  # of the tables: title, metric, columns, the figure of no difference
-    "KL over the control's": ("kl", ["ratio", "ratio_low", "ratio_high"], 1.0),
-    "NLL on the compact cache": ("nll", ["difference", "low", "high"], 0.0),
-    "what compression loses": ("delta_nll", ["difference", "low", "high"], 0.0),
+PARTS = {  # of the tables: title, metric, what is shown of it
+    "KL over the control's": ("kl", ratio_figure),
+    "NLL on the compact cache": ("nll", difference_figure),
+    "what compression loses": ("delta_nll", difference_figure),
 }
 
 
@@ -75,23 +77,22 @@ def share(rows: pd.DataFrame, model: str, other: str, control: str) -> Estimate:
     return bootstrap.estimate(bootstrap.of_means(lambda a, b, c: (a - c) / (b - c), *columns))
 
 
-def printed(value: float, low: float, high: float, null: float = 0.0) -> str:
-    """As the tables print it: bold where the interval excludes no difference."""
-    form = "{:+.4f}" if null == 0.0 else "{:.2f}"
-    text, *ends = (form.format(number).replace("0.", ".", 1) for number in (value, low, high))
-    return f"{f'**{text}**' if low > null or high < null else text} [{', '.join(ends)}]"
+def printed(figure: tables.Figure) -> str:
+    """In bold where the model is better or worse than the control."""
+    return f"{f'**{figure.text}**' if figure.decided else figure.text} {figure.interval}"
 
 
-def tables(found: pd.DataFrame) -> str:
-    """Markdown: the price, then KL over the control's, NLL on the compact cache and what compression loses."""
+def markdown(found: pd.DataFrame) -> str:
+    """The price, then tables of KL over the control's, NLL on the compact cache and what compression loses."""
     keeps = list(found["keep_ratio"].unique())
     once = found.drop_duplicates("metric").set_index("metric")
     lines = [f"{found['num_seeds'].max()} training seeds, {found['num_examples'].max()} windows", ""]
-    lines += [f"{name}: {printed(*once.loc[name, ['difference', 'low', 'high']])}" for name in VALUES[2:]]
-    for title, (metric, columns, null) in PARTS.items():
-        lines += ["", f"| {title} | {' | '.join(f'{keep:.0%}' for keep in keeps)} |", "|---" * (len(keeps) + 1) + "|"]
+    lines += [f"{name}: {printed(difference_figure(once.loc[name]))}" for name in VALUES[2:]]
+    for title, (metric, figure) in PARTS.items():
+        heads = map(tables.keep_label, keeps)
+        lines += ["", f"| {title} | {' | '.join(heads)} |", "|---" * (len(keeps) + 1) + "|"]
         for method, own in found[found["metric"] == metric].groupby("method", sort=False):
-            cells = {row["keep_ratio"]: printed(*row[columns], null) for _, row in own.iterrows()}
+            cells = {row["keep_ratio"]: printed(figure(row)) for _, row in own.iterrows()}
             lines.append(f"| {method} | {' | '.join(cells.get(keep, '') for keep in keeps)} |")
     return "\n".join(lines)
 
@@ -147,7 +148,7 @@ def main() -> None:
         draw(rows, options.plot)
     if options.model:
         control = options.control or control_of(options.model)
-        print(tables(compared(rows, options.model, control)))
+        print(markdown(compared(rows, options.model, control)))
         if options.share_of:
             found = share(rows, options.model, options.share_of, control)
             print(f"\nprice over that of {options.share_of}: {found.value:.2f} [{found.low:.2f}, {found.high:.2f}]")

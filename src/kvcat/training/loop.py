@@ -263,9 +263,8 @@ def make_optimizer(objective: Objective, config: TrainConfig) -> torch.optim.Ada
 
 def _mean_crc32(tokens: torch.Tensor, world: World) -> torch.Tensor:
     """Of the sequences of a micro-batch: runs that record the same were trained on the same tokens."""
-    return torch.tensor(
-        [float(zlib.crc32(row)) for row in tokens.numpy()], dtype=torch.float64, device=world.device
-    ).mean()
+    sums = [float(zlib.crc32(row)) for row in tokens.numpy()]
+    return torch.tensor(sums, dtype=torch.float64, device=world.device).mean()
 
 
 def _clip(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
