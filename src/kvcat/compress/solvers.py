@@ -13,7 +13,6 @@ _POWER_STEPS = 60
 _STEPS_PER_CHECK = 4
 _MAX_STEPS = 20_000
 _SINGLE_PRECISION_RIDGE = 1e-5
-_START_RIDGE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
 def fit_log_bias(
@@ -36,8 +35,8 @@ def fit_log_bias(
         kept_scores: scaled scores q.k / sqrt(head_dim) of the kept keys, nats; -inf where a query does not see a key.
         dense_scores: the same queries against the whole prefix, nats; a single column holds the log of the whole mass.
         bounds: box on the log-bias, nats, lower < upper.
-        num_iters: plain projected-gradient steps from the clamped unconstrained solution, without pull, as in the
-            paper; None solves to the tolerance.
+        num_iters: plain projected-gradient steps without pull from the clamped least-squares solution
+            (``least_squares``: minimum norm, no ridge), as in the paper; None solves to the tolerance.
         pull: towards w = 1, relative to the squared spectral norm of A, at least 0.
         weights: factor on the error of each query; None: 1.
 
@@ -92,15 +91,25 @@ def fit_values(
     if towards is not None:
         left = weights @ towards
         return towards + fit_values(weights, torch.sub(targets, left, out=left), ridge=ridge)
-    single = ridge is not None and ridge >= _SINGLE_PRECISION_RIDGE
-    design, wanted = (weights, targets) if single else (weights.double(), targets.double())
     if ridge is None:
-        # only LAPACK's gelsd handles rank deficiency, and it runs on the CPU
-        solution = torch.linalg.lstsq(design.cpu(), wanted.cpu(), driver="gelsd").solution
-        return solution.to(targets)
+        return least_squares(weights, targets)
+    single = ridge >= _SINGLE_PRECISION_RIDGE
+    design, wanted = (weights, targets) if single else (weights.double(), targets.double())
     if weights.shape[-2] < weights.shape[-1]:
         return (design.mT @ _solve_ridge(design @ design.mT, wanted, ridge)).to(targets.dtype)
     return _solve_ridge(design.mT @ design, design.mT @ wanted, ridge).to(targets.dtype)
+
+
+def least_squares(
+    design: Float[Tensor, "*heads queries slots"], targets: Float[Tensor, "*heads queries columns"]
+) -> Float[Tensor, "*heads slots columns"]:
+    """The X of smallest norm among those that minimise |design X - targets|^2, without any ridge.
+
+    Singular values below the rounding of float64 count as 0. Solved in float64 by LAPACK's gelsd on the CPU, whatever
+    the device: the other drivers of torch need a design of full rank, and GPUs have no other driver than those.
+    """
+    solution = torch.linalg.lstsq(design.double().cpu(), targets.double().cpu(), driver="gelsd").solution
+    return solution.to(targets)
 
 
 def check_ridge(ridge: float | None) -> None:
@@ -140,15 +149,17 @@ def _check_log_bias_options(bounds: tuple[float, float], num_iters: int | None, 
 
 
 def _projected_steps(design: Tensor, mass: Tensor, low: float, high: float, num_iters: int) -> Tensor:
-    """Projected-gradient steps on |A w - b|^2 from the clamped solution without bounds, as in the paper."""
-    rows = design.shape[-2] < design.shape[-1]
-    norm = largest_eigenvalue(design @ design.mT if rows else design.mT @ design)
-    found = fit_values(design, mass.unsqueeze(-1), ridge=_START_RIDGE[design.dtype]).squeeze(-1).clamp(low, high)
-    step = 1 / norm.clamp_min(torch.finfo(norm.dtype).tiny).unsqueeze(-1)
+    """Projected-gradient steps on |A w - b|^2 from the clamped least-squares solution, as in the paper."""
+    num_queries, num_slots = design.shape[-2:]
+    gram = design @ design.mT if num_queries < num_slots else design.mT @ design
+    squared_norm = largest_eigenvalue(gram)
+    step_size = 1 / squared_norm.clamp_min(torch.finfo(squared_norm.dtype).tiny).unsqueeze(-1)
+    start = least_squares(design, mass.unsqueeze(-1)).squeeze(-1)
+    weights = start.clamp(low, high)
     for _ in range(num_iters):
-        error = (design @ found.unsqueeze(-1)).squeeze(-1) - mass
-        found = (found - step * _times(design.mT, error)).clamp(low, high)
-    return found
+        error = _times(design, weights) - mass
+        weights = (weights - step_size * _times(design.mT, error)).clamp(low, high)
+    return weights
 
 
 def solve_box(
