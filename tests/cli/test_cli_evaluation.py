@@ -114,7 +114,7 @@ def test_longbench_and_multiple_choice_run_and_a_model_that_cannot_do_it_is_labe
 def test_a_profile_ends_in_a_table(tmp_path, capsys):
     data = write_texts(tmp_path / "texts", documents=8, length=60)
     lengths = ["--prefix", 16, "--suffix", 8, "--windows", 1, "--slots", 2]
-    argv = ["eval", "profile", "kvcat-base", "--text", data, "--method", "first", "--out", tmp_path / "out", *lengths]
+    argv = ["eval", "profile", "kvcat-base", "--data", data, "--method", "first", "--out", tmp_path / "out", *lengths]
     assert run([str(x) for x in argv]) == 0
     assert "kvcat-base   best          2" in capsys.readouterr().out
     assert (tmp_path / "out" / "profile.csv").stat().st_size

@@ -105,7 +105,7 @@ def test_a_mistake_is_one_line_and_exit_code_2_and_nothing_is_written(line, told
 
 def test_a_mistake_in_the_text_or_the_request_is_told_before_weights_are_read(tiny_folder, mistake, tmp_path):
     model = shutil.copytree(tiny_folder, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
-    for kind, option, more in (("suffix", "--data", ()), ("profile", "--text", ("--slots", 1))):
+    for kind, option, more in (("suffix", "--data", ()), ("profile", "--data", ("--slots", 1))):
         line = ["eval", kind, model, "--prefix", 20, "--suffix", 8, *more, "--out", tmp_path / "out", option]
         assert "no such text file or folder: nowhere" in mistake(*line, "nowhere")
         assert "cannot load" in mistake(*line, "installed")  # the weights, which are not there

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structured_heads import tensors
 
-from kvcat.compress import COMPRESSORS, compare, make_compressor, replay, slots_for, trace
-from kvcat.compress.base import parse_method
+from kvcat.compress import COMPRESSORS, compare, make_compressor, parse_method, replay, slots_for, trace
 from kvcat.errors import InputError
 from tiny import loud_model
 

@@ -76,9 +76,7 @@ def test_slots_log_bias_and_values_are_those_of_the_papers_formulas(pretrained_t
 
 
 @pytest.mark.parametrize("num_iters", [0, 2, 8])
-def test_the_steps_start_from_least_squares_without_a_ridge_in_single_precision(
-    pretrained_trace, num_iters
-):
+def test_the_steps_start_from_least_squares_without_a_ridge_in_single_precision(pretrained_trace, num_iters):
     """More slots than queries: a ridge of 1e-5 in the start would move log-biases by .1 to 6 nats."""
     for layer, head, keys, _, queries, scale in heads_of(pretrained_trace):
         scores = scale * queries @ keys.T

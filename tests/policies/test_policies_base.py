@@ -7,6 +7,7 @@ import torch
 
 from kvcat import InputError
 from kvcat.policies import (
+    POLICIES,
     AttentionMassPolicy,
     RandomPolicy,
     Router,
@@ -79,6 +80,23 @@ def test_built_policies_take_the_options_and_start_from_weights_of_their_own_tha
     assert not any(torch.equal(a, b) for a, b in zip(weight[0], weight[2], strict=True))
     assert not torch.equal(weight[0][0], weight[0][1])
     assert build("attention", target=0.3)[0].keep_ratio == 0.3
+
+
+def test_a_policys_options_come_from_its_spec_and_are_checked_by_name_and_type(monkeypatch):
+    def make(*, target: float, every: int = 2, **_: object) -> RandomPolicy:
+        policy = RandomPolicy(target)
+        policy.every = every
+        return policy
+
+    monkeypatch.setitem(POLICIES, "strided", make)
+    assert build("strided,every=3", target=0.4)[0].every == 3
+    assert build("strided", target=0.4)[0].every == 2
+    with pytest.raises(InputError, match="policy strided has no option 'evry'; its options: every"):
+        build("strided,evry=3")
+    with pytest.raises(InputError, match="every is 'often'; it must be a whole number"):
+        build("strided,every=often")
+    with pytest.raises(InputError, match="policy random has no option 'every'; its options: none"):
+        build("random,every=3")
 
 
 @pytest.mark.parametrize(("heads", "window", "chunk"), [((2, 2), None, 5), ((4, 2), 4, 1), ((6, 1), 1, 100)])

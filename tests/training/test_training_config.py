@@ -23,7 +23,7 @@ from tiny import refusal
         ("max_steps", 3.5, "a whole number"), ("max_steps", True, "a whole number"), ("max_steps", "3", "a whole"),
         ("betas", 0.9, "tuple"), ("betas", [0.9], "tuple.float, float."), ("peak_lr", "1e-4", "a number"),
         ("compile", "no", "true or false"), ("model", 5, "text"), ("group_starts", [0, 1.5], "int, .* None"),
-        ("policy", 1, "one of attention"), ("seed", None, "a whole number"), ("micro_batch_size", "all", "int | None"),
+        ("policy", 1, "text"), ("seed", None, "a whole number"), ("micro_batch_size", "all", "int | None"),
         ("target_keep", 0.0, ""), ("target_keep", math.nan, ""), ("tau", 1.0, ""), ("max_steps", 0, ""),
         ("seq_len", 1, ""), ("micro_batch_size", 3, ""), ("micro_batch_size", 0, ""), ("peak_lr", 0.0, ""),
         ("peak_lr", math.inf, ""), ("min_lr", 1.0, ""), ("warmup_steps", -1, ""), ("mask_weight", math.nan, ""),

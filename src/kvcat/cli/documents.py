@@ -74,7 +74,7 @@ def compress(
 
         found = smallest_cache(trace, compressor, max_kl, on_try=tell)
         cache, made = found.cache, {**made, "max_kl": f"{max_kl:g}", "held_out_kl": f"{found.kl:.6g}"}
-    elif isinstance(compressor, kvcat.GradientCompression):
+    elif isinstance(compressor, kvcat.GradientCompression) and compressor.num_steps:
         with progress_bar(compressor.num_steps, "step") as bar:
 
             def show(_: int, kl: float) -> None:

@@ -14,7 +14,8 @@ from kvcat.errors import InputError
 if TYPE_CHECKING:
     from kvcat.evals import Method, Task
 
-BatchSize = Annotated[opt.Count, tyro.conf.arg(help="Examples a forward pass.")]
+BatchSize = Annotated[opt.Count, tyro.conf.arg(help="Examples per forward pass.")]
+DataSeed = Annotated[opt.Seed, tyro.conf.arg(help="Seed of the choice of examples.")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,7 @@ class Evaluation:
     """Folder for records and report. A stopped evaluation continues; under torchrun, processes share the work."""
     device: opt.Device = "cpu"
     dtype: opt.Dtype = "float32"
-    data_seed: Annotated[opt.Seed, tyro.conf.arg(help="Seed of the choice of examples.")] = 0
+    data_seed: DataSeed = 0
     batch_size: BatchSize = 8
 
     def task(self, tokenizer: Any, value: Any) -> "Task":
@@ -207,6 +208,7 @@ class LongBench(Compressing):
     limit: opt.Count | None = None
     """The first so many examples, a fair sample."""
     batch_size: tyro.conf.Suppress[int] = 1
+    data_seed: tyro.conf.Suppress[int] = 0  # nothing is drawn: the order follows from the rows' names
 
     def task(self, tokenizer: Any, value: Any) -> "Task":  # noqa: ARG002, D102
         from kvcat.evals.longbench import PAPER_SUB_DOMAINS, make_task
@@ -272,7 +274,7 @@ class QA(Evaluation):
 def profile(
     models: opt.Models,
     /,
-    text: str,
+    data: str,
     out: Path = Path("out/profile"),
     slots: opt.Counts = (),
     method: opt.Strings = (),
@@ -281,6 +283,7 @@ def profile(
     windows: opt.Count = 16,
     split: opt.Split = "all",
     seed: opt.Seed = 0,
+    data_seed: DataSeed = 0,
     device: opt.Device = "cpu",
     dtype: opt.Dtype = "float32",
 ) -> None:
@@ -289,10 +292,10 @@ def profile(
     Every method fits a cache to the first half of what follows a prefix, the second half judges it, and for every
     window the smallest KL counts. A stopped evaluation continues.
 
-    Example: kvcat eval profile kvcat-base --text book.txt --slots 1 4 16 64
+    Example: kvcat eval profile kvcat-base --data book.txt --slots 1 4 16 64
 
     Args:
-        text: A text file, .jsonl or .parquet, a folder of them, installed, or hub:NAME.
+        data: A text file, .jsonl or .parquet, a folder of them, installed, or hub:NAME.
         out: Folder for records and the table; `kvcat report` reads it as well.
         slots: Slots per layer and head, from 1 to --prefix; 1 2 4 8 ... by default.
         method: Methods to choose from; attention-matching, 40 gradient steps from it, snapkv and h2o by default.
@@ -310,8 +313,8 @@ def profile(
     keeps = slot_ratios(opt.flat(slots), prefix)
     folders = find_models(models)
     task = make_task(
-        load_tokenizer(next(iter(folders.values()))), text, split,
-        prefix=prefix, suffix=suffix, windows=windows, per_document=windows, seed=seed, supervision=SUPERVISION,
+        load_tokenizer(next(iter(folders.values()))), data, split,
+        prefix=prefix, suffix=suffix, windows=windows, per_document=windows, seed=data_seed, supervision=SUPERVISION,
     )  # fmt: skip
     loaded = load_models(folders, device, dtype)
     records = evaluate(task, loaded, methods, keeps, out, seeds=[seed])

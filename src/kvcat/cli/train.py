@@ -5,13 +5,17 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from kvcat.cli import options as opt
 from kvcat.errors import InputError
 from kvcat.files import read_json
+
+if TYPE_CHECKING:
+    from kvcat.recipes import Recipe
+    from kvcat.training.config import TrainConfig
 
 _ABOUT = """Continue a checkpoint's pretraining with KV-CAT, or with the plain next-token loss (--policy control).
 
@@ -54,10 +58,12 @@ def train(arguments: Sequence[str]) -> None:
         raise InputError(f"{wrong}: {', '.join(RECIPES)}")
     recipe = RECIPES.get(name, RECIPES["small"])
     file = opt.parse(ConfigFile, "kvcat train", rest, return_unknown_args=True, add_help=False)[0].config
-    fields = {"model": "", "output": "", **recipe.values, **(read_json(file) if file else {})}
-    default = Train(fields=TrainConfig.from_dict(fields))
+    default = Train(fields=_defaults(recipe, read_json(file) if file else {}))
     given = opt.parse(Train, f"kvcat train {name}", rest, default=default, description=about)
-    config = recipe(**vars(given.fields))
+    overrides = vars(given.fields)
+    if isinstance(overrides["output"], _DefaultFolder):
+        overrides = {**overrides, "output": ""}  # named anew, after the policy that was chosen
+    config = recipe(**overrides)
     if given.dry_run:
         from kvcat.training.plan import plan
 
@@ -69,6 +75,26 @@ def train(arguments: Sequence[str]) -> None:
     result = train(config)
     if os.environ.get("RANK", "0") == "0":
         print(f"exported to {result.export}")
+
+
+class _DefaultFolder(str):
+    """The folder that help shows for a run without ``--output``."""
+
+
+def _defaults(recipe: "Recipe", overrides: dict[str, Any]) -> "TrainConfig":
+    """The recipe's fields with those of a file; ``model`` is marked as required where neither has it."""
+    from kvcat.training.config import TrainConfig
+
+    values = {**recipe.values, **overrides}
+    needs_model = not values.get("model")
+    if not values.get("output"):
+        values["output"] = _DefaultFolder(recipe.default_output(values))
+    if needs_model:
+        values["model"] = "?"
+    fields = TrainConfig.from_dict(values)
+    if needs_model:
+        object.__setattr__(fields, "model", tyro.MISSING)
+    return fields
 
 
 def demo(

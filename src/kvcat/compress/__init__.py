@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from kvcat.compress import methods
-from kvcat.compress.base import Compressor, check_options, classes_in, parse_method, slots_for
+from kvcat.compress.base import Compressor, classes_in, slots_for
 from kvcat.compress.compare import Scores, SmallestCache, compare, replay, smallest_cache, supervised_kl
 from kvcat.compress.documents import INSTRUCTION, reconstruction
 from kvcat.compress.eviction import SCORERS, Eviction
@@ -18,6 +18,8 @@ from kvcat.compress.methods.gradient import SNAPSHOT_STEPS, GradientCompression
 from kvcat.compress.solvers import fit_log_bias, fit_values
 from kvcat.compress.trace import Reconstruction, Trace, split_supervision, trace
 from kvcat.errors import InputError
+from kvcat.options import check_options
+from kvcat.options import parse_spec as parse_method
 
 __all__ = [
     "COMPRESSORS", "INSTRUCTION", "SCORERS", "SNAPSHOT_STEPS", "AttentionMatching", "Compressor", "Eviction",

@@ -1,17 +1,12 @@
 """What compressors and eviction scorers are, and what they share."""
 
-import dataclasses
 import hashlib
 import importlib
-import json
 import math
 import pkgutil
-import re
-import typing
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import NoneType
 from typing import Any
 
 import torch
@@ -24,7 +19,6 @@ from kvcat.policies import attention_mass
 from kvcat.types import Float, Int, Tensor
 
 Scores = list[Float[Tensor, "batch kv_heads _"]]
-_WORDS = {bool: "true or false", int: "a whole number", float: "a finite number", str: "text", NoneType: "null"}
 
 
 @dataclass(frozen=True)
@@ -143,24 +137,6 @@ def example_generators(trace: Trace, seed: int) -> list[torch.Generator]:
     return generators
 
 
-def check_options(kind: type, options: Mapping[str, Any], name: str) -> None:
-    """Refuse options that a dataclass does not have, or values of another type than their field's."""
-    hints, names = typing.get_type_hints(kind), [field.name for field in dataclasses.fields(kind)]
-    for option, value in options.items():
-        if option not in names:
-            raise InputError(f"{name} has no option {option!r}; its options: {', '.join(names) or 'none'}")
-        kinds = typing.get_args(hints[option]) or (hints[option],)
-        if not any(_fits(value, kind) for kind in kinds):
-            wanted = " or ".join(_WORDS.get(kind, repr(kind)) for kind in kinds)
-            raise InputError(f"{name}: {option} is {value!r}; it must be {wanted}")
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    if kind is float:
-        return type(value) in (int, float) and math.isfinite(value)
-    return type(value) is kind or value == kind  # the second for the words of a Literal
-
-
 def classes_in(package: str, folder: Iterable[str], base: type) -> dict[str, Any]:
     """The one subclass of ``base`` in every module of a package, by the module's name with "-" for "_"."""
     found = {}
@@ -172,34 +148,3 @@ def classes_in(package: str, folder: Iterable[str], base: type) -> dict[str, Any
             if isinstance(kind, type) and issubclass(kind, base) and kind.__module__ == module.__name__
         )
     return found
-
-
-def parse_method(spec: str) -> tuple[str, dict[str, Any]]:
-    """Name and options of ``NAME,option=value,...``, such as ``gradient,num_steps=20,init=random``.
-
-    Values are JSON (numbers, true, false, null, lists); what is not JSON is text. Brackets hold text with commas
-    together: ``gradient,init=[attention-matching,budgets=equal]``; they do not nest.
-
-    Raises:
-        InputError: no name, an option without a value, or one that is given twice.
-    """
-    name, *parts = re.split(r",(?![^\[]*\])", spec)
-    if not name or "=" in name:
-        raise InputError(f"{spec!r} names no method: it reads NAME,option=value,...")
-    options: dict[str, Any] = {}
-    for part in parts:
-        option, _, value = part.partition("=")
-        if not option or not value:
-            raise InputError(f"{part!r} in method {spec!r} is no option=value")
-        if option in options:
-            raise InputError(f"option {option} is given twice in method {spec!r}")
-        options[option] = _value(value)
-    return name, options
-
-
-def _value(text: str) -> Any:
-    try:
-        value = json.loads({"None": "null", "none": "null", "True": "true", "False": "false"}.get(text, text))
-    except ValueError:
-        return text[1:-1] if text[0] == "[" and text[-1] == "]" else text
-    return tuple(value) if isinstance(value, list) else value

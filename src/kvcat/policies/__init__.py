@@ -1,12 +1,16 @@
 """Sparsification policies: which KV slots the masked pass of training sees. A policy is a file with a ``make``."""
 
 import importlib
+import inspect
 import pkgutil
-from collections.abc import Iterable
+import typing
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
 from kvcat.errors import InputError
+from kvcat.options import check_typed_options, parse_spec
 from kvcat.policies._base import Randomness, SparsificationPolicy, check_group_starts, gate, kept_count
 from kvcat.policies.attention import AttentionMassPolicy, attention_mass
 from kvcat.policies.random import RandomPolicy
@@ -15,6 +19,7 @@ from kvcat.policies.router import Router, linear_attention
 __all__ = [
     "POLICIES", "AttentionMassPolicy", "RandomPolicy", "Randomness", "Router", "SparsificationPolicy",
     "attention_mass", "build_policies", "check_group_starts", "gate", "kept_count", "linear_attention",
+    "parse_policy",
 ]  # fmt: skip
 
 POLICIES = {
@@ -25,8 +30,11 @@ POLICIES = {
 """What makes the policy of one group of layers from the options of ``build_policies``, by the policy's file."""
 
 
+_SHARED_ARGUMENTS = ("hidden_size", "target", "feature_dim", "noise", "generator")
+
+
 def build_policies(
-    name: str,
+    spec: str,
     *,
     num_layers: int,
     hidden_size: int,
@@ -40,7 +48,7 @@ def build_policies(
     """One policy per group of layers, by the group's first layer.
 
     Args:
-        name: a key of ``POLICIES``.
+        spec: NAME or NAME,option=value,... (``parse_policy``); NAME is a key of ``POLICIES``.
         num_layers, hidden_size: of the model.
         group_starts, num_groups: as in ``check_group_starts``.
         target: keep ratio rho aimed at, in (0, 1).
@@ -49,12 +57,39 @@ def build_policies(
         seed: of the initial weights; one generator draws those of all groups, so that each starts differently.
 
     Raises:
-        InputError: an unknown name, a value out of range, group starts that the model does not have.
+        InputError: an unknown name or option, a value out of range, group starts that the model
+            does not have.
     """
+    name, options = parse_policy(spec)
+    starts = check_group_starts(num_layers, group_starts, num_groups)
+    shared: dict[str, Any] = {
+        "hidden_size": hidden_size,
+        "target": target,
+        "feature_dim": feature_dim,
+        "noise": noise,
+        "generator": torch.Generator().manual_seed(seed),
+    }
+    return {start: POLICIES[name](**shared, **options) for start in starts}
+
+
+def parse_policy(spec: str) -> tuple[str, dict[str, Any]]:
+    """Name and options of ``NAME,option=value,...``, checked against the policy's ``make``.
+
+    The options of a policy are the keyword arguments of its ``make`` that ``build_policies`` does
+    not fill in itself.
+
+    Raises:
+        InputError: an unknown name, an unknown option, or a value of another type.
+    """
+    name, options = parse_spec(spec, "policy")
     if name not in POLICIES:
         raise InputError(f"unknown policy {name!r}: choose from {', '.join(POLICIES)}")
-    options = {
-        "hidden_size": hidden_size, "target": target, "feature_dim": feature_dim, "noise": noise,
-        "generator": torch.Generator().manual_seed(seed),
-    }  # fmt: skip
-    return {start: POLICIES[name](**options) for start in check_group_starts(num_layers, group_starts, num_groups)}
+    check_typed_options(_option_types(POLICIES[name]), options, f"policy {name}")
+    return name, options
+
+
+def _option_types(make: Callable[..., SparsificationPolicy]) -> dict[str, Any]:
+    hints = typing.get_type_hints(make)
+    parameters = inspect.signature(make).parameters.values()
+    named = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    return {name: hints[name] for name in named if name not in _SHARED_ARGUMENTS}

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcat.errors import InputError
+from kvcat.options import parse_spec
 from kvcat.training.config import TrainConfig
 
 __all__ = ["RECIPES", "Recipe", "qwen2_5_0_5b", "qwen2_5_1_5b", "small"]
@@ -31,9 +32,14 @@ class Recipe:
         if not values.get("model"):
             raise InputError(f"recipe {self.name} needs a model: a folder or a Hub name")
         if not values.get("output"):
-            kind = "frozen-teacher" if values.get("teacher") == "frozen" else values.get("policy", "router")
-            values["output"] = f"runs/{self.name}-{kind}"
+            values["output"] = self.default_output(values)
         return TrainConfig.from_dict(values)
+
+    def default_output(self, values: dict[str, Any]) -> str:
+        """The folder of a run with these fields: ``runs/NAME-POLICY``."""
+        policy, _ = parse_spec(values.get("policy", "router"), "policy")
+        kind = "frozen-teacher" if values.get("teacher") == "frozen" else policy
+        return f"runs/{self.name}-{kind}"
 
 
 _SMALL = {"seq_len": 512, "peak_lr": 1e-3, "min_lr": 5e-5}

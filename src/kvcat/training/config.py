@@ -8,15 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from kvcat.errors import InputError
+from kvcat.options import parse_spec
 
 _POLICY_FILES = (Path(__file__).parents[1] / "policies").glob("[!_]*.py")
-if TYPE_CHECKING:
-    PolicyName = str
-else:  # a policy is a file; its name is known without importing it
-    PolicyName = Literal[(*sorted(file.stem for file in _POLICY_FILES), "control")]
+POLICY_NAMES = (*sorted(file.stem for file in _POLICY_FILES), "control")
+"""What ``policy`` may name. A policy is a file, so its name is known without an import of torch."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +23,11 @@ class TrainConfig:
     """A complete training run. The defaults are the paper's hyperparameters, cut to one device, or say otherwise."""
 
     model: str  # Folder or Hub name of the checkpoint that training continues
-    output: str  # Folder of the run
+    output: str  # Folder of the run; by default runs/, the recipe's name and the policy's
     data: str = "installed"  # installed, a file, a folder, a folder that kvcat prepare wrote, or hub:NAME
-    policy: PolicyName = "router"  # Which KV slots the masked pass hides; control trains with the next-token loss alone
+    # Which KV slots the masked pass hides: router, random or attention, or NAME,option=value,... for a
+    # policy with options. control trains with the next-token loss alone.
+    policy: str = "router"
     # First layer of each group of layers that share a mask, such as 0 6 12 18; None spaces num_groups evenly.
     group_starts: tuple[int, ...] | None = None
     num_groups: int = 4  # Number of groups where group_starts is None
@@ -148,28 +149,46 @@ def check_batch(config: TrainConfig, num_processes: int) -> None:
 
 
 def _check_values(config: TrainConfig) -> None:
-    """Refuse the first value out of its range with one line."""
+    """Reject the first value out of its range with one line."""
     for names, holds, requirement in _RANGES:
         for name in names:
             value = getattr(config, name)
             if value is not None and not holds(value):
                 raise InputError(f"{name} is {value!r}; it must {requirement}")
     check_batch(config, 1)
-    if config.prefix_range is not None:
-        if not 0 < config.prefix_range[0] <= config.prefix_range[1] <= 1:
-            raise InputError(f"prefix_range is {config.prefix_range}; it takes two fractions in (0, 1], smaller first")
-        if config.seq_len < 3:
-            raise InputError(f"prefix_range splits every sequence: seq_len is {config.seq_len}; it must be at least 3")
-    elif config.detach_prefix:
-        raise InputError("detach_prefix needs prefix_range: whole masked sequences have no prefix")
-    if config.group_starts is not None and config.num_groups not in (TrainConfig.num_groups, len(config.group_starts)):
-        raise InputError(f"num_groups is {config.num_groups}, but group_starts names {len(config.group_starts)} layers")
-    if config.teacher == "frozen" and config.policy == "control":
-        raise InputError("teacher is 'frozen', but the control has no masked pass to teach")
+    _check_policy(config)
+    _check_split(config)
     if not 0 <= config.min_lr <= config.peak_lr:
         raise InputError(f"min_lr {config.min_lr} must lie between 0 and peak_lr {config.peak_lr}")
     if not all(0 <= beta < 1 for beta in config.betas):
-        raise InputError(f"betas are {', '.join(map(str, config.betas))}; AdamW takes two, each in [0, 1)")
+        betas = ", ".join(map(str, config.betas))
+        raise InputError(f"betas are {betas}; AdamW takes two, each in [0, 1)")
+
+
+def _check_policy(config: TrainConfig) -> None:
+    """Reject an unknown policy, and groups of layers or a teacher that do not fit it."""
+    name, _ = parse_spec(config.policy, "policy")
+    if name not in POLICY_NAMES:
+        choices = ", ".join(POLICY_NAMES)
+        raise InputError(f"policy is {config.policy!r}; it must name one of {choices}")
+    starts = config.group_starts
+    if starts is not None and config.num_groups not in (TrainConfig.num_groups, len(starts)):
+        raise InputError(f"num_groups is {config.num_groups}, but group_starts names {len(starts)} layers")
+    if config.teacher == "frozen" and config.policy == "control":
+        raise InputError("teacher is 'frozen', but the control has no masked pass to teach")
+
+
+def _check_split(config: TrainConfig) -> None:
+    """Reject a range of splits that leaves no prefix or no suffix."""
+    if config.prefix_range is None:
+        if config.detach_prefix:
+            raise InputError("detach_prefix needs prefix_range: whole masked sequences have no prefix")
+        return
+    smallest, largest = config.prefix_range
+    if not 0 < smallest <= largest <= 1:
+        raise InputError(f"prefix_range is {config.prefix_range}; it takes two fractions in (0, 1], smaller first")
+    if config.seq_len < 3:
+        raise InputError(f"prefix_range splits every sequence: seq_len is {config.seq_len}; it must be at least 3")
 
 
 def _typed_fields(values: dict[str, Any]) -> dict[str, Any]:

@@ -14,12 +14,14 @@ from kvcat.data.documents import open_source
 from kvcat.data.prepared import is_prepared
 from kvcat.errors import InputError
 from kvcat.models import parse_device, positions_of, read_config
-from kvcat.policies import check_group_starts
+from kvcat.policies import check_group_starts, parse_policy
 from kvcat.training.config import TrainConfig, check_batch
 from kvcat.training.distributed import world_size
 from kvcat.training.objective import make_masked_pass
 
-_UTILISATION = 0.4  # share of the device's matrix product that training reaches; the aim of benchmarks/training.py
+# share of the device's matrix product that training reaches: without and with compiled layers, the latter being the
+# aim of benchmarks/training.py
+_UTILISATION = {False: 0.2, True: 0.4}
 _ABSENT_GPU = 989e12  # an H100's bfloat16 peak, where the run's GPUs are not on this machine
 # dense peak of one device in operations per second: (bfloat16, float32), from the vendors' data sheets
 _PEAKS = {
@@ -37,6 +39,8 @@ def check_request(config: TrainConfig) -> None:
     text = read_config(config.model).get_text_config()
     if config.seq_len > positions_of(text):
         raise InputError(f"seq_len {config.seq_len} exceeds the model's {positions_of(text)} positions")
+    if config.policy != "control":
+        parse_policy(config.policy)
     check_group_starts(text.num_hidden_layers, config.group_starts, config.num_groups)
     if not config.data.startswith("hub:") and not is_prepared(config.data):
         open_source(config.data)
@@ -46,8 +50,9 @@ def plan(config: TrainConfig) -> dict[str, str]:
     """Parameters, tokens, steps, memory and hours of a run, each as a line for people; nothing is written.
 
     Memory counts weights, gradients and AdamW's moments in float32, sharded over the processes, the activations of one
-    forward pass, a chunk of logits, and a frozen teacher, which every process holds whole. Hours assume 40 % of the
-    speed of a large matrix product on this device, or of an H100's data sheet where the device is not there. Refuses
+    forward pass, a chunk of logits, and a frozen teacher, which every process holds whole. Hours assume 20 % of the
+    speed of a large matrix product on this device (40 % with ``compile``), or of an H100's data sheet where the device
+    is not there. Refuses
     what ``train`` would refuse before it loads the model, but for an output folder that is in use.
     """
     check_request(config)
@@ -62,7 +67,8 @@ def plan(config: TrainConfig) -> dict[str, str]:
     micro = config.micro_batch_size or config.batch_size // processes
     tokens = config.max_steps * config.tokens_per_step
     speed, source = _speed(config)
-    hours = tokens * flops_per_token(model, config) / (_UTILISATION * speed * processes) / 3600
+    utilisation = _UTILISATION[config.compile]
+    hours = tokens * flops_per_token(model, config) / (utilisation * speed * processes) / 3600
     width = 2 if config.dtype == "bfloat16" else 4
     state = 16 * parameters / processes + 16 * routers + width * parameters * (config.teacher == "frozen")
     activations = _activations(model, config, micro)
@@ -75,7 +81,7 @@ def plan(config: TrainConfig) -> dict[str, str]:
         f"{config.batch_size // processes // micro} passes a step",
         "memory per device": f"about {(state + activations) / 2**30:.1f} GiB: {state / 2**30:.1f} for weights, "
         f"gradients and moments, {activations / 2**30:.1f} for activations and logits",
-        "time": f"about {hours:,.1f} hours at {_UTILISATION:.0%} of {speed / 1e12:,.2f} TFLOP/s a process ({source})",
+        "time": f"about {hours:,.1f} hours at {utilisation:.0%} of {speed / 1e12:,.2f} TFLOP/s a process ({source})",
         "output": config.output,
     }
 

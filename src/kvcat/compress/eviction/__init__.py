@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from kvcat.cache import CompactCache
-from kvcat.compress.base import Compressor, Scorer, best_layer, check_options, classes_in, compact_cache
+from kvcat.compress.base import Compressor, Scorer, best_layer, classes_in, compact_cache
 from kvcat.compress.trace import Trace
 from kvcat.errors import InputError
+from kvcat.options import check_options
 
 SCORERS: dict[str, type[Scorer]] = classes_in(__name__, __path__, Scorer)
 

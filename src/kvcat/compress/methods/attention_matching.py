@@ -10,7 +10,7 @@ import torch
 from tqdm.auto import tqdm
 
 from kvcat.cache import CompactCache, CompactLayer, Layer
-from kvcat.compress.base import Compressor, check_options, compact_cache, top_positions
+from kvcat.compress.base import Compressor, compact_cache, top_positions
 from kvcat.compress.budgets import Curve, error_curves, share_out, slot_sizes
 from kvcat.compress.queries import (
     DenseAttention,
@@ -27,6 +27,7 @@ from kvcat.compress.solvers import check_ridge, fit_log_bias, fit_values
 from kvcat.compress.trace import Trace
 from kvcat.errors import InputError
 from kvcat.models import output_gains
+from kvcat.options import check_options
 from kvcat.types import Float, Int, Tensor
 
 BOUNDS = (-3.0, 3.0)

@@ -18,10 +18,8 @@ from kvcat.cache.fingerprint import hash_tensor
 from kvcat.compress.base import (
     Compressor,
     best_layer,
-    check_options,
     compact_cache,
     example_generators,
-    parse_method,
     slots_for,
 )
 from kvcat.compress.eviction import SCORERS, Eviction
@@ -31,6 +29,7 @@ from kvcat.errors import InputError
 from kvcat.losses import chunked_objective
 from kvcat.losses.terms import wide
 from kvcat.models import decoder_layers, frozen, hidden_states, output_head
+from kvcat.options import check_options, parse_spec
 from kvcat.types import Float, Tensor
 
 SNAPSHOT_STEPS = (0, 1, 2, 5, 10, 20, 50, 100)
@@ -87,7 +86,7 @@ class GradientCompression(Compressor):
     def draws(self) -> bool:
         """Whether the seed matters."""
         start = _starting_method(self.init, self.seed)
-        return start is None or (start.draws and "seed" not in parse_method(self.init)[1])
+        return start is None or (start.draws and "seed" not in parse_spec(self.init)[1])
 
     def __call__(
         self,
@@ -306,7 +305,7 @@ def _recomputing(model: PreTrainedModel, enabled: bool) -> Iterator[None]:
 
 def _starting_method(init: str, seed: int) -> Compressor | None:
     """The method that makes a start, from its name and options; None: random positions, the same in every layer."""
-    name, options = parse_method(init)
+    name, options = parse_spec(init)
     if name not in ("attention-matching", *SCORERS):
         starts = ", ".join(map(repr, ("attention-matching", *SCORERS)))
         raise InputError(f"init must be one of {starts}, not {name!r}")
