@@ -1,12 +1,18 @@
-"""Array annotations and the legend of axis names.
+"""Array annotations, the legend of axis names, and the width that sums need.
 
-Axes: ``batch`` examples, ``tokens`` positions of a sequence, ``heads`` query heads, ``kv_heads`` key-value heads
-(``heads`` is a multiple of it), ``queries`` positions that attend, ``keys`` positions attended to, ``slots`` kept KV
-slots, ``head_dim`` channels of one head, ``hidden`` model width, ``vocab`` token types, ``prefix`` and ``suffix`` the
-two parts of an evaluated window.
+Axes: ``batch`` examples, ``tokens`` positions of a sequence, ``heads`` query heads, ``kv_heads``
+key-value heads (``heads`` is a multiple of it), ``queries`` positions that attend, ``keys``
+positions attended to, ``slots`` kept KV slots, ``head_dim`` channels of one head, ``hidden`` model
+width, ``vocab`` token types, ``prefix`` and ``suffix`` the two parts of an evaluated window.
 """
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-__all__ = ["Bool", "Float", "Int", "Tensor"]
+__all__ = ["Bool", "Float", "Int", "Tensor", "at_least_float32"]
+
+
+def at_least_float32(states: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """The tensor in float32, or in float64 if it has that type."""
+    return states.to(torch.promote_types(states.dtype, torch.float32))

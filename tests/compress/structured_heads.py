@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from kvcat.cache import CompactLayer
-from kvcat.compress.queries import HeadBatch
+from kvcat.compress.heads import HeadBatch
 
 
 def structured_head(prefix=192, queries=160, dim=16, seed=0):

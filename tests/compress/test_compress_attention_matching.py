@@ -18,17 +18,19 @@ from kvcat.compress import (
     supervised_kl,
     trace,
 )
-from kvcat.compress import queries as heads_module
+from kvcat.compress import heads as heads_module
+from kvcat.compress.heads import Heads, dense_attention, draw_rows
 from kvcat.compress.methods.attention_matching import match_attention
-from kvcat.compress.queries import dense_attention, draw_queries, fitted_queries, head_groups, load_heads
+from kvcat.compress.queries import fitted_queries
 from kvcat.models import load
 
 
 def loaded(found, own_weight=0.0):
     """All heads of a trace whose heads are of one shape."""
     fitted = fitted_queries(found, own_weight, by_share=True)
-    (group,) = head_groups(found, fitted)
-    return load_heads(found, fitted, group)
+    heads = Heads(found, fitted)
+    (group,) = heads.groups_for_scores()
+    return heads.load(group)
 
 
 def output_error(batch, slots, values, log_bias):
@@ -148,9 +150,9 @@ def test_a_layer_whose_stream_is_larger_gets_fewer_slots(traced):
 
 def test_queries_are_drawn_without_replacement_and_at_most_as_many_as_there_are(traced):
     fitted = fitted_queries(traced, 0.0, by_share=False)
-    drawn, other = (draw_queries(traced, fitted, 20, seed=seed) for seed in (0, 1))
+    drawn, other = (draw_rows(traced, fitted, 20, seed=seed) for seed in (0, 1))
     assert {len(set(rows.tolist())) for rows in drawn.values()} == {20}
-    assert {len(rows) for rows in draw_queries(traced, fitted, 999, seed=0).values()} == {32}
+    assert {len(rows) for rows in draw_rows(traced, fitted, 999, seed=0).values()} == {32}
     assert any(not torch.equal(drawn[head], other[head]) for head in drawn)
     assert AttentionMatching("paper").draws
     assert not AttentionMatching().draws
@@ -159,7 +161,8 @@ def test_queries_are_drawn_without_replacement_and_at_most_as_many_as_there_are(
 def test_a_prefix_that_supervises_itself_in_place_sees_no_later_key(model, windows):
     found = trace(model, windows[:1, :20], supervision="self")
     fitted = fitted_queries(found, 0.0, by_share=True)
-    batch = load_heads(found, fitted, head_groups(found, fitted)[0])
+    heads = Heads(found, fitted)
+    batch = heads.load(heads.groups_for_scores()[0])
     scores = batch.scores()
     assert torch.equal(scores[0] > -torch.inf, torch.ones(20, 20).tril().bool().repeat_interleave(2, 0))
     attention = eager_attention(model, windows[:1, :20])

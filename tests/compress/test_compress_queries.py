@@ -2,15 +2,19 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from structured_heads import eager_attention
 
+from kvcat.attention.chunks import rows_per_chunk
+from kvcat.compress import heads as heads_module
 from kvcat.compress import queries as queries_module
 from kvcat.compress import split_supervision, trace
-from kvcat.compress.queries import dense_attention, fitted_queries, head_groups, load_heads, log_mass
+from kvcat.compress.heads import Heads, dense_attention
+from kvcat.compress.queries import fitted_queries, log_mass
 from kvcat.compress.trace import sampled_positions
 from kvcat.models import rotation as rotation_module
 from kvcat.models.rotation import KeyRotation
@@ -28,16 +32,16 @@ def own(found):
 
 def queries_of(fitted, layer):
     """All queries of a layer: (batch, heads, queries, head_dim)."""
-    examples, heads = fitted.given[layer].shape[:2]
-    return torch.stack([torch.cat(fitted.parts(layer, row, list(range(heads))), 1) for row in range(examples)])
+    examples, heads = fitted.supervising[layer].shape[:2]
+    return torch.stack([fitted.states(layer, row, list(range(heads)), fitted.num_queries) for row in range(examples)])
 
 
 def weights_of(found, fitted, layer):
     """What the errors of a layer's queries are multiplied by: (batch, heads, queries)."""
-    result = torch.zeros_like(fitted.log_rest[layer])
+    result = torch.zeros_like(fitted.log_later_mass[layer])
     for head in range(2):
         for example in range(len(result)):
-            own = dense_attention(load_heads(found, fitted, [(layer, example, head)])).weights
+            own = dense_attention(Heads(found, fitted).load([(layer, example, head)])).weights
             result[example, 2 * head : 2 * head + 2] = own.view(-1, 2).T
     return result
 
@@ -62,7 +66,7 @@ def test_a_query_weighs_as_the_attention_that_it_gives_to_the_prefix(double, win
         assert torch.equal(queries_of(fitted, layer), found.queries[layer])
         assert (weights_of(found, plain, layer) == 1).all()
     learn, _ = split_supervision(found, 0.5)
-    rests = fitted_queries(learn, 0.0, by_share=True).log_rest, [rest[:, :, :8] for rest in fitted.log_rest]
+    rests = fitted_queries(learn, 0.0, by_share=True).log_later_mass, [rest[:, :, :8] for rest in fitted.log_later_mass]
     torch.testing.assert_close(*rests, rtol=0, atol=1e-12)
 
 
@@ -107,8 +111,8 @@ def test_every_third_own_query_stands_for_three_in_the_fit_and_all_choose_keys(f
     monkeypatch.setattr(queries_module, "_FITTED_PER_TOKEN", 0.6)
     few = fitted_queries(found, 1.0, by_share=True)
     assert torch.equal(queries_of(few, 0)[:, :, 16:32], queries_of(every, 0)[:, :, 16::3])
-    assert few.boost.tolist() == [1.0] * 16 + [pytest.approx(3**0.5)] * 16
-    whole, part = (dense_attention(load_heads(found, fitted, [(1, 0, 0)])) for fitted in (every, few))
+    assert few.fit_boost.tolist() == [1.0] * 16 + [pytest.approx(3**0.5)] * 16
+    whole, part = (dense_attention(Heads(found, fitted).load([(1, 0, 0)])) for fitted in (every, few))
     assert torch.allclose(part.importance, whole.importance)
     for ours, theirs in ((part.outputs, whole.outputs), (part.weights, whole.weights)):
         assert torch.allclose(ours[:, 32:], 3**0.5 * theirs.unflatten(1, (64, 2))[:, 16::3].flatten(1, 2))
@@ -116,9 +120,9 @@ def test_every_third_own_query_stands_for_three_in_the_fit_and_all_choose_keys(f
 
 @pytest.mark.parametrize("elements", [1, 700, 40 * 48])
 def test_attention_in_parts_of_heads_and_chunks_of_queries_is_that_of_the_whole(found, monkeypatch, elements):
-    batch = load_heads(found, fitted_queries(found, 1.0, by_share=True), [(1, 0, 0), (1, 0, 1), (1, 1, 0)])
+    batch = Heads(found, fitted_queries(found, 1.0, by_share=True)).load([(1, 0, 0), (1, 0, 1), (1, 1, 0)])
     whole = dense_attention(batch)
-    monkeypatch.setattr(queries_module, "_CACHED_ELEMENTS", elements)
+    monkeypatch.setattr(heads_module, "rows_per_chunk", partial(rows_per_chunk, cpu_elements=elements))
     for part, expected in zip(dense_attention(batch), whole, strict=True):
         assert torch.allclose(part, expected, atol=1e-12)
 
@@ -146,8 +150,9 @@ def test_a_rotation_is_tried_once_on_every_model_and_shift_and_turns_each_slot_b
 def test_a_group_of_heads_holds_no_more_than_its_limit_whatever_is_the_largest(found, monkeypatch):
     fitted = fitted_queries(found, 0.0, by_share=True)
     queries, prefix, dims = 2 * len(fitted.factors), 48, 2 * found.keys[0].shape[3]
-    monkeypatch.setattr(queries_module, "_BATCH_ELEMENTS", 4096)
+    monkeypatch.setattr(heads_module, "_BATCH_ELEMENTS", 4096)
     for size in (1, 5, 40):
-        groups = head_groups(found, fitted, {head: size for group in head_groups(found, fitted) for head in group})
+        heads = Heads(found, fitted)
+        groups = heads.groups_for_fit({head: size for group in heads.groups_for_scores() for head in group})
         largest = max(queries * size, size * size, prefix * dims)
         assert max(map(len, groups)) == max(1, 4096 // largest)

@@ -144,7 +144,10 @@ def classes_in(package: str, folder: Iterable[str], base: type) -> dict[str, Any
         module = importlib.import_module(f"{package}.{entry.name}")
         (found[entry.name.replace("_", "-")],) = (
             kind
-            for kind in vars(module).values()
-            if isinstance(kind, type) and issubclass(kind, base) and kind.__module__ == module.__name__
+            for name, kind in vars(module).items()
+            if isinstance(kind, type)
+            and issubclass(kind, base)
+            and kind.__module__ == module.__name__
+            and not name.startswith("_")
         )
     return found

@@ -1,140 +1,236 @@
-"""How many slots each head deserves, at a given total."""
+"""Slots allocated to heads under a total budget."""
 
-import itertools
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 
 import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from kvcat.compress.queries import DenseAttention, HeadBatch, HeadIndex, take
+from kvcat.compress.heads import DenseAttention, HeadBatch, HeadIndex, take
 from kvcat.types import Float, Int, Tensor
 
 GRID = (0.03125, 0.0625, 0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 NUM_QUERIES = 128
-_MORE_ROWS = 8
+_PADDING_ROWS = 8
 _LEAST_RIDGE = 1e-6
+_TINY = 1e-30
 Curve = dict[int, float]
 """Error of one head by its number of slots, ascending."""
 
 
 def error_curves(batch: HeadBatch, dense: DenseAttention, sizes: Iterable[int], ridge: float) -> list[Curve]:
-    """Per head, an estimate of the squared error of the attention outputs for several numbers of slots, in one pass.
+    """Per head, an estimate of the squared error of the attention outputs for several sizes.
 
-    The slots are nested: in the order of their importance. With P the dense attention weights of the first s slots, O
-    the outputs, both times the queries' weights, V the slots' own values and R = O - P V what these leave, the estimate
-    is the least of |P C - O|^2 + lambda |C - V|^2 over C, which is lambda tr R^T (P P^T + lambda I)^-1 R; lambda is
-    ``ridge`` times |P|^2 over the whole prefix, and at least what single precision needs. P P^T and R grow from size to
-    size. At most 128 queries, drawn with a fixed seed, stand for all. Where slots are no more than these, the least is
-    |O|^2 + lambda |V|^2 - |L^-1 B|^2 with L L^T = P^T P + lambda I and B = P^T O + lambda V, whose first s rows are
-    those of s slots: one factorisation serves all such sizes.
+    The slots are nested: in the order of their importance. With P the dense attention weights of
+    the first s slots and O the outputs, both times the queries' weights, and V the slots' values,
+    the estimate is the least of |P C - O|^2 + lambda |C - V|^2 over C. lambda is ``ridge`` times
+    |P|^2 over the whole prefix, and at least what single precision needs.
+
+    At most 128 queries, drawn with a fixed seed, represent all. Sizes up to the number of these
+    queries come from one factorisation over slots (``_errors_by_slots``), larger ones from one over
+    queries each (``_errors_by_queries``).
+
+    Args:
+        batch, dense: heads and their attention over the prefix.
+        sizes: numbers of slots.
+        ridge: relative to |P|^2, at least 0.
     """
-    prefix, queries = batch.keys.shape[1], dense.weights.shape[1]
-    sizes = sorted({min(size, prefix) for size in sizes})
-    order = dense.importance.sort(dim=-1, descending=True, stable=True).indices[:, : sizes[-1]]
-    # no even spacing: the query heads take turns among the rows
-    some = torch.randperm(queries, generator=torch.Generator().manual_seed(0))[:NUM_QUERIES].to(order.device)
-    weights = dense.weights[:, some].unsqueeze(-1)
-    attention = batch.scores(some, order).sub_(dense.log_mass[:, some].unsqueeze(-1)).exp_().mul_(weights)
-    left, values = dense.outputs[:, some], take(batch.values, order)
-    few = [size for size in sizes if size <= len(some)]
-    at = few[-1] if few else 0
-    shift = ridge * len(some) / queries * dense.importance.sum(-1).clamp_min(1e-30)
-    shift = shift.maximum(_LEAST_RIDGE * attention.square().sum((1, 2)).clamp_min(1e-30))
-    errors = _errors_of_few(attention[:, :, :at], left, values[:, :at], shift, few)
-    # rows of zeros change nothing, but MKL's Cholesky of a batch of up to 128 rows is several times slower
-    attention, left = (pad(rows, (0, 0, 0, _MORE_ROWS)) for rows in (attention, left))
-    gram = torch.diag_embed(shift.unsqueeze(-1).expand(-1, attention.shape[1]))
-    for start, stop in itertools.pairwise(sorted({0, at, *sizes[len(few) :]})):
-        more = attention[:, :, start:stop]
-        gram, left = gram + more @ more.mT, left - more @ values[:, start:stop]
-        if stop > at:
-            half = torch.linalg.solve_triangular(torch.linalg.cholesky(gram).mT, left.mT, upper=True, left=False)
-            errors.append(shift * half.square().sum((1, 2)))
-    found = torch.stack(errors, 1).double() * (queries / len(some))
-    return [dict(zip(sizes, row, strict=True)) for row in found.tolist()]
+    prefix_len = batch.keys.shape[1]
+    num_queries = dense.weights.shape[1]
+    sizes = sorted({min(size, prefix_len) for size in sizes})
+    by_importance = dense.importance.sort(dim=-1, descending=True, stable=True).indices
+    slots = by_importance[:, : sizes[-1]]
+    # not evenly spaced, because the query heads alternate among the rows
+    generator = torch.Generator().manual_seed(0)
+    sampled = torch.randperm(num_queries, generator=generator)[:NUM_QUERIES].to(slots.device)
+    num_sampled = len(sampled)
+
+    weights = dense.weights[:, sampled].unsqueeze(-1)
+    log_mass = dense.log_mass[:, sampled].unsqueeze(-1)
+    scores = batch.scores(sampled, slots)
+    attention = scores.sub_(log_mass).exp_().mul_(weights)  # (heads, sampled, slots)
+    outputs = dense.outputs[:, sampled]
+    values = take(batch.values, slots)
+    shift = ridge * num_sampled / num_queries * dense.importance.sum(-1).clamp_min(_TINY)
+    least_shift = _LEAST_RIDGE * attention.square().sum((1, 2)).clamp_min(_TINY)
+    shift = shift.maximum(least_shift)
+
+    small = [size for size in sizes if size <= num_sampled]
+    large = sizes[len(small) :]
+    errors = _errors_by_slots(attention, outputs, values, shift, small)
+    errors += _errors_by_queries(attention, outputs, values, shift, large)
+    of_all_queries = torch.stack(errors, 1).double() * (num_queries / num_sampled)
+    return [dict(zip(sizes, row, strict=True)) for row in of_all_queries.tolist()]
 
 
-def _errors_of_few(
+def _errors_by_slots(
     attention: Float[Tensor, "heads queries slots"],
     outputs: Float[Tensor, "heads queries value_dim"],
     values: Float[Tensor, "heads slots value_dim"],
     shift: Float[Tensor, " heads"],
     sizes: list[int],
 ) -> list[Float[Tensor, " heads"]]:
-    """The errors of sizes that are no larger than the queries; in float64, because they are small differences."""
-    attention, outputs, values, shift = (x.double() for x in (attention, outputs, values, shift.view(-1, 1, 1)))
+    """The errors of sizes that are no larger than the number of queries.
+
+    The least is |O|^2 + lambda |V|^2 - |L^-1 B|^2 with L L^T = P^T P + lambda I and
+    B = P^T O + lambda V. The first s rows of L^-1 B are those of s slots, so one factorisation
+    serves all sizes. In float64, because the errors are small differences.
+    """
+    if not sizes:
+        return []
+    largest = sizes[-1]
+    attention = attention[:, :, :largest].double()
+    outputs = outputs.double()
+    values = values[:, :largest].double()
+    shift = shift.double().unsqueeze(-1)
     gram = attention.mT @ attention
-    gram.diagonal(dim1=-2, dim2=-1).add_(shift.squeeze(-1))
-    half = torch.linalg.solve_triangular(
-        torch.linalg.cholesky(gram), attention.mT @ outputs + shift * values, upper=False
-    )
-    saved = (half.square() - shift * values.square()).sum(-1).cumsum(-1)
-    return [(outputs.square().sum((1, 2)) - saved[:, size - 1]).clamp_min(0) for size in sizes]
+    gram.diagonal(dim1=-2, dim2=-1).add_(shift)
+    right = attention.mT @ outputs + shift.unsqueeze(-1) * values
+    solved = torch.linalg.solve_triangular(torch.linalg.cholesky(gram), right, upper=False)
+    saved_by_slot = (solved.square() - shift.unsqueeze(-1) * values.square()).sum(-1)
+    saved = saved_by_slot.cumsum(-1)
+    energy = outputs.square().sum((1, 2))
+    return [(energy - saved[:, size - 1]).clamp_min(0) for size in sizes]
+
+
+def _errors_by_queries(
+    attention: Float[Tensor, "heads queries slots"],
+    outputs: Float[Tensor, "heads queries value_dim"],
+    values: Float[Tensor, "heads slots value_dim"],
+    shift: Float[Tensor, " heads"],
+    sizes: list[int],
+) -> list[Float[Tensor, " heads"]]:
+    """The errors of sizes larger than the number of queries.
+
+    The least is lambda tr R^T (P P^T + lambda I)^-1 R with R = O - P V. P P^T and R grow from size
+    to size.
+    """
+    if not sizes:
+        return []
+    # rows of zeros change nothing, but MKL's Cholesky of a batch of up to 128 rows is several
+    # times slower
+    attention = pad(attention, (0, 0, 0, _PADDING_ROWS))
+    residual = pad(outputs, (0, 0, 0, _PADDING_ROWS))
+    num_rows = attention.shape[1]
+    gram = torch.diag_embed(shift.unsqueeze(-1).expand(-1, num_rows))
+    errors = []
+    for start, stop in pairwise([0, *sizes]):
+        added = attention[:, :, start:stop]
+        gram = gram + added @ added.mT
+        residual = residual - added @ values[:, start:stop]
+        upper = torch.linalg.cholesky(gram).mT
+        solved = torch.linalg.solve_triangular(upper, residual.mT, upper=True, left=False)
+        errors.append(shift * solved.square().sum((1, 2)))
+    return errors
 
 
 def slot_sizes(num_slots: int, prefix_len: int) -> list[int]:
-    """Numbers of slots that a head may get where heads have ``num_slots`` on average, ascending."""
+    """Numbers of slots that a head may get where the average is ``num_slots``, ascending."""
     return sorted({min(prefix_len, max(1, round(factor * num_slots))) for factor in GRID})
 
 
 def share_out(
     curves: Mapping[HeadIndex, Curve], num_slots: int, prefix_len: int, *, by_layer: bool
 ) -> dict[HeadIndex, int]:
-    """Slots of every head, ``num_slots`` on average in every example (by layer at most), of a small sum of errors.
+    """Slots of every head so that the total error of each example is small.
+
+    The average over an example's heads is ``num_slots``; with ``by_layer`` at most that.
 
     Args:
-        curves: by (layer, example, KV head), the error at each of ``slot_sizes(num_slots, prefix_len)``, or of all
-            slots that the head has where it has fewer.
+        curves: by (layer, example, KV head), the error at each of
+            ``slot_sizes(num_slots, prefix_len)``, or of all slots that the head has where it has
+            fewer.
         num_slots: average, in [1, prefix_len].
         prefix_len: most slots of a head.
         by_layer: all heads of a layer get equally many.
     """
-    sizes, found = slot_sizes(num_slots, prefix_len), {}
+    sizes = slot_sizes(num_slots, prefix_len)
+    slots: dict[HeadIndex, int] = {}
     for example in sorted({example for _, example, _ in curves}):
         heads = sorted(head for head in curves if head[1] == example)
-        most = [max(curves[head]) for head in heads]
-        costs = torch.tensor([[min(size, top) for top in most] for size in sizes])
-        errors = torch.tensor(
-            [[curves[head][size] for head, size in zip(heads, row, strict=True)] for row in costs.tolist()]
-        )
-        parts = torch.tensor([layer if by_layer else index for index, (layer, _, _) in enumerate(heads)])
-        grouped = [x.new_zeros(len(sizes), int(parts.max()) + 1).index_add_(1, parts, x) for x in (costs, errors)]
-        chosen, at = allocate(grouped[0], grouped[1], num_slots * len(heads))[parts], torch.arange(len(heads))
-        counts, left = costs[chosen, at].tolist(), num_slots * len(heads) - int(costs[chosen, at].sum())
-        # what no step to a larger size used goes to the heads with the largest error
-        for index in errors[chosen, at].argsort(descending=True).tolist() if not by_layer else ():
-            more = min(left, costs[-1, index].item() - counts[index])
-            counts[index], left = counts[index] + more, left - more
-        found |= dict(zip(heads, counts, strict=True))
-    return found
+        of_example = [curves[head] for head in heads]
+        layers = [layer for layer, _, _ in heads]
+        units = np.array(layers if by_layer else range(len(heads)))
+        total = num_slots * len(heads)
+        counts = _share_out_example(of_example, sizes, units, total, fill_up=not by_layer)
+        slots |= dict(zip(heads, counts.tolist(), strict=True))
+    return slots
+
+
+def _share_out_example(
+    curves: list[Curve],
+    sizes: list[int],
+    units: Int[np.ndarray, " heads"],
+    total: int,
+    *,
+    fill_up: bool,
+) -> Int[np.ndarray, " heads"]:
+    """Slots of every head of an example.
+
+    Args:
+        curves: error by size of every head.
+        sizes: numbers of slots to choose from.
+        units: number of the unit that each head belongs to; heads of a unit get the same size.
+        total: slots of all heads.
+        fill_up: slots that no step to a larger size used go to the heads with the largest error.
+    """
+    num_heads = len(curves)
+    # (sizes, heads)
+    costs = np.array([[min(size, max(curve)) for curve in curves] for size in sizes])
+    errors = np.array([[curve[cost] for curve, cost in zip(curves, row, strict=True)] for row in costs.tolist()])
+    # (sizes, units)
+    unit_costs = np.zeros((len(sizes), units.max() + 1), dtype=costs.dtype)
+    unit_errors = np.zeros(unit_costs.shape, dtype=np.float32)
+    np.add.at(unit_costs.T, units, costs.T)
+    np.add.at(unit_errors.T, units, errors.T.astype(np.float32))
+    size_of_unit = allocate(torch.from_numpy(unit_costs), torch.from_numpy(unit_errors), total)
+
+    chosen = size_of_unit.numpy()[units]
+    all_heads = np.arange(num_heads)
+    counts = costs[chosen, all_heads]
+    if not fill_up:
+        return counts
+    unused = total - counts.sum()
+    remaining_errors = errors[chosen, all_heads].astype(np.float32)
+    for head in np.argsort(-remaining_errors, kind="stable"):
+        added = min(unused, costs[-1, head] - counts[head])
+        counts[head] += added
+        unused -= added
+    return counts
 
 
 def allocate(
     costs: Int[Tensor, "sizes heads"], errors: Float[Tensor, "sizes heads"], total: int
 ) -> Int[Tensor, " heads"]:
-    """Which size every head gets so that the sum of the heads' errors is as small as the total of slots allows.
+    """Index of the size of every head, so that the sum of the errors is small within the total.
 
-    Every head starts with the smallest size. Then comes, as long as one gains and fits, the step to a larger size that
-    gains most per slot (while the best step fits, no choice of as many slots has a smaller sum). Where errors are so
-    uneven that the same size for every head is better, that is taken.
+    Every head starts with the smallest size. As long as one gains and fits, the step to a larger
+    size that gains most per slot comes next. While the best step fits, no choice of as many slots
+    has a smaller sum. Where errors are so uneven that the same size for every head is better, that
+    is the result.
 
     Args:
-        costs: slots that every head takes in each size, ascending; equal ones are one and the same size.
+        costs: slots of every head in each size, ascending; equal ones are the same size.
         errors: error of every head in that size, at least 0.
-        total: most slots in all, at least what the smallest size takes.
+        total: most slots in all, at least those of the smallest size.
     """
-    slots, losses = costs.numpy(), errors.numpy()  # numpy is faster in many steps on small arrays
+    slots = costs.numpy()  # numpy is faster in many steps on small arrays
+    losses = errors.numpy()
     heads = np.arange(slots.shape[1])
-    chosen, left = np.zeros_like(heads), total - slots[0].sum()
+    chosen = np.zeros_like(heads)
+    unused = total - slots[0].sum()
     while True:
-        more = slots - slots[chosen, heads]
-        gains = (losses[chosen, heads] - losses) / np.maximum(more, 1)
-        gains[(more <= 0) | (more > left)] = 0.0
+        added = slots - slots[chosen, heads]
+        gains = (losses[chosen, heads] - losses) / np.maximum(added, 1)
+        gains[(added <= 0) | (added > unused)] = 0.0
         size, head = divmod(int(gains.argmax()), len(heads))
         if gains[size, head] <= 0:
             break
-        chosen[head], left = size, left - more[size, head]
-    equal = (slots.sum(1) <= total).sum() - 1
-    better = losses[equal].sum() < losses[chosen, heads].sum()
-    return torch.from_numpy(np.full_like(chosen, equal) if better else chosen)
+        chosen[head] = size
+        unused -= added[size, head]
+    fits_for_all = slots.sum(1) <= total
+    equal_size = fits_for_all.sum() - 1
+    if losses[equal_size].sum() < losses[chosen, heads].sum():
+        chosen = np.full_like(chosen, equal_size)
+    return torch.from_numpy(chosen)

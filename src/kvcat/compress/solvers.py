@@ -47,20 +47,22 @@ def fit_log_bias(
         acceleration: O'Donoghue and Candes 2015, arXiv:1204.3982.
     """
     _check_log_bias_options(bounds, num_iters, pull)
-    top = dense_scores.amax(-1, keepdim=True)
-    design, mass = (kept_scores - top).exp_(), (dense_scores - top).exp().sum(-1)
+    largest = dense_scores.amax(-1, keepdim=True)
+    design = (kept_scores - largest).exp_()
+    mass = (dense_scores - largest).exp().sum(-1)
     if weights is not None:
-        design, mass = design.mul_(weights.unsqueeze(-1)), mass * weights
-    low, high = math.exp(bounds[0]), math.exp(bounds[1])
+        design.mul_(weights.unsqueeze(-1))
+        mass = mass * weights
+    low = math.exp(bounds[0])
+    high = math.exp(bounds[1])
     if num_iters is not None:
-        found = _projected_steps(design, mass, low, high, num_iters)
+        solution = _projected_steps(design, mass, low, high, num_iters)
+    elif pull:
+        solution = _pulled_weights(design, mass, low, high, pull, _TOLERANCE)
     else:
-        if not pull:
-            design, mass = design.double(), mass.double()
-        tolerance = _TOLERANCE if pull else _EXACT_TOLERANCE
-        gram, target = design.mT @ design, _times(design.mT, mass)
-        found = solve_box(gram, target, low, high, pull=pull, tolerance=tolerance)
-    return found.log().to(kept_scores.dtype)
+        # without a pull the equations may be nearly singular
+        solution = _pulled_weights(design.double(), mass.double(), low, high, 0.0, _EXACT_TOLERANCE)
+    return solution.log().to(kept_scores.dtype)
 
 
 def fit_values(
@@ -89,15 +91,22 @@ def fit_values(
     """
     check_ridge(ridge)
     if towards is not None:
-        left = weights @ towards
-        return towards + fit_values(weights, torch.sub(targets, left, out=left), ridge=ridge)
+        product = weights @ towards
+        residual = torch.sub(targets, product, out=product)
+        return towards + fit_values(weights, residual, ridge=ridge)
     if ridge is None:
         return least_squares(weights, targets)
-    single = ridge >= _SINGLE_PRECISION_RIDGE
-    design, wanted = (weights, targets) if single else (weights.double(), targets.double())
-    if weights.shape[-2] < weights.shape[-1]:
-        return (design.mT @ _solve_ridge(design @ design.mT, wanted, ridge)).to(targets.dtype)
-    return _solve_ridge(design.mT @ design, design.mT @ wanted, ridge).to(targets.dtype)
+    design = weights
+    wanted = targets
+    if ridge < _SINGLE_PRECISION_RIDGE:
+        design = weights.double()
+        wanted = targets.double()
+    num_queries, num_slots = weights.shape[-2:]
+    if num_queries < num_slots:
+        values = design.mT @ _solve_ridge(design @ design.mT, wanted, ridge)
+    else:
+        values = _solve_ridge(design.mT @ design, design.mT @ wanted, ridge)
+    return values.to(targets.dtype)
 
 
 def least_squares(
@@ -124,16 +133,17 @@ def largest_eigenvalue(gram: Float[Tensor, "*heads rows rows"]) -> Float[Tensor,
     For matrices without negative entries, such as attention weights', it is exact to 1e-6; else a lower bound.
     """
     tiny = torch.finfo(gram.dtype).tiny
-    vector, value = gram.abs().sum(-1), torch.zeros_like(gram[..., 0, 0])
+    vector = gram.abs().sum(-1)
+    value = torch.zeros_like(gram[..., 0, 0])
     for step in range(_POWER_STEPS):
         vector = vector / vector.norm(dim=-1, keepdim=True).clamp_min(tiny)
-        after = _times(gram, vector)
+        product = _times(gram, vector)
         if step % _STEPS_PER_CHECK == 0:
-            found = (vector * after).sum(-1)
-            if (found - value <= 1e-6 * found).all():
-                return found
-            value = found
-        vector = after
+            new_value = (vector * product).sum(-1)
+            if (new_value - value <= 1e-6 * new_value).all():
+                return new_value
+            value = new_value
+        vector = product
     return value
 
 
@@ -146,6 +156,13 @@ def _check_log_bias_options(bounds: tuple[float, float], num_iters: int | None, 
         raise InputError(f"pull must be at least 0 and finite, not {pull}")
     if pull and num_iters is not None:
         raise InputError(f"num_iters={num_iters} steps are without a pull, not with pull={pull}")
+
+
+def _pulled_weights(design: Tensor, mass: Tensor, low: float, high: float, pull: float, tolerance: float) -> Tensor:
+    """Weights that minimise |A w - b|^2 with a pull towards 1, solved to a tolerance."""
+    gram = design.mT @ design
+    target = _times(design.mT, mass)
+    return solve_box(gram, target, low, high, pull=pull, tolerance=tolerance)
 
 
 def _projected_steps(design: Tensor, mass: Tensor, low: float, high: float, num_iters: int) -> Tensor:
@@ -163,39 +180,60 @@ def _projected_steps(design: Tensor, mass: Tensor, low: float, high: float, num_
 
 
 def solve_box(
-    gram: Tensor, target: Tensor, low: float, high: float, *, pull: float, tolerance: float
+    gram: Float[Tensor, "*heads slots slots"],
+    target: Float[Tensor, "*heads slots"],
+    low: float,
+    high: float,
+    *,
+    pull: float,
+    tolerance: float,
 ) -> Float[Tensor, "*heads slots"]:
     """Weights w within [low, high] that minimise w.Gw / 2 - target.w + pull |G|_2 |w - 1|^2 / 2.
 
-    Each head ends when a step moves none of its weights by more than ``tolerance``, or after 20,000 steps.
+    Projected gradient with momentum, which starts again when a step turns against it. Each head
+    ends when a step moves none of its weights by more than ``tolerance``, or after 20,000 steps.
     """
-    unit = torch.ones_like(target)
+    scale = torch.ones_like(target)
     if not pull:
-        # columns of equal length converge in far fewer steps; a box stays a box
+        # columns of equal length converge in far fewer steps, and a scaled box is still a box
         diagonal = gram.diagonal(dim1=-2, dim2=-1)
-        unit = torch.where(diagonal > 0, diagonal, 1.0).sqrt()
-        gram, target = gram / (unit.unsqueeze(-1) * unit.unsqueeze(-2)), target / unit
-    largest = largest_eigenvalue(gram).clamp_min(torch.finfo(gram.dtype).tiny).unsqueeze(-1)
+        scale = torch.where(diagonal > 0, diagonal, 1.0).sqrt()
+        gram = gram / (scale.unsqueeze(-1) * scale.unsqueeze(-2))
+        target = target / scale
+    lower = low * scale
+    upper = high * scale
+    tiny = torch.finfo(gram.dtype).tiny
+    largest = largest_eigenvalue(gram).clamp_min(tiny).unsqueeze(-1)
     shift = pull * largest
-    step, least, most = 1 / (1.001 * largest + shift), low * unit, high * unit
-    # a step of the gradient, without its box, is w (I - step (G + shift I)) + step (target + shift)
-    turned, offset = -step.unsqueeze(-1) * gram, step * (target + shift)
-    turned.diagonal(dim1=-2, dim2=-1).add_(1 - step * shift)
-    result = found = point = unit
-    steps, ended = torch.zeros_like(largest), torch.zeros_like(largest, dtype=torch.bool)
+    step_size = 1 / (1.001 * largest + shift)
+    # a gradient step without its box is w (I - step_size (G + shift I)) + step_size (target + shift)
+    step_matrix = -step_size.unsqueeze(-1) * gram
+    step_matrix.diagonal(dim1=-2, dim2=-1).add_(1 - step_size * shift)
+    step_offset = step_size * (target + shift)
+
+    # each weight in units of its column's scale
+    result = scale
+    weights = scale
+    extrapolated = scale
+    steps_with_momentum = torch.zeros_like(largest)
+    has_ended = torch.zeros_like(largest, dtype=torch.bool)
     for index in range(_MAX_STEPS):
-        new = _times(turned, point).add_(offset).clamp_(least, most)
-        moved = new - found
+        new_weights = _times(step_matrix, extrapolated).add_(step_offset).clamp_(lower, upper)
+        moved = new_weights - weights
         if index % _STEPS_PER_CHECK == 0:
-            result, step = torch.where(ended, result, new), new - point
-            ended = ended | (step.abs() <= tolerance * unit).all(-1, keepdim=True)
-            if ended.all():
+            result = torch.where(has_ended, result, new_weights)
+            displacement = new_weights - extrapolated
+            is_small = displacement.abs() <= tolerance * scale
+            has_ended = has_ended | is_small.all(-1, keepdim=True)
+            if has_ended.all():
                 break
-            # a step against the momentum starts it again
-            steps.masked_fill_((step * moved).sum(-1, keepdim=True) < 0, 0.0)
-        found, point = new, torch.addcmul(new, steps / (steps + 3), moved)
-        steps += 1
-    return result / unit
+            against_momentum = (displacement * moved).sum(-1, keepdim=True) < 0
+            steps_with_momentum.masked_fill_(against_momentum, 0.0)
+        momentum = steps_with_momentum / (steps_with_momentum + 3)
+        weights = new_weights
+        extrapolated = torch.addcmul(new_weights, momentum, moved)
+        steps_with_momentum += 1
+    return result / scale
 
 
 def _solve_ridge(gram: Tensor, right: Tensor, ridge: float) -> Tensor:

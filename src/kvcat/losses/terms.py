@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from kvcat.errors import InputError
-from kvcat.types import Float, Int, Tensor
+from kvcat.types import Float, Int, Tensor, at_least_float32
 
 
 def next_token_loss(
@@ -20,7 +20,7 @@ def next_token_loss(
     References: KV-CAT, L_anchor in equation "training_objective".
     """
     check_length(tokens.shape[1])
-    return functional.cross_entropy(wide(logits[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+    return functional.cross_entropy(at_least_float32(logits[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def distillation_kl(
@@ -35,8 +35,8 @@ def distillation_kl(
     References: KV-CAT, L_mask in equation "training_objective".
     """
     check_length(teacher_logits.shape[1])
-    teacher = wide(teacher_logits[:, :-1].detach()).log_softmax(-1)
-    student = wide(student_logits[:, :-1]).log_softmax(-1)
+    teacher = at_least_float32(teacher_logits[:, :-1].detach()).log_softmax(-1)
+    student = at_least_float32(student_logits[:, :-1]).log_softmax(-1)
     return functional.kl_div(student, teacher, reduction="none", log_target=True).sum(-1).mean()
 
 
@@ -70,8 +70,3 @@ def check_length(num_tokens: int) -> None:
     """Refuse a sequence that holds no prediction."""
     if num_tokens < 2:
         raise InputError(f"a sequence of {num_tokens} tokens predicts nothing: at least 2 are needed")
-
-
-def wide(states: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """The states in float32, or in float64 where they are."""
-    return states if states.dtype == torch.float64 else states.float()

@@ -1,10 +1,9 @@
 """Attention Matching: few slots fitted to the attention of the whole prefix."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tqdm.auto import tqdm
@@ -12,17 +11,16 @@ from tqdm.auto import tqdm
 from kvcat.cache import CompactCache, CompactLayer, Layer
 from kvcat.compress.base import Compressor, compact_cache, top_positions
 from kvcat.compress.budgets import Curve, error_curves, share_out, slot_sizes
-from kvcat.compress.queries import (
+from kvcat.compress.heads import (
     DenseAttention,
     HeadBatch,
     HeadIndex,
+    Heads,
     dense_attention,
-    draw_queries,
-    fitted_queries,
-    head_groups,
-    load_heads,
+    draw_rows,
     take,
 )
+from kvcat.compress.queries import fitted_queries
 from kvcat.compress.solvers import check_ridge, fit_log_bias, fit_values
 from kvcat.compress.trace import Trace
 from kvcat.errors import InputError
@@ -35,42 +33,31 @@ BUDGETS = ("equal", "adaptive", "layers")
 PRESETS: dict[str, dict[str, Any]] = {
     "stable": {},
     "known": {"own_weight": 0.0, "ridge": 1e-5},
-    "paper": {"num_queries": 256, "num_iters": 2, "ridge": 1e-4, "own_weight": 0.0, "budgets": "equal"},
+    "paper": {
+        "num_queries": 256,
+        "num_iters": 2,
+        "ridge": 1e-4,
+        "own_weight": 0.0,
+        "budgets": "equal",
+    },
 }
 
 
-@dataclass(frozen=True, init=False)
-class AttentionMatching(Compressor):
-    """Kept keys by attention, then a log-bias and values fitted so that attention over them equals the dense one.
+class HeadFit(NamedTuple):
+    """What a batch of KV heads keeps."""
 
-    For every layer and KV head (``match_attention``): keep the keys with the largest root-mean-square attention weight
-    over the queries; fit the log-bias beta so that sum_j exp(q.k_j + beta_j) over kept keys equals the sum over the
-    whole prefix; fit values C so that softmax(q.K_kept + beta) C equals the dense attention output.
+    slots: Int[Tensor, "heads slots"]  # positions in the prefix, ascending
+    values: Float[Tensor, "heads slots value_dim"]
+    log_bias: Float[Tensor, "heads slots"]  # nats
 
-    Args:
-        preset: values of the options below that are not given. "stable" for text that is not known yet: it also fits
-            what the prefix itself asks for, and pulls each slot to what it was, which few queries determine badly.
-            "known" where the supervising queries are all that will ever be asked: it fits these alone, closely.
-            "paper" is the paper's method: 256 queries, 2 steps for the log-bias, ridge 1e-4.
-        num_queries: queries per KV head, drawn without replacement; None takes all.
-        num_iters: None weighs a query's errors by the part of its attention that goes to the prefix, solves the
-            log-bias to convergence, pulled to 0 (``fit_log_bias`` with a pull of the root of ``ridge``), pulls values
-            towards those of their keys. A number is the paper's form: all queries count alike, so many
-            projected-gradient steps without a pull, values pulled towards 0.
-        ridge: strength of the values' pull, relative to the squared spectral norm; None for minimum-norm least squares.
-        own_weight: of the prefix's own queries, moved behind it (``fitted_queries``), all together and relative to the
-            others; 0: none. They stand for what later text may look for.
-        log_bias: False fits no log-bias; slots that carry one from an earlier compression keep it.
-        budgets: "equal", as many slots in every head; or every example shares out the same total so that the squared
-            errors of the attention outputs, relative to the residual stream that they are added to, sum to little:
-            "adaptive" among the heads of all layers, "layers" among the layers, whose heads then have equally many.
-        seed: of the draw of queries.
+    def split(self) -> Iterator["HeadFit"]:
+        """What each head keeps alone, without the dimension of heads."""
+        return map(HeadFit._make, zip(*self, strict=True))
 
-    Raises:
-        InputError: an unknown option, or one out of its range.
 
-    References: KV-CAT, appendix "Attention-Matching"; Zweiger et al. 2026, arXiv:2602.16284 (AM-HighestAttnKeys).
-    """
+@dataclass(frozen=True)
+class _Options(Compressor):
+    """The options of Attention Matching, see there."""
 
     preset: str = field(default="stable", compare=False)
     num_queries: int | None = None
@@ -81,20 +68,59 @@ class AttentionMatching(Compressor):
     budgets: str = "adaptive"
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        if self.budgets not in BUDGETS:
+            choices = ", ".join(BUDGETS)
+            raise InputError(f"budgets must be one of {choices}, not {self.budgets!r}")
+        _check_range("num_queries", self.num_queries, least=1)
+        _check_range("num_iters", self.num_iters, least=0)
+        _check_range("own_weight", self.own_weight, least=0)
+        check_ridge(self.ridge)
+
+
+class AttentionMatching(_Options):
+    """Original keys by attention; a log-bias and values fitted so that attention equals the dense one.
+
+    For every layer and KV head (``match_attention``): keep the keys with the largest root-mean-square
+    attention weight over the queries; fit the log-bias beta so that sum_j exp(q.k_j + beta_j) over
+    kept keys equals the sum over the whole prefix; fit values C so that softmax(q.K_kept + beta) C
+    equals the dense attention output.
+
+    Args:
+        preset: values of the options that are not named. "stable" is for text that is not known yet:
+            it also fits the prefix's own queries, and pulls each slot, which few queries determine
+            badly, to its original state. "known" is for supervising queries that are the only ones
+            that will follow: it fits these alone, closely. "paper" is the paper's method: 256
+            queries, 2 steps for the log-bias, ridge 1e-4.
+        num_queries: queries per KV head, drawn without replacement; None uses all.
+        num_iters: None weighs a query's errors by the share of its attention that goes to the
+            prefix, solves the log-bias to convergence, pulled to 0 (``fit_log_bias`` with a pull of
+            the root of ``ridge``), and pulls values towards those of their keys. A number is the
+            paper's form: all queries count alike, so many projected-gradient steps without a pull,
+            values pulled towards 0.
+        ridge: strength of the values' pull, relative to the squared spectral norm; None for
+            minimum-norm least squares.
+        own_weight: weight of the prefix's own queries, moved behind it (``fitted_queries``), all
+            together and relative to the others; 0: none. They represent the queries of later text.
+        log_bias: False fits no log-bias; slots that have one from an earlier compression keep it.
+        budgets: "equal", as many slots in every head. Otherwise every example allocates the same
+            total so that the squared errors of the attention outputs, relative to the residual
+            stream that they are added to, have a small sum: "adaptive" among the heads of all
+            layers, "layers" among the layers, whose heads then have equally many.
+        seed: of the draw of queries.
+
+    Raises:
+        InputError: an unknown option, or one out of its range.
+
+    References: KV-CAT, appendix "Attention-Matching"; Zweiger et al. 2026, arXiv:2602.16284
+        (AM-HighestAttnKeys).
+    """
+
     def __init__(self, preset: str = "stable", **options: Any) -> None:
         if preset not in PRESETS:
             raise InputError(f"preset must be one of {', '.join(PRESETS)}, not {preset!r}")
-        check_options(AttentionMatching, options, "attention-matching")
-        given = {"preset": preset, **PRESETS[preset], **options}
-        for option in fields(self):
-            object.__setattr__(self, option.name, given.get(option.name, option.default))
-        if self.budgets not in BUDGETS:
-            raise InputError(f"budgets must be one of {', '.join(BUDGETS)}, not {self.budgets!r}")
-        for name, least in (("num_queries", 1), ("num_iters", 0), ("own_weight", 0)):
-            value = getattr(self, name)
-            if value is not None and not least <= value < math.inf:
-                raise InputError(f"{name} must be at least {least}, not {value}")
-        check_ridge(self.ridge)
+        check_options(_Options, options, "attention-matching")
+        super().__init__(preset=preset, **{**PRESETS[preset], **options})
 
     @property
     def draws(self) -> bool:
@@ -103,47 +129,70 @@ class AttentionMatching(Compressor):
 
     @torch.no_grad()
     def compress(self, trace: Trace, sizes: Sequence[int]) -> Iterator[CompactCache]:
-        """The caches; queries and dense attention are worked out once for all sizes."""
+        """The caches; queries and dense attention are computed once for all sizes."""
         if not sizes:
             return
-        fitted = fitted_queries(trace, self.own_weight, by_share=self.num_iters is None)
-        drawn = None if self.num_queries is None else draw_queries(trace, fitted, self.num_queries, self.seed)
-        load = partial(load_heads, trace, fitted, drawn=drawn)
-        dense, curves = self._attention_and_errors(trace, head_groups(trace, fitted), load, sizes)
+        heads = self._heads(trace)
+        dense, curves = self._attention_and_errors(heads, sizes)
         options = {option.name: getattr(self, option.name) for option in fields(self)}
         for size in sizes:
-            plan, found = dict.fromkeys(dense, size), {}
+            slots_of_heads = dict.fromkeys(dense, size)
             if curves:
-                plan = share_out(curves, size, trace.num_slots, by_layer=self.budgets == "layers")
-            for heads in _with_progress(head_groups(trace, fitted, plan), "attention matching"):
-                attention = DenseAttention(*map(torch.stack, zip(*(dense[head] for head in heads), strict=True)))
-                batch = load(heads, only_fitted=True)
-                fit = match_attention(
-                    batch, attention, plan[heads[0]], num_iters=self.num_iters, ridge=self.ridge, log_bias=self.log_bias
-                )
-                found |= dict(zip(heads, zip(*fit, strict=True), strict=True))
-            layers = [_layer(trace, index, found, log_bias=self.log_bias) for index in range(len(trace.keys))]
+                by_layer = self.budgets == "layers"
+                slots_of_heads = share_out(curves, size, trace.num_slots, by_layer=by_layer)
+            fits = self._fit(heads, dense, slots_of_heads)
+            layers = [_layer(trace, index, fits, log_bias=self.log_bias) for index in range(len(trace.keys))]
             yield compact_cache(trace, layers, "attention-matching", options)
 
+    def _heads(self, trace: Trace) -> Heads:
+        """The trace's heads with the queries to fit to."""
+        fitted = fitted_queries(trace, self.own_weight, by_share=self.num_iters is None)
+        if self.num_queries is None:
+            return Heads(trace, fitted)
+        return Heads(trace, fitted, draw_rows(trace, fitted, self.num_queries, self.seed))
+
     def _attention_and_errors(
-        self, trace: Trace, groups: list[list[HeadIndex]], load: Callable[..., HeadBatch], sizes: Sequence[int]
-    ) -> tuple[dict[HeadIndex, DenseAttention], dict[HeadIndex, Curve]]:  # fmt: skip
-        """Every head's attention over the prefix and, where slots go by need, its errors by their number."""
-        dense, curves = {}, {}
-        wanted = {number for size in sizes for number in slot_sizes(size, trace.num_slots)}
+        self, heads: Heads, sizes: Sequence[int]
+    ) -> tuple[dict[HeadIndex, DenseAttention], dict[HeadIndex, Curve]]:
+        """Every head's attention over the prefix and, for unequal budgets, its errors by size."""
+        trace = heads.trace
+        dense: dict[HeadIndex, DenseAttention] = {}
+        curves: dict[HeadIndex, Curve] = {}
+        curve_sizes = {number for size in sizes for number in slot_sizes(size, trace.num_slots)}
         # an error counts relative to the stream that it is added to
         gains = output_gains(trace.model, [keys.shape[1] for keys in trace.keys])
-        for group in _with_progress(groups, "attention of the prefix"):
-            batch = load(group)
+        for group in _with_progress(heads.groups_for_scores(), "attention of the prefix"):
+            batch = heads.load(group)
             attention = dense_attention(batch)
-            dense |= zip(group, map(DenseAttention._make, zip(*attention, strict=True)), strict=True)
+            dense.update(zip(group, attention.split(), strict=True))
             if self.budgets == "equal":
                 continue
-            errors = error_curves(batch, attention, wanted, self.ridge or 0.0)
-            for (layer, example, head), curve in zip(group, errors, strict=True):
+            group_curves = error_curves(batch, attention, curve_sizes, self.ridge or 0.0)
+            for (layer, example, head), curve in zip(group, group_curves, strict=True):
                 gain = gains[layer][head].item() / trace.stream[layer][example].item()
-                curves[layer, example, head] = {size: gain * error for size, error in curve.items()}
+                scaled = {size: gain * error for size, error in curve.items()}
+                curves[layer, example, head] = scaled
         return dense, curves
+
+    def _fit(
+        self,
+        heads: Heads,
+        dense: Mapping[HeadIndex, DenseAttention],
+        slots_of_heads: Mapping[HeadIndex, int],
+    ) -> dict[HeadIndex, HeadFit]:
+        """What every head keeps."""
+        fits: dict[HeadIndex, HeadFit] = {}
+        for group in _with_progress(heads.groups_for_fit(slots_of_heads), "attention matching"):
+            group_fit = match_attention(
+                heads.load_fitted(group),
+                DenseAttention.stack([dense[head] for head in group]),
+                slots_of_heads[group[0]],
+                num_iters=self.num_iters,
+                ridge=self.ridge,
+                log_bias=self.log_bias,
+            )
+            fits.update(zip(group, group_fit.split(), strict=True))
+        return fits
 
 
 def match_attention(
@@ -154,50 +203,73 @@ def match_attention(
     num_iters: int | None = None,
     ridge: float | None = 1e-4,
     log_bias: bool = True,
-) -> tuple[Int[Tensor, "heads slots"], Float[Tensor, "heads slots value_dim"], Float[Tensor, "heads slots"]]:
-    """Positions, values and log-bias of the slots of a batch of KV heads; without log-bias this is 0.
+) -> HeadFit:
+    """Positions, values and log-bias of the slots of a batch of KV heads.
 
     Args:
         batch: keys, values, queries and their weights.
         dense: their attention over the whole prefix.
         num_slots: slots per head; heads that have no more keep all as they are.
-        num_iters, ridge, log_bias: as in ``AttentionMatching``.
+        num_iters, ridge, log_bias: as in ``AttentionMatching``; without log-bias it is 0.
     """
-    heads, prefix, _ = batch.keys.shape
-    if num_slots >= prefix:
-        every = torch.arange(prefix, device=batch.keys.device).expand(heads, -1)
-        return every, batch.values, torch.zeros_like(batch.keys[..., 0])
-    stable = num_iters is None
-    # relative masses: a query's equation is divided by its whole mass, unless it is the paper's
-    weights = dense.weights if stable else dense.weights * dense.mass
+    num_heads, prefix_len, _ = batch.keys.shape
+    if num_slots >= prefix_len:
+        every_slot = torch.arange(prefix_len, device=batch.keys.device).expand(num_heads, -1)
+        return HeadFit(every_slot, batch.values, torch.zeros_like(batch.keys[..., 0]))
+    is_paper_form = num_iters is not None
     slots = top_positions(dense.importance, num_slots)
-    scores, own = batch.scores(slots=slots), take(batch.values, slots)
+    slot_values = take(batch.values, slots)
+    scores = batch.scores(slots=slots)  # (heads, fitted queries, slots)
     outputs = dense.outputs
-    if batch.last is not None:
-        outputs = outputs * (scores.amax(-1, keepdim=True) > -torch.inf)
-    bias = torch.zeros_like(own[..., 0])
+    if batch.last_seen is not None:
+        sees_a_slot = scores.amax(-1, keepdim=True) > -torch.inf
+        outputs = outputs * sees_a_slot
+    bias = torch.zeros_like(slot_values[..., 0])
     if log_bias:
-        pull, mass = math.sqrt(ridge or 0.0) if stable else 0.0, dense.log_mass.unsqueeze(-1)
-        bias = fit_log_bias(scores, mass, bounds=BOUNDS, num_iters=num_iters, pull=pull, weights=weights)
+        # a query's equation is divided by its whole mass, but in the paper's form
+        weights = dense.weights * dense.mass if is_paper_form else dense.weights
+        bias = fit_log_bias(
+            scores,
+            dense.log_mass.unsqueeze(-1),
+            bounds=BOUNDS,
+            num_iters=num_iters,
+            pull=0.0 if is_paper_form else math.sqrt(ridge or 0.0),
+            weights=weights,
+        )
     attention = torch.softmax(scores.add_(bias.unsqueeze(1)), -1, out=scores)
     # 0 where a query sees no slot
     attention.nan_to_num_(0.0).mul_(dense.weights.unsqueeze(-1))
-    return slots, fit_values(attention, outputs, ridge=ridge, towards=own if stable else None), bias
+    towards = None if is_paper_form else slot_values
+    return HeadFit(slots, fit_values(attention, outputs, ridge=ridge, towards=towards), bias)
 
 
-def _layer(trace: Trace, index: int, fits: dict[HeadIndex, tuple[Tensor, ...]], *, log_bias: bool) -> Layer:
+def _layer(trace: Trace, index: int, fits: Mapping[HeadIndex, HeadFit], *, log_bias: bool) -> Layer:
     """One layer's kept keys with the values and the log-bias that were fitted to them."""
-    examples, heads = trace.keys[index].shape[:2]
-    keys, values, biases, positions = ([[] for _ in range(examples)] for _ in range(4))
-    for example in range(examples):
-        for head in range(heads):
-            (slots, fitted, bias), (own_keys, _, before) = fits[index, example, head], trace.head(index, example, head)
-            keys[example].append(own_keys[slots])
-            values[example].append(fitted.to(own_keys.dtype))
-            biases[example].append(bias if before is None else bias + before[slots])
-            positions[example].append(slots)
+    num_examples, num_heads = trace.keys[index].shape[:2]
+    keys: list[list[Tensor]] = []
+    values: list[list[Tensor]] = []
+    biases: list[list[Tensor]] = []
+    positions: list[list[Tensor]] = []
+    for example in range(num_examples):
+        for row in (keys, values, biases, positions):
+            row.append([])
+        for head in range(num_heads):
+            fit = fits[index, example, head]
+            head_keys, _, earlier_bias = trace.head(index, example, head)
+            bias = fit.log_bias
+            if earlier_bias is not None:
+                bias = bias + earlier_bias[fit.slots]
+            keys[-1].append(head_keys[fit.slots])
+            values[-1].append(fit.values.to(head_keys.dtype))
+            biases[-1].append(bias)
+            positions[-1].append(fit.slots)
     has_bias = log_bias or trace.log_bias is not None
     return CompactLayer.ragged(keys, values, biases if has_bias else None, None if trace.past_len else positions)
+
+
+def _check_range(name: str, value: float | int | None, *, least: int) -> None:
+    if value is not None and not least <= value < math.inf:
+        raise InputError(f"{name} must be at least {least}, not {value}")
 
 
 def _with_progress(groups: list[list[HeadIndex]], name: str) -> Iterator[list[HeadIndex]]:

@@ -27,10 +27,9 @@ from kvcat.compress.methods.attention_matching import AttentionMatching
 from kvcat.compress.trace import Trace
 from kvcat.errors import InputError
 from kvcat.losses import chunked_objective
-from kvcat.losses.terms import wide
 from kvcat.models import decoder_layers, frozen, hidden_states, output_head
 from kvcat.options import check_options, parse_spec
-from kvcat.types import Float, Tensor
+from kvcat.types import Float, Tensor, at_least_float32
 
 SNAPSHOT_STEPS = (0, 1, 2, 5, 10, 20, 50, 100)
 SAVE_EVERY = 10
@@ -188,7 +187,7 @@ class SlotTraining:
         padded = [layer.padded() for layer in start]
         names = [("keys", "values") if x.log_bias is None else ("keys", "values", "log_bias") for x in start]
         self._trained = [
-            {name: wide(layer.tensors()[name]).clone().requires_grad_(True) for name in own}
+            {name: at_least_float32(layer.tensors()[name]).clone().requires_grad_(True) for name in own}
             for layer, own in zip(padded, names, strict=True)
         ]
         self._parameters = [x for own in self._trained for x in own.values()]

@@ -1,0 +1,380 @@
+"""KV heads in batches of equal shape, and their attention over the whole prefix."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from itertools import groupby
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from kvcat.attention.chunks import exp_below, rows_per_chunk
+from kvcat.compress.base import example_generators
+from kvcat.compress.queries import FittedQueries
+from kvcat.compress.trace import Trace
+from kvcat.types import Float, Int, Tensor, at_least_float32
+
+T = TypeVar("T")
+HeadIndex = tuple[int, int, int]
+"""Layer, example, KV head."""
+DrawnRows = dict[HeadIndex, Int[Tensor, " drawn"]]
+"""Rows of a head's queries that a draw chose, ascending."""
+
+_BATCH_ELEMENTS = 2**24
+_LEAST_SHARE = 1e-6
+
+
+@dataclass(frozen=True)
+class HeadBatch:
+    """KV heads with the slots of their prefix and the queries that read them, in at least float32.
+
+    The queries that log-bias and values are fitted to come first. The others only choose keys.
+
+    Args:
+        queries: multiplied by the layer's scale.
+        factors: as in ``FittedQueries``, of each query.
+        log_later_mass: as in ``FittedQueries``, of each query.
+        keys, values: of the slots that the head has of the prefix.
+        log_bias: nats added to the scores of these slots; None: none.
+        last_seen: last slot that each query sees; None: all see the whole prefix.
+        fit_boost: as in ``FittedQueries``, of the fitted queries; None: all are fitted to, and 1.
+    """
+
+    queries: Float[Tensor, "heads queries head_dim"]
+    factors: Float[Tensor, "heads queries"]
+    log_later_mass: Float[Tensor, "heads queries"]
+    keys: Float[Tensor, "heads prefix head_dim"]
+    values: Float[Tensor, "heads prefix value_dim"]
+    log_bias: Float[Tensor, "heads prefix"] | None = None
+    last_seen: Int[Tensor, "heads queries"] | None = None
+    fit_boost: Float[Tensor, "heads fitted"] | None = None
+
+    def split(self, num_heads: int) -> Iterator["HeadBatch"]:
+        """The batch in smaller batches of ``num_heads`` heads, the last of the remaining ones."""
+        tensors = [getattr(self, field.name) for field in fields(self)]
+        for start in range(0, len(self.keys), num_heads):
+            heads = slice(start, start + num_heads)
+            selected: list[Any] = [None if x is None else x[heads] for x in tensors]
+            yield HeadBatch(*selected)
+
+    def scores(
+        self,
+        rows: slice | Tensor = slice(None),
+        slots: Int[Tensor, "heads slots"] | None = None,
+        out: Tensor | None = None,
+    ) -> Float[Tensor, "heads rows slots"]:
+        """Scores scale q.k + log-bias of some queries against some slots; -inf for an unseen slot.
+
+        Args:
+            rows: of the queries.
+            slots: positions in the prefix; None: all of them.
+            out: where the scores are written to; None: a new tensor.
+        """
+        keys = self.keys if slots is None else take(self.keys, slots)
+        scores = torch.matmul(self.queries[:, rows], keys.mT, out=out)
+        if self.log_bias is not None:
+            bias = self.log_bias if slots is None else self.log_bias.gather(1, slots)
+            scores += bias.unsqueeze(1)
+        if self.last_seen is not None:
+            positions = slots
+            if positions is None:
+                positions = torch.arange(keys.shape[1], device=keys.device).expand(len(keys), -1)
+            unseen = positions.unsqueeze(1) > self.last_seen[:, rows].unsqueeze(2)
+            scores.masked_fill_(unseen, -torch.inf)
+        return scores
+
+
+class DenseAttention(NamedTuple):
+    """Attention of a batch of heads over the whole prefix.
+
+    Args:
+        log_mass: of the fitted queries, log sum over the prefix of exp(score), nats.
+        mass: the same sum with each query's largest score subtracted from its scores.
+        outputs: attention over the prefix, times the weights.
+        weights: what each query's error is multiplied by; at least a millionth of its factor.
+        importance: of each slot, its attention weights times the queries' weights, squared, summed
+            over all queries.
+    """
+
+    log_mass: Float[Tensor, "heads fitted"]
+    mass: Float[Tensor, "heads fitted"]
+    outputs: Float[Tensor, "heads fitted value_dim"]
+    weights: Float[Tensor, "heads fitted"]
+    importance: Float[Tensor, "heads prefix"]
+
+    def split(self) -> Iterator["DenseAttention"]:
+        """The attention of each head alone, without the dimension of heads."""
+        return map(DenseAttention._make, zip(*self, strict=True))
+
+    @classmethod
+    def stack(cls, single: Sequence["DenseAttention"]) -> "DenseAttention":
+        """The attention of several heads of equal shape, from that of each alone."""
+        return cls(*(torch.stack(tensors) for tensors in zip(*single, strict=True)))
+
+    def add_chunk(self, batch: HeadBatch, boost: Tensor, rows: slice, space: Tensor) -> None:
+        """Write what some of the queries give, and add what they give to the importance.
+
+        Args:
+            batch: the same heads.
+            boost: of all fitted queries, (heads, fitted).
+            rows: of the queries.
+            space: for the scores, (heads, rows, prefix).
+        """
+        scores = batch.scores(rows, out=space)
+        largest = scores.amax(-1, keepdim=True)
+        exponentials = exp_below(largest, scores)  # (heads, rows, prefix)
+        sums = exponentials.sum(-1)
+        log_sums = sums.log().add_(largest.squeeze(-1))
+        share_of_prefix = (log_sums - batch.log_later_mass[:, rows]).sigmoid_()
+        weights = batch.factors[:, rows] * share_of_prefix.clamp_min_(_LEAST_SHARE)
+        weight_per_sum = weights / sums
+        row_boost = boost[:, rows]
+        num_fitted = row_boost.shape[1]
+        if num_fitted:
+            self.log_mass[:, rows] = log_sums[:, :num_fitted]
+            self.mass[:, rows] = sums[:, :num_fitted]
+            self.weights[:, rows] = weights[:, :num_fitted] * row_boost
+            outputs = torch.bmm(exponentials[:, :num_fitted], batch.values, out=self.outputs[:, rows])
+            outputs.mul_((weight_per_sum[:, :num_fitted] * row_boost).unsqueeze(-1))
+        squares = weight_per_sum.square_().unsqueeze(1) @ exponentials.square_()
+        self.importance.add_(squares.squeeze(1))
+
+
+def dense_attention(batch: HeadBatch) -> DenseAttention:
+    """Attention of a batch of heads over the whole prefix.
+
+    Some heads and some queries at a time, so that on a CPU their scores stay in its cache.
+    """
+    num_heads, num_rows, _ = batch.queries.shape
+    _, prefix_len, value_dim = batch.values.shape
+    device = batch.keys.device
+    # few heads with many queries each: products of many rows are faster
+    heads_at_once = min(num_heads, rows_per_chunk(num_rows * prefix_len, device))
+    rows_at_once = min(num_rows, rows_per_chunk(heads_at_once * prefix_len, device))
+    boost = torch.ones_like(batch.factors) if batch.fit_boost is None else batch.fit_boost
+    attention = DenseAttention(
+        log_mass=torch.empty_like(boost),
+        mass=torch.empty_like(boost),
+        outputs=batch.values.new_empty(*boost.shape, value_dim),
+        weights=torch.empty_like(boost),
+        importance=batch.values.new_zeros(num_heads, prefix_len),
+    )
+    # all chunks write their scores to the same memory
+    space = batch.queries.new_empty(heads_at_once, rows_at_once, prefix_len)
+    for index, some_heads in enumerate(batch.split(heads_at_once)):
+        heads = slice(index * heads_at_once, (index + 1) * heads_at_once)
+        target = DenseAttention(*(tensor[heads] for tensor in attention))
+        for start in range(0, num_rows, rows_at_once):
+            rows = slice(start, start + rows_at_once)
+            chunk_space = space[: len(some_heads.keys), : num_rows - start]
+            target.add_chunk(some_heads, boost[heads], rows, chunk_space)
+    return attention
+
+
+def take(
+    states: Float[Tensor, "heads prefix head_dim"], slots: Int[Tensor, "heads slots"]
+) -> Float[Tensor, "heads slots head_dim"]:
+    """Keys or values at the given positions of each head."""
+    num_heads, prefix_len, _ = states.shape
+    first_rows = prefix_len * torch.arange(num_heads, device=slots.device)
+    rows = slots + first_rows.unsqueeze(1)
+    # on CPUs several times as fast as gather, which goes channel by channel
+    selected = states.flatten(0, 1).index_select(0, rows.flatten())
+    return selected.unflatten(0, slots.shape)
+
+
+class _Shape(NamedTuple):
+    """What heads must have in common to be solved together."""
+
+    query_heads: int  # that read the KV head
+    num_slots: int
+    key_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The KV heads of a trace with the queries to fit to, loaded group by group.
+
+    Args:
+        trace: of the windows.
+        fitted: the queries.
+        drawn: rows of each head's queries that are used, as ``draw_rows`` gives them; None: all.
+    """
+
+    trace: Trace
+    fitted: FittedQueries
+    drawn: DrawnRows | None = None
+
+    def groups_for_scores(self) -> list[list[HeadIndex]]:
+        """Heads of equal shape whose scores against the prefix hold at most 2^24 numbers.
+
+        A head that holds more than that is a group of its own.
+        """
+        groups = []
+        for shape, heads in _by_value(self._shapes).items():
+            num_queries = shape.query_heads * self.fitted.num_queries
+            groups += _limited(heads, held=num_queries * shape.num_slots)
+        return groups
+
+    def groups_for_fit(self, sizes: Mapping[HeadIndex, int]) -> list[list[HeadIndex]]:
+        """Heads of equal shape that get equally many slots and hold at most 2^24 numbers.
+
+        These are the largest of: the scores of the fitted queries against the slots, the system of
+        equations, and the keys and values of the prefix. A head that holds more is a group of its
+        own.
+
+        Args:
+            sizes: slots that each head gets.
+        """
+        shapes_and_sizes = {head: (shape, sizes[head]) for head, shape in self._shapes.items()}
+        groups = []
+        for (shape, size), heads in _by_value(shapes_and_sizes).items():
+            scores = shape.query_heads * self.fitted.num_fitted * size
+            states = shape.num_slots * (shape.key_dim + shape.value_dim)
+            groups += _limited(heads, held=max(scores, size * size, states))
+        return groups
+
+    def load(self, heads: list[HeadIndex]) -> HeadBatch:
+        """The tensors of a group of heads with all queries.
+
+        The queries are in the order of ``fitted``; those of one position follow each other by query
+        head.
+        """
+        batch = self._load(heads, self.fitted.num_queries)
+        return batch if self.drawn is None else _select_rows(batch, heads, self.drawn)
+
+    def load_fitted(self, heads: list[HeadIndex]) -> HeadBatch:
+        """As ``load``, without the queries that only choose keys."""
+        if self.drawn is not None:
+            return self.load(heads)
+        return self._load(heads, self.fitted.num_fitted)
+
+    @cached_property
+    def _shapes(self) -> dict[HeadIndex, _Shape]:
+        """The shape of every head of the trace."""
+        shapes = {}
+        for layer, keys in enumerate(self.trace.keys):
+            for example, slots_of_heads in enumerate(self.trace.counts(layer).tolist()):
+                for kv_head, num_slots in enumerate(slots_of_heads):
+                    shapes[layer, example, kv_head] = _Shape(
+                        query_heads=query_heads_per_kv_head(self.trace, layer),
+                        num_slots=num_slots,
+                        key_dim=keys.shape[3],
+                        value_dim=self.trace.values[layer].shape[3],
+                    )
+        return shapes
+
+    def _load(self, heads: list[HeadIndex], num_queries: int) -> HeadBatch:
+        """The tensors of a group of heads with the first so many queries."""
+        states = [self.trace.head(*head) for head in heads]
+        keys = at_least_float32(torch.stack([keys for keys, _, _ in states]))
+        values = at_least_float32(torch.stack([values for _, values, _ in states]))
+        biases = [bias for _, _, bias in states if bias is not None]
+        query_heads = query_heads_per_kv_head(self.trace, heads[0][0])
+        num_heads, num_slots, key_dim = keys.shape
+        # (heads, positions, query heads, channels), filled layer by layer
+        queries = keys.new_empty(num_heads, num_queries, query_heads, key_dim)
+        log_later_mass = keys.new_empty(num_heads, num_queries, query_heads)
+        num_loaded = 0
+        for (layer, example), of_layer in groupby(heads, key=lambda head: head[:2]):
+            rows = _query_head_rows(of_layer, query_heads)
+            place = slice(num_loaded, num_loaded + len(rows) // query_heads)
+            by_head = self.fitted.states(layer, example, rows, num_queries)
+            torch.mul(_by_position(by_head, query_heads), self.trace.scales[layer], out=queries[place])
+            later_mass = self.fitted.log_later_mass[layer][example, rows, :num_queries]
+            log_later_mass[place] = _by_position(later_mass, query_heads)
+            num_loaded = place.stop
+        return HeadBatch(
+            queries=queries.flatten(1, 2),
+            factors=_of_every_head(self.fitted.factors[:num_queries].to(keys), query_heads, num_heads),
+            log_later_mass=log_later_mass.flatten(1, 2),
+            keys=keys,
+            values=values,
+            log_bias=at_least_float32(torch.stack(biases)) if biases else None,
+            last_seen=self._last_seen(num_slots, num_queries, query_heads, num_heads, keys.device),
+            fit_boost=_of_every_head(self.fitted.fit_boost.to(keys), query_heads, num_heads),
+        )
+
+    def _last_seen(
+        self, num_slots: int, num_queries: int, query_heads: int, num_heads: int, device: torch.device
+    ) -> Int[Tensor, "heads queries"] | None:
+        """Last slot that each query sees, where the queries are the prefix's own in place.
+
+        Behind a compact cache only the last slots have queries.
+        """
+        if not self.fitted.causal:
+            return None
+        last = torch.arange(num_slots - num_queries, num_slots, device=device)
+        return _of_every_head(last, query_heads, num_heads)
+
+
+def draw_rows(trace: Trace, fitted: FittedQueries, num_queries: int, seed: int) -> DrawnRows:
+    """Rows of each KV head's queries, drawn per example without replacement.
+
+    Rows are counted as in ``Heads.load``.
+    """
+    drawn = {}
+    for example, generator in enumerate(example_generators(trace, seed)):
+        for layer, keys in enumerate(trace.keys):
+            query_heads = query_heads_per_kv_head(trace, layer)
+            num_rows = query_heads * fitted.num_queries
+            for head in range(keys.shape[1]):
+                order = torch.randperm(num_rows, generator=generator)[:num_queries]
+                # from query head by query head to position by position
+                query_head = order // fitted.num_queries
+                position = order % fitted.num_queries
+                rows = position * query_heads + query_head
+                drawn[layer, example, head] = rows.sort().values
+    return drawn
+
+
+def query_heads_per_kv_head(trace: Trace, layer: int) -> int:
+    """Query heads that read one KV head of a layer."""
+    return trace.prefix_queries[layer].shape[1] // trace.keys[layer].shape[1]
+
+
+def _by_value(values: Mapping[HeadIndex, T]) -> dict[T, list[HeadIndex]]:
+    """The heads that have the same value, by value."""
+    heads: dict[T, list[HeadIndex]] = {}
+    for head, value in values.items():
+        heads.setdefault(value, []).append(head)
+    return heads
+
+
+def _limited(heads: list[HeadIndex], held: int) -> list[list[HeadIndex]]:
+    """The heads in groups that hold at most 2^24 numbers, where each head holds ``held``."""
+    num_heads = max(1, _BATCH_ELEMENTS // held)
+    return [heads[start : start + num_heads] for start in range(0, len(heads), num_heads)]
+
+
+def _query_head_rows(heads: Iterable[HeadIndex], query_heads: int) -> list[int]:
+    """Query heads of some KV heads of a layer."""
+    return [kv_head * query_heads + n for _, _, kv_head in heads for n in range(query_heads)]
+
+
+def _by_position(
+    states: Float[Tensor, "rows queries *channels"], query_heads: int
+) -> Float[Tensor, "heads queries query_heads *channels"]:
+    """States of query heads, those of one KV head and position next to each other."""
+    return at_least_float32(states).unflatten(0, (-1, query_heads)).transpose(1, 2)
+
+
+def _of_every_head(numbers: Tensor, query_heads: int, num_heads: int) -> Tensor:
+    """Numbers by position as (heads, queries), each for all query heads of a KV head."""
+    return numbers.repeat_interleave(query_heads).expand(num_heads, -1)
+
+
+def _select_rows(batch: HeadBatch, heads: list[HeadIndex], drawn: DrawnRows) -> HeadBatch:
+    """The batch with the drawn queries alone, all of which are fitted to."""
+    rows = torch.stack([drawn[head] for head in heads]).to(batch.queries.device)
+    last_seen = batch.last_seen
+    return HeadBatch(
+        queries=take(batch.queries, rows),
+        factors=batch.factors.gather(1, rows),
+        log_later_mass=batch.log_later_mass.gather(1, rows),
+        keys=batch.keys,
+        values=batch.values,
+        log_bias=batch.log_bias,
+        last_seen=None if last_seen is None else last_seen.gather(1, rows),
+    )
