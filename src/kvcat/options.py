@@ -1,4 +1,5 @@
-"""Names with options, ``NAME,option=value,...``, of methods and policies: parsed, and checked by type."""
+"""Names with options, ``NAME,option=value,...``, of methods and policies: parsed, and checked by
+type."""
 
 import dataclasses
 import json

@@ -43,7 +43,7 @@ def test_the_answer_is_that_of_trying_everything_where_the_kl_falls_and_good_whe
     assert bumpy[result.num_slots] == 0.0
     assert all(kl > 0.5 for slots, kl in result.tried.items() if slots < result.num_slots)
     judge_by(dict.fromkeys(range(1, 48), math.nan))
-    with pytest.raises(InputError, match="the KL of 7 slots is not a number: Eviction went wrong"):
+    with pytest.raises(InputError, match="the KL of 7 slots is not a number: Eviction failed"):
         smallest_cache(one, Eviction("first"), 0.1)
 
 

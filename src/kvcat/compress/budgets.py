@@ -19,7 +19,9 @@ Curve = dict[int, float]
 """Error of one head by its number of slots, ascending."""
 
 
-def error_curves(batch: HeadBatch, dense: DenseAttention, sizes: Iterable[int], ridge: float) -> list[Curve]:
+def error_curves(
+    batch: HeadBatch, dense: DenseAttention, sizes: Iterable[int], ridge: float
+) -> list[Curve]:
     """Per head, an estimate of the squared error of the attention outputs for several sizes.
 
     The slots are nested: in the order of their importance. With P the dense attention weights of
@@ -178,7 +180,9 @@ def _share_out_example(
     num_heads = len(curves)
     # (sizes, heads)
     costs = np.array([[min(size, max(curve)) for curve in curves] for size in sizes])
-    errors = np.array([[curve[cost] for curve, cost in zip(curves, row, strict=True)] for row in costs.tolist()])
+    errors = np.array(
+        [[curve[cost] for curve, cost in zip(curves, row, strict=True)] for row in costs.tolist()]
+    )
     # (sizes, units)
     unit_costs = np.zeros((len(sizes), units.max() + 1), dtype=costs.dtype)
     unit_errors = np.zeros(unit_costs.shape, dtype=np.float32)

@@ -1,4 +1,6 @@
-"""Replay of a suffix on a compact cache, comparison with the dense model, and the smallest good cache."""
+"""Replay of a suffix on a compact cache, comparison with the dense model, and the smallest good
+cache.
+"""
 
 import math
 from collections.abc import Callable
@@ -23,7 +25,9 @@ _CHUNK_TOKENS = 4096  # of each example, run at once
 def replay(
     model: PreTrainedModel, cache: CompactCache, suffix_ids: Int[Tensor, "batch suffix"]
 ) -> Float[Tensor, "batch suffix vocab"]:
-    """Logits of the suffix positions when the compact cache stands for the prefix; one example serves any rows.
+    """Logits of the suffix positions behind a compact cache of the prefix.
+
+    A cache of one example serves a suffix of any number of rows.
 
     Raises:
         InputError: another model, no tokens, or a batch that does not fit.
@@ -37,11 +41,15 @@ def replay_hidden(
     model: PreTrainedModel, cache: CompactCache, suffix_ids: Int[Tensor, "batch suffix"]
 ) -> Float[Tensor, "batch suffix hidden"]:
     """Input of the head at the suffix positions, as ``replay``."""
-    options: Any = {"past_key_values": cache.inputs(model, suffix_ids)["past_key_values"], "use_cache": True}
+    past = cache.inputs(model, suffix_ids)["past_key_values"]
     enable(model)  # whose attention needs no mask of chunk x suffix
     with frozen(model):
-        parts = [hidden_states(model, input_ids=ids, **options) for ids in suffix_ids.split(_CHUNK_TOKENS, dim=1)]
-    return torch.cat(parts, dim=1)
+        # in order: each chunk is appended to the cache
+        chunks = [
+            hidden_states(model, input_ids=ids, past_key_values=past, use_cache=True)
+            for ids in suffix_ids.split(_CHUNK_TOKENS, dim=1)
+        ]
+    return torch.cat(chunks, dim=1)
 
 
 @dataclass(frozen=True)
@@ -49,7 +57,8 @@ class Scores:
     """How the suffix fares on a compact cache, one figure per example.
 
     Args:
-        nll, nll_dense: negative log-likelihood of the suffix on the compact and on the dense cache, nats per token.
+        nll, nll_dense: negative log-likelihood of the suffix on the compact and on the dense cache,
+            nats per token.
         delta_nll: nll - nll_dense.
         delta_ppl: exp(nll) - exp(nll_dense).
         kl: KL(dense || compact), mean over the suffix's query positions, nats.
@@ -66,36 +75,54 @@ class Scores:
 
 @torch.no_grad()
 def compare(trace: Trace, cache: CompactCache, *, start: int = 0) -> Scores:
-    """The suffix of the trace on the compact cache against the dense forward.
+    """Scores of the trace's suffix on the compact cache, compared with the dense forward.
 
-    The first suffix token is predicted from the prefix's last position, which no compression changes: both NLLs count
-    it with the dense prediction.
+    The first suffix token is predicted from the prefix's last position, which no compression
+    changes: both NLLs count it with the dense prediction.
 
     Args:
         trace: with a suffix.
         cache: a compact cache of this trace's prefix.
-        start: first suffix position that counts, with the token it predicts; 0 takes the whole suffix.
+        start: first suffix position that counts, with the token it predicts; 0 takes the whole
+            suffix.
 
     Raises:
-        InputError: no suffix, a cache of another model, prefix length or batch, or a start that leaves no token.
+        InputError: no suffix, a cache of another model, prefix length or batch, or a start that
+            leaves no token.
     """
-    length = trace.suffix_ids.shape[1]
-    if length == 0:
-        raise InputError(f"the trace ends with its prefix of {trace.prefix_len} tokens: no suffix to compare on")
-    if not 0 <= start < max(1, length - 1):
-        raise InputError(f"start must be in [0, {length - 2}] for a suffix of {length} tokens, not {start}")
-    nll, nll_dense, kl, top1 = (part[:, start:] for part in vars(_position_scores(trace, cache)).values())
+    suffix_len = trace.suffix_ids.shape[1]
+    if suffix_len == 0:
+        raise InputError(
+            f"the trace ends with its prefix of {trace.prefix_len} tokens: no suffix to compare on"
+        )
+    if not 0 <= start < max(1, suffix_len - 1):
+        raise InputError(
+            f"start must be in [0, {suffix_len - 2}] for a suffix of {suffix_len} tokens, not {start}"
+        )
+    scores: Any = _position_scores(trace, cache)
     # the last position predicts no token of the suffix
-    nll, nll_dense = nll[:, :-1], nll_dense[:, :-1]
+    nll = scores.nll[:, start:-1]
+    nll_dense = scores.nll_teacher[:, start:-1]
     if start == 0:
-        first = score_positions(output_head(trace.model), trace.hidden[:, :1], trace.suffix_ids[:, :1]).nll
-        nll, nll_dense = torch.cat([first, nll], 1), torch.cat([first, nll_dense], 1)
-    nll, nll_dense, kl, top1 = (part.mean(1) for part in (nll, nll_dense, kl, top1))
-    return Scores(nll, nll_dense, nll - nll_dense, nll.exp() - nll_dense.exp(), kl, top1)
+        head = output_head(trace.model)
+        first = score_positions(head, trace.hidden[:, :1], trace.suffix_ids[:, :1]).nll
+        nll = torch.cat([first, nll], dim=1)
+        nll_dense = torch.cat([first, nll_dense], dim=1)
+    mean_nll = nll.mean(1)
+    mean_nll_dense = nll_dense.mean(1)
+    return Scores(
+        nll=mean_nll,
+        nll_dense=mean_nll_dense,
+        delta_nll=mean_nll - mean_nll_dense,
+        delta_ppl=mean_nll.exp() - mean_nll_dense.exp(),
+        kl=scores.kl[:, start:].mean(1),
+        top1=scores.top1[:, start:].mean(1),
+    )
 
 
 def supervised_kl(trace: Trace, cache: CompactCache) -> Float[Tensor, " batch"]:
-    """KL(dense || compact) per example, mean over the supervising positions of the trace, nats per token.
+    """KL(dense || compact) per example, mean over the supervising positions of the trace, nats per
+    token.
 
     Raises:
         InputError: no such positions, or a cache of another model or batch.
@@ -112,13 +139,14 @@ def _position_scores(trace: Trace, cache: CompactCache) -> PositionScores:
             f"a cache of {cache.batch_size} prefixes of {cache.num_tokens} tokens does not belong to a trace of "
             f"{trace.batch_size} prefixes of {trace.prefix_len}"
         )
-    hidden, targets = replay_hidden(trace.model, cache, trace.suffix_ids), pad(trace.suffix_ids[:, 1:], (0, 1))
+    hidden = replay_hidden(trace.model, cache, trace.suffix_ids)
+    targets = pad(trace.suffix_ids[:, 1:], (0, 1))
     return score_positions(output_head(trace.model), hidden, targets, trace.hidden[:, 1:])
 
 
 @dataclass(frozen=True)
 class SmallestCache:
-    """What ``smallest_cache`` found.
+    """The result of ``smallest_cache``.
 
     Args:
         cache: the smallest one tried that reaches the KL.
@@ -141,37 +169,44 @@ def smallest_cache(
     held_out: float = 0.25,
     on_try: Callable[[int, float], None] | None = None,
 ) -> SmallestCache:
-    """Find the smallest compact cache whose KL(dense || compact) on held-out positions is at most ``max_kl``.
+    """The smallest compact cache whose KL(dense || compact) on held-out positions is at most
+    ``max_kl``.
 
-    Bisection over the number of slots, until one slot fewer misses the mark; the whole prefix always reaches it. The KL
-    of a real method does not fall with every slot: of all numbers tried the smallest that reached the mark is taken.
+    Bisection over the number of slots, until one slot fewer has a larger KL. The whole prefix
+    always reaches ``max_kl``. The KL of a real method does not fall with every slot: of all numbers
+    tried, the result is the smallest that reached ``max_kl``.
 
     Args:
         trace: of the windows to compress.
         compressor: any; it is given the part of the trace that ends before the held-out positions.
         max_kl: nats per token, at least 0; every example of a batch has to reach it.
-        held_out: fraction in (0, 1) of the supervising positions, the last ones, that the KL is taken at.
+        held_out: fraction in (0, 1) of the supervising positions, the last ones, that the KL is
+            taken at.
         on_try: called after every try with the number of slots and the KL.
 
     Raises:
-        InputError: an argument out of its range, a trace with supervision "self", or a KL that is not a number.
+        InputError: an argument out of its range, a trace with supervision "self", or a KL that is
+            not a number.
     """
     if not 0 <= max_kl < math.inf:
         raise InputError(f"max_kl must be at least 0 nats per token and finite, not {max_kl}")
     learn, judge = split_supervision(trace, held_out)
-    best, found, tried = trace.dense_cache(), 0.0, {}
-    missed, reached = 0, trace.num_slots
-    while reached - missed > 1:
-        # half way on a logarithmic scale: small caches are made quickly, so the search begins among them
-        slots = min(max(round(math.sqrt(max(1, missed) * reached)), missed + 1), reached - 1)
-        cache = compressor(learn, num_slots=slots)
-        kl = tried[slots] = supervised_kl(judge, cache).max().item()
+    best = SmallestCache(trace.dense_cache(), trace.num_slots, 0.0, tried={})
+    too_few = 0
+    while best.num_slots - too_few > 1:
+        # half way on a logarithmic scale: small caches are made quickly, so the search begins there
+        middle = round(math.sqrt(max(1, too_few) * best.num_slots))
+        num_slots = min(max(middle, too_few + 1), best.num_slots - 1)
+        cache = compressor(learn, num_slots=num_slots)
+        kl = supervised_kl(judge, cache).max().item()
         if math.isnan(kl):
-            raise InputError(f"the KL of {slots} slots is not a number: {type(compressor).__name__} went wrong")
+            name = type(compressor).__name__
+            raise InputError(f"the KL of {num_slots} slots is not a number: {name} failed")
+        best.tried[num_slots] = kl
         if on_try is not None:
-            on_try(slots, kl)
+            on_try(num_slots, kl)
         if kl <= max_kl:
-            best, found, reached = cache, kl, slots
+            best = SmallestCache(cache, num_slots, kl, best.tried)
         else:
-            missed = slots
-    return SmallestCache(best, reached, found, tried)
+            too_few = num_slots
+    return best

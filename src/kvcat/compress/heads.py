@@ -134,7 +134,9 @@ class DenseAttention(NamedTuple):
             self.log_mass[:, rows] = log_sums[:, :num_fitted]
             self.mass[:, rows] = sums[:, :num_fitted]
             self.weights[:, rows] = weights[:, :num_fitted] * row_boost
-            outputs = torch.bmm(exponentials[:, :num_fitted], batch.values, out=self.outputs[:, rows])
+            outputs = torch.bmm(
+                exponentials[:, :num_fitted], batch.values, out=self.outputs[:, rows]
+            )
             outputs.mul_((weight_per_sum[:, :num_fitted] * row_boost).unsqueeze(-1))
         squares = weight_per_sum.square_().unsqueeze(1) @ exponentials.square_()
         self.importance.add_(squares.squeeze(1))
@@ -281,13 +283,17 @@ class Heads:
             rows = _query_head_rows(of_layer, query_heads)
             place = slice(num_loaded, num_loaded + len(rows) // query_heads)
             by_head = self.fitted.states(layer, example, rows, num_queries)
-            torch.mul(_by_position(by_head, query_heads), self.trace.scales[layer], out=queries[place])
+            torch.mul(
+                _by_position(by_head, query_heads), self.trace.scales[layer], out=queries[place]
+            )
             later_mass = self.fitted.log_later_mass[layer][example, rows, :num_queries]
             log_later_mass[place] = _by_position(later_mass, query_heads)
             num_loaded = place.stop
         return HeadBatch(
             queries=queries.flatten(1, 2),
-            factors=_of_every_head(self.fitted.factors[:num_queries].to(keys), query_heads, num_heads),
+            factors=_of_every_head(
+                self.fitted.factors[:num_queries].to(keys), query_heads, num_heads
+            ),
             log_later_mass=log_later_mass.flatten(1, 2),
             keys=keys,
             values=values,
@@ -297,7 +303,12 @@ class Heads:
         )
 
     def _last_seen(
-        self, num_slots: int, num_queries: int, query_heads: int, num_heads: int, device: torch.device
+        self,
+        num_slots: int,
+        num_queries: int,
+        query_heads: int,
+        num_heads: int,
+        device: torch.device,
     ) -> Int[Tensor, "heads queries"] | None:
         """Last slot that each query sees, where the queries are the prefix's own in place.
 

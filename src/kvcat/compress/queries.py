@@ -77,7 +77,9 @@ class FittedQueries:
         """Positions whose queries log-bias and values are fitted to."""
         return len(self.fit_boost)
 
-    def states(self, layer: int, example: int, heads: list[int], count: int) -> Float[Tensor, "heads count head_dim"]:
+    def states(
+        self, layer: int, example: int, heads: list[int], count: int
+    ) -> Float[Tensor, "heads count head_dim"]:
         """The first ``count`` queries of some query heads.
 
         The prefix's own queries are rotated at every call, so that they are not held in memory.
@@ -134,17 +136,23 @@ def _supervising_queries(trace: Trace, *, by_share: bool) -> FittedQueries:
     else:
         log_later_mass = _no_mass([queries[..., 0] for queries in trace.queries])
     ones = torch.ones(trace.queries[0].shape[2])
-    return FittedQueries(trace, trace.queries, None, ones, log_later_mass, fit_boost=ones, causal=is_self)
+    return FittedQueries(
+        trace, trace.queries, None, ones, log_later_mass, fit_boost=ones, causal=is_self
+    )
 
 
 def _moved_alone(trace: Trace, moved: MovedQueries) -> FittedQueries:
     """The prefix's own queries, behind the prefix."""
     nothing = [queries[:, :, :0] for queries in trace.queries]
     factors = torch.ones(len(moved.rows))
-    return FittedQueries(trace, nothing, moved, factors, moved.log_later_mass, fit_boost=moved.fit_boost)
+    return FittedQueries(
+        trace, nothing, moved, factors, moved.log_later_mass, fit_boost=moved.fit_boost
+    )
 
 
-def _with_moved(supervising: FittedQueries, moved: MovedQueries, own_weight: float) -> FittedQueries:
+def _with_moved(
+    supervising: FittedQueries, moved: MovedQueries, own_weight: float
+) -> FittedQueries:
     """Supervising queries, and the prefix's own behind them."""
     num_moved = len(moved.rows)
     factor = (own_weight * supervising.num_queries / num_moved) ** 0.5
@@ -188,7 +196,9 @@ def _moved_queries(trace: Trace) -> MovedQueries | None:
         shifts=trace.prefix_len - parts.starts,
         log_later_mass=[
             _mass_of_parts(queries, keys, scale, parts, part_len)
-            for queries, keys, scale in zip(trace.prefix_queries, trace.keys, trace.scales, strict=True)
+            for queries, keys, scale in zip(
+                trace.prefix_queries, trace.keys, trace.scales, strict=True
+            )
         ],
         fit_boost=torch.full([parts.num_fitted], parts.num_represented**0.5),
     )
@@ -213,7 +223,9 @@ def _parts(trace: Trace, part_len: int) -> _Parts:
     places = torch.arange(len(positions))
     is_fitted = places % stride == 0
     order = last_part_first[torch.cat([places[is_fitted], places[~is_fitted]])]
-    return _Parts(rows[order], positions[order], starts[order], int(is_fitted.sum()), num_represented=stride)
+    return _Parts(
+        rows[order], positions[order], starts[order], int(is_fitted.sum()), num_represented=stride
+    )
 
 
 def _mass_of_parts(

@@ -26,25 +26,29 @@ def fit_log_bias(
 ) -> Float[Tensor, "*heads slots"]:
     """Log-bias per kept slot so that the kept slots carry the attention mass of the whole prefix.
 
-    Minimises, for every head, |A w - b|^2 + pull |A|_2^2 |w - 1|^2 with exp(bounds[0]) <= w_j <= exp(bounds[1]), where
-    A_ij = c_i exp(kept_scores_ij - m_i), b_i = c_i sum_t exp(dense_scores_it - m_i), m_i = max_t dense_scores_it and
-    c_i = weights_i; returns log w. Accelerated projected gradient on the normal equations, whose condition number is
-    at most 1 + 1 / pull, until no weight moves by more than 1e-5 in a step; without a pull in float64, by 1e-11.
+    Minimises, for every head, |A w - b|^2 + pull |A|_2^2 |w - 1|^2 with exp(bounds[0]) <= w_j <=
+    exp(bounds[1]), where A_ij = c_i exp(kept_scores_ij - m_i), b_i = c_i sum_t exp(dense_scores_it
+    - m_i), m_i = max_t dense_scores_it and c_i = weights_i; returns log w. Accelerated projected
+    gradient on the normal equations, whose condition number is at most 1 + 1 / pull, until no
+    weight moves by more than 1e-5 in a step; without a pull in float64, by 1e-11.
 
     Args:
-        kept_scores: scaled scores q.k / sqrt(head_dim) of the kept keys, nats; -inf where a query does not see a key.
-        dense_scores: the same queries against the whole prefix, nats; a single column holds the log of the whole mass.
+        kept_scores: scaled scores q.k / sqrt(head_dim) of the kept keys, nats; -inf where a query
+            does not see a key.
+        dense_scores: the same queries against the whole prefix, nats; a single column holds the log
+            of the whole mass.
         bounds: box on the log-bias, nats, lower < upper.
-        num_iters: plain projected-gradient steps without pull from the clamped least-squares solution
-            (``least_squares``: minimum norm, no ridge), as in the paper; None solves to the tolerance.
+        num_iters: plain projected-gradient steps without pull from the clamped least-squares
+            solution (``least_squares``: minimum norm, no ridge), as in the paper; None solves to
+            the tolerance.
         pull: towards w = 1, relative to the squared spectral norm of A, at least 0.
         weights: factor on the error of each query; None: 1.
 
     Raises:
         InputError: bounds not increasing, num_iters or pull negative, or both given.
 
-    References: KV-CAT, appendix "Attention-Matching"; Zweiger et al. 2026, arXiv:2602.16284; restarts of the
-        acceleration: O'Donoghue and Candes 2015, arXiv:1204.3982.
+    References: KV-CAT, appendix "Attention-Matching"; Zweiger et al. 2026, arXiv:2602.16284;
+        restarts of the acceleration: O'Donoghue and Candes 2015, arXiv:1204.3982.
     """
     _check_log_bias_options(bounds, num_iters, pull)
     largest = dense_scores.amax(-1, keepdim=True)
@@ -72,16 +76,17 @@ def fit_values(
     ridge: float | None = 1e-6,
     towards: Float[Tensor, "*heads slots value_dim"] | None = None,
 ) -> Float[Tensor, "*heads slots value_dim"]:
-    """Values C that minimise |weights C - targets|^2 + ridge * |weights|_2^2 * |C - towards|^2 (middle norm spectral).
+    """Values C that minimise |weights C - targets|^2 + ridge * |weights|_2^2 * |C - towards|^2
+    (middle norm spectral).
 
-    Solved through the smaller of the two normal equations, over slots or over queries; in float64, or in the weights'
-    own precision where the ridge is at least 1e-5.
+    Solved through the smaller of the two normal equations, over slots or over queries; in float64,
+    or in the weights' own precision where the ridge is at least 1e-5.
 
     Args:
         weights: attention weights of the kept slots.
         targets: attention outputs of the dense prefix.
-        ridge: relative to the squared spectral norm, larger than 0; None gives the minimum-norm least squares without
-            ridge, as the original implementation's default solver does.
+        ridge: relative to the squared spectral norm, larger than 0; None gives the minimum-norm
+            least squares without ridge, as the original implementation's default solver does.
         towards: where the ridge pulls the values; None: 0.
 
     Raises:
@@ -114,10 +119,13 @@ def least_squares(
 ) -> Float[Tensor, "*heads slots columns"]:
     """The X of smallest norm among those that minimise |design X - targets|^2, without any ridge.
 
-    Singular values below the rounding of float64 count as 0. Solved in float64 by LAPACK's gelsd on the CPU, whatever
-    the device: the other drivers of torch need a design of full rank, and GPUs have no other driver than those.
+    Singular values below the rounding of float64 count as 0. Solved in float64 by LAPACK's gelsd on
+    the CPU, whatever the device: the other drivers of torch need a design of full rank, and GPUs
+    have no other driver than those.
     """
-    solution = torch.linalg.lstsq(design.double().cpu(), targets.double().cpu(), driver="gelsd").solution
+    solution = torch.linalg.lstsq(
+        design.double().cpu(), targets.double().cpu(), driver="gelsd"
+    ).solution
     return solution.to(targets)
 
 
@@ -130,7 +138,8 @@ def check_ridge(ridge: float | None) -> None:
 def largest_eigenvalue(gram: Float[Tensor, "*heads rows rows"]) -> Float[Tensor, "*heads"]:
     """Largest eigenvalue of positive semi-definite matrices by the power method from the row sums.
 
-    For matrices without negative entries, such as attention weights', it is exact to 1e-6; else a lower bound.
+    For matrices without negative entries, such as attention weights', it is exact to 1e-6; else a
+    lower bound.
     """
     tiny = torch.finfo(gram.dtype).tiny
     vector = gram.abs().sum(-1)
@@ -147,7 +156,9 @@ def largest_eigenvalue(gram: Float[Tensor, "*heads rows rows"]) -> Float[Tensor,
     return value
 
 
-def _check_log_bias_options(bounds: tuple[float, float], num_iters: int | None, pull: float) -> None:
+def _check_log_bias_options(
+    bounds: tuple[float, float], num_iters: int | None, pull: float
+) -> None:
     if not -50 <= bounds[0] < bounds[1] <= 50:
         raise InputError(f"bounds must increase and lie within 50 nats of 0, not {bounds}")
     if num_iters is not None and num_iters < 0:
@@ -158,15 +169,21 @@ def _check_log_bias_options(bounds: tuple[float, float], num_iters: int | None, 
         raise InputError(f"num_iters={num_iters} steps are without a pull, not with pull={pull}")
 
 
-def _pulled_weights(design: Tensor, mass: Tensor, low: float, high: float, pull: float, tolerance: float) -> Tensor:
+def _pulled_weights(
+    design: Tensor, mass: Tensor, low: float, high: float, pull: float, tolerance: float
+) -> Tensor:
     """Weights that minimise |A w - b|^2 with a pull towards 1, solved to a tolerance."""
     gram = design.mT @ design
     target = _times(design.mT, mass)
     return solve_box(gram, target, low, high, pull=pull, tolerance=tolerance)
 
 
-def _projected_steps(design: Tensor, mass: Tensor, low: float, high: float, num_iters: int) -> Tensor:
-    """Projected-gradient steps on |A w - b|^2 from the clamped least-squares solution, as in the paper."""
+def _projected_steps(
+    design: Tensor, mass: Tensor, low: float, high: float, num_iters: int
+) -> Tensor:
+    """Projected-gradient steps on |A w - b|^2 from the clamped least-squares solution, as in the
+    paper.
+    """
     num_queries, num_slots = design.shape[-2:]
     gram = design @ design.mT if num_queries < num_slots else design.mT @ design
     squared_norm = largest_eigenvalue(gram)
@@ -206,7 +223,8 @@ def solve_box(
     largest = largest_eigenvalue(gram).clamp_min(tiny).unsqueeze(-1)
     shift = pull * largest
     step_size = 1 / (1.001 * largest + shift)
-    # a gradient step without its box is w (I - step_size (G + shift I)) + step_size (target + shift)
+    # a gradient step without its box is w (I - step_size (G + shift I)) + step_size (target +
+    # shift)
     step_matrix = -step_size.unsqueeze(-1) * gram
     step_matrix.diagonal(dim1=-2, dim2=-1).add_(1 - step_size * shift)
     step_offset = step_size * (target + shift)
@@ -242,11 +260,14 @@ def _solve_ridge(gram: Tensor, right: Tensor, ridge: float) -> Tensor:
     shift = torch.where(largest > 0, ridge * largest, torch.ones_like(largest))
     gram.diagonal(dim1=-2, dim2=-1).add_(shift.unsqueeze(-1))
     factor = torch.linalg.cholesky(gram)
-    # on batches in single precision, CPUs solve for rows twice as fast as for columns, or as torch.cholesky_solve
+    # on batches in single precision, CPUs solve for rows twice as fast as for columns, or as
+    # torch.cholesky_solve
     half = torch.linalg.solve_triangular(factor.mT, right.mT, upper=True, left=False)
     return torch.linalg.solve_triangular(factor, half, upper=False, left=False).mT
 
 
 def _times(matrix: Tensor, vector: Tensor) -> Tensor:
-    """Matrix times vector: as row times matrix, since products with one column are several times slower on CPUs."""
+    """Matrix times vector: as row times matrix, since products with one column are several times
+    slower on CPUs.
+    """
     return (vector.unsqueeze(-2) @ matrix.mT).squeeze(-2)

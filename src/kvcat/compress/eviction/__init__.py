@@ -1,4 +1,4 @@
-"""Eviction: some of the prefix's own slots, unchanged. Every file of this folder is a scorer, named as the file."""
+"""Eviction: a subset of the prefix's slots, unchanged. Every file of this folder is a scorer."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,22 +11,26 @@ from kvcat.compress.base import Compressor, Scorer, best_layer, classes_in, comp
 from kvcat.compress.trace import Trace
 from kvcat.errors import InputError
 from kvcat.options import check_options
+from kvcat.types import Float, Tensor
 
 SCORERS: dict[str, type[Scorer]] = classes_in(__name__, __path__, Scorer)
 
 
 @dataclass(frozen=True, init=False)
 class Eviction(Compressor):
-    """Keeps, per layer and KV head, the slots that a scorer ranks highest, with their keys and values as they are.
+    """Keeps, per layer and KV head, the slots of the highest scores with their original keys and
+    values.
 
     The scorers read the prefix only: what follows it never changes the result.
 
     Args:
         name: "first", "random", "streaming", "keynorm", "snapkv", "h2o" or "tova".
-        options: of the scorer, such as seed (random), num_sinks (streaming) or window, kernel_size, pooling (snapkv).
+        options: of the scorer, such as seed (random), num_sinks (streaming) or window, kernel_size,
+            pooling (snapkv).
 
     Raises:
-        InputError: an unknown name, or an option that the scorer does not have or take.
+        InputError: an unknown name, an option that the scorer does not have, or a value out of its
+            range.
     """
 
     name: str
@@ -49,8 +53,19 @@ class Eviction(Compressor):
         """The caches; scores are measured once for all sizes."""
         measured = self.scorer.measure(trace) if sizes else []
         for size in sizes:
-            scores, recent = [own.clone() for own in measured], self.scorer.num_recent(size)
-            for own in scores:
-                own[..., own.shape[-1] - recent :] = torch.inf
-            layers = [best_layer(trace, index, own, size) for index, own in enumerate(scores)]
+            num_recent = self.scorer.num_recent(size)
+            layers = [
+                best_layer(trace, index, _with_recent(scores, num_recent), size)
+                for index, scores in enumerate(measured)
+            ]
             yield compact_cache(trace, layers, self.name, vars(self.scorer))
+
+
+def _with_recent(
+    scores: Float[Tensor, "batch kv_heads prefix"], num_recent: int
+) -> Float[Tensor, "batch kv_heads prefix"]:
+    """The scores with infinity for the last positions."""
+    first_recent = scores.shape[-1] - num_recent
+    scores = scores.clone()
+    scores[..., first_recent:] = torch.inf
+    return scores

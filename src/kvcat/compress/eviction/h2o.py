@@ -8,11 +8,13 @@ from kvcat.compress.trace import Trace
 
 @dataclass(frozen=True)
 class H2O(Scorer):
-    """Keeps the most recent positions in half of the slots, those of the largest accumulated attention in the rest.
+    """Keeps the most recent positions in half of the slots, the most attended ones in the other
+    half.
 
-    Accumulated attention is summed over all queries of the prefix and a KV head's query heads.
+    Attention is summed over all queries of the prefix and a KV head's query heads.
 
-    References: Zhang et al. 2023, "H2O: Heavy-Hitter Oracle for Efficient Generative Inference", arXiv:2306.14048.
+    References: Zhang et al. 2023, "H2O: Heavy-Hitter Oracle for Efficient Generative Inference",
+        arXiv:2306.14048.
     """
 
     def measure(self, trace: Trace) -> Scores:

@@ -12,8 +12,8 @@ class KeyNorm(Scorer):
 
     The authors spare the first layers of some models.
 
-    References: Devoto et al. 2024, "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression",
-        arXiv:2406.11430.
+    References: Devoto et al. 2024, "A Simple and Effective L2 Norm-Based Strategy for KV Cache
+        Compression", arXiv:2406.11430.
     """
 
     def measure(self, trace: Trace) -> Scores:

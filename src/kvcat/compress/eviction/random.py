@@ -12,7 +12,7 @@ from kvcat.compress.trace import Trace
 class Random(Scorer):
     """Keeps slots drawn uniformly without replacement, independently per example, layer and head.
 
-    A larger cache holds all that a smaller one does.
+    A larger cache holds all slots of a smaller one.
 
     Args:
         seed: with an example's tokens it determines the example's draw.
@@ -23,11 +23,12 @@ class Random(Scorer):
     def measure(self, trace: Trace) -> Scores:
         """Uniform numbers in [0, 1)."""
         generators = example_generators(trace, self.seed)
-        result = []
+        scores_of_layers = []
         for layer, keys in enumerate(trace.keys):
-            there = trace.ranks(layer).cpu() >= 0
-            scores = torch.zeros(there.shape)
-            for own, at, generator in zip(scores, there, generators, strict=True):
-                own[at] = torch.rand(int(at.sum()), generator=generator)
-            result.append(scores.to(keys.device))
-        return result
+            exists = trace.ranks(layer).cpu() >= 0
+            scores = torch.zeros(exists.shape)
+            for example, generator in enumerate(generators):
+                num_slots = int(exists[example].sum())
+                scores[example][exists[example]] = torch.rand(num_slots, generator=generator)
+            scores_of_layers.append(scores.to(keys.device))
+        return scores_of_layers

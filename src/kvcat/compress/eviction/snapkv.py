@@ -13,16 +13,18 @@ from kvcat.errors import InputError, check_least
 class SnapKV(Scorer):
     """Keeps an observation window at the end of the prefix and what its queries attend to.
 
-    Votes are the attention mass that a position receives from the window's queries, pooled along the positions before
-    the window. The whole window is kept when there are more slots than it has positions, as published; with fewer
-    slots, which the paper does not treat, half of the slots go to the window's end.
+    Votes are the attention mass that a position receives from the window's queries, pooled along
+    the positions before the window. The whole window is kept when there are more slots than it has
+    positions, as published. With fewer slots, which the paper does not cover, half of the slots go
+    to the window's end.
 
     Args:
         window: observation window in tokens, at least 1.
         kernel_size: of the pooling, odd, at least 1.
         pooling: "max" or "average".
 
-    References: Li et al. 2024, "SnapKV: LLM Knows What You are Looking for Before Generation", arXiv:2404.14469.
+    References: Li et al. 2024, "SnapKV: LLM Knows What You are Looking for Before Generation",
+    arXiv:2404.14469.
     """
 
     window: int = 32
@@ -38,12 +40,16 @@ class SnapKV(Scorer):
 
     def measure(self, trace: Trace) -> Scores:
         """Pooled votes; within the window as they are."""
-        before = trace.prefix_len - min(self.window, trace.prefix_len)
-        result = received_mass(trace, before)
+        window_start = max(0, trace.prefix_len - self.window)
+        votes = received_mass(trace, window_start)
+        if not window_start:
+            return votes
         pool = max_pool1d if self.pooling == "max" else avg_pool1d
-        for votes in result if before else []:
-            votes[..., :before] = pool(votes[..., :before], self.kernel_size, 1, self.kernel_size // 2)
-        return result
+        for layer_votes in votes:
+            before_window = layer_votes[..., :window_start]
+            padding = self.kernel_size // 2
+            layer_votes[..., :window_start] = pool(before_window, self.kernel_size, 1, padding)
+        return votes
 
     def num_recent(self, num_slots: int) -> int:
         """The window, or half of the slots where they are few."""

@@ -11,14 +11,16 @@ from kvcat.errors import check_least
 
 @dataclass(frozen=True)
 class StreamingLLM(Scorer):
-    """Keeps the first positions, which queries attend to whatever they hold, and the most recent ones.
+    """Keeps the first positions, which queries attend to regardless of their content, and the last.
 
-    With no more slots than sinks only sinks are kept. Slots keep their original positions, unlike in the paper.
+    With no more slots than sinks only sinks are kept. Slots keep their original positions, unlike
+    in the paper.
 
     Args:
         num_sinks: first positions kept, at least 0.
 
-    References: Xiao et al. 2023, "Efficient Streaming Language Models with Attention Sinks", arXiv:2309.17453.
+    References: Xiao et al. 2023, "Efficient Streaming Language Models with Attention Sinks",
+    arXiv:2309.17453.
     """
 
     num_sinks: int = 4
@@ -28,5 +30,8 @@ class StreamingLLM(Scorer):
 
     def measure(self, trace: Trace) -> Scores:
         """The position; infinite for the sinks."""
-        ranks = [trace.ranks(layer) for layer in range(len(trace.keys))]
-        return [own.float().masked_fill(own < self.num_sinks, torch.inf) for own in ranks]
+        scores = []
+        for layer in range(len(trace.keys)):
+            ranks = trace.ranks(layer)
+            scores.append(ranks.float().masked_fill(ranks < self.num_sinks, torch.inf))
+        return scores

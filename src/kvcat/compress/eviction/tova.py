@@ -8,15 +8,21 @@ from kvcat.compress.trace import Trace
 
 @dataclass(frozen=True)
 class TOVA(Scorer):
-    """Keeps, in all heads of a layer alike, the positions with the most attention from the prefix's last query.
+    """Keeps, the same in all heads of a layer, the positions that the prefix's last query attends
+    to most.
 
-    This is the published method on a prompt that is read in one pass; the last position competes as any other does.
+    This is the published method for a prompt that is read in one pass. The last position is treated
+    like any other.
 
     References: Oren et al. 2024, "Transformers are Multi-State RNNs", arXiv:2401.06104.
     """
 
     def measure(self, trace: Trace) -> Scores:
         """Attention weight from the last query, averaged over the query heads."""
-        last = received_mass(trace, trace.prefix_len - 1)
-        heads = [queries.shape[1] for queries in trace.queries]
-        return [(m.sum(1, keepdim=True) / count).expand_as(m) for m, count in zip(last, heads, strict=True)]
+        scores = []
+        masses = received_mass(trace, trace.prefix_len - 1)
+        for mass, queries in zip(masses, trace.queries, strict=True):
+            num_query_heads = queries.shape[1]
+            mean = mass.sum(1, keepdim=True) / num_query_heads
+            scores.append(mean.expand_as(mass))
+        return scores

@@ -79,19 +79,20 @@ class _Options(Compressor):
 
 
 class AttentionMatching(_Options):
-    """Original keys by attention; a log-bias and values fitted so that attention equals the dense one.
+    """Original keys by attention; a log-bias and values fitted so that attention equals the dense
+    one.
 
-    For every layer and KV head (``match_attention``): keep the keys with the largest root-mean-square
-    attention weight over the queries; fit the log-bias beta so that sum_j exp(q.k_j + beta_j) over
-    kept keys equals the sum over the whole prefix; fit values C so that softmax(q.K_kept + beta) C
-    equals the dense attention output.
+    For every layer and KV head (``match_attention``): keep the keys with the largest
+    root-mean-square attention weight over the queries; fit the log-bias beta so that sum_j
+    exp(q.k_j + beta_j) over kept keys equals the sum over the whole prefix; fit values C so that
+    softmax(q.K_kept + beta) C equals the dense attention output.
 
     Args:
-        preset: values of the options that are not named. "stable" is for text that is not known yet:
-            it also fits the prefix's own queries, and pulls each slot, which few queries determine
-            badly, to its original state. "known" is for supervising queries that are the only ones
-            that will follow: it fits these alone, closely. "paper" is the paper's method: 256
-            queries, 2 steps for the log-bias, ridge 1e-4.
+        preset: values of the options that are not named. "stable" is for text that is not known
+            yet: it also fits the prefix's own queries, and pulls each slot, which few queries
+            determine badly, to its original state. "known" is for supervising queries that are the
+            only ones that will follow: it fits these alone, closely. "paper" is the paper's method:
+            256 queries, 2 steps for the log-bias, ridge 1e-4.
         num_queries: queries per KV head, drawn without replacement; None uses all.
         num_iters: None weighs a query's errors by the share of its attention that goes to the
             prefix, solves the log-bias to convergence, pulled to 0 (``fit_log_bias`` with a pull of
@@ -141,7 +142,10 @@ class AttentionMatching(_Options):
                 by_layer = self.budgets == "layers"
                 slots_of_heads = share_out(curves, size, trace.num_slots, by_layer=by_layer)
             fits = self._fit(heads, dense, slots_of_heads)
-            layers = [_layer(trace, index, fits, log_bias=self.log_bias) for index in range(len(trace.keys))]
+            layers = [
+                _layer(trace, index, fits, log_bias=self.log_bias)
+                for index in range(len(trace.keys))
+            ]
             yield compact_cache(trace, layers, "attention-matching", options)
 
     def _heads(self, trace: Trace) -> Heads:
@@ -264,7 +268,9 @@ def _layer(trace: Trace, index: int, fits: Mapping[HeadIndex, HeadFit], *, log_b
             biases[-1].append(bias)
             positions[-1].append(fit.slots)
     has_bias = log_bias or trace.log_bias is not None
-    return CompactLayer.ragged(keys, values, biases if has_bias else None, None if trace.past_len else positions)
+    return CompactLayer.ragged(
+        keys, values, biases if has_bias else None, None if trace.past_len else positions
+    )
 
 
 def _check_range(name: str, value: float | int | None, *, least: int) -> None:
@@ -273,5 +279,7 @@ def _check_range(name: str, value: float | int | None, *, least: int) -> None:
 
 
 def _with_progress(groups: list[list[HeadIndex]], name: str) -> Iterator[list[HeadIndex]]:
-    """The groups, with a bar in a terminal once they take more than two seconds; TQDM_DISABLE=1 hides it."""
+    """The groups, with a bar in a terminal once they take more than two seconds; TQDM_DISABLE=1
+    hides it.
+    """
     yield from tqdm(groups, name, delay=2.0, disable=None, leave=False)
