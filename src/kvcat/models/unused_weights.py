@@ -39,7 +39,8 @@ def check_weights(folder: Path, model: PreTrainedModel, unexpected: Iterable[str
 
 def _check_tied_head(folder: Path, stored: dict[str, Path], model: PreTrainedModel) -> None:
     """Refuse an output matrix that differs from the embeddings to which config.json ties it."""
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    embedding: Any = model.get_input_embeddings()
     if head is None or embedding is None or not model.config.get_text_config(decoder=True).tie_word_embeddings:
         return
     name = next((name for name in stored if name.endswith("lm_head.weight")), None)
