@@ -3,8 +3,14 @@
 import gguf
 
 
-def write_gguf(model, path, words=()):
-    """A Llama, Qwen2 or Qwen3 in float32, as llama.cpp's own converter lays it out; the last word ends a text."""
+def write_gguf(model, path, words=(), *, settings=None, tensors=None, name=None):
+    """A Llama, Qwen2 or Qwen3 in float32, as llama.cpp's own converter lays it out; the last word ends a text.
+
+    Args:
+        settings: more metadata by key, without the architecture's prefix, which replace those of the model.
+        tensors: more tensors by name.
+        name: of the model, in the metadata.
+    """
     config = model.config
     writer = gguf.GGUFWriter(path, config.model_type)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -17,6 +23,13 @@ def write_gguf(model, path, words=()):
         ("vocab_size", config.vocab_size), ("tokenizer_model", "gpt2" if words else "no_vocab"),
     ):  # fmt: skip
         getattr(writer, f"add_{field}")(value)
+    for key, value in (settings or {}).items():
+        add = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+        add[type(value)](f"{config.model_type}.{key}", value)
+    if name:
+        writer.add_name(name)
+    for key, values in (tensors or {}).items():
+        writer.add_tensor(key, values)
     if words:
         writer.add_token_list(words)
         writer.add_token_types([1] * len(words))

@@ -17,6 +17,7 @@ from kvcat.files import read_json
 
 BASE_NAME = "kvcat-base"
 SMOLLM2 = "smollm2-135m"
+_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 PATIENCE = 4.0  # seconds until the Hub counts as unreachable
 _WEIGHTS = ["model*.safetensors", "pytorch_model*.bin"]
 _PATTERNS = ["*.json", *_WEIGHTS, "*.model", "*.txt", "*.jinja"]
@@ -41,6 +42,7 @@ def local_folder(name_or_path: str | Path, *, weights: bool = True) -> Path:
     """
     path, name = Path(name_or_path).expanduser(), str(name_or_path)
     if path.is_dir():
+        check_no_adapter(path)
         if not (path / "config.json").is_file():
             raise InputError(f"{path} is not a model folder: it has no config.json")
         return path
@@ -57,6 +59,17 @@ def local_folder(name_or_path: str | Path, *, weights: bool = True) -> Path:
     if path.is_absolute() or name.startswith((".", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
         raise InputError(f"model folder {name} does not exist")
     return _hub_folder(name, weights)
+
+
+def check_no_adapter(folder: Path) -> None:
+    """Refuse a folder that holds a PEFT adapter, which transformers would apply or not by what is installed."""
+    for name in _ADAPTER_FILES:
+        if (folder / name).is_file():
+            raise InputError(
+                f"{folder} holds an adapter ({name}), which kvcat does not apply: merge it into the model "
+                "(peft.PeftModel.from_pretrained(model, adapter).merge_and_unload().save_pretrained(FOLDER)) and give "
+                "that folder"
+            )
 
 
 def _hub_folder(name: str, weights: bool) -> Path:

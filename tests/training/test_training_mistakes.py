@@ -10,7 +10,7 @@ from runs import contents
 
 from kvcat.errors import InputError
 from kvcat.files import LOCK_FILE, one_writer
-from kvcat.models import load
+from kvcat.models import load, load_tokenizer
 from kvcat.training.loop import train
 from kvcat.training.objective import Objective
 from tiny import refusal, write_texts
@@ -114,3 +114,13 @@ def test_a_run_that_diverges_stops_with_one_line_and_no_checkpoint_of_bad_weight
     assert not (tmp_path / "run" / "export").exists()
     monkeypatch.setattr("kvcat.training.loop.EXPLODED", 0.0)
     assert "diverged: the gradient of the routers in step 1" in refused(new_run("routers"))
+
+
+def test_a_token_without_an_embedding_is_named_before_the_first_step(tiny_folder, tmp_path, new_run):
+    model = shutil.copytree(tiny_folder, tmp_path / "model")
+    tokenizer = load_tokenizer(model)
+    size = len(tokenizer)
+    tokenizer.add_tokens(["the cat"])
+    tokenizer.save_pretrained(model)
+    told = refused(dataclasses.replace(new_run(), model=str(model)))
+    assert f"token {size} has no embedding: Qwen2ForCausalLM has" in told

@@ -16,6 +16,7 @@ from kvcat.cache.files import CACHE, checked_layers, parse_metadata, read_tensor
 from kvcat.cache.fingerprint import fingerprint
 from kvcat.cache.layers import PrefixLayer, StaticPrefixLayer, layer_windows
 from kvcat.cache.slots import CompactLayer, Layer, Rows
+from kvcat.cache.token_ids import check_token_ids
 from kvcat.errors import InputError
 from kvcat.types import Int, Tensor
 
@@ -131,7 +132,7 @@ class CompactCache:
                 None: the cache grows as they come.
 
         Raises:
-            InputError: another model, no tokens, or a batch that does not fit.
+            InputError: another model, no tokens, a token without an embedding, or a batch that does not fit.
         """
         self.check_model(model)
         batch, new = input_ids.shape
@@ -139,6 +140,7 @@ class CompactCache:
             raise InputError("input_ids hold no token: there is nothing to go on from")
         if self.batch_size not in (1, batch):
             raise InputError(f"a cache of {self.batch_size} examples cannot serve {batch} rows of input_ids")
+        check_token_ids(model, input_ids)
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(input_ids)
         mask = torch.cat([mask.new_ones(batch, self.num_tokens), mask], dim=-1)
         past = self.to_transformers(model, static_tokens=static_tokens)

@@ -6,9 +6,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from kvcat.cli import early
 from kvcat.cli import options as opt
 from kvcat.errors import InputError
 from kvcat.files import check_new_folder
+from kvcat.options import parse_spec
 
 if TYPE_CHECKING:
     from kvcat.cache import CompactCache
@@ -51,17 +53,20 @@ def compress(
         raise InputError("give one of --keep, --slots and --max-kl")
     document = _read_text(text)
     opt.check_output(output, overwrite=overwrite)
-
-    import kvcat
-    from kvcat.compress import parse_method, seeded_compressor, smallest_cache
-    from kvcat.compress.documents import document_trace
-    from kvcat.evals import progress_bar
-
-    name, options = parse_method(method)
-    compressor = seeded_compressor(name, options, seed)
+    early.check_method(method)
+    name, options = parse_spec(method)
     learns = "--max-kl" if max_kl is not None else name
     if supervision == "self" and learns in ("gradient", "--max-kl"):
         raise InputError(f"{learns} needs --supervision reconstruction: the document alone leaves nothing to predict")
+    early.check_device(device)
+    early.check_model(model)
+
+    import kvcat
+    from kvcat.compress import seeded_compressor, smallest_cache
+    from kvcat.compress.documents import document_trace
+    from kvcat.evals import progress_bar
+
+    compressor = seeded_compressor(name, options, seed)
     loaded, tokenizer = kvcat.load(model, dtype=dtype, device=device)
     trace = document_trace(loaded, tokenizer, document, supervision=supervision, chat=chat)
     digest = hashlib.sha256(repr((model, document, method, keep, slots, seed, chat, dtype)).encode()).hexdigest()
@@ -132,6 +137,9 @@ def generate(
         raise InputError("no prompt: give --prompt TEXT, once or several times")
     if temperature != 0 and not 1e-3 <= temperature <= 1e3:
         raise InputError(f"--temperature is {temperature:g}; it must be 0, or lie in [0.001, 1000]")
+    early.check_file(cache, "cache file")
+    early.check_device(device)
+    early.check_model(model)
 
     import torch
     from transformers import TextStreamer
@@ -199,6 +207,9 @@ def pack(
         drop_log_bias: Leave out the log-bias, which changes the answers.
     """
     opt.check_output(output, overwrite=overwrite)
+    early.check_file(cache, "cache file")
+    early.check_device(device)
+    early.check_model(model)
 
     from kvcat.serving import export_prefix
 
@@ -232,6 +243,7 @@ def widen(
         opt.check_output(output, overwrite=overwrite)
     else:
         check_new_folder(output)
+    early.check_model(model)
 
     import kvcat
     from kvcat.models import save
@@ -254,6 +266,8 @@ def info(file: Path, /) -> None:
     Args:
         file: Cache file that `kvcat compress` wrote.
     """
+    early.check_file(file, "cache file")
+
     from kvcat.cache import CompactCache
 
     cache = CompactCache.load(file)

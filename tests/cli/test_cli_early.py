@@ -1,0 +1,63 @@
+"""What a person got wrong is said before torch and transformers are imported."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+CODE = """
+import json, sys
+from kvcat.cli.app import run
+code = run(json.loads(sys.argv[1]))
+print(json.dumps([code, sorted({"torch", "transformers", "datasets"} & set(sys.modules))]))
+"""
+MISTAKES = [
+    (["compress", "./none", "--text", "TEXT", "-o", "OUT"], "model folder ./none does not exist"),
+    (["generate", "./none", "--cache", "TEXT", "--prompt", "x"], "model folder ./none does not exist"),
+    (["pack", "./none", "--cache", "TEXT", "-o", "OUT"], "model folder ./none does not exist"),
+    (["widen", "./none", "-o", "OUT"], "model folder ./none does not exist"),
+    (["widen", "./none", "-o", "OUT.gguf"], "model folder ./none does not exist"),
+    (["prepare", "installed", "--model", "./none", "-o", "OUT"], "model folder ./none does not exist"),
+    (["train", "small", "--model", "./none", "--output", "OUT"], "model folder ./none does not exist"),
+    (["train", "small", "--model", "./none", "--dry-run"], "model folder ./none does not exist"),
+    (["export", "./none", "-o", "OUT"], "no folder none of a run"),
+    *(
+        (["eval", name, "base=./none", "--out", "OUT"], "model folder ./none does not exist")
+        for name in ("suffix", "needle", "longbench", "ruler", "qa")
+    ),
+    (["eval", "profile", "./none", "--data", "TEXT", "--out", "OUT"], "model folder ./none does not exist"),
+    (["compress", "nobody/none", "--text", "TEXT", "-o", "OUT"], "neither a folder nor in the local Hub cache"),
+    (["compress", "TEXT", "--text", "TEXT", "-o", "OUT"], "is a file, not a model folder"),
+    (["compress", "FOLDER", "--text", "TEXT", "-o", "OUT"], "is not a model folder: it has no config.json"),
+    (["compress", "kvcat-base", "--text", "TEXT", "-o", "OUT", "--method", "magic"], "no compressor 'magic'"),
+    (["compress", "kvcat-base", "--text", "TEXT", "-o", "OUT", "--method", "gradient,x"], "is no option=value"),
+    (["compress", "kvcat-base", "--text", "TEXT", "-o", "OUT", "--device", "abacus"], "device is 'abacus'"),
+    (["compress", "kvcat-base", "--text", "TEXT", "-o", "OUT", "--device", "cuda:x"], "device is 'cuda:x'"),
+    (["generate", "kvcat-base", "--cache", "none.safetensors", "--prompt", "x"], "no cache file none.safetensors"),
+    (["info", "none.safetensors"], "no cache file none.safetensors"),
+    (["eval", "needle", "kvcat-base", "--out", "OUT", "--method", "magic"], "no compressor 'magic'"),
+    (["eval", "qa", "kvcat-base", "--out", "OUT", "--device", "abacus"], "device is 'abacus'"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "reason"), MISTAKES, ids=lambda value: " ".join(value)[:50])
+def test_a_mistake_is_named_before_torch_is_imported(arguments, reason, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "text.txt").write_text("A text.")
+    (tmp_path / "empty").mkdir()
+    places = {"TEXT": tmp_path / "text.txt", "OUT": tmp_path / "out", "FOLDER": tmp_path / "empty"}
+    argv = [str(places.get(word, word)).replace("OUT.gguf", str(tmp_path / "out.gguf")) for word in arguments]
+    command = [sys.executable, "-c", CODE, json.dumps(argv)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [2, []]
+    assert reason in done.stderr
+
+
+def test_every_method_that_exists_passes_the_early_check():
+    from kvcat.cli.early import check_method
+    from kvcat.compress import COMPRESSORS
+
+    for name in COMPRESSORS:
+        check_method(name)
+    check_method("kvpress:SnapKVPress,window_size=8")
