@@ -1,5 +1,6 @@
 """Names with options, ``NAME,option=value,...``, of methods and policies: parsed, and checked by
-type."""
+type.
+"""
 
 import dataclasses
 import json
