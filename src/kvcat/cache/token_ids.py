@@ -22,7 +22,8 @@ def check_token_ids(model: PreTrainedModel, input_ids: Int[Tensor, "batch tokens
     if highest >= rows:
         raise InputError(
             f"token {highest} has no embedding: {type(model).__name__} has {rows} (tokens 0 to {rows - 1}), the "
-            f"tokenizer has at least {highest + 1} tokens: use the model's tokenizer, or resize the embeddings and train them"
+            f"tokenizer has at least {highest + 1} tokens: use the model's tokenizer, or resize the "
+            "embeddings and train them"
         )
 
 

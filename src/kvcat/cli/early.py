@@ -6,6 +6,7 @@ from pathlib import Path
 
 from kvcat.errors import InputError
 from kvcat.options import parse_spec
+from kvcat.plugins import COMPRESSORS, plugin_names
 
 _DEVICES = ("cpu", "cuda", "mps", "xpu", "hpu", "npu", "mtia", "meta")
 _METHOD_FOLDERS = ("methods", "eviction")
@@ -28,7 +29,9 @@ def check_device(device: str) -> None:
     """Refuse what is no name of a torch device; whether the device is there is found out later."""
     kind = device.partition(":")[0]
     if kind not in _DEVICES or not re.fullmatch(r"[a-z]+(:\d+)?", device):
-        raise InputError(f"device is {device!r}; it must be one of {', '.join(_DEVICES)}, or such as cuda:1")
+        raise InputError(
+            f"device is {device!r}; it must be one of {', '.join(_DEVICES)}, or such as cuda:1"
+        )
 
 
 def check_method(spec: str) -> None:
@@ -36,15 +39,20 @@ def check_method(spec: str) -> None:
     name, _ = parse_spec(spec)
     if name.startswith("kvpress:"):
         return
-    modules = [
-        entry.name.removesuffix(".py")
-        for folder in _METHOD_FOLDERS
-        for entry in sorted((files("kvcat") / "compress" / folder).iterdir(), key=lambda entry: entry.name)
-        if entry.name.endswith(".py") and not entry.name.startswith("_")
-    ]
-    names = [module.replace("_", "-") for module in modules]
+    names = [*_built_in_methods(), *plugin_names(COMPRESSORS)]
     if name not in names:
         raise InputError(f"no compressor {name!r}; there are {', '.join(names)}, kvpress:PRESS")
+
+
+def _built_in_methods() -> list[str]:
+    """Names of the methods of this package, which are those of their files."""
+    names = []
+    for folder in _METHOD_FOLDERS:
+        entries = (files("kvcat") / "compress" / folder).iterdir()
+        for file_name in sorted(entry.name for entry in entries):
+            if file_name.endswith(".py") and not file_name.startswith("_"):
+                names.append(file_name.removesuffix(".py").replace("_", "-"))
+    return names
 
 
 def check_file(file: Path, what: str) -> None:

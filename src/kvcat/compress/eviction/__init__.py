@@ -25,6 +25,7 @@ class Eviction(Compressor):
 
     Args:
         name: "first", "random", "streaming", "keynorm", "snapkv", "h2o" or "tova".
+        scorer_class: a scorer of another package, whose name is then ``name``; None: that of the name.
         options: of the scorer, such as seed (random), num_sinks (streaming) or window, kernel_size,
             pooling (snapkv).
 
@@ -36,12 +37,14 @@ class Eviction(Compressor):
     name: str
     scorer: Scorer
 
-    def __init__(self, name: str, /, **options: Any):
-        if name not in SCORERS:
-            raise InputError(f"no eviction scorer {name!r}; there are {', '.join(SCORERS)}")
-        check_options(SCORERS[name], options, name)
+    def __init__(self, name: str, /, scorer_class: type[Scorer] | None = None, **options: Any):
+        if scorer_class is None:
+            if name not in SCORERS:
+                raise InputError(f"no eviction scorer {name!r}; there are {', '.join(SCORERS)}")
+            scorer_class = SCORERS[name]
+        check_options(scorer_class, options, name)
         object.__setattr__(self, "name", name)
-        object.__setattr__(self, "scorer", SCORERS[name](**options))
+        object.__setattr__(self, "scorer", scorer_class(**options))
 
     @property
     def draws(self) -> bool:

@@ -1,0 +1,1 @@
+"""Additions to kvcat, one file each; pyproject.toml declares them."""

@@ -1,0 +1,71 @@
+"""Compressors by name: those of this package, presses of kvpress, and those of other packages."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from kvcat import plugins
+from kvcat.compress import methods
+from kvcat.compress.base import Compressor, Scorer, classes_in
+from kvcat.compress.eviction import SCORERS, Eviction
+from kvcat.compress.kvpress import KVPress
+from kvcat.errors import InputError
+from kvcat.options import check_options
+
+_KVPRESS = "kvpress:"
+_METHODS: dict[str, type[Compressor]] = classes_in(methods.__name__, methods.__path__, Compressor)
+COMPRESSORS: dict[str, Callable[..., Compressor]] = {
+    **_METHODS,
+    **{name: partial(Eviction, name) for name in SCORERS},
+}
+"""The compressors of this package by the names of their files."""
+
+
+def compressor_names() -> list[str]:
+    """All names that ``make_compressor`` takes, but for the presses of kvpress."""
+    return [*COMPRESSORS, *plugins.plugin_names(plugins.COMPRESSORS)]
+
+
+def make_compressor(name: str, /, **options: Any) -> Compressor:
+    """The compressor of a name with its options.
+
+    Args:
+        name: of ``compressor_names``, or "kvpress:" and the name of a press of kvpress.
+        options: fields of the compressor's dataclass.
+
+    Raises:
+        InputError: an unknown name, an unknown option, or a value that does not fit.
+    """
+    if name.startswith(_KVPRESS):
+        return KVPress(name.removeprefix(_KVPRESS), **options)
+    if name in SCORERS:
+        return Eviction(name, **options)
+    kind = _METHODS[name] if name in _METHODS else _plugin(name)
+    if issubclass(kind, Scorer):
+        return Eviction(name, scorer_class=kind, **options)
+    check_options(kind, options, name)
+    return kind(**options)
+
+
+def seeded_compressor(name: str, options: Mapping[str, Any], seed: int) -> Compressor:
+    """As ``make_compressor``, with the seed if the method draws and its options name none."""
+    if takes_seed(name, options):
+        return make_compressor(name, **options, seed=seed)
+    return make_compressor(name, **options)
+
+
+def takes_seed(name: str, options: Mapping[str, Any]) -> bool:
+    """Whether the compressor of a name draws, with a seed that its options do not name."""
+    return make_compressor(name, **options).draws and "seed" not in options
+
+
+def _plugin(name: str) -> type[Compressor] | type[Scorer]:
+    """The compressor or scorer that another package adds under a name."""
+    plugins.check_new_names(plugins.COMPRESSORS, set(COMPRESSORS))
+    if name not in plugins.plugin_names(plugins.COMPRESSORS):
+        choices = ", ".join([*compressor_names(), "kvpress:PRESS"])
+        raise InputError(f"no compressor {name!r}; there are {choices}")
+    kind = plugins.load_plugin(plugins.COMPRESSORS, name)
+    if not (isinstance(kind, type) and issubclass(kind, Compressor | Scorer)):
+        raise InputError(f"plug-in {name!r} is no subclass of Compressor or Scorer: {kind!r}")
+    return kind

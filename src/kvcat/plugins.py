@@ -1,0 +1,60 @@
+"""What other packages add, by entry point: names without an import, objects when they are used.
+
+A package declares, for example,
+
+    [project.entry-points."kvcat.compressors"]
+    my-method = "my_package:MyMethod"
+
+and ``my-method`` is then a name like those of kvcat itself.
+"""
+
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from kvcat.errors import InputError, one_line
+
+COMPRESSORS = "kvcat.compressors"
+POLICIES = "kvcat.policies"
+EVALUATIONS = "kvcat.evaluations"
+
+
+def plugin_names(group: str) -> list[str]:
+    """The names that other packages add to a group, sorted; nothing is imported."""
+    return sorted({point.name for point in entry_points(group=group)})
+
+
+def load_plugin(group: str, name: str) -> Any:
+    """The object behind a name of ``plugin_names``.
+
+    Raises:
+        InputError: two packages add the name, or the package cannot be imported.
+    """
+    points = list(entry_points(group=group, name=name))
+    if len(points) > 1:
+        packages = ", ".join(_package(point) for point in points)
+        raise InputError(f"{name!r} is added to {group} by several packages: {packages}")
+    (point,) = points
+    try:
+        return point.load()
+    except Exception as error:
+        reason = one_line(error)
+        raise InputError(
+            f"{name!r} of package {_package(point)} cannot be loaded: {reason}"
+        ) from error
+
+
+def check_new_names(group: str, taken: set[str]) -> None:
+    """Reject plug-ins that have the name of something in kvcat itself.
+
+    Raises:
+        InputError: the first such name, with its package.
+    """
+    for point in entry_points(group=group):
+        if point.name in taken:
+            raise InputError(
+                f"package {_package(point)} adds {point.name!r} to {group}, which kvcat has already"
+            )
+
+
+def _package(point: EntryPoint) -> str:
+    return point.dist.name if point.dist is not None else point.value

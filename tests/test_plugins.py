@@ -1,0 +1,113 @@
+"""Packages that add compressors by entry point, and the example of one."""
+
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+import kvcat
+from kvcat.cli.app import run
+from kvcat.compress import compare, compressor_names, make_compressor, replay
+from kvcat.errors import InputError
+from tiny import loud_model
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "plugin"
+
+
+def install(folder: Path, name: str, entry_points: dict[str, dict[str, str]]) -> None:
+    """Metadata of an installed package, as pip writes it."""
+    info = folder / f"{name}-0.1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1\n")
+    lines = []
+    for group, points in entry_points.items():
+        lines.append(f"[{group}]")
+        lines += [f"{point} = {target}" for point, target in points.items()]
+    (info / "entry_points.txt").write_text("\n".join(lines))
+
+
+@pytest.fixture
+def example(tmp_path, monkeypatch):
+    """The example package, installed."""
+    project = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]
+    install(tmp_path / "site", "kvcat_example", project["entry-points"])
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.syspath_prepend(str(EXAMPLE / "src"))
+    yield
+    for module in [name for name in sys.modules if name.startswith("kvcat_example")]:
+        del sys.modules[module]
+
+
+@pytest.fixture(scope="module")
+def traced():
+    windows = torch.randint(0, 67, (2, 64), generator=torch.Generator().manual_seed(1))
+    return kvcat.trace(loud_model(), windows, 48)
+
+
+def test_a_scorer_of_another_package_is_a_method_with_options_like_any_other(example, traced):
+    cache = make_compressor("value-norm", power=1.0)(traced, num_slots=6)
+    assert cache.metadata["method"] == "value-norm"
+    assert cache.metadata["power"] == "1.0"
+    expected = traced.values[0].norm(p=1, dim=-1).topk(6).indices.sort(-1).values
+    assert torch.equal(cache.layers[0].positions, expected)
+    with pytest.raises(InputError, match="value-norm has no option 'powr'; its options: power"):
+        make_compressor("value-norm", powr=1.0)
+
+
+def test_a_compressor_of_another_package_may_give_its_layers_unequal_slots(
+    example, traced, tmp_path
+):
+    cache = make_compressor("first-by-layer")(traced, num_slots=8)
+    counts = [layer.num_slots for layer in cache.layers]
+    assert counts[0] > 8 > counts[-1]
+    assert sum(counts) == 8 * len(counts)
+    assert compare(traced, cache).kl.isfinite().all()
+    cache.save(tmp_path / "c.safetensors")
+    again = kvcat.CompactCache.load(tmp_path / "c.safetensors", traced.model)
+    assert torch.equal(
+        replay(traced.model, again, traced.suffix_ids),
+        replay(traced.model, cache, traced.suffix_ids),
+    )
+    whole = make_compressor("first-by-layer")(traced, keep_ratio=1.0)
+    torch.testing.assert_close(
+        replay(traced.model, whole, traced.suffix_ids), traced.logits, rtol=1e-3, atol=1e-4
+    )
+
+
+def test_the_command_line_finds_methods_of_other_packages(example, tmp_path, capsys):
+    assert {"value-norm", "first-by-layer"} <= set(compressor_names())
+    (tmp_path / "page.txt").write_text("import os\nprint(os.getcwd())\n" * 8)
+    line = ["compress", "kvcat-base", "--text", str(tmp_path / "page.txt"), "--keep", "0.2"]
+    line += ["--method", "value-norm,power=1.5", "-o", str(tmp_path / "page.safetensors")]
+    assert run(line) == 0, capsys.readouterr().err
+    assert run(["info", str(tmp_path / "page.safetensors")]) == 0
+    assert "value-norm" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("points", "name", "message"),
+    [
+        (
+            {"broken": "no_such_module:Thing"},
+            "broken",
+            "package added cannot be loaded: ModuleNotFoundError",
+        ),
+        ({"wrong": "math:pi"}, "wrong", "plug-in 'wrong' is no subclass of Compressor or Scorer"),
+        (
+            {"h2o": "math:pi"},
+            "other",
+            "package added adds 'h2o' to kvcat.compressors, which kvcat has already",
+        ),
+        ({}, "nothing", "no compressor 'nothing'; there are attention-matching"),
+    ],
+)
+def test_a_package_that_does_not_fit_is_named_when_its_method_is_asked_for(
+    points, name, message, tmp_path, monkeypatch
+):
+    install(tmp_path, "added", {"kvcat.compressors": points})
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(InputError, match=message):
+        make_compressor(name)
+    assert make_compressor("snapkv") is not None
