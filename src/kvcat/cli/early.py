@@ -46,12 +46,12 @@ def check_method(spec: str) -> None:
 
 def _built_in_methods() -> list[str]:
     """Names of the methods of this package, which are those of their files."""
-    names = []
+    names: list[str] = []
     for folder in _METHOD_FOLDERS:
         entries = (files("kvcat") / "compress" / folder).iterdir()
-        for file_name in sorted(entry.name for entry in entries):
-            if file_name.endswith(".py") and not file_name.startswith("_"):
-                names.append(file_name.removesuffix(".py").replace("_", "-"))
+        file_names = sorted(entry.name for entry in entries if entry.name.endswith(".py"))
+        modules = [name.removesuffix(".py") for name in file_names if not name.startswith("_")]
+        names += [module.replace("_", "-") for module in modules]
     return names
 
 
