@@ -1,0 +1,102 @@
+"""Check that the sources stay readable: python tools/check_style.py [FILE ...]
+
+In src/ at most 3 % of the assignments may pack several values (`a, b = x, y`), no line may be longer
+than 100 columns, and names that say nothing are not used. In src/, docs/ and the pages of the
+project's root, habit words that readers stumble over are named with a better word.
+"""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+MOST_COLUMNS = 100
+MOST_PACKED = 0.03
+VAGUE_NAMES = {"own", "found", "given", "rest", "part", "parts", "few", "more", "told"}
+HABIT_WORDS = {
+    r"\bgoes? on\b": "continues",
+    r"\bwent on\b": "continued",
+    r"\bstands? (?:beside|behind|below|above|in|for|there|at)\b": "is, follows, represents",
+    r"\btold\b": "reported, named",
+    r"\bbeside\b": "next to",
+    r"\bsaid again\b": "repeated",
+    r"\bhands? on\b": "pass",
+    r"\bis asked of\b": "is requested from",
+    r"\bgive way\b": "are overwritten",
+}
+
+
+@dataclass
+class Findings:
+    """What the check found, as lines for a person."""
+
+    num_assignments: int = 0
+    num_packed: int = 0
+    lines: list[str] = field(default_factory=list)
+
+    def add(self, path: Path, number: int, message: str) -> None:
+        """Note a finding at a line of a file."""
+        self.lines.append(f"{path}:{number}: {message}")
+
+
+def check_code(path: Path, findings: Findings) -> None:
+    """Count assignments and note long lines and vague names of a Python file."""
+    text = path.read_text(encoding="utf-8")
+    for number, line in enumerate(text.splitlines(), start=1):
+        if len(line) > MOST_COLUMNS:
+            findings.add(path, number, f"{len(line)} columns, more than {MOST_COLUMNS}")
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Assign):
+            findings.num_assignments += 1
+            target, value = node.targets[0], node.value
+            findings.num_packed += isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
+        for name in _bound_names(node):
+            if name in VAGUE_NAMES:
+                findings.add(path, node.lineno, f"the name {name!r} does not say what it is")
+
+
+def _bound_names(node: ast.AST) -> Iterator[str]:
+    """Names that a node gives to values."""
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        yield node.id
+    elif isinstance(node, ast.arg):
+        yield node.arg
+
+
+def check_words(path: Path, findings: Findings) -> None:
+    """Note habit words of a page or of a Python file."""
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        for pattern, better in HABIT_WORDS.items():
+            match = re.search(pattern, line, flags=re.IGNORECASE)
+            if match:
+                findings.add(path, number, f"{match[0]!r}: say {better}")
+
+
+def tracked(*patterns: str) -> list[Path]:
+    """Files of the repository that match."""
+    listed = subprocess.run(["git", "ls-files", *patterns], capture_output=True, text=True, check=True)
+    return [Path(name) for name in listed.stdout.split()]
+
+
+def main() -> None:
+    """Print the findings; exit code 1 where there are any."""
+    chosen = [Path(name) for name in sys.argv[1:]]
+    findings = Findings()
+    for path in chosen or tracked("src/*.py"):
+        if path.suffix == ".py":
+            check_code(path, findings)
+    for path in chosen or tracked("src/*.py", "docs/*.md", "*.md"):
+        if not path.name.startswith("log"):
+            check_words(path, findings)
+    share = findings.num_packed / max(1, findings.num_assignments)
+    if share > MOST_PACKED:
+        findings.lines.append(f"{share:.1%} of the assignments pack values, more than {MOST_PACKED:.0%}")
+    print("\n".join(findings.lines))
+    sys.exit(bool(findings.lines))
+
+
+if __name__ == "__main__":
+    main()
