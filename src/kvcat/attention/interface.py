@@ -208,6 +208,7 @@ def enable(model: PreTrainedModel) -> None:
 
     Refuses a model that does not use transformers' attention interface, or caps its scores.
     """
+    check_not_wrapped(model)
     if model.config._attn_implementation == NAME:
         return
     kind = type(model).__name__
@@ -217,6 +218,12 @@ def enable(model: PreTrainedModel) -> None:
     if cap:
         raise InputError(f"{kind} is not supported: its attention scores are soft-capped at {cap}")
     model.set_attn_implementation(NAME)
+
+
+def check_not_wrapped(model: nn.Module) -> None:
+    """Refuse a model inside a ``PeftModel``, whose parts are not where a transformers model has them."""
+    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+        raise InputError(f"{type(model).__name__} wraps a model: give its get_base_model(), in which adapters stay")
 
 
 def _reach(mask: Tensor | None) -> Bool[Tensor, "rows queries keys"] | None:

@@ -13,7 +13,7 @@ from transformers import Cache, PreTrainedModel
 
 from kvcat.attention import enable
 from kvcat.cache.files import CACHE, checked_layers, parse_metadata, read_tensors, write_tensors
-from kvcat.cache.fingerprint import fingerprint
+from kvcat.cache.fingerprint import fingerprint_like
 from kvcat.cache.layers import PrefixLayer, StaticPrefixLayer, layer_windows
 from kvcat.cache.slots import CompactLayer, Layer, Rows
 from kvcat.cache.token_ids import check_token_ids
@@ -108,8 +108,8 @@ class CompactCache:
         return cache.to(next(model.parameters()).device)
 
     def check_model(self, model: nn.Module, name: str = "the compact cache") -> None:
-        """Refuse a model whose weights have another fingerprint than those that the cache was made with."""
-        found = fingerprint(model)
+        """Refuse a model with another fingerprint than the one that the cache was made with."""
+        found = fingerprint_like(self.fingerprint, model)
         if found != self.fingerprint:
             both = f"its fingerprint is {self.fingerprint[:12]}, the model's {found[:12]}"
             raise InputError(f"{name} belongs to another model: {both}")

@@ -15,6 +15,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
+from kvcat.cache.fingerprint import FORM
 from kvcat.cache.slots import CompactLayer, Layer, RaggedLayer
 from kvcat.errors import InputError
 from kvcat.files import atomic_write
@@ -29,7 +30,7 @@ _KINDS = {
 _VERSIONS = {CACHE: 2, PREFIX: 1, STATE: 3}
 _NO_DIGEST = "0" * 64
 _ENTRIES = {
-    "num_layers": r"[1-9]\d{0,4}", "num_tokens": r"[1-9]\d{0,7}", "fingerprint": "[0-9a-f]{64}", "metadata": ".*",
+    "num_layers": r"[1-9]\d{0,4}", "num_tokens": r"[1-9]\d{0,7}", "fingerprint": FORM, "metadata": ".*",
 }  # fmt: skip
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _INTEGERS = (torch.int64, torch.int32)

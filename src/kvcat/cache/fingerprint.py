@@ -1,24 +1,56 @@
-"""What identifies the weights of a model."""
+"""What identifies a model: its configuration, weights, buffers and active adapters.
+
+A fingerprint begins with the number of its scheme, ``2:``. Files of the first scheme hold 64 digits alone; it looked at
+fewer settings, at no buffer, and is computed only to compare with such files.
+"""
 
 import hashlib
+import inspect
 import json
+import re
+import sys
+from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
+from kvcat.attention import check_not_wrapped
+from kvcat.cache.adapters import Tensors, tensors_of
 from kvcat.types import Tensor
 
-_CONFIG_KEYS = (
+SCHEME = "2:"
+FORM = "(2:)?[0-9a-f]{64}"
+# Settings that cannot change the logits: names, types of storage, training, what is returned, generation, special
+# tokens; and whether weights are tied, which the weights themselves show.
+IGNORED = frozenset({
+    "architectures", "auto_map", "chunk_size_feed_forward", "custom_pipelines", "dtype", "fusion_config", "id2label",
+    "initializer_factor", "initializer_range", "label2id", "num_labels", "output_attentions", "output_hidden_states",
+    "output_router_logits", "pretraining_tp", "problem_type", "quantization_config", "return_dict",
+    "tie_word_embeddings", "torch_dtype", "transformers_version", "use_cache", "use_return_dict",
+    "router_aux_loss_coef", "router_z_loss_coef", "aux_loss_alpha", "router_jitter_noise", "seq_aux",
+    "attention_dropout", "attention_dropout_prob", "attention_probs_dropout_prob", "activation_dropout", "attn_pdrop",
+    "classifier_dropout", "classifier_dropout_prob", "dropout", "dropout_p", "embd_pdrop", "embedding_dropout",
+    "ffn_dropout", "hidden_dropout", "hidden_dropout_prob", "layerdrop", "resid_dropout", "resid_pdrop",
+    "residual_dropout", "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
+    "summary_use_proj", "bos_token_id", "cls_token_id", "decoder_start_token_id", "eos_token_id", "mask_token_id",
+    "pad_token_id", "sep_token_id", "unk_token_id",
+})  # fmt: skip
+_ROPE_IGNORED = ("type",)  # the older name of rope_type
+_STATE = ("dynamic", "longrope")  # rotary embeddings whose frequencies follow the last text
+_INPUT_BUFFERS = ("position_ids", "token_type_ids", "attn.bias", "masked_bias", "transformer.bias")
+_FIRST_SCHEME_KEYS = (
     "model_type", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
     "rope_parameters", "rms_norm_eps", "layer_norm_eps", "sliding_window", "layer_types", "attn_logit_softcapping",
     "final_logit_softcapping", "query_pre_attn_scalar", "logit_scale", "logits_scaling", "attention_multiplier",
     "residual_multiplier", "embedding_multiplier",
 )  # fmt: skip
-# hashed only where a model has them, so that other fingerprints stay what they were
-_ADDED_KEYS = ("no_rope_layers", "use_parallel_residual", "norm_epsilon", "num_experts_per_tok")
-_known: WeakKeyDictionary[nn.Module, tuple[tuple[tuple[int, int], ...], str]] = WeakKeyDictionary()
+_FIRST_SCHEME_ADDED = ("no_rope_layers", "use_parallel_residual", "norm_epsilon", "num_experts_per_tok")
+
+_State = tuple[Any, ...]
+_known: WeakKeyDictionary[nn.Module, dict[str, tuple[_State, str]]] = WeakKeyDictionary()
 
 
 def hash_tensor(digest: Any, name: str, tensor: Tensor) -> None:
@@ -28,23 +60,205 @@ def hash_tensor(digest: Any, name: str, tensor: Tensor) -> None:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """SHA-256 of a model's class, the configuration that shapes its output, and all parameters.
+    """``2:`` and a SHA-256 of a model's class, configuration, parameters, buffers and active adapters.
 
-    Remembered until a parameter is replaced or written to (writes through ``.data`` go unnoticed, as to autograd).
+    - Of the configuration all settings count, nested ones too, but for those in ``IGNORED`` and those that have their
+      class's default: a newer transformers adds settings with defaults that keep a model as it is.
+    - Rotary frequencies count where they are not those that the configuration gives.
+    - Of adapters, weights and scaling of the active ones count, not their names; a model whose adapters are off has the
+      fingerprint of the model without them.
+
+    The hash of the tensors is remembered until one of them is replaced or written to (writes through ``.data`` go
+    unnoticed, as to autograd).
     """
-    parameters = dict(model.named_parameters())
-    traceable = not any(p.is_inference() for p in parameters.values())
-    state = tuple((p.data_ptr(), p._version) for p in parameters.values()) if traceable else ()
-    if traceable and model in _known and _known[model][0] == state:
-        return _known[model][1]
+    check_not_wrapped(model)
+    tensors = tensors_of(model)
+    persistent = {name: x for name, x in tensors.base.items() if not _is_made_by_class(model, name)}
+    config = getattr(model, "config", None)
+    digest = hashlib.sha256(type(model).__name__.encode())
+    digest.update(str(getattr(config, "model_type", None)).encode())
+    digest.update(json.dumps(_settings(config, type(model)), sort_keys=True).encode())
+    digest.update(_remembered(model, "weights", persistent).encode())
+    for line in _rotary_changes(model):
+        digest.update(line.encode())
+    made = {name: x for name, x in tensors.base.items() if _is_made_by_class(model, name) and _counts(model, name)}
+    digest.update(_remembered(model, "buffers", made).encode())
+    for line in sorted(_adapter_digests(model, tensors)):
+        digest.update(line.encode())
+    return SCHEME + digest.hexdigest()
+
+
+def first_fingerprint(model: nn.Module) -> str:
+    """The fingerprint of the first scheme; of a model with active adapters, which it mixed up, none."""
+    check_not_wrapped(model)
+    tensors = tensors_of(model)
+    if tensors.settings:
+        return ""
     digest = hashlib.sha256(type(model).__name__.encode())
     config = getattr(model, "config", None)
     text_config = config.get_text_config() if config is not None else None
-    shape = {key: getattr(text_config, key, None) for key in _CONFIG_KEYS}
-    shape |= {key: getattr(text_config, key) for key in _ADDED_KEYS if hasattr(text_config, key)}
+    shape = {key: getattr(text_config, key, None) for key in _FIRST_SCHEME_KEYS}
+    shape |= {key: getattr(text_config, key) for key in _FIRST_SCHEME_ADDED if hasattr(text_config, key)}
     digest.update(json.dumps(shape, sort_keys=True, default=str).encode())
-    for name in sorted(parameters):
-        hash_tensor(digest, name, parameters[name])
-    if traceable:
-        _known[model] = (state, digest.hexdigest())
+    buffers = {name for name, _ in model.named_buffers()}
+    for name in sorted(set(tensors.base) - buffers):
+        hash_tensor(digest, name, tensors.base[name])
     return digest.hexdigest()
+
+
+def fingerprint_like(recorded: str, model: nn.Module) -> str:
+    """The model's fingerprint by the scheme of a recorded one."""
+    return fingerprint(model) if recorded.startswith(SCHEME) else first_fingerprint(model)
+
+
+def are_comparable(first: str, second: str) -> bool:
+    """Whether two fingerprints are of the same scheme."""
+    return first.startswith(SCHEME) == second.startswith(SCHEME)
+
+
+def _remembered(model: nn.Module, part: str, tensors: dict[str, Tensor]) -> str:
+    """A hash of tensors, taken again only where one of them has changed."""
+    traceable = not any(tensor.is_inference() for tensor in tensors.values())
+    state = tuple((name, x.data_ptr(), x._version) for name, x in tensors.items()) if traceable else ()
+    known = _known.setdefault(model, {})
+    if traceable and part in known and known[part][0] == state:
+        return known[part][1]
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        hash_tensor(digest, name, tensors[name])
+    if traceable:
+        known[part] = (state, digest.hexdigest())
+    return digest.hexdigest()
+
+
+def _adapter_digests(model: nn.Module, tensors: Tensors) -> list[str]:
+    """One line per active adapter, the same for two of other names with the same weights and scaling."""
+    lines = []
+    for adapter, settings in tensors.settings.items():
+        weights = _remembered(model, f"adapter {adapter}", tensors.active.get(adapter, {}))
+        lines.append(f"adapter {weights} {json.dumps(settings, sort_keys=True, default=str)}\n")
+    return lines
+
+
+def _settings(config: PreTrainedConfig | None, reader: type) -> dict[str, Any]:
+    """The settings of a configuration that may change the logits of its model, of whose class ``reader`` is."""
+    if config is None:
+        return {}
+    kind = type(config)
+    default = _default_config(kind)
+    declared = set(getattr(kind, "__dataclass_fields__", ()))
+    settings: dict[str, Any] = {}
+    for name, value in vars(config).items():
+        if name.startswith("_") or name in IGNORED:
+            continue
+        if name not in declared and not _mentions(reader, name):
+            continue  # what neither the configuration's class nor the model knows
+        num_layers = getattr(config, "num_hidden_layers", None)
+        usual = _normal(getattr(default, name, None), getattr(default, "num_hidden_layers", None), reader)
+        normal = _normal(value, num_layers, reader)
+        if normal != usual:
+            settings[name] = normal
+    return settings
+
+
+@lru_cache(maxsize=256)
+def _default_config(kind: type[PreTrainedConfig]) -> PreTrainedConfig | None:
+    """A configuration with its class's defaults; None where the class has none."""
+    try:
+        return kind()
+    except (AttributeError, TypeError, ValueError):
+        return None
+
+
+@lru_cache(maxsize=4096)
+def _mentions(reader: type, name: str) -> bool:
+    """Whether the source of a model's class speaks of a setting that its configuration does not declare."""
+    try:
+        source = inspect.getsource(sys.modules[reader.__module__])
+    except (OSError, TypeError):
+        return True
+    return re.search(rf"\b{re.escape(name)}\b", source) is not None
+
+
+def _normal(value: Any, num_layers: int | None, reader: type) -> Any:
+    """A setting in one form of those that mean the same, as JSON has it."""
+    if isinstance(value, PreTrainedConfig):
+        return _settings(value, reader)
+    if isinstance(value, dict):
+        items = {str(key): _normal(item, num_layers, reader) for key, item in value.items()}
+        return {key: item for key, item in items.items() if item is not None and key not in _ROPE_IGNORED}
+    if isinstance(value, list | tuple | set):
+        items = [_normal(item, num_layers, reader) for item in value]
+        # one entry for every layer, all alike, is a default that a class may write out or leave out
+        return items[0] if len(items) == num_layers and all(item == items[0] for item in items) else items
+    if value is None or isinstance(value, bool | str):
+        return value
+    return repr(float(value)) if isinstance(value, int | float) else str(value)
+
+
+def _is_made_by_class(model: nn.Module, name: str) -> bool:
+    """Whether a tensor is a buffer that the class computes from the configuration, and no file holds."""
+    path, _, last = name.rpartition(".")
+    module = _module(model, path)
+    return module is not None and last in module._non_persistent_buffers_set
+
+
+def _module(model: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(path)
+    except AttributeError:  # inside a layer that PEFT replaced
+        return None
+
+
+def _counts(model: nn.Module, name: str) -> bool:
+    """Whether a buffer that the class computes is looked at: rotary ones are looked at apart, positions never."""
+    return not _is_rotary(_module(model, name.rpartition(".")[0])) and not name.endswith(_INPUT_BUFFERS)
+
+
+def _is_rotary(module: nn.Module | None) -> bool:
+    return any(name.endswith("inv_freq") for name, _ in (module.named_buffers(recurse=False) if module else ()))
+
+
+def _rotary_changes(model: nn.Module) -> list[str]:
+    """Lines about rotary embeddings that are not those of the configuration.
+
+    Frequencies computed on another device or by another version differ in the last digits: these do not count.
+    """
+    lines = []
+    for path, module in model.named_modules():
+        if not _is_rotary(module):
+            continue
+        fresh = _fresh(module)
+        for name, buffer in module.named_buffers(recurse=False):
+            if _follows_text(module, name):
+                continue
+            usual = getattr(fresh, name, None)
+            values = buffer.detach().float().cpu()
+            if usual is None or not _are_close(values, usual.float().cpu()):
+                lines.append(f"{path}.{name} {values.flatten().tolist()}\n")
+        for name, value in vars(module).items():
+            if name.endswith("attention_scaling") and value != getattr(fresh, name, None):
+                lines.append(f"{path}.{name} {value}\n")
+    return lines
+
+
+def _follows_text(module: nn.Module, name: str) -> bool:
+    """Whether a buffer changes with the length of the last text."""
+    types = getattr(module, "rope_type", "default")
+    kinds = types.values() if isinstance(types, dict) else [types]
+    return name.endswith("inv_freq") and "original" not in name and any(kind in _STATE for kind in kinds)
+
+
+def _fresh(module: Any) -> nn.Module | None:
+    """The same rotary embedding, made again from its configuration; None where that cannot be."""
+    config = getattr(module, "config", None)
+    if config is None:
+        return None
+    try:
+        return type(module)(config)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
+
+
+def _are_close(values: Tensor, usual: Tensor) -> bool:
+    return values.shape == usual.shape and torch.allclose(values, usual, rtol=1e-4, atol=0)

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from kvcat.cache import are_comparable
 from kvcat.errors import InputError, one_line
 from kvcat.evals.statistics import EVALUATIONS
 from kvcat.files import LOCK_FILE, append_jsonl, claim_folder, one_writer, read_json, read_jsonl
@@ -97,6 +98,11 @@ class ResultsFolder:
                 differs = f"{field} is {there.get(field)} there, {config.get(field)} here"
                 raise InputError(f"{self.path} holds results of another configuration: {differs}")
 
+    def fingerprint_of(self, label: str) -> str | None:
+        """The fingerprint of a label's records in this folder; None where there are none."""
+        known = models_of(self.records).get(label)
+        return None if known is None else known["fingerprint"]
+
     def check_model(self, label: str, fingerprint: str, dtype: str) -> None:
         """Refuse a label that stands for other weights or another dtype in this folder."""
         own = {"fingerprint": fingerprint, "dtype": dtype}
@@ -185,7 +191,10 @@ def models_of(records: Iterable[Record]) -> dict[str, dict[str, str]]:
     models: dict[str, dict[str, str]] = {}
     for record in records:
         new = {"fingerprint": record.fingerprint, "dtype": record.dtype}
-        if models.setdefault(record.model, new) != new:
+        known = models.setdefault(record.model, new)
+        if not are_comparable(record.fingerprint, known["fingerprint"]):
+            known = known | {"fingerprint": record.fingerprint}  # of another version of kvcat: nothing contradicts it
+        if known != new:
             raise InputError(f"the records of model {record.model!r} come from two different models")
     return models
 

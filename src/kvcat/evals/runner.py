@@ -11,7 +11,7 @@ from typing import Any
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from kvcat.cache import CompactCache, fingerprint
+from kvcat.cache import CompactCache, fingerprint, fingerprint_like
 from kvcat.compress import Compressor, seeded_compressor, takes_seed
 from kvcat.errors import InputError, check_least
 from kvcat.evals.costs import Step, answer_speed, measure
@@ -105,8 +105,10 @@ def evaluate(
         runs = []
         for label, (model, tokenizer) in models.items():
             dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-            runs.append(_Run(task, label, model, tokenizer, fingerprint(model), dtype, folder, bar, speed))
-            folder.check_model(label, runs[-1].fingerprint, dtype)
+            recorded = folder.fingerprint_of(label)
+            identity = fingerprint(model) if recorded is None else fingerprint_like(recorded, model)
+            runs.append(_Run(task, label, model, tokenizer, identity, dtype, folder, bar, speed))
+            folder.check_model(label, identity, dtype)
         for run in runs:
             for start, stop, own in work:
                 run.batch(task.examples[start:stop], own)

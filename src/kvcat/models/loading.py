@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
+from kvcat.cache import check_no_adapters
 from kvcat.errors import InputError, one_line
 from kvcat.files import atomic_write, check_new_folder, make_folder, read_json
 from kvcat.hub import SMOLLM2, check_no_adapter, local_folder, models_home
@@ -92,8 +93,10 @@ def save(model: PreTrainedModel, tokenizer: Any, folder: str | Path) -> Path:
     Model and tokenizer (None: without one) load with plain transformers and name nothing of ours.
 
     Raises:
-        InputError: the folder is not empty, or cannot be written.
+        InputError: the folder is not empty, or cannot be written; a model with adapters, of which transformers would
+            write the adapters alone.
     """
+    check_no_adapters(model, "saved")
     target = Path(folder).expanduser()
     check_new_folder(target)
     try:

@@ -11,6 +11,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from kvcat.cache import are_comparable
 from kvcat.compress.documents import DOCUMENT, chat_parts, question_ids
 from kvcat.errors import InputError
 from kvcat.serving.transformers import Prefix, read_prefix
@@ -50,6 +51,8 @@ class CacheFolder:
             prefix = read_prefix(path)
         except InputError as error:  # told to a client, who need not know the folder
             raise InputError(f"cache {name!r}: {str(error).replace(str(path), 'the file')}") from None
+        if not are_comparable(prefix.fingerprint, self.fingerprint):
+            raise InputError(f"cache {name!r} or the widened model is of an older kvcat: `kvcat widen` and pack again")
         if prefix.fingerprint != self.fingerprint:
             raise InputError(f"cache {name!r} belongs to another model")
         if prefix.shape != self.shape:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from kvcat.cache import are_comparable
 from kvcat.cache.files import write_bytes
 from kvcat.errors import InputError
 from kvcat.serving.transformers import Prefix
@@ -165,6 +166,8 @@ class LlamaCpp:
 
     def load(self, prefix: Prefix) -> None:
         """Begin anew behind a document's cache, token 0 in every cell; ``InputError`` if it does not fit."""
+        if self._fingerprint and not are_comparable(self._fingerprint, prefix.fingerprint):
+            raise InputError(f"{prefix.path} or the GGUF file is of an older kvcat: `kvcat widen` and pack again")
         if self._fingerprint not in ("", prefix.fingerprint):
             raise InputError(
                 f"the cache belongs to another model: its fingerprint is {prefix.fingerprint[:12]}, the GGUF file's "

@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from kvcat.cache import CompactCache, CompactLayer
+from kvcat.cache import CompactCache, CompactLayer, fingerprint
 from kvcat.cache.files import PREFIX, parse_metadata, read_tensors, write_tensors
 from kvcat.errors import InputError
 from kvcat.models.rotation import KeyRotation
@@ -78,7 +78,7 @@ def export_prefix(
         "next_position": str(plain.num_tokens),
         "dtype": str(dtype).removeprefix("torch."),
         "model_type": model.config.get_text_config(decoder=True).model_type,
-        "fingerprint": cache.fingerprint,
+        "fingerprint": fingerprint(model),
         "metadata": json.dumps(plain.metadata, sort_keys=True),
     }
     write_tensors(Path(path), tensors, header, PREFIX)

@@ -19,7 +19,7 @@ import torch
 from torch.nn.functional import pad
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from kvcat.cache import fingerprint, layer_windows
+from kvcat.cache import check_no_adapters, fingerprint, layer_windows
 from kvcat.errors import InputError
 from kvcat.files import atomic_write
 from kvcat.models import frozen
@@ -53,6 +53,7 @@ def widen(model: PreTrainedModel, head_dim: int | None = None) -> PreTrainedMode
     Raises:
         InputError: a model that cannot be widened, a head_dim that does not fit, or logits that come out different.
     """
+    check_no_adapters(model, "widened")
     config = model.config.get_text_config(decoder=True)
     if config.model_type not in _FAMILIES:  # Qwen3 normalises queries, so that no constant channel survives
         raise InputError(

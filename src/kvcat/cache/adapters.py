@@ -1,0 +1,89 @@
+"""PEFT adapters inside a model: which of its tensors are the model's, and which an active adapter adds.
+
+PEFT replaces a layer by one that holds the old layer and the adapters' tensors by name. Such layers are recognised by
+what they have, so that peft need not be installed.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from kvcat.attention import check_not_wrapped
+from kvcat.errors import InputError
+from kvcat.types import Tensor
+
+_KEPT_LAYERS = ("base_layer", "original_module")  # where PEFT keeps the layer that it replaced
+_SETTINGS = (bool, int, float, str)
+
+
+class Tensors(NamedTuple):
+    """Tensors of a model by name, as the model without adapters names them."""
+
+    base: dict[str, Tensor]
+    active: dict[str, dict[str, Tensor]]  # by adapter
+    settings: dict[str, dict[str, Any]]  # by adapter: scaling, rank, ... of each layer
+
+
+def check_no_adapters(model: nn.Module, doing: str) -> None:
+    """Refuse a model that holds adapters, active or not, for what needs the weights alone."""
+    check_not_wrapped(model)
+    if _adapted_layers(model):
+        raise InputError(
+            f"{type(model).__name__} holds PEFT adapters and cannot be {doing}: merge them "
+            "(peft's merge_and_unload), or load the model without them"
+        )
+
+
+def tensors_of(model: nn.Module) -> Tensors:
+    """Parameters and buffers of a model and of its active adapters.
+
+    Adapters that are off, or merged into the weights, add nothing. The adapters' names are in no tensor's name.
+    """
+    layers = _adapted_layers(model)
+    found = Tensors({}, {}, {})
+    for name, tensor in _named_tensors(model):
+        owner = next((prefix for prefix in layers if name.startswith(f"{prefix}.")), None)
+        inside = name.removeprefix(f"{owner}.").split(".") if owner is not None else []
+        if not inside or inside[0] in _KEPT_LAYERS:
+            found.base[_plain_name(name)] = tensor
+            continue
+        adapter = next((word for word in inside if word in _active(layers[str(owner)])), None)
+        if adapter is not None:
+            inside.remove(adapter)
+            found.active.setdefault(adapter, {})[_plain_name(".".join([str(owner), *inside]))] = tensor
+    for name, layer in layers.items():
+        for adapter in _active(layer):
+            values = {key: value[adapter] for key, value in vars(layer).items() if _has(value, adapter)}
+            found.settings.setdefault(adapter, {})[_plain_name(name)] = values
+    return found
+
+
+def _adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The outermost layers that PEFT put in place of the model's own, by name."""
+    layers: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        is_inside = any(name.startswith(f"{outer}.") for outer in layers)
+        if hasattr(type(module), "adapter_layer_names") and not is_inside:
+            layers[name] = module
+    return layers
+
+
+def _active(layer: Any) -> list[str]:
+    """Adapters that change a layer's output now."""
+    is_off = layer.disable_adapters or getattr(layer, "merged", False)
+    active = [] if is_off else layer.active_adapters
+    return [active] if isinstance(active, str) else list(active)
+
+
+def _has(value: Any, adapter: str) -> bool:
+    return isinstance(value, dict) and isinstance(value.get(adapter), _SETTINGS)
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _plain_name(name: str) -> str:
+    return ".".join(word for word in name.split(".") if word not in _KEPT_LAYERS)

@@ -1,0 +1,254 @@
+"""A fingerprint follows all that changes a model's logits, and nothing else."""
+
+import dataclasses
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import kvcat
+from kvcat.cache import CompactCache, CompactLayer, fingerprint, fingerprint_like
+from kvcat.models import load, save
+from kvcat.serving import widen
+from tiny import loud_model, refusal
+
+BASE_BEFORE = "5a9c9947ab286cfa2c5611935f1026a007328af740a6b1bf94ec095556a14430"  # of kvcat-base, by the first scheme
+# by family: settings that its model class reads at every forward or when it is made
+SETTINGS = {
+    "llama": {
+        "rms_norm_eps": 1e-3, "hidden_act": "gelu", "max_position_embeddings": 77,
+        "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0},
+    },
+    "qwen2": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "rms_norm_eps": 1e-3},
+    "mixtral": {"num_experts_per_tok": 1},
+    "qwen3_moe": {"num_experts_per_tok": 1, "norm_topk_prob": True},
+    "deepseek_v3": {"routed_scaling_factor": 1.5, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
+    "gpt_neox": {"use_parallel_residual": False, "layer_norm_eps": 1e-3, "hidden_act": "relu"},
+    "gpt2": {"scale_attn_by_inverse_layer_idx": True, "layer_norm_epsilon": 1e-3, "activation_function": "relu"},
+    "cohere": {"logit_scale": 0.5},
+    "granite": {"residual_multiplier": 0.5, "embedding_multiplier": 3.0, "attention_multiplier": 0.3},
+    "olmo": {"clip_qkv": 8.0},
+    "nemotron": {"norm_eps": 1e-3, "partial_rotary_factor": 0.25},
+    "starcoder2": {"norm_epsilon": 1e-3},
+    "stablelm": {"use_parallel_residual": True},
+    "falcon_h1": {"ssm_out_multiplier": 0.5},
+    "smollm3": {"no_rope_layers": [0, 1]},
+    "gemma3_text": {"query_pre_attn_scalar": 3, "sliding_window": 7, "final_logit_softcapping": 9.0},
+    "opt": {"do_layer_norm_before": False, "activation_function": "gelu"},
+}  # fmt: skip
+SIZES = {
+    "mixtral": {"num_local_experts": 2}, "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 16},
+    "deepseek_v3": {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 2, "q_lora_rank": 8,
+        "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1,
+    },
+    "smollm3": {"pad_token_id": 0}, "opt": {"ffn_dim": 32, "word_embed_proj_dim": 32}, "gemma3_text": {"head_dim": 8},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+}  # fmt: skip
+WITHOUT_EFFECT = {
+    "bos_token_id": 5, "eos_token_id": 6, "pad_token_id": 7, "use_cache": False, "initializer_range": 0.5,
+    "output_attentions": False, "output_hidden_states": True, "architectures": ["Other"], "attention_dropout": 0.3,
+    "torch_dtype": "float16", "name_or_path": "other", "transformers_version": "4.0.0", "router_aux_loss_coef": 0.7,
+    "something_that_no_code_reads": 3,
+}  # fmt: skip
+
+
+def model_of(kind, **options):
+    return loud_model(kind, **{**SIZES.get(kind, {}), **options})
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_each_setting_that_changes_logits_changes_the_fingerprint(kind):
+    model = model_of(kind)
+    first = fingerprint(model)
+    config = model.config
+    for name, value in SETTINGS[kind].items():
+        before = getattr(config, name, None)
+        assert before != value
+        setattr(config, name, value)
+        assert fingerprint(model) != first, name
+        setattr(config, name, before)
+        if before is None and name not in type(config).__dataclass_fields__:
+            delattr(config, name)
+        assert fingerprint(model) == first, name
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "gpt2", "gemma3_text", "deepseek_v3"])
+def test_settings_without_effect_leave_the_fingerprint(kind):
+    model = model_of(kind)
+    first = fingerprint(model)
+    for name, value in WITHOUT_EFFECT.items():
+        setattr(model.config, name, value)
+        assert fingerprint(model) == first, name
+
+
+def test_a_setting_of_a_nested_configuration_counts():
+    text = {"vocab_size": 67, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "head_dim": 8,
+            "num_key_value_heads": 2, "intermediate_size": 16}  # fmt: skip
+    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    model = model_of("gemma3", text_config=text, vision_config=vision)
+    first = fingerprint(model)
+    model.config.text_config.rms_norm_eps = 0.1
+    assert fingerprint(model) != first
+
+
+def test_a_setting_spelled_out_and_one_left_out_are_the_same():
+    first = fingerprint(model_of("llama"))
+    assert first == fingerprint(model_of("llama", hidden_act="silu", attention_bias=False, rms_norm_eps=1e-06))
+    assert first == fingerprint(
+        model_of("llama", rope_parameters={"rope_type": "default", "rope_theta": 10_000, "factor": None})
+    )
+
+
+def test_a_folder_has_the_fingerprint_of_the_model_saved_to_it(tmp_path):
+    for kind in ("llama", "gemma3_text", "gpt2"):
+        model = model_of(kind)
+        folder = save(model, None, tmp_path / kind)
+        for again in (AutoModelForCausalLM.from_pretrained(folder), load(folder, tokenizer=False)[0]):
+            assert fingerprint(again) == fingerprint(model)
+
+
+def test_buffers_count_but_neither_rounding_nor_the_state_that_follows_a_text():
+    model = model_of("llama")
+    first = fingerprint(model)
+    frequencies = model.model.rotary_emb.inv_freq
+    frequencies.mul_(1 + 1e-6)  # as another device or version computes them
+    assert fingerprint(model) == first
+    frequencies.mul_(1.01)
+    assert fingerprint(model) != first
+    routed = model_of("deepseek_v3")
+    before = fingerprint(routed)
+    routed.model.layers[1].mlp.gate.e_score_correction_bias.add_(0.5)
+    assert fingerprint(routed) != before
+    gemma = model_of("gemma3_text")
+    before = fingerprint(gemma)
+    gemma.model.embed_tokens.embed_scale.mul_(2)
+    assert fingerprint(gemma) != before
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0},
+        {
+            "rope_type": "longrope", "rope_theta": 10_000.0, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4,
+            "original_max_position_embeddings": 32, "factor": 4.0,
+        },
+    ],
+)  # fmt: skip
+def test_frequencies_that_follow_the_last_text_do_not_count(rope):
+    model = model_of("llama", rope_parameters=rope, max_position_embeddings=64)
+    first = fingerprint(model)
+    with torch.no_grad():
+        model(torch.arange(100)[None] % 67)
+    assert fingerprint(model) == first
+
+
+def test_a_cache_of_the_first_scheme_still_fits_its_model_and_no_other(tmp_path):
+    model, _ = load("kvcat-base")
+    assert fingerprint_like(BASE_BEFORE, model) == BASE_BEFORE
+    trace = kvcat.trace(model, torch.arange(40)[None], 30)
+    old = dataclasses.replace(trace.dense_cache(), fingerprint=BASE_BEFORE)
+    old.save(tmp_path / "old.safetensors")
+    loaded = CompactCache.load(tmp_path / "old.safetensors", model)
+    assert kvcat.trace(model, torch.arange(50)[None], 45, past=loaded).fingerprint == fingerprint(model)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(2)
+    assert "another model" in refusal(CompactCache.load, tmp_path / "old.safetensors", model)
+
+
+@pytest.fixture
+def adapted():
+    """A Llama with two adapters of other weights; the base's fingerprint."""
+    peft = pytest.importorskip("peft")
+    model = loud_model("llama")
+    base = fingerprint(model)
+    for number, name in enumerate("ab"):
+        options = {"r": 2, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+        torch.manual_seed(number)
+        model.add_adapter(peft.LoraConfig(**options), adapter_name=name)
+    model.eval()
+    return model, base
+
+
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
+def test_the_weights_of_the_active_adapter_count_and_not_its_name(adapted):
+    model, base = adapted
+    model.set_adapter("a")
+    first = fingerprint(model)
+    model.set_adapter("b")
+    second = fingerprint(model)
+    assert len({base, first, second}) == 3
+    model.disable_adapters()
+    assert fingerprint(model) == base
+    model.enable_adapters()
+    model.set_adapter("a")
+    assert fingerprint(model) == first
+    layer = model.model.layers[0].self_attn.q_proj
+    layer.scaling["a"] *= 2
+    assert fingerprint(model) != first
+    layer.scaling["a"] /= 2
+    layer.scaling["b"] *= 2  # not active
+    assert fingerprint(model) == first
+    twin = loud_model("llama")
+    twin.add_adapter(model.peft_config["a"], adapter_name="other")
+    state = {name.replace(".a.", ".other."): tensor for name, tensor in model.state_dict().items()}
+    twin.load_state_dict({name: state[name] for name in twin.state_dict()})
+    assert fingerprint(twin.eval()) == first
+
+
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
+def test_a_cache_fits_the_adapter_that_it_was_made_with_alone(adapted):
+    model, _ = adapted
+    ids, question = torch.arange(40)[None], torch.arange(5)[None]
+    model.disable_adapters()
+    plain = kvcat.trace(model, ids, 30).dense_cache()
+    model.enable_adapters()
+    model.set_adapter("a")
+    cache = kvcat.AttentionMatching()(kvcat.trace(model, ids, 30), num_slots=10)
+    cache.inputs(model, question)
+    assert "another model" in refusal(plain.inputs, model, question)
+    model.set_adapter("b")
+    assert "another model" in refusal(cache.inputs, model, question)
+    model.disable_adapters()
+    assert "another model" in refusal(cache.inputs, model, question)
+    plain.inputs(model, question)
+    plain.inputs(loud_model("llama"), question)
+
+
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
+def test_what_needs_the_weights_alone_refuses_a_model_with_adapters(adapted, tmp_path):
+    model, _ = adapted
+    assert "holds PEFT adapters and cannot be saved" in refusal(save, model, None, tmp_path / "out")
+    assert "holds PEFT adapters and cannot be widened" in refusal(widen, model)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")  # peft of transformers
+def test_a_wrapped_model_is_refused_and_the_model_inside_is_not():
+    peft = pytest.importorskip("peft")
+    base = loud_model("llama")
+    plain = fingerprint(base)
+    options = {"r": 2, "target_modules": ["q_proj"], "init_lora_weights": False}
+    wrapped = peft.get_peft_model(base, peft.LoraConfig(**options)).eval()
+    ids = torch.arange(40)[None]
+    for call in (fingerprint, lambda model: kvcat.trace(model, ids, 30)):
+        assert "PeftModel wraps a model: give its get_base_model()" in refusal(call, wrapped)
+    inside = wrapped.get_base_model()
+    cache = kvcat.trace(inside, ids, 30).dense_cache()
+    with torch.no_grad():
+        logits = inside(**cache.inputs(inside, ids[:, 30:])).logits
+        expected = wrapped(ids).logits[:, 30:]
+    assert torch.allclose(logits, expected, atol=1e-4)
+    merged = wrapped.merge_and_unload()
+    assert fingerprint(merged) not in (plain, cache.fingerprint)
+    assert "another model" in refusal(cache.inputs, merged, ids)
+
+
+def test_a_file_may_hold_a_fingerprint_of_either_scheme(tmp_path):
+    layer = CompactLayer(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4))
+    for text in ("ab" * 32, "2:" + "ab" * 32):
+        CompactCache([layer], 5, text).save(tmp_path / "c")
+        assert CompactCache.load(tmp_path / "c").fingerprint == text
+    assert "fingerprint is '3:" in refusal(CompactCache([layer], 5, "3:" + "ab" * 32).save, tmp_path / "c")
