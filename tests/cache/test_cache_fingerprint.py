@@ -86,7 +86,12 @@ def test_settings_without_effect_leave_the_fingerprint(kind):
 def test_a_setting_of_a_nested_configuration_counts():
     text = {"vocab_size": 67, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "head_dim": 8,
             "num_key_value_heads": 2, "intermediate_size": 16}  # fmt: skip
-    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    vision = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    }
     model = model_of("gemma3", text_config=text, vision_config=vision)
     first = fingerprint(model)
     model.config.text_config.rms_norm_eps = 0.1
@@ -95,9 +100,13 @@ def test_a_setting_of_a_nested_configuration_counts():
 
 def test_a_setting_spelled_out_and_one_left_out_are_the_same():
     first = fingerprint(model_of("llama"))
-    assert first == fingerprint(model_of("llama", hidden_act="silu", attention_bias=False, rms_norm_eps=1e-06))
     assert first == fingerprint(
-        model_of("llama", rope_parameters={"rope_type": "default", "rope_theta": 10_000, "factor": None})
+        model_of("llama", hidden_act="silu", attention_bias=False, rms_norm_eps=1e-06)
+    )
+    assert first == fingerprint(
+        model_of(
+            "llama", rope_parameters={"rope_type": "default", "rope_theta": 10_000, "factor": None}
+        )
     )
 
 
@@ -105,7 +114,10 @@ def test_a_folder_has_the_fingerprint_of_the_model_saved_to_it(tmp_path):
     for kind in ("llama", "gemma3_text", "gpt2"):
         model = model_of(kind)
         folder = save(model, None, tmp_path / kind)
-        for again in (AutoModelForCausalLM.from_pretrained(folder), load(folder, tokenizer=False)[0]):
+        for again in (
+            AutoModelForCausalLM.from_pretrained(folder),
+            load(folder, tokenizer=False)[0],
+        ):
             assert fingerprint(again) == fingerprint(model)
 
 
@@ -152,7 +164,9 @@ def test_a_cache_of_the_first_scheme_still_fits_its_model_and_no_other(tmp_path)
     old = dataclasses.replace(trace.dense_cache(), fingerprint=BASE_BEFORE)
     old.save(tmp_path / "old.safetensors")
     loaded = CompactCache.load(tmp_path / "old.safetensors", model)
-    assert kvcat.trace(model, torch.arange(50)[None], 45, past=loaded).fingerprint == fingerprint(model)
+    assert kvcat.trace(model, torch.arange(50)[None], 45, past=loaded).fingerprint == fingerprint(
+        model
+    )
     with torch.no_grad():
         model.model.norm.weight.mul_(2)
     assert "another model" in refusal(CompactCache.load, tmp_path / "old.safetensors", model)
@@ -165,7 +179,12 @@ def adapted():
     model = loud_model("llama")
     base = fingerprint(model)
     for number, name in enumerate("ab"):
-        options = {"r": 2, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+        options = {
+            "r": 2,
+            "lora_alpha": 8,
+            "target_modules": ["q_proj", "v_proj"],
+            "init_lora_weights": False,
+        }
         torch.manual_seed(number)
         model.add_adapter(peft.LoraConfig(**options), adapter_name=name)
     model.eval()
@@ -225,7 +244,9 @@ def test_what_needs_the_weights_alone_refuses_a_model_with_adapters(adapted, tmp
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")  # peft of transformers
+@pytest.mark.filterwarnings(
+    "ignore:.is_gradient_checkpointing. is deprecated"
+)  # peft of transformers
 def test_a_wrapped_model_is_refused_and_the_model_inside_is_not():
     peft = pytest.importorskip("peft")
     base = loud_model("llama")
@@ -233,10 +254,10 @@ def test_a_wrapped_model_is_refused_and_the_model_inside_is_not():
     options = {"r": 2, "target_modules": ["q_proj"], "init_lora_weights": False}
     wrapped = peft.get_peft_model(base, peft.LoraConfig(**options)).eval()
     ids = torch.arange(40)[None]
-    for call in (fingerprint, lambda model: kvcat.trace(model, ids, 30)):
-        assert "PeftModel wraps a model: give its get_base_model()" in refusal(call, wrapped)
     inside = wrapped.get_base_model()
     cache = kvcat.trace(inside, ids, 30).dense_cache()
+    for call in (fingerprint, cache.check_model):
+        assert "PeftModel wraps a model: give its get_base_model()" in refusal(call, wrapped)
     with torch.no_grad():
         logits = inside(**cache.inputs(inside, ids[:, 30:])).logits
         expected = wrapped(ids).logits[:, 30:]
@@ -251,4 +272,6 @@ def test_a_file_may_hold_a_fingerprint_of_either_scheme(tmp_path):
     for text in ("ab" * 32, "2:" + "ab" * 32):
         CompactCache([layer], 5, text).save(tmp_path / "c")
         assert CompactCache.load(tmp_path / "c").fingerprint == text
-    assert "fingerprint is '3:" in refusal(CompactCache([layer], 5, "3:" + "ab" * 32).save, tmp_path / "c")
+    assert "fingerprint is '3:" in refusal(
+        CompactCache([layer], 5, "3:" + "ab" * 32).save, tmp_path / "c"
+    )

@@ -18,12 +18,19 @@ LONGROPE = {"rope.scaling.type": "longrope", "rope.scaling.attn_factor": 1.2}
 
 
 def model_of(kind, **options):
-    sizes = {"hidden_size": 96, "intermediate_size": 64, "num_attention_heads": 6, "max_position_embeddings": 1024}
+    sizes = {
+        "hidden_size": 96,
+        "intermediate_size": 64,
+        "num_attention_heads": 6,
+        "max_position_embeddings": 1024,
+    }
     model = loud_model(kind, std=0.15, **{**sizes, **options})
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:  # norms and biases, which are ones and zeros at the start
-                parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+                parameter.add_(
+                    0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+                )
     return model
 
 
@@ -77,7 +84,12 @@ def test_scaled_rotary_embeddings_are_those_of_llama_cpp(kind, settings, tensors
 
 def test_beyond_the_original_context_longrope_takes_the_long_factors(tmp_path):
     settings = {**LONGROPE, "rope.scaling.original_context_length": 256}
-    write_gguf(model_of("llama"), tmp_path / "m.gguf", settings=settings, tensors={SHORT: FACTORS, LONG: 3 * FACTORS})
+    write_gguf(
+        model_of("llama"),
+        tmp_path / "m.gguf",
+        settings=settings,
+        tensors={SHORT: FACTORS, LONG: 3 * FACTORS},
+    )
     check_against_llama_cpp(tmp_path / "m.gguf", 700)
     check_against_llama_cpp(tmp_path / "m.gguf", 200, num_ctx=256)
 
@@ -136,7 +148,9 @@ def test_a_model_named_mistral_has_no_sliding_window_that_the_file_does_not_stat
         ({}, {"blk.0.attn_q.bias": np.ones(96, np.float32)}, "lacks"),
     ],
 )  # fmt: skip
-def test_what_a_model_cannot_take_of_a_gguf_file_is_refused_by_name(settings, tensors, reason, tmp_path):
+def test_what_a_model_cannot_take_of_a_gguf_file_is_refused_by_name(
+    settings, tensors, reason, tmp_path
+):
     write_gguf(model_of("llama"), tmp_path / "m.gguf", settings=settings, tensors=tensors)
     message = refusal(load, tmp_path / "m.gguf", tokenizer=False)
     assert re.search(reason, message), message
@@ -144,4 +158,6 @@ def test_what_a_model_cannot_take_of_a_gguf_file_is_refused_by_name(settings, te
 
 def test_rotary_factors_of_an_architecture_that_does_not_read_them_are_refused(tmp_path):
     write_gguf(model_of("qwen2"), tmp_path / "m.gguf", tensors={"rope_freqs.weight": FACTORS})
-    assert "not use, for example rope_freqs.weight" in refusal(load, tmp_path / "m.gguf", tokenizer=False)
+    assert "not use, for example rope_freqs.weight" in refusal(
+        load, tmp_path / "m.gguf", tokenizer=False
+    )

@@ -35,7 +35,9 @@ def test_a_token_beyond_the_embedding_is_refused_before_any_forward(model, no_fo
     assert TOO_LARGE in refusal(kvcat.trace, model, ids, supervision="self")
     assert TOO_LARGE in refusal(token_nll, model, None, [[1, 67]], [[2]])
     assert TOO_LARGE in refusal(greedy_answers, model, None, [[1, 67]], 3)
-    assert "token -120 is no token: ids are from 0 to 66" in refusal(kvcat.trace, model, ids - 120, 10)
+    assert "token -120 is no token: ids are from 0 to 66" in refusal(
+        kvcat.trace, model, ids - 120, 10
+    )
 
 
 def test_a_token_beyond_the_embedding_behind_a_cache_is_refused(model):

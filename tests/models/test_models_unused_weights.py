@@ -55,7 +55,9 @@ def test_buffers_that_the_model_computes_itself_are_harmless(dtype, folder):
             f"{LAYER}.masked_bias": torch.tensor(-1e9),
             f"{LAYER}.bias": torch.ones(1, 1, 128, 128, dtype=torch.bool).tril(),
             "model.position_ids": torch.arange(128)[None],
-            "lm_head.weight": load_file(folder / "model.safetensors")["model.embed_tokens.weight"].clone(),
+            "lm_head.weight": load_file(folder / "model.safetensors")[
+                "model.embed_tokens.weight"
+            ].clone(),
         },
     )
     with torch.no_grad():
@@ -86,19 +88,25 @@ def test_frequencies_stored_before_a_scaling_that_the_configuration_describes_ar
 
 def test_an_output_matrix_that_differs_from_the_tied_embeddings_is_refused(folder):
     add(folder, **{"lm_head.weight": torch.ones(67, 32)})
-    assert "lm_head.weight that differs from the embeddings" in refusal(load, folder, tokenizer=False)
+    assert "lm_head.weight that differs from the embeddings" in refusal(
+        load, folder, tokenizer=False
+    )
 
 
 def test_pickled_weights_are_looked_through_as_well(folder):
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    torch.save(tensors | {f"{LAYER}.rotary_emb.inv_freq": frequencies()}, folder / "pytorch_model.bin")
+    torch.save(
+        tensors | {f"{LAYER}.rotary_emb.inv_freq": frequencies()}, folder / "pytorch_model.bin"
+    )
     load(folder, tokenizer=False)
     torch.save(tensors | {f"{LAYER}.q_proj.bias": torch.ones(32)}, folder / "pytorch_model.bin")
     assert f"for example {LAYER}.q_proj.bias" in refusal(load, folder, tokenizer=False)
 
 
-@pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"])
+@pytest.mark.parametrize(
+    "file", ["adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"]
+)
 @pytest.mark.parametrize("alone", [True, False])
 def test_an_adapter_is_refused_whether_or_not_peft_is_installed(file, alone, folder):
     (folder / file).write_text("{}")

@@ -1,7 +1,7 @@
-"""PEFT adapters inside a model: which of its tensors are the model's, and which an active adapter adds.
+"""PEFT adapters inside a model: the tensors of the model itself and those of active adapters.
 
-PEFT replaces a layer by one that holds the old layer and the adapters' tensors by name. Such layers are recognised by
-what they have, so that peft need not be installed.
+PEFT replaces a layer by one that holds the old layer and the adapters' tensors by name. Such layers
+are recognised by what they have, so that peft need not be installed.
 """
 
 from collections.abc import Iterator
@@ -38,25 +38,30 @@ def check_no_adapters(model: nn.Module, doing: str) -> None:
 def tensors_of(model: nn.Module) -> Tensors:
     """Parameters and buffers of a model and of its active adapters.
 
-    Adapters that are off, or merged into the weights, add nothing. The adapters' names are in no tensor's name.
+    Adapters that are off, or merged into the weights, add nothing. The adapters' names are in no
+    tensor's name.
     """
     layers = _adapted_layers(model)
-    found = Tensors({}, {}, {})
+    tensors = Tensors({}, {}, {})
     for name, tensor in _named_tensors(model):
         owner = next((prefix for prefix in layers if name.startswith(f"{prefix}.")), None)
         inside = name.removeprefix(f"{owner}.").split(".") if owner is not None else []
         if not inside or inside[0] in _KEPT_LAYERS:
-            found.base[_plain_name(name)] = tensor
+            tensors.base[_plain_name(name)] = tensor
             continue
         adapter = next((word for word in inside if word in _active(layers[str(owner)])), None)
         if adapter is not None:
             inside.remove(adapter)
-            found.active.setdefault(adapter, {})[_plain_name(".".join([str(owner), *inside]))] = tensor
+            tensors.active.setdefault(adapter, {})[_plain_name(".".join([str(owner), *inside]))] = (
+                tensor
+            )
     for name, layer in layers.items():
         for adapter in _active(layer):
-            values = {key: value[adapter] for key, value in vars(layer).items() if _has(value, adapter)}
-            found.settings.setdefault(adapter, {})[_plain_name(name)] = values
-    return found
+            values = {
+                key: value[adapter] for key, value in vars(layer).items() if _has(value, adapter)
+            }
+            tensors.settings.setdefault(adapter, {})[_plain_name(name)] = values
+    return tensors
 
 
 def _adapted_layers(model: nn.Module) -> dict[str, nn.Module]:

@@ -1,7 +1,7 @@
 """What identifies a model: its configuration, weights, buffers and active adapters.
 
-A fingerprint begins with the number of its scheme, ``2:``. Files of the first scheme hold 64 digits alone; it looked at
-fewer settings, at no buffer, and is computed only to compare with such files.
+A fingerprint begins with the number of its scheme, ``2:``. Files of the first scheme hold 64 digits
+alone; it looked at fewer settings, at no buffer, and is computed only to compare with such files.
 """
 
 import hashlib
@@ -9,6 +9,7 @@ import inspect
 import json
 import re
 import sys
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,32 +24,41 @@ from kvcat.types import Tensor
 
 SCHEME = "2:"
 FORM = "(2:)?[0-9a-f]{64}"
-# Settings that cannot change the logits: names, types of storage, training, what is returned, generation, special
-# tokens; and whether weights are tied, which the weights themselves show.
+# Settings that cannot change the logits: names, types of storage, training, what is returned,
+# generation, special tokens; and whether weights are tied, which the weights themselves show.
 IGNORED = frozenset({
-    "architectures", "auto_map", "chunk_size_feed_forward", "custom_pipelines", "dtype", "fusion_config", "id2label",
-    "initializer_factor", "initializer_range", "label2id", "num_labels", "output_attentions", "output_hidden_states",
-    "output_router_logits", "pretraining_tp", "problem_type", "quantization_config", "return_dict",
-    "tie_word_embeddings", "torch_dtype", "transformers_version", "use_cache", "use_return_dict",
-    "router_aux_loss_coef", "router_z_loss_coef", "aux_loss_alpha", "router_jitter_noise", "seq_aux",
-    "attention_dropout", "attention_dropout_prob", "attention_probs_dropout_prob", "activation_dropout", "attn_pdrop",
-    "classifier_dropout", "classifier_dropout_prob", "dropout", "dropout_p", "embd_pdrop", "embedding_dropout",
-    "ffn_dropout", "hidden_dropout", "hidden_dropout_prob", "layerdrop", "resid_dropout", "resid_pdrop",
-    "residual_dropout", "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
-    "summary_use_proj", "bos_token_id", "cls_token_id", "decoder_start_token_id", "eos_token_id", "mask_token_id",
+    "architectures", "auto_map", "chunk_size_feed_forward", "custom_pipelines", "dtype",
+    "fusion_config", "id2label", "initializer_factor", "initializer_range", "label2id",
+    "num_labels", "output_attentions", "output_hidden_states", "output_router_logits",
+    "pretraining_tp", "problem_type", "quantization_config", "return_dict", "tie_word_embeddings",
+    "torch_dtype", "transformers_version", "use_cache", "use_return_dict", "router_aux_loss_coef",
+    "router_z_loss_coef", "aux_loss_alpha", "router_jitter_noise", "seq_aux", "attention_dropout",
+    "attention_dropout_prob", "attention_probs_dropout_prob", "activation_dropout", "attn_pdrop",
+    "classifier_dropout", "classifier_dropout_prob", "dropout", "dropout_p", "embd_pdrop",
+    "embedding_dropout", "ffn_dropout", "hidden_dropout", "hidden_dropout_prob", "layerdrop",
+    "resid_dropout", "resid_pdrop", "residual_dropout", "summary_activation",
+    "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
+    "bos_token_id", "cls_token_id", "decoder_start_token_id", "eos_token_id", "mask_token_id",
     "pad_token_id", "sep_token_id", "unk_token_id",
 })  # fmt: skip
 _ROPE_IGNORED = ("type",)  # the older name of rope_type
 _STATE = ("dynamic", "longrope")  # rotary embeddings whose frequencies follow the last text
 _INPUT_BUFFERS = ("position_ids", "token_type_ids", "attn.bias", "masked_bias", "transformer.bias")
 _FIRST_SCHEME_KEYS = (
-    "model_type", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
-    "rope_parameters", "rms_norm_eps", "layer_norm_eps", "sliding_window", "layer_types", "attn_logit_softcapping",
-    "final_logit_softcapping", "query_pre_attn_scalar", "logit_scale", "logits_scaling", "attention_multiplier",
-    "residual_multiplier", "embedding_multiplier",
+    "model_type", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "hidden_act", "rope_parameters", "rms_norm_eps", "layer_norm_eps", "sliding_window",
+    "layer_types", "attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar",
+    "logit_scale", "logits_scaling", "attention_multiplier", "residual_multiplier",
+    "embedding_multiplier",
 )  # fmt: skip
-_FIRST_SCHEME_ADDED = ("no_rope_layers", "use_parallel_residual", "norm_epsilon", "num_experts_per_tok")
+_FIRST_SCHEME_ADDED = (
+    "no_rope_layers",
+    "use_parallel_residual",
+    "norm_epsilon",
+    "num_experts_per_tok",
+)
 
+_SAMPLED_NUMBERS = 16
 _State = tuple[Any, ...]
 _known: WeakKeyDictionary[nn.Module, dict[str, tuple[_State, str]]] = WeakKeyDictionary()
 
@@ -62,14 +72,16 @@ def hash_tensor(digest: Any, name: str, tensor: Tensor) -> None:
 def fingerprint(model: nn.Module) -> str:
     """``2:`` and a SHA-256 of a model's class, configuration, parameters, buffers and active adapters.
 
-    - Of the configuration all settings count, nested ones too, but for those in ``IGNORED`` and those that have their
-      class's default: a newer transformers adds settings with defaults that keep a model as it is.
+    - Of the configuration all settings count, nested ones too, but for those in ``IGNORED`` and
+      those that have their class's default: a newer transformers adds settings with defaults that
+      keep a model as it is.
     - Rotary frequencies count where they are not those that the configuration gives.
-    - Of adapters, weights and scaling of the active ones count, not their names; a model whose adapters are off has the
-      fingerprint of the model without them.
+    - Of adapters, weights and scaling of the active ones count, not their names; a model whose
+      adapters are off has the fingerprint of the model without them.
 
-    The hash of the tensors is remembered until one of them is replaced or written to (writes through ``.data`` go
-    unnoticed, as to autograd).
+    The hash of the tensors is remembered until one of them is replaced or written to. A write
+    through ``.data``, which autograd does not notice, is noticed where it changes one of 16 numbers
+    spread over the tensor.
     """
     check_not_wrapped(model)
     tensors = tensors_of(model)
@@ -81,7 +93,11 @@ def fingerprint(model: nn.Module) -> str:
     digest.update(_remembered(model, "weights", persistent).encode())
     for line in _rotary_changes(model):
         digest.update(line.encode())
-    made = {name: x for name, x in tensors.base.items() if _is_made_by_class(model, name) and _counts(model, name)}
+    made = {
+        name: x
+        for name, x in tensors.base.items()
+        if _is_made_by_class(model, name) and _counts(model, name)
+    }
     digest.update(_remembered(model, "buffers", made).encode())
     for line in sorted(_adapter_digests(model, tensors)):
         digest.update(line.encode())
@@ -98,7 +114,9 @@ def first_fingerprint(model: nn.Module) -> str:
     config = getattr(model, "config", None)
     text_config = config.get_text_config() if config is not None else None
     shape = {key: getattr(text_config, key, None) for key in _FIRST_SCHEME_KEYS}
-    shape |= {key: getattr(text_config, key) for key in _FIRST_SCHEME_ADDED if hasattr(text_config, key)}
+    shape |= {
+        key: getattr(text_config, key) for key in _FIRST_SCHEME_ADDED if hasattr(text_config, key)
+    }
     digest.update(json.dumps(shape, sort_keys=True, default=str).encode())
     buffers = {name for name, _ in model.named_buffers()}
     for name in sorted(set(tensors.base) - buffers):
@@ -116,19 +134,33 @@ def are_comparable(first: str, second: str) -> bool:
     return first.startswith(SCHEME) == second.startswith(SCHEME)
 
 
-def _remembered(model: nn.Module, part: str, tensors: dict[str, Tensor]) -> str:
+def _remembered(model: nn.Module, group: str, tensors: dict[str, Tensor]) -> str:
     """A hash of tensors, taken again only where one of them has changed."""
     traceable = not any(tensor.is_inference() for tensor in tensors.values())
-    state = tuple((name, x.data_ptr(), x._version) for name, x in tensors.items()) if traceable else ()
+    versions = (
+        [(name, x.data_ptr(), x._version) for name, x in tensors.items()] if traceable else []
+    )
+    state = (*versions, _sample(tensors.values())) if traceable else ()
     known = _known.setdefault(model, {})
-    if traceable and part in known and known[part][0] == state:
-        return known[part][1]
+    if traceable and group in known and known[group][0] == state:
+        return known[group][1]
     digest = hashlib.sha256()
     for name in sorted(tensors):
         hash_tensor(digest, name, tensors[name])
     if traceable:
-        known[part] = (state, digest.hexdigest())
+        known[group] = (state, digest.hexdigest())
     return digest.hexdigest()
+
+
+def _sample(tensors: Iterable[Tensor]) -> bytes:
+    """Some numbers of every tensor: peft merges adapters through ``.data``, which changes no version."""
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        flat = tensor.detach().reshape(-1)
+        step = max(1, flat.numel() // _SAMPLED_NUMBERS)
+        alike.setdefault((flat.device, flat.dtype), []).append(flat[::step][:_SAMPLED_NUMBERS])
+    joined = [torch.cat(samples).cpu().view(torch.uint8) for samples in alike.values()]
+    return b"".join(samples.numpy().tobytes() for samples in joined)
 
 
 def _adapter_digests(model: nn.Module, tensors: Tensors) -> list[str]:
@@ -154,7 +186,9 @@ def _settings(config: PreTrainedConfig | None, reader: type) -> dict[str, Any]:
         if name not in declared and not _mentions(reader, name):
             continue  # what neither the configuration's class nor the model knows
         num_layers = getattr(config, "num_hidden_layers", None)
-        usual = _normal(getattr(default, name, None), getattr(default, "num_hidden_layers", None), reader)
+        usual = _normal(
+            getattr(default, name, None), getattr(default, "num_hidden_layers", None), reader
+        )
         normal = _normal(value, num_layers, reader)
         if normal != usual:
             settings[name] = normal
@@ -186,11 +220,19 @@ def _normal(value: Any, num_layers: int | None, reader: type) -> Any:
         return _settings(value, reader)
     if isinstance(value, dict):
         items = {str(key): _normal(item, num_layers, reader) for key, item in value.items()}
-        return {key: item for key, item in items.items() if item is not None and key not in _ROPE_IGNORED}
+        return {
+            key: item
+            for key, item in items.items()
+            if item is not None and key not in _ROPE_IGNORED
+        }
     if isinstance(value, list | tuple | set):
         items = [_normal(item, num_layers, reader) for item in value]
         # one entry for every layer, all alike, is a default that a class may write out or leave out
-        return items[0] if len(items) == num_layers and all(item == items[0] for item in items) else items
+        return (
+            items[0]
+            if len(items) == num_layers and all(item == items[0] for item in items)
+            else items
+        )
     if value is None or isinstance(value, bool | str):
         return value
     return repr(float(value)) if isinstance(value, int | float) else str(value)
@@ -212,17 +254,23 @@ def _module(model: nn.Module, path: str) -> nn.Module | None:
 
 def _counts(model: nn.Module, name: str) -> bool:
     """Whether a buffer that the class computes is looked at: rotary ones are looked at apart, positions never."""
-    return not _is_rotary(_module(model, name.rpartition(".")[0])) and not name.endswith(_INPUT_BUFFERS)
+    return not _is_rotary(_module(model, name.rpartition(".")[0])) and not name.endswith(
+        _INPUT_BUFFERS
+    )
 
 
 def _is_rotary(module: nn.Module | None) -> bool:
-    return any(name.endswith("inv_freq") for name, _ in (module.named_buffers(recurse=False) if module else ()))
+    return any(
+        name.endswith("inv_freq")
+        for name, _ in (module.named_buffers(recurse=False) if module else ())
+    )
 
 
 def _rotary_changes(model: nn.Module) -> list[str]:
     """Lines about rotary embeddings that are not those of the configuration.
 
-    Frequencies computed on another device or by another version differ in the last digits: these do not count.
+    Frequencies computed on another device or by another version differ in the last digits: these do
+    not count.
     """
     lines = []
     for path, module in model.named_modules():
@@ -246,7 +294,11 @@ def _follows_text(module: nn.Module, name: str) -> bool:
     """Whether a buffer changes with the length of the last text."""
     types = getattr(module, "rope_type", "default")
     kinds = types.values() if isinstance(types, dict) else [types]
-    return name.endswith("inv_freq") and "original" not in name and any(kind in _STATE for kind in kinds)
+    return (
+        name.endswith("inv_freq")
+        and "original" not in name
+        and any(kind in _STATE for kind in kinds)
+    )
 
 
 def _fresh(module: Any) -> nn.Module | None:

@@ -10,8 +10,8 @@ from kvcat.types import Int, Tensor
 def check_token_ids(model: PreTrainedModel, input_ids: Int[Tensor, "batch tokens"]) -> None:
     """Refuse a token id without a row in the model's embedding, before any forward.
 
-    It comes from a tokenizer with more tokens than the model. On a CPU the forward would end in an IndexError, on a GPU
-    in an assertion that leaves the device unusable.
+    It comes from a tokenizer with more tokens than the model. On a CPU the forward would end in an
+    IndexError, on a GPU in an assertion that leaves the device unusable.
     """
     rows = _num_embeddings(model)
     if rows is None or input_ids.numel() == 0:

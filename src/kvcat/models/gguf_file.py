@@ -1,8 +1,9 @@
-"""Models in .gguf files: the configuration that the metadata describe, and a check that nothing is left over.
+"""Models in .gguf files: the configuration, and a check that no tensor is left over.
 
-transformers' reader leaves out what it does not know: scaled rotary embeddings, biases, the size of heads. The
-configuration is therefore made here, from llama.cpp's own rules, for architectures whose logits were compared with
-llama.cpp. A metadata key or a tensor that the model does not use is refused by name.
+transformers' reader leaves out what it does not know: scaled rotary embeddings, biases, the size of
+heads. The configuration is therefore made here, from llama.cpp's own rules, for architectures whose
+logits were compared with llama.cpp. A metadata key or a tensor that the model does not use is
+refused by name.
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,13 +25,18 @@ _SIZES = {
     "feed_forward_length": "intermediate_size", "attention.head_count": "num_attention_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }  # fmt: skip
-_TOKENS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "padding_token_id": "pad_token_id"}
+_TOKENS = {
+    "bos_token_id": "bos_token_id",
+    "eos_token_id": "eos_token_id",
+    "padding_token_id": "pad_token_id",
+}
 # read below, each by its own rule
 _READ = (
-    "attention.head_count_kv", "attention.key_length", "attention.value_length", "vocab_size", "rope.dimension_count",
-    "rope.freq_base", "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor", "rope.scaling.attn_factor",
-    "rope.scaling.original_context_length", "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_beta_fast",
-    "rope.scaling.yarn_beta_slow", "rope.scaling.yarn_ext_factor",
+    "attention.head_count_kv", "attention.key_length", "attention.value_length", "vocab_size",
+    "rope.dimension_count", "rope.freq_base", "rope.scale_linear", "rope.scaling.type",
+    "rope.scaling.factor", "rope.scaling.attn_factor", "rope.scaling.original_context_length",
+    "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
+    "rope.scaling.yarn_ext_factor",
 )  # fmt: skip
 # YaRN's constants: other values are not applied by llama.cpp as transformers applies them
 _YARN = {
@@ -56,7 +62,9 @@ class _Header:
     settings: Mapping[str, Any]  # KEY of "ARCHITECTURE.KEY"
     tokens: Mapping[str, Any]  # KEY of "tokenizer.ggml.KEY", numbers only
     shapes: Mapping[str, tuple[int, ...]]  # torch's order
-    rope_tensors: Mapping[str, list[float]]  # those that llama.cpp reads; of other tensors only the shape is needed
+    rope_tensors: Mapping[
+        str, list[float]
+    ]  # those that llama.cpp reads; of other tensors only the shape is needed
 
     def setting(self, key: str, default: Any = None) -> Any:
         """A setting; ``InputError`` where the file lacks it and there is no default."""
@@ -65,9 +73,13 @@ class _Header:
             raise InputError(f"{self.path} lacks the metadata key {self.architecture}.{key}")
         return value
 
-    def refuse(self, key: str, reason: str = "which this version of kvcat cannot apply") -> InputError:
+    def refuse(
+        self, key: str, reason: str = "which this version of kvcat cannot apply"
+    ) -> InputError:
         """The error for a setting that changes the logits."""
-        return InputError(f"{self.path} has {self.architecture}.{key} = {self.settings[key]!r}, {reason}")
+        return InputError(
+            f"{self.path} has {self.architecture}.{key} = {self.settings[key]!r}, {reason}"
+        )
 
 
 def check_gguf_reader(name: str | Path) -> None:
@@ -77,17 +89,19 @@ def check_gguf_reader(name: str | Path) -> None:
 
 
 def gguf_config(path: Path) -> PreTrainedConfig:
-    """The configuration of the model in a .gguf file, complete: rotary scaling, biases and head sizes included.
+    """The configuration of the model in a .gguf file, with rotary scaling, biases and head sizes.
 
     Raises:
-        InputError: a damaged file, an adapter, one of several parts, an unknown architecture, or a setting
-            that changes the logits and cannot be applied.
+        InputError: a damaged file, an adapter, one of several parts, an unknown architecture, or a
+            setting that changes the logits and cannot be applied.
     """
     header = _read_header(path)
     _check_settings(header)
     heads = header.setting("attention.head_count")
     if not isinstance(heads, int):
-        raise header.refuse("attention.head_count", "which differs between layers: this is not supported")
+        raise header.refuse(
+            "attention.head_count", "which differs between layers: this is not supported"
+        )
     fields = {name: header.setting(key) for key, name in _SIZES.items()}
     head_dim = header.setting("attention.key_length", fields["hidden_size"] // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
@@ -128,7 +142,9 @@ def check_all_used(path: Path, weights: Iterable[str], config: PreTrainedConfig)
             raise InputError(f"{path} lacks {name}, which the model needs as {weight}")
         used.add(name)
     if unused := sorted(set(header.shapes) - used):
-        raise InputError(f"{path} has {len(unused)} tensors that the model does not use, for example {unused[0]}")
+        raise InputError(
+            f"{path} has {len(unused)} tensors that the model does not use, for example {unused[0]}"
+        )
 
 
 def _gguf_number(architecture: str) -> Any:
@@ -141,10 +157,19 @@ def _read_header(path: Path) -> _Header:
     try:
         reader = gguf.GGUFReader(path)
         # the words of a vocabulary are many and not needed here
-        scalars = {key: field for key, field in reader.fields.items() if len(field.data) == 1 or "ggml" not in key}
+        scalars = {
+            key: field
+            for key, field in reader.fields.items()
+            if len(field.data) == 1 or "ggml" not in key
+        }
         metadata = {key: field.contents() for key, field in scalars.items()}
-        shapes = {tensor.name: tuple(int(size) for size in reversed(tensor.shape)) for tensor in reader.tensors}
-        is_longrope = metadata.get(f"{metadata['general.architecture']}.rope.scaling.type") == "longrope"
+        shapes = {
+            tensor.name: tuple(int(size) for size in reversed(tensor.shape))
+            for tensor in reader.tensors
+        }
+        is_longrope = (
+            metadata.get(f"{metadata['general.architecture']}.rope.scaling.type") == "longrope"
+        )
         rotary = _ROPE_FACTORS.values() if is_longrope else (_ROPE_FREQS,)
         rope_tensors = {
             tensor.name: gguf.dequantize(tensor.data, tensor.tensor_type).flatten().tolist()
@@ -157,7 +182,9 @@ def _read_header(path: Path) -> _Header:
     if metadata.get("general.type", "model") != "model":
         raise InputError(f"{path} is no model: its general.type is {metadata['general.type']!r}")
     if metadata.get("split.count", 1) > 1:
-        raise InputError(f"{path} is one of {metadata['split.count']} parts: join them with llama-gguf-split --merge")
+        raise InputError(
+            f"{path} is one of {metadata['split.count']} parts: join them with llama-gguf-split --merge"
+        )
     if architecture not in ARCHITECTURES:
         raise InputError(
             f"{path} has architecture {architecture!r}; .gguf files are read of {', '.join(ARCHITECTURES)}: "
@@ -169,8 +196,16 @@ def _read_header(path: Path) -> _Header:
     return _Header(
         path,
         architecture,
-        {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)},
-        {key.removeprefix(words): value for key, value in metadata.items() if key.startswith(words)},
+        {
+            key.removeprefix(prefix): value
+            for key, value in metadata.items()
+            if key.startswith(prefix)
+        },
+        {
+            key.removeprefix(words): value
+            for key, value in metadata.items()
+            if key.startswith(words)
+        },
         shapes,
         rope_tensors,
     )
@@ -191,26 +226,35 @@ def _check_settings(header: _Header) -> None:
 def _rope_parameters(header: _Header, head_dim: int) -> dict[str, Any]:
     """llama.cpp's rotary embedding in transformers' terms.
 
-    llama.cpp's type is linear where none is named. Factors of a tensor divide the frequencies, whatever the length of
-    the text: these are transformers' LongRoPE with equal short and long factors.
+    llama.cpp's type is linear where none is named. Factors of a tensor divide the frequencies,
+    whatever the length of the text: these are transformers' LongRoPE with equal short and long
+    factors.
     """
     kind = header.setting("rope.scaling.type", "linear")
     factor = header.setting("rope.scaling.factor", header.setting("rope.scale_linear", 0.0)) or 1.0
     attention = header.setting("rope.scaling.attn_factor", 1.0)
-    original = header.setting("rope.scaling.original_context_length", header.setting("context_length"))
+    original = header.setting(
+        "rope.scaling.original_context_length", header.setting("context_length")
+    )
     parameters = {"rope_theta": header.setting("rope.freq_base", 10000.0)}
     if any(len(factors) != head_dim // 2 for factors in header.rope_tensors.values()):
-        raise InputError(f"{header.path}: its rotary factors do not fit heads of {head_dim} channels")
+        raise InputError(
+            f"{header.path}: its rotary factors do not fit heads of {head_dim} channels"
+        )
     if kind not in ("none", "linear", "yarn", "longrope"):
         raise header.refuse("rope.scaling.type")
     if kind == "none":
         factor = 1.0
     if kind == "longrope":
         if factor != 1.0:
-            raise header.refuse("rope.scaling.factor", "together with type longrope: this is not supported")
+            raise header.refuse(
+                "rope.scaling.factor", "together with type longrope: this is not supported"
+            )
         missing = sorted(set(_ROPE_FACTORS.values()) - set(header.rope_tensors))
         if missing:
-            raise InputError(f"{header.path} has rotary embeddings of type longrope and lacks {missing[0]}")
+            raise InputError(
+                f"{header.path} has rotary embeddings of type longrope and lacks {missing[0]}"
+            )
         short, long = (header.rope_tensors[_ROPE_FACTORS[name]] for name in ("short", "long"))
         return parameters | _longrope(short, long, original, attention)
     if kind == "yarn":
@@ -219,13 +263,17 @@ def _rope_parameters(header: _Header, head_dim: int) -> dict[str, Any]:
         factors = [factor * number for number in header.rope_tensors[_ROPE_FREQS]]
         return parameters | _longrope(factors, factors, original, attention)
     if attention != 1.0:
-        raise header.refuse("rope.scaling.attn_factor", f"with rotary embeddings of type {kind}: not supported")
+        raise header.refuse(
+            "rope.scaling.attn_factor", f"with rotary embeddings of type {kind}: not supported"
+        )
     if factor == 1.0:
         return parameters | {"rope_type": "default"}
     return parameters | {"rope_type": "linear", "factor": factor}
 
 
-def _longrope(short: list[float], long: list[float], original: int, attention: float) -> dict[str, Any]:
+def _longrope(
+    short: list[float], long: list[float], original: int, attention: float
+) -> dict[str, Any]:
     return {
         "rope_type": "longrope", "short_factor": short, "long_factor": long, "factor": 1.0,
         "attention_factor": attention, "original_max_position_embeddings": original,
@@ -235,7 +283,9 @@ def _longrope(short: list[float], long: list[float], original: int, attention: f
 def _yarn(header: _Header, factor: float, original: int) -> dict[str, Any]:
     """YaRN with llama.cpp's constants, which are transformers' defaults."""
     if _ROPE_FREQS in header.rope_tensors:
-        raise InputError(f"{header.path} has {_ROPE_FREQS} and rotary embeddings of type yarn: this is not supported")
+        raise InputError(
+            f"{header.path} has {_ROPE_FREQS} and rotary embeddings of type yarn: this is not supported"
+        )
     for key, default in _YARN.items():
         if header.setting(key, default) != default:
             raise header.refuse(key, "which llama.cpp and kvcat do not apply alike")

@@ -1,4 +1,4 @@
-"""Weights in a model's folder that the model does not use: harmless ones by name and value, or refused."""
+"""Weights in a model's folder that the model does not use: refused, but for harmless ones."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,9 +17,10 @@ _FILES = ("model*.safetensors", "pytorch_model*.bin")  # transformers prefers th
 def check_weights(folder: Path, model: PreTrainedModel, unexpected: Iterable[str]) -> None:
     """Refuse a folder with weights that the model does not use and that change its output.
 
-    Harmless are buffers which the model computes itself, with the same numbers: rotary frequencies, position ids,
-    causal masks. Weights that the model's class ignores by its own list, such as layers that predict further tokens,
-    are not among the unexpected ones. An output matrix next to tied embeddings must be the embeddings.
+    Harmless are buffers which the model computes itself, with the same numbers: rotary frequencies,
+    position ids, causal masks. Weights that the model's class ignores by its own list, such as
+    layers that predict further tokens, are not among the unexpected ones. An output matrix next to
+    tied embeddings must be the embeddings.
 
     Args:
         folder: the model's folder.
@@ -27,8 +28,12 @@ def check_weights(folder: Path, model: PreTrainedModel, unexpected: Iterable[str
         unexpected: names of weights that transformers did not use.
     """
     stored = _stored_in(folder)
-    frequencies = {name for name in stored if name.endswith("inv_freq")}  # transformers drops them unseen
-    harmful = [name for name in {*unexpected, *frequencies} if not _is_harmless(stored, name, model)]
+    frequencies = {
+        name for name in stored if name.endswith("inv_freq")
+    }  # transformers drops them unseen
+    harmful = [
+        name for name in {*unexpected, *frequencies} if not _is_harmless(stored, name, model)
+    ]
     if harmful:
         raise InputError(
             f"{folder} has {len(harmful)} weights that the model does not use, for example {sorted(harmful)[0]}: "
@@ -41,7 +46,11 @@ def _check_tied_head(folder: Path, stored: dict[str, Path], model: PreTrainedMod
     """Refuse an output matrix that differs from the embeddings to which config.json ties it."""
     head: Any = model.get_output_embeddings()
     embedding: Any = model.get_input_embeddings()
-    if head is None or embedding is None or not model.config.get_text_config(decoder=True).tie_word_embeddings:
+    if (
+        head is None
+        or embedding is None
+        or not model.config.get_text_config(decoder=True).tie_word_embeddings
+    ):
         return
     name = next((name for name in stored if name.endswith("lm_head.weight")), None)
     is_tied = head.weight is embedding.weight or torch.equal(head.weight, embedding.weight)
@@ -73,7 +82,9 @@ def _is_harmless(stored: dict[str, Path], name: str, model: PreTrainedModel) -> 
 
 def _are_frequencies(values: Float[Tensor, " pairs"], model: PreTrainedModel) -> bool:
     """Whether these are the model's rotary frequencies, or those before a scaling that config.json describes."""
-    buffers = [buffer.float().cpu() for name, buffer in model.named_buffers() if name.endswith("inv_freq")]
+    buffers = [
+        buffer.float().cpu() for name, buffer in model.named_buffers() if name.endswith("inv_freq")
+    ]
     parameters = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
     if isinstance(theta := parameters.get("rope_theta"), int | float):
         buffers.append(float(theta) ** -(torch.arange(len(values)) / len(values)))
