@@ -51,7 +51,12 @@ def make_step(options: argparse.Namespace) -> Step:
         with torch.autocast(options.device, torch.bfloat16, enabled=options.autocast):
             if options.one == "naive":
                 return naive_objective(head, dense, masked, ids)
-            return chunked_objective(head, dense, masked, ids, chunk_tokens=int(options.one) or None).total
+            masked_states = None if masked is None else masked[:, :-1]
+            chunk_tokens = int(options.one) or None
+            losses = chunked_objective(
+                head, dense[:, :-1], masked_states, ids[:, 1:], chunk_tokens=chunk_tokens
+            )
+            return losses.total
 
     return step
 

@@ -1,20 +1,18 @@
 """The queries that Attention Matching fits to, and their weights."""
 
-import math
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from structured_heads import eager_attention
 
-from kvcat.attention.chunks import rows_per_chunk
+from kvcat.chunks import rows_per_chunk
 from kvcat.compress import heads as heads_module
 from kvcat.compress import queries as queries_module
 from kvcat.compress import split_supervision, trace
 from kvcat.compress.heads import Heads, dense_attention
-from kvcat.compress.queries import fitted_queries, log_mass
+from kvcat.compress.queries import fitted_queries
 from kvcat.compress.trace import sampled_positions
 from kvcat.models import rotation as rotation_module
 from kvcat.models.rotation import KeyRotation
@@ -44,19 +42,6 @@ def weights_of(found, fitted, layer):
             own = dense_attention(Heads(found, fitted).load([(layer, example, head)])).weights
             result[example, 2 * head : 2 * head + 2] = own.view(-1, 2).T
     return result
-
-
-def test_the_mass_of_keys_is_that_of_the_plain_sum(monkeypatch):
-    draw = torch.Generator().manual_seed(0)
-    queries, keys = torch.randn(2, 4, 9, 5, generator=draw), torch.randn(2, 2, 7, 5, generator=draw)
-    last = torch.tensor([0, 6, 2, 3, 3, 1, 5, 4, 6])
-    expected = torch.zeros(2, 4, 9)
-    for b, h, i in np.ndindex(2, 4, 9):
-        terms = [math.exp(0.3 * float(queries[b, h, i] @ keys[b, h // 2, j])) for j in range(int(last[i]) + 1)]
-        expected[b, h, i] = math.log(sum(terms))
-    for elements in (2**21, 2 * 4 * 7 * 2):
-        monkeypatch.setattr(queries_module, "_CHUNK_ELEMENTS", elements)
-        assert torch.allclose(log_mass(queries, keys, 0.3, last), expected, atol=1e-5)
 
 
 def test_a_query_weighs_as_the_attention_that_it_gives_to_the_prefix(double, windows, found):

@@ -59,7 +59,7 @@ def test_a_suffix_in_chunks_fares_as_in_one_piece(windows, method, monkeypatch):
         for start in (0, 6):
             whole = compare(found, cache, start=start)
             with monkeypatch.context() as patch:
-                patch.setattr("kvcat.losses.chunked._CHUNK_ELEMENTS", 15 * model.config.vocab_size)
+                patch.setattr("kvcat.losses.logits._CHUNK_ELEMENTS", 15 * model.config.vocab_size)
                 patch.setattr(sys.modules["kvcat.compress.compare"], "_CHUNK_TOKENS", chunk_tokens)
                 parts, hidden = compare(found, cache, start=start), replay_hidden(model, cache, windows[:, 48:])
             torch.testing.assert_close(vars(whole), vars(parts), rtol=0, atol=1e-12)

@@ -5,7 +5,14 @@ import torch
 from torch import nn
 
 from kvcat import InputError
-from kvcat.losses import OutputHead, chunked_kl, chunked_objective, distillation_kl, next_token_loss
+from kvcat.losses import (
+    OutputHead,
+    chunked_distillation,
+    chunked_kl,
+    chunked_objective,
+    distillation_kl,
+    next_token_loss,
+)
 from large_tensors import LargeTensors
 
 BATCH, TOKENS, HIDDEN, VOCAB = 2, 9, 6, 13
@@ -36,6 +43,12 @@ def naive_total(head, dense, masked, ids, *, mask_weight=1.0, anchor_weight=1.0)
     return total if masked is None else total + mask_weight * distillation_kl(logits, head.logits(masked))
 
 
+def objective(head, dense, masked, ids, **options):
+    """The chunked objective of the naive one's arguments: the state at t predicts the token at t + 1."""
+    masked = None if masked is None else masked[:, :-1]
+    return chunked_objective(head, dense[:, :-1], masked, ids[:, 1:], **options)
+
+
 def gradients(total, head, *hidden, **options):
     wanted = [x for x in (*hidden, *head.linear.parameters()) if x is not None and x.requires_grad]
     return torch.autograd.grad(total, wanted, **options)
@@ -53,10 +66,10 @@ def assert_equal(found, expected, head, *hidden):
 @pytest.mark.parametrize("control", [False, True])
 @pytest.mark.parametrize(("options", "chunk"), [({}, 1000), ({"scale": -1.7}, 3), ({"softcap": 0.8}, 5), (ALL, None)])
 def test_value_and_every_gradient_equal_the_naive_objective(options, chunk, control, monkeypatch):
-    monkeypatch.setattr("kvcat.losses.chunked._BLOCK_ELEMENTS_CPU", 2 * VOCAB)
+    monkeypatch.setattr("kvcat.losses.logits._BLOCK_ELEMENTS_CPU", 2 * VOCAB)
     head, (dense, masked, ids) = make_head(**options), make_inputs()
     masked = None if control else masked
-    losses = chunked_objective(head, dense, masked, ids, **WEIGHTS, chunk_tokens=chunk)
+    losses = objective(head, dense, masked, ids, **WEIGHTS, chunk_tokens=chunk)
     assert_equal(losses.total, naive_total(head, dense, masked, ids, **WEIGHTS), head, dense, masked)
     assert losses.dense_loss.item() == pytest.approx(next_token_loss(head.logits(dense), ids).item(), abs=1e-13)
     assert ((losses.masked_loss, losses.kl, losses.top1) == (None, None, None)) == control
@@ -75,13 +88,13 @@ def test_each_gradient_is_right_when_it_is_the_only_one(only):
     head, (dense, masked, ids) = make_head(**ALL), make_inputs()
     for number, tensor in enumerate((dense, masked, head.weight, head.bias)):
         tensor.requires_grad_(number == only)
-    total = chunked_objective(head, dense, masked, ids, chunk_tokens=5).total
+    total = objective(head, dense, masked, ids, chunk_tokens=5).total
     assert_equal(total, naive_total(head, dense, masked, ids), head, dense, masked)
 
 
 def test_equal_passes_have_no_kl_no_gradient_and_full_agreement():
     head, (dense, _, ids) = make_head(bias=True, softcap=2.0, dtype=torch.float32), make_inputs(dtype=torch.float32)
-    losses = chunked_objective(head, dense, dense, ids, anchor_weight=0.0, chunk_tokens=4)
+    losses = objective(head, dense, dense, ids, anchor_weight=0.0, chunk_tokens=4)
     assert (losses.total.item(), losses.kl.item(), losses.top1.item()) == (0.0, 0.0, 1.0)
     assert losses.dense_loss.item() == losses.masked_loss.item() > 0
     assert all(gradient.abs().max() == 0 for gradient in gradients(losses.total, head, dense))
@@ -89,7 +102,7 @@ def test_equal_passes_have_no_kl_no_gradient_and_full_agreement():
 
 def test_the_gradient_that_arrives_scales_all_gradients_as_often_as_asked():
     head, (dense, masked, ids) = make_head(bias=True), make_inputs()
-    total = chunked_objective(head, dense, masked, ids, **WEIGHTS, chunk_tokens=5).total
+    total = objective(head, dense, masked, ids, **WEIGHTS, chunk_tokens=5).total
     once, scaled, again = (gradients(total * x, head, dense, masked, retain_graph=True) for x in (1.0, -2048.0, 1.0))
     assert all(torch.equal(b, -2048 * a) for a, b in zip(once, scaled, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
@@ -106,7 +119,7 @@ def test_half_precision_is_as_close_to_float64_as_the_naive_objective(dtype, aut
     reference = gradients(naive_total(exact, *wide, ids), exact, *wide)
     with torch.autocast("cpu", dtype=dtype, enabled=autocast):
         naive = naive_total(head, dense, masked, ids)
-        total = chunked_objective(head, dense, masked, ids, chunk_tokens=17).total
+        total = objective(head, dense, masked, ids, chunk_tokens=17).total
     assert total.dtype == torch.float32
     assert total.item() == pytest.approx(naive.item(), rel=2e-3)
     found, plain = (gradients(x, head, dense, masked) for x in (total, naive))
@@ -121,7 +134,7 @@ def test_a_scaled_loss_saves_float16_gradients_from_underflow():
     dense, masked, ids = make_inputs(batch=1, tokens=200, **WIDE, dtype=torch.float16)
     found, expected = (
         torch.autograd.grad(
-            chunked_objective(head, dense, masked, ids, mask_weight=w, anchor_weight=0.0).total / w, masked
+            objective(head, dense, masked, ids, mask_weight=w, anchor_weight=0.0).total / w, masked
         )[0]
         for w in (1e-5, 1.0)
     )
@@ -130,13 +143,13 @@ def test_a_scaled_loss_saves_float16_gradients_from_underflow():
 
 @pytest.mark.parametrize(("softcap", "block", "at_once"), [(None, 6, 5), (2.0, 6, 7), (None, 5, 2), (2.0, 5, 2)])
 def test_no_tensor_is_larger_than_a_chunk_of_logits_and_few_of_those_live_at_once(softcap, block, at_once, monkeypatch):
-    monkeypatch.setattr("kvcat.losses.chunked._BLOCK_ELEMENTS_CPU", block * 97)
+    monkeypatch.setattr("kvcat.losses.logits._BLOCK_ELEMENTS_CPU", block * 97)
     chunk, vocab, sizes = 6, 97, {"hidden": 5, "vocab": 97}
     head = make_head(**sizes, bias=True, softcap=softcap, dtype=torch.float32)
     dense, masked, ids = make_inputs(batch=3, tokens=21, **sizes, dtype=torch.float32)
     known = (dense, masked, ids, head.weight, head.bias)
     with LargeTensors(chunk * vocab, known) as chunked:
-        chunked_objective(head, dense, masked, ids, chunk_tokens=chunk).total.backward()
+        objective(head, dense, masked, ids, chunk_tokens=chunk).total.backward()
     assert (chunked.largest, chunked.at_once) == (chunk * vocab, at_once)
 
 
@@ -145,10 +158,10 @@ def test_no_gradient_is_made_where_none_is_wanted():
     head = make_head(**sizes, bias=True)
     dense, masked, ids = make_inputs(batch=1, tokens=5, **sizes)
     known = (dense, masked, ids, head.weight, head.bias)
-    expected = chunked_objective(head, dense, masked, ids).total
+    expected = objective(head, dense, masked, ids).total
     for enabled in (False, True):  # switched off; not required by any tensor
         with torch.set_grad_enabled(enabled), LargeTensors(0, known) as made:
-            losses = chunked_objective(head, dense, masked, ids, chunk_tokens=2)
+            losses = objective(head, dense, masked, ids, chunk_tokens=2)
         assert not losses.total.requires_grad
         assert losses.total.item() == pytest.approx(expected.item(), abs=1e-13)
         assert made.largest < 31 * 64
@@ -171,17 +184,27 @@ def test_what_is_no_head_and_a_chunk_without_tokens_are_refused_by_name():
             OutputHead(*arguments)
     dense, masked, ids = make_inputs()
     with pytest.raises(InputError, match="chunk_tokens is 0; it must be at least 1"):
-        chunked_objective(make_head(), dense, masked, ids, chunk_tokens=0)
+        objective(make_head(), dense, masked, ids, chunk_tokens=0)
     sharded = make_head()
     sharded.weight.placements = ()  # as a DTensor has them
     with pytest.raises(InputError, match="sharded"):
-        chunked_objective(sharded, dense, masked, ids)
+        objective(sharded, dense, masked, ids)
 
 
 @pytest.mark.parametrize("chunk", [4, 256])
 def test_distillation_from_another_model_in_chunks_equals_the_whole_in_value_and_every_gradient(chunk, monkeypatch):
-    monkeypatch.setattr("kvcat.losses.chunked._CHUNK_ELEMENTS", chunk * VOCAB)
+    monkeypatch.setattr("kvcat.losses.logits._CHUNK_ELEMENTS", chunk * VOCAB)
     teacher, student = make_head(bias=True), make_head(hidden=5, scale=0.5, softcap=3.0)
     taught, learned = make_inputs()[0], make_inputs(hidden=5, seed=1)[0]
-    found = chunked_kl(teacher, taught.detach(), student, learned)
+    found = chunked_kl(teacher, taught[:, :-1].detach(), student, learned[:, :-1])
     assert_equal(found, distillation_kl(teacher.logits(taught.detach()), student.logits(learned)), student, learned)
+
+
+def test_distillation_under_one_head_equals_the_whole_and_gives_the_teacher_no_gradient():
+    head, (teacher, hidden, _) = make_head(**ALL), make_inputs()
+    total = chunked_distillation(head, teacher[:, :-1], hidden[:, :-1])
+    expected = distillation_kl(head.logits(teacher), head.logits(hidden))
+    assert gradients(total, head, teacher, allow_unused=True, retain_graph=True)[0] is None
+    assert_equal(total, expected, head, hidden)
+    with pytest.raises(InputError, match="no position"):
+        chunked_distillation(head, teacher[:, :0], hidden[:, :0])

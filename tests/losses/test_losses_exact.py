@@ -86,8 +86,8 @@ def test_a_target_outside_zero_to_one_and_a_sequence_of_one_token_are_refused():
 @pytest.mark.parametrize("chunk", [256, 1, 4])
 @pytest.mark.parametrize("softcap", [None, 1.5])
 def test_scores_at_every_position_are_those_of_the_whole_logits(chunk, softcap, monkeypatch):
-    monkeypatch.setattr("kvcat.losses.chunked._CHUNK_ELEMENTS", chunk * 13)
-    monkeypatch.setattr("kvcat.losses.chunked._BLOCK_ELEMENTS_CPU", 2 * 13)
+    monkeypatch.setattr("kvcat.losses.logits._CHUNK_ELEMENTS", chunk * 13)
+    monkeypatch.setattr("kvcat.losses.logits._BLOCK_ELEMENTS_CPU", 2 * 13)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         head = OutputHead(torch.nn.Linear(6, 13, dtype=torch.float64), 1.3, softcap)

@@ -11,14 +11,11 @@ from kvcat.policies import (
     AttentionMassPolicy,
     RandomPolicy,
     Router,
-    attention_mass,
     build_policies,
     check_group_starts,
     gate,
     kept_count,
 )
-from naive import attention_mass as naive_mass
-from naive import normal
 
 
 def test_the_gate_keeps_what_exceeds_the_threshold_and_position_zero_and_passes_gradients_straight_through():
@@ -97,20 +94,6 @@ def test_a_policys_options_come_from_its_spec_and_are_checked_by_name_and_type(m
         build("strided,every=often")
     with pytest.raises(InputError, match="policy random has no option 'every'; its options: none"):
         build("random,every=3")
-
-
-@pytest.mark.parametrize(("heads", "window", "chunk"), [((2, 2), None, 5), ((4, 2), 4, 1), ((6, 1), 1, 100)])
-def test_attention_mass_in_chunks_equals_its_naive_twin(heads, window, chunk, monkeypatch):
-    monkeypatch.setattr("kvcat.policies.attention._CHUNK_ELEMENTS", chunk * 2 * heads[0] * 13)
-    q, k = normal(2, heads[0], 13, 4), normal(2, heads[1], 13, 4, seed=1)
-    fast = attention_mass(q, k, scale=0.7, window=window)
-    torch.testing.assert_close(fast.sum(1), naive_mass(q, k, 0.7, window), rtol=1e-12, atol=1e-13)
-    groups = zip(q.unflatten(1, (heads[1], -1)).unbind(1), k.unbind(1), strict=True)
-    by_head = torch.stack([naive_mass(own, keys[:, None], 0.7, window) for own, keys in groups], 1)
-    torch.testing.assert_close(fast, by_head, rtol=1e-12, atol=1e-13)
-    last = attention_mass(q[:, :, -3:], k, scale=0.7, window=window)
-    before = attention_mass(q[:, :, :-3], k[:, :, :-3], scale=0.7, window=window)
-    torch.testing.assert_close(torch.nn.functional.pad(before, (0, 3)) + last, fast)
 
 
 def test_the_slots_that_everyone_looks_at_are_kept_and_equal_masses_go_to_the_lower_position():

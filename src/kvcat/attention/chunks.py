@@ -1,30 +1,65 @@
-"""Attention scores in chunks of queries: how many at once, and exponentials below a maximum."""
+"""Attention scores of some queries at a time, so that a tensor of all queries x keys never exists."""
 
 import math
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
-from kvcat.types import Float, Tensor
-
-CPU_CACHE_ELEMENTS = 2**19
-"""Numbers that a CPU keeps in its cache."""
-DEVICE_ELEMENTS = 2**26
-"""Numbers that an accelerator holds at once, 256 MiB in float32."""
+from kvcat.types import Float, Int, Tensor, at_least_float32
 
 
-def rows_per_chunk(
-    row_elements: int, device: torch.device, *, cpu_elements: int = CPU_CACHE_ELEMENTS, least: int = 1
-) -> int:
-    """Rows of ``row_elements`` numbers each that are worked on at once.
+class ScoreChunk(NamedTuple):
+    """Scores of some queries.
 
     Args:
-        row_elements: numbers that one row holds.
-        device: where they are; on an accelerator a chunk holds at most 2^26 numbers.
-        cpu_elements: most numbers of a chunk on a CPU.
-        least: rows of a chunk even where they hold more.
+        rows: the queries.
+        scores: against the first keys, up to the last that any of the queries sees, in at least
+            float32; -inf for the keys that a query does not see.
     """
-    most = cpu_elements if device.type == "cpu" else DEVICE_ELEMENTS
-    return max(least, most // row_elements)
+
+    rows: slice
+    scores: Float[Tensor, "batch kv_heads group rows seen_keys"]
+
+
+def score_chunks(
+    queries: Float[Tensor, "batch kv_heads group queries head_dim"],
+    keys: Float[Tensor, "batch kv_heads keys head_dim"],
+    scale: float,
+    last_seen: Int[Tensor, " queries"],
+    rows_at_once: int,
+    *,
+    window: int | None = None,
+) -> Iterator[ScoreChunk]:
+    """Scores scale q.k, chunk by chunk of queries.
+
+    Args:
+        queries: after rotation; ``group`` are the query heads that read a KV head.
+        keys: after rotation.
+        scale: factor on q.k.
+        last_seen: last key that each query sees.
+        rows_at_once: queries of a chunk.
+        window: keys that a query sees, up to the last one; None: all of them.
+    """
+    last_seen = last_seen.to("cpu")  # decides shapes, for which an accelerator would have to wait
+    key_numbers = torch.arange(keys.shape[2], device=keys.device)
+    for start in range(0, len(last_seen), rows_at_once):
+        rows = slice(start, start + rows_at_once)
+        row_last = last_seen[rows]
+        num_seen = int(row_last.max()) + 1
+        some_queries = queries[:, :, :, rows]
+        # the query heads of a KV head as one matrix: (batch, kv_heads, group * rows, seen_keys)
+        products = some_queries.flatten(2, 3) @ keys[:, :, :num_seen].mT
+        scores = at_least_float32(products).mul_(scale).unflatten(2, some_queries.shape[2:4])
+        # keys that all rows see need no mask
+        first_hidden = int(row_last.min()) + 1 if window is None else 0
+        numbers = key_numbers[first_hidden:num_seen]
+        row_last = row_last.to(keys.device).unsqueeze(1)
+        is_hidden = numbers > row_last
+        if window is not None:
+            is_hidden |= numbers <= row_last - window
+        scores[..., first_hidden:].masked_fill_(is_hidden, -torch.inf)
+        yield ScoreChunk(rows, scores)
 
 
 def exp_below(

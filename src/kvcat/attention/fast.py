@@ -10,10 +10,16 @@ from kvcat.attention.mask_gradient import KeepGradient
 from kvcat.attention.reference import reachable, visible
 from kvcat.types import Bool, Float, Int, Tensor
 
-_DROPPED = -1e4  # nats: exp(_DROPPED) is 0 in every dtype, and finite scores keep gradients free of NaN
+_DROPPED = (
+    -1e4
+)  # nats: exp(_DROPPED) is 0 in every dtype, and finite scores keep gradients free of NaN
 _FEW_QUERIES = 64  # so few take a log-bias as a tensor of heads x queries x keys
 
-Head = tuple[Float[Tensor, "slots head_dim"], Float[Tensor, "slots value_dim"], Float[Tensor, " slots"] | None]
+Head = tuple[
+    Float[Tensor, "slots head_dim"],
+    Float[Tensor, "slots value_dim"],
+    Float[Tensor, " slots"] | None,
+]
 """Keys, values and log-bias of one KV head of one example."""
 SlotsByHead = Callable[[int, int], Head]
 """The slots of an example and a head."""
@@ -84,8 +90,13 @@ def attend_twice(
     window = None if window is None or window >= num_tokens else window
     first = slice(0, num_tokens)
     dense = attend(q[:, :, first], k[:, :, first], v[:, :, first], scale=scale, window=window)
-    prefixes = (x[:, :, :prefix_len].detach() if detach_prefix else x[:, :, :prefix_len] for x in (k, v))
-    keys, values = (torch.cat([old, x[:, :, num_tokens:]], dim=2) for old, x in zip(prefixes, (k, v), strict=True))
+    prefixes = (
+        x[:, :, :prefix_len].detach() if detach_prefix else x[:, :, :prefix_len] for x in (k, v)
+    )
+    keys, values = (
+        torch.cat([old, x[:, :, num_tokens:]], dim=2)
+        for old, x in zip(prefixes, (k, v), strict=True)
+    )
     seen = pad(keep, (0, num_tokens - prefix_len), value=1.0)
     masked = attend(q[:, :, num_tokens:], keys, values, seen, scale=scale, window=window)
     return torch.cat([dense, masked], dim=2)
@@ -114,7 +125,9 @@ def attend_ragged(
         for head in range(k.shape[1]):
             *prefix, bias = slots(example, head)
             keys, values = (
-                torch.cat([x.to(new.dtype).expand(len(own), 1, -1, -1), new[own, head : head + 1]], dim=2)
+                torch.cat(
+                    [x.to(new.dtype).expand(len(own), 1, -1, -1), new[own, head : head + 1]], dim=2
+                )
                 for x, new in zip(prefix, (k, v), strict=True)
             )
             part = slice(head * num_groups, (head + 1) * num_groups)
@@ -140,15 +153,21 @@ def _without_reach(
     return torch.where(blind, own, out)
 
 
-def _within_reach(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, log_bias: Tensor | None, scale: float) -> Tensor:
+def _within_reach(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, log_bias: Tensor | None, scale: float
+) -> Tensor:
     """``seen`` is (batch or 1, 1, queries, keys)."""
     wide = torch.promote_types(q.dtype, torch.float32)  # a bfloat16 bias would lose 0.01 nats
     if log_bias is None:
-        mask = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill(~seen, -torch.inf)
+        mask = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill(
+            ~seen, -torch.inf
+        )
         return fused_attention(q, k, v, mask, causal=False, scale=scale)
     bias = pad(log_bias.to(wide), (0, k.shape[2] - log_bias.shape[-1]))
     if q.shape[2] <= _FEW_QUERIES and (q.device.type == "cpu" or q.dtype == wide):
-        mask = torch.where(seen, bias.repeat_interleave(q.shape[1] // k.shape[1], dim=1)[:, :, None], -torch.inf)
+        mask = torch.where(
+            seen, bias.repeat_interleave(q.shape[1] // k.shape[1], dim=1)[:, :, None], -torch.inf
+        )
         return fused_attention(q, k, v, mask, causal=False, scale=scale)
     bias = _finite(bias, k, scale).expand(len(k), -1, -1)
     return attend_extended(q, k, v, bias, seen, causal=False, scale=scale)

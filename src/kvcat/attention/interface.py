@@ -49,9 +49,16 @@ class SlotGate:
         detach_prefix: bool = False,
         decide: Callable[[Tensor, Tensor, float, int | None], Tensor] | None = None,
     ):
-        self.keep, self.prefix_len, self.detach_prefix, self.decide = keep, prefix_len, detach_prefix, decide
+        self.keep, self.prefix_len, self.detach_prefix, self.decide = (
+            keep,
+            prefix_len,
+            detach_prefix,
+            decide,
+        )
 
-    def keep_for(self, queries: Tensor, keys: Tensor, scale: float, window: int | None) -> Float[Tensor, "batch slots"]:
+    def keep_for(
+        self, queries: Tensor, keys: Tensor, scale: float, window: int | None
+    ) -> Float[Tensor, "batch slots"]:
         """The slots that the masked rows see in this layer."""
         if self.keep is None:
             with torch.no_grad():
@@ -120,7 +127,11 @@ def kvcat_attention(
     if (
         carried is None
         and kv_gate is None
-        and (attention_mask is not None or not 1 < query.shape[2] < key.shape[2] or not _is_causal(module, kwargs))
+        and (
+            attention_mask is not None
+            or not 1 < query.shape[2] < key.shape[2]
+            or not _is_causal(module, kwargs)
+        )
     ):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **stock)
     _refuse_unsupported(module, stock)
@@ -142,10 +153,19 @@ def _gated(
     keep = gate.keep_for(query, key, scale, window)
     if gate.prefix_len is not None:
         out = attend_twice(
-            query, key, value, keep, gate.prefix_len, scale=scale, window=window, detach_prefix=gate.detach_prefix
+            query,
+            key,
+            value,
+            keep,
+            gate.prefix_len,
+            scale=scale,
+            window=window,
+            detach_prefix=gate.detach_prefix,
         )
         return out.transpose(1, 2).contiguous()
-    (dense_q, q), (dense_k, k), (dense_v, v) = (x.tensor_split([len(x) - len(keep)]) for x in (query, key, value))
+    (dense_q, q), (dense_k, k), (dense_v, v) = (
+        x.tensor_split([len(x) - len(keep)]) for x in (query, key, value)
+    )
     dense_mask = mask
     if mask is not None and len(mask) > 1:
         dense_mask, mask = mask.tensor_split([len(mask) - len(keep)])
@@ -160,7 +180,9 @@ def _behind_slots(
     """Attention over slots, which every query sees, and over the tokens behind them."""
     num_slots = 0 if carried.log_bias is None else carried.log_bias.shape[-1]
     reach = _reach(mask)
-    if reach is not None:  # its last columns are the new tokens; those before stand for the slots, however many
+    if (
+        reach is not None
+    ):  # its last columns are the new tokens; those before stand for the slots, however many
         reach = reach[..., reach.shape[-1] - (key.shape[2] - num_slots) :]
     if carried.slots is not None and carried.rows is not None:
         return attend_ragged(query, key, value, carried.slots, carried.rows, reach, scale=scale)
@@ -213,7 +235,9 @@ def enable(model: PreTrainedModel) -> None:
         return
     kind = type(model).__name__
     if not type(model)._can_set_attn_implementation():
-        raise InputError(f"{kind} is not supported: it does not use transformers' attention interface")
+        raise InputError(
+            f"{kind} is not supported: it does not use transformers' attention interface"
+        )
     cap = getattr(model.config.get_text_config(decoder=True), "attn_logit_softcapping", None)
     if cap:
         raise InputError(f"{kind} is not supported: its attention scores are soft-capped at {cap}")
@@ -230,12 +254,18 @@ def _reach(mask: Tensor | None) -> Bool[Tensor, "rows queries keys"] | None:
     if mask is None:
         return None
     if mask.dtype != torch.bool:
-        raise InputError(f"a gate or a compact cache needs a boolean attention mask, not {mask.dtype}")
+        raise InputError(
+            f"a gate or a compact cache needs a boolean attention mask, not {mask.dtype}"
+        )
     return mask[:, 0]
 
 
 def _refuse_unsupported(module: nn.Module, kwargs: dict[str, Any]) -> None:
-    reasons = [f"uses {name}" for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
+    reasons = [
+        f"uses {name}"
+        for name in ("softcap", "s_aux", "position_bias")
+        if kwargs.get(name) is not None
+    ]
     if not _is_causal(module, kwargs):
         reasons.append("is not causal")
     if kwargs["dropout"]:

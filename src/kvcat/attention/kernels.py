@@ -34,11 +34,15 @@ def fused_attention(
     )
     if num_groups > 1 and not shared:
         k, v = k.repeat_interleave(num_groups, dim=1), v.repeat_interleave(num_groups, dim=1)
-    return scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=shared)
+    return scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=shared
+    )
 
 
 def extend_keys(
-    k: Float[Tensor, "batch kv_heads keys head_dim"], log_bias: Float[Tensor, "batch kv_heads keys"], scale: float
+    k: Float[Tensor, "batch kv_heads keys head_dim"],
+    log_bias: Float[Tensor, "batch kv_heads keys"],
+    scale: float,
 ) -> Float[Tensor, "batch kv_heads keys extended_dim"]:
     """Keys with the log-bias in extra channels: [k, high, low, 0...], high + low = log_bias / scale.
 
@@ -93,7 +97,9 @@ def attend_biased(
         wide = torch.promote_types(q.dtype, torch.float32)  # a bfloat16 bias would lose 0.01 nats
         log_bias = pad(log_bias.to(wide), (0, k.shape[2] - log_bias.shape[-1]))
     if q.device.type == _KERNEL_DEVICE:
-        if torch.is_autocast_enabled("cpu"):  # it knows the public function, not the kernel behind it
+        if torch.is_autocast_enabled(
+            "cpu"
+        ):  # it knows the public function, not the kernel behind it
             q, k, v = (x.to(torch.get_autocast_dtype("cpu")) for x in (q, k, v))
         return _CpuKernel.apply(q, k, v, log_bias, causal, scale)  # type: ignore[return-value]
     mask = None
@@ -120,7 +126,9 @@ class _CpuKernel(torch.autograd.Function):
         out, mass = outs[0], masses[0]
         if len(outs) > 1:
             mass = torch.logaddexp(*masses)
-            shares = [x * (own - mass).exp().unsqueeze(-1) for x, own in zip(outs, masses, strict=True)]
+            shares = [
+                x * (own - mass).exp().unsqueeze(-1) for x, own in zip(outs, masses, strict=True)
+            ]
             out = (shares[0] + shares[1]).to(v.dtype)
         ctx.save_for_backward(q, k, v, bias, out, mass)
         ctx.causal, ctx.scale = causal, scale
@@ -149,7 +157,14 @@ class _CpuKernel(torch.autograd.Function):
         grad_k, grad_v = (x[0] if len(x) == 1 else torch.cat(x, dim=2) for x in grads)
         dim = q.shape[-1]
         grad_bias = grad_k[..., dim] / ctx.scale if learned else None
-        return grad_q[..., :dim], grad_k[..., :dim], grad_v[..., : v.shape[-1]], grad_bias, None, None
+        return (
+            grad_q[..., :dim],
+            grad_k[..., :dim],
+            grad_v[..., : v.shape[-1]],
+            grad_bias,
+            None,
+            None,
+        )
 
 
 def _parts(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, bool]]:

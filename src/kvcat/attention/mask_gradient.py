@@ -5,87 +5,72 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from kvcat.attention.reference import reachable
-from kvcat.types import Bool, Float, Tensor
+from kvcat.attention.chunks import score_chunks
+from kvcat.chunks import rows_per_chunk
+from kvcat.types import Float, Tensor, at_least_float32
 
-# scores held at once in the backward: on a CPU they stay in its cache, and short causal chunks skip more keys
-_CPU_ELEMENTS, _DEVICE_ELEMENTS = 2**17, 2**26
+_CPU_ELEMENTS = 2**17  # scores stay in a CPU's cache, and short causal chunks skip more keys
 _LEAST_QUERIES = 16
 
 
 class KeepGradient(torch.autograd.Function):
-    """``out`` unchanged, with a gradient to ``keep``; gradients to the rest pass through ``out``.
+    """``out`` unchanged, with a gradient to ``keep``; the other gradients pass through ``out``.
 
-    dL/dm_j = sum_{h,i} P_ij (dO_i . v_j - dO_i . o_i) over the reachable pairs, where P and o are the dense attention.
-    At the visible slots alone (the derivative of the masked pass itself) a dropped slot's weight would be unbounded.
-    The forward costs nothing. The backward makes the scores again, a few queries at a time.
-    ``apply`` takes out, keep, q, k, v, reach, scale, as in ``attend``.
+    dL/dm_j = sum_{h,i} P_ij (dO_i . v_j - dO_i . o_i) over the reachable pairs, where P and o are
+    the dense attention. The derivative of the masked pass itself, at the visible slots alone, would
+    give a dropped slot an unbounded weight. The forward pass costs nothing. The backward pass makes
+    the scores again, a few queries at a time. ``apply`` takes out, keep, q, k, v, reach and scale,
+    as in ``attend``.
     """
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         """``out`` itself."""
-        out, *tensors, ctx.scale = inputs
+        out, *tensors, scale = inputs
         ctx.save_for_backward(*tensors)
+        ctx.scale = scale
         return out.view_as(out)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The gradient of ``out`` as it arrives, and that of ``keep``."""
-        (grad_out,) = grad_outputs
+        grad_out = grad_outputs[0]
         keep, q, k, v, reach = ctx.saved_tensors
         batch, num_heads, num_queries, _ = q.shape
         kv_heads, num_keys = k.shape[1:3]
+        grouped_q = q.to(k.dtype).unflatten(1, (kv_heads, -1))
+        grouped_grad = grad_out.to(v.dtype).unflatten(1, (kv_heads, -1))
+        row_elements = batch * num_heads * num_keys
+        rows_at_once = rows_per_chunk(
+            row_elements, q.device, cpu_elements=_CPU_ELEMENTS, least=_LEAST_QUERIES
+        )
+        last_seen = torch.arange(num_keys - num_queries, num_keys)
+        if reach is not None:
+            last_seen = torch.full([num_queries], num_keys - 1)
         wide = torch.promote_types(q.dtype, torch.float32)
         grad_keep = keep.new_zeros(keep.shape, dtype=wide)
-        budget = _CPU_ELEMENTS if q.device.type == "cpu" else _DEVICE_ELEMENTS
-        step = min(num_queries, max(_LEAST_QUERIES, budget // (batch * num_heads * num_keys)))
-        rows_q, rows_grad = _by_query(q.to(k.dtype), kv_heads), _by_query(grad_out.to(v.dtype), kv_heads)
-        later = ~reachable(step, step, device=q.device)[None]
-        for start in range(0, num_queries, step):
-            own = slice(start, min(start + step, num_queries))
+        for rows, scores in score_chunks(grouped_q, k, ctx.scale, last_seen, rows_at_once):
             if reach is not None:
-                limit, hidden = num_keys, ~reach[:, own]
-            else:  # only the last keys of a chunk are later than some of its queries
-                limit = num_keys - num_queries + own.stop
-                hidden = later[:, : own.stop - start, : own.stop - start]
-            grad_keep[:, :limit] += _chunk_gradient(
-                rows_grad[:, :, own], rows_q[:, :, own], k[:, :, :limit], v[:, :, :limit], hidden,
-                scale=ctx.scale,
-            )  # fmt: skip
-        return grad_out, grad_keep.to(keep.dtype), *[None] * 5
+                scores.masked_fill_(~reach[:, None, None, rows], -torch.inf)
+            num_seen = scores.shape[-1]
+            grad_keep[:, :num_seen] += _chunk_gradient(
+                grouped_grad[:, :, :, rows], scores.softmax(-1), v[:, :, :num_seen]
+            )
+        no_gradient = [None] * 5  # q, k, v, reach and scale: theirs pass through out
+        return grad_out, grad_keep.to(keep.dtype), *no_gradient
 
 
 def _chunk_gradient(
-    grad_out: Float[Tensor, "batch kv_heads queries group value_dim"],
-    q: Float[Tensor, "batch kv_heads queries group head_dim"],
-    k: Float[Tensor, "batch kv_heads keys head_dim"],
+    grad_out: Float[Tensor, "batch kv_heads group queries value_dim"],
+    weights: Float[Tensor, "batch kv_heads group queries keys"],
     v: Float[Tensor, "batch kv_heads keys value_dim"],
-    hidden: Bool[Tensor, "#batch queries last_keys"],
-    *,
-    scale: float,
 ) -> Float[Tensor, "batch keys"]:
-    """sum_i P_ij dO_i.v_j - sum_i P_ij c_i with c_i = dO_i.o_i; ``hidden`` is about the last keys."""
-    scores = _product(q, k).mul_(scale)
-    by_query = scores.view(*q.shape[:4], -1)[..., -hidden.shape[-1] :]
-    by_query.masked_fill_(hidden[:, None, :, None], -torch.inf)
-    weights = scores.softmax(-1)
-    products = _product(grad_out, v).mul_(weights)
-    centre = products.sum(-1, keepdim=True).transpose(-1, -2)
-    return (torch.ones_like(centre) @ products - centre @ weights).sum((1, 2))
-
-
-def _by_query(
-    x: Float[Tensor, "batch heads queries channels"], kv_heads: int
-) -> Float[Tensor, "batch kv_heads queries group channels"]:
-    """Query heads of one KV head next to each other, so that a chunk of queries is one matrix."""
-    return x.unflatten(1, (kv_heads, -1)).transpose(2, 3).contiguous()
-
-
-def _product(
-    rows: Float[Tensor, "batch kv_heads queries group channels"], keys: Float[Tensor, "batch kv_heads keys channels"]
-) -> Float[Tensor, "batch kv_heads rows keys"]:
-    """Dot products, handed on in at least float32."""
-    product = rows.flatten(2, 3) @ keys.transpose(-1, -2)
-    return product.to(torch.promote_types(product.dtype, torch.float32))
+    """sum_i P_ij dO_i.v_j - sum_i P_ij c_i, where c_i = dO_i.o_i = sum_j P_ij dO_i.v_j."""
+    # the query heads of a KV head as one matrix: (batch, kv_heads, group * queries, keys)
+    weights = weights.flatten(2, 3)
+    products = at_least_float32(grad_out.flatten(2, 3) @ v.mT)
+    products.mul_(weights)
+    centre = products.sum(-1, keepdim=True).mT  # (batch, kv_heads, 1, group * queries)
+    gradient = torch.ones_like(centre) @ products - centre @ weights
+    return gradient.sum((1, 2))

@@ -24,7 +24,9 @@ def reachable(
     if num_queries > num_keys:
         raise ValueError(f"{num_queries} queries cannot be the last positions of {num_keys} keys")
     if window is not None and (window < 1 or not causal):
-        raise ValueError(f"window must be at least 1 and causal, got window={window}, causal={causal}")
+        raise ValueError(
+            f"window must be at least 1 and causal, got window={window}, causal={causal}"
+        )
     t = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
     j = torch.arange(num_keys, device=device)[None, :]
     if not causal:
@@ -77,11 +79,17 @@ def attend_reference(
     return weights @ _per_head(v, q.shape[1])
 
 
-def _per_head(x: Float[Tensor, "b kv_heads keys channels"], num_heads: int) -> Float[Tensor, "b heads keys channels"]:
+def _per_head(
+    x: Float[Tensor, "b kv_heads keys channels"], num_heads: int
+) -> Float[Tensor, "b heads keys channels"]:
     return x.repeat_interleave(num_heads // x.shape[1], dim=1)
 
 
 def _scores(q: Tensor, k: Tensor, log_bias: Tensor | None, scale: float | None) -> Tensor:
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     scores = factor * (q @ _per_head(k, q.shape[1]).transpose(-1, -2))
-    return scores if log_bias is None else scores + _per_head(log_bias[..., None], q.shape[1]).transpose(-1, -2)
+    return (
+        scores
+        if log_bias is None
+        else scores + _per_head(log_bias[..., None], q.shape[1]).transpose(-1, -2)
+    )

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from kvcat.attention.mass import attention_mass
 from kvcat.cache import CompactCache, CompactLayer, Layer
 from kvcat.compress.trace import Trace
 from kvcat.errors import InputError
 from kvcat.models import model_name
-from kvcat.policies import attention_mass
 from kvcat.types import Float, Int, Tensor
 
 Scores = list[Float[Tensor, "batch kv_heads _"]]

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from kvcat.attention.chunks import exp_below, rows_per_chunk
+from kvcat.attention.chunks import exp_below
+from kvcat.chunks import rows_per_chunk
 from kvcat.compress.base import example_generators
 from kvcat.compress.queries import FittedQueries
 from kvcat.compress.trace import Trace

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from kvcat.attention.chunks import exp_below
+from kvcat.attention.mass import log_mass
 from kvcat.compress.trace import Trace, sampled_positions
 from kvcat.errors import InputError
 from kvcat.models.rotation import KeyRotation
@@ -15,8 +15,6 @@ from kvcat.types import Float, Int, Tensor, at_least_float32
 _LEAST_PARTS = 3
 _PART_TOKENS = 256
 _FITTED_PER_TOKEN = 1.5
-_CHUNK_ELEMENTS = 2**21
-_CHUNK_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -252,37 +250,3 @@ def _no_mass(
 ) -> list[Float[Tensor, "batch heads queries"]]:
     """A mass of 0 for every query: -inf nats."""
     return [torch.full_like(at_least_float32(states), -torch.inf) for states in like]
-
-
-def log_mass(
-    queries: Float[Tensor, "batch heads queries head_dim"],
-    keys: Float[Tensor, "batch kv_heads keys head_dim"],
-    scale: float,
-    last_seen: Int[Tensor, " queries"],
-) -> Float[Tensor, "batch heads queries"]:
-    """Mass of keys: log sum_j exp(scale q.k_j) over the keys that each query sees, nats.
-
-    Args:
-        queries, keys: after rotation.
-        scale: factor on q.k.
-        last_seen: index of the last key that each query sees.
-    """
-    batch, heads, num_queries, _ = queries.shape
-    kv_heads, num_keys = keys.shape[1:3]
-    rows_at_once = max(1, min(_CHUNK_ROWS, _CHUNK_ELEMENTS // (batch * heads * num_keys)))
-    scaled_keys = (at_least_float32(keys) * scale).mT  # (batch, kv_heads, head_dim, keys)
-    key_numbers = torch.arange(num_keys, device=last_seen.device)
-    masses = []
-    for start in range(0, num_queries, rows_at_once):
-        rows = slice(start, start + rows_at_once)
-        num_seen = int(last_seen[rows].max()) + 1
-        is_later = key_numbers[:num_seen] > last_seen[rows, None]
-        hide_later = torch.where(is_later, -torch.inf, 0.0).to(scaled_keys)
-        # (batch, kv_heads, query heads of a KV head, rows, head_dim)
-        grouped = at_least_float32(queries[:, :, rows]).unflatten(1, (kv_heads, -1))
-        scores = grouped.flatten(2, 3) @ scaled_keys[..., :num_seen]
-        scores = scores.unflatten(2, grouped.shape[2:4]).add_(hide_later)
-        largest = scores.amax(-1, keepdim=True)
-        sums = exp_below(largest, scores).sum(-1)
-        masses.append((sums.log_() + largest.squeeze(-1)).flatten(1, 2))
-    return torch.cat(masses, dim=2)

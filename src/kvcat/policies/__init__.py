@@ -11,14 +11,20 @@ import torch
 
 from kvcat.errors import InputError
 from kvcat.options import check_typed_options, parse_spec
-from kvcat.policies._base import Randomness, SparsificationPolicy, check_group_starts, gate, kept_count
-from kvcat.policies.attention import AttentionMassPolicy, attention_mass
+from kvcat.policies._base import (
+    Randomness,
+    SparsificationPolicy,
+    check_group_starts,
+    gate,
+    kept_count,
+)
+from kvcat.policies.attention import AttentionMassPolicy
 from kvcat.policies.random import RandomPolicy
 from kvcat.policies.router import Router, linear_attention
 
 __all__ = [
     "POLICIES", "AttentionMassPolicy", "RandomPolicy", "Randomness", "Router", "SparsificationPolicy",
-    "attention_mass", "build_policies", "check_group_starts", "gate", "kept_count", "linear_attention",
+    "build_policies", "check_group_starts", "gate", "kept_count", "linear_attention",
     "parse_policy",
 ]  # fmt: skip
 

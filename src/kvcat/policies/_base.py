@@ -64,7 +64,9 @@ class ExactCount(SparsificationPolicy):
         values = values.clone()
         values[:, 0] = torch.inf
         order = values.argsort(dim=1, descending=True, stable=True)
-        return torch.zeros_like(values).scatter(1, order[:, : kept_count(self.keep_ratio, values.shape[1])], 1.0)
+        return torch.zeros_like(values).scatter(
+            1, order[:, : kept_count(self.keep_ratio, values.shape[1])], 1.0
+        )
 
 
 def kept_count(keep_ratio: float, num_tokens: int) -> int:
@@ -75,7 +77,9 @@ def kept_count(keep_ratio: float, num_tokens: int) -> int:
     return max(1, math.floor(Decimal(repr(float(keep_ratio))) * num_tokens + Decimal("0.5")))
 
 
-def check_group_starts(num_layers: int, group_starts: Iterable[int] | None = None, num_groups: int = 4) -> list[int]:
+def check_group_starts(
+    num_layers: int, group_starts: Iterable[int] | None = None, num_groups: int = 4
+) -> list[int]:
     """First layers of the groups, ascending; layers before the first stay dense.
 
     Args:
@@ -88,15 +92,21 @@ def check_group_starts(num_layers: int, group_starts: Iterable[int] | None = Non
     """
     if group_starts is None:
         if not 1 <= num_groups <= num_layers:
-            raise InputError(f"number of groups must lie in 1..{num_layers} (the model's layers), got {num_groups}")
+            raise InputError(
+                f"number of groups must lie in 1..{num_layers} (the model's layers), got {num_groups}"
+            )
         return [i * num_layers // num_groups for i in range(num_groups)]
     starts = list(group_starts)
     if not starts:
         raise InputError("group starts are empty: name at least one layer")
     for start in starts:
         if isinstance(start, bool) or not isinstance(start, int) or not 0 <= start < num_layers:
-            raise InputError(f"group start {start!r} does not exist: the model has layers 0..{num_layers - 1}")
+            raise InputError(
+                f"group start {start!r} does not exist: the model has layers 0..{num_layers - 1}"
+            )
     for before, after in pairwise(starts):
         if before >= after:
-            raise InputError(f"group starts must increase, but {after} follows {before} in {starts}")
+            raise InputError(
+                f"group starts must increase, but {after} follows {before} in {starts}"
+            )
     return starts

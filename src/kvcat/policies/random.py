@@ -27,13 +27,19 @@ class RandomPolicy(ExactCount):
         The draw comes from the generator, one or one per sequence, whose state advances; without one it is refused.
         """
         if generator is None:
-            raise InputError("RandomPolicy needs a torch.Generator: its draws never come from the global random state")
+            raise InputError(
+                "RandomPolicy needs a torch.Generator: its draws never come from the global random state"
+            )
         batch, num_tokens, _ = hidden.shape
-        sources, rows = ([generator], batch) if isinstance(generator, torch.Generator) else (generator, 1)
+        sources, rows = (
+            ([generator], batch) if isinstance(generator, torch.Generator) else (generator, 1)
+        )
         noise = torch.cat([
             torch.rand(rows, num_tokens, generator=g, device=g.device, dtype=torch.float64) for g in sources
         ])  # fmt: skip
-        return self.keep_largest(-noise).to(hidden.device, torch.promote_types(hidden.dtype, torch.float32))
+        return self.keep_largest(-noise).to(
+            hidden.device, torch.promote_types(hidden.dtype, torch.float32)
+        )
 
 
 def make(*, target: float, **_: object) -> RandomPolicy:

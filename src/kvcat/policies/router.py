@@ -51,7 +51,9 @@ class Router(SparsificationPolicy):
         super().__init__()
         if hidden_size < 1 or feature_dim < 1 or not noise >= 0:
             given = f"hidden {hidden_size}, features {feature_dim}, noise {noise}"
-            raise InputError(f"router sizes must be at least 1 and its noise at least 0, got {given}")
+            raise InputError(
+                f"router sizes must be at least 1 and its noise at least 0, got {given}"
+            )
         generator = torch.Generator().manual_seed(0) if generator is None else generator
         self.norm = nn.LayerNorm(hidden_size, dtype=torch.float32)
         self.q_proj = _projection(hidden_size, feature_dim, generator)
@@ -73,10 +75,16 @@ class Router(SparsificationPolicy):
         with torch.autocast(hidden.device.type, enabled=False):
             h = hidden.to(dtype)
             weight, bias = self.norm.weight.to(dtype), self.norm.bias.to(dtype)
-            normed = functional.layer_norm(h, self.norm.normalized_shape, weight, bias, self.norm.eps)
-            weights = torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight]).to(dtype)
+            normed = functional.layer_norm(
+                h, self.norm.normalized_shape, weight, bias, self.norm.eps
+            )
+            weights = torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight]).to(
+                dtype
+            )
             q, k, v = functional.linear(normed, weights).chunk(3, dim=-1)
-            summary = _apply(self.o_proj, linear_attention(functional.elu(q) + 1, functional.elu(k) + 1, v))
+            summary = _apply(
+                self.o_proj, linear_attention(functional.elu(q) + 1, functional.elu(k) + 1, v)
+            )
             cosine = _cosine(_apply(self.p_proj, h), h + self.alpha.to(dtype) * summary)
             return (0.5 - 0.5 * cosine).clamp(0.0, 1.0)
 
@@ -95,14 +103,18 @@ def _cosine(
 
 def _projection(num_inputs: int, num_outputs: int, generator: torch.Generator) -> nn.Linear:
     """A linear map without bias, uniform in +/- num_inputs ** -0.5 (PyTorch's own range)."""
-    layer = nn.Linear(num_inputs, num_outputs, bias=False, dtype=torch.float32, device="meta").to_empty(device="cpu")
+    layer = nn.Linear(
+        num_inputs, num_outputs, bias=False, dtype=torch.float32, device="meta"
+    ).to_empty(device="cpu")
     bound = num_inputs**-0.5
     with torch.no_grad():
         layer.weight.uniform_(-bound, bound, generator=generator)
     return layer
 
 
-def _apply(layer: nn.Linear, x: Float[Tensor, "batch tokens inputs"]) -> Float[Tensor, "batch tokens outputs"]:
+def _apply(
+    layer: nn.Linear, x: Float[Tensor, "batch tokens inputs"]
+) -> Float[Tensor, "batch tokens outputs"]:
     return functional.linear(x, layer.weight.to(x.dtype))
 
 
@@ -121,7 +133,10 @@ def linear_attention(
     num_tokens = queries.shape[1]
     chunk = min(_CHUNK, max(num_tokens, 1))
     padding = -num_tokens % chunk
-    q, k, v = (functional.pad(x, (0, 0, 0, padding)).unflatten(1, (-1, chunk)) for x in (queries, keys, values))
+    q, k, v = (
+        functional.pad(x, (0, 0, 0, padding)).unflatten(1, (-1, chunk))
+        for x in (queries, keys, values)
+    )
     v = functional.pad(v, (0, 1), value=1.0)  # a channel of ones makes the normaliser
     sums = (k.transpose(-1, -2) @ v).cumsum(1)
     earlier = functional.pad(sums[:, :-1], (0, 0, 0, 0, 1, 0))

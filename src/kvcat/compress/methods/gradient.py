@@ -26,7 +26,7 @@ from kvcat.compress.eviction import SCORERS, Eviction
 from kvcat.compress.methods.attention_matching import AttentionMatching
 from kvcat.compress.trace import Trace
 from kvcat.errors import InputError
-from kvcat.losses import chunked_objective
+from kvcat.losses import chunked_distillation
 from kvcat.models import decoder_layers, frozen, hidden_states, output_head
 from kvcat.options import check_options, parse_spec
 from kvcat.types import Float, Tensor, at_least_float32
@@ -274,11 +274,10 @@ class SlotTraining:
 
 def _mean_kl(trace: Trace, hidden: Float[Tensor, "batch suffix hidden"]) -> Float[Tensor, ""]:
     """Mean over the supervised positions of KL(dense || student), with gradient, chunk by chunk."""
-    start = trace.supervision_start - trace.prefix_len
-    # the objective leaves out the last position, which predicts no token of its sequence: one more is appended
-    pair = [torch.cat([x, x[:, -1:]], 1) for x in (trace.hidden[:, start + 1 :], hidden[:, start:])]
-    tokens = trace.input_ids.new_zeros(pair[0].shape[:2])
-    return chunked_objective(output_head(trace.model), pair[0], pair[1], tokens, anchor_weight=0.0).total
+    first = trace.supervision_start - trace.prefix_len
+    # the trace's hidden states start one position earlier, at the last of the prefix
+    teacher = trace.hidden[:, first + 1 :]
+    return chunked_distillation(output_head(trace.model), teacher, hidden[:, first:])
 
 
 @contextmanager

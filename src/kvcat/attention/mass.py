@@ -1,0 +1,70 @@
+"""Attention mass: how much attention each key receives, and how much each query gives to some keys."""
+
+import torch
+
+from kvcat.attention.chunks import exp_below, score_chunks
+from kvcat.chunks import rows_per_chunk
+from kvcat.types import Float, Int, Tensor, at_least_float32
+
+_RECEIVED_ELEMENTS = 2**22
+_LOG_ELEMENTS = 2**21
+_LOG_ROWS = 64  # products of few rows skip more of the later keys
+
+
+def attention_mass(
+    queries: Float[Tensor, "batch heads queries head_dim"],
+    keys: Float[Tensor, "batch kv_heads keys head_dim"],
+    *,
+    scale: float,
+    window: int | None = None,
+) -> Float[Tensor, "batch kv_heads keys"]:
+    """Causal attention that each slot j receives: sum over a KV head's queries of softmax_j(scale q.k_j).
+
+    The queries are those of the last keys. The masses of a sequence sum to heads * queries. On a CPU
+    at most about 2^22 weights exist at once.
+
+    Args:
+        queries, keys: after rotation.
+        scale: factor on q.k.
+        window: keys that a query sees, itself included; None: all up to itself.
+    """
+    batch, heads, num_queries, _ = queries.shape
+    kv_heads, num_keys = keys.shape[1:3]
+    grouped = at_least_float32(queries).unflatten(1, (kv_heads, -1))
+    keys = at_least_float32(keys)
+    mass = keys.new_zeros(batch, kv_heads, num_keys)
+    row_elements = batch * heads * num_keys
+    rows_at_once = rows_per_chunk(row_elements, keys.device, cpu_elements=_RECEIVED_ELEMENTS)
+    last_seen = torch.arange(num_keys - num_queries, num_keys)
+    with torch.autocast(keys.device.type, enabled=False):
+        for _, scores in score_chunks(grouped, keys, scale, last_seen, rows_at_once, window=window):
+            mass[..., : scores.shape[-1]] += scores.softmax(-1).sum((2, 3))
+    return mass
+
+
+def log_mass(
+    queries: Float[Tensor, "batch heads queries head_dim"],
+    keys: Float[Tensor, "batch kv_heads keys head_dim"],
+    scale: float,
+    last_seen: Int[Tensor, " queries"],
+) -> Float[Tensor, "batch heads queries"]:
+    """Mass of keys: log sum_j exp(scale q.k_j) over the keys that each query sees, nats.
+
+    Args:
+        queries, keys: after rotation.
+        scale: factor on q.k.
+        last_seen: index of the last key that each query sees.
+    """
+    batch, heads, num_queries, _ = queries.shape
+    kv_heads, num_keys = keys.shape[1:3]
+    grouped = at_least_float32(queries).unflatten(1, (kv_heads, -1))
+    keys = at_least_float32(keys)
+    masses = keys.new_empty(batch, kv_heads, heads // kv_heads, num_queries)
+    row_elements = batch * heads * num_keys
+    rows_at_once = rows_per_chunk(row_elements, keys.device, cpu_elements=_LOG_ELEMENTS)
+    rows_at_once = min(_LOG_ROWS, rows_at_once)
+    for rows, scores in score_chunks(grouped, keys, scale, last_seen, rows_at_once):
+        largest = scores.amax(-1, keepdim=True)
+        sums = exp_below(largest, scores).sum(-1)
+        masses[..., rows] = sums.log_() + largest.squeeze(-1)
+    return masses.flatten(1, 2)

@@ -1,0 +1,272 @@
+"""Values and gradients made from logits chunk by chunk, so that a whole logit tensor never exists."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional
+
+from kvcat.chunks import rows_per_chunk
+from kvcat.errors import check_least
+from kvcat.losses.head import OutputHead
+from kvcat.types import Float, Int, Tensor
+
+_CHUNK_TOKENS = 1024
+_CHUNK_ELEMENTS = 2**26  # logits of one pass: at most 256 MiB in float32
+_BLOCK_ELEMENTS_CPU = 2**19  # float32 copies of logits, which stay in a CPU's cache
+_BLOCK_ELEMENTS_DEVICE = 2**24
+
+
+@dataclass(frozen=True, eq=False)
+class PassInputs:
+    """What the logits are made of, in any dtype.
+
+    Args:
+        dense: hidden states of the dense pass, or of the teacher.
+        masked: hidden states of the masked pass, or of the student; None: there is one pass.
+        weight, bias: W and b of the output head.
+    """
+
+    dense: Float[Tensor, "positions hidden"]
+    masked: Float[Tensor, "positions hidden"] | None
+    weight: Float[Tensor, "vocab hidden"]
+    bias: Float[Tensor, " vocab"] | None
+
+
+@dataclass(frozen=True, eq=False)
+class Gradients:
+    """Gradients by each of the ``PassInputs``; None where none is needed."""
+
+    dense: Float[Tensor, "positions hidden"] | None = None
+    masked: Float[Tensor, "positions hidden"] | None = None
+    weight: Float[Tensor, "vocab hidden"] | None = None
+    bias: Float[Tensor, " vocab"] | None = None
+
+    @classmethod
+    def zeros(cls, inputs: PassInputs, needed: Sequence[bool], dtype: torch.dtype) -> "Gradients":
+        """Gradients of 0.
+
+        Args:
+            inputs: what the gradients are by.
+            needed: whether dense, masked, weight and bias need one, in this order.
+            dtype: of the gradients.
+        """
+        tensors: dict[str, Tensor] = {}
+        for (name, tensor), is_needed in zip(vars(inputs).items(), needed, strict=True):
+            if is_needed:
+                tensors[name] = torch.zeros_like(tensor, dtype=dtype)
+        return cls(**tensors)
+
+
+class PositionValues(NamedTuple):
+    """Values of every position; 0 where there is nothing to compute them from.
+
+    Args:
+        dense_nll: -log probability of the target in the dense pass, nats.
+        masked_nll: the same in the masked pass, nats.
+        kl: KL(dense || masked), nats.
+        top1: 1 where both passes have the same most likely token, else 0.
+    """
+
+    dense_nll: Float[Tensor, " positions"]
+    masked_nll: Float[Tensor, " positions"]
+    kl: Float[Tensor, " positions"]
+    top1: Float[Tensor, " positions"]
+
+
+class _ChunkPass(NamedTuple):
+    """One pass over a chunk of positions; gradients by the logits overwrite the logits."""
+
+    hidden: Float[Tensor, "chunk hidden"]
+    logits: Float[Tensor, "chunk vocab"]
+
+
+class _LogProbs(NamedTuple):
+    """Log-probabilities of a block of positions, and the soft-cap's derivative if there is one."""
+
+    values: Float[Tensor, "block vocab"]
+    slope: Float[Tensor, "block vocab"] | None
+
+
+def positions_per_chunk(head: OutputHead) -> int:
+    """Positions whose logits exist at once: 1,024, or as many as have 2^26 logits.
+
+    Each chunk adds once to the whole gradient of W, so that fewer chunks move less memory.
+    """
+    vocab_size = len(head.weight)
+    rows = rows_per_chunk(vocab_size, head.weight.device, cpu_elements=_CHUNK_ELEMENTS)
+    return min(_CHUNK_TOKENS, rows)
+
+
+class LogitChunks:
+    """Values of all positions and gradients of their weighted mean, one chunk of positions at a time.
+
+    With z the logits, p = softmax(z_dense), s = softmax(z_masked), y the target and n the number of
+    positions, the mean of mask_weight KL(dense || masked) + anchor_weight NLL(dense) has the gradients
+
+        dL/dz_dense = anchor_weight (p - onehot(y)) / n,    dL/dz_masked = mask_weight (s - p) / n.
+
+    The KL has no gradient to the dense pass. For each chunk:
+
+    1. Make the logits of both passes, with one matrix product each.
+    2. Block by block, in at least float32, compute log-probabilities and the positions' values.
+       Where gradients are needed, overwrite the logits by the gradients by the logits.
+    3. Turn these into gradients by the hidden states, W and b, with matrix products.
+
+    Args:
+        head: the output head. Its ``compute_dtype`` is that of the matrix products.
+        inputs: hidden states, W and b.
+        targets: token ids; None: no NLL, and no gradient to the dense pass.
+        gradients: what gradients are added to; None: none are made.
+        anchor_weight, mask_weight: lambda_anchor and lambda_mask.
+        chunk_tokens: positions of a chunk, at least 1; None: ``positions_per_chunk``.
+    """
+
+    def __init__(
+        self,
+        head: OutputHead,
+        inputs: PassInputs,
+        targets: Int[Tensor, " positions"] | None,
+        gradients: Gradients | None = None,
+        *,
+        anchor_weight: float = 1.0,
+        mask_weight: float = 1.0,
+        chunk_tokens: int | None = None,
+    ):
+        check_least(1, chunk_tokens=1 if chunk_tokens is None else chunk_tokens)
+        self.head = head
+        self.inputs = inputs
+        self.targets = targets
+        self.gradients = Gradients() if gradients is None else gradients
+        self.anchor_weight = anchor_weight
+        self.mask_weight = mask_weight
+        # W and b in the dtype of the matrix products, once for all chunks
+        self.dtype = head.compute_dtype()
+        self.weight = inputs.weight.to(self.dtype)
+        self.bias = None if inputs.bias is None else inputs.bias.to(self.dtype)
+        # the gradients of W and b come through the logits of both passes
+        by_head = self.gradients.weight is not None or self.gradients.bias is not None
+        self.dense_learns = targets is not None and (by_head or self.gradients.dense is not None)
+        self.masked_learns = by_head or self.gradients.masked is not None
+        # the dtype of softmax and of all sums over positions
+        self.wide = torch.promote_types(self.dtype, torch.float32)
+        self.num_positions = len(inputs.dense)
+        self.chunk = chunk_tokens or positions_per_chunk(head)
+        self.block = rows_per_chunk(
+            len(self.weight),
+            self.weight.device,
+            cpu_elements=_BLOCK_ELEMENTS_CPU,
+            device_elements=_BLOCK_ELEMENTS_DEVICE,
+        )
+
+    def run(self) -> PositionValues:
+        """Work through all chunks; the values of all positions."""
+        device = self.inputs.dense.device
+        zeros = torch.zeros(4, self.num_positions, dtype=self.wide, device=device)
+        values = PositionValues(*zeros)
+        with torch.autocast(device.type, enabled=False):
+            for start in range(0, self.num_positions, self.chunk):
+                stop = min(start + self.chunk, self.num_positions)
+                self._add_chunk(slice(start, stop), values)
+        return values
+
+    def _add_chunk(self, chunk: slice, values: PositionValues) -> None:
+        # 1. logits
+        dense = self._project(self.inputs.dense[chunk])
+        masked = None if self.inputs.masked is None else self._project(self.inputs.masked[chunk])
+        # 2. values, and gradients by the logits
+        for start in range(chunk.start, chunk.stop, self.block):
+            positions = slice(start, min(start + self.block, chunk.stop))
+            block = slice(start - chunk.start, positions.stop - chunk.start)
+            masked_logits = None if masked is None else masked.logits[block]
+            self._score_block(positions, dense.logits[block], masked_logits, values)
+        # 3. gradients by the inputs
+        if self.dense_learns:
+            self._add_gradients(dense, self.gradients.dense, chunk, self.anchor_weight)
+        if masked is not None and self.masked_learns:
+            self._add_gradients(masked, self.gradients.masked, chunk, self.mask_weight)
+
+    def _project(self, hidden: Float[Tensor, "chunk hidden"]) -> _ChunkPass:
+        hidden = hidden.to(self.dtype)
+        return _ChunkPass(hidden, functional.linear(hidden, self.weight, self.bias))
+
+    def _score_block(
+        self,
+        positions: slice,
+        dense_logits: Float[Tensor, "block vocab"],
+        masked_logits: Float[Tensor, "block vocab"] | None,
+        values: PositionValues,
+    ) -> None:
+        """Write the values of a block of positions, and gradients over its logits.
+
+        Tensors are re-used: the fewer of vocabulary size exist, the longer blocks may be.
+        """
+        targets = None if self.targets is None else self.targets[positions, None]  # (block, 1)
+        log_dense = self._log_probs(dense_logits)
+        if targets is not None:
+            values.dense_nll[positions] = -log_dense.values.gather(-1, targets).squeeze(-1)
+        if masked_logits is None:
+            dense_probs = log_dense.values.exp_()
+        else:
+            log_masked = self._log_probs(masked_logits)
+            dense_probs = log_dense.values.exp()
+            if targets is not None:
+                values.masked_nll[positions] = -log_masked.values.gather(-1, targets).squeeze(-1)
+            same = log_dense.values.argmax(-1) == log_masked.values.argmax(-1)
+            values.top1[positions] = same.to(self.wide)
+            differences = log_dense.values.sub_(log_masked.values)
+            values.kl[positions] = differences.mul_(dense_probs).sum(-1)
+            if self.masked_learns:
+                by_masked = log_masked.values.exp_().sub_(dense_probs)
+                _overwrite(masked_logits, by_masked, log_masked.slope)
+        if self.dense_learns and targets is not None:
+            minus_one = dense_probs.new_full(targets.shape, -1.0)
+            by_dense = dense_probs.scatter_add_(-1, targets, minus_one)
+            _overwrite(dense_logits, by_dense, log_dense.slope)
+
+    def _log_probs(self, logits: Float[Tensor, "block vocab"]) -> _LogProbs:
+        """Log-probabilities from the head's product, before scale and soft-cap."""
+        wide = logits.to(self.wide, copy=True)
+        if self.head.scale != 1:
+            wide.mul_(self.head.scale)
+        slope = None
+        if self.head.softcap is not None:
+            wide.div_(self.head.softcap).tanh_()
+            if self.dense_learns or self.masked_learns:
+                slope = wide.square().neg_().add_(1)
+            wide.mul_(self.head.softcap)
+        return _LogProbs(wide.log_softmax(-1), slope)
+
+    def _add_gradients(
+        self,
+        chunk_pass: _ChunkPass,
+        by_hidden: Float[Tensor, "positions hidden"] | None,
+        chunk: slice,
+        loss_weight: float,
+    ) -> None:
+        """Gradients of one pass by its hidden states, W and b, from the gradients by its logits."""
+        hidden, by_logits = chunk_pass  # (chunk, hidden), (chunk, vocab)
+        factor = loss_weight * self.head.scale / self.num_positions
+        by_weight = self.gradients.weight  # (vocab, hidden)
+        by_bias = self.gradients.bias  # (vocab,)
+        if by_hidden is not None:
+            product = (by_logits @ self.weight).to(by_hidden.dtype)
+            torch.mul(product, factor, out=by_hidden[chunk])
+        if by_weight is not None and by_weight.dtype == by_logits.dtype:
+            by_weight.addmm_(by_logits.t(), hidden, alpha=factor)
+        elif by_weight is not None:
+            by_weight.add_(by_logits.t() @ hidden, alpha=factor)
+        if by_bias is not None:
+            by_bias.add_(by_logits.sum(0, dtype=by_bias.dtype), alpha=factor)
+
+
+def _overwrite(
+    logits: Float[Tensor, "block vocab"],
+    gradient: Float[Tensor, "block vocab"],
+    slope: Float[Tensor, "block vocab"] | None,
+) -> None:
+    """Replace the head's product by the gradient by it, before scale and soft-cap."""
+    if slope is not None:
+        gradient = gradient.mul_(slope)
+    logits.copy_(gradient)
