@@ -35,6 +35,29 @@ def naive(q, k, v, log_bias=None):
     return attend_reference(q, k, v, log_bias=bias, scale=0.3)
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments", "results"),
+    [
+        (
+            "_scaled_dot_product_flash_attention_for_cpu",
+            "query key value dropout_p is_causal attn_mask scale",
+            "output logsumexp",
+        ),
+        (
+            "_scaled_dot_product_flash_attention_for_cpu_backward",
+            "grad_out query key value out logsumexp dropout_p is_causal attn_mask scale",
+            "grad_query grad_key grad_value",
+        ),
+    ],
+)
+def test_this_torch_has_the_private_operator_with_the_arguments_that_are_used(name, arguments, results):
+    operator = getattr(torch.ops.aten, name, None)
+    assert operator is not None, f"torch {torch.__version__} has no aten::{name}, which _CpuKernel calls"
+    schema = operator.default._schema
+    assert [argument.name for argument in schema.arguments] == arguments.split()
+    assert [result.name for result in schema.returns] == results.split()
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_output_and_all_gradients_equal_the_naive_twin(shape, monkeypatch):
     tensors = example(*SHAPES[shape])

@@ -1,4 +1,4 @@
-"""Attention scores of some queries at a time, so that a tensor of all queries x keys never exists."""
+"""Attention scores of some queries at a time; no tensor of all queries x keys is made."""
 
 import math
 from collections.abc import Iterator

@@ -1,28 +1,18 @@
 """Attention over visible slots and log-bias on PyTorch's fused kernels."""
 
-from collections.abc import Callable
-
 import torch
 from torch.nn.functional import pad
 
+from kvcat.attention.carried import Head, SlotsByHead
 from kvcat.attention.kernels import attend_biased, attend_extended, fused_attention
 from kvcat.attention.mask_gradient import KeepGradient
 from kvcat.attention.reference import reachable, visible
 from kvcat.types import Bool, Float, Int, Tensor
 
-_DROPPED = (
-    -1e4
-)  # nats: exp(_DROPPED) is 0 in every dtype, and finite scores keep gradients free of NaN
-_FEW_QUERIES = 64  # so few take a log-bias as a tensor of heads x queries x keys
-
-Head = tuple[
-    Float[Tensor, "slots head_dim"],
-    Float[Tensor, "slots value_dim"],
-    Float[Tensor, " slots"] | None,
-]
-"""Keys, values and log-bias of one KV head of one example."""
-SlotsByHead = Callable[[int, int], Head]
-"""The slots of an example and a head."""
+# nats: exp(-1e4) is 0 in every dtype, and finite scores keep gradients free of NaN
+_DROPPED = -1e4
+# up to so many queries, a log-bias may be a tensor of heads x queries x keys
+_BIAS_TENSOR_QUERIES = 64
 
 
 def attend(
@@ -38,13 +28,13 @@ def attend(
 ) -> Float[Tensor, "batch heads queries value_dim"]:
     """``attend_reference`` on fused kernels; gradients to q, k, v are exact for the hard mask.
 
-    ``keep`` gets the gradient of ``KeepGradient`` where it requires one. Without a window or ``reach`` no tensor of
-    queries x keys is made in the forward.
+    ``keep`` gets the gradient of ``KeepGradient`` if it requires one. Without a window or ``reach``
+    no tensor of queries x keys is made in the forward.
 
     Args:
         q, k, v, keep, scale, window: as in ``attend_reference``.
-        log_bias: nats added to the scores of the first slots, the keys after them get none; -inf hides a slot. Not with
-            ``keep``.
+        log_bias: nats added to the scores of the first slots; the keys after them get none; -inf
+            hides a slot. Not with ``keep``.
         reach: True where a query may look at a key, instead of causality and ``window``.
     """
     if keep is not None and log_bias is not None:
@@ -52,12 +42,17 @@ def attend(
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     if window is not None:
         reach = reachable(q.shape[2], k.shape[2], window=window, device=q.device)[None]
-    hard = None if keep is None else keep.detach() > 0
-    if reach is None:
-        out = _without_reach(q, k, v, hard, log_bias, factor)
+    is_kept = None if keep is None else keep.detach() > 0
+    if reach is not None:
+        seen = reach if is_kept is None else visible(is_kept, reach)
+        out = _within_reach(q, k, v, seen.unsqueeze(1), log_bias, factor)
+    elif is_kept is not None:
+        out = _over_kept(q, k, v, is_kept, factor)
     else:
-        seen = reach if hard is None else visible(hard, reach)
-        out = _within_reach(q, k, v, seen[:, None], log_bias, factor)
+        bias = None
+        if log_bias is not None:
+            bias = _finite(log_bias, k, factor).expand(len(k), -1, -1)
+        out = attend_biased(q, k, v, bias, scale=factor)
     if keep is None or not keep.requires_grad:
         return out
     return KeepGradient.apply(out, keep, q, k, v, reach, factor)  # type: ignore[return-value]
@@ -76,29 +71,42 @@ def attend_twice(
 ) -> Float[Tensor, "batch heads twice value_dim"]:
     """Attention of sequences, each followed by its suffix again, which sees only kept prefix slots.
 
-    Of the T + S positions the first T are a sequence that attends densely, the last S are its tokens prefix_len..T-1
-    again. These see the sequence's own slots before prefix_len where ``keep`` is 1, and the slots of their kind up to
-    themselves. The prefix is thus computed once for both.
+    Of the T + S positions the first T are a sequence that attends densely. The last S are its
+    tokens prefix_len..T-1 again. They see the slots of the sequence before prefix_len where
+    ``keep`` is 1, and those of the repeated suffix up to their own position. The prefix is thus
+    computed once for both.
 
     Args:
         q, k, v: of all T + S positions, after rotation; S = T - prefix_len.
         keep: 1 for kept slots of the prefix, 0 for dropped ones; gradient as in ``attend``.
         prefix_len: tokens before the split, in 1..T-1.
-        detach_prefix: no gradient of the suffix's second pass reaches the prefix's keys and values.
+        scale: factor on q.k.
+        window: tokens that a query sees, itself included; None: no limit.
+        detach_prefix: the repeated suffix gives the prefix's keys and values no gradient.
     """
     num_tokens = (q.shape[2] + prefix_len) // 2
-    window = None if window is None or window >= num_tokens else window
-    first = slice(0, num_tokens)
-    dense = attend(q[:, :, first], k[:, :, first], v[:, :, first], scale=scale, window=window)
-    prefixes = (
-        x[:, :, :prefix_len].detach() if detach_prefix else x[:, :, :prefix_len] for x in (k, v)
+    if window is not None and window >= num_tokens:
+        window = None
+    dense = attend(
+        q[:, :, :num_tokens],
+        k[:, :, :num_tokens],
+        v[:, :, :num_tokens],
+        scale=scale,
+        window=window,
     )
-    keys, values = (
-        torch.cat([old, x[:, :, num_tokens:]], dim=2)
-        for old, x in zip(prefixes, (k, v), strict=True)
+    prefix_keys = k[:, :, :prefix_len]
+    prefix_values = v[:, :, :prefix_len]
+    if detach_prefix:
+        prefix_keys = prefix_keys.detach()
+        prefix_values = prefix_values.detach()
+    masked = attend(
+        q[:, :, num_tokens:],
+        torch.cat([prefix_keys, k[:, :, num_tokens:]], dim=2),
+        torch.cat([prefix_values, v[:, :, num_tokens:]], dim=2),
+        pad(keep, (0, num_tokens - prefix_len), value=1.0),
+        scale=scale,
+        window=window,
     )
-    seen = pad(keep, (0, num_tokens - prefix_len), value=1.0)
-    masked = attend(q[:, :, num_tokens:], keys, values, seen, scale=scale, window=window)
     return torch.cat([dense, masked], dim=2)
 
 
@@ -112,70 +120,97 @@ def attend_ragged(
     *,
     scale: float,
 ) -> Float[Tensor, "batch heads queries value_dim"]:
-    """Attention over each head's own slots, which every query sees, and over the tokens behind them.
+    """Attention over each head's slots, which every query sees, and the tokens behind them.
 
-    One head after the other, for all rows that go on from the same example, ``rows[i]``. Nothing is padded. ``k`` and
-    ``v`` are of the tokens behind the slots; ``mask`` says which of them a query sees, None is causal.
+    Heads are computed one by one, for all rows that continue the same example. Nothing is padded.
+
+    Args:
+        q, k, v: of the tokens behind the slots, after rotation.
+        slots: of every head.
+        rows: the example that each row of the batch continues.
+        mask: which of the tokens behind the slots a query sees; None: causal.
+        scale: factor on q.k.
     """
-    num_groups = q.shape[1] // k.shape[1]
+    group = q.shape[1] // k.shape[1]
     out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=v.dtype, device=q.device)
     for example in rows.unique().tolist():
-        own = (rows == example).nonzero().flatten()
-        reach = mask if mask is None or len(mask) == 1 else mask[own]
-        for head in range(k.shape[1]):
-            *prefix, bias = slots(example, head)
-            keys, values = (
-                torch.cat(
-                    [x.to(new.dtype).expand(len(own), 1, -1, -1), new[own, head : head + 1]], dim=2
-                )
-                for x, new in zip(prefix, (k, v), strict=True)
+        batch_rows = (rows == example).nonzero().flatten()
+        reach = mask if mask is None or len(mask) == 1 else mask[batch_rows]
+        for kv_head in range(k.shape[1]):
+            heads = slice(kv_head * group, (kv_head + 1) * group)
+            new_keys = k[batch_rows, kv_head : kv_head + 1]
+            new_values = v[batch_rows, kv_head : kv_head + 1]
+            out[batch_rows, heads] = _attend_behind(
+                slots(example, kv_head), q[batch_rows, heads], new_keys, new_values, reach, scale
             )
-            part = slice(head * num_groups, (head + 1) * num_groups)
-            out[own, part] = attend(
-                q[own, part], keys, values, None, None if bias is None else bias.expand(1, 1, -1),
-                reach=None if reach is None else pad(reach, (len(prefix[0]), 0), value=True), scale=scale,
-            )  # fmt: skip
     return out
 
 
-def _without_reach(
-    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, log_bias: Tensor | None, scale: float
-) -> Tensor:
-    """Dropped slots have a bias of -1e4; queries that see no kept slot get their own value."""
-    if keep is None:
-        bias = None if log_bias is None else _finite(log_bias, k, scale).expand(len(k), -1, -1)
-        return attend_biased(q, k, v, bias, scale=scale)
-    bias = torch.where(keep[:, None], q.new_zeros(k.shape[:3]), _lowest(k, scale))
-    out = attend_biased(q, k, v, bias, scale=scale)
+def _attend_behind(
+    head: Head,
+    q: Float[Tensor, "rows group queries head_dim"],
+    k: Float[Tensor, "rows 1 new head_dim"],
+    v: Float[Tensor, "rows 1 new value_dim"],
+    reach: Bool[Tensor, "#rows queries new"] | None,
+    scale: float,
+) -> Float[Tensor, "rows group queries value_dim"]:
+    """Attention over one head's slots and over the tokens behind them."""
+    slot_keys, slot_values, slot_bias = head
+    num_rows = len(k)
+    keys = torch.cat([slot_keys.to(k.dtype).expand(num_rows, 1, -1, -1), k], dim=2)
+    values = torch.cat([slot_values.to(v.dtype).expand(num_rows, 1, -1, -1), v], dim=2)
+    log_bias = None if slot_bias is None else slot_bias.expand(1, 1, -1)
+    if reach is not None:
+        reach = pad(reach, (len(slot_keys), 0), value=True)
+    return attend(q, keys, values, None, log_bias, reach=reach, scale=scale)
+
+
+def _over_kept(
+    q: Float[Tensor, "batch heads queries head_dim"],
+    k: Float[Tensor, "batch kv_heads keys head_dim"],
+    v: Float[Tensor, "batch kv_heads keys value_dim"],
+    is_kept: Bool[Tensor, "batch keys"],
+    scale: float,
+) -> Float[Tensor, "batch heads queries value_dim"]:
+    """Causal attention over kept slots; a query that sees none gets the value at its position."""
     num_queries = q.shape[2]
-    blind = keep.cumsum(-1)[:, None, -num_queries:, None] == 0
-    own = v[:, :, -num_queries:].repeat_interleave(q.shape[1] // v.shape[1], dim=1)
-    return torch.where(blind, own, out)
+    group = q.shape[1] // v.shape[1]
+    bias = torch.where(is_kept[:, None], q.new_zeros(k.shape[:3]), _lowest(k, scale))
+    out = attend_biased(q, k, v, bias, scale=scale)
+    sees_none = is_kept.cumsum(-1)[:, None, -num_queries:, None] == 0
+    values_there = v[:, :, -num_queries:].repeat_interleave(group, dim=1)
+    return torch.where(sees_none, values_there, out)
 
 
 def _within_reach(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, log_bias: Tensor | None, scale: float
-) -> Tensor:
-    """``seen`` is (batch or 1, 1, queries, keys)."""
-    wide = torch.promote_types(q.dtype, torch.float32)  # a bfloat16 bias would lose 0.01 nats
+    q: Float[Tensor, "batch heads queries head_dim"],
+    k: Float[Tensor, "batch kv_heads keys head_dim"],
+    v: Float[Tensor, "batch kv_heads keys value_dim"],
+    seen: Bool[Tensor, "#batch 1 queries keys"],
+    log_bias: Float[Tensor, "#batch kv_heads slots"] | None,
+    scale: float,
+) -> Float[Tensor, "batch heads queries value_dim"]:
+    """Attention over the keys that each query sees."""
     if log_bias is None:
-        mask = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill(
-            ~seen, -torch.inf
-        )
+        zeros = torch.zeros(seen.shape, dtype=q.dtype, device=q.device)
+        mask = zeros.masked_fill(~seen, -torch.inf)
         return fused_attention(q, k, v, mask, causal=False, scale=scale)
+    wide = torch.promote_types(q.dtype, torch.float32)  # a bfloat16 bias would lose 0.01 nats
     bias = pad(log_bias.to(wide), (0, k.shape[2] - log_bias.shape[-1]))
-    if q.shape[2] <= _FEW_QUERIES and (q.device.type == "cpu" or q.dtype == wide):
-        mask = torch.where(
-            seen, bias.repeat_interleave(q.shape[1] // k.shape[1], dim=1)[:, :, None], -torch.inf
-        )
+    if q.shape[2] <= _BIAS_TENSOR_QUERIES and (q.device.type == "cpu" or q.dtype == wide):
+        head_bias = bias.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        mask = torch.where(seen, head_bias.unsqueeze(2), -torch.inf)
         return fused_attention(q, k, v, mask, causal=False, scale=scale)
     bias = _finite(bias, k, scale).expand(len(k), -1, -1)
     return attend_extended(q, k, v, bias, seen, causal=False, scale=scale)
 
 
 def _lowest(k: Tensor, scale: float) -> float:
+    """The bias of a dropped slot, in nats."""
     return max(_DROPPED, 0.5 * scale * torch.finfo(k.dtype).min)
 
 
 def _finite(log_bias: Tensor, k: Tensor, scale: float) -> Tensor:
-    return log_bias.to(torch.promote_types(k.dtype, torch.float32)).clamp(min=_lowest(k, scale))
+    """The log-bias without -inf, in at least float32."""
+    wide = torch.promote_types(k.dtype, torch.float32)
+    return log_bias.to(wide).clamp(min=_lowest(k, scale))

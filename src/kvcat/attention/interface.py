@@ -1,13 +1,11 @@
 """kvcat's attention inside unmodified transformers models, registered under the name "kvcat".
 
-Beside queries, keys and values two things reach it. A gate (``SlotGate``) says which slots the masked rows of a batch
-see; a decoder layer gets it as a keyword. What the keys of a compact cache carry (``Carried``) is an attribute of the
-tensor: transformers hands the keys of a cache's update on to its attention function as they are, so no channel, no mask
-and no argument of the model is needed.
+It gets two things besides queries, keys and values. A gate (``SlotGate``) says which slots the
+masked rows of a batch see; a decoder layer gets it as a keyword. The keys of a compact cache carry
+a log-bias or slots (``kvcat.attention.carried``).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,29 +15,33 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from kvcat.attention.fast import SlotsByHead, attend, attend_ragged, attend_twice
+from kvcat.attention.carried import Carried, carried_by
+from kvcat.attention.fast import attend, attend_ragged, attend_twice
 from kvcat.errors import InputError
-from kvcat.types import Bool, Float, Int, Tensor
+from kvcat.types import Bool, Float, Tensor
 
 NAME = "kvcat"
 
 KVRecord = Callable[[int, Tensor, Tensor, Tensor, float], None]
-"""Gets the layer's number, queries, keys and values after rotation (those of a cache included), and the scale."""
+"""Gets a layer's number, its queries, keys and values after rotation, and the scale."""
+Decision = Callable[[Tensor, Tensor, float, int | None], Tensor]
+"""Makes the visible slots from all rows' queries and keys after rotation, scale and window."""
 
 
 class SlotGate:
-    """The gate of a group of layers in one forward pass; a decoder layer gets it as the keyword ``kv_gate``.
+    """The gate of a group of layers in one forward pass.
 
-    A plain class: FSDP2 copies the dataclasses among a layer's arguments, and a copy would lose the decision.
+    A decoder layer gets it as the keyword ``kv_gate``. It is a plain class because FSDP2 copies the
+    dataclasses among a layer's arguments, and a copy would lose the decision.
 
     Args:
-        keep: 1 for slots that the masked rows see, 0 for the others; carries the policy's gradient. None: decided in
-            the attention of the group's first layer.
-        prefix_len: tokens before the suffix that runs again, in rows ``[sequence, its suffix again]``; ``keep`` is then
-            of the prefix. None: whole rows are masked.
-        detach_prefix: no gradient of the suffix that runs again reaches the prefix's keys and values.
-        decide: makes ``keep`` of queries and keys of all rows after rotation, the scale and the sliding window; called
-            once, without gradient, so that a layer that runs again finds the gate that the later layers used.
+        keep: 1 for slots that the masked rows see, 0 for the others; carries the policy's gradient.
+            None: decided in the attention of the group's first layer.
+        prefix_len: tokens before the suffix that runs again, in rows ``[sequence, its suffix
+            again]``; ``keep`` then has the prefix's slots. None: whole rows are masked.
+        detach_prefix: the suffix that runs again gives the prefix's keys and values no gradient.
+        decide: makes ``keep``. It is called once, without gradient, so that a layer that runs again
+            finds the gate that the later layers used.
     """
 
     def __init__(
@@ -47,14 +49,12 @@ class SlotGate:
         keep: Float[Tensor, "batch slots"] | None,
         prefix_len: int | None = None,
         detach_prefix: bool = False,
-        decide: Callable[[Tensor, Tensor, float, int | None], Tensor] | None = None,
+        decide: Decision | None = None,
     ):
-        self.keep, self.prefix_len, self.detach_prefix, self.decide = (
-            keep,
-            prefix_len,
-            detach_prefix,
-            decide,
-        )
+        self.keep = keep
+        self.prefix_len = prefix_len
+        self.detach_prefix = detach_prefix
+        self.decide = decide
 
     def keep_for(
         self, queries: Tensor, keys: Tensor, scale: float, window: int | None
@@ -62,39 +62,10 @@ class SlotGate:
         """The slots that the masked rows see in this layer."""
         if self.keep is None:
             with torch.no_grad():
-                self.keep = self.decide(queries.detach(), keys.detach(), scale, window)  # type: ignore[misc]
+                queries = queries.detach()
+                keys = keys.detach()
+                self.keep = self.decide(queries, keys, scale, window)  # type: ignore[misc]
         return self.keep
-
-
-@dataclass
-class Carried:
-    """What only kvcat's attention function adds to the keys: a log-bias, or slots that the keys do not hold.
-
-    Args:
-        log_bias: nats added to the scores of the first keys; the keys after them get none.
-        slots: slots before all keys, where heads hold different numbers of them.
-        rows: with ``slots``, the example that each row of the batch goes on from.
-        taken: whether attention has read it.
-    """
-
-    log_bias: Float[Tensor, "rows kv_heads slots"] | None = None
-    slots: SlotsByHead | None = None
-    rows: Int[Tensor, " batch"] | None = None
-    taken: bool = False
-
-
-def attach(keys: Float[Tensor, "rows kv_heads keys head_dim"], carried: Carried) -> Tensor:
-    """The same keys, carrying it."""
-    keys.kv_carried = carried  # type: ignore[attr-defined]
-    return keys
-
-
-def carried_by(keys: Float[Tensor, "rows kv_heads keys head_dim"]) -> Carried | None:
-    """What the keys carry, marked as taken; None where they carry nothing."""
-    carried = getattr(keys, "kv_carried", None)
-    if carried is not None:
-        carried.taken = True
-    return carried
 
 
 def kvcat_attention(
@@ -109,68 +80,95 @@ def kvcat_attention(
     kv_record: KVRecord | None = None,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "rows queries heads value_dim"], None]:
-    """SDPA attention as transformers does it, with three additions, each off by default.
+    """SDPA attention as transformers computes it, with three additions, each off by default.
 
-    - ``kv_gate``: the first rows attend densely, the last ones over the gate's slots; with a ``prefix_len`` see
-      ``attend_twice``. Refuses attention that cannot honour it; likewise with
-    - keys of a compact cache that carry a log-bias or slots (``Carried``).
-    - ``kv_record``: is shown queries, keys and values.
+    - ``kv_gate``: the first rows attend densely, the last ones over the gate's slots. With a
+      ``prefix_len``, see ``attend_twice``.
+    - The keys of a compact cache carry a log-bias or slots (``Carried``), which are attended to.
+    - ``kv_record`` is called with queries, keys and values.
 
-    The ``attention_mask`` is (rows or 1, 1, queries, keys); None is causal, the queries being the last of the keys
-    (``kvcat_mask``). ``scaling`` is the factor on q.k; None is head_dim ** -0.5.
+    With a gate or with carried slots, attention that they cannot be combined with is rejected.
+
+    Args:
+        module: the attention layer of the model.
+        query, key, value: after rotation, those of a cache included.
+        attention_mask: (rows or 1, 1, queries, keys); None: causal, the queries being the last of
+            the keys (``kvcat_mask``).
+        dropout: as in transformers.
+        scaling: factor on q.k; None: head_dim ** -0.5.
+        kv_gate, kv_record: see above.
+        **kwargs: further options of the model's attention.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if kv_record is not None:
         kv_record(int(module.layer_idx), query, key, value, scale)  # type: ignore[arg-type]
     stock = {"dropout": dropout, "scaling": scaling, **kwargs}
     carried = carried_by(key)
-    if (
-        carried is None
-        and kv_gate is None
-        and (
-            attention_mask is not None
-            or not 1 < query.shape[2] < key.shape[2]
-            or not _is_causal(module, kwargs)
-        )
-    ):
+    # several queries behind a cache: transformers would need a real mask
+    is_causal_tail = (
+        attention_mask is None and 1 < query.shape[2] < key.shape[2] and _is_causal(module, kwargs)
+    )
+    if carried is None and kv_gate is None and not is_causal_tail:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **stock)
-    _refuse_unsupported(module, stock)
+    _reject_unsupported(module, stock)
     if carried is not None:
         out = _behind_slots(query, key, value, carried, attention_mask, scale)
+    elif kv_gate is not None and kv_gate.prefix_len is not None:
+        window = stock.get("sliding_window")
+        out = _suffix_again(query, key, value, kv_gate, scale, window)
     elif kv_gate is not None:
-        return _gated(module, query, key, value, attention_mask, scale, kv_gate, stock), None
+        return _dense_and_masked(
+            module, query, key, value, attention_mask, scale, kv_gate, stock
+        ), None
     else:
         out = attend(query, key, value, scale=scale)
     return out.transpose(1, 2).contiguous(), None
 
 
-def _gated(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, gate: SlotGate,
-    stock: dict[str, Any],
-) -> Float[Tensor, "rows queries heads value_dim"]:  # fmt: skip
-    """The dense rows and the masked ones, or sequences and their suffixes run again."""
-    window = stock.get("sliding_window")
-    keep = gate.keep_for(query, key, scale, window)
-    if gate.prefix_len is not None:
-        out = attend_twice(
-            query,
-            key,
-            value,
-            keep,
-            gate.prefix_len,
-            scale=scale,
-            window=window,
-            detach_prefix=gate.detach_prefix,
-        )
-        return out.transpose(1, 2).contiguous()
-    (dense_q, q), (dense_k, k), (dense_v, v) = (
-        x.tensor_split([len(x) - len(keep)]) for x in (query, key, value)
+def _suffix_again(
+    query: Tensor, key: Tensor, value: Tensor, gate: SlotGate, scale: float, window: int | None
+) -> Float[Tensor, "rows heads queries value_dim"]:
+    """Attention of sequences followed by their suffixes, which run again over the gate's slots."""
+    return attend_twice(
+        query,
+        key,
+        value,
+        gate.keep_for(query, key, scale, window),
+        gate.prefix_len,  # type: ignore[arg-type]
+        scale=scale,
+        window=window,
+        detach_prefix=gate.detach_prefix,
     )
+
+
+def _dense_and_masked(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    gate: SlotGate,
+    stock: dict[str, Any],
+) -> Float[Tensor, "rows queries heads value_dim"]:
+    """Attention of the dense rows, and of the masked rows over the gate's slots."""
+    keep = gate.keep_for(query, key, scale, stock.get("sliding_window"))
+    num_dense = len(query) - len(keep)
     dense_mask = mask
+    masked_mask = mask
     if mask is not None and len(mask) > 1:
-        dense_mask, mask = mask.tensor_split([len(mask) - len(keep)])
-    dense, _ = sdpa_attention_forward(module, dense_q, dense_k, dense_v, dense_mask, **stock)
-    masked = attend(q, k, v, keep, reach=_reach(mask), scale=scale)
+        dense_mask, masked_mask = mask.tensor_split([num_dense])
+    dense, _ = sdpa_attention_forward(
+        module, query[:num_dense], key[:num_dense], value[:num_dense], dense_mask, **stock
+    )
+    masked = attend(
+        query[num_dense:],
+        key[num_dense:],
+        value[num_dense:],
+        keep,
+        reach=_reach(masked_mask),
+        scale=scale,
+    )
     return torch.cat([dense, masked.transpose(1, 2)])
 
 
@@ -180,13 +178,14 @@ def _behind_slots(
     """Attention over slots, which every query sees, and over the tokens behind them."""
     num_slots = 0 if carried.log_bias is None else carried.log_bias.shape[-1]
     reach = _reach(mask)
-    if (
-        reach is not None
-    ):  # its last columns are the new tokens; those before stand for the slots, however many
-        reach = reach[..., reach.shape[-1] - (key.shape[2] - num_slots) :]
+    if reach is not None:
+        # the last columns are the new tokens; the others represent the slots, however many
+        num_new = key.shape[2] - num_slots
+        reach = reach[..., reach.shape[-1] - num_new :]
     if carried.slots is not None and carried.rows is not None:
         return attend_ragged(query, key, value, carried.slots, carried.rows, reach, scale=scale)
-    reach = None if reach is None else pad(reach, (num_slots, 0), value=True)
+    if reach is not None:
+        reach = pad(reach, (num_slots, 0), value=True)
     return attend(query, key, value, None, carried.log_bias, scale=scale, reach=reach)
 
 
@@ -201,11 +200,12 @@ def kvcat_mask(
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> Tensor | None:
-    """Transformers' mask for SDPA; None where the queries are the last keys and nothing else is hidden.
+    """Transformers' mask for SDPA; None if the queries are the last keys and all else is seen.
 
-    transformers makes a real mask for several queries behind a cache, which ``kvcat_attention`` does not need. Of a
-    static cache, whose keys end in empty slots, transformers at times returns None; it gets a real mask here. The
-    arguments are transformers' own; ``attention_mask`` is 0 for padding, by position.
+    transformers makes a real mask for several queries behind a cache; ``kvcat_attention`` does not
+    need it. For a static cache, whose keys end in empty slots, transformers sometimes returns None;
+    here it gets a real mask. The arguments are those of transformers; ``attention_mask`` is 0 for
+    padding, by position.
     """
     stop = kv_offset + kv_length
     padding = None if attention_mask is None else attention_mask[:, kv_offset:stop]
@@ -219,25 +219,32 @@ def kvcat_mask(
     ):
         return None
     return sdpa_mask(
-        q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,  # type: ignore[arg-type]
-        attention_mask=attention_mask, local_size=local_size,
-        allow_is_causal_skip=allow_is_causal_skip and q_length in (1, kv_length), **kwargs,
-    )  # fmt: skip
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,  # type: ignore[arg-type]
+        kv_offset=kv_offset,
+        attention_mask=attention_mask,
+        local_size=local_size,
+        allow_is_causal_skip=allow_is_causal_skip and q_length in (1, kv_length),
+        **kwargs,
+    )
 
 
 def enable(model: PreTrainedModel) -> None:
-    """Switch a transformers model to kvcat's attention, in memory only: a saved config.json does not name it.
+    """Switch a transformers model to kvcat's attention, in memory only.
 
-    Refuses a model that does not use transformers' attention interface, or caps its scores.
+    A saved config.json does not name it.
+
+    Raises:
+        InputError: a model that does not use transformers' attention interface, or caps its scores.
     """
     check_not_wrapped(model)
     if model.config._attn_implementation == NAME:
         return
     kind = type(model).__name__
     if not type(model)._can_set_attn_implementation():
-        raise InputError(
-            f"{kind} is not supported: it does not use transformers' attention interface"
-        )
+        reason = "it does not use transformers' attention interface"
+        raise InputError(f"{kind} is not supported: {reason}")
     cap = getattr(model.config.get_text_config(decoder=True), "attn_logit_softcapping", None)
     if cap:
         raise InputError(f"{kind} is not supported: its attention scores are soft-capped at {cap}")
@@ -245,27 +252,26 @@ def enable(model: PreTrainedModel) -> None:
 
 
 def check_not_wrapped(model: nn.Module) -> None:
-    """Refuse a model inside a ``PeftModel``, whose parts are not where a transformers model has them."""
+    """Reject a model inside a ``PeftModel``: its layers are not where a transformers model has them."""
     if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
-        raise InputError(f"{type(model).__name__} wraps a model: give its get_base_model(), in which adapters stay")
+        remedy = "give its get_base_model(), in which adapters stay"
+        raise InputError(f"{type(model).__name__} wraps a model: {remedy}")
 
 
 def _reach(mask: Tensor | None) -> Bool[Tensor, "rows queries keys"] | None:
+    """True where a query may look at a key, from transformers' mask."""
     if mask is None:
         return None
     if mask.dtype != torch.bool:
-        raise InputError(
-            f"a gate or a compact cache needs a boolean attention mask, not {mask.dtype}"
-        )
+        wanted = "a gate or a compact cache needs a boolean attention mask"
+        raise InputError(f"{wanted}, not {mask.dtype}")
     return mask[:, 0]
 
 
-def _refuse_unsupported(module: nn.Module, kwargs: dict[str, Any]) -> None:
-    reasons = [
-        f"uses {name}"
-        for name in ("softcap", "s_aux", "position_bias")
-        if kwargs.get(name) is not None
-    ]
+def _reject_unsupported(module: nn.Module, kwargs: dict[str, Any]) -> None:
+    """Reject attention that a gate or carried slots cannot be combined with."""
+    options = ("softcap", "s_aux", "position_bias")
+    reasons = [f"uses {name}" for name in options if kwargs.get(name) is not None]
     if not _is_causal(module, kwargs):
         reasons.append("is not causal")
     if kwargs["dropout"]:
@@ -275,8 +281,8 @@ def _refuse_unsupported(module: nn.Module, kwargs: dict[str, Any]) -> None:
 
 
 def _is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
-    stated = kwargs.get("is_causal")
-    return getattr(module, "is_causal", True) if stated is None else stated
+    argument = kwargs.get("is_causal")
+    return getattr(module, "is_causal", True) if argument is None else argument
 
 
 AttentionInterface.register(NAME, kvcat_attention)

@@ -1,7 +1,8 @@
 """PyTorch's fused attention kernels with a bias per key, without a tensor of queries x keys."""
 
-from collections.abc import Iterator
-from typing import Any
+# pyright: reportIncompatibleMethodOverride=false
+
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -12,7 +13,7 @@ from kvcat.types import Float, Tensor
 
 EXTRA_CHANNELS = 8
 _FLASH_HEAD_DIM = 256
-_KERNEL_DEVICE = "cpu"  # whose kernel takes a bias per key
+_KERNEL_DEVICE = "cpu"  # whose kernel accepts a bias per key
 
 
 def fused_attention(
@@ -24,18 +25,20 @@ def fused_attention(
     causal: bool,
     scale: float,
 ) -> Float[Tensor, "batch heads queries value_dim"]:
-    """PyTorch's scaled dot-product attention; KV heads are repeated only where its kernels need it.
+    """PyTorch's scaled dot-product attention; KV heads are repeated only if its kernels need it.
 
-    ``mask`` is boolean or additive, broadcast to (batch, heads, queries, keys); None leaves it to ``causal``.
+    ``mask`` is boolean or additive, broadcast to (batch, heads, queries, keys). If it is None,
+    ``causal`` decides.
     """
-    num_groups = q.shape[1] // k.shape[1]
-    shared = num_groups > 1 and (
+    group = q.shape[1] // k.shape[1]
+    shares_heads = group > 1 and (
         q.device.type == "cpu" or (mask is None and k.shape[-1] == v.shape[-1] <= _FLASH_HEAD_DIM)
     )
-    if num_groups > 1 and not shared:
-        k, v = k.repeat_interleave(num_groups, dim=1), v.repeat_interleave(num_groups, dim=1)
+    if group > 1 and not shares_heads:
+        k = k.repeat_interleave(group, dim=1)
+        v = v.repeat_interleave(group, dim=1)
     return scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=shared
+        q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=shares_heads
     )
 
 
@@ -44,11 +47,13 @@ def extend_keys(
     log_bias: Float[Tensor, "batch kv_heads keys"],
     scale: float,
 ) -> Float[Tensor, "batch kv_heads keys extended_dim"]:
-    """Keys with the log-bias in extra channels: [k, high, low, 0...], high + low = log_bias / scale.
+    """Keys with the log-bias in extra channels: [k, high, low, 0...].
 
-    Two channels, because one bfloat16 number holds a bias of 3 nats only to about 0.01 nats.
+    high + low = log_bias / scale.
+
+    Two channels, because one bfloat16 number represents a bias of 3 nats only to about 0.01 nats.
     """
-    exact = (log_bias / scale)[..., None]
+    exact = (log_bias / scale).unsqueeze(-1)
     high = exact.to(k.dtype)
     low = (exact - high.detach().to(exact.dtype)).detach().to(k.dtype)
     return torch.cat([k, high, pad(low, (0, EXTRA_CHANNELS - 2))], dim=-1)
@@ -65,10 +70,11 @@ def attend_extended(
     scale: float,
 ) -> Float[Tensor, "batch heads queries value_dim"]:
     """``fused_attention`` with a log-bias, which the keys carry in extra channels."""
+    value_dim = v.shape[-1]
     keys = extend_keys(k, log_bias, scale)
-    padded = _widened(v, max(keys.shape[-1], v.shape[-1]))
-    out = fused_attention(_extend_queries(q), keys, padded, mask, causal=causal, scale=scale)
-    return out[..., : v.shape[-1]]
+    values = _widened(v, max(keys.shape[-1], value_dim))
+    out = fused_attention(_extend_queries(q), keys, values, mask, causal=causal, scale=scale)
+    return out[..., :value_dim]
 
 
 def attend_biased(
@@ -79,118 +85,157 @@ def attend_biased(
     *,
     scale: float,
 ) -> Float[Tensor, "batch heads queries value_dim"]:
-    """``attend_reference`` where every query, of the last keys, sees all but later ones; with all gradients.
+    """``attend_reference`` with all gradients, where every query sees all keys but later ones.
 
-    ``log_bias`` is finite and of the first keys.
+    The queries are those of the last keys. ``log_bias`` is finite and belongs to the first keys.
 
-    On a CPU the kernel adds the bias to whole columns of scores. Causal queries that are fewer than the keys take one
-    call over the keys before theirs and a causal one over their own, merged by their normalisers: o = sum_p e^{l_p - l}
-    o_p with l = log sum_p e^{l_p}, l_p the log of part p's attention mass. The backward of each part, given the merged
-    o and l, is its share of the whole gradient. Elsewhere the bias takes extra channels.
+    On a CPU the kernel adds the bias to whole columns of scores. If the queries are fewer than the
+    keys, one call attends to the keys before the queries, and a causal one to the queries' own
+    keys. Their normalisers merge the two: o = sum_p e^{l_p - l} o_p with l = log sum_p e^{l_p},
+    where l_p is the log of the attention mass of range p of the keys. The backward of each range,
+    with the merged o and l, gives its share of the whole gradient. Elsewhere extra channels carry
+    the bias.
     """
-    # one query sees all keys; in a compiled graph the comparison would be symbolic, which the kernels refuse
+    # one query sees all keys; in a compiled graph the comparison would be symbolic, which the
+    # kernels reject
     causal = torch.compiler.is_compiling() or q.shape[2] > 1
-    first = k.shape[2] - q.shape[2] if causal else 0
-    if log_bias is None and first == 0:
+    num_before = k.shape[2] - q.shape[2] if causal else 0
+    if log_bias is None and num_before == 0:
         return fused_attention(q, k, v, None, causal=causal, scale=scale)
     if log_bias is not None:
         wide = torch.promote_types(q.dtype, torch.float32)  # a bfloat16 bias would lose 0.01 nats
         log_bias = pad(log_bias.to(wide), (0, k.shape[2] - log_bias.shape[-1]))
     if q.device.type == _KERNEL_DEVICE:
-        if torch.is_autocast_enabled(
-            "cpu"
-        ):  # it knows the public function, not the kernel behind it
-            q, k, v = (x.to(torch.get_autocast_dtype("cpu")) for x in (q, k, v))
+        if torch.is_autocast_enabled("cpu"):  # which knows the public function, not its kernel
+            dtype = torch.get_autocast_dtype("cpu")
+            q = q.to(dtype)
+            k = k.to(dtype)
+            v = v.to(dtype)
         return _CpuKernel.apply(q, k, v, log_bias, causal, scale)  # type: ignore[return-value]
     mask = None
-    if first:
-        mask, causal = causal_lower_right(q.shape[2], k.shape[2]), False
+    if num_before:
+        mask = causal_lower_right(q.shape[2], k.shape[2])
+        causal = False
     if log_bias is None:
         return fused_attention(q, k, v, mask, causal=causal, scale=scale)
     return attend_extended(q, k, v, log_bias, mask, causal=causal, scale=scale)
 
 
+class _KeyRange(NamedTuple):
+    """A range of keys, and whether the queries see each of them causally."""
+
+    keys: slice
+    causal: bool
+
+
 class _CpuKernel(torch.autograd.Function):
+    """``attend_biased`` on a CPU, by two operators that PyTorch does not document.
+
+    ``apply`` takes q, k, v, the bias of all keys or None, causal and scale.
+    """
+
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         q, k, v, bias, causal, scale = inputs
         wide_q, wide_k, wide_v = _of_one_width(q, k, v)
-        outs, masses = [], []
-        for part, is_causal in _parts(q, k, causal):
-            out, mass = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                wide_q, wide_k[:, :, part], wide_v[:, :, part],
-                is_causal=is_causal, attn_mask=_by_head(bias, part, q), scale=scale,
-            )  # fmt: skip
-            outs.append(out[..., : v.shape[-1]])
-            masses.append(mass)
-        out, mass = outs[0], masses[0]
+        outs = []
+        log_masses = []
+        for keys, is_causal in _key_ranges(q, k, causal):
+            wide_out, log_mass = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                wide_q,
+                wide_k[:, :, keys],
+                wide_v[:, :, keys],
+                is_causal=is_causal,
+                attn_mask=_by_query_head(bias, keys, q),
+                scale=scale,
+            )
+            outs.append(wide_out[..., : v.shape[-1]])
+            log_masses.append(log_mass)  # (batch, heads, queries)
+        out = outs[0]
+        log_mass = log_masses[0]
         if len(outs) > 1:
-            mass = torch.logaddexp(*masses)
-            shares = [
-                x * (own - mass).exp().unsqueeze(-1) for x, own in zip(outs, masses, strict=True)
-            ]
-            out = (shares[0] + shares[1]).to(v.dtype)
-        ctx.save_for_backward(q, k, v, bias, out, mass)
-        ctx.causal, ctx.scale = causal, scale
+            log_mass = torch.logaddexp(*log_masses)
+            before = outs[0] * (log_masses[0] - log_mass).exp().unsqueeze(-1)
+            causal_out = outs[1] * (log_masses[1] - log_mass).exp().unsqueeze(-1)
+            out = (before + causal_out).to(v.dtype)
+        ctx.save_for_backward(q, k, v, bias, out, log_mass)
+        ctx.causal = causal
+        ctx.scale = scale
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        q, k, v, bias, out, mass = ctx.saved_tensors
-        learned = ctx.needs_input_grad[3]
-        wide_q, wide_k, fixed = q, k, bias
-        if learned:  # the kernel has no gradient for a bias, but one for the channels of keys
-            wide_q, wide_k, fixed = _extend_queries(q), extend_keys(k, bias, ctx.scale), None
-        wide_q, wide_k, wide_v = _of_one_width(wide_q, wide_k, v)
-        grad, out = (_widened(x, wide_v.shape[-1]) for x in (grad_outputs[0], out))
-        found = []
-        for part, is_causal in _parts(q, k, ctx.causal):
-            found.append(
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
+        q, k, v, bias, out, log_mass = ctx.saved_tensors
+        head_dim = q.shape[-1]
+        value_dim = v.shape[-1]
+        bias_learns = ctx.needs_input_grad[3]
+        kernel_q = q
+        kernel_k = k
+        kernel_bias = bias
+        if bias_learns:  # the kernel has no gradient for a bias, but one for the channels of keys
+            kernel_q = _extend_queries(q)
+            kernel_k = extend_keys(k, bias, ctx.scale)
+            kernel_bias = None
+        wide_q, wide_k, wide_v = _of_one_width(kernel_q, kernel_k, v)
+        wide_grad = _widened(grad_outputs[0], wide_v.shape[-1])
+        wide_out = _widened(out, wide_v.shape[-1])
+        grads_q = []
+        grads_k = []
+        grads_v = []
+        for keys, is_causal in _key_ranges(q, k, ctx.causal):
+            grad_q, grad_k, grad_v = (
                 torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                    grad, wide_q, wide_k[:, :, part], wide_v[:, :, part], out, mass, 0.0, is_causal,
-                    attn_mask=_by_head(fixed, part, q), scale=ctx.scale,
+                    wide_grad,
+                    wide_q,
+                    wide_k[:, :, keys],
+                    wide_v[:, :, keys],
+                    wide_out,
+                    log_mass,
+                    0.0,  # dropout
+                    is_causal,
+                    attn_mask=_by_query_head(kernel_bias, keys, q),
+                    scale=ctx.scale,
                 )
-            )  # fmt: skip
-        (grad_q, *more), *grads = zip(*found, strict=True)
-        grad_q = grad_q + more[0] if more else grad_q
-        grad_k, grad_v = (x[0] if len(x) == 1 else torch.cat(x, dim=2) for x in grads)
-        dim = q.shape[-1]
-        grad_bias = grad_k[..., dim] / ctx.scale if learned else None
-        return (
-            grad_q[..., :dim],
-            grad_k[..., :dim],
-            grad_v[..., : v.shape[-1]],
-            grad_bias,
-            None,
-            None,
-        )
+            )
+            grads_q.append(grad_q)
+            grads_k.append(grad_k)
+            grads_v.append(grad_v)
+        grad_q = grads_q[0] if len(grads_q) == 1 else grads_q[0] + grads_q[1]
+        grad_k = grads_k[0] if len(grads_k) == 1 else torch.cat(grads_k, dim=2)
+        grad_v = grads_v[0] if len(grads_v) == 1 else torch.cat(grads_v, dim=2)
+        grad_bias = grad_k[..., head_dim] / ctx.scale if bias_learns else None
+        grads = [grad_q[..., :head_dim], grad_k[..., :head_dim], grad_v[..., :value_dim], grad_bias]
+        no_gradient = [None, None]  # causal, scale
+        return *grads, *no_gradient
 
 
-def _parts(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, bool]]:
-    """Ranges of keys, and whether the queries see each of them causally."""
-    first = k.shape[2] - q.shape[2] if causal else 0
-    if first:
-        yield slice(0, first), False
-    yield slice(first, None), causal
+def _key_ranges(q: Tensor, k: Tensor, causal: bool) -> list[_KeyRange]:
+    """The keys before those of causal queries, if there are any, and the others."""
+    num_before = k.shape[2] - q.shape[2] if causal else 0
+    ranges = [_KeyRange(slice(num_before, None), causal)]
+    if num_before:
+        ranges.insert(0, _KeyRange(slice(0, num_before), False))
+    return ranges
 
 
-def _by_head(bias: Tensor | None, part: slice, q: Tensor) -> Tensor | None:
-    """A part's bias for every query head, to be broadcast over the queries."""
+def _by_query_head(bias: Tensor | None, keys: slice, q: Tensor) -> Tensor | None:
+    """The bias of some keys for every query head, to be broadcast over the queries."""
     if bias is None:
         return None
-    return bias[:, :, part].repeat_interleave(q.shape[1] // bias.shape[1], dim=1).unsqueeze(2)
+    group = q.shape[1] // bias.shape[1]
+    return bias[:, :, keys].repeat_interleave(group, dim=1).unsqueeze(2)
 
 
 def _extend_queries(q: Tensor) -> Tensor:
-    """[q, 1...]: ones in every extra channel add up whatever the keys hold there."""
+    """[q, 1...]: ones in every extra channel add up whatever the keys have there."""
     return torch.cat([q, q.new_ones(*q.shape[:-1], EXTRA_CHANNELS)], dim=-1)
 
 
-def _of_one_width(*states: Tensor) -> list[Tensor]:
-    """With zeros in further channels: the CPU kernels need queries, keys and values of one width."""
-    width = max(x.shape[-1] for x in states)
-    return [_widened(x, width) for x in states]
+def _of_one_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """With zeros in further channels: the CPU kernels need one width for all three."""
+    width = max(q.shape[-1], k.shape[-1], v.shape[-1])
+    return _widened(q, width), _widened(k, width), _widened(v, width)
 
 
 def _widened(states: Tensor, width: int) -> Tensor:

@@ -1,5 +1,7 @@
 """The gradient of the mask: how the loss of the masked pass reaches the policy."""
 
+# pyright: reportIncompatibleMethodOverride=false
+
 from typing import Any
 
 import torch
@@ -33,7 +35,7 @@ class KeepGradient(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
         """The gradient of ``out`` as it arrives, and that of ``keep``."""
         grad_out = grad_outputs[0]
         keep, q, k, v, reach = ctx.saved_tensors

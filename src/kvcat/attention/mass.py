@@ -1,4 +1,4 @@
-"""Attention mass: how much attention each key receives, and how much each query gives to some keys."""
+"""Attention mass: how much each key receives, and how much each query gives to some keys."""
 
 import torch
 
@@ -18,10 +18,11 @@ def attention_mass(
     scale: float,
     window: int | None = None,
 ) -> Float[Tensor, "batch kv_heads keys"]:
-    """Causal attention that each slot j receives: sum over a KV head's queries of softmax_j(scale q.k_j).
+    """Causal attention that each slot receives from the queries of its KV head.
 
-    The queries are those of the last keys. The masses of a sequence sum to heads * queries. On a CPU
-    at most about 2^22 weights exist at once.
+    For slot j this is the sum over the queries of softmax_j(scale q.k_j). The queries are those of
+    the last keys. The masses of a sequence sum to heads * queries. On a CPU at most about 2^22
+    weights exist at once.
 
     Args:
         queries, keys: after rotation.

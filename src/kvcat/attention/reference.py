@@ -1,6 +1,6 @@
 """Attention over visible slots, slow and obviously right: the oracle of every fast path.
 
-Nothing here saves time or memory; every function holds whole (queries, keys) matrices.
+Nothing here saves time or memory. Every function makes whole (queries, keys) matrices.
 """
 
 import torch
@@ -18,31 +18,33 @@ def reachable(
 ) -> Bool[Tensor, "queries keys"]:
     """True where query i, at key index t = num_keys - num_queries + i, may look at key j.
 
-    Causal: j <= t, and with a window, the tokens a query sees, itself included, t - window < j as well. Not causal:
-    everywhere, and no window.
+    Causal: j <= t. With a window, the tokens that a query sees, itself included: t - window < j as
+    well. Not causal: everywhere, and no window.
     """
     if num_queries > num_keys:
         raise ValueError(f"{num_queries} queries cannot be the last positions of {num_keys} keys")
     if window is not None and (window < 1 or not causal):
-        raise ValueError(
-            f"window must be at least 1 and causal, got window={window}, causal={causal}"
-        )
-    t = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
-    j = torch.arange(num_keys, device=device)[None, :]
+        values = f"window={window}, causal={causal}"
+        raise ValueError(f"window must be at least 1 and causal, got {values}")
     if not causal:
         return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
-    return (j <= t) & (j > t - window) if window is not None else j <= t
+    t = torch.arange(num_keys - num_queries, num_keys, device=device).unsqueeze(1)
+    j = torch.arange(num_keys, device=device).unsqueeze(0)
+    if window is None:
+        return j <= t
+    return (j <= t) & (j > t - window)
 
 
 def visible(
     keep: Float[Tensor, "#batch keys"] | Bool[Tensor, "#batch keys"],
     reach: Bool[Tensor, "#batch queries keys"] | Bool[Tensor, "queries keys"],
 ) -> Bool[Tensor, "#batch queries keys"]:
-    """True where a query sees a slot: {j reachable : keep_j = 1}, and itself if it would see nothing."""
+    """True where a query sees a slot: {j reachable : keep_j = 1}, or itself if that is empty."""
     num_queries, num_keys = reach.shape[-2:]
-    own = torch.eye(num_keys, dtype=torch.bool, device=keep.device)[num_keys - num_queries :]
+    every_key = torch.eye(num_keys, dtype=torch.bool, device=keep.device)
+    itself = every_key[num_keys - num_queries :]  # (queries, keys)
     seen = reach & (keep > 0)[:, None, :]
-    return seen | (own & ~seen.any(-1, keepdim=True))
+    return seen | (itself & ~seen.any(-1, keepdim=True))
 
 
 def attend_reference(
@@ -58,8 +60,9 @@ def attend_reference(
 ) -> Float[Tensor, "batch heads queries value_dim"]:
     """Attention of the last positions over the visible slots.
 
-    o_t = sum_{j in A_t} e^{s_tj} v_j / sum_{j in A_t} e^{s_tj} with s_tj = scale q_t.k_j + log_bias_j and A_t the kept
-    slots that t may look at. A query that sees nothing sees itself. Position 0 is nothing special here.
+    o_t = sum_{j in A_t} e^{s_tj} v_j / sum_{j in A_t} e^{s_tj} with s_tj = scale q_t.k_j +
+    log_bias_j and A_t the kept slots that t may look at. A query that sees nothing sees itself.
+    Position 0 is nothing special here.
 
     Args:
         q: queries, the last ``queries`` of the ``keys`` positions; heads is a multiple of kv_heads.
@@ -68,7 +71,7 @@ def attend_reference(
         log_bias: nats added to the scores of each slot; None adds none.
         causal: whether later positions are hidden.
         scale: factor on q.k; None is head_dim ** -0.5.
-        window: tokens a query sees, itself included; None is no limit.
+        window: tokens that a query sees, itself included; None is no limit.
 
     References: KV-CAT, appendix "Masked attention forward pass".
     """
@@ -76,20 +79,19 @@ def attend_reference(
     reach = reachable(q.shape[2], k.shape[2], causal=causal, window=window, device=q.device)
     seen = reach[None] if keep is None else visible(keep, reach)
     weights = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
-    return weights @ _per_head(v, q.shape[1])
+    return weights @ _per_query_head(v, q.shape[1])
 
 
-def _per_head(
+def _per_query_head(
     x: Float[Tensor, "b kv_heads keys channels"], num_heads: int
 ) -> Float[Tensor, "b heads keys channels"]:
     return x.repeat_interleave(num_heads // x.shape[1], dim=1)
 
 
 def _scores(q: Tensor, k: Tensor, log_bias: Tensor | None, scale: float | None) -> Tensor:
+    num_heads = q.shape[1]
     factor = q.shape[-1] ** -0.5 if scale is None else scale
-    scores = factor * (q @ _per_head(k, q.shape[1]).transpose(-1, -2))
-    return (
-        scores
-        if log_bias is None
-        else scores + _per_head(log_bias[..., None], q.shape[1]).transpose(-1, -2)
-    )
+    scores = factor * (q @ _per_query_head(k, num_heads).mT)  # (batch, heads, queries, keys)
+    if log_bias is None:
+        return scores
+    return scores + _per_query_head(log_bias.unsqueeze(-1), num_heads).mT

@@ -4,6 +4,8 @@ Nothing is shifted here: hidden states are scored against the target at the same
 callers pair the hidden state at t with the token at t + 1.
 """
 
+# pyright: reportIncompatibleMethodOverride=false
+
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +22,7 @@ from kvcat.types import Float, Int, Tensor, at_least_float32
 
 @dataclass(frozen=True, eq=False)
 class ChunkedLosses:
-    """The weighted objective and its terms, scalars in float32, or float64 if the head has that type.
+    """The weighted objective and its terms: scalars in float32, or in the head's float64.
 
     Args:
         total: mask_weight * kl + anchor_weight * dense_loss, with gradient.
@@ -192,11 +194,11 @@ class _Objective(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
         grad_total = grad_outputs[0]
         scaled: list[Tensor | None] = []
         for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True):
-            # multiplied before the cast: a scaled loss keeps small gradients from float16's underflow
+            # multiplied before the cast: loss scaling keeps float16 gradients from underflow
             scaled.append(None if gradient is None else (gradient * grad_total).to(dtype))
         no_gradient = [None, None, None]  # targets, head, options
         return *scaled, *no_gradient

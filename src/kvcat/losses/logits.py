@@ -1,4 +1,4 @@
-"""Values and gradients made from logits chunk by chunk, so that a whole logit tensor never exists."""
+"""Values and gradients from logits chunk by chunk, so that a whole logit tensor never exists."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -100,10 +100,11 @@ def positions_per_chunk(head: OutputHead) -> int:
 
 
 class LogitChunks:
-    """Values of all positions and gradients of their weighted mean, one chunk of positions at a time.
+    """Values of all positions and gradients of their weighted mean, chunk by chunk.
 
     With z the logits, p = softmax(z_dense), s = softmax(z_masked), y the target and n the number of
-    positions, the mean of mask_weight KL(dense || masked) + anchor_weight NLL(dense) has the gradients
+    positions, the mean of mask_weight KL(dense || masked) + anchor_weight NLL(dense) has the
+    gradients
 
         dL/dz_dense = anchor_weight (p - onehot(y)) / n,    dL/dz_masked = mask_weight (s - p) / n.
 

@@ -13,9 +13,10 @@ from kvcat.types import Float, Int, Tensor, at_least_float32
 def next_token_loss(
     logits: Float[Tensor, "batch tokens vocab"], tokens: Int[Tensor, "batch tokens"]
 ) -> Float[Tensor, ""]:
-    """Mean of -log p(x_t | x_<t) over positions t = 2..T of all sequences, nats; log(vocab) for uniform logits.
+    """Mean of -log p(x_t | x_<t) over positions t = 2..T of all sequences, nats.
 
-    The logits at t predict token t + 1. The last logits are not used.
+    It is log(vocab) for uniform logits. The logits at t predict token t + 1. The last logits are
+    not used.
 
     Raises:
         InputError: sequences of fewer than two tokens.
@@ -31,7 +32,7 @@ def distillation_kl(
     teacher_logits: Float[Tensor, "batch tokens vocab"],
     student_logits: Float[Tensor, "batch tokens vocab"],
 ) -> Float[Tensor, ""]:
-    """Mean of KL(sg teacher || student) over the predictions of positions t = 2..T of all sequences, nats.
+    """Mean of KL(sg teacher || student) over the predictions of positions t = 2..T, nats.
 
     KL = sum_v p_v (log p_v - log s_v), zero if the two distributions agree. The teacher carries no
     gradient. The logits at t predict token t + 1. The last logits are not used.
@@ -50,7 +51,9 @@ def distillation_kl(
 def budget_loss(
     keep: Float[Tensor, "batch tokens"], prob: Float[Tensor, "batch tokens"], target: float
 ) -> Float[Tensor, ""]:
-    """Mean over sequences of F G / rho + (1 - F)(1 - G) / (1 - rho), F the mean of ``keep``, G the mean of ``prob``.
+    """Mean over sequences of F G / rho + (1 - F)(1 - G) / (1 - rho).
+
+    F is the mean of ``keep`` and G the mean of ``prob``.
 
     It is 1 at F = G = rho and 1 / rho at F = G = 1. Only ``prob`` gets a gradient. It is
     dB/dG = (F - rho) / (rho (1 - rho)), which lowers the probabilities if more than the target is

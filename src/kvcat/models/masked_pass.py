@@ -1,6 +1,7 @@
 """The dense and the masked pass of the same weights, as one batch of the unmodified model."""
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kvcat.attention import SlotGate, enable
+from kvcat.attention.interface import Decision
 from kvcat.errors import InputError
 from kvcat.models.structure import decoder_layers, hidden_states
 from kvcat.policies import Randomness, SparsificationPolicy, check_group_starts, gate
@@ -17,10 +19,14 @@ from kvcat.types import Float, Int, Tensor
 
 @dataclass(frozen=True, eq=False)
 class HiddenOutput:
-    """What both passes give before the output head; the masked one of the sequences or of their suffixes.
+    """Hidden states of both passes before the output head.
 
-    By first layer of each group, ``keep`` are the visible slots of the sequences or prefixes, 1 or 0, position 0 always
-    1, with gradient; ``scores`` are the policy's own output in [0, 1], also for position 0.
+    Args:
+        dense_hidden: of the sequences in the dense pass.
+        masked_hidden: of the sequences, or of their suffixes, in the masked pass.
+        keep: by first layer of each group, the visible slots of the sequences or prefixes, 1 or 0,
+            with gradient. Position 0 is always 1.
+        scores: by first layer of each group, the policy's output in [0, 1], also for position 0.
     """
 
     dense_hidden: Float[Tensor, "batch tokens hidden"]
@@ -29,92 +35,193 @@ class HiddenOutput:
     scores: dict[int, Float[Tensor, "batch slots"]]
 
 
-class _Pass:
-    """State of one forward, carried by the model's own keyword arguments to the hooks of its layers.
+class KVPass:
+    """State of one forward pass; the keyword ``kv_pass`` carries it to the layers' hooks.
 
-    A plain class, so that FSDP2 hands on the object itself. ``seeds`` holds one seed per group and
-    generator: a layer that runs again draws what it drew before.
+    A plain class, because FSDP2 copies dataclasses and passes other objects on as they are.
+
+    Args:
+        masked_pass: that runs it.
+        batch: number of sequences.
+        prefix_len: as in ``MaskedPass.hidden``.
+        generator: one number per group is drawn from each, the seed of that group's draws. So a
+            layer that runs again draws what it drew before.
     """
 
-    def __init__(self, owner: "MaskedPass", batch: int, prefix_len: int | None, generator: Randomness | None):
-        self.owner, self.batch, self.prefix_len = owner, batch, prefix_len
-        self.per_sequence = isinstance(generator, Sequence)
-        generators = generator if isinstance(generator, Sequence) else [generator] if generator is not None else []
-        shape = (len(owner.group_starts),)
-        drawn = [torch.randint(2**62, shape, generator=g, device=g.device).tolist() for g in generators]
-        self.seeds = {start: [seeds[i] for seeds in drawn] for i, start in enumerate(owner.group_starts)}
+    def __init__(
+        self,
+        masked_pass: "MaskedPass",
+        batch: int,
+        prefix_len: int | None,
+        generator: Randomness | None,
+    ):
+        self.policies = masked_pass.policies
+        self.tau = masked_pass.tau
+        self.detach_prefix = masked_pass.detach_prefix
+        self.batch = batch
+        self.prefix_len = prefix_len
         self.gates: dict[int, SlotGate] = {}
         self.scores: dict[int, Tensor] = {}
+        self._draws_by_sequence = isinstance(generator, Sequence)
+        self._seeds: dict[int, list[int]] = {start: [] for start in masked_pass.group_starts}
+        for source in _generators(generator):
+            shape = (len(masked_pass.group_starts),)
+            seeds = torch.randint(2**62, shape, generator=source, device=source.device).tolist()
+            for start, seed in zip(masked_pass.group_starts, seeds, strict=True):
+                self._seeds[start].append(seed)
 
-    def open_gate(self, start: int, hidden: Float[Tensor, "rows tokens hidden"]) -> SlotGate:
-        """The gate of a group, from the input of its first layer; an "attention" policy decides in that layer."""
-        policy, tau = self.owner.policies[str(start)], self.owner.tau
-        options = self.prefix_len, self.owner.detach_prefix
-        made = [torch.Generator().manual_seed(seed) for seed in self.seeds[start]]
-        generator: Randomness | None = made if self.per_sequence else (made or [None])[0]
+    def open_gate(self, start: int, hidden: Float[Tensor, "rows tokens hidden"]) -> None:
+        """Make the gate of a group at its first layer, whose input is ``hidden``.
+
+        An "attention" policy decides inside that layer. If the layer runs again, its gate stays.
+        """
+        policy = self.policies[str(start)]
         if policy.reads == "attention":
+            if start not in self.gates:
+                decide = functools.partial(self._decide, start)
+                self.gates[start] = self._gate(None, decide)
+            return
+        masked_rows = hidden[self.batch :]
+        prefix = hidden[:, : self.prefix_len]
+        seen = masked_rows if self.prefix_len is None else prefix
+        if self.detach_prefix:
+            seen = seen.detach()
+        scores = policy(seen, generator=self._generator(start))
+        self.scores[start] = scores
+        self.gates[start] = self._gate(gate(scores, self.tau))
 
-            def decide(queries: Tensor, keys: Tensor, scale: float, window: int | None) -> Tensor:
-                read = slice(0, self.batch), slice(None), slice(0, self.prefix_len)
-                scores = policy(queries[read], keys[read], scale=scale, window=window, generator=generator)
-                self.scores[start] = scores
-                return gate(scores, tau)
+    def open_all(self, hidden: Float[Tensor, "rows tokens hidden"]) -> SlotGate:
+        """The gate of the layers before the first group, where the suffix sees the whole prefix."""
+        return self._gate(hidden.new_ones(len(hidden), self.prefix_len))  # type: ignore[arg-type]
 
-            return self.gates.get(start) or SlotGate(None, *options, decide)
-        seen = hidden[self.batch :] if self.prefix_len is None else hidden[:, : self.prefix_len]
-        self.scores[start] = policy(seen.detach() if self.owner.detach_prefix else seen, generator=generator)
-        return SlotGate(gate(self.scores[start], tau), *options)
+    def _gate(self, keep: Tensor | None, decide: Decision | None = None) -> SlotGate:
+        return SlotGate(keep, self.prefix_len, self.detach_prefix, decide)
+
+    def _decide(
+        self, start: int, queries: Tensor, keys: Tensor, scale: float, window: int | None
+    ) -> Float[Tensor, "batch slots"]:
+        """The visible slots of an "attention" policy, from the dense rows."""
+        scores = self.policies[str(start)](
+            queries[: self.batch, :, : self.prefix_len],
+            keys[: self.batch, :, : self.prefix_len],
+            scale=scale,
+            window=window,
+            generator=self._generator(start),
+        )
+        self.scores[start] = scores
+        return gate(scores, self.tau)
+
+    def _generator(self, start: int) -> Randomness | None:
+        """The source of a group's draws, newly seeded."""
+        sources = [torch.Generator().manual_seed(seed) for seed in self._seeds[start]]
+        if self._draws_by_sequence:
+            return sources
+        return sources[0] if sources else None
+
+
+def _generators(generator: Randomness | None) -> list[torch.Generator]:
+    if generator is None:
+        return []
+    return [generator] if isinstance(generator, torch.Generator) else list(generator)
+
+
+class LayerHook:
+    """Before a decoder layer, replaces the keyword ``kv_pass`` by ``kv_gate``, its group's gate.
+
+    Args:
+        layer: number of the layer.
+        group_starts: first layers of the groups, ascending.
+    """
+
+    def __init__(self, layer: int, group_starts: list[int]):
+        starts_so_far = [start for start in group_starts if start <= layer]
+        self.start = starts_so_far[-1] if starts_so_far else None
+        self.is_first = layer == self.start
+
+    def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The arguments of the layer; None, which changes nothing, outside a masked pass."""
+        if "kv_pass" not in kwargs:
+            return None
+        kwargs = dict(kwargs)
+        kv_pass: KVPass = kwargs.pop("kv_pass")
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if self.is_first and self.start is not None:
+            kv_pass.open_gate(self.start, hidden)
+        if self.start is not None:
+            kwargs["kv_gate"] = kv_pass.gates[self.start]
+        elif kv_pass.prefix_len is not None:
+            kwargs["kv_gate"] = kv_pass.open_all(hidden)
+        return args, kwargs
 
 
 class MaskedPass(nn.Module):
-    """Rows [0, B) attend densely, rows [B, 2B) over the slots their policies keep; one batch, one model.
+    """The dense and the masked pass of a model as one batch.
 
-    Hooks on the decoder layers call a group's policy at its first layer and hand the gate to every layer of the group
-    as a keyword; layers before the first group stay dense. A "hidden" policy reads the masked rows, an "attention"
-    policy the dense rows' queries and keys. The state of a pass travels with its keyword arguments, so that interleaved
-    passes and activation checkpointing find their own. The module's parameters are the policies', not the model's.
+    Rows [0, B) attend densely, rows [B, 2B) over the slots that their policies keep. Hooks on the
+    decoder layers call a group's policy at its first layer and pass the gate to every layer of the
+    group as a keyword. Layers before the first group stay dense. A "hidden" policy reads the masked
+    rows, an "attention" policy the queries and keys of the dense rows. The state of a pass
+    (``KVPass``) travels with its keyword arguments, so that interleaved passes and activation
+    checkpointing find theirs. This module has the parameters of the policies, not of the model.
 
-    With a ``prefix_len`` (ours, not the paper's) only the tokens behind it go through the masked pass: each sequence is
-    followed by its suffix again, at the same positions, which sees the kept slots of the prefix and all of its own, as
-    with a compact cache. The prefix is computed once for both passes.
+    With a ``prefix_len`` (not in the paper) only the tokens behind it go through the masked pass.
+    Each sequence is followed by its suffix again, at the same positions. The repeated suffix sees
+    the kept slots of the prefix and all of its own, as behind a compact cache. The prefix is
+    computed once for both passes.
 
     Args:
         model: a causal LM; it is switched to kvcat's attention and gets hooks until ``close``.
         policies: by first layer of each group.
         tau: threshold on the scores, in (0, 1).
-        detach_prefix: with a ``prefix_len``, neither the masked pass nor a policy has a gradient to what the prefix
-            computes.
+        detach_prefix: with a ``prefix_len``, neither the masked pass nor a policy gives a gradient
+            to what the prefix computes.
 
     Raises:
         InputError: groups at layers that do not exist, a value out of range, an unsupported model.
 
-    References: KV-CAT, section "Training for KV Cache Compressibility", appendix "Masked attention forward pass".
+    References: KV-CAT, section "Training for KV Cache Compressibility", appendix "Masked attention
+        forward pass".
     """
 
     def __init__(
-        self, model: PreTrainedModel, policies: dict[int, SparsificationPolicy], *, tau: float = 0.5,
+        self,
+        model: PreTrainedModel,
+        policies: dict[int, SparsificationPolicy],
+        *,
+        tau: float = 0.5,
         detach_prefix: bool = False,
-    ):  # fmt: skip
+    ):
         super().__init__()
         layers = decoder_layers(model)
         self.group_starts = check_group_starts(len(layers), sorted(policies))
         if not 0 < tau < 1:
             raise InputError(f"tau must lie in (0, 1), got {tau}")
         enable(model)
-        self.tau, self.detach_prefix = tau, detach_prefix
-        self.policies = nn.ModuleDict({str(start): policies[start] for start in self.group_starts})
-        self._model = (model,)  # in a tuple, so that the model's parameters do not become this module's
-        hooks = [_layer_hook(index, self.group_starts) for index in range(len(layers))]
-        self._handles = [x.register_forward_pre_hook(h, with_kwargs=True) for x, h in zip(layers, hooks, strict=True)]
+        self.tau = tau
+        self.detach_prefix = detach_prefix
+        by_name = {str(start): policies[start] for start in self.group_starts}
+        self.policies = nn.ModuleDict(by_name)
+        # in a tuple, so that the model's parameters do not become this module's
+        self._model = (model,)
+        self._handles = []
+        for number, layer in enumerate(layers):
+            hook = LayerHook(number, self.group_starts)
+            self._handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
 
     def hidden(
-        self, input_ids: Int[Tensor, "batch tokens"], generator: Randomness | None = None, *,
+        self,
+        input_ids: Int[Tensor, "batch tokens"],
+        generator: Randomness | None = None,
+        *,
         prefix_len: int | None = None,
-    ) -> HiddenOutput:  # fmt: skip
+    ) -> HiddenOutput:
         """Both passes over the same tokens, up to the final norm.
 
-        ``input_ids`` have no padding. ``generator`` is the source of random masks, one or one per sequence; one number
-        per group is drawn from each.
+        Args:
+            input_ids: token ids without padding.
+            generator: source of random masks, one or one per sequence. One number per group is
+                drawn from each.
+            prefix_len: tokens before the part that the masked pass runs; None: it runs all.
 
         Raises:
             InputError: closed already, or a prefix_len that leaves no prefix or no suffix.
@@ -125,14 +232,21 @@ class MaskedPass(nn.Module):
             raise InputError("this masked pass is closed")
         if prefix_len is not None and not 0 < prefix_len < num_tokens:
             raise InputError(f"prefix_len {prefix_len} must lie in 1..{num_tokens - 1}")
-        state = _Pass(self, batch, prefix_len, generator)
-        inputs = {"input_ids": input_ids.repeat(2, 1)} if prefix_len is None else _suffix_again(input_ids, prefix_len)
-        hidden = hidden_states(model, **inputs, use_cache=False, kv_gate=state)
-        if sorted(state.scores) != self.group_starts:
-            raise InputError(f"{type(model).__name__} is not supported: keyword arguments do not reach its layers")
-        dense, masked = hidden.split(batch) if prefix_len is None else hidden.tensor_split([num_tokens], dim=1)
-        keep: Any = {start: state.gates[start].keep for start in self.group_starts}
-        return HiddenOutput(dense, masked, keep, {start: state.scores[start] for start in self.group_starts})
+        kv_pass = KVPass(self, batch, prefix_len, generator)
+        inputs = {"input_ids": input_ids.repeat(2, 1)}
+        if prefix_len is not None:
+            inputs = _suffix_again(input_ids, prefix_len)
+        hidden = hidden_states(model, **inputs, use_cache=False, kv_pass=kv_pass)
+        if sorted(kv_pass.scores) != self.group_starts:
+            reason = "keyword arguments do not reach its layers"
+            raise InputError(f"{type(model).__name__} is not supported: {reason}")
+        if prefix_len is None:
+            dense, masked = hidden.split(batch)
+        else:
+            dense, masked = hidden.tensor_split([num_tokens], dim=1)
+        keep: Any = {start: kv_pass.gates[start].keep for start in self.group_starts}
+        scores = {start: kv_pass.scores[start] for start in self.group_starts}
+        return HiddenOutput(dense, masked, keep, scores)
 
     def close(self) -> None:
         """Remove the hooks from the model; a second call does nothing."""
@@ -146,32 +260,10 @@ class MaskedPass(nn.Module):
         self.close()
 
 
-def _layer_hook(index: int, group_starts: list[int]) -> Callable[..., Any]:
-    """Replaces the pass in a layer's keywords by the gate of the layer's group."""
-    start = max((s for s in group_starts if s <= index), default=None)
-
-    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        state = kwargs.get("kv_gate")
-        if not isinstance(state, _Pass):
-            return None
-        hidden = args[0] if args else kwargs["hidden_states"]
-        if start is None and state.prefix_len is None:
-            return args, {name: value for name, value in kwargs.items() if name != "kv_gate"}
-        if start is None:
-            every = hidden.new_ones(len(hidden), state.prefix_len)
-            dense = SlotGate(every, prefix_len=state.prefix_len, detach_prefix=state.owner.detach_prefix)
-            return args, {**kwargs, "kv_gate": dense}
-        if index == start:
-            state.gates[start] = state.open_gate(start, hidden)
-        return args, {**kwargs, "kv_gate": state.gates[start]}
-
-    return hook
-
-
 def _suffix_again(tokens: Int[Tensor, "batch tokens"], prefix_len: int) -> dict[str, Tensor]:
-    """Inputs of a model that runs every sequence and then its suffix again, at the suffix's positions.
+    """Inputs that run every sequence and then its suffix again, at the suffix's positions.
 
-    The one-element mask keeps transformers from making a real one, which kvcat's attention does not need.
+    The one-element mask keeps transformers from making a real one. kvcat's attention needs none.
     """
     positions = torch.arange(tokens.shape[1], device=tokens.device)
     return {

@@ -1,4 +1,7 @@
-"""Sparsification policies: which KV slots the masked pass of training sees. A policy is a file with a ``make``."""
+"""Sparsification policies: which KV slots the masked pass of training sees.
+
+A policy is a file of this folder with a function ``make``; the file's name is the policy's.
+"""
 
 import importlib
 import inspect
@@ -23,18 +26,26 @@ from kvcat.policies.random import RandomPolicy
 from kvcat.policies.router import Router, linear_attention
 
 __all__ = [
-    "POLICIES", "AttentionMassPolicy", "RandomPolicy", "Randomness", "Router", "SparsificationPolicy",
-    "build_policies", "check_group_starts", "gate", "kept_count", "linear_attention",
+    "POLICIES",
+    "AttentionMassPolicy",
+    "RandomPolicy",
+    "Randomness",
+    "Router",
+    "SparsificationPolicy",
+    "build_policies",
+    "check_group_starts",
+    "gate",
+    "kept_count",
+    "linear_attention",
     "parse_policy",
-]  # fmt: skip
+]
 
 POLICIES = {
     module.name: importlib.import_module(f"{__name__}.{module.name}").make
     for module in pkgutil.iter_modules(__path__)
     if not module.name.startswith("_")
 }
-"""What makes the policy of one group of layers from the options of ``build_policies``, by the policy's file."""
-
+"""The function that makes the policy of one group of layers, by the policy's name."""
 
 _SHARED_ARGUMENTS = ("hidden_size", "target", "feature_dim", "noise", "generator")
 
@@ -60,7 +71,8 @@ def build_policies(
         target: keep ratio rho aimed at, in (0, 1).
         feature_dim: width of the router's linear attention.
         noise: standard deviation of the noise on the router's W_P.
-        seed: of the initial weights; one generator draws those of all groups, so that each starts differently.
+        seed: of the initial weights; one generator draws those of all groups, so that each starts
+            differently.
 
     Raises:
         InputError: an unknown name or option, a value out of range, group starts that the model

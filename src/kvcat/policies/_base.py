@@ -1,4 +1,4 @@
-"""What every sparsification policy is, the gate made from its scores, and the groups of layers that share a mask."""
+"""The base of sparsification policies, the gate made from scores, and the groups of layers."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -13,32 +13,36 @@ from kvcat.errors import InputError
 from kvcat.types import Float, Tensor
 
 Randomness = torch.Generator | Sequence[torch.Generator]
-"""One source for all sequences of a batch, or one for each: a sequence's draw then does not depend on its batch."""
+"""One source for all sequences of a batch, or one for each: then a sequence's draw does not depend
+on its batch."""
 
 
 class SparsificationPolicy(nn.Module):
-    """Which KV slots of a group of layers the masked pass may see: a score in [0, 1] for every token.
+    """A score in [0, 1] for every token: which KV slots the masked pass may see in some layers.
 
-    A slot is visible where its score exceeds the threshold tau (``gate``). A policy is called once per forward pass, at
-    the first layer of its group, and its scores serve all layers of the group. ``reads`` says how it is called:
+    A slot is visible if its score exceeds the threshold tau (``gate``). A policy is called once per
+    forward pass, at the first layer of its group. Its scores serve all layers of the group.
+    ``reads`` decides how it is called:
 
-    - ``"hidden"``: ``policy(hidden, generator=None)`` with the masked pass' hidden states before that layer,
-      (batch, tokens, hidden);
-    - ``"attention"``: ``policy(queries, keys, *, scale, window=None, generator=None)`` with the dense pass' queries
-      (batch, heads, tokens, head_dim) and keys (batch, kv_heads, tokens, head_dim) of that layer after the rotary
-      embedding, its scale, and its sliding window in tokens if it has one.
+    - ``"hidden"``: ``policy(hidden, generator=None)`` with the hidden states of the masked pass
+      before that layer, (batch, tokens, hidden);
+    - ``"attention"``: ``policy(queries, keys, *, scale, window=None, generator=None)`` with the
+      queries (batch, heads, tokens, head_dim) and keys (batch, kv_heads, tokens, head_dim) of the
+      dense pass in that layer, after rotation; its scale; and its sliding window in tokens, if it
+      has one.
 
-    Both return (batch, tokens), float32 or wider. ``generator`` (``Randomness``) is the only source of chance. Scores
-    of a policy that reads ``"hidden"`` and has parameters carry gradient; the budget loss then applies to them.
+    Both return (batch, tokens), float32 or wider. ``generator`` (``Randomness``) is the only source
+    of chance. If a policy reads ``"hidden"`` and has parameters, its scores carry gradient and the
+    budget loss applies to them.
     """
 
     reads: ClassVar[Literal["hidden", "attention"]]
 
 
 def gate(scores: Float[Tensor, "batch tokens"], tau: float = 0.5) -> Float[Tensor, "batch tokens"]:
-    """The mask m_t = 1[p_t > tau], exactly 0 or 1, with position 0 always 1 and dm/dp = 1 (straight through).
+    """The mask m_t = 1[p_t > tau], exactly 0 or 1, with dm/dp = 1 (straight through).
 
-    Position 0 passes no gradient: its mask does not depend on its score.
+    Position 0 is always 1 and passes no gradient: its mask does not depend on its score.
 
     Args:
         scores: keep probabilities p, in [0, 1].
@@ -46,12 +50,17 @@ def gate(scores: Float[Tensor, "batch tokens"], tau: float = 0.5) -> Float[Tenso
 
     References: KV-CAT, appendix "Router parameterization".
     """
-    hard = (scores.detach() > tau).to(scores.dtype) + (scores - scores.detach())
+    straight_through = scores - scores.detach()  # 0, with a gradient of 1
+    hard = (scores.detach() > tau).to(scores.dtype) + straight_through
     return torch.cat([torch.ones_like(hard[:, :1]), hard[:, 1:]], dim=1)
 
 
 class ExactCount(SparsificationPolicy):
-    """A policy without parameters that keeps ``kept_count(keep_ratio, tokens)`` slots; keep_ratio is in (0, 1]."""
+    """A policy without parameters that keeps ``kept_count(keep_ratio, tokens)`` slots.
+
+    Args:
+        keep_ratio: in (0, 1].
+    """
 
     def __init__(self, keep_ratio: float) -> None:
         super().__init__()
@@ -60,21 +69,22 @@ class ExactCount(SparsificationPolicy):
         self.keep_ratio = float(keep_ratio)
 
     def keep_largest(self, values: Float[Tensor, "batch tokens"]) -> Float[Tensor, "batch tokens"]:
-        """1 for position 0 and the largest values, 0 for the rest; ties go to lower positions."""
+        """1 for position 0 and the largest values, else 0; of equal values lower positions win."""
         values = values.clone()
         values[:, 0] = torch.inf
         order = values.argsort(dim=1, descending=True, stable=True)
-        return torch.zeros_like(values).scatter(
-            1, order[:, : kept_count(self.keep_ratio, values.shape[1])], 1.0
-        )
+        num_kept = kept_count(self.keep_ratio, values.shape[1])
+        return torch.zeros_like(values).scatter(1, order[:, :num_kept], 1.0)
 
 
 def kept_count(keep_ratio: float, num_tokens: int) -> int:
-    """Number of slots that an exact-count policy keeps: keep_ratio * num_tokens, halves up, position 0 included.
+    """Slots that an exact-count policy keeps: keep_ratio * num_tokens, halves rounded up.
 
-    The decimal value as written counts: 0.29 of 50 tokens is 14.5, hence 15. At least 1, because position 0 is kept.
+    Position 0 is one of them, so it is at least 1. The decimal value as written counts: 0.29 of 50
+    tokens is 14.5, hence 15.
     """
-    return max(1, math.floor(Decimal(repr(float(keep_ratio))) * num_tokens + Decimal("0.5")))
+    exact = Decimal(repr(float(keep_ratio))) * num_tokens
+    return max(1, math.floor(exact + Decimal("0.5")))
 
 
 def check_group_starts(
@@ -84,7 +94,8 @@ def check_group_starts(
 
     Args:
         num_layers: layers of the model.
-        group_starts: the layers; None spaces groups evenly, floor(i L / G) for i < G: 0, 6, 12, 18 of 24 layers.
+        group_starts: the layers; None spaces groups evenly, floor(i L / G) for i < G: 0, 6, 12, 18
+            of 24 layers.
         num_groups: G, in 1..num_layers.
 
     Raises:
@@ -92,18 +103,17 @@ def check_group_starts(
     """
     if group_starts is None:
         if not 1 <= num_groups <= num_layers:
-            raise InputError(
-                f"number of groups must lie in 1..{num_layers} (the model's layers), got {num_groups}"
-            )
+            allowed = f"1..{num_layers} (the model's layers)"
+            raise InputError(f"number of groups must lie in {allowed}, got {num_groups}")
         return [i * num_layers // num_groups for i in range(num_groups)]
     starts = list(group_starts)
     if not starts:
         raise InputError("group starts are empty: name at least one layer")
     for start in starts:
-        if isinstance(start, bool) or not isinstance(start, int) or not 0 <= start < num_layers:
-            raise InputError(
-                f"group start {start!r} does not exist: the model has layers 0..{num_layers - 1}"
-            )
+        is_number = isinstance(start, int) and not isinstance(start, bool)
+        if not is_number or not 0 <= start < num_layers:
+            layers = f"the model has layers 0..{num_layers - 1}"
+            raise InputError(f"group start {start!r} does not exist: {layers}")
     for before, after in pairwise(starts):
         if before >= after:
             raise InputError(

@@ -10,9 +10,9 @@ from kvcat.types import Float, Tensor
 
 
 class AttentionMassPolicy(ExactCount):
-    """Scores 1 for position 0 and the slots that receive the most dense attention, an exact count, and 0 for the rest.
+    """Scores 1 for position 0 and the slots with the most dense attention, and 0 for the others.
 
-    Equal masses go to the lower position. No gradient.
+    It keeps an exact count. Of equal masses the lower position wins. There is no gradient.
 
     References: KV-CAT, appendix "Method ablation" (Attn).
     """
@@ -29,8 +29,9 @@ class AttentionMassPolicy(ExactCount):
         window: int | None = None,
         generator: Randomness | None = None,  # noqa: ARG002 (the protocol's)
     ) -> Float[Tensor, "batch tokens"]:
-        """Scores, 0 or 1, float32 (float64 where the queries are)."""
-        return self.keep_largest(attention_mass(queries, keys, scale=scale, window=window).sum(1))
+        """Scores, 0 or 1, in float32, or float64 if the queries have that type."""
+        mass = attention_mass(queries, keys, scale=scale, window=window)  # (batch, kv_heads, keys)
+        return self.keep_largest(mass.sum(1))
 
 
 def make(*, target: float, **_: object) -> AttentionMassPolicy:

@@ -10,9 +10,10 @@ from kvcat.types import Float, Tensor
 
 
 class RandomPolicy(ExactCount):
-    """Scores 1 for an exact count of slots, position 0 and others uniformly without replacement, and 0 for the rest.
+    """Scores 1 for an exact count of slots, drawn at random, and 0 for the others.
 
-    Every sequence of a batch draws its own slots.
+    Position 0 is always kept. The others are drawn uniformly without replacement, for every
+    sequence of a batch anew.
 
     References: KV-CAT, appendix "Method ablation" (Rand).
     """
@@ -22,24 +23,30 @@ class RandomPolicy(ExactCount):
     def forward(
         self, hidden: Float[Tensor, "batch tokens hidden"], generator: Randomness | None = None
     ) -> Float[Tensor, "batch tokens"]:
-        """Scores, 0 or 1, float32 (float64 where the hidden states are); only the shape of these counts.
+        """Scores, 0 or 1, in float32, or float64 if the hidden states have that type.
 
-        The draw comes from the generator, one or one per sequence, whose state advances; without one it is refused.
+        Args:
+            hidden: only their shape, dtype and device count.
+            generator: one, or one per sequence; the draw advances its state. It is required.
         """
         if generator is None:
-            raise InputError(
-                "RandomPolicy needs a torch.Generator: its draws never come from the global random state"
-            )
+            reason = "its draws never come from the global random state"
+            raise InputError(f"RandomPolicy needs a torch.Generator: {reason}")
         batch, num_tokens, _ = hidden.shape
-        sources, rows = (
-            ([generator], batch) if isinstance(generator, torch.Generator) else (generator, 1)
-        )
-        noise = torch.cat([
-            torch.rand(rows, num_tokens, generator=g, device=g.device, dtype=torch.float64) for g in sources
-        ])  # fmt: skip
-        return self.keep_largest(-noise).to(
-            hidden.device, torch.promote_types(hidden.dtype, torch.float32)
-        )
+        if isinstance(generator, torch.Generator):
+            noise = _noise(generator, batch, num_tokens)
+        else:
+            noise = torch.cat([_noise(source, 1, num_tokens) for source in generator])
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        return self.keep_largest(-noise).to(hidden.device, wide)
+
+
+def _noise(
+    generator: torch.Generator, batch: int, num_tokens: int
+) -> Float[Tensor, "batch tokens"]:
+    return torch.rand(
+        batch, num_tokens, generator=generator, device=generator.device, dtype=torch.float64
+    )
 
 
 def make(*, target: float, **_: object) -> RandomPolicy:

@@ -1,0 +1,55 @@
+"""What only kvcat's attention adds to the keys of a cache, and how it gets there.
+
+transformers passes the keys that a cache layer's ``update`` returns to its attention function
+unchanged. So the cache layer sets an attribute on that tensor (``attach``), and kvcat's attention
+function reads it (``carried_by``); no channel, mask or argument of the model is needed. An
+operation on the keys in between would lose the attribute without a sound. Therefore every
+``Carried`` records whether attention has read it: the cache layer checks this at its next update,
+and ``kvcat.models.self_test`` before the first use of a model. Only this module knows the
+attribute.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvcat.types import Float, Int, Tensor
+
+Head = tuple[
+    Float[Tensor, "slots head_dim"],
+    Float[Tensor, "slots value_dim"],
+    Float[Tensor, " slots"] | None,
+]
+"""Keys, values and log-bias of one KV head of one example."""
+SlotsByHead = Callable[[int, int], Head]
+"""The slots of an example and a head."""
+
+
+@dataclass
+class Carried:
+    """What the keys carry: a log-bias, or slots that the keys do not contain.
+
+    Args:
+        log_bias: nats added to the scores of the first keys. The keys after them get none.
+        slots: slots before all keys, if heads have different numbers of them.
+        rows: with ``slots``, the example that each row of the batch continues.
+        taken: whether attention has read it.
+    """
+
+    log_bias: Float[Tensor, "rows kv_heads slots"] | None = None
+    slots: SlotsByHead | None = None
+    rows: Int[Tensor, " batch"] | None = None
+    taken: bool = False
+
+
+def attach(keys: Float[Tensor, "rows kv_heads keys head_dim"], carried: Carried) -> Tensor:
+    """The same keys, carrying it."""
+    keys.kv_carried = carried  # type: ignore[attr-defined]
+    return keys
+
+
+def carried_by(keys: Float[Tensor, "rows kv_heads keys head_dim"]) -> Carried | None:
+    """What the keys carry, marked as taken; None if they carry nothing."""
+    carried = getattr(keys, "kv_carried", None)
+    if carried is not None:
+        carried.taken = True
+    return carried
