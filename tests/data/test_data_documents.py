@@ -67,7 +67,6 @@ def test_a_folder_gives_its_readable_files_in_the_order_of_their_names(tmp_path)
     [
         ("a.txt", b"caf\xe9 au lait", "a.txt cannot be read as text: .* byte 0xe9 in position 3"),
         ("a.txt", "wide".encode("utf-16-le"), "a.txt is not text: it has a zero byte at 1"),
-        ("a.jsonl", b'{"text": "a"}\n{"text": "caf\xe9"}', "row 1 of .* is not JSON: 'utf-8' codec"),
         ("a.jsonl", b'{"text": "a"}\n{"text": \n', "row 1 of .* is not JSON"),
         ("a.jsonl", b"[1, 2]\n", "row 0 of .* is no JSON object"),
         ("a.jsonl", b'{"body": "a", "id": 1}\n', "no column 'text'; its columns: body, id"),

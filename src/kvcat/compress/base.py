@@ -100,6 +100,7 @@ def compact_cache(trace: Trace, layers: Sequence[Layer], method: str, options: M
         "keep_ratio": f"{slots / trace.prefix_len:.6g}",
         **options,
         "supervision": trace.supervision,
+        **trace.about,
         "model": model_name(trace.model),
         "architecture": type(trace.model).__name__,
     }
