@@ -2,8 +2,6 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from datetime import datetime
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
@@ -13,10 +11,12 @@ from kvcat.errors import InputError, one_line
 from kvcat.tokenization import Piece, TextEncoder, check_text, cut_control_tokens
 
 SEPARATOR = "\n\n"  # between document and question, in the text of the turn
-_DOCUMENT = "kvcatdocument"
-_QUESTION = "kvcatquestion"
+# words that neither templates nor texts hold
+_DOCUMENT = "xqvjzk0"
+_QUESTION = "zkjvqx1"
 # what a template may change: case, markup of HTML, JSON and Python, blanks, line ends, other scripts
 _PROBE = "Is <b>\"x\" & 'y'</b> \\n {{ z }}  [1]?\n\n\tf(x) % 2 \u00e9\u6771."
+_TRIES = 3  # to render a template that writes the time twice within one
 _CUT = "\ufdd0"  # no character: it divides a control token that a text spells
 
 
@@ -28,36 +28,32 @@ class ChatParts(NamedTuple):
     tail: str
 
 
-@dataclass(frozen=True)
 class ChatTemplate:
-    """A tokenizer's chat template that writes a user's text once and as it is; ``of`` makes it.
+    """A tokenizer's chat template, which writes a user's text once and as it is.
 
-    All of its renderings have the same time, so that a template that writes the time writes it alike.
+    A template may write the time. Where two renderings differ they are repeated, so that all of
+    them have one time.
+
+    Args:
+        tokenizer: of transformers.
+
+    Raises:
+        InputError: there is no template, it fails, or it does not write a user's text once as it is.
     """
 
-    tokenizer: PreTrainedTokenizerBase
-    parts: ChatParts
-    as_list: bool  # whether a turn's content is a list of parts, or a text
-    now: datetime
-
-    @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase) -> "ChatTemplate":
-        """The chat template of a tokenizer.
-
-        Raises:
-            InputError: there is none, it fails, or it does not write a user's text once as it is.
-        """
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        self.as_list = False  # whether a turn's content is a list of parts, or a text
         if not tokenizer.chat_template:
             raise InputError(f"{_name(tokenizer)} has no chat template: leave out --chat")
-        now = datetime.now()
-        reasons = []
-        for as_list in (False, True):
-            template = cls(tokenizer, ChatParts("", "", ""), as_list, now)
+        try:
+            self.parts = self._find_parts()
+        except InputError as refusal:
+            self.as_list = True
             try:
-                return cls(tokenizer, template._find_parts(), as_list, now)
-            except InputError as error:
-                reasons.append(str(error))
-        raise InputError(reasons[0])
+                self.parts = self._find_parts()
+            except InputError:
+                raise refusal from None
 
     @property
     def digest(self) -> str:
@@ -71,9 +67,7 @@ class ChatTemplate:
         Raises:
             InputError: the template changes the text otherwise, or writes something else around it.
         """
-        head, between, tail = self.parts
-        after = f"{between}{_QUESTION}{tail}"
-        return self._between(text + SEPARATOR + _QUESTION, head, text, after)
+        return self._written(text, is_question=False)
 
     def question(self, text: str) -> str:
         """A question as the template writes it behind a document: some leave out blanks at its end.
@@ -81,9 +75,7 @@ class ChatTemplate:
         Raises:
             InputError: as ``document``.
         """
-        head, between, tail = self.parts
-        before = f"{head}{_DOCUMENT}{between}"
-        return self._between(_DOCUMENT + SEPARATOR + text, before, text, tail)
+        return self._written(text, is_question=True)
 
     def conversation(self, turns: Sequence[Mapping[str, Any]], encoder: TextEncoder) -> list[int]:
         """Token ids of what follows the document in a conversation that its question begins.
@@ -98,51 +90,67 @@ class ChatTemplate:
         """
         texts = [str(turn["content"]) for turn in turns]
         for index, text in enumerate(texts):
-            check_text(text, f"message {index + 1}")
+            name = f"message {index + 1}"
+            check_text(text, name)
             if _DOCUMENT in text or _CUT in text:
-                raise InputError(f"message {index + 1} holds {_DOCUMENT!r} or U+FDD0, which mark places here")
+                raise InputError(f"{name} holds {_DOCUMENT!r} or U+FDD0, which mark places here")
             # the assistant wrote its control tokens itself, and templates look for them
             if turns[index]["role"] != "assistant" and not encoder.allow_special:
                 fragments = cut_control_tokens(text, encoder.control_tokens.values())
                 texts[index] = _CUT.join(fragments)
         contents = [_DOCUMENT + SEPARATOR + texts[0], *texts[1:]]
-        rendered = self._render([{**turn, "content": text} for turn, text in zip(turns, contents, strict=True)])
-        head, between, _ = self.parts
-        if rendered.count(_DOCUMENT) != 1 or not rendered.startswith(head + _DOCUMENT):
-            raise InputError(
-                "the chat template puts something else before the document than when it was "
-                "compressed, or leaves it out"
-            )
-        rest = rendered[len(head + _DOCUMENT) :]
-        if not rest.startswith(between + texts[0].strip()):
+        messages = [{**turn, "content": text} for turn, text in zip(turns, contents, strict=True)]
+        written = self._behind_document(messages)
+        between = self.parts.between
+        question = written.removeprefix(between).lstrip()
+        if not (written.startswith(between) and question.startswith(texts[0].strip())):
             raise InputError("the chat template changes the first message")
         ids = []
-        for fragment in rest.split(_CUT):
+        for fragment in written.split(_CUT):
             ids += encoder.joined([Piece(fragment, is_markup=True)], behind=True)
         return ids
 
+    def _behind_document(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """What the template writes behind the document of a conversation."""
+        for _ in range(_TRIES):
+            rendered = self._render(messages)
+            start = self.parts.head + _DOCUMENT
+            if rendered.startswith(start) and rendered.count(_DOCUMENT) == 1:
+                return rendered.removeprefix(start)
+            self.parts = self._find_parts()
+        raise InputError(
+            "the chat template puts something else before the document than when it was compressed, or leaves it out"
+        )
+
     def _find_parts(self) -> ChatParts:
         """What the template writes around two texts of a user's turn."""
-        rendered = self._render_turn(_DOCUMENT + SEPARATOR + _QUESTION)
-        head, *after_document = rendered.split(_DOCUMENT)
-        between, *after_question = "".join(after_document).split(_QUESTION)
-        if len(after_document) != 1 or len(after_question) != 1:
-            raise self._refusal("does not write a user's text once as it is")
-        parts = ChatParts(head, between, after_question[0])
         first = f"{_DOCUMENT}{_PROBE}"
         second = f"{_PROBE}{_QUESTION}"
-        wanted = f"{parts.head}{first}{parts.between}{second}{parts.tail}"
-        if self._render_turn(first + SEPARATOR + second) != wanted:
-            raise self._refusal("changes a user's text")
-        return parts
+        for _ in range(_TRIES):
+            rendered = self._render_turn(_DOCUMENT + SEPARATOR + _QUESTION)
+            head, *after_document = rendered.split(_DOCUMENT)
+            between, *after_question = "".join(after_document).split(_QUESTION)
+            if len(after_document) != 1 or len(after_question) != 1:
+                raise self._refusal("does not write a user's text once as it is")
+            parts = ChatParts(head, between, after_question[0])
+            wanted = f"{parts.head}{first}{parts.between}{second}{parts.tail}"
+            if self._render_turn(first + SEPARATOR + second) == wanted:
+                return parts
+        raise self._refusal("changes a user's text")
 
-    def _between(self, content: str, before: str, text: str, after: str) -> str:
-        """What a rendered turn has between two texts, if that is ``text`` but for outer blanks."""
-        rendered = self._render_turn(content)
-        written = rendered[len(before) : len(rendered) - len(after)]
-        if rendered != before + written + after or written.strip() != text.strip():
-            raise self._refusal(f"changes the text {text[:20]!r} or what it writes around it")
-        return written
+    def _written(self, text: str, *, is_question: bool) -> str:
+        """The document or the question as a turn has it, in which a word stands for the other."""
+        content = f"{_DOCUMENT}{SEPARATOR}{text}" if is_question else f"{text}{SEPARATOR}{_QUESTION}"
+        for _ in range(_TRIES):
+            head, between, tail = self.parts
+            before = f"{head}{_DOCUMENT}{between}" if is_question else head
+            after = tail if is_question else f"{between}{_QUESTION}{tail}"
+            rendered = self._render_turn(content)
+            written = rendered[len(before) : len(rendered) - len(after)]
+            if rendered == before + written + after and written.strip() == text.strip():
+                return written
+            self.parts = self._find_parts()
+        raise self._refusal(f"changes the text {text[:20]!r} or what it writes around it")
 
     def _render_turn(self, text: str) -> str:
         return self._render([{"role": "user", "content": text}])
@@ -157,7 +165,6 @@ class ChatTemplate:
                     [dict(turn) for turn in turns],
                     tokenize=False,
                     add_generation_prompt=True,
-                    strftime_now=self.now.strftime,
                 )
             )
         except TemplateError as error:
@@ -174,9 +181,9 @@ def chat_parts(tokenizer: PreTrainedTokenizerBase) -> ChatParts:
     """What the chat template writes before, between and after document and question.
 
     Raises:
-        InputError: as ``ChatTemplate.of``.
+        InputError: as ``ChatTemplate``.
     """
-    return ChatTemplate.of(tokenizer).parts
+    return ChatTemplate(tokenizer).parts
 
 
 def _name(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -52,10 +52,10 @@ def reconstruction(
     check_text(text, "the document")
     about = {"chat": "no"}
     if chat:
-        template = ChatTemplate.of(tokenizer)
+        template = ChatTemplate(tokenizer)
         about = {"chat": "yes", "chat_template": template.digest}
-        head = template.parts.head
         text = template.document(text)
+        head = template.parts.head
     encoder = TextEncoder(tokenizer, allow_special=allow_special)
     body = encoder(text)
     if not body:
@@ -160,13 +160,13 @@ def question_ids(
     encoder = TextEncoder(tokenizer, allow_special=allow_special)
     recorded = {} if cache is None else cache.metadata
     if chat or recorded.get("chat") == "yes":
-        template = ChatTemplate.of(tokenizer)
+        template = ChatTemplate(tokenizer)
         if recorded.get("chat_template", template.digest) != template.digest:
             raise InputError(
                 f"the cache was made with another chat template than that of tokenizer {tokenizer.name_or_path!r}"
             )
-        _, between, tail = template.parts
         question = Piece(template.question(text))
+        _, between, tail = template.parts
         pieces = [Piece(between, is_markup=True), question, Piece(tail, is_markup=True)]
     else:
         pieces = [Piece(text)]

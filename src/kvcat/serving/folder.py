@@ -88,7 +88,7 @@ def chat_ids(tokenizer: Any, messages: object, *, chat: bool) -> list[int]:
     if not turns or None in texts or turns[0].get("role") != "user":
         raise InputError("messages must be texts, and the first one the user's, which continues the document")
     conversation = [{**turn, "content": text} for turn, text in zip(turns, texts, strict=True)]
-    return ChatTemplate.of(tokenizer).conversation(conversation, TextEncoder(tokenizer))
+    return ChatTemplate(tokenizer).conversation(conversation, TextEncoder(tokenizer))
 
 
 def _text(content: object) -> str | None:
