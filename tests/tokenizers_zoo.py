@@ -45,7 +45,9 @@ def _finished(backend, **options):
 def byte_level(*, before=(), after=()):
     """A byte-level BPE with special tokens, as of GPT-2, Llama 3 and Qwen."""
     tokenizer = byte_tokenizer(chat=False)
-    tokenizer.add_special_tokens({"bos_token": "<s>", "additional_special_tokens": ["<|im_end|>", "</s>"]})
+    tokenizer.add_special_tokens(
+        {"bos_token": "<s>", "additional_special_tokens": ["<|im_end|>", "</s>"]}
+    )
     return surround(tokenizer, before=before, after=after)
 
 
@@ -63,7 +65,9 @@ def legacy(*, before=("<s>",), after=()):
     """A BPE whose normalizer puts a space before each stretch of text, as of Llama 2."""
     backend = Tokenizer.from_str(metaspace().backend_tokenizer.to_str())
     backend.pre_tokenizer = None
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
     return surround(_finished(backend), before=before, after=after)
 
 
@@ -72,7 +76,9 @@ def unigram(*, before=("<s>",), after=()):
     backend = Tokenizer(models.Unigram())
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     backend.decoder = decoders.Metaspace(prepend_scheme="first")
-    trainer = trainers.UnigramTrainer(vocab_size=200, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False)
+    trainer = trainers.UnigramTrainer(
+        vocab_size=200, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False
+    )
     backend.train_from_iterator(TEXTS, trainer)
     return surround(_finished(backend), before=before, after=after)
 

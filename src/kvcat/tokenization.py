@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_ESCAPED_BYTES = range(0xDC80, 0xDD00)  # how Python keeps bytes of a command line that are not UTF-8
+_ESCAPED_BYTES = range(
+    0xDC80, 0xDD00
+)  # how Python keeps bytes of a command line that are not UTF-8
 # texts to encode a text behind, of which one seldom shares a token with it
 _STAND_INS = ("\n", "a", ".", "1")
 
@@ -76,11 +78,15 @@ class TextEncoder:
 
     def _whole(self, text: str) -> list[int]:
         """Token ids of a text, control tokens among them."""
-        return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=False, verbose=False)
+        return self.tokenizer.encode(
+            text, add_special_tokens=False, split_special_tokens=False, verbose=False
+        )
 
     def _as_text(self, text: str) -> list[int]:
         """Token ids of a text without any control token."""
-        ids = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
+        ids = self.tokenizer.encode(
+            text, add_special_tokens=False, split_special_tokens=True, verbose=False
+        )
         return as_text(ids, text, self._whole, self.control_tokens, self._unknown)
 
     @property
@@ -199,7 +205,9 @@ def opening_ids(tokenizer: "PreTrainedTokenizerBase", bos: Bos = "auto") -> list
     if opening or bos == "auto":
         return opening
     if tokenizer.bos_token_id is None:
-        raise InputError(f"bos is 'always', and tokenizer {tokenizer.name_or_path!r} has no BOS token")
+        raise InputError(
+            f"bos is 'always', and tokenizer {tokenizer.name_or_path!r} has no BOS token"
+        )
     return [cast("int", tokenizer.bos_token_id)]
 
 

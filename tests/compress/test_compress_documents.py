@@ -54,11 +54,16 @@ def test_document_and_question_are_the_tokens_of_one_text(kind, question):
     assert document_ids(tokenizer) + question_ids(tokenizer, question)[0].tolist() == whole
 
 
-@pytest.mark.parametrize("kind", ["byte-level", "byte-level with both", "metaspace with EOS", "legacy with EOS"])
+@pytest.mark.parametrize(
+    "kind", ["byte-level", "byte-level with both", "metaspace with EOS", "legacy with EOS"]
+)
 def test_a_whole_cache_gives_the_logits_of_plain_transformers_on_the_whole_text(kind):
     tokenizer = KINDS[kind]()
     model = loud_model(
-        vocab_size=len(tokenizer), max_position_embeddings=512, attn_implementation="eager", dtype=torch.float64
+        vocab_size=len(tokenizer),
+        max_position_embeddings=512,
+        attn_implementation="eager",
+        dtype=torch.float64,
     )
     text = DOCUMENT + QUESTIONS[0]
     whole = tokenizer.encode(text)
@@ -102,7 +107,10 @@ def test_blanks_that_a_template_trims_are_trimmed_and_those_between_document_and
     text, question = f"\n\n  {DOCUMENT}\n", " what is it? \n"
     turn = [{"role": "user", "content": f"{text}\n\n{question}"}]
     whole = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
-    ids = document_ids(tokenizer, text, chat=True) + question_ids(tokenizer, question, chat=True)[0].tolist()
+    ids = (
+        document_ids(tokenizer, text, chat=True)
+        + question_ids(tokenizer, question, chat=True)[0].tolist()
+    )
     assert tokenizer.decode(ids) == whole
 
 
@@ -188,7 +196,9 @@ def test_a_message_of_text_parts_is_their_text():
     ids = chat_ids(tokenizer, [{"role": "user", "content": parts}], chat=True)
     assert ids == question_ids(tokenizer, "the cat", chat=True)[0].tolist()
     image = [{"type": "image", "url": "x"}]
-    assert "must be texts" in refusal(chat_ids, tokenizer, [{"role": "user", "content": image}], chat=True)
+    assert "must be texts" in refusal(
+        chat_ids, tokenizer, [{"role": "user", "content": image}], chat=True
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -202,7 +212,9 @@ def test_control_tokens_that_a_text_spells_are_text_unless_they_are_allowed(kind
         assert tokenizer.decode(ids).strip() == text
     assert control & set(tokenizer.convert_ids_to_tokens(allowed(text)))
     assert allowed(text) == tokenizer.encode(text, add_special_tokens=False)
-    if kind != "unigram":  # whose vocabulary holds control tokens, which transformers' option leaves
+    if (
+        kind != "unigram"
+    ):  # whose vocabulary holds control tokens, which transformers' option leaves
         expected = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
         assert encoder(text) == expected
 
@@ -215,9 +227,15 @@ def test_added_tokens_that_the_template_writes_are_text_in_documents_questions_a
     tokenizer.chat_template = PLAIN.replace("<user>", "<turn>")
     turn, other = tokenizer.convert_tokens_to_ids(["<turn>", "<other>"])
     text = "the cat <turn> </s> <other>"
-    first, second = reconstruction(tokenizer, text, chat=True), question_ids(tokenizer, text, chat=True)
+    first, second = (
+        reconstruction(tokenizer, text, chat=True),
+        question_ids(tokenizer, text, chat=True),
+    )
     prefix = first.input_ids[0, : first.prefix_len].tolist()
-    assert (prefix.count(turn), prefix.count(other)) == (1, 1)  # the template's own, and an ordinary token
+    assert (prefix.count(turn), prefix.count(other)) == (
+        1,
+        1,
+    )  # the template's own, and an ordinary token
     assert second[0].tolist().count(turn) == 0
     for ids in (prefix, second[0].tolist()):
         assert text in tokenizer.decode(ids)
@@ -276,13 +294,17 @@ def test_a_text_that_is_no_unicode_is_refused_with_its_place(text):
     told = refusal(chat_ids, tokenizer, [{"role": "user", "content": text}], chat=True)
     assert place in told
     assert "message 1" in told
-    assert refusal(question_ids, tokenizer, "") == "the prompt is empty: nothing follows the document"
+    assert (
+        refusal(question_ids, tokenizer, "") == "the prompt is empty: nothing follows the document"
+    )
 
 
 def test_what_begins_a_text_follows_the_tokenizer_or_the_choice():
     plain, with_bos = byte_level(), byte_level(before=["<s>"], after=["</s>"])
     bos = with_bos.bos_token_id
-    choices = [[opening_ids(t, bos=b) for b in ("auto", "always", "never")] for t in (plain, with_bos)]
+    choices = [
+        [opening_ids(t, bos=b) for b in ("auto", "always", "never")] for t in (plain, with_bos)
+    ]
     assert choices == [[[], [bos], []], [[bos], [bos], []]]
     assert "has no BOS token" in refusal(opening_ids, byte_tokenizer(), "always")
 

@@ -140,7 +140,9 @@ class ChatTemplate:
 
     def _written(self, text: str, *, is_question: bool) -> str:
         """The document or the question as a turn has it, in which a word stands for the other."""
-        content = f"{_DOCUMENT}{SEPARATOR}{text}" if is_question else f"{text}{SEPARATOR}{_QUESTION}"
+        content = (
+            f"{_DOCUMENT}{SEPARATOR}{text}" if is_question else f"{text}{SEPARATOR}{_QUESTION}"
+        )
         for _ in range(_TRIES):
             head, between, tail = self.parts
             before = f"{head}{_DOCUMENT}{between}" if is_question else head
@@ -158,7 +160,9 @@ class ChatTemplate:
     def _render(self, turns: Sequence[Mapping[str, Any]]) -> str:
         """The conversation as text, up to where the assistant's next turn begins."""
         if self.as_list:
-            turns = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in turns]
+            turns = [
+                {**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in turns
+            ]
         try:
             return str(
                 self.tokenizer.apply_chat_template(

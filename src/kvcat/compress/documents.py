@@ -124,7 +124,9 @@ def document_trace(
     """
     choices = get_args(DocumentSupervision)
     if supervision not in choices:
-        raise InputError(f"supervision of a document must be one of {', '.join(choices)}, not {supervision!r}")
+        raise InputError(
+            f"supervision of a document must be one of {', '.join(choices)}, not {supervision!r}"
+        )
     sequence = reconstruction(tokenizer, text, chat=chat, allow_special=allow_special)
     ids = sequence.input_ids.to(model.device)
     if supervision == "self":
