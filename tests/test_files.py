@@ -6,7 +6,16 @@ import sys
 import pytest
 
 from kvcat.errors import InputError
-from kvcat.files import append_jsonl, atomic_write, claim_folder, one_writer, read_jsonl, write_json
+from kvcat.files import (
+    append_jsonl,
+    atomic_write,
+    claim_folder,
+    one_writer,
+    read_json,
+    read_jsonl,
+    read_text,
+    write_json,
+)
 
 
 def test_a_failed_write_keeps_the_old_file_and_leaves_nothing_behind_and_a_folder_is_replaced_whole(tmp_path):
@@ -64,3 +73,39 @@ def test_a_folder_has_one_writer_is_free_after_a_kill_and_goes_where_nothing_was
         assert (tmp_path / name).exists() == (name != "empty")
     with one_writer(tmp_path):
         pass
+
+
+def test_a_link_stays_and_what_it_points_to_is_written(tmp_path):
+    there, here = tmp_path / "there", tmp_path / "here"
+    there.mkdir()
+    here.mkdir()
+    link = here / "a.json"
+    link.symlink_to(there / "b.json")  # which does not exist yet
+    for content in ({"a": 1}, {"a": 2}):
+        write_json(link, content)
+        assert link.is_symlink()
+        assert read_json(there / "b.json") == content
+    relative = here / "folder"
+    relative.symlink_to("../there/folder")
+    for name in ("old", "new"):
+        with atomic_write(relative) as partial:
+            partial.mkdir()
+            (partial / name).write_text(name)
+    assert relative.is_symlink()
+    assert [file.name for file in (there / "folder").iterdir()] == ["new"]
+    assert sorted(file.name for file in there.iterdir()) == ["b.json", "folder"]
+    assert sorted(file.name for file in here.iterdir()) == ["a.json", "folder"]
+    circle = here / "circle"
+    circle.symlink_to(circle)
+    with pytest.raises(InputError, match="leads back to itself"):
+        write_json(circle, {})
+
+
+def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path):
+    file = tmp_path / "a.json"
+    file.write_bytes(b"\xef\xbb\xbf{\"a\": 1}")
+    assert read_text(file) == '{"a": 1}'
+    assert read_json(file) == {"a": 1}
+    file.write_bytes(b"caf\xe9")
+    with pytest.raises(InputError, match=r"a.json is not UTF-8 text: .* at byte 3"):
+        read_text(file)

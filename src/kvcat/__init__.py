@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     )  # fmt: skip
     from kvcat.cache import CompactCache
     from kvcat.compress import (
-        AttentionMatching, Eviction, GradientCompression, Trace, compare, reconstruction, replay, trace,
+        AttentionMatching, Eviction, GradientCompression, Trace, compare, document_trace, question_ids, reconstruction,
+        replay, trace,
     )  # fmt: skip
     from kvcat.errors import InputError
     from kvcat.models import load
@@ -23,14 +24,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AttentionMatching", "CompactCache", "Eviction", "GradientCompression", "InputError", "Trace", "TrainConfig",
-    "attention", "cache", "compare", "compress", "data", "evals", "load", "losses", "models", "policies", "recipes",
-    "reconstruction", "replay", "report", "serving", "theory", "trace", "train", "training",
+    "attention", "cache", "compare", "compress", "data", "document_trace", "evals", "load", "losses", "models",
+    "policies", "question_ids", "recipes", "reconstruction", "replay", "report", "serving", "theory",
+    "trace", "train", "training",
 ]  # fmt: skip
 _HOME = {
     "CompactCache": "cache", "InputError": "errors", "TrainConfig": "training", "load": "models",
     "train": "training.loop",
     **dict.fromkeys(("AttentionMatching", "Eviction", "GradientCompression", "Trace"), "compress"),
     **dict.fromkeys(("compare", "reconstruction", "replay", "trace"), "compress"),
+    **dict.fromkeys(("document_trace", "question_ids"), "compress"),
 }  # fmt: skip
 
 

@@ -24,8 +24,9 @@ def atomic_write(target: Path) -> Iterator[Path]:
 
     The block writes a file, or makes a folder and writes into it. If the block raises, what it wrote is removed and
     the old target stays. A kill leaves only the temporary path, which ``remove_partial`` removes. Of several writers
-    the last one wins.
+    the last one wins. A link stays: what it points to is written.
     """
+    target = resolved(target)
     make_folder(target.parent)
     partial = target.with_name(f"{_PARTIAL}{os.getpid()}-{threading.get_ident()}-{target.name}")
     _remove(partial)
@@ -41,6 +42,27 @@ def atomic_write(target: Path) -> Iterator[Path]:
         raise
 
 
+def resolved(path: Path) -> Path:
+    """The path that a link points to, or the path itself; ``InputError`` for links in a circle."""
+    if not path.is_symlink():
+        return path
+    try:
+        target = path.resolve()
+    except (OSError, RuntimeError):
+        target = path
+    if target.is_symlink():
+        raise InputError(f"{path} is a link that leads back to itself")
+    return target
+
+
+def read_text(path: Path) -> str:
+    """A UTF-8 text file without a byte order mark; ``InputError`` if it is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+
+
 def write_json(target: Path, content: Any) -> None:
     """Write a value as indented JSON, whole or not at all."""
     with atomic_write(target) as partial:
@@ -50,7 +72,7 @@ def write_json(target: Path, content: Any) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file, or the table in a .toml file; ``InputError`` if there is none."""
     try:
-        found = (tomllib if path.suffix == ".toml" else json).loads(path.read_text(encoding="utf-8"))
+        found = (tomllib if path.suffix == ".toml" else json).loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path} is not readable: {error}") from None
     if not isinstance(found, dict):

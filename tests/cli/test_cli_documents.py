@@ -7,6 +7,7 @@ import safetensors
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import kvcat as kvcat_library
 from kvcat.cache import CompactCache, CompactLayer
 from kvcat.cli.app import run
 from kvcat.data import prepare
@@ -174,3 +175,47 @@ def test_a_file_says_what_it_holds_and_a_damaged_or_another_one_is_refused_in_on
     (tmp_path / "c").write_bytes(content[:-5] + b"!" + content[-4:])
     assert "c is corrupt" in mistake("info", tmp_path / "c")
     assert "no cache file" in mistake("info", tmp_path)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_cache_made_in_python_answers_as_one_of_the_command_does(chat, tiny_folder, document, tmp_path, capsys):
+    made = compress(tiny_folder, document, "--keep", 0.5, *(["--chat"] if chat else []))
+    model, tokenizer = load(tiny_folder)
+    trace = kvcat_library.document_trace(model, tokenizer, DOCUMENT, chat=chat)
+    kvcat_library.AttentionMatching()(trace, keep_ratio=0.5).save(tmp_path / "python.safetensors")
+    assert (tmp_path / "python.safetensors").read_bytes() == made.read_bytes()
+    answers = [answer(capsys, tiny_folder, c, "--prompt", "the cat") for c in (made, tmp_path / "python.safetensors")]
+    assert answers[0] == answers[1]
+    assert answers[0].strip()
+
+
+def test_a_byte_order_mark_is_left_out_and_a_spelled_control_token_is_text_unless_allowed(tiny_folder, tmp_path):
+    document = tmp_path / "doc.txt"
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    length = len(tokenizer.encode(f"{DOCUMENT}", add_special_tokens=False))
+    document.write_bytes(b"\xef\xbb\xbf" + DOCUMENT.encode())
+    assert CompactCache.load(compress(tiny_folder, document)).num_tokens == length
+    document.write_text(f"{DOCUMENT}<eos>")
+    spelled = tokenizer.encode(f"{DOCUMENT}<eos>", add_special_tokens=False, split_special_tokens=True)
+    options = ("--overwrite", "--supervision", "self")
+    assert CompactCache.load(compress(tiny_folder, document, *options)).num_tokens == len(spelled) > length + 1
+    allowed = compress(tiny_folder, document, *options, "--allow-special")
+    assert CompactCache.load(allowed).num_tokens == length + 1
+
+
+def test_a_prompt_or_a_document_that_is_no_unicode_is_refused(tiny_folder, saved, tmp_path, mistake):
+    told = mistake("generate", tiny_folder, "--cache", saved, "--prompt", "the cat", "caf\udce9")
+    assert "--prompt is not Unicode text: character 3 is the byte 0xe9, which is not UTF-8" in told
+    (tmp_path / "doc.txt").write_bytes(b"caf\xe9")
+    told = mistake("compress", tiny_folder, "--text", tmp_path / "doc.txt", "-o", tmp_path / "c")
+    assert "is not UTF-8 text" in told
+
+
+def test_an_output_that_is_a_link_stays_one(tiny_folder, document, tmp_path):
+    (tmp_path / "there").mkdir()
+    link = tmp_path / "doc.safetensors"
+    link.symlink_to(tmp_path / "there" / "c.safetensors")
+    compress(tiny_folder, document)
+    compress(tiny_folder, document, "--overwrite")
+    assert link.is_symlink()
+    assert [file.name for file in (tmp_path / "there").iterdir()] == ["c.safetensors"]

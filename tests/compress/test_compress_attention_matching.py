@@ -23,6 +23,7 @@ from kvcat.compress.heads import Heads, dense_attention, draw_rows
 from kvcat.compress.methods.attention_matching import match_attention
 from kvcat.compress.queries import fitted_queries
 from kvcat.models import load
+from tiny import loud_model, refusal
 
 
 def loaded(found, own_weight=0.0):
@@ -196,3 +197,15 @@ def test_how_many_heads_are_solved_together_does_not_change_the_cache(preset, mo
     for together, apart in zip(*(cache.layers for cache in caches), strict=True):
         for name, tensor in together.tensors().items():
             assert torch.allclose(tensor, apart.tensors()[name], atol=1e-4), name
+
+
+def test_values_that_a_type_of_few_bits_cannot_hold_are_refused_with_the_setting(windows):
+    half = trace(loud_model(dtype=torch.float16, std=1.0), windows, 48)
+    whole = trace(loud_model(std=1.0), windows, 48)
+    for preset in ("paper", "stable", "known"):
+        method = AttentionMatching(preset, ridge=None)
+        assert method(whole, num_slots=36)
+        told = refusal(method, half, num_slots=36)
+        assert "ridge=None" in told
+        assert "that are not finite in float16" in told
+        assert AttentionMatching(preset)(half, num_slots=36)

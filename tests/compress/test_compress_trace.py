@@ -102,7 +102,7 @@ def test_traces_that_cannot_be_are_refused(model, windows):
     for tokens, prefix_len, options, message in (
         (64, None, {}, "prefix_len is missing"), (64, 64, {}, r"prefix_len must be in \[1, 63\] for 64 tokens, not 64"),
         (64, 0, {}, "not 0"), (64, 65, {"supervision": "self"}, r"in \[1, 64\]"),
-        (64, 8, {"supervision": "none"}, "must be 'suffix' or 'self', not 'none'"),
+        (64, 8, {"supervision": "none"}, "must be one of suffix, first-half, reconstruction, self, not 'none'"),
         (129, 8, {}, "129 tokens exceed the 128 positions of LlamaForCausalLM; .*supervision='self'"),
     ):  # fmt: skip
         with pytest.raises(InputError, match=message):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import struct
 from types import SimpleNamespace
 
 import pyarrow
@@ -67,7 +68,6 @@ def test_a_folder_gives_its_readable_files_in_the_order_of_their_names(tmp_path)
     [
         ("a.txt", b"caf\xe9 au lait", "a.txt cannot be read as text: .* byte 0xe9 in position 3"),
         ("a.txt", "wide".encode("utf-16-le"), "a.txt is not text: it has a zero byte at 1"),
-        ("a.jsonl", b'{"text": "a"}\n{"text": "caf\xe9"}', "row 1 of .* is not JSON: 'utf-8' codec"),
         ("a.jsonl", b'{"text": "a"}\n{"text": \n', "row 1 of .* is not JSON"),
         ("a.jsonl", b"[1, 2]\n", "row 0 of .* is no JSON object"),
         ("a.jsonl", b'{"body": "a", "id": 1}\n', "no column 'text'; its columns: body, id"),
@@ -153,3 +153,32 @@ def test_a_hub_data_set_of_another_kind_and_what_clients_of_the_network_raise_en
     monkeypatch.setattr(documents_module.fsspec, "open", fail)
     with pytest.raises(InputError, match=r"a.parquet cannot be read as parquet: ReadTimeout: the line is dead"):
         list(read_documents(SourceFile("a.parquet", "hf://datasets/o/n/a.parquet", "parquet")))
+
+
+def test_what_is_no_unicode_in_a_row_becomes_a_replacement_and_the_other_rows_are_read(tmp_path, caplog):
+    lines = [b'{"text": "one"}', b'{"text": "half \\ud83d of it"}', b'{"text": "caf\xe9"}']
+    lines += [b'{"text": "\xed\xa0\xbd", "id": "\\udc80"}', b'{"text": "whole \\ud83d\\ude00"}']
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + b"\n".join(lines))
+    found = pairs(tmp_path / "a.jsonl")
+    assert [text for _, text in found] == ["one", "half \ufffd of it", "caf\ufffd", "\ufffd", "whole \U0001f600"]
+    assert found[3][0] == "\ufffd"
+    (record,) = caplog.records
+    assert "row 1 of" in record.getMessage()
+    assert "U+FFFD" in record.getMessage()
+
+
+def test_bytes_that_are_not_utf_8_in_a_parquet_file_become_replacements(tmp_path):
+    data = [b"one", b"half \xed\xa0\xbd!", b"caf\xe9", b"four"]
+    offsets = [0]
+    for text in data:
+        offsets.append(offsets[-1] + len(text))
+    buffers = [pyarrow.py_buffer(struct.pack("<5i", *offsets)), pyarrow.py_buffer(b"".join(data))]
+    column = pyarrow.StringArray.from_buffers(4, *buffers)
+    write_parquet(tmp_path / "a.parquet", text=column, id=pyarrow.array([1, 2, 3, 4]))
+    expected = [("1", "one"), ("2", "half \ufffd\ufffd\ufffd!"), ("3", "caf\ufffd"), ("4", "four")]
+    assert pairs(tmp_path / "a.parquet") == expected
+
+
+def test_a_byte_order_mark_at_the_start_of_a_text_is_no_part_of_it(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfthe cat\n")
+    assert pairs(tmp_path / "a.txt") == [("a.txt#0", "the cat\n")]

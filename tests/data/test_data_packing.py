@@ -28,7 +28,8 @@ def test_the_encoder_gives_the_tokenizers_own_ids_whatever_the_length_and_tells_
     copied = Encoder.of(tokenizer)
     texts = ["", "the cat", "<eos> inside", "".join(chr(draw.randint(32, 0x2FFF)) for _ in range(500))]
     for text, ids in zip(texts, copied(texts), strict=True):
-        expected = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
+        expected = tokenizer(text, **options)["input_ids"]
         assert ids.tolist() == [*expected, tokenizer.eos_token_id]
     assert not caplog.records
     assert encoder.fingerprint == copied.fingerprint != Encoder.of(byte_tokenizer(280)).fingerprint

@@ -218,3 +218,30 @@ def test_a_prepared_folder_is_mapped_read_only_and_trained_on_at_any_length_with
     for vocabulary, seq_len, told in ((280, 8, "of tokenizer .*, not of"), (300, 10**5, "fewer than one seq")):
         with pytest.raises(InputError, match=told):
             open_prepared(good, Encoder.of(byte_tokenizer(vocabulary)), seq_len)
+
+
+def test_a_row_with_half_of_an_emoji_is_prepared_and_an_unexpected_error_leaves_nothing(
+    tokenizer, tmp_path, monkeypatch
+):
+    rows = texts(40)
+    rows["doc-7"] += " half \ud83d of it"
+    write_lines(tmp_path / "a.jsonl", rows)
+    index = prepare(str(tmp_path / "a.jsonl"), tokenizer, tmp_path / "tokens")
+    assert sum(part["documents"] for part in index["splits"].values()) > 30
+
+    def fail(*_):
+        raise TypeError("unexpected")
+
+    monkeypatch.setattr(Encoder, "__call__", fail)
+    with pytest.raises(TypeError, match="unexpected"):
+        prepare(str(tmp_path / "a.jsonl"), tokenizer, tmp_path / "other")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "tokens"]
+
+
+def test_a_link_to_a_folder_stays_and_the_folder_is_prepared(corpus, good, tokenizer, tmp_path):
+    (tmp_path / "there").mkdir()
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "there")
+    prepare(corpus[0], tokenizer, link)
+    assert link.is_symlink()
+    assert contents(tmp_path / "there") == contents(good)

@@ -97,9 +97,15 @@ def test_windows_that_the_supervision_or_the_model_cannot_use_are_refused_before
 
 
 class Characters:
-    def __call__(self, text, add_special_tokens, verbose):
+    """A tokenizer whose tokens are the characters."""
+
+    chat_template = unk_token_id = None
+    all_special_ids = all_special_tokens = ()
+    added_tokens_decoder = {}  # noqa: RUF012
+
+    def encode(self, text, *, add_special_tokens, **_):
         assert not add_special_tokens
-        return {"input_ids": [ord(c) for c in text]}
+        return [ord(character) for character in text]
 
 
 DOCUMENTS = [(f"d{i}", "".join(chr(200 * i + j) for j in range(20 + 10 * i))) for i in range(4)]

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from kvcat.cli import early
 from kvcat.cli import options as opt
 from kvcat.errors import InputError
-from kvcat.files import check_new_folder
+from kvcat.files import check_new_folder, read_text
 from kvcat.options import parse_spec
+from kvcat.tokenization import check_text
 
 if TYPE_CHECKING:
     from kvcat.cache import CompactCache
@@ -27,6 +28,7 @@ def compress(
     max_kl: opt.Nats | None = None,
     supervision: opt.Supervision = "reconstruction",
     chat: bool = False,
+    allow_special: opt.AllowSpecial = False,
     overwrite: opt.Overwrite = False,
     seed: opt.Seed = 0,
     device: opt.Device = "cpu",
@@ -62,23 +64,31 @@ def compress(
     early.check_model(model)
 
     import kvcat
-    from kvcat.compress import seeded_compressor, smallest_cache
-    from kvcat.compress.documents import document_trace
+    from kvcat.compress import document_trace, seeded_compressor, smallest_cache
     from kvcat.evals import progress_bar
 
     compressor = seeded_compressor(name, options, seed)
     loaded, tokenizer = kvcat.load(model, dtype=dtype, device=device)
-    trace = document_trace(loaded, tokenizer, document, supervision=supervision, chat=chat)
-    digest = hashlib.sha256(repr((model, document, method, keep, slots, seed, chat, dtype)).encode()).hexdigest()
+    trace = document_trace(
+        loaded,
+        tokenizer,
+        document,
+        supervision=supervision,
+        chat=chat,
+        allow_special=allow_special,
+    )
+    command = repr((model, document, method, keep, slots, seed, chat, allow_special, dtype))
+    digest = hashlib.sha256(command.encode()).hexdigest()
     state = output.with_name(f".{output.name}.{digest[:8]}.state")  # the same command continues from it after a kill
-    made = {"supervision": supervision, "chat": "yes" if chat else "no"}
+    made: dict[str, str] = {}
     if max_kl is not None:
 
         def tell(slots: int, kl: float) -> None:
             print(f"{slots} slots: KL {kl:.5f} nats per token held out", file=sys.stderr, flush=True)
 
         found = smallest_cache(trace, compressor, max_kl, on_try=tell)
-        cache, made = found.cache, {**made, "max_kl": f"{max_kl:g}", "held_out_kl": f"{found.kl:.6g}"}
+        cache = found.cache
+        made = {"max_kl": f"{max_kl:g}", "held_out_kl": f"{found.kl:.6g}"}
     elif isinstance(compressor, kvcat.GradientCompression) and compressor.num_steps:
         with progress_bar(compressor.num_steps, "step") as bar:
 
@@ -99,10 +109,7 @@ def compress(
 
 
 def _read_text(path: Path) -> str:
-    try:
-        document = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+    document = read_text(path)
     if not document.strip():
         raise InputError(f"text file {path} is empty")
     return document
@@ -115,6 +122,7 @@ def generate(
     prompt: opt.Strings = (),
     max_new_tokens: opt.Count = 64,
     temperature: float = 0.0,
+    allow_special: opt.AllowSpecial = False,
     seed: opt.Seed = 0,
     device: opt.Device = "cpu",
     dtype: opt.Dtype | None = None,
@@ -135,6 +143,8 @@ def generate(
     prompts = opt.flat(prompt)
     if not prompts:
         raise InputError("no prompt: give --prompt TEXT, once or several times")
+    for text in prompts:
+        check_text(text, "--prompt")
     if temperature != 0 and not 1e-3 <= temperature <= 1e3:
         raise InputError(f"--temperature is {temperature:g}; it must be 0, or lie in [0.001, 1000]")
     early.check_file(cache, "cache file")
@@ -144,12 +154,12 @@ def generate(
     import torch
     from transformers import TextStreamer
 
-    from kvcat.compress.documents import question_ids
+    from kvcat.compress import question_ids
     from kvcat.models import positions_of
 
     loaded, tokenizer, compact = _model_and_cache(model, cache, device=device, dtype=dtype)
     positions = positions_of(loaded.config)
-    questions = [question_ids(tokenizer, text, chat=compact.metadata.get("chat") == "yes") for text in prompts]
+    questions = [question_ids(tokenizer, text, cache=compact, allow_special=allow_special) for text in prompts]
     for ids in questions:
         if compact.num_tokens + ids.shape[1] >= positions:
             raise InputError(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import tyro
 
+from kvcat.choices import SuffixSupervision
 from kvcat.cli import early
 from kvcat.cli import options as opt
 from kvcat.errors import InputError
@@ -155,7 +156,7 @@ class Suffix(Compressing):
     data: opt.Strings = ()
     """installed, a file or folder of texts, hub:NAME, wikitext-103, pg-19, arxiv, fineweb-edu; several may be given."""
     split: opt.Split = "test"
-    supervision: Literal["suffix", "first-half", "reconstruction"] = "suffix"
+    supervision: SuffixSupervision = "suffix"
     """Caches fit the scored suffix (the paper), its first half (the rest is scored), or the prefix said again."""
     prefix: opt.Count = 768
     """Tokens of the compressed prefix."""
@@ -165,13 +166,14 @@ class Suffix(Compressing):
     """Windows to evaluate."""
     per_document: opt.Count = 2
     """Most windows from one document."""
+    bos: opt.Bos = "auto"
 
     def task(self, tokenizer: Any, value: Any) -> "Task":  # noqa: D102
         from kvcat.evals.suffix import make_task
 
         return make_task(
             tokenizer, value or "installed", self.split, prefix=self.prefix, suffix=self.suffix, windows=self.windows,
-            per_document=self.per_document, seed=self.data_seed, supervision=self.supervision,
+            per_document=self.per_document, seed=self.data_seed, supervision=self.supervision, bos=self.bos,
         )  # fmt: skip
 
 
@@ -190,11 +192,12 @@ class Needle(Compressing):
     """Tokens of the haystack, exactly."""
     per_depth: opt.Count = 20
     """Examples at each of five depths; 20 is the paper's, 100 carries claims."""
+    bos: opt.Bos = "auto"
 
     def task(self, tokenizer: Any, value: Any) -> "Task":  # noqa: ARG002, D102
         from kvcat.evals.needle import make_task
 
-        return make_task(tokenizer, length=self.length, per_depth=self.per_depth, seed=self.data_seed)
+        return make_task(tokenizer, length=self.length, per_depth=self.per_depth, seed=self.data_seed, bos=self.bos)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,6 +220,7 @@ class LongBench(Compressing):
     """Longest sequence; contexts are cut in the middle so that their repetition fits."""
     limit: opt.Count | None = None
     """The first so many examples, a fair sample."""
+    bos: opt.Bos = "auto"
     batch_size: tyro.conf.Suppress[int] = 1
     data_seed: tyro.conf.Suppress[int] = 0  # nothing is drawn: the order follows from the rows' names
 
@@ -227,8 +231,9 @@ class LongBench(Compressing):
         ratios = opt.flat(self.keep) or self.keeps
         domains = None if chosen == ("all",) else chosen
         return make_task(
-            self.data, sub_domains=domains, limit=self.limit, max_tokens=self.max_tokens, keep_ratios=ratios
-        )
+            self.data, sub_domains=domains, limit=self.limit, max_tokens=self.max_tokens, keep_ratios=ratios,
+            bos=self.bos,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,13 +254,21 @@ class Ruler(Compressing):
     """Tokens of the text, 4096 by default; several give a folder each."""
     per_task: opt.Count = 20
     """Examples of each task."""
+    bos: opt.Bos = "auto"
     batch_size: BatchSize = 1
 
     def task(self, tokenizer: Any, value: Any) -> "Task":  # noqa: D102
         from kvcat.evals.ruler import make_task
 
         tasks = opt.flat(self.tasks) or None
-        return make_task(tokenizer, length=value or 4096, tasks=tasks, per_task=self.per_task, seed=self.data_seed)
+        return make_task(
+            tokenizer,
+            length=value or 4096,
+            tasks=tasks,
+            per_task=self.per_task,
+            seed=self.data_seed,
+            bos=self.bos,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,6 +305,7 @@ def profile(
     suffix: opt.Count = 128,
     windows: opt.Count = 16,
     split: opt.Split = "all",
+    bos: opt.Bos = "auto",
     seed: opt.Seed = 0,
     data_seed: DataSeed = 0,
     device: opt.Device = "cpu",
@@ -329,6 +343,7 @@ def profile(
     task = make_task(
         load_tokenizer(next(iter(folders.values()))), data, split,
         prefix=prefix, suffix=suffix, windows=windows, per_document=windows, seed=data_seed, supervision=SUPERVISION,
+        bos=bos,
     )  # fmt: skip
     loaded = load_models(folders, device, dtype)
     records = evaluate(task, loaded, methods, keeps, out, seeds=[seed])

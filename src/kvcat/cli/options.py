@@ -10,6 +10,8 @@ import tyro
 from tyro import _errors as events  # the hook for parse errors; tyro is pinned for it
 from tyro.constructors import PrimitiveConstructorSpec
 
+from kvcat.choices import Bos as BosChoice
+from kvcat.choices import DocumentSupervision
 from kvcat.errors import InputError
 
 T = TypeVar("T")
@@ -48,8 +50,16 @@ Dtype = Annotated[
 ]
 Overwrite = Annotated[bool, tyro.conf.arg(help="Replace an existing file.")]
 Supervision = Annotated[
-    Literal["reconstruction", "self"],
+    DocumentSupervision,
     tyro.conf.arg(help="What caches are fitted to: the text repeated after an instruction, or its own queries."),
+]
+Bos = Annotated[
+    BosChoice,
+    tyro.conf.arg(help="What begins a text: what the tokenizer puts there, always BOS, or nothing."),
+]
+AllowSpecial = Annotated[
+    bool,
+    tyro.conf.arg(help="Control tokens that the text spells, such as <|im_end|>, become these tokens."),
 ]
 Split = Annotated[
     Literal["all", "test", "validation", "train"],

@@ -135,12 +135,14 @@ def prepare(
     tokenizer: Annotated[str, tyro.conf.arg(aliases=["--model"])],
     output: opt.Output,
     max_tokens: opt.Count | None = None,
+    bos: opt.Bos = "auto",
     seed: opt.Seed = 0,
 ) -> None:
     """Tokenise text once into a folder, for `kvcat train --data FOLDER` on one node or many.
 
-    Documents for training and for validation go into files of their own, EOS after each; test documents are left out.
-    Any sequence length can be cut from them. Stopped at any moment, the same command continues.
+    Documents for training and for validation go into files of their own, EOS after each, and before each what the
+    tokenizer puts at the start of a text (--bos); test documents are left out. Any sequence length can be cut from
+    them. Stopped at any moment, the same command continues.
 
     Example: kvcat prepare hub:HuggingFaceFW/fineweb-edu/sample-10BT --model Qwen/Qwen2.5-0.5B -o fineweb
 
@@ -164,7 +166,7 @@ def prepare(
         def show(num_tokens: int) -> None:
             bar.update(num_tokens - bar.n)
 
-        index = prepare(data, words, output, max_tokens=max_tokens, seed=seed, on_progress=show)
+        index = prepare(data, words, output, max_tokens=max_tokens, seed=seed, bos=bos, on_progress=show)
     train, validation = index["splits"]["train"], index["splits"]["validation"]
     print(
         f"{output}: {train['tokens']:,} training tokens of {train['documents']:,} documents, "

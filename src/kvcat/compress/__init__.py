@@ -12,7 +12,7 @@ from kvcat.compress.compare import (
     smallest_cache,
     supervised_kl,
 )
-from kvcat.compress.documents import INSTRUCTION, reconstruction
+from kvcat.compress.documents import INSTRUCTION, document_trace, question_ids, reconstruction
 from kvcat.compress.eviction import SCORERS, Eviction
 from kvcat.compress.kvpress import KVPress
 from kvcat.compress.methods.attention_matching import AttentionMatching
@@ -46,10 +46,12 @@ __all__ = [
     "compact_cache",
     "compare",
     "compressor_names",
+    "document_trace",
     "fit_log_bias",
     "fit_values",
     "make_compressor",
     "parse_method",
+    "question_ids",
     "received_mass",
     "reconstruction",
     "replay",

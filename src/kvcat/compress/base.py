@@ -91,7 +91,12 @@ def slots_for(prefix_len: int, keep_ratio: float | int | None, num_slots: int | 
 
 
 def compact_cache(trace: Trace, layers: Sequence[Layer], method: str, options: Mapping[str, object]) -> CompactCache:
-    """A compact cache of this trace whose metadata say how it was made."""
+    """A compact cache of this trace whose metadata say how it was made.
+
+    Raises:
+        InputError: keys, values or log-bias are not finite: a type of few bits overflowed.
+    """
+    _check_finite(layers, method, options)
     cache = CompactCache(layers, trace.prefix_len, trace.fingerprint)
     slots = cache.mean_slots
     facts = {
@@ -100,10 +105,25 @@ def compact_cache(trace: Trace, layers: Sequence[Layer], method: str, options: M
         "keep_ratio": f"{slots / trace.prefix_len:.6g}",
         **options,
         "supervision": trace.supervision,
+        **trace.about,
         "model": model_name(trace.model),
         "architecture": type(trace.model).__name__,
     }
     return replace(cache, metadata={key: str(fact) for key, fact in facts.items()})
+
+
+def _check_finite(layers: Sequence[Layer], method: str, options: Mapping[str, object]) -> None:
+    """Refuse layers with a number that is not finite; a log-bias of -inf hides a slot."""
+    for index, layer in enumerate(layers):
+        tensors = {"keys": layer.keys, "values": layer.values}
+        for name, tensor in tensors.items():
+            if not tensor.isfinite().all():
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                settings = ", ".join(f"{key}={value}" for key, value in options.items())
+                raise InputError(
+                    f"{method} ({settings}) gives {name} in layer {index} that are not finite in "
+                    f"{dtype}: choose bfloat16 or float32, or a larger ridge"
+                )
 
 
 def best_layer(trace: Trace, index: int, scores: Float[Tensor, "batch kv_heads prefix"], num_slots: int) -> Layer:

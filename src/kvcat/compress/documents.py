@@ -1,58 +1,103 @@
 """Documents as token ids: with a second copy that supervises their compression, plain or in a chat template."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import get_args
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from kvcat.cache import CompactCache
+from kvcat.choices import DocumentSupervision
+from kvcat.compress.chat import ChatTemplate, chat_parts
 from kvcat.compress.trace import Reconstruction, Trace, trace
 from kvcat.errors import InputError
+from kvcat.tokenization import Piece, TextEncoder, check_text, opening_ids
 from kvcat.types import Int, Tensor
 
+__all__ = [
+    "INSTRUCTION", "chat_parts", "document_trace", "opening_ids", "question_ids", "reconstruction",
+    "reconstruction_of_tokens",
+]  # fmt: skip
+
 INSTRUCTION = "\nReproduce the preceding passage verbatim. Preserve every word, digit, and punctuation mark.\n"
-DOCUMENT, _QUESTION = "\x02document\x03", "\x02question\x03"
 
 
-def reconstruction(tokenizer: PreTrainedTokenizerBase, text: str, *, head: str | None = None) -> Reconstruction:
+def reconstruction(
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    *,
+    head: str | None = None,
+    chat: bool = False,
+    allow_special: bool = False,
+) -> Reconstruction:
     """Token ids of <text><instruction><text>, joined as ids so that both copies are the same tokens.
 
-    ``head`` stands before the first copy; None: what the tokenizer puts there, such as a beginning-of-text token.
-    Refuses a text without tokens.
+    The first copy begins as the tokenizer begins a text, with a BOS token for example, and has
+    nothing behind it: not the EOS token that some tokenizers put at the end of a text.
+
+    Args:
+        tokenizer: the model's.
+        text: the document.
+        head: text before the first copy, in place of what the tokenizer puts there.
+        chat: the first copy opens a user's turn in the tokenizer's chat template.
+        allow_special: a control token that the text spells becomes that token, not text.
+
+    Raises:
+        InputError: a text without tokens, or that no encoding can hold; no chat template, or one
+            that does not write the text as it is.
 
     References: KV-CAT, appendix "Needle-in-a-haystack retrieval", "Training the compact KV cache".
     """
-    body = _encode(tokenizer, text)
+    check_text(text, "the document")
+    about = {"chat": "no"}
+    if chat:
+        template = ChatTemplate(tokenizer)
+        about = {"chat": "yes", "chat_template": template.digest}
+        text = template.document(text)
+        head = template.parts.head
+    encoder = TextEncoder(tokenizer, allow_special=allow_special)
+    body = encoder(text)
     if not body:
         raise InputError(f"the text {text[:20]!r} holds no token to compress")
-    first = tokenizer.encode(text, verbose=False) if head is None else _encode(tokenizer, head + text)
-    middle = _encode(tokenizer, INSTRUCTION)
-    return Reconstruction(torch.tensor([[*first, *middle, *body]]), len(first), len(first) + len(middle))
+    if head is None:
+        opening = opening_ids(tokenizer)
+        begins_so = bool(opening) and body[: len(opening)] == opening
+        first = body if begins_so else opening + body
+    else:
+        before = encoder.joined([Piece(head, is_markup=True)])
+        first = encoder.joined([Piece(head, is_markup=True), Piece(text)])
+        # behind the head the text may have no space before it, for example
+        if first[: len(before)] == before:
+            body = first[len(before) :]
+    middle = encoder.behind(INSTRUCTION)
+    ids = torch.tensor([[*first, *middle, *body]])
+    return Reconstruction(ids, len(first), len(first) + len(middle), about)
 
 
-def reconstruction_of_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Int[Tensor, "batch prefix"]) -> Reconstruction:
+def reconstruction_of_tokens(
+    tokenizer: PreTrainedTokenizerBase,
+    tokens: Int[Tensor, "batch prefix"],
+    opening: Sequence[int] | None = None,
+) -> Reconstruction:
     """The same of texts that are token ids already and equally long, one sequence a row.
 
-    Where a row begins with what the tokenizer puts at the start of a text, its second copy leaves that out.
+    Where a row begins with ``opening``, its second copy leaves that out; None: what the tokenizer
+    puts at the start of a text.
 
     Raises:
         InputError: rows without tokens, or some rows with such a start and some without.
     """
-    opening = opening_ids(tokenizer)
-    opened = {row[: len(opening)] == opening for row in tokens.tolist()}
+    start = opening_ids(tokenizer) if opening is None else list(opening)
+    opened = {row[: len(start)] == start for row in tokens.tolist()}
     if len(opened) > 1:
-        raise InputError(f"some texts begin with {opening} and some do not: it must be all or none")
-    body = tokens[:, len(opening) :] if True in opened else tokens
+        raise InputError(f"some texts begin with {start} and some do not: it must be all or none")
+    body = tokens[:, len(start) :] if True in opened else tokens
     if body.shape[1] == 0:
         raise InputError("the texts hold no token to compress")
-    middle = tokens.new_tensor(_encode(tokenizer, INSTRUCTION))
+    middle = tokens.new_tensor(TextEncoder(tokenizer).behind(INSTRUCTION))
     ids = torch.cat([tokens, middle.expand(len(tokens), -1), body], dim=1)
     return Reconstruction(ids, tokens.shape[1], tokens.shape[1] + len(middle))
-
-
-def opening_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What the tokenizer puts at the start of a text, such as a beginning-of-text token; often nothing."""
-    whole, body = tokenizer.encode("a"), _encode(tokenizer, "a")
-    return whole[: next(i for i in range(len(whole)) if whole[i : i + len(body)] == body)]
 
 
 def document_trace(
@@ -62,6 +107,7 @@ def document_trace(
     *,
     supervision: str = "reconstruction",
     chat: bool = False,
+    allow_special: bool = False,
 ) -> Trace:
     """The trace from which a document's cache is compressed; a document has no suffix.
 
@@ -69,43 +115,64 @@ def document_trace(
         model, tokenizer: that will answer.
         text: the document.
         supervision: "reconstruction" matches the document repeated after an instruction, "self" its own queries.
-        chat: the document opens a user's turn in the tokenizer's chat template.
+        chat: the document opens a user's turn in the tokenizer's chat template; caches record it.
+        allow_special: a control token that the text spells becomes that token, not text.
 
     Raises:
-        InputError: an empty document, one too long for the model's positions, no chat template.
+        InputError: an empty document, one too long for the model's positions; and as
+            ``reconstruction``.
     """
-    sequence = reconstruction(tokenizer, text, head=chat_parts(tokenizer)[0] if chat else None)
-    sequence = replace(sequence, input_ids=sequence.input_ids.to(model.device))
+    choices = get_args(DocumentSupervision)
+    if supervision not in choices:
+        raise InputError(
+            f"supervision of a document must be one of {', '.join(choices)}, not {supervision!r}"
+        )
+    sequence = reconstruction(tokenizer, text, chat=chat, allow_special=allow_special)
+    ids = sequence.input_ids.to(model.device)
     if supervision == "self":
-        return trace(model, sequence.input_ids[:, : sequence.prefix_len], supervision="self")
-    return trace(model, sequence)
+        document = ids[:, : sequence.prefix_len]
+        return replace(trace(model, document, supervision="self"), about=sequence.about)
+    return trace(model, replace(sequence, input_ids=ids))
 
 
-def question_ids(tokenizer: PreTrainedTokenizerBase, text: str, *, chat: bool = False) -> Int[Tensor, "batch tokens"]:
-    """Token ids of what follows a document, one row; with ``chat`` it ends the user's turn that the document opened.
+def question_ids(
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    *,
+    chat: bool = False,
+    cache: CompactCache | None = None,
+    allow_special: bool = False,
+) -> Int[Tensor, "batch tokens"]:
+    """Token ids of what follows a document, one row, as they are in a text of both.
+
+    Args:
+        tokenizer: the model's.
+        text: what follows the document.
+        chat: the text ends the user's turn that the document opened.
+        cache: the document's; it says whether ``chat``, and with which template.
+        allow_special: a control token that the text spells becomes that token, not text.
 
     Raises:
-        InputError: an empty text, no chat template.
+        InputError: an empty text, or one that no encoding can hold; no chat template, one that
+            does not write the text as it is, or another one than the cache was made with.
     """
-    if chat:
-        _, between, tail = chat_parts(tokenizer)
-        text = between + text + tail
-    ids = _encode(tokenizer, text)
-    if not ids:
+    check_text(text, "the prompt")
+    if not text:
         raise InputError("the prompt is empty: nothing follows the document")
+    encoder = TextEncoder(tokenizer, allow_special=allow_special)
+    recorded = {} if cache is None else cache.metadata
+    if chat or recorded.get("chat") == "yes":
+        template = ChatTemplate(tokenizer)
+        if recorded.get("chat_template", template.digest) != template.digest:
+            raise InputError(
+                f"the cache was made with another chat template than that of tokenizer {tokenizer.name_or_path!r}"
+            )
+        question = Piece(template.question(text))
+        _, between, tail = template.parts
+        pieces = [Piece(between, is_markup=True), question, Piece(tail, is_markup=True)]
+    else:
+        pieces = [Piece(text)]
+    ids = encoder.joined(pieces, behind=True)
+    if not ids:
+        raise InputError(f"the prompt {text[:20]!r} holds no token")
     return torch.tensor([ids])
-
-
-def chat_parts(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str, str]:
-    """What the chat template puts before the document, between document and question, and after the question."""
-    if not tokenizer.chat_template:
-        raise InputError(f"tokenizer {tokenizer.name_or_path!r} has no chat template: leave out --chat")
-    turn = [{"role": "user", "content": f"{DOCUMENT}\n\n{_QUESTION}"}]
-    rendered = str(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
-    head, _, rest = rendered.partition(DOCUMENT)
-    between, _, tail = rest.partition(_QUESTION)
-    return head, between, tail
-
-
-def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    return tokenizer.encode(text, add_special_tokens=False, verbose=False)

@@ -1,14 +1,16 @@
 """A dense forward and what compressors learn from it."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import cast, get_args
 
 import torch
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from kvcat.cache import CompactCache, CompactLayer, Head, fingerprint, layer_windows
+from kvcat.choices import Supervision
 from kvcat.errors import InputError
 from kvcat.models import capture, frozen, logits_from_hidden, positions_of
 from kvcat.types import Float, Int, Tensor
@@ -19,11 +21,16 @@ _TAIL = 32
 
 @dataclass(frozen=True)
 class Reconstruction:
-    """A sequence <text><instruction><text> whose second copy, from ``supervision_start`` on, supervises the first."""
+    """A sequence <text><instruction><text> whose second copy, from ``supervision_start`` on, supervises the first.
+
+    ``about`` says how the text became tokens, for the metadata of caches: "chat", yes or no, and of
+    a chat template "chat_template", a hash of its source.
+    """
 
     input_ids: Int[Tensor, "batch tokens"]
     prefix_len: int
     supervision_start: int
+    about: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -37,10 +44,11 @@ class Trace:
         model: the model that ran.
         input_ids: all tokens, prefix first.
         prefix_len: number of tokens to compress.
-        supervision: whose queries a compressor may use: "suffix" the later tokens', "self" the prefix's own.
+        supervision: what compressors are fitted to; with "self" the prefix's own queries, else those
+            of tokens after the prefix.
         supervision_start: first position whose query and teacher logits supervise.
         keys, values: per layer, of the prefix's slots after rotation: one per token, fewer behind a compact cache.
-        queries: per layer, queries after rotation from ``supervision_start`` on ("suffix") or of the prefix ("self").
+        queries: per layer, queries after rotation from ``supervision_start`` on, or with "self" of the prefix.
         suffix_keys: per layer, keys of the tokens after the prefix.
         prefix_positions: positions of the prefix whose queries are kept: evenly spaced ones, at most 4096, and the last
             32; all with "self"; of those behind a compact cache.
@@ -51,12 +59,13 @@ class Trace:
         fingerprint: identifies the model's weights.
         past_len: tokens that a compact cache stood for; 0: none.
         log_bias: per layer, nats added to the scores of the prefix's slots, -inf where a head has none; None: none.
+        about: how a document became tokens (``Reconstruction``); part of the metadata of caches.
     """
 
     model: PreTrainedModel
     input_ids: Int[Tensor, "batch tokens"]
     prefix_len: int
-    supervision: str
+    supervision: Supervision
     supervision_start: int
     keys: Sequence[Float[Tensor, "batch kv_heads _ head_dim"]]
     values: Sequence[Float[Tensor, "batch kv_heads _ value_dim"]]
@@ -70,6 +79,7 @@ class Trace:
     fingerprint: str
     past_len: int = 0
     log_bias: Sequence[Float[Tensor, "batch kv_heads _"]] | None = None
+    about: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def num_slots(self) -> int:
@@ -97,7 +107,8 @@ class Trace:
         biases = self.log_bias or [None] * len(self.keys)
         layers = [CompactLayer(*parts).without_absent() for parts in zip(self.keys, self.values, biases, strict=True)]
         cache = CompactCache(layers, self.prefix_len, self.fingerprint)
-        return replace(cache, metadata={"method": "dense", "num_slots": f"{cache.mean_slots:.6g}"})
+        facts = {"method": "dense", "num_slots": f"{cache.mean_slots:.6g}"}
+        return replace(cache, metadata={**facts, "supervision": self.supervision, **self.about})
 
     def counts(self, layer: int) -> Int[Tensor, "batch kv_heads"]:
         """Slots of the prefix that every head of a layer has; on the CPU."""
@@ -148,7 +159,7 @@ def trace(
     input_ids: Int[Tensor, "batch tokens"] | Reconstruction,
     prefix_len: int | None = None,
     *,
-    supervision: str = "suffix",
+    supervision: str | None = None,
     past: CompactCache | None = None,
     chunk_tokens: int = 4096,
 ) -> Trace:
@@ -158,7 +169,9 @@ def trace(
         model: a decoder-only transformers model.
         input_ids: windows of equal length, or a reconstruction sequence, which brings its own prefix length.
         prefix_len: number of tokens to compress, in [1, tokens); with "self" up to all tokens, which is the default.
-        supervision: "suffix" lets compressors use the queries after the prefix, "self" the prefix's own.
+        supervision: one of ``Supervision``. "self" lets compressors use the prefix's own queries
+            alone. The others use those after the prefix and say what text that is; None: "suffix",
+            or "reconstruction" of such a sequence.
         past: a compact cache of the prefix's first tokens, which are not run again; it is compressed with the rest.
         chunk_tokens: most tokens of each example that run at once (``capture``).
 
@@ -167,16 +180,22 @@ def trace(
             compressed (sliding windows shorter than the sequence, linear attention), or a cache of something else.
     """
     start = None
+    about: Mapping[str, str] = {}
     if isinstance(input_ids, Reconstruction):
-        start, prefix_len, input_ids = input_ids.supervision_start, input_ids.prefix_len, input_ids.input_ids
+        supervision = supervision or "reconstruction"
+        about = input_ids.about
+        start = input_ids.supervision_start
+        prefix_len = input_ids.prefix_len
+        input_ids = input_ids.input_ids
+    source = _checked_supervision(supervision or "suffix")
     num_tokens = input_ids.shape[1]
-    prefix_len = _checked_prefix(num_tokens, prefix_len, supervision)
+    prefix_len = _checked_prefix(num_tokens, prefix_len, source)
     _check_model(model, num_tokens)
     known = 0 if past is None else _check_past(past, model, prefix_len, len(input_ids))
     start = prefix_len if start is None else start
     padded = [] if past is None else [layer.padded() for layer in past.layers]
-    sampled = _kept_positions(known, prefix_len, every=supervision == "self")
-    wanted = sampled if supervision == "self" else torch.cat([sampled, torch.arange(start, num_tokens)])
+    sampled = _kept_positions(known, prefix_len, every=source == "self")
+    wanted = sampled if source == "self" else torch.cat([sampled, torch.arange(start, num_tokens)])
     with frozen(model):
         seen = capture(
             model, input_ids[:, known:], query_positions=wanted - known, hidden_start=prefix_len - 1 - known,
@@ -194,11 +213,11 @@ def trace(
         # each layer's own tensors are freed as soon as their part is copied
         seen.keys[index], seen.values[index] = (x[:, :, : x.shape[2] - later].clone() for x in (keys, values))
         seen.queries[index] = seen.queries[index][:, :, len(sampled) :].clone()
-    queries = prefix_queries if supervision == "self" else seen.queries
+    queries = prefix_queries if source == "self" else seen.queries
     return Trace(
-        model, input_ids, prefix_len, supervision, start, seen.keys, seen.values, queries, suffix_keys, sampled,
+        model, input_ids, prefix_len, source, start, seen.keys, seen.values, queries, suffix_keys, sampled,
         prefix_queries, seen.scales, seen.stream, seen.hidden, fingerprint(model), past_len=known,
-        log_bias=_log_bias(padded, prefix_len - known),
+        log_bias=_log_bias(padded, prefix_len - known), about=about,
     )  # fmt: skip
 
 
@@ -252,13 +271,18 @@ def _log_bias(past: list[CompactLayer], added: int) -> list[Float[Tensor, "batch
     return [pad(bias, (0, added)) for bias in wide]
 
 
+def _checked_supervision(supervision: str) -> Supervision:
+    choices = get_args(Supervision)
+    if supervision not in choices:
+        raise InputError(f"supervision must be one of {', '.join(choices)}, not {supervision!r}")
+    return cast("Supervision", supervision)
+
+
 def _checked_prefix(num_tokens: int, prefix_len: int | None, supervision: str) -> int:
-    if supervision not in ("suffix", "self"):
-        raise InputError(f"supervision must be 'suffix' or 'self', not {supervision!r}")
-    if prefix_len is None and supervision == "suffix":
+    if prefix_len is None and supervision != "self":
         raise InputError("prefix_len is missing: without a suffix use supervision='self' or a reconstruction sequence")
     prefix_len = num_tokens if prefix_len is None else prefix_len
-    longest = num_tokens - (supervision == "suffix")
+    longest = num_tokens - (supervision != "self")
     if not 1 <= prefix_len <= longest:
         raise InputError(f"prefix_len must be in [1, {longest}] for {num_tokens} tokens, not {prefix_len}")
     return prefix_len

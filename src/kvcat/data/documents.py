@@ -7,9 +7,11 @@ A source is named by a string: ``installed`` (the Python files of the standard l
 
 import hashlib
 import json
+import logging
 import os
 import re
 import sysconfig
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from io import BufferedReader
@@ -18,10 +20,12 @@ from typing import Any
 
 import datasets
 import fsspec
+import pyarrow
 from pyarrow import parquet
 
 from kvcat.errors import InputError, one_line
 from kvcat.hub import hub_obstacle
+from kvcat.tokenization import repaired
 
 PACKED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
 SUFFIXES = {
@@ -40,6 +44,8 @@ INSTALLED_BYTES = (400, 400_000)  # the smallest and the largest file of the ins
 PIECE_CHARACTERS = 1 << 14
 PARQUET_ROWS = 16  # few, as each stream holds so many and a document may be a book
 BUFFER_BYTES = 1 << 20
+
+_LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -72,9 +78,10 @@ class Source:
 def open_documents(source: str, *, text_field: str = "text") -> Iterator[Document]:
     """The documents of a source, in the order of its files.
 
-    A table (``.parquet``, ``.jsonl``) holds one document per row; rows without a text are left out. A plain text longer
-    than 16,384 characters becomes consecutive documents of at most that size, cut at line ends. A file of any other
-    name that is given itself is read as plain text.
+    A table (``.parquet``, ``.jsonl``) holds one document per row; rows without a text are left out. What is no Unicode
+    in a row, such as half of an emoji, becomes U+FFFD, and a warning names the file's first such row. A plain text
+    longer than 16,384 characters becomes consecutive documents of at most that size, cut at line ends. A file of any
+    other name that is given itself is read as plain text.
 
     Raises:
         InputError: nothing of that name, no readable file in it, or no connection to the Hub (within seconds); while
@@ -103,7 +110,7 @@ def read_documents(
     """
     if file.kind == "python":
         if start == stripe == 0:
-            yield 0, Document(file.name, Path(file.url).read_text(encoding="utf-8", errors="replace"))
+            yield 0, Document(file.name, Path(file.url).read_text(encoding="utf-8-sig", errors="replace"))
         return
     try:
         with fsspec.open(file.url, "rb", compression=None if file.kind == "parquet" else "infer") as raw:
@@ -132,10 +139,31 @@ def _parquet_rows(
             if end <= start or (by_group and group % num_stripes != stripe):
                 continue
             for batch in table.iter_batches(PARQUET_ROWS, [group], columns, use_threads=False):
-                for values in batch.to_pylist():
+                for values in _decoded(batch):
                     if by_group or row % num_stripes == stripe:
                         yield row, values
                     row += 1
+
+
+def _decoded(batch: pyarrow.RecordBatch) -> list[dict[str, Any]]:
+    """The rows of a table; texts that are not UTF-8 stay bytes."""
+    try:
+        return batch.to_pylist()
+    except UnicodeDecodeError:
+        pass
+    columns = []
+    for column in batch.columns:
+        is_text = pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)
+        columns.append(column.cast(pyarrow.large_binary()) if is_text else column)
+    rows = pyarrow.RecordBatch.from_arrays(columns, batch.schema.names).to_pylist()
+    return [{name: _text_or_bytes(value) for name, value in row.items()} for row in rows]
+
+
+def _text_or_bytes(value: Any) -> Any:
+    try:
+        return value.decode() if isinstance(value, bytes) else value
+    except UnicodeDecodeError:
+        return value
 
 
 def _json_lines(raw: Any) -> Iterator[bytes]:
@@ -147,7 +175,8 @@ def _text_pieces(raw: Any, file: SourceFile) -> Iterator[dict[str, str]]:
     data = raw.read()
     if (zero := data.find(b"\0")) >= 0:
         raise InputError(f"{file.url} is not text: it has a zero byte at {zero}")
-    text, start = data.decode().replace("\r\n", "\n").replace("\r", "\n"), 0
+    text = data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+    start = 0
     while start < len(text):
         end = min(start + PIECE_CHARACTERS, len(text))
         if end < len(text):
@@ -159,8 +188,10 @@ def _text_pieces(raw: Any, file: SourceFile) -> Iterator[dict[str, str]]:
 def _document(values: dict[str, Any] | bytes, row: int, file: SourceFile) -> Document | None:
     """The document of a table's row, of a JSON line or of a piece of text; None where a row has no text."""
     where = f"row {row} of {file.url}"
+    is_damaged = False
     try:
-        values = json.loads(values) if isinstance(values, bytes) else values
+        if isinstance(values, bytes):
+            values, is_damaged = _json_value(values)
     except ValueError as error:
         raise InputError(f"{where} is not JSON: {error}") from None
     if not isinstance(values, dict):
@@ -170,9 +201,39 @@ def _document(values: dict[str, Any] | bytes, row: int, file: SourceFile) -> Doc
     text = values[file.text_field]
     if text is None:
         return None
+    if isinstance(text, bytes):
+        text = text.decode(errors="replace")
+        is_damaged = True
     if not isinstance(text, str):
         raise InputError(f"column {file.text_field!r} of {file.url} holds {type(text).__name__}, not text")
-    return Document(str(values.get("id") or f"{file.name}#{row}"), text)
+    name = str(values.get("id") or f"{file.name}#{row}")
+    document = Document(repaired(name), repaired(text))
+    if is_damaged or document.text != text:
+        _report_damage(where, file.url)
+    return document
+
+
+def _json_value(line: bytes) -> tuple[Any, bool]:
+    """The value of a JSON line, and whether bytes that are not UTF-8 became U+FFFD."""
+    try:
+        return json.loads(line), False
+    except UnicodeDecodeError:
+        return json.loads(line.decode("utf-8-sig", errors="replace")), True
+
+
+_NUM_DAMAGED: Counter[str] = Counter()  # rows by URL, each time that they are read
+
+
+def _report_damage(where: str, url: str) -> None:
+    """Warn of a file's first row that is not all Unicode, of the tenth, the hundredth, and so on."""
+    _NUM_DAMAGED[url] += 1
+    count = _NUM_DAMAGED[url]
+    if count == 10 ** (len(str(count)) - 1):
+        _LOGGER.warning(
+            "%s is not all Unicode text: U+FFFD stands for the rest; such rows read so far: %d",
+            where,
+            count,
+        )
 
 
 def _installed_files() -> list[SourceFile]:

@@ -1,11 +1,11 @@
-"""Tokens: documents encoded, EOS after each, and packed into sequences of one length."""
+"""Tokens: documents encoded, BOS before and EOS after each, and packed into sequences of one length."""
 
 import hashlib
 import json
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 
@@ -13,9 +13,11 @@ import numpy as np
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
+from kvcat.choices import Bos
 from kvcat.data.documents import Document
 from kvcat.data.split import name_seed
 from kvcat.errors import InputError
+from kvcat.tokenization import as_text, control_tokens, opening_ids, unknown_id
 
 # scripts, digits, blanks, contractions, code, marks that combine, an emoji: where tokenizers differ
 PROBE = (
@@ -31,15 +33,25 @@ EXCERPT_MARGIN = 1.1
 
 @dataclass(frozen=True)
 class Encoder:
-    """Text to the tokenizer's own ids without special tokens, EOS after them."""
+    """Text to the tokenizer's own ids, behind what begins a text (``opening``), EOS after them.
+
+    A control token that the text spells becomes text (``kvcat.tokenization``).
+    """
 
     backend: Tokenizer
     eos: int
     name: str
+    opening: tuple[int, ...] = ()
+    control: Mapping[int, str] = field(default_factory=dict)  # control tokens by id
+    unknown: int | None = None
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase) -> "Encoder":
-        """The encoder of a transformers tokenizer, which is copied; ``InputError`` without EOS or a fast form."""
+    def of(cls, tokenizer: PreTrainedTokenizerBase, bos: Bos = "auto") -> "Encoder":
+        """The encoder of a transformers tokenizer, which is copied.
+
+        Raises:
+            InputError: no EOS or no fast form; ``bos`` is "always" and there is no BOS.
+        """
         name, eos = str(tokenizer.name_or_path), tokenizer.eos_token_id
         if not isinstance(eos, int):
             raise InputError(f"tokenizer {name!r} has no EOS token to put between documents")
@@ -49,16 +61,37 @@ class Encoder:
         backend = Tokenizer.from_str(core.to_str())
         backend.no_truncation()
         backend.no_padding()
-        return cls(backend, eos, name)
+        return cls(
+            backend,
+            eos,
+            name,
+            tuple(opening_ids(tokenizer, bos)),
+            control_tokens(tokenizer),
+            unknown_id(tokenizer),
+        )
+
+    @property
+    def num_added(self) -> int:
+        """Tokens before and after each document's own."""
+        return len(self.opening) + 1
 
     def __call__(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The token ids of each document, EOS last, from all cores unless TOKENIZERS_PARALLELISM=false."""
+        self.backend.encode_special_tokens = True  # as text
         encoded = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array([*document.ids, self.eos], self.dtype) for document in encoded]
+        bodies = [
+            as_text(document.ids, text, self._whole, self.control, self.unknown)
+            for document, text in zip(encoded, texts, strict=True)
+        ]
+        return [np.array([*self.opening, *body, self.eos], self.dtype) for body in bodies]
+
+    def _whole(self, text: str) -> list[int]:
+        return self.backend.encode(text, add_special_tokens=False).ids
 
     @cached_property
     def fingerprint(self) -> str:
         """A hash of the vocabulary, EOS and the ids of a probe text, the same in all versions."""
+        self.backend.encode_special_tokens = False
         probe = self.backend.encode(PROBE, add_special_tokens=False).ids
         vocabulary = sorted(self.backend.get_vocab(with_added_tokens=True).items())
         return hashlib.sha256(json.dumps([vocabulary, self.eos, probe]).encode()).hexdigest()[:16]
@@ -73,7 +106,7 @@ class Encoder:
 def pack(
     documents: Iterable[Document], encoder: Encoder, seq_len: int, *, max_sequences: int | None = None
 ) -> np.ndarray:
-    """The documents' tokens, EOS after each, cut into (sequences, tokens); the remainder is dropped.
+    """The documents' tokens, as ``encoder`` gives them, cut into (sequences, tokens); the remainder is dropped.
 
     Reads no further than ``max_sequences`` need; None takes all. ``InputError`` if the text is shorter than one
     sequence.
@@ -101,7 +134,8 @@ def excerpts(
     documents. Seed and name draw where an excerpt begins, at the start of a line.
     """
     texts = [document.text[:SAMPLE_CHARACTERS] for document in documents[:SAMPLE_DOCUMENTS]]
-    characters_per_token = sum(map(len, texts)) / max(1, sum(len(ids) - 1 for ids in encoder(texts)))
+    num_tokens = sum(len(ids) - encoder.num_added for ids in encoder(texts))
+    characters_per_token = sum(map(len, texts)) / max(1, num_tokens)
     lengths = np.array([len(document.text) for document in documents])
     needed, longest = int(EXCERPT_MARGIN * characters_per_token * seq_len * num_sequences), int(lengths.max())
     enough = bisect_left(range(longest), needed, key=lambda length: np.minimum(lengths, length).sum())

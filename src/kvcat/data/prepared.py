@@ -1,7 +1,8 @@
 """Text tokenised once into a folder that training maps into memory.
 
 ``tokens.json`` describes the folder; ``train.bin`` and ``validation.bin`` hold token ids in little-endian, EOS after
-each document, without gaps, so that sequences of any length can be cut from them.
+each document and before it what begins a text (``opening``), without gaps, so that sequences of any length can be cut
+from them.
 """
 
 import os
@@ -16,11 +17,12 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 import kvcat
+from kvcat.choices import Bos
 from kvcat.data.documents import Source, open_source, read_documents
 from kvcat.data.packing import Encoder
 from kvcat.data.split import HELD_OUT_FRACTION, split_of
 from kvcat.errors import InputError, check_least
-from kvcat.files import LOCK_FILE, one_writer, read_json, write_json
+from kvcat.files import LOCK_FILE, one_writer, read_json, resolved, write_json
 
 INDEX = "tokens.json"
 FORMAT, VERSION = "kvcat tokens", 1
@@ -28,6 +30,7 @@ SPLITS = ("train", "validation")
 PROGRESS = "progress.json"
 BATCH_CHARACTERS = 1 << 18
 SAVE_SECONDS = 5.0
+_EARLIER: dict[str, Any] = {"opening": []}  # settings that folders of earlier versions do not name
 
 
 def is_prepared(path: str | Path) -> bool:
@@ -48,6 +51,12 @@ def open_prepared(folder: str | Path, encoder: Encoder, seq_len: int) -> list[np
         raise InputError(
             f"{folder} holds tokens of tokenizer {index['tokenizer_name']!r} ({index['tokenizer']}), not of "
             f"{encoder.name!r} ({encoder.fingerprint})"
+        )
+    opening = _setting(index, "opening")
+    if opening != list(encoder.opening):
+        raise InputError(
+            f"{folder} holds documents that begin with the token ids {opening}, not with "
+            f"{list(encoder.opening)}: choose bos as it was prepared, or prepare the text again"
         )
     tables, dtype = [], np.dtype(index["dtype"])
     for split in SPLITS:
@@ -79,6 +88,7 @@ def prepare(
     *,
     max_tokens: int | None = None,
     seed: int = 0,
+    bos: Bos = "auto",
     on_progress: Callable[[int], None] = lambda _: None,
 ) -> dict[str, Any]:
     """A folder of the source's training and validation tokens; returns its index.
@@ -94,6 +104,7 @@ def prepare(
         folder: absent or empty.
         max_tokens: training tokens after which reading ends, once there is a validation document.
         seed: of the order of the files.
+        bos: what each document begins with (``opening_ids``).
         on_progress: called with the training tokens written so far.
 
     Raises:
@@ -101,11 +112,14 @@ def prepare(
             mistake leaves nothing behind but tokens of a Hub data set.
     """
     target = Path(folder).expanduser()
+    if target.is_symlink():
+        target = resolved(target)
     work = target.with_name(f"{target.name}.partial")
-    encoder = Encoder.of(tokenizer)
+    encoder = Encoder.of(tokenizer, bos)
     settings = {
         "format": FORMAT, "version": VERSION, "source": source, "tokenizer": encoder.fingerprint,
-        "dtype": encoder.dtype.str, "eos": encoder.eos, "seed": seed, "max_tokens": max_tokens,
+        "dtype": encoder.dtype.str, "eos": encoder.eos, "opening": list(encoder.opening), "seed": seed,
+        "max_tokens": max_tokens,
         "held_out_fraction": HELD_OUT_FRACTION,
     }  # fmt: skip
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -118,7 +132,9 @@ def prepare(
             _check_disk(work, progress)
             try:
                 return _finish(work, target, encoder.name, _write(work, opened, encoder, progress, on_progress))
-            except InputError:
+            except OSError:
+                raise
+            except Exception:
                 if not (source.startswith("hub:") and _saved(work)):
                     shutil.rmtree(work)
                 raise
@@ -134,15 +150,21 @@ def _existing(target: Path, settings: dict[str, Any]) -> dict[str, Any]:
     if not settings["source"].startswith("hub:"):
         expected["revision"] = open_source(settings["source"]).revision
     for name, value in expected.items():
-        if index.get(name) != value:
-            raise InputError(f"{target} holds other tokens: its {name} is {index.get(name)!r}, not {value!r}")
+        there = _setting(index, name)
+        if there != value:
+            raise InputError(f"{target} holds other tokens: its {name} is {there!r}, not {value!r}")
     return index
+
+
+def _setting(recorded: dict[str, Any], name: str) -> Any:
+    """A setting that a folder records, or that earlier versions had where they recorded none."""
+    return recorded.get(name, _EARLIER.get(name))
 
 
 def _begin(work: Path, settings: dict[str, Any]) -> tuple[Source, dict[str, Any]]:
     """The source, and how far an earlier call with the same settings came; of a Hub data set at its commit."""
     saved = _saved(work)
-    same = all(saved.get(name, ...) == value for name, value in settings.items())
+    same = bool(saved) and all(_setting(saved, name) == value for name, value in settings.items())
     source = open_source(settings["source"], revision=saved["revision"] if same else None)
     if same and saved["revision"] == source.revision:
         return source, saved

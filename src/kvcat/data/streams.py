@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from kvcat.choices import Bos
 from kvcat.data.documents import Document, Source, open_source, read_documents
 from kvcat.data.packing import Encoder, excerpts, pack
 from kvcat.data.prepared import is_prepared, open_prepared
@@ -90,7 +91,8 @@ class TextStreams:
         """What decides the sequences, in JSON values."""
         return {
             "kind": "streams", "source": self.source.name, "revision": self.source.revision,
-            "tokenizer": self.encoder.fingerprint, "num_streams": self.num_streams, "seed": self.seed,
+            "tokenizer": self.encoder.fingerprint, "opening": list(self.encoder.opening),
+            "num_streams": self.num_streams, "seed": self.seed,
         }  # fmt: skip
 
     def sequences(self, stream: int, start: tuple[int, ...]) -> Sequences:
@@ -195,6 +197,7 @@ def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _check_identity(state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    state = {"opening": [], **state}  # a run of an earlier version had none
     for name, value in expected.items():
         if state.get(name, value) != value:  # a run of an earlier version has no "tokens"
             raise InputError(
@@ -220,6 +223,7 @@ def open_tokens(
     seed: int,
     streams: Iterable[int] | None = None,
     revision: str | None = None,
+    bos: Bos = "auto",
 ) -> TokenData:
     """Training and validation tokens, disjoint by document.
 
@@ -232,11 +236,12 @@ def open_tokens(
         batch_size: sequences per step, over all processes; the number of streams.
         streams: see ``TokenLoader``; other settings are those of ``TrainConfig``.
         revision: commit of a Hub data set; None is its newest.
+        bos: what each document begins with (``opening_ids``).
 
     Raises:
         InputError: no such data, too little text, or none that can be read.
     """
-    encoder = Encoder.of(tokenizer)
+    encoder = Encoder.of(tokenizer, bos)
 
     def packed(kind: str, documents: Iterable[Document], max_sequences: int) -> np.ndarray:
         try:

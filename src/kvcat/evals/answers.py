@@ -19,12 +19,13 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from kvcat.cache import CompactCache, check_token_ids
 from kvcat.compress import Trace, trace
 from kvcat.compress.compare import replay_hidden
-from kvcat.compress.documents import INSTRUCTION, opening_ids, reconstruction_of_tokens
+from kvcat.compress.documents import INSTRUCTION, reconstruction_of_tokens
 from kvcat.errors import InputError, one_line
 from kvcat.evals.task import Baseline, Prepared, Task, Values, check_fits, check_vocabulary
 from kvcat.hub import hub_obstacle
 from kvcat.losses import score_positions
 from kvcat.models import frozen, hidden_states, output_head
+from kvcat.tokenization import TextEncoder, opening_ids, repaired
 from kvcat.types import Float, Tensor
 
 
@@ -50,7 +51,8 @@ class PreparedContexts(Prepared):
     def trace(self) -> Trace:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The dense forward over <context><instruction><context>, one row per example."""
         contexts = torch.tensor([example.context for example in self.batch], device=self.model.device)
-        return trace(self.model, reconstruction_of_tokens(self.tokenizer, contexts))
+        opening = self.task.opening_ids(self.tokenizer)
+        return trace(self.model, reconstruction_of_tokens(self.tokenizer, contexts, opening))
 
     def values(self, cache: CompactCache | None) -> list[Values]:
         """Values per example when the cache stands for the contexts; None: there are none."""
@@ -84,7 +86,8 @@ class PreparedQuestions(PreparedContexts):
 
     def values(self, cache: CompactCache | None) -> list[Values]:
         """``judge`` of the greedy answer, and ``nll`` of the right one, nats per token."""
-        start = opening_ids(self.tokenizer) if cache is None else ()  # without a context the question starts the text
+        # without a context the question starts the text
+        start = self.task.opening_ids(self.tokenizer) if cache is None else ()
         questions = [(*start, *example.question) for example in self.batch]
         answers = greedy_answers(self.model, cache, questions, max(example.max_new_tokens for example in self.batch))
         nll = token_nll(self.model, cache, questions, [example.answer for example in self.batch])
@@ -119,6 +122,7 @@ class QuestionTask(Task):
     examples: tuple[Question, ...]
     options: Mapping[str, Any]  # what the examples were made from; stands in the configuration
     vocabulary: str  # hash of the vocabulary of the tokenizer that made the examples
+    opening: tuple[int, ...] | None = None  # that contexts begin with; None: what the tokenizer puts there
     prepared: ClassVar[type[Prepared]] = PreparedQuestions
 
     @staticmethod
@@ -130,6 +134,10 @@ class QuestionTask(Task):
         """The options."""
         return self.options
 
+    def opening_ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        """Token ids that a text begins with."""
+        return opening_ids(tokenizer) if self.opening is None else list(self.opening)
+
     def batch_key(self, example: Question) -> Hashable:
         """Contexts of equal length may share a batch."""
         return len(example.context)
@@ -137,7 +145,7 @@ class QuestionTask(Task):
     def check(self, label: str, model: PreTrainedModel, tokenizer: Any) -> None:
         """Refuse a model with another vocabulary or too few positions."""
         check_vocabulary(label, tokenizer, self.vocabulary)
-        middle = len(tokenizer.encode(INSTRUCTION, add_special_tokens=False)) - len(opening_ids(tokenizer))
+        middle = len(TextEncoder(tokenizer).behind(INSTRUCTION)) - len(self.opening_ids(tokenizer))
         for q in self.examples:
             length = len(q.context) + len(q.question) + max(len(q.answer), q.max_new_tokens)
             largest = max(*q.context, *q.question, *q.answer)
@@ -201,13 +209,17 @@ def token_nll(
 
 
 def answer_ids(tokenizer: PreTrainedTokenizerBase, question: str, answer: str) -> tuple[tuple[int, ...], ...]:
-    """Token ids of a question and of the answer behind it, or where a token would span the two, of the answer alone.
+    """Token ids of a question behind a text, and of the answer behind the question.
+
+    Where a token would span question and answer, the answer is encoded as behind other text.
 
     An ``InputError`` where the tokenizer does not give the answer's text back.
     """
-    first = tokenizer.encode(question, add_special_tokens=False, verbose=False)
-    both = tokenizer.encode(question + answer, add_special_tokens=False, verbose=False)
-    rest = both[len(first) :] if both[: len(first)] == first else tokenizer.encode(answer, add_special_tokens=False)
+    encoder = TextEncoder(tokenizer)
+    first = encoder.behind(question)
+    both = encoder.behind(question + answer)
+    is_between_tokens = both[: len(first)] == first
+    rest = both[len(first) :] if is_between_tokens else encoder.behind(answer)
     if str(tokenizer.decode(rest)).strip() != answer.strip():
         raise InputError(f"the tokenizer {tokenizer.name_or_path!r} cannot spell the answer {answer.strip()!r}")
     return tuple(first), tuple(rest)
@@ -218,7 +230,8 @@ def read_rows(source: str) -> Iterator[Any]:
 
     The source is ``hub:OWNER/NAME[/CONFIG][@SPLIT]`` (split ``train`` if absent; from the cache alone where
     HF_HUB_OFFLINE is set), or a file: ``.parquet``, JSON lines, or one JSON array. An ``InputError`` where it
-    does not exist or is damaged, or the Hub cannot be reached, told within seconds.
+    does not exist or is damaged, or the Hub cannot be reached, told within seconds. Half of a surrogate pair,
+    which JSON can spell and no encoding can hold, becomes U+FFFD.
     """
     # with HF_HUB_OFFLINE datasets itself looks into its cache, at once
     if source.startswith("hub:") and not constants.HF_HUB_OFFLINE and (obstacle := hub_obstacle()):
@@ -232,9 +245,9 @@ def read_rows(source: str) -> Iterator[Any]:
         elif source.endswith(".parquet"):
             rows = pyarrow.parquet.read_table(source).to_pylist()
         else:
-            text = Path(source).read_text(encoding="utf-8")
+            text = Path(source).read_text(encoding="utf-8-sig")
             array = text.lstrip().startswith("[")
             rows = json.loads(text) if array else [json.loads(line) for line in text.split("\n") if line.strip()]
     except (OSError, ValueError, DatasetsError) as error:  # ArrowInvalid and UnicodeDecodeError are ValueErrors
         raise InputError(f"{source} cannot be read: {one_line(error)}") from None
-    yield from rows
+    yield from map(repaired, rows)

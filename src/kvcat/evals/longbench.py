@@ -10,13 +10,14 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcat.cache import CompactCache
+from kvcat.choices import Bos
 from kvcat.compress import INSTRUCTION, slots_for, trace
-from kvcat.compress.documents import opening_ids
 from kvcat.data import name_seed
 from kvcat.errors import InputError
 from kvcat.evals.answers import PreparedContexts, read_rows, token_nll
 from kvcat.evals.suffix import data_name
 from kvcat.evals.task import Baseline, Prepared, Task, Values, check_fits
+from kvcat.tokenization import TextEncoder, opening_ids
 from kvcat.types import Float, Tensor
 
 HUB_SOURCE = "hub:zai-org/LongBench-v2"
@@ -59,6 +60,7 @@ def make_task(
     limit: int | None = None,
     max_tokens: int = MAX_TOKENS,
     keep_ratios: Sequence[float] = (0.1, 0.2, 0.5),
+    bos: Bos = "auto",
 ) -> "LongBenchTask":
     """The first ``limit`` examples of a source in the released schema, named as in ``read_rows``.
 
@@ -84,7 +86,8 @@ def make_task(
         found = ", ".join(sorted({example.stratum for example in examples.values()})) or "nothing"
         raise InputError(f"{data} has no row of sub-domain {', '.join(sub_domains or ('any',))}; it has {found}")
     chosen.sort(key=lambda example: name_seed(f"longbench:{example.name}"))
-    return LongBenchTask(tuple(chosen[:limit]), data_name(data), max_tokens, tuple(keep_ratios))
+    examples_in_order = tuple(chosen[:limit])
+    return LongBenchTask(examples_in_order, data_name(data), max_tokens, tuple(keep_ratios), bos)
 
 
 def _example(row: Any, where: str) -> LongBenchExample:
@@ -117,20 +120,27 @@ class Prompt:
         return lead[:num_tokens] if num_tokens < len(lead) else lead + cut_middle(text, num_tokens - len(lead))
 
 
-def make_prompt(example: LongBenchExample, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Prompt:
+def make_prompt(
+    example: LongBenchExample,
+    tokenizer: PreTrainedTokenizerBase,
+    max_tokens: int,
+    bos: Bos = "auto",
+) -> Prompt:
     """The prompt whose reconstruction sequence, and whose text with question and answer, have at most so many tokens.
+
+    ``bos`` says what the prompt begins with (``opening_ids``).
 
     Raises:
         InputError: fewer than two tokens are left for the context.
     """
-
-    def ids(text: str) -> list[int]:
-        return tokenizer.encode(text, add_special_tokens=False, verbose=False)
-
-    opening, choices = opening_ids(tokenizer), [ids(f"{letter})") for letter in LETTERS]
-    question = ids(QUESTION.format(question=example.question, **dict(zip(LETTERS, example.choices, strict=True))))
-    lead = opening + ids(LEAD)
-    copies = (max_tokens + len(opening) - len(ids(INSTRUCTION))) // 2  # the second has no opening
+    encoder = TextEncoder(tokenizer)
+    opening = opening_ids(tokenizer, bos)
+    choices = [encoder.behind(f"{letter})") for letter in LETTERS]
+    answers = dict(zip(LETTERS, example.choices, strict=True))
+    question = encoder.behind(QUESTION.format(question=example.question, **answers))
+    lead = opening + encoder(LEAD)
+    middle = len(encoder.behind(INSTRUCTION))
+    copies = (max_tokens + len(opening) - middle) // 2  # the second has no opening
     room = min(copies, max_tokens - len(question) - max(map(len, choices))) - len(lead)
     if room < 2:
         raise InputError(
@@ -138,7 +148,7 @@ def make_prompt(example: LongBenchExample, tokenizer: PreTrainedTokenizerBase, m
             "at least 2 are needed"
         )
     right = LETTERS.index(example.answer)
-    return Prompt(lead + cut_middle(ids(example.context), room), len(lead), question, choices, right)
+    return Prompt(lead + cut_middle(encoder.behind(example.context), room), len(lead), question, choices, right)
 
 
 def cut_middle(tokens: list[int], room: int) -> list[int]:
@@ -154,7 +164,8 @@ class PreparedChoices(PreparedContexts):
     def values(self, cache: CompactCache | None) -> list[Values]:
         """``choice_values`` of the four answers behind the question."""
         (prompt,) = self.batch
-        question = prompt.question if cache is not None else [*opening_ids(self.tokenizer), *prompt.question]
+        opening = self.task.opening_ids(self.tokenizer) if cache is None else []
+        question = [*opening, *prompt.question]
         nll = token_nll(self.model, cache, [question] * len(LETTERS), prompt.choices)
         return [choice_values(torch.stack([-own.sum() for own in nll]), prompt.right)]
 
@@ -194,6 +205,7 @@ class LongBenchTask(Task):
     dataset: str
     max_tokens: int = MAX_TOKENS  # of the reconstruction sequence and of the answered prompt; longer texts are cut
     keep_ratios: tuple[float, ...] = (0.1, 0.2, 0.5)  # of the context that truncated baselines see as plain text
+    bos: Bos = "auto"  # what a prompt begins with (``opening_ids``)
     evaluation: ClassVar[str] = "longbench"
 
     @property
@@ -204,11 +216,16 @@ class LongBenchTask(Task):
     def describe(self) -> Mapping[str, Any]:
         """What the results depend on."""
         return {
+            **({} if self.bos == "auto" else {"bos": self.bos}),
             "max_tokens": self.max_tokens,
             "prompt": f"{LEAD}{{context}}{QUESTION}",
             "instruction": INSTRUCTION,
             "sub_domains": dict(sorted(Counter(example.stratum for example in self.examples).items())),
         }
+
+    def opening_ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        """Token ids that a text begins with."""
+        return opening_ids(tokenizer, self.bos)
 
     def batch_key(self, example: LongBenchExample) -> Hashable:
         """Every example is its own batch: contexts differ in length."""
@@ -220,7 +237,7 @@ class LongBenchTask(Task):
             raise InputError(f"model {label!r} has no tokenizer, which LongBench v2 needs")
         check_fits(label, model, num_tokens=self.max_tokens, largest=0, what="sequences")
         for example in self.examples:  # without the text, which takes long to tokenise
-            prompt = make_prompt(replace(example, context=""), tokenizer, self.max_tokens)
+            prompt = make_prompt(replace(example, context=""), tokenizer, self.max_tokens, self.bos)
             largest = max(max(tokens) for tokens in [prompt.context, prompt.question, *prompt.choices])
             check_fits(label, model, num_tokens=0, largest=largest, what="prompts")
 
@@ -228,4 +245,5 @@ class LongBenchTask(Task):
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: Sequence[LongBenchExample]
     ) -> Prepared:
         """An example as token ids of the model."""
-        return PreparedChoices(self, model, tokenizer, [make_prompt(e, tokenizer, self.max_tokens) for e in batch])
+        prompts = [make_prompt(e, tokenizer, self.max_tokens, self.bos) for e in batch]
+        return PreparedChoices(self, model, tokenizer, prompts)

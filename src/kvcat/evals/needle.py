@@ -13,10 +13,12 @@ from typing import ClassVar, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from kvcat.compress.documents import INSTRUCTION, opening_ids
+from kvcat.choices import Bos
+from kvcat.compress import INSTRUCTION
 from kvcat.errors import InputError, check_least
 from kvcat.evals.answers import Question, QuestionTask, answer_ids
 from kvcat.evals.task import Values, vocabulary
+from kvcat.tokenization import TextEncoder, opening_ids
 
 QUERY = "Memory record: special_passkey="
 DISTRACTORS = (
@@ -54,7 +56,12 @@ class NeedleTask(QuestionTask):
 
 
 def make_task(
-    tokenizer: PreTrainedTokenizerBase, *, length: int = 1024, per_depth: int = 20, seed: int = 0
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    length: int = 1024,
+    per_depth: int = 20,
+    seed: int = 0,
+    bos: Bos = "auto",
 ) -> NeedleTask:
     """The needle evaluation in the tokens of a tokenizer: haystacks of ``length`` tokens, all before the query.
 
@@ -62,12 +69,13 @@ def make_task(
     which is a distractor with probability ``DISTRACTOR_RATE``. Every line is encoded by itself, so that
     the query is the same tokens as the beginning of the needle. The draws of an example are a function of
     the seed, the index of its depth and its number alone; the first n examples are spread over the depths.
+    ``bos`` says what a haystack begins with (``opening_ids``).
 
     Raises:
         InputError: a value out of range, a haystack too short, a tokenizer that cannot spell digits.
     """
     check_least(1, per_depth=per_depth)
-    pieces, opening, examples = Pieces(tokenizer), tuple(opening_ids(tokenizer)), []
+    pieces, opening, examples = Pieces(tokenizer), tuple(opening_ids(tokenizer, bos)), []
     least = len(pieces(INSTRUCTION))
     for instance, (index, depth) in product(range(per_depth), enumerate(DEPTHS)):
         key = seed, index, instance
@@ -90,7 +98,8 @@ def make_task(
         context, name = (*opening, *before, *needle, *after), f"{depth:g}-{instance}"
         examples.append(Question(name, "0", f"{depth:g}", context, question, answer, (passkey,), _DIGITS + 2))
     options = {"length": length, "depths": DEPTHS, "per_depth": per_depth, "distractor_rate": DISTRACTOR_RATE}
-    return NeedleTask("passkey", tuple(examples), {**options, "seed": seed}, vocabulary(tokenizer))
+    options |= {"seed": seed} if bos == "auto" else {"seed": seed, "bos": bos}
+    return NeedleTask("passkey", tuple(examples), options, vocabulary(tokenizer), opening)
 
 
 def lines_with_decoys(draw: random.Random, passkey: str) -> Iterator[str]:
@@ -106,15 +115,17 @@ def lines_with_decoys(draw: random.Random, passkey: str) -> Iterator[str]:
 
 
 class Pieces:
-    """Token ids of pieces of text, each encoded by itself and so the same tokens wherever it stands."""
+    """Token ids of pieces of text, each as behind other text and so the same tokens wherever it stands."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer, self._known = tokenizer, dict[str, tuple[int, ...]]()
+        self._tokenizer = tokenizer
+        self._encoder = TextEncoder(tokenizer)
+        self._known = dict[str, tuple[int, ...]]()
 
     def __call__(self, text: str) -> tuple[int, ...]:
         """Token ids of a piece, without special tokens; a piece that has none is refused."""
         if text not in self._known:
-            self._known[text] = tuple(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
+            self._known[text] = tuple(self._encoder.behind(text))
             if not self._known[text]:
                 raise InputError(f"the tokenizer {self._tokenizer.name_or_path!r} has no token for {text!r}")
         return self._known[text]

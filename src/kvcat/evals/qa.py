@@ -24,11 +24,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcat.errors import InputError, check_least, one_line
 from kvcat.evals.answers import read_rows
 from kvcat.evals.task import Baseline, Prepared, Task, Values, check_fits
+from kvcat.tokenization import closing_ids, opening_ids
 
 SIX = ("hellaswag", "winogrande", "piqa", "openbookqa", "arc_easy", "arc_challenge")
 AVERAGES = {"six": SIX, "seven": (*SIX, "social_i_qa"), "eight": (*SIX, "social_i_qa", "commonsense_qa")}
@@ -200,6 +202,8 @@ class QATask(Task):
             raise InputError(f"qa needs the tokenizer of model {label!r}")
         if find_spec("lm_eval") is None:
             raise InputError("multiple choice needs lm-evaluation-harness: pip install 'kvcat[harness]'")
+        if closing_ids(tokenizer) and not hasattr(tokenizer, "backend_tokenizer"):
+            raise InputError(f"model {label!r}: its slow tokenizer puts tokens behind each text")
         for example in self.examples:
             texts = tokenizer([f" {text}" for text in example.texts], add_special_tokens=False)["input_ids"]
             if not all(texts):
@@ -208,6 +212,19 @@ class QATask(Task):
             largest = max(token for tokens in [*texts, *contexts] for token in tokens)
             what = f"choices of {example.stratum} {example.name}"
             check_fits(label, model, num_tokens=max(map(len, texts)) + 1, largest=largest, what=what)
+
+
+def _without_closing(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """A copy of a tokenizer that puts nothing behind a text, for the harness: it cuts choices off the end of texts."""
+    copied = copy.deepcopy(tokenizer)
+    if closing_ids(copied):
+        opening = opening_ids(copied)
+        names = copied.convert_ids_to_tokens(opening)
+        backend: Any = copied.backend_tokenizer
+        backend.post_processor = TemplateProcessing(
+            single=[*names, "$A"], special_tokens=list(zip(names, opening, strict=True))
+        )
+    return copied
 
 
 def cloze_values(example: QAExample, scores: Sequence[float]) -> Values:
@@ -231,7 +248,8 @@ def log_likelihoods(
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)  # it warns of a model in memory
     try:
-        scorer = harness.HFLM(pretrained=model, tokenizer=copy.deepcopy(tokenizer), batch_size=len(examples))
+        words = _without_closing(tokenizer)
+        scorer = harness.HFLM(pretrained=model, tokenizer=words, batch_size=len(examples))
         scores = iter(scorer.loglikelihood(requests, disable_tqdm=True))
     finally:
         logging.disable(disabled)

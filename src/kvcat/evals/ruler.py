@@ -9,11 +9,12 @@ from typing import ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
-from kvcat.compress.documents import opening_ids
+from kvcat.choices import Bos
 from kvcat.errors import InputError, check_least
 from kvcat.evals.answers import Question, QuestionTask, answer_ids
 from kvcat.evals.needle import Pieces, draws, filler_lines, number, pick, shuffled
 from kvcat.evals.task import Values, vocabulary
+from kvcat.tokenization import opening_ids
 
 # RULER's own sizes.
 NUM_KEYS = NUM_VALUES = NUM_QUERIES = NUM_HOPS = 4
@@ -50,12 +51,13 @@ def make_task(
     tasks: Sequence[str] | None = None,
     per_task: int = 20,
     seed: int = 0,
+    bos: Bos = "auto",
 ) -> RulerTask:
     """RULER's tasks, names of ``RULER_TASKS`` (None: all), in the tokens of a tokenizer.
 
-    Every text is exactly ``length`` tokens: its lines stand whole, and what is left is filled with the end of a neutral
-    line before them. An example's draws are a function of the seed, its task, the length and its number alone. Examples
-    go task after task, so that the first n are spread over the tasks for every n.
+    Every text is exactly ``length`` tokens: what begins a text, as ``bos`` says (``opening_ids``), the end of a neutral
+    line, and whole lines. An example's draws are a function of the seed, its task, the length and its number alone.
+    Examples go task after task, so that the first n are spread over the tasks for every n.
 
     Raises:
         InputError: a value out of its range, an unknown task, a text too short for what it is to hide.
@@ -64,7 +66,7 @@ def make_task(
     check_least(1, per_task=per_task)
     if unknown := [task for task in tasks if task not in RULER_TASKS]:
         raise InputError(f"no RULER task {unknown[0]!r}; there are {', '.join(RULER_TASKS)}")
-    pieces, opening = Pieces(tokenizer), tuple(opening_ids(tokenizer))
+    pieces, opening = Pieces(tokenizer), tuple(opening_ids(tokenizer, bos))
     examples, left = [], length - len(opening)
     for instance in range(per_task):
         for task in tasks:
@@ -78,7 +80,8 @@ def make_task(
             name, most = f"{task}-{instance}", 2 * len(answer) + 16
             examples.append(Question(name, "0", task, context, question, answer, answers, most))
     options = {"length": length, "tasks": tasks, "per_task": per_task, "seed": seed}
-    return RulerTask(f"ruler-{length}", tuple(examples), options, vocabulary(tokenizer))
+    options |= {} if bos == "auto" else {"bos": bos}
+    return RulerTask(f"ruler-{length}", tuple(examples), options, vocabulary(tokenizer), opening)
 
 
 Hidden = tuple[list[str], str, tuple[str, ...]]

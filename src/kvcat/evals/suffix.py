@@ -1,18 +1,19 @@
 """Suffix evaluation: a document's prefix is compressed, the text that follows is scored on the compact cache."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcat.cache import CompactCache
+from kvcat.choices import Bos, SuffixSupervision
 from kvcat.compress import Trace, compare, trace
 from kvcat.compress.documents import reconstruction_of_tokens
 from kvcat.data import Document, Split, open_documents, split_documents
@@ -20,9 +21,10 @@ from kvcat.errors import InputError, check_least
 from kvcat.evals.task import Baseline, Prepared, Task, Values, check_fits, check_vocabulary, vocabulary
 from kvcat.losses import score_positions
 from kvcat.models import frozen, hidden_states, output_head
+from kvcat.tokenization import TextEncoder, opening_ids
 from kvcat.types import Float, Tensor
 
-SUPERVISIONS = ("suffix", "first-half", "reconstruction")
+SUPERVISIONS = get_args(SuffixSupervision)
 CORPORA = {
     "wikitext-103": "hub:Salesforce/wikitext/wikitext-103-raw-v1@test",
     "pg-19": "hub:emozilla/pg19@test",
@@ -36,7 +38,10 @@ _WIKITEXT_HEADING = re.compile(r" = (?!= ).+ = \n?")
 
 @dataclass(frozen=True)
 class Window:
-    """Consecutive tokens of a single document, ``name`` the position of the first in it."""
+    """Consecutive tokens of a single document, ``name`` the position of the first in it.
+
+    Before them may stand what begins a text, such as a BOS token, as part of the prefix.
+    """
 
     document: str
     name: str
@@ -61,12 +66,31 @@ def make_task(
     per_document: int = 2,
     seed: int = 0,
     supervision: str = "suffix",
+    bos: Bos = "auto",
 ) -> "SuffixTask":
-    """As ``corpus_documents``, ``windows_from_documents`` and ``SuffixTask``, whose arguments and errors these are."""
+    """As ``corpus_documents``, ``windows_from_documents`` and ``SuffixTask``, whose arguments and errors these are.
+
+    ``bos`` says what a window begins with (``opening_ids``).
+    """
     documents = corpus_documents(data, split, 10 * windows)
-    drawn = {"prefix_len": prefix, "suffix_len": suffix, "limit": windows, "per_document": per_document, "seed": seed}
-    chosen = windows_from_documents(documents, tokenizer, **drawn)
-    return SuffixTask(tuple(chosen), f"{data_name(data)}:{split}", supervision, vocabulary(tokenizer))
+    opening = tuple(opening_ids(tokenizer, bos))
+    chosen = windows_from_documents(
+        documents,
+        tokenizer,
+        prefix_len=prefix,
+        suffix_len=suffix,
+        limit=windows,
+        per_document=per_document,
+        seed=seed,
+        opening=opening,
+    )
+    return SuffixTask(
+        tuple(chosen),
+        f"{data_name(data)}:{split}",
+        supervision,
+        vocabulary(tokenizer),
+        opening,
+    )
 
 
 def data_name(source: str) -> str:
@@ -103,11 +127,13 @@ def windows_from_documents(
     limit: int | None = None,
     per_document: int = 1,
     seed: int = 0,
+    opening: Sequence[int] = (),
 ) -> list[Window]:
     """Windows that do not overlap, of documents and places drawn by the seed; at most ``limit`` in all.
 
     Documents are pairs (name, text) of unique names, tokenised without special tokens, and only as many as
-    needed. The first window of every document comes before the second of any.
+    needed. The first window of every document comes before the second of any. Every prefix begins with the token
+    ids ``opening``, which count for its length.
 
     Raises:
         InputError: no document is long enough, two documents share a name, a length or count out of range.
@@ -118,17 +144,22 @@ def windows_from_documents(
     names = [name for name, _ in pairs]
     if len(set(names)) < len(names):
         raise InputError(f"two documents share the name {next(n for n in names if names.count(n) > 1)!r}")
-    length, longest = prefix_len + suffix_len, 0
+    if prefix_len <= len(opening):
+        raise InputError(f"a prefix of {prefix_len} tokens holds no text: {len(opening)} of them begin the window")
+    length = prefix_len - len(opening) + suffix_len
+    longest = 0
+    encoder = TextEncoder(tokenizer)
     generator = np.random.default_rng(seed)
     chosen: list[list[Window]] = []
     for index in generator.permutation(len(pairs)):
         name, text = pairs[index]
-        tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        tokens = encoder(text)
         longest = max(longest, len(tokens))
         if blocks := len(tokens) // length:  # the document is cut at a random offset, blocks are drawn
             offset = int(generator.integers(len(tokens) - blocks * length + 1))
             starts = [offset + int(block) * length for block in generator.permutation(blocks)[:per_document]]
-            chosen.append([Window(name, str(s), tuple(tokens[s : s + length]), prefix_len) for s in starts])
+            bodies = {s: (*opening, *tokens[s : s + length]) for s in starts}
+            chosen.append([Window(name, str(s), body, prefix_len) for s, body in bodies.items()])
         if limit is not None and len(chosen) >= limit:
             break
     if not chosen:
@@ -161,9 +192,12 @@ class PreparedWindows(Prepared):
         """What compressors are fitted to."""
         tokens, prefix_len = self._traced.input_ids, self._traced.prefix_len
         if self.task.supervision == "first-half":
-            return trace(self.model, tokens[:, : prefix_len + self.task.start], prefix_len)
+            seen = tokens[:, : prefix_len + self.task.start]
+            return trace(self.model, seen, prefix_len, supervision="first-half")
         if self.task.supervision == "reconstruction":
-            return trace(self.model, reconstruction_of_tokens(self.tokenizer, tokens[:, :prefix_len]))
+            prefix = tokens[:, :prefix_len]
+            sequence = reconstruction_of_tokens(self.tokenizer, prefix, self.task.opening)
+            return trace(self.model, sequence)
         return self._traced
 
     @cached_property
@@ -177,8 +211,10 @@ class PreparedWindows(Prepared):
     def _context(self) -> dict[str, Float[Tensor, " batch"]]:
         """NLL without the prefix, and that minus the dense NLL, of what the scored suffix positions predict."""
         suffix, start, head = self._traced.suffix_ids, self.task.start, output_head(self.model)
+        opening = suffix.new_tensor(self.task.opening).expand(len(suffix), -1)
         with frozen(self.model):
-            alone = hidden_states(self.model, input_ids=suffix, use_cache=False)
+            alone = hidden_states(self.model, input_ids=torch.cat([opening, suffix], dim=1), use_cache=False)
+        alone = alone[:, opening.shape[1] :]
         none, dense = (
             score_positions(head, hidden[:, start:-1], suffix[:, start + 1 :]).nll.double().mean(1).cpu()
             for hidden in (alone, self._traced.hidden[:, 1:])
@@ -216,6 +252,7 @@ class SuffixTask(Task):
     dataset: str
     supervision: str = "suffix"
     vocabulary: str = ""  # hash of the vocabulary of the tokenizer that made the windows; empty is not compared
+    opening: tuple[int, ...] = ()  # token ids with which every prefix begins, such as a BOS token
     evaluation: ClassVar[str] = "suffix"
     prepared: ClassVar[type[Prepared]] = PreparedWindows
     baselines: ClassVar[tuple[Baseline, ...]] = ()
@@ -237,9 +274,14 @@ class SuffixTask(Task):
         return self.examples[0].suffix_len // 2 if self.supervision == "first-half" else 0
 
     def describe(self) -> Mapping[str, Any]:
-        """Lengths and supervision."""
+        """Lengths, supervision, and the token ids that begin every window, if there are any."""
         first = self.examples[0]
-        return {"prefix_len": first.prefix_len, "suffix_len": first.suffix_len, "supervision": self.supervision}
+        described = {
+            "prefix_len": first.prefix_len,
+            "suffix_len": first.suffix_len,
+            "supervision": self.supervision,
+        }
+        return {**described, "opening": list(self.opening)} if self.opening else described
 
     def check(self, label: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
         """Refuse a model with too few positions or another vocabulary."""
@@ -251,5 +293,6 @@ class SuffixTask(Task):
         if self.supervision == "reconstruction":
             if tokenizer is None:
                 raise InputError(f"supervision reconstruction needs the tokenizer of model {label!r}")
-            repeated = reconstruction_of_tokens(tokenizer, torch.tensor([first.tokens[: first.prefix_len]])).input_ids
+            prefix = torch.tensor([first.tokens[: first.prefix_len]])
+            repeated = reconstruction_of_tokens(tokenizer, prefix, self.opening).input_ids
             check_fits(label, model, num_tokens=repeated.shape[1], largest=0, what="reconstruction sequences")

@@ -9,12 +9,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
-
 from kvcat.cache import are_comparable
-from kvcat.compress.documents import DOCUMENT, chat_parts, question_ids
+from kvcat.compress.chat import ChatTemplate
+from kvcat.compress.documents import question_ids
 from kvcat.errors import InputError
 from kvcat.serving.transformers import Prefix, read_prefix
+from kvcat.tokenization import TextEncoder
 
 FIELD = "kvcat"
 SALT = "kvcat:"
@@ -87,15 +87,20 @@ def chat_ids(tokenizer: Any, messages: object, *, chat: bool) -> list[int]:
     if not chat:
         raise InputError("the document was compressed without --chat: use /v1/completions")
     turns = messages if isinstance(messages, list) else []
-    texts = [turn.get("content") if isinstance(turn, dict) else None for turn in turns]
-    if not turns or not all(isinstance(text, str) for text in texts) or turns[0].get("role") != "user":
+    texts = [_text(turn.get("content")) if isinstance(turn, dict) else None for turn in turns]
+    if not turns or None in texts or turns[0].get("role") != "user":
         raise InputError("messages must be texts, and the first one the user's, which continues the document")
-    first = {"role": "user", "content": f"{DOCUMENT}\n\n{texts[0]}"}
-    try:
-        rendered = str(tokenizer.apply_chat_template([first, *turns[1:]], tokenize=False, add_generation_prompt=True))
-    except TemplateError as error:
-        raise InputError(f"the chat template refuses these messages: {error}") from error
-    head, _, rest = rendered.partition(DOCUMENT)
-    if head != chat_parts(tokenizer)[0]:
-        raise InputError("the chat template puts something else before the document than when it was compressed")
-    return tokenizer.encode(rest, add_special_tokens=False)
+    conversation = [{**turn, "content": text} for turn, text in zip(turns, texts, strict=True)]
+    return ChatTemplate(tokenizer).conversation(conversation, TextEncoder(tokenizer))
+
+
+def _text(content: object) -> str | None:
+    """A message's text, also where it is a list of parts that are texts; else None."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        return None
+    texts = [part.get("text") for part in content if isinstance(part, dict)]
+    if len(texts) < len(content) or not all(isinstance(text, str) for text in texts):
+        return None
+    return "".join(map(str, texts))

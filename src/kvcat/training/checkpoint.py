@@ -234,6 +234,8 @@ def check_folder(config: TrainConfig) -> Continuation:
     found = claim_folder(run, CONFIG_FILE, None)
     if found is None:
         return Continuation({}, config.max_steps)
+    # a run of an earlier version names no bos: the data say whether they are the same
+    found.setdefault("bos", config.bos)
     try:
         previous = TrainConfig.from_dict(found)
     except InputError as error:

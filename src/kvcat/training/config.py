@@ -10,6 +10,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, Literal
 
+from kvcat.choices import Bos
 from kvcat.errors import InputError
 from kvcat.options import parse_spec
 
@@ -46,6 +47,8 @@ class TrainConfig:
     # Weight of the next-token loss on the dense pass, or of its distillation from a frozen teacher.
     anchor_weight: float = 1.0
     budget_weight: float = 0.1  # Weight of the budget loss. Policies that keep an exact count have none.
+    # What each document begins with: what the tokenizer puts there, always BOS, or nothing
+    bos: Bos = "auto"
     seq_len: int = 1024  # Tokens per sequence
     batch_size: int = 8  # Sequences per optimizer step, over all processes
     # Sequences per forward pass of one process; None takes all that the process has in a step.

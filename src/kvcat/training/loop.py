@@ -139,7 +139,7 @@ class Trainer:
         self.data = open_tokens(
             config.data, tokenizer, seq_len=config.seq_len, batch_size=config.batch_size, max_steps=earlier.begun_with,
             validation_sequences=config.validation_sequences, seed=config.seed, streams=self.streams,
-            revision=place.get("revision"),
+            revision=place.get("revision"), bos=config.bos,
         )  # fmt: skip
         if place:
             self.data.train.load_state_dict(place)

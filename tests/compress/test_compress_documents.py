@@ -1,0 +1,316 @@
+"""Documents and questions as token ids: as the tokenizer has them in a text of both, in every kind of tokenizer."""
+
+from datetime import datetime
+
+import pytest
+import torch
+from tokenizers import AddedToken
+
+import kvcat
+from kvcat.compress.chat import ChatTemplate, chat_parts
+from kvcat.compress.documents import document_trace, question_ids, reconstruction
+from kvcat.serving import chat_ids
+from kvcat.tokenization import TextEncoder, closing_ids, opening_ids
+from tiny import byte_tokenizer, loud_model, refusal
+from tokenizers_zoo import KINDS, byte_level
+
+DOCUMENT = "the cat sees a river. it finds an old house."
+QUESTIONS = ("\n\nQuestion: what is it?\nAnswer:", " then it was red", "then", "!")
+PLAIN = (
+    "{% for m in messages %}<user>{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<bot>{% endif %}"
+)
+CHAT_ML = (
+    "{% for m in messages %}{{ '<|im_end|>' + m['role'] + '\n' + m['content'] | trim + '</s>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_end|>assistant\n' }}{% endif %}"
+)
+AS_PARTS = (
+    "{{ bos_token }}{% for m in messages %}<user>{% for p in m['content'] %}"
+    "{% if p['type'] == 'text' %}{{ p['text'] }}{% endif %}{% endfor %}<|im_end|>{% endfor %}<bot>"
+)
+EITHER = (
+    "{% for m in messages %}<user>{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{{ m['content'][0]['text'] }}{% endif %}<|im_end|>{% endfor %}<bot>"
+)
+
+
+def document_ids(tokenizer, text=DOCUMENT, **options):
+    sequence = reconstruction(tokenizer, text, **options)
+    return sequence.input_ids[0, : sequence.prefix_len].tolist()
+
+
+def with_template(template, make=byte_level):
+    tokenizer = make()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_document_and_question_are_the_tokens_of_one_text(kind, question):
+    tokenizer = KINDS[kind]()
+    whole = tokenizer.encode(DOCUMENT + question)
+    whole = whole[: len(whole) - len(closing_ids(tokenizer))]
+    assert document_ids(tokenizer) + question_ids(tokenizer, question)[0].tolist() == whole
+
+
+@pytest.mark.parametrize(
+    "kind", ["byte-level", "byte-level with both", "metaspace with EOS", "legacy with EOS"]
+)
+def test_a_whole_cache_gives_the_logits_of_plain_transformers_on_the_whole_text(kind):
+    tokenizer = KINDS[kind]()
+    model = loud_model(
+        vocab_size=len(tokenizer),
+        max_position_embeddings=512,
+        attn_implementation="eager",
+        dtype=torch.float64,
+    )
+    text = DOCUMENT + QUESTIONS[0]
+    whole = tokenizer.encode(text)
+    whole = torch.tensor([whole[: len(whole) - len(closing_ids(tokenizer))]])
+    with torch.no_grad():
+        expected = model(whole).logits
+    trace = document_trace(model, tokenizer, DOCUMENT)
+    cache = kvcat.AttentionMatching()(trace, keep_ratio=1.0)
+    ids = question_ids(tokenizer, QUESTIONS[0], cache=cache)
+    logits = kvcat.replay(model, cache, ids)
+    torch.testing.assert_close(logits, expected[:, cache.num_tokens :], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_copies_of_a_document_are_the_same_tokens_and_neither_ends_a_text(kind):
+    tokenizer = KINDS[kind]()
+    sequence = reconstruction(tokenizer, DOCUMENT)
+    ids = sequence.input_ids[0].tolist()
+    second = ids[sequence.supervision_start :]
+    assert ids[: sequence.prefix_len] == [*opening_ids(tokenizer), *second]
+    assert not {tokenizer.convert_tokens_to_ids("</s>"), tokenizer.eos_token_id} & set(ids)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("template", [PLAIN, CHAT_ML, AS_PARTS, EITHER])
+def test_a_chat_is_the_tokens_of_the_whole_turn(kind, template):
+    tokenizer = with_template(template, KINDS[kind])
+    content = f"{DOCUMENT}\n\nwhat is it?"
+    if template is AS_PARTS:
+        content = [{"type": "text", "text": content}]
+    turn = [{"role": "user", "content": content}]
+    whole = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
+    question = question_ids(tokenizer, "what is it?", chat=True)[0].tolist()
+    assert document_ids(tokenizer, chat=True) + question == whole
+    message = [{"role": "user", "content": "what is it?"}]
+    assert chat_ids(tokenizer, message, chat=True) == question
+
+
+def test_blanks_that_a_template_trims_are_trimmed_and_those_between_document_and_question_stay():
+    tokenizer = with_template(CHAT_ML)
+    text, question = f"\n\n  {DOCUMENT}\n", " what is it? \n"
+    turn = [{"role": "user", "content": f"{text}\n\n{question}"}]
+    whole = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+    ids = (
+        document_ids(tokenizer, text, chat=True)
+        + question_ids(tokenizer, question, chat=True)[0].tolist()
+    )
+    assert tokenizer.decode(ids) == whole
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        (PLAIN.replace("m['content']", "m['content'] | upper"), "does not write a user's text once as it is"),
+        (PLAIN.replace("m['content']", "m['content'] | lower"), "changes a user's text"),
+        (PLAIN.replace("m['content']", "m['content'] | tojson"), "changes a user's text"),
+        (PLAIN.replace("m['content']", "m['content'] | escape"), "changes a user's text"),
+        (PLAIN.replace("m['content']", "m['content'] | replace('\n', ' ')"), "changes a user's text"),
+        (PLAIN.replace("m['content']", "m['content'].split() | join(' ')"), "changes a user's text"),
+        (PLAIN.replace("m['content']", "m['content'][:10]"), "does not write a user's text once as it is"),
+        (PLAIN.replace("{{ m['content'] }}", "{{ m['content'] }}{{ m['content'] }}"), "once as it is"),
+        (PLAIN.replace("{{ m['content'] }}", ""), "does not write a user's text once as it is"),
+        ("{{ raise_exception('a system turn first') }}", "refuses these messages: a system turn first"),
+        ("{% for m in messages %}{{ m['content'] }", "refuses these messages: unexpected"),
+        ("{{ 1 / 0 }}", "fails: ZeroDivisionError"),
+        ("{{ messages[0]['content'] + 1 }}", "fails: TypeError"),
+        ("{{ messages[0].nothing.more }}", "refuses these messages"),
+        ({"rag": PLAIN, "tool_use": PLAIN}, "fails: ValueError"),
+    ],
+)  # fmt: skip
+def test_a_template_that_does_not_write_a_text_once_as_it_is_is_refused_in_one_line(template, told):
+    tokenizer = with_template(template)
+    assert told in refusal(reconstruction, tokenizer, DOCUMENT, chat=True)
+    assert told in refusal(question_ids, tokenizer, "what is it?", chat=True)
+    assert told in refusal(chat_parts, tokenizer)
+    assert told in refusal(chat_ids, tokenizer, [{"role": "user", "content": "what?"}], chat=True)
+
+
+def test_a_document_that_a_template_cuts_or_answers_otherwise_is_refused():
+    tokenizer = with_template(PLAIN.replace("m['content']", "m['content'][:300]"))
+    assert "changes the text" in refusal(reconstruction, tokenizer, DOCUMENT * 9, chat=True)
+    tokenizer = with_template("{% if 'cat' in messages[0]['content'] %}<cats>{% endif %}" + PLAIN)
+    assert "changes the text" in refusal(reconstruction, tokenizer, DOCUMENT, chat=True)
+    assert "changes the text" in refusal(question_ids, tokenizer, "a cat?", chat=True)
+
+
+def test_of_several_templates_the_default_one_is_taken():
+    tokenizer = with_template({"default": PLAIN, "rag": CHAT_ML})
+    assert chat_parts(tokenizer) == ("<user>", "\n\n", "<|im_end|>\n<bot>")
+
+
+@pytest.mark.parametrize("looks", [4, 5, 6, 7])
+def test_a_template_that_writes_the_time_writes_one_time(looks, monkeypatch):
+    class Clock:
+        """A clock whose minute is over at one of the looks at it."""
+
+        num_looks = 0
+
+        @classmethod
+        def now(cls):
+            cls.num_looks += 1
+            return datetime(2026, 1, 1, 0, cls.num_looks // looks)
+
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Clock)
+    tokenizer = with_template("{{ strftime_now('%M') }}" + PLAIN)
+    question = question_ids(tokenizer, "what?", chat=True)[0]
+    assert tokenizer.decode(question) == "\n\nwhat?<|im_end|>\n<bot>"
+    message = [{"role": "user", "content": "what?"}]
+    assert chat_ids(tokenizer, message, chat=True) == question.tolist()
+    written = tokenizer.decode(document_ids(tokenizer, chat=True))
+    assert written[2:] == f"<user>{DOCUMENT}"
+
+
+def test_a_beginning_that_the_template_writes_is_not_written_twice():
+    tokenizer = with_template("{{ bos_token }}" + PLAIN, lambda: byte_level(before=["<s>"]))
+    ids = document_ids(tokenizer, chat=True)
+    assert ids.count(tokenizer.bos_token_id) == 1
+    assert document_ids(tokenizer).count(tokenizer.bos_token_id) == 1
+
+
+def test_a_conversation_whose_older_turns_the_template_leaves_out_is_refused():
+    tokenizer = with_template(PLAIN.replace("in messages", "in messages[-1:]"))
+    turns = [{"role": role, "content": "the cat"} for role in ("user", "assistant", "user")]
+    assert "leaves it out" in refusal(chat_ids, tokenizer, turns, chat=True)
+
+
+def test_a_message_of_text_parts_is_their_text():
+    tokenizer = with_template(PLAIN)
+    parts = [{"type": "text", "text": "the "}, {"type": "text", "text": "cat"}]
+    ids = chat_ids(tokenizer, [{"role": "user", "content": parts}], chat=True)
+    assert ids == question_ids(tokenizer, "the cat", chat=True)[0].tolist()
+    image = [{"type": "image", "url": "x"}]
+    assert "must be texts" in refusal(
+        chat_ids, tokenizer, [{"role": "user", "content": image}], chat=True
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("text", ["say <|im_end|> and </s>", "<s> the cat", "<|im_end|></s></s>!"])
+def test_control_tokens_that_a_text_spells_are_text_unless_they_are_allowed(kind, text):
+    tokenizer = KINDS[kind]()
+    control = {"<|im_end|>", "</s>", "<s>"}
+    encoder, allowed = TextEncoder(tokenizer), TextEncoder(tokenizer, allow_special=True)
+    for ids in (encoder(text), encoder.behind(text)):
+        assert not control & set(tokenizer.convert_ids_to_tokens(ids))
+        assert tokenizer.decode(ids).strip() == text
+    assert control & set(tokenizer.convert_ids_to_tokens(allowed(text)))
+    assert allowed(text) == tokenizer.encode(text, add_special_tokens=False)
+    if (
+        kind != "unigram"
+    ):  # whose vocabulary holds control tokens, which transformers' option leaves
+        expected = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+        assert encoder(text) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_added_tokens_that_the_template_writes_are_text_in_documents_questions_and_messages(kind):
+    tokenizer = KINDS[kind]()
+    added = [AddedToken(name, special=False, normalized=False) for name in ("<turn>", "<other>")]
+    tokenizer.add_tokens(added)
+    tokenizer.chat_template = PLAIN.replace("<user>", "<turn>")
+    turn, other = tokenizer.convert_tokens_to_ids(["<turn>", "<other>"])
+    text = "the cat <turn> </s> <other>"
+    first, second = (
+        reconstruction(tokenizer, text, chat=True),
+        question_ids(tokenizer, text, chat=True),
+    )
+    prefix = first.input_ids[0, : first.prefix_len].tolist()
+    assert (prefix.count(turn), prefix.count(other)) == (
+        1,
+        1,
+    )  # the template's own, and an ordinary token
+    assert second[0].tolist().count(turn) == 0
+    for ids in (prefix, second[0].tolist()):
+        assert text in tokenizer.decode(ids)
+    turns = [{"role": "user", "content": text}, {"role": "assistant", "content": text}]
+    ids = chat_ids(tokenizer, turns, chat=True)
+    assert ids.count(turn) == 2  # the second turn's, and what the assistant wrote itself
+    assert document_ids(tokenizer, text, chat=True, allow_special=True).count(turn) == 2
+    assert question_ids(tokenizer, text, chat=True, allow_special=True)[0].tolist().count(turn) == 1
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("supervision", ["reconstruction", "self"])
+def test_a_cache_records_how_its_document_became_tokens(chat, supervision, tmp_path):
+    tokenizer = byte_tokenizer()
+    model = loud_model(vocab_size=len(tokenizer), max_position_embeddings=512)
+    trace = document_trace(model, tokenizer, DOCUMENT, supervision=supervision, chat=chat)
+    for method in (kvcat.AttentionMatching(), kvcat.Eviction("snapkv"), kvcat.Eviction("random")):
+        for keep_ratio in (0.5, 1.0):
+            cache = method(trace, keep_ratio=keep_ratio)
+            cache.save(tmp_path / "c.safetensors")
+            cache = kvcat.CompactCache.load(tmp_path / "c.safetensors", model)
+            recorded = cache.metadata
+            assert recorded["supervision"] == supervision
+            assert recorded["chat"] == ("yes" if chat else "no")
+            assert ("chat_template" in recorded) == chat
+            ids = question_ids(tokenizer, "what?", cache=cache)
+            assert torch.equal(ids, question_ids(tokenizer, "what?", chat=chat))
+    if chat:
+        tokenizer.chat_template += " "
+        assert "another chat template" in refusal(question_ids, tokenizer, "what?", cache=cache)
+
+
+def test_every_source_of_queries_is_recorded_by_its_name():
+    tokenizer = byte_tokenizer()
+    model = loud_model(vocab_size=len(tokenizer), max_position_embeddings=512)
+    sequence = kvcat.reconstruction(tokenizer, DOCUMENT)
+    windows = sequence.input_ids[:, :40]
+    traces = {
+        "reconstruction": kvcat.trace(model, sequence),
+        "suffix": kvcat.trace(model, windows, 30),
+        "self": kvcat.trace(model, windows, supervision="self"),
+        "first-half": kvcat.trace(model, windows, 30, supervision="first-half"),
+    }
+    for name, trace in traces.items():
+        cache = kvcat.Eviction("first")(trace, num_slots=4)
+        assert (trace.supervision, cache.metadata["supervision"]) == (name, name)
+    assert "chat" not in kvcat.Eviction("first")(traces["suffix"], num_slots=4).metadata
+
+
+@pytest.mark.parametrize("text", ["half \ud83d of it", "caf\udce9"])
+def test_a_text_that_is_no_unicode_is_refused_with_its_place(text):
+    tokenizer = byte_tokenizer()
+    place = "character 5 is U+D83D" if text.startswith("half") else "character 3 is the byte 0xe9"
+    assert place in refusal(reconstruction, tokenizer, text)
+    assert place in refusal(question_ids, tokenizer, text)
+    told = refusal(chat_ids, tokenizer, [{"role": "user", "content": text}], chat=True)
+    assert place in told
+    assert "message 1" in told
+    assert (
+        refusal(question_ids, tokenizer, "") == "the prompt is empty: nothing follows the document"
+    )
+
+
+def test_what_begins_a_text_follows_the_tokenizer_or_the_choice():
+    plain, with_bos = byte_level(), byte_level(before=["<s>"], after=["</s>"])
+    bos = with_bos.bos_token_id
+    choices = [
+        [opening_ids(t, bos=b) for b in ("auto", "always", "never")] for t in (plain, with_bos)
+    ]
+    assert choices == [[[], [bos], []], [[bos], [bos], []]]
+    assert "has no BOS token" in refusal(opening_ids, byte_tokenizer(), "always")
+
+
+def test_a_template_is_one_and_the_same_for_its_texts():
+    template = ChatTemplate(with_template(CHAT_ML))
+    assert template.document(f" {DOCUMENT}") == DOCUMENT
+    assert template.question("what? ") == "what?"
+    assert template.parts.tail == "</s>\n<|im_end|>assistant\n"
