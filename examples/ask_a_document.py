@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import kvcat
-from kvcat.compress.documents import document_trace, question_ids
 
 QUESTIONS = [
     "What is the name of the smaller boat?",
@@ -25,7 +24,7 @@ def main() -> None:
     given = sys.argv[1:]
     path = Path(given[0]) if given else Path(__file__).with_name("minutes.txt")
     model, tokenizer = kvcat.load("smollm2-135m")
-    trace = document_trace(model, tokenizer, path.read_text(encoding="utf-8"), chat=True)
+    trace = kvcat.document_trace(model, tokenizer, path.read_text(encoding="utf-8-sig"), chat=True)
     caches, begun = {"dense": trace.dense_cache()}, time.monotonic()
     for keep, cache in zip(KEEP, kvcat.AttentionMatching().each(trace, KEEP), strict=True):
         caches[f"{keep:.0%}"] = cache
@@ -33,7 +32,7 @@ def main() -> None:
     print("  ".join(f"{name} {cache.nbytes / 2**20:.1f} MiB" for name, cache in caches.items()))
     for question in given[1:] or QUESTIONS:
         print(f"\n{question}")
-        ids = question_ids(tokenizer, question, chat=True)
+        ids = kvcat.question_ids(tokenizer, question, chat=True)
         for name, cache in caches.items():
             answer = model.generate(**cache.inputs(model, ids), max_new_tokens=24, do_sample=False)
             print(f"  {name:>5}: {tokenizer.decode(answer[0, ids.shape[1] :], skip_special_tokens=True).strip()}")
