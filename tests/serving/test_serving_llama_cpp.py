@@ -12,7 +12,7 @@ from kvcat.cache import CompactCache, CompactLayer
 from kvcat.errors import InputError
 from kvcat.models import load
 from kvcat.serving import LlamaCpp, export_prefix, read_prefix, widen, write_gguf
-from kvcat.serving import llama_cpp as room
+from kvcat.serving import llama_abi
 
 pytest.importorskip("xllamacpp", reason="needs xllamacpp")
 NEW = 6
@@ -109,7 +109,7 @@ def test_what_does_not_fit_is_refused_and_the_engine_goes_on(served, tmp_path):
             with pytest.raises(InputError, match=told):
                 running.load(wrong)
         known, running.layout = running.layout, replace(running.layout, version=99)
-        with pytest.raises(InputError, match=r"llama\.cpp refuses .*good: "):
+        with pytest.raises(InputError, match=r"llama\.cpp rejects .*good: "):
             running.load(good)
         running.layout = known
         for tokens, told in (([], "one or more tokens"), ([96], r"in 0\.\.95"), ([1] * 257, "fit behind 0 of 256")):
@@ -127,11 +127,11 @@ def test_an_engine_that_is_not_understood_is_refused(served, tmp_path, monkeypat
         (lambda: LlamaCpp(tmp_path / "text"), r"llama\.cpp cannot load"),
         (lambda: LlamaCpp(path, cache_type="q8_0"), "cache_type must be one of float32, float16, bfloat16, not 'q8_0'"),
         (lambda: LlamaCpp(path, library=tmp_path / "text"), r"no library with llama\.cpp's C API"),
-        (lambda: room._context_parameters(room._Parameters(), 64, 0), "other parameters than expected"),
-        (lambda: room.Layout.read(b"qsgg\x09\0\0\0" + bytes(200), 2, "float16"), "version 9 are laid out in a way"),
+        (lambda: llama_abi.context_parameters(llama_abi.Parameters(), 64, "float32"), "other parameters than expected"),
+        (lambda: llama_abi.StateLayout.read(b"qsgg\x09\0\0\0" + bytes(200), 2, "float16"), "version 9 have a layout that is not known"),
     ):
         with pytest.raises(InputError, match=told):
             mistake()
-    monkeypatch.setattr(room.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(llama_abi.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"llama\.cpp is not installed: pip install"):
         LlamaCpp(path)

@@ -1,0 +1,282 @@
+"""llama.cpp's C API through ctypes: its functions, its structures, and the format of its states.
+
+The layout of the structures and of a sequence's state differs between versions, types of cache and
+flash attention. So nothing is assumed about the version: fields are found in the engine's defaults,
+and the layout of a state is read from a state that the engine saved.
+"""
+
+import ctypes
+import importlib.util
+import re
+import struct
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvcat.errors import InputError
+from kvcat.serving.transformers import Prefix
+from kvcat.serving.widen import interleaved
+from kvcat.types import Float, Tensor
+
+CACHE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 30}
+"""Types of cache that are supported, and ggml's numbers for them."""
+
+_STATE_MAGIC = 0x67677371  # of llama_state_seq_save_file
+_LOG_LEVEL_ERROR = 4
+
+
+class Parameters(ctypes.Structure):
+    """Room for a structure of parameters of any version."""
+
+    _fields_ = [("raw", ctypes.c_uint8 * 1024)]
+
+
+class Batch(ctypes.Structure):
+    """``llama_batch``: the number of tokens and six pointers."""
+
+    _fields_ = [
+        ("n_tokens", ctypes.c_int32),
+        ("token", ctypes.c_void_p),
+        ("embd", ctypes.c_void_p),
+        ("pos", ctypes.c_void_p),
+        ("n_seq_id", ctypes.c_void_p),
+        ("seq_id", ctypes.c_void_p),
+        ("logits", ctypes.c_void_p),
+    ]
+
+
+_LogCallback = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
+_POINTER = ctypes.c_void_p
+_TEXT = ctypes.c_char_p
+_INT = ctypes.c_int32
+_SIZE = ctypes.c_size_t
+_BOOL = ctypes.c_bool
+# what each function returns, and what it takes
+_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
+    "backend_init": (None, []),
+    "log_set": (None, [_LogCallback, _POINTER]),
+    "model_default_params": (Parameters, []),
+    "context_default_params": (Parameters, []),
+    "model_load_from_file": (_POINTER, [_TEXT, Parameters]),
+    "init_from_model": (_POINTER, [_POINTER, Parameters]),
+    "model_free": (None, [_POINTER]),
+    "free": (None, [_POINTER]),
+    "model_meta_val_str": (_INT, [_POINTER, _TEXT, _TEXT, _SIZE]),
+    "model_n_layer": (_INT, [_POINTER]),
+    "model_get_vocab": (_POINTER, [_POINTER]),
+    "vocab_n_tokens": (_INT, [_POINTER]),
+    "n_ctx": (_INT, [_POINTER]),
+    "n_batch": (_INT, [_POINTER]),
+    "set_n_threads": (None, [_POINTER, _INT, _INT]),
+    "get_memory": (_POINTER, [_POINTER]),
+    "memory_clear": (None, [_POINTER, _BOOL]),
+    "memory_seq_pos_max": (_INT, [_POINTER, _INT]),
+    "batch_get_one": (Batch, [_POINTER, _INT]),
+    "decode": (_INT, [_POINTER, Batch]),
+    "get_logits_ith": (_POINTER, [_POINTER, _INT]),
+    "state_seq_load_file": (_SIZE, [_POINTER, _TEXT, _INT, _POINTER, _SIZE, _POINTER]),
+    "state_seq_save_file": (_SIZE, [_POINTER, _TEXT, _INT, _POINTER, _SIZE]),
+}
+
+# llama.cpp has one log for all engines of a process
+_last_error = deque(["it gives no reason"], maxlen=1)
+
+
+def _keep_error(level: int, text: bytes, _: Any) -> None:
+    if level == _LOG_LEVEL_ERROR and text.strip():
+        _last_error.append(text.decode(errors="replace").strip()[:200])
+
+
+_LOG = _LogCallback(_keep_error)
+
+
+class Library:
+    """llama.cpp's functions; ``library.call("n_ctx", context)`` calls ``llama_n_ctx(context)``.
+
+    Args:
+        path: shared library with llama.cpp's C API; None: that of the package ``xllamacpp``.
+
+    Raises:
+        InputError: no library, or one without these functions.
+    """
+
+    def __init__(self, path: str | Path | None):
+        path = _installed_library() if path is None else path
+        try:
+            self._api = ctypes.CDLL(str(path))
+            for name, (result, arguments) in _FUNCTIONS.items():
+                function = getattr(self._api, f"llama_{name}")
+                function.restype = result
+                function.argtypes = arguments
+        except (OSError, AttributeError) as error:
+            raise InputError(f"{path} is no library with llama.cpp's C API: {error}") from None
+        self.call("log_set", _LOG, None)
+        self.call("backend_init")
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """The result of a function of the API."""
+        return getattr(self._api, f"llama_{name}")(*arguments)
+
+    @property
+    def reason(self) -> str:
+        """The last error that llama.cpp logged."""
+        return _last_error[-1]
+
+
+def _installed_library() -> Path:
+    """The library of the package ``xllamacpp``."""
+    spec = importlib.util.find_spec("xllamacpp")
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    libraries = sorted(file for folder in folders for file in Path(folder).glob("xllamacpp*.so"))
+    if not libraries:
+        raise InputError("llama.cpp is not installed: pip install 'kvcat[llama-cpp]'")
+    return libraries[0]
+
+
+def context_parameters(defaults: Parameters, num_ctx: int, cache_type: str) -> Parameters:
+    """The defaults with a number of cells and a type of cache, and without flash attention.
+
+    The fields are found by the values around them, in any version.
+
+    Raises:
+        InputError: the values around them are not there.
+    """
+    raw = bytes(defaults.raw)
+    # cells, tokens of a batch, tokens of a part of a batch
+    has_sizes = raw.startswith(struct.pack("<III", 512, 2048, 512))
+    # scaling of positions, pooling, kind of attention, flash attention: all -1
+    automatic = re.search(rb"\xff{16}", raw)
+    # types of keys and of values: both float16
+    types = None
+    if automatic is not None:
+        types = re.search(rb"(?:\x01\x00\x00\x00){2}", raw[automatic.end() :])
+    if not has_sizes or automatic is None or types is None:
+        raise InputError("this version of llama.cpp has other parameters than expected")
+    flash_attention_at = automatic.end() - 4
+    types_at = automatic.end() + types.start()
+    number = CACHE_TYPES[cache_type]
+    changed = bytearray(raw)
+    struct.pack_into("<I", changed, 0, num_ctx)
+    struct.pack_into("<i", changed, flash_attention_at, 0)
+    struct.pack_into("<ii", changed, types_at, number, number)
+    return Parameters.from_buffer(changed)
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """How an engine lays out the state of a sequence, read from the state of one token.
+
+    Args:
+        version: of the format.
+        num_streams: of cells; the sequence is in the first.
+        cell_tail: what follows the position of a cell.
+        header: what is between the cells and the first layer's keys.
+        cache_type: of ``CACHE_TYPES``.
+        width: channels of all KV heads together.
+    """
+
+    version: int
+    num_streams: int
+    cell_tail: bytes
+    header: bytes
+    cache_type: str
+    width: int
+
+    @classmethod
+    def read(cls, state: bytes, num_layers: int, cache_type: str) -> "StateLayout":
+        """The layout of the file that an engine saved for one token.
+
+        A cell is its position, the number of its sequences, and further fields in some versions. A
+        1 follows, because values are stored channel after channel, then the number of layers, and
+        further fields in some versions. The header ends where the layers' blocks of one cell fill
+        the remaining file exactly.
+
+        Raises:
+            InputError: no end of the header fits.
+        """
+        magic, version, num_tokens = struct.unpack_from("<III", state)
+        cells_at = 12 + 4 * num_tokens
+        (num_streams,) = struct.unpack_from("<I", state, cells_at)
+        header_at = state.find(struct.pack("<II", 1, num_layers), cells_at + 16, cells_at + 60)
+        layers_end = len(state) - 4 * (num_streams - 1)
+        if magic == _STATE_MAGIC and header_at > 0:
+            for keys_at in range(header_at + 8, header_at + 48, 4):
+                width = _width(state, keys_at, layers_end, num_layers, cache_type)
+                if width is not None:
+                    return cls(
+                        version,
+                        num_streams,
+                        cell_tail=state[cells_at + 12 : header_at],
+                        header=state[header_at:keys_at],
+                        cache_type=cache_type,
+                        width=width,
+                    )
+        raise InputError(
+            f"llama.cpp's sequence states of version {version} have a layout that is not known"
+        )
+
+    def file(self, prefix: Prefix, *, is_interleaved: bool) -> Iterator[bytes]:
+        """A packed cache as consecutive pieces of a file that the engine loads.
+
+        Args:
+            prefix: the packed cache.
+            is_interleaved: the engine wants the two channels of a rotation next to each other.
+
+        Raises:
+            InputError: numbers too large for the type of the cache.
+        """
+        num_slots = prefix.num_slots
+        dtype = getattr(torch, self.cache_type)
+        type_number = CACHE_TYPES[self.cache_type]
+        token_ids = bytes(4 * num_slots)
+        yield struct.pack("<III", _STATE_MAGIC, self.version, num_slots) + token_ids
+        yield struct.pack("<II", self.num_streams, num_slots)
+        yield b"".join(struct.pack("<i", cell) + self.cell_tail for cell in range(num_slots))
+        yield self.header
+        layers = prefix.load()
+        for keys, _ in layers:
+            yield struct.pack("<iQ", type_number, self.width * dtype.itemsize)
+            ordered = interleaved(keys) if is_interleaved else keys
+            yield _raw_bytes(_by_slot(ordered), dtype)
+        for _, values in layers:
+            yield struct.pack("<iII", type_number, dtype.itemsize, self.width)
+            yield _raw_bytes(_by_slot(values).mT, dtype)
+        other_streams = bytes(4 * (self.num_streams - 1))
+        yield other_streams
+
+
+def _width(
+    state: bytes, keys_at: int, layers_end: int, num_layers: int, cache_type: str
+) -> int | None:
+    """Channels of all KV heads if the first layer's keys begin at ``keys_at``; None if they do not.
+
+    A layer's keys and values of one cell have 24 bytes of headers.
+    """
+    type_number = CACHE_TYPES[cache_type]
+    item_size = getattr(torch, cache_type).itemsize
+    num_bytes = layers_end - keys_at - 24 * num_layers
+    width, remainder = divmod(num_bytes, 2 * item_size * num_layers)
+    if remainder or width <= 0:
+        return None
+    values_at = keys_at + num_layers * (12 + width * item_size)
+    keys_header = struct.pack("<iQ", type_number, width * item_size)
+    values_header = struct.pack("<iII", type_number, item_size, width)
+    if state.startswith(keys_header, keys_at) and state.startswith(values_header, values_at):
+        return width
+    return None
+
+
+def _by_slot(states: Float[Tensor, "kv_heads slots head_dim"]) -> Float[Tensor, "slots channels"]:
+    return states.transpose(0, 1).flatten(1)
+
+
+def _raw_bytes(states: Tensor, dtype: torch.dtype) -> bytes:
+    stored = states.to(dtype).contiguous()
+    if not stored.isfinite().all():
+        largest = states.abs().max()
+        raise InputError(f"the cache holds numbers up to {largest:.3g}, too large for {dtype}")
+    return stored.flatten().view(torch.uint8).numpy().tobytes()
