@@ -3,10 +3,10 @@
 from typing import Literal
 
 DocumentSupervision = Literal["reconstruction", "self"]
-"""What a document's cache is fitted to: the document repeated after an instruction, or its own queries."""
+"""What a document's cache is fitted to: the document repeated, or its own queries."""
 
 SuffixSupervision = Literal["suffix", "first-half", "reconstruction"]
-"""What a window's cache is fitted to: the text behind the prefix, half of it, or the prefix repeated."""
+"""What a window's cache is fitted to: the text after it, half of that, or its prefix repeated."""
 
 Supervision = Literal[SuffixSupervision, DocumentSupervision]
 """What a cache is fitted to."""

@@ -50,14 +50,14 @@ class TextEncoder:
         return self.joined([Piece(text)])
 
     def behind(self, text: str) -> list[int]:
-        """Token ids of a text that stands behind another one, as in a text of both.
+        """Token ids of a text that follows another one, as in a text of both.
 
         A tokenizer that puts a space before a text does not put it here.
         """
         return self.joined([Piece(text)], behind=True)
 
     def joined(self, pieces: Sequence[Piece], *, behind: bool = False) -> list[int]:
-        """Token ids of one text that consists of pieces; ``behind`` as in the method of that name."""
+        """Token ids of one text of several pieces; ``behind`` as in the method of that name."""
         text = "".join(piece.text for piece in pieces)
         if self.allow_special:
             encode, fragments = self._whole, [text]
@@ -94,7 +94,7 @@ class TextEncoder:
         return unknown_id(self.tokenizer)
 
     def _fragments(self, pieces: Sequence[Piece]) -> list[str]:
-        """The text of all pieces, cut inside every control token that stands outside of markup."""
+        """The text of all pieces, cut inside every control token outside of markup."""
         fragments = [""]
         for piece in pieces:
             cut = [piece.text]
@@ -135,7 +135,7 @@ def as_text(
 
 
 def control_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[int, str]:
-    """The tokenizer's control tokens by id: special ones, and added ones that its template writes."""
+    """The control tokens by id: special tokens, and added tokens that the template writes."""
     template = tokenizer.chat_template or ""
     written = "\n".join(template.values()) if isinstance(template, dict) else str(template)
     tokens = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
@@ -148,7 +148,7 @@ def control_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[int, str]:
 
 
 def unknown_id(tokenizer: "PreTrainedTokenizerBase") -> int | None:
-    """The token that stands for characters that the tokenizer does not know; None: there is none."""
+    """The token of characters that the tokenizer does not know; None: there is none."""
     return cast("int | None", tokenizer.unk_token_id)
 
 
@@ -165,7 +165,7 @@ def cut_control_tokens(text: str, contents: Iterable[str]) -> list[str]:
 
 
 def encode_behind(encode: Encode, text: str, unknown: int | None = None) -> list[int]:
-    """Token ids of a text that stands behind another one.
+    """Token ids of a text that follows another one.
 
     The text is encoded behind a stand-in, whose own tokens are then taken away. Where the border
     lies inside a token, another stand-in is tried; where it always does, the text is encoded alone.
@@ -199,7 +199,8 @@ def opening_ids(tokenizer: "PreTrainedTokenizerBase", bos: Bos = "auto") -> list
     starts = [i for i in range(len(whole)) if whole[i : i + len(body)] == body]
     if not starts:
         raise InputError(
-            f"tokenizer {tokenizer.name_or_path!r} has other tokens for a text with special tokens than for one without"
+            f"tokenizer {tokenizer.name_or_path!r} has other tokens for a text with special tokens "
+            "than for one without"
         )
     opening = whole[: starts[0]]
     if opening or bos == "auto":

@@ -14,14 +14,14 @@ SEPARATOR = "\n\n"  # between document and question, in the text of the turn
 # words that neither templates nor texts hold
 _DOCUMENT = "xqvjzk0"
 _QUESTION = "zkjvqx1"
-# what a template may change: case, markup of HTML, JSON and Python, blanks, line ends, other scripts
+# what a template may change: case, markup of HTML and JSON, blanks, line ends, other scripts
 _PROBE = "Is <b>\"x\" & 'y'</b> \\n {{ z }}  [1]?\n\n\tf(x) % 2 \u00e9\u6771."
 _TRIES = 3  # to render a template that writes the time twice within one
 _CUT = "\ufdd0"  # no character: it divides a control token that a text spells
 
 
 class ChatParts(NamedTuple):
-    """What stands before the document, between document and question, and after the question."""
+    """What a template writes before the document, between it and the question, and after both."""
 
     head: str
     between: str
@@ -38,7 +38,7 @@ class ChatTemplate:
         tokenizer: of transformers.
 
     Raises:
-        InputError: there is no template, it fails, or it does not write a user's text once as it is.
+        InputError: no template, one that fails, or that does not write a text once as it is.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -119,7 +119,8 @@ class ChatTemplate:
                 return rendered.removeprefix(start)
             self.parts = self._find_parts()
         raise InputError(
-            "the chat template puts something else before the document than when it was compressed, or leaves it out"
+            "the chat template puts something else before the document than when it was "
+            "compressed, or leaves it out"
         )
 
     def _find_parts(self) -> ChatParts:
@@ -132,14 +133,14 @@ class ChatTemplate:
             between, *after_question = "".join(after_document).split(_QUESTION)
             if len(after_document) != 1 or len(after_question) != 1:
                 raise self._refusal("does not write a user's text once as it is")
-            parts = ChatParts(head, between, after_question[0])
-            wanted = f"{parts.head}{first}{parts.between}{second}{parts.tail}"
+            (tail,) = after_question
+            wanted = f"{head}{first}{between}{second}{tail}"
             if self._render_turn(first + SEPARATOR + second) == wanted:
-                return parts
+                return ChatParts(head, between, tail)
         raise self._refusal("changes a user's text")
 
     def _written(self, text: str, *, is_question: bool) -> str:
-        """The document or the question as a turn has it, in which a word stands for the other."""
+        """The document or the question as a turn has it; a word replaces the other."""
         content = (
             f"{_DOCUMENT}{SEPARATOR}{text}" if is_question else f"{text}{SEPARATOR}{_QUESTION}"
         )

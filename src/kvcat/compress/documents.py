@@ -1,4 +1,4 @@
-"""Documents as token ids: with a second copy that supervises their compression, plain or in a chat template."""
+"""Documents as token ids, plain or in a chat template, with a copy that supervises compression."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,7 +20,10 @@ __all__ = [
     "reconstruction_of_tokens",
 ]  # fmt: skip
 
-INSTRUCTION = "\nReproduce the preceding passage verbatim. Preserve every word, digit, and punctuation mark.\n"
+INSTRUCTION = (
+    "\nReproduce the preceding passage verbatim. "
+    "Preserve every word, digit, and punctuation mark.\n"
+)
 
 
 def reconstruction(
@@ -31,7 +34,7 @@ def reconstruction(
     chat: bool = False,
     allow_special: bool = False,
 ) -> Reconstruction:
-    """Token ids of <text><instruction><text>, joined as ids so that both copies are the same tokens.
+    """Token ids of <text><instruction><text>, joined as ids: both copies are the same tokens.
 
     The first copy begins as the tokenizer begins a text, with a BOS token for example, and has
     nothing behind it: not the EOS token that some tokenizers put at the end of a text.
@@ -114,7 +117,8 @@ def document_trace(
     Args:
         model, tokenizer: that will answer.
         text: the document.
-        supervision: "reconstruction" matches the document repeated after an instruction, "self" its own queries.
+        supervision: "reconstruction" matches the document repeated after an instruction, "self"
+            its own queries.
         chat: the document opens a user's turn in the tokenizer's chat template; caches record it.
         allow_special: a control token that the text spells becomes that token, not text.
 
@@ -165,7 +169,8 @@ def question_ids(
         template = ChatTemplate(tokenizer)
         if recorded.get("chat_template", template.digest) != template.digest:
             raise InputError(
-                f"the cache was made with another chat template than that of tokenizer {tokenizer.name_or_path!r}"
+                f"the cache was made with another chat template than that of tokenizer "
+                f"{tokenizer.name_or_path!r}"
             )
         question = Piece(template.question(text))
         _, between, tail = template.parts

@@ -230,7 +230,7 @@ def _report_damage(where: str, url: str) -> None:
     count = _NUM_DAMAGED[url]
     if count == 10 ** (len(str(count)) - 1):
         _LOGGER.warning(
-            "%s is not all Unicode text: U+FFFD stands for the rest; such rows read so far: %d",
+            "%s is not all Unicode text: U+FFFD replaces what is not; such rows read so far: %d",
             where,
             count,
         )

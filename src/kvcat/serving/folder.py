@@ -100,7 +100,7 @@ def _text(content: object) -> str | None:
         return content
     if not isinstance(content, list) or not content:
         return None
-    texts = [part.get("text") for part in content if isinstance(part, dict)]
+    texts = [item.get("text") for item in content if isinstance(item, dict)]
     if len(texts) < len(content) or not all(isinstance(text, str) for text in texts):
         return None
     return "".join(map(str, texts))
