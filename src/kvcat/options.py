@@ -103,7 +103,7 @@ def typed_value(value: Any, hint: Any) -> Any:
         return value
     if kind is tuple and isinstance(value, tuple | list):
         return _typed_tuple(value, arguments)
-    if kind is float and type(value) in (int, float) and math.isfinite(value):
+    if kind is float and type(value) in (int, float) and math.isfinite(float(value)):
         return float(value)
     if kind in (bool, int, str, NoneType) and type(value) is kind:
         return value

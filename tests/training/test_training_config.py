@@ -12,8 +12,8 @@ from kvcat.errors import InputError
 from kvcat.files import read_json
 from kvcat.models import load
 from kvcat.training.config import TrainConfig
-from kvcat.training.loop import learning_rate
 from kvcat.training.plan import flops_per_token
+from kvcat.training.schedule import learning_rate
 from tiny import refusal
 
 
