@@ -12,7 +12,7 @@ import torch
 
 from kvcat.training.checkpoint import Checkpoints
 from kvcat.training.distributed import join_world
-from kvcat.training.loop import make_optimizer
+from kvcat.training.optimizer import make_optimizer
 from training import options, stepper
 
 

@@ -23,7 +23,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 import kvcat
 from kvcat.compress import GradientCompression, slots_for, trace
 from kvcat.compress.methods.gradient import SlotTraining
-from kvcat.training.plan import peak_memory
+from kvcat.training.log import peak_memory
 
 SHAPES = {
     "large-vocabulary": {

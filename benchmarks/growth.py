@@ -16,7 +16,7 @@ import time
 
 import torch
 
-from kvcat.training.plan import peak_memory
+from kvcat.training.log import peak_memory
 from training import SHAPES, held, options, stepper
 
 VARIANTS = {"control": {"policy": "control"}, "KV-CAT": {}, "last quarter": {"prefix_range": (0.75, 0.75)}}

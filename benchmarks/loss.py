@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 
 from kvcat.losses import OutputHead, chunked_objective, distillation_kl, next_token_loss
-from kvcat.training.plan import peak_memory
+from kvcat.training.log import peak_memory
 
 Step = Callable[[], torch.Tensor]
 

@@ -22,8 +22,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from kvcat.models import load
 from kvcat.training.config import TrainConfig
+from kvcat.training.log import peak_memory
 from kvcat.training.objective import Objective
-from kvcat.training.plan import flops_per_token, peak_flops, peak_memory
+from kvcat.training.plan import flops_per_token, peak_flops
 
 SHAPES = {
     "small": {

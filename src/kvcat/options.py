@@ -1,15 +1,14 @@
-"""Names with options, ``NAME,option=value,...``, of methods and policies: parsed, and checked by
-type.
-"""
+"""Options of methods, policies and training: parsed from text, and checked by type."""
 
 import dataclasses
 import json
 import math
 import re
+import types
 import typing
 from collections.abc import Mapping
 from types import NoneType
-from typing import Any
+from typing import Any, Literal
 
 from kvcat.errors import InputError
 
@@ -77,10 +76,70 @@ def check_typed_options(hints: Mapping[str, Any], options: Mapping[str, Any], na
         if option not in hints:
             choices = ", ".join(hints) or "none"
             raise InputError(f"{name} has no option {option!r}; its options: {choices}")
-        kinds = typing.get_args(hints[option]) or (hints[option],)
-        if not any(_fits(value, kind) for kind in kinds):
-            wanted = " or ".join(_TYPE_WORDS.get(kind, repr(kind)) for kind in kinds)
-            raise InputError(f"{name}: {option} is {value!r}; it must be {wanted}")
+        try:
+            typed_value(value, hints[option])
+        except TypeError:
+            wanted = describe_type(hints[option])
+            raise InputError(f"{name}: {option} is {value!r}; it must be {wanted}") from None
+
+
+def typed_value(value: Any, hint: Any) -> Any:
+    """A value from JSON, TOML or Python in the type of an option.
+
+    Whole numbers serve as numbers, and lists as tuples. Numbers are finite.
+
+    Args:
+        value: the value.
+        hint: bool, int, float, str, None, a Literal, a tuple of these, or a union of them.
+
+    Raises:
+        TypeError: it does not fit.
+    """
+    kind = typing.get_origin(hint) or hint
+    arguments = typing.get_args(hint)
+    if kind in (types.UnionType, typing.Union):
+        return _typed_as_one_of(value, arguments)
+    if kind is Literal and type(value) is str and value in arguments:
+        return value
+    if kind is tuple and isinstance(value, tuple | list):
+        return _typed_tuple(value, arguments)
+    if kind is float and type(value) in (int, float) and math.isfinite(float(value)):
+        return float(value)
+    if kind in (bool, int, str, NoneType) and type(value) is kind:
+        return value
+    raise TypeError
+
+
+def describe_type(hint: Any) -> str:
+    """The type of an option in words, such as "a whole number or null"."""
+    kind = typing.get_origin(hint) or hint
+    arguments = typing.get_args(hint)
+    if kind in (types.UnionType, typing.Union):
+        return " or ".join(describe_type(argument) for argument in arguments)
+    if kind is Literal:
+        words = ", ".join(arguments)
+        return f"one of {words}"
+    if kind is tuple:
+        count = "" if arguments[-1] is ... else f"{len(arguments)} "
+        return f"a list of {count}values, each {describe_type(arguments[0])}"
+    return _TYPE_WORDS[kind]
+
+
+def _typed_as_one_of(value: Any, hints: tuple[Any, ...]) -> Any:
+    for hint in hints:
+        try:
+            return typed_value(value, hint)
+        except TypeError:
+            continue
+    raise TypeError
+
+
+def _typed_tuple(values: tuple[Any, ...] | list[Any], hints: tuple[Any, ...]) -> tuple[Any, ...]:
+    if hints[-1] is ...:
+        hints = hints[:1] * len(values)
+    if len(values) != len(hints):
+        raise TypeError
+    return tuple(typed_value(value, hint) for value, hint in zip(values, hints, strict=True))
 
 
 def _parse_value(text: str) -> Any:
@@ -90,10 +149,3 @@ def _parse_value(text: str) -> Any:
         is_bracketed = text[0] == "[" and text[-1] == "]"
         return text[1:-1] if is_bracketed else text
     return tuple(value) if isinstance(value, list) else value
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    if kind is float:
-        return type(value) in (int, float) and math.isfinite(value)
-    is_literal_word = value == kind
-    return type(value) is kind or is_literal_word

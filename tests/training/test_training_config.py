@@ -12,8 +12,8 @@ from kvcat.errors import InputError
 from kvcat.files import read_json
 from kvcat.models import load
 from kvcat.training.config import TrainConfig
-from kvcat.training.loop import learning_rate
 from kvcat.training.plan import flops_per_token
+from kvcat.training.schedule import learning_rate
 from tiny import refusal
 
 
@@ -21,9 +21,11 @@ from tiny import refusal
     ("name", "value", "expected"),
     [
         ("max_steps", 3.5, "a whole number"), ("max_steps", True, "a whole number"), ("max_steps", "3", "a whole"),
-        ("betas", 0.9, "tuple"), ("betas", [0.9], "tuple.float, float."), ("peak_lr", "1e-4", "a number"),
-        ("compile", "no", "true or false"), ("model", 5, "text"), ("group_starts", [0, 1.5], "int, .* None"),
-        ("policy", 1, "text"), ("seed", None, "a whole number"), ("micro_batch_size", "all", "int | None"),
+        ("betas", 0.9, "a list of 2"), ("betas", [0.9], "2 values, each a finite number"),
+        ("peak_lr", "1e-4", "a finite number"), ("teacher", "none", "one of self, frozen"),
+        ("compile", "no", "true or false"), ("model", 5, "text"),
+        ("group_starts", [0, 1.5], "each a whole number or null"),
+        ("policy", 1, "text"), ("seed", None, "a whole number"), ("micro_batch_size", "all", "a whole number or null"),
         ("target_keep", 0.0, ""), ("target_keep", math.nan, ""), ("tau", 1.0, ""), ("max_steps", 0, ""),
         ("seq_len", 1, ""), ("micro_batch_size", 3, ""), ("micro_batch_size", 0, ""), ("peak_lr", 0.0, ""),
         ("peak_lr", math.inf, ""), ("min_lr", 1.0, ""), ("warmup_steps", -1, ""), ("mask_weight", math.nan, ""),

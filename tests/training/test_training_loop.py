@@ -16,7 +16,7 @@ from kvcat.losses import distillation_kl, next_token_loss
 from kvcat.models import MaskedPass, load, logits_from_hidden
 from kvcat.policies import RandomPolicy
 from kvcat.recipes import small
-from kvcat.training import loop as loop_module
+from kvcat.training import run as run_module
 from kvcat.training.loop import train
 from kvcat.training.objective import Objective
 
@@ -55,7 +55,7 @@ def test_four_micro_batches_of_one_equal_one_of_four_up_to_rounding(policy, monk
     def plain(objective, config):  # AdamW divides by gradients that are all rounding
         return torch.optim.SGD([{"params": list(objective.parameters()), "lr_multiplier": 1.0}])
 
-    monkeypatch.setattr(loop_module, "make_optimizer", plain)
+    monkeypatch.setattr(run_module, "make_optimizer", plain)
     options = {"policy": policy, "max_steps": 3, "peak_lr": 1.0}
     whole, split = (new_run(str(size), micro_batch_size=size, **options) for size in (4, 1))
     for run in (whole, split):
@@ -64,7 +64,7 @@ def test_four_micro_batches_of_one_equal_one_of_four_up_to_rounding(policy, monk
 
 
 def test_routers_are_clipped_apart_from_the_model(monkeypatch, new_run):
-    norms, make_optimizer = [], loop_module.make_optimizer
+    norms, make_optimizer = [], run_module.make_optimizer
 
     def watched(objective, config):
         made = make_optimizer(objective, config)
@@ -74,7 +74,7 @@ def test_routers_are_clipped_apart_from_the_model(monkeypatch, new_run):
         )
         return made
 
-    monkeypatch.setattr(loop_module, "make_optimizer", watched)
+    monkeypatch.setattr(run_module, "make_optimizer", watched)
     train(new_run(max_steps=1, max_grad_norm=1e-3), progress=False)
     assert norms == [pytest.approx([1e-3, 1e-3], rel=1e-2)]
 
@@ -201,7 +201,7 @@ def test_the_routers_target_falls_and_is_the_last_one_in_validation(tiny_folder,
 
 def test_a_frozen_teacher_computes_in_the_type_of_the_run_with_exact_positions(tiny_folder, tmp_path):
     run = config(tiny_folder, "data", tmp_path / "run", teacher="frozen", dtype="bfloat16")
-    (teacher,) = Objective(load(tiny_folder)[0], run)._teacher
+    (teacher,) = Objective(load(tiny_folder)[0], run)._teachers
     assert {parameter.dtype for parameter in teacher.parameters()} == {torch.bfloat16}
     assert {buffer.dtype for buffer in teacher.buffers()} == {torch.float32}
 

@@ -39,7 +39,7 @@ def test_what_a_run_cannot_have_is_named(message, tiny_folder, tmp_path, monkeyp
     options = dict(MISTAKES[message])
     monkeypatch.setattr("kvcat.hub.constants.HF_HUB_OFFLINE", True)
     if message == "gone.txt":
-        monkeypatch.setattr("kvcat.training.loop.load", lambda *_, **__: pytest.fail("the model was loaded first"))
+        monkeypatch.setattr("kvcat.training.run.load", lambda *_, **__: pytest.fail("the model was loaded first"))
     if "pip" in message:
         monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     if options.get("model") == "broken":
@@ -58,13 +58,17 @@ def test_what_a_run_cannot_have_is_named(message, tiny_folder, tmp_path, monkeyp
 def test_the_disk_must_hold_what_will_be_written_with_the_routers(tiny_folder, tmp_path, monkeypatch, new_run):
     run = new_run(max_steps=6, checkpoint_every=2, keep_checkpoints=2)
     weights = 4 * sum(p.numel() for p in Objective(load(tiny_folder)[0], run).parameters())  # of the export
+
+    def stop(_):
+        raise InputError("done")
+
     for steps, num_new in (((), 3), ((2, 4), 1), ((6,), 0)):  # checkpoints, each of weights and two moments
         for step in steps:
             (tmp_path / "run" / "checkpoints" / f"step-{step}").mkdir(parents=True)
         for short, told in ((1, "no disk space"), (0, "is missing" if steps else "done")):
             usage = SimpleNamespace(free=(3 * num_new + 1) * weights - short)
-            monkeypatch.setattr("kvcat.training.checkpoint.shutil.disk_usage", lambda _, usage=usage: usage)
-            monkeypatch.setattr("kvcat.training.loop.Trainer.run", lambda _: (_ for _ in ()).throw(InputError("done")))
+            monkeypatch.setattr("kvcat.training.run_folder.shutil.disk_usage", lambda _, usage=usage: usage)
+            monkeypatch.setattr("kvcat.training.loop.Trainer.train", stop)
             assert told in refused(run)
 
 

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from kvcat.errors import InputError
 from kvcat.models import decoder_layers
-from kvcat.training import loop
+from kvcat.training import run as run_module
 from kvcat.training.distributed import prepare_layers
 from kvcat.training.loop import train
 from tiny import loud_model
@@ -98,7 +98,7 @@ def test_layers_in_training_mode_drop_nothing(new_run):
 
 def test_products_are_bfloat16_made_again_where_wanted_and_gradients_float32_reduced_once_a_step(monkeypatch, new_run):
     flags, inputs, rounded = [], [], []
-    set_sync, make_optimizer = FSDPModule.set_requires_gradient_sync, loop.make_optimizer
+    set_sync, make_optimizer = FSDPModule.set_requires_gradient_sync, run_module.make_optimizer
 
     def watched(objective, config):
         layer, made = decoder_layers(objective.model)[0].mlp.up_proj, make_optimizer(objective, config)
@@ -108,7 +108,7 @@ def test_products_are_bfloat16_made_again_where_wanted_and_gradients_float32_red
         made.register_step_pre_hook(lambda *_: rounded.append(layer.weight.grad.full_tensor()))
         return made
 
-    monkeypatch.setattr(loop, "make_optimizer", watched)
+    monkeypatch.setattr(run_module, "make_optimizer", watched)
     monkeypatch.setattr(
         FSDPModule, "set_requires_gradient_sync", lambda self, flag: (flags.append(flag), set_sync(self, flag))
     )

@@ -13,10 +13,14 @@ from runs import assert_same, exported, records, start_command, state
 from kvcat.errors import InputError
 from kvcat.files import read_json, read_jsonl
 from kvcat.training import loop as loop_module
+from kvcat.training import run as run_module
+from kvcat.training import signals as signals_module
 from kvcat.training.checkpoint import Checkpoints, folders, verify
 from kvcat.training.config import TrainConfig
 from kvcat.training.distributed import World
-from kvcat.training.loop import Stopped, learning_rate, train
+from kvcat.training.loop import train
+from kvcat.training.schedule import learning_rate
+from kvcat.training.signals import Stopped
 
 
 @pytest.mark.parametrize("policy", ["router", "random"])
@@ -27,7 +31,7 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one_bit_for_bit(polic
         stopped(broken, step, monkeypatch)
     first = train(broken, progress=False)
     assert_equal_runs(whole, broken)
-    monkeypatch.setattr(loop_module, "load", lambda *_, **__: pytest.fail("the model was loaded again"))
+    monkeypatch.setattr(run_module, "load", lambda *_, **__: pytest.fail("the model was loaded again"))
     assert train(broken, progress=False) == first  # a finished run does nothing
 
 
@@ -68,7 +72,7 @@ def test_a_signal_to_another_process_stops_this_one_after_the_same_step(monkeypa
 
 
 def test_a_second_signal_ends_a_run_that_waits_for_data_unless_it_comes_at_once(monkeypatch, new_run):
-    monkeypatch.setattr(loop_module, "_ONE_REQUEST", 0.2)
+    monkeypatch.setattr(signals_module, "_ONE_REQUEST", 0.2)
 
     def wait(*_):
         for _ in range(3):
@@ -122,14 +126,14 @@ def test_a_finished_run_is_exported_again_in_another_type_even_after_a_kill(monk
 
 
 def test_a_run_with_parameters_that_get_no_gradient_resumes(monkeypatch, new_run):
-    original = loop_module.load
+    original = run_module.load
 
     def load(*arguments, **options):
         model, tokenizer = original(*arguments, **options)
         model.vision = torch.nn.Linear(2, 2)
         return model, tokenizer
 
-    monkeypatch.setattr(loop_module, "load", load)
+    monkeypatch.setattr(run_module, "load", load)
     monkeypatch.setattr(loop_module, "export_checkpoint", lambda *_: None)
     run = stopped(new_run(), 1, monkeypatch)
     train(run, progress=False)

@@ -190,8 +190,13 @@ def export(run: Path, /, output: opt.Output, step: int | None = None) -> None:
     from kvcat.training.checkpoint import checkpoint_folder, folders, newest, step_of
     from kvcat.training.export import export_checkpoint
 
-    folder, _, notes = newest(run) if step is None else (checkpoint_folder(run, step), {}, [])
-    print(*notes, sep="\n", end="\n" if notes else "", file=sys.stderr)
+    if step is None:
+        checkpoint = newest(run)
+        folder = checkpoint.folder
+        for note in checkpoint.notes:
+            print(note, file=sys.stderr)
+    else:
+        folder = checkpoint_folder(run, step)
     if folder is None or not folder.is_dir():
         steps = ", ".join(str(step_of(folder)) for folder in folders(run))
         raise InputError(f"{run} holds no checkpoint{f' of step {step}' if folder else ''}; it has {steps or 'none'}")

@@ -1,4 +1,4 @@
-"""The processes of a run, one or those that torchrun started, and how the trained module is spread over them."""
+"""The processes of a run, one or those of torchrun, and how the module is spread over them."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -26,7 +26,8 @@ T = TypeVar("T")
 class World:
     """This process, number ``rank`` from 0, among those of the run, with its device.
 
-    ``mesh`` has one dimension over all processes; None where there is one process and no process group.
+    ``mesh`` has one dimension over all processes; None where there is one process and no process
+    group.
     """
 
     rank: int
@@ -52,18 +53,29 @@ class World:
         return bool(self.mean(torch.tensor([float(happened)])) > 0)
 
     def first(self, work: Callable[[], T], group: Any = None) -> T:
-        """What ``work`` returns or refuses in the first process, in every process; so that one looks at files."""
-        result: list[Any] = [None, None]
+        """The result of ``work`` in the first process, in every process; so one alone reads files.
+
+        Args:
+            work: called in the first process.
+            group: of the message; None: the default one.
+
+        Raises:
+            InputError: that of ``work``.
+        """
+        # its result and its error, in a form that can be sent
+        message: list[Any] = [None, None]
         if self.is_first:
             try:
-                result = [work(), None]
+                message[0] = work()
             except InputError as error:
-                result = [None, str(error)]
+                message[1] = str(error)
         if self.size > 1:
-            dist.broadcast_object_list(result, src=0, group=group, device=torch.device("cpu"))
-        if result[1] is not None:
-            raise InputError(result[1])
-        return result[0]
+            device = torch.device("cpu")
+            dist.broadcast_object_list(message, src=0, group=group, device=device)
+        result, error = message
+        if error is not None:
+            raise InputError(error)
+        return result
 
 
 def world_size() -> int:
@@ -75,72 +87,100 @@ def world_size() -> int:
 def join_world(device: str, *, group: bool = False) -> Iterator[World]:
     """The world of this process; a process group that is made here ends with the block.
 
-    torchrun sets rank, size and address as environment variables. Without them there is one process, which gets a
-    ``group`` of its own where a sharded module needs one. "cuda" becomes the device of the local rank.
+    torchrun sets rank, size and address as environment variables. Without them there is one
+    process.
+
+    Args:
+        device: "cuda" becomes the device of the local rank.
+        group: whether a single process makes a group too, as a sharded module needs.
 
     Raises:
-        InputError: no such device, fewer devices than processes here, or processes that do not find each other.
+        InputError: no such device, fewer devices than processes here, or processes that do not find
+            each other.
     """
-    size, rank, local_rank = world_size(), *(int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
-    where = parse_device(device)
-    if where.type == "cuda" and where.index is None and size > 1:
-        if local_rank >= torch.cuda.device_count():
-            raise InputError(f"process {local_rank} of this machine has no GPU: there are {torch.cuda.device_count()}")
-        where = torch.device("cuda", local_rank)
-    if where.type == "cuda" and where.index is not None:
-        torch.cuda.set_device(where)  # where FSDP2 puts the parameters
+    size = world_size()
+    rank = int(os.environ.get("RANK", "0"))
+    where = _local_device(device, size)
     if size == 1 and not group:
         yield World(0, 1, where)
         return
-    made = not dist.is_initialized()
-    if made:
+    makes_group = not dist.is_initialized()
+    if makes_group:
         backend = "cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo"
         store = dist.HashStore() if size == 1 else None
         try:
             dist.init_process_group(backend, store=store, rank=rank, world_size=size)
         except (RuntimeError, ValueError) as error:
-            raise InputError(f"the {size} processes do not find each other: {one_line(error)}") from error
+            problem = f"the {size} processes do not find each other"
+            raise InputError(f"{problem}: {one_line(error)}") from error
     try:
         yield World(rank, size, where, init_device_mesh(where.type, (size,)))
     finally:
-        if made:
+        if makes_group:
             dist.destroy_process_group()
 
 
-def prepare_layers(model: PreTrainedModel, config: TrainConfig) -> None:
-    """Activation checkpointing and compilation of the decoder layers, where the configuration wants them.
+def _local_device(device: str, size: int) -> torch.device:
+    """The device of this process, the current one if it is a GPU with a number."""
+    where = parse_device(device)
+    if where.type == "cuda" and where.index is None and size > 1:
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        num_gpus = torch.cuda.device_count()
+        if local_rank >= num_gpus:
+            problem = f"process {local_rank} of this machine has no GPU"
+            raise InputError(f"{problem}: there are {num_gpus}")
+        where = torch.device("cuda", local_rank)
+    if where.type == "cuda" and where.index is not None:
+        torch.cuda.set_device(where)  # where FSDP2 puts the parameters
+    return where
 
-    The model stays in evaluation mode, without dropout. Only the layers are in training mode, because transformers then
-    recomputes their activations. Refuses a model that cannot.
+
+def prepare_layers(model: PreTrainedModel, config: TrainConfig) -> None:
+    """Switch on activation checkpointing and compilation of the decoder layers, as configured.
+
+    The model stays in evaluation mode, without dropout. Only the layers are in training mode,
+    because transformers then recomputes their activations.
+
+    Raises:
+        InputError: a model without activation checkpointing.
     """
     if config.activation_checkpointing:
         if not model.supports_gradient_checkpointing:
             raise InputError(f"{type(model).__name__} has no activation checkpointing")
         # transformers 5.17 to 6 know one name, the other, or both
-        switch_on = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        switch_on = getattr(model, "activation_checkpointing_enable", None)
+        switch_on = switch_on or model.gradient_checkpointing_enable
         switch_on({"use_reentrant": False})
     layers = decoder_layers(model)
-    if config.compile:  # three graphs for layers that are alike: a step, another batch size, no gradient
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(layers))
+    if config.compile:
+        # three graphs for layers that are alike: a step, another batch size, no gradient
+        dynamo = torch._dynamo.config
+        dynamo.recompile_limit = max(dynamo.recompile_limit, 4 * len(layers))
     for layer in layers:
         layer.training = config.activation_checkpointing
-        for name in [name for name in vars(layer) if "dropout" in name]:
+        dropouts = [name for name in vars(layer) if "dropout" in name]
+        for name in dropouts:
             setattr(layer, name, 0.0)  # which OPT's layer applies itself, in training mode
         if config.compile:
-            layer.forward = torch.compile(layer.forward)  # the hooks that hand out the masks stay outside
+            # the hooks that pass the gates stay outside
+            layer.forward = torch.compile(layer.forward)
 
 
 def shard(objective: Objective, world: World, dtype: torch.dtype) -> None:
-    """Shard the model's parameters over the world with FSDP2, one group per decoder layer and one for the rest.
+    """Shard the model's parameters over the world with FSDP2.
 
-    Master weights, gradients and optimizer state stay float32 and shard with the parameters; a layer computes in
-    ``dtype``. The policies' few parameters stay whole on every process, in float32; ``reduce_policies`` keeps them
-    equal. Without a process group nothing happens.
+    Each decoder layer is a group, and all other parameters are one.
+
+    Master weights, gradients and optimizer state stay float32 and shard with the parameters; a
+    layer computes in ``dtype``. The policies' few parameters stay whole on every process, in
+    float32; ``reduce_policies`` keeps them equal. Without a process group nothing happens.
     """
     if world.mesh is None:
         return
-    mixed: dict[str, Any] = {} if dtype == torch.float32 else {"param_dtype": dtype, "reduce_dtype": torch.float32}
-    options: dict[str, Any] = {"mesh": world.mesh, "mp_policy": MixedPrecisionPolicy(**mixed)}
+    precision = MixedPrecisionPolicy()
+    if dtype != torch.float32:
+        precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    options: dict[str, Any] = {"mesh": world.mesh, "mp_policy": precision}
     for layer in decoder_layers(objective.model):
         fully_shard(layer, **options)
     fully_shard(objective, **options, ignored_params=set(objective.policy_parameters()))

@@ -10,51 +10,74 @@ from safetensors.torch import save_file
 from kvcat import __version__
 from kvcat.files import atomic_write, check_new_folder, read_json, read_jsonl
 from kvcat.models import load, save
-from kvcat.training.checkpoint import CONFIG_FILE, load_module, verify
+from kvcat.training.checkpoint import load_module, verify
 from kvcat.training.config import TrainConfig
 from kvcat.training.log import METRICS_FILE
 from kvcat.training.objective import Objective
+from kvcat.training.run_folder import CONFIG_FILE
 
 
 def export_checkpoint(checkpoint: Path, target: Path) -> Path:
-    """Write a checkpoint ``step-N`` of a run, live or ended, as an ordinary Hugging Face folder; returns it.
+    """Write a checkpoint ``step-N`` of a run, live or ended, as an ordinary Hugging Face folder.
 
-    Model, tokenizer and card go into ``target``, which is absent, empty or the run's own ``export`` folder, which is
-    replaced; the routers go into a file next to it.
+    The routers go into a file next to that folder.
+
+    Args:
+        checkpoint: folder of the checkpoint.
+        target: folder for model, tokenizer and card: absent, empty or the run's own ``export``
+            folder, which is replaced.
+
+    Returns:
+        The folder.
 
     Raises:
-        InputError: the checkpoint is damaged, the folder holds something else or cannot be written.
+        InputError: the checkpoint is damaged, the folder contains something else or cannot be
+            written.
     """
-    described = verify(checkpoint)
+    step = verify(checkpoint)["step"]
     run = checkpoint.parent.parent
     config = TrainConfig.from_dict(read_json(run / CONFIG_FILE))
-    own = target.resolve() == (run / "export").resolve()
-    if not own:
+    is_of_run = target.resolve() == (run / "export").resolve()
+    if not is_of_run:
         check_new_folder(target)
     model, tokenizer = load(config.model)
-    objective = Objective(model, replace(config, teacher="self"))  # a frozen teacher would be a copy of the model
+    # a frozen teacher would be a copy of the model
+    objective = Objective(model, replace(config, teacher="self"))
     load_module(checkpoint, objective)
-    records = [r for r in read_jsonl(run / METRICS_FILE) if r["kind"] == "validation"]
-    validation = [r for r in records if r["step"] <= described["step"]]
+    validation = _last_validation(run, step)
     with atomic_write(target) as partial:
         save(model.to(getattr(torch, config.export_dtype)), tokenizer, partial)
-        (partial / "README.md").write_text(model_card(config, described["step"], validation[-1] if validation else {}))
+        (partial / "README.md").write_text(model_card(config, step, validation))
     routers = {} if objective.masked_pass is None else objective.masked_pass.state_dict()
     if routers:
-        name = "routers.safetensors" if own else f"{target.name}-routers.safetensors"
+        name = "routers.safetensors" if is_of_run else f"{target.name}-routers.safetensors"
+        tensors = {key: tensor.contiguous() for key, tensor in routers.items()}
         with atomic_write(target.with_name(name)) as partial:
-            save_file({k: v.contiguous() for k, v in routers.items()}, partial)
+            save_file(tensors, partial)
     return target
 
 
+def _last_validation(run: Path, step: int) -> dict[str, Any]:
+    """The last validation record up to a step; empty if there is none."""
+    last: dict[str, Any] = {}
+    for record in read_jsonl(run / METRICS_FILE):
+        if record["kind"] == "validation" and record["step"] <= step:
+            last = record
+    return last
+
+
 def model_card(config: TrainConfig, steps: int, validation: dict[str, Any]) -> str:
-    """The README.md of an exported checkpoint: what it is, how it was made, what it cost in dense loss."""
+    """The README.md of an exported checkpoint: what it is, how it was made, its losses."""
     kind = "plain next-token training (the control)" if config.policy == "control" else "KV-CAT"
-    losses = "\n".join(f"- {name}: {value:.4f}" for name, value in validation.items() if isinstance(value, float))
-    kept = ", ".join(f"layer {layer}: {value:.2f}" for layer, value in validation.get("kept", {}).items())
+    numbers = {name: value for name, value in validation.items() if isinstance(value, float)}
+    losses = "\n".join(f"- {name}: {value:.4f}" for name, value in numbers.items())
+    kept_by_layer = validation.get("kept", {}).items()
+    kept = ", ".join(f"layer {layer}: {value:.2f}" for layer, value in kept_by_layer)
+    num_tokens = steps * config.tokens_per_step
     masked = f"""
-The masked pass hid KV slots with the `{config.policy}` policy (target keep ratio {config.target_keep}), which is not
-part of this checkpoint. Kept fraction at the last validation: {kept}.
+The masked pass hid KV slots with the `{config.policy}` policy (target keep ratio
+{config.target_keep}), which is not part of this checkpoint. Kept fraction at the last validation:
+{kept}.
 """
     return f"""---
 library_name: transformers
@@ -64,17 +87,17 @@ tags: [kv-cache, kv-cat]
 
 # {Path(config.output).name}
 
-Continued from `{config.model}` with {kind} by kvcat {__version__}. It loads with plain transformers and needs no code
-of ours: `AutoModelForCausalLM.from_pretrained(folder)`.
+Continued from `{config.model}` with {kind} by kvcat {__version__}. It loads with plain
+transformers and needs no code of ours: `AutoModelForCausalLM.from_pretrained(folder)`.
 {"" if config.policy == "control" else masked}
 - data: `{config.data}`, sequences of {config.seq_len} tokens, seed {config.seed}
-- steps: {steps} of {config.max_steps}, {config.tokens_per_step} tokens each ({steps * config.tokens_per_step} in all)
-- learning rate: peak {config.peak_lr}, floor {config.min_lr}, warm-up {config.warmup_steps} steps; AdamW, betas
-  {config.betas}, weight decay {config.weight_decay}, compute in {config.dtype}
+- steps: {steps} of {config.max_steps}, {config.tokens_per_step} tokens each ({num_tokens} in all)
+- learning rate: peak {config.peak_lr}, floor {config.min_lr}, warm-up {config.warmup_steps} steps;
+  AdamW, betas {config.betas}, weight decay {config.weight_decay}, compute in {config.dtype}
 
 Validation after step {validation.get("step", 0)} (nats per token on held-out documents):
 
 {losses}
 
-The whole configuration stands in `config.json` of the run's folder.
+The whole configuration is in `config.json` of the run's folder.
 """

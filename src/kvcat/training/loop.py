@@ -2,153 +2,137 @@
 
 import math
 import signal
-import threading
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcat.cache import check_token_ids
-from kvcat.data import merge_states, open_tokens
+from kvcat.data import TokenData
 from kvcat.errors import InputError
-from kvcat.files import one_writer, read_json, read_jsonl, write_json
-from kvcat.models import load, self_test
-from kvcat.training.checkpoint import Checkpoints, Continuation, check_disk, check_folder, folders, record_config
+from kvcat.training.checkpoint import Checkpoints, folders
 from kvcat.training.config import TrainConfig
-from kvcat.training.distributed import World, join_world, prepare_layers, reduce_policies, shard
+from kvcat.training.distributed import World, join_world, reduce_policies
 from kvcat.training.export import export_checkpoint
-from kvcat.training.log import METRICS_FILE, RunLog, mean_record
+from kvcat.training.log import RunLog, mean_record, peak_memory
 from kvcat.training.objective import Objective, Record
-from kvcat.training.plan import check_request, peak_memory
+from kvcat.training.optimizer import clip_gradients
+from kvcat.training.plan import check_request
+from kvcat.training.run import Run
+from kvcat.training.run_folder import RunFolder
+from kvcat.training.schedule import learning_rate
+from kvcat.training.signals import Stopped, stop_requests
+from kvcat.types import Float, Int, Tensor
 
-_ONE_REQUEST = 2.0  # seconds within which signals count as one
 EXPLODED = 1e6  # a routers' gradient norm that no clipping makes useful
-DONE_FILE = "done.json"
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a finished run leaves: its folder, the exported Hugging Face folder, the last validation record."""
+    """What a finished run leaves.
+
+    Args:
+        folder: of the run.
+        export: the Hugging Face folder.
+        validation: the last validation record.
+    """
 
     folder: Path
     export: Path
     validation: dict[str, object]
 
 
-class Stopped(Exception):  # noqa: N818 (not an error)
-    """A signal of this number ended the run after its state was saved."""
-
-    def __init__(self, signum: int, message: str) -> None:
-        super().__init__(message)
-        self.signum = signum
-
-
 def train(config: TrainConfig, *, progress: bool = True) -> TrainResult:
-    """Train a checkpoint, or continue the run that stands in ``config.output``; returns where the result is.
+    """Train a checkpoint, or continue the run in ``config.output``; returns where the result is.
 
-    Started by torchrun, the processes share the work: the batches, the masks and, up to rounding, the losses are those
-    of one process. The order of the batches and every random mask are functions of seed, step and sequence, so a
-    resumed run equals an uninterrupted one bit for bit. SIGTERM and SIGINT save a checkpoint after the current step.
+    Started by torchrun, the processes share the work: the batches, the masks and, up to rounding,
+    the losses are those of one process. The order of the batches and every random mask are
+    functions of seed, step and sequence, so a resumed run equals an uninterrupted one bit for bit.
+    SIGTERM and SIGINT save a checkpoint after the current step.
 
     Args:
         config: the whole configuration.
         progress: show progress on standard error.
 
     Raises:
-        InputError: a value out of range, an output folder of another run, text shorter than a sequence, routers at
-            layers that do not exist, too little disk space, no whole checkpoint among those of the run, divergence.
+        InputError: a value out of range, an output folder of another run, text shorter than a
+            sequence, routers at layers that do not exist, too little disk space, no whole
+            checkpoint among those of the run, divergence.
         Stopped: a signal ended the run; its state is saved.
     """
-    run = Path(config.output)
     check_request(config)
-    with ExitStack() as stack:
-        world = stack.enter_context(join_world(config.device, group=config.dtype != "float32"))
-        signals = stack.enter_context(_stop_requests())
-
-        def hold_folder() -> tuple[Continuation, Record | None]:
-            stack.enter_context(one_writer(run))
-            return check_folder(config), _last_record(config)
-
-        earlier, finished = world.first(hold_folder)
-        if finished is not None and "export_dtype" not in earlier.changes:
-            return TrainResult(run, run / "export", finished)
-        model, tokenizer = load(config.model, dtype="float32", device=str(world.device))
-        if config.prefix_range is not None and config.masked_share:
-            self_test(model, split=True)
-        trainer = Trainer(config, model, tokenizer, world, signals, earlier, stack, progress=progress)
-        try:
-            trainer.run()
-        except (InputError, OSError):
-            trainer.checkpoints.wait()  # a mistake does not cut a checkpoint short
-            raise
+    needs_group = config.dtype != "float32"
+    with (
+        join_world(config.device, group=needs_group) as world,
+        stop_requests() as signals,
+        RunFolder.open(config, world) as folder,
+    ):
+        if folder.state.finished is not None:
+            return TrainResult(folder.path, folder.export, folder.state.finished)
+        with Run.open(folder, progress=progress) as run:
+            Trainer(run, signals).train()
 
         def export() -> None:
-            export_checkpoint(folders(run)[-1], run / "export")
-            write_json(run / DONE_FILE, _done(config))
+            export_checkpoint(folders(folder.path)[-1], folder.export)
+            folder.mark_done()
 
         world.first(export)
-        return TrainResult(run, run / "export", trainer.log.last.get("validation", {}))
+        validation = run.log.last.get("validation", {})
+        return TrainResult(folder.path, folder.export, validation)
 
 
-def _done(config: TrainConfig) -> Record:
-    """What says that a run is complete."""
-    return {"steps": config.max_steps, "export_dtype": config.export_dtype}
+class _Gradients(NamedTuple):
+    """Norms of the gradients before they are clipped.
 
+    Args:
+        model: of the model.
+        routers: of all routers together; None without routers.
+        by_router: by first layer of each group.
+    """
 
-def _last_record(config: TrainConfig) -> Record | None:
-    """The last record of a run that is complete; None of any other."""
-    run = Path(config.output)
-    done, exported = run / DONE_FILE, run / "export" / "config.json"
-    # an earlier version wrote the steps alone
-    if not (done.exists() and exported.exists() and {**_done(config), **read_json(done)} == _done(config)):
-        return None
-    return [{}, *read_jsonl(run / METRICS_FILE)][-1]
+    model: float
+    routers: float | None
+    by_router: dict[str, float]
 
 
 class Trainer:
-    """A run in progress: model, policies, optimizer, data and record; ``stack`` holds its folder and files open.
+    """Trains a run to its last step.
 
-    ``signals`` is filled with the number of a signal that stops the run; ``earlier`` is what ``check_folder`` returns.
+    Args:
+        run: opened.
+        signals: gets the number of a signal that stops the run.
     """
 
-    def __init__(
-        self, config: TrainConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, world: World,
-        signals: Sequence[int], earlier: Continuation, stack: ExitStack, *, progress: bool,
-    ) -> None:  # fmt: skip
-        run = Path(config.output)
-        self.config, self.world, self.signals = config, world, signals
-        self.objective = Objective(model, config).to(world.device)
-        world.first(lambda: check_disk(config, self.objective))
-        prepare_layers(model, config)
-        shard(self.objective, world, getattr(torch, config.dtype))
-        self.optimizer = make_optimizer(self.objective, config)
-        self.checkpoints = Checkpoints(run, config.keep_checkpoints, world, self.objective, self.optimizer)
-        self.step, states, notes = self.checkpoints.load_newest()
-        own, place = config.batch_size // world.size, merge_states(states)
-        self.streams = range(world.rank * own, (world.rank + 1) * own)
-        self.data = open_tokens(
-            config.data, tokenizer, seq_len=config.seq_len, batch_size=config.batch_size, max_steps=earlier.begun_with,
-            validation_sequences=config.validation_sequences, seed=config.seed, streams=self.streams,
-            revision=place.get("revision"), bos=config.bos,
-        )  # fmt: skip
-        if place:
-            self.data.train.load_state_dict(place)
-        notes += world.first(lambda: record_config(config, self.step, earlier.changes))
-        self.log = RunLog(config, self.step, enabled=world.is_first, progress=progress)
-        stack.callback(self.log.close)
-        self.log.note(*notes)
+    config: TrainConfig
+    world: World
+    objective: Objective
+    optimizer: torch.optim.Optimizer
+    checkpoints: Checkpoints
+    data: TokenData
+    streams: range
+    log: RunLog
+    step: int
+    signals: Sequence[int]
 
-    def run(self) -> None:
+    def __init__(self, run: Run, signals: Sequence[int]) -> None:
+        self.config = run.config
+        self.world = run.world
+        self.objective = run.objective
+        self.optimizer = run.optimizer
+        self.checkpoints = run.checkpoints
+        self.data = run.data
+        self.streams = run.streams
+        self.log = run.log
+        self.step = run.step
+        self.signals = signals
+
+    def train(self) -> None:
         """Train to the last step, validating and saving on the way."""
         config = self.config
         if self.step == 0:
@@ -157,147 +141,147 @@ class Trainer:
             started = time.perf_counter()
             record = self._train_step()
             self.log.write({"kind": "train", "step": self.step, **record, **self._speed(started)})
-            last, stopping = self.step == config.max_steps, self.world.any(bool(self.signals))
-            if self.step % config.validation_every == 0 or last:
+            is_last = self.step == config.max_steps
+            is_stopping = self.world.any(bool(self.signals))
+            if self.step % config.validation_every == 0 or is_last:
                 self._validate()
-            if self.step % config.checkpoint_every == 0 or last or stopping:
-                state, note = self.data.train.state_dict(), self.log.note
-                self.checkpoints.save(self.step, state, lambda folder, note=note: note(f"saved {folder}"))
-            if stopping and not last:
+            if self.step % config.checkpoint_every == 0 or is_last or is_stopping:
+                self._save()
+            if is_stopping and not is_last:
                 self.checkpoints.wait()
                 signum = self.signals[0] if self.signals else signal.SIGTERM
                 raise Stopped(signum, f"stopped after step {self.step}; the same command continues")
         self.checkpoints.wait()
 
     def _train_step(self) -> dict[str, Any]:
-        config, world = self.config, self.world
+        """Take a step; returns its record."""
+        config = self.config
         rate = learning_rate(self.step, config)
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["lr_multiplier"]
-        own = len(self.streams)
-        size = config.micro_batch_size or own
-        tokens, records = self.data.train.read(), []
-        for start in range(0, own, size):
-            if isinstance(self.objective, FSDPModule):  # only the last backward pass reduces, the others add up
-                self.objective.set_requires_gradient_sync(start + size >= own)
-            part = slice(start, start + size)
-            total, record = self._losses(tokens[part], self.streams[part], self.step)
-            (total * (size / own)).backward()
-            records.append(record | {"tokens_crc32": _mean_crc32(tokens[part], self.world)})
-        routers, policies = self.objective.router_parameters(), self.objective.policy_parameters()
-        reduce_policies(policies, world)
-        norms: dict[str, Any] = {}
-        rates = {"lr": rate}
-        if policies:
-            rates["router_lr"] = rate * config.router_lr_multiplier
-            norms["router_grad_norms"] = {start: _clip(part, math.inf) for start, part in routers.items()}
-            norms["router_grad_norm"] = _clip(policies, config.max_grad_norm)
-        norms["grad_norm"] = _clip(self.objective.model.parameters(), config.max_grad_norm)
-        self._refuse_divergence("model", norms["grad_norm"], math.inf)
-        self._refuse_divergence("routers", norms.get("router_grad_norm", 0.0), EXPLODED)
+        losses = self._accumulate_gradients()
+        norms = self._clip_gradients()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
-        losses = mean_record(records, [1.0] * len(records), world)
-        losses["tokens_crc32"] = round(losses["tokens_crc32"] * config.batch_size)  # the sum over the sequences
-        return {"tokens": self.step * config.tokens_per_step, **rates, **losses, **norms}
+        record = {"tokens": self.step * config.tokens_per_step, "lr": rate}
+        if norms.routers is not None:
+            record["router_lr"] = rate * config.router_lr_multiplier
+        record.update(losses)
+        if norms.routers is not None:
+            record["router_grad_norms"] = norms.by_router
+            record["router_grad_norm"] = norms.routers
+        record["grad_norm"] = norms.model
+        return record
 
-    def _losses(self, tokens: torch.Tensor, sequences: Sequence[int], step: int | None) -> tuple[torch.Tensor, Record]:
-        """The objective; masks are a function of seed, step and sequence, so a checkpoint need not hold them."""
+    def _accumulate_gradients(self) -> dict[str, Any]:
+        """Add the gradients of all micro-batches of a step; returns the mean of their records."""
+        num_sequences = len(self.streams)
+        micro_batch = self.config.micro_batch_size or num_sequences
+        tokens = self.data.train.read()
+        records = []
+        for start in range(0, num_sequences, micro_batch):
+            if isinstance(self.objective, FSDPModule):  # only the last backward pass reduces
+                is_last = start + micro_batch >= num_sequences
+                self.objective.set_requires_gradient_sync(is_last)
+            rows = slice(start, start + micro_batch)
+            loss, record = self._losses(tokens[rows], self.streams[rows], self.step)
+            (loss * (micro_batch / num_sequences)).backward()
+            records.append({**record, "tokens_crc32": _mean_crc32(tokens[rows], self.world)})
+        mean = mean_record(records, [1.0] * len(records), self.world)
+        # the sum over the sequences of the step
+        mean["tokens_crc32"] = round(mean["tokens_crc32"] * self.config.batch_size)
+        return mean
+
+    def _clip_gradients(self) -> _Gradients:
+        """Reduce the routers' gradients over the processes and clip all; returns the norms before.
+
+        Raises:
+            InputError: the run diverged.
+        """
+        max_norm = self.config.max_grad_norm
+        policies = self.objective.policy_parameters()
+        reduce_policies(policies, self.world)
+        by_router: dict[str, float] = {}
+        router_norm = None
+        if policies:
+            for start, parameters in self.objective.router_parameters().items():
+                by_router[start] = clip_gradients(parameters, math.inf)
+            router_norm = clip_gradients(policies, max_norm)
+        model_norm = clip_gradients(self.objective.model.parameters(), max_norm)
+        self._check_norm("model", model_norm, math.inf)
+        self._check_norm("routers", router_norm or 0.0, EXPLODED)
+        return _Gradients(model_norm, router_norm, by_router)
+
+    def _losses(
+        self, tokens: Int[Tensor, "batch tokens"], sequences: Sequence[int], step: int | None
+    ) -> tuple[Float[Tensor, ""], Record]:
+        """The objective and its terms.
+
+        Masks are a function of seed, step and sequence, so that checkpoints need not contain them.
+
+        Args:
+            tokens: of the sequences.
+            sequences: their numbers among those of the step, or of validation.
+            step: counted from 0; None for validation.
+        """
         check_token_ids(self.objective.model, tokens)
         generators = []
         for sequence in sequences:
-            words = np.random.SeedSequence([self.config.seed, step is not None, step or 0, sequence])
-            generators.append(torch.Generator().manual_seed(int(words.generate_state(1, np.uint64)[0] >> 1)))
-        return self.objective(tokens.to(self.world.device, non_blocking=True), generators, step)
+            entropy = [self.config.seed, step is not None, step or 0, sequence]
+            word = np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]
+            generators.append(torch.Generator().manual_seed(int(word >> 1)))
+        tokens = tokens.to(self.world.device, non_blocking=True)
+        return self.objective(tokens, generators, step)
 
     @torch.no_grad()
     def _validate(self) -> None:
-        """Means over all validation sequences; a process without one left takes part with weight 0."""
-        table, world = self.data.validation, self.world
+        """Log the means over all validation sequences.
+
+        A process that has no sequences left in the last batch takes part with weight 0.
+        """
+        table = self.data.validation
         size = self.config.micro_batch_size or len(self.streams)
-        records, weights = [], []
-        for part in range(math.ceil(len(table) / (size * world.size))):
-            start = (part * world.size + world.rank) * size
+        num_batches = math.ceil(len(table) / (size * self.world.size))
+        records = []
+        weights = []
+        for batch in range(num_batches):
+            start = (batch * self.world.size + self.world.rank) * size
             rows = list(range(start, min(start + size, len(table))))
             weights.append(float(len(rows)))
             rows = rows or [0]
-            records.append(self._losses(table[rows], rows, None)[1])
-        self.log.write({"kind": "validation", "step": self.step, **mean_record(records, weights, world)})
+            _, record = self._losses(table[rows], rows, None)
+            records.append(record)
+        means = mean_record(records, weights, self.world)
+        self.log.write({"kind": "validation", "step": self.step, **means})
 
-    def _refuse_divergence(self, whose: str, norm: float, limit: float) -> None:
+    def _save(self) -> None:
+        state = self.data.train.state_dict()
+        self.checkpoints.save(self.step, state, lambda folder: self.log.note(f"saved {folder}"))
+
+    def _check_norm(self, whose: str, norm: float, limit: float) -> None:
+        """Reject a gradient norm beyond a limit: the run diverged."""
         if math.isfinite(norm) and norm <= limit:
             return
         self.checkpoints.wait()
-        saved, config = folders(Path(self.config.output)), self.config
-        place = f"the last checkpoint of {config.output} is {saved[-1].name}" if saved else "nothing was saved"
-        raise InputError(
-            f"training diverged: the gradient of the {whose} in step {self.step + 1} has norm {norm:.1e}; {place}, a "
-            f"smaller peak_lr than {config.peak_lr:g} needs another output folder"
-        )
+        output = self.config.output
+        saved = folders(Path(output))
+        place = "nothing was saved"
+        if saved:
+            place = f"the last checkpoint of {output} is {saved[-1].name}"
+        gradient = f"the gradient of the {whose} in step {self.step + 1} has norm {norm:.1e}"
+        remedy = f"a smaller peak_lr than {self.config.peak_lr:g} needs another output folder"
+        raise InputError(f"training diverged: {gradient}; {place}, {remedy}")
 
     def _speed(self, started: float) -> dict[str, float]:
-        rate = self.config.tokens_per_step / (time.perf_counter() - started)
-        return {"tokens_per_s": rate, "peak_memory_gib": peak_memory(self.world.device)}
+        seconds = time.perf_counter() - started
+        return {
+            "tokens_per_s": self.config.tokens_per_step / seconds,
+            "peak_memory_gib": peak_memory(self.world.device),
+        }
 
 
-def learning_rate(step: int, config: TrainConfig) -> float:
-    """The model's learning rate at a step, from 0: linear warm-up to the peak, then half a cosine to the floor."""
-    if step < config.warmup_steps:
-        return config.peak_lr * (step + 1) / config.warmup_steps
-    progress = (step - config.warmup_steps) / max(1, config.max_steps - 1 - config.warmup_steps)
-    return config.min_lr + (config.peak_lr - config.min_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-
-
-def make_optimizer(objective: Objective, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW over the model (matrices with weight decay, vectors without) and the routers (own rate, no decay)."""
-    parameters = [p for p in objective.model.parameters() if p.requires_grad]
-    groups: list[tuple[list[nn.Parameter], float, float]] = [
-        ([p for p in parameters if p.ndim >= 2], config.weight_decay, 1.0),
-        ([p for p in parameters if p.ndim < 2], 0.0, 1.0),
-        (objective.policy_parameters(), 0.0, config.router_lr_multiplier),
-    ]
-    return torch.optim.AdamW(
-        [{"params": p, "weight_decay": decay, "lr_multiplier": factor} for p, decay, factor in groups if p],
-        lr=config.peak_lr, betas=config.betas, eps=1e-8, fused=True,
-    )  # fmt: skip
-
-
-def _mean_crc32(tokens: torch.Tensor, world: World) -> torch.Tensor:
-    """Of the sequences of a micro-batch: runs that record the same were trained on the same tokens."""
+def _mean_crc32(tokens: Int[Tensor, "batch tokens"], world: World) -> Float[Tensor, ""]:
+    """The mean checksum of some sequences: equal in runs that are trained on the same tokens."""
     sums = [float(zlib.crc32(row)) for row in tokens.numpy()]
     return torch.tensor(sums, dtype=torch.float64, device=world.device).mean()
-
-
-def _clip(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
-    """The norm of the gradients before they are clipped."""
-    norm = nn.utils.clip_grad_norm_([p for p in parameters if p.grad is not None], max_norm)
-    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # type: ignore[operator]
-
-
-@contextmanager
-def _stop_requests() -> Iterator[list[int]]:
-    """A list to which a SIGTERM or SIGINT appends its number during the block; empty outside the main thread.
-
-    Another one, two seconds later or more, raises ``Stopped`` at once, even where the program waits for data: torchrun
-    hands on a signal that its processes may have got themselves.
-    """
-    received: list[int] = []
-    first = 0.0
-    if threading.current_thread() is not threading.main_thread():
-        yield received
-        return
-
-    def note(signum: int, _: FrameType | None) -> None:
-        nonlocal first
-        first = first or time.monotonic()
-        received.append(signum)
-        if time.monotonic() - first > _ONE_REQUEST:
-            raise Stopped(signum, "stopped at once; the checkpoints so far are in place")
-
-    previous = {s: signal.signal(s, note) for s in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield received
-    finally:
-        for signum, handler in previous.items():
-            signal.signal(signum, handler)

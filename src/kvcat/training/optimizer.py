@@ -1,0 +1,47 @@
+"""AdamW over the model and its routers, and the norms of their gradients."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvcat.training.config import TrainConfig
+from kvcat.training.objective import Objective
+
+
+def make_optimizer(objective: Objective, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW in up to three groups: matrices, vectors and routers.
+
+    Only the matrices have weight decay. ``lr_multiplier`` of a group is its learning rate over the
+    model's.
+    """
+    parameters = [p for p in objective.model.parameters() if p.requires_grad]
+    matrices = {
+        "params": [p for p in parameters if p.ndim >= 2],
+        "weight_decay": config.weight_decay,
+        "lr_multiplier": 1.0,
+    }
+    vectors = {
+        "params": [p for p in parameters if p.ndim < 2],
+        "weight_decay": 0.0,
+        "lr_multiplier": 1.0,
+    }
+    routers = {
+        "params": objective.policy_parameters(),
+        "weight_decay": 0.0,
+        "lr_multiplier": config.router_lr_multiplier,
+    }
+    groups: list[dict[str, Any]] = [
+        group for group in (matrices, vectors, routers) if group["params"]
+    ]
+    return torch.optim.AdamW(groups, lr=config.peak_lr, betas=config.betas, eps=1e-8, fused=True)
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
+    """Clip the gradients to a norm; returns their norm before."""
+    with_gradient = [p for p in parameters if p.grad is not None]
+    norm = nn.utils.clip_grad_norm_(with_gradient, max_norm)
+    if hasattr(norm, "full_tensor"):  # of sharded parameters
+        norm = norm.full_tensor()  # type: ignore[operator]
+    return float(norm)

@@ -1,0 +1,19 @@
+"""The learning rate over the steps of a run."""
+
+import math
+
+from kvcat.training.config import TrainConfig
+
+
+def learning_rate(step: int, config: TrainConfig) -> float:
+    """The model's learning rate in a step, counted from 0.
+
+    Linear warm-up to ``peak_lr``, then half a cosine down to ``min_lr`` in the last step. The
+    routers' rate is ``router_lr_multiplier`` times as large.
+    """
+    warmup = config.warmup_steps
+    if step < warmup:
+        return config.peak_lr * (step + 1) / warmup
+    progress = min(1.0, (step - warmup) / max(1, config.max_steps - 1 - warmup))
+    height = 0.5 * (1 + math.cos(math.pi * progress))
+    return config.min_lr + (config.peak_lr - config.min_lr) * height
