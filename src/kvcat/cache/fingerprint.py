@@ -41,6 +41,7 @@ IGNORED = frozenset({
     "bos_token_id", "cls_token_id", "decoder_start_token_id", "eos_token_id", "mask_token_id",
     "pad_token_id", "sep_token_id", "unk_token_id",
 })  # fmt: skip
+_PER_LAYER = "_heterogeneity_spec"  # where transformers keeps settings of single layers
 _ROPE_IGNORED = ("type",)  # the older name of rope_type
 _STATE = ("dynamic", "longrope")  # rotary embeddings whose frequencies follow the last text
 _INPUT_BUFFERS = ("position_ids", "token_type_ids", "attn.bias", "masked_bias", "transformer.bias")
@@ -173,25 +174,33 @@ def _adapter_digests(model: nn.Module, tensors: Tensors) -> list[str]:
 
 
 def _settings(config: PreTrainedConfig | None, reader: type) -> dict[str, Any]:
-    """The settings of a configuration that may change the logits of its model, of whose class ``reader`` is."""
+    """The settings of a configuration that may change the logits of its model of class ``reader``."""
     if config is None:
         return {}
-    kind = type(config)
-    default = _default_config(kind)
-    declared = set(getattr(kind, "__dataclass_fields__", ()))
-    settings: dict[str, Any] = {}
-    for name, value in vars(config).items():
-        if name.startswith("_") or name in IGNORED:
-            continue
-        if name not in declared and not _mentions(reader, name):
-            continue  # what neither the configuration's class nor the model knows
-        num_layers = getattr(config, "num_hidden_layers", None)
-        usual = _normal(
-            getattr(default, name, None), getattr(default, "num_hidden_layers", None), reader
-        )
-        normal = _normal(value, num_layers, reader)
-        if normal != usual:
-            settings[name] = normal
+    declared = set(getattr(type(config), "__dataclass_fields__", ()))
+    values, usual = (_plain_settings(each, reader) for each in (config, _default_config(type(config))))
+    settings = {}
+    for name, value in values.items():
+        # what neither the configuration's class nor the model knows has no effect
+        is_known = name in declared or name == _PER_LAYER or _mentions(reader, name)
+        if is_known and value != usual.get(name):
+            settings[name] = value
+    return settings
+
+
+def _plain_settings(config: PreTrainedConfig | None, reader: type) -> dict[str, Any]:
+    """All settings of a configuration but the ignored ones, those of single layers included."""
+    if config is None:
+        return {}
+    values = vars(config)  # reading an attribute that differs between layers is an error
+    num_layers = values.get("num_hidden_layers")
+    settings = {
+        name: _normal(value, num_layers, reader)
+        for name, value in values.items()
+        if not name.startswith("_") and name not in IGNORED
+    }
+    if _PER_LAYER in values:
+        settings[_PER_LAYER] = _normal(values[_PER_LAYER].per_layer_overrides, None, reader)
     return settings
 
 

@@ -18,7 +18,7 @@ from kvcat.errors import InputError
 from kvcat.models import model_name
 from kvcat.types import Float, Int, Tensor
 
-Scores = list[Float[Tensor, "batch kv_heads _"]]
+Scores = list[Float[Tensor, "batch _ _"]]
 
 
 @dataclass(frozen=True)

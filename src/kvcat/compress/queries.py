@@ -58,7 +58,7 @@ class FittedQueries:
     """
 
     trace: Trace
-    supervising: Sequence[Float[Tensor, "batch heads supervising head_dim"]]
+    supervising: Sequence[Float[Tensor, "batch heads supervising _"]]
     moved: MovedQueries | None
     factors: Float[Tensor, " queries"]
     log_later_mass: Sequence[Float[Tensor, "batch heads queries"]]

@@ -67,18 +67,18 @@ class Trace:
     prefix_len: int
     supervision: Supervision
     supervision_start: int
-    keys: Sequence[Float[Tensor, "batch kv_heads _ head_dim"]]
-    values: Sequence[Float[Tensor, "batch kv_heads _ value_dim"]]
-    queries: Sequence[Float[Tensor, "batch heads queries head_dim"]]
-    suffix_keys: Sequence[Float[Tensor, "batch kv_heads suffix head_dim"]]
+    keys: Sequence[Float[Tensor, "batch _ _ _"]]
+    values: Sequence[Float[Tensor, "batch _ _ _"]]
+    queries: Sequence[Float[Tensor, "batch _ queries _"]]
+    suffix_keys: Sequence[Float[Tensor, "batch _ suffix _"]]
     prefix_positions: Int[Tensor, " sampled"]
-    prefix_queries: Sequence[Float[Tensor, "batch heads sampled head_dim"]]
+    prefix_queries: Sequence[Float[Tensor, "batch _ sampled _"]]
     scales: Sequence[float]
     stream: Sequence[Float[Tensor, " batch"]]
     hidden: Float[Tensor, "batch positions hidden"]
     fingerprint: str
     past_len: int = 0
-    log_bias: Sequence[Float[Tensor, "batch kv_heads _"]] | None = None
+    log_bias: Sequence[Float[Tensor, "batch _ _"]] | None = None
     about: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -131,7 +131,7 @@ class Trace:
         there = bias > -torch.inf
         return (keys, values, bias) if bool(there.all()) else (keys[there], values[there], bias[there])
 
-    def prefix_queries_from(self, start: int) -> Sequence[Float[Tensor, "batch heads queries head_dim"]]:
+    def prefix_queries_from(self, start: int) -> Sequence[Float[Tensor, "batch _ queries _"]]:
         """Per layer, the queries of all prefix positions from ``start`` on; a second forward where some were not kept.
 
         Raises:
@@ -263,7 +263,7 @@ def _kept_positions(known: int, prefix_len: int, *, every: bool) -> Int[Tensor, 
     return tail if known else torch.cat([sampled_positions(prefix_len), tail]).unique()
 
 
-def _log_bias(past: list[CompactLayer], added: int) -> list[Float[Tensor, "batch kv_heads _"]] | None:
+def _log_bias(past: list[CompactLayer], added: int) -> list[Float[Tensor, "batch _ _"]] | None:
     """The log-bias of all slots, 0 for those of the tokens behind the cache; None where no layer has one."""
     if all(x.log_bias is None for x in past):
         return None

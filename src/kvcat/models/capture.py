@@ -29,9 +29,9 @@ class Capture:
         stream: per layer, the squared norm of the residual stream that enters it, the median over tokens.
     """
 
-    keys: list[Float[Tensor, "batch kv_heads _ head_dim"]]
-    values: list[Float[Tensor, "batch kv_heads _ value_dim"]]
-    queries: list[Float[Tensor, "batch heads queries head_dim"]]
+    keys: list[Float[Tensor, "batch _ _ _"]]
+    values: list[Float[Tensor, "batch _ _ _"]]
+    queries: list[Float[Tensor, "batch _ queries _"]]
     hidden: Float[Tensor, "batch tokens hidden"]
     scales: list[float]
     stream: list[Float[Tensor, " batch"]]
@@ -77,6 +77,12 @@ def capture(
 
     def measure(_layer: Any, given: tuple[Any, ...], named: dict[str, Any], *, index: int) -> None:
         states = given[0] if given else named["hidden_states"]
+        if states.dim() != 3:
+            shape = "x".join(map(str, states.shape))
+            raise InputError(
+                f"{type(model).__name__} is not supported: its layers get hidden states of shape {shape}, not of "
+                "batch, tokens and channels"
+            )
         norms[index].append(states.float().square().sum(-1))
         bar.update()
 

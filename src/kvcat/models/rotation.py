@@ -1,5 +1,6 @@
 """Keys turned to other positions, with the model's own rotary embedding."""
 
+import inspect
 import sys
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -40,7 +41,8 @@ class KeyRotation:
         if getattr(config, "kv_lora_rank", None):
             raise InputError(f"{name}: keys of latent attention cannot be turned")
         types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-        self.layer_types = types if hasattr(self.rotary, f"{types[0]}_inv_freq") else [None] * len(types)
+        by_type = any(hasattr(self.rotary, f"{kind}_inv_freq") for kind in types)
+        self.layer_types = types if by_type else [None] * len(types)
         tried = _TURNED.setdefault(model, {})
         self.turned = tried.get(shift, [True] * len(types))
         if shift in tried or not shift:
@@ -62,19 +64,26 @@ class KeyRotation:
     ) -> Float[Tensor, "batch kv_heads slots head_dim"]:
         """One layer's keys, rotated at their own positions, after the turn by ``shift`` (None: ``self.shift``)."""
         at, places = torch.as_tensor(self.shift if shift is None else shift).view(-1).unique(return_inverse=True)
-        if not (at.any() and self.turned[layer]):
+        kind = self.layer_types[layer]
+        has_positions = kind is None or hasattr(self.rotary, f"{kind}_inv_freq")
+        if not (at.any() and self.turned[layer] and has_positions):
             return keys
         wide = keys if keys.dtype == torch.float64 else keys.float()
-        kind = self.layer_types[layer]
         at = at.unsqueeze(0).to(keys.device)
         cos, sin = self.rotary(wide, at) if kind is None else self.rotary(wide, at, kind)
         # the keys have the attention factor of YaRN already
         factor = getattr(self.rotary, f"{kind}_attention_scaling" if kind else "attention_scaling", 1.0)
-        apply: Any = sys.modules[type(self.rotary).__module__].apply_rotary_pos_emb  # type: ignore[attr-defined]
-        part, rest = wide.tensor_split([cos.shape[-1]], dim=-1)
+        rotated, passed = wide.tensor_split([cos.shape[-1]], dim=-1)
         cos, sin = ((x / factor).index_select(1, places.to(x.device)) for x in (cos, sin))
-        _, turned = apply(part[:, :1], part, cos, sin)
-        return (torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned).to(keys.dtype)
+        turned = self._apply(rotated, cos, sin)
+        return (torch.cat([turned, passed], dim=-1) if passed.shape[-1] else turned).to(keys.dtype)
+
+    def _apply(self, keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """The keys after the model's own rotation, a function of (q, k, cos, sin) or, in Gemma 4, of (x, cos, sin)."""
+        apply: Any = sys.modules[type(self.rotary).__module__].apply_rotary_pos_emb  # type: ignore[attr-defined]
+        if list(inspect.signature(apply).parameters)[1] == "cos":
+            return apply(keys, cos, sin)
+        return apply(keys[:, :1], keys, cos, sin)[1]
 
 
 def rotary_module(model: PreTrainedModel) -> nn.Module:
@@ -87,8 +96,11 @@ def rotary_module(model: PreTrainedModel) -> nn.Module:
     if not found or not hasattr(sys.modules[type(found[0]).__module__], "apply_rotary_pos_emb"):
         raise InputError(f"{kind} has no rotary position embedding: its keys cannot be turned")
     types = getattr(found[0], "rope_type", "default")
+    parameters = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    # factors that are the same for short and long texts depend on no length
+    is_fixed = "short_factor" in parameters and parameters["short_factor"] == parameters.get("long_factor")
     for name in types.values() if isinstance(types, dict) else [types]:
-        if name in _LENGTH_DEPENDENT:
+        if name in _LENGTH_DEPENDENT and not is_fixed:
             reason = f"rotary embeddings of type {name!r} depend on the length of the text"
             raise InputError(f"{kind}: {reason}: its keys cannot be turned")
     return found[0]

@@ -1,5 +1,7 @@
 """The start-up test that finds out whether a model can be supported."""
 
+from contextlib import suppress
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -9,7 +11,15 @@ from kvcat.cache import CompactCache, CompactLayer, layer_windows
 from kvcat.errors import InputError, one_line
 from kvcat.models.capture import Capture, capture
 from kvcat.models.masked_pass import HiddenOutput, MaskedPass
-from kvcat.models.structure import decoder_layers, frozen, logits_from_hidden, relative_error, same
+from kvcat.models.rotation import KeyRotation
+from kvcat.models.structure import (
+    decoder_layers,
+    frozen,
+    logits_from_hidden,
+    output_gains,
+    relative_error,
+    same,
+)
 from kvcat.policies import SparsificationPolicy
 from kvcat.types import Float, Int, Tensor
 
@@ -32,10 +42,12 @@ class _Given(SparsificationPolicy):
 def self_test(model: PreTrainedModel, *, split: bool = False) -> None:
     """Return if the masked pass and compact caches work on this model; otherwise refuse it by name.
 
-    On 16 random tokens: dense rows equal the stock model (transformers' eager attention); a random gate in every layer
-    changes the masked rows, only where a slot is hidden before them, and gets gradients; ``output_head`` can describe
-    the head; tokens behind a compact cache of all slots equal the stock model, and a log-bias of the slots changes them
-    (not tested with shorter sliding windows). The model is left with kvcat's attention.
+    On 16 random tokens: dense rows equal the stock model (transformers' eager attention); a random
+    gate in every layer changes the masked rows, only where a slot is hidden before them, and gets
+    gradients; ``output_head`` can describe the head; tokens behind a compact cache of all slots
+    equal the stock model, also as generation calls it, and a log-bias of the slots changes them
+    (not tested with shorter sliding windows); keys turn to other positions, or it is known that
+    they do not. The model is left with kvcat's attention.
 
     Args:
         model: a causal LM.
@@ -50,7 +62,10 @@ def self_test(model: PreTrainedModel, *, split: bool = False) -> None:
     except InputError:
         raise
     except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        raise InputError(f"{kind} is not supported: {one_line(error)}") from error
+        text = model.config.get_text_config(decoder=True)
+        is_latent = getattr(text, "kv_lora_rank", None) is not None
+        reason = "its cache holds latent attention, not keys and values" if is_latent else one_line(error)
+        raise InputError(f"{kind} is not supported: {reason}") from error
     if complaint is not None:
         raise InputError(f"{kind} is not supported: {complaint}")
 
@@ -58,19 +73,24 @@ def self_test(model: PreTrainedModel, *, split: bool = False) -> None:
 @torch.enable_grad()
 def _complaint(model: PreTrainedModel) -> str | None:
     """The first thing that does not work."""
+    windows = [window for window in layer_windows(model.config) if window is not None]
     tokens, keep, stock = _example(model)
     policies, out = _passes(model, tokens, keep)
     dense, masked = (logits_from_hidden(model, hidden) for hidden in (out.dense_hidden, out.masked_hidden))
     if not same(dense, stock):
         return "the dense rows differ from the stock model"
     seen, half = capture(model, tokens), tokens.shape[1] // 2
-    windows = [window for window in layer_windows(model.config) if window is not None]
     if min(windows, default=_TOKENS) >= tokens.shape[1]:
         unbiased, biased = (_behind_slots(model, tokens, seen, spread) for spread in (0.0, 1.0))
         if not same(unbiased, stock[:, half:]):
             return "tokens behind a compact cache differ from the stock model"
         if torch.equal(unbiased, biased):
             return "the log-bias of a compact cache does not reach its attention"
+        if not same(_generated(model, tokens, seen), stock[:, half:]):
+            return "generation behind a compact cache differs from the stock model"
+    output_gains(model, [keys.shape[1] for keys in seen.keys])
+    with suppress(InputError):  # methods do without turned keys
+        KeyRotation(model, half)
     if not same(masked[:, :2], stock[:, :2]):
         return "hidden slots change earlier tokens"
     if not relative_error(masked[:, 2:], stock[:, 2:]) > 1e-6:
@@ -128,7 +148,26 @@ def _behind_slots(
 ) -> Float[Tensor, "batch suffix vocab"]:
     """Logits of the second half behind a compact cache of the first, log-bias from -spread to spread."""
     half = tokens.shape[1] // 2
-    bias = torch.linspace(-spread, spread, half, device=tokens.device)
-    pairs = [(keys[:, :, :half], values[:, :, :half]) for keys, values in zip(seen.keys, seen.values, strict=True)]
-    cache = CompactCache([CompactLayer(k, v, bias.expand(*k.shape[:2], half)) for k, v in pairs], half, "")
-    return logits_from_hidden(model, capture(model, tokens[:, half:], past=cache.to_transformers(model)).hidden)
+    past = _first_half(seen, half, spread).to_transformers(model)
+    return logits_from_hidden(model, capture(model, tokens[:, half:], past=past).hidden)
+
+
+@torch.no_grad()
+def _generated(
+    model: PreTrainedModel, tokens: Int[Tensor, "batch tokens"], seen: Capture
+) -> Float[Tensor, "batch suffix vocab"]:
+    """Logits of the second half behind the first, from the model as generation calls it."""
+    half = tokens.shape[1] // 2
+    past = _first_half(seen, half, 0.0).to_transformers(model)
+    mask = torch.ones_like(tokens)
+    return model(input_ids=tokens[:, half:], attention_mask=mask, past_key_values=past, use_cache=True).logits
+
+
+def _first_half(seen: Capture, half: int, spread: float) -> CompactCache:
+    """A compact cache of the first half, log-bias from -spread to spread."""
+    bias = torch.linspace(-spread, spread, half, device=seen.keys[0].device)
+    layers = [
+        CompactLayer(keys[:, :, :half], values[:, :, :half], bias.expand(*keys.shape[:2], half))
+        for keys, values in zip(seen.keys, seen.values, strict=True)
+    ]
+    return CompactCache(layers, half, "")

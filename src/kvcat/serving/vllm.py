@@ -28,6 +28,7 @@ from kvcat.serving.transformers import Prefix
 from kvcat.serving.widen import widened_fingerprint
 
 logger = init_logger(__name__)
+_NO_ADAPTERS = "compact caches belong to the model itself: a request with a LoRA adapter cannot name one"
 _TEXTS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
 
 
@@ -148,6 +149,8 @@ class CompactCacheConnector(base.KVConnectorBase_V1):
             if salt.startswith(SALT):
                 raise InputError(f"cache_salt begins with {SALT!r} and no cache is named")
             return None
+        if getattr(request, "lora_request", None) is not None:
+            raise InputError(_NO_ADAPTERS)
         prefix = self.caches.find(named)
         slots, prompt = prefix.num_slots, list(request.prompt_token_ids or ())
         if not salt.startswith(SALT + prefix.digest):
@@ -183,6 +186,12 @@ def open_folder(vllm_config: Any) -> CacheFolder:
     return CacheFolder(folder, widened_fingerprint(config), shape)
 
 
+def _adapter_names(state: Any) -> set[str]:
+    """Names under which the server answers with a LoRA adapter."""
+    requests = getattr(getattr(state, "openai_serving_models", None), "lora_requests", ())
+    return {getattr(request, "lora_name", request) for request in requests}
+
+
 def _prepared(state: Any, field: str, body: bytes) -> bytes:
     """The request as the connector takes it; unchanged if it names no cache or is not understood."""
     try:
@@ -190,6 +199,8 @@ def _prepared(state: Any, field: str, body: bytes) -> bytes:
         name = request["kv_transfer_params"][FIELD]
     except (ValueError, KeyError, TypeError, RecursionError):
         return body
+    if request.get("model") in _adapter_names(state):
+        raise InputError(_NO_ADAPTERS)
     if not hasattr(state, "kvcat"):
         state.kvcat = open_folder(state.vllm_config), get_tokenizer(state.vllm_config.model_config.tokenizer)
     folder, tokenizer = state.kvcat

@@ -1,0 +1,89 @@
+"""A request for a compact cache with a LoRA adapter is rejected; vLLM itself need not be installed."""
+
+import importlib.util
+import json
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+from evicted_caches import evicted, ids, make_model
+
+from kvcat.cache import fingerprint
+from kvcat.errors import InputError
+from kvcat.serving import export_prefix
+from kvcat.serving.folder import PLACEHOLDER, SALT, CacheFolder
+
+pytest.importorskip("starlette")
+WIDE = 32
+MODULES = {
+    "vllm.distributed.kv_transfer.kv_connector.v1": {
+        "base": SimpleNamespace(
+            KVConnectorMetadata=object, KVConnectorBase_V1=object, KVConnectorRole=object,
+            KVConnectorTransferResults=object,
+        )
+    },
+    "vllm.logger": {"init_logger": lambda _: SimpleNamespace(error=lambda *_: None)},
+    "vllm.model_executor.models.utils": {"extract_layer_index": None},
+    "vllm.tokenizers": {"get_tokenizer": None},
+}  # fmt: skip
+
+
+@pytest.fixture
+def serving(monkeypatch):
+    """``kvcat.serving.vllm``, with the names that it takes from vLLM where that is missing."""
+    if importlib.util.find_spec("vllm") is None:
+        for path, names in MODULES.items():
+            words = path.split(".")
+            for count in range(1, len(words) + 1):
+                name = ".".join(words[:count])
+                if name not in sys.modules:
+                    monkeypatch.setitem(sys.modules, name, ModuleType(name))
+            vars(sys.modules[path]).update(names)
+    yield importlib.import_module("kvcat.serving.vllm")
+    sys.modules.pop("kvcat.serving.vllm", None)
+
+
+@pytest.fixture
+def caches(tmp_path):
+    model = make_model("qwen2", {"hidden_size": 64})
+    cache = evicted(model, ids(1, 40), 9)
+    export_prefix(cache, model, tmp_path / "doc", head_dim=WIDE)
+    layers = model.config.num_hidden_layers
+    heads = model.config.num_key_value_heads
+    return CacheFolder(tmp_path, fingerprint(model), (layers, heads, WIDE))
+
+
+def request_for(caches, **fields):
+    prefix = caches.find("doc")
+    values = {
+        "request_id": "1", "kv_transfer_params": {"kvcat": "doc"}, "cache_salt": SALT + prefix.digest,
+        "prompt_token_ids": [PLACEHOLDER] * prefix.num_slots + [3], "skip_reading_prefix_cache": False,
+        "lora_request": None, "num_tokens": prefix.num_slots + 1,
+    }  # fmt: skip
+    return SimpleNamespace(**{**values, **fields})
+
+
+def test_a_request_with_an_adapter_brings_no_slots_and_fails(serving, caches):
+    connector = object.__new__(serving.CompactCacheConnector)
+    connector.caches, connector._named = caches, {}
+    prefix = caches.find("doc")
+    assert connector._prefix(request_for(caches)).digest == prefix.digest
+    adapted = request_for(caches, lora_request=SimpleNamespace(lora_name="a", lora_int_id=1))
+    with pytest.raises(InputError, match="a request with a LoRA adapter cannot name one"):
+        connector._prefix(adapted)
+    assert connector.get_num_new_matched_tokens(adapted, 0) == (prefix.num_slots + 1, True)
+    assert connector._named == {"1": None}  # its load fails, and with it this request alone
+    plain = request_for(
+        caches, lora_request=adapted.lora_request, kv_transfer_params=None, cache_salt=None
+    )
+    assert connector._prefix(plain) is None
+
+
+@pytest.mark.parametrize("names", [{"a": object()}, [SimpleNamespace(lora_name="a")]])
+def test_the_server_rejects_the_name_of_an_adapter_before_the_engine_sees_it(serving, names):
+    state = SimpleNamespace(openai_serving_models=SimpleNamespace(lora_requests=names))
+    body = {"model": "a", "prompt": "x", "kv_transfer_params": {"kvcat": "doc"}}
+    with pytest.raises(InputError, match="a request with a LoRA adapter cannot name one"):
+        serving._prepared(state, "prompt", json.dumps(body).encode())
+    without = json.dumps({"model": "a", "prompt": "x"}).encode()
+    assert serving._prepared(state, "prompt", without) == without
