@@ -177,13 +177,16 @@ def _settings(config: PreTrainedConfig | None, reader: type) -> dict[str, Any]:
     """The settings of a configuration that may change the logits of its model of class ``reader``."""
     if config is None:
         return {}
-    declared = set(getattr(type(config), "__dataclass_fields__", ()))
-    values, usual = (_plain_settings(each, reader) for each in (config, _default_config(type(config))))
+    kind = type(config)
+    declared = set(getattr(kind, "__dataclass_fields__", ()))
+    usual = _plain_settings(_default_config(kind), reader)
     settings = {}
-    for name, value in values.items():
+    for name, value in _plain_settings(config, reader).items():
         # what neither the configuration's class nor the model knows has no effect
         is_known = name in declared or name == _PER_LAYER or _mentions(reader, name)
-        if is_known and value != usual.get(name):
+        # a configuration read from a file holds attributes of its class, such as model_type
+        of_class = inspect.getattr_static(kind, name, None)
+        if is_known and value not in (usual.get(name), of_class):
             settings[name] = value
     return settings
 

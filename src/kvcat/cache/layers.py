@@ -17,9 +17,10 @@ from kvcat.types import Int, Tensor
 class PrefixLayer(CacheLayerMixin):
     """One layer's compact prefix and the tokens after it, as transformers' attention sees them.
 
-    Positions go on from ``num_tokens`` (the prefix length), however few slots stand for the prefix. The returned keys
-    carry (``Carried``) what only kvcat's attention function knows: the log-bias, or, where heads hold different numbers
-    of slots, the slots themselves, which are never padded or copied; the keys are then those of the new tokens alone.
+    Positions go on from ``num_tokens`` (the prefix length), however few slots stand for the prefix.
+    The returned keys carry (``Carried``) what only kvcat's attention function knows: the log-bias,
+    or, where heads hold different numbers of slots, the slots themselves, which are never padded or
+    copied; the keys are then those of the new tokens alone.
 
     Args:
         slots: the prefix.
@@ -34,37 +35,57 @@ class PrefixLayer(CacheLayerMixin):
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, slots: Layer, num_tokens: int, *, window: int | None = None, read_only: bool = False):
+    def __init__(
+        self, slots: Layer, num_tokens: int, *, window: int | None = None, read_only: bool = False
+    ):
         super().__init__()
-        self.keys, self.values, self.log_bias, self.ragged = slots.keys, slots.values, slots.log_bias, None
-        self.rows = torch.arange(slots.batch_size, device=slots.keys.device)
         if isinstance(slots, RaggedLayer):
+            # keys and values of the new tokens alone, at first none: (batch, kv_heads, 0, channels)
             shape = (*slots.counts.shape, 0)
-            self.keys, self.values = (x.new_zeros(*shape, x.shape[-1]) for x in (slots.keys, slots.values))
-            self.log_bias, self.ragged = None, slots
-        self.num_slots, self.num_tokens, self.num_new = slots.num_slots, num_tokens, 0
-        self.window, self.read_only = window, read_only
-        self.dtype, self.device = slots.keys.dtype, slots.keys.device
+            self.keys = slots.keys.new_zeros(*shape, slots.keys.shape[-1])
+            self.values = slots.values.new_zeros(*shape, slots.values.shape[-1])
+            self.log_bias = None
+            self.ragged: RaggedLayer | None = slots
+        else:
+            self.keys = slots.keys
+            self.values = slots.values
+            self.log_bias = slots.log_bias
+            self.ragged = None
+        self.rows = torch.arange(slots.batch_size, device=slots.keys.device)
+        self.num_slots = slots.num_slots
+        self.num_tokens = num_tokens
+        self.num_new = 0
+        self.window = window
+        self.read_only = read_only
+        self.dtype = slots.keys.dtype
+        self.device = slots.keys.device
         self.is_initialized = True
         self._sent: Carried | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: the slots are there from the start."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_args, **_kwargs) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_args, **_kwargs
+    ) -> tuple[Tensor, Tensor]:
         """Keys and values of slots and all tokens so far, with the new tokens appended.
 
-        A cache of batch b serves a batch that is a multiple of b: every row is repeated, as beams are. Refuses another
-        batch, and a sliding window that is too short.
+        A cache of batch b serves a batch that is a multiple of b: every row is repeated, as beams
+        are. Refuses another batch, and a sliding window that is too short.
         """
         _check_window(self.window, self.num_tokens + self.num_new + key_states.shape[-2])
         batch = len(key_states)
-        keys = torch.cat([_repeated(self.keys, batch).to(key_states.dtype), key_states], dim=-2)
-        values = torch.cat([_repeated(self.values, batch).to(value_states.dtype), value_states], dim=-2)
+        earlier_keys = _repeated(self.keys, batch).to(key_states.dtype)
+        earlier_values = _repeated(self.values, batch).to(value_states.dtype)
+        keys = torch.cat([earlier_keys, key_states], dim=-2)
+        values = torch.cat([earlier_values, value_states], dim=-2)
         log_bias = None if self.log_bias is None else _repeated(self.log_bias, batch)
         rows = _repeated(self.rows, batch)
         if not self.read_only:
-            self.keys, self.values, self.log_bias, self.rows = keys, values, log_bias, rows
+            self.keys = keys
+            self.values = values
+            self.log_bias = log_bias
+            self.rows = rows
             self.num_new += key_states.shape[-2]
         carried = None if log_bias is None else Carried(log_bias)
         if self.ragged is not None:
@@ -73,7 +94,9 @@ class PrefixLayer(CacheLayerMixin):
 
     def _carrying(self, keys: Tensor, carried: Carried | None) -> Tensor:
         if self._sent is not None and not self._sent.taken:
-            raise InputError("the slots of a compact cache did not reach attention: this model is not supported")
+            raise InputError(
+                "the slots of a compact cache did not reach attention: this model is not supported"
+            )
         self._sent = carried
         return keys if carried is None else attach(keys, carried)
 
@@ -94,12 +117,18 @@ class PrefixLayer(CacheLayerMixin):
         self.crop(-self.num_new)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last new tokens; minus their number is given (by older transformers, the length that stays)."""
-        if tokens_to_remove > 0:
-            tokens_to_remove -= self.get_seq_length()
-        stop = self.keys.shape[-2] + tokens_to_remove
-        self.keys, self.values = self.keys[..., :stop, :], self.values[..., :stop, :]
-        self.num_new += tokens_to_remove
+        """Drop the last new tokens.
+
+        Args:
+            tokens_to_remove: minus their number; older transformers pass the length that is kept.
+        """
+        change = tokens_to_remove
+        if change > 0:
+            change -= self.get_seq_length()
+        stop = self.keys.shape[-2] + change
+        self.keys = self.keys[..., :stop, :]
+        self.values = self.values[..., :stop, :]
+        self.num_new += change
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row."""
@@ -108,7 +137,9 @@ class PrefixLayer(CacheLayerMixin):
     def batch_select_indices(self, indices: Int[Tensor, " rows"]) -> None:
         """Keep the given rows."""
         rows = indices.to(self.keys.device)
-        self.keys, self.values, self.rows = self.keys[rows], self.values[rows], self.rows[rows]
+        self.keys = self.keys[rows]
+        self.values = self.values[rows]
+        self.rows = self.rows[rows]
         self.log_bias = None if self.log_bias is None else self.log_bias[rows]
 
     def reorder_cache(self, beam_idx: Int[Tensor, " rows"]) -> None:
@@ -117,10 +148,11 @@ class PrefixLayer(CacheLayerMixin):
 
 
 class StaticPrefixLayer(PrefixLayer):
-    """A prefix with room for a fixed number of tokens, allocated once, as transformers' ``StaticLayer``.
+    """A prefix with room for a fixed number of tokens, allocated once, as transformers'
+    ``StaticLayer``.
 
-    Shapes never change, so that a model is compiled once. Heads with fewer slots are padded. At most ``capacity``
-    tokens may follow the prefix.
+    Shapes never change, so that a model is compiled once. Heads with fewer slots are padded. At
+    most ``capacity`` tokens may follow the prefix.
     """
 
     is_compileable = True
@@ -129,36 +161,39 @@ class StaticPrefixLayer(PrefixLayer):
     def __init__(self, slots: Layer, num_tokens: int, *, capacity: int, window: int | None = None):
         super().__init__(slots.padded(), num_tokens, window=window)
         _check_window(window, num_tokens + capacity)
-        self.capacity, self.is_initialized = capacity, False
+        self.capacity = capacity
+        self.is_initialized = False
         self.cumulative_length = torch.tensor(0, device=self.device)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate the room, in the dtype and for the batch of the first tokens."""
         batch = len(key_states)
-        self.keys, self.values = (
-            nn.functional.pad(_repeated(slots, batch).to(like), (0, 0, 0, self.capacity))
-            for slots, like in ((self.keys, key_states), (self.values, value_states))
-        )
+        room = (0, 0, 0, self.capacity)
+        self.keys = nn.functional.pad(_repeated(self.keys, batch).to(key_states), room)
+        self.values = nn.functional.pad(_repeated(self.values, batch).to(value_states), room)
         self.log_bias = None if self.log_bias is None else _repeated(self.log_bias, batch)
         self.rows = _repeated(self.rows, batch)
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_args, **_kwargs) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_args, **_kwargs
+    ) -> tuple[Tensor, Tensor]:
         """The whole room, the new tokens written behind those before."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        count = key_states.shape[-2]
-        at = torch.arange(count, device=self.device) + self.num_slots + self.cumulative_length
-        if not torch.compiler.is_compiling() and int(at[-1]) >= self.keys.shape[-2]:
+        num_added = key_states.shape[-2]
+        first_place = self.num_slots + self.cumulative_length
+        places = torch.arange(num_added, device=self.device) + first_place
+        if not torch.compiler.is_compiling() and int(places[-1]) >= self.keys.shape[-2]:
             raise InputError(f"more tokens than the static cache has room for: {self.capacity}")
-        self.cumulative_length.add_(count)
-        self.keys.index_copy_(2, at, key_states)
-        self.values.index_copy_(2, at, value_states)
+        self.cumulative_length.add_(num_added)
+        self.keys.index_copy_(2, places, key_states)
+        self.values.index_copy_(2, places, value_states)
         carried = None if self.log_bias is None else Carried(self.log_bias)
         return self._carrying(self.keys.view_as(self.keys), carried), self.values
 
     def get_seq_length(self) -> Tensor:  # type: ignore[override]
-        """Position of the next token, as a tensor, so that a compiled model is not compiled anew."""
+        """Position of the next token, as a tensor: a compiled model is not compiled again."""
         return self.num_tokens + self.cumulative_length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:  # noqa: ARG002
@@ -178,26 +213,39 @@ def layer_windows(config: Any) -> list[int | None]:
     """Sliding window of every layer in tokens, None where a layer sees everything before it.
 
     Raises:
-        InputError: a layer keeps no keys and values (linear attention, state space) or shares another's.
+        InputError: a layer keeps no keys and values (linear attention, state space) or shares
+            another's.
     """
     config = config.get_text_config(decoder=True)
-    window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
+    window = getattr(config, "sliding_window", None)
+    chunk = getattr(config, "attention_chunk_size", None)
     types = getattr(config, "layer_types", None)
     if types is None:
-        kind = "sliding_attention" if window else "chunked_attention" if chunk else "full_attention"
+        if window:
+            kind = "sliding_attention"
+        elif chunk:
+            kind = "chunked_attention"
+        else:
+            kind = "full_attention"
         types = [kind] * config.num_hidden_layers
     windows = {"full_attention": None, "sliding_attention": window, "chunked_attention": chunk}
     for kind in types:
         if kind not in windows:
-            raise InputError(f"{config.model_type}: layers of type {kind!r} keep no keys and values to compress")
+            raise InputError(
+                f"{config.model_type}: layers of type {kind!r} keep no keys and values to compress"
+            )
     if getattr(config, "num_kv_shared_layers", 0):
-        raise InputError(f"{config.model_type}: layers that share keys and values are not supported")
+        raise InputError(
+            f"{config.model_type}: layers that share keys and values are not supported"
+        )
     return [windows[kind] for kind in types]
 
 
 def _check_window(window: int | None, total: int) -> None:
     if window is not None and total > window:
-        raise InputError(f"{total} tokens exceed the sliding window of {window}: not supported with a compact cache")
+        raise InputError(
+            f"{total} tokens exceed the sliding window of {window}: not supported with a compact cache"
+        )
 
 
 def _repeated(states: Tensor, batch: int) -> Tensor:

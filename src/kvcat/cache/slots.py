@@ -14,19 +14,28 @@ Rows = Int[Tensor, " rows"] | list[int] | slice
 
 
 class _Slots:
-    """What both kinds of layers have in common."""
+    """Common to both kinds of layers."""
 
     counts: Int[Tensor, "batch kv_heads"]
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors there are, by field name."""
-        named = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
-        return {name: tensor for name, tensor in named.items() if tensor is not None}
+        """The tensors that are not None, by field name."""
+        tensors = {}
+        for field in fields(self):  # type: ignore[arg-type]
+            tensor = getattr(self, field.name)
+            if tensor is not None:
+                tensors[field.name] = tensor
+        return tensors
 
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "Layer":
+    def to(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> "Layer":
         """On another device, keys and values in another dtype; the log-bias keeps its own."""
-        moved = {name: tensor.to(device=device) for name, tensor in self.tensors().items() if name != "counts"}
-        moved |= {name: moved[name].to(dtype=dtype) for name in ("keys", "values")}
+        tensors = self.tensors()
+        tensors.pop("counts", None)  # which are on the CPU always
+        moved = {name: tensor.to(device=device) for name, tensor in tensors.items()}
+        for name in ("keys", "values"):
+            moved[name] = moved[name].to(dtype=dtype)
         return replace(self, **moved)  # type: ignore[type-var]
 
     @property
@@ -42,7 +51,7 @@ class _Slots:
 
 @dataclass(frozen=True)
 class CompactLayer(_Slots):
-    """Keys and values of one layer's slots, and what is added to the scores of each slot.
+    """Keys and values of one layer's slots, and a bias on the score of each slot.
 
     Args:
         keys: keys after rotation at their original positions.
@@ -71,13 +80,16 @@ class CompactLayer(_Slots):
         return self
 
     def without_absent(self) -> "Layer":
-        """Without the slots of log-bias -inf, which no query sees; undoes ``RaggedLayer.padded``."""
-        there = None if self.log_bias is None else self.log_bias > -torch.inf
-        return self if there is None or bool(there.all()) else self.taken(there)
+        """The layer without slots of log-bias -inf, which no query sees; undoes ``padded``."""
+        if self.log_bias is None:
+            return self
+        exists = self.log_bias > -torch.inf
+        return self if bool(exists.all()) else self.taken(exists)
 
-    def taken(self, there: Bool[Tensor, "batch kv_heads slots"]) -> "Layer":
-        """Some of the slots, at least one of every head; ragged where heads keep different numbers of them."""
-        return _layer({name: tensor[there] for name, tensor in self.tensors().items()}, there.sum(-1).cpu())
+    def taken(self, kept: Bool[Tensor, "batch kv_heads slots"]) -> "Layer":
+        """The kept slots, at least one of every head; ragged where heads keep different numbers."""
+        flat = {name: tensor[kept] for name, tensor in self.tensors().items()}
+        return _layer(flat, kept.sum(-1).cpu())
 
     def select(self, rows: Rows) -> "CompactLayer":
         """The given examples."""
@@ -96,14 +108,20 @@ class CompactLayer(_Slots):
             keys: per example and KV head, keys after rotation (slots, head_dim), at least one slot.
             values, log_bias, positions: likewise; None: no log-bias, positions that are not known.
         """
-        parts = {"keys": keys, "values": values, "log_bias": log_bias, "positions": positions}
-        flat = {n: torch.cat([head for row in part for head in row]) for n, part in parts.items() if part is not None}
-        return _layer(flat, torch.tensor([[len(head) for head in row] for row in keys]))
+        states = {"keys": keys, "values": values, "log_bias": log_bias, "positions": positions}
+        flat = {}
+        for name, examples in states.items():
+            if examples is not None:
+                flat[name] = torch.cat([head for heads in examples for head in heads])
+        counts = torch.tensor([[len(head) for head in heads] for heads in keys])
+        return _layer(flat, counts)
 
 
 @dataclass(frozen=True)
 class RaggedLayer(_Slots):
-    """Slots of one layer whose heads hold different numbers of them, one head after the other, example by example.
+    """Slots of one layer whose heads hold different numbers of slots.
+
+    The slots of one head follow those of the head before, example by example.
 
     Args:
         keys, values, log_bias, positions: as in ``CompactLayer``.
@@ -122,40 +140,51 @@ class RaggedLayer(_Slots):
 
     def head(self, example: int, head: int) -> Head:
         """Keys, values and log-bias of one KV head of one example."""
-        own = self._heads[example * self.counts.shape[1] + head]
-        return self.keys[own], self.values[own], None if self.log_bias is None else self.log_bias[own]
+        slots = self._heads[example * self.counts.shape[1] + head]
+        bias = None if self.log_bias is None else self.log_bias[slots]
+        return self.keys[slots], self.values[slots], bias
 
     def padded(self) -> CompactLayer:
-        """All heads with as many slots as the fullest; added slots have log-bias -inf, which no query sees."""
+        """All heads with as many slots as the fullest; added slots have log-bias -inf."""
         counts = self.counts.to(self.keys.device)
-        there = torch.arange(self.num_slots, device=counts.device) < counts.unsqueeze(-1)
-        bias = self.keys.new_full(there.shape, -torch.inf, dtype=torch.promote_types(self.keys.dtype, torch.float32))
-        bias[there] = 0.0 if self.log_bias is None else self.log_bias.to(bias.dtype)
-        keys, values = (flat.new_zeros(*there.shape, flat.shape[-1]) for flat in (self.keys, self.values))
-        keys[there], values[there] = self.keys, self.values
+        slot_numbers = torch.arange(self.num_slots, device=counts.device)
+        exists = slot_numbers < counts.unsqueeze(-1)  # (batch, kv_heads, slots)
+        bias_dtype = torch.promote_types(self.keys.dtype, torch.float32)
+        bias = self.keys.new_full(exists.shape, -torch.inf, dtype=bias_dtype)
+        bias[exists] = 0.0 if self.log_bias is None else self.log_bias.to(bias_dtype)
+        keys = self.keys.new_zeros(*exists.shape, self.keys.shape[-1])
+        keys[exists] = self.keys
+        values = self.values.new_zeros(*exists.shape, self.values.shape[-1])
+        values[exists] = self.values
         return CompactLayer(keys, values, bias)
 
     def select(self, rows: Rows) -> "Layer":
         """The given examples."""
-        rows = rows.cpu() if isinstance(rows, Tensor) else rows
-        chosen, examples = torch.arange(self.batch_size)[rows], list(_spans(self.counts.sum(1)))
-        flat = {
-            name: torch.cat([tensor[examples[row]] for row in chosen.tolist()])
-            for name, tensor in self.tensors().items()
-            if name != "counts"
-        }
+        if isinstance(rows, Tensor):
+            rows = rows.cpu()
+        chosen = torch.arange(self.batch_size)[rows]
+        slots_of_examples = list(_spans(self.counts.sum(1)))
+        tensors = self.tensors()
+        del tensors["counts"]
+        flat = {}
+        for name, tensor in tensors.items():
+            flat[name] = torch.cat([tensor[slots_of_examples[row]] for row in chosen.tolist()])
         return _layer(flat, self.counts[chosen])
 
 
 Layer = CompactLayer | RaggedLayer
 
 
-def _spans(counts: Int[Tensor, " parts"]) -> Iterator[slice]:
+def _spans(counts: Int[Tensor, " groups"]) -> Iterator[slice]:
+    """The slots of each group, where groups of these sizes follow each other."""
     return (slice(start, stop) for start, stop in pairwise([0, *accumulate(counts.tolist())]))
 
 
 def _layer(flat: dict[str, Tensor], counts: Int[Tensor, "batch kv_heads"]) -> Layer:
-    """A ``CompactLayer`` where all heads hold equally many slots, which follow each other head by head."""
+    """A layer from slots that follow each other head by head; ragged where the counts differ."""
     if int(counts.min()) < int(counts.max()):
         return RaggedLayer(**flat, counts=counts)
-    return CompactLayer(**{n: x.reshape(*counts.shape, -1, *x.shape[1:]) for n, x in flat.items()})
+    by_head = {}
+    for name, tensor in flat.items():
+        by_head[name] = tensor.reshape(*counts.shape, -1, *tensor.shape[1:])
+    return CompactLayer(**by_head)
