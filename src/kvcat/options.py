@@ -99,13 +99,15 @@ def typed_value(value: Any, hint: Any) -> Any:
     arguments = typing.get_args(hint)
     if kind in (types.UnionType, typing.Union):
         return _typed_as_one_of(value, arguments)
-    if kind is Literal and type(value) is str and value in arguments:
+    if kind is Literal and isinstance(value, str) and value in arguments:
         return value
     if kind is tuple and isinstance(value, tuple | list):
         return _typed_tuple(value, arguments)
     if kind is float and type(value) in (int, float) and math.isfinite(float(value)):
         return float(value)
-    if kind in (bool, int, str, NoneType) and type(value) is kind:
+    if kind is str and isinstance(value, str):
+        return value
+    if kind in (bool, int, NoneType) and type(value) is kind:
         return value
     raise TypeError
 

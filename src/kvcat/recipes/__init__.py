@@ -1,11 +1,11 @@
 """Training recipes: complete configurations as data, any field of them overridden by keyword.
 
-The embedded base is in ``base``, the demo in ``demo``.
+``pretrain`` makes the base model of the package, ``demo`` is the demo.
 """
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvcat.errors import InputError
 from kvcat.options import parse_spec
@@ -23,7 +23,9 @@ class Recipe:
     values: dict[str, Any]  # fields that differ from the defaults
 
     def __call__(self, **overrides: Any) -> TrainConfig:
-        """The configuration with these fields; its output folder is ``runs/NAME-POLICY`` if none is given.
+        """The configuration with these fields.
+
+        Its output folder is ``runs/NAME-POLICY`` if none is given.
 
         Raises:
             InputError: no model, an unknown field, or a value out of range.
@@ -44,10 +46,18 @@ class Recipe:
 
 _SMALL = {"seq_len": 512, "peak_lr": 1e-3, "min_lr": 5e-5}
 _PAPER = {
-    "data": "hub:HuggingFaceFW/fineweb-edu", "batch_size": 128, "micro_batch_size": 8, "max_steps": 40_000,
-    "warmup_steps": 600, "dtype": "bfloat16", "device": "cuda", "log_every": 10, "validation_every": 500,
-    "validation_sequences": 128, "checkpoint_every": 500,
-}  # fmt: skip
+    "data": "hub:HuggingFaceFW/fineweb-edu",
+    "batch_size": 128,
+    "micro_batch_size": 8,
+    "max_steps": 40_000,
+    "warmup_steps": 600,
+    "dtype": "bfloat16",
+    "device": "cuda",
+    "log_every": 10,
+    "validation_every": 500,
+    "validation_sequences": 128,
+    "checkpoint_every": 500,
+}
 small = Recipe("small", "For a small model on a CPU: 300 steps of 4,096 tokens.", _SMALL)
 qwen2_5_0_5b = Recipe(
     "qwen2.5-0.5b",
@@ -60,15 +70,45 @@ qwen2_5_1_5b = Recipe(
     {**_PAPER, "model": "Qwen/Qwen2.5-1.5B", "group_starts": (0, 7, 14, 21)},
 )
 
-_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "control": ("the control: the same tokens, plain next-token loss", {"policy": "control"}),
-    "random": ("its ablation Rand: half of the slots, drawn at random", {"policy": "random"}),
-    "attention": ("its ablation Attn: the half with the most attention mass", {"policy": "attention"}),
-    "frozen-teacher": ("the footnote's variant: the frozen base teaches both passes", {"teacher": "frozen"}),
+
+class _Variant(NamedTuple):
+    """A change of every recipe: what it is, and the fields that differ."""
+
+    about: str
+    values: dict[str, Any]
+
+
+_VARIANTS = {
+    "control": _Variant(
+        "with the plain next-token loss (the control), on the same tokens", {"policy": "control"}
+    ),
+    "random": _Variant(
+        "with random masks that keep half of the slots (the paper's Rand ablation)",
+        {"policy": "random"},
+    ),
+    "attention": _Variant(
+        "with masks that keep the half with the most attention mass (the paper's Attn ablation)",
+        {"policy": "attention"},
+    ),
+    "frozen-teacher": _Variant(
+        "with the frozen base as the teacher of both passes (the paper's footnote)",
+        {"teacher": "frozen"},
+    ),
 }
-RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (small, qwen2_5_0_5b, qwen2_5_1_5b)}
-RECIPES |= {
-    f"{name}-{variant}": dataclasses.replace(recipe, about=f"{name} as {about}.", values={**recipe.values, **values})
-    for name, recipe in RECIPES.items()
-    for variant, (about, values) in _VARIANTS.items()
-}
+
+
+def _recipes() -> dict[str, Recipe]:
+    """The recipes and the variants of each, by name."""
+    recipes = {recipe.name: recipe for recipe in (small, qwen2_5_0_5b, qwen2_5_1_5b)}
+    variants: dict[str, Recipe] = {}
+    for name, recipe in recipes.items():
+        for suffix, variant in _VARIANTS.items():
+            variants[f"{name}-{suffix}"] = dataclasses.replace(
+                recipe,
+                about=f"{name}, {variant.about}.",
+                values={**recipe.values, **variant.values},
+            )
+    return {**recipes, **variants}
+
+
+RECIPES = _recipes()

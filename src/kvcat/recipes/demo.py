@@ -1,8 +1,9 @@
-"""The demo: KV-CAT and its control trained from the small base, compressed on held-out text, reported."""
+"""The demo: KV-CAT and its control trained from the small base, compressed and reported."""
 
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from kvcat.errors import InputError
 from kvcat.evals import Method, evaluate
@@ -10,7 +11,7 @@ from kvcat.evals.suffix import make_task
 from kvcat.files import claim_folder, one_writer
 from kvcat.hub import BASE_NAME
 from kvcat.models import load
-from kvcat.recipes.base import pretrain
+from kvcat.recipes.pretrain import pretrain
 from kvcat.report import headline_text, write_report
 from kvcat.training.config import TrainConfig
 from kvcat.training.loop import train
@@ -20,15 +21,27 @@ KEEP_RATIOS = (0.05, 0.1, 0.2, 0.4)
 
 @dataclass(frozen=True)
 class DemoPlan:
-    """How long each part of the demo takes."""
+    """How long each part of the demo is.
+
+    Args:
+        name: of the plan.
+        max_steps: of KV-CAT and of the control.
+        batch_size, seq_len: of both.
+        num_windows: held-out windows, 768 + 256 tokens each.
+        evictions: eviction methods that are compared.
+        gradient_windows: windows of the gradient method.
+        gradient_steps: its steps.
+        keep_ratios: of all other methods.
+        gradient_keep_ratios: of the gradient method.
+    """
 
     name: str
-    max_steps: int  # of KV-CAT and of the control
+    max_steps: int
     batch_size: int
     seq_len: int
-    num_windows: int  # held-out windows, 768 + 256 tokens each
-    evictions: tuple[str, ...]  # eviction methods that are compared
-    gradient_windows: int  # windows of the gradient method
+    num_windows: int
+    evictions: tuple[str, ...]
+    gradient_windows: int
     gradient_steps: int
     keep_ratios: tuple[float, ...] = KEEP_RATIOS
     gradient_keep_ratios: tuple[float, ...] = (0.05, 0.2)
@@ -36,23 +49,61 @@ class DemoPlan:
     @property
     def methods(self) -> list[Method]:
         """The evaluated methods."""
-        limits = {"keep_ratios": self.gradient_keep_ratios, "num_examples": self.gradient_windows}
-        gradient = Method("gradient", {"num_steps": self.gradient_steps}, **limits)
-        return [Method("attention-matching"), *map(Method, self.evictions), gradient]
+        evictions = [Method(name) for name in self.evictions]
+        gradient = Method(
+            "gradient",
+            {"num_steps": self.gradient_steps},
+            keep_ratios=self.gradient_keep_ratios,
+            num_examples=self.gradient_windows,
+        )
+        return [Method("attention-matching"), *evictions, gradient]
 
 
-QUICK = DemoPlan("quick", 40, 4, 512, 8, ("snapkv",), 4, 10, keep_ratios=(0.05, 0.2), gradient_keep_ratios=(0.2,))
-STANDARD = DemoPlan("standard", 320, 4, 1024, 48, ("snapkv", "keynorm"), 6, 50)
-FULL = DemoPlan("full", 1000, 8, 1024, 128, ("first", "random", "keynorm", "snapkv", "h2o"), 16, 100)
+QUICK = DemoPlan(
+    name="quick",
+    max_steps=40,
+    batch_size=4,
+    seq_len=512,
+    num_windows=8,
+    evictions=("snapkv",),
+    gradient_windows=4,
+    gradient_steps=10,
+    keep_ratios=(0.05, 0.2),
+    gradient_keep_ratios=(0.2,),
+)
+STANDARD = DemoPlan(
+    name="standard",
+    max_steps=320,
+    batch_size=4,
+    seq_len=1024,
+    num_windows=48,
+    evictions=("snapkv", "keynorm"),
+    gradient_windows=6,
+    gradient_steps=50,
+)
+FULL = DemoPlan(
+    name="full",
+    max_steps=1000,
+    batch_size=8,
+    seq_len=1024,
+    num_windows=128,
+    evictions=("first", "random", "keynorm", "snapkv", "h2o"),
+    gradient_windows=16,
+    gradient_steps=100,
+)
 
 
-def training_config(plan: DemoPlan, policy: str, model: str, out: Path, *, seed: int, device: str) -> TrainConfig:
-    """The demo's training recipe; ``control`` and ``router`` differ in the policy alone, so they see the same tokens.
+def training_config(
+    plan: DemoPlan, policy: str, model: str, out: Path, *, seed: int, device: str
+) -> TrainConfig:
+    """The demo's training configuration.
 
-    The learning rate and the weight of the distillation are lower than elsewhere, because the base is small and at the
-    end of its own schedule. The masked pass runs suffixes alone, on a quarter of the slots of their prefixes, towards
-    which the routers' target falls over the first quarter of the run (see docs/log.md). The data seed differs from the
-    base's, whose first documents it has seen.
+    ``control`` and ``router`` differ in the policy alone, so they see the same tokens. The learning
+    rate and the weight of the distillation are lower than elsewhere, because the base is small and
+    at the end of its schedule. The masked pass runs suffixes alone, on a quarter of the slots of
+    their prefixes. The routers' target falls to this quarter over the first quarter of the run (see
+    docs/log.md). The data seed differs from the base's, which has seen the first documents of its
+    order.
     """
     return TrainConfig.from_dict(
         {
@@ -79,31 +130,40 @@ def training_config(plan: DemoPlan, policy: str, model: str, out: Path, *, seed:
     )
 
 
-def run_demo(plan: DemoPlan, out: Path, *, seed: int = 0, device: str = "cpu", from_scratch: bool = False) -> Path:
+def run_demo(
+    plan: DemoPlan, out: Path, *, seed: int = 0, device: str = "cpu", from_scratch: bool = False
+) -> Path:
     """Train, compress, measure and report; returns the path of ``report.html``.
 
-    Every part continues where it was stopped: the runs from their checkpoints, the evaluation from its records. The
-    seed is that of training and compression; the windows stay the same. ``from_scratch`` pretrains the base first.
+    Every part continues where it was stopped: the runs from their checkpoints, the evaluation from
+    its records.
+
+    Args:
+        plan: how long each part is.
+        out: folder of the demo.
+        seed: of training and compression; the windows stay the same.
+        device: of all parts.
+        from_scratch: pretrain the base first.
 
     Raises:
-        InputError: the folder holds something else, or a demo with another plan or seed.
+        InputError: the folder contains something else, or a demo with another plan or seed.
     """
-    described = json.loads(json.dumps({"plan": asdict(plan), "seed": seed, "from_scratch": from_scratch}))
-    with one_writer(out):
-        found = claim_folder(out, "demo.json", described)
-    if found not in (None, described):
-        raise InputError(f"{out} holds a demo with another plan or seed; choose another folder with --out")
+    _claim(out, {"plan": asdict(plan), "seed": seed, "from_scratch": from_scratch})
     base = BASE_NAME
     if from_scratch:
         print("Pretraining the base from scratch.", flush=True)
         base = str(pretrain(out / "base", device=device))
-    labels = {"base": base}
+    folders = {"base": base}
     for policy, label in (("control", "control"), ("router", "KV-CAT")):
-        print(f"\nTraining {label}: {plan.max_steps} steps of {plan.batch_size * plan.seq_len} tokens.", flush=True)
-        labels[label] = str(train(training_config(plan, policy, base, out, seed=seed, device=device)).export)
+        tokens = f"{plan.batch_size * plan.seq_len} tokens"
+        print(f"\nTraining {label}: {plan.max_steps} steps of {tokens}.", flush=True)
+        config = training_config(plan, policy, base, out, seed=seed, device=device)
+        folders[label] = str(train(config).export)
     print("\nCompressing held-out text.", flush=True)
-    models = {label: load(folder, device=device) for label, folder in labels.items()}
-    task, results = make_task(models["base"][1], windows=plan.num_windows), out / "suffix"
+    models = {label: load(folder, device=device) for label, folder in folders.items()}
+    _, base_tokenizer = models["base"]
+    task = make_task(base_tokenizer, windows=plan.num_windows)
+    results = out / "suffix"
     evaluate(task, models, plan.methods, plan.keep_ratios, results, seeds=[seed])
     page = write_report(
         [results],
@@ -114,5 +174,16 @@ def run_demo(plan: DemoPlan, out: Path, *, seed: int = 0, device: str = "cpu", f
     )
     print("\n" + headline_text(results))
     print(f"Report: {page}")
-    print("This model has a million parameters and reads Python alone. A real one: kvcat get smollm2-135m")
+    real = "kvcat get smollm2-135m"
+    print(f"This model has a million parameters and reads Python alone. A real one: {real}")
     return page
+
+
+def _claim(out: Path, description: dict[str, Any]) -> None:
+    """Make the folder of a demo, or check that it belongs to this one."""
+    in_json = json.loads(json.dumps(description))
+    with one_writer(out):
+        existing = claim_folder(out, "demo.json", in_json)
+    if existing not in (None, in_json):
+        problem = f"{out} holds a demo with another plan or seed"
+        raise InputError(f"{problem}; choose another folder with --out")

@@ -1,4 +1,4 @@
-"""The small base model that comes with the package: how it was made."""
+"""How the small base model that comes with the package was made."""
 
 from pathlib import Path
 
@@ -18,26 +18,50 @@ TOKENIZER_DOCUMENTS = 800
 
 
 def train_tokenizer(documents: list[Document]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of 1,024 tokens, learned from the documents; every byte has a token, so any text encodes."""
-    made, texts = ByteLevelBPETokenizer(), (document.text for document in documents)
-    made.train_from_iterator(texts, vocab_size=VOCAB_SIZE, min_frequency=0, special_tokens=[EOS], show_progress=False)
+    """A byte-level BPE of 1,024 tokens, learned from the documents.
+
+    Every byte has a token, so any text can be encoded.
+    """
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(
+        (document.text for document in documents),
+        vocab_size=VOCAB_SIZE,
+        min_frequency=0,
+        special_tokens=[EOS],
+        show_progress=False,
+    )
     return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(made.to_str()), eos_token=EOS, pad_token=EOS, model_max_length=CONTEXT,
+        tokenizer_object=Tokenizer.from_str(bpe.to_str()),
+        eos_token=EOS,
+        pad_token=EOS,
+        model_max_length=CONTEXT,
         clean_up_tokenization_spaces=False,
-    )  # fmt: skip
+    )
 
 
 def write_untrained(folder: Path, seed: int) -> None:
-    """An untrained model and its tokenizer as a Hugging Face folder; the seed draws weights and tokenizer documents.
+    """Write an untrained model and its tokenizer as a Hugging Face folder.
 
     Qwen2 with grouped-query attention, 6 layers, width 96, about 0.7 million parameters.
+
+    Args:
+        folder: to write.
+        seed: of the weights and of the documents for the tokenizer.
     """
     config = Qwen2Config(
-        vocab_size=VOCAB_SIZE, hidden_size=96, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=256, max_position_embeddings=CONTEXT, tie_word_embeddings=True, bos_token_id=None,
+        vocab_size=VOCAB_SIZE,
+        hidden_size=96,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=256,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        bos_token_id=None,
         eos_token_id=0,
-    )  # fmt: skip
-    training = [d for d in open_documents("installed") if split_of(d.id) == "train"]
+    )
+    documents = open_documents("installed")
+    training = [document for document in documents if split_of(document.id) == "train"]
     tokenizer = train_tokenizer(hash_order(training, seed)[:TOKENIZER_DOCUMENTS])
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -46,7 +70,7 @@ def write_untrained(folder: Path, seed: int) -> None:
 
 
 def pretrain(output: Path, *, device: str = "cpu") -> Path:
-    """Pretrain the base from random weights, or continue where it stopped; returns its Hugging Face folder.
+    """Pretrain the base from random weights, or continue; returns its Hugging Face folder.
 
     Plain next-token training on 23 million tokens of the installed Python sources.
     """
