@@ -15,7 +15,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvcat.cache import CompactCache, CompactLayer
+from kvcat.cache import CACHE_NAME, CompactCache, CompactLayer, cache_argument, held_factors
 from kvcat.compress.base import Compressor, compact_cache, example_generators
 from kvcat.compress.trace import Trace
 from kvcat.errors import InputError
@@ -174,8 +174,8 @@ def _press_prefix(
         setattr(press, _CHOOSES_LAST, choose_all)
         _set_size(press, sizes[0], trace.prefix_len)
         try:
-            with press(model):
-                model.model(input_ids=prefix, past_key_values=cache, use_cache=True)
+            with press(model), held_factors(model, trace.rope):
+                model.model(input_ids=prefix, use_cache=True, **cache_argument(cache))
             if not hidden:
                 choose_all(model)
         except (AssertionError, ValueError, NotImplementedError, OSError, TypeError, RuntimeError) as error:
@@ -240,6 +240,6 @@ def _as_kvpress_expects(model: Any, attentions: list[Any], eager: bool) -> Itera
 
 def _with_cache_position(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     states = kwargs["hidden_states"]
-    start = kwargs["past_key_values"].get_seq_length(module.layer_idx)
+    start = kwargs[CACHE_NAME].get_seq_length(module.layer_idx)
     here = torch.arange(start, start + states.shape[1], device=states.device)
     return args, {"cache_position": here, **kwargs}
