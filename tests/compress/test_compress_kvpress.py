@@ -19,6 +19,7 @@ from kvcat.compress.kvpress import (
     KVPress,
     _press_prefix,
     _with_cache_position,
+    _with_old_names,
     library,
     presses,
     removed_fraction,
@@ -213,6 +214,7 @@ def test_the_suffix_scores_as_in_kvpress_own_run(qwen, texts, found, monkeypatch
     )
     for layer in stock.model.layers:
         layer.self_attn.register_forward_pre_hook(_with_cache_position, with_kwargs=True)
+    _with_old_names(stock, [layer.self_attn for layer in stock.model.layers])
     past = DynamicCache()
     with torch.no_grad(), own(stock):
         stock.model(input_ids=texts[:1, :PREFIX], **cache_argument(past))

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -33,6 +34,7 @@ REFUSED = {
     "FinchPress": "it wants a delimiter token between text and question",
     "ThinKPress": "it zeroes channels of the keys and removes no slots",
 }
+_OLD_NAME = "past_key_values"  # of a cache, before transformers 5.24 and in kvpress
 _CHOOSES_LAST = "compress_post"  # method of presses that hide slots once all are scored
 # far above the rounding of 1 - slots / prefix, far below one slot of any cache
 _NUDGE = 1e-12
@@ -215,6 +217,7 @@ def _as_kvpress_expects(model: Any, attentions: list[Any], eager: bool) -> Itera
     modules: list[nn.Module] = [model, model.get_submodule("model"), *attentions]
     before = [(set(vars(module)), set(module._modules)) for module in modules]
     hooks = [attention.register_forward_pre_hook(_with_cache_position, with_kwargs=True) for attention in attentions]
+    hooks += _with_old_names(model, attentions)
     implementation = model.config._attn_implementation
     lacks_head_dim, label = not hasattr(model.config, "head_dim"), model.config.name_or_path
     try:
@@ -236,6 +239,40 @@ def _as_kvpress_expects(model: Any, attentions: list[Any], eager: bool) -> Itera
         for module, (names, children) in zip(modules, before, strict=True):
             for name in (set(vars(module)) - names) | (set(module._modules) - children):
                 delattr(module, name)
+
+
+def _with_old_names(model: Any, attentions: list[Any]) -> list[RemovableHandle]:
+    """Hooks by which kvpress gives and finds a cache as ``past_key_values`` where transformers calls it otherwise.
+
+    The presses call the model, or wrap the forward of ``model.model``, or look into the arguments of the attention
+    layers behind these.
+    """
+    if CACHE_NAME == _OLD_NAME:
+        return []
+    forward = model.model.forward
+
+    def new_forward(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **_renamed(kwargs, _OLD_NAME, CACHE_NAME))
+
+    def to_new(_module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return args, _renamed(kwargs, _OLD_NAME, CACHE_NAME)
+
+    def to_old(_module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return args, _renamed(kwargs, CACHE_NAME, _OLD_NAME)
+
+    def add_old(_module: Any, _args: Any, kwargs: dict[str, Any], _output: Any) -> None:
+        kwargs[_OLD_NAME] = kwargs[CACHE_NAME]  # for the hooks of the press, which come later
+
+    model.model.forward = new_forward
+    return [
+        model.register_forward_pre_hook(to_new, with_kwargs=True),
+        model.model.register_forward_pre_hook(to_old, with_kwargs=True),
+        *(attention.register_forward_hook(add_old, with_kwargs=True) for attention in attentions),
+    ]
+
+
+def _renamed(kwargs: dict[str, Any], before: str, after: str) -> dict[str, Any]:
+    return {after if name == before else name: value for name, value in kwargs.items()}
 
 
 def _with_cache_position(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
