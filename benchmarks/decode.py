@@ -14,7 +14,7 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 import kvcat.attention  # noqa: F401 (registers the attention function)
-from kvcat.cache import CompactCache, CompactLayer, fingerprint
+from kvcat.cache import CompactCache, CompactLayer, cache_argument, fingerprint
 
 NEW = 32
 
@@ -58,7 +58,7 @@ def seconds_per_token(model: PreTrainedModel, past: Cache, position: int) -> flo
     spent = []
     for step in range(NEW):
         start = time.perf_counter()
-        model(token, past_key_values=past, attention_mask=torch.ones(1, position + step + 1, dtype=torch.long))
+        model(token, **cache_argument(past), attention_mask=torch.ones(1, position + step + 1, dtype=torch.long))
         spent.append(time.perf_counter() - start)
     return statistics.median(spent)
 

@@ -21,6 +21,7 @@ from torch.nn.functional import cross_entropy
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import kvcat
+from kvcat.cache import cache_argument
 from kvcat.compress import GradientCompression, slots_for, trace
 from kvcat.compress.methods.gradient import SlotTraining
 from kvcat.training.log import peak_memory
@@ -59,7 +60,7 @@ def make_step(options: argparse.Namespace) -> Callable[[], object]:
         past = DynamicCache()
         for index in range(len(start)):
             past.update(leaves[2 * index], leaves[2 * index + 1], index)
-        logits = model(suffix, past_key_values=past).logits[:, :-1]
+        logits = model(suffix, **cache_argument(past)).logits[:, :-1]
         return torch.autograd.grad(cross_entropy(logits.flatten(0, 1), targets.flatten()), leaves)
 
     return bare

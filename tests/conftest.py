@@ -2,7 +2,10 @@
 
 import os
 
-from jaxtyping import install_import_hook
+THREADS = os.environ.get("KVCAT_TEST_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", THREADS)  # of processes that tests start, too
+
+from jaxtyping import install_import_hook  # noqa: E402
 
 install_import_hook("kvcat", "beartype.beartype")
 
@@ -11,7 +14,7 @@ import torch  # noqa: E402
 
 from tiny import byte_tokenizer, write_texts, write_tiny_model  # noqa: E402
 
-torch.set_num_threads(int(os.environ.get("KVCAT_TEST_THREADS", "1")))
+torch.set_num_threads(int(THREADS))
 
 
 @pytest.fixture(scope="session")

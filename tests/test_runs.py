@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache
 
 import kvcat
+from kvcat.cache import cache_argument
 from tiny import loud_model
 
 FOLDER = Path(__file__).parents[1] / "runs" / "smollm2"
@@ -30,7 +31,7 @@ def test_a_suffix_read_by_the_model_that_wrote_the_prefix_is_that_models_trace_a
         for found, expected in zip(getattr(same, name), getattr(written, name), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(same.hidden, written.hidden, rtol=1e-4, atol=1e-5)
-    out = reader(ids[:, 30:], past_key_values=_dense(written)).logits
+    out = reader(ids[:, 30:], **cache_argument(_dense(written))).logits
     torch.testing.assert_close(crossed.logits, out, rtol=1e-3, atol=1e-4)
     assert (crossed.logits - own.logits).abs().max() > 0.1
     for name in ("queries", "suffix_keys"):  # the first layer sees no cache yet

@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 from transformers import DynamicCache, StaticCache
 
 from kvcat.attention import attend_biased, attend_reference, enable, kvcat_attention
-from kvcat.cache import CompactCache, CompactLayer, fingerprint
+from kvcat.cache import CompactCache, CompactLayer, cache_argument, fingerprint
 from kvcat.errors import InputError
 from large_tensors import LargeTensors
 from naive import with_gradients
@@ -115,7 +115,7 @@ def test_tokens_in_parts_get_the_logits_of_one_forward_whatever_the_cache(model,
     for past in (DynamicCache(), StaticCache(config=model.config, max_cache_len=40)):
         masks.clear()
         for start, stop in ((0, 9), (9, 10), (10, 24)):
-            logits = model(IDS[:, start:stop], past_key_values=past).logits
+            logits = model(IDS[:, start:stop], **cache_argument(past)).logits
             assert torch.allclose(logits, expected[:, start:stop], atol=1e-5)
         assert all(mask is None for mask in masks) == isinstance(past, DynamicCache)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from kvcat.cache import CompactCache, CompactLayer, PrefixLayer, fingerprint
+from kvcat.cache import CompactCache, CompactLayer, PrefixLayer, cache_argument, fingerprint
 from kvcat.errors import InputError
 from tiny import loud_model
 
@@ -57,7 +57,7 @@ def naive_logits(cache, ids, name="llama", padding=None):
         )
     positions = PREFIX + (mask.cumsum(-1) - 1).clamp(min=0)
     with torch.no_grad():
-        return model(ids, past_key_values=past, position_ids=positions).logits
+        return model(ids, **cache_argument(past), position_ids=positions).logits
 
 
 def greedy(cache, ids, steps):
@@ -123,7 +123,7 @@ def test_left_padded_questions_are_answered_as_each_would_be_alone(form, static_
 def test_every_row_of_a_cache_serves_as_many_neighbouring_rows_of_a_batch(form):
     model, ids = tiny(), questions(4, 3)
     cache = made(model, form)
-    logits = model(ids, past_key_values=cache.to_transformers(model)).logits
+    logits = model(ids, **cache_argument(cache.to_transformers(model))).logits
     assert torch.allclose(logits, naive_logits(cache.select([0, 0, 1, 1]), ids), atol=1e-10)
 
 
@@ -169,12 +169,12 @@ def test_a_reset_drops_the_new_tokens_and_keeps_the_prefix():
         past = made(model, "biased", 1).to_transformers(model, static_tokens=static_tokens)
         mask = torch.ones(1, PREFIX + 2, dtype=torch.long)
         with torch.no_grad():
-            first = model(torch.tensor([[3, 4]]), past_key_values=past, attention_mask=mask).logits
+            first = model(torch.tensor([[3, 4]]), **cache_argument(past), attention_mask=mask).logits
             past.reset()
-            assert torch.equal(model(torch.tensor([[3, 4]]), past_key_values=past, attention_mask=mask).logits, first)
+            assert torch.equal(model(torch.tensor([[3, 4]]), **cache_argument(past), attention_mask=mask).logits, first)
     past = made(model, "biased", 1).to_transformers(model, read_only=True)
     with torch.no_grad():
-        model(torch.tensor([[3, 4]]), past_key_values=past)
+        model(torch.tensor([[3, 4]]), **cache_argument(past))
     assert past.get_seq_length() == PREFIX
 
 

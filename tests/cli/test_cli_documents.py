@@ -1,6 +1,8 @@
 """prepare; compress, generate, pack: a document compressed once answers again and again."""
 
 import dataclasses
+import json
+import shutil
 
 import pytest
 import safetensors
@@ -13,7 +15,7 @@ from kvcat.cli.app import run
 from kvcat.data import prepare
 from kvcat.models import load
 from kvcat.serving import read_prefix
-from tiny import sentences
+from tiny import sentences, write_tiny_model
 
 DOCUMENT = "".join(sentences(4, seed=7))
 
@@ -77,6 +79,37 @@ def test_keep_one_answers_as_the_model_does_without_a_cache_plain_or_in_its_chat
     assert answer(capsys, tiny_folder, cache, "--prompt", "the cat") == stock_answer(tiny_folder, text) + "\n"
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"use_cache": False}, {"cache_implementation": "static"}, {"num_beams": 3},
+        {"num_return_sequences": 2, "num_beams": 2},
+        {"stop_strings": ["a"]}, {"repetition_penalty": 5.0}, {"penalty_alpha": 0.6, "top_k": 4}, {"max_time": 1e-9},
+        {"forced_bos_token_id": 5}, {"suppress_tokens": list(range(200))}, {"min_length": 50}, {"dola_layers": "high"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_answers_are_greedy_whatever_the_folder_sets_and_what_is_left_out_is_named(
+    settings, tiny_folder, tmp_path, capsys
+):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_folder, folder)
+    (tmp_path / "doc.txt").write_text(DOCUMENT)
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
+    if "use_cache" in settings:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "use_cache": False}))
+    cache = compress(folder, tmp_path / "doc.txt", "--keep", 1)
+    capsys.readouterr()
+    assert generate(folder, cache, "--prompt", "the cat") == 0
+    told = capsys.readouterr()
+    assert told.out == stock_answer(tiny_folder, f"{DOCUMENT}the cat") + "\n"
+    named = [name for name in settings if name not in ("use_cache", "cache_implementation", "top_k")]
+    assert all(f"{name} " in told.err for name in named)
+    assert ("left out of the model's generation settings" in told.err) == bool(named)
+
+
 @pytest.mark.parametrize("method", ["attention-matching", "gradient,num_steps=2"])
 def test_a_cache_says_how_it_was_made_and_the_same_command_makes_the_same_one(method, tiny_folder, document, capsys):
     options = ("--keep", 0.25, "--method", method, "--seed", 3, "--overwrite", "--dtype", "bfloat16")
@@ -96,6 +129,24 @@ def test_the_smallest_cache_for_a_kl_is_told_size_by_size(tiny_folder, document,
     loaded = CompactCache.load(compress(tiny_folder, document, "--max-kl", 1e-3))
     assert "KL" in capsys.readouterr().err
     assert float(loaded.metadata["held_out_kl"]) <= 1e-3
+
+
+def test_a_document_near_the_border_of_its_rotary_factors_needs_room_for_the_answer(tmp_path, mistake, capsys):
+    factors = {"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [2.0, 5.0, 8.0, 11.0]}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, **factors}
+    folder = write_tiny_model(tmp_path / "model", rope_parameters=rope)
+    (tmp_path / "doc.txt").write_text(DOCUMENT)
+    num_tokens = len(AutoTokenizer.from_pretrained(folder)(DOCUMENT)["input_ids"])
+    assert 50 < num_tokens < 62
+    cache = compress(folder, tmp_path / "doc.txt", "--keep", 1)
+    asked = ["generate", folder, "--cache", cache, "--prompt", "the cat", "--max-new-tokens", 40]
+    said = mistake(*asked)
+    assert "exceed the 64 for which the rotary factors of the cache hold" in said
+    room = said.partition("--room ")[2].partition(",")[0]
+    compress(folder, tmp_path / "doc.txt", "--keep", 1, "--room", room, "--overwrite")
+    assert kvcat("info", cache) == 0
+    assert f"room {room}, rope long" in capsys.readouterr().out
+    assert kvcat(*asked) == 0
 
 
 def test_every_prompt_starts_from_the_document_alone(tiny_folder, saved, mistake, capsys):

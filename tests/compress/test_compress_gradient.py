@@ -8,7 +8,7 @@ import torch
 from structured_heads import positions_of
 from transformers import DynamicCache
 
-from kvcat.cache import CompactCache, CompactLayer
+from kvcat.cache import CompactCache, CompactLayer, cache_argument
 from kvcat.compress import (
     SNAPSHOT_STEPS,
     AttentionMatching,
@@ -42,7 +42,7 @@ def naive_loop(model, prefix_len, ids, start, steps, rate):
         past = DynamicCache()
         for index in range(len(start)):
             past.update(leaves[2 * index], leaves[2 * index + 1], index)
-        logits = model(ids[None, prefix_len:], past_key_values=past, position_ids=at, attention_mask=mask).logits
+        logits = model(ids[None, prefix_len:], **cache_argument(past), position_ids=at, attention_mask=mask).logits
         optimizer.zero_grad()
         (dense.exp() * (dense - logits[0].log_softmax(-1))).sum(-1).mean().backward()
         torch.nn.utils.clip_grad_norm_(leaves, 1.0)

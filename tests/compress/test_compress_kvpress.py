@@ -12,12 +12,14 @@ from structured_heads import positions_of, tensors
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from kvcat.cache import cache_argument
 from kvcat.compress import Eviction, compare, replay, trace
 from kvcat.compress.base import received_mass
 from kvcat.compress.kvpress import (
     KVPress,
     _press_prefix,
     _with_cache_position,
+    _with_old_names,
     library,
     presses,
     removed_fraction,
@@ -212,13 +214,14 @@ def test_the_suffix_scores_as_in_kvpress_own_run(qwen, texts, found, monkeypatch
     )
     for layer in stock.model.layers:
         layer.self_attn.register_forward_pre_hook(_with_cache_position, with_kwargs=True)
+    _with_old_names(stock, [layer.self_attn for layer in stock.model.layers])
     past = DynamicCache()
     with torch.no_grad(), own(stock):
-        stock.model(input_ids=texts[:1, :PREFIX], past_key_values=past)
+        stock.model(input_ids=texts[:1, :PREFIX], **cache_argument(past))
     start = SLOTS if "Rerotation" in name else PREFIX
     steps = []
     for i in range(6):  # one by one: kvpress finds no key that all of many queries ignore
-        inputs = {"past_key_values": past, "position_ids": torch.tensor([[start + i]])}
+        inputs = {**cache_argument(past), "position_ids": torch.tensor([[start + i]])}
         steps.append(stock(texts[:1, PREFIX + i, None], **inputs).logits.detach())
     logits = replay(qwen, cache.select([0]), texts[:1, PREFIX : PREFIX + 6])
     assert torch.allclose(logits, torch.cat(steps, dim=1), atol=2e-4)

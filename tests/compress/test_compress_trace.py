@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 
+from kvcat.cache import CACHE_NAME
 from kvcat.compress import AttentionMatching, Eviction, Reconstruction, compare, reconstruction, replay, trace
 from kvcat.compress.compare import replay_hidden, supervised_kl
 from kvcat.errors import InputError
@@ -13,7 +14,7 @@ from tiny import byte_tokenizer, loud_model
 
 def test_a_trace_holds_what_the_model_computes(model, windows, traced):
     with torch.no_grad():
-        past = model(windows[:, :48], use_cache=True).past_key_values
+        past = model(windows[:, :48], use_cache=True)[CACHE_NAME]
         logits = model(windows).logits
     states = [[layer.keys for layer in past.layers], [layer.values for layer in past.layers]]
     torch.testing.assert_close([traced.keys, traced.values], states, rtol=0, atol=1e-5)

@@ -8,6 +8,7 @@ import torch
 from models_zoo import SUPPORTED, StaysDouble, some_ids, supported
 from tqdm import tqdm
 
+from kvcat.cache import CACHE_NAME
 from kvcat.errors import InputError
 from kvcat.models import capture, decoder_layers, logits_from_hidden, output_gains
 
@@ -29,7 +30,7 @@ def test_a_capture_in_chunks_is_that_of_one_forward_and_of_the_stock_model(kind)
     assert torch.allclose(logits_from_hidden(model, every.hidden), stock.logits, atol=1e-6)
     entering = torch.stack(stock.hidden_states[: len(every.stream)]).square().sum(-1).median(-1).values
     assert torch.allclose(torch.stack(every.stream).double(), entering, rtol=1e-5)
-    for layer, (keys, cached) in enumerate(zip(every.keys, stock.past_key_values.layers, strict=True)):
+    for layer, (keys, cached) in enumerate(zip(every.keys, stock[CACHE_NAME].layers, strict=True)):
         assert cached.keys.shape[2] < 24 or torch.allclose(keys, cached.keys, atol=1e-12)
         assert torch.equal(whole.queries[layer], every.queries[layer][:, :, 9:])
         assert kind == "gpt2" or every.scales[layer] == decoder_layers(model)[layer].self_attn.scaling

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gguf_files import write_gguf
+from kvcat.cache import CACHE_NAME
 from kvcat.errors import InputError
 from kvcat.hub import SMOLLM2, local_folder, models_home
 from kvcat.models import capture, get, load, loading, save
@@ -105,6 +106,6 @@ def test_smollm2_answers_and_its_captured_cache_is_the_stock_model_s():
     inputs = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     assert "Paris" in tokenizer.decode(model.generate(**inputs, max_new_tokens=12, do_sample=False)[0])
     with torch.no_grad():
-        expected = stock(inputs["input_ids"], use_cache=True).past_key_values.layers
+        expected = stock(inputs["input_ids"], use_cache=True)[CACHE_NAME].layers
     for keys, layer in zip(capture(model, inputs["input_ids"]).keys, expected, strict=True):
         assert torch.allclose(keys, layer.keys, atol=1e-3)

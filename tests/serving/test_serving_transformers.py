@@ -8,7 +8,7 @@ import torch
 from evicted_caches import LLAMA3, evicted, ids, make_model, our_logits, ragged, rope
 from transformers import DynamicCache
 
-from kvcat.cache import CompactCache
+from kvcat.cache import CompactCache, cache_argument
 from kvcat.errors import InputError
 from kvcat.models.rotation import KeyRotation
 from kvcat.serving import export_prefix, plain_prefix
@@ -41,7 +41,7 @@ def stock_cache(layers):
 def stock_logits(model, layers, suffix, start):
     """Logits on a stock cache, the tokens at the given position and after."""
     at = torch.arange(start, start + suffix.shape[1]).expand(len(suffix), -1)
-    return model(suffix, past_key_values=stock_cache(layers), position_ids=at).logits.detach()
+    return model(suffix, **cache_argument(stock_cache(layers)), position_ids=at).logits.detach()
 
 
 @pytest.mark.parametrize(("kind", "options"), ROTARY.values(), ids=ROTARY)
@@ -64,7 +64,7 @@ def test_layers_of_their_own_number_of_slots_answer_in_a_stock_cache_token_by_to
     assert (plain.num_tokens, [layer.num_slots for layer in plain.layers]) == (counts[0], list(counts))
     theirs = model.generate(
         question, attention_mask=torch.ones(1, counts[0] + 4, dtype=torch.long),
-        past_key_values=stock_cache(plain.layers),
+        **cache_argument(stock_cache(plain.layers)),
         prefill_chunk_size=1, max_new_tokens=8, do_sample=False, pad_token_id=0,
     )  # fmt: skip
     assert torch.equal(ours, theirs)

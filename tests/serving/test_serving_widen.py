@@ -5,6 +5,7 @@ import torch
 from evicted_caches import LLAMA3, evicted, ids, make_model, our_logits, ragged, rope
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from kvcat.cache import cache_argument
 from kvcat.errors import InputError
 from kvcat.models import save
 from kvcat.serving import export_prefix, read_prefix, widen, write_gguf
@@ -37,7 +38,7 @@ def answers(wide, layers, suffix):
     cache = DynamicCache()
     for index, (keys, values) in enumerate(layers):
         cache.update(keys.unsqueeze(0), values.unsqueeze(0), index)
-    return wide(suffix, past_key_values=cache).logits.detach()
+    return wide(suffix, **cache_argument(cache)).logits.detach()
 
 
 @pytest.mark.parametrize(("kind", "options"), FAMILIES.values(), ids=FAMILIES)

@@ -1,13 +1,17 @@
 """Compact caches: the prefix in few slots, on disk and in transformers."""
 
 from kvcat.cache.adapters import check_no_adapters
-from kvcat.cache.compact import CompactCache
+from kvcat.cache.compact import CompactCache, document_digest
 from kvcat.cache.fingerprint import are_comparable, fingerprint, fingerprint_like
+from kvcat.cache.forward import CACHE_NAME, PrefixCache, cache_argument
 from kvcat.cache.layers import PrefixLayer, layer_windows
+from kvcat.cache.rope import Factors, held_factors, rope_border, rope_factors
 from kvcat.cache.slots import CompactLayer, Head, Layer, RaggedLayer
 from kvcat.cache.token_ids import check_token_ids
 
 __all__ = [
-    "CompactCache", "CompactLayer", "Head", "Layer", "PrefixLayer", "RaggedLayer", "are_comparable",
-    "check_no_adapters", "check_token_ids", "fingerprint", "fingerprint_like", "layer_windows",
+    "CACHE_NAME", "CompactCache", "CompactLayer", "Factors", "Head", "Layer", "PrefixCache",
+    "PrefixLayer", "RaggedLayer", "are_comparable", "cache_argument", "check_no_adapters",
+    "check_token_ids", "document_digest", "fingerprint", "fingerprint_like", "held_factors",
+    "layer_windows", "rope_border", "rope_factors",
 ]  # fmt: skip

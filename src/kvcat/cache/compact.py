@@ -1,5 +1,6 @@
 """The compact cache: few slots that stand for a long prefix."""
 
+import hashlib
 import json
 import math
 from collections.abc import Sequence
@@ -14,7 +15,9 @@ from transformers import Cache, PreTrainedModel
 from kvcat.attention import enable
 from kvcat.cache.files import CACHE, checked_layers, parse_metadata, read_tensors, write_tensors
 from kvcat.cache.fingerprint import fingerprint_like
+from kvcat.cache.forward import PrefixCache, cache_argument, guard
 from kvcat.cache.layers import PrefixLayer, StaticPrefixLayer, layer_windows
+from kvcat.cache.rope import Factors, check_length, rope_border
 from kvcat.cache.slots import CompactLayer, Layer, Rows
 from kvcat.cache.token_ids import check_token_ids
 from kvcat.errors import InputError
@@ -121,8 +124,12 @@ class CompactCache:
         attention_mask: Int[Tensor, "batch new"] | None = None,
         *,
         static_tokens: int | None = None,
+        any_length: bool = False,
     ) -> dict[str, Any]:
         """Keyword arguments with which ``model.generate`` or ``model`` continues the prefix.
+
+        They are for one call: the transformers cache in them grows. A second turn is either the new tokens alone with
+        that cache and a mask for all, or the conversation after the document with new ``inputs``.
 
         Args:
             model: the model the cache was made with.
@@ -130,9 +137,36 @@ class CompactCache:
             attention_mask: 1 for tokens, 0 for padding on the left; None: no padding.
             static_tokens: room for so many tokens after the prefix, allocated at once, as a compiled model needs it;
                 None: the cache grows as they come.
+            any_length: hold the rotary factors of the cache where transformers would take others for a text of this
+                length (LongRoPE), in place of a refusal.
 
         Raises:
-            InputError: another model, no tokens, a token without an embedding, or a batch that does not fit.
+            InputError: another model, no tokens, a token without an embedding, tokens that begin
+                with the document, a batch that does not fit, or rotary factors of another length.
+        """
+        self.check_tokens(model, input_ids, any_length=any_length)
+        if document_digest(input_ids[:, : self.num_tokens]) == self.metadata.get("document"):
+            raise InputError(
+                f"input_ids begin with the document, whose {self.num_tokens} tokens the cache holds: give what follows"
+            )
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(input_ids)
+        mask = torch.cat([mask.new_ones(len(input_ids), self.num_tokens), mask], dim=-1)
+        past = self.to_transformers(model, static_tokens=static_tokens, any_length=any_length)
+        inputs = {"input_ids": input_ids, **cache_argument(past), "attention_mask": mask}
+        if getattr(model.generation_config, "use_cache", None) is False:  # as a model folder may say
+            inputs["use_cache"] = True
+        return inputs
+
+    def check_tokens(
+        self, model: PreTrainedModel, input_ids: Int[Tensor, "batch new"], *, any_length: bool = False
+    ) -> None:
+        """Refuse tokens that cannot follow the prefix.
+
+        Args:
+            model: the model the cache was made with.
+            input_ids: tokens after the prefix.
+            any_length: do not ask whether transformers would rotate the prefix of a text of this length with other
+                factors.
         """
         self.check_model(model)
         batch, new = input_ids.shape
@@ -141,21 +175,58 @@ class CompactCache:
         if self.batch_size not in (1, batch):
             raise InputError(f"a cache of {self.batch_size} examples cannot serve {batch} rows of input_ids")
         check_token_ids(model, input_ids)
-        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(input_ids)
-        mask = torch.cat([mask.new_ones(batch, self.num_tokens), mask], dim=-1)
-        past = self.to_transformers(model, static_tokens=static_tokens)
-        return {"input_ids": input_ids, "past_key_values": past, "attention_mask": mask}
+        factors = self.rotary_factors(model)
+        if factors is None or any_length:
+            return
+        total = self.num_tokens + new
+        check_length(model.config, factors, total)
+        border: Any = rope_border(model.config)
+        if factors == "long" and total <= border and "room" not in self.metadata:
+            raise InputError(
+                f"{model.config.model_type}: the cache has the rotary factors for more than {border} tokens, and here "
+                f"are {total}: trace the document without its suffix, or with room for what follows (room=)"
+            )
+
+    def longest_text(self, model: PreTrainedModel) -> int | None:
+        """Tokens of prefix and of all that follows for which the rotary factors of the cache hold; None: any number."""
+        return rope_border(model.config) if self.rotary_factors(model) == "short" else None
+
+    def rotary_factors(self, model: PreTrainedModel) -> Factors | None:
+        """The factors that the keys were rotated with; None where these do not depend on the length of the text.
+
+        Raises:
+            InputError: they depend on it, and the cache does not say which it has.
+        """
+        if rope_border(model.config) is None:
+            return None
+        for factors in ("short", "long"):
+            if self.metadata.get("rope") == factors:
+                return factors
+        raise InputError(
+            f"{model.config.model_type} has rotary factors that depend on the length, and the cache does not say which "
+            "it has (an earlier version of kvcat made it): make it again"
+        )
 
     def to_transformers(
-        self, model: PreTrainedModel, *, read_only: bool = False, static_tokens: int | None = None
+        self,
+        model: PreTrainedModel,
+        *,
+        read_only: bool = False,
+        static_tokens: int | None = None,
+        any_length: bool = False,
     ) -> Cache:
         """A fresh transformers cache that starts with the compact prefix.
 
         With a log-bias, or slots that differ in number, the model is switched to kvcat's attention, because stock
         attention knows neither. A ``read_only`` cache, which cannot be static, stays as it is in every forward.
+        Every forward of the model behind it is checked first: tokens have to follow what the cache holds. Where rotary
+        factors depend on the length of the text, a text that needs others is refused, but with ``any_length``.
         """
         if static_tokens is not None and (static_tokens < 1 or read_only):
             raise InputError(f"static_tokens is {static_tokens}: room for at least 1, in a cache that is not read-only")
+        factors = self.rotary_factors(model)
+        if static_tokens is not None and factors is not None:
+            raise InputError(f"{model.config.model_type}: its rotary factors depend on the length: leave static_tokens")
         uniform, made = self.is_uniform, []
         if self.has_log_bias or not uniform:
             enable(model)
@@ -167,4 +238,11 @@ class CompactCache:
                 made.append(PrefixLayer(layer, self.num_tokens, window=window, read_only=read_only))
             else:
                 made.append(StaticPrefixLayer(layer, self.num_tokens, capacity=static_tokens, window=window))
-        return Cache(layers=made)
+        past = PrefixCache(made, factors, any_length=any_length)
+        guard(model, past)
+        return past
+
+
+def document_digest(tokens: Int[Tensor, "batch prefix"]) -> str:
+    """A hash of the tokens of one document or several, which says whether others are the same."""
+    return hashlib.sha256(repr(tokens.tolist()).encode()).hexdigest()[:16]

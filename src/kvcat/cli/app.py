@@ -6,6 +6,7 @@ import os
 import sys
 from typing import Any
 
+from kvcat.cli.threads import THREADS_HELP, take_threads
 from kvcat.errors import InputError
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -92,14 +93,25 @@ def _dispatch(argv: list[str]) -> None:
         name, arguments = " ".join(argv[:length]), argv[length:]
         if name not in COMMANDS:
             raise InputError(f"no command {name!r}; commands: {', '.join(COMMANDS)}")
-        if name == "train":
-            _function(name)(arguments)
-        else:
-            from kvcat.cli.options import parse
+        arguments = take_threads(name, arguments)
+        try:
+            _call(name, arguments)
+        except SystemExit as end:  # tyro showed a help text
+            if not end.code:
+                print(f"\n{THREADS_HELP}", end="")
+            raise
 
-            made = parse(_function(name), f"kvcat {name}", arguments)
-            if made is not None:  # a dataclass of options
-                made.run()
+
+def _call(name: str, arguments: list[str]) -> None:
+    """Run a command with its own arguments."""
+    if name == "train":
+        _function(name)(arguments)
+        return
+    from kvcat.cli.options import parse
+
+    made = parse(_function(name), f"kvcat {name}", arguments)
+    if made is not None:  # a dataclass of options
+        made.run()
 
 
 def _function(name: str) -> Any:

@@ -29,6 +29,7 @@ def compress(
     supervision: opt.Supervision = "reconstruction",
     chat: bool = False,
     allow_special: opt.AllowSpecial = False,
+    room: opt.Count | None = None,
     overwrite: opt.Overwrite = False,
     seed: opt.Seed = 0,
     device: opt.Device = "cpu",
@@ -49,6 +50,7 @@ def compress(
         slots: In place of --keep: slots per layer and head.
         max_kl: In place of --keep: the largest KL on held-out positions, in nats per token; finds the smallest cache.
         chat: Put the document into the tokenizer's chat template, as a user's turn; answers then follow it.
+        room: Tokens of prompt and answer that will follow. Only for models whose rotary factors depend on the length.
     """
     keep = 0.1 if keep is slots is max_kl is None else keep
     if sum(budget is not None for budget in (keep, slots, max_kl)) > 1:
@@ -76,8 +78,9 @@ def compress(
         supervision=supervision,
         chat=chat,
         allow_special=allow_special,
+        room=room,
     )
-    command = repr((model, document, method, keep, slots, seed, chat, allow_special, dtype))
+    command = repr((model, document, method, keep, slots, seed, chat, allow_special, room, dtype))
     digest = hashlib.sha256(command.encode()).hexdigest()
     state = output.with_name(f".{output.name}.{digest[:8]}.state")  # the same command continues from it after a kill
     made: dict[str, str] = {}
@@ -129,7 +132,8 @@ def generate(
 ) -> None:
     """Answer prompts from a saved cache; every prompt starts from the document alone.
 
-    A cache made with --chat puts each prompt into the tokenizer's chat template.
+    A cache made with --chat puts each prompt into the tokenizer's chat template. Of the model's own generation settings
+    only the end-of-text tokens count; a line on the standard error names the others.
 
     Example: kvcat generate ./my-model --cache report.safetensors --prompt "What was decided?"
 
@@ -155,10 +159,11 @@ def generate(
     from transformers import TextStreamer
 
     from kvcat.compress import question_ids
-    from kvcat.models import positions_of
+    from kvcat.models import left_out, plain_generation, positions_of
 
     loaded, tokenizer, compact = _model_and_cache(model, cache, device=device, dtype=dtype)
     positions = positions_of(loaded.config)
+    held = compact.longest_text(loaded)
     questions = [question_ids(tokenizer, text, cache=compact, allow_special=allow_special) for text in prompts]
     for ids in questions:
         if compact.num_tokens + ids.shape[1] >= positions:
@@ -166,19 +171,27 @@ def generate(
                 f"no position is left for an answer: the document's {compact.num_tokens} tokens and the prompt's "
                 f"{ids.shape[1]} fill the model's {positions}"
             )
-    end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
-    sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+        compact.check_tokens(loaded, ids)
+        length = compact.num_tokens + ids.shape[1] + max_new_tokens
+        if held is not None and length > held:
+            raise InputError(
+                f"document, prompt and answer of {length} tokens exceed the {held} for which the rotary factors of the "
+                f"cache hold: compress with --room {length - compact.num_tokens}, or give a smaller --max-new-tokens"
+            )
+    if unused := left_out(loaded, sampling=temperature > 0):
+        print(f"left out of the model's generation settings: {', '.join(unused)}", file=sys.stderr)
+    sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {}
     for text, ids in zip(prompts, questions, strict=True):
         if len(prompts) > 1:
             print(f"> {text}")
         torch.manual_seed(seed)
-        loaded.generate(
-            **compact.inputs(loaded, ids.to(loaded.device)),
-            max_new_tokens=min(max_new_tokens, positions - compact.num_tokens - ids.shape[1]),
-            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
-            pad_token_id=end if pad is None else pad,
-            **sampling,
-        )
+        most = min(max_new_tokens, positions - compact.num_tokens - ids.shape[1])
+        with plain_generation(loaded, max_new_tokens=most, **sampling) as settings:
+            loaded.generate(
+                **compact.inputs(loaded, ids.to(loaded.device)),
+                streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+                generation_config=settings,
+            )
 
 
 def _model_and_cache(

@@ -104,10 +104,9 @@ def compact_cache(trace: Trace, layers: Sequence[Layer], method: str, options: M
         "num_slots": f"{slots:.6g}",
         "keep_ratio": f"{slots / trace.prefix_len:.6g}",
         **options,
-        "supervision": trace.supervision,
-        **trace.about,
         "model": model_name(trace.model),
         "architecture": type(trace.model).__name__,
+        **trace.facts(),
     }
     return replace(cache, metadata={key: str(fact) for key, fact in facts.items()})
 

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from kvcat.attention import enable
-from kvcat.cache import CompactCache
+from kvcat.cache import CompactCache, cache_argument
 from kvcat.compress.trace import Trace, split_supervision
 from kvcat.errors import InputError
 from kvcat.losses import PositionScores, score_positions
@@ -38,15 +38,23 @@ def replay(
 
 @torch.no_grad()
 def replay_hidden(
-    model: PreTrainedModel, cache: CompactCache, suffix_ids: Int[Tensor, "batch suffix"]
+    model: PreTrainedModel,
+    cache: CompactCache,
+    suffix_ids: Int[Tensor, "batch suffix"],
+    *,
+    any_length: bool = False,
 ) -> Float[Tensor, "batch suffix hidden"]:
-    """Input of the head at the suffix positions, as ``replay``."""
-    past = cache.inputs(model, suffix_ids)["past_key_values"]
+    """Input of the head at the suffix positions, as ``replay``.
+
+    With ``any_length`` the cache's rotary factors are held however long the text becomes, as its trace held them.
+    """
+    cache.check_tokens(model, suffix_ids, any_length=any_length)
+    past = cache.to_transformers(model, any_length=any_length)
     enable(model)  # whose attention needs no mask of chunk x suffix
     with frozen(model):
         # in order: each chunk is appended to the cache
         chunks = [
-            hidden_states(model, input_ids=ids, past_key_values=past, use_cache=True)
+            hidden_states(model, input_ids=ids, use_cache=True, **cache_argument(past))
             for ids in suffix_ids.split(_CHUNK_TOKENS, dim=1)
         ]
     return torch.cat(chunks, dim=1)
@@ -139,7 +147,13 @@ def _position_scores(trace: Trace, cache: CompactCache) -> PositionScores:
             f"a cache of {cache.batch_size} prefixes of {cache.num_tokens} tokens does not belong to a trace of "
             f"{trace.batch_size} prefixes of {trace.prefix_len}"
         )
-    hidden = replay_hidden(trace.model, cache, trace.suffix_ids)
+    factors = cache.rotary_factors(trace.model)
+    if factors != trace.rope:
+        raise InputError(
+            f"the cache has the {factors} rotary factors and the trace the {trace.rope} ones: trace both with the same "
+            "room for what follows (room=)"
+        )
+    hidden = replay_hidden(trace.model, cache, trace.suffix_ids, any_length=True)
     targets = pad(trace.suffix_ids[:, 1:], (0, 1))
     return score_positions(output_head(trace.model), hidden, targets, trace.hidden[:, 1:])
 

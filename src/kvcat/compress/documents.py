@@ -111,6 +111,7 @@ def document_trace(
     supervision: str = "reconstruction",
     chat: bool = False,
     allow_special: bool = False,
+    room: int | None = None,
 ) -> Trace:
     """The trace from which a document's cache is compressed; a document has no suffix.
 
@@ -121,6 +122,7 @@ def document_trace(
             its own queries.
         chat: the document opens a user's turn in the tokenizer's chat template; caches record it.
         allow_special: a control token that the text spells becomes that token, not text.
+        room: tokens of question and answer that will follow (``trace``).
 
     Raises:
         InputError: an empty document, one too long for the model's positions; and as
@@ -135,8 +137,9 @@ def document_trace(
     ids = sequence.input_ids.to(model.device)
     if supervision == "self":
         document = ids[:, : sequence.prefix_len]
-        return replace(trace(model, document, supervision="self"), about=sequence.about)
-    return trace(model, replace(sequence, input_ids=ids))
+        own_queries = trace(model, document, supervision="self", room=room)
+        return replace(own_queries, about=sequence.about)
+    return trace(model, replace(sequence, input_ids=ids), room=room)
 
 
 def question_ids(

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvcat.cache import CompactCache, CompactLayer
+from kvcat.cache import CACHE_NAME, CompactCache, CompactLayer, cache_argument, held_factors
 from kvcat.compress.base import Compressor, compact_cache, example_generators
 from kvcat.compress.trace import Trace
 from kvcat.errors import InputError
@@ -33,6 +34,7 @@ REFUSED = {
     "FinchPress": "it wants a delimiter token between text and question",
     "ThinKPress": "it zeroes channels of the keys and removes no slots",
 }
+_OLD_NAME = "past_key_values"  # of a cache, before transformers 5.24 and in kvpress
 _CHOOSES_LAST = "compress_post"  # method of presses that hide slots once all are scored
 # far above the rounding of 1 - slots / prefix, far below one slot of any cache
 _NUDGE = 1e-12
@@ -174,8 +176,8 @@ def _press_prefix(
         setattr(press, _CHOOSES_LAST, choose_all)
         _set_size(press, sizes[0], trace.prefix_len)
         try:
-            with press(model):
-                model.model(input_ids=prefix, past_key_values=cache, use_cache=True)
+            with press(model), held_factors(model, trace.rope):
+                model.model(input_ids=prefix, use_cache=True, **cache_argument(cache))
             if not hidden:
                 choose_all(model)
         except (AssertionError, ValueError, NotImplementedError, OSError, TypeError, RuntimeError) as error:
@@ -215,6 +217,7 @@ def _as_kvpress_expects(model: Any, attentions: list[Any], eager: bool) -> Itera
     modules: list[nn.Module] = [model, model.get_submodule("model"), *attentions]
     before = [(set(vars(module)), set(module._modules)) for module in modules]
     hooks = [attention.register_forward_pre_hook(_with_cache_position, with_kwargs=True) for attention in attentions]
+    hooks += _with_old_names(model, attentions)
     implementation = model.config._attn_implementation
     lacks_head_dim, label = not hasattr(model.config, "head_dim"), model.config.name_or_path
     try:
@@ -238,8 +241,42 @@ def _as_kvpress_expects(model: Any, attentions: list[Any], eager: bool) -> Itera
                 delattr(module, name)
 
 
+def _with_old_names(model: Any, attentions: list[Any]) -> list[RemovableHandle]:
+    """Hooks by which kvpress gives and finds a cache as ``past_key_values`` where transformers calls it otherwise.
+
+    The presses call the model, or wrap the forward of ``model.model``, or look into the arguments of the attention
+    layers behind these.
+    """
+    if CACHE_NAME == _OLD_NAME:
+        return []
+    forward = model.model.forward
+
+    def new_forward(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **_renamed(kwargs, _OLD_NAME, CACHE_NAME))
+
+    def to_new(_module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return args, _renamed(kwargs, _OLD_NAME, CACHE_NAME)
+
+    def to_old(_module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return args, _renamed(kwargs, CACHE_NAME, _OLD_NAME)
+
+    def add_old(_module: Any, _args: Any, kwargs: dict[str, Any], _output: Any) -> None:
+        kwargs[_OLD_NAME] = kwargs[CACHE_NAME]  # for the hooks of the press, which come later
+
+    model.model.forward = new_forward
+    return [
+        model.register_forward_pre_hook(to_new, with_kwargs=True),
+        model.model.register_forward_pre_hook(to_old, with_kwargs=True),
+        *(attention.register_forward_hook(add_old, with_kwargs=True) for attention in attentions),
+    ]
+
+
+def _renamed(kwargs: dict[str, Any], before: str, after: str) -> dict[str, Any]:
+    return {after if name == before else name: value for name, value in kwargs.items()}
+
+
 def _with_cache_position(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     states = kwargs["hidden_states"]
-    start = kwargs["past_key_values"].get_seq_length(module.layer_idx)
+    start = kwargs[CACHE_NAME].get_seq_length(module.layer_idx)
     here = torch.arange(start, start + states.shape[1], device=states.device)
     return args, {"cache_position": here, **kwargs}

@@ -9,9 +9,18 @@ import torch
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from kvcat.cache import CompactCache, CompactLayer, Head, fingerprint, layer_windows
+from kvcat.cache import (
+    CompactCache,
+    CompactLayer,
+    Factors,
+    Head,
+    document_digest,
+    fingerprint,
+    layer_windows,
+    rope_factors,
+)
 from kvcat.choices import Supervision
-from kvcat.errors import InputError
+from kvcat.errors import InputError, check_least
 from kvcat.models import capture, frozen, logits_from_hidden, positions_of
 from kvcat.types import Float, Int, Tensor
 
@@ -60,6 +69,9 @@ class Trace:
         past_len: tokens that a compact cache stood for; 0: none.
         log_bias: per layer, nats added to the scores of the prefix's slots, -inf where a head has none; None: none.
         about: how a document became tokens (``Reconstruction``); part of the metadata of caches.
+        rope: the rotary factors of all keys and queries, "short" or "long"; None where these do not depend on the
+            length of the text.
+        room: tokens that were to follow the prefix; None: those of the suffix.
     """
 
     model: PreTrainedModel
@@ -80,6 +92,8 @@ class Trace:
     past_len: int = 0
     log_bias: Sequence[Float[Tensor, "batch _ _"]] | None = None
     about: Mapping[str, str] = field(default_factory=dict)
+    rope: Factors | None = None
+    room: int | None = None
 
     @property
     def num_slots(self) -> int:
@@ -107,8 +121,18 @@ class Trace:
         biases = self.log_bias or [None] * len(self.keys)
         layers = [CompactLayer(*parts).without_absent() for parts in zip(self.keys, self.values, biases, strict=True)]
         cache = CompactCache(layers, self.prefix_len, self.fingerprint)
-        facts = {"method": "dense", "num_slots": f"{cache.mean_slots:.6g}"}
-        return replace(cache, metadata={**facts, "supervision": self.supervision, **self.about})
+        facts = {"method": "dense", "num_slots": f"{cache.mean_slots:.6g}", **self.facts()}
+        return replace(cache, metadata=facts)
+
+    def facts(self) -> dict[str, str]:
+        """What the metadata of caches say of the prefix, such as its tokens' hash and rotary factors."""
+        document = document_digest(self.input_ids[:, : self.prefix_len])
+        facts = {"supervision": self.supervision, **self.about, "document": document}
+        if self.rope is not None:
+            facts["rope"] = self.rope
+            if self.room is not None:
+                facts["room"] = str(self.room)
+        return facts
 
     def counts(self, layer: int) -> Int[Tensor, "batch kv_heads"]:
         """Slots of the prefix that every head of a layer has; on the CPU."""
@@ -145,7 +169,8 @@ class Trace:
         with frozen(self.model):
             ids = self.input_ids[:, : self.prefix_len]
             positions = torch.arange(start, self.prefix_len)
-            return capture(self.model, ids, query_positions=positions, hidden_start=self.prefix_len - 1).queries
+            options = {"query_positions": positions, "hidden_start": self.prefix_len - 1, "rope": self.rope}
+            return capture(self.model, ids, **options).queries
 
     def check_supervises(self) -> None:
         """Refuse a trace without predictions after its prefix."""
@@ -161,6 +186,7 @@ def trace(
     *,
     supervision: str | None = None,
     past: CompactCache | None = None,
+    room: int | None = None,
     chunk_tokens: int = 4096,
 ) -> Trace:
     """A forward over prefix and suffix, kept for compression and for comparison.
@@ -173,14 +199,19 @@ def trace(
             alone. The others use those after the prefix and say what text that is; None: "suffix",
             or "reconstruction" of such a sequence.
         past: a compact cache of the prefix's first tokens, which are not run again; it is compressed with the rest.
+        room: tokens of questions and answers that will follow the prefix, at least 0. It matters for models alone whose
+            rotary factors depend on the length of the text (LongRoPE): prefix and room decide which factors the trace
+            and its caches have. None: the tokens of the suffix; of a reconstruction sequence, or with "self", 0.
         chunk_tokens: most tokens of each example that run at once (``capture``).
 
     Raises:
         InputError: lengths that do not fit, more tokens than the model has positions, layers that cannot be
-            compressed (sliding windows shorter than the sequence, linear attention), or a cache of something else.
+            compressed (sliding windows shorter than the sequence, linear attention), a cache of something else, or a
+            negative room.
     """
     start = None
     about: Mapping[str, str] = {}
+    check_least(0, room=0 if room is None else room)
     if isinstance(input_ids, Reconstruction):
         supervision = supervision or "reconstruction"
         about = input_ids.about
@@ -191,7 +222,10 @@ def trace(
     num_tokens = input_ids.shape[1]
     prefix_len = _checked_prefix(num_tokens, prefix_len, source)
     _check_model(model, num_tokens)
-    known = 0 if past is None else _check_past(past, model, prefix_len, len(input_ids))
+    is_followed = source not in ("self", "reconstruction")
+    expected = num_tokens if is_followed and room is None else prefix_len + (room or 0)
+    rope = rope_factors(model.config, expected)
+    known = 0 if past is None else _check_past(past, model, prefix_len, len(input_ids), rope)
     start = prefix_len if start is None else start
     padded = [] if past is None else [layer.padded() for layer in past.layers]
     sampled = _kept_positions(known, prefix_len, every=source == "self")
@@ -199,8 +233,8 @@ def trace(
     with frozen(model):
         seen = capture(
             model, input_ids[:, known:], query_positions=wanted - known, hidden_start=prefix_len - 1 - known,
-            past=None if past is None else replace(past, layers=padded).to_transformers(model),
-            chunk_tokens=chunk_tokens,
+            past=None if past is None else replace(past, layers=padded).to_transformers(model, any_length=True),
+            chunk_tokens=chunk_tokens, rope=rope,
         )  # fmt: skip
     if not all(bool(x.isfinite().all()) for x in (seen.hidden, *seen.keys, *seen.values)):
         raise InputError(f"{type(model).__name__} computes numbers that are not finite: do its weights hold NaN?")
@@ -217,7 +251,7 @@ def trace(
     return Trace(
         model, input_ids, prefix_len, source, start, seen.keys, seen.values, queries, suffix_keys, sampled,
         prefix_queries, seen.scales, seen.stream, seen.hidden, fingerprint(model), past_len=known,
-        log_bias=_log_bias(padded, prefix_len - known), about=about,
+        log_bias=_log_bias(padded, prefix_len - known), about=about, rope=rope, room=room,
     )  # fmt: skip
 
 
@@ -288,8 +322,13 @@ def _checked_prefix(num_tokens: int, prefix_len: int | None, supervision: str) -
     return prefix_len
 
 
-def _check_past(past: CompactCache, model: PreTrainedModel, prefix_len: int, batch: int) -> int:
+def _check_past(past: CompactCache, model: PreTrainedModel, prefix_len: int, batch: int, rope: Factors | None) -> int:
     past.check_model(model)
+    if past.rotary_factors(model) != rope:
+        raise InputError(
+            f"past has the {past.metadata['rope']} rotary factors, and {prefix_len} tokens with what follows need the "
+            f"{rope} ones: make it again with room for them (room=)"
+        )
     if past.num_tokens >= prefix_len:
         raise InputError(f"past holds {past.num_tokens} tokens: the prefix of {prefix_len} adds none to them")
     if past.batch_size != batch:

@@ -14,7 +14,7 @@ import torch
 from datasets.exceptions import DatasetsError
 from huggingface_hub import constants
 from torch.nn.utils.rnn import pad_sequence
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcat.cache import CompactCache, check_token_ids
 from kvcat.compress import Trace, trace
@@ -24,7 +24,7 @@ from kvcat.errors import InputError, one_line
 from kvcat.evals.task import Baseline, Prepared, Task, Values, check_fits, check_vocabulary
 from kvcat.hub import hub_obstacle
 from kvcat.losses import score_positions
-from kvcat.models import frozen, hidden_states, output_head
+from kvcat.models import end_tokens, frozen, hidden_states, output_head, plain_generation
 from kvcat.tokenization import TextEncoder, opening_ids, repaired
 from kvcat.types import Float, Tensor
 
@@ -52,7 +52,13 @@ class PreparedContexts(Prepared):
         """The dense forward over <context><instruction><context>, one row per example."""
         contexts = torch.tensor([example.context for example in self.batch], device=self.model.device)
         opening = self.task.opening_ids(self.tokenizer)
-        return trace(self.model, reconstruction_of_tokens(self.tokenizer, contexts, opening))
+        sequence = reconstruction_of_tokens(self.tokenizer, contexts, opening)
+        return trace(self.model, sequence, room=self.room)
+
+    @property
+    def room(self) -> int:
+        """Tokens that follow the contexts at most."""
+        raise NotImplementedError
 
     def values(self, cache: CompactCache | None) -> list[Values]:
         """Values per example when the cache stands for the contexts; None: there are none."""
@@ -83,6 +89,11 @@ class PreparedContexts(Prepared):
 @dataclass(frozen=True)
 class PreparedQuestions(PreparedContexts):
     """Questions, answered greedily and under teacher forcing."""
+
+    @property
+    def room(self) -> int:
+        """Tokens of the longest question with its answer."""
+        return max(len(q.question) + max(len(q.answer), q.max_new_tokens) for q in self.batch)
 
     def values(self, cache: CompactCache | None) -> list[Values]:
         """``judge`` of the greedy answer, and ``nll`` of the right one, nats per token."""
@@ -165,17 +176,11 @@ def greedy_answers(
     width = max(map(len, questions))
     ids = torch.tensor([[0] * (width - len(q)) + list(q) for q in questions], device=model.device)
     mask = torch.tensor([[0] * (width - len(q)) + [1] * len(q) for q in questions], device=model.device)
-    inputs = {"input_ids": ids, "attention_mask": mask} if cache is None else cache.inputs(model, ids, mask)
     check_token_ids(model, ids)
-    own = model.generation_config
-    found = own.eos_token_id  # type: ignore[union-attr]
-    ends = [] if found is None else [found] if isinstance(found, int) else list(found)
-    try:
-        model.generation_config = GenerationConfig(eos_token_id=ends or None, pad_token_id=ends[0] if ends else 0)
-        with frozen(model):
-            made = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)  # type: ignore[operator]
-    finally:
-        model.generation_config = own
+    ends = end_tokens(model)
+    with frozen(model), plain_generation(model, max_new_tokens=max_new_tokens) as settings:
+        inputs = {"input_ids": ids, "attention_mask": mask} if cache is None else cache.inputs(model, ids, mask)
+        made = model.generate(**inputs, generation_config=settings)  # type: ignore[operator]
     return [list(takewhile(lambda token: token not in ends, row)) for row in made[:, width:].tolist()]
 
 

@@ -9,7 +9,7 @@ import torch
 
 from kvcat.cache import CompactCache
 from kvcat.compress import Trace
-from kvcat.models import positions_of
+from kvcat.models import plain_generation, positions_of
 
 MAX_RUNS, MAX_SECONDS = 3, 2.0
 PROMPT, ANSWER = 32, 16  # tokens of the answers that are timed
@@ -68,15 +68,16 @@ def answer_speed(trace: Trace, cache: CompactCache) -> dict[str, float]:
 
     Decoded greedily, the fastest of two runs each; nothing where an answer exceeds the model's positions.
     """
-    prompt, model = trace.input_ids[:1, :PROMPT], trace.model
+    model = trace.model
+    prompt = trace.input_ids[:1, 1 : 1 + PROMPT]  # any tokens but the document from its beginning
     if trace.prefix_len + prompt.shape[1] + ANSWER > positions_of(model.config):
         return {}
 
     def seconds(own: CompactCache, count: int) -> float:
         begun = time.perf_counter()
-        model.generate(  # type: ignore[operator]
-            **own.inputs(model, prompt), max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0
-        ).cpu()
+        with plain_generation(model, max_new_tokens=count, min_new_tokens=count) as settings:
+            inputs = own.inputs(model, prompt, any_length=True)
+            model.generate(**inputs, generation_config=settings).cpu()  # type: ignore[operator]
         return time.perf_counter() - begun
 
     speed = {}

@@ -161,6 +161,12 @@ def cut_middle(tokens: list[int], room: int) -> list[int]:
 class PreparedChoices(PreparedContexts):
     """A prompt on a model."""
 
+    @property
+    def room(self) -> int:
+        """Tokens of the question with the longest answer."""
+        (prompt,) = self.batch
+        return len(prompt.question) + max(map(len, prompt.choices))
+
     def values(self, cache: CompactCache | None) -> list[Values]:
         """``choice_values`` of the four answers behind the question."""
         (prompt,) = self.batch
@@ -177,7 +183,8 @@ class PreparedChoices(PreparedContexts):
         context = prompt.shortened(slots_for(len(prompt.context), baseline.keep_ratio, None))
         # the question stands behind it only because a trace needs a suffix
         ids = torch.tensor([[*context, *prompt.question]], device=self.model.device)
-        return self.beside_dense(self.values(trace(self.model, ids, len(context)).dense_cache()))
+        whole = trace(self.model, ids, len(context), room=self.room)
+        return self.beside_dense(self.values(whole.dense_cache()))
 
 
 def choice_values(log_likelihoods: Float[Tensor, " choices"], right: int) -> Values:

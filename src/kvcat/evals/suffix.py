@@ -191,13 +191,14 @@ class PreparedWindows(Prepared):
     def trace(self) -> Trace:  # pyright: ignore[reportIncompatibleVariableOverride]
         """What compressors are fitted to."""
         tokens, prefix_len = self._traced.input_ids, self._traced.prefix_len
+        room = tokens.shape[1] - prefix_len
         if self.task.supervision == "first-half":
             seen = tokens[:, : prefix_len + self.task.start]
-            return trace(self.model, seen, prefix_len, supervision="first-half")
+            return trace(self.model, seen, prefix_len, supervision="first-half", room=room)
         if self.task.supervision == "reconstruction":
             prefix = tokens[:, :prefix_len]
             sequence = reconstruction_of_tokens(self.tokenizer, prefix, self.task.opening)
-            return trace(self.model, sequence)
+            return trace(self.model, sequence, room=room)
         return self._traced
 
     @cached_property

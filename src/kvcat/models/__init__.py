@@ -1,6 +1,7 @@
 """Adapters around unmodified transformers models: load, save, the masked pass, the capture of keys and queries."""
 
 from kvcat.models.capture import Capture, capture
+from kvcat.models.generation import end_tokens, left_out, plain_generation
 from kvcat.models.loading import get, load, load_tokenizer, parse_device, read_config, save
 from kvcat.models.masked_pass import HiddenOutput, MaskedPass
 from kvcat.models.self_test import self_test
@@ -16,7 +17,7 @@ from kvcat.models.structure import (
 )
 
 __all__ = [
-    "Capture", "HiddenOutput", "MaskedPass", "capture", "decoder_layers", "frozen", "get", "hidden_states", "load",
-    "load_tokenizer", "logits_from_hidden", "model_name", "output_gains", "output_head", "parse_device", "positions_of",
-    "read_config", "save", "self_test",
+    "Capture", "HiddenOutput", "MaskedPass", "capture", "decoder_layers", "end_tokens", "frozen", "get",
+    "hidden_states", "left_out", "load", "load_tokenizer", "logits_from_hidden", "model_name", "output_gains",
+    "output_head", "parse_device", "plain_generation", "positions_of", "read_config", "save", "self_test",
 ]  # fmt: skip

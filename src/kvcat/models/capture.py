@@ -10,7 +10,7 @@ from tqdm import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvcat.attention import enable
-from kvcat.cache import check_token_ids
+from kvcat.cache import Factors, PrefixCache, cache_argument, check_token_ids, held_factors, rope_factors
 from kvcat.errors import InputError, check_least
 from kvcat.models.structure import decoder_layers, hidden_states
 from kvcat.types import Float, Int, Tensor
@@ -46,6 +46,7 @@ def capture(
     hidden_start: int = 0,
     past: Cache | None = None,
     chunk_tokens: int = 4096,
+    rope: Factors | None = None,
 ) -> Capture:
     """A dense forward, with what attention saw in every layer.
 
@@ -61,6 +62,7 @@ def capture(
         hidden_start: token from which on the input of the head is kept, 0..tokens - 1.
         past: what the tokens follow, such as ``CompactCache.to_transformers(model)``; it grows by the tokens.
         chunk_tokens: most tokens of each example that run at once, at least 1.
+        rope: the rotary factors of all tokens; None: those that transformers takes for a text of this length.
     """
     num_tokens = input_ids.shape[1]
     check_least(1, chunk_tokens=chunk_tokens)
@@ -68,6 +70,9 @@ def capture(
     enable(model)
     layers = decoder_layers(model)
     wanted = torch.arange(num_tokens) if query_positions is None else query_positions.cpu()
+    if rope is None:
+        behind = 0 if past is None else int(past.get_seq_length())
+        rope = rope_factors(model.config, behind + num_tokens)
     if num_tokens > chunk_tokens and past is None:
         past = DynamicCache()
     last: dict[int, tuple[Tensor, Tensor, float]] = {}
@@ -88,6 +93,8 @@ def capture(
 
     with ExitStack() as hooks:
         total = len(layers) * -(-num_tokens // chunk_tokens)
+        # a compact cache holds its own factors in every forward
+        hooks.enter_context(held_factors(model, None if isinstance(past, PrefixCache) else rope))
         bar = hooks.enter_context(tqdm(desc="reading", total=total, delay=2.0, disable=None, leave=False))
         for index, layer in enumerate(layers):
             hooks.enter_context(layer.register_forward_pre_hook(partial(measure, index=index), with_kwargs=True))
@@ -98,9 +105,8 @@ def capture(
                 queries[layer].append(q if len(own) == q.shape[2] else q[:, :, own])
                 last[layer] = k, v, scale
 
-            states = hidden_states(
-                model, input_ids=ids, use_cache=past is not None, past_key_values=past, kv_record=record
-            )
+            options = {"use_cache": past is not None, "kv_record": record, **cache_argument(past)}
+            states = hidden_states(model, input_ids=ids, **options)
             hidden.append(states[:, max(0, hidden_start - start) :].clone())
     if sorted(last) != list(range(len(layers))):
         attending = f"{len(last)} of its {len(layers)} layers attend through transformers' attention interface"

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
+from kvcat.cache import cache_argument
 from kvcat.errors import InputError
 from kvcat.models.structure import frozen, relative_error
 from kvcat.types import Float, Int, Tensor
@@ -113,5 +114,5 @@ def _keys_at(model: PreTrainedModel, *starts: int) -> list[tuple[Tensor, ...]]:
     tokens = torch.arange(_PROBE_TOKENS, device=model.device).expand(len(starts), -1) * 7 % vocab
     positions = torch.stack([torch.arange(start, start + _PROBE_TOKENS, device=tokens.device) for start in starts])
     with frozen(model):
-        model.base_model(input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True)
+        model.base_model(input_ids=tokens, position_ids=positions, use_cache=True, **cache_argument(cache))
     return [layer.keys.split(1) for layer in cache.layers]  # type: ignore[union-attr]

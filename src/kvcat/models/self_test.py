@@ -7,7 +7,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kvcat.attention import NAME, enable
-from kvcat.cache import CompactCache, CompactLayer, layer_windows
+from kvcat.cache import CompactCache, CompactLayer, cache_argument, layer_windows, rope_factors
 from kvcat.errors import InputError, one_line
 from kvcat.models.capture import Capture, capture
 from kvcat.models.masked_pass import HiddenOutput, MaskedPass
@@ -148,7 +148,7 @@ def _behind_slots(
 ) -> Float[Tensor, "batch suffix vocab"]:
     """Logits of the second half behind a compact cache of the first, log-bias from -spread to spread."""
     half = tokens.shape[1] // 2
-    past = _first_half(seen, half, spread).to_transformers(model)
+    past = _first_half(model, seen, half, spread).to_transformers(model)
     return logits_from_hidden(model, capture(model, tokens[:, half:], past=past).hidden)
 
 
@@ -158,16 +158,18 @@ def _generated(
 ) -> Float[Tensor, "batch suffix vocab"]:
     """Logits of the second half behind the first, from the model as generation calls it."""
     half = tokens.shape[1] // 2
-    past = _first_half(seen, half, 0.0).to_transformers(model)
+    past = _first_half(model, seen, half, 0.0).to_transformers(model)
     mask = torch.ones_like(tokens)
-    return model(input_ids=tokens[:, half:], attention_mask=mask, past_key_values=past, use_cache=True).logits
+    options = {"attention_mask": mask, "use_cache": True, **cache_argument(past)}
+    return model(input_ids=tokens[:, half:], **options).logits
 
 
-def _first_half(seen: Capture, half: int, spread: float) -> CompactCache:
+def _first_half(model: PreTrainedModel, seen: Capture, half: int, spread: float) -> CompactCache:
     """A compact cache of the first half, log-bias from -spread to spread."""
     bias = torch.linspace(-spread, spread, half, device=seen.keys[0].device)
     layers = [
         CompactLayer(keys[:, :, :half], values[:, :, :half], bias.expand(*keys.shape[:2], half))
         for keys, values in zip(seen.keys, seen.values, strict=True)
     ]
-    return CompactCache(layers, half, "")
+    factors = rope_factors(model.config, 2 * half)
+    return CompactCache(layers, half, "", {} if factors is None else {"rope": factors})

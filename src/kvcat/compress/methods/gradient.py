@@ -12,7 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from kvcat.cache import CompactCache, CompactLayer, Layer
+from kvcat.cache import CompactCache, CompactLayer, Layer, cache_argument
 from kvcat.cache.files import STATE, read_tensors, write_tensors
 from kvcat.cache.fingerprint import hash_tensor
 from kvcat.compress.base import (
@@ -266,10 +266,11 @@ class SlotTraining:
             CompactLayer(own["keys"], own["values"], own.get("log_bias", fixed))
             for own, fixed in zip(self._trained, self._fixed, strict=True)
         ]
-        cache = CompactCache(layers, trace.prefix_len, trace.fingerprint)
+        cache = CompactCache(layers, trace.prefix_len, trace.fingerprint, trace.facts())
         with _recomputing(trace.model, self._method.activation_checkpointing):
-            past = cache.to_transformers(trace.model, read_only=True)
-            return hidden_states(trace.model, input_ids=trace.suffix_ids, past_key_values=past, use_cache=True)
+            past = cache.to_transformers(trace.model, read_only=True, any_length=True)
+            options = {"use_cache": True, **cache_argument(past)}
+            return hidden_states(trace.model, input_ids=trace.suffix_ids, **options)
 
 
 def _mean_kl(trace: Trace, hidden: Float[Tensor, "batch suffix hidden"]) -> Float[Tensor, ""]:

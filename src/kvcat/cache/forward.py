@@ -1,0 +1,167 @@
+"""A model's forward behind a compact cache: the argument's name, and what has to hold before each forward."""
+
+import inspect
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary, finalize, ref
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers import Cache, GenerationMixin, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
+
+from kvcat.cache.rope import Factors, check_length, held_factors
+from kvcat.errors import InputError
+from kvcat.types import Int, Tensor
+
+_PREPARE: Any = vars(GenerationMixin)["prepare_inputs_for_generation"]
+CACHE_NAME = "cache" if "cache" in inspect.signature(_PREPARE).parameters else "past_key_values"
+"""What the installed transformers calls the argument and the output that hold a cache."""
+
+
+def cache_argument(past: Cache | None) -> dict[str, Any]:
+    """The keyword argument that gives a cache to a model of the installed transformers."""
+    return {CACHE_NAME: past}
+
+
+class PrefixCache(Cache):
+    """A transformers cache whose layers begin with a compact prefix.
+
+    Args:
+        layers: one ``PrefixLayer`` for each layer of the model.
+        factors: the rotary factors that the keys have, where they depend on the length of the text (``rope``).
+        any_length: hold these factors beyond the border as well.
+    """
+
+    def __init__(self, layers: Sequence[CacheLayerMixin], factors: Factors | None = None, *, any_length: bool = False):
+        super().__init__(layers=list(layers))
+        self.factors: Factors | None = factors
+        self.any_length = any_length
+        self.tokens: Tensor | None = None  # those that came after the prefix, where forwards were given token ids
+        self.padding: int | None = None  # positions that left padding takes from a static cache
+        self.held: AbstractContextManager[None] | None = None
+
+    def __bool__(self) -> bool:
+        """False: Phi-3's ``generate`` drops every cache that is true once a question is longer than the border."""
+        return False
+
+    def reset(self) -> None:
+        """Drop the tokens after the prefix."""
+        super().reset()
+        self.tokens = None
+        self.padding = None
+
+
+def guard(model: PreTrainedModel, past: PrefixCache) -> None:
+    """Let every forward of the model behind a ``PrefixCache`` be checked first, and hold the cache's rotary factors.
+
+    The hooks are on the model's ``base_model`` as long as one of its caches is in use. They leave forwards with other
+    caches or none alone.
+    """
+    module = model.base_model
+    if _before not in module._forward_pre_hooks.values():
+        before = module.register_forward_pre_hook(_before, with_kwargs=True)
+        after = module.register_forward_hook(_after, with_kwargs=True, always_call=True)
+        _GUARDED[module] = _Guarded([before, after])
+    if module in _GUARDED:
+        _GUARDED[module].num_caches += 1
+        finalize(past, _release, ref(module))
+
+
+@dataclass
+class _Guarded:
+    """The hooks of a module, and how many caches need them."""
+
+    handles: list[RemovableHandle]
+    num_caches: int = 0
+
+
+_GUARDED: WeakKeyDictionary[nn.Module, _Guarded] = WeakKeyDictionary()
+
+
+def _release(module: "ref[nn.Module]") -> None:
+    """Take note that a cache is gone, and remove the hooks with the last one."""
+    guarded_module = module()
+    if guarded_module is None:
+        return
+    guarded = _GUARDED[guarded_module]
+    guarded.num_caches -= 1
+    if guarded.num_caches == 0:
+        for handle in guarded.handles:
+            handle.remove()
+        del _GUARDED[guarded_module]
+
+
+def _before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    past = kwargs.get(CACHE_NAME)
+    if not isinstance(past, PrefixCache):
+        return
+    if torch.compiler.is_compiling():
+        if past.factors is not None:
+            raise InputError("rotary factors that depend on the length cannot be held in a compiled model")
+        return
+    ids = args[0] if args else kwargs.get("input_ids")
+    new = ids if ids is not None else kwargs["inputs_embeds"]
+    length = int(past.get_seq_length())
+    _check_forward(past, length, new.shape[1], kwargs)
+    if ids is not None:
+        _check_new(past, ids)
+    if past.factors is not None:
+        if not past.any_length:
+            check_length(module.config, past.factors, length + new.shape[1])  # type: ignore[arg-type]
+        past.held = held_factors(module, past.factors)
+        past.held.__enter__()
+
+
+def _after(_module: nn.Module, _args: Any, kwargs: dict[str, Any], _output: Any) -> None:
+    past = kwargs.get(CACHE_NAME)
+    if isinstance(past, PrefixCache) and past.held is not None:
+        held = past.held
+        past.held = None
+        held.__exit__(None, None, None)
+
+
+def _check_forward(past: PrefixCache, length: int, num_new: int, kwargs: dict[str, Any]) -> None:
+    """Refuse tokens that do not follow what the cache holds, by the mask's length or else by their positions."""
+    mask = kwargs.get("attention_mask")
+    positions = kwargs.get("position_ids")
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        if mask.shape[1] != length + num_new:
+            raise _misfit(length, f"an attention_mask of {mask.shape[1]}", num_new)
+    elif isinstance(positions, Tensor) and positions.dim() == 2:
+        next_position = int(positions.max()) + 1
+        behind = length + num_new - next_position
+        # a static cache is given a mask of another form, from which left padding cannot be read
+        if mask is not None and past.padding is None and 0 <= behind < num_new:
+            past.padding = behind
+        if behind != (past.padding or 0):
+            raise _misfit(length, f"positions up to {next_position}", num_new)
+
+
+def _misfit(length: int, what: str, num_new: int) -> InputError:
+    return InputError(
+        f"the cache holds {length} tokens, and {num_new} more do not fit {what}: a cache that has answered already is "
+        "given the new tokens alone, with a mask for all; or start again with a fresh cache.inputs(model, input_ids)"
+    )
+
+
+def _check_new(past: PrefixCache, ids: Int[Tensor, "batch new"]) -> None:
+    """Refuse tokens that begin with everything that the cache was given before, which was more than one token."""
+    known = int(past.get_seq_length()) - past.layers[0].num_tokens  # type: ignore[attr-defined]
+    if known == 0:
+        past.tokens = ids
+        return
+    if past.tokens is None or len(past.tokens) != len(ids):
+        past.tokens = None
+        return
+    # tokens that were guessed and dropped again are no longer known
+    old = past.tokens[:, :known]
+    if known > 1 and ids.shape[1] > known and torch.equal(ids[:, :known], old):
+        raise InputError(
+            f"the {ids.shape[1]} new tokens begin with the {known} that the cache holds behind its document: give it "
+            "the new tokens alone, or start again with a fresh cache.inputs(model, input_ids)"
+        )
+    past.tokens = torch.cat([old, ids], dim=1)

@@ -1,0 +1,145 @@
+"""Conversations on one cache, and generation settings of a model's own that would use it otherwise."""
+
+import gc
+
+import pytest
+import torch
+
+import kvcat
+from kvcat.cache import CACHE_NAME
+from kvcat.errors import InputError
+from tiny import loud_model, refusal
+
+LENGTH = 20
+DOCUMENT, FIRST, SECOND = (
+    torch.randint(3, 67, (1, count), generator=torch.Generator().manual_seed(count)) for count in (LENGTH, 5, 4)
+)
+
+
+@pytest.fixture(scope="module")
+def stock():
+    model = loud_model(dtype=torch.float64, pad_token_id=0)
+    model.set_attn_implementation("eager")
+    return model
+
+
+@pytest.fixture
+def model():
+    return loud_model(dtype=torch.float64, pad_token_id=0)
+
+
+@pytest.fixture
+def cache(model):
+    return kvcat.trace(model, DOCUMENT, supervision="self").dense_cache()
+
+
+@torch.no_grad()
+def greedy(stock, text, steps=4):
+    """The stock model's most likely next tokens, each by a forward over the whole text."""
+    start = text.shape[1]
+    for _ in range(steps):
+        text = torch.cat([text, stock(text, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+    return text[:, start:]
+
+
+def ask(model, **inputs):
+    return model.generate(max_new_tokens=4, do_sample=False, **inputs)
+
+
+def first_turn(model, cache, **options):
+    """What was asked and answered after the document, and the transformers cache that holds it."""
+    inputs = cache.inputs(model, FIRST, **options)
+    return ask(model, **inputs), inputs[CACHE_NAME]
+
+
+def test_the_three_right_ways_to_ask_again_give_the_stock_models_answer(model, stock, cache):
+    turn, past = first_turn(model, cache)
+    conversation = torch.cat([turn, SECOND], 1)
+    expected = greedy(stock, torch.cat([DOCUMENT, conversation], 1)).tolist()
+    fresh = ask(model, **cache.inputs(model, conversation))
+    assert fresh[:, -4:].tolist() == expected
+    held = past.get_seq_length()  # all but the last token of the answer
+    new = conversation[:, held - LENGTH :]
+    mask = torch.ones(1, held + new.shape[1], dtype=torch.long)
+    assert ask(model, input_ids=new, attention_mask=mask, **{CACHE_NAME: past})[:, -4:].tolist() == expected
+    _, past = first_turn(model, cache)
+    everything = torch.cat([DOCUMENT, conversation], 1)  # transformers cuts off what the cache holds
+    assert ask(model, input_ids=everything, **{CACHE_NAME: past})[:, -4:].tolist() == expected
+
+
+@pytest.mark.parametrize("static_tokens", [None, 40])
+@pytest.mark.parametrize("repeated", ["conversation", "no mask", "question", "the same inputs", "one token"])
+def test_a_second_turn_that_repeats_what_the_cache_holds_is_refused(repeated, static_tokens, model, cache):
+    turn, past = first_turn(model, cache, static_tokens=static_tokens)
+    ids = {"question": FIRST, "the same inputs": FIRST, "one token": SECOND[:, :1]}.get(
+        repeated, torch.cat([turn, SECOND], 1)
+    )
+    inputs = {"input_ids": ids, CACHE_NAME: past}
+    if repeated != "no mask":
+        inputs["attention_mask"] = torch.ones(1, LENGTH + ids.shape[1], dtype=torch.long)
+    said = refusal(ask, model, **inputs)
+    assert "the cache holds" in said
+    assert "more do not fit" in said
+
+
+def test_a_forward_that_repeats_what_the_cache_holds_is_refused(model, cache):
+    turn, past = first_turn(model, cache)
+    again = torch.cat([turn, SECOND], 1)
+    with torch.no_grad():
+        assert "new tokens begin with the 8" in refusal(model, again, **{CACHE_NAME: past})
+    inputs = cache.inputs(model, FIRST)
+    with torch.no_grad():
+        model(**inputs)
+        assert "the cache holds 25 tokens, and 5 more do not fit" in refusal(model, **inputs)
+
+
+def test_a_question_that_begins_with_the_document_is_refused(model, cache):
+    assert "begin with the document" in refusal(cache.inputs, model, torch.cat([DOCUMENT, FIRST], 1))
+    pressed = kvcat.Eviction("streaming")(kvcat.trace(model, DOCUMENT, supervision="self"), num_slots=5)
+    assert "begin with the document" in refusal(pressed.inputs, model, DOCUMENT)
+
+
+def test_left_padded_turns_follow_each_other_in_a_growing_and_in_a_static_cache(model, cache):
+    ids = torch.cat([torch.tensor([[0, 0, 7, 8]]), torch.tensor([[9, 10, 11, 12]])])
+    mask = (ids > 0).long()
+    for static_tokens in (None, 20):
+        inputs = cache.inputs(model, ids, mask, static_tokens=static_tokens)
+        out = ask(model, **inputs)
+        alone = ask(model, **cache.inputs(model, ids[:1, 2:]))
+        assert out[0, 4:].tolist() == alone[0, 2:].tolist()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"use_cache": False}, {"num_beams": 1, "use_cache": False}, {"prefill_chunk_size": 2},
+        {"return_dict_in_generate": True}, {"prompt_lookup_num_tokens": 2}, {"guidance_scale": 1.0},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_settings_of_a_models_own_folder_do_not_change_what_the_cache_stands_for(settings, model, stock, cache):
+    expected = greedy(stock, torch.cat([DOCUMENT, FIRST], 1)).tolist()
+    model.generation_config.update(**settings)
+    if "use_cache" in settings:
+        model.config.use_cache = False
+    made = ask(model, **cache.inputs(model, FIRST))
+    made = made if isinstance(made, torch.Tensor) else made.sequences
+    assert made[:, FIRST.shape[1] :].tolist() == expected
+
+
+def test_a_model_told_to_use_no_cache_is_refused_where_it_would_read_the_question_again(model, cache):
+    inputs = cache.inputs(model, FIRST)
+    with pytest.raises(InputError, match="the cache holds 25 tokens"):
+        ask(model, **{**inputs, "use_cache": False})
+
+
+def test_the_hooks_that_check_forwards_go_with_the_last_cache(model, cache):
+    pasts = [cache.inputs(model, FIRST), cache.inputs(model, FIRST)]
+    assert len(model.base_model._forward_pre_hooks) == 1
+    pasts.pop()
+    gc.collect()
+    assert len(model.base_model._forward_pre_hooks) == 1
+    pasts.clear()
+    gc.collect()
+    assert not model.base_model._forward_pre_hooks
+    assert not model.base_model._forward_hooks
