@@ -4,7 +4,7 @@ import csv
 import json
 
 from kvcat.cli.app import run
-from kvcat.theory.reports import parse_budget
+from kvcat.cli.theory import parse_budget
 
 
 def table(path):

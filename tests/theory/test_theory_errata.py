@@ -8,7 +8,7 @@ from kvcat.theory import errata as e
 
 
 def test_each_erratum_shows_the_known_numbers():
-    shown = {erratum.place: erratum.shown for erratum in e.errata()}
+    shown = {erratum.place: erratum.shown for erratum in e.find_errata()}
     assert len(shown) == 8
     numbers = {
         "Theorem, item 2": "0 of 6 budgets",

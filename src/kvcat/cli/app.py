@@ -27,9 +27,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "eval qa": ("cli.evaluate.QA", "Answer multiple-choice questions, nothing compressed."),
     "eval profile": ("cli.evaluate.profile", "Measure the error of the best cache found against its slots."),
     "report": ("cli.evaluate.report", "Make tables, plots and a page from evaluations."),
-    "theory histogram": ("theory.run_histogram", "Build the motivating example and its exact optimum."),
-    "theory theorem": ("theory.run_theorem", "Verify the main theorem for any function."),
-    "theory errata": ("theory.run_errata", "Demonstrate what fails as printed, and what holds."),
+    "theory histogram": ("cli.theory.histogram", "Build the motivating example and its exact optimum."),
+    "theory theorem": ("cli.theory.theorem", "Verify the main theorem for any function."),
+    "theory errata": ("cli.theory.errata", "Demonstrate what fails as printed, and what holds."),
 }
 """Command to its function, or dataclass with a method ``run``, and one line for the overview; imported when it runs."""
 

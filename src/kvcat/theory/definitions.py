@@ -1,10 +1,12 @@
 """The paper's definitions in float64: transformer, policy, compressibility, functions of sequences.
 
-Rows are tokens and matrices multiply from the right. As in the paper there is no layer norm, no residual around the
-feed-forward map and no mask; ``causal=True`` adds the mask. A policy sees the keys and values of a prefix and nothing
-else: not the suffix, nor its length. So one cache serves every suffix, and an error is a maximum over all suffixes.
+Rows are tokens and matrices multiply from the right. As in the paper there is no layer norm, no
+residual around the feed-forward map and no mask; ``causal=True`` adds the mask. A policy sees the
+keys and values of a prefix and nothing else: not the suffix, nor its length. So one cache serves
+every suffix, and an error is a maximum over all suffixes.
 
-References: KV-CAT, appendix "Theory", definitions of attention head, transformer block, token embedding, transformer,
+References: KV-CAT, appendix "Theory", definitions of attention head, transformer block, token
+    embedding, transformer,
 KV cache compression and KV compressibility.
 """
 
@@ -82,11 +84,15 @@ class Transformer:
         """N, the length of the longest sequences."""
         return self.embedding.shape[1]
 
-    def embed(self, tokens: Int[Tensor, "*batch tokens"], start: int = 0) -> Float[Tensor, "*batch tokens d_0"]:
+    def embed(
+        self, tokens: Int[Tensor, "*batch tokens"], start: int = 0
+    ) -> Float[Tensor, "*batch tokens d_0"]:
         """te(a_1, start + 1), te(a_2, start + 2), ...; ValueError for tokens that do not fit."""
         length = tokens.shape[-1]
         if length < 1 or start + length > self.num_positions:
-            raise ValueError(f"{length} tokens from position {start}, but sequences have 1 to {self.num_positions}")
+            raise ValueError(
+                f"{length} tokens from position {start}, but sequences have 1 to {self.num_positions}"
+            )
         if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.num_symbols:
             raise ValueError(f"symbols must lie in 0 to {self.num_symbols - 1}")
         return self.embedding[tokens, torch.arange(start, start + length)]
@@ -95,7 +101,9 @@ class Transformer:
         """M(a): the representation of the final token."""
         x = self.embed(tokens)
         for block in self.blocks:
-            x = run_block(block, x, [(x @ head.w_k, x @ head.w_v) for head in block.heads], self.causal)
+            x = run_block(
+                block, x, [(x @ head.w_k, x @ head.w_v) for head in block.heads], self.causal
+            )
         return x[..., -1, :]
 
 
@@ -111,7 +119,9 @@ def run_block(
         scores = x @ head.w_q @ keys.mT / keys.shape[-1] ** 0.5
         if causal:
             num_queries, num_slots = scores.shape[-2:]
-            later = torch.ones(num_queries, num_slots, dtype=torch.bool).triu(num_slots - num_queries + 1)
+            later = torch.ones(num_queries, num_slots, dtype=torch.bool).triu(
+                num_slots - num_queries + 1
+            )
             scores = scores.masked_fill(later, -torch.inf)
         outputs.append(scores.softmax(-1) @ values)
     return block.feed_forward(torch.cat(outputs, -1) @ block.w_o + x)
@@ -119,7 +129,9 @@ def run_block(
 
 def sequences(num_symbols: int, length: int) -> Int[Tensor, "all_sequences length"]:
     """Every sequence of this length >= 1 in lexicographic order."""
-    return torch.tensor(list(itertools.product(range(num_symbols), repeat=length)), dtype=torch.int64)
+    return torch.tensor(
+        list(itertools.product(range(num_symbols), repeat=length)), dtype=torch.int64
+    )
 
 
 def keep_all(keys: Tensor, values: Tensor) -> KeysValues:
@@ -151,7 +163,9 @@ def prefix_cache(model: Transformer, prefix: Int[Tensor, " n"]) -> Cache:
 
 def compress(policy: Policy, cache: Cache) -> Cache:
     """The policy applied to every head; ValueError for slots that are not finite, which would act through zeros."""
-    compressed = tuple(tuple(layer(*head) for head in heads) for layer, heads in zip(policy, cache, strict=True))
+    compressed = tuple(
+        tuple(layer(*head) for head in heads) for layer, heads in zip(policy, cache, strict=True)
+    )
     for number, heads in enumerate(compressed, 1):
         if not all(part.isfinite().all() for head in heads for part in head):
             raise ValueError(f"the compressed keys and values of block {number} are not finite")
@@ -171,7 +185,9 @@ def answer(
         for head, (keys, values) in zip(block.heads, cached, strict=True):
             batch = x.shape[:-2]
             keys, values = keys.expand(*batch, *keys.shape), values.expand(*batch, *values.shape)
-            slots.append((torch.cat([keys, x @ head.w_k], -2), torch.cat([values, x @ head.w_v], -2)))
+            slots.append(
+                (torch.cat([keys, x @ head.w_k], -2), torch.cat([values, x @ head.w_v], -2))
+            )
         x = run_block(block, x, slots, model.causal)
     return x[..., -1, :]
 
@@ -181,7 +197,9 @@ def suffix_error(
 ) -> Float[Tensor, " batch"]:
     """|| M([a, b]) - M_{C,a}(b) || (Euclidean) of each suffix; infinite where slots overflow."""
     whole = torch.cat([prefix.expand(suffixes.shape[0], -1), suffixes], -1)
-    errors = torch.linalg.vector_norm(model(whole) - answer(model, cache, prefix.shape[0], suffixes), dim=-1)
+    errors = torch.linalg.vector_norm(
+        model(whole) - answer(model, cache, prefix.shape[0], suffixes), dim=-1
+    )
     return errors.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
@@ -205,8 +223,8 @@ def compressibility(
 
     The largest error over every prefix of n >= 1 and every suffix of k >= 1 tokens, n + k <= N.
 
-    ``budget`` is r(n), 0 to n; ``prefixes`` and ``suffixes`` (k to (batch, k)) restrict the maximum, default all.
-    ValueError for no prefixes or a policy with another number of slots.
+    ``budget`` is r(n), 0 to n; ``prefixes`` and ``suffixes`` (k to (batch, k)) restrict the
+    maximum, default all. ValueError for no prefixes or a policy with another number of slots.
     """
     m, longest = model.num_symbols, model.num_positions
     if prefixes is None:
@@ -220,7 +238,9 @@ def compressibility(
         cache = compress(policy, prefix_cache(model, prefix))
         num_slots = {len(keys) for heads in cache for keys, _ in heads}
         if num_slots != {budget(n)}:
-            raise ValueError(f"the budget allows {budget(n)} slots for {n} tokens, the policy gave {sorted(num_slots)}")
+            raise ValueError(
+                f"the budget allows {budget(n)} slots for {n} tokens, the policy gave {sorted(num_slots)}"
+            )
         for k in range(1, longest - n + 1):
             some = sequences(m, k) if suffixes is None else suffixes(k)
             errors = suffix_error(model, cache, prefix, some)
@@ -241,11 +261,15 @@ class FunctionTable:
 
     def __post_init__(self) -> None:
         if self.num_symbols < 2 or not self.values:
-            raise InputError(f"a table needs 2 symbols and length 1 at least, got {self.num_symbols} symbols")
+            raise InputError(
+                f"a table needs 2 symbols and length 1 at least, got {self.num_symbols} symbols"
+            )
         for n, rows in enumerate(self.values, 1):
             shape = self.num_symbols**n, self.d_out
             if rows.shape != shape or rows.dtype != torch.float64 or not rows.isfinite().all():
-                raise ValueError(f"length {n} needs a finite float64 table of {shape[0]} rows of {shape[1]}")
+                raise ValueError(
+                    f"length {n} needs a finite float64 table of {shape[0]} rows of {shape[1]}"
+                )
 
     @property
     def longest(self) -> int:
@@ -262,18 +286,29 @@ class FunctionTable:
         n = tokens.shape[-1]
         if not 1 <= n <= self.longest:
             raise ValueError(f"the table has sequences of 1 to {self.longest} symbols, not {n}")
-        return self.values[n - 1][(tokens * self.num_symbols ** torch.arange(n - 1, -1, -1)).sum(-1)]
+        return self.values[n - 1][
+            (tokens * self.num_symbols ** torch.arange(n - 1, -1, -1)).sum(-1)
+        ]
 
 
-def tabulate(function: Callable[[Tensor, int], Tensor], num_symbols: int, longest: int) -> FunctionTable:
+def tabulate(
+    function: Callable[[Tensor, int], Tensor], num_symbols: int, longest: int
+) -> FunctionTable:
     """A function of sequences (all, n) and m, with values (all,) or (all, d_out), as a table."""
-    values = [function(sequences(num_symbols, n), num_symbols).double() for n in range(1, longest + 1)]
-    return FunctionTable(num_symbols, tuple(rows[:, None] if rows.ndim == 1 else rows for rows in values))
+    values = [
+        function(sequences(num_symbols, n), num_symbols).double() for n in range(1, longest + 1)
+    ]
+    return FunctionTable(
+        num_symbols, tuple(rows[:, None] if rows.ndim == 1 else rows for rows in values)
+    )
 
 
 def random_function(num_symbols: int, longest: int, *, seed: int = 0) -> FunctionTable:
     """Independent standard normal values."""
-    draw, sizes = torch.Generator().manual_seed(seed), [num_symbols**n for n in range(1, longest + 1)]
+    draw, sizes = (
+        torch.Generator().manual_seed(seed),
+        [num_symbols**n for n in range(1, longest + 1)],
+    )
     values = (torch.randn(size, 1, generator=draw, dtype=torch.float64) for size in sizes)
     return FunctionTable(num_symbols, tuple(values))
 

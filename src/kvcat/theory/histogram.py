@@ -42,7 +42,9 @@ def block_moves(num_blocks: int, width: int, *moves: tuple[int, int]) -> Float[T
     return torch.kron(grid, torch.eye(width, dtype=torch.float64))
 
 
-def incompressible_histogram(num_symbols: int, longest: int, *, num_blocks: Literal[2, 4] = 2) -> d.Transformer:
+def incompressible_histogram(
+    num_symbols: int, longest: int, *, num_blocks: Literal[2, 4] = 2
+) -> d.Transformer:
     """Proposition 1: M(a) = hist(a), the plain average of one-hots, read off linearly.
 
     Two blocks: rho_1(u_a + p_i) = (e_a, 0), W_V = E_12, W_O = I, FFN(x, y) = relu(y) - relu(-y) = y
@@ -58,7 +60,10 @@ def incompressible_histogram(num_symbols: int, longest: int, *, num_blocks: Lite
         padding = max(0, m * len(_breakpoints(longest)[0]) - 2 * m)
     read, one = block_moves(num_blocks, m, (at, 1))[:, :m], torch.eye(m, dtype=torch.float64)
     zeros = torch.zeros(2 * m + padding, dtype=torch.float64)
-    w_1, w_2 = pad(torch.cat([read, -read], 1), (0, padding)), pad(torch.cat([one, -one]), (0, 0, 0, padding))
+    w_1, w_2 = (
+        pad(torch.cat([read, -read], 1), (0, padding)),
+        pad(torch.cat([one, -one]), (0, 0, 0, padding)),
+    )
     last = d.averaging_block(w_v, w_o, d.FeedForward(w_1, zeros, w_2, zeros[:m]))
     return d.Transformer(embedding, (_first_block(m, num_blocks), last))
 
@@ -66,13 +71,13 @@ def incompressible_histogram(num_symbols: int, longest: int, *, num_blocks: Lite
 def compressible_histogram(num_symbols: int, longest: int) -> d.Transformer:
     """Proposition 2: M(a) = hist(a), and behind ``histogram_policy`` one slot does the same.
 
-    Blocks (w, x, y, z): rho_1(u_a + p_i) = (e_a, p_i, 0, 0), W_V = E_11 + E_22 + E_13,
-    W_O = E_33 + E_44. The last map is rho_2(w, x, y, z) = y for z = 0 and (k + 1) y / (n + k) for
-    z = p_n / (k + 1), coordinate by coordinate for every real y with 0 <= y_c <= (n + k) / (k + 1).
-    With p_i = (i, 1, 0, ...), (n + k) / (k + 1) = 1 + z_1 - z_2 in both cases, so rho_2 is piecewise
-    linear in t = y_c + Lambda (z_1 - z_2): from 0 to 1 over each value that (n + k) / (k + 1) takes,
-    and back to 0 before the next. Lambda grows as N^2 and t as N^3, so float64 keeps about 1e-13 at
-    N = 6, 1e-11 at N = 20, 1e-9 at N = 60.
+    Blocks (w, x, y, z): rho_1(u_a + p_i) = (e_a, p_i, 0, 0), W_V = E_11 + E_22 + E_13, W_O = E_33 +
+    E_44. The last map is rho_2(w, x, y, z) = y for z = 0 and (k + 1) y / (n + k) for z = p_n / (k +
+    1), coordinate by coordinate for every real y with 0 <= y_c <= (n + k) / (k + 1). With p_i = (i,
+    1, 0, ...), (n + k) / (k + 1) = 1 + z_1 - z_2 in both cases, so rho_2 is piecewise linear in t =
+    y_c + Lambda (z_1 - z_2): from 0 to 1 over each value that (n + k) / (k + 1) takes, and back to
+    0 before the next. Lambda grows as N^2 and t as N^3, so float64 keeps about 1e-13 at N = 6,
+    1e-11 at N = 20, 1e-9 at N = 60.
     """
     m, embedding = num_symbols, _embedding(num_symbols, longest)
     breakpoints, slopes, scale = _breakpoints(longest)
@@ -88,7 +93,9 @@ def compressible_histogram(num_symbols: int, longest: int) -> d.Transformer:
 
 def histogram_policy(num_symbols: int) -> d.Policy:
     """Proposition 2's policy: key 0, value (sum_i v_i) E_33 + v_n E_24, counts in y, p_n in z."""
-    return d.one_slot_policy(block_moves(4, num_symbols, (3, 3)), block_moves(4, num_symbols, (2, 4)))
+    return d.one_slot_policy(
+        block_moves(4, num_symbols, (3, 3)), block_moves(4, num_symbols, (2, 4))
+    )
 
 
 def mass_ratios(longest: int) -> list[Fraction]:
@@ -99,20 +106,29 @@ def mass_ratios(longest: int) -> list[Fraction]:
 def check_histogram(model: d.Transformer, policy: d.Policy) -> dict[str, Any]:
     """A histogram network verified: its widths, its task error, the worst error behind one slot.
 
-    Attention is uniform and the last map does not read the last token, so the order of the tokens of
-    a prefix or a suffix does not matter: one sequence for every count vector is enough.
-    The policy, for one slot, must not depend on it either.
+    Attention is uniform and the last map does not read the last token, so the order of the tokens
+    of a prefix or a suffix does not matter: one sequence for every count vector is enough. The
+    policy, for one slot, must not depend on it either.
     """
     m, longest = model.num_symbols, model.num_positions
     rows = {n: multisets(m, n) for n in range(1, longest + 1)}
-    task = max(float((model(some) - histogram(some, m)).norm(dim=-1).max()) for some in rows.values())
+    task = max(
+        float((model(some) - histogram(some, m)).norm(dim=-1).max()) for some in rows.values()
+    )
     prefixes = (row for n in range(1, longest) for row in rows[n].tolist())
     suffixes: Callable[[int], Tensor] = rows.__getitem__
     worst = d.compressibility(model, policy, lambda _: 1, prefixes=prefixes, suffixes=suffixes)
-    num_pairs = sum(len(rows[n]) * len(rows[k]) for n in range(1, longest) for k in range(1, longest - n + 1))
+    num_pairs = sum(
+        len(rows[n]) * len(rows[k]) for n in range(1, longest) for k in range(1, longest - n + 1)
+    )
     first, second = (block.feed_forward for block in model.blocks)
     widths = (*first.w_1.shape, *second.w_1.shape, second.w_2.shape[1])
-    return {"widths": widths, "task_error": task, "worst_error": worst.error, "num_pairs": num_pairs}
+    return {
+        "widths": widths,
+        "task_error": task,
+        "worst_error": worst.error,
+        "num_pairs": num_pairs,
+    }
 
 
 def _embedding(num_symbols: int, longest: int) -> Tensor:
@@ -129,7 +145,10 @@ def _embedding(num_symbols: int, longest: int) -> Tensor:
 def _first_block(num_symbols: int, num_blocks: int) -> d.Block:
     """No attention; rho_1: e_a from relu(v - c), v = 1 + a the second coordinate, i from the first."""
     m = num_symbols
-    zero, zeros = torch.zeros(m, m, dtype=torch.float64), torch.zeros(num_blocks * m, dtype=torch.float64)
+    zero, zeros = (
+        torch.zeros(m, m, dtype=torch.float64),
+        torch.zeros(num_blocks * m, dtype=torch.float64),
+    )
     w_1 = torch.zeros(m, m + 1, dtype=torch.float64)
     w_1[1, :m] = w_1[0, m] = 1.0
     b_1 = pad(-torch.arange(m, dtype=torch.float64), (0, 1))
@@ -144,15 +163,19 @@ def _first_block(num_symbols: int, num_blocks: int) -> d.Block:
 def _breakpoints(longest: int) -> tuple[Tensor, Tensor, float]:
     """Breakpoints of rho_2 in t, the changes of slope there, and Lambda.
 
-    For each mass ratio q, t runs over [Lambda (q - 1), Lambda (q - 1) + q]; Lambda leaves at least 1
-    to the next.
+    For each mass ratio q, t runs over [Lambda (q - 1), Lambda (q - 1) + q]; Lambda leaves at least
+    1 to the next.
     """
     ratios = mass_ratios(longest)
-    scale = math.ceil(max([Fraction(1), *((q + 1) / (after - q) for q, after in itertools.pairwise(ratios))]))
+    scale = math.ceil(
+        max([Fraction(1), *((q + 1) / (after - q) for q, after in itertools.pairwise(ratios))])
+    )
     corners, down = [], Fraction(0)
     for q, after in itertools.zip_longest(ratios, ratios[1:]):
         start, before = scale * (q - 1), down
         down = -1 / (scale * (after - 1) - start - q) if after else Fraction(0)
         corners += [(start, 1 / q - before), (start + q, down - 1 / q)]
-    breakpoints, slopes = torch.tensor([[float(v) for v in corner] for corner in corners], dtype=torch.float64).T
+    breakpoints, slopes = torch.tensor(
+        [[float(v) for v in corner] for corner in corners], dtype=torch.float64
+    ).T
     return breakpoints, slopes, float(scale)

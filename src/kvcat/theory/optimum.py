@@ -46,19 +46,25 @@ class Ball:
     radius: float
 
 
-def enclosing_ball(points: Float[Tensor, "points d"], weights: Float[Tensor, " points"] | None = None) -> Ball:
+def enclosing_ball(
+    points: Float[Tensor, "points d"], weights: Float[Tensor, " points"] | None = None
+) -> Ball:
     """The ball of least radius max_i w_i ||c - x_i|| over centres c.
 
-    SciPy's SLSQP on the few points that matter: the farthest point is added until none is outside. A lower bound on
-    every ball's radius proves it: for mu in the simplex and every centre the largest w_i^2 ||c - x_i||^2 is at least
-    sum_i mu_i ||c - x_i||^2 / sum_i mu_i w_i^-2, which is least at c = sum_i mu_i x_i.
+    SciPy's SLSQP on the few points that matter: the farthest point is added until none is outside.
+    A lower bound on every ball's radius proves it: for mu in the simplex and every centre the
+    largest w_i^2 ||c - x_i||^2 is at least sum_i mu_i ||c - x_i||^2 / sum_i mu_i w_i^-2, which is
+    least at c = sum_i mu_i x_i.
 
-    ``points`` x_i, one at least, may be duplicates or affinely dependent; ``weights`` w_i > 0, default
+    ``points`` x_i, one at least, may be duplicates or affinely dependent; ``weights`` w_i > 0,
+    default
     1. ArithmeticError where the radius exceeds its lower bound by more than 1e-6 of itself.
     """
     _check_points(points)
     if weights is not None and not (weights.isfinite().all() and (weights > 0).all()):
-        raise ValueError(f"weights must be positive and finite, got {weights.min()} to {weights.max()}")
+        raise ValueError(
+            f"weights must be positive and finite, got {weights.min()} to {weights.max()}"
+        )
     origin, w = points.mean(0), np.ones(len(points)) if weights is None else weights.numpy()
     spread, heaviest = float((points - origin).abs().max()) or 1.0, float(w.max())
     x, w = ((points - origin) / spread).numpy(), w / heaviest
@@ -74,11 +80,15 @@ def enclosing_ball(points: Float[Tensor, "points d"], weights: Float[Tensor, " p
     touching = np.flatnonzero(distances >= radius * (1 - 1e-6))
     offsets = (x[touching] - center).T / (radius or 1.0)
     mu = np.zeros(len(x))
-    mu[touching], _ = nnls(np.vstack([offsets, np.ones(len(touching))]), np.append(np.zeros(len(center)), 1.0))
+    mu[touching], _ = nnls(
+        np.vstack([offsets, np.ones(len(touching))]), np.append(np.zeros(len(center)), 1.0)
+    )
     mu /= mu.sum()
     bound = float(mu @ ((x - mu @ x) ** 2).sum(1) / (mu @ w**-2)) ** 0.5
     if not radius - bound <= 1e-6 * radius:
-        raise ArithmeticError(f"the ball of {len(x)} points was found only to {radius - bound:.0e} of {radius:.0e}")
+        raise ArithmeticError(
+            f"the ball of {len(x)} points was found only to {radius - bound:.0e} of {radius:.0e}"
+        )
     scale = spread * heaviest
     return Ball(spread * torch.from_numpy(center) + origin, radius * scale)
 
@@ -94,7 +104,14 @@ def _center(x: np.ndarray, w: np.ndarray, start: np.ndarray) -> np.ndarray:
     first = np.append(start, (squares * (start - x) ** 2).sum(1).max())
     slope = np.append(np.zeros(len(start)), 1.0)
     options = {"ftol": 1e-16, "maxiter": 200}
-    found = minimize(lambda z: z[-1], first, jac=lambda _: slope, constraints=inside, method="SLSQP", options=options)
+    found = minimize(
+        lambda z: z[-1],
+        first,
+        jac=lambda _: slope,
+        constraints=inside,
+        method="SLSQP",
+        options=options,
+    )
     return found.x[:-1]
 
 
@@ -136,7 +153,9 @@ def optimal_error(num_symbols: int, prefix_len: int, suffix_len: int, num_slots:
     k (n - r) / ((n + k)(r + k)) sqrt(1 - 1/m), r >= 1 (for r = 0 there is no sum to choose).
     """
     if num_symbols < 2 or num_slots < 1:
-        raise ValueError(f"the optimum needs 2 symbols and 1 slot at least, got {num_symbols} and {num_slots}")
+        raise ValueError(
+            f"the optimum needs 2 symbols and 1 slot at least, got {num_symbols} and {num_slots}"
+        )
     return 2 * paper_bound(prefix_len, suffix_len, num_slots) * (1 - 1 / num_symbols) ** 0.5
 
 
@@ -158,7 +177,9 @@ def joint_optimum(counts: Int[Tensor, " m"], longest_suffix: int, num_slots: int
     paper_bound(n, longest_suffix, num_slots)  # checks its arguments
     if num_slots == 0:  # n / (n + k) max_i || e_i - S_a / n ||, largest at k = 1
         distances = (torch.eye(m, dtype=torch.float64) - counts.double() / n).norm(dim=1)
-        return JointOptimum(n, float(distances.max()) * n / (n + 1), torch.zeros(m, dtype=torch.float64))
+        return JointOptimum(
+            n, float(distances.max()) * n / (n + 1), torch.zeros(m, dtype=torch.float64)
+        )
     k = torch.arange(1, longest_suffix + 1, dtype=torch.float64)[:, None, None]
     repeated = k * torch.eye(m, dtype=torch.float64)
     points = ((num_slots + k) * counts.double() - (n - num_slots) * repeated) / (n + k)
@@ -193,7 +214,9 @@ def optimal_policy(num_symbols: int, longest: int, budget: Budget) -> Policy:
         first = values.shape[1] // m // 2 * m  # y is the second of two blocks, the third of four
         counts = values[:, first : first + m].sum(0).round().to(torch.int64)
         if slots.shape[0]:
-            slots[0, first : first + m] = joint_optimum(counts, longest - len(values), slots.shape[0]).sum
+            slots[0, first : first + m] = joint_optimum(
+                counts, longest - len(values), slots.shape[0]
+            ).sum
         return keys, slots
 
     return nothing, best_sum
@@ -202,8 +225,8 @@ def optimal_policy(num_symbols: int, longest: int, budget: Budget) -> Policy:
 def budget_curve(num_symbols: int, longest: int) -> pd.DataFrame:
     """Optimum and bound for r = 1, ..., N - 1 slots, r(n) = min(r, n).
 
-    ``optimum`` is the definition's, over suffixes of all lengths; ``paper_bound`` the paper's at the
-    n and k where it is largest; ``single_length`` the exact optimum at these n and k.
+    ``optimum`` is the definition's, over suffixes of all lengths; ``paper_bound`` the paper's at
+    the n and k where it is largest; ``single_length`` the exact optimum at these n and k.
     """
     rows = []
     for r in range(1, longest):

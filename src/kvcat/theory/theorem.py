@@ -1,16 +1,16 @@
 """For any function, one network that one slot serves and one that no policy serves.
 
 Construction D makes both with explicit weights. They differ in 2N rows of one matrix, W_2 of the
-last block: the compressible network (Lemma 1) holds zeros there; in the incompressible one (Lemma 2)
-2N units raise an alarm when a coordinate of the average leaves the interval of whole sequences.
+last block: the compressible network (Lemma 1) holds zeros there; in the incompressible one (Lemma
+2) 2N units raise an alarm when a coordinate of the average leaves the interval of whole sequences.
 
 Notation: m symbols, sequences of 1 to N; phi(te(a, i)) is the one-hot e_(a,i) of R^(mN); the blocks
 [w, x, y, z] of the residual stream have widths mN, N, mN, N. Before the last feed-forward map w is
-the last token's phi, x = e_j its position, y the average of phi, z what a one-slot cache says of the
-prefix's length.
-Lemma 2 is certified for every policy at once. In the last block W_Q = 0, so a cache of r slots acts
-through the sum of its values alone, and W_O lets it into y and z, of which the last map reads y.
-Of two suffixes that differ in the last token, one raises an alarm whatever that sum.
+the last token's phi, x = e_j its position, y the average of phi, z what a one-slot cache says of
+the prefix's length. Lemma 2 is certified for every policy at once. In the last block W_Q = 0, so a
+cache of r slots acts through the sum of its values alone, and W_O lets it into y and z, of which
+the last map reads y. Of two suffixes that differ in the last token, one raises an alarm whatever
+that sum.
 
 References: KV-CAT, the main theorem and appendix "Compressible Transformers for General Functions".
 """
@@ -33,8 +33,8 @@ class Layout:
     """Where Construction D keeps what, and its constants; N < 2 is an InputError.
 
     Blocks of the residual stream: widths mN of phi, 2(m + 1)N in all. Units of the last map: the
-    detectors' relu(h), then relu(h - q), each by length, then lexicographically, then the alarms that
-    watch y_(t,j) from above, then those from below, each for j = 1 to N. ``watched`` are the
+    detectors' relu(h), then relu(h - q), each by length, then lexicographically, then the alarms
+    that watch y_(t,j) from above, then those from below, each for j = 1 to N. ``watched`` are the
     coordinates (t, j) within block 3.
 
     Over q = 2^-ceil(log2 4N) (``ramp``) a detector rises from 0 to 1; a division by it is exact.
@@ -48,9 +48,19 @@ class Layout:
         m, N = num_symbols, num_positions
         if N < 2:
             raise InputError(f"a prefix and a suffix need N >= 2, the table has N = {N}")
-        self.num_symbols, self.num_positions, self.code_width, self.width = m, N, m * N, 2 * (m + 1) * N
+        self.num_symbols, self.num_positions, self.code_width, self.width = (
+            m,
+            N,
+            m * N,
+            2 * (m + 1) * N,
+        )
         self.num_sequences = S = sum(m**j for j in range(1, N + 1))
-        self.units = slice(0, S), slice(S, 2 * S), slice(2 * S, 2 * S + N), slice(2 * S + N, 2 * S + 2 * N)
+        self.units = (
+            slice(0, S),
+            slice(S, 2 * S),
+            slice(2 * S, 2 * S + N),
+            slice(2 * S + N, 2 * S + 2 * N),
+        )
         self.watched = torch.arange(N) * m + ALARM_SYMBOL
         self.ramp, self.least_excess = 2.0 ** -math.ceil(math.log2(4 * N)), 1 / (2 * N * (N - 1))
 
@@ -83,14 +93,16 @@ def alarm_gain(table: FunctionTable, constant: float) -> float:
         raise InputError(f"the constant C must be positive and finite, got {constant}")
     first = torch.cat(table.values)[:, 0]
     opposed = constant + float(first.max() - first.clamp(max=0).sum())
-    return 2.0 ** math.ceil(math.log2(1.125 * opposed / (0.75 * Layout(table.num_symbols, table.longest).least_excess)))
+    return 2.0 ** math.ceil(
+        math.log2(1.125 * opposed / (0.75 * Layout(table.num_symbols, table.longest).least_excess))
+    )
 
 
 def compressible_network(table: FunctionTable) -> Transformer:
     """The network of Lemma 1: it computes f, and so it does behind ``summary_policy``.
 
-    Its detectors fire for c * 1_a whatever the scale c >= 1/N, so it does not matter that a one-slot
-    cache changes the average's denominator from n + k to 1 + k.
+    Its detectors fire for c * 1_a whatever the scale c >= 1/N, so it does not matter that a
+    one-slot cache changes the average's denominator from n + k to 1 + k.
     """
     return _network(table, 0.0)
 
@@ -100,7 +112,8 @@ def incompressible_network(table: FunctionTable, *, constant: float) -> Transfor
 
     For every prefix, finite cache and k some suffix has || M([a, b]) - M_{C,a}(b) || > C.
 
-    ``table`` is f, any function on sequences of 1 to N >= 2 symbols; ``constant`` C > 0, in its unit.
+    ``table`` is f, any function on sequences of 1 to N >= 2 symbols; ``constant`` C > 0, in its
+    unit.
     """
     return _network(table, alarm_gain(table, constant))
 
@@ -116,9 +129,18 @@ def matrices(network: Transformer) -> dict[str, Tensor]:
     found = {"te": network.embedding.flatten(0, 1)}
     for number, block in enumerate(network.blocks, 1):
         ffn = block.feed_forward
-        named = {"W_O": block.w_o, "W_1": ffn.w_1, "b_1": ffn.b_1[:, None], "W_2": ffn.w_2, "b_2": ffn.b_2[:, None]}
+        named = {
+            "W_O": block.w_o,
+            "W_1": ffn.w_1,
+            "b_1": ffn.b_1[:, None],
+            "W_2": ffn.w_2,
+            "b_2": ffn.b_2[:, None],
+        }
         for index, head in enumerate(block.heads, 1):
-            named |= {f"head {index} {name}": getattr(head, name.lower()) for name in ("W_Q", "W_K", "W_V")}
+            named |= {
+                f"head {index} {name}": getattr(head, name.lower())
+                for name in ("W_Q", "W_K", "W_V")
+            }
         found |= {f"block {number} {name}": matrix for name, matrix in named.items()}
     return found
 
@@ -126,7 +148,10 @@ def matrices(network: Transformer) -> dict[str, Tensor]:
 def differing_rows(first: Transformer, second: Transformer) -> dict[str, tuple[int, ...]]:
     """The rows, from 0, in which two networks differ, by matrix; biases are columns."""
     pairs = zip(matrices(first).items(), matrices(second).values(), strict=True)
-    rows = {name: (mine != theirs).any(-1).nonzero().flatten().tolist() for (name, mine), theirs in pairs}
+    rows = {
+        name: (mine != theirs).any(-1).nonzero().flatten().tolist()
+        for (name, mine), theirs in pairs
+    }
     return {name: tuple(found) for name, found in rows.items() if found}
 
 
@@ -146,9 +171,13 @@ def _network(table: FunctionTable, gain: float) -> Transformer:
     codes = torch.cat([torch.eye(m * N, dtype=torch.float64), positions.repeat_interleave(m, 0)], 1)
     w_2, b_2 = pad(codes, (0, layout.width // 2)), torch.zeros(layout.width, dtype=torch.float64)
     nothing = torch.zeros(m + N, m + N, dtype=torch.float64)
-    first = d.averaging_block(nothing, nothing, FeedForward(w_1, -torch.ones_like(w_2[:, 0]), w_2, b_2))
+    first = d.averaging_block(
+        nothing, nothing, FeedForward(w_1, -torch.ones_like(w_2[:, 0]), w_2, b_2)
+    )
     last = _detector_map(layout, table, gain)
-    second = d.averaging_block(layout.move((1, 1), (2, 2), (1, 3)), layout.move((3, 3), (4, 4)), last)
+    second = d.averaging_block(
+        layout.move((1, 1), (2, 2), (1, 3)), layout.move((3, 3), (4, 4)), last
+    )
     return Transformer(embedding, (first, second))
 
 
@@ -157,7 +186,8 @@ def _detector_map(layout: Layout, table: FunctionTable, gain: float) -> FeedForw
 
     Detector of a sequence a of length j: h_a = <1_a, y> - ((j - 1/2)/j) sum(y) + N (x_j - 1), which
     is c/2 at y = c 1_a, x = e_j and at most -c/2 at y = c 1_b for other sequences b of j symbols.
-    Alarms of each j: relu(y_(t,j) - 1/j - sl + N (x_j - 1)) and relu(-y_(t,j) - sl), times U = gain.
+    Alarms of each j: relu(y_(t,j) - 1/j - sl + N (x_j - 1)) and relu(-y_(t,j) - sl), times U =
+    gain.
     """
     N, q, slack = layout.num_positions, layout.ramp, layout.least_excess / 4
     rise, saturate, above, below = layout.units
@@ -190,13 +220,25 @@ def certified_bounds(network: Transformer, budget: d.Budget) -> pd.DataFrame:
     InputError for a budget r(n) equal to n everywhere; r(n) = 0 is allowed.
     """
     longest = network.num_positions
-    cases = [(n, k, budget(n)) for n in range(1, longest) if budget(n) < n for k in range(1, longest - n + 1)]
+    cases = [
+        (n, k, budget(n))
+        for n in range(1, longest)
+        if budget(n) < n
+        for k in range(1, longest - n + 1)
+    ]
     if not cases:
-        raise InputError(f"the budget keeps all of every prefix of 1 to {longest - 1} tokens: nothing is compressed")
-    return pd.DataFrame([(*case, certified_bound(network, *case)) for case in cases], columns=["n", "k", "r", "bound"])
+        raise InputError(
+            f"the budget keeps all of every prefix of 1 to {longest - 1} tokens: nothing is compressed"
+        )
+    return pd.DataFrame(
+        [(*case, certified_bound(network, *case)) for case in cases],
+        columns=["n", "k", "r", "bound"],
+    )
 
 
-def certified_bound(network: Transformer, prefix_len: int, suffix_len: int, num_slots: int) -> float:
+def certified_bound(
+    network: Transformer, prefix_len: int, suffix_len: int, num_slots: int
+) -> float:
     """The bound at one (n, k, r): for every finite cache and prefix some suffix errs by at least this.
 
     In exact arithmetic. With e_1 the alarms' direction, an error is at least its first coordinate,
@@ -208,19 +250,23 @@ def certified_bound(network: Transformer, prefix_len: int, suffix_len: int, num_
     """
     n, k, r = prefix_len, suffix_len, num_slots
     if not (0 <= r < n and k >= 1 and n + k <= network.num_positions):
-        raise ValueError(f"the bound needs 0 <= r < n, k >= 1 and n + k <= N, got n = {n}, k = {k}, r = {r}")
+        raise ValueError(
+            f"the bound needs 0 <= r < n, k >= 1 and n + k <= N, got n = {n}, k = {k}, r = {r}"
+        )
     check_argument(network)
     ffn, (rise, saturate, *_) = network.blocks[-1].feed_forward, _layout(network).units
     steps = ffn.w_2[rise, 0] * (ffn.b_1[rise] - ffn.b_1[saturate])
     largest = float(network(sequences(network.num_symbols, n + k))[:, 0].max())
-    return least_alarm(network, n + k, r + k) + float(ffn.b_2[0] + steps.clamp(max=0).sum()) - largest
+    return (
+        least_alarm(network, n + k, r + k) + float(ffn.b_2[0] + steps.clamp(max=0).sum()) - largest
+    )
 
 
 def least_alarm(network: Transformer, position: int, num_averaged: int) -> float:
     """The least larger alarm of the two suffixes: x = e_j, y_(t,j) = (v + [b_k = t])/(r + k), v real.
 
-    Suffixes that end in t raise U (y - 1/j - sl) above, those that do not U (-y - sl) below. One line
-    rises in v, the other falls; the largest of both is least where they cross. ``position`` is
+    Suffixes that end in t raise U (y - 1/j - sl) above, those that do not U (-y - sl) below. One
+    line rises in v, the other falls; the largest of both is least where they cross. ``position`` is
     j = n + k, ``num_averaged`` r + k, the number of slots that attention averages.
     """
     layout, ffn, j = _layout(network), network.blocks[-1].feed_forward, position - 1
@@ -229,7 +275,9 @@ def least_alarm(network: Transformer, position: int, num_averaged: int) -> float
     for side, last_is_t in zip(layout.units[2:], (1, 0), strict=True):
         unit = side.start + j
         slope, gain = float(ffn.w_1[y, unit]) / num_averaged, float(ffn.w_2[unit, 0])
-        lines.append((gain * slope, gain * (slope * last_is_t + float(ffn.b_1[unit] + ffn.w_1[x, unit]))))
+        lines.append(
+            (gain * slope, gain * (slope * last_is_t + float(ffn.b_1[unit] + ffn.w_1[x, unit])))
+        )
     (up, above), (down, below) = lines
     return max(0.0, (up * below - down * above) / (up - down)) if down < 0 < up else 0.0
 
@@ -239,13 +287,19 @@ def check_argument(network: Transformer) -> None:
     layout, (first, last) = _layout(network), network.blocks
     (head,), ffn, (rise, saturate, above, below) = last.heads, last.feed_forward, layout.units
     if ffn.w_1.shape != (layout.width, below.stop):
-        raise ValueError(f"not a network of Construction D: its last map has the shape {tuple(ffn.w_1.shape)}")
+        raise ValueError(
+            f"not a network of Construction D: its last map has the shape {tuple(ffn.w_1.shape)}"
+        )
     gains, y, z = ffn.w_2[above.start :], layout.block(3), layout.block(4)
     one = torch.eye(layout.num_positions, dtype=torch.float64)
     read = ffn.w_1[:, above].bool() | ffn.w_1[:, below].bool()
     read[y.start + layout.watched, torch.arange(layout.num_positions)] = False
     read[layout.block(2)] &= ~one.bool()
-    codes = torch.eye(layout.code_width, dtype=torch.float64).unflatten(0, (-1, network.num_symbols)).transpose(0, 1)
+    codes = (
+        torch.eye(layout.code_width, dtype=torch.float64)
+        .unflatten(0, (-1, network.num_symbols))
+        .transpose(0, 1)
+    )
     claimed = torch.cat([codes, one.expand(network.num_symbols, -1, -1)], -1)
     claims = {
         "block 1 ignores its heads": not first.w_o.any(),
@@ -254,17 +308,22 @@ def check_argument(network: Transformer) -> None:
         ),
         "attention in block 2 is uniform": not head.w_q.any(),
         "a cache reaches y and z alone": not last.w_o[:, : y.start].any(),
-        "a token adds its code to y": torch.equal(head.w_v @ last.w_o[:, y], layout.move((1, 3))[:, y]),
+        "a token adds its code to y": torch.equal(
+            head.w_v @ last.w_o[:, y], layout.move((1, 3))[:, y]
+        ),
         "no unit reads z": not ffn.w_1[z].any(),
         "detectors are pairs": torch.equal(ffn.w_1[:, rise], ffn.w_1[:, saturate])
         and torch.equal(ffn.w_2[rise], -ffn.w_2[saturate])
         and bool((ffn.b_1[rise] > ffn.b_1[saturate]).all()),
-        "alarms only add to the first coordinate": bool((gains[:, 0] >= 0).all()) and not gains[:, 1:].any(),
+        "alarms only add to the first coordinate": bool((gains[:, 0] >= 0).all())
+        and not gains[:, 1:].any(),
         "an alarm reads y_(t,j) and x_j alone": not read.any(),
     }
     failed = [claim for claim, holds in claims.items() if not holds]
     if failed:
-        raise ValueError(f"not a network of Construction D: it does not hold that {', '.join(failed)}")
+        raise ValueError(
+            f"not a network of Construction D: it does not hold that {', '.join(failed)}"
+        )
 
 
 def _layout(network: Transformer) -> Layout:
