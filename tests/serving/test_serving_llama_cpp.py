@@ -127,7 +127,7 @@ def test_an_engine_that_is_not_understood_is_refused(served, tmp_path, monkeypat
         (lambda: LlamaCpp(path, cache_type="q8_0"), "cache_type must be one of float32, float16, bfloat16, not 'q8_0'"),
         (lambda: LlamaCpp(path, library=tmp_path / "text"), r"no library with llama\.cpp's C API"),
         (lambda: llama_abi.context_parameters(llama_abi.Parameters(), 64, "float32"), "other parameters than expected"),
-        (lambda: llama_abi.StateLayout.read(b"qsgg\x09\0\0\0" + bytes(200), 2, "float16"), "version 9 have a layout that is not known"),
+        (lambda: llama_abi.StateLayout.read(b"qsgg\x09\0\0\0" + bytes(200), 2, "float16"), "version 9 have a layout"),
     ):
         with pytest.raises(InputError, match=told):
             mistake()
