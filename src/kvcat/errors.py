@@ -1,10 +1,11 @@
-"""The one exception for a person's mistake."""
+"""The exception for a user's mistake, and lines that describe errors."""
 
 
 class InputError(ValueError):
-    """A person's mistake, told in one line that names the offending value, before any heavy work begins.
+    """A user's mistake: one line that names the offending value, raised before any heavy work.
 
-    The command line prints the line and exits with code 2; every other exception is a bug and shows its traceback.
+    The command line prints the line and exits with code 2. Every other exception is a bug and shows
+    its traceback.
     """
 
 
@@ -14,7 +15,7 @@ def one_line(error: BaseException) -> str:
 
 
 def check_least(least: int, **settings: int) -> None:
-    """Refuse a setting whose value is below the least."""
+    """Raise an ``InputError`` for a setting whose value is below the least."""
     for name, value in settings.items():
         if value < least:
             raise InputError(f"{name} is {value}; it must be at least {least}")

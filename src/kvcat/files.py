@@ -1,4 +1,4 @@
-"""Files that are whole or absent, logs that survive a kill, and one writer per folder."""
+"""Files that are complete or absent, logs that survive a kill, and one writer per folder."""
 
 import json
 import os
@@ -20,11 +20,12 @@ _PARTIAL = ".partial-"
 
 @contextmanager
 def atomic_write(target: Path) -> Iterator[Path]:
-    """A temporary path beside a file or folder; at the end of the block it becomes the target, whole.
+    """A temporary path that becomes the target at the end of the block.
 
-    The block writes a file, or makes a folder and writes into it. If the block raises, what it wrote is removed and
-    the old target stays. A kill leaves only the temporary path, which ``remove_partial`` removes. Of several writers
-    the last one wins. A link stays: what it points to is written.
+    The block writes a file, or makes a folder and writes into it. If the block raises, its output is
+    removed and the old target stays. A kill leaves only the temporary path, which
+    ``remove_partial`` removes. If several processes write, the last one wins. If the target is a
+    link, the file that it points to is written.
     """
     target = resolved(target)
     make_folder(target.parent)
@@ -32,7 +33,9 @@ def atomic_write(target: Path) -> Iterator[Path]:
     _remove(partial)
     try:
         yield partial
-        _sync(*(partial.rglob("*") if partial.is_dir() else ()), partial)
+        if partial.is_dir():
+            _sync(*partial.rglob("*"))
+        _sync(partial)
         if partial.is_dir() and target.exists():
             _remove(target)
         partial.replace(target)
@@ -60,53 +63,71 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+        raise InputError(
+            f"{path} is not UTF-8 text: {error.reason} at byte {error.start}"
+        ) from None
 
 
 def write_json(target: Path, content: Any) -> None:
-    """Write a value as indented JSON, whole or not at all."""
+    """Write a value as indented JSON, completely or not at all."""
     with atomic_write(target) as partial:
         partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file, or the table in a .toml file; ``InputError`` if there is none."""
+    parse = tomllib.loads if path.suffix == ".toml" else json.loads
     try:
-        found = (tomllib if path.suffix == ".toml" else json).loads(path.read_text(encoding="utf-8-sig"))
+        content = parse(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path} is not readable: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise InputError(f"{path} holds no JSON object")
-    return found
+    return content
 
 
 def append_jsonl(path: Path, *records: Mapping[str, Any]) -> None:
-    """Append one JSON line per record and return when they are on disk; first cut off a line torn by a kill."""
+    """Append one JSON line per record and return when they are on disk.
+
+    A last line that a kill left incomplete is removed first.
+    """
+    lines = [json.dumps(record) + "\n" for record in records]
     with path.open("a+b") as stream:
-        stream.seek(-1 if stream.tell() else 0, os.SEEK_END)
-        if stream.read(1) not in (b"", b"\n"):
-            stream.seek(0)
-            stream.truncate(stream.read().rfind(b"\n") + 1)
-        stream.write("".join(json.dumps(record) + "\n" for record in records).encode())
+        is_empty = stream.tell() == 0
+        if not is_empty:
+            stream.seek(-1, os.SEEK_END)
+            if stream.read(1) != b"\n":
+                stream.seek(0)
+                stream.truncate(stream.read().rfind(b"\n") + 1)
+        stream.write("".join(lines).encode())
         stream.flush()
         os.fsync(stream.fileno())
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The records of a log, in order, without a last line torn by a kill; ``InputError`` for another damaged line."""
-    found = []
-    for line in path.read_bytes().split(b"\n")[:-1] if path.exists() else ():
+    """The records of a log, in order; none if there is no such file.
+
+    A last line that a kill left incomplete is left out.
+
+    Raises:
+        InputError: another line is damaged.
+    """
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_bytes().split(b"\n")[:-1]:
         try:
-            found.append(json.loads(line))
-            if not isinstance(found[-1], dict):
+            record = json.loads(line)
+            if not isinstance(record, dict):
                 raise ValueError("it is no JSON object")
         except (ValueError, RecursionError) as error:
             raise InputError(f"{path} is damaged: {line[:80]!r} is no record: {error}") from None
-    return found
+        records.append(record)
+    return records
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and its parents; ``InputError`` if that cannot be."""
+    """Make a folder and its parents; ``InputError`` if that is not possible."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -114,16 +135,18 @@ def make_folder(path: Path) -> None:
 
 
 def check_new_folder(path: Path) -> None:
-    """Refuse a folder to be written that is there already with something in it."""
+    """Raise an ``InputError`` if an output path exists and is not an empty folder."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise InputError(f"output folder {path} is not empty")
 
 
-def claim_folder(path: Path, config_file: str, config: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """What the folder's configuration file holds; None if the folder was empty.
+def claim_folder(
+    path: Path, config_file: str, config: Mapping[str, Any] | None
+) -> dict[str, Any] | None:
+    """The content of the folder's configuration file; None if the folder was empty.
 
-    Call it under ``one_writer``. An empty folder gets the configuration, if any; comparing an old one with it is the
-    caller's.
+    Call it under ``one_writer``. The configuration, if any, is written to an empty folder. The
+    caller compares it with an old one.
 
     Raises:
         InputError: the folder holds other files but no such configuration.
@@ -132,8 +155,11 @@ def claim_folder(path: Path, config_file: str, config: Mapping[str, Any] | None)
     file = path / config_file
     if file.exists():
         return read_json(file)
-    if others := sorted(entry.name for entry in path.iterdir() if entry.name != LOCK_FILE):
-        raise InputError(f"folder {path} is not empty and has no {config_file}: it holds {others[0]}")
+    other_files = sorted(entry.name for entry in path.iterdir() if entry.name != LOCK_FILE)
+    if other_files:
+        raise InputError(
+            f"folder {path} is not empty and has no {config_file}: it holds {other_files[0]}"
+        )
     if config is not None:
         write_json(file, config)
     return None
@@ -141,10 +167,18 @@ def claim_folder(path: Path, config_file: str, config: Mapping[str, Any] | None)
 
 @contextmanager
 def one_writer(folder: Path, name: str = LOCK_FILE, *, timeout: float = 0.0) -> Iterator[None]:
-    """Hold a folder, made if absent, so that no other process writes to it during the block, or an ``InputError``.
+    """Lock a folder, made if absent, so that no other process writes to it during the block.
 
-    The operating system releases the lock however the process ends. Writers of different parts of a folder use lock
-    files of different names. A folder that was made here and stays empty is removed.
+    The operating system releases the lock however the process ends. Writers of different parts of a
+    folder use lock files of different names. A folder that was made here and stays empty is removed.
+
+    Args:
+        folder: to write to.
+        name: of the lock file.
+        timeout: seconds to wait for another writer.
+
+    Raises:
+        InputError: another process holds the lock, or the folder cannot be written to.
     """
     is_new = not folder.exists()
     make_folder(folder)
@@ -153,7 +187,7 @@ def one_writer(folder: Path, name: str = LOCK_FILE, *, timeout: float = 0.0) -> 
         lock.acquire()
     except Timeout:
         raise InputError(
-            f"another process is writing to {folder}: wait for its end, or choose another folder"
+            f"another process is writing to {folder}: wait until it ends, or choose another folder"
         ) from None
     except OSError as error:
         raise InputError(f"cannot write to folder {folder}: {error.strerror}") from None
@@ -166,12 +200,13 @@ def one_writer(folder: Path, name: str = LOCK_FILE, *, timeout: float = 0.0) -> 
 
 
 def remove_partial(folder: Path) -> None:
-    """Remove what killed writers left in a folder; call it under ``one_writer``."""
-    for left in folder.glob(f"{_PARTIAL}*"):
-        _remove(left)
+    """Remove the temporary files of killed writers from a folder; call it under ``one_writer``."""
+    for path in folder.glob(f"{_PARTIAL}*"):
+        _remove(path)
 
 
 def _sync(*paths: Path) -> None:
+    """Return when files and folders are on disk."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -181,6 +216,7 @@ def _sync(*paths: Path) -> None:
 
 
 def _remove(path: Path) -> None:
+    """Remove a file, a link or a folder with its content."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -1,125 +1,241 @@
-"""Model names to files on this machine, without loading torch, so that a wrong name costs no time."""
+"""Access to the Hugging Face Hub: models as files on this machine, data sets, and whether it answers.
+
+The module loads neither torch nor transformers, so that a wrong name is reported at once.
+"""
 
 import os
 import re
 import threading
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlparse
 
 from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import get_session
 
-from kvcat.errors import InputError
+from kvcat.errors import InputError, one_line
 from kvcat.files import read_json
 
 BASE_NAME = "kvcat-base"
 SMOLLM2 = "smollm2-135m"
-_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+HUB_PREFIX = "hub:"
+"""What the name of a data set on the Hub begins with."""
 PATIENCE = 4.0  # seconds until the Hub counts as unreachable
+
+_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 _WEIGHTS = ["model*.safetensors", "pytorch_model*.bin"]
-_PATTERNS = ["*.json", *_WEIGHTS, "*.model", "*.txt", "*.jinja"]
+_NO_WEIGHTS = ["*.json", "*.model", "*.txt", "*.jinja"]
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_REPOSITORY = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 def models_home() -> Path:
-    """Where ``kvcat get`` puts models: ``models`` in KVCAT_HOME, or in kvcat's folder of the user's cache."""
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.environ.get("KVCAT_HOME") or Path(cache) / "kvcat").expanduser() / "models"
+    """Where ``kvcat get`` puts models: ``models`` in KVCAT_HOME, else in the user's cache folder."""
+    home = os.environ.get("KVCAT_HOME")
+    if not home:
+        cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        home = Path(cache) / "kvcat"
+    return Path(home).expanduser() / "models"
 
 
 def local_folder(name_or_path: str | Path, *, weights: bool = True) -> Path:
-    """The folder or .gguf file of a model; a Hub name is taken from the local Hub cache, or else fetched.
+    """The folder or .gguf file of a model, downloaded if it is not in the local Hub cache.
 
     Args:
-        name_or_path: folder, .gguf file, Hub name such as "Qwen/Qwen2.5-0.5B", "kvcat-base" (the small model of the
-            package) or "smollm2-135m" (from ``kvcat get``).
-        weights: False fetches no weights of a Hub model, only its configuration and tokenizer.
+        name_or_path: folder, .gguf file, Hub name such as "Qwen/Qwen2.5-0.5B", "kvcat-base" (the
+            small model of the package) or "smollm2-135m" (from ``kvcat get``).
+        weights: False downloads no weights of a Hub model, only its configuration and tokenizer.
 
     Raises:
-        InputError: no such model, or no way to the Hub, within seconds.
+        InputError: no such model, or no connection to the Hub, within seconds.
     """
-    path, name = Path(name_or_path).expanduser(), str(name_or_path)
-    if path.is_dir():
-        check_no_adapter(path)
-        if not (path / "config.json").is_file():
-            raise InputError(f"{path} is not a model folder: it has no config.json")
-        return path
+    path = Path(name_or_path).expanduser()
+    name = str(name_or_path)
     if path.exists():
-        if path.suffix != ".gguf":
-            raise InputError(f"{name} is a file, not a model folder and not a .gguf file")
-        return path
+        return _check_model_path(path, name)
     if name == BASE_NAME:
         return Path(str(files("kvcat") / "assets" / BASE_NAME))
     if name == SMOLLM2:
-        if not (folder := models_home() / name).is_dir():
-            raise InputError(f"{name} is not on this machine: `kvcat get {name}` puts it into {folder}")
+        folder = models_home() / name
+        if not folder.is_dir():
+            raise InputError(
+                f"{name} is not on this machine: `kvcat get {name}` puts it into {folder}"
+            )
         return folder
-    if path.is_absolute() or name.startswith((".", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+    is_path = path.is_absolute() or name.startswith((".", "~"))
+    if is_path or not _HUB_NAME.fullmatch(name):
         raise InputError(f"model folder {name} does not exist")
     return _hub_folder(name, weights)
 
 
+def _check_model_path(path: Path, name: str) -> Path:
+    """The path, if it is a model folder or a .gguf file."""
+    if path.is_dir():
+        check_no_adapter(path)
+        if not (path / "config.json").is_file():
+            raise InputError(f"{path} is not a model folder: it has no config.json")
+    elif path.suffix != ".gguf":
+        raise InputError(f"{name} is a file, not a model folder and not a .gguf file")
+    return path
+
+
 def check_no_adapter(folder: Path) -> None:
-    """Refuse a folder that holds a PEFT adapter, which transformers would apply or not by what is installed."""
+    """Raise an ``InputError`` for a folder that holds a PEFT adapter.
+
+    Whether transformers applies it depends on the packages that are installed.
+    """
     for name in _ADAPTER_FILES:
         if (folder / name).is_file():
             raise InputError(
-                f"{folder} holds an adapter ({name}), which kvcat does not apply: merge it into the model "
-                "(peft.PeftModel.from_pretrained(model, adapter).merge_and_unload().save_pretrained(FOLDER)) and give "
-                "that folder"
+                f"{folder} holds an adapter ({name}), which kvcat does not apply: merge it into "
+                "the model (peft.PeftModel.from_pretrained(model, adapter).merge_and_unload()"
+                ".save_pretrained(FOLDER)) and give that folder"
             )
 
 
 def _hub_folder(name: str, weights: bool) -> Path:
+    """The folder of a model in the local Hub cache, downloaded if it is not complete there."""
     try:
         config = try_to_load_from_cache(name, "config.json")
         folder = Path(config).parent if isinstance(config, str) else None
-        if folder and (_is_complete(folder) if weights else _has_tokenizer(folder)):
-            return folder
-        if obstacle := hub_obstacle():
-            if folder and (not weights or _weights(folder)):
-                return folder  # perhaps all that the model has
-            raise InputError(f"{name} is neither a folder nor in the local Hub cache, and {obstacle}")
-        patterns = [pattern for pattern in _PATTERNS if weights or pattern not in _WEIGHTS]
-        return Path(snapshot_download(name, allow_patterns=patterns, etag_timeout=PATIENCE))
+        if folder is not None:
+            is_complete = _is_complete(folder) if weights else _has_tokenizer(folder)
+            if is_complete:
+                return folder
+        obstacle = hub_obstacle()
+        if obstacle is None:
+            patterns = _NO_WEIGHTS + _WEIGHTS if weights else _NO_WEIGHTS
+            return Path(snapshot_download(name, allow_patterns=patterns, etag_timeout=PATIENCE))
+        if folder is not None and (not weights or _weights(folder)):
+            return folder  # the model may have no other files
+        raise InputError(f"{name} is neither a folder nor in the local Hub cache, and {obstacle}")
     except (HfHubHTTPError, HFValidationError, OSError) as error:
-        raise InputError(f"cannot get {name} from the Hub: {' '.join(str(error).split())[:200]}") from error
+        message = " ".join(str(error).split())[:200]
+        raise InputError(f"cannot get {name} from the Hub: {message}") from error
 
 
 def _is_complete(folder: Path) -> bool:
-    """Whether a cached model has a tokenizer and weights, all files of them that an index names."""
-    named = [read_json(index)["weight_map"].values() for index in folder.glob("*.index.json")]
-    found = _weights(folder)
-    whole = all((folder / file).exists() for files in named for file in files)
-    indexed = bool(named) or not any("-of-" in file.name for file in found)
-    return whole and indexed and bool(found) and _has_tokenizer(folder)
+    """Whether a cached model has a tokenizer and weights, with all files that an index names."""
+    weights = _weights(folder)
+    if not weights or not _has_tokenizer(folder):
+        return False
+    indices = list(folder.glob("*.index.json"))
+    if not indices:
+        return not any("-of-" in file.name for file in weights)
+    for index in indices:
+        for file in read_json(index)["weight_map"].values():
+            if not (folder / file).exists():
+                return False
+    return True
 
 
 def _has_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds a tokenizer."""
     return any(folder.glob("tokenizer*"))
 
 
 def _weights(folder: Path) -> list[Path]:
+    """The files of weights in a folder."""
     return [file for pattern in _WEIGHTS for file in folder.glob(pattern)]
 
 
+@dataclass(frozen=True)
+class HubDataSet:
+    """A data set on the Hub."""
+
+    repository: str  # OWNER/NAME, or NAME alone
+    config: str | None
+    split: str
+
+    @classmethod
+    def parse(cls, source: str) -> "HubDataSet":
+        """The data set that ``hub:OWNER/NAME[/CONFIG][@SPLIT]`` names; split ``train`` if absent.
+
+        Raises:
+            InputError: it names none.
+        """
+        path, _, split = source.removeprefix(HUB_PREFIX).partition("@")
+        words = path.split("/")
+        repository = "/".join(words[:2])
+        config = "/".join(words[2:])
+        if not _REPOSITORY.fullmatch(repository):
+            raise InputError(
+                f"{source} names no data set: write hub:OWNER/NAME, hub:OWNER/NAME/CONFIG or "
+                "...@SPLIT"
+            )
+        return cls(repository, config or None, split or "train")
+
+    def file_urls(self, revision: str | None = None) -> Sequence[str]:
+        """The URLs of the split's files, sorted; nothing is downloaded but their list.
+
+        Args:
+            revision: commit; None: the newest.
+
+        Raises:
+            InputError: no such data set or split, or no connection to the Hub, within seconds.
+        """
+        obstacle = hub_obstacle()
+        if obstacle is not None:
+            raise InputError(f"data set {self.repository!r} is on the Hub, and {obstacle}")
+        import datasets  # takes a second, which other users of this module need not wait
+
+        try:
+            builder = datasets.load_dataset_builder(self.repository, self.config, revision=revision)
+        except (OSError, ValueError) as error:
+            raise InputError(
+                f"data set {self.repository!r} cannot be opened: {one_line(error)}"
+            ) from None
+        files_by_split: Mapping[Any, Iterable[Any]] = builder.config.data_files or {}
+        urls = sorted(map(str, files_by_split.get(self.split) or ()))
+        if not urls:
+            splits = ", ".join(map(str, files_by_split)) or "none"
+            raise InputError(
+                f"data set {self.repository!r} has no split {self.split!r}; its splits: {splits}"
+            )
+        return urls
+
+    def rows(self) -> Iterable[Any]:
+        """All rows of the split; from the local cache alone if HF_HUB_OFFLINE is set.
+
+        Raises:
+            InputError: no connection to the Hub, within seconds.
+            OSError, ValueError, datasets.exceptions.DatasetsError: the data set cannot be read.
+        """
+        # with HF_HUB_OFFLINE datasets looks into its cache, at once
+        obstacle = None if constants.HF_HUB_OFFLINE else hub_obstacle()
+        if obstacle is not None:
+            raise InputError(
+                f"data set {self.repository!r} is on the Hub, and {obstacle}: name a local copy, "
+                "or set HF_HUB_OFFLINE=1 to use the one that an earlier run left in the cache"
+            )
+        import datasets
+
+        return datasets.load_dataset(self.repository, self.config, split=self.split)
+
+
 def hub_obstacle() -> str | None:
-    """Why nothing can come from the Hub, as the end of a sentence; None where a connection opens within seconds.
+    """Why nothing can come from the Hub, as the end of a sentence; None if it answers in seconds.
 
     The clients of the Hub retry for minutes without a network.
     """
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
-    opened: list[bool] = []
+    has_answered = threading.Event()
 
-    def attempt() -> None:
+    def connect() -> None:
         with suppress(Exception):
             get_session().head(constants.ENDPOINT, timeout=PATIENCE)
-            opened.append(True)
+            has_answered.set()
 
-    thread = threading.Thread(target=attempt, daemon=True)  # name resolution has no timeout of its own
+    # a thread, because name resolution has no timeout
+    thread = threading.Thread(target=connect, daemon=True)
     thread.start()
     thread.join(PATIENCE)
-    return None if opened else f"{urlparse(constants.ENDPOINT).hostname} cannot be reached"
+    if has_answered.is_set():
+        return None
+    return f"{urlparse(constants.ENDPOINT).hostname} cannot be reached"

@@ -1,4 +1,4 @@
-"""Where a result comes from: command, versions and hardware, with no name of a person or a home folder."""
+"""Command, versions and hardware that made a result, without names of people or home folders."""
 
 import os
 import platform
@@ -12,14 +12,14 @@ import torch
 
 from kvcat import __version__
 
+_PATH = re.compile(r"""(?:^|(?<=[=,"'[:]))(?:/|~|\.\./)[^=,"'\]]*""")
+
 
 def provenance() -> dict[str, str]:
     """Command line, versions and hardware of this process, as text.
 
     Paths in the command outside the working folder are shortened to ``.../`` and their last part.
     """
-    info = Path("/proc/cpuinfo")
-    names = re.findall(r"^model name\s*: (.*)$", info.read_text(encoding="utf-8"), re.M) if info.exists() else []
     facts = {
         "command": command_line(sys.argv),
         "kvcat": __version__,
@@ -27,7 +27,7 @@ def provenance() -> dict[str, str]:
         "torch": torch.__version__,
         "transformers": version("transformers"),
         "platform": f"{platform.system()} {platform.machine()}",
-        "cpu": f"{names[0] if names else platform.processor() or 'unknown'}, {os.cpu_count()} cores",
+        "cpu": f"{_processor()}, {os.cpu_count()} cores",
         "threads": str(torch.get_num_threads()),
     }
     if torch.cuda.is_available():
@@ -35,8 +35,19 @@ def provenance() -> dict[str, str]:
     return facts
 
 
+def _processor() -> str:
+    """The name of the processor."""
+    cpu_info = Path("/proc/cpuinfo")
+    if cpu_info.exists():
+        text = cpu_info.read_text(encoding="utf-8")
+        model_name = re.search(r"^model name\s*: (.*)$", text, re.M)
+        if model_name is not None:
+            return model_name[1]
+    return platform.processor() or "unknown"
+
+
 def command_line(arguments: list[str]) -> str:
-    """A command as a person would type it again, with paths outside the working folder shortened."""
+    """A command as a user would type it, with paths outside the working folder shortened."""
     program = Path(arguments[0]).name if arguments else ""
     if program == "__main__.py":
         program = f"python -m {Path(arguments[0]).parent.name}"
@@ -44,12 +55,16 @@ def command_line(arguments: list[str]) -> str:
 
 
 def _shortened(word: str) -> str:
-    """A word whose paths, also behind "=", ",", ":", a quote or a bracket, are shortened; quoted for a shell."""
-    return shlex.quote(re.sub(r"""(?:^|(?<=[=,"'[:]))(?:/|~|\.\./)[^=,"'\]]*""", _short_path, word))
+    """A word with its paths shortened, quoted for a shell.
+
+    Paths are also found behind "=", ",", ":", a quote or a bracket.
+    """
+    return shlex.quote(_PATH.sub(_short_path, word))
 
 
-def _short_path(found: re.Match[str]) -> str:
-    path = Path(found[0])
+def _short_path(match: re.Match[str]) -> str:
+    """The path relative to the working folder, or ``.../`` and its last part."""
+    path = Path(match[0])
     if path.is_absolute() and path.is_relative_to(Path.cwd()):
         return path.relative_to(Path.cwd()).as_posix()
     return f".../{path.name}"

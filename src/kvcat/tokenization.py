@@ -1,4 +1,4 @@
-"""Text as token ids: what begins a text, control tokens that a text spells, text behind other text.
+"""Text to token ids: tokens that begin a text, control tokens in a text, text behind other text.
 
 A text is text: where it spells a control token, such as ``<|im_end|>``, it becomes the characters'
 tokens and not the control token. Control tokens are those that the tokenizer marks as special, and
@@ -17,10 +17,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_ESCAPED_BYTES = range(
-    0xDC80, 0xDD00
-)  # how Python keeps bytes of a command line that are not UTF-8
-# texts to encode a text behind, of which one seldom shares a token with it
+# how Python represents bytes of a command line that are not UTF-8
+_ESCAPED_BYTES = range(0xDC80, 0xDD00)
+# a text is encoded behind one of these; there is nearly always one that shares no token with it
 _STAND_INS = ("\n", "a", ".", "1")
 
 Encode = Callable[[str], list[int]]
@@ -59,12 +58,13 @@ class TextEncoder:
     def joined(self, pieces: Sequence[Piece], *, behind: bool = False) -> list[int]:
         """Token ids of one text of several pieces; ``behind`` as in the method of that name."""
         text = "".join(piece.text for piece in pieces)
-        if self.allow_special:
-            encode, fragments = self._whole, [text]
-        elif any(piece.is_markup for piece in pieces):
-            encode, fragments = self._whole, self._fragments(pieces)
-        else:
-            encode, fragments = self._as_text, [text]
+        encode = self._whole
+        fragments = [text]
+        if not self.allow_special:
+            if any(piece.is_markup for piece in pieces):
+                fragments = self._fragments(pieces)
+            else:
+                encode = self._as_text
         first, *others = fragments
         ids = encode_behind(encode, first, self._unknown) if behind else encode(first)
         for fragment in others:
@@ -128,8 +128,9 @@ def as_text(
     ids = encode(first)
     for fragment in others:
         ids += encode_behind(encode, fragment, unknown)
-    if left := unwanted.intersection(ids):
-        name = control[min(left)]
+    remaining = unwanted.intersection(ids)
+    if remaining:
+        name = control[min(remaining)]
         raise InputError(f"the tokenizer has no tokens for the text {name!r} but the control token")
     return ids
 
@@ -158,9 +159,13 @@ def cut_control_tokens(text: str, contents: Iterable[str]) -> list[str]:
     pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")  # (?!) never matches
     fragments = []
     start = 0
-    while match := pattern.search(text, start):
-        fragments.append(text[start : match.start() + 1])
-        start = match.start() + 1
+    while True:
+        match = pattern.search(text, start)
+        if match is None:
+            break
+        end = match.start() + 1
+        fragments.append(text[start:end])
+        start = end
     return [*fragments, text[start:]]
 
 
@@ -186,8 +191,8 @@ def opening_ids(tokenizer: "PreTrainedTokenizerBase", bos: Bos = "auto") -> list
 
     Args:
         tokenizer: of transformers.
-        bos: "auto" what the tokenizer puts there; "always" its BOS token where that is nothing;
-            "never" nothing.
+        bos: "auto" takes what the tokenizer puts there; "always" takes the BOS token where the
+            tokenizer puts nothing; "never" takes nothing.
 
     Raises:
         InputError: "always" without a BOS token, or a tokenizer that changes a text beyond that.
@@ -220,7 +225,7 @@ def closing_ids(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
 
 
 def check_text(text: str, name: str) -> None:
-    """Refuse a text that no encoding can hold, such as half of an emoji; the line says where."""
+    """Raise an ``InputError`` for a text that no encoding can hold, such as half of an emoji."""
     match = _SURROGATE.search(text)
     if match is None:
         return

@@ -8,7 +8,7 @@ import torch
 
 import kvcat
 from kvcat.data import Document, Encoder, open_tokens, pack, prepare
-from kvcat.data.prepared import open_prepared
+from kvcat.data.token_files import open_token_folder
 from kvcat.evals import longbench, needle, ruler, suffix
 from tiny import byte_tokenizer, loud_model, refusal, write_texts
 from tokenizers_zoo import byte_level, metaspace
@@ -74,13 +74,13 @@ def test_a_folder_of_an_earlier_version_began_documents_with_nothing(texts, tmp_
     del index["opening"]
     file.write_text(json.dumps(index))
     prepare(str(texts), byte_tokenizer(), file.parent)
-    open_prepared(file.parent, Encoder.of(byte_tokenizer()), 8)
+    open_token_folder(file.parent, Encoder.of(byte_tokenizer()), 8)
     tokenizer = with_bos()
     index = prepare(str(texts), tokenizer, tmp_path / "bos", bos="never")
     del index["opening"]
     (tmp_path / "bos" / "tokens.json").write_text(json.dumps(index))
-    assert "choose bos" in refusal(open_prepared, tmp_path / "bos", Encoder.of(tokenizer), 8)
-    open_prepared(tmp_path / "bos", Encoder.of(tokenizer, "never"), 8)
+    assert "choose bos" in refusal(open_token_folder, tmp_path / "bos", Encoder.of(tokenizer), 8)
+    open_token_folder(tmp_path / "bos", Encoder.of(tokenizer, "never"), 8)
 
 
 @pytest.mark.parametrize("prefix", ["", "stream:"])

@@ -92,7 +92,7 @@ def test_a_source_that_is_not_there_is_refused_before_anything_is_read(tmp_path,
     for name, told in (("gone", "no such text file or folder"), (".", "no text")):
         with pytest.raises(InputError, match=told):
             open_documents(str(tmp_path / name))
-    monkeypatch.setattr(documents_module, "hub_obstacle", lambda: "HF_HUB_OFFLINE is set")
+    monkeypatch.setattr("kvcat.hub.hub_obstacle", lambda: "HF_HUB_OFFLINE is set")
     assert "nobody/texts' is on the Hub, and HF_HUB_OFFLINE is set" in refusal(pairs, "hub:nobody/texts/c@dev")
     for name in ("", "a b", "../x"):
         assert "hub:OWNER/NAME" in refusal(pairs, f"hub:{name}")
@@ -119,7 +119,7 @@ def fake_hub(monkeypatch, listed, calls=None):
         return SimpleNamespace(config=SimpleNamespace(data_files=listed))
 
     monkeypatch.setattr(datasets, "load_dataset_builder", load_dataset_builder)
-    monkeypatch.setattr(documents_module, "hub_obstacle", lambda: None)
+    monkeypatch.setattr("kvcat.hub.hub_obstacle", lambda: None)
 
 
 def test_hub_names_carry_configuration_and_split_and_files_their_commit(monkeypatch, tmp_path):
@@ -143,7 +143,7 @@ def test_hub_names_carry_configuration_and_split_and_files_their_commit(monkeypa
 
 def test_a_hub_data_set_of_another_kind_and_what_clients_of_the_network_raise_end_in_one_line(monkeypatch):
     fake_hub(monkeypatch, {"train": ["hf://datasets/o/n@main/data/a.tar"]})
-    assert "data/a.tar; only parquet, JSON lines and text stream" in refusal(pairs, "hub:o/n")
+    assert "data/a.tar; only parquet, JSON lines and text can be streamed" in refusal(pairs, "hub:o/n")
     fake_hub(monkeypatch, FileNotFoundError("no such\ndata set"))
     assert "cannot be opened: FileNotFoundError: no such data set" in refusal(pairs, "hub:o/n")
 

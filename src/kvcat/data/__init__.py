@@ -2,11 +2,23 @@
 
 from kvcat.data.documents import Document, open_documents
 from kvcat.data.packing import Encoder, pack
-from kvcat.data.prepared import prepare
 from kvcat.data.split import Split, hash_order, name_seed, split_documents, split_of
 from kvcat.data.streams import TokenData, TokenLoader, merge_states, open_tokens
+from kvcat.data.token_files import prepare
 
 __all__ = [
-    "Document", "Encoder", "Split", "TokenData", "TokenLoader", "hash_order",
-    "merge_states", "name_seed", "open_documents", "open_tokens", "pack", "prepare", "split_documents", "split_of",
-]  # fmt: skip
+    "Document",
+    "Encoder",
+    "Split",
+    "TokenData",
+    "TokenLoader",
+    "hash_order",
+    "merge_states",
+    "name_seed",
+    "open_documents",
+    "open_tokens",
+    "pack",
+    "prepare",
+    "split_documents",
+    "split_of",
+]

@@ -1,8 +1,8 @@
 """Documents of the installed Python sources, of local files and of Hub data sets.
 
-A source is named by a string: ``installed`` (the Python files of the standard library and of some dependencies), a file
-(text, ``.jsonl`` or ``.parquet`` with a ``text`` column), a folder of such files, or ``hub:NAME[/CONFIG][@SPLIT]``.
-``stream:`` before a local name asks training to stream it.
+A source is named by a string: ``installed`` (the Python files of the standard library and of some
+dependencies), a file (text, ``.jsonl`` or ``.parquet`` with a ``text`` column), a folder of such
+files, or ``hub:NAME[/CONFIG][@SPLIT]``. With ``stream:`` before a local name, training streams it.
 """
 
 import hashlib
@@ -18,29 +18,48 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-import datasets
 import fsspec
 import pyarrow
 from pyarrow import parquet
 
 from kvcat.errors import InputError, one_line
-from kvcat.hub import hub_obstacle
+from kvcat.hub import HUB_PREFIX, HubDataSet
 from kvcat.tokenization import repaired
 
-PACKED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
+COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
 SUFFIXES = {
     "parquet": (".parquet",),
-    "jsonl": (".jsonl", *(f".jsonl{packed}" for packed in PACKED_SUFFIXES)),
+    "jsonl": (".jsonl", *(f".jsonl{suffix}" for suffix in COMPRESSED_SUFFIXES)),
     "text": (".txt", ".md", ".rst", ".py", ".tex", ".html"),
 }
-HUB_LINES_SUFFIXES = (".json", *(f".json{packed}" for packed in PACKED_SUFFIXES), ".ndjson")
+HUB_LINES_SUFFIXES = (".json", *(f".json{suffix}" for suffix in COMPRESSED_SUFFIXES), ".ndjson")
 PACKAGES = (
-    "torch", "transformers", "numpy", "sympy", "pandas", "matplotlib", "networkx", "huggingface_hub", "datasets",
-)  # fmt: skip
-SKIPPED_FOLDERS = frozenset(
-    ("test", "tests", "testing", "idlelib", "site-packages", "dist-packages", "__pycache__", "_vendor", "lib2to3")
+    "torch",
+    "transformers",
+    "numpy",
+    "sympy",
+    "pandas",
+    "matplotlib",
+    "networkx",
+    "huggingface_hub",
+    "datasets",
 )
-INSTALLED_BYTES = (400, 400_000)  # the smallest and the largest file of the installed sources
+SKIPPED_FOLDERS = frozenset(
+    (
+        "test",
+        "tests",
+        "testing",
+        "idlelib",
+        "site-packages",
+        "dist-packages",
+        "__pycache__",
+        "_vendor",
+        "lib2to3",
+    )
+)
+INSTALLED_BYTES = range(400, 400_001)  # sizes of the files that are used of the installed sources
+TOKENS_INDEX = "tokens.json"
+"""A folder that holds this file holds tokens, not text."""
 PIECE_CHARACTERS = 1 << 14
 PARQUET_ROWS = 16  # few, as each stream holds so many and a document may be a book
 BUFFER_BYTES = 1 << 20
@@ -58,95 +77,134 @@ class Document:
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A path, or a URL that fsspec opens, with a name that is the same on every machine."""
+    """A file of a source, with a name that is the same on every machine."""
 
     name: str
-    url: str
+    url: str  # a path, or a URL that fsspec opens
     kind: str  # parquet, jsonl, text or python
     text_field: str = "text"  # column of a table
 
 
 @dataclass(frozen=True)
 class Source:
-    """The files of a source in the order of their names; the same files have the same revision."""
+    """The files of a source, in the order of their names."""
 
     name: str
     files: tuple[SourceFile, ...]
-    revision: str
+    revision: str  # the same for the same files
 
 
 def open_documents(source: str, *, text_field: str = "text") -> Iterator[Document]:
     """The documents of a source, in the order of its files.
 
-    A table (``.parquet``, ``.jsonl``) holds one document per row; rows without a text are left out. What is no Unicode
-    in a row, such as half of an emoji, becomes U+FFFD, and a warning names the file's first such row. A plain text
-    longer than 16,384 characters becomes consecutive documents of at most that size, cut at line ends. A file of any
-    other name that is given itself is read as plain text.
+    A table (``.parquet``, ``.jsonl``) holds one document per row; rows without a text are left out.
+    Characters of a row that are not Unicode, such as half of an emoji, become U+FFFD, and a warning
+    names the file's first such row. A plain text longer than 16,384 characters becomes consecutive
+    documents of at most that size, cut at line ends. In a folder, files with other suffixes are
+    left out; such a file that is named itself is read as plain text.
 
     Raises:
-        InputError: nothing of that name, no readable file in it, or no connection to the Hub (within seconds); while
-            reading: no such column, a damaged file, no UTF-8 text.
+        InputError: nothing of that name, no readable file in it, or no connection to the Hub
+            (within seconds); while reading: no such column, a damaged file, no UTF-8 text.
     """
     files = [replace(file, text_field=text_field) for file in open_source(source).files]
     return (document for file in files for _, document in read_documents(file))
 
 
 def open_source(name: str, *, revision: str | None = None) -> Source:
-    """The files of a source, none of them read; ``revision`` is a Hub data set's commit."""
-    if name.startswith("hub:"):
+    """The files of a source, none of them read.
+
+    Args:
+        name: as in ``open_documents``.
+        revision: commit of a Hub data set; None: the newest.
+    """
+    if name.startswith(HUB_PREFIX):
         return _hub_source(name, revision)
-    local = name.removeprefix("stream:")
-    files = _installed_files() if local == "installed" else _local_files(Path(local).expanduser())
-    return Source(name, tuple(files), _digest(f"{file.name} {Path(file.url).stat().st_size}" for file in files))
+    local_name = name.removeprefix("stream:")
+    path = Path(local_name).expanduser()
+    files = _installed_files() if local_name == "installed" else _local_files(path)
+    sizes = [f"{file.name} {Path(file.url).stat().st_size}" for file in files]
+    return Source(name, tuple(files), _digest(sizes))
+
+
+@dataclass(frozen=True)
+class Stripe:
+    """One of several disjoint shares of a file's rows."""
+
+    number: int
+    count: int
+
+
+WHOLE_FILE = Stripe(number=0, count=1)
 
 
 def read_documents(
-    file: SourceFile, start: int = 0, *, stripe: int = 0, num_stripes: int = 1
+    file: SourceFile, start: int = 0, stripe: Stripe = WHOLE_FILE
 ) -> Iterator[tuple[int, Document]]:
-    """The documents of a file, or of one stripe of it, from a row on, each with its row.
+    """The documents of one stripe of a file, from a row on, each with its row.
 
-    A parquet file with at least ``num_stripes`` row groups is striped by row groups, so that no byte is read twice; all
-    others by rows.
+    A parquet file with at least as many row groups as there are stripes is striped by row groups, so
+    that no byte is read twice; all others by rows.
     """
     if file.kind == "python":
-        if start == stripe == 0:
-            yield 0, Document(file.name, Path(file.url).read_text(encoding="utf-8-sig", errors="replace"))
+        if start == stripe.number == 0:
+            text = Path(file.url).read_text(encoding="utf-8-sig", errors="replace")
+            yield 0, Document(file.name, text)
         return
+    compression = None if file.kind == "parquet" else "infer"
     try:
-        with fsspec.open(file.url, "rb", compression=None if file.kind == "parquet" else "infer") as raw:
-            if file.kind == "parquet":
-                rows = _parquet_rows(raw, file, start, stripe, num_stripes)
-            else:
-                rows = enumerate(_json_lines(raw) if file.kind == "jsonl" else _text_pieces(raw, file))
-                rows = (row for row in rows if row[0] % num_stripes == stripe)
-            for number, values in rows:
-                if number >= start and (document := _document(values, number, file)):
-                    yield number, document
+        with fsspec.open(file.url, "rb", compression=compression) as raw:
+            for row, values in _rows(raw, file, start, stripe):
+                document = _document(values, row, file)
+                if document is not None:
+                    yield row, document
     except InputError:
         raise
     except Exception as error:  # clients of the network and decompressors raise anything
         raise InputError(f"{file.url} cannot be read as {file.kind}: {one_line(error)}") from error
 
 
+_Row = tuple[int, dict[str, Any] | bytes]
+"""Number of a row, and its columns or its JSON line."""
+
+
+def _rows(raw: Any, file: SourceFile, start: int, stripe: Stripe) -> Iterator[_Row]:
+    """The rows of one stripe of an open file, from a row on."""
+    if file.kind == "parquet":
+        for row, values in _parquet_rows(raw, file, start, stripe):
+            if row >= start:
+                yield row, values
+        return
+    all_values = _json_lines(raw) if file.kind == "jsonl" else _text_pieces(raw, file)
+    for row, values in enumerate(all_values):
+        if row >= start and row % stripe.count == stripe.number:
+            yield row, values
+
+
 def _parquet_rows(
-    raw: Any, file: SourceFile, start: int, stripe: int, num_stripes: int
+    raw: Any, file: SourceFile, start: int, stripe: Stripe
 ) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The rows of one stripe of an open parquet file, from the row group of ``start`` on."""
     with parquet.ParquetFile(raw, buffer_size=BUFFER_BYTES) as table:
-        columns = [file.text_field, "id"] if file.text_field in table.schema_arrow.names else None
-        by_group, end = num_stripes <= table.num_row_groups, 0
+        has_text = file.text_field in table.schema_arrow.names
+        columns = [file.text_field, "id"] if has_text else None
+        is_striped_by_group = stripe.count <= table.num_row_groups
+        end = 0
         for group in range(table.num_row_groups):
-            row, end = end, end + table.metadata.row_group(group).num_rows
-            if end <= start or (by_group and group % num_stripes != stripe):
+            row = end
+            end += table.metadata.row_group(group).num_rows
+            in_other_stripe = is_striped_by_group and group % stripe.count != stripe.number
+            if end <= start or in_other_stripe:
                 continue
             for batch in table.iter_batches(PARQUET_ROWS, [group], columns, use_threads=False):
                 for values in _decoded(batch):
-                    if by_group or row % num_stripes == stripe:
+                    if is_striped_by_group or row % stripe.count == stripe.number:
                         yield row, values
                     row += 1
 
 
 def _decoded(batch: pyarrow.RecordBatch) -> list[dict[str, Any]]:
-    """The rows of a table; texts that are not UTF-8 stay bytes."""
+    """The rows of a batch, by column; texts that are not UTF-8 stay bytes."""
     try:
         return batch.to_pylist()
     except UnicodeDecodeError:
@@ -160,20 +218,28 @@ def _decoded(batch: pyarrow.RecordBatch) -> list[dict[str, Any]]:
 
 
 def _text_or_bytes(value: Any) -> Any:
+    """Bytes as text where they are UTF-8; any other value as it is."""
+    if not isinstance(value, bytes):
+        return value
     try:
-        return value.decode() if isinstance(value, bytes) else value
+        return value.decode()
     except UnicodeDecodeError:
         return value
 
 
 def _json_lines(raw: Any) -> Iterator[bytes]:
+    """The lines of an open file that are not blank."""
     with BufferedReader(raw, BUFFER_BYTES) as lines:
-        yield from filter(bytes.strip, lines)
+        for line in lines:
+            if line.strip():
+                yield line
 
 
 def _text_pieces(raw: Any, file: SourceFile) -> Iterator[dict[str, str]]:
+    """An open text file as rows of at most 16,384 characters, cut at line ends."""
     data = raw.read()
-    if (zero := data.find(b"\0")) >= 0:
+    zero = data.find(b"\0")
+    if zero >= 0:
         raise InputError(f"{file.url} is not text: it has a zero byte at {zero}")
     text = data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     start = 0
@@ -186,27 +252,30 @@ def _text_pieces(raw: Any, file: SourceFile) -> Iterator[dict[str, str]]:
 
 
 def _document(values: dict[str, Any] | bytes, row: int, file: SourceFile) -> Document | None:
-    """The document of a table's row, of a JSON line or of a piece of text; None where a row has no text."""
+    """The document of a row, which is a JSON line or has columns; None: the row has no text."""
     where = f"row {row} of {file.url}"
+    columns: Any = values
     is_damaged = False
-    try:
-        if isinstance(values, bytes):
-            values, is_damaged = _json_value(values)
-    except ValueError as error:
-        raise InputError(f"{where} is not JSON: {error}") from None
-    if not isinstance(values, dict):
+    if isinstance(values, bytes):
+        try:
+            columns, is_damaged = _json_value(values)
+        except ValueError as error:
+            raise InputError(f"{where} is not JSON: {error}") from None
+    if not isinstance(columns, dict):
         raise InputError(f"{where} is no JSON object")
-    if file.text_field not in values:
-        raise InputError(f"{where} has no column {file.text_field!r}; its columns: {', '.join(values)}")
-    text = values[file.text_field]
+    if file.text_field not in columns:
+        names = ", ".join(columns)
+        raise InputError(f"{where} has no column {file.text_field!r}; its columns: {names}")
+    text = columns[file.text_field]
     if text is None:
         return None
     if isinstance(text, bytes):
         text = text.decode(errors="replace")
         is_damaged = True
     if not isinstance(text, str):
-        raise InputError(f"column {file.text_field!r} of {file.url} holds {type(text).__name__}, not text")
-    name = str(values.get("id") or f"{file.name}#{row}")
+        kind = type(text).__name__
+        raise InputError(f"column {file.text_field!r} of {file.url} holds {kind}, not text")
+    name = str(columns.get("id") or f"{file.name}#{row}")
     document = Document(repaired(name), repaired(text))
     if is_damaged or document.text != text:
         _report_damage(where, file.url)
@@ -225,10 +294,11 @@ _NUM_DAMAGED: Counter[str] = Counter()  # rows by URL, each time that they are r
 
 
 def _report_damage(where: str, url: str) -> None:
-    """Warn of a file's first row that is not all Unicode, of the tenth, the hundredth, and so on."""
+    """Warn of a file's first row that is not all Unicode, the tenth, the hundredth, and so on."""
     _NUM_DAMAGED[url] += 1
     count = _NUM_DAMAGED[url]
-    if count == 10 ** (len(str(count)) - 1):
+    is_power_of_ten = count == 10 ** (len(str(count)) - 1)
+    if is_power_of_ten:
         _LOGGER.warning(
             "%s is not all Unicode text: U+FFFD replaces what is not; such rows read so far: %d",
             where,
@@ -237,71 +307,88 @@ def _report_damage(where: str, url: str) -> None:
 
 
 def _installed_files() -> list[SourceFile]:
-    """Python files named ``stdlib/...`` or ``PACKAGE/...``; no tests, vendored copies, giants."""
+    """Python files named ``stdlib/...`` or ``PACKAGE/...``, without tests, copies and giants."""
+    roots = _installed_roots()
+    files = []
+    for name, root in roots.items():
+        for path in _python_files(root):
+            if path.stat().st_size in INSTALLED_BYTES:
+                relative = path.relative_to(root).as_posix()
+                files.append(SourceFile(f"{name}/{relative}", str(path), "python"))
+    if not files:
+        raise InputError(f"this installation has no Python sources below {roots['stdlib']}")
+    return sorted(files, key=lambda file: file.name)
+
+
+def _installed_roots() -> dict[str, Path]:
+    """The folders of the standard library and of installed packages, by name."""
     install = sysconfig.get_paths()
     roots = {"stdlib": Path(install["stdlib"])}
-    sites = [Path(install[site]) for site in ("purelib", "platlib")]
-    roots |= {package: site / package for package in PACKAGES for site in sites if (site / package).is_dir()}
-    found = []
-    for name, root in roots.items():
-        for folder, folders, files in os.walk(root):
-            folders[:] = [f for f in folders if f not in SKIPPED_FOLDERS]
-            paths = [Path(folder, file) for file in files if file.endswith(".py")]
-            found += [
-                SourceFile(f"{name}/{path.relative_to(root).as_posix()}", str(path), "python")
-                for path in paths
-                if INSTALLED_BYTES[0] <= path.stat().st_size <= INSTALLED_BYTES[1]
-            ]
-    if not found:
-        raise InputError(f"this installation has no Python sources below {roots['stdlib']}")
-    return sorted(found, key=lambda file: file.name)
+    for package in PACKAGES:
+        for site in ("purelib", "platlib"):
+            folder = Path(install[site]) / package
+            if folder.is_dir():
+                roots[package] = folder
+    return roots
+
+
+def _python_files(root: Path) -> Iterator[Path]:
+    """The Python files below a folder, without those of tests and copies of other packages."""
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
+        for file in files:
+            if file.endswith(".py"):
+                yield Path(folder, file)
 
 
 def _local_files(path: Path) -> list[SourceFile]:
+    """The files of a folder, or the file that is named itself."""
     if path.is_file():
-        root, found = path.parent, [path]
-    elif path.is_dir():
-        if (path / "tokens.json").is_file():
-            raise InputError(f"{path} holds prepared tokens, not text: name the text itself")
-        root, found = path, sorted(p for p in path.rglob("*") if _kind(p.name) and p.is_file())
-        if not found:
-            raise InputError(f"no text, .jsonl or .parquet file in folder {path}")
-    else:
+        return [SourceFile(path.name, str(path), _kind(path.name) or "text")]
+    if not path.is_dir():
         raise InputError(f"no such text file or folder: {path}")
-    return [SourceFile(p.relative_to(root).as_posix(), str(p), _kind(p.name) or "text") for p in found]
+    if (path / TOKENS_INDEX).is_file():
+        raise InputError(f"{path} holds prepared tokens, not text: name the text itself")
+    files = []
+    for file in sorted(path.rglob("*")):
+        kind = _kind(file.name)
+        if kind is not None and file.is_file():
+            files.append(SourceFile(file.relative_to(path).as_posix(), str(file), kind))
+    if not files:
+        raise InputError(f"no text, .jsonl or .parquet file in folder {path}")
+    return files
 
 
 def _kind(name: str) -> str | None:
-    return next((kind for kind, suffixes in SUFFIXES.items() if name.endswith(suffixes)), None)
+    """The kind of a file by its suffix; None: another suffix."""
+    for kind, suffixes in SUFFIXES.items():
+        if name.endswith(suffixes):
+            return kind
+    return None
 
 
 def _digest(lines: Iterable[str]) -> str:
+    """A hash of some lines."""
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:40]
 
 
 def _hub_source(name: str, revision: str | None) -> Source:
-    path, _, split = name.removeprefix("hub:").partition("@")
-    repository, config = "/".join(path.split("/")[:2]), "/".join(path.split("/")[2:]) or None
-    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", repository):
-        raise InputError(f"{name} names no data set: write hub:OWNER/NAME, hub:OWNER/NAME/CONFIG or ...@SPLIT")
-    if obstacle := hub_obstacle():
-        raise InputError(f"data set {repository!r} is on the Hub, and {obstacle}")
-    try:
-        listed = datasets.load_dataset_builder(repository, config, revision=revision).config.data_files or {}
-    except (OSError, ValueError) as error:
-        raise InputError(f"data set {repository!r} cannot be opened: {one_line(error)}") from None
-    urls = sorted(map(str, listed.get(split or "train") or ()))
-    if not urls:
-        found = ", ".join(map(str, listed)) or "none"
-        raise InputError(f"data set {repository!r} has no split {split or 'train'!r}; its splits: {found}")
-    files = []
-    for url in urls:
-        file = re.sub(rf"^datasets/{re.escape(repository)}(@[^/]+)?/", "", url.partition("://")[2] or url)
-        kind = "jsonl" if file.endswith(HUB_LINES_SUFFIXES) else _kind(file)
-        if kind is None:
-            raise InputError(
-                f"data set {repository!r} keeps its text in {file}; only parquet, JSON lines and text stream"
-            )
-        files.append(SourceFile(file, url, kind))
+    """The files of a data set on the Hub; its revision is the commit."""
+    data_set = HubDataSet.parse(name)
+    urls = data_set.file_urls(revision)
+    files = tuple(_hub_file(data_set.repository, url) for url in urls)
     commit = re.search(r"@([^/]+)/", urls[0])
-    return Source(name, tuple(files), commit[1] if commit else _digest(urls))
+    return Source(name, files, _digest(urls) if commit is None else commit[1])
+
+
+def _hub_file(repository: str, url: str) -> SourceFile:
+    """A file of a data set on the Hub, named by its path in the repository."""
+    path = url.partition("://")[2] or url
+    file = re.sub(rf"^datasets/{re.escape(repository)}(@[^/]+)?/", "", path)
+    kind = "jsonl" if file.endswith(HUB_LINES_SUFFIXES) else _kind(file)
+    if kind is None:
+        raise InputError(
+            f"data set {repository!r} keeps its text in {file}; only parquet, JSON lines and text "
+            "can be streamed"
+        )
+    return SourceFile(file, url, kind)

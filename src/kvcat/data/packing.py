@@ -1,4 +1,4 @@
-"""Tokens: documents encoded, BOS before and EOS after each, and packed into sequences of one length."""
+"""Documents encoded, with BOS before and EOS after each, and packed into sequences of equal length."""
 
 import hashlib
 import json
@@ -19,21 +19,24 @@ from kvcat.data.split import name_seed
 from kvcat.errors import InputError
 from kvcat.tokenization import as_text, control_tokens, opening_ids, unknown_id
 
-# scripts, digits, blanks, contractions, code, marks that combine, an emoji: where tokenizers differ
+# where tokenizers differ: scripts, digits, blanks, contractions, code, combining marks, an emoji
 PROBE = (
-    "The quick brown fox isn't 12345.678 km away\u2014it's HERE!\n\n\tdef f(x):\n\t\treturn x**2  # na\u00efve\r\n"
+    "The quick brown fox isn't 12345.678 km away\u2014it's HERE!\n\n"
+    "\tdef f(x):\n\t\treturn x**2  # na\u00efve\r\n"
     "\u00dcber \u0434\u043e\u043c \u6771\u4eac \u0639\u0631\u0628\u064a e\u0301 "
     "\U0001f98a  <|endoftext|></s><s> _a__b CamelCase\u00a0x"
 )
 BATCH_DOCUMENTS = 64
-MIN_SEQUENCES = 2  # an excerpt is at least so long, so that most sequences lie within one document
-SAMPLE_DOCUMENTS, SAMPLE_CHARACTERS = 32, 1 << 14  # encoded to count characters per token
+MIN_SEQUENCES = 2  # of an excerpt, so that most sequences lie within one document
+# documents, and characters of each, that are encoded to count characters per token
+SAMPLE_DOCUMENTS = 32
+SAMPLE_CHARACTERS = 1 << 14
 EXCERPT_MARGIN = 1.1
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """Text to the tokenizer's own ids, behind what begins a text (``opening``), EOS after them.
+    """Text to token ids, the ``opening`` before them and EOS after them.
 
     A control token that the text spells becomes text (``kvcat.tokenization``).
     """
@@ -41,7 +44,7 @@ class Encoder:
     backend: Tokenizer
     eos: int
     name: str
-    opening: tuple[int, ...] = ()
+    opening: tuple[int, ...] = ()  # token ids that begin a text, such as BOS
     control: Mapping[int, str] = field(default_factory=dict)  # control tokens by id
     unknown: int | None = None
 
@@ -52,31 +55,35 @@ class Encoder:
         Raises:
             InputError: no EOS or no fast form; ``bos`` is "always" and there is no BOS.
         """
-        name, eos = str(tokenizer.name_or_path), tokenizer.eos_token_id
+        name = str(tokenizer.name_or_path)
+        eos = tokenizer.eos_token_id
         if not isinstance(eos, int):
             raise InputError(f"tokenizer {name!r} has no EOS token to put between documents")
-        core = getattr(tokenizer, "backend_tokenizer", None)
-        if not isinstance(core, Tokenizer):
+        fast_tokenizer = getattr(tokenizer, "backend_tokenizer", None)
+        if not isinstance(fast_tokenizer, Tokenizer):
             raise InputError(f"tokenizer {name!r} has no fast form (tokenizer.json)")
-        backend = Tokenizer.from_str(core.to_str())
+        backend = Tokenizer.from_str(fast_tokenizer.to_str())
         backend.no_truncation()
         backend.no_padding()
         return cls(
             backend,
             eos,
             name,
-            tuple(opening_ids(tokenizer, bos)),
-            control_tokens(tokenizer),
-            unknown_id(tokenizer),
+            opening=tuple(opening_ids(tokenizer, bos)),
+            control=control_tokens(tokenizer),
+            unknown=unknown_id(tokenizer),
         )
 
     @property
     def num_added(self) -> int:
-        """Tokens before and after each document's own."""
+        """Tokens added to those of a document's text."""
         return len(self.opening) + 1
 
     def __call__(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The token ids of each document, EOS last, from all cores unless TOKENIZERS_PARALLELISM=false."""
+        """The token ids of each document, EOS last.
+
+        All cores are used unless TOKENIZERS_PARALLELISM=false.
+        """
         self.backend.encode_special_tokens = True  # as text
         encoded = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
         bodies = [
@@ -86,6 +93,7 @@ class Encoder:
         return [np.array([*self.opening, *body, self.eos], self.dtype) for body in bodies]
 
     def _whole(self, text: str) -> list[int]:
+        """Token ids of a text, control tokens among them."""
         return self.backend.encode(text, add_special_tokens=False).ids
 
     @cached_property
@@ -104,24 +112,41 @@ class Encoder:
 
 
 def pack(
-    documents: Iterable[Document], encoder: Encoder, seq_len: int, *, max_sequences: int | None = None
+    documents: Iterable[Document],
+    encoder: Encoder,
+    seq_len: int,
+    *,
+    max_sequences: int | None = None,
 ) -> np.ndarray:
-    """The documents' tokens, as ``encoder`` gives them, cut into (sequences, tokens); the remainder is dropped.
+    """The documents' tokens one after another, cut into (sequences, tokens).
 
-    Reads no further than ``max_sequences`` need; None takes all. ``InputError`` if the text is shorter than one
-    sequence.
+    Tokens behind the last full sequence are dropped.
+
+    Args:
+        documents: read only as far as needed.
+        encoder: of their text.
+        seq_len: tokens of a sequence.
+        max_sequences: None: as many as the documents give.
+
+    Raises:
+        InputError: the text is shorter than one sequence.
     """
     limit = math.inf if max_sequences is None else max_sequences
-    parts: list[np.ndarray] = []
-    total, iterator = 0, iter(documents)
-    while total < limit * seq_len and (texts := [document.text for document in islice(iterator, BATCH_DOCUMENTS)]):
-        encoded = encoder(texts)
-        parts.extend(encoded)
-        total += sum(map(len, encoded))
-    if total < seq_len:
-        raise InputError(f"the text has {total} tokens, fewer than one sequence of {seq_len}")
-    count = int(min(total // seq_len, limit))
-    return np.concatenate(parts)[: count * seq_len].reshape(count, seq_len)
+    encoded: list[np.ndarray] = []
+    num_tokens = 0
+    remaining = iter(documents)
+    while num_tokens < limit * seq_len:
+        texts = [document.text for document in islice(remaining, BATCH_DOCUMENTS)]
+        if not texts:
+            break
+        for ids in encoder(texts):
+            encoded.append(ids)
+            num_tokens += len(ids)
+    if num_tokens < seq_len:
+        raise InputError(f"the text has {num_tokens} tokens, fewer than one sequence of {seq_len}")
+    num_sequences = int(min(num_tokens // seq_len, limit))
+    tokens = np.concatenate(encoded)[: num_sequences * seq_len]
+    return tokens.reshape(num_sequences, seq_len)
 
 
 def excerpts(
@@ -129,26 +154,34 @@ def excerpts(
 ) -> Iterator[Document]:
     """A short excerpt of every document, together about ``num_sequences`` sequences.
 
-    A model that trains on all of a few files adapts to them and forgets the rest (docs/log.md). All excerpts have the
-    same length in characters, at least two sequences; how many characters a token has is counted in the first 32
-    documents. Seed and name draw where an excerpt begins, at the start of a line.
+    A model that trains on all of a few files adapts to them and forgets others (docs/log.md). All
+    excerpts have the same length in characters, at least two sequences. The characters per token
+    are counted in the first 32 documents. Seed and document name draw where an excerpt begins, at
+    the start of a line.
     """
     texts = [document.text[:SAMPLE_CHARACTERS] for document in documents[:SAMPLE_DOCUMENTS]]
     num_tokens = sum(len(ids) - encoder.num_added for ids in encoder(texts))
     characters_per_token = sum(map(len, texts)) / max(1, num_tokens)
     lengths = np.array([len(document.text) for document in documents])
-    needed, longest = int(EXCERPT_MARGIN * characters_per_token * seq_len * num_sequences), int(lengths.max())
-    enough = bisect_left(range(longest), needed, key=lambda length: np.minimum(lengths, length).sum())
-    limit = max(enough, int(MIN_SEQUENCES * characters_per_token * seq_len))
+    needed = int(EXCERPT_MARGIN * characters_per_token * seq_len * num_sequences)
+
+    def total_length(limit: int) -> int:
+        return int(np.minimum(lengths, limit).sum())
+
+    shortest_enough = bisect_left(range(int(lengths.max())), needed, key=total_length)
+    limit = max(shortest_enough, int(MIN_SEQUENCES * characters_per_token * seq_len))
     for document in documents:
         yield Document(document.id, _excerpt(document, limit, seed))
 
 
 def _excerpt(document: Document, limit: int, seed: int) -> str:
+    """At most ``limit`` characters of a document, drawn by its name and the seed."""
     text = document.text
     if len(text) <= limit:
         return text
-    place = int(np.random.default_rng([seed, name_seed(document.id)]).integers(len(text) - limit + 1))
-    line = text.rfind("\n", 0, place) + 1
-    start = line if place - line < limit // 4 else place
+    generator = np.random.default_rng([seed, name_seed(document.id)])
+    start = int(generator.integers(len(text) - limit + 1))
+    line_start = text.rfind("\n", 0, start) + 1
+    if start - line_start < limit // 4:
+        start = line_start
     return text[start : start + limit]

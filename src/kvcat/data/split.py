@@ -1,18 +1,19 @@
-"""Held-out documents: the split is a hash of a document's name; near-duplicates are left out."""
+"""Splits of documents by a hash of their names; near-duplicates are left out."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Literal
 
 from kvcat.data.documents import Document, open_documents
 from kvcat.errors import InputError
+from kvcat.hub import HUB_PREFIX
 
 Split = Literal["train", "validation", "test"]
 
 HELD_OUT_FRACTION = 0.05
-MIN_LINE_CHARACTERS = 12  # shorter lines do not count, and a document without a longer one is left out
-MAX_SHARED = 0.3  # share of a document's lines that may stand in other documents
+MIN_LINE_CHARACTERS = 12  # shorter lines do not count; a document of such lines alone is left out
+MAX_SHARED = 0.3  # largest share of a document's lines that may be in other documents
 
 
 def name_seed(name: str) -> int:
@@ -21,8 +22,11 @@ def name_seed(name: str) -> int:
 
 
 def split_of(document_id: str) -> Split:
-    """The split of a document by its name: test in the first 5 % of the hash range, then as much validation."""
-    position = _position(document_id)
+    """The split of a document by a hash of its name.
+
+    The first 5 % of the range of the hash are test, the next 5 % validation.
+    """
+    position = _hash_fraction(document_id)
     if position < HELD_OUT_FRACTION:
         return "test"
     return "validation" if position < 2 * HELD_OUT_FRACTION else "train"
@@ -33,80 +37,106 @@ def hash_order(documents: Iterable[Document], seed: int) -> list[Document]:
     return sorted(documents, key=lambda document: name_seed(f"{seed}:{document.id}") / 2**64)
 
 
-def split_documents(source: str, split: Split | Literal["all"], *, limit: int | None = None) -> list[Document]:
+def split_documents(
+    source: str, split: Split | Literal["all"], *, limit: int | None = None
+) -> list[Document]:
     """The documents of one split of a source (``open_documents``), in the source's order.
 
-    The installed Python sources hold copies of their own files; held-out documents that share many lines with training
-    documents are left out there. Of a ``hub:`` source, which is streamed, only the first ``limit`` are read.
-    ``InputError`` where a local source has no document.
+    The installed Python sources hold copies of their files: held-out documents that share many lines
+    with training documents are left out. A ``hub:`` source is streamed, and only the first ``limit``
+    documents of the split are read.
+
+    Raises:
+        InputError: a local source has no document in that split.
     """
     documents = open_documents(source)
-    if source.startswith("hub:"):
-        return list(islice((d for d in documents if split in ("all", split_of(d.id))), limit))
+    if source.startswith(HUB_PREFIX):
+        return list(islice(_of_split(documents, split), limit))
     documents = list(documents)
-    chosen = [d for d in documents if split in ("all", split_of(d.id))]
+    chosen = list(_of_split(documents, split))
     if source == "installed" and split in ("validation", "test"):
-        chosen = drop_near_duplicates(chosen, (d for d in documents if split_of(d.id) == "train"))
+        chosen = drop_near_duplicates(chosen, _of_split(documents, "train"))
     if not chosen:
         raise InputError(
-            f"{source} has no document in split {split!r} (of {len(documents)}); split 'all' takes every document"
+            f"{source} has no document in split {split!r} (of {len(documents)}); split 'all' takes "
+            "every document"
         )
     return chosen
 
 
-def training_splits(source: str, seed: int) -> tuple[list[Document], list[Document]]:
-    """Training and validation documents of a source that is read whole, each in a random order.
+def _of_split(documents: Iterable[Document], split: Split | Literal["all"]) -> Iterator[Document]:
+    """The documents of a split, in their order."""
+    for document in documents:
+        if split in ("all", split_of(document.id)):
+            yield document
 
-    Of the installed Python sources, documents that share many lines with training documents are left out: more than
-    half of some libraries are copies of their own files. Where no document's hash falls into validation, the training
-    document whose hash is closest to that range is held out. The seed orders the training documents; validation has one
-    order. ``InputError`` for fewer than two documents.
+
+def training_splits(source: str, seed: int) -> tuple[list[Document], list[Document]]:
+    """Training and validation documents of a source, each in a random order.
+
+    All of the source is read. Of the installed Python sources, documents that share many lines with
+    training documents are left out: more than half of some libraries are copies of their files. If
+    no document's hash falls into validation, the training document with the closest hash is held
+    out. The seed orders the training documents; validation always has the same order.
+
+    Raises:
+        InputError: fewer than two documents.
     """
     splits: dict[Split, list[Document]] = {"train": [], "validation": [], "test": []}
     for document in open_documents(source):
         splits[split_of(document.id)].append(document)
-    train, validation = splits["train"], splits["validation"]
+    train = splits["train"]
+    validation = splits["validation"]
     if source == "installed":
         train = drop_copies(hash_order(train, 0))
         validation = drop_near_duplicates(validation, train)
     if not validation and len(train) > 1:
-        validation = [min(train, key=lambda document: _position(document.id))]
-        train.remove(validation[0])
+        closest = min(train, key=lambda document: _hash_fraction(document.id))
+        train.remove(closest)
+        validation = [closest]
     if not train or not validation:
-        count = sum(map(len, splits.values()))
-        raise InputError(f"{source} has too few documents ({count}) to train on some and validate on others")
+        count = sum(len(documents) for documents in splits.values())
+        raise InputError(
+            f"{source} has too few documents ({count}) to train on some and validate on others"
+        )
     return hash_order(train, seed), hash_order(validation, 0)
 
 
-def drop_near_duplicates(held_out: Sequence[Document], training: Iterable[Document]) -> list[Document]:
-    """The held-out documents of whose distinct lines at most 30 % stand in a training document too."""
+def drop_near_duplicates(
+    held_out: Sequence[Document], training: Iterable[Document]
+) -> list[Document]:
+    """The held-out documents with at most 30 % of their distinct lines in training documents."""
     lines = {document.id: _lines(document.text) for document in held_out}
-    watched: set[int] = set().union(*lines.values())
+    all_lines: set[int] = set().union(*lines.values())
     seen: set[int] = set()
     for document in training:
-        seen |= watched & _lines(document.text)
+        seen |= all_lines & _lines(document.text)
     return [document for document in held_out if _is_new(lines[document.id], seen)]
 
 
 def drop_copies(documents: Iterable[Document]) -> list[Document]:
-    """The documents of whose distinct lines at most 30 % stand in one that was kept before."""
+    """The documents with at most 30 % of their distinct lines in documents kept before."""
     seen: set[int] = set()
     kept = []
     for document in documents:
-        if _is_new(lines := _lines(document.text), seen):
+        lines = _lines(document.text)
+        if _is_new(lines, seen):
             kept.append(document)
             seen |= lines
     return kept
 
 
-def _position(document_id: str) -> float:
-    """Where a document's name falls in the hash range [0, 1)."""
+def _hash_fraction(document_id: str) -> float:
+    """A hash of a document's name, in [0, 1)."""
     return name_seed(f"split:{document_id}") / 2**64
 
 
 def _lines(text: str) -> set[int]:
-    return {hash(line) for raw in text.splitlines() if len(line := raw.strip()) >= MIN_LINE_CHARACTERS}
+    """Hashes of the distinct lines of a text, without short ones."""
+    lines = (line.strip() for line in text.splitlines())
+    return {hash(line) for line in lines if len(line) >= MIN_LINE_CHARACTERS}
 
 
 def _is_new(lines: set[int], seen: set[int]) -> bool:
+    """Whether at most 30 % of a document's lines were seen before."""
     return bool(lines) and len(lines & seen) <= MAX_SHARED * len(lines)

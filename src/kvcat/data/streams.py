@@ -1,15 +1,16 @@
-"""What a trainer reads: logical streams of sequences, one for each sequence of a step.
+"""Sequences for training, in logical streams: one stream for each sequence of a step.
 
-A stream's t-th sequence is a function of seed, stream and t alone: neither the number of processes nor the way a step
-is cut into micro-batches changes it. A position of a few integers is enough to continue a stream.
+A stream's t-th sequence is a function of seed, stream and t alone. Neither the number of processes
+nor the cut of a step into micro-batches changes it. A position of a few integers is enough to
+continue a stream.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
-from queue import Queue
-from threading import Thread
 from typing import Any, ClassVar, NamedTuple
 from zlib import crc32
 
@@ -18,17 +19,26 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from kvcat.choices import Bos
-from kvcat.data.documents import Document, Source, open_source, read_documents
+from kvcat.data.documents import Document, Source, Stripe, open_source, read_documents
 from kvcat.data.packing import Encoder, excerpts, pack
-from kvcat.data.prepared import is_prepared, open_prepared
 from kvcat.data.split import split_of, training_splits
+from kvcat.data.token_files import is_token_folder, open_token_folder
 from kvcat.errors import InputError
+from kvcat.hub import HUB_PREFIX
 from kvcat.types import Int, Tensor
 
 EMPTY_EPOCHS = 100
-_COMPARED = 256  # rows of a table that tell it from another
+_COMPARED = 256  # rows of a table by which it is recognised
 
-Sequences = Iterator[tuple[np.ndarray, tuple[int, ...]]]  # a stream's sequences, each with the position after it
+
+class PositionedSequence(NamedTuple):
+    """A sequence of a stream, and the stream's position after it."""
+
+    tokens: np.ndarray
+    position: tuple[int, ...]
+
+
+Sequences = Iterator[PositionedSequence]
 
 
 @dataclass(frozen=True)
@@ -42,41 +52,50 @@ class TableStreams:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What decides the sequences, in JSON values."""
-        sizes = {"num_sequences": len(self.table), "num_streams": self.num_streams}
-        some = self.table[np.linspace(0, len(self.table) - 1, _COMPARED).astype(int)]
-        return {"kind": "table", **sizes, "seed": self.seed, "tokens": crc32(some.tobytes())}
+        """Everything that determines the sequences, in JSON values."""
+        compared = np.linspace(0, len(self.table) - 1, _COMPARED).astype(int)
+        return {
+            "kind": "table",
+            "num_sequences": len(self.table),
+            "num_streams": self.num_streams,
+            "seed": self.seed,
+            "tokens": crc32(self.table[compared].tobytes()),
+        }
 
     def sequences(self, stream: int, start: tuple[int, ...]) -> Sequences:
         """The endless sequences of a stream from a position on."""
+        num_rows = len(self.table)
         for step in count(start[0]):
-            epoch, place = divmod(step * self.num_streams + stream, len(self.table))
-            yield self.table[_order(self.seed, epoch, len(self.table))[place]], (step + 1,)
+            epoch, place = divmod(step * self.num_streams + stream, num_rows)
+            row = _order(self.seed, epoch, num_rows)[place]
+            yield PositionedSequence(self.table[row], (step + 1,))
 
 
 @lru_cache(maxsize=4)
 def _order(seed: int, epoch: int, length: int) -> np.ndarray:
+    """The order of a table's rows in an epoch."""
     return np.random.default_rng([seed, epoch]).permutation(length)
 
 
 class Position(NamedTuple):
-    """Where the next token comes from: epoch, file of the epoch, row of the document, token of it.
+    """Where the next token of a stream comes from.
 
-    Tokens that were read but not yet packed need no saving: the document is encoded again.
+    Tokens that were read but not yet packed are not saved: the document is encoded again.
     """
 
     epoch: int = 0
-    item: int = 0
-    row: int = 0
-    token: int = 0
+    item: int = 0  # of the stripes that the stream reads in the epoch
+    row: int = 0  # of the document, in its file
+    token: int = 0  # of the document
 
 
 @dataclass(frozen=True)
 class TextStreams:
     """Sequences packed from the documents of a source, without holding them.
 
-    In every epoch the files, each cut into as many stripes as it takes to give every stream one, are permuted by the
-    seed and dealt out to the streams. There is no shuffle buffer. Held-out documents are skipped.
+    Each file is cut into as many stripes as are needed to give every stream one. In every epoch the
+    seed permutes the stripes and they are dealt out to the streams. There is no shuffle buffer.
+    Held-out documents are skipped.
     """
 
     source: Source
@@ -88,128 +107,166 @@ class TextStreams:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What decides the sequences, in JSON values."""
+        """Everything that determines the sequences, in JSON values."""
         return {
-            "kind": "streams", "source": self.source.name, "revision": self.source.revision,
-            "tokenizer": self.encoder.fingerprint, "opening": list(self.encoder.opening),
-            "num_streams": self.num_streams, "seed": self.seed,
-        }  # fmt: skip
+            "kind": "streams",
+            "source": self.source.name,
+            "revision": self.source.revision,
+            "tokenizer": self.encoder.fingerprint,
+            "opening": list(self.encoder.opening),
+            "num_streams": self.num_streams,
+            "seed": self.seed,
+        }
 
     def sequences(self, stream: int, start: tuple[int, ...]) -> Sequences:
-        """The endless sequences of a stream from a position on; ``InputError`` if a file holds no text."""
-        parts: list[np.ndarray] = []
-        used, missing = start[-1], self.seq_len
-        for here, ids in self._documents(stream, Position(*start)):
-            while used < len(ids):
-                parts.append(ids[used : used + missing])
-                used, missing = used + len(parts[-1]), missing - len(parts[-1])
-                if not missing:
-                    yield np.concatenate(parts), here._replace(token=used)
-                    parts, missing = [], self.seq_len
-            used = 0
+        """The endless sequences of a stream from a position on.
+
+        Raises:
+            InputError: a file cannot be read, or the stream finds no text.
+        """
+        chunks: list[np.ndarray] = []
+        missing = self.seq_len
+        first_token = start[-1]
+        for position, ids in self._documents(stream, Position(*start)):
+            num_used = first_token
+            first_token = 0  # of the next document
+            while num_used < len(ids):
+                chunk = ids[num_used : num_used + missing]
+                chunks.append(chunk)
+                num_used += len(chunk)
+                missing -= len(chunk)
+                if missing == 0:
+                    end = position._replace(token=num_used)
+                    yield PositionedSequence(np.concatenate(chunks), end)
+                    chunks = []
+                    missing = self.seq_len
 
     def _documents(self, stream: int, start: Position) -> Iterator[tuple[Position, np.ndarray]]:
-        files, row, num_empty = self.source.files, start.row, 0
-        num_stripes = -(-self.num_streams // len(files))
+        """The token ids of a stream's training documents, each with the position of its start."""
+        num_empty_epochs = 0
         for epoch in count(start.epoch):
-            order = np.random.default_rng([self.seed, epoch]).permutation(len(files) * num_stripes)
-            for item, part in enumerate(order[stream :: self.num_streams].tolist()):
-                if epoch == start.epoch and item < start.item:
+            is_empty = True
+            for item, (file, stripe) in enumerate(self._stripes(stream, epoch)):
+                is_first_epoch = epoch == start.epoch
+                if is_first_epoch and item < start.item:
                     continue
-                file, stripe = divmod(part, num_stripes)
-                for here, document in read_documents(files[file], row, stripe=stripe, num_stripes=num_stripes):
+                first_row = start.row if is_first_epoch and item == start.item else 0
+                for row, document in read_documents(self.source.files[file], first_row, stripe):
                     if split_of(document.id) == "train":
-                        num_empty = -1
-                        yield Position(epoch, item, here), self.encoder([document.text])[0]
-                row = 0
-            num_empty += 1
-            if num_empty == EMPTY_EPOCHS:
+                        is_empty = False
+                        yield Position(epoch, item, row), self.encoder([document.text])[0]
+            num_empty_epochs = num_empty_epochs + 1 if is_empty else 0
+            if num_empty_epochs == EMPTY_EPOCHS:
                 raise InputError(
-                    f"{self.source.name} has too few train documents for {self.num_streams} streams: stream "
-                    f"{stream} found none in {EMPTY_EPOCHS} epochs"
+                    f"{self.source.name} has too few train documents for {self.num_streams} "
+                    f"streams: stream {stream} found none in {EMPTY_EPOCHS} epochs"
                 )
+
+    def _stripes(self, stream: int, epoch: int) -> Iterator[tuple[int, Stripe]]:
+        """The files, by number, and their stripes that a stream reads in an epoch, in order."""
+        num_files = len(self.source.files)
+        stripes_per_file = math.ceil(self.num_streams / num_files)
+        generator = np.random.default_rng([self.seed, epoch])
+        order = generator.permutation(num_files * stripes_per_file)
+        for index in order[stream :: self.num_streams].tolist():
+            file, number = divmod(index, stripes_per_file)
+            yield file, Stripe(number, stripes_per_file)
 
 
 class TokenLoader:
-    """Reads the next sequence of each stream, one step ahead of its use, in a thread.
+    """Reads the next sequence of each stream in a thread, one step before it is used.
 
-    This process reads only ``streams`` of the ``plan``; None for all.
+    Args:
+        plan: of all streams.
+        streams: that this process reads; None: all.
     """
 
-    def __init__(self, plan: TableStreams | TextStreams, *, streams: Iterable[int] | None = None) -> None:
-        own = range(plan.num_streams) if streams is None else sorted(streams)
+    def __init__(
+        self, plan: TableStreams | TextStreams, *, streams: Iterable[int] | None = None
+    ) -> None:
+        numbers = range(plan.num_streams) if streams is None else sorted(streams)
         self._plan = plan
-        self._positions: dict[int, tuple[int, ...]] = dict.fromkeys(own, plan.start)
-        self._steps: Iterator[list[tuple[np.ndarray, tuple[int, ...]]]] | None = None
+        self._positions: dict[int, tuple[int, ...]] = dict.fromkeys(numbers, plan.start)
+        self._steps: Iterator[list[PositionedSequence]] | None = None
 
     def read(self) -> Int[Tensor, "streams tokens"]:
         """The next sequence of each stream of this process, int64, in the order of the streams.
 
-        All or nothing: after an ``InputError``, of a file or the network, every stream is where it was.
+        After an ``InputError``, of a file or the network, every stream is at its old position.
         """
         if self._steps is None:
-            self._steps = _read_ahead([self._plan.sequences(*place) for place in self._positions.items()])
+            readers = [self._plan.sequences(*place) for place in self._positions.items()]
+            self._steps = _read_ahead(readers)
         try:
             step = next(self._steps)
         except BaseException:
             self._steps = None
             raise
-        self._positions = dict(zip(self._positions, (place for _, place in step), strict=True))
-        return torch.from_numpy(np.stack([tokens for tokens, _ in step]).astype(np.int64))
+        for stream, sequence in zip(list(self._positions), step, strict=True):
+            self._positions[stream] = sequence.position
+        tokens = np.stack([sequence.tokens for sequence in step])
+        return torch.from_numpy(tokens.astype(np.int64))
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this process's streams are, as JSON; ``merge_states`` joins all processes."""
-        return {**self._plan.identity, "streams": {str(s): list(place) for s, place in self._positions.items()}}
+        """The positions of this process's streams, as JSON; ``merge_states`` joins all processes."""
+        positions = {str(stream): list(place) for stream, place in self._positions.items()}
+        return {**self._plan.identity, "streams": positions}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state; ``InputError`` if it is of other data."""
+        """Continue from a state; ``InputError`` if it belongs to other data."""
         _check_identity(state, self._plan.identity)
         self._steps = None
-        self._positions = {stream: tuple(state["streams"][str(stream)]) for stream in self._positions}
+        for stream in self._positions:
+            self._positions[stream] = tuple(state["streams"][str(stream)])
 
 
-def _read_ahead(readers: list[Sequences]) -> Iterator[list[tuple[np.ndarray, tuple[int, ...]]]]:
-    """The steps of some streams, each stream's next sequence; while one is used, a thread reads the next."""
+def _read_ahead(readers: list[Sequences]) -> Iterator[list[PositionedSequence]]:
+    """The next sequence of each stream, step by step; a thread reads each step ahead of its use."""
 
-    def read() -> None:
-        try:
-            steps.put([next(reader) for reader in readers])
-        except Exception as error:
-            steps.put(error)
+    def read_step() -> list[PositionedSequence]:
+        return [next(reader) for reader in readers]
 
-    steps: Queue[Any] = Queue()
-    Thread(target=read, daemon=True).start()
-    while True:
-        step = steps.get()
-        if isinstance(step, Exception):
-            raise step
-        Thread(target=read, daemon=True).start()
-        yield step
+    with ThreadPoolExecutor(max_workers=1) as executor:
+        next_step = executor.submit(read_step)
+        while True:
+            step = next_step.result()
+            next_step = executor.submit(read_step)
+            yield step
 
 
 def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The state of all streams from the states of the processes that read them; ``InputError`` of different runs."""
-    merged: dict[str, Any] = {}
-    for state in states:
-        _check_identity(state, {name: value for name, value in merged.items() if name != "streams"})
-        merged = {**state, "streams": {**merged.get("streams", {}), **state["streams"]}}
-    return merged
+    """The state of all streams, from the states of the processes that read them.
+
+    Raises:
+        InputError: the states belong to different data.
+    """
+    first, *others = states
+    identity = {name: value for name, value in first.items() if name != "streams"}
+    streams = dict(first["streams"])
+    for state in others:
+        _check_identity(state, identity)
+        streams.update(state["streams"])
+    return {**identity, "streams": streams}
 
 
 def _check_identity(state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    state = {"opening": [], **state}  # a run of an earlier version had none
+    """Raise an ``InputError`` if a state belongs to data of another identity."""
+    earlier = {"opening": []}  # runs of earlier versions record no opening: they had none
+    recorded = {**earlier, **state}
     for name, value in expected.items():
-        if state.get(name, value) != value:  # a run of an earlier version has no "tokens"
+        recorded_value = recorded.get(name, value)  # and no "tokens"
+        if recorded_value != value:
             raise InputError(
-                f"the saved position belongs to other data: its {name} is {state.get(name)!r}, not {value!r}"
+                f"the saved position belongs to other data: its {name} is {recorded_value!r}, not "
+                f"{value!r}"
             )
 
 
 class TokenData(NamedTuple):
-    """What a run reads: the sequences of each step, and those of documents that training never sees."""
+    """The sequences of a run."""
 
     train: TokenLoader
-    validation: Int[Tensor, "sequences tokens"]
+    validation: Int[Tensor, "sequences tokens"]  # of documents that are not trained on
 
 
 def open_tokens(
@@ -227,41 +284,63 @@ def open_tokens(
 ) -> TokenData:
     """Training and validation tokens, disjoint by document.
 
-    A folder that ``prepare`` made is mapped; ``hub:NAME`` and ``stream:PATH`` are streamed; any other source is read
-    whole, its documents in an order drawn by the seed. A run that is too short for all of them reads excerpts.
+    A folder that ``prepare`` made is mapped into memory. ``hub:NAME`` and ``stream:PATH`` are
+    streamed. Any other source is read at once, its documents in an order drawn by the seed; a run
+    that is too short for all of them reads excerpts.
 
     Args:
-        data: a prepared folder, or a source as in ``open_documents``.
+        data: a token folder, or a source as in ``open_documents``.
         tokenizer: with a fast form and an EOS token.
+        seq_len: tokens of a sequence.
         batch_size: sequences per step, over all processes; the number of streams.
-        streams: see ``TokenLoader``; other settings are those of ``TrainConfig``.
-        revision: commit of a Hub data set; None is its newest.
+        max_steps: steps of the run.
+        validation_sequences: at most so many.
+        seed: of the order.
+        streams: see ``TokenLoader``.
+        revision: commit of a Hub data set; None: the newest.
         bos: what each document begins with (``opening_ids``).
 
     Raises:
         InputError: no such data, too little text, or none that can be read.
     """
     encoder = Encoder.of(tokenizer, bos)
-
-    def packed(kind: str, documents: Iterable[Document], max_sequences: int) -> np.ndarray:
-        try:
-            return pack(documents, encoder, seq_len, max_sequences=max_sequences)
-        except InputError as error:
-            raise InputError(f"{kind} documents of {data}: {error}") from None
-
-    if data.startswith(("hub:", "stream:")):
-        plan = TextStreams(open_source(data, revision=revision), encoder, seq_len, batch_size, seed)
-        documents = (document for file in plan.source.files for _, document in read_documents(file))
-        held_out = (document for document in documents if split_of(document.id) == "validation")
-        validation = packed("validation", held_out, validation_sequences)
-    elif is_prepared(data):
-        train, validation = open_prepared(data, encoder, seq_len)
+    if data.startswith((HUB_PREFIX, "stream:")):
+        source = open_source(data, revision=revision)
+        plan = TextStreams(source, encoder, seq_len, batch_size, seed)
+        held_out = _validation_documents(source)
+        validation = _packed("validation", held_out, data, encoder, seq_len, validation_sequences)
+    elif is_token_folder(data):
+        train, validation = open_token_folder(data, encoder, seq_len)
         plan = TableStreams(train, batch_size, seed)
     else:
         documents, held_out = training_splits(data, seed)
         num_sequences = max_steps * batch_size
-        train = packed("train", excerpts(documents, encoder, seq_len, num_sequences, seed), num_sequences)
-        validation = packed("validation", held_out, validation_sequences)
+        trained_on = excerpts(documents, encoder, seq_len, num_sequences, seed)
+        train = _packed("train", trained_on, data, encoder, seq_len, num_sequences)
+        validation = _packed("validation", held_out, data, encoder, seq_len, validation_sequences)
         plan = TableStreams(train, batch_size, seed)
     first = torch.from_numpy(validation[:validation_sequences].astype(np.int64))
     return TokenData(TokenLoader(plan, streams=streams), first)
+
+
+def _validation_documents(source: Source) -> Iterator[Document]:
+    """The validation documents of a source, in the order of its files."""
+    for file in source.files:
+        for _, document in read_documents(file):
+            if split_of(document.id) == "validation":
+                yield document
+
+
+def _packed(
+    kind: str,
+    documents: Iterable[Document],
+    data: str,
+    encoder: Encoder,
+    seq_len: int,
+    max_sequences: int,
+) -> np.ndarray:
+    """As ``pack``, with errors that name the kind of the documents and the data."""
+    try:
+        return pack(documents, encoder, seq_len, max_sequences=max_sequences)
+    except InputError as error:
+        raise InputError(f"{kind} documents of {data}: {error}") from None

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvcat.data.documents import open_source
-from kvcat.data.prepared import is_prepared
+from kvcat.data.token_files import is_token_folder
 from kvcat.errors import InputError
 from kvcat.models import parse_device, positions_of, read_config
 from kvcat.policies import check_group_starts, parse_policy
@@ -72,7 +72,7 @@ def check_request(config: TrainConfig) -> None:
     if config.policy != "control":
         parse_policy(config.policy)
     check_group_starts(text.num_hidden_layers, config.group_starts, config.num_groups)
-    if not config.data.startswith("hub:") and not is_prepared(config.data):
+    if not config.data.startswith("hub:") and not is_token_folder(config.data):
         open_source(config.data)
 
 

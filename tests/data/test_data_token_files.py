@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcat.data import Encoder, open_documents, open_tokens, pack, prepare, prepared, split_of
-from kvcat.data.prepared import open_prepared
+from kvcat.data import Encoder, open_documents, open_tokens, pack, prepare, split_of, token_files
+from kvcat.data.token_files import open_token_folder
 from kvcat.errors import InputError
 from text_files import of_split, texts, write_corpus, write_lines
 from tiny import byte_tokenizer, refusal
@@ -35,7 +35,7 @@ def good(tmp_path_factory, corpus, tokenizer):
 
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch):
-    monkeypatch.setattr(prepared, "BATCH_CHARACTERS", 300)
+    monkeypatch.setattr(token_files, "BATCH_CHARACTERS", 300)
 
 
 def contents(folder):
@@ -62,7 +62,7 @@ def test_every_document_is_there_once_in_order_and_held_out_ones_are_apart(corpu
         assert index["splits"][split]["documents"] == len(of_split(corpus[1], split))
     write_corpus(tmp_path / "texts", "lines", num_files=1, a_file=80)
     prepare(str(tmp_path / "texts"), tokenizer, tmp_path / "tokens")
-    tables = open_prepared(tmp_path / "tokens", Encoder.of(tokenizer), 12)
+    tables = open_token_folder(tmp_path / "tokens", Encoder.of(tokenizer), 12)
     for split, table in zip(("train", "validation"), tables, strict=True):
         documents = (d for d in open_documents(str(tmp_path / "texts")) if split_of(d.id) == split)
         assert np.array_equal(table, pack(documents, Encoder.of(tokenizer), 12))
@@ -82,7 +82,7 @@ def test_reading_ends_at_the_tokens_asked_for_and_something_to_validate_on_with_
     assert index["splits"]["train"]["tokens"] == count
     assert index["splits"]["validation"]["tokens"] > 0
     assert (good / "train.bin").read_bytes().startswith((folder / "train.bin").read_bytes())
-    open_prepared(folder, Encoder.of(tokenizer), 1)
+    open_token_folder(folder, Encoder.of(tokenizer), 1)
 
 
 @given(st.integers(1, 15), st.booleans(), st.sampled_from([0, 5]))
@@ -160,12 +160,12 @@ def test_too_little_disk_space_is_told_before_anything_is_read_and_a_full_disk_k
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(prepared, "_append", full)
+        patch.setattr(token_files, "_append", full)
         with pytest.raises(InputError, match=r"cannot write to .*tokens.partial: No space left on device"):
             prepare(corpus[0], tokenizer, tmp_path / "tokens")
     prepare(corpus[0], tokenizer, tmp_path / "tokens")
     assert contents(tmp_path / "tokens") == contents(good)
-    monkeypatch.setattr(prepared, "read_documents", lambda *_, **__: pytest.fail("text was read"))
+    monkeypatch.setattr(token_files, "read_documents", lambda *_, **__: pytest.fail("text was read"))
     with pytest.raises(InputError, match=r"no disk space for .* MB free, .* MB needed"):
         prepare(corpus[0], tokenizer, tmp_path / "other", max_tokens=10**12)
 
@@ -209,7 +209,7 @@ def test_a_damaged_folder_is_refused_in_one_line(good, tokenizer, tmp_path, name
 def test_a_prepared_folder_is_mapped_read_only_and_trained_on_at_any_length_with_its_tokenizer(good, tokenizer):
     for seq_len in (5, 8):
         data = open_tokens(str(good), tokenizer, seq_len=seq_len, **COUNTS)
-        table, _ = open_prepared(good, Encoder.of(tokenizer), seq_len)
+        table, _ = open_token_folder(good, Encoder.of(tokenizer), seq_len)
         assert isinstance(table, np.memmap)
         assert not table.flags.writeable
         order = np.random.default_rng([0, 0]).permutation(len(table)).tolist()
@@ -217,7 +217,7 @@ def test_a_prepared_folder_is_mapped_read_only_and_trained_on_at_any_length_with
         assert len(data.validation) == 3
     for vocabulary, seq_len, told in ((280, 8, "of tokenizer .*, not of"), (300, 10**5, "fewer than one seq")):
         with pytest.raises(InputError, match=told):
-            open_prepared(good, Encoder.of(byte_tokenizer(vocabulary)), seq_len)
+            open_token_folder(good, Encoder.of(byte_tokenizer(vocabulary)), seq_len)
 
 
 def test_a_row_with_half_of_an_emoji_is_prepared_and_an_unexpected_error_leaves_nothing(
