@@ -177,6 +177,7 @@ def _read_ahead(readers: list[Sequences]) -> Iterator[list[tuple[np.ndarray, tup
         except Exception as error:
             steps.put(error)
 
+    # daemon threads, not a pool: at its exit Python would wait for a read that hangs
     steps: Queue[Any] = Queue()
     Thread(target=read, daemon=True).start()
     while True:
