@@ -7,10 +7,11 @@ continue a stream.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
+from queue import Queue
+from threading import Thread
 from typing import Any, ClassVar, NamedTuple
 from zlib import crc32
 
@@ -223,15 +224,21 @@ class TokenLoader:
 def _read_ahead(readers: list[Sequences]) -> Iterator[list[PositionedSequence]]:
     """The next sequence of each stream, step by step; a thread reads each step ahead of its use."""
 
-    def read_step() -> list[PositionedSequence]:
-        return [next(reader) for reader in readers]
+    def read_step() -> None:
+        try:
+            steps.put([next(reader) for reader in readers])
+        except Exception as error:
+            steps.put(error)
 
-    with ThreadPoolExecutor(max_workers=1) as executor:
-        next_step = executor.submit(read_step)
-        while True:
-            step = next_step.result()
-            next_step = executor.submit(read_step)
-            yield step
+    # daemon threads, not a pool: at its exit Python would wait for a read that hangs
+    steps: Queue[Any] = Queue()
+    Thread(target=read_step, daemon=True).start()
+    while True:
+        step = steps.get()
+        if isinstance(step, Exception):
+            raise step
+        Thread(target=read_step, daemon=True).start()
+        yield step
 
 
 def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

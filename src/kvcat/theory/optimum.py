@@ -65,13 +65,18 @@ def enclosing_ball(
         raise ValueError(
             f"weights must be positive and finite, got {weights.min()} to {weights.max()}"
         )
-    origin, w = points.mean(0), np.ones(len(points)) if weights is None else weights.numpy()
-    spread, heaviest = float((points - origin).abs().max()) or 1.0, float(w.max())
-    x, w = ((points - origin) / spread).numpy(), w / heaviest
-    center, held = x[w.argmax()], [int(w.argmax())]
+    origin = points.mean(0)
+    w = np.ones(len(points)) if weights is None else weights.numpy()
+    spread = float((points - origin).abs().max()) or 1.0
+    heaviest = float(w.max())
+    x = ((points - origin) / spread).numpy()
+    w = w / heaviest
+    center = x[w.argmax()]
+    held = [int(w.argmax())]
     while True:
         distances = w * np.linalg.norm(x - center, axis=1)
-        farthest, inside = int(distances.argmax()), distances[held].max()
+        farthest = int(distances.argmax())
+        inside = distances[held].max()
         if farthest in held or distances[farthest] <= inside * (1 + 1e-13):
             break
         held.append(farthest)
@@ -104,7 +109,7 @@ def _center(x: np.ndarray, w: np.ndarray, start: np.ndarray) -> np.ndarray:
     first = np.append(start, (squares * (start - x) ** 2).sum(1).max())
     slope = np.append(np.zeros(len(start)), 1.0)
     options = {"ftol": 1e-16, "maxiter": 200}
-    found = minimize(
+    solution = minimize(
         lambda z: z[-1],
         first,
         jac=lambda _: slope,
@@ -112,7 +117,7 @@ def _center(x: np.ndarray, w: np.ndarray, start: np.ndarray) -> np.ndarray:
         method="SLSQP",
         options=options,
     )
-    return found.x[:-1]
+    return solution.x[:-1]
 
 
 def hull_lemma_bound(points: Float[Tensor, "points d"], alpha: float) -> float:
@@ -139,7 +144,9 @@ def _check_points(points: Tensor, alpha: float = 2.0) -> None:
 
 def paper_bound(prefix_len: int, suffix_len: int, num_slots: int) -> float:
     """The paper's lower bound k (n - r) / (2 (n + k)(r + k)), for every number of symbols."""
-    n, k, r = prefix_len, suffix_len, num_slots
+    n = prefix_len
+    k = suffix_len
+    r = num_slots
     if n < 1 or k < 1:
         raise ValueError(f"prefix and suffix need at least one symbol, got lengths {n} and {k}")
     if not 0 <= r <= n:
@@ -161,7 +168,13 @@ def optimal_error(num_symbols: int, prefix_len: int, suffix_len: int, num_slots:
 
 @dataclass(frozen=True, eq=False)
 class JointOptimum:
-    """The least worst-case error of a prefix over suffixes of 1 to K symbols, and the s it is at, 0 without slots."""
+    """The least worst-case error of a prefix over suffixes of 1 to K symbols.
+
+    Args:
+        prefix_len: of the prefix.
+        error: the least one.
+        sum: the s that attains it; 0 without slots.
+    """
 
     prefix_len: int
     error: float
@@ -173,7 +186,8 @@ def joint_optimum(counts: Int[Tensor, " m"], longest_suffix: int, num_slots: int
 
     ``counts`` is S_a, ``longest_suffix`` K >= 1, N - n in the definition.
     """
-    n, m = int(counts.sum()), counts.shape[0]
+    n = int(counts.sum())
+    m = counts.shape[0]
     paper_bound(n, longest_suffix, num_slots)  # checks its arguments
     if num_slots == 0:  # n / (n + k) max_i || e_i - S_a / n ||, largest at k = 1
         distances = (torch.eye(m, dtype=torch.float64) - counts.double() / n).norm(dim=1)
@@ -194,8 +208,8 @@ def definition_optimum(num_symbols: int, longest: int, budget: Budget) -> JointO
     The largest ``joint_optimum`` over n = 1, ..., N - 1 at prefixes of one repeated symbol.
     """
     counts = {n: torch.tensor([n] + [0] * (num_symbols - 1)) for n in range(1, longest)}
-    found = (joint_optimum(row, longest - n, budget(n)) for n, row in counts.items())
-    return max(found, key=lambda one: one.error)
+    optima = (joint_optimum(row, longest - n, budget(n)) for n, row in counts.items())
+    return max(optima, key=lambda optimum: optimum.error)
 
 
 def optimal_policy(num_symbols: int, longest: int, budget: Budget) -> Policy:
@@ -235,15 +249,24 @@ def budget_curve(num_symbols: int, longest: int) -> pd.DataFrame:
         n, k = max(pairs, key=lambda pair: paper_bound(*pair, min(r, pair[0])))
         single = optimal_error(num_symbols, n, k, min(r, n))
         rows.append((r, best.error, single, paper_bound(n, k, min(r, n)), best.prefix_len, n, k))
-    names = "num_slots optimum single_length paper_bound optimum_prefix_len bound_prefix_len bound_suffix_len"
-    return pd.DataFrame(rows, columns=names.split())
+    names = [
+        "num_slots",
+        "optimum",
+        "single_length",
+        "paper_bound",
+        "optimum_prefix_len",
+        "bound_prefix_len",
+        "bound_suffix_len",
+    ]
+    return pd.DataFrame(rows, columns=names)
 
 
 def scaling_curve(num_symbols: int, lengths: Sequence[int], budget: Budget) -> pd.DataFrame:
     """Optimum and bound against N, ``last`` at the paper's choice n = N - 1, k = 1."""
     rows = []
     for longest in lengths:
-        best, n = definition_optimum(num_symbols, longest, budget), longest - 1
+        best = definition_optimum(num_symbols, longest, budget)
+        n = longest - 1
         last = optimal_error(num_symbols, n, 1, budget(n)), paper_bound(n, 1, budget(n))
         rows.append((longest, best.error, best.prefix_len, *last))
     names = "longest definition_optimum definition_prefix_len last_optimum last_bound"
