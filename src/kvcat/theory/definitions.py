@@ -226,7 +226,8 @@ def compressibility(
     ``budget`` is r(n), 0 to n; ``prefixes`` and ``suffixes`` (k to (batch, k)) restrict the
     maximum, default all. ValueError for no prefixes or a policy with another number of slots.
     """
-    m, longest = model.num_symbols, model.num_positions
+    m = model.num_symbols
+    longest = model.num_positions
     if prefixes is None:
         prefixes = (row for n in range(1, longest) for row in sequences(m, n).tolist())
     worst = WorstCase(-1.0, (), ())
@@ -305,10 +306,8 @@ def tabulate(
 
 def random_function(num_symbols: int, longest: int, *, seed: int = 0) -> FunctionTable:
     """Independent standard normal values."""
-    draw, sizes = (
-        torch.Generator().manual_seed(seed),
-        [num_symbols**n for n in range(1, longest + 1)],
-    )
+    draw = torch.Generator().manual_seed(seed)
+    sizes = [num_symbols**n for n in range(1, longest + 1)]
     values = (torch.randn(size, 1, generator=draw, dtype=torch.float64) for size in sizes)
     return FunctionTable(num_symbols, tuple(values))
 

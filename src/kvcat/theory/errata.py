@@ -181,11 +181,10 @@ def doubled_blocks(tokens: Int[Tensor, " n"], num_symbols: int) -> Float[Tensor,
     the residual: (e_a + hist, p_n + mean of the p_i, hist, 0).
     """
     model = _printed_one_slot(tokens, block_moves(4, num_symbols, (1, 1), (2, 2), (1, 3)))
-    x, block = model.blocks[0].feed_forward(model.embed(tokens)), model.blocks[1]
-    one, zeros = (
-        torch.eye(x.shape[1], dtype=torch.float64),
-        torch.zeros(2 * x.shape[1], dtype=torch.float64),
-    )
+    x = model.blocks[0].feed_forward(model.embed(tokens))
+    block = model.blocks[1]
+    one = torch.eye(x.shape[1], dtype=torch.float64)
+    zeros = torch.zeros(2 * x.shape[1], dtype=torch.float64)
     identity = d.FeedForward(
         torch.cat([one, -one], 1), zeros, torch.cat([one, -one]), zeros[: x.shape[1]]
     )
@@ -247,7 +246,9 @@ def printed_incompressible(
     ``longest`` is N, ``prefix`` the lemma's a, n + k <= N. ``shifted`` puts suffixes at positions
     n + 1 to n + k, as they run; False as printed, te(b_i, i).
     """
-    n, k, m = len(prefix), suffix_len, num_symbols
+    n = len(prefix)
+    k = suffix_len
+    m = num_symbols
     if n < 1 or k < 1 or n + k > longest:
         raise ValueError(
             f"the lemma needs n, k >= 1 and n + k <= N = {longest}, got n = {n}, k = {k}"
@@ -273,9 +274,7 @@ def vacuous_budgets(table: d.FunctionTable) -> tuple[int, int, float]:
     """Budgets with 1 <= r(n) <= n, those with r(n) < n (none), the error of one token kept whole."""
     budgets = list(itertools.product(*(range(1, n + 1) for n in range(1, table.longest))))
     below = [budget for budget in budgets if all(r < n for n, r in enumerate(budget, 1))]
-    network, ones = (
-        incompressible_network(table, constant=1.0),
-        [(symbol,) for symbol in range(table.num_symbols)],
-    )
+    network = incompressible_network(table, constant=1.0)
+    ones = [(symbol,) for symbol in range(table.num_symbols)]
     kept = d.compressibility(network, (d.keep_all, d.keep_all), lambda n: n, prefixes=ones)
     return len(budgets), len(below), kept.error

@@ -54,16 +54,20 @@ def incompressible_histogram(
     m = num_symbols
     embedding = _embedding(m, longest)
     if num_blocks == 2:
-        w_v, w_o, at, padding = block_moves(2, m, (1, 2)), block_moves(2, m, (1, 1), (2, 2)), 2, 0
+        w_v = block_moves(2, m, (1, 2))
+        w_o = block_moves(2, m, (1, 1), (2, 2))
+        at = 2
+        padding = 0
     else:
-        w_v, w_o, at = block_moves(4, m, (1, 1), (2, 2), (1, 3)), block_moves(4, m, (3, 3)), 3
+        w_v = block_moves(4, m, (1, 1), (2, 2), (1, 3))
+        w_o = block_moves(4, m, (3, 3))
+        at = 3
         padding = max(0, m * len(_breakpoints(longest)[0]) - 2 * m)
-    read, one = block_moves(num_blocks, m, (at, 1))[:, :m], torch.eye(m, dtype=torch.float64)
+    read = block_moves(num_blocks, m, (at, 1))[:, :m]
+    one = torch.eye(m, dtype=torch.float64)
     zeros = torch.zeros(2 * m + padding, dtype=torch.float64)
-    w_1, w_2 = (
-        pad(torch.cat([read, -read], 1), (0, padding)),
-        pad(torch.cat([one, -one]), (0, 0, 0, padding)),
-    )
+    w_1 = pad(torch.cat([read, -read], 1), (0, padding))
+    w_2 = pad(torch.cat([one, -one]), (0, 0, 0, padding))
     last = d.averaging_block(w_v, w_o, d.FeedForward(w_1, zeros, w_2, zeros[:m]))
     return d.Transformer(embedding, (_first_block(m, num_blocks), last))
 
@@ -79,15 +83,18 @@ def compressible_histogram(num_symbols: int, longest: int) -> d.Transformer:
     0 before the next. Lambda grows as N^2 and t as N^3, so float64 keeps about 1e-13 at N = 6,
     1e-11 at N = 20, 1e-9 at N = 60.
     """
-    m, embedding = num_symbols, _embedding(num_symbols, longest)
+    m = num_symbols
+    embedding = _embedding(num_symbols, longest)
     breakpoints, slopes, scale = _breakpoints(longest)
     read = block_moves(4, m, (3, 1))[:, :m]  # y_c, and Lambda (z_1 - z_2) for every c
     read[3 * m] += scale
     read[3 * m + 1] -= scale
-    one, zeros = torch.eye(m, dtype=torch.float64), torch.zeros(m, dtype=torch.float64)
+    one = torch.eye(m, dtype=torch.float64)
+    zeros = torch.zeros(m, dtype=torch.float64)
     w_1 = read.repeat_interleave(len(breakpoints), 1)
     last = d.FeedForward(w_1, -breakpoints.repeat(m), torch.kron(one, slopes[:, None]), zeros)
-    w_v, w_o = block_moves(4, m, (1, 1), (2, 2), (1, 3)), block_moves(4, m, (3, 3), (4, 4))
+    w_v = block_moves(4, m, (1, 1), (2, 2), (1, 3))
+    w_o = block_moves(4, m, (3, 3), (4, 4))
     return d.Transformer(embedding, (_first_block(m, 4), d.averaging_block(w_v, w_o, last)))
 
 
@@ -110,7 +117,8 @@ def check_histogram(model: d.Transformer, policy: d.Policy) -> dict[str, Any]:
     of a prefix or a suffix does not matter: one sequence for every count vector is enough. The
     policy, for one slot, must not depend on it either.
     """
-    m, longest = model.num_symbols, model.num_positions
+    m = model.num_symbols
+    longest = model.num_positions
     rows = {n: multisets(m, n) for n in range(1, longest + 1)}
     task = max(
         float((model(some) - histogram(some, m)).norm(dim=-1).max()) for some in rows.values()
@@ -145,10 +153,8 @@ def _embedding(num_symbols: int, longest: int) -> Tensor:
 def _first_block(num_symbols: int, num_blocks: int) -> d.Block:
     """No attention; rho_1: e_a from relu(v - c), v = 1 + a the second coordinate, i from the first."""
     m = num_symbols
-    zero, zeros = (
-        torch.zeros(m, m, dtype=torch.float64),
-        torch.zeros(num_blocks * m, dtype=torch.float64),
-    )
+    zero = torch.zeros(m, m, dtype=torch.float64)
+    zeros = torch.zeros(num_blocks * m, dtype=torch.float64)
     w_1 = torch.zeros(m, m + 1, dtype=torch.float64)
     w_1[1, :m] = w_1[0, m] = 1.0
     b_1 = pad(-torch.arange(m, dtype=torch.float64), (0, 1))
@@ -170,9 +176,11 @@ def _breakpoints(longest: int) -> tuple[Tensor, Tensor, float]:
     scale = math.ceil(
         max([Fraction(1), *((q + 1) / (after - q) for q, after in itertools.pairwise(ratios))])
     )
-    corners, down = [], Fraction(0)
+    corners = []
+    down = Fraction(0)
     for q, after in itertools.zip_longest(ratios, ratios[1:]):
-        start, before = scale * (q - 1), down
+        start = scale * (q - 1)
+        before = down
         down = -1 / (scale * (after - 1) - start - q) if after else Fraction(0)
         corners += [(start, 1 / q - before), (start + q, down - 1 / q)]
     breakpoints, slopes = torch.tensor(

@@ -65,13 +65,18 @@ def enclosing_ball(
         raise ValueError(
             f"weights must be positive and finite, got {weights.min()} to {weights.max()}"
         )
-    origin, w = points.mean(0), np.ones(len(points)) if weights is None else weights.numpy()
-    spread, heaviest = float((points - origin).abs().max()) or 1.0, float(w.max())
-    x, w = ((points - origin) / spread).numpy(), w / heaviest
-    center, held = x[w.argmax()], [int(w.argmax())]
+    origin = points.mean(0)
+    w = np.ones(len(points)) if weights is None else weights.numpy()
+    spread = float((points - origin).abs().max()) or 1.0
+    heaviest = float(w.max())
+    x = ((points - origin) / spread).numpy()
+    w = w / heaviest
+    center = x[w.argmax()]
+    held = [int(w.argmax())]
     while True:
         distances = w * np.linalg.norm(x - center, axis=1)
-        farthest, inside = int(distances.argmax()), distances[held].max()
+        farthest = int(distances.argmax())
+        inside = distances[held].max()
         if farthest in held or distances[farthest] <= inside * (1 + 1e-13):
             break
         held.append(farthest)
@@ -139,7 +144,9 @@ def _check_points(points: Tensor, alpha: float = 2.0) -> None:
 
 def paper_bound(prefix_len: int, suffix_len: int, num_slots: int) -> float:
     """The paper's lower bound k (n - r) / (2 (n + k)(r + k)), for every number of symbols."""
-    n, k, r = prefix_len, suffix_len, num_slots
+    n = prefix_len
+    k = suffix_len
+    r = num_slots
     if n < 1 or k < 1:
         raise ValueError(f"prefix and suffix need at least one symbol, got lengths {n} and {k}")
     if not 0 <= r <= n:
@@ -173,7 +180,8 @@ def joint_optimum(counts: Int[Tensor, " m"], longest_suffix: int, num_slots: int
 
     ``counts`` is S_a, ``longest_suffix`` K >= 1, N - n in the definition.
     """
-    n, m = int(counts.sum()), counts.shape[0]
+    n = int(counts.sum())
+    m = counts.shape[0]
     paper_bound(n, longest_suffix, num_slots)  # checks its arguments
     if num_slots == 0:  # n / (n + k) max_i || e_i - S_a / n ||, largest at k = 1
         distances = (torch.eye(m, dtype=torch.float64) - counts.double() / n).norm(dim=1)
@@ -243,7 +251,8 @@ def scaling_curve(num_symbols: int, lengths: Sequence[int], budget: Budget) -> p
     """Optimum and bound against N, ``last`` at the paper's choice n = N - 1, k = 1."""
     rows = []
     for longest in lengths:
-        best, n = definition_optimum(num_symbols, longest, budget), longest - 1
+        best = definition_optimum(num_symbols, longest, budget)
+        n = longest - 1
         last = optimal_error(num_symbols, n, 1, budget(n)), paper_bound(n, 1, budget(n))
         rows.append((longest, best.error, best.prefix_len, *last))
     names = "longest definition_optimum definition_prefix_len last_optimum last_bound"

@@ -45,15 +45,14 @@ class Layout:
     """
 
     def __init__(self, num_symbols: int, num_positions: int) -> None:
-        m, N = num_symbols, num_positions
+        m = num_symbols
+        N = num_positions
         if N < 2:
             raise InputError(f"a prefix and a suffix need N >= 2, the table has N = {N}")
-        self.num_symbols, self.num_positions, self.code_width, self.width = (
-            m,
-            N,
-            m * N,
-            2 * (m + 1) * N,
-        )
+        self.num_symbols = m
+        self.num_positions = N
+        self.code_width = m * N
+        self.width = 2 * (m + 1) * N
         self.num_sequences = S = sum(m**j for j in range(1, N + 1))
         self.units = (
             slice(0, S),
@@ -62,7 +61,8 @@ class Layout:
             slice(2 * S + N, 2 * S + 2 * N),
         )
         self.watched = torch.arange(N) * m + ALARM_SYMBOL
-        self.ramp, self.least_excess = 2.0 ** -math.ceil(math.log2(4 * N)), 1 / (2 * N * (N - 1))
+        self.ramp = 2.0 ** -math.ceil(math.log2(4 * N))
+        self.least_excess = 1 / (2 * N * (N - 1))
 
     def block(self, number: int) -> slice:
         """Block 1 (w), 2 (x), 3 (y) or 4 (z) of the residual stream."""
@@ -163,13 +163,16 @@ def value_error(network: Transformer, table: FunctionTable) -> float:
 
 def _network(table: FunctionTable, gain: float) -> Transformer:
     layout = Layout(table.num_symbols, table.longest)
-    m, N = layout.num_symbols, layout.num_positions
-    symbols, positions = torch.eye(m, dtype=torch.float64), torch.eye(N, dtype=torch.float64)
+    m = layout.num_symbols
+    N = layout.num_positions
+    symbols = torch.eye(m, dtype=torch.float64)
+    positions = torch.eye(N, dtype=torch.float64)
     embedding = torch.cat([symbols[:, None].expand(m, N, m), positions.expand(m, N, N)], -1)
     # te(a, i) = [e_a, e_i] -> [e_(a,i), e_i, 0, 0]: unit (a, i) is relu(te_a + te_(m+i) - 1)
     w_1 = torch.cat([symbols.repeat(1, N), positions.repeat_interleave(m, 1)])
     codes = torch.cat([torch.eye(m * N, dtype=torch.float64), positions.repeat_interleave(m, 0)], 1)
-    w_2, b_2 = pad(codes, (0, layout.width // 2)), torch.zeros(layout.width, dtype=torch.float64)
+    w_2 = pad(codes, (0, layout.width // 2))
+    b_2 = torch.zeros(layout.width, dtype=torch.float64)
     nothing = torch.zeros(m + N, m + N, dtype=torch.float64)
     first = d.averaging_block(
         nothing, nothing, FeedForward(w_1, -torch.ones_like(w_2[:, 0]), w_2, b_2)
@@ -189,12 +192,15 @@ def _detector_map(layout: Layout, table: FunctionTable, gain: float) -> FeedForw
     Alarms of each j: relu(y_(t,j) - 1/j - sl + N (x_j - 1)) and relu(-y_(t,j) - sl), times U =
     gain.
     """
-    N, q, slack = layout.num_positions, layout.ramp, layout.least_excess / 4
+    N = layout.num_positions
+    q = layout.ramp
+    slack = layout.least_excess / 4
     rise, saturate, above, below = layout.units
     w_1 = torch.zeros(layout.width, below.stop, dtype=torch.float64)
     b_1 = torch.full((below.stop,), -float(N), dtype=torch.float64)
     w_2 = torch.zeros(below.stop, table.d_out, dtype=torch.float64)
-    x, y = w_1[layout.block(2)], w_1[layout.block(3)]
+    x = w_1[layout.block(2)]
+    y = w_1[layout.block(3)]
     start = 0
     for j in range(1, N + 1):
         some = slice(start, start := start + layout.num_symbols**j)
@@ -248,13 +254,16 @@ def certified_bound(
 
     ValueError unless 0 <= r < n, k >= 1, n + k <= N and the weights are those of Construction D.
     """
-    n, k, r = prefix_len, suffix_len, num_slots
+    n = prefix_len
+    k = suffix_len
+    r = num_slots
     if not (0 <= r < n and k >= 1 and n + k <= network.num_positions):
         raise ValueError(
             f"the bound needs 0 <= r < n, k >= 1 and n + k <= N, got n = {n}, k = {k}, r = {r}"
         )
     check_argument(network)
-    ffn, (rise, saturate, *_) = network.blocks[-1].feed_forward, _layout(network).units
+    ffn = network.blocks[-1].feed_forward
+    (rise, saturate, *_) = _layout(network).units
     steps = ffn.w_2[rise, 0] * (ffn.b_1[rise] - ffn.b_1[saturate])
     largest = float(network(sequences(network.num_symbols, n + k))[:, 0].max())
     return (
@@ -269,12 +278,16 @@ def least_alarm(network: Transformer, position: int, num_averaged: int) -> float
     line rises in v, the other falls; the largest of both is least where they cross. ``position`` is
     j = n + k, ``num_averaged`` r + k, the number of slots that attention averages.
     """
-    layout, ffn, j = _layout(network), network.blocks[-1].feed_forward, position - 1
-    y, x = layout.block(3).start + int(layout.watched[j]), layout.block(2).start + j
+    layout = _layout(network)
+    ffn = network.blocks[-1].feed_forward
+    j = position - 1
+    y = layout.block(3).start + int(layout.watched[j])
+    x = layout.block(2).start + j
     lines = []
     for side, last_is_t in zip(layout.units[2:], (1, 0), strict=True):
         unit = side.start + j
-        slope, gain = float(ffn.w_1[y, unit]) / num_averaged, float(ffn.w_2[unit, 0])
+        slope = float(ffn.w_1[y, unit]) / num_averaged
+        gain = float(ffn.w_2[unit, 0])
         lines.append(
             (gain * slope, gain * (slope * last_is_t + float(ffn.b_1[unit] + ffn.w_1[x, unit])))
         )
@@ -284,13 +297,18 @@ def least_alarm(network: Transformer, position: int, num_averaged: int) -> float
 
 def check_argument(network: Transformer) -> None:
     """Raise ValueError, naming what does not hold, unless the bound's argument holds."""
-    layout, (first, last) = _layout(network), network.blocks
-    (head,), ffn, (rise, saturate, above, below) = last.heads, last.feed_forward, layout.units
+    layout = _layout(network)
+    (first, last) = network.blocks
+    (head,) = last.heads
+    ffn = last.feed_forward
+    (rise, saturate, above, below) = layout.units
     if ffn.w_1.shape != (layout.width, below.stop):
         raise ValueError(
             f"not a network of Construction D: its last map has the shape {tuple(ffn.w_1.shape)}"
         )
-    gains, y, z = ffn.w_2[above.start :], layout.block(3), layout.block(4)
+    gains = ffn.w_2[above.start :]
+    y = layout.block(3)
+    z = layout.block(4)
     one = torch.eye(layout.num_positions, dtype=torch.float64)
     read = ffn.w_1[:, above].bool() | ffn.w_1[:, below].bool()
     read[y.start + layout.watched, torch.arange(layout.num_positions)] = False
