@@ -88,7 +88,8 @@ def histogram(
     make_folder(out)
     checks = _verify_histograms(symbols, length)
     print(
-        f"Histogram of {symbols} symbols, sequences of up to {length}, two networks of one architecture"
+        f"Histogram of {symbols} symbols, sequences of up to {length}, "
+        "two networks of one architecture"
     )
     for name, check in checks.items():
         widths = "-".join(str(width) for width in check["widths"])
@@ -146,10 +147,10 @@ def theorem(
     out: Path = Path("out/theory/theorem"),
     seed: int = 0,
 ) -> None:
-    """Build both networks of the main theorem for a function and verify every sequence, split and policy.
+    """Build both networks of the main theorem for a function and verify them.
 
-    The networks differ in 2N rows of one matrix; they grow as m^N. The certified bound holds in
-    exact
+    Every sequence, split and policy is covered. The networks differ in 2N rows of one matrix; they
+    grow as m^N. The certified bound holds in exact
     arithmetic: slots of 1e15 and more can deceive float64.
 
     Example: kvcat theory theorem --function parity --symbols 2 --length 5 --budget 1
@@ -195,7 +196,7 @@ def theorem(
 
 
 def parse_budget(text: str) -> Budget:
-    """r(n): a number r stands for min(r, n), "n-1" and "n/2" (rounded down) for themselves."""
+    """r(n): min(r, n) for a number r, n - 1 for "n-1", n/2 rounded down for "n/2"."""
     named: dict[str, Budget] = {"n-1": lambda n: n - 1, "n/2": lambda n: n // 2}
     if text in named:
         return named[text]

@@ -53,7 +53,10 @@ class FeedForward:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """X -> FFN([head_1(X), ..., head_h(X)] W_O + X): W_O maps to the input width, FFN to another."""
+    """X -> FFN([head_1(X), ..., head_h(X)] W_O + X).
+
+    W_O maps to the input width, FFN to another.
+    """
 
     heads: tuple[AttentionHead, ...]
     w_o: Float[Tensor, "h_d_v d_in"]
@@ -110,7 +113,7 @@ class Transformer:
 def run_block(
     block: Block, x: Float[Tensor, "*batch queries d_in"], slots: Sequence[KeysValues], causal: bool
 ) -> Float[Tensor, "*batch queries d_out"]:
-    """A block on rows ``x``; each head attends to its slots, of which the rows' own come last.
+    """A block on rows ``x``; each head attends to its slots, of which those of the rows come last.
 
     The softmax runs over all slots, or with the causal mask over those up to each row.
     """
@@ -162,12 +165,16 @@ def prefix_cache(model: Transformer, prefix: Int[Tensor, " n"]) -> Cache:
 
 
 def compress(policy: Policy, cache: Cache) -> Cache:
-    """The policy applied to every head; ValueError for slots that are not finite, which would act through zeros."""
+    """The policy applied to every head.
+
+    Raises:
+        ValueError: slots that are not finite, which would act through zeros.
+    """
     compressed = tuple(
         tuple(layer(*head) for head in heads) for layer, heads in zip(policy, cache, strict=True)
     )
     for number, heads in enumerate(compressed, 1):
-        if not all(part.isfinite().all() for head in heads for part in head):
+        if not all(states.isfinite().all() for head in heads for states in head):
             raise ValueError(f"the compressed keys and values of block {number} are not finite")
     return compressed
 
@@ -177,7 +184,7 @@ def answer(
 ) -> Float[Tensor, "*batch d_out"]:
     """M_{C,a}(b): the last token's output of suffixes behind a cache, which may be empty.
 
-    Positions continue from the ``prefix_len`` = n tokens that the cache stands for, te(b_i, n + i).
+    Positions continue from the ``prefix_len`` = n tokens that the cache replaces, te(b_i, n + i).
     """
     x = model.embed(suffixes, start=prefix_len)
     for block, cached in zip(model.blocks, cache, strict=True):
@@ -239,15 +246,15 @@ def compressibility(
         cache = compress(policy, prefix_cache(model, prefix))
         num_slots = {len(keys) for heads in cache for keys, _ in heads}
         if num_slots != {budget(n)}:
-            raise ValueError(
-                f"the budget allows {budget(n)} slots for {n} tokens, the policy gave {sorted(num_slots)}"
-            )
+            allowed = f"the budget allows {budget(n)} slots for {n} tokens"
+            raise ValueError(f"{allowed}, the policy gave {sorted(num_slots)}")
         for k in range(1, longest - n + 1):
-            some = sequences(m, k) if suffixes is None else suffixes(k)
-            errors = suffix_error(model, cache, prefix, some)
-            at = int(errors.argmax())
-            if float(errors[at]) > worst.error:
-                worst = WorstCase(float(errors[at]), tuple(row), tuple(some[at].tolist()))
+            suffix_rows = sequences(m, k) if suffixes is None else suffixes(k)
+            errors = suffix_error(model, cache, prefix, suffix_rows)
+            index = int(errors.argmax())
+            if float(errors[index]) > worst.error:
+                suffix = tuple(suffix_rows[index].tolist())
+                worst = WorstCase(float(errors[index]), tuple(row), suffix)
     if worst.error < 0.0:
         raise ValueError("there is no prefix to look at")
     return worst
@@ -319,5 +326,9 @@ last_symbol = partial(tabulate, lambda rows, m: one_hot(rows[:, -1], m))
 majority = partial(tabulate, lambda rows, m: one_hot(one_hot(rows, m).sum(1).argmax(-1), m))
 mean = partial(tabulate, lambda rows, _: rows.double().mean(-1))
 FUNCTIONS: dict[str, Callable[[int, int], FunctionTable]] = {
-    "random": random_function, "parity": parity, "last": last_symbol, "majority": majority, "mean": mean,
-}  # fmt: skip
+    "random": random_function,
+    "parity": parity,
+    "last": last_symbol,
+    "majority": majority,
+    "mean": mean,
+}

@@ -162,7 +162,10 @@ def _row(values: Tensor) -> str:
 
 
 def nilpotent_output(tokens: Int[Tensor, " n"], num_symbols: int) -> Float[Tensor, " m"]:
-    """Proposition 1 with W_V = W_O = ((0, 0), (I, 0)), whose square is 0: so is the output, not the histogram."""
+    """Proposition 1 with W_V = W_O = ((0, 0), (I, 0)).
+
+    Its square is 0, and so is the output, which should be the histogram.
+    """
     moved = block_moves(2, num_symbols, (2, 1))
     return _with_attention(
         incompressible_histogram(num_symbols, max(2, len(tokens))), moved, moved

@@ -121,7 +121,7 @@ def check_histogram(model: d.Transformer, policy: d.Policy) -> dict[str, Any]:
     longest = model.num_positions
     rows = {n: multisets(m, n) for n in range(1, longest + 1)}
     task = max(
-        float((model(some) - histogram(some, m)).norm(dim=-1).max()) for some in rows.values()
+        float((model(tokens) - histogram(tokens, m)).norm(dim=-1).max()) for tokens in rows.values()
     )
     prefixes = (row for n in range(1, longest) for row in rows[n].tolist())
     suffixes: Callable[[int], Tensor] = rows.__getitem__

@@ -109,7 +109,7 @@ def _center(x: np.ndarray, w: np.ndarray, start: np.ndarray) -> np.ndarray:
     first = np.append(start, (squares * (start - x) ** 2).sum(1).max())
     slope = np.append(np.zeros(len(start)), 1.0)
     options = {"ftol": 1e-16, "maxiter": 200}
-    found = minimize(
+    solution = minimize(
         lambda z: z[-1],
         first,
         jac=lambda _: slope,
@@ -117,7 +117,7 @@ def _center(x: np.ndarray, w: np.ndarray, start: np.ndarray) -> np.ndarray:
         method="SLSQP",
         options=options,
     )
-    return found.x[:-1]
+    return solution.x[:-1]
 
 
 def hull_lemma_bound(points: Float[Tensor, "points d"], alpha: float) -> float:
@@ -168,7 +168,13 @@ def optimal_error(num_symbols: int, prefix_len: int, suffix_len: int, num_slots:
 
 @dataclass(frozen=True, eq=False)
 class JointOptimum:
-    """The least worst-case error of a prefix over suffixes of 1 to K symbols, and the s it is at, 0 without slots."""
+    """The least worst-case error of a prefix over suffixes of 1 to K symbols.
+
+    Args:
+        prefix_len: of the prefix.
+        error: the least one.
+        sum: the s that attains it; 0 without slots.
+    """
 
     prefix_len: int
     error: float
@@ -202,8 +208,8 @@ def definition_optimum(num_symbols: int, longest: int, budget: Budget) -> JointO
     The largest ``joint_optimum`` over n = 1, ..., N - 1 at prefixes of one repeated symbol.
     """
     counts = {n: torch.tensor([n] + [0] * (num_symbols - 1)) for n in range(1, longest)}
-    found = (joint_optimum(row, longest - n, budget(n)) for n, row in counts.items())
-    return max(found, key=lambda one: one.error)
+    optima = (joint_optimum(row, longest - n, budget(n)) for n, row in counts.items())
+    return max(optima, key=lambda optimum: optimum.error)
 
 
 def optimal_policy(num_symbols: int, longest: int, budget: Budget) -> Policy:
@@ -243,8 +249,16 @@ def budget_curve(num_symbols: int, longest: int) -> pd.DataFrame:
         n, k = max(pairs, key=lambda pair: paper_bound(*pair, min(r, pair[0])))
         single = optimal_error(num_symbols, n, k, min(r, n))
         rows.append((r, best.error, single, paper_bound(n, k, min(r, n)), best.prefix_len, n, k))
-    names = "num_slots optimum single_length paper_bound optimum_prefix_len bound_prefix_len bound_suffix_len"
-    return pd.DataFrame(rows, columns=names.split())
+    names = [
+        "num_slots",
+        "optimum",
+        "single_length",
+        "paper_bound",
+        "optimum_prefix_len",
+        "bound_prefix_len",
+        "bound_suffix_len",
+    ]
+    return pd.DataFrame(rows, columns=names)
 
 
 def scaling_curve(num_symbols: int, lengths: Sequence[int], budget: Budget) -> pd.DataFrame:

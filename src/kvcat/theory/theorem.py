@@ -126,7 +126,7 @@ def summary_policy(num_symbols: int, num_positions: int) -> d.Policy:
 
 def matrices(network: Transformer) -> dict[str, Tensor]:
     """Every matrix of a network by name, the embedding with a row for each (symbol, position)."""
-    found = {"te": network.embedding.flatten(0, 1)}
+    by_name = {"te": network.embedding.flatten(0, 1)}
     for number, block in enumerate(network.blocks, 1):
         ffn = block.feed_forward
         named = {
@@ -137,28 +137,28 @@ def matrices(network: Transformer) -> dict[str, Tensor]:
             "b_2": ffn.b_2[:, None],
         }
         for index, head in enumerate(block.heads, 1):
-            named |= {
-                f"head {index} {name}": getattr(head, name.lower())
-                for name in ("W_Q", "W_K", "W_V")
-            }
-        found |= {f"block {number} {name}": matrix for name, matrix in named.items()}
-    return found
+            for name in ("W_Q", "W_K", "W_V"):
+                named[f"head {index} {name}"] = getattr(head, name.lower())
+        for name, matrix in named.items():
+            by_name[f"block {number} {name}"] = matrix
+    return by_name
 
 
 def differing_rows(first: Transformer, second: Transformer) -> dict[str, tuple[int, ...]]:
     """The rows, from 0, in which two networks differ, by matrix; biases are columns."""
     pairs = zip(matrices(first).items(), matrices(second).values(), strict=True)
-    rows = {
-        name: (mine != theirs).any(-1).nonzero().flatten().tolist()
-        for (name, mine), theirs in pairs
-    }
-    return {name: tuple(found) for name, found in rows.items() if found}
+    differing: dict[str, tuple[int, ...]] = {}
+    for (name, matrix), other in pairs:
+        rows = (matrix != other).any(-1).nonzero().flatten().tolist()
+        if rows:
+            differing[name] = tuple(rows)
+    return differing
 
 
 def value_error(network: Transformer, table: FunctionTable) -> float:
     """The largest || M(a) - f(a) || over every sequence a of 1 to N symbols."""
     inputs = (sequences(table.num_symbols, length) for length in range(1, table.longest + 1))
-    return max(float((network(some) - table(some)).norm(dim=-1).max()) for some in inputs)
+    return max(float((network(rows) - table(rows)).norm(dim=-1).max()) for rows in inputs)
 
 
 def _network(table: FunctionTable, gain: float) -> Transformer:
@@ -203,9 +203,10 @@ def _detector_map(layout: Layout, table: FunctionTable, gain: float) -> FeedForw
     y = w_1[layout.block(3)]
     start = 0
     for j in range(1, N + 1):
-        some = slice(start, start := start + layout.num_symbols**j)
-        y[:, some] = layout.code(sequences(layout.num_symbols, j)).T - (j - 0.5) / j
-        x[j - 1, some] = N
+        stop = start + layout.num_symbols**j
+        y[:, start:stop] = layout.code(sequences(layout.num_symbols, j)).T - (j - 0.5) / j
+        x[j - 1, start:stop] = N
+        start = stop
     w_1[:, saturate] = w_1[:, rise]
     b_1[saturate] -= q
     w_2[rise] = torch.cat(table.values) / q
@@ -234,7 +235,8 @@ def certified_bounds(network: Transformer, budget: d.Budget) -> pd.DataFrame:
     ]
     if not cases:
         raise InputError(
-            f"the budget keeps all of every prefix of 1 to {longest - 1} tokens: nothing is compressed"
+            f"the budget keeps all of every prefix of 1 to {longest - 1} tokens: "
+            "nothing is compressed"
         )
     return pd.DataFrame(
         [(*case, certified_bound(network, *case)) for case in cases],
