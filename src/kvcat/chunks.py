@@ -1,4 +1,4 @@
-"""How many rows of numbers are worked on at once, so that large intermediate tensors never exist."""
+"""How many rows of numbers are worked on at once; whole intermediate tensors never exist."""
 
 import torch
 

@@ -252,7 +252,7 @@ def enable(model: PreTrainedModel) -> None:
 
 
 def check_not_wrapped(model: nn.Module) -> None:
-    """Reject a model inside a ``PeftModel``: its layers are not where a transformers model has them."""
+    """Reject a ``PeftModel``: its layers are not where a transformers model has them."""
     if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
         remedy = "give its get_base_model(), in which adapters stay"
         raise InputError(f"{type(model).__name__} wraps a model: {remedy}")

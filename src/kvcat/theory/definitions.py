@@ -94,7 +94,8 @@ class Transformer:
         length = tokens.shape[-1]
         if length < 1 or start + length > self.num_positions:
             raise ValueError(
-                f"{length} tokens from position {start}, but sequences have 1 to {self.num_positions}"
+                f"{length} tokens from position {start}, but sequences have 1 to "
+                f"{self.num_positions}"
             )
         if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.num_symbols:
             raise ValueError(f"symbols must lie in 0 to {self.num_symbols - 1}")
@@ -226,7 +227,7 @@ def compressibility(
     prefixes: Iterable[Sequence[int]] | None = None,
     suffixes: Callable[[int], Tensor] | None = None,
 ) -> WorstCase:
-    """The least epsilon (errors <= epsilon) at which a policy shows (N, epsilon, r)-compressibility.
+    """The least epsilon at which a policy shows (N, epsilon, r)-compressibility: its worst error.
 
     The largest error over every prefix of n >= 1 and every suffix of k >= 1 tokens, n + k <= N.
 

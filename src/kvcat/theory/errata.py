@@ -67,8 +67,8 @@ def _budgets_below_n() -> Erratum:
     return Erratum(
         place="Theorem, item 2",
         printed="no (N, C, r)-compressibility for any budget with r(n) < n for all n",
-        shown=f"with one slot at least, {num_below} of {num_budgets} budgets satisfy it at N = 4: a "
-        f"prefix of one token has none to lose, and kept whole its error is {error:g}",
+        shown=f"with one slot at least, {num_below} of {num_budgets} budgets satisfy it at N = 4: "
+        f"a prefix of one token has none to lose, and kept whole its error is {error:g}",
         instead=f"r(n) < n for one n < N ({num_budgets - 1} budgets), empty caches allowed",
     )
 
@@ -114,8 +114,8 @@ def _second_matrices() -> Erratum:
     return Erratum(
         place="Proposition 2, W_V and W_O = I",
         printed="the third block holds the histogram",
-        shown=f"input 1123: {output}; with W_V transposed block 1 holds {first_block}, the residual "
-        "counting twice",
+        shown=f"input 1123: {output}; with W_V transposed block 1 holds {first_block}, the "
+        "residual counting twice",
         instead="W_V = E_11 + E_22 + E_13, W_O = E_33 + E_44",
     )
 
@@ -138,8 +138,8 @@ def _rho_bar() -> Erratum:
     return Erratum(
         place="Lemma 2, rho-bar",
         printed="the network approximates f",
-        shown=f"m = 2, N = 4, n = k = 2: {as_run.num_wrong} of {num_sequences} sequences are sent to "
-        f"u_0, {as_printed.num_wrong} with te(b_i, i) as printed",
+        shown=f"m = 2, N = 4, n = k = 2: {as_run.num_wrong} of {num_sequences} sequences are sent "
+        f"to u_0, {as_printed.num_wrong} with te(b_i, i) as printed",
         instead="Construction D",
     )
 
@@ -173,7 +173,7 @@ def nilpotent_output(tokens: Int[Tensor, " n"], num_symbols: int) -> Float[Tenso
 
 
 def unmoved_output(tokens: Int[Tensor, " n"], num_symbols: int) -> Float[Tensor, " m"]:
-    """Proposition 2 with the printed W_V, which moves nothing to y, and W_O = I: the output is 0."""
+    """Proposition 2 with the printed W_V, which moves nothing to y, and W_O = I: 0."""
     return _printed_one_slot(tokens, block_moves(4, num_symbols, (1, 1), (2, 2), (3, 1)))(tokens)
 
 
@@ -274,7 +274,7 @@ def printed_incompressible(
 
 
 def vacuous_budgets(table: d.FunctionTable) -> tuple[int, int, float]:
-    """Budgets with 1 <= r(n) <= n, those with r(n) < n (none), the error of one token kept whole."""
+    """Budgets with 1 <= r(n) <= n, those with r(n) < n (none), the error of one kept token."""
     budgets = list(itertools.product(*(range(1, n + 1) for n in range(1, table.longest))))
     below = [budget for budget in budgets if all(r < n for n, r in enumerate(budget, 1))]
     network = incompressible_network(table, constant=1.0)

@@ -35,7 +35,7 @@ def multisets(num_symbols: int, length: int) -> Int[Tensor, "multisets length"]:
 
 
 def block_moves(num_blocks: int, width: int, *moves: tuple[int, int]) -> Float[Tensor, "d d"]:
-    """The sum of E_ab over moves (a, b): x E_ab holds in block b (from 1) what x holds in block a."""
+    """The sum of E_ab over moves (a, b): x E_ab has block a of x (from 1) in block b."""
     grid = torch.zeros(num_blocks, num_blocks, dtype=torch.float64)
     for a, b in moves:
         grid[a - 1, b - 1] += 1
@@ -106,7 +106,7 @@ def histogram_policy(num_symbols: int) -> d.Policy:
 
 
 def mass_ratios(longest: int) -> list[Fraction]:
-    """The sums of y, 1 without compression, (n + k) / (k + 1) behind one slot, n + k <= N, ascending."""
+    """The sums of y, ascending: 1, and (n + k) / (k + 1) behind one slot, n + k <= N."""
     return sorted({Fraction(j, q) for j in range(2, longest + 1) for q in range(2, j + 1)})
 
 
@@ -151,7 +151,7 @@ def _embedding(num_symbols: int, longest: int) -> Tensor:
 
 
 def _first_block(num_symbols: int, num_blocks: int) -> d.Block:
-    """No attention; rho_1: e_a from relu(v - c), v = 1 + a the second coordinate, i from the first."""
+    """No attention; rho_1: e_a from relu(v - c), v = 1 + a of coordinate 2, i from 1."""
     m = num_symbols
     zero = torch.zeros(m, m, dtype=torch.float64)
     zeros = torch.zeros(num_blocks * m, dtype=torch.float64)

@@ -70,7 +70,7 @@ class Layout:
         return slice(starts[number - 1], starts[number])
 
     def move(self, *moves: tuple[int, int]) -> Float[Tensor, "width width"]:
-        """The sum of E_ab over moves (a, b): x E_ab holds block a of x at block b, zeros elsewhere."""
+        """The sum of E_ab over moves (a, b): x E_ab has block a of x at block b, else zeros."""
         matrix = torch.zeros(self.width, self.width, dtype=torch.float64)
         for source, target in moves:
             matrix[self.block(source), self.block(target)].fill_diagonal_(1)
@@ -119,7 +119,7 @@ def incompressible_network(table: FunctionTable, *, constant: float) -> Transfor
 
 
 def summary_policy(num_symbols: int, num_positions: int) -> d.Policy:
-    """Lemma 1's policy, r(n) = 1: key 0, value (sum_i v_i) E_33 + v_n E_24, so sum of phi and e_n."""
+    """Lemma 1's policy, r(n) = 1: key 0, value (sum_i v_i) E_33 + v_n E_24."""
     layout = Layout(num_symbols, num_positions)
     return d.one_slot_policy(layout.move((3, 3)), layout.move((2, 4)))
 
@@ -185,7 +185,7 @@ def _network(table: FunctionTable, gain: float) -> Transformer:
 
 
 def _detector_map(layout: Layout, table: FunctionTable, gain: float) -> FeedForward:
-    """[w, x, y, z] -> sum_a f(a) [relu(h_a) - relu(h_a - q)] / q, and alarms in the first coordinate.
+    """[w, x, y, z] -> sum_a f(a) [relu(h_a) - relu(h_a - q)] / q, and alarms in coordinate 1.
 
     Detector of a sequence a of length j: h_a = <1_a, y> - ((j - 1/2)/j) sum(y) + N (x_j - 1), which
     is c/2 at y = c 1_a, x = e_j and at most -c/2 at y = c 1_b for other sequences b of j symbols.
@@ -247,7 +247,7 @@ def certified_bounds(network: Transformer, budget: d.Budget) -> pd.DataFrame:
 def certified_bound(
     network: Transformer, prefix_len: int, suffix_len: int, num_slots: int
 ) -> float:
-    """The bound at one (n, k, r): for every finite cache and prefix some suffix errs by at least this.
+    """The bound at one (n, k, r): behind every finite cache some suffix errs by this or more.
 
     In exact arithmetic. With e_1 the alarms' direction, an error is at least its first coordinate,
         min over v of max over the two suffixes of U [alarms of j = n + k]
@@ -274,7 +274,7 @@ def certified_bound(
 
 
 def least_alarm(network: Transformer, position: int, num_averaged: int) -> float:
-    """The least larger alarm of the two suffixes: x = e_j, y_(t,j) = (v + [b_k = t])/(r + k), v real.
+    """The least larger alarm of two suffixes: x = e_j, y_(t,j) = (v + [b_k = t])/(r + k).
 
     Suffixes that end in t raise U (y - 1/j - sl) above, those that do not U (-y - sl) below. One
     line rises in v, the other falls; the largest of both is least where they cross. ``position`` is
