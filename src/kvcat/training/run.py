@@ -98,7 +98,7 @@ def _open_data(
 ) -> TokenData:
     """The data of a run from where the processes, in the states that they saved, were reading."""
     config = folder.config
-    place = merge_states(states)
+    place = merge_states(states) if states else {}  # a new run
     data = open_tokens(
         config.data,
         tokenizer,
