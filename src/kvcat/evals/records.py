@@ -174,8 +174,9 @@ class StoredResults:
     """The content of a results folder."""
 
     config: dict[str, Any]
+    wanted: dict[tuple[str, float], int]  # examples of a complete run, by method and keep ratio
     records: list[Record]
-    costs: list[dict[str, Any]]
+    costs: list[dict[str, Any]]  # of ``read_costs``; methods with their options
     events: list[dict[str, Any]]
 
 
@@ -185,13 +186,15 @@ def read_folder(folder: Path) -> StoredResults:
     Raises:
         InputError: no results folder, or damaged content.
     """
-    return StoredResults(
-        read_config(folder), read_records(folder), read_costs(folder), read_events(folder)
-    )
+    config = read_config(folder)
+    records = read_records(folder)
+    costs = read_costs(folder)
+    for cost in costs:
+        cost["method"] = method_label(cost["method"], cost["options"])
+    return StoredResults(config, _wanted_examples(config), records, costs, read_events(folder))
 
 
-def wanted_examples(config: Mapping[str, Any]) -> dict[tuple[str, float], int]:
-    """Number of examples that a complete run has, by label of the method and keep ratio."""
+def _wanted_examples(config: Mapping[str, Any]) -> dict[tuple[str, float], int]:
     wanted = {}
     for name, keep_ratio in config.get("baselines", []):
         wanted[name, keep_ratio] = config["num_examples"]

@@ -8,7 +8,8 @@ import pandas as pd
 
 from kvcat.evals import METRICS
 from kvcat.report.figures import Figure, Line, Table, keep_label, slug, step_label
-from kvcat.report.results import CELL, Results, read_results
+from kvcat.report.results import Results, read_results
+from kvcat.report.rows import CELL
 
 _COSTS = {  # by column of ``Results.costs``: head and decimals
     "seconds": ("s per example", 3),
