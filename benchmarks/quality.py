@@ -30,7 +30,7 @@ from kvcat.compress.compare import replay_hidden
 from kvcat.compress.documents import reconstruction_of_tokens
 from kvcat.data import split_documents
 from kvcat.evals import windows_from_documents
-from kvcat.evals.statistics import ClusterBootstrap
+from kvcat.evals.intervals import ClusterBootstrap
 from kvcat.files import append_jsonl, claim_folder, read_jsonl
 from kvcat.losses import score_positions
 from kvcat.models import output_head

@@ -30,7 +30,7 @@ import kvcat
 from kvcat.cache import CompactCache
 from kvcat.compress import Trace, parse_method, seeded_compressor, slots_for, trace
 from kvcat.compress.documents import chat_parts, reconstruction_of_tokens
-from kvcat.evals import statistics
+from kvcat.evals import intervals
 from kvcat.evals.answers import greedy_answers
 from kvcat.evals.longbench import cut_middle
 from kvcat.evals.needle import Pieces, draws, filler_lines, number, shuffled
@@ -159,7 +159,7 @@ def answered(document: Document, conditions: Sequence[str], keeps: Sequence[floa
 def share(rows: pd.DataFrame) -> str:
     """The share of right answers, percent, with an interval that holds the bootstrap's over documents and Wilson's."""
     right, documents = rows.right.to_numpy(), list(rows.document)
-    found = statistics.ClusterBootstrap(documents).mean(right).union(statistics.share(right, documents))
+    found = intervals.ClusterBootstrap(documents).mean(right).union(intervals.share(right, documents))
     return f"{100 * found.value:.0f} [{100 * found.low:.0f}, {100 * found.high:.0f}]"
 
 

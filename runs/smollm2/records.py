@@ -19,9 +19,9 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from kvcat.evals import ClusterBootstrap, Estimate, Record, compare_models
-from kvcat.report import tables
+from kvcat.report.figures import Figure as TableFigure
+from kvcat.report.figures import difference_figure, keep_label, ratio_figure
 from kvcat.report.plots import COLOURS, MARKERS, STYLE
-from kvcat.report.tables import difference_figure, ratio_figure
 
 FILE = Path(__file__).parents[2] / "docs" / "results-records.csv"
 VALUES = ["kl", "nll", "nll_dense", "context_gain"]
@@ -77,7 +77,7 @@ def share(rows: pd.DataFrame, model: str, other: str, control: str) -> Estimate:
     return bootstrap.estimate(bootstrap.of_means(lambda a, b, c: (a - c) / (b - c), *columns))
 
 
-def printed(figure: tables.Figure) -> str:
+def printed(figure: TableFigure) -> str:
     """In bold where the model is better or worse than the control."""
     return f"{f'**{figure.text}**' if figure.decided else figure.text} {figure.interval}"
 
@@ -89,7 +89,7 @@ def markdown(found: pd.DataFrame) -> str:
     lines = [f"{found['num_seeds'].max()} training seeds, {found['num_examples'].max()} windows", ""]
     lines += [f"{name}: {printed(difference_figure(once.loc[name]))}" for name in VALUES[2:]]
     for title, (metric, figure) in PARTS.items():
-        heads = map(tables.keep_label, keeps)
+        heads = map(keep_label, keeps)
         lines += ["", f"| {title} | {' | '.join(heads)} |", "|---" * (len(keeps) + 1) + "|"]
         for method, own in found[found["metric"] == metric].groupby("method", sort=False):
             cells = {row["keep_ratio"]: printed(figure(row)) for _, row in own.iterrows()}

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 import kvcat
 from kvcat.cache import CompactCache, CompactLayer
 from kvcat.compress import Trace, make_compressor
-from kvcat.evals.statistics import ClusterBootstrap
+from kvcat.evals.intervals import ClusterBootstrap
 from kvcat.evals.suffix import Window, make_task
 from kvcat.models import capture
 

@@ -101,12 +101,12 @@ def test_a_ruler_run_takes_several_lengths(tmp_path):
     assert (tmp_path / "report" / "report.html").exists()
 
 
-def test_longbench_and_multiple_choice_run_and_a_model_that_cannot_do_it_is_labelled_plumbing(tmp_path):
+def test_longbench_and_multiple_choice_run_and_a_model_that_cannot_do_it_is_labelled(tmp_path):
     options = ("--sub-domain", "all", "--max-tokens", 700, "--limit", 2, "--method", "first", "--keep", 0.2)
     found = evaluated(tmp_path / "long", "longbench", "--data", SMALL / "longbench.jsonl", *options)
     baselines = {("dense", 1.0, None), ("no-context", 0.0, None), ("truncated", 0.2, None)}
     assert found == baselines | {("first", 0.2, None)}
-    assert "plumbing" in (tmp_path / "long" / "report" / "report.html").read_text()
+    assert "[not a result]" in (tmp_path / "long" / "report" / "report.html").read_text()
     assert evaluated(tmp_path / "qa", "qa", "--data", SMALL / "qa", "--limit", 1) == {("dense", 1.0, None)}
     assert len({record.stratum for record in read_records(tmp_path / "qa")}) == 8
 

@@ -1,5 +1,4 @@
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,8 +8,8 @@ from kvcat.compress import trace
 from kvcat.evals.costs import MAX_RUNS, answer_speed, measure
 
 
-def cost_of(make):
-    ((cost, _),) = measure(make, lambda _: None)
+def cost_of(make, **settings):
+    ((cost, _),) = measure(make, lambda _: None, **settings)
     return cost
 
 
@@ -34,12 +33,17 @@ def test_seconds_are_those_of_making_a_cache_and_not_of_using_it(traced):
 
     (first, used), (last, _) = measure(make, use)
     assert used == "used"
-    assert (first["step"], last["step"], last["bytes"], last["runs"]) == (0, 5, cache.nbytes, MAX_RUNS)
+    assert (first["step"], last["step"], last["bytes"], last["runs"]) == (
+        0,
+        5,
+        cache.nbytes,
+        MAX_RUNS,
+    )
     assert 0.02 <= first["seconds"] < 0.15
     assert 0.04 <= last["seconds"] < 0.19
 
 
-def test_seconds_are_the_median_of_the_runs_but_long_work_runs_once_with_what_is_done_ahead(traced, monkeypatch):
+def test_seconds_are_the_median_of_the_runs_but_long_work_runs_once_with_what_is_done_ahead(traced):
     clock, durations = [0.0], iter([0.9, 0.2, 0.4])
 
     def make():
@@ -50,11 +54,12 @@ def test_seconds_are_the_median_of_the_runs_but_long_work_runs_once_with_what_is
         clock[0] += 0.02
         return iter([(None, calls.append(1) or traced.dense_cache())])
 
-    monkeypatch.setattr("kvcat.evals.costs.time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    assert cost_of(make)["seconds"] == pytest.approx(0.4)
-    monkeypatch.setattr("kvcat.evals.costs.MAX_SECONDS", 0.0)
+    def now():
+        return clock[0]
+
+    assert cost_of(make, clock=now)["seconds"] == pytest.approx(0.4)
     calls = []
-    assert cost_of(ahead)["seconds"] == pytest.approx(0.02)
+    assert cost_of(ahead, clock=now, max_seconds=0.0)["seconds"] == pytest.approx(0.02)
     assert len(calls) == 1
 
 

@@ -123,8 +123,8 @@ def test_several_seeds_are_several_records_of_methods_that_draw_and_one_of_other
 
 
 def test_costs_are_those_of_the_first_batch_in_a_warm_process(models, windows, tmp_path, monkeypatch):
-    calls, made = [], Eviction.each
-    monkeypatch.setattr(Eviction, "each", lambda *args: calls.append(args[2]) or made(*args))
+    calls, made = [], Eviction.compress
+    monkeypatch.setattr(Eviction, "compress", lambda *args: calls.append(args[2]) or made(*args))
     run({"base": models["base"]}, windows, tmp_path, ["first"], (0.25,), speed=True, batch_size=2)
     (cost,) = read_costs(tmp_path)
     assert len(calls) == 1 + cost["runs"] + 2 > 4  # warm-up, measured runs, and the two other batches

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from kvcat.errors import InputError
-from kvcat.evals import Record, compare_models, comparison_pairs, plumbing, summarise
+from kvcat.evals import Record, compare_models, comparison_pairs, models_below_chance, summarise
 
 
 def record(model, document, window, dense=2.0, delta=0.1, gain=0.5, kl=0.2, **changes):
@@ -14,7 +14,9 @@ def record(model, document, window, dense=2.0, delta=0.1, gain=0.5, kl=0.2, **ch
         "delta_ppl": math.exp(dense + delta) - math.exp(dense), "kl": kl, "top1": 0.75, "context_gain": gain,
         "retention": 0.0, "num_tokens": 5.0, "num_predicted": 4.0,
     }  # fmt: skip
-    new = Record(model, "f", "float32", "first", "{}", 0.1, None, None, "texts", "", document, window, values)
+    new = Record(
+        model, "f", "float32", "first", "{}", 0.1, None, None, "texts", "", document, window, values
+    )
     return dataclasses.replace(new, **changes)
 
 
@@ -27,25 +29,39 @@ def row_of(table, metric="kl", **cell):
 
 
 def test_a_row_holds_means_and_sizes():
-    records = [record("base", d, w, delta=x) for d, w, x in [("a", "0", 0.1), ("a", "1", 0.2), ("b", "0", 0.9)]]
+    records = [
+        record("base", d, w, delta=x)
+        for d, w, x in [("a", "0", 0.1), ("a", "1", 0.2), ("b", "0", 0.9)]
+    ]
     table = summarise(records)
-    assert {(row.num_examples, row.num_documents, row.num_seeds) for row in table.itertuples()} == {(3, 2, 1)}
+    assert {(row.num_examples, row.num_documents, row.num_seeds) for row in table.itertuples()} == {
+        (3, 2, 1)
+    }
     row = row_of(table, "delta_nll")
-    assert (row.value, row.low, row.high) == pytest.approx((0.4, 0.15, 0.9))  # the two documents' means
+    assert (row.value, row.low, row.high) == pytest.approx(
+        (0.4, 0.15, 0.9)
+    )  # the two documents' means
     mean = sum(math.exp(2 + x) - math.exp(2) for x in (0.1, 0.2, 0.9)) / 3
     assert row_of(table, "delta_ppl").value == pytest.approx(mean)
 
 
 def test_retention_is_a_ratio_of_sums_and_not_given_where_the_context_gain_is_not_clearly_above_0():
-    records = [record("base", "a", "0", delta=0.1, gain=0.5), record("base", "b", "0", delta=0.3, gain=1.5)]
+    records = [
+        record("base", "a", "0", delta=0.1, gain=0.5),
+        record("base", "b", "0", delta=0.3, gain=1.5),
+    ]
     assert row_of(summarise(records), "retention").value == pytest.approx(1 - (0.4 * 5) / (2.0 * 4))
-    kept, lost = (summarise([record("m", d, "0", delta=x, gain=0.5) for d in "ab"]) for x in (0.0, 0.4))
+    kept, lost = (
+        summarise([record("m", d, "0", delta=x, gain=0.5) for d in "ab"]) for x in (0.0, 0.4)
+    )
     assert row_of(kept, "retention").value == 1.0
     assert row_of(lost, "retention").value == pytest.approx(0.0)
     records = [record("m", d, "0", gain=g) for d, g in [("a", 0.5), ("b", -0.1), ("c", 0.3)]]
     assert math.isnan(row_of(summarise(records), "retention").value)
     both = [*records, *(record("base", d, "0") for d in "abc")]
-    assert "retention" not in set(compare_models(both, "base").metric)  # one model has none to compare
+    assert "retention" not in set(
+        compare_models(both, "base").metric
+    )  # one model has none to compare
 
 
 def test_rows_are_sorted_by_stratum_model_method_keep_and_step_whatever_the_order_of_records():
@@ -55,7 +71,9 @@ def test_rows_are_sorted_by_stratum_model_method_keep_and_step_whatever_the_orde
     ]  # fmt: skip
     table = summarise(records, num_resamples=9).fillna({"step": -1})
     cells = table[table.metric == "kl"][["stratum", "model", "keep_ratio", "step"]]
-    wanted = [(g, m, k, s) for g in ("", "x", "y") for m in "ba" for k in (0.05, 0.4) for s in (-1, 0, 5)]
+    wanted = [
+        (g, m, k, s) for g in ("", "x", "y") for m in "ba" for k in (0.05, 0.4) for s in (-1, 0, 5)
+    ]
     assert list(cells.itertuples(index=False, name=None)) == wanted
     records = [record("m", d, "0", options=o, method=n, stratum="x") for d in "ab" for n, o in [
         ("first", "{}"), ("first", '{"preset": "paper"}'), ("dense", "{}")]]  # fmt: skip
@@ -70,13 +88,19 @@ def test_rows_are_sorted_by_stratum_model_method_keep_and_step_whatever_the_orde
 def test_differences_and_ratios_are_paired_on_the_examples_that_both_models_have():
     noise = [0.3, 0.1, 0.8, 0.5, 0.2]
     base = [record("base", f"d{i}", "0", kl=x + 0.1, delta=x) for i, x in enumerate(noise)]
-    other = [record("kvcat", f"d{i}", "0", kl=x + 0.05, delta=x / 2) for i, x in enumerate(noise[:4])]
+    other = [
+        record("kvcat", f"d{i}", "0", kl=x + 0.05, delta=x / 2) for i, x in enumerate(noise[:4])
+    ]
     table = compare_models(base + other, "base")
     row = row_of(table)
     assert (row.model, row.reference, row.num_examples) == ("kvcat", "base", 4)
     assert (row.difference, row.low, row.high) == pytest.approx((-0.05,) * 3)
     assert row.verdict == "better"
-    assert row_of(table, "delta_nll").ratio == row_of(table, "delta_nll").ratio_low == pytest.approx(0.5)
+    assert (
+        row_of(table, "delta_nll").ratio
+        == row_of(table, "delta_nll").ratio_low
+        == pytest.approx(0.5)
+    )
     assert math.isnan(row_of(table, "nll").ratio)
     assert row_of(table, "nll_dense").verdict == "level"
     swapped = row_of(compare_models(base + other, "kvcat"))
@@ -102,7 +126,9 @@ def drawn(model, shift, seed=3):
 
 def test_holm_leaves_the_primary_cell_alone_and_corrects_the_others_of_its_metric():
     own = drawn("kvcat", -0.01) + drawn("control", 0.0, seed=4)
-    table = compare_models(own, "control", primary={"method": "first", "keep_ratio": 0.4, "metric": "kl"})
+    table = compare_models(
+        own, "control", primary={"method": "first", "keep_ratio": 0.4, "metric": "kl"}
+    )
     assert table.primary.sum() == 1
     (primary,) = table[table.primary].itertuples()
     assert (primary.keep_ratio, primary.metric, primary.stratum) == (0.4, "kl", "")
@@ -116,31 +142,53 @@ def test_holm_leaves_the_primary_cell_alone_and_corrects_the_others_of_its_metri
     dense = compare_models(own, "control").query("stratum == '' and metric == 'nll_dense'")
     assert 0.0 < dense.p.max() < 0.9
     assert dense.p_holm.tolist() == dense.p.tolist()
-    whole = [dataclasses.replace(r, method="dense", keep_ratio=1.0) for r in own if r.keep_ratio == 0.1]
+    whole = [
+        dataclasses.replace(r, method="dense", keep_ratio=1.0) for r in own if r.keep_ratio == 0.1
+    ]
     beside = compare_models(own + whole, "control")  # baselines do not count among the methods
-    assert beside[beside.method == "first"].p_holm.tolist() == compare_models(own, "control").p_holm.tolist()
+    assert (
+        beside[beside.method == "first"].p_holm.tolist()
+        == compare_models(own, "control").p_holm.tolist()
+    )
     steps = [dataclasses.replace(r, step=step) for r in own for step in (5, 9)]
     primary = {"method": "first", "keep_ratio": 0.4, "metric": "kl"}
-    assert compare_models(steps, "control", primary=primary, num_resamples=9).query("primary").step.tolist() == [9]
+    assert compare_models(steps, "control", primary=primary, num_resamples=9).query(
+        "primary"
+    ).step.tolist() == [9]
 
 
 def test_training_seeds_become_one_row_whose_interval_knows_of_them():
-    seeds = [dataclasses.replace(r, model=f"kvcat@{s}") for s in range(3) for r in drawn("kvcat", 0.1 * s)]
+    seeds = [
+        dataclasses.replace(r, model=f"kvcat@{s}")
+        for s in range(3)
+        for r in drawn("kvcat", 0.1 * s)
+    ]
     own = seeds + drawn("control", 0.0)
     table = summarise(own)
-    kl = table[(table.metric == "kl") & (table.stratum == "") & (table.keep_ratio == 0.1)].set_index("model")
+    kl = table[
+        (table.metric == "kl") & (table.stratum == "") & (table.keep_ratio == 0.1)
+    ].set_index("model")
     assert kl.loc["kvcat"].num_seeds == 3
     assert kl.loc["kvcat"].value == pytest.approx(kl.loc["control"].value + 0.1)
-    assert kl.loc["kvcat"].high - kl.loc["kvcat"].low > 2 * (kl.loc["control"].high - kl.loc["control"].low)
+    assert kl.loc["kvcat"].high - kl.loc["kvcat"].low > 2 * (
+        kl.loc["control"].high - kl.loc["control"].low
+    )
     compared = compare_models(own, "control")
-    row = compared[(compared.metric == "kl") & (compared.stratum == "") & (compared.keep_ratio == 0.1)].iloc[0]
+    row = compared[
+        (compared.metric == "kl") & (compared.stratum == "") & (compared.keep_ratio == 0.1)
+    ].iloc[0]
     assert row.difference == pytest.approx(0.1)
     assert row.low < 0.05
-    assert row_of(summarise(own[1:]), model="kvcat", keep_ratio=0.1).num_examples == 23  # one run lacks one
+    assert (
+        row_of(summarise(own[1:]), model="kvcat", keep_ratio=0.1).num_examples == 23
+    )  # one run lacks one
 
 
 def answers(model, right, dense=None, documents=None):
-    dense, documents = dense or [1.0] * len(right), documents or [f"d{i:03}" for i in range(len(right))]
+    dense, documents = (
+        dense or [1.0] * len(right),
+        documents or [f"d{i:03}" for i in range(len(right))],
+    )
     found = []
     for i, (one, native, document) in enumerate(zip(right, dense, documents, strict=True)):
         values = {"exact_match": float(one), "dense_exact_match": float(native)}
@@ -157,7 +205,9 @@ def test_a_share_has_wilsons_interval_at_the_number_of_documents():
     assert row.low == pytest.approx(0.3424, abs=1e-4)  # two documents
     several = [dataclasses.replace(r, values={"string_match": 0.5}) for r in answers("m", [1] * 48)]
     row = row_of(summarise(several), "string_match")
-    assert row.high - row.low == pytest.approx(1.96 / math.sqrt(48 + 1.96**2), rel=1e-4)  # Wilson at 1/2
+    assert row.high - row.low == pytest.approx(
+        1.96 / math.sqrt(48 + 1.96**2), rel=1e-4
+    )  # Wilson at 1/2
 
 
 def test_the_interval_of_a_share_of_several_training_runs_holds_wilsons_and_knows_of_the_runs():
@@ -165,15 +215,21 @@ def test_the_interval_of_a_share_of_several_training_runs_holds_wilsons_and_know
         runs = [*answers("m@0", [1] * 40), *answers("m@1", second)]
         row = row_of(summarise(runs), "exact_match")
         assert row.low == pytest.approx(low, abs=0.1 * (verdict == "level") + 1e-4)
-        compared = row_of(compare_models([*runs, *answers("base", [0] * 40)], "base"), "exact_match")
+        compared = row_of(
+            compare_models([*runs, *answers("base", [0] * 40)], "base"), "exact_match"
+        )
         assert ((compared.p > 0.05), compared.verdict) == (verdict == "level", verdict)
 
 
 def test_the_native_share_is_over_the_examples_that_the_dense_pass_gets_right():
-    records = answers("m", [1, 0, 1, 1], dense=[1, 1, 0, 1]) + answers("base", [1, 1, 1, 1], dense=[1, 1, 1, 1])
+    records = answers("m", [1, 0, 1, 1], dense=[1, 1, 0, 1]) + answers(
+        "base", [1, 1, 1, 1], dense=[1, 1, 1, 1]
+    )
     table = summarise(records)
     assert row_of(table, "native_exact_match", model="m").value == pytest.approx(2 / 3)
-    assert "native_exact_match" not in set(compare_models(records, "base").metric)  # of different examples
+    assert "native_exact_match" not in set(
+        compare_models(records, "base").metric
+    )  # of different examples
     none = summarise(answers("m", [1, 0], dense=[0, 0]))
     assert math.isnan(row_of(none, "native_exact_match").value)
     half = [1] * 20 + [0] * 20
@@ -183,28 +239,44 @@ def test_the_native_share_is_over_the_examples_that_the_dense_pass_gets_right():
 
 
 def test_a_clear_difference_of_shares_is_found_and_five_differing_examples_decide_nothing():
-    clear = row_of(compare_models(answers("m", [1] * 40) + answers("base", [1, 0] * 20), "base"), "exact_match")
+    clear = row_of(
+        compare_models(answers("m", [1] * 40) + answers("base", [1, 0] * 20), "base"), "exact_match"
+    )
     assert (clear.verdict, clear.warning) == ("better", "")
     assert clear.p < 1e-4
-    none = row_of(compare_models(answers("m", [1, 0] * 6) + answers("base", [1, 0] * 6), "base"), "exact_match")
-    assert (none.difference, none.verdict, none.warning) == (0.0, "level", "the models agree on all 12 examples")
+    none = row_of(
+        compare_models(answers("m", [1, 0] * 6) + answers("base", [1, 0] * 6), "base"),
+        "exact_match",
+    )
+    assert (none.difference, none.verdict, none.warning) == (
+        0.0,
+        "level",
+        "the models agree on all 12 examples",
+    )
     assert none.low < -0.1 < 0.1 < none.high
-    few = row_of(compare_models(answers("m", [1] * 40) + answers("base", [0] * 5 + [1] * 35), "base"), "exact_match")
+    few = row_of(
+        compare_models(answers("m", [1] * 40) + answers("base", [0] * 5 + [1] * 35), "base"),
+        "exact_match",
+    )
     assert (few.p, few.verdict) == (0.0625, "level")
     assert "differences under" in few.warning
     documents = [f"d{i % 3}" for i in range(60)]
-    records = answers("m", [1] * 60, documents=documents) + answers("base", [0, 1] * 30, documents=documents)
+    records = answers("m", [1] * 60, documents=documents) + answers(
+        "base", [0, 1] * 30, documents=documents
+    )
     assert row_of(compare_models(records, "base"), "exact_match").verdict == "level"
 
 
-def test_models_without_shown_ability_are_plumbing_in_every_evaluation():
+def test_models_without_shown_ability_are_models_below_chance_in_every_evaluation():
     made = [
         *answers("able", [1] * 20, dense=[1] * 5 + [0] * 15), *answers("blind", [0] * 20, dense=[0] * 20),
         *answers("few", [1] * 5, dense=[1] * 5),
     ]  # fmt: skip
-    found = plumbing(made)
+    found = models_below_chance(made)
     assert set(found) == {"blind", "few"}
-    assert found["blind"].startswith("dense exact match 0.0% [0.0%, 16.1%] on 20 documents is not above")
+    assert found["blind"].startswith(
+        "dense exact match 0.0% [0.0%, 16.1%] on 20 documents is not above"
+    )
     assert found["few"] == "5 documents with a dense score, fewer than 20"
 
     def choose(model, right, total, value, method="dense", stratum="Legal"):
@@ -213,15 +285,19 @@ def test_models_without_shown_ability_are_plumbing_in_every_evaluation():
             for i, r in enumerate(answers(model, [1] * total))
         ]
 
-    found = plumbing([*choose("able", 100, 221, "accuracy"), *choose("guesser", 60, 221, "accuracy"),
+    found = models_below_chance([*choose("able", 100, 221, "accuracy"), *choose("guesser", 60, 221, "accuracy"),
                       *choose("unknown", 221, 221, "accuracy", "gradient")])  # fmt: skip
     assert found == {
         "guesser": "dense accuracy 27.1% [21.7%, 33.4%] on 221 documents is not above chance, 25%",
         "unknown": "0 documents with a dense score, fewer than 20",
     }
     tasks = {"piqa": "m", "commonsense_qa": "n"}
-    made = [r for task, model in tasks.items() for r in choose(model, 90, 200, "acc_per_char", stratum=task)]
-    assert set(plumbing(made)) == {"m"}  # 45 % of two choices and of five
+    made = [
+        r
+        for task, model in tasks.items()
+        for r in choose(model, 90, 200, "acc_per_char", stratum=task)
+    ]
+    assert set(models_below_chance(made)) == {"m"}  # 45 % of two choices and of five
     gains = {"uses": (0.4, 0.5, 0.6), "ignores": (0.1, -0.1, 0.0)}
     made = [record(m, f"d{i}", "0", gain=g) for m, own in gains.items() for i, g in enumerate(own)]
-    assert set(plumbing(made)) == {"ignores"}
+    assert set(models_below_chance(made)) == {"ignores"}

@@ -25,7 +25,9 @@ def draw(probability, *key):
     return float(np.random.default_rng(key).random() < probability)
 
 
-def made_up_records(models=("base", "control", "kvcat"), num_documents=12, methods=tuple(DIFFICULTY)):
+def made_up_records(
+    models=("base", "control", "kvcat"), num_documents=12, methods=tuple(DIFFICULTY)
+):
     """Hard and easy documents, two windows each."""
     records = []
     for document, window, model in product(range(num_documents), range(2), models):
@@ -36,26 +38,49 @@ def made_up_records(models=("base", "control", "kvcat"), num_documents=12, metho
         for method, keep in product(methods, (0.05, 0.1, 0.2)):
             for step in (0, 10, 100) if method == "gradient" else (None,):
                 kl = DIFFICULTY[method] * EASE[model] * hardness * (0.05 / keep) ** 0.9
-                kl *= (1.0 if step is None else 4.0 / (1.0 + step / 6.0)) * math.exp(0.05 * noise.normal())
+                kl *= (1.0 if step is None else 4.0 / (1.0 + step / 6.0)) * math.exp(
+                    0.05 * noise.normal()
+                )
                 values = {
                     "nll": dense + 0.8 * kl, "nll_dense": dense, "delta_nll": 0.8 * kl, "kl": kl, "context_gain": 0.6,
                     "delta_ppl": math.exp(dense + 0.8 * kl) - math.exp(dense), "num_tokens": 64.0,
                     "num_predicted": 63.0,
                 }  # fmt: skip
-                records.append(record(model, method, keep, step, "made-up", "", f"d{document}", values, str(window)))
+                records.append(
+                    record(
+                        model,
+                        method,
+                        keep,
+                        step,
+                        "made-up",
+                        "",
+                        f"d{document}",
+                        values,
+                        str(window),
+                    )
+                )
     return records
 
 
 def made_up_needle(models=("base", "kvcat"), per_depth=20):
     """Passkeys at three depths, found more often with more slots."""
     records = []
-    for instance, (rank, depth), model in product(range(per_depth), enumerate(("0", "0.5", "1")), models):
+    for instance, (rank, depth), model in product(
+        range(per_depth), enumerate(("0", "0.5", "1")), models
+    ):
         dense = draw(0.95, rank, instance, 1)
-        work = ("dense", 1.0, None), ("no-context", 0.0, None), ("gradient", 0.1, 100), ("gradient", 0.5, 100)
+        work = (
+            ("dense", 1.0, None),
+            ("no-context", 0.0, None),
+            ("gradient", 0.1, 100),
+            ("gradient", 0.5, 100),
+        )
         for method, keep, step in work:
             right = dense * draw((keep / 0.6) ** EASE[model], rank, instance, 2, int(100 * keep))
             values = {"exact_match": right, "dense_exact_match": dense, "nll": 1.5 - right}
-            records.append(record(model, method, keep, step, "passkey", depth, f"{depth}-{instance}", values))
+            records.append(
+                record(model, method, keep, step, "passkey", depth, f"{depth}-{instance}", values)
+            )
     return records
 
 
@@ -68,16 +93,26 @@ def made_up_longbench(models=("base", "kvcat"), skill=0.55):
         for row, (method, keep, step) in product(range(count), work):
             dense = draw(skill, domain, row)
             chance = 0.25 + (skill - 0.25) * keep / EASE[model]
-            right = dense if method == "dense" else draw(chance, domain, row, 2, int(100 * keep), step or 0)
+            right = (
+                dense
+                if method == "dense"
+                else draw(chance, domain, row, 2, int(100 * keep), step or 0)
+            )
             values = {"accuracy": right, "nll_choice": 1.6 - right, "dense_accuracy": dense}
-            records.append(record(model, method, keep, step, "longbench-v2", stratum, f"{stratum}-{row}", values))
+            records.append(
+                record(
+                    model, method, keep, step, "longbench-v2", stratum, f"{stratum}-{row}", values
+                )
+            )
     return records
 
 
 def made_up_qa(models=("base", "control", "kvcat", "rand"), num_questions=60):
     """Eight tasks of different difficulty; every model errs on questions of its own as well."""
     records = []
-    for (rank, task), row, (column, model) in product(enumerate(TASKS), range(num_questions), enumerate(models)):
+    for (rank, task), row, (column, model) in product(
+        enumerate(TASKS), range(num_questions), enumerate(models)
+    ):
         right = draw(0.3 + 0.06 * rank, rank, row) if row % 5 else draw(0.5, rank, row, column)
         values = {"acc": right, "acc_per_char": right, "nll_per_char": 1.0 - 0.5 * right}
         records.append(record(model, "dense", 1.0, None, "cloze", task, f"{task}-{row}", values))
@@ -87,10 +122,23 @@ def made_up_qa(models=("base", "control", "kvcat", "rand"), num_questions=60):
 def write_results(path, records, evaluation="suffix", **settings):
     """A results folder with costs: two batches, of eight and of two examples, per model, method and keep ratio."""
     count = len({(own.document, own.example) for own in records})
-    cells = dict.fromkeys((r.model, r.method, r.keep_ratio, r.step) for r in records if r.method in DIFFICULTY)
-    keeps = {name: sorted({keep for _, other, keep, _ in cells if other == name}) for _, name, *_ in cells}
-    methods = [{"name": n, "options": {}, "num_examples": count, "keep_ratios": own} for n, own in keeps.items()]
-    config = {"evaluation": evaluation, "dataset": records[0].dataset, "num_examples": count, "methods": methods}
+    cells = dict.fromkeys(
+        (r.model, r.method, r.keep_ratio, r.step) for r in records if r.method in DIFFICULTY
+    )
+    keeps = {
+        name: sorted({keep for _, other, keep, _ in cells if other == name})
+        for _, name, *_ in cells
+    }
+    methods = [
+        {"name": n, "options": {}, "num_examples": count, "keep_ratios": own}
+        for n, own in keeps.items()
+    ]
+    config = {
+        "evaluation": evaluation,
+        "dataset": records[0].dataset,
+        "num_examples": count,
+        "methods": methods,
+    }
     with ResultsFolder(path, config | settings) as folder:
         folder.append(records)
         for (model, method, keep, step), examples in product(cells, (8, 2)):
@@ -99,9 +147,16 @@ def write_results(path, records, evaluation="suffix", **settings):
                 "examples": examples, "dense_bytes": 4096 * examples, "seconds": 2.0 * examples,
                 "peak_mib": 3.5 * examples, "bytes": int(4096 * keep) * examples,
             }  # fmt: skip
-            speed = {"ttft": 0.1, "ttft_dense": 0.2, "tokens_per_s": 30.0, "tokens_per_s_dense": 20.0}
+            speed = {
+                "ttft": 0.1,
+                "ttft_dense": 0.2,
+                "tokens_per_s": 30.0,
+                "tokens_per_s_dense": 20.0,
+            }
             folder.append_cost(cost | (speed if examples == 8 else {}))
-        folder.append_event({"event": "start", "command": f"kvcat eval {evaluation} base kvcat --keep .05"})
+        folder.append_event(
+            {"event": "start", "command": f"kvcat eval {evaluation} base kvcat --keep .05"}
+        )
     return path
 
 
@@ -109,10 +164,19 @@ def write_run(path, policy, num_steps=60):
     """Metrics of a run as the trainer writes them."""
     lines = []
     for step in range(1, num_steps + 1):
-        line = {"kind": "train", "step": step, "tokens": step * 4096, "dense_loss": 2.1 + 0.5 * math.exp(-step / 60)}
+        line = {
+            "kind": "train",
+            "step": step,
+            "tokens": step * 4096,
+            "dense_loss": 2.1 + 0.5 * math.exp(-step / 60),
+        }
         if policy != "control":
             kept = {str(layer): 0.5 + 0.5 * math.exp(-step / (20 + 5 * layer)) for layer in (0, 2)}
-            line |= {"masked_loss": line["dense_loss"] + 0.1, "kl": 0.12 * math.exp(-step / 150), "kept": kept}
+            line |= {
+                "masked_loss": line["dense_loss"] + 0.1,
+                "kl": 0.12 * math.exp(-step / 150),
+                "kept": kept,
+            }
         lines += [line, {**line, "kind": "validation"}] if step % 20 == 0 else [line]
     path.mkdir(parents=True)
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

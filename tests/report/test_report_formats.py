@@ -1,20 +1,31 @@
 import re
+from base64 import b64decode
 
 import pandas as pd
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from matplotlib.figure import Figure as Canvas
 from report_examples import made_up_records, write_results
 
+from kvcat.report.figures import Figure, Table, latex, markdown
 from kvcat.report.plots import difference_plot, headline_plot
 from kvcat.report.results import read_results
-from kvcat.report.tables import Figure, Table, latex, markdown
 
 NAN = float("nan")
 
 
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    records = made_up_records(("base", "kvcat"), 3, ("attention-matching", "snapkv"))
+    folder = write_results(tmp_path_factory.mktemp("results") / "r", records)
+    return read_results(folder, num_resamples=50)
+
+
 def table(label="10%", note="A note."):
-    cells = [Figure(0.03214, 0.029, 0.0355, 4, verdict="better", paper="paper 0.0321"), Figure(-0.5, NAN, NAN, 1, True)]
+    cells = [
+        Figure(0.03214, 0.029, 0.0355, 4, verdict="better", paper="paper 0.0321"),
+        Figure(-0.5, NAN, NAN, 1, True),
+    ]
     lines = [
         {"keep": label, "model": name, "metric 0 (%)": cells[0], "metric 1 (%)": cells[1]}
         for name in ("kv_cat0", "kv_cat1")
@@ -27,7 +38,9 @@ def check_structure(text):
     assert text.count("\\begin{table}") == text.count("\\end{table}")
     plain = re.sub(r"\\[{}\\]", "", text)
     assert plain.count("{") == plain.count("}")
-    for letters, body in re.findall(r"\\begin\{tabular\}\{@\{\}([lr]+)@\{\}\}(.*?)\\end\{tabular\}", text, flags=re.S):
+    for letters, body in re.findall(
+        r"\\begin\{tabular\}\{@\{\}([lr]+)@\{\}\}(.*?)\\end\{tabular\}", text, flags=re.S
+    ):
         cells = re.sub(r"\\shortstack\[r\]\{.*?\}\}|\\&", "", body)
         lines = [line for line in cells.splitlines() if line.rstrip().endswith("\\\\")]
         assert lines
@@ -55,17 +68,30 @@ def test_no_text_can_break_a_latex_table(text):
     assert "{}[" in latex(table(label="[a]"), "tab:x")
 
 
-def test_gain_and_what_a_user_gets_are_drawn_on_one_scale_with_a_line_per_method(tmp_path):
-    records = made_up_records(("base", "kvcat"), 3, ("attention-matching", "snapkv"))
-    results = read_results(write_results(tmp_path / "r", records))
-    headline = headline_plot(results)
-    assert [title for title, _ in headline.panels] == ["KL, attention-matching", "NLL compact, attention-matching"]
-    plot = difference_plot(results, "kvcat", "base")
-    panels = list(Canvas().subplots(1, 2))
-    plot._draw(panels)
-    assert [title for title, _ in plot.panels] == ["KL: kvcat minus base", "NLL compact: kvcat minus base"]
-    assert panels[0].get_ylim() == panels[1].get_ylim()
-    assert panels[0].get_legend_handles_labels()[1] == ["attention-matching", "snapkv"]
-    levels = Canvas().subplots()
-    headline.panels[1][1](levels)
-    assert levels.get_legend_handles_labels()[1] == ["base", "kvcat", "whole cache"]
+def test_gain_and_what_a_user_gets_are_drawn_on_one_scale_with_a_line_per_method(results):
+    plot = difference_plot(results, "kvcat", "base").draw()
+    kl, nll = plot.panels
+    assert kl.get_title() == "KL: kvcat minus base"
+    assert nll.get_title() == "NLL compact: kvcat minus base"
+    assert kl.get_ylim() == nll.get_ylim()
+    assert kl.get_legend_handles_labels()[1] == ["attention-matching", "snapkv"]
+
+
+def test_the_headline_has_a_line_per_model_and_the_level_of_the_whole_cache(results):
+    kl, nll = headline_plot(results).draw().panels
+    assert kl.get_title() == "KL, attention-matching"
+    assert nll.get_title() == "NLL compact, attention-matching"
+    assert nll.get_legend_handles_labels()[1] == ["base", "kvcat", "whole cache"]
+
+
+def test_each_image_holds_one_panel_without_its_title(results):
+    plot = headline_plot(results).draw()
+    images = plot.images()
+    assert [title for title, _ in images] == [
+        "KL, attention-matching",
+        "NLL compact, attention-matching",
+    ]
+    kl, nll = (b64decode(address.partition(",")[2]).decode() for _, address in images)
+    assert ("KL (nats/token" in kl, "NLL compact (nats/token" in kl) == (True, False)
+    assert ("KL (nats/token" in nll, "NLL compact (nats/token" in nll) == (False, True)
+    assert "attention-matching" not in kl + nll

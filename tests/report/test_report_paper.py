@@ -8,7 +8,7 @@ from statistics import mean
 import numpy as np
 import pytest
 
-from kvcat.evals.statistics import mcnemar
+from kvcat.evals.intervals import mcnemar
 from kvcat.report.paper import paper_tables
 
 PAPER = Path(__file__).resolve().parents[3] / "shared" / "paper" / "kv-cat.tex"
@@ -36,7 +36,7 @@ def rows(**fields):
 
 def parts(**fields):
     """The same without the paper's own averages."""
-    return [row for row in rows(**fields) if row.group not in ("average", "total")]
+    return [row for row in rows(**fields) if row.stratum not in ("average", "total")]
 
 
 def value(**fields):
@@ -70,16 +70,23 @@ def test_every_cell_is_what_the_papers_source_prints_in_its_order(label):
     source = PAPER.read_text(encoding="utf-8")
     source = source[source.index(f"\\label{{{label}}}") :]
     body = source[source.index("\\midrule" if "\\midrule" in source[:3000] else "\\hline") :]
-    body = re.sub(r"\\multirow\{\d+\}|\\rotatebox\[.*?\]|\{90\}|\\cmidrule\([lr]+\)\{[\d-]+\}", "", body)
+    body = re.sub(
+        r"\\multirow\{\d+\}|\\rotatebox\[.*?\]|\{90\}|\\cmidrule\([lr]+\)\{[\d-]+\}", "", body
+    )
     body = body[: body.index("\\end{tabular}")].replace("\\textbf", "").replace("\\%", "%")
-    cells = [re.sub(r"[{}\s*]|\\[a-z]+rule|\\hline", "", cell) for cell in re.split(r"\\\\|&", body)]
+    cells = [
+        re.sub(r"[{}\s*]|\\[a-z]+rule|\\hline", "", cell) for cell in re.split(r"\\\\|&", body)
+    ]
     keeps = {f"{100 * keep:g}%" for keep in NEEDLE_KEEPS} | {f"{keep:.2f}" for keep in NEEDLE_KEEPS}
     figures = [cell for cell in cells if re.fullmatch(r"[\d.]+%?", cell) and cell not in keeps]
     assert figures == [row.printed for row in rows(table=label)]
 
 
 def test_averages_are_over_six_tasks_and_nine_keep_ratios():
-    for average in [*rows(table=QA, group="average"), *rows(table=QA_POLICIES, group="average")]:
+    for average in [
+        *rows(table=QA, stratum="average"),
+        *rows(table=QA_POLICIES, stratum="average"),
+    ]:
         cells = parts(table=average.table, model=average.model, variant=average.variant)
         assert len(cells) == 6  # the paper says eight, and its appendix names seven
         assert agrees(average, mean(cell.value for cell in cells))
@@ -88,19 +95,31 @@ def test_averages_are_over_six_tasks_and_nine_keep_ratios():
         cells = parts(table=NEEDLE, model=model, variant=variant)
         assert tuple(cell.keep_ratio for cell in cells) == NEEDLE_KEEPS
         means[model, variant] = mean(cell.value for cell in cells)
-        assert agrees(*rows(table=NEEDLE, model=model, variant=variant, group="average"), means[model, variant])
-    assert [round(100 * (means[m, "kv-cat"] - means[m, "base"]), 1) for m in (SMALL, LARGE)] == [6.4, 5.2]
-    base, ours = (mean(c.value for c in parts(table=QA, model=LARGE, variant=v)) for v in ("base", "kv-cat"))
-    assert 100 * (ours - base) == pytest.approx(-0.567, abs=0.001)  # printed: .5, a difference of rounded averages
+        assert agrees(
+            *rows(table=NEEDLE, model=model, variant=variant, stratum="average"),
+            means[model, variant],
+        )
+    assert [round(100 * (means[m, "kv-cat"] - means[m, "base"]), 1) for m in (SMALL, LARGE)] == [
+        6.4,
+        5.2,
+    ]
+    base, ours = (
+        mean(c.value for c in parts(table=QA, model=LARGE, variant=v)) for v in ("base", "kv-cat")
+    )
+    assert 100 * (ours - base) == pytest.approx(
+        -0.567, abs=0.001
+    )  # printed: .5, a difference of rounded averages
 
 
 def test_the_longbench_cells_are_whole_numbers_of_rows_and_no_total_differs_significantly():
     counts = {}
-    for total in rows(table=LONGBENCH, group="total"):
+    for total in rows(table=LONGBENCH, stratum="total"):
         cells = parts(table=LONGBENCH, keep_ratio=total.keep_ratio, variant=total.variant)
         assert sum(cell.num_examples for cell in cells) == total.num_examples == 221
         right = [round(cell.value * cell.num_examples) for cell in cells]
-        assert all(agrees(cell, n / cell.num_examples) for cell, n in zip(cells, right, strict=True))
+        assert all(
+            agrees(cell, n / cell.num_examples) for cell, n in zip(cells, right, strict=True)
+        )
         assert agrees(total, sum(right) / 221)
         counts[total.keep_ratio, total.variant] = sum(right)
     pairs = [(counts[keep, "base"], counts[keep, "kv-cat"]) for keep in (0.1, 0.2, 0.5)]
@@ -109,7 +128,11 @@ def test_the_longbench_cells_are_whole_numbers_of_rows_and_no_total_differs_sign
 
 
 def test_the_headline_ratios_are_the_best_cells_of_their_tables():
-    assert [r.value for r in rows(table=SUFFIX, model=SMALL, variant="base", keep_ratio=0.05)] == [0.780, 0.0562, 0.885]
+    assert [r.value for r in rows(table=SUFFIX, model=SMALL, variant="base", keep_ratio=0.05)] == [
+        0.780,
+        0.0562,
+        0.885,
+    ]
     suffix, needle = (
         {
             (m, k): improvement(metric, table=table, model=m, keep_ratio=k)
@@ -119,11 +142,16 @@ def test_the_headline_ratios_are_the_best_cells_of_their_tables():
             (SUFFIX, "delta_ppl", (0.05, 0.1, 0.2, 0.4)), (NEEDLE, "exact_match", NEEDLE_KEEPS)
         )
     )  # fmt: skip
-    assert (max(suffix, key=suffix.__getitem__), max(needle, key=needle.__getitem__)) == ((LARGE, 0.1), (SMALL, 0.5))
+    assert (max(suffix, key=suffix.__getitem__), max(needle, key=needle.__getitem__)) == (
+        (LARGE, 0.1),
+        (SMALL, 0.5),
+    )
     assert (suffix[LARGE, 0.1], needle[SMALL, 0.5]) == pytest.approx((3.21, 1.68), abs=0.005)
     cells = rows(table=DOMAINS, variant="base")
     ratios = {
-        (c.group, c.keep_ratio, c.metric): improvement(c.metric, table=DOMAINS, group=c.group, keep_ratio=c.keep_ratio)
+        (c.stratum, c.keep_ratio, c.metric): improvement(
+            c.metric, table=DOMAINS, stratum=c.stratum, keep_ratio=c.keep_ratio
+        )
         for c in cells
     }
     assert ratios["WikiText-103", 0.1, "delta_ppl"] == pytest.approx(5.29, abs=0.005)
@@ -131,19 +159,26 @@ def test_the_headline_ratios_are_the_best_cells_of_their_tables():
 
 
 def test_the_ablation_tables_repeat_the_main_ones_and_the_router_is_best_in_every_cell():
-    for (table, main), variant in itertools.product(((QA_POLICIES, QA), (SUFFIX_POLICIES, SUFFIX)), ("base", "kv-cat")):
-        repeated = {(c.group, str(c.keep_ratio), c.metric): c.printed for c in rows(table=table, variant=variant)}
+    for (table, main), variant in itertools.product(
+        ((QA_POLICIES, QA), (SUFFIX_POLICIES, SUFFIX)), ("base", "kv-cat")
+    ):
+        repeated = {
+            (c.stratum, str(c.keep_ratio), c.metric): c.printed
+            for c in rows(table=table, variant=variant)
+        }
         printed = rows(table=main, variant=variant, model=SMALL)
-        assert repeated == {(c.group, str(c.keep_ratio), c.metric): c.printed for c in printed}
+        assert repeated == {(c.stratum, str(c.keep_ratio), c.metric): c.printed for c in printed}
     for cell in rows(table=SUFFIX_POLICIES, variant="kv-cat"):
         others = rows(table=SUFFIX_POLICIES, keep_ratio=cell.keep_ratio, metric=cell.metric)
         choose = max if cell.metric == "top1" else min
         assert choose(others, key=lambda c: c.value).variant == "kv-cat"
 
 
-@pytest.mark.parametrize(("group", "validation", "test"), [("arc_easy", 570, 1000), ("arc_challenge", 299, 1000)])
-def test_the_arc_figures_are_impossible_on_the_validation_split(group, validation, test):
-    cells = [cell for table in (QA, QA_POLICIES) for cell in rows(table=table, group=group)]
+@pytest.mark.parametrize(
+    ("task", "validation", "test"), [("arc_easy", 570, 1000), ("arc_challenge", 299, 1000)]
+)
+def test_the_arc_figures_are_impossible_on_the_validation_split(task, validation, test):
+    cells = [cell for table in (QA, QA_POLICIES) for cell in rows(table=table, stratum=task)]
     fits = {n: all(agrees(c, round(c.value * n) / n) for c in cells) for n in (validation, test)}
     assert fits == {validation: False, test: True}
 

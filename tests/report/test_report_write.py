@@ -5,15 +5,26 @@ from html.parser import HTMLParser
 
 import pandas as pd
 import pytest
-from report_examples import made_up_longbench, made_up_needle, made_up_records, write_results, write_run
+from report_examples import (
+    made_up_longbench,
+    made_up_needle,
+    made_up_records,
+    write_results,
+    write_run,
+)
 
 from kvcat.cli.evaluate import report as report_command
 from kvcat.errors import InputError
 from kvcat.evals import compare_models, summarise
-from kvcat.report import write_report
+from kvcat.report import write_report as write_with_all_draws
 from tiny import refusal
 
+DRAWS = 200
 VOID = {"meta", "link", "br", "img"}
+
+
+def write_report(*args, **options):
+    return write_with_all_draws(*args, num_resamples=DRAWS, **options)
 
 
 class Balanced(HTMLParser):
@@ -38,9 +49,16 @@ MODELS, METHODS = ("base", "control", "kvcat"), ("attention-matching", "gradient
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
     root = tmp_path_factory.mktemp("report")
-    folder = write_results(root / "results", made_up_records(MODELS, 4, METHODS), prefix_len=192, suffix_len=64)
-    runs = {"control": write_run(root / "control", "control"), "kvcat": write_run(root / "kvcat", "router")}
-    return write_report([folder], root / "out", title="A <title>", runs=runs, context={"cost": "1 < 2 minutes"})
+    folder = write_results(
+        root / "results", made_up_records(MODELS, 4, METHODS), prefix_len=192, suffix_len=64
+    )
+    runs = {
+        "control": write_run(root / "control", "control"),
+        "kvcat": write_run(root / "kvcat", "router"),
+    }
+    return write_report(
+        [folder], root / "out", title="A <title>", runs=runs, context={"cost": "1 < 2 minutes"}
+    )
 
 
 def test_the_page_is_well_formed_makes_no_request_and_all_links_reach(report):
@@ -55,31 +73,65 @@ def test_the_page_is_well_formed_makes_no_request_and_all_links_reach(report):
 
 def test_the_page_opens_with_three_figures_then_differences_drawn_and_as_a_table(report):
     text = report.read_text()
-    tiles = re.findall(r'<div class="tile (.*?)">\s*<p>(.*?)</p>\s*<p class="big">(.*?)</p>\s*<p>(\[.*?\])', text)
+    tiles = re.findall(
+        r'<div class="tile (.*?)">\s*<p>(.*?)</p>\s*<p class="big">(.*?)</p>\s*<p>(\[.*?\])', text
+    )
     assert [tile[1] for tile in tiles] == [
         "KL, ratio to control", "NLL on the compact cache, minus control", "Dense loss, minus control",
     ]  # fmt: skip
     rows = pd.read_csv(report.parent / "comparisons.csv").set_index("metric")
-    rows = rows.query("method == 'attention-matching' and keep_ratio == 0.1 and reference == 'control'")
+    rows = rows.query(
+        "method == 'attention-matching' and keep_ratio == 0.1 and reference == 'control'"
+    )
     kl, dense = (rows[rows["model"] == "kvcat"].loc[name] for name in ("kl", "nll_dense"))
     assert float(tiles[0][2]) == pytest.approx(kl["ratio"], abs=5e-4)
     assert float(tiles[2][2]) == pytest.approx(dense["difference"], abs=5e-5)
-    assert [tile[0].split()[0] for tile in tiles[::2]] == [kl["verdict"], dense["verdict"]] == ["better", "worse"]
-    order = [text.index(part) for part in ('class="tiles"', "<figure>", "resample documents", "<table>", "framed")]
+    assert (
+        [tile[0].split()[0] for tile in tiles[::2]]
+        == [kl["verdict"], dense["verdict"]]
+        == ["better", "worse"]
+    )
+    order = [
+        text.index(part)
+        for part in ('class="tiles"', "<figure>", "resample documents", "<table>", "framed")
+    ]
     assert order == sorted(order)
-    for told in ("not training seeds", "No primary cell was named", "1 &lt; 2 minutes", "A &lt;title&gt;"):
+    for told in (
+        "not training seeds",
+        "No primary cell was named",
+        "1 &lt; 2 minutes",
+        "A &lt;title&gt;",
+    ):
         assert told in text
 
 
 def test_tables_plots_and_every_row_in_full_precision_stand_beside_the_page(report):
-    tables = "quality-attention-matching", "differences-kvcat-control", "differences-control-base", "costs"
-    assert all((report.parent / "tables" / f"{name}.{end}").exists() for name in tables for end in ("md", "tex"))
+    tables = (
+        "quality-attention-matching",
+        "differences-kvcat-control",
+        "differences-control-base",
+        "costs",
+    )
+    assert all(
+        (report.parent / "tables" / f"{name}.{end}").exists()
+        for name in tables
+        for end in ("md", "tex")
+    )
     for name in ("headline", "training", "differences-kvcat-control", "steps-kl"):
-        assert min(struct.unpack(">II", (report.parent / "plots" / f"{name}.png").read_bytes()[16:24])) > 400
+        assert (
+            min(struct.unpack(">II", (report.parent / "plots" / f"{name}.png").read_bytes()[16:24]))
+            > 400
+        )
     records = made_up_records(MODELS, 4, METHODS)
-    for name, frame in (("summary", summarise(records)), ("comparisons", compare_models(records, "control"))):
+    summary = summarise(records, num_resamples=DRAWS)
+    comparisons = compare_models(records, "control", num_resamples=DRAWS)
+    for name, frame in (("summary", summary), ("comparisons", comparisons)):
         written = pd.read_csv(report.parent / f"{name}.csv")
-        keys = [key for key in ("model", "reference", "method", "keep_ratio", "step", "metric") if key in frame]
+        keys = [
+            key
+            for key in ("model", "reference", "method", "keep_ratio", "step", "metric")
+            if key in frame
+        ]
         both = frame.astype({"step": float}).merge(written, on=keys, suffixes=("", "_written"))
         value = "value" if name == "summary" else "difference"
         assert len(both) > 50
@@ -89,19 +141,34 @@ def test_tables_plots_and_every_row_in_full_precision_stand_beside_the_page(repo
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return write_results(tmp_path_factory.mktemp("results") / "r", made_up_records(("base",), 3, ("snapkv",)))
+    return write_results(
+        tmp_path_factory.mktemp("results") / "r", made_up_records(("base",), 3, ("snapkv",))
+    )
 
 
-def test_folders_of_one_name_get_sections_and_the_same_files_again_and_one_model_its_own_figures(folder, tmp_path):
+def test_folders_of_one_name_get_sections_and_the_same_files_again_and_one_model_its_own_figures(
+    folder, tmp_path
+):
     other = write_results(tmp_path / "code" / "r", made_up_longbench(skill=0.25), "longbench")
     write_report([other], tmp_path / "b")  # what it leaves there is replaced
     pages = [write_report([folder, other, folder], tmp_path / name) for name in "ab"]
-    files = [{f.relative_to(p.parent): f.read_bytes() for f in p.parent.rglob("*") if f.is_file()} for p in pages]
+    files = [
+        {f.relative_to(p.parent): f.read_bytes() for f in p.parent.rglob("*") if f.is_file()}
+        for p in pages
+    ]
     assert files[0] == files[1]
-    names = {name.name.partition("-quality")[0] for name in files[0] if name.match("tables/*-quality-*.tex")}
+    names = {
+        name.name.partition("-quality")[0]
+        for name in files[0]
+        if name.match("tables/*-quality-*.tex")
+    }
     assert len(names) == 2
     text = pages[0].read_text()
-    for told in ("LongBench v2 (", "Not a result, base: dense accuracy", "One model: nothing to compare"):
+    for told in (
+        "LongBench v2 (",
+        "Not a result, base: dense accuracy",
+        "One model: nothing to compare",
+    ):
         assert told in text
 
 
@@ -109,7 +176,9 @@ def test_beside_a_model_that_was_stopped_in_its_baselines_the_others_are_shown(t
     records = made_up_needle(per_depth=4)
     stopped = [r for r in records if r.model == "base" and r.method in ("dense", "no-context")]
     records = stopped + [r for r in records if r.model == "kvcat"]
-    text = write_report([write_results(tmp_path / "r", records, "needle")], tmp_path / "out").read_text()
+    text = write_report(
+        [write_results(tmp_path / "r", records, "needle")], tmp_path / "out"
+    ).read_text()
     assert "kvcat" in text.partition("gradient")[2]
 
 
@@ -132,7 +201,9 @@ def test_damaged_results_are_one_line_before_anything_is_written(name, changes, 
         first = json.loads(stream.readline())
         stream.seek(0, 2)
         stream.write(json.dumps({**first, **changes}) + "\n")
-    assert line in refusal(write_report, [folder], tmp_path / "out", title="T", runs={"kvcat": folder})
+    assert line in refusal(
+        write_report, [folder], tmp_path / "out", title="T", runs={"kvcat": folder}
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -154,10 +225,16 @@ def test_what_cannot_be_reported_is_one_line_before_anything_is_written(folder, 
 
 
 def test_a_run_of_one_step_and_perfect_compression_are_drawn(tmp_path):
-    records = [r for r in made_up_records(num_documents=3, methods=("snapkv",)) if r.keep_ratio == 0.2]
+    records = [
+        r for r in made_up_records(num_documents=3, methods=("snapkv",)) if r.keep_ratio == 0.2
+    ]
     for own in records:
         own.values.update(kl=0.0, delta_nll=0.0, delta_ppl=0.0)
     run = tmp_path / "run"
     run.mkdir()
-    (run / METRICS).write_text(json.dumps({"kind": "train", "step": 1, "dense_loss": 2.0, "kept": {}}) + "\n")
-    assert write_report([write_results(tmp_path / "r", records)], tmp_path / "out", title="t", runs={"kvcat": run})
+    (run / METRICS).write_text(
+        json.dumps({"kind": "train", "step": 1, "dense_loss": 2.0, "kept": {}}) + "\n"
+    )
+    assert write_report(
+        [write_results(tmp_path / "r", records)], tmp_path / "out", title="t", runs={"kvcat": run}
+    )

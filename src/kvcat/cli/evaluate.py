@@ -52,7 +52,7 @@ class Evaluation:
 
         from kvcat.evals import configuration, evaluate
         from kvcat.models import load_tokenizer
-        from kvcat.report import headline_text, write_report
+        from kvcat.report import headline_text, read_results, write_report
 
         settings = self.settings()
         speed = settings.pop("speed", False)
@@ -77,9 +77,10 @@ class Evaluation:
         if count > 1:
             print(f"shard {index} of {count} is done; when all are: kvcat report {' '.join(map(str, tasks))}")
             return
-        page = write_report(list(tasks), self.out / "report")
-        for folder in tasks:
-            print(headline_text(folder))
+        results = [read_results(folder) for folder in tasks]
+        page = write_report(results, self.out / "report")
+        for result in results:
+            print(headline_text(result))
         print(page)
 
 

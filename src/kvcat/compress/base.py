@@ -54,6 +54,28 @@ class Compressor(ABC):
         for slots in sizes:
             yield next(caches) if slots < trace.num_slots else trace.dense_cache()
 
+    @property
+    def last_step(self) -> int | None:
+        """Step of the last snapshot; None for a method without steps."""
+        return None
+
+    def snapshots(
+        self, trace: Trace, *, keep_ratio: float | int | None = None, num_slots: int | None = None
+    ) -> Iterator[tuple[int | None, CompactCache]]:
+        """Steps taken and the compact cache after them; a method without steps gives one, after None.
+
+        Raises:
+            InputError: as a plain call.
+        """
+        return iter([(None, self(trace, keep_ratio=keep_ratio, num_slots=num_slots))])
+
+    def each_snapshots(
+        self, trace: Trace, keep_ratios: Sequence[float | int]
+    ) -> Iterator[Iterator[tuple[int | None, CompactCache]]]:
+        """The snapshots of several keep ratios, in their order; the work that they share is done once."""
+        for cache in self.each(trace, keep_ratios):
+            yield iter([(None, cache)])
+
     @abstractmethod
     def compress(self, trace: Trace, sizes: Sequence[int]) -> Iterator[CompactCache]:
         """The compact caches of several numbers of slots, in their order."""

@@ -1,8 +1,9 @@
-"""What compression and answers from a compact cache take: seconds, memory, tokens per second."""
+"""What compression and answers from a compact cache cost: seconds, memory, tokens per second."""
 
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -11,77 +12,133 @@ from kvcat.cache import CompactCache
 from kvcat.compress import Trace
 from kvcat.models import plain_generation, positions_of
 
-MAX_RUNS, MAX_SECONDS = 3, 2.0
-PROMPT, ANSWER = 32, 16  # tokens of the answers that are timed
+MAX_RUNS = 3
+MAX_SECONDS = 2.0
+PROMPT_TOKENS = 32  # of the answers that are timed
+ANSWER_TOKENS = 16
+_TIMED_ANSWERS = 2
+_MIB = 2**20
 Step = int | None
+Snapshots = Iterator[tuple[Step, CompactCache]]
+Clock = Callable[[], float]
 T = TypeVar("T")
 
 
-def measure(
-    make: Callable[[], Iterator[tuple[Step, CompactCache]]], use: Callable[[CompactCache], T], *, cuda: bool = False
-) -> list[tuple[dict[str, Any], T]]:
-    """Cost of the caches that ``make`` yields, each with what ``use`` made of it outside the measurement.
+class Meter:
+    """Seconds and peak memory, added up over the blocks of ``measured``.
 
-    A cost is the cache's step, its bytes, and seconds and peak memory until then: what torch allocated on CUDA above
-    what stood before the first, else None. Work of at most ``MAX_SECONDS`` runs ``MAX_RUNS`` times; seconds are the
-    median. The first run of a process is slower than the rest: call ``make`` once before.
+    The peak is what torch allocated on CUDA above what it held when the meter was made; else None.
     """
-    used, runs = [], list[list[dict[str, Any]]]()
-    while not runs or (len(runs) < MAX_RUNS and runs[0][-1]["seconds"] <= MAX_SECONDS):
-        costs = []
-        for cache, cost in _timed(make, cuda):
-            costs.append(cost)
-            if not runs:
-                used.append(use(cache))
-        runs.append(costs)
-    for same in zip(*runs, strict=True):
-        same[0].update(seconds=statistics.median(cost["seconds"] for cost in same), runs=len(runs))
-    return list(zip(runs[0], used, strict=True))
 
+    def __init__(self, *, cuda: bool, clock: Clock = time.perf_counter) -> None:
+        self.seconds = 0.0
+        self.peak_mib: float | None = None
+        self._cuda = cuda
+        self._clock = clock
+        self._bytes_before = torch.cuda.memory_allocated() if cuda else 0
 
-def _timed(
-    make: Callable[[], Iterator[tuple[Step, CompactCache]]], cuda: bool
-) -> Iterator[tuple[CompactCache, dict[str, Any]]]:
-    """The caches of one run, each with its cost until then."""
-    caches, seconds, peak = None, 0.0, None
-    before = torch.cuda.memory_allocated() if cuda else 0
-    while True:
-        if cuda:
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Count what the block uses."""
+        if self._cuda:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-        begun = time.perf_counter()
-        caches = make() if caches is None else caches
-        step, cache = next(caches, (None, None))
-        if cuda:
+        begun = self._clock()
+        yield
+        if self._cuda:
             torch.cuda.synchronize()
-        seconds += time.perf_counter() - begun
-        if cuda:
-            peak = max(peak or 0.0, (torch.cuda.max_memory_allocated() - before) / 2**20)
-        if cache is None:
-            return
-        yield cache, {"step": step, "seconds": seconds, "peak_mib": peak, "bytes": cache.nbytes}
+        self.seconds += self._clock() - begun
+        if self._cuda:
+            peak = (torch.cuda.max_memory_allocated() - self._bytes_before) / _MIB
+            self.peak_mib = max(self.peak_mib or 0.0, peak)
+
+
+def measure(
+    make: Callable[[], Snapshots],
+    use: Callable[[CompactCache], T],
+    *,
+    cuda: bool = False,
+    max_seconds: float = MAX_SECONDS,
+    clock: Clock = time.perf_counter,
+) -> list[tuple[dict[str, Any], T]]:
+    """Cost of each cache that ``make`` yields, with the result of ``use`` on it.
+
+    A cost has the cache's step and bytes, and the seconds and peak memory of ``make`` until it
+    yielded the cache, without those of ``use``. Work of at most ``max_seconds`` runs ``MAX_RUNS``
+    times; seconds are the median. The first run of a process is slower: call ``make`` once before.
+    """
+    results: list[T] = []
+
+    def add_result(cache: CompactCache) -> None:
+        results.append(use(cache))
+
+    costs = _costs_of_run(make, add_result, Meter(cuda=cuda, clock=clock))
+    runs = [costs]
+    while len(runs) < MAX_RUNS and costs[-1]["seconds"] <= max_seconds:
+        runs.append(_costs_of_run(make, None, Meter(cuda=cuda, clock=clock)))
+    for index, cost in enumerate(costs):
+        cost["seconds"] = statistics.median(run[index]["seconds"] for run in runs)
+        cost["runs"] = len(runs)
+    return list(zip(costs, results, strict=True))
+
+
+def _costs_of_run(
+    make: Callable[[], Snapshots], use: Callable[[CompactCache], None] | None, meter: Meter
+) -> list[dict[str, Any]]:
+    """The costs of one run, in the order of the caches."""
+    costs = []
+    with meter.measured():
+        snapshots = make()
+        snapshot = next(snapshots, None)
+    while snapshot is not None:
+        step, cache = snapshot
+        costs.append(
+            {
+                "step": step,
+                "seconds": meter.seconds,
+                "peak_mib": meter.peak_mib,
+                "bytes": cache.nbytes,
+            }
+        )
+        if use is not None:
+            use(cache)
+        with meter.measured():
+            snapshot = next(snapshots, None)
+    return costs
 
 
 @torch.no_grad()
 def answer_speed(trace: Trace, cache: CompactCache) -> dict[str, float]:
-    """Seconds to the first token of an answer, ``ttft``, and ``tokens_per_s`` after it; ``_dense`` on the dense cache.
+    """Seconds to the first token of an answer, ``ttft``, and ``tokens_per_s`` after it.
 
-    Decoded greedily, the fastest of two runs each; nothing where an answer exceeds the model's positions.
+    The same on the dense cache ends in ``_dense``. Answers are decoded greedily, and the fastest
+    of two runs counts. Empty if an answer would exceed the model's positions.
     """
-    model = trace.model
-    prompt = trace.input_ids[:1, 1 : 1 + PROMPT]  # any tokens but the document from its beginning
-    if trace.prefix_len + prompt.shape[1] + ANSWER > positions_of(model.config):
+    # any tokens but the document from its beginning
+    prompt = trace.input_ids[:1, 1 : 1 + PROMPT_TOKENS]
+    num_tokens = trace.prefix_len + prompt.shape[1] + ANSWER_TOKENS
+    if num_tokens > positions_of(trace.model.config):
         return {}
-
-    def seconds(own: CompactCache, count: int) -> float:
-        begun = time.perf_counter()
-        with plain_generation(model, max_new_tokens=count, min_new_tokens=count) as settings:
-            inputs = own.inputs(model, prompt, any_length=True)
-            model.generate(**inputs, generation_config=settings).cpu()  # type: ignore[operator]
-        return time.perf_counter() - begun
-
     speed = {}
-    for name, own in (("", cache.select([0])), ("_dense", trace.dense_cache().select([0]))):
-        first, whole = (min(seconds(own, count) for _ in range(2)) for count in (1, ANSWER))
-        speed |= {f"ttft{name}": first, f"tokens_per_s{name}": (ANSWER - 1) / max(whole - first, 1e-9)}
+    for ending, timed in (("", cache), ("_dense", trace.dense_cache())):
+        first = _seconds_of_answer(trace, timed.select([0]), prompt, 1)
+        whole = _seconds_of_answer(trace, timed.select([0]), prompt, ANSWER_TOKENS)
+        speed[f"ttft{ending}"] = first
+        speed[f"tokens_per_s{ending}"] = (ANSWER_TOKENS - 1) / max(whole - first, 1e-9)
     return speed
+
+
+def _seconds_of_answer(
+    trace: Trace, cache: CompactCache, prompt: torch.Tensor, num_tokens: int
+) -> float:
+    """Seconds until so many tokens are decoded after a prompt, the fastest of two runs."""
+    model: Any = trace.model
+    seconds = []
+    for _ in range(_TIMED_ANSWERS):
+        begun = time.perf_counter()
+        limits = {"max_new_tokens": num_tokens, "min_new_tokens": num_tokens}
+        with plain_generation(model, **limits) as settings:
+            inputs = cache.inputs(model, prompt, any_length=True)
+            model.generate(**inputs, generation_config=settings).cpu()  # waits for the device
+        seconds.append(time.perf_counter() - begun)
+    return min(seconds)

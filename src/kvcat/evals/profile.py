@@ -1,102 +1,159 @@
-"""Compressibility profile: the KL of the best cache found for a prefix against the number of its slots.
+"""Compressibility profile: the KL of the best cache found for a prefix against its slots.
 
-(N, epsilon, r)-compressibility asks for a cache of r(n) slots of every prefix a that serves every suffix b alike:
-|| M([a, b]) - M_{C,a}(b) || < epsilon. Here several methods fit a cache to the first half of the text behind a prefix,
-and the KL of the next-token distributions on the second half judges it. The smallest KL is an upper bound on that of
-the best cache on this suffix; it says nothing of other suffixes.
+(N, epsilon, r)-compressibility asks for a cache of r(n) slots of every prefix a that serves every
+suffix b alike: || M([a, b]) - M_{C,a}(b) || < epsilon. Here several methods fit a cache to the
+first half of the text after a prefix, and the KL of the next-token distributions on the second
+half judges it. The smallest KL is an upper bound on that of the best cache on this suffix; it says
+nothing about other suffixes.
 
-References: KV-CAT, section "KV Cache Compression: Problem Formulation", definition of (N, epsilon, r)-compressibility.
+References: KV-CAT, section "KV Cache Compression: Problem Formulation", definition of
+(N, epsilon, r)-compressibility.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from kvcat.errors import InputError
+from kvcat.evals.intervals import NO_ESTIMATE, ClusterBootstrap
 from kvcat.evals.records import Record
-from kvcat.evals.statistics import ClusterBootstrap, Estimate
 from kvcat.evals.task import Method
 
 METHODS = (
     Method("attention-matching"),
-    Method("gradient", {"init": "attention-matching", "num_steps": 40, "lr": 0.03, "schedule": "cosine"}),
+    Method(
+        "gradient",
+        {"init": "attention-matching", "num_steps": 40, "lr": 0.03, "schedule": "cosine"},
+    ),
     Method("snapkv"),
     Method("h2o"),
 )
-"""Methods among which the best cache is looked for where no others are named."""
+"""Methods of which the best cache is used where no others are named."""
 
 SUPERVISION = "first-half"
-"""The ``SuffixTask``'s supervision, so that no cache is judged by what it was fitted to."""
+"""The ``SuffixTask``'s supervision: no cache is judged by the text that it was fitted to."""
 
 BEST = "best"
 _WINDOW = ["model", "document", "window"]
 
 
 def slot_ratios(slots: Sequence[int], prefix_len: int) -> list[float]:
-    """Keep ratios of numbers of slots, 1, 2, 4, ... below the prefix's length where none are given.
+    """Keep ratios of numbers of slots; of 1, 2, 4, ... below the prefix's length if none are given.
 
     Raises:
-        InputError: one twice, or one outside [1, prefix_len].
+        InputError: a number twice, or one outside [1, prefix_len].
     """
-    slots = slots or [2**power for power in range((prefix_len - 1).bit_length())]
+    if not slots:
+        num_powers = (prefix_len - 1).bit_length()
+        slots = [2**power for power in range(num_powers)]
     if len(set(slots)) < len(slots):
         raise InputError(f"slots are {list(slots)}; give each once")
-    for count in slots:
-        if not 1 <= count <= prefix_len:
-            raise InputError(f"{count} slots are outside 1 to {prefix_len}, the tokens of a prefix")
-    return [count / prefix_len for count in sorted(slots)]
+    for num_slots in slots:
+        if not 1 <= num_slots <= prefix_len:
+            raise InputError(
+                f"{num_slots} slots are outside 1 to {prefix_len}, the tokens of a prefix"
+            )
+    return [num_slots / prefix_len for num_slots in sorted(slots)]
 
 
-def profile_table(records: Iterable[Record], prefix_len: int, *, num_resamples: int = 10_000) -> pd.DataFrame:
-    """One row per model, method and number of slots; errors are KL(dense || compact) in nats per token.
+def profile_table(
+    records: Iterable[Record], prefix_len: int, *, num_resamples: int = 10_000
+) -> pd.DataFrame:
+    """One row per model, method and number of slots; errors are KL(dense || compact), nats/token.
 
-    Columns: model; method, a label, or "best": for every window the cache of at most so many slots with the
-    smallest error; num_slots; mean over windows, with low and high, which resample documents; worst window;
-    ratio of the mean to the first model's on the same windows, with its interval (NaN for the first model);
-    num_windows; num_documents; chosen, of "best": how many windows each method's cache was taken for. Of a
-    method with steps the best step counts. ``records`` are of a ``SuffixTask``, complete for every model.
+    Columns: model; method, a label, or "best": for every window the cache with the smallest error
+    among those of at most so many slots; num_slots; mean over windows, with low and high, which
+    resample documents; worst window; ratio of the mean to the first model's on the same windows,
+    with its interval (NaN for the first model); num_windows; num_documents; chosen, of "best": for
+    how many windows each method's cache was the best. Of a method with steps the best step counts.
+    ``records`` are of a ``SuffixTask``, complete for every model.
 
     Raises:
         InputError: no records, or models with records of different caches: the run did not end.
     """
-    known = [(r.model, r.document, r.example, r.keep_ratio * prefix_len, r.method_label, r.values) for r in records]
-    found = pd.DataFrame(known, columns=[*_WINDOW, "num_slots", "method", "error"])
-    if found.empty or found.groupby(_WINDOW[1:]).size().nunique() > 1 or found["model"].value_counts().nunique() > 1:
-        raise InputError("there are no records, or windows and models have different ones: the run did not end")
-    found["error"], found["num_slots"] = found["error"].str["kl"], found["num_slots"].round().astype(int)
-    models, methods, counts = (list(found[name].unique()) for name in ("model", "method", "num_slots"))
-    # the smallest error stands first, and drop_duplicates keeps the first
-    caches = found.sort_values("error", kind="stable").drop_duplicates([*_WINDOW, "num_slots", "method"])
-    best = [caches[caches["num_slots"] <= count].drop_duplicates(_WINDOW) for count in counts]
-    best = [own.assign(chosen=own["method"], method=BEST, num_slots=n) for n, own in zip(counts, best, strict=True)]
-    cells = dict(list(pd.concat([*best, caches.assign(chosen="")]).groupby(["model", "method", "num_slots"])))
+    errors = _window_errors(records, prefix_len)
+    # the smallest error comes first, and drop_duplicates keeps the first
+    ascending = errors.sort_values("error", kind="stable")
+    caches = ascending.drop_duplicates([*_WINDOW, "num_slots", "method"])
+    frames = [caches.assign(chosen="")]
+    for num_slots in errors["num_slots"].unique():
+        best = caches[caches["num_slots"] <= num_slots].drop_duplicates(_WINDOW)
+        frames.append(best.assign(chosen=best["method"], method=BEST, num_slots=num_slots))
+    cells = dict(list(pd.concat(frames).groupby(["model", "method", "num_slots"])))
+    models = list(errors["model"].unique())
+    methods = [BEST, *errors["method"].unique()]
     rows = []
-    for model, method, count in product(models, [BEST, *methods], sorted(counts)):
-        own, first = (cells[label, method, count].sort_values(_WINDOW) for label in (model, models[0]))
-        bootstrap = ClusterBootstrap(list(own["document"]), num_resamples=num_resamples)
-        errors, others = own["error"].to_numpy(), first["error"].to_numpy()
-        mean, ratio = bootstrap.mean(errors), Estimate(np.nan)
-        if model != models[0]:
-            ratio = bootstrap.estimate(bootstrap.of_means(np.divide, errors, others))
-        chosen = ", ".join(f"{times} x {label}" for label, times in Counter(own["chosen"]).most_common() if label)
-        rows.append({
-            "model": model, "method": method, "num_slots": count, "mean": mean.value, "low": mean.low,
-            "high": mean.high, "worst": errors.max(), "ratio": ratio.value, "ratio_low": ratio.low,
-            "ratio_high": ratio.high, "num_windows": len(own), "num_documents": bootstrap.num_documents,
-            "chosen": chosen,
-        })  # fmt: skip
+    for model, method, num_slots in product(models, methods, sorted(errors["num_slots"].unique())):
+        windows = cells[model, method, num_slots]
+        reference = None if model == models[0] else cells[models[0], method, num_slots]
+        place = {"model": model, "method": method, "num_slots": num_slots}
+        rows.append({**place, **_profile_figures(windows, reference, num_resamples)})
     return pd.DataFrame(rows)
+
+
+def _window_errors(records: Iterable[Record], prefix_len: int) -> pd.DataFrame:
+    """The error of every cache on its window, once it is certain that none is missing."""
+    rows = [
+        {
+            "model": record.model,
+            "document": record.document,
+            "window": record.example,
+            "num_slots": round(record.keep_ratio * prefix_len),
+            "method": record.method_label,
+            "error": record.values["kl"],
+        }
+        for record in records
+    ]
+    errors = pd.DataFrame(rows, columns=[*_WINDOW, "num_slots", "method", "error"])
+    caches_per_window = errors.groupby(_WINDOW[1:]).size()
+    caches_per_model = errors["model"].value_counts()
+    if errors.empty or caches_per_window.nunique() > 1 or caches_per_model.nunique() > 1:
+        raise InputError(
+            "there are no records, or windows and models have different ones: the run did not end"
+        )
+    return errors
+
+
+def _profile_figures(
+    windows: pd.DataFrame, reference: pd.DataFrame | None, num_resamples: int
+) -> dict[str, Any]:
+    """Columns of one row, from a model's windows and those of the first model."""
+    windows = windows.sort_values(_WINDOW)
+    bootstrap = ClusterBootstrap(list(windows["document"]), num_resamples=num_resamples)
+    errors = windows["error"].to_numpy()
+    mean = bootstrap.mean(errors)
+    ratio = NO_ESTIMATE
+    if reference is not None:
+        reference_errors = reference.sort_values(_WINDOW)["error"].to_numpy()
+        ratio = bootstrap.estimate(bootstrap.of_means(np.divide, errors, reference_errors))
+    counts = Counter(windows["chosen"]).most_common()
+    return {
+        "mean": mean.value,
+        "low": mean.low,
+        "high": mean.high,
+        "worst": errors.max(),
+        "ratio": ratio.value,
+        "ratio_low": ratio.low,
+        "ratio_high": ratio.high,
+        "num_windows": len(windows),
+        "num_documents": bootstrap.num_documents,
+        "chosen": ", ".join(f"{count} x {method}" for method, count in counts if method),
+    }
 
 
 def profile_text(table: pd.DataFrame) -> str:
     """A ``profile_table`` as aligned text."""
-    shown = table.drop(columns=["num_windows", "num_documents"])
+    columns = table.drop(columns=["num_windows", "num_documents"])
+    rows = columns.to_string(index=False, na_rep="", float_format="{:.3g}".format)
+    num_windows = table["num_windows"].max()
+    num_documents = table["num_documents"].max()
     return (
-        f"KL(dense || compact), nats per token, of {table['num_windows'].max()} windows of "
-        f"{table['num_documents'].max()} documents. Caches were fitted to the first half of the suffix and are judged "
-        f"on the second, by which the best one is chosen, too; ratio: to the first model's mean.\n\n"
-        f"{shown.to_string(index=False, na_rep='', float_format='{:.3g}'.format)}\n"
+        f"KL(dense || compact), nats per token, of {num_windows} windows of {num_documents} "
+        f"documents. Caches were fitted to the first half of the suffix and are judged on the "
+        f"second, by which the best one is chosen, too; ratio: to the first model's mean.\n\n"
+        f"{rows}\n"
     )

@@ -32,10 +32,6 @@ from kvcat.evals.answers import read_rows
 from kvcat.evals.task import Baseline, Prepared, Task, Values, check_fits
 from kvcat.tokenization import closing_ids, opening_ids
 
-SIX = ("hellaswag", "winogrande", "piqa", "openbookqa", "arc_easy", "arc_challenge")
-AVERAGES = {"six": SIX, "seven": (*SIX, "social_i_qa"), "eight": (*SIX, "social_i_qa", "commonsense_qa")}
-"""Averages over tasks: ``six`` is the paper's table, ``seven`` adds Social IQa, ``eight`` CommonsenseQA."""
-
 Row = Mapping[str, Any]
 
 

@@ -1,4 +1,4 @@
-"""The one loop behind every evaluation: models, batches, baselines, compressors; records that survive a kill."""
+"""The loop behind every evaluation: models, batches, baselines, compressors; resumable records."""
 
 import json
 import sys
@@ -15,35 +15,55 @@ from kvcat.cache import CompactCache, fingerprint, fingerprint_like
 from kvcat.compress import Compressor, seeded_compressor, takes_seed
 from kvcat.errors import InputError, check_least
 from kvcat.evals.costs import Step, answer_speed, measure
+from kvcat.evals.metrics import EVALUATIONS, Evaluation
 from kvcat.evals.records import Record, ResultsFolder, Shard
-from kvcat.evals.statistics import EVALUATIONS, Evaluation
-from kvcat.evals.task import Baseline, Method, Prepared, Task, Values, check_keep_ratios, manifest
+from kvcat.evals.task import (
+    Baseline,
+    Method,
+    Prepared,
+    Task,
+    Values,
+    check_keep_ratios,
+    manifest,
+)
 from kvcat.provenance import provenance
 
-Models = Mapping[str, tuple[PreTrainedModel, Any]]  # label to model and tokenizer
-Steps = list[tuple[Step, list[Values]]]
+Models = Mapping[str, tuple[PreTrainedModel, Any]]
+"""Label to model and tokenizer."""
+Primary = tuple[str, float, str]
+"""The cell that decides: method with its options, keep ratio, metric."""
+Scores = list[tuple[Step, list[Values]]]
+"""For each step the values of every example of a batch."""
 
 
 @dataclass(frozen=True)
 class _Job:
     """A method with one seed, or a baseline."""
 
-    method: Method  # with its keep ratios and its number of examples
-    compressor: Compressor | None = None  # None: a baseline
+    name: str
+    options: Mapping[str, Any]
+    keep_ratios: tuple[float, ...]
+    num_examples: int  # only the first
     seed: int | None = None
+    compressor: Compressor | None = None  # None: a baseline
 
     @property
-    def keep_ratios(self) -> tuple[float, ...]:
-        return self.method.keep_ratios or ()
+    def last_step(self) -> Step:
+        """Step of the last record of an example."""
+        return None if self.compressor is None else self.compressor.last_step
 
-    def caches(self, trace: Any, keep_ratios: Sequence[float]) -> Iterator[Iterator[tuple[Step, CompactCache]]]:
-        """For each keep ratio the batch's compact caches by step; None is the step of a method without steps."""
-        if hasattr(self.compressor, "snapshots"):
-            for keep_ratio in keep_ratios:
-                yield self.compressor.snapshots(trace, keep_ratio=keep_ratio)  # type: ignore[union-attr]
-        else:
-            for cache in self.compressor.each(trace, keep_ratios):  # type: ignore[union-attr]
-                yield iter([(None, cache)])
+
+@dataclass(frozen=True)
+class _Batch:
+    """Examples that share a trace, with the jobs that they are scored by."""
+
+    examples: Sequence[Any]
+    jobs: list[_Job]
+
+    @property
+    def num_scores(self) -> int:
+        """Number of examples over all jobs and keep ratios."""
+        return len(self.examples) * sum(len(job.keep_ratios) for job in self.jobs)
 
 
 def evaluate(
@@ -56,165 +76,197 @@ def evaluate(
     batch_size: int = 16,
     seeds: Sequence[int] = (0,),
     shard: Shard = (0, 1),
-    primary: tuple[str, float, str] | None = None,
+    primary: Primary | None = None,
     speed: bool = False,
     progress: bool = True,
 ) -> list[Record]:
-    """Records of every model, baseline, method, keep ratio, seed and example, also those of earlier runs.
+    """Records of every model, baseline, method, keep ratio, seed and example.
 
-    One trace per batch serves all methods. A method with snapshots gives one record per snapshot. The same
-    call after a kill does what is missing and ends with the same records. What each method took on the first
-    batch stands in ``costs.jsonl``, versions and hardware in ``provenance.jsonl``.
+    Records of earlier runs in the folder are among them. One trace per batch serves all methods. A
+    method with snapshots gives one record per snapshot. The same call after a kill does what is
+    missing and ends with the same records. The costs of each method on its first batch are in
+    ``costs.jsonl``, versions and hardware in ``provenance.jsonl``.
 
     Args:
         task: the examples and how they are scored.
-        models: label to (model, tokenizer); tables join ``LABEL@SEED``, training runs of one variant.
-        methods: names of compressors, or ``Method`` for options, own keep ratios or fewer examples.
+        models: label to (model, tokenizer); tables join ``LABEL@SEED``, training runs of one
+            variant.
+        methods: names of compressors, or ``Method`` for options, other keep ratios or fewer
+            examples.
         keep_ratios: fractions kept, each in (0, 1].
         out_dir: the results folder; one configuration per folder, to which models may be added.
         batch_size: examples per trace, at least 1.
         seeds: of the compressors that draw; one record per seed. Others run once.
         shard: (index, count): every count-th batch alone, for processes that share the folder.
-        primary: the cell that decides: method with its options, keep ratio, metric. None takes the first of each.
+        primary: the cell that decides; None is the first method at its first keep ratio on the
+            evaluation's first metric.
         speed: also time answers from the compact and from the dense cache.
         progress: show progress on standard error.
 
     Raises:
-        InputError: nothing to evaluate, a value out of range, an unknown method, examples that a model cannot
-            run, a folder of another configuration, a score that is not a number.
+        InputError: nothing to evaluate, a value out of range, an unknown method, examples that a
+            model cannot run, a folder of another configuration, a score that is not a number.
     """
     if not models:
         raise InputError("nothing to evaluate: no model given")
-    if not 0 <= shard[0] < shard[1]:
-        raise InputError(f"shard {shard[0]} of {shard[1]} does not exist; the first is 0, the last {shard[1] - 1}")
-    config = configuration(task, methods, keep_ratios, batch_size=batch_size, seeds=seeds, primary=primary)
-    count = len(task.examples)
-    methods = [_settled(method, keep_ratios, count) for method in methods]
-    jobs = [_Job(Method(own.name, {}, (own.keep_ratio,), count)) for own in task.baselines]
-    for method in methods:
-        drawn = seeds if takes_seed(method.name, method.options) else [None]
-        jobs += [_Job(method, seeded_compressor(method.name, method.options, seed or 0), seed) for seed in drawn]
+    index, count = shard
+    if not 0 <= index < count:
+        raise InputError(
+            f"shard {index} of {count} does not exist; the first is 0, the last {count - 1}"
+        )
+    config = configuration(
+        task, methods, keep_ratios, batch_size=batch_size, seeds=seeds, primary=primary
+    )
+    jobs = _jobs(task, methods, keep_ratios, seeds)
     for label, (model, tokenizer) in models.items():
         task.check(label, model, tokenizer)
-    batches = _batches(task, batch_size, {method.num_examples for method in methods})[shard[0] :: shard[1]]
-    work = [(a, b, [job for job in jobs if a < (job.method.num_examples or 0)]) for a, b in batches]
-    total = len(models) * sum(len(job.keep_ratios) * (b - a) for a, b, own in work for job in own)
-    begun, name = time.monotonic(), task.evaluation
-    with ResultsFolder(out_dir, config, shard=shard) as folder, progress_bar(total, name, shown=progress) as bar:
+    batches = _batches(task, jobs, batch_size)[index::count]
+    num_scores = len(models) * sum(batch.num_scores for batch in batches)
+    begun = time.monotonic()
+    with (
+        ResultsFolder(out_dir, config, shard=shard) as folder,
+        progress_bar(num_scores, task.evaluation, shown=progress) as bar,
+    ):
         folder.append_event({"event": "start", **provenance()})
         runs = []
         for label, (model, tokenizer) in models.items():
-            dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-            recorded = folder.fingerprint_of(label)
-            identity = fingerprint(model) if recorded is None else fingerprint_like(recorded, model)
-            runs.append(_Run(task, label, model, tokenizer, identity, dtype, folder, bar, speed))
-            folder.check_model(label, identity, dtype)
+            run = _Run(task, label, model, tokenizer, folder=folder, bar=bar, speed=speed)
+            folder.check_model(label, run.fingerprint, run.dtype)
+            runs.append(run)
         for run in runs:
-            for start, stop, own in work:
-                run.batch(task.examples[start:stop], own)
-        folder.append_event({"event": "end", "seconds": round(time.monotonic() - begun, 1)})
+            for batch in batches:
+                run.score_missing(batch)
+        seconds = round(time.monotonic() - begun, 1)
+        folder.append_event({"event": "end", "seconds": seconds})
         return folder.records
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Run:
-    """One model's part of an evaluation; ``measured`` are the jobs whose costs are known."""
+    """The evaluation of one model."""
 
     task: Task
     label: str
     model: PreTrainedModel
     tokenizer: Any
-    fingerprint: str
-    dtype: str
     folder: ResultsFolder
     bar: tqdm
     speed: bool
-    measured: list[_Job] = field(default_factory=list)
+    fingerprint: str = field(init=False)
+    dtype: str = field(init=False)
+    measured: list[_Job] = field(default_factory=list, init=False)  # jobs whose costs are known
 
-    def batch(self, batch: Sequence[Any], jobs: Sequence[_Job]) -> None:
-        """Do what is missing of a batch."""
+    def __post_init__(self) -> None:
+        recorded = self.folder.fingerprint_of(self.label)
+        if recorded is None:
+            self.fingerprint = fingerprint(self.model)
+        else:  # in the scheme of the earlier records
+            self.fingerprint = fingerprint_like(recorded, self.model)
+        self.dtype = str(next(self.model.parameters()).dtype).removeprefix("torch.")
+
+    def score_missing(self, batch: _Batch) -> None:
+        """Write the records of a batch that the folder lacks."""
+        examples = batch.examples
         prepared = None
-        for job in jobs:
-            missing = [keep_ratio for keep_ratio in job.keep_ratios if not self._done(job, keep_ratio, batch)]
-            self.bar.update(len(batch) * (len(job.keep_ratios) - len(missing)))
+        for job in batch.jobs:
+            missing = [keep for keep in job.keep_ratios if not self._is_done(job, keep, examples)]
+            self.bar.update(len(examples) * (len(job.keep_ratios) - len(missing)))
             if not missing:
                 continue
-            prepared = prepared or self.task.prepare(self.model, self.tokenizer, batch)
-            for keep_ratio, found in zip(missing, self._scores(job, missing, prepared), strict=True):
-                self.folder.append(
-                    self._record(job, keep_ratio, step, example, values[row])
-                    for row, example in enumerate(batch)
-                    for step, values in found
-                )
-                self.bar.set_postfix_str(f"{self.label}: {job.method.name} keep {keep_ratio:g}", refresh=False)
-                self.bar.update(len(batch))
+            if prepared is None:
+                prepared = self.task.prepare(self.model, self.tokenizer, examples)
+            all_scores = self._scores(job, missing, prepared)
+            for keep_ratio, scores in zip(missing, all_scores, strict=True):
+                self.folder.append(self._records(job, keep_ratio, examples, scores))
+                place = f"{self.label}: {job.name} keep {keep_ratio:g}"
+                self.bar.set_postfix_str(place, refresh=False)
+                self.bar.update(len(examples))
 
-    def _done(self, job: _Job, keep_ratio: float, batch: Sequence[Any]) -> bool:
-        """An example's last step is written after its others, so its record stands for them."""
-        last = job.compressor.num_steps if hasattr(job.compressor, "snapshots") else None  # type: ignore[union-attr]
-        return all(self.folder.done(self._record(job, keep_ratio, last, example, {}).key) for example in batch)
+    def _is_done(self, job: _Job, keep_ratio: float, examples: Sequence[Any]) -> bool:
+        """Whether all records are there; an example's last step is written after its others."""
+        for example in examples:
+            record = self._record(job, keep_ratio, job.last_step, example, {})
+            if not self.folder.done(record.key):
+                return False
+        return True
 
-    def _record(self, job: _Job, keep_ratio: float, step: Step, example: Any, values: Values) -> Record:
-        method = job.method.name, json.dumps(dict(job.method.options), sort_keys=True), keep_ratio, step, job.seed
-        place = self.task.dataset, example.stratum, example.document, example.name
-        return Record(self.label, self.fingerprint, self.dtype, *method, *place, values)
+    def _records(
+        self, job: _Job, keep_ratio: float, examples: Sequence[Any], scores: Scores
+    ) -> Iterator[Record]:
+        """A record per example and step."""
+        for row, example in enumerate(examples):
+            for step, values in scores:
+                yield self._record(job, keep_ratio, step, example, values[row])
 
-    def _scores(self, job: _Job, keep_ratios: Sequence[float], prepared: Prepared) -> Iterator[Steps]:
-        """Scores by step for each keep ratio; on a job's first batch also what each costs alone."""
-        if job.compressor is None:
-            yield [(None, prepared.baseline(Baseline(job.method.name, keep_ratios[0])))]
+    def _record(
+        self, job: _Job, keep_ratio: float, step: Step, example: Any, values: Values
+    ) -> Record:
+        return Record(
+            model=self.label,
+            fingerprint=self.fingerprint,
+            dtype=self.dtype,
+            method=job.name,
+            options=json.dumps(dict(job.options), sort_keys=True),
+            keep_ratio=keep_ratio,
+            step=step,
+            seed=job.seed,
+            dataset=self.task.dataset,
+            stratum=example.stratum,
+            document=example.document,
+            example=example.name,
+            values=values,
+        )
+
+    def _scores(
+        self, job: _Job, keep_ratios: Sequence[float], prepared: Prepared
+    ) -> Iterator[Scores]:
+        """Scores for each keep ratio; a job's first batch is measured, a keep ratio at a time."""
+        compressor = job.compressor
+        if compressor is None:
+            yield [(None, prepared.baseline(Baseline(job.name, keep_ratios[0])))]
         elif job in self.measured:
-            for caches in job.caches(prepared.trace, keep_ratios):
-                yield [(step, prepared.score(cache)) for step, cache in caches]
+            for snapshots in compressor.each_snapshots(prepared.trace, keep_ratios):
+                yield [(step, prepared.score(cache)) for step, cache in snapshots]
         else:
-            if not self.measured:
-                next(next(job.caches(prepared.trace, keep_ratios[:1])))  # warms up
+            if not self.measured:  # the first run of a process is slower
+                next(compressor.snapshots(prepared.trace, keep_ratio=keep_ratios[0]))
             self.measured.append(job)
             for keep_ratio in keep_ratios:
-                yield self._measure(job, keep_ratio, prepared)
+                yield self._measured_scores(job, compressor, keep_ratio, prepared)
 
-    def _measure(self, job: _Job, keep_ratio: float, prepared: Prepared) -> Steps:
+    def _measured_scores(
+        self, job: _Job, compressor: Compressor, keep_ratio: float, prepared: Prepared
+    ) -> Scores:
         """Scores by step; seconds, memory and bytes go into the folder."""
         trace = prepared.trace
 
         def use(cache: CompactCache) -> tuple[list[Values], dict[str, float]]:
             return prepared.score(cache), answer_speed(trace, cache) if self.speed else {}
 
-        cuda = trace.input_ids.device.type == "cuda"
-        found = measure(lambda: next(job.caches(trace, [keep_ratio])), use, cuda=cuda)
-        about = {
-            "model": self.label, "method": job.method.name, "options": dict(job.method.options),
-            "keep_ratio": keep_ratio, "seed": job.seed, "dataset": self.task.dataset,
-            "examples": len(prepared.batch), "tokens": trace.prefix_len,
+        measured = measure(
+            lambda: compressor.snapshots(trace, keep_ratio=keep_ratio),
+            use,
+            cuda=trace.input_ids.device.type == "cuda",
+        )
+        job_facts = {
+            "model": self.label,
+            "method": job.name,
+            "options": dict(job.options),
+            "keep_ratio": keep_ratio,
+            "seed": job.seed,
+            "dataset": self.task.dataset,
+            "examples": len(prepared.batch),
+            "tokens": trace.prefix_len,
             "dense_bytes": trace.dense_cache().nbytes,
-        }  # fmt: skip
-        self.folder.append_cost(*(about | cost | speed for cost, (_, speed) in found))
-        return [(cost["step"], scores) for cost, (scores, _) in found]
+        }
+        self.folder.append_cost(*({**job_facts, **cost, **speed} for cost, (_, speed) in measured))
+        return [(cost["step"], scores) for cost, (scores, _) in measured]
 
 
 def progress_bar(total: int, name: str, *, shown: bool = True) -> tqdm:
     """A progress bar on standard error; where that is no terminal, a line every ten seconds."""
     seconds = 0.1 if sys.stderr.isatty() else 10.0
     return tqdm(total=total, desc=name, disable=not shown, mininterval=seconds, file=sys.stderr)
-
-
-def _settled(method: str | Method, keep_ratios: Sequence[float], count: int) -> Method:
-    """The method with its keep ratios and its number of examples."""
-    method = Method(method) if isinstance(method, str) else method
-    covered = count if method.num_examples is None else min(method.num_examples, count)
-    ratios = tuple(map(float, keep_ratios if method.keep_ratios is None else method.keep_ratios))
-    return replace(method, keep_ratios=ratios, num_examples=covered)
-
-
-def _batches(task: Task, batch_size: int, limits: set[int | None]) -> list[tuple[int, int]]:
-    """Bounds of the batches: of examples that may share one; every method's examples end at the end of a batch."""
-    batches, start, total = [], 0, len(task.examples)
-    keys = [task.batch_key(example) for example in task.examples]
-    for stop in range(1, total + 1):
-        if stop in limits or stop == total or stop - start == batch_size or keys[stop] != keys[start]:
-            batches.append((start, stop))
-            start = stop
-    return batches
 
 
 def configuration(
@@ -224,22 +276,29 @@ def configuration(
     *,
     batch_size: int,
     seeds: Sequence[int] = (0,),
-    primary: tuple[str, float, str] | None = None,
+    primary: Primary | None = None,
 ) -> dict[str, Any]:
-    """What the records of ``evaluate`` depend on beside the models, with the primary cell.
+    """What the records of ``evaluate`` depend on besides the models, with the primary cell.
 
     Raises:
-        InputError: whatever ``evaluate`` refuses without a look at a model.
+        InputError: what ``evaluate`` rejects without a look at a model.
     """
-    methods = [_settled(method, keep_ratios, len(task.examples)) for method in methods]
-    cells = [(method.label, keep_ratio) for method in methods for keep_ratio in method.keep_ratios or ()]
-    wanted = {"example": task.examples, "method or keep ratio": [*cells, *task.baselines], "seed": seeds}
-    for name, found in wanted.items():
-        if not found:
+    complete = [_complete(method, keep_ratios, task) for method in methods]
+    cells = []
+    least_counts = {"batch_size": batch_size}
+    for method in complete:
+        cells += [(method.label, keep_ratio) for keep_ratio in method.keep_ratios or ()]
+        least_counts[f"{method.name}: num_examples"] = method.num_examples or 0
+    for name, values in (
+        ("example", task.examples),
+        ("method or keep ratio", [*cells, *task.baselines]),
+        ("seed", seeds),
+    ):
+        if not values:
             raise InputError(f"nothing to evaluate: no {name} given")
     if cells and not task.compresses:
         raise InputError(f"{task.evaluation} is evaluated without compression")
-    check_least(1, batch_size=batch_size, **{f"{m.name}: num_examples": m.num_examples or 0 for m in methods})
+    check_least(1, **least_counts)
     check_keep_ratios([keep_ratio for _, keep_ratio in cells])
     return {
         "evaluation": task.evaluation,
@@ -248,21 +307,85 @@ def configuration(
         **task.describe(),
         "manifest": manifest(task.examples),
         "baselines": [[baseline.name, baseline.keep_ratio] for baseline in task.baselines],
-        "methods": [asdict(method) for method in methods],
+        "methods": [asdict(method) for method in complete],
         "primary": _primary_cell(cells, EVALUATIONS[task.evaluation], primary),
         "batch_size": batch_size,
         "seeds": list(seeds),
     }
 
 
+def _complete(method: str | Method, keep_ratios: Sequence[float], task: Task) -> Method:
+    """The method with its keep ratios and its number of examples."""
+    if isinstance(method, str):
+        method = Method(method)
+    if method.keep_ratios is not None:
+        keep_ratios = method.keep_ratios
+    num_examples = len(task.examples)
+    if method.num_examples is not None:
+        num_examples = min(method.num_examples, num_examples)
+    ratios = tuple(float(keep_ratio) for keep_ratio in keep_ratios)
+    return replace(method, keep_ratios=ratios, num_examples=num_examples)
+
+
+def _jobs(
+    task: Task,
+    methods: Sequence[str | Method],
+    keep_ratios: Sequence[float],
+    seeds: Sequence[int],
+) -> list[_Job]:
+    """The baselines, then every method with each of its seeds."""
+    num_examples = len(task.examples)
+    jobs = [
+        _Job(baseline.name, {}, (baseline.keep_ratio,), num_examples) for baseline in task.baselines
+    ]
+    for method in methods:
+        complete = _complete(method, keep_ratios, task)
+        draws = takes_seed(complete.name, complete.options)
+        jobs += [_job(complete, seed) for seed in (seeds if draws else [None])]
+    return jobs
+
+
+def _job(method: Method, seed: int | None) -> _Job:
+    """A complete method with one seed; None: it draws nothing."""
+    return _Job(
+        name=method.name,
+        options=method.options,
+        keep_ratios=method.keep_ratios or (),
+        num_examples=method.num_examples or 0,
+        seed=seed,
+        compressor=seeded_compressor(method.name, method.options, seed or 0),
+    )
+
+
+def _batches(task: Task, jobs: Sequence[_Job], batch_size: int) -> list[_Batch]:
+    """Batches of examples that may share one; a batch ends where a job's examples end."""
+    examples = task.examples
+    keys = [task.batch_key(example) for example in examples]
+    limits = {job.num_examples for job in jobs} | {len(examples)}
+    batches = []
+    start = 0
+    for stop in range(1, len(examples) + 1):
+        is_full = stop - start == batch_size
+        if stop in limits or is_full or keys[stop] != keys[start]:
+            batch_jobs = [job for job in jobs if start < job.num_examples]
+            batches.append(_Batch(examples[start:stop], batch_jobs))
+            start = stop
+    return batches
+
+
 def _primary_cell(
-    cells: list[tuple[str, float]], evaluation: Evaluation, primary: tuple[str, float, str] | None
+    cells: list[tuple[str, float]], evaluation: Evaluation, primary: Primary | None
 ) -> dict[str, Any] | None:
-    if not (primary or cells):
+    """The cell that decides; None where nothing is compressed and none is named."""
+    if primary is None and not cells:
         return None
     method, keep_ratio, metric = primary or (*cells[0], evaluation.deciding)
     if (method, keep_ratio) not in cells:
         raise InputError(f"primary cell: {method} at keep ratio {keep_ratio:g} is not evaluated")
     if metric not in evaluation.metrics:
-        raise InputError(f"primary cell: no metric {metric!r}; there are {', '.join(evaluation.metrics)}")
-    return {"method": method, "keep_ratio": keep_ratio, "metric": metric} | ({"named": True} if primary else {})
+        known = ", ".join(evaluation.metrics)
+        raise InputError(f"primary cell: no metric {metric!r}; there are {known}")
+    cell = {"method": method, "keep_ratio": keep_ratio, "metric": metric}
+    if primary is not None:
+        cell["named"] = True
+    return cell

@@ -1,4 +1,4 @@
-"""What an evaluation is: examples, how a batch of them is scored on a model, and the methods that are compared."""
+"""Base classes of evaluations: examples, how a batch of them is scored, the methods compared."""
 
 import hashlib
 import json
@@ -18,9 +18,9 @@ Values = dict[str, float]
 
 @dataclass(frozen=True)
 class Baseline:
-    """A score without any compression, beside which the compressed ones stand."""
+    """A score without compression, next to which the compressed ones are reported."""
 
-    name: str  # dense (the whole cache), no-context (none) or truncated (as much plain text as the budget)
+    name: str  # dense (whole cache), no-context (none) or truncated (plain text of that length)
     keep_ratio: float  # fraction of the context's tokens that it sees, in [0, 1]
 
 
@@ -30,8 +30,8 @@ class Method:
 
     name: str  # e.g. attention-matching
     options: Mapping[str, Any] = field(default_factory=dict)  # as given, JSON values
-    keep_ratios: tuple[float, ...] | None = None  # each in (0, 1]; None takes the evaluation's
-    num_examples: int | None = None  # only the first; None takes all
+    keep_ratios: tuple[float, ...] | None = None  # each in (0, 1]; None: the evaluation's
+    num_examples: int | None = None  # only the first; None: all
 
     @property
     def label(self) -> str:
@@ -49,10 +49,10 @@ class Prepared:
     batch: Sequence[Any]
 
     trace: ClassVar[Any]
-    """What compressors are fitted to, one row per example; a cached property of a task that compresses."""
+    """What compressors are fitted to, a row per example; a cached property where contexts exist."""
 
     def score(self, cache: CompactCache) -> list[Values]:
-        """Values per example when the compact cache stands for the context."""
+        """Values per example when the compact cache replaces the context."""
         raise NotImplementedError
 
     def baseline(self, baseline: Baseline) -> list[Values]:
@@ -61,10 +61,11 @@ class Prepared:
 
 
 class Task:
-    """An evaluation's examples and how they are scored: a frozen dataclass that inherits from this one.
+    """An evaluation's examples and how they are scored; subclasses are frozen dataclasses.
 
-    Examples are frozen dataclasses, the first n a fair sample. Each has ``document`` (what it was taken from, the
-    unit that intervals resample), ``name`` (unique in the document) and ``stratum`` (reported apart, may be empty).
+    Examples are frozen dataclasses, the first n a fair sample. Each has ``document`` (its source,
+    the unit that intervals resample), ``name`` (unique in the document) and ``stratum`` (examples
+    that are also reported apart; may be empty).
     """
 
     evaluation: ClassVar[str]  # a key of ``EVALUATIONS``
@@ -75,7 +76,7 @@ class Task:
     dataset: str  # its name, part of every record
 
     def describe(self) -> Mapping[str, Any]:
-        """What the results depend on besides the examples, JSON values."""
+        """Settings that the results depend on besides the examples, JSON values."""
         return {}
 
     def batch_key(self, example: Any) -> Hashable:  # noqa: ARG002
@@ -83,7 +84,7 @@ class Task:
         return None
 
     def check(self, label: str, model: PreTrainedModel, tokenizer: Any) -> None:
-        """Refuse with an ``InputError`` a model that cannot run these examples, before heavy work."""
+        """Raise ``InputError`` for a model that cannot run these examples, before heavy work."""
         raise NotImplementedError
 
     def prepare(self, model: PreTrainedModel, tokenizer: Any, batch: Sequence[Any]) -> Prepared:
@@ -92,7 +93,7 @@ class Task:
 
 
 def manifest(examples: Sequence[Any]) -> str:
-    """A hash of everything that examples hold, so that a folder is about these and no others."""
+    """A hash of all fields of the examples, so that a folder is about these and no others."""
     digest = hashlib.sha256()
     for example in examples:
         digest.update(json.dumps(sorted(vars(example).items()), default=str).encode() + b"\n")
@@ -101,27 +102,40 @@ def manifest(examples: Sequence[Any]) -> str:
 
 def vocabulary(tokenizer: Any) -> str:
     """A hash of the tokenizer's tokens and their ids."""
-    return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
+    tokens = json.dumps(sorted(tokenizer.get_vocab().items()))
+    return hashlib.sha256(tokens.encode()).hexdigest()
 
 
 def check_vocabulary(label: str, tokenizer: Any, wanted: str) -> None:
-    """Refuse a tokenizer other than the one that examples were made with, by the hash of its vocabulary."""
+    """Raise ``InputError`` for a tokenizer whose vocabulary has another hash than ``wanted``."""
     if tokenizer is None or vocabulary(tokenizer) != wanted:
-        found = "none" if tokenizer is None else "another one"
-        raise InputError(f"the examples need the tokenizer they were made with, model {label!r} has {found}")
+        actual = "none" if tokenizer is None else "another one"
+        raise InputError(
+            f"the examples need the tokenizer they were made with, model {label!r} has {actual}"
+        )
 
 
-def check_fits(label: str, model: PreTrainedModel, *, num_tokens: int, largest: int, what: str) -> None:
-    """Refuse sequences, ``what`` they are, that a model has no positions or no tokens for."""
-    positions, vocab_size = positions_of(model.config), model.config.get_text_config(decoder=True).vocab_size
+def check_fits(
+    label: str, model: PreTrainedModel, *, num_tokens: int, largest: int, what: str
+) -> None:
+    """Raise ``InputError`` for sequences that a model has no positions or no tokens for.
+
+    ``what`` names the sequences, and ``largest`` is their largest token.
+    """
+    positions = positions_of(model.config)
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
     if num_tokens > positions:
-        raise InputError(f"{what} of {num_tokens} tokens exceed the {positions} positions of model {label!r}")
+        raise InputError(
+            f"{what} of {num_tokens} tokens exceed the {positions} positions of model {label!r}"
+        )
     if largest >= vocab_size:
-        raise InputError(f"token {largest} is outside the vocabulary of model {label!r}, {vocab_size} tokens")
+        raise InputError(
+            f"token {largest} is outside the vocabulary of model {label!r}, {vocab_size} tokens"
+        )
 
 
 def check_keep_ratios(keep_ratios: Sequence[float]) -> None:
-    """Refuse a keep ratio outside (0, 1]."""
+    """Raise ``InputError`` for a keep ratio outside (0, 1]."""
     for keep_ratio in keep_ratios:
         if not 0.0 < keep_ratio <= 1.0:
             raise InputError(f"keep ratio {keep_ratio:g} is outside (0, 1]")

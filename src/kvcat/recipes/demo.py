@@ -12,7 +12,7 @@ from kvcat.files import claim_folder, one_writer
 from kvcat.hub import BASE_NAME
 from kvcat.models import load
 from kvcat.recipes.pretrain import pretrain
-from kvcat.report import headline_text, write_report
+from kvcat.report import headline_text, read_results, write_report
 from kvcat.training.config import TrainConfig
 from kvcat.training.loop import train
 
@@ -163,8 +163,8 @@ def run_demo(
     models = {label: load(folder, device=device) for label, folder in folders.items()}
     _, base_tokenizer = models["base"]
     task = make_task(base_tokenizer, windows=plan.num_windows)
-    results = out / "suffix"
-    evaluate(task, models, plan.methods, plan.keep_ratios, results, seeds=[seed])
+    evaluate(task, models, plan.methods, plan.keep_ratios, out / "suffix", seeds=[seed])
+    results = read_results(out / "suffix")
     page = write_report(
         [results],
         out / "report",

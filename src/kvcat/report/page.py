@@ -1,8 +1,8 @@
-"""Results folders and training runs to one report: the page, with every table and plot as a file beside it."""
+"""Results folders and training runs to one report: the page, with tables and plots as files."""
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,146 +12,249 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from kvcat.errors import InputError
 from kvcat.evals import METRICS
 from kvcat.files import atomic_write, make_folder
-from kvcat.report import tables as t
-from kvcat.report.plots import Plot, result_plots, run_metrics, training_plot
-from kvcat.report.results import NO_STEP, Results, read_results
+from kvcat.report.figures import NO_STEP, Figure, Table, keep_label, slug, write_table
+from kvcat.report.plots import DrawnPlot, result_plots, run_metrics, training_plot
+from kvcat.report.results import Results, read_results
+from kvcat.report.tables import result_tables
 
-_LABELS = {"nll": "NLL on the compact cache", "nll_dense": "Dense loss"}
+_FILES = (
+    "summary.csv",
+    "comparisons.csv",
+    "costs.csv",
+    "tables/*.md",
+    "tables/*.tex",
+    "plots/*.png",
+)
+_NUM_TILES = 3
 
 
 def write_report(
-    folders: Sequence[Path],
+    folders: Sequence[Path | Results],
     out_dir: Path,
     *,
     title: str = "KV cache compression",
     runs: Mapping[str, Path] | None = None,
     context: Mapping[str, Any] | None = None,
     paper_model: str | None = None,
+    num_resamples: int = 10_000,
 ) -> Path:
-    """Path of ``report.html``; beside it tables (``.md``, ``.tex``), plots, and every figure in full precision (CSV).
+    """Path of ``report.html``, with tables (``.md``, ``.tex``, ``.csv``) and plots next to it.
+
+    The CSV files hold every figure in full precision.
 
     Args:
-        folders: results folders of any evaluations, each a section; may be empty where runs are given.
-        out_dir: where the report goes; files of an earlier report are replaced.
+        folders: results folders of any evaluations, each a section, or what ``read_results`` gave;
+            may be empty where runs are given.
+        out_dir: the report's folder; files of an earlier report are replaced.
         title: of the page.
         runs: model label to training run, for the training diagnostics.
-        context: more facts about what was run.
-        paper_model: which of the paper's models ours are; its figures then stand beside them.
+        context: further facts about what was run.
+        paper_model: which of the paper's models ours are; its figures are then in the tables.
+        num_resamples: of the bootstrap.
 
     Raises:
-        InputError: nothing to report, damaged results, a run without metrics, a model that the paper lacks.
+        InputError: nothing to report, damaged results, a run without metrics, a model that the
+            paper lacks.
     """
     if not folders and not runs:
         raise InputError("nothing to report: no results folder and no run given")
-    paths = list(dict.fromkeys(folder.resolve() for folder in folders))
-    names = [path.name for path in paths]
-    names = [t.slug(str(path)) if names.count(path.name) > 1 else path.name for path in paths]
-    results = [read_results(path, name, paper_model) for path, name in zip(paths, names, strict=True)]
+    results = []
+    for folder in folders:
+        if isinstance(folder, Path):
+            folder = read_results(folder, paper_model, num_resamples=num_resamples)
+        results.append(folder)
+    results = _named(results)
     metrics = {label: run_metrics(folder) for label, folder in (runs or {}).items()}
     make_folder(out_dir)
-    for pattern in ("summary.csv", "comparisons.csv", "costs.csv", "tables/*.md", "tables/*.tex", "plots/*.png"):
-        for earlier in out_dir.glob(pattern) if (out_dir / "report.html").exists() else ():
-            earlier.unlink()
+    _remove_earlier(out_dir)
     sections = [_section(result, out_dir, several=len(results) > 1) for result in results]
-    for name in ("summary", "comparisons", "costs"):
-        frames = [(result.name, frame) for result in results if len(frame := getattr(result, name))]
-        if frames:
-            rows = pd.concat([frame.assign(folder=folder) for folder, frame in frames])
-            rows["step"] = rows["step"].where(rows["step"] != NO_STEP).astype("Int64")
-            rows.set_index("folder").to_csv(out_dir / f"{name}.csv")
+    _write_csv(results, out_dir)
     training = None
     if metrics:
         models = list(dict.fromkeys(model for result in results for model in result.models))
-        training = training_plot(metrics, models)
+        training = training_plot(metrics, models).draw()
         training.save(out_dir / "plots" / "training.png")
-    with atomic_write(target := out_dir / "report.html") as partial:
-        facts = {str(name): str(value) for name, value in (context or {}).items()}
+    target = out_dir / "report.html"
+    facts = {str(name): str(value) for name, value in (context or {}).items()}
+    with atomic_write(target) as partial:
         partial.write_text(_render(title, sections, training, facts), encoding="utf-8")
     return target
 
 
 @dataclass(frozen=True)
 class Section:
-    """An evaluation as the template shows it; of plots and tables the first is shown, the others are folded."""
+    """An evaluation as the template shows it, with the first plot and table open, others folded."""
 
     title: str
     results: Results
-    plots: list[Plot] = field(repr=False)
-    tables: list[t.Table] = field(repr=False)
+    plots: list[DrawnPlot] = field(repr=False)
+    tables: list[Table] = field(repr=False)
 
     @property
     def subtitle(self) -> str:
         """The data."""
         config = self.results.config
-        text = f"{config['num_examples']} {self.results.evaluation.example}s of {config['dataset']}"
-        if {"prefix_len", "suffix_len"} <= config.keys():
+        example_name = self.results.evaluation.example_name
+        text = f"{config['num_examples']} {example_name}s of {config['dataset']}"
+        if "prefix_len" in config and "suffix_len" in config:
             text += f", {config['prefix_len']} prefix and {config['suffix_len']} suffix tokens"
-        return text + (f", {config['length']} tokens each" if "length" in config else "") + "."
+        if "length" in config:
+            text += f", {config['length']} tokens each"
+        return f"{text}."
 
     @property
     def cell(self) -> str:
         """The cell that the tiles show, and who chose it."""
-        method, keep, step = self.results.cell
-        steps = f" after {step} gradient steps" * (step != NO_STEP)
-        where = method + steps + f" at {t.keep_label(keep)} of the slots" * bool(self.results.methods)
+        method, keep_ratio, step = self.results.cell
+        place = method
+        if step != NO_STEP:
+            place += f" after {step} gradient steps"
+        if self.results.methods:
+            place += f" at {keep_label(keep_ratio)} of the slots"
         if not self.results.pairs:
-            return where
-        if self.results.comparisons["primary"].any():
-            named = self.results.config["primary"].get("named")
-            return f"{where}: the primary cell, {'named before the run' if named else 'first method at its first keep'}"
-        return f"{where}. No primary cell was named before the run, so every cell is exploratory"
+            return place
+        if not self.results.comparisons["primary"].any():
+            return (
+                f"{place}. No primary cell was named before the run, so every cell is exploratory"
+            )
+        is_named = self.results.config["primary"].get("named")
+        chosen = "named before the run" if is_named else "first method at its first keep"
+        return f"{place}: the primary cell, {chosen}"
 
     @property
-    def tiles(self) -> list[dict[str, Any]]:
-        """Figures at the top, with what each compares: of the first pair, or a single model's own."""
-        own = _at(self.results.summary[self.results.summary["stratum"] == ""], self.results.cell)
-        values = {model: rows.set_index("metric") for model, rows in own.groupby("model")}
-        pair = self.results.pairs[0] if self.results.pairs else None
-        compared, tiles = values.get(self.results.models[0], pd.DataFrame()), []
-        if pair:
-            compared = _at(t.pair_rows(self.results, *pair), self.results.cell).set_index("metric")
-        for name in (name for name in self.results.evaluation.metrics[:3] if name in compared.index):
-            metric, row = METRICS[name], compared.loc[name]
-            label, detail, unit = _LABELS.get(name, metric.label), "%" if metric.percent else metric.unit, ""
-            if pair is None:
-                figure = t.summary_figure(row)
-            else:
-                detail = f"{' and '.join(f'{m} {t.summary_figure(values[m].loc[name]).text}' for m in pair)} {detail}"
-                ratio = metric.ratio and name == self.results.evaluation.deciding
-                figure = t.ratio_figure(row) if ratio else t.difference_figure(row)
-                label, unit = f"{label}, {'ratio to' if ratio else 'minus'} {pair[1]}", " points" * metric.percent
-            tiles.append({"label": label, "figure": figure, "unit": unit, "detail": detail})
-        return tiles
+    def tiles(self) -> list["Tile"]:
+        """Figures at the top: comparisons of the first pair, or the figures of a single model."""
+        if not self.results.pairs:
+            return list(self._value_tiles())
+        return list(self._comparison_tiles(*self.results.pairs[0]))
+
+    def _value_tiles(self) -> Iterator["Tile"]:
+        figures = self._figures(self.results.models[0])
+        for name in self.results.evaluation.metrics[:_NUM_TILES]:
+            if name in figures:
+                metric = METRICS[name]
+                unit = "%" if metric.percent else metric.unit
+                yield Tile(metric.long_label or metric.label, figures[name], "", unit)
+
+    def _comparison_tiles(self, model: str, reference: str) -> Iterator["Tile"]:
+        evaluation = self.results.evaluation
+        compared = _at(self.results.pair_rows[model, reference], self.results.cell)
+        compared = compared.set_index("metric")
+        ours = self._figures(model)
+        theirs = self._figures(reference)
+        for name in evaluation.metrics[:_NUM_TILES]:
+            if name not in compared.index:
+                continue
+            metric = METRICS[name]
+            is_ratio = metric.ratio and name == evaluation.deciding
+            column = "ratio_figure" if is_ratio else "figure"
+            comparison = "ratio to" if is_ratio else "minus"
+            label = f"{metric.long_label or metric.label}, {comparison} {reference}"
+            unit = "%" if metric.percent else metric.unit
+            detail = f"{model} {ours[name].text} and {reference} {theirs[name].text} {unit}"
+            points = " points" if metric.percent else ""
+            yield Tile(label, compared.loc[name, column], points, detail)
+
+    def _figures(self, model: str) -> pd.Series:
+        """Figures of a model in the cell of the tiles, by metric."""
+        rows = _at(self.results.rows, self.results.cell)
+        rows = rows[(rows["model"] == model) & (rows["stratum"] == "")]
+        return rows.set_index("metric")["figure"]
 
     @property
     def facts(self) -> dict[str, str]:
-        """What was run: the configuration, and every line of provenance."""
-        runs = [f"{event.get('event', 'run')} {rank}" for rank, event in enumerate(self.results.events)]
-        facts = {**self.results.config, **dict(zip(runs, self.results.events, strict=True))}
-        return {name: fact if isinstance(fact, str) else json.dumps(fact) for name, fact in facts.items()}
+        """The configuration, and every line of provenance."""
+        facts = dict(self.results.config)
+        for rank, event in enumerate(self.results.events):
+            facts[f"{event.get('event', 'run')} {rank}"] = event
+        return {
+            name: fact if isinstance(fact, str) else json.dumps(fact)
+            for name, fact in facts.items()
+        }
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A figure at the top of a section."""
+
+    label: str
+    figure: Figure
+    unit: str
+    detail: str  # what it compares, or its unit
+
+
+def _named(results: Sequence[Results]) -> list[Results]:
+    """Each folder once, with a name that no other has."""
+    by_folder = {result.folder.resolve(): result for result in results}
+    names = [folder.name for folder in by_folder]
+    named = []
+    for folder, result in by_folder.items():
+        name = slug(str(folder)) if names.count(folder.name) > 1 else folder.name
+        named.append(replace(result, name=name))
+    return named
+
+
+def _remove_earlier(out_dir: Path) -> None:
+    """Remove the files of an earlier report."""
+    if (out_dir / "report.html").exists():
+        for pattern in _FILES:
+            for earlier in out_dir.glob(pattern):
+                earlier.unlink()
+
+
+def _write_csv(results: Sequence[Results], out_dir: Path) -> None:
+    """Every row of all folders in full precision."""
+    for name in ("summary", "comparisons", "costs"):
+        frames = []
+        for result in results:
+            frame = getattr(result, name)
+            if len(frame):
+                frames.append(frame.assign(folder=result.name))
+        if frames:
+            rows = pd.concat(frames)
+            rows["step"] = rows["step"].where(rows["step"] != NO_STEP).astype("Int64")
+            rows.set_index("folder").to_csv(out_dir / f"{name}.csv")
 
 
 def _section(results: Results, out_dir: Path, *, several: bool) -> Section:
-    """An evaluation's part of the page; its tables and plots become files as well."""
-    prefix = f"{results.name}-" if several else ""
-    tables = t.result_tables(results)
+    """An evaluation's section of the page; its tables and plots become files as well."""
+    title = results.evaluation.title
+    prefix = ""
+    if several:
+        title += f" ({results.name})"
+        prefix = f"{results.name}-"
+    tables = result_tables(results)
     for table in tables:
-        t.write_table(table, out_dir / "tables", prefix)
-    for plot in (plots := result_plots(results)):
+        write_table(table, out_dir / "tables", prefix)
+    plots = [plot.draw() for plot in result_plots(results)]
+    for plot in plots:
         plot.save(out_dir / "plots" / f"{prefix}{plot.name}.png")
-    return Section(results.evaluation.title + (f" ({results.name})" if several else ""), results, plots, tables)
+    return Section(title, results, plots, tables)
 
 
-def _render(title: str, sections: Sequence[Section], training: Plot | None, context: Mapping) -> str:
+def _render(
+    title: str,
+    sections: Sequence[Section],
+    training: DrawnPlot | None,
+    context: Mapping[str, str],
+) -> str:
     """The whole page; no request leaves it."""
-    loader = PackageLoader("kvcat.report", ".")
-    page = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        loader=PackageLoader("kvcat.report", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     used = {name for section in sections for name in section.results.metrics}
     metrics = {metric.label: metric for name, metric in METRICS.items() if name in used}
-    shown = {"title": title, "sections": sections, "training": training, "context": context, "metrics": metrics}
-    return page.get_template("page.html").render(shown)
+    return environment.get_template("page.html").render(
+        title=title, sections=sections, training=training, context=context, metrics=metrics
+    )
 
 
 def _at(rows: pd.DataFrame, cell: tuple[str, float, int]) -> pd.DataFrame:
-    method, keep, step = cell
-    return rows[(rows["method"] == method) & (rows["keep_ratio"] == keep) & (rows["step"] == step)]
+    """The rows of a cell."""
+    method, keep_ratio, step = cell
+    is_method = rows["method"] == method
+    return rows[is_method & (rows["keep_ratio"] == keep_ratio) & (rows["step"] == step)]

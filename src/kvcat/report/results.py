@@ -1,7 +1,7 @@
-"""A results folder read for a report: long tables of figures, comparisons and costs."""
+"""A results folder read for a report: rows of figures, comparisons and costs."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,44 +11,64 @@ import pandas as pd
 
 from kvcat import evals
 from kvcat.errors import InputError
-from kvcat.evals.records import method_label
-from kvcat.evals.statistics import Evaluation
+from kvcat.evals.records import read_folder
 from kvcat.report.paper import Paper
+from kvcat.report.rows import (
+    average_rows,
+    cost_rows,
+    incomplete,
+    labelled,
+    pair_rows,
+    plain_steps,
+    table_rows,
+    with_verdicts,
+)
 
-NO_STEP = -1  # stands for a missing number of gradient steps, so that rows compare equal
-CELL = ["method", "keep_ratio", "step"]
+NOT_A_RESULT = " [not a result]"
+"""What the labels of models end in that do not show that they can do the task."""
+_HEADLINE_KEEP_RATIO = 0.1
 
 
 @dataclass(frozen=True)
 class Results:
-    """One results folder."""
+    """One results folder, with every row that a report shows."""
 
-    name: str  # unique among the folders of a report
+    folder: Path
     config: Mapping[str, Any]
-    summary: pd.DataFrame = field(repr=False)  # of ``summarise``, with each figure's verdict on the first reference
-    comparisons: pd.DataFrame = field(repr=False)  # of ``compare_models``, the rows of ``pairs``
-    costs: pd.DataFrame = field(repr=False)  # a row per model, method, keep ratio and step; may be empty
-    models: list[str]  # labels in order, "[plumbing]" behind those that cannot do the task
-    pairs: list[tuple[str, str]]  # (model, reference) in the order of the report; empty for one model
+    models: list[str]  # labels in order, ``NOT_A_RESULT`` at the end of some
+    pairs: list[tuple[str, str]]  # (model, reference) in the order of the report
     warnings: list[str]  # what a reader must know first
+    # of ``analyse``, with each figure's verdict against the first reference
+    summary: pd.DataFrame = field(repr=False)
+    comparisons: pd.DataFrame = field(repr=False)  # of ``analyse``
+    rows: pd.DataFrame = field(repr=False)  # see ``table_rows``
+    averages: pd.DataFrame = field(repr=False)  # see ``average_rows``
+    pair_rows: dict[tuple[str, str], pd.DataFrame] = field(repr=False)  # see ``pair_rows``
+    costs: pd.DataFrame = field(repr=False)  # see ``cost_rows``
     events: list[dict[str, Any]] = field(repr=False)  # lines of provenance.jsonl
-    paper: Paper  # its figures for the same evaluation
+    paper_note: str  # that the paper used other data; else empty
+    name: str = ""  # unique among the folders of a report
 
     @property
-    def evaluation(self) -> Evaluation:
+    def evaluation(self) -> evals.Evaluation:
         """What the report shows of the evaluation."""
         return evals.EVALUATIONS[self.config["evaluation"]]
 
     @property
     def metrics(self) -> list[str]:
         """The evaluation's metrics that the records give."""
-        return [name for name in self.evaluation.metrics if name in set(self.summary["metric"])]
+        recorded = set(self.summary["metric"])
+        return [name for name in self.evaluation.metrics if name in recorded]
+
+    def compressed(self, rows: pd.DataFrame) -> pd.DataFrame:
+        """The rows over all strata and of compressed caches, or of baselines if there are none."""
+        whole = rows[rows["stratum"] == ""]
+        return whole if whole["baseline"].all() else whole[~whole["baseline"]]
 
     @property
     def whole(self) -> pd.DataFrame:
-        """Summary rows over all strata, of compressed caches where there are any."""
-        rows = self.summary[self.summary["stratum"] == ""]
-        return rows if rows["baseline"].all() else rows[~rows["baseline"]]
+        """The summary over all strata, of compressed caches where there are any."""
+        return self.compressed(self.summary)
 
     @property
     def methods(self) -> list[str]:
@@ -58,100 +78,77 @@ class Results:
 
     @property
     def cell(self) -> tuple[str, float, int]:
-        """Method, keep ratio and step of the tiles: the primary cell, or the first method at about 10 %."""
-        rows = final_steps(self.whole)
-        if len(self.comparisons) and self.comparisons["primary"].any():
+        """Method, keep ratio and step of the first figures on the page.
+
+        The primary cell if it was compared or named, else the first method at about 10 %.
+        """
+        rows = self.compressed(self.rows)
+        rows = rows[rows["final"]]
+        primary = self.config.get("primary") or {}
+        if self.comparisons["primary"].any():
             rows = self.comparisons[self.comparisons["primary"]]
-        elif (primary := self.config.get("primary") or {}).get("named"):
-            cell = (rows["method"] == primary["method"]) & np.isclose(rows["keep_ratio"], primary["keep_ratio"])
-            rows = rows[cell] if cell.any() else rows
+        elif primary.get("named"):
+            is_method = rows["method"] == primary["method"]
+            in_cell = is_method & np.isclose(rows["keep_ratio"], primary["keep_ratio"])
+            rows = rows[in_cell] if in_cell.any() else rows
         elif self.methods:
             rows = rows[rows["method"] == self.methods[0]]
-        distance = rows["keep_ratio"].map(lambda keep: abs(math.log(max(keep, 1e-9) / 0.1)))
+        distance = rows["keep_ratio"].map(_distance_from_headline)
         row = rows.loc[distance.idxmin()]
         return row["method"], row["keep_ratio"], int(row["step"])
 
 
-def final_steps(rows: pd.DataFrame, also: Sequence[int] = ()) -> pd.DataFrame:
-    """Rows of methods without gradient steps, and those of the last step of the others, or of steps ``also``."""
-    last = rows.groupby(["method", "keep_ratio"])["step"].transform("max")
-    return rows[(rows["step"] == last) | rows["step"].isin(also)]
+def read_results(
+    folder: Path, paper_model: str | None = None, *, num_resamples: int = 10_000
+) -> Results:
+    """Everything that a report shows of a folder.
 
+    Args:
+        folder: a results folder.
+        paper_model: which of the paper's models ours are; its figures are then in the tables.
+        num_resamples: of the bootstrap.
 
-def plain_steps(rows: pd.DataFrame) -> pd.DataFrame:
-    """The same rows with ``NO_STEP`` where a method has no gradient steps."""
-    return rows.assign(step=pd.to_numeric(rows["step"]).fillna(NO_STEP).astype(int))
-
-
-def read_results(folder: Path, name: str = "", paper_model: str | None = None) -> Results:
-    """Everything that a report shows of a folder; ``InputError`` for no results folder, no record, damaged content."""
-    config, records = evals.read_config(folder), evals.read_records(folder)
-    if not records:
+    Raises:
+        InputError: no results folder, no record, damaged content, a model that the paper lacks.
+    """
+    stored = read_folder(folder)
+    config = stored.config
+    evaluation = evals.EVALUATIONS[config["evaluation"]]
+    if not stored.records:
         raise InputError(f"{folder} holds no records yet")
-    decides = evals.EVALUATIONS[config["evaluation"]].deciding
-    if not all(decides in record.values for record in records):
-        raise InputError(f"{folder} has a record without {decides!r}, which {config['evaluation']} measures")
-    summary = plain_steps(evals.summarise(records))
-    reasons = {label.partition("@")[0]: reason for label, reason in evals.plumbing(records).items()}
-    shown = {label: label + " [plumbing]" * (label in reasons) for label in dict.fromkeys(summary["model"])}
-    pairs = evals.comparison_pairs(list(shown))
-    comparisons = pd.DataFrame()
-    if pairs:
-        references = {reference for _, reference in pairs}
-        found = {label: evals.compare_models(records, label, primary=config.get("primary")) for label in references}
-        own = [found[reference][found[reference]["model"] == model] for model, reference in pairs]
-        comparisons = plain_steps(pd.concat(own, ignore_index=True))
-        keys = ["model", *CELL, "stratum", "metric"]
-        judged = comparisons[comparisons["reference"] == pairs[0][1]][[*keys, "verdict"]]
-        summary = summary.merge(judged, how="left", on=keys)
-    summary["verdict"] = summary["verdict"].fillna("") if pairs else ""
-    warnings = [f"Not a result, {label}: {reason}." for label, reason in reasons.items()]
-    warnings += _incomplete(config, summary)
-    costs = _costs(evals.read_costs(folder))
-    for table in (summary, comparisons, costs):
-        for column in {"model", "reference"} & set(table.columns):
-            table[column] = table[column].map(shown)
+    if not all(evaluation.deciding in record.values for record in stored.records):
+        raise InputError(
+            f"{folder} has a record without {evaluation.deciding!r}, which "
+            f"{config['evaluation']} measures"
+        )
+    paper = Paper(paper_model, config["evaluation"], config["dataset"])
+    analysis = evals.analyse(stored.records, config, num_resamples=num_resamples)
+    labels = {}
+    for model in analysis.models:
+        labels[model] = model + (NOT_A_RESULT if model in analysis.below_chance else "")
+    models = list(labels.values())
+    pairs = [(labels[model], labels[reference]) for model, reference in analysis.pairs]
+    comparisons = labelled(plain_steps(analysis.comparisons), labels)
+    summary = labelled(plain_steps(analysis.summary), labels)
+    summary = with_verdicts(summary, comparisons, pairs)
+    rows = table_rows(summary, models, evaluation, paper)
+    warnings = [f"Not a result, {model}: {why}." for model, why in analysis.below_chance.items()]
     return Results(
-        name, config, summary, comparisons, costs, list(shown.values()),
-        [(shown[model], shown[reference]) for model, reference in pairs], warnings, evals.read_events(folder),
-        Paper(paper_model, config["evaluation"], config["dataset"]),
-    )  # fmt: skip
+        folder=folder,
+        config=config,
+        models=models,
+        pairs=pairs,
+        warnings=[*warnings, *incomplete(stored.wanted, rows, labels)],
+        summary=summary,
+        comparisons=comparisons,
+        rows=rows,
+        averages=average_rows(rows, evaluation, paper),
+        pair_rows=pair_rows(summary, comparisons, pairs, evaluation),
+        costs=labelled(cost_rows(stored.costs), labels),
+        events=stored.events,
+        paper_note=paper.note,
+    )
 
 
-def _costs(batches: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-    """Per example: seconds, peak MiB, KiB, share of the dense bytes; speed of answers over that of dense caches."""
-    if not batches:
-        return pd.DataFrame()
-    speeds = dict.fromkeys(["ttft", "ttft_dense", "tokens_per_s", "tokens_per_s_dense"])
-    rows = plain_steps(pd.DataFrame([{**speeds, **cost} for cost in batches]))
-    rows["method"] = [method_label(cost["method"], cost["options"]) for cost in batches]
-    rows["model"] = rows["model"].str.partition("@")[0]
-    rows = rows.astype(dict.fromkeys(["peak_mib", *speeds], float))
-    cells = rows.groupby(["model", *CELL], sort=False)
-    total, mean = cells[["examples", "seconds", "bytes", "dense_bytes"]].sum(), cells[list(speeds)].mean()
-    found = {
-        "seconds": total["seconds"] / total["examples"],
-        "peak_mib": cells["peak_mib"].max(),
-        "kib": total["bytes"] / total["examples"] / 1024.0,
-        "dense_share": total["bytes"] / total["dense_bytes"],
-        "ttft_ratio": mean["ttft"] / mean["ttft_dense"],
-        "speed_ratio": mean["tokens_per_s"] / mean["tokens_per_s_dense"],
-    }
-    return pd.DataFrame(found).reset_index()
-
-
-def _incomplete(config: Mapping[str, Any], summary: pd.DataFrame) -> list[str]:
-    """A line for every model that lacks examples, with the method that lacks most."""
-    wanted = dict.fromkeys(map(tuple, config.get("baselines", [])), config["num_examples"])
-    for method in config["methods"]:
-        label = method_label(method["name"], method["options"])
-        wanted |= {(label, keep): method["num_examples"] for keep in method["keep_ratios"]}
-    lines = []
-    for model, own in final_steps(summary[summary["stratum"] == ""]).groupby("model", sort=False):
-        counts = own.groupby(["method", "keep_ratio"])["num_examples"].max()
-        lacking = {cell: total - counts.get(cell, 0) for cell, total in wanted.items()}
-        cell = max(lacking, key=lambda cell: lacking[cell], default=None)
-        if cell is not None and lacking[cell] > 0:
-            there = f"{wanted[cell] - lacking[cell]} of {wanted[cell]} examples of {cell[0]} at {100 * cell[1]:g}%"
-            lines.append(f"Incomplete: {model} has {there}. Its own figures are then over other examples.")
-    return lines
+def _distance_from_headline(keep_ratio: float) -> float:
+    return abs(math.log(max(keep_ratio, 1e-9) / _HEADLINE_KEEP_RATIO))

@@ -117,6 +117,11 @@ class GradientCompression(Compressor):
         """The caches of several sizes, one training each."""
         return (self(trace, num_slots=size) for size in sizes)
 
+    @property
+    def last_step(self) -> int:
+        """The number of steps."""
+        return self.num_steps
+
     def snapshots(
         self, trace: Trace, *, keep_ratio: float | int | None = None, num_slots: int | None = None
     ) -> Iterator[tuple[int, CompactCache]]:
@@ -127,6 +132,13 @@ class GradientCompression(Compressor):
         """
         steps = sorted({step for step in SNAPSHOT_STEPS if step < self.num_steps} | {self.num_steps})
         return self._run(trace, keep_ratio, num_slots, steps)
+
+    def each_snapshots(
+        self, trace: Trace, keep_ratios: Sequence[float | int]
+    ) -> Iterator[Iterator[tuple[int, CompactCache]]]:
+        """The snapshots of several keep ratios, one training each."""
+        for keep_ratio in keep_ratios:
+            yield self.snapshots(trace, keep_ratio=keep_ratio)
 
     def learning_rate(self, step: int) -> float:
         """Learning rate of a step, from 0."""

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcat.evals import ClusterBootstrap
-from kvcat.evals.statistics import cannot_tell, holm, mcnemar, share_difference, wilson
+from kvcat.evals.intervals import holm, mcnemar, share_difference, small_sample_warning, wilson
 
 
 def names(count, each=1):
@@ -50,9 +50,13 @@ def test_one_document_gives_a_figure_without_an_interval():
 
 def test_a_ratio_is_of_sums_and_a_p_value_twice_the_smaller_share_of_resamples_beyond_0():
     bootstrap = ClusterBootstrap(["a", "b"])
-    estimate = bootstrap.estimate(bootstrap.of_means(np.divide, np.array([1.0, 9.0]), np.array([2.0, 10.0])))
+    estimate = bootstrap.estimate(
+        bootstrap.of_means(np.divide, np.array([1.0, 9.0]), np.array([2.0, 10.0]))
+    )
     assert (estimate.value, estimate.low, estimate.high) == pytest.approx((10.0 / 12.0, 0.5, 0.9))
-    assert bootstrap.p_value(np.array([9.0, *[1.0] * 96, *[-1.0] * 3])) == pytest.approx(2 * 4 / 100)
+    assert bootstrap.p_value(np.array([9.0, *[1.0] * 96, *[-1.0] * 3])) == pytest.approx(
+        2 * 4 / 100
+    )
     assert bootstrap.p_value(np.array([-9.0, *[-1.0] * 99])) == pytest.approx(2 / 100)
     assert np.isnan(bootstrap.p_value(np.array([1.0, np.nan, 1.0])))
 
@@ -61,7 +65,9 @@ def test_documents_and_training_seeds_add_their_variances_and_one_seed_has_none(
     generator = np.random.default_rng(3)
     documents, seeds = generator.normal(size=30), generator.normal(size=6)
     values = seeds[:, None] + documents
-    draws = ClusterBootstrap(names(30), seeds=list("abcdef"), num_resamples=40_000).of_means(lambda m: m, values)
+    draws = ClusterBootstrap(names(30), seeds=list("abcdef"), num_resamples=40_000).of_means(
+        lambda m: m, values
+    )
     assert draws[1:].var() == pytest.approx(seeds.var(ddof=1) / 6 + documents.var() / 30, rel=0.05)
     one = ClusterBootstrap(names(30), seeds=["a"])
     assert one.mean(documents[None]) == ClusterBootstrap(names(30)).mean(documents)
@@ -71,12 +77,21 @@ def test_strata_are_resampled_to_their_own_size_and_a_mean_has_the_textbook_stan
     generator = np.random.default_rng(5)
     values = np.concatenate([generator.normal(0.0, 1.0, 60), generator.normal(10.0, 2.0, 140)])
     bootstrap = ClusterBootstrap(names(200), strata=["a"] * 60 + ["b"] * 140)
-    assert [set(bootstrap._counts[:, part].sum(1)) for part in (slice(0, 60), slice(60, 200))] == [{60.0}, {140.0}]
-    variance = sum(part.var() / len(part) * (len(part) / 200) ** 2 for part in (values[:60], values[60:]))
-    assert bootstrap.of_means(lambda mean: mean, values)[1:].std() == pytest.approx(variance**0.5, rel=0.03)
+    assert [set(bootstrap._counts[:, part].sum(1)) for part in (slice(0, 60), slice(60, 200))] == [
+        {60.0},
+        {140.0},
+    ]
+    variance = sum(
+        part.var() / len(part) * (len(part) / 200) ** 2 for part in (values[:60], values[60:])
+    )
+    assert bootstrap.of_means(lambda mean: mean, values)[1:].std() == pytest.approx(
+        variance**0.5, rel=0.03
+    )
 
 
-@pytest.mark.parametrize(("strata", "parts"), [("aaabbxyz", (3, 5, 8)), ("aaabbx", (3, 6)), ("abcdefgh", (8,))])
+@pytest.mark.parametrize(
+    ("strata", "parts"), [("aaabbxyz", (3, 5, 8)), ("aaabbx", (3, 6)), ("abcdefgh", (8,))]
+)
 def test_documents_alone_in_their_stratum_share_one_or_join_the_smallest(strata, parts):
     counts = ClusterBootstrap(names(len(strata)), strata=list(strata), num_resamples=50)._counts
     for start, stop in itertools.pairwise((0, *parts)):
@@ -88,7 +103,9 @@ def test_documents_alone_in_their_stratum_share_one_or_join_the_smallest(strata,
 def test_the_order_of_examples_does_not_change_a_stratified_interval(order):
     documents, values = np.array(names(12, 2)), np.sqrt(np.arange(12.0))
     strata, order = np.repeat(["s0", "s1"], 6), np.array(order)
-    shuffled = ClusterBootstrap(documents[order], strata=list(strata[order]), num_resamples=50).mean(values[order])
+    shuffled = ClusterBootstrap(
+        documents[order], strata=list(strata[order]), num_resamples=50
+    ).mean(values[order])
     expected = ClusterBootstrap(documents, strata=list(strata), num_resamples=50).mean(values)
     assert (shuffled.low, shuffled.high) == pytest.approx((expected.low, expected.high))
 
@@ -108,11 +125,15 @@ def test_a_difference_of_shares_is_agresti_and_mins_by_hand():
     mean = 4 / 12  # b = 4, c = 0, half added to each of four outcomes: b + c + 1 = 5 of n + 2 = 12
     error = (5 / 12 - mean**2) ** 0.5 / 12**0.5
     assert found.value == pytest.approx(0.4)
-    assert (found.low, found.high) == pytest.approx((mean - 1.959964 * error, mean + 1.959964 * error))
+    assert (found.low, found.high) == pytest.approx(
+        (mean - 1.959964 * error, mean + 1.959964 * error)
+    )
     assert p == pytest.approx(2 * scipy.stats.norm.sf(mean / error))
 
 
-@pytest.mark.parametrize(("b", "c", "both"), [(0, 0, 3), (0, 4, 0), (1, 4, 7), (3, 3, 0), (2, 5, 1)])
+@pytest.mark.parametrize(
+    ("b", "c", "both"), [(0, 0, 3), (0, 4, 0), (1, 4, 7), (3, 3, 0), (2, 5, 1)]
+)
 def test_mcnemar_equals_the_enumeration_of_all_ways_to_split(b, c, both):
     splits = [sum(coins) for coins in itertools.product((0, 1), repeat=b + c)]
     extreme = sum(min(k, b + c - k) <= min(b, c) for k in splits) / len(splits)
@@ -125,23 +146,36 @@ def scores(count, better, value=1.0):
 
 
 @pytest.mark.parametrize(
-    ("pair", "told"),
+    ("pair", "smallest", "observed"),
     [
-        (scores(100, 19), ""),
-        (scores(6, 6), ""),
-        (scores(100, 5), "100 documents: differences under 6.0 points cannot be told at 95 %, 5.0 among them"),
-        (scores(100, 0), "the models agree on all 100 examples"),
-        (scores(5, 5), "5 documents: no difference can be told at 95 %"),
-        (scores(12, 6, 0.25), ""),  # several right answers: a quarter more of them in half of the documents
-        (scores(12, 3, 0.25), "12 documents: differences under 12.5 points cannot be told at 95 %, 6.2 among them"),
+        (scores(100, 5), "100 documents: differences under 6.0 points", "5.0"),
+        # several right answers: a quarter more of them in a quarter of the documents
+        (scores(12, 3, 0.25), "12 documents: differences under 12.5 points", "6.2"),
     ],
 )
-def test_what_so_few_documents_cannot_tell_is_said(pair, told):
-    assert cannot_tell(*pair, names(len(pair[0]))) == told
+def test_a_sample_too_small_for_the_observed_difference_gets_a_warning(pair, smallest, observed):
+    warning = small_sample_warning(*pair, names(len(pair[0])))
+    assert warning == f"{smallest} cannot be detected at 95 %, such as the observed {observed}"
+
+
+def test_a_sample_without_a_difference_or_with_too_few_documents_gets_a_warning():
+    warning = small_sample_warning(*scores(100, 0), names(100))
+    assert warning == "the models agree on all 100 examples"
+    warning = small_sample_warning(*scores(5, 5), names(5))
+    assert warning == "5 documents: no difference can be detected at 95 %"
+    warning = small_sample_warning(*scores(5, 5), names(5, each=5))
+    assert warning == "1 document: no difference can be detected at 95 %"
+
+
+@pytest.mark.parametrize("pair", [scores(100, 19), scores(6, 6), scores(12, 6, 0.25)])
+def test_a_sample_that_is_large_enough_gets_no_warning(pair):
+    assert small_sample_warning(*pair, names(len(pair[0]))) == ""
 
 
 def test_holm_equals_its_definition_and_leaves_missing_p_out():
-    assert holm(np.array([0.04, np.nan, 0.01, 0.03])).tolist() == pytest.approx([0.06, np.nan, 0.03, 0.06], nan_ok=True)
+    assert holm(np.array([0.04, np.nan, 0.01, 0.03])).tolist() == pytest.approx(
+        [0.06, np.nan, 0.03, 0.06], nan_ok=True
+    )
     assert holm(np.array([0.9, 0.6])).tolist() == [1.0, 1.0]
     assert holm(np.array([])).tolist() == []
 
@@ -154,6 +188,11 @@ def test_medians_equal_numpys_on_every_resample():
     for counts, median in zip(bootstrap._counts.astype(int), draws, strict=True):
         pool = np.repeat(values, [counts[int(document[1])] for document in documents])
         assert median == pytest.approx(np.median(pool))
-    seeds = ClusterBootstrap(documents, seeds="ab", num_resamples=50).median(np.stack([values, values + 1])) - draws
+    seeds = (
+        ClusterBootstrap(documents, seeds="ab", num_resamples=50).median(
+            np.stack([values, values + 1])
+        )
+        - draws
+    )
     assert seeds[0] == pytest.approx(0.5)
     assert seeds.std() > 0.2

@@ -1,0 +1,81 @@
+"""Which models do not show that they can do the task, so that their figures are no results."""
+
+from collections.abc import Iterable
+
+import numpy as np
+import pandas as pd
+
+from kvcat.evals.intervals import ClusterBootstrap, share
+from kvcat.evals.metrics import METRICS
+from kvcat.evals.records import Record
+from kvcat.evals.samples import EXAMPLE, record_table
+
+FEWEST_DOCUMENTS = 20
+"""Documents below which no share of right answers shows that a model can do a task."""
+
+
+def models_below_chance(records: Iterable[Record]) -> dict[str, str]:
+    """Labels of the models that do not show that they can do the task, each with the reason.
+
+    A model can do it if, with the whole cache and no compression, the 95 % interval of its score
+    lies above chance on at least ``FEWEST_DOCUMENTS`` documents; in text prediction, if the
+    interval of its context gain lies above 0: a model that does not use its prefix has nothing to
+    lose.
+    """
+    return below_chance_in(record_table(records))
+
+
+def below_chance_in(table: pd.DataFrame) -> dict[str, str]:
+    """The same of a ``record_table``."""
+    reasons = {}
+    for label, rows in table.groupby("label", sort=False):
+        reason = _inability(rows.dropna(axis=1, how="all"))
+        if reason:
+            reasons[str(label)] = reason
+    return reasons
+
+
+def _inability(rows: pd.DataFrame) -> str:
+    """Why the rows of a model do not show that it can do the task; empty where they do."""
+    metrics = [name for name, metric in METRICS.items() if metric.shows_ability and name in rows]
+    metrics.sort(key=lambda name: not METRICS[name].share)  # right answers show more than a gain
+    if not metrics:
+        return "no score with the whole cache was recorded"
+    name = metrics[0]
+    return _low_share(rows, name) if METRICS[name].share else _low_mean(rows, name)
+
+
+def _low_mean(rows: pd.DataFrame, name: str) -> str:
+    """Why the mean of a value is not clearly above chance, or empty."""
+    metric = METRICS[name]
+    examples = rows.drop_duplicates(EXAMPLE, keep="last")
+    bootstrap = ClusterBootstrap(examples["document"].to_numpy(dtype=str))
+    mean = bootstrap.mean(examples[name].to_numpy())
+    if mean.low > metric.chance:
+        return ""
+    interval = "" if np.isnan(mean.low) else f" [{mean.low:.3g}, {mean.high:.3g}]"
+    figure = f"{metric.label} {mean.value:.3g}{interval} {metric.unit}"
+    return f"{figure} is not clearly above {metric.chance:g}"
+
+
+def _low_share(rows: pd.DataFrame, name: str) -> str:
+    """Why the share of right answers with the whole cache is not above chance, or empty."""
+    metric = METRICS[name]
+    if metric.dense_metric in rows:
+        column = metric.dense_metric
+        scored = rows
+    else:
+        column = name
+        scored = rows[rows["method"] == "dense"]
+    examples = scored.drop_duplicates(EXAMPLE, keep="last")
+    num_documents = examples["document"].nunique()
+    if num_documents < FEWEST_DOCUMENTS:
+        return f"{num_documents} documents with a dense score, fewer than {FEWEST_DOCUMENTS}"
+    chances = [metric.chance_by_stratum.get(name, metric.chance) for name in rows["stratum"]]
+    chance = float(np.mean(chances))
+    estimate = share(examples[column].to_numpy(), examples["document"].to_numpy(dtype=str))
+    if estimate.low > chance:
+        return ""
+    interval = f"[{estimate.low:.1%}, {estimate.high:.1%}]"
+    figure = f"dense {metric.label} {estimate.value:.1%} {interval} on {num_documents} documents"
+    return f"{figure} is not above chance, {chance:.0%}"

@@ -1,0 +1,58 @@
+"""One analysis of an evaluation's records for all its readers."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pandas as pd
+
+from kvcat.evals.ability import below_chance_in
+from kvcat.evals.records import Record
+from kvcat.evals.samples import record_table, samples_by_cell
+from kvcat.evals.summary import COMPARISON, comparison_pairs, comparisons_with, summary_of
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """What the records of one results folder show; models are named without ``@SEED``."""
+
+    models: list[str]  # in the order of the records
+    summary: pd.DataFrame = field(repr=False)  # as ``summarise``
+    pairs: list[tuple[str, str]]  # (model, reference) that are compared
+    comparisons: pd.DataFrame = field(repr=False)  # as ``compare_models``, in the order of pairs
+    below_chance: dict[str, str]  # models that do not show that they can do the task: the reason
+
+
+def analyse(
+    records: Iterable[Record], config: Mapping[str, Any], *, num_resamples: int = 10_000
+) -> Analysis:
+    """Summary, comparisons and abilities of the models from one reading of the records.
+
+    Args:
+        records: of a results folder, at least one.
+        config: the folder's configuration, which names the primary cell.
+        num_resamples: of the bootstrap.
+
+    Raises:
+        InputError: as ``summarise``.
+    """
+    table = record_table(records)
+    samples = samples_by_cell(table, num_resamples)
+    summary = summary_of(samples)
+    models = list(dict.fromkeys(summary["model"]))
+    pairs = comparison_pairs(models)
+    primary = config.get("primary")
+    references = dict.fromkeys(reference for _, reference in pairs)
+    compared = {name: comparisons_with(samples, name, primary) for name in references}
+    frames = []
+    for model, reference in pairs:
+        frame = compared[reference]
+        frames.append(frame[frame["model"] == model])
+    comparisons = pd.DataFrame(columns=list(COMPARISON))
+    if frames:
+        comparisons = pd.concat(frames, ignore_index=True)
+    reasons = {}
+    for label, reason in below_chance_in(table).items():
+        model, _, _ = label.partition("@")
+        reasons[model] = reason
+    return Analysis(models, summary, pairs, comparisons, reasons)

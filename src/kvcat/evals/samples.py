@@ -1,0 +1,193 @@
+"""Records by cell: the values of one model, method, keep ratio, step and stratum, with figures."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from kvcat.errors import InputError
+from kvcat.evals.intervals import NO_ESTIMATE, Array, ClusterBootstrap, Draws, Estimate, share
+from kvcat.evals.metrics import METRICS, PRODUCTS
+from kvcat.evals.records import Record, models_of
+
+EXAMPLE = ["document", "example"]
+SIZES = ("num_examples", "num_documents", "num_seeds")
+_NO_STEP = -1
+_PLACE = ["label", "model", "run", "method", "keep_ratio", "step", "stratum", *EXAMPLE]
+
+
+class Cell(NamedTuple):
+    """What the figures of one row of a summary are about."""
+
+    model: str  # without ``@SEED``
+    method: str  # with its options
+    keep_ratio: float
+    step: int | None
+    stratum: str  # empty: all examples
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One model's values in a cell; the mean over the seeds of a compressor."""
+
+    values: pd.DataFrame  # index (document, example), columns (value, training run)
+    strata: pd.Series  # of each example
+    num_resamples: int
+
+    @cached_property
+    def documents(self) -> Array:
+        """Name of each example's document."""
+        return self.values.index.get_level_values("document").to_numpy(dtype=str)
+
+    @cached_property
+    def runs(self) -> list[str]:
+        """Names of the training runs."""
+        return list(self.values.columns.unique("run"))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Numbers of examples, documents and training runs, by ``SIZES``."""
+        sizes = (len(self.values), self.bootstrap.num_documents, len(self.runs))
+        return dict(zip(SIZES, sizes, strict=True))
+
+    @cached_property
+    def bootstrap(self) -> ClusterBootstrap:
+        """Resamples of the documents, within strata, and of the training runs."""
+        return ClusterBootstrap(
+            self.documents,
+            strata=list(self.strata[self.values.index]),
+            seeds=self.runs,
+            num_resamples=self.num_resamples,
+        )
+
+    @cached_property
+    def columns(self) -> dict[str, Array]:
+        """Every value that all records have: an array (runs, examples)."""
+        names = list(self.values.columns.unique(0))
+        by_name = self.values.to_numpy().T.reshape(len(names), len(self.runs), len(self.values))
+        return dict(zip(names, by_name, strict=True))
+
+    @property
+    def metrics(self) -> list[str]:
+        """Names of the metrics that the values give."""
+        return [name for name in METRICS if self.columns.keys() >= set(_columns_of(name))]
+
+    def defines(self, name: str) -> bool:
+        """Whether a metric has a figure here."""
+        column = METRICS[name].defined_where
+        if not column:
+            return True
+        mean = self.bootstrap.mean(self.columns[column])
+        return mean.value > 0.0 and mean.low > 0.0
+
+    def draws(self, name: str) -> Draws:
+        """A metric on all examples and on every resample."""
+        function = METRICS[name].function
+        columns = [self.columns[column] for column in _columns_of(name)]
+        if function is None:
+            return self.bootstrap.median(*columns)
+        return self.bootstrap.of_means(function, *columns)
+
+    def estimate(self, name: str) -> Estimate:
+        """A metric with its interval."""
+        if not self.defines(name):
+            return NO_ESTIMATE
+        if not METRICS[name].share:
+            return self.bootstrap.estimate(self.draws(name))
+        by_document = self._share(name)
+        if len(self.runs) == 1 or np.isnan(by_document.value):
+            return by_document
+        # Wilson's interval does not know of training runs
+        return self.bootstrap.estimate(self.draws(name)).union(by_document)
+
+    def _share(self, name: str) -> Estimate:
+        """A share with the interval of ``share``; of two columns the second says which count."""
+        score, *counts = (self.columns[column].mean(axis=0) for column in _columns_of(name))
+        documents = self.documents
+        if counts:
+            counted = counts[0] > 0
+            score = score[counted] / counts[0][counted]
+            documents = documents[counted]
+        return share(score, documents) if len(score) else NO_ESTIMATE
+
+    def on(self, examples: pd.Index) -> "Sample":
+        """The sample on these of its examples alone."""
+        if self.values.index.equals(examples):
+            return self
+        return replace(self, values=self.values.loc[examples])
+
+
+def record_table(records: Iterable[Record]) -> pd.DataFrame:
+    """A row per record with a column per value; ``step`` is -1 where there is none.
+
+    ``label`` is the model's label, ``model`` and ``run`` are its parts before and after the ``@``.
+
+    Raises:
+        InputError: records of two data sets; one label for two sets of weights.
+    """
+    records = list(records)
+    models_of(records)
+    datasets = sorted({record.dataset for record in records})
+    if len(datasets) > 1:
+        raise InputError(f"records of two data sets: {datasets[0]!r} and {datasets[1]!r}")
+    places = []
+    for record in records:
+        model, _, run = record.model.partition("@")
+        step = _NO_STEP if record.step is None else record.step
+        places.append(
+            (
+                record.model,
+                model,
+                run,
+                record.method_label,
+                record.keep_ratio,
+                step,
+                record.stratum,
+                record.document,
+                record.example,
+            )
+        )
+    values = pd.DataFrame([record.values for record in records])
+    table = pd.DataFrame(places, columns=_PLACE).join(values)
+    for name, (first, second) in PRODUCTS.items():
+        if first in table and second in table:
+            table[name] = table[first] * table[second]
+    return table
+
+
+def samples_by_cell(table: pd.DataFrame, num_resamples: int) -> dict[Cell, Sample]:
+    """A sample per cell of a ``record_table``, in the order of tables.
+
+    Strata come after all examples, and have cells where there are several. Models and methods come
+    in the order of the records, keep ratios and steps ascending.
+    """
+    table = table.copy()
+    for name in ("model", "method"):
+        table[name] = pd.Categorical(table[name], table[name].unique())
+    strata = table.drop_duplicates(EXAMPLE).set_index(EXAMPLE)["stratum"]
+    names = list(table["stratum"].unique())
+    samples = {}
+    for stratum in [""] + [name for name in names if name and len(names) > 1]:
+        rows = table[table["stratum"] == stratum] if stratum else table
+        groups = rows.groupby(["model", "method", "keep_ratio", "step"], observed=True)
+        for (model, method, keep_ratio, step), cell_rows in groups:
+            cell = Cell(model, method, keep_ratio, None if step == _NO_STEP else step, stratum)
+            samples[cell] = Sample(_values(cell_rows), strata, num_resamples)
+    return samples
+
+
+def _values(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows of a cell as the values of a ``Sample``.
+
+    Left out are values that some record lacks, and examples that some training run lacks.
+    """
+    complete = rows.dropna(axis=1)
+    names = [name for name in complete if name not in _PLACE]
+    return complete.groupby([*EXAMPLE, "run"])[names].mean().unstack("run").dropna()
+
+
+def _columns_of(name: str) -> tuple[str, ...]:
+    return METRICS[name].columns or (name,)

@@ -1,0 +1,196 @@
+"""The rows of a report: summary and comparisons with their figures, averages, costs."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+from kvcat.evals import METRICS, Evaluation, Metric
+from kvcat.report.figures import (
+    NO_STEP,
+    Figure,
+    difference_figure,
+    ratio_figure,
+    summary_figure,
+)
+from kvcat.report.paper import Paper
+
+CELL = ["method", "keep_ratio", "step"]
+_SPEEDS = ["ttft", "ttft_dense", "tokens_per_s", "tokens_per_s_dense"]
+
+
+def plain_steps(rows: pd.DataFrame) -> pd.DataFrame:
+    """The same rows with ``NO_STEP`` where a method has no gradient steps."""
+    return rows.assign(step=pd.to_numeric(rows["step"]).fillna(NO_STEP).astype(int))
+
+
+def labelled(rows: pd.DataFrame, labels: Mapping[str, str]) -> pd.DataFrame:
+    """The same rows with the labels of models in place of their names."""
+    columns = [name for name in ("model", "reference") if name in rows]
+    return rows.assign(**{name: rows[name].map(labels) for name in columns})
+
+
+def with_verdicts(
+    summary: pd.DataFrame, comparisons: pd.DataFrame, pairs: Sequence[tuple[str, str]]
+) -> pd.DataFrame:
+    """The summary with each figure's verdict against the first reference, or an empty one."""
+    if not pairs:
+        return summary.assign(verdict="")
+    keys = ["model", *CELL, "stratum", "metric"]
+    against_first = comparisons[comparisons["reference"] == pairs[0][1]]
+    merged = summary.merge(against_first[[*keys, "verdict"]], how="left", on=keys)
+    return merged.assign(verdict=merged["verdict"].fillna(""))
+
+
+def table_rows(
+    summary: pd.DataFrame,
+    models: Sequence[str],
+    evaluation: Evaluation,
+    paper: Paper,
+) -> pd.DataFrame:
+    """The summary by keep ratio, step and model, with a ``figure`` in every row.
+
+    ``final`` rows are of a method's last step or of a method without steps. ``reported`` are these
+    and the further steps that the evaluation reports.
+    """
+    last_step = summary.groupby(["method", "keep_ratio"])["step"].transform("max")
+    final = summary["step"] == last_step
+    reported = final | summary["step"].isin(evaluation.reported_steps)
+    rows = summary.assign(
+        final=final, reported=reported, model_rank=summary["model"].map(models.index)
+    )
+    figures = []
+    for _, row in rows.iterrows():
+        printed = ""
+        if row["reported"]:
+            printed = paper.printed(
+                row["model"],
+                row["method"],
+                row["keep_ratio"],
+                row["step"],
+                row["metric"],
+                row["stratum"],
+            )
+        figures.append(summary_figure(row, printed))
+    rows["figure"] = figures
+    return rows.sort_values(["keep_ratio", "step", "model_rank"], kind="stable")
+
+
+def average_rows(rows: pd.DataFrame, evaluation: Evaluation, paper: Paper) -> pd.DataFrame:
+    """The deciding metric's averages over strata that count alike, with a ``figure`` in every row.
+
+    The squares of the strata's intervals add up (Zou and Donner 2008).
+    """
+    metric = METRICS[evaluation.deciding]
+    rows = rows[rows["reported"] & (rows["metric"] == evaluation.deciding)]
+    averages = []
+    for (method, keep_ratio, step), cell in rows.groupby(CELL, sort=False):
+        place = {"method": method, "keep_ratio": keep_ratio, "step": step}
+        for name, strata in evaluation.averages.items():
+            strata_rows = cell[cell["stratum"].isin(strata)]
+            if strata_rows["stratum"].nunique() < len(strata):
+                continue
+            counts = strata_rows.drop_duplicates("stratum")["num_examples"]
+            place["stratum"] = f"average of {name}"
+            place["num_examples"] = counts.sum()
+            for model, model_rows in strata_rows.groupby("model", sort=False):
+                printed = paper.printed_average(str(model), name, evaluation.deciding)
+                figure = _average_figure(model_rows, metric, printed)
+                averages.append({**place, "model": model, "figure": figure})
+    columns = ["model", *CELL, "stratum", "num_examples", "figure"]
+    return pd.DataFrame(averages, columns=columns)
+
+
+def _average_figure(rows: pd.DataFrame, metric: Metric, printed: str) -> Figure:
+    """The mean of a model's rows, one per stratum."""
+    value = rows["value"].mean()
+    below = math.hypot(*(rows["value"] - rows["low"])) / len(rows)
+    above = math.hypot(*(rows["value"] - rows["high"])) / len(rows)
+    return Figure(
+        value,
+        value - below,
+        value + above,
+        decimals=metric.decimals,
+        percent=metric.percent,
+        paper=printed,
+    )
+
+
+def pair_rows(
+    summary: pd.DataFrame,
+    comparisons: pd.DataFrame,
+    pairs: Sequence[tuple[str, str]],
+    evaluation: Evaluation,
+) -> dict[tuple[str, str], pd.DataFrame]:
+    """Comparisons of each pair over all strata at the reported steps, with figures in every row.
+
+    ``figure`` is of the difference, ``ratio_figure`` of the ratio; ``final`` as in ``table_rows``.
+    Baselines are compared only where nothing else was scored.
+    """
+    compressing = set(summary.loc[~summary["baseline"], "method"])
+    by_pair = {}
+    for model, reference in pairs:
+        is_pair = (comparisons["model"] == model) & (comparisons["reference"] == reference)
+        rows = comparisons[is_pair & (comparisons["stratum"] == "")]
+        if compressing:
+            rows = rows[rows["method"].isin(compressing)]
+        last_step = rows.groupby(["method", "keep_ratio"])["step"].transform("max")
+        rows = rows.assign(
+            final=rows["step"] == last_step,
+            figure=[difference_figure(row) for _, row in rows.iterrows()],
+            ratio_figure=[ratio_figure(row) for _, row in rows.iterrows()],
+        )
+        reported = rows["final"] | rows["step"].isin(evaluation.reported_steps)
+        by_pair[model, reference] = rows[reported]
+    return by_pair
+
+
+def cost_rows(batches: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    """Costs per example, or relative to the dense cache, by model, method, keep ratio and step.
+
+    Columns: seconds, peak MiB, KiB, share of the dense bytes; time to the first token and tokens
+    per second over those of the dense cache.
+    """
+    if not batches:
+        return pd.DataFrame()
+    speeds = dict.fromkeys(_SPEEDS)
+    rows = plain_steps(pd.DataFrame([{**speeds, **cost} for cost in batches]))
+    rows["model"] = rows["model"].str.partition("@")[0]
+    rows = rows.astype(dict.fromkeys(["peak_mib", *_SPEEDS], float))
+    cells = rows.groupby(["model", *CELL], sort=False)
+    total = cells[["examples", "seconds", "bytes", "dense_bytes"]].sum()
+    mean = cells[_SPEEDS].mean()
+    columns = {
+        "seconds": total["seconds"] / total["examples"],
+        "peak_mib": cells["peak_mib"].max(),
+        "kib": total["bytes"] / total["examples"] / 1024.0,
+        "dense_share": total["bytes"] / total["dense_bytes"],
+        "ttft_ratio": mean["ttft"] / mean["ttft_dense"],
+        "speed_ratio": mean["tokens_per_s"] / mean["tokens_per_s_dense"],
+    }
+    return pd.DataFrame(columns).reset_index()
+
+
+def incomplete(
+    wanted: Mapping[tuple[str, float], int], rows: pd.DataFrame, labels: Mapping[str, str]
+) -> list[str]:
+    """A line for every model that lacks examples, with the method that lacks most.
+
+    ``wanted`` is the number of examples of a complete run, by method and keep ratio.
+    """
+    rows = rows[rows["final"] & (rows["stratum"] == "")]
+    lines = []
+    for model, label in labels.items():
+        model_rows = rows[rows["model"] == label]
+        counts = model_rows.groupby(["method", "keep_ratio"])["num_examples"].max()
+        lacking = {cell: total - counts.get(cell, 0) for cell, total in wanted.items()}
+        worst = max(lacking, key=lambda cell: lacking[cell], default=None)
+        if worst is not None and lacking[worst] > 0:
+            method, keep_ratio = worst
+            count = f"{wanted[worst] - lacking[worst]} of {wanted[worst]} examples"
+            lines.append(
+                f"Incomplete: {model} has {count} of {method} at {100 * keep_ratio:g}%. "
+                "Its figures are then over other examples."
+            )
+    return lines
