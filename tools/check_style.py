@@ -1,4 +1,4 @@
-"""Check that the sources stay readable: python tools/check_style.py [FILE ...]
+"""Check that the sources stay readable; python tools/check_style.py [FILE ...] prints the findings.
 
 In src/ at most 3 % of the assignments may pack several values (`a, b = x, y`), no line may be longer
 than 100 columns, and names that say nothing are not used. In src/, docs/ and the pages of the

@@ -11,8 +11,7 @@ from gguf_files import write_gguf as write_plain_gguf
 from kvcat.cache import CompactCache, CompactLayer
 from kvcat.errors import InputError
 from kvcat.models import load
-from kvcat.serving import LlamaCpp, export_prefix, read_prefix, widen, write_gguf
-from kvcat.serving import llama_abi
+from kvcat.serving import LlamaCpp, export_prefix, llama_abi, read_prefix, widen, write_gguf
 
 pytest.importorskip("xllamacpp", reason="needs xllamacpp")
 NEW = 6
