@@ -71,7 +71,7 @@ def hash_tensor(digest: Any, name: str, tensor: Tensor) -> None:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """``2:`` and a SHA-256 of a model's class, configuration, parameters, buffers and active adapters.
+    """``2:`` and a SHA-256 of a model: class, configuration, parameters, buffers, active adapters.
 
     - Of the configuration all settings count, nested ones too, but for those in ``IGNORED`` and
       those that have their class's default: a newer transformers adds settings with defaults that
@@ -106,7 +106,7 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def first_fingerprint(model: nn.Module) -> str:
-    """The fingerprint of the first scheme; of a model with active adapters, which it mixed up, none."""
+    """The fingerprint of the first scheme; empty for active adapters, which it mixed up."""
     check_not_wrapped(model)
     tensors = tensors_of(model)
     if tensors.settings:
@@ -154,7 +154,7 @@ def _remembered(model: nn.Module, group: str, tensors: dict[str, Tensor]) -> str
 
 
 def _sample(tensors: Iterable[Tensor]) -> bytes:
-    """Some numbers of every tensor: peft merges adapters through ``.data``, which changes no version."""
+    """Some numbers of every tensor: peft merges through ``.data``, which changes no version."""
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         flat = tensor.detach().reshape(-1)
@@ -165,7 +165,7 @@ def _sample(tensors: Iterable[Tensor]) -> bytes:
 
 
 def _adapter_digests(model: nn.Module, tensors: Tensors) -> list[str]:
-    """One line per active adapter, the same for two of other names with the same weights and scaling."""
+    """One line per active adapter, of its weights and scaling but not of its name."""
     lines = []
     for adapter, settings in tensors.settings.items():
         weights = _remembered(model, f"adapter {adapter}", tensors.active.get(adapter, {}))
@@ -174,19 +174,17 @@ def _adapter_digests(model: nn.Module, tensors: Tensors) -> list[str]:
 
 
 def _settings(config: PreTrainedConfig | None, reader: type) -> dict[str, Any]:
-    """The settings of a configuration that may change the logits of its model of class ``reader``."""
+    """The settings that may change the logits of the model of class ``reader``."""
     if config is None:
         return {}
-    kind = type(config)
-    declared = set(getattr(kind, "__dataclass_fields__", ()))
-    usual = _plain_settings(_default_config(kind), reader)
+    declared = set(getattr(type(config), "__dataclass_fields__", ()))
+    values = _plain_settings(config, reader)
+    usual = _plain_settings(_default_config(type(config)), reader)
     settings = {}
-    for name, value in _plain_settings(config, reader).items():
+    for name, value in values.items():
         # what neither the configuration's class nor the model knows has no effect
         is_known = name in declared or name == _PER_LAYER or _mentions(reader, name)
-        # a configuration read from a file holds attributes of its class, such as model_type
-        of_class = inspect.getattr_static(kind, name, None)
-        if is_known and value not in (usual.get(name), of_class):
+        if is_known and value != usual.get(name):
             settings[name] = value
     return settings
 
@@ -200,7 +198,8 @@ def _plain_settings(config: PreTrainedConfig | None, reader: type) -> dict[str, 
     settings = {
         name: _normal(value, num_layers, reader)
         for name, value in values.items()
-        if not name.startswith("_") and name not in IGNORED
+        # model_type is the class's; a configuration read from a file repeats it
+        if not name.startswith("_") and name not in IGNORED and name != "model_type"
     }
     if _PER_LAYER in values:
         settings[_PER_LAYER] = _normal(values[_PER_LAYER].per_layer_overrides, None, reader)
@@ -218,7 +217,7 @@ def _default_config(kind: type[PreTrainedConfig]) -> PreTrainedConfig | None:
 
 @lru_cache(maxsize=4096)
 def _mentions(reader: type, name: str) -> bool:
-    """Whether the source of a model's class speaks of a setting that its configuration does not declare."""
+    """Whether the source of a model's class mentions a setting."""
     try:
         source = inspect.getsource(sys.modules[reader.__module__])
     except (OSError, TypeError):
@@ -251,7 +250,7 @@ def _normal(value: Any, num_layers: int | None, reader: type) -> Any:
 
 
 def _is_made_by_class(model: nn.Module, name: str) -> bool:
-    """Whether a tensor is a buffer that the class computes from the configuration, and no file holds."""
+    """Whether a tensor is a buffer that no file holds: its class computes it."""
     path, _, last = name.rpartition(".")
     module = _module(model, path)
     return module is not None and last in module._non_persistent_buffers_set
@@ -265,7 +264,7 @@ def _module(model: nn.Module, path: str) -> nn.Module | None:
 
 
 def _counts(model: nn.Module, name: str) -> bool:
-    """Whether a buffer that the class computes is looked at: rotary ones are looked at apart, positions never."""
+    """Whether a computed buffer counts: rotary ones are compared elsewhere, positions never."""
     return not _is_rotary(_module(model, name.rpartition(".")[0])) and not name.endswith(
         _INPUT_BUFFERS
     )

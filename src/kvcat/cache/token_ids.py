@@ -21,8 +21,9 @@ def check_token_ids(model: PreTrainedModel, input_ids: Int[Tensor, "batch tokens
         raise InputError(f"token {lowest} is no token: ids are from 0 to {rows - 1}")
     if highest >= rows:
         raise InputError(
-            f"token {highest} has no embedding: {type(model).__name__} has {rows} (tokens 0 to {rows - 1}), the "
-            f"tokenizer has at least {highest + 1} tokens: use the model's tokenizer, or resize the "
+            f"token {highest} has no embedding: {type(model).__name__} has {rows} "
+            f"(tokens 0 to {rows - 1}), the tokenizer has at least {highest + 1} tokens: "
+            "use the model's tokenizer, or resize the "
             "embeddings and train them"
         )
 

@@ -21,7 +21,8 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _ROPE_FREQS = "rope_freqs.weight"
 _ROPE_FACTORS = {"short": "rope_factors_short.weight", "long": "rope_factors_long.weight"}
 _SIZES = {
-    "context_length": "max_position_embeddings", "embedding_length": "hidden_size", "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings", "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
     "feed_forward_length": "intermediate_size", "attention.head_count": "num_attention_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }  # fmt: skip
@@ -40,7 +41,8 @@ _READ = (
 )  # fmt: skip
 # YaRN's constants: other values are not applied by llama.cpp as transformers applies them
 _YARN = {
-    "rope.scaling.attn_factor": 1.0, "rope.scaling.yarn_attn_factor": 1.0, "rope.scaling.yarn_ext_factor": 1.0,
+    "rope.scaling.attn_factor": 1.0, "rope.scaling.yarn_attn_factor": 1.0,
+    "rope.scaling.yarn_ext_factor": 1.0,
     "rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0,
 }  # fmt: skip
 _WITHOUT_EFFECT = ("tensor_data_layout", "rope.scaling.finetuned", "pooling_type")
@@ -48,8 +50,10 @@ _WITHOUT_EFFECT = ("tensor_data_layout", "rope.scaling.finetuned", "pooling_type
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,), "use_parallel_residual": (False,), "attention.scale": (0,),
     "attention.sliding_window": (0,), "attention.clamp_kqv": (0,), "attention.max_alibi_bias": (0,),
-    "attn_logit_softcapping": (0,), "final_logit_softcapping": (0,), "logit_scale": (0, 1), "residual_scale": (0, 1),
-    "embedding_scale": (0, 1), "expert_count": (0,), "expert_used_count": (0,), "nextn_predict_layers": (0,),
+    "attn_logit_softcapping": (0,), "final_logit_softcapping": (0,), "logit_scale": (0, 1),
+    "residual_scale": (0, 1),
+    "embedding_scale": (0, 1), "expert_count": (0,), "expert_used_count": (0,),
+    "nextn_predict_layers": (0,),
 }  # fmt: skip
 
 
@@ -183,11 +187,13 @@ def _read_header(path: Path) -> _Header:
         raise InputError(f"{path} is no model: its general.type is {metadata['general.type']!r}")
     if metadata.get("split.count", 1) > 1:
         raise InputError(
-            f"{path} is one of {metadata['split.count']} parts: join them with llama-gguf-split --merge"
+            f"{path} is one of {metadata['split.count']} parts: "
+            "join them with llama-gguf-split --merge"
         )
     if architecture not in ARCHITECTURES:
         raise InputError(
-            f"{path} has architecture {architecture!r}; .gguf files are read of {', '.join(ARCHITECTURES)}: "
+            f"{path} has architecture {architecture!r}; "
+            f".gguf files are read of {', '.join(ARCHITECTURES)}: "
             "use the model's safetensors folder"
         )
     if "token_embd.weight" not in shapes:
@@ -284,7 +290,8 @@ def _yarn(header: _Header, factor: float, original: int) -> dict[str, Any]:
     """YaRN with llama.cpp's constants, which are transformers' defaults."""
     if _ROPE_FREQS in header.rope_tensors:
         raise InputError(
-            f"{header.path} has {_ROPE_FREQS} and rotary embeddings of type yarn: this is not supported"
+            f"{header.path} has {_ROPE_FREQS} and rotary embeddings of type yarn: "
+            "this is not supported"
         )
     for key, default in _YARN.items():
         if header.setting(key, default) != default:

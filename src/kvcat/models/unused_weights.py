@@ -36,7 +36,8 @@ def check_weights(folder: Path, model: PreTrainedModel, unexpected: Iterable[str
     ]
     if harmful:
         raise InputError(
-            f"{folder} has {len(harmful)} weights that the model does not use, for example {sorted(harmful)[0]}: "
+            f"{folder} has {len(harmful)} weights that the model does not use, "
+            f"for example {sorted(harmful)[0]}: "
             "config.json describes another model"
         )
     _check_tied_head(folder, stored, model)
@@ -57,8 +58,8 @@ def _check_tied_head(folder: Path, stored: dict[str, Path], model: PreTrainedMod
     if is_tied and (name is None or torch.equal(_read(stored, name).to(head.weight), head.weight)):
         return
     raise InputError(
-        f"{folder} has {name or 'an output matrix'} that differs from the embeddings, but config.json ties the two "
-        "(tie_word_embeddings)"
+        f"{folder} has {name or 'an output matrix'} that differs from the embeddings, "
+        "but config.json ties the two (tie_word_embeddings)"
     )
 
 
@@ -81,7 +82,7 @@ def _is_harmless(stored: dict[str, Path], name: str, model: PreTrainedModel) -> 
 
 
 def _are_frequencies(values: Float[Tensor, " pairs"], model: PreTrainedModel) -> bool:
-    """Whether these are the model's rotary frequencies, or those before a scaling that config.json describes."""
+    """Whether these are the model's rotary frequencies, before or after a scaling of them."""
     buffers = [
         buffer.float().cpu() for name, buffer in model.named_buffers() if name.endswith("inv_freq")
     ]
