@@ -104,7 +104,7 @@ def test_traces_that_cannot_be_are_refused(model, windows):
         (64, None, {}, "prefix_len is missing"), (64, 64, {}, r"prefix_len must be in \[1, 63\] for 64 tokens, not 64"),
         (64, 0, {}, "not 0"), (64, 65, {"supervision": "self"}, r"in \[1, 64\]"),
         (64, 8, {"supervision": "none"}, "must be one of suffix, first-half, reconstruction, self, not 'none'"),
-        (129, 8, {}, "129 tokens exceed the 128 positions of LlamaForCausalLM; .*supervision='self'"),
+        (129, 8, {}, "129 tokens exceed the 128 positions of LlamaForCausalLM$"),
     ):  # fmt: skip
         with pytest.raises(InputError, match=message):
             trace(model, torch.zeros(1, tokens, dtype=torch.long), prefix_len, **options)
@@ -129,3 +129,14 @@ def test_what_cannot_be_replayed_or_compared_is_refused(model, windows, traced):
     assert (own.queries[0].shape[2], cache.metadata["supervision"]) == (48, "self")
     with pytest.raises(InputError, match="no suffix to compare on"):
         compare(own, cache)
+
+
+@pytest.mark.parametrize(
+    ("prefix_len", "advice"), [(60, "whose 60 tokens alone would fit"), (130, "LlamaForCausalLM$")]
+)
+def test_a_repetition_that_is_too_long_is_told_from_a_text_that_is_too_long(prefix_len, advice):
+    """The advice not to repeat the text is given where it helps."""
+    ids = torch.zeros(1, 2 * prefix_len + 10, dtype=torch.long)
+    sequence = Reconstruction(ids, prefix_len, prefix_len + 10)
+    with pytest.raises(InputError, match=advice):
+        trace(loud_model(), sequence)

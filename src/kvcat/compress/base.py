@@ -23,7 +23,9 @@ Scores = list[Float[Tensor, "batch _ _"]]
 
 @dataclass(frozen=True)
 class Compressor(ABC):
-    """Makes compact caches from traces. A subclass is a frozen dataclass whose fields are its options."""
+    """Makes compact caches from traces. A subclass is a frozen dataclass whose fields are its
+    options.
+    """
 
     @property
     def draws(self) -> bool:
@@ -33,18 +35,24 @@ class Compressor(ABC):
     def __call__(
         self, trace: Trace, *, keep_ratio: float | int | None = None, num_slots: int | None = None
     ) -> CompactCache:
-        """The compact cache with ceil(keep_ratio * prefix_len) or num_slots slots per layer and head.
+        """The compact cache with ceil(keep_ratio * prefix_len) or num_slots slots per layer and
+        head.
 
-        ``keep_ratio`` is the fraction kept, in (0, 1]; 1 returns the dense cache. ``num_slots`` is in [1, prefix_len].
+        ``keep_ratio`` is the fraction kept, in (0, 1]; 1 returns the dense cache. ``num_slots`` is
+        in [1, prefix_len].
 
         Raises:
-            InputError: keep_ratio or num_slots out of range, or a trace that the method cannot compress.
+            InputError: keep_ratio or num_slots out of range, or a trace that the method cannot
+                compress.
         """
         slots = slots_for(trace.prefix_len, keep_ratio, num_slots)
-        return trace.dense_cache() if slots >= trace.num_slots else next(self.compress(trace, [slots]))
+        return (
+            trace.dense_cache() if slots >= trace.num_slots else next(self.compress(trace, [slots]))
+        )
 
     def each(self, trace: Trace, keep_ratios: Sequence[float | int]) -> Iterator[CompactCache]:
-        """The compact caches of several keep ratios, in their order; the work that they share is done once.
+        """The compact caches of several keep ratios, in their order; the work that they share is
+        done once.
 
         Raises:
             InputError: as a plain call.
@@ -62,7 +70,8 @@ class Compressor(ABC):
     def snapshots(
         self, trace: Trace, *, keep_ratio: float | int | None = None, num_slots: int | None = None
     ) -> Iterator[tuple[int | None, CompactCache]]:
-        """Steps taken and the compact cache after them; a method without steps gives one, after None.
+        """Steps taken and the compact cache after them; a method without steps gives one, after
+        None.
 
         Raises:
             InputError: as a plain call.
@@ -72,7 +81,9 @@ class Compressor(ABC):
     def each_snapshots(
         self, trace: Trace, keep_ratios: Sequence[float | int]
     ) -> Iterator[Iterator[tuple[int | None, CompactCache]]]:
-        """The snapshots of several keep ratios, in their order; the work that they share is done once."""
+        """The snapshots of several keep ratios, in their order; the work that they share is done
+        once.
+        """
         for cache in self.each(trace, keep_ratios):
             yield iter([(None, cache)])
 
@@ -83,25 +94,33 @@ class Compressor(ABC):
 
 @dataclass(frozen=True)
 class Scorer(ABC):
-    """Decides which slots eviction keeps. A subclass is a frozen dataclass whose fields are its options."""
+    """Decides which slots eviction keeps. A subclass is a frozen dataclass whose fields are its
+    options.
+    """
 
     @abstractmethod
     def measure(self, trace: Trace) -> Scores:
         """Per layer one score per slot and KV head; the highest are kept."""
 
     def num_recent(self, num_slots: int) -> int:  # noqa: ARG002
-        """How many of ``num_slots`` slots are the last ones of the prefix, whatever their scores; here none."""
+        """How many of ``num_slots`` slots are the last ones of the prefix, whatever their scores;
+        here none.
+        """
         return 0
 
 
 def slots_for(prefix_len: int, keep_ratio: float | int | None, num_slots: int | None) -> int:
-    """Number of slots: ceil(keep_ratio * prefix_len), keep_ratio in (0, 1], or num_slots in [1, prefix_len].
+    """Number of slots: ceil(keep_ratio * prefix_len), keep_ratio in (0, 1], or num_slots in [1,
+    prefix_len].
 
     Raises:
         InputError: out of range, or not exactly one of the two given.
     """
     if (keep_ratio is None) == (num_slots is None):
-        raise InputError(f"give either keep_ratio or num_slots, not keep_ratio={keep_ratio} and num_slots={num_slots}")
+        raise InputError(
+            f"give either keep_ratio or num_slots, not keep_ratio={keep_ratio} and "
+            f"num_slots={num_slots}"
+        )
     if num_slots is not None:
         if not 1 <= num_slots <= prefix_len:
             raise InputError(f"num_slots must be in [1, {prefix_len}], not {num_slots}")
@@ -112,7 +131,9 @@ def slots_for(prefix_len: int, keep_ratio: float | int | None, num_slots: int | 
     return max(1, math.ceil(float(f"{keep_ratio * prefix_len:.12g}")))
 
 
-def compact_cache(trace: Trace, layers: Sequence[Layer], method: str, options: Mapping[str, object]) -> CompactCache:
+def compact_cache(
+    trace: Trace, layers: Sequence[Layer], method: str, options: Mapping[str, object]
+) -> CompactCache:
     """A compact cache of this trace whose metadata say how it was made.
 
     Raises:
@@ -147,30 +168,43 @@ def _check_finite(layers: Sequence[Layer], method: str, options: Mapping[str, ob
                 )
 
 
-def best_layer(trace: Trace, index: int, scores: Float[Tensor, "batch kv_heads prefix"], num_slots: int) -> Layer:
+def best_layer(
+    trace: Trace, index: int, scores: Float[Tensor, "batch kv_heads prefix"], num_slots: int
+) -> Layer:
     """One layer's slots of the highest scores, unchanged; of equal scores the earlier slot wins."""
     slots = top_positions(scores.masked_fill(trace.ranks(index) < 0, -torch.inf), num_slots)
     bias = None if trace.log_bias is None else trace.log_bias[index].gather(2, slots)
     rows = slots.unsqueeze(-1)
-    keys, values = (x[index].gather(2, rows.expand(-1, -1, -1, x[index].shape[-1])) for x in (trace.keys, trace.values))
+    keys, values = (
+        x[index].gather(2, rows.expand(-1, -1, -1, x[index].shape[-1]))
+        for x in (trace.keys, trace.values)
+    )
     return CompactLayer(keys, values, bias, None if trace.past_len else slots).without_absent()
 
 
-def top_positions(scores: Float[Tensor, "*heads prefix"], num_slots: int) -> Int[Tensor, "*heads slots"]:
-    """Positions of the highest scores, in ascending order; of equal scores the earlier position wins."""
+def top_positions(
+    scores: Float[Tensor, "*heads prefix"], num_slots: int
+) -> Int[Tensor, "*heads slots"]:
+    """Positions of the highest scores, in ascending order; of equal scores the earlier position
+    wins.
+    """
     order = scores.sort(dim=-1, descending=True, stable=True).indices
     return order[..., :num_slots].sort(dim=-1).values
 
 
 @torch.no_grad()
 def received_mass(trace: Trace, start: int) -> Scores:
-    """Attention that each prefix position gets from the prefix queries from ``start`` on, summed, per KV head."""
+    """Attention that each prefix position gets from the prefix queries from ``start`` on, summed,
+    per KV head.
+    """
     states = zip(trace.prefix_queries_from(start), trace.keys, trace.scales, strict=True)
     return [attention_mass(queries, keys, scale=scale) for queries, keys, scale in states]
 
 
 def example_generators(trace: Trace, seed: int) -> list[torch.Generator]:
-    """One random stream per example, from the seed and the example's prefix: the same alone as in any batch."""
+    """One random stream per example, from the seed and the example's prefix: the same alone as in
+    any batch.
+    """
     generators = []
     for row in trace.input_ids[:, : trace.prefix_len].cpu():
         digest = hashlib.sha256(f"{seed}:".encode() + row.contiguous().numpy().tobytes()).digest()
@@ -179,7 +213,9 @@ def example_generators(trace: Trace, seed: int) -> list[torch.Generator]:
 
 
 def classes_in(package: str, folder: Iterable[str], base: type) -> dict[str, Any]:
-    """The one subclass of ``base`` in every module of a package, by the module's name with "-" for "_"."""
+    """The one subclass of ``base`` in every module of a package, by the module's name with "-" for
+    "_".
+    """
     found = {}
     for entry in pkgutil.iter_modules(folder):
         module = importlib.import_module(f"{package}.{entry.name}")

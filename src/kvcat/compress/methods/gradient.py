@@ -39,28 +39,34 @@ OnStep = Callable[[int, float], None]
 
 @dataclass(frozen=True)
 class GradientCompression(Compressor):
-    """Keys and values of every slot, trained so that the compact cache predicts as the dense one does.
+    """Keys and values of every slot, trained so that the compact cache predicts as the dense one
+    does.
 
-    Minimises the mean over the supervised positions t of KL(softmax(z*_t) || softmax(z_t)), z* the dense logits and z
-    those on the compact cache, by AdamW without weight decay, gradients clipped at norm 1; the model's weights stay
-    fixed. The supervised positions are the suffix, or the second copy of a reconstruction sequence. Every example is
-    optimised by itself, its gradient clipped by its own norm.
+    Minimises the mean over the supervised positions t of KL(softmax(z*_t) || softmax(z_t)), z* the
+    dense logits and z those on the compact cache, by AdamW without weight decay, gradients clipped
+    at norm 1; the model's weights stay fixed. The supervised positions are the suffix, or the
+    second copy of a reconstruction sequence. Every example is optimised by itself, its gradient
+    clipped by its own norm.
 
     Args:
         num_steps: gradient steps, at least 0.
         lr: learning rate, larger than 0.
-        init: "first": the first slots of the prefix; "random": random ones, the same positions in every layer;
-            "attention-matching" or an eviction's name: what that method gives, its options behind the name as in
-            "attention-matching,budgets=adaptive". A log-bias that the start has is trained as well.
+        init: "first": the first slots of the prefix; "random": random ones, the same positions in
+            every layer; "attention-matching" or an eviction's name: what that method gives, its
+            options behind the name as in "attention-matching,budgets=adaptive". A log-bias that the
+            start has is trained as well.
         seed: of the random positions, and of a start that draws and has none of its own.
         freeze_first_slot: the first slot keeps its key and value.
-        schedule: of the learning rate: "constant", or "cosine": half a cosine that ends at 0 after ``num_steps``.
-        activation_checkpointing: activations are made anew in the backward pass: less memory, equal gradients.
+        schedule: of the learning rate: "constant", or "cosine": half a cosine that ends at 0 after
+            ``num_steps``.
+        activation_checkpointing: activations are made anew in the backward pass: less memory, equal
+            gradients.
 
     Raises:
         InputError: an option out of its range.
 
-    References: KV-CAT, appendix "Gradient-based KV cache compression"; Eyuboglu et al. 2025, arXiv:2506.06266.
+    References: KV-CAT, appendix "Gradient-based KV cache compression"; Eyuboglu et al. 2025,
+    arXiv:2506.06266.
     """
 
     num_steps: int = 100
@@ -100,15 +106,16 @@ class GradientCompression(Compressor):
 
         Args:
             trace, keep_ratio, num_slots: as in ``Compressor``.
-            resume: file for the state of the run: written every ten steps and read first where it exists, so that the
-                same call after a kill ends with the same bits (where the device's kernels are deterministic). The state
-                of a run with other options is refused, except activation_checkpointing.
-            on_step: called after every step with its number, from 1, and the KL before it: mean over the examples,
-                nats per token.
+            resume: file for the state of the run: written every ten steps and read first where it
+                exists, so that the same call after a kill ends with the same bits (where the
+                device's kernels are deterministic). The state of a run with other options is
+                refused, except activation_checkpointing.
+            on_step: called after every step with its number, from 1, and the KL before it: mean
+                over the examples, nats per token.
 
         Raises:
-            InputError: keep_ratio or num_slots out of range, a trace without supervising positions, or a state that is
-                damaged or of another run.
+            InputError: keep_ratio or num_slots out of range, a trace without supervising positions,
+                or a state that is damaged or of another run.
         """
         ((_, cache),) = self._run(trace, keep_ratio, num_slots, [self.num_steps], resume, on_step)
         return cache
@@ -130,7 +137,9 @@ class GradientCompression(Compressor):
         Raises:
             InputError: as a plain call.
         """
-        steps = sorted({step for step in SNAPSHOT_STEPS if step < self.num_steps} | {self.num_steps})
+        steps = sorted(
+            {step for step in SNAPSHOT_STEPS if step < self.num_steps} | {self.num_steps}
+        )
         return self._run(trace, keep_ratio, num_slots, steps)
 
     def each_snapshots(
@@ -148,10 +157,14 @@ class GradientCompression(Compressor):
 
     def starting_layers(self, trace: Trace, num_slots: int) -> list[Layer]:
         """Slots to start from."""
-        if (method := _starting_method(self.init, self.seed)) is not None:
+        method = _starting_method(self.init, self.seed)
+        if method is not None:
             return list(method(trace, num_slots=num_slots).layers)
-        scores = _random_scores(trace, self.seed)
-        return [best_layer(trace, index, own, num_slots) for index, own in enumerate(scores)]
+        scores_of_layers = _random_scores(trace, self.seed)
+        return [
+            best_layer(trace, index, scores, num_slots)
+            for index, scores in enumerate(scores_of_layers)
+        ]
 
     def _run(
         self,
@@ -162,7 +175,7 @@ class GradientCompression(Compressor):
         resume: str | Path | None = None,
         on_step: OnStep | None = None,
     ) -> Iterator[tuple[int, CompactCache]]:
-        """The caches after some numbers of steps; mistakes are told before the first."""
+        """The caches after some numbers of steps; mistakes are reported before the first."""
         trace.check_supervises()
         slots = slots_for(trace.prefix_len, keep_ratio, num_slots)
         if slots >= trace.num_slots:
@@ -175,41 +188,51 @@ class GradientCompression(Compressor):
     ) -> Iterator[tuple[int, CompactCache]]:
         if state is not None and state.exists():
             training.restore(state)
-        facts = {option.name: getattr(self, option.name) for option in fields(self) if option.name != "num_steps"}
+        options = {option.name: getattr(self, option.name) for option in fields(self)}
+        del options["num_steps"]
         for step in steps:
             while training.num_steps < step:
                 kl = training.step()
-                if state is not None and (training.num_steps % SAVE_EVERY == 0 or training.num_steps == self.num_steps):
+                num_taken = training.num_steps
+                is_saved_now = num_taken % SAVE_EVERY == 0 or num_taken == self.num_steps
+                if state is not None and is_saved_now:
                     training.save(state)
                 if on_step is not None:
-                    on_step(training.num_steps, kl)
-            yield step, compact_cache(training.trace, training.layers(), "gradient", {"steps": step, **facts})
+                    on_step(num_taken, kl)
+            facts = {"steps": step, **options}
+            yield step, compact_cache(training.trace, training.layers(), "gradient", facts)
 
 
 class SlotTraining:
     """AdamW on the slots of compact caches, towards the dense model's predictions.
 
-    Every row of the trace has a cache of its own. Heads with fewer slots than the fullest of their layer are filled up
-    with slots of log-bias -inf, whose gradient is exactly 0; they are gone from the result. A cache that starts with
-    all slots of its prefix stays.
+    Every row of the trace has its own cache. Heads with fewer slots than the fullest of their layer
+    are padded with slots of log-bias -inf, whose gradient is exactly 0. The padding is removed from
+    the result. A cache that starts with every slot is not trained.
     """
 
     def __init__(self, method: GradientCompression, trace: Trace, start: Sequence[Layer]):
-        self.num_steps, self.trace, self._method = 0, trace, method
-        padded = [layer.padded() for layer in start]
-        names = [("keys", "values") if x.log_bias is None else ("keys", "values", "log_bias") for x in start]
-        self._trained = [
-            {name: at_least_float32(layer.tensors()[name]).clone().requires_grad_(True) for name in own}
-            for layer, own in zip(padded, names, strict=True)
-        ]
-        self._parameters = [x for own in self._trained for x in own.values()]
-        # log-biases of 0 and -inf that only hide the slots which heads do not have
-        self._fixed = [None if "log_bias" in own else x.log_bias for x, own in zip(padded, names, strict=True)]
+        self.num_steps = 0
+        self.trace = trace
+        self._method = method
+        # of each layer: what is trained, and log-biases of 0 and -inf that only hide the padding
+        self._trained: list[dict[str, Tensor]] = []
+        self._fixed: list[Tensor | None] = []
+        for layer in start:
+            padded = layer.padded()
+            trained = {"keys": padded.keys, "values": padded.values}
+            if layer.log_bias is not None and padded.log_bias is not None:
+                trained["log_bias"] = padded.log_bias
+            self._trained.append({name: _trainable(slots) for name, slots in trained.items()})
+            self._fixed.append(padded.log_bias if layer.log_bias is None else None)
+        self._parameters = [slots for trained in self._trained for slots in trained.values()]
         self._optimizer = torch.optim.AdamW(self._parameters, lr=method.lr, weight_decay=0.0)
-        counts = [x.counts for x in start]
-        self._num_slots = f"{torch.cat(counts).double().mean().item():g}"
-        full = [(own == trace.counts(i)).all(1) for i, own in enumerate(counts)]
-        self._whole = torch.stack(full).all(0).to(trace.hidden.device)
+        mean_slots = torch.cat([layer.counts for layer in start]).double().mean().item()
+        self._num_slots = f"{mean_slots:g}"
+        has_every_slot = [
+            (layer.counts == trace.counts(index)).all(1) for index, layer in enumerate(start)
+        ]
+        self._is_whole = torch.stack(has_every_slot).all(0).to(trace.hidden.device)
 
     def step(self) -> float:
         """Take one step; KL before it, mean over the caches, nats per supervised position."""
@@ -217,37 +240,44 @@ class SlotTraining:
             kl = _mean_kl(self.trace, self._replay())
             gradients = torch.autograd.grad(kl * self.trace.batch_size, self._parameters)
         for gradient in gradients:
-            gradient[self._whole] = 0
+            gradient[self._is_whole] = 0
             if self._method.freeze_first_slot:
                 gradient[:, :, 0] = 0
-        norm = torch.stack([g.flatten(1).square().sum(1) for g in gradients]).sum(0).sqrt()
+        squares = torch.stack([gradient.flatten(1).square().sum(1) for gradient in gradients])
+        norm = squares.sum(0).sqrt()  # of each example
         factor = (_MAX_NORM / (norm + 1e-6)).clamp(max=1.0)
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
-            parameter.grad = gradient * factor.view(-1, *[1] * (gradient.ndim - 1))
+            other_dims = [1] * (gradient.ndim - 1)
+            parameter.grad = gradient * factor.view(-1, *other_dims)
         self._optimizer.param_groups[0]["lr"] = self._method.learning_rate(self.num_steps)
         self._optimizer.step()
         self.num_steps += 1
         return kl.item()
 
     def layers(self) -> list[Layer]:
-        """The slots as they are, copied, keys and values in the model's dtype."""
-        found, dtype = [], self.trace.keys[0].dtype
-        for own, fixed in zip(self._trained, self._fixed, strict=True):
-            layer = CompactLayer(**{name: x.detach().clone() for name, x in own.items()})
+        """Copies of the slots, keys and values in the model's dtype."""
+        layers = []
+        for trained, fixed in zip(self._trained, self._fixed, strict=True):
+            layer = CompactLayer(
+                **{name: slots.detach().clone() for name, slots in trained.items()}
+            )
             kept = layer.without_absent() if fixed is None else layer.taken(fixed > -torch.inf)
-            found.append(kept.to(dtype=dtype))
-        return found
+            layers.append(kept.to(dtype=self.trace.keys[0].dtype))
+        return layers
 
     def save(self, path: Path) -> None:
-        """Write everything that the next steps depend on, and in the header what tells this run from others."""
+        """Write everything that the next steps depend on, and in the header what identifies the
+        run.
+        """
         tensors = {"num_steps": torch.tensor(self.num_steps)}
         for index, parameter in enumerate(self._parameters):
             tensors[f"slots.{index}"] = parameter.detach()
-            tensors |= {f"{name}.{index}": x for name, x in self._optimizer.state[parameter].items()}
+            for name, tensor in self._optimizer.state[parameter].items():
+                tensors[f"{name}.{index}"] = tensor
         write_tensors(path, tensors, self._identity(), STATE)
 
     def restore(self, path: Path) -> None:
-        """Go on from what ``save`` wrote; refuses the state of another run."""
+        """Continue from what ``save`` wrote; rejects the state of another run."""
         theirs, tensors, _ = read_tensors(path, STATE)
         ours = self._identity()
         for name in sorted(theirs.keys() | ours.keys()):
@@ -257,32 +287,44 @@ class SlotTraining:
         self.num_steps = int(tensors["num_steps"])
         for index, parameter in enumerate(self._parameters):
             parameter.data.copy_(tensors[f"slots.{index}"])
-            moments = {name: tensors[f"{name}.{index}"].clone() for name in ("step", "exp_avg", "exp_avg_sq")}
-            own = {name: x if name == "step" else x.to(parameter.device) for name, x in moments.items()}
-            self._optimizer.state[parameter].update(own)
+            state = self._optimizer.state[parameter]
+            state["step"] = tensors[f"step.{index}"].clone()
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = tensors[f"{name}.{index}"].clone().to(parameter.device)
 
     def _identity(self) -> dict[str, str]:
-        options = {option.name: str(getattr(self._method, option.name)) for option in fields(self._method)}
-        del options["activation_checkpointing"]
+        """What distinguishes this run from others."""
+        identity = {
+            option.name: str(getattr(self._method, option.name)) for option in fields(self._method)
+        }
+        del identity["activation_checkpointing"]
         trace = self.trace
         digest = hashlib.sha256(f"{trace.prefix_len} {trace.supervision_start}\n".encode())
         hash_tensor(digest, "input_ids", trace.input_ids)
-        for slots in (*trace.keys, *trace.values, *(trace.log_bias or ())) if trace.past_len else ():
-            hash_tensor(digest, "past", slots)
-        run = {"num_slots": self._num_slots, "model": trace.fingerprint[:16], "tokens": digest.hexdigest()[:16]}
-        return {**options, **run}
+        if trace.past_len:
+            for slots in (*trace.keys, *trace.values, *(trace.log_bias or ())):
+                hash_tensor(digest, "past", slots)
+        identity["num_slots"] = self._num_slots
+        identity["model"] = trace.fingerprint[:16]
+        identity["tokens"] = digest.hexdigest()[:16]
+        return identity
 
     def _replay(self) -> Float[Tensor, "batch suffix hidden"]:
         trace = self.trace
         layers = [
-            CompactLayer(own["keys"], own["values"], own.get("log_bias", fixed))
-            for own, fixed in zip(self._trained, self._fixed, strict=True)
+            CompactLayer(trained["keys"], trained["values"], trained.get("log_bias", fixed))
+            for trained, fixed in zip(self._trained, self._fixed, strict=True)
         ]
         cache = CompactCache(layers, trace.prefix_len, trace.fingerprint, trace.facts())
         with _recomputing(trace.model, self._method.activation_checkpointing):
             past = cache.to_transformers(trace.model, read_only=True, any_length=True)
             options = {"use_cache": True, **cache_argument(past)}
             return hidden_states(trace.model, input_ids=trace.suffix_ids, **options)
+
+
+def _trainable(slots: Tensor) -> Tensor:
+    """A copy in at least float32 that takes a gradient."""
+    return at_least_float32(slots).clone().requires_grad_(True)
 
 
 def _mean_kl(trace: Trace, hidden: Float[Tensor, "batch suffix hidden"]) -> Float[Tensor, ""]:
@@ -295,45 +337,68 @@ def _mean_kl(trace: Trace, hidden: Float[Tensor, "batch suffix hidden"]) -> Floa
 
 @contextmanager
 def _recomputing(model: PreTrainedModel, enabled: bool) -> Iterator[None]:
-    """Inside, every decoder layer keeps only its input for the backward pass and runs again there.
+    """Inside the block, every decoder layer keeps only its input and runs again in the backward
+    pass.
 
-    transformers' own activation checkpointing drops the cache. This one hands it on, so it must be a read-only one:
-    a layer's second run meets it as the first did.
+    transformers' activation checkpointing drops the cache. This one passes it, so it must be a
+    read-only one: a layer's second run gets the same cache as the first.
     """
     layers = decoder_layers(model) if enabled else []
-    before = [(layer, layer.__dict__.get("forward")) for layer in layers]
+    replaced = [layer.__dict__.get("forward") for layer in layers]
     try:
-        for layer, _ in before:
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        for layer in layers:
+            layer.forward = partial(
+                checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+            )
         yield
     finally:
-        for layer, own in before:
-            if own is None:
+        for layer, forward in zip(layers, replaced, strict=True):
+            if forward is None:
                 del layer.forward
             else:
-                layer.forward = own
+                layer.forward = forward
 
 
 def _starting_method(init: str, seed: int) -> Compressor | None:
-    """The method that makes a start, from its name and options; None: random positions, the same in every layer."""
+    """The method that makes a start; None: random positions, the same in every layer.
+
+    Args:
+        init: name and options.
+        seed: for a method that draws and has no seed among its options.
+    """
     name, options = parse_spec(init)
     if name not in ("attention-matching", *SCORERS):
         starts = ", ".join(map(repr, ("attention-matching", *SCORERS)))
         raise InputError(f"init must be one of {starts}, not {name!r}")
     if name == "random":
         if options:
-            raise InputError(f"init {name!r} has no option {next(iter(options))!r}: give the gradient method's own")
+            option = next(iter(options))
+            raise InputError(
+                f"init {name!r} has no option {option!r}: give the gradient method's own"
+            )
         return None
     make = AttentionMatching if name == "attention-matching" else partial(Eviction, name)
-    return make(**{"seed": seed, **options}) if make(**options).draws else make(**options)
+    method = make(**options)
+    if method.draws and "seed" not in options:
+        return make(**options, seed=seed)
+    return method
 
 
 def _random_scores(trace: Trace, seed: int) -> list[Tensor]:
-    """Per layer, scores of slots: those of a random order of their ranks, the same in every layer and head."""
-    ranks = [trace.ranks(layer) for layer in range(len(trace.keys))]
-    counts = torch.stack([own.amax((1, 2)) + 1 for own in ranks]).amax(0).tolist()
-    scores = torch.zeros(len(counts), max(counts))
-    for own, count, generator in zip(scores, counts, example_generators(trace, seed), strict=True):
-        own[torch.randperm(count, generator=generator)] = -torch.arange(count).float()
-    spread = scores.to(trace.input_ids.device).unsqueeze(1)
-    return [spread.expand(-1, own.shape[1], -1).gather(2, own.clamp(min=0)) for own in ranks]
+    """Per layer, scores of slots in a random order of their ranks, the same in every layer and
+    head.
+    """
+    ranks_of_layers = [trace.ranks(layer) for layer in range(len(trace.keys))]
+    slots_of_layers = torch.stack([ranks.amax((1, 2)) + 1 for ranks in ranks_of_layers])
+    num_slots = slots_of_layers.amax(0).tolist()  # of each example
+    by_rank = torch.zeros(len(num_slots), max(num_slots))  # (examples, ranks)
+    for example, generator in enumerate(example_generators(trace, seed)):
+        count = num_slots[example]
+        order = torch.randperm(count, generator=generator)
+        by_rank[example, order] = -torch.arange(count).float()
+    by_rank = by_rank.to(trace.input_ids.device).unsqueeze(1)
+    scores = []
+    for ranks in ranks_of_layers:
+        num_heads = ranks.shape[1]
+        scores.append(by_rank.expand(-1, num_heads, -1).gather(2, ranks.clamp(min=0)))
+    return scores
