@@ -8,7 +8,7 @@ import importlib.metadata
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvcat.cache import CACHE_NAME, CompactCache, CompactLayer, cache_argument, held_factors
+from kvcat.cache import CACHE_NAME, CompactCache, CompactLayer, Layer, cache_argument, held_factors
 from kvcat.compress.base import Compressor, compact_cache, example_generators
 from kvcat.compress.trace import Trace
 from kvcat.errors import InputError
@@ -40,22 +40,36 @@ _CHOOSES_LAST = "compress_post"  # method of presses that hide slots once all ar
 _NUDGE = 1e-12
 
 
+# what presses raise for a prefix or a model that they cannot press
+_PRESS_ERRORS = (
+    AssertionError, ValueError, NotImplementedError, OSError, TypeError, RuntimeError,
+)  # fmt: skip
+
+
+class _KeptHeads(NamedTuple):
+    """Keys and values that a press keeps of one layer of one example, one tensor per KV head."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+
+
 @dataclass(frozen=True, init=False)
 class KVPress(Compressor):
     """A press of kvpress: what it keeps of the prefix becomes a compact cache of as many slots.
 
-    Presses that choose per head only hide the other slots in kvpress; here they are removed, and heads hold as many
-    slots as the press left them. Each example is pressed alone, in one or several more forwards over its prefix.
+    Presses that choose per head only hide the other slots in kvpress; here they are removed, and
+    heads hold as many slots as the press left them. Each example is pressed alone, in one or
+    several more forwards over its prefix.
 
     Args:
-        name: class name of the press; a wrapper and the press inside it are joined by a plus: "SnapKVPress",
-            "AdaKVPress+SnapKVPress".
-        options: fields of the press but not its compression_ratio, which is 1 - keep ratio. Those of the press after
-            the plus begin with "press.".
+        name: class name of the press; a wrapper and the press inside it are joined by a plus:
+            "SnapKVPress", "AdaKVPress+SnapKVPress".
+        options: fields of the press but not its compression_ratio, which is 1 - keep ratio. Those
+            of the press after the plus begin with "press.".
 
     Raises:
-        InputError: kvpress is not installed, an unknown press, one that cannot make a compact cache, or options that
-            it does not take.
+        InputError: kvpress is not installed, an unknown press, one that cannot make a compact
+            cache, or options that it does not take.
     """
 
     name: str
@@ -67,43 +81,70 @@ class KVPress(Compressor):
         self._build()
 
     def compress(self, trace: Trace, sizes: Sequence[int]) -> Iterator[CompactCache]:
-        """The caches; presses that choose per layer or head keep so many slots on average, of whole chunks nearly."""
+        """The caches; presses that choose per layer or head keep ``size`` slots on average.
+
+        Presses that keep whole chunks keep nearly that many.
+        """
         if trace.past_len:
-            raise InputError("kvpress presses whole prefixes, and part of this one is compact already")
-        # a press that scores first and chooses at the end scores once for all sizes
-        together = [list(sizes)] if sizes and hasattr(self._build(), _CHOOSES_LAST) else [[size] for size in sizes]
-        for group in together:
-            examples = [_press_prefix(self._build(), trace, row, group) for row in range(trace.batch_size)]
-            for of_size in zip(*examples, strict=True):
-                layers = []
-                for kept in zip(*of_size, strict=True):
-                    keys, values = map(list, zip(*kept, strict=True))
-                    if not all(len(head) for row in keys for head in row):
-                        raise InputError("the press leaves a head without slots: ask for more, or set its lower bound")
-                    layers.append(CompactLayer.ragged(keys, values))
-                yield compact_cache(trace, layers, f"kvpress:{self.name}", {"kvpress": version(), **self.options})
+            raise InputError(
+                "kvpress presses whole prefixes, and part of this one is already compact"
+            )
+        groups = [[size] for size in sizes]
+        if sizes and hasattr(self._build(), _CHOOSES_LAST):
+            # it scores first and chooses at the end: it scores once for all sizes
+            groups = [list(sizes)]
+        facts = {"kvpress": version(), **self.options}
+        for group in groups:
+            pressed = [
+                _press_prefix(self._build(), trace, example, group)
+                for example in range(trace.batch_size)
+            ]
+            for index in range(len(group)):
+                layers = _joined_layers([by_size[index] for by_size in pressed])
+                yield compact_cache(trace, layers, f"kvpress:{self.name}", facts)
 
     def _build(self) -> Any:
         """A new press, which holds the state of one use."""
         outer, _, inner = self.name.partition("+")
-        inside = {key for key in self.options if inner and key.startswith("press.")}
-        own = {key: value for key, value in self.options.items() if key not in inside}
+        outer_options: dict[str, Any] = {}
+        inner_options: dict[str, Any] = {}
+        for key, value in self.options.items():
+            if inner and key.startswith("press."):
+                inner_options[key.removeprefix("press.")] = value
+            else:
+                outer_options[key] = value
         if inner:
-            own["press"] = _make(inner, {key.removeprefix("press."): self.options[key] for key in inside})
-        return _make(outer, own)
+            outer_options["press"] = _make(inner, inner_options)
+        return _make(outer, outer_options)
+
+
+def _joined_layers(examples: list[list[_KeptHeads]]) -> list[Layer]:
+    """The layers of a cache, from what was kept of every example by layer."""
+    layers = []
+    for kept_of_examples in zip(*examples, strict=True):
+        keys = [kept.keys for kept in kept_of_examples]
+        values = [kept.values for kept in kept_of_examples]
+        if not all(len(head) for heads in keys for head in heads):
+            raise InputError(
+                "the press leaves a head without slots: ask for more, or set its lower bound"
+            )
+        layers.append(CompactLayer.ragged(keys, values))
+    return layers
 
 
 def library() -> Any:
     """The installed kvpress; transformers' attention functions stay as they are.
 
     Raises:
-        InputError: it is not installed, or cannot be imported beside the installed transformers.
+        InputError: it is not installed, or cannot be imported with the installed transformers.
     """
     before = dict(ALL_ATTENTION_FUNCTIONS)
     try:
         return importlib.import_module("kvpress")
     except ImportError as error:
-        raise InputError(f"kvpress cannot be imported ({error}): pip install 'kvcat[kvpress]'") from error
+        raise InputError(
+            f"kvpress cannot be imported ({error}): pip install 'kvcat[kvpress]'"
+        ) from error
     finally:
         for name, function in before.items():
             if ALL_ATTENTION_FUNCTIONS[name] is not function:
@@ -121,105 +162,171 @@ def version() -> str:
 def presses() -> dict[str, type]:
     """Every press that the installed kvpress exports, by class name."""
     module = library()
-    exported = {name: getattr(module, name) for name in module.__all__ if name not in ("BasePress", "ScorerPress")}
-    return {k: x for k, x in exported.items() if isinstance(x, type) and issubclass(x, module.BasePress)}
+    classes = {}
+    for name in module.__all__:
+        exported = getattr(module, name)
+        is_press = isinstance(exported, type) and issubclass(exported, module.BasePress)
+        if is_press and name not in ("BasePress", "ScorerPress"):
+            classes[name] = exported
+    return classes
 
 
 def removed_fraction(num_slots: int, prefix_len: int, *, counts_removed: bool) -> float:
-    """The compression ratio at which kvpress, which rounds down, keeps so many slots per head and not one less."""
+    """The compression ratio at which kvpress, which rounds down, keeps exactly ``num_slots``."""
     return 1 - num_slots / prefix_len + (_NUDGE if counts_removed else -_NUDGE)
 
 
 def _make(name: str, options: dict[str, Any]) -> Any:
-    found = presses()
-    if name not in found:
-        raise InputError(f"kvpress {version()} has no press {name!r}; there are {', '.join(sorted(found))}")
+    available = presses()
+    if name not in available:
+        names = ", ".join(sorted(available))
+        raise InputError(f"kvpress {version()} has no press {name!r}; there are {names}")
     if name in REFUSED:
         raise InputError(f"{name} cannot make a compact cache: {REFUSED[name]}")
     for option in options:
         if option.endswith("compression_ratio"):
-            raise InputError(f"{name}: {option} follows from the keep ratio; give keep_ratio or num_slots to the call")
+            raise InputError(
+                f"{name}: {option} follows from the keep ratio; give keep_ratio or num_slots to "
+                "the call"
+            )
     try:
-        return found[name](**options)
+        return available[name](**options)
     except (TypeError, AssertionError, ValueError) as error:
         raise InputError(f"{name}: {error}") from error
 
 
 def _press_prefix(
-    press: Any, trace: Trace, row: int, sizes: list[int]
-) -> list[list[tuple[list[Tensor], list[Tensor]]]]:
-    """By size and layer, what the press keeps of one example's prefix: keys and values of every KV head.
+    press: Any, trace: Trace, example: int, sizes: list[int]
+) -> list[list[_KeptHeads]]:
+    """By size and layer, what the press keeps of one example's prefix.
 
     Several sizes are for a press that chooses at the end.
     """
-    model, name, label = trace.model, type(press).__name__, trace.model.config.name_or_path
-    attentions, cache = _attentions(model), DynamicCache()
-    prefix = trace.input_ids[row : row + 1, : trace.prefix_len]
+    model = trace.model
+    name = type(press).__name__
+    attentions = _attentions(model)
+    cache = DynamicCache()
+    prefix = trace.input_ids[example : example + 1, : trace.prefix_len]
     devices = [prefix.device] if prefix.device.type == "cuda" else []
-    eager = any(isinstance(p, library().ObservedAttentionPress) for p in (press, getattr(press, "press", None)))
-    # random numbers, which some presses draw from the global state, are the example's own and leave no trace
-    with frozen(model), torch.no_grad(), torch.random.fork_rng(devices), _as_kvpress_expects(model, attentions, eager):
-        torch.manual_seed(example_generators(trace, 0)[row].initial_seed())
+    pressing = (press, getattr(press, "press", None))
+    is_eager = any(isinstance(each, library().ObservedAttentionPress) for each in pressing)
+    with (
+        frozen(model),
+        torch.no_grad(),
+        # random numbers, which some presses draw from the global state, depend on the example
+        # alone and leave no trace
+        torch.random.fork_rng(devices),
+        _as_kvpress_expects(model, attentions, is_eager),
+    ):
+        torch.manual_seed(example_generators(trace, 0)[example].initial_seed())
         try:
             press.post_init_from_model(model)
         except Exception as error:  # whatever a download or a table of known models raises
+            label = model.config.name_or_path
             raise InputError(f"{name} has no part trained for {label!r}: {error}") from error
-        hidden: list[list[Any]] = []
-        choose = getattr(press, _CHOOSES_LAST, lambda _: None)
-
-        def choose_all(pressed: Any) -> None:
-            for size in sizes:
-                _set_size(press, size, trace.prefix_len)
-                choose(pressed)
-                hidden.append([getattr(attention, "masked_key_indices", None) for attention in attentions])
-
-        setattr(press, _CHOOSES_LAST, choose_all)
+        hidden = _HiddenSlots(press, attentions, sizes, trace.prefix_len)
+        setattr(press, _CHOOSES_LAST, hidden.choose_all)
         _set_size(press, sizes[0], trace.prefix_len)
         try:
             with press(model), held_factors(model, trace.rope):
                 model.model(input_ids=prefix, use_cache=True, **cache_argument(cache))
-            if not hidden:
-                choose_all(model)
-        except (AssertionError, ValueError, NotImplementedError, OSError, TypeError, RuntimeError) as error:
+            if not hidden.by_size:
+                hidden.choose_all(model)
+        except _PRESS_ERRORS as error:
             raise InputError(f"{name} on a prefix of {trace.prefix_len} tokens: {error}") from error
-        # this press counts positions within the cache; ours end where the prefix does
-        shift = trace.prefix_len - sizes[0] if isinstance(press, library().KeyRerotationPress) else 0
-        rotation = KeyRotation(model, shift) if shift else None
-        layers: Any = cache.layers  # of keys and values; transformers knows others
-        kept: list[list[Any]] = [[] for _ in sizes]
-        for index, layer in enumerate(layers):
-            keys, values = (layer.keys if rotation is None else rotation(layer.keys, index))[0], layer.values[0]
-            for of_size, masks in zip(kept, hidden, strict=True):
-                there = torch.ones(keys.shape[:2], dtype=torch.bool, device=keys.device)
-                if masks[index] is not None:
-                    there[masks[index][1].to(keys.device), masks[index][2].to(keys.device)] = False
-                of_size.append(tuple([part[h, there[h]] for h in range(len(keys))] for part in (keys, values)))
-        return kept
+        rotation = _rotation_to_the_end(press, trace, sizes[0])
+        return [_kept(cache, masks, rotation) for masks in hidden.by_size]
+
+
+class _HiddenSlots:
+    """The slots that a press hides in every layer, by size, as kvpress marks them."""
+
+    def __init__(self, press: Any, attentions: list[Any], sizes: list[int], prefix_len: int):
+        self.by_size: list[list[Any]] = []
+        self._press = press
+        self._attentions = attentions
+        self._sizes = sizes
+        self._prefix_len = prefix_len
+        self._choose = getattr(press, _CHOOSES_LAST, None)
+
+    def choose_all(self, pressed: Any) -> None:
+        """Let the press choose for every size, and note what it hides."""
+        for size in self._sizes:
+            _set_size(self._press, size, self._prefix_len)
+            if self._choose is not None:
+                self._choose(pressed)
+            masks = [getattr(each, "masked_key_indices", None) for each in self._attentions]
+            self.by_size.append(masks)
+
+
+def _rotation_to_the_end(press: Any, trace: Trace, num_slots: int) -> KeyRotation | None:
+    """What turns the keys of a press that counts positions within the cache; None: nothing.
+
+    Turned, they end where the prefix does.
+    """
+    shift = trace.prefix_len - num_slots
+    if shift and isinstance(press, library().KeyRerotationPress):
+        return KeyRotation(trace.model, shift)
+    return None
+
+
+def _kept(cache: DynamicCache, masks: list[Any], rotation: KeyRotation | None) -> list[_KeptHeads]:
+    """Per layer, the slots of a cache of one example that the masks do not hide."""
+    kept = []
+    layers: Any = cache.layers  # of keys and values; transformers knows others
+    for index, layer in enumerate(layers):
+        keys = layer.keys if rotation is None else rotation(layer.keys, index)
+        keys = keys[0]  # (kv_heads, slots, head_dim)
+        values = layer.values[0]
+        is_kept = torch.ones(keys.shape[:2], dtype=torch.bool, device=keys.device)
+        if masks[index] is not None:
+            _, heads, slots = masks[index]
+            is_kept[heads.to(keys.device), slots.to(keys.device)] = False
+        every_head = range(len(keys))
+        kept.append(
+            _KeptHeads(
+                keys=[keys[head, is_kept[head]] for head in every_head],
+                values=[values[head, is_kept[head]] for head in every_head],
+            )
+        )
+    return kept
 
 
 def _set_size(press: Any, num_slots: int, prefix_len: int) -> None:
-    press.compression_ratio = removed_fraction(num_slots, prefix_len, counts_removed=hasattr(press, "layerwise"))
+    press.compression_ratio = removed_fraction(
+        num_slots, prefix_len, counts_removed=hasattr(press, "layerwise")
+    )
 
 
 def _attentions(model: PreTrainedModel) -> list[Any]:
     layers = getattr(getattr(model, "model", None), "layers", ())
     attentions = [getattr(layer, "self_attn", None) for layer in layers]
-    if not attentions or not all(hasattr(a, "layer_idx") and hasattr(a, "head_dim") for a in attentions):
+    if not attentions or not all(
+        hasattr(a, "layer_idx") and hasattr(a, "head_dim") for a in attentions
+    ):
         raise InputError(
-            f"kvpress does not support {type(model).__name__}: it wants model.layers with a self_attn each"
+            f"kvpress does not support {type(model).__name__}: it needs model.layers with a "
+            "self_attn each"
         )
     return attentions
 
 
 @contextmanager
 def _as_kvpress_expects(model: Any, attentions: list[Any], eager: bool) -> Iterator[None]:
-    """What newer transformers no longer gives, and the base model's folder as its name; afterwards all is as before."""
+    """Inside the block, the model gives kvpress what newer transformers no longer gives.
+
+    Its name is the folder of the base model. Afterwards everything is as before.
+    """
     modules: list[nn.Module] = [model, model.get_submodule("model"), *attentions]
-    before = [(set(vars(module)), set(module._modules)) for module in modules]
-    hooks = [attention.register_forward_pre_hook(_with_cache_position, with_kwargs=True) for attention in attentions]
+    names_before = [set(vars(module)) | set(module._modules) for module in modules]
+    hooks = [
+        attention.register_forward_pre_hook(_with_cache_position, with_kwargs=True)
+        for attention in attentions
+    ]
     hooks += _with_old_names(model, attentions)
     implementation = model.config._attn_implementation
-    lacks_head_dim, label = not hasattr(model.config, "head_dim"), model.config.name_or_path
+    lacks_head_dim = not hasattr(model.config, "head_dim")
+    label = model.config.name_or_path
     try:
         if label in (BASE_NAME, SMOLLM2):
             model.config.name_or_path = str(local_folder(label))
@@ -236,16 +343,17 @@ def _as_kvpress_expects(model: Any, attentions: list[Any], eager: bool) -> Itera
             model.set_attn_implementation(implementation)
         for hook in hooks:
             hook.remove()
-        for module, (names, children) in zip(modules, before, strict=True):
-            for name in (set(vars(module)) - names) | (set(module._modules) - children):
+        for module, names in zip(modules, names_before, strict=True):
+            added = (set(vars(module)) | set(module._modules)) - names
+            for name in added:
                 delattr(module, name)
 
 
 def _with_old_names(model: Any, attentions: list[Any]) -> list[RemovableHandle]:
-    """Hooks by which kvpress gives and finds a cache as ``past_key_values`` where transformers calls it otherwise.
+    """Hooks that let kvpress call a cache ``past_key_values`` where transformers has another name.
 
-    The presses call the model, or wrap the forward of ``model.model``, or look into the arguments of the attention
-    layers behind these.
+    The presses call the model, or wrap the forward of ``model.model``, or look into the arguments
+    of the attention layers behind these.
     """
     if CACHE_NAME == _OLD_NAME:
         return []
@@ -275,8 +383,10 @@ def _renamed(kwargs: dict[str, Any], before: str, after: str) -> dict[str, Any]:
     return {after if name == before else name: value for name, value in kwargs.items()}
 
 
-def _with_cache_position(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _with_cache_position(
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
     states = kwargs["hidden_states"]
     start = kwargs[CACHE_NAME].get_seq_length(module.layer_idx)
-    here = torch.arange(start, start + states.shape[1], device=states.device)
-    return args, {"cache_position": here, **kwargs}
+    positions = torch.arange(start, start + states.shape[1], device=states.device)
+    return args, {"cache_position": positions, **kwargs}
