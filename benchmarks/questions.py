@@ -32,8 +32,8 @@ from kvcat.compress import Trace, parse_method, seeded_compressor, slots_for, tr
 from kvcat.compress.documents import chat_parts, reconstruction_of_tokens
 from kvcat.evals import intervals
 from kvcat.evals.answers import greedy_answers
+from kvcat.evals.haystacks import Pieces, draws, filler_lines, number, shuffled
 from kvcat.evals.longbench import cut_middle
-from kvcat.evals.needle import Pieces, draws, filler_lines, number, shuffled
 from kvcat.files import append_jsonl, read_jsonl
 
 KINDS = {"needle": 1, "multi-needle": 4, "key-value": 12}  # lines that are hidden, and asked

@@ -22,8 +22,8 @@ _PARTIAL = ".partial-"
 def atomic_write(target: Path) -> Iterator[Path]:
     """A temporary path that becomes the target at the end of the block.
 
-    The block writes a file, or makes a folder and writes into it. If the block raises, its output is
-    removed and the old target stays. A kill leaves only the temporary path, which
+    The block writes a file, or makes a folder and writes into it. If the block raises, its output
+    is removed and the old target stays. A kill leaves only the temporary path, which
     ``remove_partial`` removes. If several processes write, the last one wins. If the target is a
     link, the file that it points to is written.
     """
@@ -170,7 +170,8 @@ def one_writer(folder: Path, name: str = LOCK_FILE, *, timeout: float = 0.0) -> 
     """Lock a folder, made if absent, so that no other process writes to it during the block.
 
     The operating system releases the lock however the process ends. Writers of different parts of a
-    folder use lock files of different names. A folder that was made here and stays empty is removed.
+    folder use lock files of different names. A folder that was made here and stays empty is
+    removed.
 
     Args:
         folder: to write to.

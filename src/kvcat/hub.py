@@ -1,4 +1,5 @@
-"""Access to the Hugging Face Hub: models as files on this machine, data sets, and whether it answers.
+"""Access to the Hugging Face Hub: models as files on this machine, data sets, and whether it
+answers.
 
 The module loads neither torch nor transformers, so that a wrong name is reported at once.
 """
@@ -35,7 +36,7 @@ _REPOSITORY = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 def models_home() -> Path:
-    """Where ``kvcat get`` puts models: ``models`` in KVCAT_HOME, else in the user's cache folder."""
+    """Where ``kvcat get`` puts models: ``models`` in KVCAT_HOME, else in the user's cache."""
     home = os.environ.get("KVCAT_HOME")
     if not home:
         cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"

@@ -143,8 +143,8 @@ def read_documents(
 ) -> Iterator[tuple[int, Document]]:
     """The documents of one stripe of a file, from a row on, each with its row.
 
-    A parquet file with at least as many row groups as there are stripes is striped by row groups, so
-    that no byte is read twice; all others by rows.
+    A parquet file with at least as many row groups as there are stripes is striped by row groups,
+    so that no byte is read twice; all others by rows.
     """
     if file.kind == "python":
         if start == stripe.number == 0:

@@ -1,4 +1,4 @@
-"""Documents encoded, with BOS before and EOS after each, and packed into sequences of equal length."""
+"""Documents encoded, with BOS and EOS around each, and packed into sequences of equal length."""
 
 import hashlib
 import json

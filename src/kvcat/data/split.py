@@ -42,9 +42,9 @@ def split_documents(
 ) -> list[Document]:
     """The documents of one split of a source (``open_documents``), in the source's order.
 
-    The installed Python sources hold copies of their files: held-out documents that share many lines
-    with training documents are left out. A ``hub:`` source is streamed, and only the first ``limit``
-    documents of the split are read.
+    The installed Python sources hold copies of their files: held-out documents that share many
+    lines with training documents are left out. A ``hub:`` source is streamed, and only the first
+    ``limit`` documents of the split are read.
 
     Raises:
         InputError: a local source has no document in that split.

@@ -209,7 +209,10 @@ class TokenLoader:
         return torch.from_numpy(tokens.astype(np.int64))
 
     def state_dict(self) -> dict[str, Any]:
-        """The positions of this process's streams, as JSON; ``merge_states`` joins all processes."""
+        """The positions of this process's streams, as JSON.
+
+        ``merge_states`` joins those of all processes.
+        """
         positions = {str(stream): list(place) for stream, place in self._positions.items()}
         return {**self._plan.identity, "streams": positions}
 
@@ -242,18 +245,19 @@ def _read_ahead(readers: list[Sequences]) -> Iterator[list[PositionedSequence]]:
 
 
 def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The state of all streams, from the states of the processes that read them.
+    """The state of all streams, from the states of the processes that read them; empty for none.
 
     Raises:
         InputError: the states belong to different data.
     """
-    first, *others = states
-    identity = {name: value for name, value in first.items() if name != "streams"}
-    streams = dict(first["streams"])
-    for state in others:
+    merged: dict[str, Any] = {}
+    streams: dict[str, Any] = {}
+    for state in states:
+        identity = {name: value for name, value in merged.items() if name != "streams"}
         _check_identity(state, identity)
         streams.update(state["streams"])
-    return {**identity, "streams": streams}
+        merged = {**state, "streams": streams}
+    return merged
 
 
 def _check_identity(state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:

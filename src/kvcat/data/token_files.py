@@ -1,8 +1,8 @@
 """Token files: text tokenised once into a folder that training maps into memory.
 
 ``tokens.json`` describes the folder. ``train.bin`` and ``validation.bin`` hold token ids in
-little-endian, with the ``opening`` before each document (such as BOS) and EOS after it, without gaps,
-so that sequences of any length can be cut from them.
+little-endian, with the ``opening`` before each document (such as BOS) and EOS after it, without
+gaps, so that sequences of any length can be cut from them.
 """
 
 import os

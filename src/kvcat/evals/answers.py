@@ -1,18 +1,12 @@
-"""Questions about a context that is compressed: greedy answers, and how likely given answers are."""
+"""Questions about a compressed context: greedy answers, and the likelihood of reference answers."""
 
-import json
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
-from pathlib import Path
 from typing import Any, ClassVar
 
-import datasets
-import pyarrow.parquet
 import torch
-from datasets.exceptions import DatasetsError
-from huggingface_hub import constants
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -20,12 +14,11 @@ from kvcat.cache import CompactCache, check_token_ids
 from kvcat.compress import Trace, trace
 from kvcat.compress.compare import replay_hidden
 from kvcat.compress.documents import INSTRUCTION, reconstruction_of_tokens
-from kvcat.errors import InputError, one_line
+from kvcat.errors import InputError
 from kvcat.evals.task import Baseline, Prepared, Task, Values, check_fits, check_vocabulary
-from kvcat.hub import hub_obstacle
 from kvcat.losses import score_positions
 from kvcat.models import end_tokens, frozen, hidden_states, output_head, plain_generation
-from kvcat.tokenization import TextEncoder, opening_ids, repaired
+from kvcat.tokenization import TextEncoder, opening_ids
 from kvcat.types import Float, Tensor
 
 
@@ -36,7 +29,7 @@ class Question:
     document: str  # name of the context
     name: str  # of the question, unique in the document
     stratum: str  # group that is reported apart
-    context: tuple[int, ...]  # what is compressed, with what the tokenizer puts at the start of a text
+    context: tuple[int, ...]  # to be compressed, with the tokens that begin a text
     question: tuple[int, ...]  # at least one
     answer: tuple[int, ...]  # the right one, at least one
     references: tuple[str, ...]  # texts that the answer is judged by
@@ -45,12 +38,17 @@ class Question:
 
 @dataclass(frozen=True)
 class PreparedContexts(Prepared):
-    """Contexts of equal length that are compressed before what follows them is read; ``values`` says how."""
+    """Contexts of equal length on a model; they are compressed before the text behind them is read.
+
+    A subclass has ``values``.
+    """
 
     @cached_property
     def trace(self) -> Trace:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The dense forward over <context><instruction><context>, one row per example."""
-        contexts = torch.tensor([example.context for example in self.batch], device=self.model.device)
+        contexts = torch.tensor(
+            [example.context for example in self.batch], device=self.model.device
+        )
         opening = self.task.opening_ids(self.tokenizer)
         sequence = reconstruction_of_tokens(self.tokenizer, contexts, opening)
         return trace(self.model, sequence, room=self.room)
@@ -61,28 +59,36 @@ class PreparedContexts(Prepared):
         raise NotImplementedError
 
     def values(self, cache: CompactCache | None) -> list[Values]:
-        """Values per example when the cache stands for the contexts; None: there are none."""
+        """Values per example with the cache in place of the contexts; None: no contexts."""
         raise NotImplementedError
 
     def score(self, cache: CompactCache) -> list[Values]:
         """``values``, and with the prefix ``dense_`` those on the whole cache."""
-        return self.beside_dense(self.values(cache))
+        return self.with_dense(self.values(cache))
 
     def baseline(self, baseline: Baseline) -> list[Values]:
         """The same with the whole context or without any."""
-        return self.beside_dense(self._dense if baseline.name == "dense" else self._without)
+        values = self._dense if baseline.name == "dense" else self._without_context
+        return self.with_dense(values)
 
-    def beside_dense(self, own: list[Values]) -> list[Values]:
-        """Values with the dense ones beside them."""
-        named = [{f"dense_{name}": value for name, value in dense.items()} for dense in self._dense]
-        return [values | dense for values, dense in zip(own, named, strict=True)]
+    def with_dense(self, values: list[Values]) -> list[Values]:
+        """The values of each example, and the same on the whole cache, named ``dense_...``."""
+        joined = []
+        for example_values, dense_values in zip(values, self._dense, strict=True):
+            row = dict(example_values)
+            for name, value in dense_values.items():
+                row[f"dense_{name}"] = value
+            joined.append(row)
+        return joined
 
     @cached_property
     def _dense(self) -> list[Values]:
+        """Values on the whole cache."""
         return self.values(self.trace.dense_cache())
 
     @cached_property
-    def _without(self) -> list[Values]:
+    def _without_context(self) -> list[Values]:
+        """Values without the contexts."""
         return self.values(None)
 
 
@@ -97,22 +103,28 @@ class PreparedQuestions(PreparedContexts):
 
     def values(self, cache: CompactCache | None) -> list[Values]:
         """``judge`` of the greedy answer, and ``nll`` of the right one, nats per token."""
-        # without a context the question starts the text
-        start = self.task.opening_ids(self.tokenizer) if cache is None else ()
-        questions = [(*start, *example.question) for example in self.batch]
-        answers = greedy_answers(self.model, cache, questions, max(example.max_new_tokens for example in self.batch))
-        nll = token_nll(self.model, cache, questions, [example.answer for example in self.batch])
-        found = []
-        for example, tokens, own in zip(self.batch, answers, nll, strict=True):
-            text = str(self.tokenizer.decode(tokens[: example.max_new_tokens], skip_special_tokens=True))
-            found.append({**self.task.judge(text, example.references), "nll": float(own.mean())})
-        return found
+        opening: Sequence[int] = ()
+        if cache is None:  # then the question starts the text
+            opening = self.task.opening_ids(self.tokenizer)
+        questions = [(*opening, *example.question) for example in self.batch]
+        max_new_tokens = max(example.max_new_tokens for example in self.batch)
+        answers = greedy_answers(self.model, cache, questions, max_new_tokens)
+        right_answers = [example.answer for example in self.batch]
+        nll = token_nll(self.model, cache, questions, right_answers)
+        values = []
+        for example, tokens, answer_nll in zip(self.batch, answers, nll, strict=True):
+            tokens = tokens[: example.max_new_tokens]
+            text = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+            judged = self.task.judge(text, example.references)
+            values.append({**judged, "nll": float(answer_nll.mean())})
+        return values
 
-    def beside_dense(self, own: list[Values]) -> list[Values]:
-        """Values with the dense ones and the gain of the context beside them."""
-        rows = super().beside_dense(own)
-        for row, without in zip(rows, self._without, strict=True):
-            row["nll_dense"], row["nll_none"] = row.pop("dense_nll"), without["nll"]
+    def with_dense(self, values: list[Values]) -> list[Values]:
+        """Values with the dense ones, and the gain of the context."""
+        rows = super().with_dense(values)
+        for row, without in zip(rows, self._without_context, strict=True):
+            row["nll_dense"] = row.pop("dense_nll")
+            row["nll_none"] = without["nll"]
             row["delta_nll"] = row["nll"] - row["nll_dense"]
             row["context_gain"] = row["nll_none"] - row["nll_dense"]
         return rows
@@ -120,25 +132,27 @@ class PreparedQuestions(PreparedContexts):
 
 @dataclass(frozen=True)
 class QuestionTask(Task):
-    """Questions about contexts that are compressed before; a task of this kind adds how answers are judged.
+    """Questions about compressed contexts; a subclass has ``judge``, which gives values of answers.
 
     Compressors are fitted to <context><instruction><context>.
 
-    Values are those of ``judge`` on the compact cache, and with the prefix ``dense_`` on the whole one;
-    and, nats per token of the right answer under teacher forcing, ``nll``, ``nll_dense``, ``delta_nll`` =
-    nll - nll_dense, ``nll_none`` without the context, ``context_gain`` = nll_none - nll_dense.
+    Values are those of ``judge`` on the compact cache and, named ``dense_...``, on the whole one.
+    Further, in nats per token of the right answer under teacher forcing: ``nll``, ``nll_dense``,
+    ``delta_nll`` = nll - nll_dense, ``nll_none`` without the context, and ``context_gain`` =
+    nll_none - nll_dense.
     """
 
     dataset: str
     examples: tuple[Question, ...]
-    options: Mapping[str, Any]  # what the examples were made from; stands in the configuration
+    options: Mapping[str, Any]  # that the examples were made with, for the configuration
     vocabulary: str  # hash of the vocabulary of the tokenizer that made the examples
-    opening: tuple[int, ...] | None = None  # that contexts begin with; None: what the tokenizer puts there
+    # token ids that contexts begin with; None: those that the tokenizer puts there
+    opening: tuple[int, ...] | None = None
     prepared: ClassVar[type[Prepared]] = PreparedQuestions
 
     @staticmethod
     def judge(answer: str, references: Sequence[str]) -> Values:
-        """Values of a decoded answer: 1 is right, 0 wrong."""
+        """Values of a decoded answer; 1 is right, 0 is wrong."""
         raise NotImplementedError
 
     def describe(self) -> Mapping[str, Any]:
@@ -154,34 +168,64 @@ class QuestionTask(Task):
         return len(example.context)
 
     def check(self, label: str, model: PreTrainedModel, tokenizer: Any) -> None:
-        """Refuse a model with another vocabulary or too few positions."""
+        """Raise an ``InputError`` for a model with another vocabulary or too few positions."""
         check_vocabulary(label, tokenizer, self.vocabulary)
-        middle = len(TextEncoder(tokenizer).behind(INSTRUCTION)) - len(self.opening_ids(tokenizer))
-        for q in self.examples:
-            length = len(q.context) + len(q.question) + max(len(q.answer), q.max_new_tokens)
-            largest = max(*q.context, *q.question, *q.answer)
-            check_fits(label, model, num_tokens=length, largest=largest, what="context, question and answer")
-            copies = 2 * len(q.context) + middle
-            check_fits(label, model, num_tokens=copies, largest=0, what="reconstruction sequences")
+        num_instruction = len(TextEncoder(tokenizer).behind(INSTRUCTION))
+        num_opening = len(self.opening_ids(tokenizer))
+        for example in self.examples:
+            num_answer = max(len(example.answer), example.max_new_tokens)
+            check_fits(
+                label,
+                model,
+                num_tokens=len(example.context) + len(example.question) + num_answer,
+                largest=max(*example.context, *example.question, *example.answer),
+                what="context, question and answer",
+            )
+            num_repeated = len(example.context) - num_opening  # the copy has no opening
+            check_fits(
+                label,
+                model,
+                num_tokens=len(example.context) + num_instruction + num_repeated,
+                largest=0,
+                what="reconstruction sequences",
+            )
 
 
 def greedy_answers(
-    model: PreTrainedModel, cache: CompactCache | None, questions: Sequence[Sequence[int]], max_new_tokens: int
+    model: PreTrainedModel,
+    cache: CompactCache | None,
+    questions: Sequence[Sequence[int]],
+    max_new_tokens: int,
 ) -> list[list[int]]:
     """The most likely next tokens after each question, one at a time, before an end-of-text token.
 
-    Shorter questions are padded on the left, so that each is answered as it would be alone. Of the model's own
-    generation settings only the end-of-text tokens count. Without a cache there are no contexts.
+    Shorter questions are padded on the left; padding does not change an answer. Of the model's
+    generation settings only the end-of-text tokens are used.
+
+    Args:
+        model: that answers.
+        cache: in place of the contexts; None: there are none.
+        questions: token ids.
+        max_new_tokens: of an answer.
     """
-    width = max(map(len, questions))
-    ids = torch.tensor([[0] * (width - len(q)) + list(q) for q in questions], device=model.device)
-    mask = torch.tensor([[0] * (width - len(q)) + [1] * len(q) for q in questions], device=model.device)
+    width = max(len(question) for question in questions)
+    padded = []
+    is_token = []
+    for question in questions:
+        num_padding = width - len(question)
+        padded.append([0] * num_padding + list(question))
+        is_token.append([0] * num_padding + [1] * len(question))
+    ids = torch.tensor(padded, device=model.device)
+    mask = torch.tensor(is_token, device=model.device)
     check_token_ids(model, ids)
     ends = end_tokens(model)
     with frozen(model), plain_generation(model, max_new_tokens=max_new_tokens) as settings:
-        inputs = {"input_ids": ids, "attention_mask": mask} if cache is None else cache.inputs(model, ids, mask)
-        made = model.generate(**inputs, generation_config=settings)  # type: ignore[operator]
-    return [list(takewhile(lambda token: token not in ends, row)) for row in made[:, width:].tolist()]
+        inputs: Any = {"input_ids": ids, "attention_mask": mask}
+        if cache is not None:
+            inputs = cache.inputs(model, ids, mask)
+        generated = model.generate(**inputs, generation_config=settings)  # type: ignore[operator]
+    answers = generated[:, width:].tolist()
+    return [list(takewhile(lambda token: token not in ends, answer)) for answer in answers]
 
 
 @torch.no_grad()
@@ -193,12 +237,19 @@ def token_nll(
 ) -> list[Float[Tensor, " tokens"]]:
     """-log p(a_t | context, prompt, a_<t) of every token of each answer, nats.
 
-    Prompt and answer, at least a token each, are joined as token ids: as one text an answer could merge with
-    the end of the prompt ("(" and "A)" give "(A"). The cache stands for the contexts, one for each row or one
-    for all; None: there are none.
+    Prompt and answer, at least a token each, are joined as token ids: in one text an answer could
+    merge with the end of the prompt ("(" and "A)" give "(A").
+
+    Args:
+        model: that scores.
+        cache: in place of the contexts, one for each row or one for all; None: there are none.
+        prompts: token ids.
+        answers: token ids.
     """
-    rows = [torch.tensor([*prompt, *answer]) for prompt, answer in zip(prompts, answers, strict=True)]
-    # padding stands after everything that is scored in its row
+    rows = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        rows.append(torch.tensor([*prompt, *answer]))
+    # padding is behind everything that is scored in its row
     ids = pad_sequence(rows, batch_first=True).to(model.device)
     check_token_ids(model, ids)
     if cache is None:
@@ -206,53 +257,35 @@ def token_nll(
             hidden = hidden_states(model, input_ids=ids, use_cache=False)
     else:
         hidden = replay_hidden(model, cache, ids)
-    spans = [(row, len(prompt), len(tokens)) for row, (prompt, tokens) in enumerate(zip(prompts, rows, strict=True))]
-    before = torch.cat([hidden[row, start - 1 : stop - 1] for row, start, stop in spans])
-    targets = torch.cat([ids[row, start:stop] for row, start, stop in spans])
-    nll = score_positions(output_head(model), before, targets).nll.double().cpu()
-    return list(nll.split(list(map(len, answers))))
+    before = []  # hidden states at the positions that predict the answers
+    targets = []
+    for row, (prompt, tokens) in enumerate(zip(prompts, rows, strict=True)):
+        start = len(prompt)
+        stop = len(tokens)
+        before.append(hidden[row, start - 1 : stop - 1])
+        targets.append(ids[row, start:stop])
+    scores = score_positions(output_head(model), torch.cat(before), torch.cat(targets))
+    nll = scores.nll.double().cpu()
+    return list(nll.split([len(answer) for answer in answers]))
 
 
-def answer_ids(tokenizer: PreTrainedTokenizerBase, question: str, answer: str) -> tuple[tuple[int, ...], ...]:
+def answer_ids(
+    tokenizer: PreTrainedTokenizerBase, question: str, answer: str
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Token ids of a question behind a text, and of the answer behind the question.
 
-    Where a token would span question and answer, the answer is encoded as behind other text.
+    If a token would span question and answer, the answer is encoded as behind other text.
 
-    An ``InputError`` where the tokenizer does not give the answer's text back.
+    Raises:
+        InputError: the tokenizer does not give the answer's text back.
     """
     encoder = TextEncoder(tokenizer)
-    first = encoder.behind(question)
+    question_ids = encoder.behind(question)
     both = encoder.behind(question + answer)
-    is_between_tokens = both[: len(first)] == first
-    rest = both[len(first) :] if is_between_tokens else encoder.behind(answer)
-    if str(tokenizer.decode(rest)).strip() != answer.strip():
-        raise InputError(f"the tokenizer {tokenizer.name_or_path!r} cannot spell the answer {answer.strip()!r}")
-    return tuple(first), tuple(rest)
-
-
-def read_rows(source: str) -> Iterator[Any]:
-    """Rows of a data set of questions.
-
-    The source is ``hub:OWNER/NAME[/CONFIG][@SPLIT]`` (split ``train`` if absent; from the cache alone where
-    HF_HUB_OFFLINE is set), or a file: ``.parquet``, JSON lines, or one JSON array. An ``InputError`` where it
-    does not exist or is damaged, or the Hub cannot be reached, told within seconds. Half of a surrogate pair,
-    which JSON can spell and no encoding can hold, becomes U+FFFD.
-    """
-    # with HF_HUB_OFFLINE datasets itself looks into its cache, at once
-    if source.startswith("hub:") and not constants.HF_HUB_OFFLINE and (obstacle := hub_obstacle()):
-        told = "name a local copy, or set HF_HUB_OFFLINE=1 to take the one an earlier run left in the cache"
-        raise InputError(f"{source} is on the Hub, and {obstacle}: {told}")
-    try:
-        if source.startswith("hub:"):
-            path, _, split = source.removeprefix("hub:").partition("@")
-            owner, name, *config = path.split("/")
-            rows = datasets.load_dataset(f"{owner}/{name}", "/".join(config) or None, split=split or "train")
-        elif source.endswith(".parquet"):
-            rows = pyarrow.parquet.read_table(source).to_pylist()
-        else:
-            text = Path(source).read_text(encoding="utf-8-sig")
-            array = text.lstrip().startswith("[")
-            rows = json.loads(text) if array else [json.loads(line) for line in text.split("\n") if line.strip()]
-    except (OSError, ValueError, DatasetsError) as error:  # ArrowInvalid and UnicodeDecodeError are ValueErrors
-        raise InputError(f"{source} cannot be read: {one_line(error)}") from None
-    yield from map(repaired, rows)
+    is_between_tokens = both[: len(question_ids)] == question_ids
+    ids = both[len(question_ids) :] if is_between_tokens else encoder.behind(answer)
+    if str(tokenizer.decode(ids)).strip() != answer.strip():
+        raise InputError(
+            f"the tokenizer {tokenizer.name_or_path!r} cannot spell the answer {answer.strip()!r}"
+        )
+    return tuple(question_ids), tuple(ids)

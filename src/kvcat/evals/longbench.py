@@ -1,9 +1,10 @@
-"""LongBench v2 with a compressed context: four continuations by likelihood after the question."""
+"""LongBench v2 with a compressed context: the likelihoods of four answers after the question."""
 
 import hashlib
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -13,9 +14,9 @@ from kvcat.cache import CompactCache
 from kvcat.choices import Bos
 from kvcat.compress import INSTRUCTION, slots_for, trace
 from kvcat.data import name_seed
+from kvcat.data.rows import data_name, read_rows
 from kvcat.errors import InputError
-from kvcat.evals.answers import PreparedContexts, read_rows, token_nll
-from kvcat.evals.suffix import data_name
+from kvcat.evals.answers import PreparedContexts, token_nll
 from kvcat.evals.task import Baseline, Prepared, Task, Values, check_fits
 from kvcat.tokenization import TextEncoder, opening_ids
 from kvcat.types import Float, Tensor
@@ -23,19 +24,24 @@ from kvcat.types import Float, Tensor
 HUB_SOURCE = "hub:zai-org/LongBench-v2"
 MAX_TOKENS = 32_768
 LETTERS = ("A", "B", "C", "D")
-# 221 of 503 rows. Academic and Legal occur in Single- and in Multi-Document QA; the paper's accuracies are multiples
-# of 1/94 and 1/33, so it counts both.
+# 221 of 503 rows. Academic and Legal occur in Single- and in Multi-Document QA; the paper's
+# accuracies are multiples of 1/94 and 1/33, so it counts both.
 PAPER_SUB_DOMAINS = (
-    "Academic", "Agent history QA", "Knowledge graph reasoning", "Legal", "Many-shot learning",
-    "New language translation", "Table QA",
-)  # fmt: skip
+    "Academic",
+    "Agent history QA",
+    "Knowledge graph reasoning",
+    "Legal",
+    "Many-shot learning",
+    "New language translation",
+    "Table QA",
+)
 
-# Words as in the KV-CAT paper's appendix, line breaks as in LongBench v2's prompts/0shot.txt. That template also has
-# <text> tags and a line "Choices:", which the paper's prompt does not name.
+# Words as in the KV-CAT paper's appendix, line breaks as in LongBench v2's prompts/0shot.txt. That
+# template also has <text> tags and a line "Choices:", which the paper's prompt does not name.
 LEAD = "Please read the following text and answer the question below.\n\n"
 QUESTION = (
-    "\n\nWhat is the correct answer to this question: {question}\n(A) {A}\n(B) {B}\n(C) {C}\n(D) {D}\n\n"
-    "The correct answer is ("
+    "\n\nWhat is the correct answer to this question: {question}\n(A) {A}\n(B) {B}\n(C) {C}\n(D) {D}"
+    "\n\nThe correct answer is ("
 )
 _CHOICES = tuple(f"choice_{letter}" for letter in LETTERS)
 
@@ -62,62 +68,88 @@ def make_task(
     keep_ratios: Sequence[float] = (0.1, 0.2, 0.5),
     bos: Bos = "auto",
 ) -> "LongBenchTask":
-    """The first ``limit`` examples of a source in the released schema, named as in ``read_rows``.
+    """The LongBench evaluation on rows in the released schema.
 
-    The order depends on the examples' names alone, so that the first n are a fair sample. None takes the rows of
-    all sub-domains. Other arguments are those of the task.
+    The order depends on the examples' names alone, so that the first n are a fair sample.
+
+    Args:
+        data: source, as in ``read_rows``.
+        sub_domains: whose rows are used; None: all.
+        limit: of the examples; None: none.
+        max_tokens, keep_ratios, bos: as in ``LongBenchTask``.
 
     Raises:
-        InputError: as ``read_rows``; a row without a valid text or answer or with the ``_id`` of another, or no
-            row of the sub-domains wanted.
+        InputError: as ``read_rows``; a row without a valid text or answer or with the ``_id`` of
+            another, or no row of the sub-domains.
     """
     examples: dict[str, LongBenchExample] = {}
     strata: dict[str, str] = {}
     for number, row in enumerate(read_rows(data), start=1):
         example = _example(row, f"row {number} of {data}")
         if example.name in examples:
-            raise InputError(f"row {number} of {data} has the _id {example.name!r} of an earlier row")
+            raise InputError(
+                f"row {number} of {data} has the _id {example.name!r} of an earlier row"
+            )
         # a text that two sub-domains ask about is a document in each
         if strata.setdefault(example.document, example.stratum) != example.stratum:
             example = replace(example, document=f"{example.document} {example.stratum}")
         examples[example.name] = example
-    chosen = [example for example in examples.values() if sub_domains is None or example.stratum in sub_domains]
-    if not chosen:
-        found = ", ".join(sorted({example.stratum for example in examples.values()})) or "nothing"
-        raise InputError(f"{data} has no row of sub-domain {', '.join(sub_domains or ('any',))}; it has {found}")
-    chosen.sort(key=lambda example: name_seed(f"longbench:{example.name}"))
-    examples_in_order = tuple(chosen[:limit])
-    return LongBenchTask(examples_in_order, data_name(data), max_tokens, tuple(keep_ratios), bos)
+    selected = [
+        example
+        for example in examples.values()
+        if sub_domains is None or example.stratum in sub_domains
+    ]
+    if not selected:
+        existing = sorted({example.stratum for example in examples.values()})
+        raise InputError(
+            f"{data} has no row of sub-domain {', '.join(sub_domains or ('any',))}; it has "
+            f"{', '.join(existing) or 'nothing'}"
+        )
+    selected.sort(key=lambda example: name_seed(f"longbench:{example.name}"))
+    return LongBenchTask(
+        tuple(selected[:limit]), data_name(data), max_tokens, tuple(keep_ratios), bos
+    )
 
 
 def _example(row: Any, where: str) -> LongBenchExample:
+    """The example of a row; ``where`` names the row in an ``InputError``."""
     texts = {}
     for column in ("_id", "sub_domain", "context", "question", *_CHOICES, "answer"):
         text = row.get(column) if isinstance(row, dict) else None
         if not isinstance(text, str) or not text.strip():
             raise InputError(f"{where} has no text {column!r}")
         texts[column] = text.strip()
-    name, stratum, context, question, *choices, answer = texts.values()
-    if answer not in LETTERS:
+    if texts["answer"] not in LETTERS:
         raise InputError(f"{where}: answer {row['answer']!r} is none of A, B, C, D")
-    document = hashlib.sha256(context.encode()).hexdigest()[:16]
-    return LongBenchExample(document, name, stratum, context, question, tuple(choices), answer)
+    a, b, c, d = (texts[column] for column in _CHOICES)
+    return LongBenchExample(
+        document=hashlib.sha256(texts["context"].encode()).hexdigest()[:16],
+        name=texts["_id"],
+        stratum=texts["sub_domain"],
+        context=texts["context"],
+        question=texts["question"],
+        choices=(a, b, c, d),
+        answer=texts["answer"],
+    )
 
 
 @dataclass(frozen=True)
 class Prompt:
     """An example as token ids, joined as ids and not as text: copies are the same tokens."""
 
-    context: list[int]  # what is compressed: the start of a text, the prompt's first sentence, the example's text
+    context: list[int]  # to be compressed: the opening, the prompt's first sentence, the text
     lead_len: int  # tokens before the example's text
     question: list[int]  # with the answers and the beginning of the reply, down to "("
     choices: list[list[int]]  # "A)" to "D)"
     right: int  # index of the right one
 
     def shortened(self, num_tokens: int) -> list[int]:
-        """As much of the context as plain text: cut in the middle, or less than the first sentence."""
-        lead, text = self.context[: self.lead_len], self.context[self.lead_len :]
-        return lead[:num_tokens] if num_tokens < len(lead) else lead + cut_middle(text, num_tokens - len(lead))
+        """As much of the context as plain text: cut in the middle, or in the first sentence."""
+        if num_tokens < self.lead_len:
+            return self.context[:num_tokens]
+        lead = self.context[: self.lead_len]
+        text = self.context[self.lead_len :]
+        return lead + cut_middle(text, num_tokens - self.lead_len)
 
 
 def make_prompt(
@@ -126,12 +158,16 @@ def make_prompt(
     max_tokens: int,
     bos: Bos = "auto",
 ) -> Prompt:
-    """The prompt whose reconstruction sequence, and whose text with question and answer, have at most so many tokens.
+    """The prompt of an example, with its text cut in the middle.
 
-    ``bos`` says what the prompt begins with (``opening_ids``).
+    Args:
+        example: with its text.
+        tokenizer: of the model.
+        max_tokens: that the reconstruction sequence, and text with question and answer, may have.
+        bos: what the prompt begins with (``opening_ids``).
 
     Raises:
-        InputError: fewer than two tokens are left for the context.
+        InputError: fewer than two tokens remain for the context.
     """
     encoder = TextEncoder(tokenizer)
     opening = opening_ids(tokenizer, bos)
@@ -139,22 +175,31 @@ def make_prompt(
     answers = dict(zip(LETTERS, example.choices, strict=True))
     question = encoder.behind(QUESTION.format(question=example.question, **answers))
     lead = opening + encoder(LEAD)
-    middle = len(encoder.behind(INSTRUCTION))
-    copies = (max_tokens + len(opening) - middle) // 2  # the second has no opening
-    room = min(copies, max_tokens - len(question) - max(map(len, choices))) - len(lead)
+    num_instruction = len(encoder.behind(INSTRUCTION))
+    # of the two copies in a reconstruction sequence, the second has no opening
+    most_by_copies = (max_tokens + len(opening) - num_instruction) // 2
+    most_by_answer = max_tokens - len(question) - max(len(choice) for choice in choices)
+    room = min(most_by_copies, most_by_answer) - len(lead)
     if room < 2:
         raise InputError(
-            f"row {example.name!r}: prompt and question leave {room} of max_tokens={max_tokens} for the context; "
-            "at least 2 are needed"
+            f"row {example.name!r}: prompt and question leave {room} of max_tokens={max_tokens} "
+            "for the context; at least 2 are needed"
         )
-    right = LETTERS.index(example.answer)
-    return Prompt(lead + cut_middle(encoder.behind(example.context), room), len(lead), question, choices, right)
+    return Prompt(
+        context=lead + cut_middle(encoder.behind(example.context), room),
+        lead_len=len(lead),
+        question=question,
+        choices=choices,
+        right=LETTERS.index(example.answer),
+    )
 
 
 def cut_middle(tokens: list[int], room: int) -> list[int]:
     """The first and the last room // 2 tokens; unchanged where there are no more than ``room``."""
     half = room // 2
-    return tokens if len(tokens) <= room else [*tokens[:half], *tokens[len(tokens) - half :]]
+    if len(tokens) <= room:
+        return tokens
+    return [*tokens[:half], *tokens[len(tokens) - half :]]
 
 
 @dataclass(frozen=True)
@@ -173,62 +218,71 @@ class PreparedChoices(PreparedContexts):
         opening = self.task.opening_ids(self.tokenizer) if cache is None else []
         question = [*opening, *prompt.question]
         nll = token_nll(self.model, cache, [question] * len(LETTERS), prompt.choices)
-        return [choice_values(torch.stack([-own.sum() for own in nll]), prompt.right)]
+        log_likelihoods = torch.stack([-token_nlls.sum() for token_nlls in nll])
+        return [choice_values(log_likelihoods, prompt.right)]
 
     def baseline(self, baseline: Baseline) -> list[Values]:
-        """Also with as much of the context as plain text as the budget has slots."""
+        """Values without compression; of a truncated one, with as much text as the budget."""
         if baseline.name != "truncated":
             return super().baseline(baseline)
         (prompt,) = self.batch
-        context = prompt.shortened(slots_for(len(prompt.context), baseline.keep_ratio, None))
-        # the question stands behind it only because a trace needs a suffix
+        num_slots = slots_for(len(prompt.context), baseline.keep_ratio, None)
+        context = prompt.shortened(num_slots)
+        # the question is behind it only because a trace needs a suffix
         ids = torch.tensor([[*context, *prompt.question]], device=self.model.device)
         whole = trace(self.model, ids, len(context), room=self.room)
-        return self.beside_dense(self.values(whole.dense_cache()))
+        return self.with_dense(self.values(whole.dense_cache()))
 
 
 def choice_values(log_likelihoods: Float[Tensor, " choices"], right: int) -> Values:
-    """``accuracy``, 1 where the right continuation is the most likely one (the first of equal ones), else 0.
+    """``accuracy`` and ``nll_choice`` of a question, from the log-likelihoods of its answers, nats.
 
-    And ``nll_choice``, minus the log of its probability among the continuations, nats, from their log-likelihoods.
+    ``accuracy`` is 1 if the right answer is the most likely one (the first of equal ones), else 0;
+    ``nll_choice`` is minus the log of the right answer's probability among the answers.
     """
+    is_right = int(log_likelihoods.argmax()) == right
     nll = -float(log_likelihoods.log_softmax(0)[right])
-    return {"accuracy": float(int(log_likelihoods.argmax()) == right), "nll_choice": nll}
+    return {"accuracy": float(is_right), "nll_choice": nll}
 
 
 @dataclass(frozen=True)
 class LongBenchTask(Task):
-    """Questions about long texts; the text is compressed, the question is read on the compact cache.
+    """Questions about long texts; the text is compressed, the question is read on the compact
+    cache.
 
-    Compressed is the prompt's first sentence with the text, fitted to <context><instruction><context>.
-    Then question and answers follow uncompressed, and "A)", "B)", "C)", "D)" after "The correct answer is ("
-    are scored by total log-likelihood: ``choice_values``, and with the prefix ``dense_`` the same on the whole cache.
+    The prompt's first sentence and the text are compressed, fitted to
+    <context><instruction><context>. Question and answers follow uncompressed, and "A)", "B)", "C)",
+    "D)" after "The correct answer is (" are scored by total log-likelihood. Values are those of
+    ``choice_values`` on the compact cache and, named ``dense_...``, on the whole one.
 
-    References: KV-CAT, appendix "Long-form question answering under KV cache compression"; Bai et al. 2025,
-    arXiv:2412.15204 (LongBench v2).
+    References: KV-CAT, appendix "Long-form question answering under KV cache compression"; Bai et
+    al. 2025, arXiv:2412.15204 (LongBench v2).
     """
 
     examples: Sequence[LongBenchExample]
     dataset: str
-    max_tokens: int = MAX_TOKENS  # of the reconstruction sequence and of the answered prompt; longer texts are cut
-    keep_ratios: tuple[float, ...] = (0.1, 0.2, 0.5)  # of the context that truncated baselines see as plain text
+    # of the reconstruction sequence and of the answered prompt; longer texts are cut
+    max_tokens: int = MAX_TOKENS
+    # shares of the context that truncated baselines see as plain text
+    keep_ratios: tuple[float, ...] = (0.1, 0.2, 0.5)
     bos: Bos = "auto"  # what a prompt begins with (``opening_ids``)
     evaluation: ClassVar[str] = "longbench"
 
     @property
     def baselines(self) -> tuple[Baseline, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Dense, no context, and as much plain text as each keep ratio's budget."""
-        return *Task.baselines, *(Baseline("truncated", keep) for keep in self.keep_ratios if keep < 1.0)
+        truncated = [Baseline("truncated", keep) for keep in self.keep_ratios if keep < 1.0]
+        return (*Task.baselines, *truncated)
 
     def describe(self) -> Mapping[str, Any]:
-        """What the results depend on."""
-        return {
-            **({} if self.bos == "auto" else {"bos": self.bos}),
-            "max_tokens": self.max_tokens,
-            "prompt": f"{LEAD}{{context}}{QUESTION}",
-            "instruction": INSTRUCTION,
-            "sub_domains": dict(sorted(Counter(example.stratum for example in self.examples).items())),
-        }
+        """Everything that the results depend on."""
+        num_rows = Counter(example.stratum for example in self.examples)
+        described: dict[str, Any] = {} if self.bos == "auto" else {"bos": self.bos}
+        described["max_tokens"] = self.max_tokens
+        described["prompt"] = f"{LEAD}{{context}}{QUESTION}"
+        described["instruction"] = INSTRUCTION
+        described["sub_domains"] = dict(sorted(num_rows.items()))
+        return described
 
     def opening_ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         """Token ids that a text begins with."""
@@ -238,19 +292,30 @@ class LongBenchTask(Task):
         """Every example is its own batch: contexts differ in length."""
         return example.name
 
-    def check(self, label: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """Refuse a model without tokenizer or with too few positions or tokens; a question that leaves no room."""
+    def check(
+        self, label: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
+    ) -> None:
+        """Raise an ``InputError`` for a model or a question that cannot be used.
+
+        The model has no tokenizer, too few positions or too few tokens, or the question leaves no
+        room for the text.
+        """
         if tokenizer is None:
             raise InputError(f"model {label!r} has no tokenizer, which LongBench v2 needs")
         check_fits(label, model, num_tokens=self.max_tokens, largest=0, what="sequences")
-        for example in self.examples:  # without the text, which takes long to tokenise
-            prompt = make_prompt(replace(example, context=""), tokenizer, self.max_tokens, self.bos)
-            largest = max(max(tokens) for tokens in [prompt.context, prompt.question, *prompt.choices])
+        for example in self.examples:
+            # without the text, which takes long to tokenise
+            without_text = replace(example, context="")
+            prompt = make_prompt(without_text, tokenizer, self.max_tokens, self.bos)
+            largest = max(*prompt.context, *prompt.question, *chain(*prompt.choices))
             check_fits(label, model, num_tokens=0, largest=largest, what="prompts")
 
     def prepare(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: Sequence[LongBenchExample]
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        batch: Sequence[LongBenchExample],
     ) -> Prepared:
         """An example as token ids of the model."""
-        prompts = [make_prompt(e, tokenizer, self.max_tokens, self.bos) for e in batch]
+        prompts = [make_prompt(example, tokenizer, self.max_tokens, self.bos) for example in batch]
         return PreparedChoices(self, model, tokenizer, prompts)

@@ -1,15 +1,13 @@
-"""Needle in a haystack: a passkey hidden at a depth of a text full of other codes, asked for after compression.
+"""Needle in a haystack: retrieve a passkey after the text that holds it was compressed.
 
-Also what RULER's texts are made of: neutral sentences, and lines that fill an exact number of tokens.
+The passkey is at some depth of a text that also holds other codes.
 """
 
 import random
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
-from itertools import product
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -17,8 +15,9 @@ from kvcat.choices import Bos
 from kvcat.compress import INSTRUCTION
 from kvcat.errors import InputError, check_least
 from kvcat.evals.answers import Question, QuestionTask, answer_ids
+from kvcat.evals.haystacks import Pieces, draws, filler_lines, number, pick
 from kvcat.evals.task import Values, vocabulary
-from kvcat.tokenization import TextEncoder, opening_ids
+from kvcat.tokenization import opening_ids
 
 QUERY = "Memory record: special_passkey="
 DISTRACTORS = (
@@ -27,19 +26,17 @@ DISTRACTORS = (
 )
 DISTRACTOR_RATE = 0.35
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-FILLER = tuple(files("kvcat.evals").joinpath("filler.txt").read_text(encoding="utf-8").splitlines())
-"""Forty neutral sentences."""
 
 _DIGITS = 6
-_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True)
 class NeedleTask(QuestionTask):
-    """Passkeys to be found in haystacks after these were compressed; ``make_task`` makes it.
+    """Passkeys to be retrieved from compressed haystacks; ``make_task`` makes the task.
 
-    Judged are ``exact_match``, the greedy answer is the passkey and no digit follows, and
-    ``correct_prefix``, the share of the passkey's digits before the first wrong one.
+    Values of an answer: ``exact_match``, 1 if the greedy answer is the passkey and no digit
+    follows, else 0; ``correct_prefix``, the share of the passkey's digits before the first wrong
+    one.
 
     References: KV-CAT, appendix "Needle-in-a-haystack retrieval under KV cache compression".
     """
@@ -48,11 +45,18 @@ class NeedleTask(QuestionTask):
 
     @staticmethod
     def judge(answer: str, references: Sequence[str]) -> Values:
-        """Values of the digits that an answer begins with; spaces before them and what follows do not count."""
+        """Values of the digits that an answer begins with, after spaces."""
         (passkey,) = references
         digits = re.match(r"\s*([0-9]*)", answer)[1]  # type: ignore[index]
-        same = next((i for i in range(len(passkey)) if digits[i : i + 1] != passkey[i]), len(passkey))
-        return {"exact_match": float(digits == passkey), "correct_prefix": same / len(passkey)}
+        num_correct = 0
+        for digit, expected in zip(digits, passkey, strict=False):
+            if digit != expected:
+                break
+            num_correct += 1
+        return {
+            "exact_match": float(digits == passkey),
+            "correct_prefix": num_correct / len(passkey),
+        }
 
 
 def make_task(
@@ -63,43 +67,75 @@ def make_task(
     seed: int = 0,
     bos: Bos = "auto",
 ) -> NeedleTask:
-    """The needle evaluation in the tokens of a tokenizer: haystacks of ``length`` tokens, all before the query.
+    """The needle evaluation in the tokens of a tokenizer.
 
-    A haystack is the needle, "Memory record: special_passkey=483920.", between lines of filler, each of
-    which is a distractor with probability ``DISTRACTOR_RATE``. Every line is encoded by itself, so that
-    the query is the same tokens as the beginning of the needle. The draws of an example are a function of
-    the seed, the index of its depth and its number alone; the first n examples are spread over the depths.
-    ``bos`` says what a haystack begins with (``opening_ids``).
+    A haystack is the needle, "Memory record: special_passkey=483920.", between lines of filler,
+    each of which is a distractor with probability ``DISTRACTOR_RATE``. Every line is encoded by
+    itself, so that the query has the same tokens as the beginning of the needle. The draws of an
+    example are a function of the seed, the index of its depth and its number alone. The first n
+    examples are spread over the depths.
+
+    Args:
+        tokenizer: of the model.
+        length: tokens of a haystack, all before the query.
+        per_depth: examples at each of ``DEPTHS``.
+        seed: of the draws.
+        bos: what a haystack begins with (``opening_ids``).
 
     Raises:
-        InputError: a value out of range, a haystack too short, a tokenizer that cannot spell digits.
+        InputError: a value out of range, a haystack too short, a tokenizer that cannot spell
+            digits.
     """
     check_least(1, per_depth=per_depth)
-    pieces, opening, examples = Pieces(tokenizer), tuple(opening_ids(tokenizer, bos)), []
-    least = len(pieces(INSTRUCTION))
-    for instance, (index, depth) in product(range(per_depth), enumerate(DEPTHS)):
-        key = seed, index, instance
-        passkey = number(draws(*key, "passkey"), _DIGITS)
-        question, answer = answer_ids(tokenizer, QUERY, passkey)
-        needle = (*question, *answer, *pieces(".\n"))
-        room = length - len(opening) - len(needle)
-        if room < least:
-            needed = length - room + least
-            raise InputError(f"a haystack of {length} tokens is too short: needle and instruction take {needed}")
-        first = round(depth * room)
-        before, after = (
-            pieces.filled(
-                pieces.fitting(lines_with_decoys(draws(*key, part), passkey), size),
-                filler_lines(draws(*key, part, "padding")),
-                size,
+    pieces = Pieces(tokenizer)
+    opening = tuple(opening_ids(tokenizer, bos))
+    examples = []
+    for instance in range(per_depth):
+        for depth_index, depth in enumerate(DEPTHS):
+            key = (seed, depth_index, instance)
+            passkey = number(draws(*key, "passkey"), _DIGITS)
+            question, answer = answer_ids(tokenizer, QUERY, passkey)
+            needle = (*question, *answer, *pieces(".\n"))
+            room = length - len(opening) - len(needle)
+            missing = len(pieces(INSTRUCTION)) - room
+            if missing > 0:
+                raise InputError(
+                    f"a haystack of {length} tokens is too short: needle and instruction take "
+                    f"{length + missing}"
+                )
+            num_before = round(depth * room)
+            before = _haystack(pieces, (*key, "before"), passkey, num_before)
+            after = _haystack(pieces, (*key, "after"), passkey, room - num_before)
+            example = Question(
+                document=f"{depth:g}-{instance}",
+                name="0",
+                stratum=f"{depth:g}",
+                context=(*opening, *before, *needle, *after),
+                question=question,
+                answer=answer,
+                references=(passkey,),
+                max_new_tokens=_DIGITS + 2,
             )
-            for part, size in (("before", first), ("after", room - first))
-        )
-        context, name = (*opening, *before, *needle, *after), f"{depth:g}-{instance}"
-        examples.append(Question(name, "0", f"{depth:g}", context, question, answer, (passkey,), _DIGITS + 2))
-    options = {"length": length, "depths": DEPTHS, "per_depth": per_depth, "distractor_rate": DISTRACTOR_RATE}
-    options |= {"seed": seed} if bos == "auto" else {"seed": seed, "bos": bos}
+            examples.append(example)
+    options: dict[str, Any] = {
+        "length": length,
+        "depths": DEPTHS,
+        "per_depth": per_depth,
+        "distractor_rate": DISTRACTOR_RATE,
+        "seed": seed,
+    }
+    if bos != "auto":
+        options["bos"] = bos
     return NeedleTask("passkey", tuple(examples), options, vocabulary(tokenizer), opening)
+
+
+def _haystack(
+    pieces: Pieces, key: tuple[object, ...], passkey: str, num_tokens: int
+) -> tuple[int, ...]:
+    """Lines of filler and distractors of exactly so many tokens, the first cut at its start."""
+    lines = pieces.fitting(lines_with_decoys(draws(*key), passkey), num_tokens)
+    padding = filler_lines(draws(*key, "padding"))
+    return pieces.filled(lines, padding, num_tokens)
 
 
 def lines_with_decoys(draw: random.Random, passkey: str) -> Iterator[str]:
@@ -109,70 +145,7 @@ def lines_with_decoys(draw: random.Random, passkey: str) -> Iterator[str]:
             yield next(filler_lines(draw))
         else:
             line = pick(draw, DISTRACTORS)
-            while (code := number(draw, _DIGITS)) == passkey:
-                pass
+            code = number(draw, _DIGITS)
+            while code == passkey:
+                code = number(draw, _DIGITS)
             yield line.format(code)
-
-
-class Pieces:
-    """Token ids of pieces of text, each as behind other text and so the same tokens wherever it stands."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
-        self._encoder = TextEncoder(tokenizer)
-        self._known = dict[str, tuple[int, ...]]()
-
-    def __call__(self, text: str) -> tuple[int, ...]:
-        """Token ids of a piece, without special tokens; a piece that has none is refused."""
-        if text not in self._known:
-            self._known[text] = tuple(self._encoder.behind(text))
-            if not self._known[text]:
-                raise InputError(f"the tokenizer {self._tokenizer.name_or_path!r} has no token for {text!r}")
-        return self._known[text]
-
-    def left(self, num_tokens: int, parts: Sequence[str]) -> int:
-        """Tokens left after these parts, which have to fit."""
-        if (left := num_tokens - sum(len(self(part)) for part in parts)) < 0:
-            raise InputError(f"{num_tokens} tokens are too few: the text takes at least {num_tokens - left}")
-        return left
-
-    def fitting(self, lines: Iterator[str], num_tokens: int) -> list[str]:
-        """The first lines of an endless iterator, as many as fit whole into so many tokens."""
-        taken = []
-        while (num_tokens := num_tokens - len(self(line := next(lines)))) >= 0:
-            taken.append(line)
-        return taken
-
-    def filled(self, lines: Sequence[str], padding: Iterator[str], num_tokens: int) -> tuple[int, ...]:
-        """Token ids of lines that fit, and before them the end of padding lines, exactly ``num_tokens`` in all."""
-        body = [token for line in lines for token in self(line)]
-        missing, head = num_tokens - len(body), list[int]()
-        while len(head) < missing:
-            head = [*self(next(padding)), *head]
-        return (*head[len(head) - missing :], *body)
-
-
-def draws(*key: object) -> random.Random:
-    """A random stream that is a function of the key alone; only its ``random`` is the same for every Python."""
-    return random.Random(":".join(map(str, key)))
-
-
-def pick(draw: random.Random, items: Sequence[_Item]) -> _Item:
-    """One of the items, each as likely as another."""
-    return items[int(draw.random() * len(items))]
-
-
-def shuffled(draw: random.Random, items: Sequence[_Item]) -> list[_Item]:
-    """The items in a random order."""
-    return [items[index] for _, index in sorted((draw.random(), index) for index in range(len(items)))]
-
-
-def number(draw: random.Random, num_digits: int) -> str:
-    """So many decimal digits, any of which may be 0."""
-    return f"{int(draw.random() * 10**num_digits):0{num_digits}d}"
-
-
-def filler_lines(draw: random.Random) -> Iterator[str]:
-    """Neutral sentences in random order with repetition, one a line, without end."""
-    while True:
-        yield pick(draw, FILLER) + "\n"

@@ -1,9 +1,11 @@
-"""Question answering without compression: eight multiple-choice tasks as cloze, scored by lm-evaluation-harness.
+"""Question answering without compression: eight multiple-choice tasks as cloze.
 
-A question is two to five pairs (context, text), one per choice; scored is one space and the text after the
-context. Prompts are lm-evaluation-harness' own; those of Social IQa and CommonsenseQA are of LightEval's cloze
-task file for small models, which the paper's evaluation follows. WinoGrande's contexts differ and its text is
-the same, so that its characters do not matter; LightEval, and so probably the paper, has it the other way round.
+A question has two to five pairs (context, text), one per choice. lm-evaluation-harness scores one
+space and the text behind the context. Prompts are those of lm-evaluation-harness; those of Social
+IQa and CommonsenseQA are from LightEval's cloze tasks for small models, which the paper's
+evaluation follows. WinoGrande's contexts differ between the choices and its text is the same, so
+that its number of characters does not matter; in LightEval, and so probably in the paper, it is the
+other way round.
 
 References: KV-CAT, appendix "No compression QA evaluation"; LightEval,
 examples/nanotron/custom_evaluation_tasks.py; lm-evaluation-harness 0.4.13, lm_eval/tasks.
@@ -16,19 +18,19 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from kvcat.data.rows import read_rows
 from kvcat.errors import InputError, check_least, one_line
-from kvcat.evals.answers import read_rows
 from kvcat.evals.task import Baseline, Prepared, Task, Values, check_fits
 from kvcat.tokenization import closing_ids, opening_ids
 
@@ -39,48 +41,94 @@ Row = Mapping[str, Any]
 class QAExample:
     """A question with its choices."""
 
-    document: str  # task and what it was taken from; questions about one context, and WinoGrande's twins, share it
-    name: str  # the row's own id, or a hash of its content; the same from a file and from the Hub
+    # task and source; questions about one context, and WinoGrande's twins, have the same
+    document: str
+    name: str  # the row's id, or a hash of its content; the same from a file and from the Hub
     stratum: str  # name of the task
     contexts: tuple[str, ...]  # one per choice
-    texts: tuple[str, ...]  # one per choice, whose characters the score per character counts
+    texts: tuple[str, ...]  # one per choice; scores per character are divided by their lengths
     gold: int  # number of the right choice
 
 
-Cloze = tuple[str | list[str], list[str], Any, Sequence[str], Any]
-"""Context or contexts, texts, answer, its value for each choice, and what questions of one document share."""
+class Cloze(NamedTuple):
+    """A row of a task as contexts and texts, which are not checked yet."""
+
+    contexts: str | list[str]  # a single one is that of every choice
+    texts: list[str]
+    answer: str | int  # the label of the right choice
+    labels: Sequence[str]  # of the choices
+    shared: str | None = None  # equal in questions of one document; None: each has its document
 
 
 def _hellaswag(row: Row) -> Cloze:
-    """The preprocessing of the data set's own users: brackets are left-overs of WikiHow's layout."""
+    """Preprocessed as by lm-evaluation-harness: brackets remain from WikiHow's layout."""
 
     def clean(text: str) -> str:
-        return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
+        with_sentences = text.strip().replace(" [title]", ". ")
+        return re.sub(r"\[.*?\]", "", with_sentences).replace("  ", " ")
 
-    parts = f"{row['ctx_a']} {row.get('ctx_b', '').capitalize()}" if "ctx_a" in row else row["ctx"]
-    return clean(f"{row['activity_label']}: {parts}"), list(map(clean, row["endings"])), row["label"], "0123", None
+    context = row["ctx"] if "ctx_a" not in row else _joined_context(row)
+    return Cloze(
+        contexts=clean(f"{row['activity_label']}: {context}"),
+        texts=[clean(ending) for ending in row["endings"]],
+        answer=row["label"],
+        labels="0123",
+    )
+
+
+def _joined_context(row: Row) -> str:
+    """HellaSwag's context from its sentence and the beginning of the next one."""
+    return f"{row['ctx_a']} {row.get('ctx_b', '').capitalize()}"
 
 
 def _winogrande(row: Row) -> Cloze:
-    before, _, rest = row["sentence"].partition("_")
+    """The option is in the context; the text is the end of the sentence."""
+    before, _, after = row["sentence"].partition("_")
     options = [row["option1"], row["option2"]]
-    return [before + option for option in options], [rest.strip()] * 2, row["answer"], "12", json.dumps(sorted(options))
+    return Cloze(
+        contexts=[before + option for option in options],
+        texts=[after.strip()] * 2,
+        answer=row["answer"],
+        labels="12",
+        shared=json.dumps(sorted(options)),
+    )
 
 
 def _piqa(row: Row) -> Cloze:
-    return f"Question: {row['goal']}\nAnswer:", [row["sol1"], row["sol2"]], row["label"], "01", row["goal"]
+    return Cloze(
+        contexts=f"Question: {row['goal']}\nAnswer:",
+        texts=[row["sol1"], row["sol2"]],
+        answer=row["label"],
+        labels="01",
+        shared=row["goal"],
+    )
 
 
 def _social_i_qa(row: Row) -> Cloze:
-    texts = [row[f"answer{letter}"] for letter in "ABC"]
-    return f"{row['context']} {row['question']}", texts, row["label"], "123", row["context"]
+    return Cloze(
+        contexts=f"{row['context']} {row['question']}",
+        texts=[row["answerA"], row["answerB"], row["answerC"]],
+        answer=row["label"],
+        labels="123",
+        shared=row["context"],
+    )
 
 
 def _choices(prompt: str) -> Callable[[Row], Cloze]:
-    return lambda row: (
-        prompt.format_map(row), row["choices"]["text"], row["answerKey"], row["choices"]["label"], None
-    )  # fmt: skip
+    """A reader of rows that hold choices with labels."""
 
+    def read(row: Row) -> Cloze:
+        return Cloze(
+            contexts=prompt.format_map(row),
+            texts=row["choices"]["text"],
+            answer=row["answerKey"],
+            labels=row["choices"]["label"],
+        )
+
+    return read
+
+
+_ARC_PROMPT = "Question: {question}\nAnswer:"
 
 TASKS: dict[str, tuple[str, Callable[[Row], Cloze]]] = {
     "hellaswag": ("hub:Rowan/hellaswag@validation", _hellaswag),
@@ -88,43 +136,67 @@ TASKS: dict[str, tuple[str, Callable[[Row], Cloze]]] = {
     "piqa": ("hub:baber/piqa@validation", _piqa),
     "social_i_qa": ("hub:lighteval/siqa@validation", _social_i_qa),
     "openbookqa": ("hub:allenai/openbookqa/main@validation", _choices("{question_stem}")),
-    "arc_easy": ("hub:allenai/ai2_arc/ARC-Easy@test", _choices("Question: {question}\nAnswer:")),
-    "arc_challenge": ("hub:allenai/ai2_arc/ARC-Challenge@test", _choices("Question: {question}\nAnswer:")),
+    "arc_easy": ("hub:allenai/ai2_arc/ARC-Easy@test", _choices(_ARC_PROMPT)),
+    "arc_challenge": ("hub:allenai/ai2_arc/ARC-Challenge@test", _choices(_ARC_PROMPT)),
     "commonsense_qa": ("hub:tau/commonsense_qa@validation", _choices("{question}")),
 }
-"""Source and reader of rows by the name of the task."""
+"""Source and reader of rows, by the name of the task."""
 
 
 def make_task(
-    folder: Path | None = None, *, tasks: Sequence[str] | None = None, num_examples: int = 1000, seed: int = 0
+    folder: Path | None = None,
+    *,
+    tasks: Sequence[str] | None = None,
+    num_examples: int = 1000,
+    seed: int = 0,
 ) -> "QATask":
-    """The same sample of every task for everybody, a function of the seed and the rows' names only; tasks take turns.
+    """The QA evaluation on a sample of every task.
+
+    The sample is a function of the seed and the rows' names only. The tasks take turns.
 
     Args:
-        folder: of JSON lines, in the Hub's schema, the first file TASK*.jsonl of each task; None reads the Hub.
-        tasks: names in ``TASKS``; None takes all, or those that the folder has.
+        folder: of JSON lines, in the Hub's schema, the first file TASK*.jsonl of each task; None:
+            the Hub.
+        tasks: names in ``TASKS``; None: all, or those that the folder has.
         num_examples: of each task, at least 1; a task with fewer gives all.
         seed: of the draw.
 
     Raises:
-        InputError: a value out of its range, an unknown task, no file of a task, as ``read_examples``.
+        InputError: a value out of its range, an unknown task, no file of a task, as
+            ``read_examples``.
     """
     check_least(1, num_examples=num_examples)
     for task in tasks or ():
         if task not in TASKS:
             raise InputError(f"no QA task {task!r}; there are {', '.join(TASKS)}")
-    sources = {task: [TASKS[task][0]] for task in TASKS if not tasks or task in tasks}
-    if folder is not None:
-        sources = {task: sorted(map(str, folder.glob(f"{task}*.jsonl"))) for task in sources}
-        if (tasks and not all(sources.values())) or not any(sources.values()):
-            lacking = next(task for task, files in sources.items() if not files)
-            raise InputError(f"folder {folder} has no file {lacking}*.jsonl")
-    drawn = [
-        sorted(read_examples(task, files[0]), key=lambda e: _digest([seed, e.stratum, e.name]))[:num_examples]
-        for task, files in sources.items() if files
-    ]  # fmt: skip
-    turns = [own[turn] for turn in range(max(map(len, drawn))) for own in drawn if turn < len(own)]
-    return QATask(tuple(turns))
+    samples = []
+    for task, source in _sources(folder, tasks).items():
+        examples = read_examples(task, source)
+        examples.sort(key=lambda example: _digest([seed, example.stratum, example.name]))
+        samples.append(examples[:num_examples])
+    in_turns = []
+    for turn in range(max(len(sample) for sample in samples)):
+        in_turns += [sample[turn] for sample in samples if turn < len(sample)]
+    return QATask(tuple(in_turns))
+
+
+def _sources(folder: Path | None, tasks: Sequence[str] | None) -> dict[str, str]:
+    """The source of each task, in the order of ``TASKS``."""
+    sources = {}
+    for task, (hub_source, _) in TASKS.items():
+        if tasks and task not in tasks:
+            continue
+        if folder is None:
+            sources[task] = hub_source
+            continue
+        files = sorted(map(str, folder.glob(f"{task}*.jsonl")))
+        if files:
+            sources[task] = files[0]
+        elif tasks:
+            raise InputError(f"folder {folder} has no file {task}*.jsonl")
+    if not sources:
+        raise InputError(f"folder {folder} has no file {next(iter(TASKS))}*.jsonl")
+    return sources
 
 
 def read_examples(task: str, source: str) -> list[QAExample]:
@@ -133,32 +205,64 @@ def read_examples(task: str, source: str) -> list[QAExample]:
     Rows that are equal in every respect (Social IQa has some) stay, their names numbered.
 
     Raises:
-        InputError: as ``read_rows``; a row that is not one of this task (told with its number), no row at all.
+        InputError: as ``read_rows``; a row that is not one of this task, with its number; no row.
     """
     examples: list[QAExample] = []
-    copies: Counter[str] = Counter()
+    num_copies: Counter[str] = Counter()
     for number, row in enumerate(read_rows(source), start=1):
         try:
-            given = {field: value for field, value in row.items() if value is not None and str(value).strip()}
-            contexts, texts, answer, keys, shared = TASKS[task][1](given)
-            contexts = [contexts] * len(texts) if isinstance(contexts, str) else contexts
-            gold = list(keys).index(str(answer).strip())
-            if not 2 <= len(texts) == len(keys) or not all(text.strip() for text in [*contexts, *texts]):
-                raise ValueError("its choices are not at least two texts with a key each")
+            example = _example(task, row)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise InputError(f"{source}, row {number} is no row of {task}: {one_line(error)}") from None
-        own = row.get("ind", row.get("id"))
-        name = _digest([contexts, texts, gold]) if own is None else str(own)
-        copies[name] += 1
-        unique = name if copies[name] == 1 else f"{name}-{copies[name]}"
-        document = f"{task}:{name if shared is None else _digest(shared)}"
-        examples.append(QAExample(document, unique, task, tuple(contexts), tuple(texts), gold))
+            raise InputError(
+                f"{source}, row {number} is no row of {task}: {one_line(error)}"
+            ) from None
+        num_copies[example.name] += 1
+        count = num_copies[example.name]
+        if count > 1:
+            example = replace(example, name=f"{example.name}-{count}")
+        examples.append(example)
     if not examples:
         raise InputError(f"{source} holds no row")
     return examples
 
 
+def _example(task: str, row: Any) -> QAExample:
+    """The question of a row.
+
+    Raises:
+        AttributeError, KeyError, TypeError, ValueError: it is no row of the task.
+    """
+    filled = {name: value for name, value in row.items() if _is_filled(value)}
+    _, read = TASKS[task]
+    cloze = read(filled)
+    texts = cloze.texts
+    contexts = cloze.contexts
+    if isinstance(contexts, str):
+        contexts = [contexts] * len(texts)
+    gold = list(cloze.labels).index(str(cloze.answer).strip())
+    has_choices = 2 <= len(texts) == len(cloze.labels)
+    if not has_choices or not all(text.strip() for text in [*contexts, *texts]):
+        raise ValueError("its choices are not at least two texts with a key each")
+    row_id = row.get("ind", row.get("id"))
+    name = _digest([contexts, texts, gold]) if row_id is None else str(row_id)
+    source = name if cloze.shared is None else _digest(cloze.shared)
+    return QAExample(
+        document=f"{task}:{source}",
+        name=name,
+        stratum=task,
+        contexts=tuple(contexts),
+        texts=tuple(texts),
+        gold=gold,
+    )
+
+
+def _is_filled(value: Any) -> bool:
+    """Whether a column of a row has a value that is not blank."""
+    return value is not None and bool(str(value).strip())
+
+
 def _digest(content: Any) -> str:
+    """A hash of JSON values."""
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
@@ -169,16 +273,20 @@ class PreparedQA(Prepared):
     def baseline(self, baseline: Baseline) -> list[Values]:  # noqa: ARG002 there is one
         """Values under the whole model."""
         scores = log_likelihoods(self.model, self.tokenizer, self.batch)
-        return [cloze_values(example, own) for example, own in zip(self.batch, scores, strict=True)]
+        return [
+            cloze_values(example, choice_scores)
+            for example, choice_scores in zip(self.batch, scores, strict=True)
+        ]
 
 
 @dataclass(frozen=True)
 class QATask(Task):
-    """Multiple-choice questions, scored on the dense model only by lm-evaluation-harness.
+    """Multiple-choice questions, scored by lm-evaluation-harness on the dense model only.
 
-    Per question 1 or 0, whether the choice of the highest score is the right one: ``acc`` by
-    log-likelihood, ``acc_per_char`` by log-likelihood per character of the text, the headline; of equal
-    ones the first choice is taken. And ``nll_per_char`` of the right choice, nats per character.
+    Values of a question: 1 or 0, whether the choice with the highest score is the right one, as
+    ``acc`` by log-likelihood and ``acc_per_char``, the headline, by log-likelihood per character of
+    the text (the first of equal ones counts); and ``nll_per_char`` of the right choice, nats per
+    character.
     """
 
     examples: tuple[QAExample, ...]
@@ -190,28 +298,46 @@ class QATask(Task):
 
     def describe(self) -> Mapping[str, Any]:
         """Number of questions per task."""
-        return {"tasks": dict(sorted(Counter(example.stratum for example in self.examples).items()))}
+        num_questions = Counter(example.stratum for example in self.examples)
+        return {"tasks": dict(sorted(num_questions.items()))}
 
-    def check(self, label: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """Refuse a model that has no tokenizer, no tokens or too few positions for a choice; and no harness."""
+    def check(
+        self, label: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
+    ) -> None:
+        """Raise an ``InputError`` for a model that cannot score every choice, or without harness.
+
+        The model has no tokenizer, no tokens for a choice or too few positions.
+        """
         if tokenizer is None:
             raise InputError(f"qa needs the tokenizer of model {label!r}")
         if find_spec("lm_eval") is None:
-            raise InputError("multiple choice needs lm-evaluation-harness: pip install 'kvcat[harness]'")
+            raise InputError(
+                "multiple choice needs lm-evaluation-harness: pip install 'kvcat[harness]'"
+            )
         if closing_ids(tokenizer) and not hasattr(tokenizer, "backend_tokenizer"):
             raise InputError(f"model {label!r}: its slow tokenizer puts tokens behind each text")
         for example in self.examples:
-            texts = tokenizer([f" {text}" for text in example.texts], add_special_tokens=False)["input_ids"]
+            words = [f" {text}" for text in example.texts]
+            texts = tokenizer(words, add_special_tokens=False)["input_ids"]
             if not all(texts):
-                raise InputError(f"model {label!r}, {example.stratum} {example.name}: a choice has no token")
+                raise InputError(
+                    f"model {label!r}, {example.stratum} {example.name}: a choice has no token"
+                )
             contexts = tokenizer(list(example.contexts), verbose=False)["input_ids"]
-            largest = max(token for tokens in [*texts, *contexts] for token in tokens)
-            what = f"choices of {example.stratum} {example.name}"
-            check_fits(label, model, num_tokens=max(map(len, texts)) + 1, largest=largest, what=what)
+            check_fits(
+                label,
+                model,
+                num_tokens=max(len(text) for text in texts) + 1,
+                largest=max(chain(*texts, *contexts)),
+                what=f"choices of {example.stratum} {example.name}",
+            )
 
 
 def _without_closing(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """A copy of a tokenizer that puts nothing behind a text, for the harness: it cuts choices off the end of texts."""
+    """A copy of a tokenizer that puts nothing behind a text.
+
+    The harness takes the choices from the end of the tokens.
+    """
     copied = copy.deepcopy(tokenizer)
     if closing_ids(copied):
         opening = opening_ids(copied)
@@ -224,11 +350,14 @@ def _without_closing(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerB
 
 
 def cloze_values(example: QAExample, scores: Sequence[float]) -> Values:
-    """What the log-likelihoods of a question's choices, nats, make of it; see ``QATask``."""
+    """Values of a question from the log-likelihoods of its choices, nats; see ``QATask``."""
     total = np.array(scores)
     per_char = total / [len(text) for text in example.texts]
-    right = {name: float(s.argmax() == example.gold) for name, s in [("acc", total), ("acc_per_char", per_char)]}
-    return {**right, "nll_per_char": -float(per_char[example.gold])}
+    return {
+        "acc": float(total.argmax() == example.gold),
+        "acc_per_char": float(per_char.argmax() == example.gold),
+        "nll_per_char": -float(per_char[example.gold]),
+    }
 
 
 def log_likelihoods(
@@ -238,15 +367,25 @@ def log_likelihoods(
 
     Contexts that with their choice exceed the model's positions lose their beginning.
     """
-    harness, instance = map(import_module, ("lm_eval.models.huggingface", "lm_eval.api.instance"))
-    pairs = [(context, f" {text}") for q in examples for context, text in zip(q.contexts, q.texts, strict=True)]
-    requests = [instance.Instance("loglikelihood", {}, pair, index) for index, pair in enumerate(pairs)]
+    models = import_module("lm_eval.models.huggingface")
+    instances = import_module("lm_eval.api.instance")
+    requests = []
+    for example in examples:
+        for context, text in zip(example.contexts, example.texts, strict=True):
+            pair = (context, f" {text}")
+            request = instances.Instance("loglikelihood", {}, pair, len(requests))
+            requests.append(request)
     disabled = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # it warns of a model in memory
+    logging.disable(logging.WARNING)  # the harness warns of a model in memory
     try:
-        words = _without_closing(tokenizer)
-        scorer = harness.HFLM(pretrained=model, tokenizer=words, batch_size=len(examples))
+        scorer = models.HFLM(
+            pretrained=model, tokenizer=_without_closing(tokenizer), batch_size=len(examples)
+        )
         scores = iter(scorer.loglikelihood(requests, disable_tqdm=True))
     finally:
         logging.disable(disabled)
-    return [[float(score) for score, _ in islice(scores, len(question.texts))] for question in examples]
+    by_example = []
+    for example in examples:
+        choices = islice(scores, len(example.texts))
+        by_example.append([float(log_likelihood) for log_likelihood, _ in choices])
+    return by_example

@@ -1,11 +1,11 @@
-"""Suffix evaluation: a document's prefix is compressed, the text that follows is scored on the compact cache."""
+"""Suffix evaluation: compress a document's prefix, score the next tokens on the cache."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
@@ -17,8 +17,17 @@ from kvcat.choices import Bos, SuffixSupervision
 from kvcat.compress import Trace, compare, trace
 from kvcat.compress.documents import reconstruction_of_tokens
 from kvcat.data import Document, Split, open_documents, split_documents
+from kvcat.data.rows import data_name
 from kvcat.errors import InputError, check_least
-from kvcat.evals.task import Baseline, Prepared, Task, Values, check_fits, check_vocabulary, vocabulary
+from kvcat.evals.task import (
+    Baseline,
+    Prepared,
+    Task,
+    Values,
+    check_fits,
+    check_vocabulary,
+    vocabulary,
+)
 from kvcat.losses import score_positions
 from kvcat.models import frozen, hidden_states, output_head
 from kvcat.tokenization import TextEncoder, opening_ids
@@ -31,27 +40,27 @@ CORPORA = {
     "arxiv": "hub:ccdv/arxiv-summarization/document@test",
     "fineweb-edu": "hub:HuggingFaceFW/fineweb-edu/sample-10BT",
 }
-"""Text that the paper evaluates on, by name."""
+"""Texts that the paper evaluates on, by name."""
 
 _WIKITEXT_HEADING = re.compile(r" = (?!= ).+ = \n?")
 
 
 @dataclass(frozen=True)
 class Window:
-    """Consecutive tokens of a single document, ``name`` the position of the first in it.
+    """Consecutive tokens of one document.
 
-    Before them may stand what begins a text, such as a BOS token, as part of the prefix.
+    The prefix may begin with tokens that begin a text, such as BOS.
     """
 
     document: str
-    name: str
+    name: str  # position of its first token in the document
     tokens: tuple[int, ...]
     prefix_len: int
     stratum: str = ""
 
     @property
     def suffix_len(self) -> int:
-        """Tokens scored."""
+        """Tokens behind the prefix."""
         return len(self.tokens) - self.prefix_len
 
 
@@ -68,13 +77,21 @@ def make_task(
     supervision: str = "suffix",
     bos: Bos = "auto",
 ) -> "SuffixTask":
-    """As ``corpus_documents``, ``windows_from_documents`` and ``SuffixTask``, whose arguments and errors these are.
+    """The suffix evaluation on windows of a corpus.
 
-    ``bos`` says what a window begins with (``opening_ids``).
+    Args:
+        tokenizer: of the model.
+        data, split: as in ``corpus_documents``.
+        prefix, suffix, windows, per_document, seed: as in ``windows_from_documents``.
+        supervision: as in ``SuffixTask``.
+        bos: what a window begins with (``opening_ids``).
+
+    Raises:
+        InputError: as in these three.
     """
     documents = corpus_documents(data, split, 10 * windows)
     opening = tuple(opening_ids(tokenizer, bos))
-    chosen = windows_from_documents(
+    drawn_windows = windows_from_documents(
         documents,
         tokenizer,
         prefix_len=prefix,
@@ -85,7 +102,7 @@ def make_task(
         opening=opening,
     )
     return SuffixTask(
-        tuple(chosen),
+        tuple(drawn_windows),
         f"{data_name(data)}:{split}",
         supervision,
         vocabulary(tokenizer),
@@ -93,29 +110,30 @@ def make_task(
     )
 
 
-def data_name(source: str) -> str:
-    """What records call a source: a file by its name alone, so that results do not depend on where it lies."""
-    return source if source.startswith("hub:") else Path(source).name
-
-
 def corpus_documents(name: str, split: Split | Literal["all"], limit: int) -> list[tuple[str, str]]:
     """Name and text of the first documents to cut windows from, at most ``limit``.
 
     Args:
-        name: one of ``CORPORA`` or a source as in ``kvcat.data``. A corpus that has a split for tests is used whole.
-        split: of anything else: train, validation, test (held out by a hash of the document's name), or all.
+        name: one of ``CORPORA``, or a source as in ``kvcat.data``. A corpus that has a test split
+            is used completely.
+        split: of any other source: train, validation, test (held out by a hash of the document's
+            name), or all.
+        limit: of the documents.
 
     Raises:
         InputError: no such source, or no document in that split; the Hub cannot be reached.
     """
     source = CORPORA.get(name, name)
-    if name not in CORPORA or name == "fineweb-edu":  # which has no split for tests
-        return [(document.id, document.text) for document in split_documents(source, split, limit=limit)]
+    has_test_split = name in CORPORA and name != "fineweb-edu"
+    if not has_test_split:
+        documents = split_documents(source, split, limit=limit)
+        return [(document.id, document.text) for document in documents]
     if split not in ("test", "all"):
         raise InputError(f"{name} is used whole: it has no split {split!r}")
     rows = open_documents(source, text_field="article" if name == "arxiv" else "text")
-    documents = _wikitext_articles(rows) if name == "wikitext-103" else ((row.id, row.text) for row in rows)
-    return list(islice(documents, limit))
+    if name == "wikitext-103":
+        return list(islice(_wikitext_articles(rows), limit))
+    return [(row.id, row.text) for row in islice(rows, limit)]
 
 
 def windows_from_documents(
@@ -129,55 +147,93 @@ def windows_from_documents(
     seed: int = 0,
     opening: Sequence[int] = (),
 ) -> list[Window]:
-    """Windows that do not overlap, of documents and places drawn by the seed; at most ``limit`` in all.
+    """Windows that do not overlap, drawn from the documents.
 
-    Documents are pairs (name, text) of unique names, tokenised without special tokens, and only as many as
-    needed. The first window of every document comes before the second of any. Every prefix begins with the token
-    ids ``opening``, which count for its length.
+    The first window of every document comes before the second of any.
+
+    Args:
+        documents: names, which are unique, and texts.
+        tokenizer: of the texts, which get no special tokens; only as many as needed are encoded.
+        prefix_len: tokens of a prefix, the opening included.
+        suffix_len: tokens of a suffix.
+        limit: of the windows; None: none.
+        per_document: windows of a document at most.
+        seed: of the draws of documents and places.
+        opening: token ids that every prefix begins with.
 
     Raises:
-        InputError: no document is long enough, two documents share a name, a length or count out of range.
+        InputError: no document is long enough, two documents share a name, a length or count out of
+            range.
     """
-    check_least(1, prefix_len=prefix_len, per_document=per_document, limit=1 if limit is None else limit)
+    limited = {} if limit is None else {"limit": limit}
+    check_least(1, prefix_len=prefix_len, per_document=per_document, **limited)
     check_least(2, suffix_len=suffix_len)
     pairs = list(documents)
-    names = [name for name, _ in pairs]
-    if len(set(names)) < len(names):
-        raise InputError(f"two documents share the name {next(n for n in names if names.count(n) > 1)!r}")
+    _check_unique([name for name, _ in pairs])
     if prefix_len <= len(opening):
-        raise InputError(f"a prefix of {prefix_len} tokens holds no text: {len(opening)} of them begin the window")
+        raise InputError(
+            f"a prefix of {prefix_len} tokens holds no text: {len(opening)} of them begin "
+            "the window"
+        )
     length = prefix_len - len(opening) + suffix_len
     longest = 0
     encoder = TextEncoder(tokenizer)
     generator = np.random.default_rng(seed)
-    chosen: list[list[Window]] = []
+    by_document: list[list[Window]] = []
     for index in generator.permutation(len(pairs)):
         name, text = pairs[index]
         tokens = encoder(text)
         longest = max(longest, len(tokens))
-        if blocks := len(tokens) // length:  # the document is cut at a random offset, blocks are drawn
-            offset = int(generator.integers(len(tokens) - blocks * length + 1))
-            starts = [offset + int(block) * length for block in generator.permutation(blocks)[:per_document]]
-            bodies = {s: (*opening, *tokens[s : s + length]) for s in starts}
-            chosen.append([Window(name, str(s), body, prefix_len) for s, body in bodies.items()])
-        if limit is not None and len(chosen) >= limit:
+        if len(tokens) >= length:
+            windows = []
+            for start in _window_starts(generator, len(tokens), length, per_document):
+                body = (*opening, *tokens[start : start + length])
+                windows.append(Window(name, str(start), body, prefix_len))
+            by_document.append(windows)
+        if limit is not None and len(by_document) >= limit:
             break
-    if not chosen:
+    if not by_document:
         raise InputError(
             f"no document is long enough for a window of {prefix_len} + {suffix_len} tokens; "
             f"the longest of {len(pairs)} has {longest}"
         )
-    return [windows[rank] for rank in range(per_document) for windows in chosen if rank < len(windows)][:limit]
+    in_turns = []
+    for rank in range(per_document):
+        in_turns += [windows[rank] for windows in by_document if rank < len(windows)]
+    return in_turns[:limit]
+
+
+def _check_unique(names: Sequence[str]) -> None:
+    """Raise an ``InputError`` if two documents share a name."""
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise InputError(f"two documents share the name {name!r}")
+
+
+def _window_starts(
+    generator: np.random.Generator, num_tokens: int, length: int, limit: int
+) -> list[int]:
+    """Starts of windows of a document, which is cut into blocks at a random offset."""
+    num_blocks = num_tokens // length
+    offset = int(generator.integers(num_tokens - num_blocks * length + 1))
+    blocks = generator.permutation(num_blocks)[:limit]
+    return [offset + int(block) * length for block in blocks]
 
 
 def _wikitext_articles(lines: Iterator[Document]) -> Iterator[tuple[str, str]]:
-    """WikiText has a row per line: an article reaches from one heading of the first level to the next."""
-    name, text = "", []
+    """Name and text of articles, which reach from one heading of the first level to the next.
+
+    WikiText has a row per line.
+    """
+    name = ""
+    text: list[str] = []
     for line in lines:
         if _WIKITEXT_HEADING.fullmatch(line.text):
             if name:
                 yield name, "".join(text)
-            name, text = " ".join([line.id, line.text.strip(" =\n")]), []
+            title = line.text.strip(" =\n")
+            name = f"{line.id} {title}"
+            text = []
         text.append(line.text)
     if name:
         yield name, "".join(text)
@@ -189,8 +245,9 @@ class PreparedWindows(Prepared):
 
     @cached_property
     def trace(self) -> Trace:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """What compressors are fitted to."""
-        tokens, prefix_len = self._traced.input_ids, self._traced.prefix_len
+        """The windows with the sequence that compressors are fitted to."""
+        tokens = self._traced.input_ids
+        prefix_len = self._traced.prefix_len
         room = tokens.shape[1] - prefix_len
         if self.task.supervision == "first-half":
             seen = tokens[:, : prefix_len + self.task.start]
@@ -210,41 +267,59 @@ class PreparedWindows(Prepared):
     @cached_property
     @torch.no_grad()
     def _context(self) -> dict[str, Float[Tensor, " batch"]]:
-        """NLL without the prefix, and that minus the dense NLL, of what the scored suffix positions predict."""
-        suffix, start, head = self._traced.suffix_ids, self.task.start, output_head(self.model)
+        """``nll_none`` and ``context_gain`` of the scored suffix positions that predict a token.
+
+        ``nll_none`` is the NLL without the prefix; the gain is that minus the dense NLL.
+        """
+        suffix = self._traced.suffix_ids
         opening = suffix.new_tensor(self.task.opening).expand(len(suffix), -1)
+        ids = torch.cat([opening, suffix], dim=1)
         with frozen(self.model):
-            alone = hidden_states(self.model, input_ids=torch.cat([opening, suffix], dim=1), use_cache=False)
-        alone = alone[:, opening.shape[1] :]
-        none, dense = (
-            score_positions(head, hidden[:, start:-1], suffix[:, start + 1 :]).nll.double().mean(1).cpu()
-            for hidden in (alone, self._traced.hidden[:, 1:])
-        )
-        return {"nll_none": none, "context_gain": none - dense}
+            hidden = hidden_states(self.model, input_ids=ids, use_cache=False)
+        nll_none = self._mean_nll(hidden[:, opening.shape[1] :])
+        nll_dense = self._mean_nll(self._traced.hidden[:, 1:])
+        return {"nll_none": nll_none, "context_gain": nll_none - nll_dense}
+
+    def _mean_nll(self, hidden: Float[Tensor, "batch suffix hidden"]) -> Float[Tensor, " batch"]:
+        """Mean NLL of the suffix tokens that scored suffix positions predict."""
+        start = self.task.start
+        targets = self._traced.suffix_ids[:, start + 1 :]
+        scores = score_positions(output_head(self.model), hidden[:, start:-1], targets)
+        return scores.nll.double().mean(1).cpu()
 
     def score(self, cache: CompactCache) -> list[Values]:
-        """The suffix on the cache."""
-        scores, start = compare(self._traced, cache, start=self.task.start), self.task.start
-        columns = {name: column.double().cpu() for name, column in vars(scores).items()} | self._context
-        predicted = self._traced.suffix_ids.shape[1] - start - 1
-        count = predicted + (start == 0)
-        counts = {"num_tokens": float(count), "num_predicted": float(predicted)}
-        return [{n: float(own[row]) for n, own in columns.items()} | counts for row in range(len(self.batch))]
+        """Values of the suffix on the cache, per window."""
+        start = self.task.start
+        scores = compare(self._traced, cache, start=start)
+        columns = {name: column.double().cpu() for name, column in vars(scores).items()}
+        columns.update(self._context)
+        num_predicted = self._traced.suffix_ids.shape[1] - start - 1
+        # the last position of the prefix predicts the first of the suffix
+        num_scored = num_predicted + 1 if start == 0 else num_predicted
+        rows = []
+        for row in range(len(self.batch)):
+            values = {name: float(column[row]) for name, column in columns.items()}
+            values["num_tokens"] = float(num_scored)
+            values["num_predicted"] = float(num_predicted)
+            rows.append(values)
+        return rows
 
 
 @dataclass(frozen=True)
 class SuffixTask(Task):
-    """Windows whose suffix is scored; values per window are those of ``kvcat.compare`` and of the context gain.
+    """Windows whose suffix is scored on the compact cache of the prefix.
 
-    Further ``nll_none`` of suffix tokens 2.. without the prefix; ``context_gain``, that minus the dense NLL of
-    the same tokens; ``num_tokens`` in the NLLs, ``num_predicted`` in the gain.
+    Values per window are those of ``kvcat.compare``, and ``nll_none``, the NLL of suffix tokens 2..
+    without the prefix; ``context_gain``, that minus the dense NLL of the same tokens;
+    ``num_tokens`` in the NLLs; ``num_predicted`` in the gain.
 
-    Compressors are fitted to the ``supervision``: "suffix", all of the text that is scored, the paper's probe;
-    "first-half", the first half of the suffix, of which only the second is scored; "reconstruction", the
-    prefix repeated after an instruction.
+    Compressors are fitted to the ``supervision``: "suffix", all of the text that is scored (the
+    paper's probe); "first-half", the first half of the suffix, of which only the second half is
+    scored; "reconstruction", the prefix repeated after an instruction.
 
     Raises:
-        InputError: windows of unequal lengths, without a prefix or with too short a suffix; another supervision.
+        InputError: windows of unequal lengths, without a prefix or with too short a suffix; another
+            supervision.
 
     References: KV-CAT, appendix "Suffix perplexity under prefix KV cache compression".
     """
@@ -252,22 +327,27 @@ class SuffixTask(Task):
     examples: tuple[Window, ...]  # of equal lengths
     dataset: str
     supervision: str = "suffix"
-    vocabulary: str = ""  # hash of the vocabulary of the tokenizer that made the windows; empty is not compared
-    opening: tuple[int, ...] = ()  # token ids with which every prefix begins, such as a BOS token
+    # hash of the vocabulary of the tokenizer that made the windows; empty: not compared
+    vocabulary: str = ""
+    opening: tuple[int, ...] = ()  # token ids that every prefix begins with, such as BOS
     evaluation: ClassVar[str] = "suffix"
     prepared: ClassVar[type[Prepared]] = PreparedWindows
     baselines: ClassVar[tuple[Baseline, ...]] = ()
 
     def __post_init__(self) -> None:
         if self.supervision not in SUPERVISIONS:
-            raise InputError(f"supervision must be one of {', '.join(SUPERVISIONS)}, not {self.supervision!r}")
+            names = ", ".join(SUPERVISIONS)
+            raise InputError(f"supervision must be one of {names}, not {self.supervision!r}")
         shapes = {(window.prefix_len, window.suffix_len) for window in self.examples}
         if len(shapes) > 1:
             raise InputError(f"windows have unequal lengths (prefix, suffix): {sorted(shapes)}")
         least = 4 if self.supervision == "first-half" else 2
-        for _, suffix in shapes:
-            if suffix < least:
-                raise InputError(f"supervision {self.supervision} needs a suffix of at least {least}, not {suffix}")
+        for _, suffix_len in shapes:
+            if suffix_len < least:
+                raise InputError(
+                    f"supervision {self.supervision} needs a suffix of at least {least}, not "
+                    f"{suffix_len}"
+                )
 
     @property
     def start(self) -> int:
@@ -277,15 +357,19 @@ class SuffixTask(Task):
     def describe(self) -> Mapping[str, Any]:
         """Lengths, supervision, and the token ids that begin every window, if there are any."""
         first = self.examples[0]
-        described = {
+        described: dict[str, Any] = {
             "prefix_len": first.prefix_len,
             "suffix_len": first.suffix_len,
             "supervision": self.supervision,
         }
-        return {**described, "opening": list(self.opening)} if self.opening else described
+        if self.opening:
+            described["opening"] = list(self.opening)
+        return described
 
-    def check(self, label: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """Refuse a model with too few positions or another vocabulary."""
+    def check(
+        self, label: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
+    ) -> None:
+        """Raise an ``InputError`` for a model with too few positions or another vocabulary."""
         if self.vocabulary:
             check_vocabulary(label, tokenizer, self.vocabulary)
         first = self.examples[0]
@@ -293,7 +377,10 @@ class SuffixTask(Task):
         check_fits(label, model, num_tokens=len(first.tokens), largest=largest, what="windows")
         if self.supervision == "reconstruction":
             if tokenizer is None:
-                raise InputError(f"supervision reconstruction needs the tokenizer of model {label!r}")
+                raise InputError(
+                    f"supervision reconstruction needs the tokenizer of model {label!r}"
+                )
             prefix = torch.tensor([first.tokens[: first.prefix_len]])
             repeated = reconstruction_of_tokens(tokenizer, prefix, self.opening).input_ids
-            check_fits(label, model, num_tokens=repeated.shape[1], largest=0, what="reconstruction sequences")
+            what = "reconstruction sequences"
+            check_fits(label, model, num_tokens=repeated.shape[1], largest=0, what=what)
