@@ -21,7 +21,7 @@ from kvcat.cache import CompactCache, CompactLayer
 from kvcat.compress import AttentionMatching, Trace, replay, trace
 from kvcat.data import split_documents
 from kvcat.evals import windows_from_documents
-from kvcat.serving.transformers import plain_prefix
+from kvcat.serving.prefix import plain_prefix
 
 KEEP_RATIOS = (0.05, 0.1, 0.2, 0.4)
 

@@ -11,7 +11,7 @@ from evicted_caches import evicted, ids, make_model
 from kvcat.cache import fingerprint
 from kvcat.errors import InputError
 from kvcat.serving import export_prefix
-from kvcat.serving.folder import PLACEHOLDER, SALT, CacheFolder
+from kvcat.serving.requests import PLACEHOLDER, SALT, CacheFolder
 
 pytest.importorskip("starlette")
 WIDE = 32

@@ -1,11 +1,20 @@
-"""Compact caches in engines that know no kvcat: plain transformers, llama.cpp, vLLM (``kvcat.serving.vllm``)."""
+"""Compact caches in engines without kvcat: transformers, llama.cpp, vLLM (``kvcat.serving.vllm``)."""
 
-from kvcat.serving.folder import CacheFolder, chat_ids, prompt_ids, request_fields
 from kvcat.serving.llama_cpp import LlamaCpp
-from kvcat.serving.transformers import Prefix, export_prefix, plain_prefix, read_prefix
+from kvcat.serving.prefix import Prefix, export_prefix, plain_prefix, read_prefix
+from kvcat.serving.requests import CacheFolder, chat_ids, prompt_ids, request_fields
 from kvcat.serving.widen import widen, write_gguf
 
 __all__ = [
-    "CacheFolder", "LlamaCpp", "Prefix", "chat_ids", "export_prefix", "plain_prefix", "prompt_ids", "read_prefix",
-    "request_fields", "widen", "write_gguf",
-]  # fmt: skip
+    "CacheFolder",
+    "LlamaCpp",
+    "Prefix",
+    "chat_ids",
+    "export_prefix",
+    "plain_prefix",
+    "prompt_ids",
+    "read_prefix",
+    "request_fields",
+    "widen",
+    "write_gguf",
+]

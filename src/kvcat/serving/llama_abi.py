@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from kvcat.errors import InputError
-from kvcat.serving.transformers import Prefix
+from kvcat.serving.prefix import Prefix
 from kvcat.serving.widen import interleaved
 from kvcat.types import Float, Tensor
 

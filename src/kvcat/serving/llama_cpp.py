@@ -17,7 +17,7 @@ from kvcat.cache import are_comparable
 from kvcat.cache.files import write_bytes
 from kvcat.errors import InputError
 from kvcat.serving.llama_abi import CACHE_TYPES, Library, StateLayout, context_parameters
-from kvcat.serving.transformers import Prefix
+from kvcat.serving.prefix import Prefix
 from kvcat.types import Float, Tensor
 
 # by architecture: whether a GGUF file has the two channels of a rotation next to each other

@@ -23,8 +23,8 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.tokenizers import get_tokenizer
 
 from kvcat.errors import InputError
-from kvcat.serving.folder import FIELD, PLACEHOLDER, SALT, CacheFolder, chat_ids, prompt_ids, request_fields
-from kvcat.serving.transformers import Prefix
+from kvcat.serving.prefix import Prefix
+from kvcat.serving.requests import FIELD, PLACEHOLDER, SALT, CacheFolder, chat_ids, prompt_ids, request_fields
 from kvcat.serving.widen import widened_fingerprint
 
 logger = init_logger(__name__)

@@ -95,7 +95,7 @@ def test_what_a_plain_prefix_cannot_hold_is_refused_and_a_log_bias_dropped_only_
     model, suffix = make_model(), ids(2, 6)
     cache, biased = evicted(model, ids(2, 30)), evicted(model, ids(2, 30), log_bias=True)
     for wrong, owner, options, told in (
-        (biased, model, {}, "has a log-bias, which engines do not know"),
+        (biased, model, {}, "has a log-bias, which engines do not support"),
         (ragged(biased), model, {}, r"up to 7 and on average 6\.5 slots: .* budgets=layers or budgets=eq"),
         (biased, model, {"head_dim": 8}, "head_dim must be even and larger than the 8 of the cache, not 8"),
         (biased, model, {"head_dim": 12, "drop_log_bias": True}, "keeps its log-bias"),

@@ -1,7 +1,8 @@
-"""A folder of packed caches that a server answers from: names to files, and requests to prompts of token ids.
+"""A folder of packed caches that a server answers from: file names to caches, requests to prompts.
 
-A prompt begins with as many placeholder tokens as the cache has slots. A salt with the file's checksum keeps them apart
-from other prompts in the server's prefix cache, and from another document under the same name.
+A prompt begins with as many placeholder tokens as the cache has slots. A salt that holds the file's
+checksum separates it from other prompts in the server's prefix cache, and from another document
+under the same name.
 """
 
 import re
@@ -13,7 +14,7 @@ from kvcat.cache import are_comparable
 from kvcat.compress.chat import ChatTemplate
 from kvcat.compress.documents import question_ids
 from kvcat.errors import InputError
-from kvcat.serving.transformers import Prefix, read_prefix
+from kvcat.serving.prefix import Prefix, read_prefix
 from kvcat.tokenization import TextEncoder
 
 FIELD = "kvcat"
@@ -25,52 +26,83 @@ class CacheFolder:
     """The packed caches of one folder, each verified once, and again when its file changes.
 
     Args:
-        folder: holds files of ``kvcat pack``; ``InputError`` if there is none.
+        folder: holds files of ``kvcat pack``; ``InputError`` if the folder does not exist.
         fingerprint: of the model that the caches must belong to.
         shape: layers, KV heads and channels of the served model.
     """
 
     def __init__(self, folder: str | Path, fingerprint: str, shape: tuple[int, int, int]):
-        self.folder, self.fingerprint, self.shape = Path(folder).expanduser(), fingerprint, shape
+        self.folder = Path(folder).expanduser()
+        self.fingerprint = fingerprint
+        self.shape = shape
         self._verified = lru_cache(self._read)
         if not self.folder.is_dir():
             raise InputError(f"no folder of caches {folder}")
 
     def find(self, name: object) -> Prefix:
-        """The cache of that file name in the folder; ``InputError`` without a sound one of this model and shape."""
-        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,199}", name):
-            raise InputError(f"{str(name)[:50]!r} is no name of a cache: letters, digits, '_', '-' and '.'")
+        """The cache in the file of that name.
+
+        Raises:
+            InputError: not the name of a file in the folder, a damaged file, or a cache of another
+                model or shape.
+        """
+        is_name = isinstance(name, str)
+        if not is_name or not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,199}", name):
+            raise InputError(
+                f"{str(name)[:50]!r} is no name of a cache: letters, digits, '_', '-' and '.'"
+            )
         path = self.folder / name
         if not (path.is_file() and path.resolve().parent == self.folder.resolve()):
             raise InputError(f"no cache {name!r}")
         status = path.stat()
         return self._verified(path, name, (status.st_mtime_ns, status.st_size, status.st_ino))
 
-    def _read(self, path: Path, name: str, version: tuple[int, ...]) -> Prefix:  # noqa: ARG002 (the cache's key)
+    def _read(self, path: Path, name: str, version: tuple[int, ...]) -> Prefix:  # noqa: ARG002
+        """The cache of a file; ``version`` makes ``lru_cache`` read a changed file again."""
         try:
             prefix = read_prefix(path)
-        except InputError as error:  # told to a client, who need not know the folder
-            raise InputError(f"cache {name!r}: {str(error).replace(str(path), 'the file')}") from None
+        except InputError as error:  # a client sees the message and need not know the folder
+            reason = str(error).replace(str(path), "the file")
+            raise InputError(f"cache {name!r}: {reason}") from None
         if not are_comparable(prefix.fingerprint, self.fingerprint):
-            raise InputError(f"cache {name!r} or the widened model is of an older kvcat: `kvcat widen` and pack again")
+            raise InputError(
+                f"cache {name!r} or the widened model is of an older kvcat: "
+                "`kvcat widen` and pack again"
+            )
         if prefix.fingerprint != self.fingerprint:
             raise InputError(f"cache {name!r} belongs to another model")
         if prefix.shape != self.shape:
             raise InputError(
-                f"cache {name!r} has {prefix.shape[2]} channels a head, the served model {self.shape[2]}: pack it with "
-                f"--head-dim {self.shape[2]}"
+                f"cache {name!r} has {prefix.shape[2]} channels a head, the served model "
+                f"{self.shape[2]}: pack it with --head-dim {self.shape[2]}"
             )
         return prefix
 
 
 def request_fields(prefix: Prefix, name: str, ids: list[int], salt: str = "") -> dict[str, Any]:
-    """``prompt``, ``cache_salt`` and ``kv_transfer_params`` of a request for the tokens ``ids`` behind a cache."""
-    prompt = [PLACEHOLDER] * prefix.num_slots + ids
-    return {"prompt": prompt, "cache_salt": f"{SALT}{prefix.digest}{salt}", "kv_transfer_params": {FIELD: name}}
+    """The fields ``prompt``, ``cache_salt`` and ``kv_transfer_params`` of a request.
+
+    Args:
+        prefix: the cache.
+        name: of the cache's file.
+        ids: tokens that follow the document.
+        salt: of the client; appended to the cache's.
+    """
+    return {
+        "prompt": [PLACEHOLDER] * prefix.num_slots + ids,
+        "cache_salt": f"{SALT}{prefix.digest}{salt}",
+        "kv_transfer_params": {FIELD: name},
+    }
 
 
 def prompt_ids(tokenizer: Any, prompt: object, *, chat: bool) -> list[int]:
-    """Token ids of what follows the document: a text, for ``chat`` the rest of the user's turn, or ids as they are."""
+    """Token ids of what follows the document.
+
+    Args:
+        tokenizer: of the served model.
+        prompt: a text, or token ids, which are returned unchanged.
+        chat: the document opens a user's turn in the chat template, and the text ends this turn.
+    """
     if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
         return prompt
     if not isinstance(prompt, str):
@@ -79,23 +111,28 @@ def prompt_ids(tokenizer: Any, prompt: object, *, chat: bool) -> list[int]:
 
 
 def chat_ids(tokenizer: Any, messages: object, *, chat: bool) -> list[int]:
-    """Token ids of a conversation (texts, the first the user's) that goes on in the turn which the document opens.
+    """Token ids of a conversation that continues the turn which the document opens.
+
+    All messages must be texts, and the first one the user's.
 
     Raises:
-        InputError: a document compressed without ``--chat``, other messages, or one before the document.
+        InputError: a document compressed without ``--chat``, other messages, or a message before
+            the document.
     """
     if not chat:
         raise InputError("the document was compressed without --chat: use /v1/completions")
     turns = messages if isinstance(messages, list) else []
     texts = [_text(turn.get("content")) if isinstance(turn, dict) else None for turn in turns]
     if not turns or None in texts or turns[0].get("role") != "user":
-        raise InputError("messages must be texts, and the first one the user's, which continues the document")
+        raise InputError(
+            "messages must be texts, and the first one the user's, which continues the document"
+        )
     conversation = [{**turn, "content": text} for turn, text in zip(turns, texts, strict=True)]
     return ChatTemplate(tokenizer).conversation(conversation, TextEncoder(tokenizer))
 
 
 def _text(content: object) -> str | None:
-    """A message's text, also where it is a list of parts that are texts; else None."""
+    """A message's text, or the joined texts of a list; None if it holds anything else."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
