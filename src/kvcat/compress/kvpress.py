@@ -145,6 +145,16 @@ def _make(name: str, options: dict[str, Any]) -> Any:
         raise InputError(f"{name}: {error}") from error
 
 
+class _PressCache(DynamicCache):
+    """A cache whose layers are given keys and values alone: layers of kvpress's own take no more."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_args: Any, **_kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer so far, with these appended."""
+        return super().update(key_states, value_states, layer_idx)
+
+
 def _press_prefix(
     press: Any, trace: Trace, row: int, sizes: list[int]
 ) -> list[list[tuple[list[Tensor], list[Tensor]]]]:
@@ -153,7 +163,7 @@ def _press_prefix(
     Several sizes are for a press that chooses at the end.
     """
     model, name, label = trace.model, type(press).__name__, trace.model.config.name_or_path
-    attentions, cache = _attentions(model), DynamicCache()
+    attentions, cache = _attentions(model), _PressCache()
     prefix = trace.input_ids[row : row + 1, : trace.prefix_len]
     devices = [prefix.device] if prefix.device.type == "cuda" else []
     eager = any(isinstance(p, library().ObservedAttentionPress) for p in (press, getattr(press, "press", None)))
