@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo demo-quick demo-real smollm2 test test-portable test-accelerator test-slow test-real test-vllm check setup bench
+.PHONY: demo demo-quick demo-real smollm2 test test-portable test-accelerator test-slow test-real test-vllm test-versions check setup bench
 
 demo: setup ## train KV-CAT and its control, compress, write out/demo/report/report.html
 	$(BIN)/kvcat demo
@@ -48,6 +48,25 @@ $(VLLM)/ready: pyproject.toml
 	$(VLLM)/bin/python -m pip install --quiet --no-deps torch==2.13.0
 	$(VLLM)/bin/python -m pip install --quiet --editable ".[vllm]" pytest beartype
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+# What depends on transformers' models, caches and generation, and on kvpress: run with the lowest transformers that
+# pyproject.toml allows and with the newest on the index, each with the kvpress that pip chooses for it.
+VERSIONED := tests/attention tests/cache tests/models tests/serving/test_serving_transformers.py \
+  tests/compress/test_compress_contract.py tests/compress/test_compress_kvpress.py \
+  tests/compress/test_compress_trace.py tests/evals/test_evals_answers.py tests/cli/test_cli_documents.py
+LOWEST := $(shell sed -n 's/.*"transformers>=\([0-9.]*\),.*/\1.0/p' pyproject.toml)
+
+test-versions: .venv-lowest/ready .venv-newest/ready ## the tests of what depends on transformers, on its lowest and newest version
+	.venv-lowest/bin/python -m pytest -q -n auto $(VERSIONED)
+	.venv-newest/bin/python -m pytest -q -n auto $(VERSIONED)
+
+.venv-lowest/ready: REQUIREMENT := transformers==$(LOWEST)
+.venv-newest/ready: REQUIREMENT := transformers
+.venv-lowest/ready .venv-newest/ready: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet torch==2.13.0
+	$(@D)/bin/python -m pip install --quiet --editable ".[kvpress,gguf]" "$(REQUIREMENT)" pytest pytest-xdist hypothesis beartype
 	@touch $@
 
 check: setup ## lint, format, types, order of the rooms

@@ -195,6 +195,16 @@ def _make(name: str, options: dict[str, Any]) -> Any:
         raise InputError(f"{name}: {error}") from error
 
 
+class _PressCache(DynamicCache):
+    """A cache whose layers are given keys and values alone: layers of kvpress's own take no more."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_args: Any, **_kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer so far, with these appended."""
+        return super().update(key_states, value_states, layer_idx)
+
+
 def _press_prefix(
     press: Any, trace: Trace, example: int, sizes: list[int]
 ) -> list[list[_KeptHeads]]:
@@ -205,7 +215,7 @@ def _press_prefix(
     model = trace.model
     name = type(press).__name__
     attentions = _attentions(model)
-    cache = DynamicCache()
+    cache = _PressCache()
     prefix = trace.input_ids[example : example + 1, : trace.prefix_len]
     devices = [prefix.device] if prefix.device.type == "cuda" else []
     pressing = (press, getattr(press, "press", None))

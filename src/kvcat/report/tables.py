@@ -168,7 +168,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _labels(keep_ratio: float, step: int) -> Line:
-    return {"keep": keep_label(keep_ratio), "steps": step_label(step)}
+    return {"keep": keep_label(keep_ratio), "steps": step_label(int(step))}
 
 
 def _max_examples(rows: pd.DataFrame) -> str:
