@@ -11,6 +11,7 @@ import kvcat
 from kvcat.cli.app import run
 from kvcat.compress import compare, compressor_names, make_compressor, replay
 from kvcat.errors import InputError
+from kvcat.policies import build_policies
 from tiny import loud_model
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "plugin"
@@ -74,6 +75,21 @@ def test_a_compressor_of_another_package_may_give_its_layers_unequal_slots(
     torch.testing.assert_close(
         replay(traced.model, whole, traced.suffix_ids), traced.logits, rtol=1e-3, atol=1e-4
     )
+
+
+def test_a_policy_of_another_package_trains_with_options_from_the_command_line(example, tmp_path):
+    scores = build_policies("strided,stride=3", num_layers=2, hidden_size=8, num_groups=1)[0](torch.zeros(2, 7, 8))
+    assert scores.tolist() == [[1, 0, 0, 1, 0, 0, 1]] * 2
+    with pytest.raises(InputError, match="policy strided has no option 'strid'; its options: stride"):
+        build_policies("strided,strid=3", num_layers=2, hidden_size=8)
+    (tmp_path / "texts").mkdir()
+    for number in range(40):
+        (tmp_path / "texts" / f"{number}.txt").write_text("import os\nprint(os.getcwd())\n" * 30 + str(number))
+    line = ["train", "small", "--model", "kvcat-base", "--policy", "strided,stride=2", "--max-steps", "1"]
+    line += ["--seq-len", "64", "--batch-size", "2", "--validation-sequences", "2"]
+    line += ["--data", str(tmp_path / "texts"), "--output", str(tmp_path / "run")]
+    assert run(line) == 0
+    assert "strided,stride=2" in (tmp_path / "run" / "config.json").read_text()
 
 
 def test_the_command_line_finds_methods_of_other_packages(example, tmp_path, capsys):

@@ -1,6 +1,7 @@
 """Sparsification policies: which KV slots the masked pass of training sees.
 
-A policy is a file of this folder with a function ``make``; the file's name is the policy's.
+A policy is a file of this folder with a function ``make``; the file's name is the policy's. Other
+packages add such functions by entry points of the group ``kvcat.policies``.
 """
 
 import importlib
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from kvcat import plugins
 from kvcat.errors import InputError
 from kvcat.options import check_typed_options, parse_spec
 from kvcat.policies._base import (
@@ -38,6 +40,7 @@ __all__ = [
     "kept_count",
     "linear_attention",
     "parse_policy",
+    "policy_names",
 ]
 
 POLICIES = {
@@ -45,7 +48,7 @@ POLICIES = {
     for module in pkgutil.iter_modules(__path__)
     if not module.name.startswith("_")
 }
-"""The function that makes the policy of one group of layers, by the policy's name."""
+"""The functions of this package that make the policy of one group of layers, by policy."""
 
 _SHARED_ARGUMENTS = ("hidden_size", "target", "feature_dim", "noise", "generator")
 
@@ -65,7 +68,7 @@ def build_policies(
     """One policy per group of layers, by the group's first layer.
 
     Args:
-        spec: NAME or NAME,option=value,... (``parse_policy``); NAME is a key of ``POLICIES``.
+        spec: NAME or NAME,option=value,... (``parse_policy``).
         num_layers, hidden_size: of the model.
         group_starts, num_groups: as in ``check_group_starts``.
         target: keep ratio rho aimed at, in (0, 1).
@@ -79,6 +82,7 @@ def build_policies(
             does not have.
     """
     name, options = parse_policy(spec)
+    make = _make_function(name)
     starts = check_group_starts(num_layers, group_starts, num_groups)
     shared: dict[str, Any] = {
         "hidden_size": hidden_size,
@@ -87,7 +91,12 @@ def build_policies(
         "noise": noise,
         "generator": torch.Generator().manual_seed(seed),
     }
-    return {start: POLICIES[name](**shared, **options) for start in starts}
+    return {start: make(**shared, **options) for start in starts}
+
+
+def policy_names() -> list[str]:
+    """The names of all policies, those of other packages included."""
+    return [*POLICIES, *plugins.plugin_names(plugins.POLICIES)]
 
 
 def parse_policy(spec: str) -> tuple[str, dict[str, Any]]:
@@ -100,10 +109,21 @@ def parse_policy(spec: str) -> tuple[str, dict[str, Any]]:
         InputError: an unknown name, an unknown option, or a value of another type.
     """
     name, options = parse_spec(spec, "policy")
-    if name not in POLICIES:
-        raise InputError(f"unknown policy {name!r}: choose from {', '.join(POLICIES)}")
-    check_typed_options(_option_types(POLICIES[name]), options, f"policy {name}")
+    check_typed_options(_option_types(_make_function(name)), options, f"policy {name}")
     return name, options
+
+
+def _make_function(name: str) -> Callable[..., SparsificationPolicy]:
+    """The function that makes the policy of a name."""
+    if name in POLICIES:
+        return POLICIES[name]
+    plugins.check_new_names(plugins.POLICIES, set(POLICIES))
+    if name not in policy_names():
+        raise InputError(f"unknown policy {name!r}: choose from {', '.join(policy_names())}")
+    make = plugins.load_plugin(plugins.POLICIES, name)
+    if not callable(make):
+        raise InputError(f"plug-in {name!r} is no function that makes a policy: {make!r}")
+    return make
 
 
 def _option_types(make: Callable[..., SparsificationPolicy]) -> dict[str, Any]:

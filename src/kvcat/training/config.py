@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 from kvcat.choices import Bos
 from kvcat.errors import InputError
 from kvcat.options import describe_type, parse_spec, typed_value
+from kvcat.plugins import POLICIES, plugin_names
 
 _POLICY_FILES = (Path(__file__).parents[1] / "policies").glob("[!_]*.py")
 POLICY_NAMES = (*sorted(file.stem for file in _POLICY_FILES), "control")
@@ -212,8 +213,9 @@ def _check_values(config: TrainConfig) -> None:
 def _check_policy(config: TrainConfig) -> None:
     """Reject an unknown policy, and groups of layers or a teacher that do not fit it."""
     name, _ = parse_spec(config.policy, "policy")
-    if name not in POLICY_NAMES:
-        choices = ", ".join(POLICY_NAMES)
+    names = [*POLICY_NAMES, *plugin_names(POLICIES)]
+    if name not in names:
+        choices = ", ".join(names)
         raise InputError(f"policy is {config.policy!r}; it must name one of {choices}")
     starts = config.group_starts
     if starts is not None and config.num_groups not in (TrainConfig.num_groups, len(starts)):
