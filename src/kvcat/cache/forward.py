@@ -49,7 +49,7 @@ class PrefixCache(Cache):
         self.any_length = any_length
         # token ids after the prefix; None where a forward was given embeddings instead
         self.tokens: Tensor | None = None
-        # positions that left padding takes from a static cache
+        # positions that left padding fills in a static cache
         self.padding: int | None = None
         # the running block of held_factors in a forward
         self.held: AbstractContextManager[None] | None = None

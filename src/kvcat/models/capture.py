@@ -80,7 +80,6 @@ def capture(
     check_least(1, chunk_tokens=chunk_tokens)
     check_token_ids(model, input_ids)
     enable(model)
-    layers = decoder_layers(model)
     if query_positions is None:
         query_positions = torch.arange(num_tokens)
     if rope is None:
@@ -88,15 +87,17 @@ def capture(
         rope = rope_factors(model.config, past_tokens + num_tokens)
     if num_tokens > chunk_tokens and past is None:
         past = DynamicCache()
-    # a compact cache holds its factors itself in every forward
-    held = None if isinstance(past, PrefixCache) else rope
+    layers = decoder_layers(model)
     num_chunks = -(-num_tokens // chunk_tokens)
-    bar = tqdm(desc="reading", total=len(layers) * num_chunks, delay=2.0, disable=None, leave=False)
-    recording = _Recording(type(model).__name__, len(layers), query_positions.cpu(), bar)
+    total = len(layers) * num_chunks
     hidden = []
     with ExitStack() as stack:
-        stack.enter_context(bar)
+        # a compact cache holds its factors itself in every forward
+        held = None if isinstance(past, PrefixCache) else rope
         stack.enter_context(held_factors(model, held))
+        bar = tqdm(desc="reading", total=total, delay=2.0, disable=None, leave=False)
+        stack.enter_context(bar)
+        recording = _Recording(type(model).__name__, len(layers), query_positions.cpu(), bar)
         for number, layer in enumerate(layers):
             hook = partial(recording.measure, number=number)
             stack.enter_context(layer.register_forward_pre_hook(hook, with_kwargs=True))
