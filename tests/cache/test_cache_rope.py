@@ -143,7 +143,7 @@ def test_every_cache_says_which_factors_it_has_in_its_file_too(method, tmp_path)
     assert "room for what follows" in refusal(loaded.inputs, model, tokens(30, 1))
     silent = CompactCache(cache.layers, 40, fingerprint(model))
     assert "does not say which" in refusal(silent.inputs, model, tokens(3))
-    assert "leave static_tokens" in refusal(loaded.inputs, model, tokens(3), static_tokens=9)
+    assert "leave out static_tokens" in refusal(loaded.inputs, model, tokens(3), static_tokens=9)
 
 
 def test_a_cache_that_grows_keeps_its_factors_and_those_of_another_trace_are_refused():

@@ -14,7 +14,7 @@ from kvcat.errors import InputError
 from kvcat.types import Tensor
 
 _KEPT_LAYERS = ("base_layer", "original_module")  # where PEFT keeps the layer that it replaced
-_SETTINGS = (bool, int, float, str)
+_SETTINGS = (bool, int, float, str)  # types of settings that count
 
 
 class Tensors(NamedTuple):
@@ -26,7 +26,12 @@ class Tensors(NamedTuple):
 
 
 def check_no_adapters(model: nn.Module, doing: str) -> None:
-    """Refuse a model that holds adapters, active or not, for what needs the weights alone."""
+    """Raise ``InputError`` for a model that holds adapters, active or not.
+
+    Args:
+        model: any model.
+        doing: participle for the message, such as "saved".
+    """
     check_not_wrapped(model)
     if _adapted_layers(model):
         raise InputError(
@@ -44,24 +49,34 @@ def tensors_of(model: nn.Module) -> Tensors:
     layers = _adapted_layers(model)
     tensors = Tensors({}, {}, {})
     for name, tensor in _named_tensors(model):
-        owner = next((prefix for prefix in layers if name.startswith(f"{prefix}.")), None)
-        inside = name.removeprefix(f"{owner}.").split(".") if owner is not None else []
-        if not inside or inside[0] in _KEPT_LAYERS:
+        layer_name = next((outer for outer in layers if name.startswith(f"{outer}.")), None)
+        if layer_name is None:
             tensors.base[_plain_name(name)] = tensor
             continue
-        adapter = next((word for word in inside if word in _active(layers[str(owner)])), None)
+        words = name.removeprefix(f"{layer_name}.").split(".")
+        if words[0] in _KEPT_LAYERS:
+            tensors.base[_plain_name(name)] = tensor
+            continue
+        active = _active(layers[layer_name])
+        adapter = next((word for word in words if word in active), None)
         if adapter is not None:
-            inside.remove(adapter)
-            tensors.active.setdefault(adapter, {})[_plain_name(".".join([str(owner), *inside]))] = (
-                tensor
-            )
+            words.remove(adapter)
+            adapter_tensors = tensors.active.setdefault(adapter, {})
+            adapter_tensors[_plain_name(".".join([layer_name, *words]))] = tensor
     for name, layer in layers.items():
         for adapter in _active(layer):
-            values = {
-                key: value[adapter] for key, value in vars(layer).items() if _has(value, adapter)
-            }
-            tensors.settings.setdefault(adapter, {})[_plain_name(name)] = values
+            adapter_settings = tensors.settings.setdefault(adapter, {})
+            adapter_settings[_plain_name(name)] = _settings_of(layer, adapter)
     return tensors
+
+
+def _settings_of(layer: nn.Module, adapter: str) -> dict[str, Any]:
+    """The scaling, rank and other plain settings that a layer keeps for an adapter."""
+    settings = {}
+    for key, value in vars(layer).items():
+        if isinstance(value, dict) and isinstance(value.get(adapter), _SETTINGS):
+            settings[key] = value[adapter]
+    return settings
 
 
 def _adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -79,10 +94,6 @@ def _active(layer: Any) -> list[str]:
     is_off = layer.disable_adapters or getattr(layer, "merged", False)
     active = [] if is_off else layer.active_adapters
     return [active] if isinstance(active, str) else list(active)
-
-
-def _has(value: Any, adapter: str) -> bool:
-    return isinstance(value, dict) and isinstance(value.get(adapter), _SETTINGS)
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

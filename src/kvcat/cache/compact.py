@@ -1,4 +1,4 @@
-"""The compact cache: few slots that stand for a long prefix."""
+"""The compact cache: a small number of slots in place of a long prefix."""
 
 import hashlib
 import json
@@ -26,7 +26,9 @@ from kvcat.types import Int, Tensor
 
 @dataclass(frozen=True)
 class CompactCache:
-    """A prefix of ``num_tokens`` tokens held in few KV slots per layer and head; decoding never changes it.
+    """A prefix of ``num_tokens`` tokens, held in a small number of KV slots per layer and head.
+
+    Decoding never changes it.
 
     Args:
         layers: one per layer of the model, of equal batch.
@@ -68,8 +70,12 @@ class CompactCache:
     @property
     def nbytes(self) -> int:
         """Memory of keys, values and log-bias, bytes."""
-        parts = (x for layer in self.layers for x in (layer.keys, layer.values, layer.log_bias))
-        return sum(x.nbytes for x in parts if x is not None)
+        total = 0
+        for layer in self.layers:
+            for tensor in (layer.keys, layer.values, layer.log_bias):
+                if tensor is not None:
+                    total += tensor.nbytes
+        return total
 
     @property
     def has_log_bias(self) -> bool:
@@ -80,30 +86,48 @@ class CompactCache:
         """The cache of the given examples."""
         return replace(self, layers=[layer.select(rows) for layer in self.layers])
 
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "CompactCache":
-        """The cache on another device, its keys and values in another dtype; the log-bias keeps its own."""
+    def to(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> "CompactCache":
+        """The cache on another device, its keys and values in another dtype.
+
+        The dtype of the log-bias does not change.
+        """
         return replace(self, layers=[layer.to(device, dtype) for layer in self.layers])
 
     def save(self, path: str | Path) -> None:
-        """Write a safetensors file with a checksum; the path holds the old file or the whole new one."""
-        named = ((i, *pair) for i, layer in enumerate(self.layers) for pair in layer.tensors().items())
-        tensors = {f"layers.{i}.{name}": tensor for i, name, tensor in named}
+        """Write a safetensors file with a checksum.
+
+        At any time the path holds the old file or the whole new one.
+        """
+        tensors = {}
+        for number, layer in enumerate(self.layers):
+            for name, tensor in layer.tensors().items():
+                tensors[f"layers.{number}.{name}"] = tensor
         entries = {
-            "num_layers": str(len(self.layers)), "num_tokens": str(self.num_tokens), "fingerprint": self.fingerprint,
+            "num_layers": str(len(self.layers)),
+            "num_tokens": str(self.num_tokens),
+            "fingerprint": self.fingerprint,
             "metadata": json.dumps(self.metadata, sort_keys=True),
-        }  # fmt: skip
+        }
         checked_layers(entries, tensors, "the compact cache")
         write_tensors(Path(path), tensors, entries, CACHE)
 
     @classmethod
     def load(cls, path: str | Path, model: nn.Module | None = None) -> "CompactCache":
-        """The cache that ``save`` wrote, on the device of the model that it must belong to; None skips the check.
+        """The cache that ``save`` wrote.
+
+        Args:
+            path: the file.
+            model: the cache must belong to it and moves to its device; None: no check.
 
         Raises:
-            InputError: missing, truncated, corrupt, not one of ours, or of another model.
+            InputError: a file that is missing, truncated, corrupt, not from kvcat, or of another
+                model.
         """
         entries, tensors, _ = read_tensors(Path(path), CACHE)
-        layers, metadata = checked_layers(entries, tensors, str(path)), parse_metadata(entries["metadata"], path)
+        layers = checked_layers(entries, tensors, str(path))
+        metadata = parse_metadata(entries["metadata"], path)
         cache = cls(layers, int(entries["num_tokens"]), entries["fingerprint"], metadata)
         if model is None:
             return cache
@@ -111,11 +135,13 @@ class CompactCache:
         return cache.to(next(model.parameters()).device)
 
     def check_model(self, model: nn.Module, name: str = "the compact cache") -> None:
-        """Refuse a model with another fingerprint than the one that the cache was made with."""
-        found = fingerprint_like(self.fingerprint, model)
-        if found != self.fingerprint:
-            both = f"its fingerprint is {self.fingerprint[:12]}, the model's {found[:12]}"
-            raise InputError(f"{name} belongs to another model: {both}")
+        """Raise ``InputError`` if the model's fingerprint is not the cache's."""
+        model_fingerprint = fingerprint_like(self.fingerprint, model)
+        if model_fingerprint != self.fingerprint:
+            raise InputError(
+                f"{name} belongs to another model: its fingerprint is {self.fingerprint[:12]}, "
+                f"the model's {model_fingerprint[:12]}"
+            )
 
     def inputs(
         self,
@@ -128,74 +154,90 @@ class CompactCache:
     ) -> dict[str, Any]:
         """Keyword arguments with which ``model.generate`` or ``model`` continues the prefix.
 
-        They are for one call: the transformers cache in them grows. A second turn is either the new tokens alone with
-        that cache and a mask for all, or the conversation after the document with new ``inputs``.
+        They are for one call, because the transformers cache in them grows. For a second turn,
+        either pass the new tokens alone with that cache and a mask for all tokens, or pass the
+        whole conversation after the document with new ``inputs``.
 
         Args:
             model: the model the cache was made with.
             input_ids: tokens after the prefix; one cached example serves any number of rows.
             attention_mask: 1 for tokens, 0 for padding on the left; None: no padding.
-            static_tokens: room for so many tokens after the prefix, allocated at once, as a compiled model needs it;
-                None: the cache grows as they come.
-            any_length: hold the rotary factors of the cache where transformers would take others for a text of this
-                length (LongRoPE), in place of a refusal.
+            static_tokens: allocate room for this many tokens after the prefix at once, as a
+                compiled model needs it; None: the cache grows with each token.
+            any_length: where transformers would use other rotary factors for a text of this length
+                (LongRoPE), use the factors of the cache instead of raising an error.
 
         Raises:
             InputError: another model, no tokens, a token without an embedding, tokens that begin
-                with the document, a batch that does not fit, or rotary factors of another length.
+                with the document, a batch that does not fit, or a text that needs other rotary
+                factors than the cache has.
         """
         self.check_tokens(model, input_ids, any_length=any_length)
         if document_digest(input_ids[:, : self.num_tokens]) == self.metadata.get("document"):
             raise InputError(
-                f"input_ids begin with the document, whose {self.num_tokens} tokens the cache holds: give what follows"
+                f"input_ids begin with the document, whose {self.num_tokens} tokens the cache "
+                "holds: pass only the tokens after it"
             )
-        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(input_ids)
-        mask = torch.cat([mask.new_ones(len(input_ids), self.num_tokens), mask], dim=-1)
+        if attention_mask is None:
+            attention_mask = torch.ones_like(input_ids)
+        new_mask = attention_mask.to(input_ids)
+        prefix_mask = new_mask.new_ones(len(input_ids), self.num_tokens)
+        mask = torch.cat([prefix_mask, new_mask], dim=-1)
         past = self.to_transformers(model, static_tokens=static_tokens, any_length=any_length)
         inputs = {"input_ids": input_ids, **cache_argument(past), "attention_mask": mask}
-        if getattr(model.generation_config, "use_cache", None) is False:  # as a model folder may say
+        # the generation settings of a model folder may switch caches off
+        if getattr(model.generation_config, "use_cache", None) is False:
             inputs["use_cache"] = True
         return inputs
 
     def check_tokens(
-        self, model: PreTrainedModel, input_ids: Int[Tensor, "batch new"], *, any_length: bool = False
+        self,
+        model: PreTrainedModel,
+        input_ids: Int[Tensor, "batch new"],
+        *,
+        any_length: bool = False,
     ) -> None:
-        """Refuse tokens that cannot follow the prefix.
+        """Raise ``InputError`` for tokens that cannot follow the prefix.
 
         Args:
             model: the model the cache was made with.
             input_ids: tokens after the prefix.
-            any_length: do not ask whether transformers would rotate the prefix of a text of this length with other
-                factors.
+            any_length: accept a text of a length for which transformers would use other rotary
+                factors than the cache has.
         """
         self.check_model(model)
-        batch, new = input_ids.shape
-        if new == 0:
-            raise InputError("input_ids hold no token: there is nothing to go on from")
+        batch, num_new = input_ids.shape
+        if num_new == 0:
+            raise InputError("input_ids hold no token: give at least one that follows the prefix")
         if self.batch_size not in (1, batch):
-            raise InputError(f"a cache of {self.batch_size} examples cannot serve {batch} rows of input_ids")
+            raise InputError(
+                f"a cache of {self.batch_size} examples cannot serve {batch} rows of input_ids"
+            )
         check_token_ids(model, input_ids)
         factors = self.rotary_factors(model)
         if factors is None or any_length:
             return
-        total = self.num_tokens + new
+        total = self.num_tokens + num_new
         check_length(model.config, factors, total)
         border: Any = rope_border(model.config)
         if factors == "long" and total <= border and "room" not in self.metadata:
             raise InputError(
-                f"{model.config.model_type}: the cache has the rotary factors for more than {border} tokens, and here "
-                f"are {total}: trace the document without its suffix, or with room for what follows (room=)"
+                f"{model.config.model_type}: the cache has the rotary factors for more than "
+                f"{border} tokens, and here are {total}: trace the document without its suffix, "
+                "or with room for what follows (room=)"
             )
 
     def longest_text(self, model: PreTrainedModel) -> int | None:
-        """Tokens of prefix and of all that follows for which the rotary factors of the cache hold; None: any number."""
+        """Most tokens of prefix and following text for the cache's rotary factors; None: any."""
         return rope_border(model.config) if self.rotary_factors(model) == "short" else None
 
     def rotary_factors(self, model: PreTrainedModel) -> Factors | None:
-        """The factors that the keys were rotated with; None where these do not depend on the length of the text.
+        """The factors that the keys were rotated with.
+
+        None for a model whose factors do not depend on the length of the text.
 
         Raises:
-            InputError: they depend on it, and the cache does not say which it has.
+            InputError: they depend on it, and the cache does not record which it has.
         """
         if rope_border(model.config) is None:
             return None
@@ -203,8 +245,8 @@ class CompactCache:
             if self.metadata.get("rope") == factors:
                 return factors
         raise InputError(
-            f"{model.config.model_type} has rotary factors that depend on the length, and the cache does not say which "
-            "it has (an earlier version of kvcat made it): make it again"
+            f"{model.config.model_type} has rotary factors that depend on the length, and the "
+            "cache does not say which it has (an earlier version of kvcat made it): make it again"
         )
 
     def to_transformers(
@@ -217,32 +259,77 @@ class CompactCache:
     ) -> Cache:
         """A fresh transformers cache that starts with the compact prefix.
 
-        With a log-bias, or slots that differ in number, the model is switched to kvcat's attention, because stock
-        attention knows neither. A ``read_only`` cache, which cannot be static, stays as it is in every forward.
-        Every forward of the model behind it is checked first: tokens have to follow what the cache holds. Where rotary
-        factors depend on the length of the text, a text that needs others is refused, but with ``any_length``.
+        If the cache has a log-bias, or heads with different numbers of slots, the model gets
+        kvcat's attention, because stock attention supports neither. Every forward of the model with
+        the result is checked first: its tokens have to follow those that the cache holds.
+
+        Args:
+            model: the model the cache was made with.
+            read_only: no forward changes the result; not for a static cache.
+            static_tokens: as in ``inputs``.
+            any_length: as in ``inputs``.
+
+        Raises:
+            InputError: ``static_tokens`` below 1, for a read-only cache, or for a model whose
+                rotary factors depend on the length.
         """
-        if static_tokens is not None and (static_tokens < 1 or read_only):
-            raise InputError(f"static_tokens is {static_tokens}: room for at least 1, in a cache that is not read-only")
         factors = self.rotary_factors(model)
-        if static_tokens is not None and factors is not None:
-            raise InputError(f"{model.config.model_type}: its rotary factors depend on the length: leave static_tokens")
-        uniform, made = self.is_uniform, []
-        if self.has_log_bias or not uniform:
+        if static_tokens is not None:
+            self._check_static(model, static_tokens, factors, read_only=read_only)
+        if self.has_log_bias or not self.is_uniform:
             enable(model)
-        for layer, window in zip(self.layers, layer_windows(model.config), strict=True):
-            if not uniform and isinstance(layer, CompactLayer) and layer.log_bias is None:
-                # masks are made for the first layer's slots; with a log-bias, attention takes this layer's part
-                layer = replace(layer, log_bias=torch.zeros(layer.keys.shape[:3], device=layer.keys.device))
+        layers: list[PrefixLayer | StaticPrefixLayer] = []
+        for layer, window in zip(self._biased_layers(), layer_windows(model.config), strict=True):
             if static_tokens is None:
-                made.append(PrefixLayer(layer, self.num_tokens, window=window, read_only=read_only))
+                prefix_layer = PrefixLayer(
+                    layer, self.num_tokens, window=window, read_only=read_only
+                )
             else:
-                made.append(StaticPrefixLayer(layer, self.num_tokens, capacity=static_tokens, window=window))
-        past = PrefixCache(made, factors, any_length=any_length)
+                prefix_layer = StaticPrefixLayer(
+                    layer, self.num_tokens, capacity=static_tokens, window=window
+                )
+            layers.append(prefix_layer)
+        past = PrefixCache(layers, factors, any_length=any_length)
         guard(model, past)
         return past
 
+    def _check_static(
+        self,
+        model: PreTrainedModel,
+        static_tokens: int,
+        factors: Factors | None,
+        *,
+        read_only: bool,
+    ) -> None:
+        """Raise ``InputError`` if a static cache is impossible."""
+        if static_tokens < 1 or read_only:
+            raise InputError(
+                f"static_tokens is {static_tokens}: room for at least 1, in a cache that is not "
+                "read-only"
+            )
+        if factors is not None:
+            raise InputError(
+                f"{model.config.model_type}: its rotary factors depend on the length: leave out "
+                "static_tokens"
+            )
+
+    def _biased_layers(self) -> list[Layer]:
+        """The layers, each with a log-bias if the numbers of slots differ.
+
+        transformers makes its mask for the slots of the first layer. Only in a layer with a
+        log-bias does attention cut the mask to the slots of that layer.
+        """
+        if self.is_uniform:
+            return list(self.layers)
+        layers: list[Layer] = []
+        for layer in self.layers:
+            if isinstance(layer, CompactLayer) and layer.log_bias is None:
+                zeros = torch.zeros(layer.keys.shape[:3], device=layer.keys.device)
+                layer = replace(layer, log_bias=zeros)
+            layers.append(layer)
+        return layers
+
 
 def document_digest(tokens: Int[Tensor, "batch prefix"]) -> str:
-    """A hash of the tokens of one document or several, which says whether others are the same."""
+    """A hash of the tokens of one document or several, equal only for equal tokens."""
     return hashlib.sha256(repr(tokens.tolist()).encode()).hexdigest()[:16]

@@ -65,7 +65,7 @@ _known: WeakKeyDictionary[nn.Module, dict[str, tuple[_State, str]]] = WeakKeyDic
 
 
 def hash_tensor(digest: Any, name: str, tensor: Tensor) -> None:
-    """Feeds name, dtype, shape and bytes of a tensor to a hashlib digest."""
+    """Add name, dtype, shape and bytes of a tensor to a hashlib digest."""
     digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
     digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
@@ -73,40 +73,44 @@ def hash_tensor(digest: Any, name: str, tensor: Tensor) -> None:
 def fingerprint(model: nn.Module) -> str:
     """``2:`` and a SHA-256 of a model: class, configuration, parameters, buffers, active adapters.
 
-    - Of the configuration all settings count, nested ones too, but for those in ``IGNORED`` and
-      those that have their class's default: a newer transformers adds settings with defaults that
-      keep a model as it is.
-    - Rotary frequencies count where they are not those that the configuration gives.
-    - Of adapters, weights and scaling of the active ones count, not their names; a model whose
-      adapters are off has the fingerprint of the model without them.
+    - All settings of the configuration count, nested ones too, except those in ``IGNORED`` and
+      those with their class's default: a newer transformers adds settings with defaults that do not
+      change a model.
+    - Rotary frequencies count if they are not those that the configuration gives.
+    - The weights and scaling of active adapters count, their names do not. A model whose adapters
+      are off has the fingerprint of the model without them.
 
-    The hash of the tensors is remembered until one of them is replaced or written to. A write
-    through ``.data``, which autograd does not notice, is noticed where it changes one of 16 numbers
-    spread over the tensor.
+    The hash of the tensors is kept until one of them is replaced or written to. Autograd does not
+    notice a write through ``.data``; it is noticed here if it changes one of 16 numbers spread over
+    the tensor.
     """
     check_not_wrapped(model)
     tensors = tensors_of(model)
-    persistent = {name: x for name, x in tensors.base.items() if not _is_made_by_class(model, name)}
+    stored: dict[str, Tensor] = {}
+    computed: dict[str, Tensor] = {}
+    for name, tensor in tensors.base.items():
+        if not _is_made_by_class(model, name):
+            stored[name] = tensor
+        elif _counts(model, name):
+            computed[name] = tensor
     config = getattr(model, "config", None)
     digest = hashlib.sha256(type(model).__name__.encode())
     digest.update(str(getattr(config, "model_type", None)).encode())
     digest.update(json.dumps(_settings(config, type(model)), sort_keys=True).encode())
-    digest.update(_remembered(model, "weights", persistent).encode())
+    digest.update(_remembered(model, "weights", stored).encode())
     for line in _rotary_changes(model):
         digest.update(line.encode())
-    made = {
-        name: x
-        for name, x in tensors.base.items()
-        if _is_made_by_class(model, name) and _counts(model, name)
-    }
-    digest.update(_remembered(model, "buffers", made).encode())
+    digest.update(_remembered(model, "buffers", computed).encode())
     for line in sorted(_adapter_digests(model, tensors)):
         digest.update(line.encode())
     return SCHEME + digest.hexdigest()
 
 
 def first_fingerprint(model: nn.Module) -> str:
-    """The fingerprint of the first scheme; empty for active adapters, which it mixed up."""
+    """The fingerprint of the first scheme.
+
+    It is empty for a model with active adapters, because that scheme confused different ones.
+    """
     check_not_wrapped(model)
     tensors = tensors_of(model)
     if tensors.settings:
@@ -114,11 +118,11 @@ def first_fingerprint(model: nn.Module) -> str:
     digest = hashlib.sha256(type(model).__name__.encode())
     config = getattr(model, "config", None)
     text_config = config.get_text_config() if config is not None else None
-    shape = {key: getattr(text_config, key, None) for key in _FIRST_SCHEME_KEYS}
-    shape |= {
-        key: getattr(text_config, key) for key in _FIRST_SCHEME_ADDED if hasattr(text_config, key)
-    }
-    digest.update(json.dumps(shape, sort_keys=True, default=str).encode())
+    settings = {key: getattr(text_config, key, None) for key in _FIRST_SCHEME_KEYS}
+    for key in _FIRST_SCHEME_ADDED:
+        if hasattr(text_config, key):
+            settings[key] = getattr(text_config, key)
+    digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
     buffers = {name for name, _ in model.named_buffers()}
     for name in sorted(set(tensors.base) - buffers):
         hash_tensor(digest, name, tensors.base[name])
@@ -136,36 +140,57 @@ def are_comparable(first: str, second: str) -> bool:
 
 
 def _remembered(model: nn.Module, group: str, tensors: dict[str, Tensor]) -> str:
-    """A hash of tensors, taken again only where one of them has changed."""
-    traceable = not any(tensor.is_inference() for tensor in tensors.values())
-    versions = (
-        [(name, x.data_ptr(), x._version) for name, x in tensors.items()] if traceable else []
-    )
-    state = (*versions, _sample(tensors.values())) if traceable else ()
+    """A hash of tensors, computed again only after one of them has changed.
+
+    Args:
+        model: the tensors are part of it.
+        group: name under which the hash is kept for this model.
+        tensors: by name.
+    """
+    if any(tensor.is_inference() for tensor in tensors.values()):
+        return _hash_of(tensors)  # tensors of inference mode have no version
+    state = _state_of(tensors)
     known = _known.setdefault(model, {})
-    if traceable and group in known and known[group][0] == state:
-        return known[group][1]
+    if group in known:
+        known_state, known_hash = known[group]
+        if known_state == state:
+            return known_hash
+    new_hash = _hash_of(tensors)
+    known[group] = (state, new_hash)
+    return new_hash
+
+
+def _hash_of(tensors: dict[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name in sorted(tensors):
         hash_tensor(digest, name, tensors[name])
-    if traceable:
-        known[group] = (state, digest.hexdigest())
     return digest.hexdigest()
 
 
+def _state_of(tensors: dict[str, Tensor]) -> _State:
+    """Places, versions and a sample of tensors: what shows whether one of them has changed."""
+    versions = [(name, tensor.data_ptr(), tensor._version) for name, tensor in tensors.items()]
+    return (*versions, _sample(tensors.values()))
+
+
 def _sample(tensors: Iterable[Tensor]) -> bytes:
-    """Some numbers of every tensor: peft merges through ``.data``, which changes no version."""
-    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    """A sample of the numbers of every tensor.
+
+    It shows writes through ``.data``, as peft merges adapters: these change no version.
+    """
+    # by device and dtype, so that each group is copied at once
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         flat = tensor.detach().reshape(-1)
         step = max(1, flat.numel() // _SAMPLED_NUMBERS)
-        alike.setdefault((flat.device, flat.dtype), []).append(flat[::step][:_SAMPLED_NUMBERS])
-    joined = [torch.cat(samples).cpu().view(torch.uint8) for samples in alike.values()]
+        group = groups.setdefault((flat.device, flat.dtype), [])
+        group.append(flat[::step][:_SAMPLED_NUMBERS])
+    joined = [torch.cat(samples).cpu().view(torch.uint8) for samples in groups.values()]
     return b"".join(samples.numpy().tobytes() for samples in joined)
 
 
 def _adapter_digests(model: nn.Module, tensors: Tensors) -> list[str]:
-    """One line per active adapter, of its weights and scaling but not of its name."""
+    """One line per active adapter, with its weights and scaling but not its name."""
     lines = []
     for adapter, settings in tensors.settings.items():
         weights = _remembered(model, f"adapter {adapter}", tensors.active.get(adapter, {}))
@@ -182,7 +207,7 @@ def _settings(config: PreTrainedConfig | None, reader: type) -> dict[str, Any]:
     usual = _plain_settings(_default_config(type(config)), reader)
     settings = {}
     for name, value in values.items():
-        # what neither the configuration's class nor the model knows has no effect
+        # a setting that neither the configuration's class nor the model knows has no effect
         is_known = name in declared or name == _PER_LAYER or _mentions(reader, name)
         if is_known and value != usual.get(name):
             settings[name] = value
@@ -190,17 +215,16 @@ def _settings(config: PreTrainedConfig | None, reader: type) -> dict[str, Any]:
 
 
 def _plain_settings(config: PreTrainedConfig | None, reader: type) -> dict[str, Any]:
-    """All settings of a configuration but the ignored ones, those of single layers included."""
+    """All settings of a configuration except the ignored ones, with those of single layers."""
     if config is None:
         return {}
     values = vars(config)  # reading an attribute that differs between layers is an error
     num_layers = values.get("num_hidden_layers")
-    settings = {
-        name: _normal(value, num_layers, reader)
-        for name, value in values.items()
-        # model_type is the class's; a configuration read from a file repeats it
-        if not name.startswith("_") and name not in IGNORED and name != "model_type"
-    }
+    settings = {}
+    for name, value in values.items():
+        # model_type belongs to the class; a configuration read from a file repeats it
+        if not name.startswith("_") and name not in IGNORED and name != "model_type":
+            settings[name] = _normal(value, num_layers, reader)
     if _PER_LAYER in values:
         settings[_PER_LAYER] = _normal(values[_PER_LAYER].per_layer_overrides, None, reader)
     return settings
@@ -226,24 +250,23 @@ def _mentions(reader: type, name: str) -> bool:
 
 
 def _normal(value: Any, num_layers: int | None, reader: type) -> Any:
-    """A setting in one form of those that mean the same, as JSON has it."""
+    """A setting for JSON, the same for all values that mean the same."""
     if isinstance(value, PreTrainedConfig):
         return _settings(value, reader)
     if isinstance(value, dict):
-        items = {str(key): _normal(item, num_layers, reader) for key, item in value.items()}
-        return {
-            key: item
-            for key, item in items.items()
-            if item is not None and key not in _ROPE_IGNORED
-        }
+        entries = {}
+        for key, item in value.items():
+            normal_item = _normal(item, num_layers, reader)
+            if normal_item is not None and str(key) not in _ROPE_IGNORED:
+                entries[str(key)] = normal_item
+        return entries
     if isinstance(value, list | tuple | set):
         items = [_normal(item, num_layers, reader) for item in value]
-        # one entry for every layer, all alike, is a default that a class may write out or leave out
-        return (
-            items[0]
-            if len(items) == num_layers and all(item == items[0] for item in items)
-            else items
-        )
+        # a class may write the same default once or once for every layer
+        has_one_per_layer = len(items) == num_layers
+        if has_one_per_layer and all(item == items[0] for item in items):
+            return items[0]
+        return items
     if value is None or isinstance(value, bool | str):
         return value
     return repr(float(value)) if isinstance(value, int | float) else str(value)
@@ -265,23 +288,21 @@ def _module(model: nn.Module, path: str) -> nn.Module | None:
 
 def _counts(model: nn.Module, name: str) -> bool:
     """Whether a computed buffer counts: rotary ones are compared elsewhere, positions never."""
-    return not _is_rotary(_module(model, name.rpartition(".")[0])) and not name.endswith(
-        _INPUT_BUFFERS
-    )
+    module = _module(model, name.rpartition(".")[0])
+    return not _is_rotary(module) and not name.endswith(_INPUT_BUFFERS)
 
 
 def _is_rotary(module: nn.Module | None) -> bool:
-    return any(
-        name.endswith("inv_freq")
-        for name, _ in (module.named_buffers(recurse=False) if module else ())
-    )
+    if module is None:
+        return False
+    return any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False))
 
 
 def _rotary_changes(model: nn.Module) -> list[str]:
     """Lines about rotary embeddings that are not those of the configuration.
 
-    Frequencies computed on another device or by another version differ in the last digits: these do
-    not count.
+    Differences in the last digits do not count, because frequencies computed on another device or
+    by another version have them.
     """
     lines = []
     for path, module in model.named_modules():
@@ -305,15 +326,13 @@ def _follows_text(module: nn.Module, name: str) -> bool:
     """Whether a buffer changes with the length of the last text."""
     types = getattr(module, "rope_type", "default")
     kinds = types.values() if isinstance(types, dict) else [types]
-    return (
-        name.endswith("inv_freq")
-        and "original" not in name
-        and any(kind in _STATE for kind in kinds)
-    )
+    if not name.endswith("inv_freq") or "original" in name:
+        return False
+    return any(kind in _STATE for kind in kinds)
 
 
 def _fresh(module: Any) -> nn.Module | None:
-    """The same rotary embedding, made again from its configuration; None where that cannot be."""
+    """The same rotary embedding, made again from its configuration; None if that fails."""
     config = getattr(module, "config", None)
     if config is None:
         return None

@@ -1,4 +1,4 @@
-"""A model's forward behind a compact cache: the argument's name, and what has to hold before each forward."""
+"""A model's forward behind a compact cache: the cache's argument, and checks before a forward."""
 
 import inspect
 from collections.abc import Sequence
@@ -19,11 +19,11 @@ from kvcat.types import Int, Tensor
 
 _PREPARE: Any = vars(GenerationMixin)["prepare_inputs_for_generation"]
 CACHE_NAME = "cache" if "cache" in inspect.signature(_PREPARE).parameters else "past_key_values"
-"""What the installed transformers calls the argument and the output that hold a cache."""
+"""The installed transformers' name for the argument and the output that hold a cache."""
 
 
 def cache_argument(past: Cache | None) -> dict[str, Any]:
-    """The keyword argument that gives a cache to a model of the installed transformers."""
+    """The keyword argument that passes a cache to a model of the installed transformers."""
     return {CACHE_NAME: past}
 
 
@@ -32,20 +32,33 @@ class PrefixCache(Cache):
 
     Args:
         layers: one ``PrefixLayer`` for each layer of the model.
-        factors: the rotary factors that the keys have, where they depend on the length of the text (``rope``).
+        factors: the rotary factors that the keys have, where they depend on the length of the text
+            (``rope``).
         any_length: hold these factors beyond the border as well.
     """
 
-    def __init__(self, layers: Sequence[CacheLayerMixin], factors: Factors | None = None, *, any_length: bool = False):
+    def __init__(
+        self,
+        layers: Sequence[CacheLayerMixin],
+        factors: Factors | None = None,
+        *,
+        any_length: bool = False,
+    ):
         super().__init__(layers=list(layers))
         self.factors: Factors | None = factors
         self.any_length = any_length
-        self.tokens: Tensor | None = None  # those that came after the prefix, where forwards were given token ids
-        self.padding: int | None = None  # positions that left padding takes from a static cache
+        # token ids after the prefix; None where a forward was given embeddings instead
+        self.tokens: Tensor | None = None
+        # positions that left padding fills in a static cache
+        self.padding: int | None = None
+        # the running block of held_factors in a forward
         self.held: AbstractContextManager[None] | None = None
 
     def __bool__(self) -> bool:
-        """False: Phi-3's ``generate`` drops every cache that is true once a question is longer than the border."""
+        """False, because of Phi-3: its ``generate`` drops a cache that is true.
+
+        It does so once a question is longer than the border of the rotary factors.
+        """
         return False
 
     def reset(self) -> None:
@@ -56,10 +69,11 @@ class PrefixCache(Cache):
 
 
 def guard(model: PreTrainedModel, past: PrefixCache) -> None:
-    """Let every forward of the model behind a ``PrefixCache`` be checked first, and hold the cache's rotary factors.
+    """Hook every forward of the model with a ``PrefixCache``.
 
-    The hooks are on the model's ``base_model`` as long as one of its caches is in use. They leave forwards with other
-    caches or none alone.
+    The hooks check the forward before it runs, and hold the cache's rotary factors in it. They are
+    on the model's ``base_model`` as long as one of its caches is in use. Forwards with other caches
+    or none do not change.
     """
     module = model.base_model
     if _before not in module._forward_pre_hooks.values():
@@ -83,7 +97,7 @@ _GUARDED: WeakKeyDictionary[nn.Module, _Guarded] = WeakKeyDictionary()
 
 
 def _release(module: "ref[nn.Module]") -> None:
-    """Take note that a cache is gone, and remove the hooks with the last one."""
+    """Count one cache less, and remove the hooks with the last one."""
     guarded_module = module()
     if guarded_module is None:
         return
@@ -101,17 +115,20 @@ def _before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return
     if torch.compiler.is_compiling():
         if past.factors is not None:
-            raise InputError("rotary factors that depend on the length cannot be held in a compiled model")
+            raise InputError(
+                "rotary factors that depend on the length cannot be held in a compiled model"
+            )
         return
     ids = args[0] if args else kwargs.get("input_ids")
-    new = ids if ids is not None else kwargs["inputs_embeds"]
+    new_inputs = ids if ids is not None else kwargs["inputs_embeds"]
+    num_new = new_inputs.shape[1]
     length = int(past.get_seq_length())
-    _check_forward(past, length, new.shape[1], kwargs)
+    _check_forward(past, length, num_new, kwargs)
     if ids is not None:
         _check_new(past, ids)
     if past.factors is not None:
         if not past.any_length:
-            check_length(module.config, past.factors, length + new.shape[1])  # type: ignore[arg-type]
+            check_length(module.config, past.factors, length + num_new)  # type: ignore[arg-type]
         past.held = held_factors(module, past.factors)
         past.held.__enter__()
 
@@ -125,7 +142,10 @@ def _after(_module: nn.Module, _args: Any, kwargs: dict[str, Any], _output: Any)
 
 
 def _check_forward(past: PrefixCache, length: int, num_new: int, kwargs: dict[str, Any]) -> None:
-    """Refuse tokens that do not follow what the cache holds, by the mask's length or else by their positions."""
+    """Raise ``InputError`` for tokens that do not follow those that the cache holds.
+
+    The length of the mask shows it, or else the positions.
+    """
     mask = kwargs.get("attention_mask")
     positions = kwargs.get("position_ids")
     if isinstance(mask, Tensor) and mask.dim() == 2:
@@ -134,7 +154,7 @@ def _check_forward(past: PrefixCache, length: int, num_new: int, kwargs: dict[st
     elif isinstance(positions, Tensor) and positions.dim() == 2:
         next_position = int(positions.max()) + 1
         behind = length + num_new - next_position
-        # a static cache is given a mask of another form, from which left padding cannot be read
+        # the mask for a static cache has another form, which does not show the left padding
         if mask is not None and past.padding is None and 0 <= behind < num_new:
             past.padding = behind
         if behind != (past.padding or 0):
@@ -143,13 +163,18 @@ def _check_forward(past: PrefixCache, length: int, num_new: int, kwargs: dict[st
 
 def _misfit(length: int, what: str, num_new: int) -> InputError:
     return InputError(
-        f"the cache holds {length} tokens, and {num_new} more do not fit {what}: a cache that has answered already is "
-        "given the new tokens alone, with a mask for all; or start again with a fresh cache.inputs(model, input_ids)"
+        f"the cache holds {length} tokens, and {num_new} more do not fit {what}: to a cache that "
+        "has answered already, pass the new tokens alone, with a mask for all; or start again with "
+        "a fresh cache.inputs(model, input_ids)"
     )
 
 
 def _check_new(past: PrefixCache, ids: Int[Tensor, "batch new"]) -> None:
-    """Refuse tokens that begin with everything that the cache was given before, which was more than one token."""
+    """Raise ``InputError`` for tokens that begin with all those after the cache's prefix.
+
+    Such tokens are the whole conversation, of which the cache needs only the end. A single token
+    may repeat. New tokens are added to ``past.tokens``.
+    """
     known = int(past.get_seq_length()) - past.layers[0].num_tokens  # type: ignore[attr-defined]
     if known == 0:
         past.tokens = ids
@@ -157,11 +182,12 @@ def _check_new(past: PrefixCache, ids: Int[Tensor, "batch new"]) -> None:
     if past.tokens is None or len(past.tokens) != len(ids):
         past.tokens = None
         return
-    # tokens that were guessed and dropped again are no longer known
+    # assisted generation drops wrong guesses from the cache: they do not count
     old = past.tokens[:, :known]
     if known > 1 and ids.shape[1] > known and torch.equal(ids[:, :known], old):
         raise InputError(
-            f"the {ids.shape[1]} new tokens begin with the {known} that the cache holds behind its document: give it "
-            "the new tokens alone, or start again with a fresh cache.inputs(model, input_ids)"
+            f"the {ids.shape[1]} new tokens begin with the {known} that the cache holds behind its "
+            "document: give it the new tokens alone, or start again with a fresh "
+            "cache.inputs(model, input_ids)"
         )
     past.tokens = torch.cat([old, ids], dim=1)

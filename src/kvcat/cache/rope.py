@@ -1,13 +1,14 @@
 """Rotary embeddings whose factors depend on the length of the text, held to one set of factors.
 
 LongRoPE (Phi-3, Phi-4-mini, MiniCPM) has two sets of factors: a short one for texts of at most
-``original_max_position_embeddings`` tokens, which is called the border here, and a long one for longer texts.
-transformers chooses the set anew in every forward, by the highest position. Keys that were rotated with one set are
-wrong for queries of the other, so a compact cache holds one set for its whole life. Dynamic NTK has other factors for
-every length beyond the border, so that only lengths up to the border are supported.
+``original_max_position_embeddings`` tokens, which is called the border here, and a long one for
+longer texts. transformers chooses the set anew in every forward, by the highest position. Keys that
+were rotated with one set are wrong for queries of the other, so every forward with a compact cache
+uses the set that its keys have. Dynamic NTK has other factors for every length beyond the border,
+so that only lengths up to the border are supported.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -24,30 +25,41 @@ _TESTED: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
 
 def rope_border(config: PreTrainedConfig) -> int | None:
-    """Longest text with the short factors, in tokens; None where the factors do not depend on the length.
+    """Longest text with the short factors, in tokens.
+
+    None for a model whose factors do not depend on the length.
 
     Raises:
         InputError: types of layers with different borders.
     """
-    borders = set()
+    borders: set[int] = set()
     text = config.get_text_config(decoder=True)
     for parameters in _rope_parameters(text):
         kind = _kind(parameters)
-        # a widened checkpoint (kvcat widen) has the same factors for all lengths
-        alike = all(parameters.get(f"short_{x}") == parameters.get(f"long_{x}") for x in ("factor", "mscale"))
-        if kind == "longrope" and not alike:
+        if kind == "longrope" and not _are_sets_equal(parameters):
             original = parameters.get("original_max_position_embeddings")
             borders.add(original or text.max_position_embeddings)
         elif "dynamic" in kind:
             borders.add(text.max_position_embeddings)
     if len(borders) > 1:
-        both = " and ".join(map(str, sorted(borders)))
-        raise InputError(f"{config.model_type}: rotary factors that change at {both} tokens are not supported")
+        lengths = " and ".join(str(border) for border in sorted(borders))
+        raise InputError(
+            f"{config.model_type}: rotary factors that change at {lengths} tokens are not supported"
+        )
     return next(iter(borders), None)
 
 
+def _are_sets_equal(parameters: dict[str, Any]) -> bool:
+    """Whether all lengths have the same factors, as in a widened checkpoint (kvcat widen)."""
+    has_one_factor = parameters.get("short_factor") == parameters.get("long_factor")
+    has_one_scale = parameters.get("short_mscale") == parameters.get("long_mscale")
+    return has_one_factor and has_one_scale
+
+
 def rope_factors(config: PreTrainedConfig, num_tokens: int) -> Factors | None:
-    """The factors that transformers takes for a text of so many tokens; None where they do not depend on the length.
+    """The factors that transformers uses for a text of ``num_tokens`` tokens.
+
+    None where they do not depend on the length.
 
     Raises:
         InputError: more tokens than dynamic NTK has fixed factors for.
@@ -60,32 +72,37 @@ def rope_factors(config: PreTrainedConfig, num_tokens: int) -> Factors | None:
     text = config.get_text_config(decoder=True)
     if any("dynamic" in _kind(parameters) for parameters in _rope_parameters(text)):
         raise InputError(
-            f"{config.model_type}: the factors of its dynamic rotary embeddings change with every length beyond "
-            f"{border} tokens: {num_tokens} tokens are not supported"
+            f"{config.model_type}: the factors of its dynamic rotary embeddings change with every "
+            f"length beyond {border} tokens: {num_tokens} tokens are not supported"
         )
     return "long"
 
 
 def check_length(config: PreTrainedConfig, factors: Factors, num_tokens: int) -> None:
-    """Refuse a text that is too long for keys of the short factors."""
+    """Raise ``InputError`` for a text that is too long for keys of the short factors."""
     border = rope_border(config)
     if factors == "short" and border is not None and num_tokens > border:
-        rope_factors(config, num_tokens)  # of dynamic NTK no room helps
+        rope_factors(config, num_tokens)  # rejects dynamic NTK, where more room would not help
         raise InputError(
-            f"{config.model_type}: the cache was made with the rotary factors for at most {border} tokens, and here "
-            f"are {num_tokens}: make it again with room for what follows (room=, kvcat compress --room)"
+            f"{config.model_type}: the cache was made with the rotary factors for at most {border} "
+            f"tokens, and here are {num_tokens}: make it again with room for what follows "
+            "(room=, kvcat compress --room)"
         )
 
 
 @contextmanager
 def held_factors(model: nn.Module, factors: Factors | None) -> Iterator[None]:
-    """Every forward in this block has these rotary factors, whatever its positions; None changes nothing.
+    """A block in which every forward has these rotary factors, whatever its positions.
 
-    The buffers of the model's own rotary modules are exchanged and put back. The first time it is tried whether the
-    modules then do what they should.
+    The buffers of the model's rotary modules are replaced and put back afterwards. The first call
+    for a model tests whether its modules then rotate as they should.
+
+    Args:
+        model: a model or its ``base_model``.
+        factors: which set; None: nothing changes.
 
     Raises:
-        InputError: rotary modules that choose their factors in a way of their own.
+        InputError: no rotary modules, or some that choose their factors in another way.
     """
     if factors is None:
         yield
@@ -94,11 +111,16 @@ def held_factors(model: nn.Module, factors: Factors | None) -> Iterator[None]:
     modules = _rotary_modules(model)
     kind = type(model).__name__
     if border is None or not modules:
-        raise InputError(f"{kind} is not supported: it has no rotary modules whose factors could be held")
+        raise InputError(
+            f"{kind} is not supported: it has no rotary modules whose factors could be held"
+        )
     if factors not in _TESTED.setdefault(model, set()):
         for module, layer_type in modules:
             if not _can_hold(module, layer_type, factors, border):
-                raise InputError(f"{kind} is not supported: its rotary factors follow the length in a way of its own")
+                raise InputError(
+                    f"{kind} is not supported: its rotary factors follow the length of the text "
+                    "in a way that kvcat does not know"
+                )
         _TESTED[model].add(factors)
     restores = [_hold(module, layer_type, factors, border) for module, layer_type in modules]
     try:
@@ -109,7 +131,7 @@ def held_factors(model: nn.Module, factors: Factors | None) -> Iterator[None]:
 
 
 def _rope_parameters(text: PreTrainedConfig) -> list[dict[str, Any]]:
-    """The rotary parameters of a configuration, one table for each type of layers that has its own."""
+    """The rotary parameters of a configuration, one table for each type of layers."""
     parameters = getattr(text, "rope_parameters", None) or {}
     nested = [table for table in parameters.values() if isinstance(table, dict)]
     return nested or [parameters]
@@ -121,20 +143,20 @@ def _kind(parameters: dict[str, Any]) -> str:
 
 def _rotary_modules(model: nn.Module) -> list[tuple[nn.Module, str | None]]:
     """Modules whose factors depend on the length, with the type of layers that they serve."""
-    found: list[tuple[nn.Module, str | None]] = []
+    modules: list[tuple[nn.Module, str | None]] = []
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         by_type = kinds if isinstance(kinds, dict) else {None: kinds}
         for layer_type, kind in by_type.items():
             if isinstance(kind, str) and (kind == "longrope" or "dynamic" in kind):
-                found.append((module, layer_type))
-    return found
+                modules.append((module, layer_type))
+    return modules
 
 
-def _hold(module: Any, layer_type: str | None, factors: Factors, border: int) -> Any:
-    """Give a rotary module fixed factors; the result puts it back."""
-    name = "inv_freq" if layer_type is None else f"{layer_type}_inv_freq"
-    # the module itself says what the factors are
+def _hold(module: Any, layer_type: str | None, factors: Factors, border: int) -> Callable[[], None]:
+    """A function that undoes what this one does: give a rotary module fixed factors."""
+    name = _buffer_name(layer_type)
+    # one call with a position in the right range makes the module choose the factors
     _cosines(module, layer_type, [border if factors == "long" else 0])
     buffer = getattr(module, name)
     kinds = module.rope_type
@@ -149,7 +171,10 @@ def _hold(module: Any, layer_type: str | None, factors: Factors, border: int) ->
 
 
 def _can_hold(module: nn.Module, layer_type: str | None, factors: Factors, border: int) -> bool:
-    """Whether the first positions are rotated as in a text of that length, and a far position changes nothing."""
+    """Whether held factors rotate as the module does in a text of the length they are for.
+
+    The first positions must have the same cosines with and without a position beyond the border.
+    """
     near = [0, 1, 2]
     far = [*near, border]
     expected = _cosines(module, layer_type, far if factors == "long" else near)[:, :3]
@@ -160,10 +185,18 @@ def _can_hold(module: nn.Module, layer_type: str | None, factors: Factors, borde
     return torch.equal(alone, expected) and torch.equal(together, expected)
 
 
-def _cosines(module: Any, layer_type: str | None, positions: list[int]) -> Float[Tensor, "one positions channels"]:
-    buffer = getattr(module, "inv_freq" if layer_type is None else f"{layer_type}_inv_freq")
+def _cosines(
+    module: Any, layer_type: str | None, positions: list[int]
+) -> Float[Tensor, "one positions channels"]:
+    buffer = getattr(module, _buffer_name(layer_type))
+    # the module reads device and dtype of its first argument
     like = torch.empty(0, device=buffer.device)
-    at = torch.tensor([positions], device=buffer.device)
-    named = {} if layer_type is None else {"layer_type": layer_type}
-    cosines, _ = module(like, at, **named)
+    position_ids = torch.tensor([positions], device=buffer.device)
+    options = {} if layer_type is None else {"layer_type": layer_type}
+    cosines, _ = module(like, position_ids, **options)
     return cosines
+
+
+def _buffer_name(layer_type: str | None) -> str:
+    """The name of a rotary module's frequencies for a type of layers."""
+    return "inv_freq" if layer_type is None else f"{layer_type}_inv_freq"

@@ -8,10 +8,10 @@ from kvcat.types import Int, Tensor
 
 
 def check_token_ids(model: PreTrainedModel, input_ids: Int[Tensor, "batch tokens"]) -> None:
-    """Refuse a token id without a row in the model's embedding, before any forward.
+    """Raise ``InputError`` for a token id without a row in the model's embedding.
 
-    It comes from a tokenizer with more tokens than the model. On a CPU the forward would end in an
-    IndexError, on a GPU in an assertion that leaves the device unusable.
+    Such an id comes from a tokenizer with more tokens than the model. On a CPU the forward would
+    end in an IndexError, on a GPU in an assertion that leaves the device unusable.
     """
     rows = _num_embeddings(model)
     if rows is None or input_ids.numel() == 0:
@@ -23,8 +23,7 @@ def check_token_ids(model: PreTrainedModel, input_ids: Int[Tensor, "batch tokens
         raise InputError(
             f"token {highest} has no embedding: {type(model).__name__} has {rows} "
             f"(tokens 0 to {rows - 1}), the tokenizer has at least {highest + 1} tokens: "
-            "use the model's tokenizer, or resize the "
-            "embeddings and train them"
+            "use the model's tokenizer, or resize the embeddings and train them"
         )
 
 

@@ -1,4 +1,7 @@
-"""Adapters around unmodified transformers models: load, save, the masked pass, the capture of keys and queries."""
+"""What kvcat does with unmodified transformers models.
+
+Loading and saving, the masked pass, the capture of keys and queries, and the start-up test.
+"""
 
 from kvcat.models.capture import Capture, capture
 from kvcat.models.generation import end_tokens, left_out, plain_generation
@@ -17,7 +20,26 @@ from kvcat.models.structure import (
 )
 
 __all__ = [
-    "Capture", "HiddenOutput", "MaskedPass", "capture", "decoder_layers", "end_tokens", "frozen", "get",
-    "hidden_states", "left_out", "load", "load_tokenizer", "logits_from_hidden", "model_name", "output_gains",
-    "output_head", "parse_device", "plain_generation", "positions_of", "read_config", "save", "self_test",
-]  # fmt: skip
+    "Capture",
+    "HiddenOutput",
+    "MaskedPass",
+    "capture",
+    "decoder_layers",
+    "end_tokens",
+    "frozen",
+    "get",
+    "hidden_states",
+    "left_out",
+    "load",
+    "load_tokenizer",
+    "logits_from_hidden",
+    "model_name",
+    "output_gains",
+    "output_head",
+    "parse_device",
+    "plain_generation",
+    "positions_of",
+    "read_config",
+    "save",
+    "self_test",
+]

@@ -1,4 +1,4 @@
-"""What a dense forward leaves in every layer."""
+"""What a dense forward computes in every layer: keys, values, queries and more."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -10,7 +10,14 @@ from tqdm import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvcat.attention import enable
-from kvcat.cache import Factors, PrefixCache, cache_argument, check_token_ids, held_factors, rope_factors
+from kvcat.cache import (
+    Factors,
+    PrefixCache,
+    cache_argument,
+    check_token_ids,
+    held_factors,
+    rope_factors,
+)
 from kvcat.errors import InputError, check_least
 from kvcat.models.structure import decoder_layers, hidden_states
 from kvcat.types import Float, Int, Tensor
@@ -24,9 +31,11 @@ class Capture:
         keys: per layer, after rotation; behind a compact cache its slots come first.
         values: per layer, likewise.
         queries: per layer, after rotation, of ``query_positions``.
-        hidden: input of the head (``logits_from_hidden`` makes logits of it); from ``hidden_start`` on.
+        hidden: input of the head (``logits_from_hidden`` makes logits of it), from
+            ``hidden_start`` on.
         scales: per layer, the factor on q.k.
-        stream: per layer, the squared norm of the residual stream that enters it, the median over tokens.
+        stream: per layer, the squared norm of the residual stream that enters it, the median over
+            tokens.
     """
 
     keys: list[Float[Tensor, "batch _ _ _"]]
@@ -48,74 +57,137 @@ def capture(
     chunk_tokens: int = 4096,
     rope: Factors | None = None,
 ) -> Capture:
-    """A dense forward, with what attention saw in every layer.
+    """The keys, values, queries and hidden states of a dense forward.
 
-    Up to ``chunk_tokens`` tokens run at once. More run chunk after chunk behind a growing cache, so that only the keys,
-    the values and what is kept of queries and ``hidden`` grow with the length, and activations with the chunk. No
-    attention mask is made but where a layer's sliding window is shorter than the text. In a terminal a bar shows what
-    takes more than two seconds; TQDM_DISABLE=1 hides it.
+    Up to ``chunk_tokens`` tokens run at once. A longer text runs chunk after chunk behind a growing
+    cache: only the keys, the values and the kept queries and hidden states grow with its length,
+    activations grow with the chunk. No attention mask is made, except where a layer's sliding
+    window is shorter than the text. In a terminal a bar shows the progress after two seconds;
+    TQDM_DISABLE=1 hides it.
 
     Args:
         model: a causal LM that passed ``self_test``; it is switched to kvcat's attention.
         input_ids: token ids, no padding.
         query_positions: tokens whose queries are kept, ascending; None: all.
-        hidden_start: token from which on the input of the head is kept, 0..tokens - 1.
-        past: what the tokens follow, such as ``CompactCache.to_transformers(model)``; it grows by the tokens.
+        hidden_start: first token for which the input of the head is kept, 0..tokens - 1.
+        past: cache that the tokens follow, such as ``CompactCache.to_transformers(model)``; it
+            grows by the tokens.
         chunk_tokens: most tokens of each example that run at once, at least 1.
-        rope: the rotary factors of all tokens; None: those that transformers takes for a text of this length.
+        rope: the rotary factors of all tokens; None: those that transformers uses for a text of
+            this length.
     """
     num_tokens = input_ids.shape[1]
     check_least(1, chunk_tokens=chunk_tokens)
     check_token_ids(model, input_ids)
     enable(model)
-    layers = decoder_layers(model)
-    wanted = torch.arange(num_tokens) if query_positions is None else query_positions.cpu()
+    if query_positions is None:
+        query_positions = torch.arange(num_tokens)
     if rope is None:
-        behind = 0 if past is None else int(past.get_seq_length())
-        rope = rope_factors(model.config, behind + num_tokens)
+        past_tokens = 0 if past is None else int(past.get_seq_length())
+        rope = rope_factors(model.config, past_tokens + num_tokens)
     if num_tokens > chunk_tokens and past is None:
         past = DynamicCache()
-    last: dict[int, tuple[Tensor, Tensor, float]] = {}
-    queries: list[list[Tensor]] = [[] for _ in layers]
-    norms: list[list[Tensor]] = [[] for _ in layers]
+    layers = decoder_layers(model)
+    num_chunks = -(-num_tokens // chunk_tokens)
+    total = len(layers) * num_chunks
     hidden = []
-
-    def measure(_layer: Any, given: tuple[Any, ...], named: dict[str, Any], *, index: int) -> None:
-        states = given[0] if given else named["hidden_states"]
-        if states.dim() != 3:
-            shape = "x".join(map(str, states.shape))
-            raise InputError(
-                f"{type(model).__name__} is not supported: its layers get hidden states of shape {shape}, not of "
-                "batch, tokens and channels"
-            )
-        norms[index].append(states.float().square().sum(-1))
-        bar.update()
-
-    with ExitStack() as hooks:
-        total = len(layers) * -(-num_tokens // chunk_tokens)
-        # a compact cache holds its own factors in every forward
-        hooks.enter_context(held_factors(model, None if isinstance(past, PrefixCache) else rope))
-        bar = hooks.enter_context(tqdm(desc="reading", total=total, delay=2.0, disable=None, leave=False))
-        for index, layer in enumerate(layers):
-            hooks.enter_context(layer.register_forward_pre_hook(partial(measure, index=index), with_kwargs=True))
-        for start, ids in zip(range(0, num_tokens, chunk_tokens), input_ids.split(chunk_tokens, 1), strict=True):
-            own = wanted[(wanted >= start) & (wanted < start + ids.shape[1])].to(ids.device) - start
-
-            def record(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, own: Tensor = own) -> None:
-                queries[layer].append(q if len(own) == q.shape[2] else q[:, :, own])
-                last[layer] = k, v, scale
-
-            options = {"use_cache": past is not None, "kv_record": record, **cache_argument(past)}
-            states = hidden_states(model, input_ids=ids, **options)
+    with ExitStack() as stack:
+        # a compact cache holds its factors itself in every forward
+        held = None if isinstance(past, PrefixCache) else rope
+        stack.enter_context(held_factors(model, held))
+        bar = tqdm(desc="reading", total=total, delay=2.0, disable=None, leave=False)
+        stack.enter_context(bar)
+        recording = _Recording(type(model).__name__, len(layers), query_positions.cpu(), bar)
+        for number, layer in enumerate(layers):
+            hook = partial(recording.measure, number=number)
+            stack.enter_context(layer.register_forward_pre_hook(hook, with_kwargs=True))
+        starts = range(0, num_tokens, chunk_tokens)
+        for start, chunk in zip(starts, input_ids.split(chunk_tokens, dim=1), strict=True):
+            recording.begin_chunk(chunk, start)
+            options = {"use_cache": past is not None, "kv_record": recording.record}
+            options.update(cache_argument(past))
+            states = hidden_states(model, input_ids=chunk, **options)
             hidden.append(states[:, max(0, hidden_start - start) :].clone())
-    if sorted(last) != list(range(len(layers))):
-        attending = f"{len(last)} of its {len(layers)} layers attend through transformers' attention interface"
-        raise InputError(f"{type(model).__name__} is not supported: {attending}")
-    keys, values, scales = (list(part) for part in zip(*(last[i] for i in range(len(layers))), strict=True))
-    joined = [_joined(queries.pop(0)) for _ in layers]
-    stream = [torch.cat(parts, 1).median(1).values for parts in norms]
-    return Capture(keys, values, joined, _joined(hidden), scales, stream)
+    return recording.result(hidden)
 
 
-def _joined(parts: list[Float[Tensor, "... _ width"]]) -> Float[Tensor, "... tokens width"]:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
+class _Recording:
+    """Collects what the layers of a model compute, chunk after chunk.
+
+    Args:
+        model_class: name of the model's class, for messages.
+        num_layers: number of decoder layers.
+        query_positions: tokens whose queries are kept, ascending, on the CPU.
+        bar: advances by one for each layer of each chunk.
+    """
+
+    def __init__(
+        self, model_class: str, num_layers: int, query_positions: Int[Tensor, " kept"], bar: Any
+    ):
+        self.model_class = model_class
+        self.num_layers = num_layers
+        self.query_positions = query_positions
+        self.bar = bar
+        # positions in this chunk whose queries are kept
+        self.chunk_positions = query_positions
+        # keys and values of the whole text so far, and the factor on q.k, by layer
+        self.latest: dict[int, tuple[Tensor, Tensor, float]] = {}
+        # per layer, one tensor for each chunk
+        self.queries: list[list[Tensor]] = [[] for _ in range(num_layers)]
+        self.norms: list[list[Tensor]] = [[] for _ in range(num_layers)]
+
+    def begin_chunk(self, chunk: Int[Tensor, "batch tokens"], start: int) -> None:
+        """Choose the queries to keep of a chunk whose first token has the position ``start``."""
+        positions = self.query_positions
+        in_chunk = (positions >= start) & (positions < start + chunk.shape[1])
+        self.chunk_positions = positions[in_chunk].to(chunk.device) - start
+
+    def record(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float
+    ) -> None:
+        """Keep what a layer's attention was given."""
+        positions = self.chunk_positions
+        is_all = len(positions) == queries.shape[2]
+        self.queries[layer].append(queries if is_all else queries[:, :, positions])
+        self.latest[layer] = (keys, values, scale)
+
+    def measure(
+        self, _layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, number: int
+    ) -> None:
+        """Keep the squared norms of the residual stream that enters a layer."""
+        states = args[0] if args else kwargs["hidden_states"]
+        if states.dim() != 3:
+            shape = "x".join(str(size) for size in states.shape)
+            raise InputError(
+                f"{self.model_class} is not supported: its layers get hidden states of shape "
+                f"{shape}, not of batch, tokens and channels"
+            )
+        self.norms[number].append(states.float().square().sum(-1))
+        self.bar.update()
+
+    def result(self, hidden: list[Tensor]) -> Capture:
+        """The capture of all chunks; ``hidden`` has the kept hidden states of each."""
+        if sorted(self.latest) != list(range(self.num_layers)):
+            raise InputError(
+                f"{self.model_class} is not supported: {len(self.latest)} of its "
+                f"{self.num_layers} layers attend through transformers' attention interface"
+            )
+        keys = []
+        values = []
+        scales = []
+        queries = []
+        stream = []
+        for layer in range(self.num_layers):
+            layer_keys, layer_values, scale = self.latest[layer]
+            keys.append(layer_keys)
+            values.append(layer_values)
+            scales.append(scale)
+            queries.append(_joined(self.queries[layer]))
+            # only one layer's queries are in memory twice, as chunks and joined
+            self.queries[layer] = []
+            stream.append(torch.cat(self.norms[layer], dim=1).median(dim=1).values)
+        return Capture(keys, values, queries, _joined(hidden), scales, stream)
+
+
+def _joined(chunks: list[Float[Tensor, "... _ width"]]) -> Float[Tensor, "... tokens width"]:
+    return chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=-2)

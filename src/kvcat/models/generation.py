@@ -1,4 +1,7 @@
-"""Answers that depend on a model's weights and end-of-text tokens alone, not on its other generation settings."""
+"""Generation that depends on a model's weights and end-of-text tokens alone.
+
+The model's other generation settings, such as a repetition penalty, have no effect.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,17 +9,20 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
 
-# what a folder may set without changing which tokens come out: it is replaced, or describes tokens and outputs
+# settings of a model's folder that do not change which tokens come out, because plain_generation
+# sets them itself, or because they only describe tokens and outputs
 _WITHOUT_EFFECT = {
-    "assistant_early_exit", "bos_token_id", "cache_config", "cache_implementation", "compile_config",
-    "continuous_batching_config", "decoder_start_token_id", "disable_compile", "eos_token_id", "is_assistant",
-    "low_memory", "max_cache_len", "max_length", "max_new_tokens", "output_attentions", "output_hidden_states",
-    "output_logits", "output_scores", "pad_token_id", "prefill_chunk_size", "renormalize_logits",
-    "return_dict_in_generate", "transformers_version", "use_cache",
+    "assistant_early_exit", "bos_token_id", "cache_config", "cache_implementation",
+    "compile_config", "continuous_batching_config", "decoder_start_token_id", "disable_compile",
+    "eos_token_id", "is_assistant", "low_memory", "max_cache_len", "max_length", "max_new_tokens",
+    "output_attentions", "output_hidden_states", "output_logits", "output_scores", "pad_token_id",
+    "prefill_chunk_size", "renormalize_logits", "return_dict_in_generate", "transformers_version",
+    "use_cache",
 }  # fmt: skip
-# which of them decoding without sampling does not use
+# settings that have an effect only where tokens are sampled
 _SAMPLING = {
-    "do_sample", "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff",
+    "do_sample", "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff",
+    "eta_cutoff",
 }  # fmt: skip
 
 
@@ -31,40 +37,46 @@ def end_tokens(model: PreTrainedModel) -> list[int]:
 
 @contextmanager
 def plain_generation(model: PreTrainedModel, **settings: Any) -> Iterator[GenerationConfig]:
-    """Generation settings for a block, of the model's own only the end-of-text tokens; decoding is greedy.
+    """Settings for greedy generation, which the model has for the duration of a block.
 
-    The model has these settings in the block, since ``generate`` completes what it is given by the model's own. Give
-    them to ``generate`` as well.
+    Only the end-of-text tokens come from the model's settings. Pass the settings to ``generate`` as
+    well. The model must have them too, because ``generate`` fills in what a call leaves out from
+    the model's settings.
 
     Args:
         model: a causal LM.
-        settings: of ``GenerationConfig``, such as ``max_new_tokens``.
+        settings: fields of ``GenerationConfig``, such as ``max_new_tokens``.
     """
     ends = end_tokens(model)
-    chosen = GenerationConfig(
-        eos_token_id=ends or None, pad_token_id=ends[0] if ends else 0, use_cache=True, do_sample=False
+    plain = GenerationConfig(
+        eos_token_id=ends or None,
+        pad_token_id=ends[0] if ends else 0,
+        use_cache=True,
+        do_sample=False,
     )
-    chosen.update(**settings)
+    plain.update(**settings)
     before = model.generation_config
     try:
-        model.generation_config = chosen
-        yield chosen
+        model.generation_config = plain
+        yield plain
     finally:
         model.generation_config = before
 
 
 def left_out(model: PreTrainedModel, *, sampling: bool) -> list[str]:
-    """The model's own generation settings that ``plain_generation`` leaves out, each with its value.
+    """The model's generation settings that ``plain_generation`` ignores, each with its value.
 
-    Those that could change an answer; of the settings for sampling, only with ``sampling``.
+    Only settings that could change an answer are listed; those for sampling only with ``sampling``.
     """
     config: Any = model.generation_config
     defaults = GenerationConfig._get_default_generation_params()
-    found = []
+    ignored = []
     for name, value in sorted(config.to_diff_dict().items()):
-        if name.startswith("_") or name in _WITHOUT_EFFECT or (name in _SAMPLING and not sampling):
+        if name.startswith("_") or name in _WITHOUT_EFFECT or name == "do_sample":
             continue
-        if name == "do_sample" or value is None or value == defaults.get(name):
+        if name in _SAMPLING and not sampling:
             continue
-        found.append(f"{name} {value}")
-    return found
+        if value is None or value == defaults.get(name):
+            continue
+        ignored.append(f"{name} {value}")
+    return ignored

@@ -2,8 +2,8 @@
 
 transformers' reader leaves out what it does not know: scaled rotary embeddings, biases, the size of
 heads. The configuration is therefore made here, from llama.cpp's own rules, for architectures whose
-logits were compared with llama.cpp. A metadata key or a tensor that the model does not use is
-refused by name.
+logits were compared with llama.cpp. An error names a metadata key or a tensor that the model does
+not use.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,11 +21,13 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _ROPE_FREQS = "rope_freqs.weight"
 _ROPE_FACTORS = {"short": "rope_factors_short.weight", "long": "rope_factors_long.weight"}
 _SIZES = {
-    "context_length": "max_position_embeddings", "embedding_length": "hidden_size",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
     "block_count": "num_hidden_layers",
-    "feed_forward_length": "intermediate_size", "attention.head_count": "num_attention_heads",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-}  # fmt: skip
+}
 _TOKENS = {
     "bos_token_id": "bos_token_id",
     "eos_token_id": "eos_token_id",
@@ -41,20 +43,30 @@ _READ = (
 )  # fmt: skip
 # YaRN's constants: other values are not applied by llama.cpp as transformers applies them
 _YARN = {
-    "rope.scaling.attn_factor": 1.0, "rope.scaling.yarn_attn_factor": 1.0,
+    "rope.scaling.attn_factor": 1.0,
+    "rope.scaling.yarn_attn_factor": 1.0,
     "rope.scaling.yarn_ext_factor": 1.0,
-    "rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0,
-}  # fmt: skip
+    "rope.scaling.yarn_beta_fast": 32.0,
+    "rope.scaling.yarn_beta_slow": 1.0,
+}
 _WITHOUT_EFFECT = ("tensor_data_layout", "rope.scaling.finetuned", "pooling_type")
 # settings of other architectures: with these values they change nothing
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "attention.causal": (True,), "use_parallel_residual": (False,), "attention.scale": (0,),
-    "attention.sliding_window": (0,), "attention.clamp_kqv": (0,), "attention.max_alibi_bias": (0,),
-    "attn_logit_softcapping": (0,), "final_logit_softcapping": (0,), "logit_scale": (0, 1),
+    "attention.causal": (True,),
+    "use_parallel_residual": (False,),
+    "attention.scale": (0,),
+    "attention.sliding_window": (0,),
+    "attention.clamp_kqv": (0,),
+    "attention.max_alibi_bias": (0,),
+    "attn_logit_softcapping": (0,),
+    "final_logit_softcapping": (0,),
+    "logit_scale": (0, 1),
     "residual_scale": (0, 1),
-    "embedding_scale": (0, 1), "expert_count": (0,), "expert_used_count": (0,),
+    "embedding_scale": (0, 1),
+    "expert_count": (0,),
+    "expert_used_count": (0,),
     "nextn_predict_layers": (0,),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -66,18 +78,16 @@ class _Header:
     settings: Mapping[str, Any]  # KEY of "ARCHITECTURE.KEY"
     tokens: Mapping[str, Any]  # KEY of "tokenizer.ggml.KEY", numbers only
     shapes: Mapping[str, tuple[int, ...]]  # torch's order
-    rope_tensors: Mapping[
-        str, list[float]
-    ]  # those that llama.cpp reads; of other tensors only the shape is needed
+    rope_tensors: Mapping[str, list[float]]  # numbers of the rotary factors that llama.cpp reads
 
     def setting(self, key: str, default: Any = None) -> Any:
-        """A setting; ``InputError`` where the file lacks it and there is no default."""
+        """A setting; raises ``InputError`` if the file lacks it and there is no default."""
         value = self.settings.get(key, default)
         if value is None:
             raise InputError(f"{self.path} lacks the metadata key {self.architecture}.{key}")
         return value
 
-    def refuse(
+    def rejection(
         self, key: str, reason: str = "which this version of kvcat cannot apply"
     ) -> InputError:
         """The error for a setting that changes the logits."""
@@ -87,7 +97,7 @@ class _Header:
 
 
 def check_gguf_reader(name: str | Path) -> None:
-    """Refuse a .gguf file where the package that reads it is missing."""
+    """Raise ``InputError`` if the package that reads .gguf files is missing."""
     if find_spec("gguf") is None:
         raise InputError(f"{name} is in a GGUF file: pip install 'kvcat[gguf]' to read it")
 
@@ -103,22 +113,23 @@ def gguf_config(path: Path) -> PreTrainedConfig:
     _check_settings(header)
     heads = header.setting("attention.head_count")
     if not isinstance(heads, int):
-        raise header.refuse(
+        raise header.rejection(
             "attention.head_count", "which differs between layers: this is not supported"
         )
-    fields = {name: header.setting(key) for key, name in _SIZES.items()}
+    fields: dict[str, Any] = {name: header.setting(key) for key, name in _SIZES.items()}
     head_dim = header.setting("attention.key_length", fields["hidden_size"] // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         if header.setting(key, head_dim) != head_dim:
-            raise header.refuse(key, f"but keys have {head_dim} channels: this is not supported")
+            raise header.rejection(key, f"but keys have {head_dim} channels: this is not supported")
     fields |= {
         "num_key_value_heads": header.setting("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "vocab_size": header.shapes["token_embd.weight"][0],
         "tie_word_embeddings": "output.weight" not in header.shapes,
         "rope_parameters": _rope_parameters(header, head_dim),
-        **{name: header.tokens.get(key) for key, name in _TOKENS.items()},
     }
+    for key, name in _TOKENS.items():
+        fields[name] = header.tokens.get(key)
     if header.architecture == "llama":
         fields["mlp_bias"] = "blk.0.ffn_down.bias" in header.shapes
     if header.architecture != "qwen2":  # it always has the biases of queries, keys and values
@@ -127,12 +138,12 @@ def gguf_config(path: Path) -> PreTrainedConfig:
 
 
 def check_all_used(path: Path, weights: Iterable[str], config: PreTrainedConfig) -> None:
-    """Refuse a .gguf file with a tensor that the model did not take, or without one that it needs.
+    """Raise ``InputError`` for a .gguf file with a surplus tensor, or without a needed one.
 
     Args:
         path: the file.
         weights: names of the model's weights.
-        config: of the model.
+        config: configuration of the model.
     """
     gguf: Any = import_module("gguf")
     header = _read_header(path)
@@ -145,7 +156,8 @@ def check_all_used(path: Path, weights: Iterable[str], config: PreTrainedConfig)
         if name not in header.shapes and not is_tied:
             raise InputError(f"{path} lacks {name}, which the model needs as {weight}")
         used.add(name)
-    if unused := sorted(set(header.shapes) - used):
+    unused = sorted(set(header.shapes) - used)
+    if unused:
         raise InputError(
             f"{path} has {len(unused)} tensors that the model does not use, for example {unused[0]}"
         )
@@ -157,29 +169,8 @@ def _gguf_number(architecture: str) -> Any:
 
 
 def _read_header(path: Path) -> _Header:
-    gguf: Any = import_module("gguf")
     try:
-        reader = gguf.GGUFReader(path)
-        # the words of a vocabulary are many and not needed here
-        scalars = {
-            key: field
-            for key, field in reader.fields.items()
-            if len(field.data) == 1 or "ggml" not in key
-        }
-        metadata = {key: field.contents() for key, field in scalars.items()}
-        shapes = {
-            tensor.name: tuple(int(size) for size in reversed(tensor.shape))
-            for tensor in reader.tensors
-        }
-        is_longrope = (
-            metadata.get(f"{metadata['general.architecture']}.rope.scaling.type") == "longrope"
-        )
-        rotary = _ROPE_FACTORS.values() if is_longrope else (_ROPE_FREQS,)
-        rope_tensors = {
-            tensor.name: gguf.dequantize(tensor.data, tensor.tensor_type).flatten().tolist()
-            for tensor in reader.tensors
-            if tensor.name in rotary and metadata["general.architecture"] == "llama"
-        }
+        metadata, shapes, rope_tensors = _read_contents(path)
     except Exception as error:  # whatever a damaged file makes the reader raise
         raise InputError(f"cannot load {path}: {one_line(error)}") from error
     architecture = str(metadata.get("general.architecture"))
@@ -192,41 +183,62 @@ def _read_header(path: Path) -> _Header:
         )
     if architecture not in ARCHITECTURES:
         raise InputError(
-            f"{path} has architecture {architecture!r}; "
-            f".gguf files are read of {', '.join(ARCHITECTURES)}: "
-            "use the model's safetensors folder"
+            f"{path} has architecture {architecture!r}; kvcat reads .gguf files of "
+            f"{', '.join(ARCHITECTURES)}: use the model's safetensors folder"
         )
     if "token_embd.weight" not in shapes:
         raise InputError(f"{path} lacks token_embd.weight")
-    prefix, words = f"{architecture}.", "tokenizer.ggml."
-    return _Header(
-        path,
-        architecture,
-        {
-            key.removeprefix(prefix): value
-            for key, value in metadata.items()
-            if key.startswith(prefix)
-        },
-        {
-            key.removeprefix(words): value
-            for key, value in metadata.items()
-            if key.startswith(words)
-        },
-        shapes,
-        rope_tensors,
-    )
+    settings = _below(metadata, f"{architecture}.")
+    tokens = _below(metadata, "tokenizer.ggml.")
+    return _Header(path, architecture, settings, tokens, shapes, rope_tensors)
+
+
+def _read_contents(
+    path: Path,
+) -> tuple[dict[str, Any], dict[str, tuple[int, ...]], dict[str, list[float]]]:
+    """The metadata, the shapes of all tensors, and the rotary factors that llama.cpp reads."""
+    gguf: Any = import_module("gguf")
+    reader = gguf.GGUFReader(path)
+    metadata = {}
+    for key, field in reader.fields.items():
+        # lists of the tokenizer, such as its vocabulary, are long and not needed here
+        is_long = len(field.data) != 1 and "ggml" in key
+        if not is_long:
+            metadata[key] = field.contents()
+    architecture = metadata["general.architecture"]
+    rotary_names: tuple[str, ...] = ()
+    if architecture == "llama":
+        is_longrope = metadata.get("llama.rope.scaling.type") == "longrope"
+        rotary_names = tuple(_ROPE_FACTORS.values()) if is_longrope else (_ROPE_FREQS,)
+    shapes = {}
+    rope_tensors = {}
+    for tensor in reader.tensors:
+        shapes[tensor.name] = tuple(int(size) for size in reversed(tensor.shape))
+        if tensor.name in rotary_names:
+            numbers = gguf.dequantize(tensor.data, tensor.tensor_type)
+            rope_tensors[tensor.name] = numbers.flatten().tolist()
+    return metadata, shapes, rope_tensors
+
+
+def _below(metadata: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """The entries whose keys begin with a prefix, without it."""
+    entries = {}
+    for key, value in metadata.items():
+        if key.startswith(prefix):
+            entries[key.removeprefix(prefix)] = value
+    return entries
 
 
 def _check_settings(header: _Header) -> None:
-    """Refuse a setting that is not known, or has a value that cannot be applied."""
+    """Reject a setting that is not known, or has a value that cannot be applied."""
     for key, value in header.settings.items():
         if key in _SIZES or key in _READ or key in _WITHOUT_EFFECT:
             continue
         if value not in _NEUTRAL.get(key, ()):
-            raise header.refuse(key)
+            raise header.rejection(key)
     rows = header.shapes["token_embd.weight"][0]
     if header.setting("vocab_size", rows) != rows:
-        raise header.refuse("vocab_size", f"but token_embd.weight has {rows} rows")
+        raise header.rejection("vocab_size", f"but token_embd.weight has {rows} rows")
 
 
 def _rope_parameters(header: _Header, head_dim: int) -> dict[str, Any]:
@@ -237,56 +249,77 @@ def _rope_parameters(header: _Header, head_dim: int) -> dict[str, Any]:
     factors.
     """
     kind = header.setting("rope.scaling.type", "linear")
-    factor = header.setting("rope.scaling.factor", header.setting("rope.scale_linear", 0.0)) or 1.0
-    attention = header.setting("rope.scaling.attn_factor", 1.0)
-    original = header.setting(
-        "rope.scaling.original_context_length", header.setting("context_length")
-    )
-    parameters = {"rope_theta": header.setting("rope.freq_base", 10000.0)}
     if any(len(factors) != head_dim // 2 for factors in header.rope_tensors.values()):
         raise InputError(
             f"{header.path}: its rotary factors do not fit heads of {head_dim} channels"
         )
-    if kind not in ("none", "linear", "yarn", "longrope"):
-        raise header.refuse("rope.scaling.type")
-    if kind == "none":
-        factor = 1.0
     if kind == "longrope":
-        if factor != 1.0:
-            raise header.refuse(
-                "rope.scaling.factor", "together with type longrope: this is not supported"
-            )
-        missing = sorted(set(_ROPE_FACTORS.values()) - set(header.rope_tensors))
-        if missing:
-            raise InputError(
-                f"{header.path} has rotary embeddings of type longrope and lacks {missing[0]}"
-            )
-        short, long = (header.rope_tensors[_ROPE_FACTORS[name]] for name in ("short", "long"))
-        return parameters | _longrope(short, long, original, attention)
-    if kind == "yarn":
-        return parameters | _yarn(header, factor, original)
+        parameters = _longrope_of_tensors(header)
+    elif kind == "yarn":
+        parameters = _yarn(header)
+    elif kind in ("none", "linear"):
+        parameters = _linear(header, kind)
+    else:
+        raise header.rejection("rope.scaling.type")
+    parameters["rope_theta"] = header.setting("rope.freq_base", 10000.0)
+    return parameters
+
+
+def _scaling_factor(header: _Header) -> float:
+    """The factor on the positions; 1 where the file has none or 0."""
+    older_factor = header.setting("rope.scale_linear", 0.0)
+    return header.setting("rope.scaling.factor", older_factor) or 1.0
+
+
+def _original_length(header: _Header) -> int:
+    """The length of the texts that the model was made for before its frequencies were scaled."""
+    context_length = header.setting("context_length")
+    return header.setting("rope.scaling.original_context_length", context_length)
+
+
+def _longrope_of_tensors(header: _Header) -> dict[str, Any]:
+    """LongRoPE with the factors of two tensors."""
+    if _scaling_factor(header) != 1.0:
+        raise header.rejection(
+            "rope.scaling.factor", "together with type longrope: this is not supported"
+        )
+    missing = sorted(set(_ROPE_FACTORS.values()) - set(header.rope_tensors))
+    if missing:
+        raise InputError(
+            f"{header.path} has rotary embeddings of type longrope and lacks {missing[0]}"
+        )
+    short = header.rope_tensors[_ROPE_FACTORS["short"]]
+    long = header.rope_tensors[_ROPE_FACTORS["long"]]
+    return _longrope(header, short, long)
+
+
+def _linear(header: _Header, kind: str) -> dict[str, Any]:
+    """Frequencies divided by one number (type linear), by those of a tensor, by both or neither."""
+    factor = 1.0 if kind == "none" else _scaling_factor(header)
     if _ROPE_FREQS in header.rope_tensors:
         factors = [factor * number for number in header.rope_tensors[_ROPE_FREQS]]
-        return parameters | _longrope(factors, factors, original, attention)
-    if attention != 1.0:
-        raise header.refuse(
+        return _longrope(header, factors, factors)
+    if header.setting("rope.scaling.attn_factor", 1.0) != 1.0:
+        raise header.rejection(
             "rope.scaling.attn_factor", f"with rotary embeddings of type {kind}: not supported"
         )
     if factor == 1.0:
-        return parameters | {"rope_type": "default"}
-    return parameters | {"rope_type": "linear", "factor": factor}
+        return {"rope_type": "default"}
+    return {"rope_type": "linear", "factor": factor}
 
 
-def _longrope(
-    short: list[float], long: list[float], original: int, attention: float
-) -> dict[str, Any]:
+def _longrope(header: _Header, short: list[float], long: list[float]) -> dict[str, Any]:
     return {
-        "rope_type": "longrope", "short_factor": short, "long_factor": long, "factor": 1.0,
-        "attention_factor": attention, "original_max_position_embeddings": original,
-    }  # fmt: skip
+        "rope_type": "longrope",
+        "short_factor": short,
+        "long_factor": long,
+        "factor": 1.0,
+        "attention_factor": header.setting("rope.scaling.attn_factor", 1.0),
+        "original_max_position_embeddings": _original_length(header),
+    }
 
 
-def _yarn(header: _Header, factor: float, original: int) -> dict[str, Any]:
+def _yarn(header: _Header) -> dict[str, Any]:
     """YaRN with llama.cpp's constants, which are transformers' defaults."""
     if _ROPE_FREQS in header.rope_tensors:
         raise InputError(
@@ -295,5 +328,9 @@ def _yarn(header: _Header, factor: float, original: int) -> dict[str, Any]:
         )
     for key, default in _YARN.items():
         if header.setting(key, default) != default:
-            raise header.refuse(key, "which llama.cpp and kvcat do not apply alike")
-    return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+            raise header.rejection(key, "which llama.cpp and kvcat do not apply alike")
+    return {
+        "rope_type": "yarn",
+        "factor": _scaling_factor(header),
+        "original_max_position_embeddings": _original_length(header),
+    }

@@ -22,8 +22,8 @@ class HiddenOutput:
     """Hidden states of both passes before the output head.
 
     Args:
-        dense_hidden: of the sequences in the dense pass.
-        masked_hidden: of the sequences, or of their suffixes, in the masked pass.
+        dense_hidden: hidden states of the sequences in the dense pass.
+        masked_hidden: hidden states of the sequences, or of their suffixes, in the masked pass.
         keep: by first layer of each group, the visible slots of the sequences or prefixes, 1 or 0,
             with gradient. Position 0 is always 1.
         scores: by first layer of each group, the policy's output in [0, 1], also for position 0.
@@ -38,10 +38,10 @@ class HiddenOutput:
 class KVPass:
     """State of one forward pass; the keyword ``kv_pass`` carries it to the layers' hooks.
 
-    A plain class, because FSDP2 copies dataclasses and passes other objects on as they are.
+    It is a plain class, because FSDP2 copies dataclasses and does not copy other objects.
 
     Args:
-        masked_pass: that runs it.
+        masked_pass: the module that runs it.
         batch: number of sequences.
         prefix_len: as in ``MaskedPass.hidden``.
         generator: one number per group is drawn from each, the seed of that group's draws. So a

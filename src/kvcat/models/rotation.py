@@ -21,41 +21,57 @@ _TURNED: WeakKeyDictionary[PreTrainedModel, dict[int, list[bool]]] = WeakKeyDict
 
 
 class KeyRotation:
-    """Turns the keys of a model's layers by a number of positions, as if their tokens stood elsewhere.
+    """Turns a model's keys to other positions, as if their tokens were ``shift`` positions later.
 
-    With R(p) the rotation that the model's rotary embedding applies at position p, keys R(p) k become R(p + shift) k.
-    The rotation comes from the model's own modules, with their scaling and pairing of channels. It is tried on the
-    model itself: of the same few tokens at two positions, each layer's keys of the one must become those of the other,
-    turned or (layers without positions) unturned; once for every model and shift.
+    With R(p) the rotation that the model's rotary embedding applies at position p, keys R(p) k
+    become R(p + shift) k. The rotation comes from the model's own modules, with their scaling and
+    pairing of channels. The constructor tests it on the model once for every shift: the keys of a
+    few tokens at one position, turned, must equal those of the same tokens ``shift`` positions
+    later. In layers without positions the unturned keys must equal them.
 
     Args:
         model: a causal LM with rotary position embeddings.
         shift: positions added; negative turns towards the beginning.
 
     Raises:
-        InputError: no rotary embedding, one that depends on the length of the text, or keys that do not turn.
+        InputError: no rotary embedding, one that depends on the length of the text, or keys that do
+            not turn.
     """
 
     def __init__(self, model: PreTrainedModel, shift: int):
-        self.shift, self.rotary = shift, rotary_module(model)
-        config, name = model.config.get_text_config(decoder=True), type(model).__name__
+        self.shift = shift
+        self.rotary = rotary_module(model)
+        config = model.config.get_text_config(decoder=True)
         if getattr(config, "kv_lora_rank", None):
+            name = type(model).__name__
             raise InputError(f"{name}: keys of latent attention cannot be turned")
-        types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+        num_layers = config.num_hidden_layers
+        types = getattr(config, "layer_types", None) or ["full_attention"] * num_layers
+        # some modules have one set of frequencies for each type of layers
         by_type = any(hasattr(self.rotary, f"{kind}_inv_freq") for kind in types)
         self.layer_types = types if by_type else [None] * len(types)
-        tried = _TURNED.setdefault(model, {})
-        self.turned = tried.get(shift, [True] * len(types))
-        if shift in tried or not shift:
-            return
-        start, tolerance = max(0, -shift), _TOLERANCE.get(model.dtype, 0.01)
-        for layer, (before, after) in enumerate(_keys_at(model, start, start + shift)):
-            turned, unturned = relative_error(self(before, layer), after), relative_error(before, after)
-            if not min(turned, unturned) <= tolerance:
-                error = f"(error {min(turned, unturned):.2g})"
-                raise InputError(f"{name}: the keys of layer {layer} do not turn with their position {error}")
-            self.turned[layer] = turned <= unturned
-        tried[shift] = self.turned
+        self.turned = [True] * len(types)
+        tested = _TURNED.setdefault(model, {})
+        if shift in tested:
+            self.turned = tested[shift]
+        elif shift:
+            self._test(model)
+            tested[shift] = self.turned
+
+    def _test(self, model: PreTrainedModel) -> None:
+        """Set ``turned``: whether each layer's keys turn with their position."""
+        start = max(0, -self.shift)
+        tolerance = _TOLERANCE.get(model.dtype, 0.01)
+        for layer, (before, after) in enumerate(_keys_at(model, start, start + self.shift)):
+            error_turned = relative_error(self(before, layer), after)
+            error_unturned = relative_error(before, after)
+            error = min(error_turned, error_unturned)
+            if not error <= tolerance:
+                raise InputError(
+                    f"{type(model).__name__}: the keys of layer {layer} do not turn with their "
+                    f"position (error {error:.2g})"
+                )
+            self.turned[layer] = error_turned <= error_unturned
 
     def __call__(
         self,
@@ -63,28 +79,46 @@ class KeyRotation:
         layer: int,
         shift: int | Int[Tensor, " slots"] | None = None,
     ) -> Float[Tensor, "batch kv_heads slots head_dim"]:
-        """One layer's keys, rotated at their own positions, after the turn by ``shift`` (None: ``self.shift``)."""
-        at, places = torch.as_tensor(self.shift if shift is None else shift).view(-1).unique(return_inverse=True)
+        """One layer's keys, which are rotated at their positions, turned by ``shift``.
+
+        Args:
+            keys: after rotation.
+            layer: number of the layer.
+            shift: one for all slots or one for each slot; None: ``self.shift``.
+        """
+        shifts = torch.as_tensor(self.shift if shift is None else shift).view(-1)
+        # cosines of each shift are made once; shift_of_slot says which of them a slot has
+        shifts, shift_of_slot = shifts.unique(return_inverse=True)
         kind = self.layer_types[layer]
         has_positions = kind is None or hasattr(self.rotary, f"{kind}_inv_freq")
-        if not (at.any() and self.turned[layer] and has_positions):
+        if not (shifts.any() and self.turned[layer] and has_positions):
             return keys
-        wide = keys if keys.dtype == torch.float64 else keys.float()
-        at = at.unsqueeze(0).to(keys.device)
-        cos, sin = self.rotary(wide, at) if kind is None else self.rotary(wide, at, kind)
+        precise = keys if keys.dtype == torch.float64 else keys.float()
+        positions = shifts.unsqueeze(0).to(keys.device)
+        layer_type = () if kind is None else (kind,)
+        cos, sin = self.rotary(precise, positions, *layer_type)  # (1, shifts, rotated channels)
         # the keys have the attention factor of YaRN already
-        factor = getattr(self.rotary, f"{kind}_attention_scaling" if kind else "attention_scaling", 1.0)
-        rotated, passed = wide.tensor_split([cos.shape[-1]], dim=-1)
-        cos, sin = ((x / factor).index_select(1, places.to(x.device)) for x in (cos, sin))
+        factor_name = f"{kind}_attention_scaling" if kind else "attention_scaling"
+        factor = getattr(self.rotary, factor_name, 1.0)
+        rotated, unrotated = precise.tensor_split([cos.shape[-1]], dim=-1)
+        cos = (cos / factor).index_select(1, shift_of_slot.to(cos.device))
+        sin = (sin / factor).index_select(1, shift_of_slot.to(sin.device))
         turned = self._apply(rotated, cos, sin)
-        return (torch.cat([turned, passed], dim=-1) if passed.shape[-1] else turned).to(keys.dtype)
+        if unrotated.shape[-1]:
+            turned = torch.cat([turned, unrotated], dim=-1)
+        return turned.to(keys.dtype)
 
     def _apply(self, keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """The keys after the model's own rotation, a function of (q, k, cos, sin) or, in Gemma 4, of (x, cos, sin)."""
-        apply: Any = sys.modules[type(self.rotary).__module__].apply_rotary_pos_emb  # type: ignore[attr-defined]
+        """The keys after the rotation of the model's module.
+
+        Its function is one of (q, k, cos, sin) or, in Gemma 4, of (x, cos, sin).
+        """
+        module: Any = sys.modules[type(self.rotary).__module__]
+        apply = module.apply_rotary_pos_emb
         if list(inspect.signature(apply).parameters)[1] == "cos":
             return apply(keys, cos, sin)
-        return apply(keys[:, :1], keys, cos, sin)[1]
+        any_queries = keys[:, :1]
+        return apply(any_queries, keys, cos, sin)[1]
 
 
 def rotary_module(model: PreTrainedModel) -> nn.Module:
@@ -93,26 +127,46 @@ def rotary_module(model: PreTrainedModel) -> nn.Module:
     Raises:
         InputError: none, or one whose rotation of a position depends on the length of the text.
     """
-    found, kind = [m for name, m in model.named_modules() if name.split(".")[-1] == "rotary_emb"], type(model).__name__
-    if not found or not hasattr(sys.modules[type(found[0]).__module__], "apply_rotary_pos_emb"):
-        raise InputError(f"{kind} has no rotary position embedding: its keys cannot be turned")
-    types = getattr(found[0], "rope_type", "default")
-    parameters = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    class_name = type(model).__name__
+    module = _named_rotary(model)
+    if module is None:
+        raise InputError(
+            f"{class_name} has no rotary position embedding: its keys cannot be turned"
+        )
+    types = getattr(module, "rope_type", "default")
+    text = model.config.get_text_config(decoder=True)
+    parameters = getattr(text, "rope_parameters", None) or {}
     # factors that are the same for short and long texts depend on no length
-    is_fixed = "short_factor" in parameters and parameters["short_factor"] == parameters.get("long_factor")
-    for name in types.values() if isinstance(types, dict) else [types]:
-        if name in _LENGTH_DEPENDENT and not is_fixed:
-            reason = f"rotary embeddings of type {name!r} depend on the length of the text"
-            raise InputError(f"{kind}: {reason}: its keys cannot be turned")
-    return found[0]
+    is_fixed = "short_factor" in parameters and (
+        parameters["short_factor"] == parameters.get("long_factor")
+    )
+    for kind in types.values() if isinstance(types, dict) else [types]:
+        if kind in _LENGTH_DEPENDENT and not is_fixed:
+            raise InputError(
+                f"{class_name}: rotary embeddings of type {kind!r} depend on the length of the "
+                "text: its keys cannot be turned"
+            )
+    return module
+
+
+def _named_rotary(model: nn.Module) -> nn.Module | None:
+    """The first module with the usual name; None if there is none or its function is missing."""
+    for name, module in model.named_modules():
+        if name.split(".")[-1] == "rotary_emb":
+            source = sys.modules[type(module).__module__]
+            return module if hasattr(source, "apply_rotary_pos_emb") else None
+    return None
 
 
 @torch.no_grad()
 def _keys_at(model: PreTrainedModel, *starts: int) -> list[tuple[Tensor, ...]]:
-    """Every layer's keys of a few tokens from several positions on, by one forward."""
-    vocab, cache = model.config.get_text_config(decoder=True).vocab_size, DynamicCache()
+    """Every layer's keys of a few tokens at several start positions, by one forward."""
+    vocab = model.config.get_text_config(decoder=True).vocab_size
+    cache = DynamicCache()
     tokens = torch.arange(_PROBE_TOKENS, device=model.device).expand(len(starts), -1) * 7 % vocab
-    positions = torch.stack([torch.arange(start, start + _PROBE_TOKENS, device=tokens.device) for start in starts])
+    offsets = torch.arange(_PROBE_TOKENS, device=tokens.device)
+    positions = torch.stack([start + offsets for start in starts])
+    inputs = {"input_ids": tokens, "position_ids": positions, **cache_argument(cache)}
     with frozen(model):
-        model.base_model(input_ids=tokens, position_ids=positions, use_cache=True, **cache_argument(cache))
+        model.base_model(**inputs, use_cache=True)
     return [layer.keys.split(1) for layer in cache.layers]  # type: ignore[union-attr]

@@ -1,6 +1,7 @@
-"""The start-up test that finds out whether a model can be supported."""
+"""The start-up test that finds out whether kvcat works with a model."""
 
 from contextlib import suppress
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -23,11 +24,15 @@ from kvcat.models.structure import (
 from kvcat.policies import SparsificationPolicy
 from kvcat.types import Float, Int, Tensor
 
-_TOKENS = 16
+_MAX_TOKENS = 16
 
 
-class _Given(SparsificationPolicy):
-    """Scores that are given; the gradient of each layer's own shows whether the layer attends through its gate."""
+class _FixedScores(SparsificationPolicy):
+    """A policy with the same scores for every input.
+
+    The scores are parameters: the gradient of a layer's scores shows whether the layer attends
+    through its gate.
+    """
 
     reads = "hidden"
 
@@ -39,64 +44,117 @@ class _Given(SparsificationPolicy):
         return self.scores
 
 
-def self_test(model: PreTrainedModel, *, split: bool = False) -> None:
-    """Return if the masked pass and compact caches work on this model; otherwise refuse it by name.
+@dataclass(frozen=True, eq=False)
+class _Example:
+    """What the test runs the model on.
 
-    On 16 random tokens: dense rows equal the stock model (transformers' eager attention); a random
-    gate in every layer changes the masked rows, only where a slot is hidden before them, and gets
-    gradients; ``output_head`` can describe the head; tokens behind a compact cache of all slots
-    equal the stock model, also as generation calls it, and a log-bias of the slots changes them
-    (not tested with shorter sliding windows); keys turn to other positions, or it is known that
-    they do not. The model is left with kvcat's attention.
+    Args:
+        tokens: random token ids.
+        keep: a random gate: slots 0 and 1 are visible, slot 2 is hidden.
+        logits: of the stock model.
+    """
+
+    tokens: Int[Tensor, "batch tokens"]
+    keep: Float[Tensor, "batch tokens"]
+    logits: Float[Tensor, "batch tokens vocab"]
+
+
+def self_test(model: PreTrainedModel, *, split: bool = False) -> None:
+    """None if the masked pass and compact caches work on this model.
+
+    On 16 random tokens:
+
+    - the dense rows equal the stock model (transformers' eager attention);
+    - a random gate in every layer changes the masked rows, but only where a slot is hidden before
+      them, and gets gradients;
+    - ``output_head`` can describe the head;
+    - tokens behind a compact cache of all slots equal the stock model, also as generation calls it,
+      and a log-bias of the slots changes them (not tested with shorter sliding windows);
+    - keys turn to other positions, or it is known that they do not.
+
+    The model then has kvcat's attention.
 
     Args:
         model: a causal LM.
-        split: test the masked pass with a ``prefix_len`` instead: a suffix run again equals the stock model where all
-            slots are kept, and differs where they are not.
+        split: test the masked pass with a ``prefix_len`` instead: a suffix that runs again equals
+            the stock model where all slots are kept, and differs where they are not.
+
+    Raises:
+        InputError: something does not work; the message names the model's class.
     """
-    kind = type(model).__name__
+    class_name = type(model).__name__
     try:
         with frozen(model):
             enable(model)
-            complaint = (_split_complaint if split else _complaint)(model)
+            complaint = _split_complaint(model) if split else _complaint(model)
     except InputError:
         raise
-    except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+    except (
+        AttributeError,
+        IndexError,
+        KeyError,
+        NotImplementedError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
         text = model.config.get_text_config(decoder=True)
         is_latent = getattr(text, "kv_lora_rank", None) is not None
-        reason = "its cache holds latent attention, not keys and values" if is_latent else one_line(error)
-        raise InputError(f"{kind} is not supported: {reason}") from error
+        reason = one_line(error)
+        if is_latent:
+            reason = "its cache holds latent attention, not keys and values"
+        raise InputError(f"{class_name} is not supported: {reason}") from error
     if complaint is not None:
-        raise InputError(f"{kind} is not supported: {complaint}")
+        raise InputError(f"{class_name} is not supported: {complaint}")
 
 
 @torch.enable_grad()
 def _complaint(model: PreTrainedModel) -> str | None:
     """The first thing that does not work."""
-    windows = [window for window in layer_windows(model.config) if window is not None]
-    tokens, keep, stock = _example(model)
-    policies, out = _passes(model, tokens, keep)
-    dense, masked = (logits_from_hidden(model, hidden) for hidden in (out.dense_hidden, out.masked_hidden))
-    if not same(dense, stock):
+    windows = layer_windows(model.config)  # rejects layers that keep no keys and values
+    example = _make_example(model)
+    policies, output = _run_both_passes(model, example.tokens, example.keep)
+    dense = logits_from_hidden(model, output.dense_hidden)
+    if not same(dense, example.logits):
         return "the dense rows differ from the stock model"
-    seen, half = capture(model, tokens), tokens.shape[1] // 2
-    if min(windows, default=_TOKENS) >= tokens.shape[1]:
-        unbiased, biased = (_behind_slots(model, tokens, seen, spread) for spread in (0.0, 1.0))
-        if not same(unbiased, stock[:, half:]):
-            return "tokens behind a compact cache differ from the stock model"
-        if torch.equal(unbiased, biased):
-            return "the log-bias of a compact cache does not reach its attention"
-        if not same(_generated(model, tokens, seen), stock[:, half:]):
-            return "generation behind a compact cache differs from the stock model"
-    output_gains(model, [keys.shape[1] for keys in seen.keys])
-    with suppress(InputError):  # methods do without turned keys
-        KeyRotation(model, half)
-    if not same(masked[:, :2], stock[:, :2]):
+    captured = capture(model, example.tokens)
+    lengths = [window for window in windows if window is not None]
+    if min(lengths, default=_MAX_TOKENS) >= example.tokens.shape[1]:
+        complaint = _cache_complaint(model, example, captured)
+        if complaint is not None:
+            return complaint
+    output_gains(model, [keys.shape[1] for keys in captured.keys])
+    with suppress(InputError):  # compression methods work without turned keys
+        KeyRotation(model, example.tokens.shape[1] // 2)
+    masked = logits_from_hidden(model, output.masked_hidden)
+    return _gate_complaint(masked, example, policies)
+
+
+def _cache_complaint(model: PreTrainedModel, example: _Example, captured: Capture) -> str | None:
+    """The first thing that does not work behind a compact cache of the first half."""
+    tokens = example.tokens
+    expected = example.logits[:, tokens.shape[1] // 2 :]
+    unbiased = _behind_slots(model, tokens, captured, spread=0.0)
+    if not same(unbiased, expected):
+        return "tokens behind a compact cache differ from the stock model"
+    if torch.equal(unbiased, _behind_slots(model, tokens, captured, spread=1.0)):
+        return "the log-bias of a compact cache does not reach its attention"
+    if not same(_generated(model, tokens, captured), expected):
+        return "generation behind a compact cache differs from the stock model"
+    return None
+
+
+def _gate_complaint(
+    masked: Float[Tensor, "batch tokens vocab"], example: _Example, policies: list[_FixedScores]
+) -> str | None:
+    """The first effect that a gate should have and has not, or has and should not have."""
+    if not same(masked[:, :2], example.logits[:, :2]):
         return "hidden slots change earlier tokens"
-    if not relative_error(masked[:, 2:], stock[:, 2:]) > 1e-6:
+    if not relative_error(masked[:, 2:], example.logits[:, 2:]) > 1e-6:
         return "a gate does not change the masked rows"
     scores = [policy.scores for policy in policies]
-    gradients = torch.autograd.grad(masked.float().square().mean(), scores, allow_unused=True)
+    loss = masked.float().square().mean()
+    gradients = torch.autograd.grad(loss, scores, allow_unused=True)
     for layer, gradient in enumerate(gradients):
         if gradient is None or not gradient.isfinite().all() or not gradient.abs().sum() > 0:
             return f"the gate of layer {layer} gets no gradient"
@@ -105,71 +163,90 @@ def _complaint(model: PreTrainedModel) -> str | None:
 
 @torch.no_grad()
 def _split_complaint(model: PreTrainedModel) -> str | None:
-    tokens, keep, stock = _example(model)
-    prefix = tokens.shape[1] // 2
-    whole, part = (_passes(model, tokens, x[:, :prefix], prefix)[1] for x in (torch.ones_like(keep), keep))
-    again, masked = (logits_from_hidden(model, out.masked_hidden) for out in (whole, part))
-    if not same(logits_from_hidden(model, part.dense_hidden), stock):
+    """The first thing that does not work where only a suffix runs in the masked pass."""
+    example = _make_example(model)
+    prefix_len = example.tokens.shape[1] // 2
+    prefix_keep = example.keep[:, :prefix_len]
+    all_visible = torch.ones_like(prefix_keep)
+    _, output_all = _run_both_passes(model, example.tokens, all_visible, prefix_len)
+    _, output_kept = _run_both_passes(model, example.tokens, prefix_keep, prefix_len)
+    dense = logits_from_hidden(model, output_kept.dense_hidden)
+    suffix_all = logits_from_hidden(model, output_all.masked_hidden)
+    suffix_kept = logits_from_hidden(model, output_kept.masked_hidden)
+    if not same(dense, example.logits):
         return "its layers mix up a sequence and its suffix run again"
-    if not same(again, stock[:, prefix:]):
+    if not same(suffix_all, example.logits[:, prefix_len:]):
         return "a suffix run again differs from the stock model"
-    return "hidden slots of the prefix do not change the suffix" if torch.equal(again, masked) else None
+    if torch.equal(suffix_all, suffix_kept):
+        return "hidden slots of the prefix do not change the suffix"
+    return None
 
 
-def _example(
-    model: PreTrainedModel,
-) -> tuple[Int[Tensor, "batch tokens"], Float[Tensor, "batch tokens"], Float[Tensor, "batch tokens vocab"]]:
-    """Random tokens, a gate (the first two tokens attend as in the dense pass, the third is hidden), stock logits."""
-    generator = torch.Generator().manual_seed(0)
+def _make_example(model: PreTrainedModel) -> _Example:
+    """Random tokens, a random gate and the stock model's logits."""
     text = model.config.get_text_config(decoder=True)
-    length = min(_TOKENS, getattr(text, "max_position_embeddings", None) or _TOKENS)
+    longest = getattr(text, "max_position_embeddings", None) or _MAX_TOKENS
+    length = min(_MAX_TOKENS, longest)
+    generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(text.vocab_size, (2, length), generator=generator).to(model.device)
     keep = (torch.rand(2, length, generator=generator) < 0.5).float()
-    keep[:, :2], keep[:, 2] = 1.0, 0.0
+    keep[:, :2] = 1.0
+    keep[:, 2] = 0.0
     model.set_attn_implementation("eager")
     try:
         with torch.no_grad():
-            return tokens, keep.to(model.device), model(input_ids=tokens, use_cache=False).logits
+            logits = model(input_ids=tokens, use_cache=False).logits
     finally:
         model.set_attn_implementation(NAME)
+    return _Example(tokens, keep.to(model.device), logits)
 
 
-def _passes(
-    model: PreTrainedModel, tokens: Tensor, keep: Tensor, prefix_len: int | None = None
-) -> tuple[list[_Given], HiddenOutput]:
-    """Both passes under a gate in every layer, with gradient to the gates."""
-    policies = [_Given(keep) for _ in decoder_layers(model)]
-    with MaskedPass(model, dict(enumerate(policies))) as masked_pass:  # type: ignore[arg-type]
+def _run_both_passes(
+    model: PreTrainedModel,
+    tokens: Int[Tensor, "batch tokens"],
+    keep: Float[Tensor, "batch slots"],
+    prefix_len: int | None = None,
+) -> tuple[list[_FixedScores], HiddenOutput]:
+    """The policies and the output of both passes with a gate in every layer, with gradient."""
+    policies = [_FixedScores(keep) for _ in decoder_layers(model)]
+    by_layer = dict(enumerate(policies))
+    with MaskedPass(model, by_layer) as masked_pass:  # type: ignore[arg-type]
         return policies, masked_pass.hidden(tokens, prefix_len=prefix_len)
 
 
 def _behind_slots(
-    model: PreTrainedModel, tokens: Int[Tensor, "batch tokens"], seen: Capture, spread: float
+    model: PreTrainedModel, tokens: Int[Tensor, "batch tokens"], captured: Capture, spread: float
 ) -> Float[Tensor, "batch suffix vocab"]:
-    """Logits of the second half behind a compact cache of the first, log-bias from -spread to spread."""
+    """Logits of the second half behind a compact cache of the first.
+
+    The log-bias of the slots goes from -spread to spread.
+    """
     half = tokens.shape[1] // 2
-    past = _first_half(model, seen, half, spread).to_transformers(model)
+    past = _first_half(model, captured, half, spread).to_transformers(model)
     return logits_from_hidden(model, capture(model, tokens[:, half:], past=past).hidden)
 
 
 @torch.no_grad()
 def _generated(
-    model: PreTrainedModel, tokens: Int[Tensor, "batch tokens"], seen: Capture
+    model: PreTrainedModel, tokens: Int[Tensor, "batch tokens"], captured: Capture
 ) -> Float[Tensor, "batch suffix vocab"]:
     """Logits of the second half behind the first, from the model as generation calls it."""
     half = tokens.shape[1] // 2
-    past = _first_half(model, seen, half, 0.0).to_transformers(model)
+    past = _first_half(model, captured, half, spread=0.0).to_transformers(model)
     mask = torch.ones_like(tokens)
     options = {"attention_mask": mask, "use_cache": True, **cache_argument(past)}
     return model(input_ids=tokens[:, half:], **options).logits
 
 
-def _first_half(model: PreTrainedModel, seen: Capture, half: int, spread: float) -> CompactCache:
-    """A compact cache of the first half, log-bias from -spread to spread."""
-    bias = torch.linspace(-spread, spread, half, device=seen.keys[0].device)
-    layers = [
-        CompactLayer(keys[:, :, :half], values[:, :, :half], bias.expand(*keys.shape[:2], half))
-        for keys, values in zip(seen.keys, seen.values, strict=True)
-    ]
+def _first_half(
+    model: PreTrainedModel, captured: Capture, half: int, spread: float
+) -> CompactCache:
+    """A compact cache of the first half, with a log-bias from -spread to spread."""
+    bias = torch.linspace(-spread, spread, half, device=captured.keys[0].device)
+    layers = []
+    for keys, values in zip(captured.keys, captured.values, strict=True):
+        log_bias = bias.expand(*keys.shape[:2], half)
+        layers.append(CompactLayer(keys[:, :, :half], values[:, :, :half], log_bias))
     factors = rope_factors(model.config, 2 * half)
-    return CompactCache(layers, half, "", {} if factors is None else {"rope": factors})
+    metadata = {} if factors is None else {"rope": factors}
+    return CompactCache(layers, half, fingerprint="", metadata=metadata)

@@ -1,4 +1,4 @@
-"""Where things are in an unmodified transformers model: its layers, its hidden states and its output head."""
+"""The layers, the hidden states and the output head of an unmodified transformers model."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,48 +14,69 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvcat.errors import InputError
 from kvcat.losses import OutputHead
-from kvcat.types import Float, Tensor
+from kvcat.types import Float, Int, Tensor
 
 _HEADS: WeakKeyDictionary[PreTrainedModel, OutputHead] = WeakKeyDictionary()
 _OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "dense")
-_TOKENS = 8
-_LOUD = 100.0
+_PROBE_TOKENS = 8
+_LOUD_LOGIT = 100.0
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The decoder layers, first to last; refuses a model without a list of that many layers."""
+    """The decoder layers, first to last.
+
+    Raises:
+        InputError: the model has no list of as many layers as its configuration names.
+    """
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
-    raise InputError(f"{type(model).__name__} is not supported: it has no list of {count} decoder layers")
+    raise InputError(
+        f"{type(model).__name__} is not supported: it has no list of {count} decoder layers"
+    )
 
 
-def output_gains(model: PreTrainedModel, kv_heads: Sequence[int]) -> list[Float[Tensor, " kv_heads"]]:
-    """Per layer, how much a KV head's attention output moves the residual stream: mean squared norm of its columns.
+def output_gains(
+    model: PreTrainedModel, kv_heads: Sequence[int]
+) -> list[Float[Tensor, " kv_heads"]]:
+    """Per layer, how much each KV head's attention output moves the residual stream.
 
-    The columns are those of the attention's output projection; 1 where a layer has none of the usual names. The
-    layers have ``kv_heads`` KV heads each.
+    This is the mean squared norm of the head's columns in the attention's output projection. It is
+    1 where a layer has no projection of a usual name.
+
+    Args:
+        model: a causal LM.
+        kv_heads: number of KV heads of each layer.
     """
-    found = []
-    for layer, count in zip(decoder_layers(model), kv_heads, strict=True):
-        named = (m for name, m in layer.named_modules() if name.rpartition(".")[2] in _OUTPUT_PROJECTIONS)
-        weight = next((m.weight for m in named if isinstance(m, nn.Linear)), None)
-        columns = torch.ones(count)
-        if weight is not None and weight.shape[1] % count == 0:
+    gains = []
+    for layer, num_heads in zip(decoder_layers(model), kv_heads, strict=True):
+        weight = _output_projection(layer)  # (hidden, query heads x channels)
+        columns = torch.ones(num_heads)
+        if weight is not None and weight.shape[1] % num_heads == 0:
             columns = weight.detach().float().square().sum(0)
-        found.append(columns.reshape(count, -1).mean(1))
-    return found
+        gains.append(columns.reshape(num_heads, -1).mean(1))
+    return gains
+
+
+def _output_projection(layer: nn.Module) -> Float[Tensor, "hidden channels"] | None:
+    """The first matrix of a layer that has a usual name of an output projection."""
+    for name, module in layer.named_modules():
+        last_name = name.rpartition(".")[2]
+        if last_name in _OUTPUT_PROJECTIONS and isinstance(module, nn.Linear):
+            return module.weight
+    return None
 
 
 def positions_of(config: PreTrainedConfig) -> int:
-    """Longest sequence of a model; as good as none where its configuration names none."""
-    return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or sys.maxsize
+    """Longest sequence of a model; ``sys.maxsize`` where its configuration names none."""
+    text = config.get_text_config(decoder=True)
+    return getattr(text, "max_position_embeddings", None) or sys.maxsize
 
 
 def model_name(model: PreTrainedModel) -> str:
-    """The model's Hub name, or the last part of its folder; its class where it was not loaded."""
+    """The model's Hub name, or the name of its folder; its class if it was not loaded."""
     name = model.config.name_or_path
     if not name:
         return type(model).__name__
@@ -70,9 +91,9 @@ def hidden_states(model: PreTrainedModel, **inputs: object) -> Float[Tensor, "ba
 
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """Freeze a model for the duration of a block: evaluation mode, no gradients of its parameters."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    training = [m for m in model.modules() if m.training]
+    """A block in which a model is in evaluation mode and its parameters get no gradients."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    training = [module for module in model.modules() if module.training]
     try:
         for parameter in parameters:
             parameter.requires_grad_(False)
@@ -85,26 +106,30 @@ def frozen(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def logits_from_hidden(model: PreTrainedModel, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch vocab"]:
-    """The model's own logits from ``hidden_states``, in any dtype; refuses what ``output_head`` refuses."""
+def logits_from_hidden(
+    model: PreTrainedModel, hidden: Float[Tensor, "*batch hidden"]
+) -> Float[Tensor, "*batch vocab"]:
+    """The model's logits for ``hidden_states`` of any dtype; raises as ``output_head`` does."""
     return output_head(model).logits(hidden)
 
 
 def output_head(model: PreTrainedModel) -> OutputHead:
-    """The head whose ``logits`` of ``hidden_states(model, ...)`` are the model's own, found at the first call.
+    """The head that makes the model's logits from ``hidden_states(model, ...)``.
 
-    Scale and soft-cap are read from the configuration: ``logit_scale``, ``lm_head_multiplier`` and
-    ``output_multiplier`` multiply the logits, ``logits_scaling`` divides them (Granite) or multiplies them (HyperCLOVA
-    X), ``final_logit_softcapping`` or ``logits_soft_cap`` caps them. The first of these readings, then of those without
-    scale or cap, is taken that gives the model's own logits on 8 random tokens, for hidden states amplified until the
-    logits reach 100. So a cap that the configuration does not state, or states and does not use, is noticed.
+    It is found at the first call. Scale and soft-cap come from the configuration: ``logit_scale``,
+    ``lm_head_multiplier`` and ``output_multiplier`` multiply the logits, ``logits_scaling`` divides
+    them (Granite) or multiplies them (HyperCLOVA X), ``final_logit_softcapping`` or
+    ``logits_soft_cap`` caps them. The result is the first of these readings, then of those without
+    scale or cap, that gives the model's logits on 8 random tokens. The hidden states of this test
+    are amplified until the logits reach 100, so that a cap is noticed which the configuration does
+    not name, or names and the model does not use.
 
     Args:
         model: a causal LM with its weights loaded, not yet sharded.
 
     Raises:
-        InputError: no linear head, a head that does not read the output of the model without head, or logits that no
-            reading gives; with the model's class.
+        InputError: no linear head, a head that does not read the output of the model without head,
+            or logits that no reading gives; the message names the model's class.
     """
     if model not in _HEADS:
         _HEADS[model] = _find_head(model)
@@ -113,62 +138,83 @@ def output_head(model: PreTrainedModel) -> OutputHead:
 
 @torch.no_grad()
 def _find_head(model: PreTrainedModel) -> OutputHead:
+    """The first candidate that gives the model's logits."""
     kind = type(model).__name__
+    text = model.config.get_text_config(decoder=True)
     linear = model.get_output_embeddings()
     if linear is None:
         raise InputError(f"{kind} is not supported: it has no language-model head")
     try:
-        heads = [OutputHead(linear, *reading) for reading in _readings(model.config.get_text_config(decoder=True))]
+        heads = [OutputHead(linear, scale, cap) for scale, cap in _readings(text)]
     except InputError as error:
         raise InputError(f"{kind} is not supported: {error}") from error
-    vocab = model.config.get_text_config(decoder=True).vocab_size
-    tokens = torch.randint(vocab, (1, _TOKENS), generator=torch.Generator().manual_seed(0)).to(model.device)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(text.vocab_size, (1, _PROBE_TOKENS), generator=generator)
+    tokens = tokens.to(model.device)
     with frozen(model), torch.autocast(model.device.type, enabled=False):
         hidden = hidden_states(model, input_ids=tokens, use_cache=False)
-        seen, loud, logits = _amplified(model, tokens, heads[0])
-    if seen.shape != hidden.shape or not same(seen, hidden):
+        head_input, loud_input, loud_logits = _amplified(model, tokens, heads[0])
+    if head_input.shape != hidden.shape or not same(head_input, hidden):
         base = type(model.base_model).__name__
         raise InputError(f"{kind} is not supported: its head does not read the output of {base}")
     for head in heads:
-        if same(head.logits(loud), logits):
+        if same(head.logits(loud_input), loud_logits):
             return head
-    raise InputError(f"{kind} is not supported: its head does more than a matrix, a bias, a scale and a soft-cap")
+    raise InputError(
+        f"{kind} is not supported: its head does more than a matrix, a bias, a scale and a soft-cap"
+    )
 
 
-def _readings(text: PreTrainedConfig) -> Iterator[tuple[float, float | None]]:
+def _readings(text: PreTrainedConfig) -> list[tuple[float, float | None]]:
     """Scales and soft-caps that the configuration may mean, the likeliest first."""
-
-    def numbers(*names: str) -> list[float]:
-        values = (getattr(text, name, None) for name in names)
-        return [float(value) for value in values if isinstance(value, int | float) and value]
-
-    scales = numbers("logit_scale", "lm_head_multiplier", "output_multiplier")
-    scales += [scale for number in numbers("logits_scaling") for scale in (1 / number, number)]
-    yield from product([*scales, 1.0], [*numbers("final_logit_softcapping", "logits_soft_cap"), None])
+    scales = _numbers(text, ["logit_scale", "lm_head_multiplier", "output_multiplier"])
+    for number in _numbers(text, ["logits_scaling"]):
+        scales += [1 / number, number]
+    caps = _numbers(text, ["final_logit_softcapping", "logits_soft_cap"])
+    return list(product([*scales, 1.0], [*caps, None]))
 
 
-def _amplified(model: PreTrainedModel, tokens: Tensor, head: OutputHead) -> tuple[Tensor, Tensor, Tensor]:
-    """The input of the model's head, the same amplified, and the model's logits of the amplified one."""
-    seen: list[Tensor] = []
+def _numbers(text: PreTrainedConfig, names: Sequence[str]) -> list[float]:
+    """The settings with these names that are numbers other than 0."""
+    numbers = []
+    for name in names:
+        value = getattr(text, name, None)
+        if isinstance(value, int | float) and value:
+            numbers.append(float(value))
+    return numbers
+
+
+def _amplified(
+    model: PreTrainedModel, tokens: Int[Tensor, "batch tokens"], head: OutputHead
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The input of the model's head, the same amplified, and the model's logits for the latter."""
+    uncapped = OutputHead(head.linear, head.scale)
+    inputs: list[Tensor] = []
+    loud_inputs: list[Tensor] = []
 
     def amplify(_linear: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
-        loudest = OutputHead(head.linear, head.scale).logits(args[0]).abs().amax().clamp_min(1e-12)
-        seen.extend([args[0], args[0] * (_LOUD / loudest)])
-        return (seen[-1],)
+        highest = uncapped.logits(args[0]).abs().amax().clamp_min(1e-12)
+        loud = args[0] * (_LOUD_LOGIT / highest)
+        inputs.append(args[0])
+        loud_inputs.append(loud)
+        return (loud,)
 
     with head.linear.register_forward_pre_hook(amplify):
         logits = model(input_ids=tokens, use_cache=False).logits
-    if len(seen) != 2:
-        raise InputError(f"{type(model).__name__} is not supported: it runs its head {len(seen) // 2} times")
-    return seen[0], seen[1], logits
+    if len(inputs) != 1:
+        raise InputError(
+            f"{type(model).__name__} is not supported: it runs its head {len(inputs)} times"
+        )
+    return inputs[0], loud_inputs[0], logits
 
 
-def same(found: Tensor, expected: Tensor) -> bool:
+def same(actual: Tensor, expected: Tensor) -> bool:
     """Whether both may come from the same arithmetic in another order."""
-    return relative_error(found, expected) <= _TOLERANCE.get(expected.dtype, 5e-2)
+    return relative_error(actual, expected) <= _TOLERANCE.get(expected.dtype, 5e-2)
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    """The norm of the difference over the norm of what is expected."""
-    error, size = (found.double() - expected.double()).norm(), expected.double().norm()
-    return (error / size.clamp_min(1e-30)).item()
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """The norm of the difference over the norm of ``expected``."""
+    error = (actual.double() - expected.double()).norm()
+    size = expected.double().norm().clamp_min(1e-30)
+    return (error / size).item()

@@ -1,4 +1,4 @@
-"""Weights in a model's folder that the model does not use: refused, but for harmless ones."""
+"""Checks for weights in a model's folder that the model does not use."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,12 +15,12 @@ _FILES = ("model*.safetensors", "pytorch_model*.bin")  # transformers prefers th
 
 
 def check_weights(folder: Path, model: PreTrainedModel, unexpected: Iterable[str]) -> None:
-    """Refuse a folder with weights that the model does not use and that change its output.
+    """Raise ``InputError`` for weights that the model does not use and that would change it.
 
-    Harmless are buffers which the model computes itself, with the same numbers: rotary frequencies,
-    position ids, causal masks. Weights that the model's class ignores by its own list, such as
-    layers that predict further tokens, are not among the unexpected ones. An output matrix next to
-    tied embeddings must be the embeddings.
+    Buffers are harmless if the model computes the same numbers itself: rotary frequencies, position
+    ids, causal masks. The model's class lists weights that it ignores, such as layers that predict
+    further tokens; these are not among the unexpected ones. If the embeddings are tied, a stored
+    output matrix must equal them.
 
     Args:
         folder: the model's folder.
@@ -28,30 +28,25 @@ def check_weights(folder: Path, model: PreTrainedModel, unexpected: Iterable[str
         unexpected: names of weights that transformers did not use.
     """
     stored = _stored_in(folder)
-    frequencies = {
-        name for name in stored if name.endswith("inv_freq")
-    }  # transformers drops them unseen
-    harmful = [
-        name for name in {*unexpected, *frequencies} if not _is_harmless(stored, name, model)
-    ]
+    # transformers drops frequencies without reporting them
+    frequencies = {name for name in stored if name.endswith("inv_freq")}
+    unused = frequencies.union(unexpected)
+    harmful = [name for name in unused if not _is_harmless(stored, name, model)]
     if harmful:
         raise InputError(
-            f"{folder} has {len(harmful)} weights that the model does not use, "
-            f"for example {sorted(harmful)[0]}: "
-            "config.json describes another model"
+            f"{folder} has {len(harmful)} weights that the model does not use, for example "
+            f"{min(harmful)}: config.json describes another model"
         )
     _check_tied_head(folder, stored, model)
 
 
 def _check_tied_head(folder: Path, stored: dict[str, Path], model: PreTrainedModel) -> None:
-    """Refuse an output matrix that differs from the embeddings to which config.json ties it."""
+    """Reject an output matrix that differs from the embeddings to which config.json ties it."""
     head: Any = model.get_output_embeddings()
     embedding: Any = model.get_input_embeddings()
-    if (
-        head is None
-        or embedding is None
-        or not model.config.get_text_config(decoder=True).tie_word_embeddings
-    ):
+    if head is None or embedding is None:
+        return
+    if not model.config.get_text_config(decoder=True).tie_word_embeddings:
         return
     name = next((name for name in stored if name.endswith("lm_head.weight")), None)
     is_tied = head.weight is embedding.weight or torch.equal(head.weight, embedding.weight)
@@ -87,7 +82,8 @@ def _are_frequencies(values: Float[Tensor, " pairs"], model: PreTrainedModel) ->
         buffer.float().cpu() for name, buffer in model.named_buffers() if name.endswith("inv_freq")
     ]
     parameters = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    if isinstance(theta := parameters.get("rope_theta"), int | float):
+    theta = parameters.get("rope_theta")
+    if isinstance(theta, int | float):
         buffers.append(float(theta) ** -(torch.arange(len(values)) / len(values)))
     same_size = [buffer for buffer in buffers if buffer.shape == values.shape]
     # half precision rounds small frequencies by some per cent
@@ -95,7 +91,7 @@ def _are_frequencies(values: Float[Tensor, " pairs"], model: PreTrainedModel) ->
 
 
 def _stored_in(folder: Path) -> dict[str, Path]:
-    """File of every weight in a folder."""
+    """The file of every weight in a folder, by the weight's name."""
     for pattern in _FILES:
         stored: dict[str, Path] = {}
         for file in sorted(folder.glob(pattern)):
