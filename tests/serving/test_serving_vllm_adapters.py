@@ -65,18 +65,18 @@ def request_for(caches, **fields):
 
 def test_a_request_with_an_adapter_brings_no_slots_and_fails(serving, caches):
     connector = object.__new__(serving.CompactCacheConnector)
-    connector.caches, connector._named = caches, {}
+    connector.caches, connector._prefixes = caches, {}
     prefix = caches.find("doc")
-    assert connector._prefix(request_for(caches)).digest == prefix.digest
+    assert connector._named_prefix(request_for(caches)).digest == prefix.digest
     adapted = request_for(caches, lora_request=SimpleNamespace(lora_name="a", lora_int_id=1))
     with pytest.raises(InputError, match="a request with a LoRA adapter cannot name one"):
-        connector._prefix(adapted)
+        connector._named_prefix(adapted)
     assert connector.get_num_new_matched_tokens(adapted, 0) == (prefix.num_slots + 1, True)
-    assert connector._named == {"1": None}  # its load fails, and with it this request alone
+    assert connector._prefixes == {"1": None}  # its load fails, and with it this request alone
     plain = request_for(
         caches, lora_request=adapted.lora_request, kv_transfer_params=None, cache_salt=None
     )
-    assert connector._prefix(plain) is None
+    assert connector._named_prefix(plain) is None
 
 
 @pytest.mark.parametrize("names", [{"a": object()}, [SimpleNamespace(lora_name="a")]])
@@ -84,6 +84,6 @@ def test_the_server_rejects_the_name_of_an_adapter_before_the_engine_sees_it(ser
     state = SimpleNamespace(openai_serving_models=SimpleNamespace(lora_requests=names))
     body = {"model": "a", "prompt": "x", "kv_transfer_params": {"kvcat": "doc"}}
     with pytest.raises(InputError, match="a request with a LoRA adapter cannot name one"):
-        serving._prepared(state, "prompt", json.dumps(body).encode())
+        serving._with_token_ids(state, "prompt", json.dumps(body).encode())
     without = json.dumps({"model": "a", "prompt": "x"}).encode()
-    assert serving._prepared(state, "prompt", without) == without
+    assert serving._with_token_ids(state, "prompt", without) == without

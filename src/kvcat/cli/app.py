@@ -18,22 +18,34 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "compress": ("cli.documents.compress", "Compress a document's KV cache and save it."),
     "generate": ("cli.documents.generate", "Answer prompts from a saved cache."),
     "info": ("cli.documents.info", "Describe a cache file: slots, bytes saved, method, model."),
-    "widen": ("cli.documents.widen", "Write a checkpoint from which stock engines serve compact caches."),
+    "widen": (
+        "cli.documents.widen",
+        "Write a checkpoint from which stock engines serve compact caches.",
+    ),
     "pack": ("cli.documents.pack", "Convert a saved cache for another engine."),
     "eval suffix": ("cli.evaluate.Suffix", "Score held-out text behind a compressed prefix."),
     "eval needle": ("cli.evaluate.Needle", "Find a passkey in a compressed haystack."),
     "eval longbench": ("cli.evaluate.LongBench", "Answer LongBench v2 from compressed contexts."),
     "eval ruler": ("cli.evaluate.Ruler", "Solve RULER's synthetic tasks on compressed contexts."),
-    "eval qa": ("cli.evaluate.QA", "Answer multiple-choice questions, nothing compressed."),
-    "eval profile": ("cli.evaluate.profile", "Measure the error of the best cache found against its slots."),
+    "eval qa": ("cli.evaluate.QA", "Answer multiple-choice questions without compression."),
+    "eval profile": (
+        "cli.evaluate.profile",
+        "Measure the smallest error of a cache for each number of slots.",
+    ),
     "report": ("cli.evaluate.report", "Make tables, plots and a page from evaluations."),
-    "theory histogram": ("cli.theory.histogram", "Build the motivating example and its exact optimum."),
+    "theory histogram": (
+        "cli.theory.histogram",
+        "Build the motivating example and its exact optimum.",
+    ),
     "theory theorem": ("cli.theory.theorem", "Verify the main theorem for any function."),
     "theory errata": ("cli.theory.errata", "Demonstrate what fails as printed, and what holds."),
 }
-"""Command to its function, or dataclass with a method ``run``, and one line for the overview; imported when it runs."""
+"""By command: its function, or a dataclass with a method ``run``, and one line for the overview.
 
-_OVERVIEW = """Transformers with compressible KV caches: train them, compress their caches, measure both.
+The module is imported when the command runs.
+"""
+
+_OVERVIEW = """Train transformers with compressible KV caches, compress their caches, measure both.
 
 Start with `kvcat demo --quick`: it trains a small model that comes with the package, compresses
 held-out text and writes a report; no download, no GPU."""
@@ -49,7 +61,11 @@ def main() -> None:
 
 
 def run(argv: list[str]) -> int:
-    """Exit code: 0 done; 2 a person's mistake, told in one line; 130 interrupted; 128 + signal when stopped by one."""
+    """Exit code of a command line.
+
+    0: done. 1: the reader of a pipe closed it. 2: a person's mistake, explained in one line. 130:
+    interrupted. 128 + signal: stopped by this signal.
+    """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     try:
         _dispatch(argv)
@@ -67,13 +83,15 @@ def run(argv: list[str]) -> int:
             raise
         return _say(f"cannot use {error.filename or 'the disk'}: {error.strerror}", 2)
     except Exception as error:
-        if isinstance(signal := getattr(error, "signum", None), int):  # training saved its state and stopped
+        signal = getattr(error, "signum", None)
+        if isinstance(signal, int):  # training saved its state and stopped
             return _say(str(error), 128 + signal)
         raise
     return 0
 
 
 def _dispatch(argv: list[str]) -> None:
+    """Run the command that a command line names, or print the requested help text."""
     first = argv[0] if argv else "--help"
     if first in ("-h", "--help"):
         print(_overview())
@@ -82,18 +100,15 @@ def _dispatch(argv: list[str]) -> None:
 
         print(f"kvcat {kvcat.__version__}")
     elif first.startswith("--tyro"):
-        from kvcat.cli.options import completion
-        from kvcat.training.config import TrainConfig
-
-        completion({**{name: _function(name) for name in COMMANDS}, "train": TrainConfig}, argv)
+        _print_completion(argv)
     elif first in _GROUPS and argv[1:2] in ([], ["-h"], ["--help"]):
         print(_overview(first))
     else:
-        length = 2 if first in _GROUPS else 1
-        name, arguments = " ".join(argv[:length]), argv[length:]
+        num_words = 2 if first in _GROUPS else 1
+        name = " ".join(argv[:num_words])
         if name not in COMMANDS:
             raise InputError(f"no command {name!r}; commands: {', '.join(COMMANDS)}")
-        arguments = take_threads(name, arguments)
+        arguments = take_threads(name, argv[num_words:])
         try:
             _call(name, arguments)
         except SystemExit as end:  # tyro showed a help text
@@ -102,35 +117,47 @@ def _dispatch(argv: list[str]) -> None:
             raise
 
 
+def _print_completion(argv: list[str]) -> None:
+    """Print or write the completion script that ``--tyro-...`` asks for."""
+    from kvcat.cli.options import completion
+    from kvcat.training.config import TrainConfig
+
+    commands = {name: _function(name) for name in COMMANDS}
+    commands["train"] = TrainConfig  # the options of its recipes
+    completion(commands, argv)
+
+
 def _call(name: str, arguments: list[str]) -> None:
-    """Run a command with its own arguments."""
+    """Run a command with the arguments that follow its name."""
     if name == "train":
         _function(name)(arguments)
         return
     from kvcat.cli.options import parse
 
-    made = parse(_function(name), f"kvcat {name}", arguments)
-    if made is not None:  # a dataclass of options
-        made.run()
+    options = parse(_function(name), f"kvcat {name}", arguments)
+    if options is not None:  # a dataclass; a function has run by now
+        options.run()
 
 
 def _function(name: str) -> Any:
+    """The function or dataclass of a command."""
     module, _, function = COMMANDS[name][0].rpartition(".")
     return getattr(importlib.import_module(f"kvcat.{module}"), function)
 
 
 def _overview(group: str = "") -> str:
     """The help text of the program, or of a group of commands."""
-    listed = {name: line for name, (_, line) in COMMANDS.items() if name.startswith(group)}
-    width = max(map(len, listed))
-    rows = "\n".join(f"  {name:{width}}  {line}" for name, line in listed.items())
+    lines = {name: line for name, (_, line) in COMMANDS.items() if name.startswith(group)}
+    width = max(map(len, lines))
+    rows = "\n".join(f"  {name:{width}}  {line}" for name, line in lines.items())
     command = f"kvcat {group} COMMAND" if group else "kvcat COMMAND"
     return (
         f"usage: {command} ...\n\n{_GROUPS.get(group, _OVERVIEW)}\n\ncommands:\n{rows}\n\n"
-        f"`{command} --help` shows options and an example; `kvcat --version` the version."
+        f"`{command} --help` shows options and an example; `kvcat --version` shows the version."
     )
 
 
 def _say(message: str, code: int) -> int:
+    """The exit code, after printing the message as one line on the standard error."""
     print(f"kvcat: {' '.join(message.split())}", file=sys.stderr)
     return code

@@ -1,4 +1,4 @@
-"""Checks of a command's arguments before torch and transformers are imported, which takes seconds."""
+"""Checks of a command's arguments before the slow imports of torch and transformers."""
 
 import re
 from importlib.resources import files
@@ -13,20 +13,23 @@ _METHOD_FOLDERS = ("methods", "eviction")
 
 
 def check_model(name: str) -> None:
-    """Refuse a model that is neither a folder, nor a file, nor on the Hub; weights are not fetched."""
+    """Reject a model that is neither a folder, nor a file, nor on the Hub.
+
+    Weights are not fetched.
+    """
     from kvcat.hub import local_folder
 
     local_folder(name, weights=False)
 
 
 def check_tokenizer(name: str) -> None:
-    """The same of a model whose tokenizer alone is needed; any folder may hold one."""
+    """Reject a model as ``check_model``, but accept any folder, which may hold a tokenizer."""
     if not Path(name).expanduser().is_dir():
         check_model(name)
 
 
 def check_device(device: str) -> None:
-    """Refuse what is no name of a torch device; whether the device is there is found out later."""
+    """Reject a text that does not name a torch device; whether the device exists shows later."""
     kind = device.partition(":")[0]
     if kind not in _DEVICES or not re.fullmatch(r"[a-z]+(:\d+)?", device):
         raise InputError(
@@ -35,7 +38,10 @@ def check_device(device: str) -> None:
 
 
 def check_method(spec: str) -> None:
-    """Refuse a method that does not exist, or a text that is no NAME,option=value,...; options are checked later."""
+    """Reject a method that does not exist, or a text other than NAME,option=value,...
+
+    The options are checked later.
+    """
     name, _ = parse_spec(spec)
     if name.startswith("kvpress:"):
         return
@@ -45,7 +51,7 @@ def check_method(spec: str) -> None:
 
 
 def _built_in_methods() -> list[str]:
-    """Names of the methods of this package, which are those of their files."""
+    """Names of the methods of this package, from the names of their files."""
     names: list[str] = []
     for folder in _METHOD_FOLDERS:
         entries = (files("kvcat") / "compress" / folder).iterdir()
@@ -56,6 +62,6 @@ def _built_in_methods() -> list[str]:
 
 
 def check_file(file: Path, what: str) -> None:
-    """Refuse a file to read that does not exist."""
+    """Reject a file to read that does not exist."""
     if not file.is_file():
         raise InputError(f"no {what} {file}")

@@ -1,4 +1,4 @@
-"""Parsing by tyro: option types that commands share, and one line for what a person got wrong."""
+"""Option types that commands share, and parsing by tyro with one line for a person's mistake."""
 
 import math
 import re
@@ -17,15 +17,24 @@ from kvcat.errors import InputError
 T = TypeVar("T")
 
 
-def _number(kind: type, metavar: str, fits: Callable[[Any], bool]) -> PrimitiveConstructorSpec[Any]:
-    """A number of which a value that does not fit is refused while the command line is read."""
+def _number(
+    kind: type, metavar: str, is_valid: Callable[[Any], bool]
+) -> PrimitiveConstructorSpec[Any]:
+    """The type of a number; parsing a command line rejects values that are not valid."""
 
     def read(words: list[str]) -> Any:
-        if not fits(value := kind(words[0])):
+        value = kind(words[0])
+        if not is_valid(value):
             raise ValueError(repr(words[0]))
         return value
 
-    return PrimitiveConstructorSpec(1, metavar, read, lambda value: isinstance(value, kind), lambda value: [str(value)])
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=metavar,
+        instance_from_str=read,
+        is_instance=lambda value: isinstance(value, kind),
+        str_from_instance=lambda value: [str(value)],
+    )
 
 
 Count = Annotated[int, _number(int, "INT>=1", lambda value: 1 <= value < 2**63)]
@@ -34,15 +43,23 @@ Nats = Annotated[float, _number(float, "NATS>=0", lambda value: 0 <= value < mat
 Seed = Annotated[
     int,
     _number(int, "INT>=0", lambda value: 0 <= value < 2**63),
-    tyro.conf.arg(help="Seed of everything that is drawn."),
+    tyro.conf.arg(help="Seed of all random draws."),
 ]
 Strings = tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]]
 Fractions = tyro.conf.UseAppendAction[tuple[tuple[Fraction, ...], ...]]
 Counts = tyro.conf.UseAppendAction[tuple[tuple[Count, ...], ...]]
 Seeds = tyro.conf.UseAppendAction[tuple[tuple[Seed, ...], ...]]
 Output = Annotated[Path, tyro.conf.arg(aliases=["-o"])]
-Model = Annotated[str, tyro.conf.arg(help="Folder, .gguf file or Hub name of a decoder-only causal LM; kvcat-base.")]
-Models = Annotated[tuple[str, ...], tyro.conf.arg(help="Models to compare: FOLDER, Hub name, or LABEL=FOLDER.")]
+Model = Annotated[
+    str,
+    tyro.conf.arg(
+        help="Folder, .gguf file or Hub name of a decoder-only causal LM, or kvcat-base (built in)."
+    ),
+]
+Models = Annotated[
+    tuple[str, ...],
+    tyro.conf.arg(help="Models to compare: FOLDER, Hub name, or LABEL=FOLDER."),
+]
 Device = Annotated[str, tyro.conf.arg(help="Torch device: cpu, cuda, cuda:1, mps.")]
 Dtype = Annotated[
     Literal["float32", "bfloat16", "float16"],
@@ -51,68 +68,107 @@ Dtype = Annotated[
 Overwrite = Annotated[bool, tyro.conf.arg(help="Replace an existing file.")]
 Supervision = Annotated[
     DocumentSupervision,
-    tyro.conf.arg(help="What caches are fitted to: the text repeated after an instruction, or its own queries."),
+    tyro.conf.arg(
+        help="Queries that caches are fitted to: those of the text repeated after an instruction "
+        "(reconstruction), or those of the text itself (self)."
+    ),
 ]
 Bos = Annotated[
     BosChoice,
-    tyro.conf.arg(help="What begins a text: what the tokenizer puts there, always BOS, or nothing."),
+    tyro.conf.arg(
+        help="Tokens at the start of a text: those that the tokenizer adds (auto), always BOS, or none."
+    ),
 ]
 AllowSpecial = Annotated[
     bool,
-    tyro.conf.arg(help="Control tokens that the text spells, such as <|im_end|>, become these tokens."),
+    tyro.conf.arg(
+        help="Encode control tokens that the text spells, such as <|im_end|>, as these tokens."
+    ),
 ]
 Split = Annotated[
     Literal["all", "test", "validation", "train"],
-    tyro.conf.arg(help="Documents to use; test and validation are held out by a hash of the document's name."),
+    tyro.conf.arg(
+        help="Documents to use; a hash of a document's name decides whether it is held out for test "
+        "or validation."
+    ),
 ]
 
 
 def parse(target: Any, prog: str, arguments: Sequence[str], **settings: Any) -> Any:
-    """Call a function, or make a dataclass, with what the command line says, or raise an ``InputError``."""
-    config = (tyro.conf.DisallowNone, tyro.conf.PositionalMetavarFromFieldName, tyro.conf.FlagCreatePairsOff)
-    with events.on_parse_error(_refuse):
+    """The result of a function, or a dataclass, with the arguments of a command line.
+
+    Raises:
+        InputError: arguments that do not fit.
+    """
+    config = (
+        tyro.conf.DisallowNone,
+        tyro.conf.PositionalMetavarFromFieldName,
+        tyro.conf.FlagCreatePairsOff,
+    )
+    with events.on_parse_error(_reject):
         return tyro.cli(target, prog=prog, args=arguments, config=config, **settings)
 
 
 def completion(commands: Mapping[str, Any], arguments: Sequence[str]) -> None:
-    """Print or write a shell's completion script, as ``--tyro-print-completion SHELL`` asks."""
+    """Print or write a shell's completion script, as ``--tyro-print-completion SHELL`` requests."""
     tree: dict[str, Any] = {}
     for name, function in commands.items():
-        *group, last = name.split()
-        (tree.setdefault(group[0], {}) if group else tree)[last] = function
+        group, space, command = name.partition(" ")
+        if space:
+            tree.setdefault(group, {})[command] = function
+        else:
+            tree[name] = function
     tyro.cli(_union(tree), prog="kvcat", args=arguments)
 
 
 def _union(tree: Mapping[str, Any]) -> Any:
-    """Sub-commands as the union type that tyro makes sub-parsers of."""
+    """Sub-commands as a union type, from which tyro makes sub-parsers."""
     union: Any = Annotated[None, tyro.conf.Suppress]
     for name, branch in tree.items():
-        kind, constructor = (_union(branch), None) if isinstance(branch, dict) else (Any, branch)
-        union = union | Annotated[kind, tyro.conf.subcommand(name=name, constructor=constructor)]
+        if isinstance(branch, dict):
+            command = Annotated[_union(branch), tyro.conf.subcommand(name=name)]
+        else:
+            command = Annotated[Any, tyro.conf.subcommand(name=name, constructor=branch)]
+        union = union | command
     return union
 
 
 def flat(values: Iterable[Iterable[T]]) -> list[T]:
-    """The values of a list option: ``--keep 0.05 0.1`` and ``--keep 0.05 --keep 0.1`` are the same."""
+    """The values of a list option.
+
+    ``--keep 0.05 0.1`` and ``--keep 0.05 --keep 0.1`` are the same.
+    """
     return [value for group in values for value in group]
 
 
 def labelled(items: Sequence[str]) -> dict[str, str]:
-    """Label to folder or Hub name, from FOLDER, Hub name or LABEL=FOLDER; without LABEL, the folder's name is it."""
-    found: dict[str, str] = {}
+    """Folders or Hub names by label, from items FOLDER, Hub name or LABEL=FOLDER.
+
+    Without LABEL, the name of the folder is the label.
+    """
+    folders: dict[str, str] = {}
     for item in items:
-        label, equals, folder = ("", "", item) if Path(item).is_dir() else item.partition("=")
-        label, folder = (label, folder) if equals else (Path(item).name or item, item)
-        if label in found:
-            raise InputError(f"two of them have the same label {label!r}; give LABEL=FOLDER: {', '.join(items)}")
-        found[label] = folder
-    if not found:
+        label, folder = _split_label(item)
+        if label in folders:
+            raise InputError(
+                f"two of them have the same label {label!r}; give LABEL=FOLDER: {', '.join(items)}"
+            )
+        folders[label] = folder
+    if not folders:
         raise InputError("name at least one model: FOLDER, or LABEL=FOLDER")
-    return found
+    return folders
+
+
+def _split_label(item: str) -> tuple[str, str]:
+    """Label and folder of FOLDER, whose name may hold an equals sign, or of LABEL=FOLDER."""
+    label, equals, folder = item.partition("=")
+    if equals and not Path(item).is_dir():
+        return label, folder
+    return Path(item).name or item, item
 
 
 def check_output(file: Path, *, overwrite: bool) -> None:
-    """Refuse a file that cannot be written, before any work."""
+    """Reject a file that cannot be written, before any work."""
     if file.is_dir():
         raise InputError(f"{file} is a folder: name the file to write")
     if file.exists() and not overwrite:
@@ -121,24 +177,33 @@ def check_output(file: Path, *, overwrite: bool) -> None:
         raise InputError(f"no folder {file.parent} to write {file.name} to")
 
 
-def _refuse(event: events.ParseErrorEvent) -> None:
-    """Say in one line what tyro refuses."""
-    argument: Any = getattr(event, "argument", None)
-    flag, reason = _flag(argument) if argument else "", getattr(event, "message", "these arguments do not fit")
+def _reject(event: events.ParseErrorEvent) -> None:
+    """Raise an ``InputError`` with one line on what tyro rejects."""
+    raise InputError(f"{_mistake(event)} (see {event.prog} --help)")
+
+
+def _mistake(event: events.ParseErrorEvent) -> str:
+    """One line on the arguments that do not fit."""
     if isinstance(event, events.MissingArgs):
-        line = "missing " + ", ".join(_flag(missing.arg) for missing in event.missing_arguments)
-        line += f"; unknown: {' '.join(event.unrecognized_tokens)}" if event.unrecognized_tokens else ""
-    elif isinstance(event, events.UnrecognizedArgs):
-        line = f"unknown argument {' '.join(event.tokens)}"
-    elif isinstance(event, events.InvalidChoice):
-        line = f"{flag} is {event.value!r}; it must be one of {', '.join(event.choices)}"
-    elif not flag:
-        line = reason
-    else:
-        wrong = " ".join(re.findall(r"'([^']*)'", reason.partition("\n")[0]))
-        line = f"{flag} takes {argument.lowered.metavar}{f', not {wrong}' if wrong else ''}"
-    raise InputError(f"{line} (see {event.prog} --help)")
+        missing = ", ".join(_flag(missing.arg) for missing in event.missing_arguments)
+        unknown = " ".join(event.unrecognized_tokens)
+        return f"missing {missing}; unknown: {unknown}" if unknown else f"missing {missing}"
+    if isinstance(event, events.UnrecognizedArgs):
+        return f"unknown argument {' '.join(event.tokens)}"
+    argument: Any = getattr(event, "argument", None)
+    flag = _flag(argument) if argument else ""
+    if isinstance(event, events.InvalidChoice):
+        return f"{flag} is {event.value!r}; it must be one of {', '.join(event.choices)}"
+    reason = getattr(event, "message", "these arguments do not fit")
+    if not flag:
+        return reason
+    quoted = re.findall(r"'([^']*)'", reason.partition("\n")[0])  # the rejected words
+    allowed = f"{flag} takes {argument.lowered.metavar}"
+    return f"{allowed}, not {' '.join(quoted)}" if quoted else allowed
 
 
 def _flag(argument: Any) -> str:
-    return str(argument.lowered.metavar) if argument.is_positional() else max(argument.lowered.name_or_flags, key=len)
+    """The name of an argument as the help text shows it."""
+    if argument.is_positional():
+        return str(argument.lowered.metavar)
+    return max(argument.lowered.name_or_flags, key=len)
