@@ -1,4 +1,4 @@
-"""A model's forward behind a compact cache: the argument's name, and what has to hold before each forward."""
+"""A model's forward behind a compact cache: the argument's name, and checks before each forward."""
 
 import inspect
 from collections.abc import Sequence
@@ -32,20 +32,32 @@ class PrefixCache(Cache):
 
     Args:
         layers: one ``PrefixLayer`` for each layer of the model.
-        factors: the rotary factors that the keys have, where they depend on the length of the text (``rope``).
+        factors: the rotary factors that the keys have, where they depend on the length of the text
+            (``rope``).
         any_length: hold these factors beyond the border as well.
     """
 
-    def __init__(self, layers: Sequence[CacheLayerMixin], factors: Factors | None = None, *, any_length: bool = False):
+    def __init__(
+        self,
+        layers: Sequence[CacheLayerMixin],
+        factors: Factors | None = None,
+        *,
+        any_length: bool = False,
+    ):
         super().__init__(layers=list(layers))
         self.factors: Factors | None = factors
         self.any_length = any_length
-        self.tokens: Tensor | None = None  # those that came after the prefix, where forwards were given token ids
+        # those that came after the prefix, where forwards were given token ids
+        self.tokens: Tensor | None = None
         self.padding: int | None = None  # positions that left padding takes from a static cache
         self.held: AbstractContextManager[None] | None = None
 
     def __bool__(self) -> bool:
-        """False: Phi-3's ``generate`` drops every cache that is true once a question is longer than the border."""
+        """False, always.
+
+        Phi-3's ``generate`` drops every cache that is true once a question is longer than the
+        border of its rotary factors.
+        """
         return False
 
     def reset(self) -> None:
@@ -56,10 +68,10 @@ class PrefixCache(Cache):
 
 
 def guard(model: PreTrainedModel, past: PrefixCache) -> None:
-    """Let every forward of the model behind a ``PrefixCache`` be checked first, and hold the cache's rotary factors.
+    """Check every forward of the model behind a ``PrefixCache``, and hold the cache's factors.
 
-    The hooks are on the model's ``base_model`` as long as one of its caches is in use. They leave forwards with other
-    caches or none alone.
+    The hooks are on the model's ``base_model`` as long as one of its caches is in use. They leave
+    forwards with other caches or none alone.
     """
     module = model.base_model
     if _before not in module._forward_pre_hooks.values():
@@ -101,7 +113,7 @@ def _before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return
     if torch.compiler.is_compiling():
         if past.factors is not None:
-            raise InputError("rotary factors that depend on the length cannot be held in a compiled model")
+            raise InputError("a compiled model cannot hold the rotary factors of a cache")
         return
     ids = args[0] if args else kwargs.get("input_ids")
     new = ids if ids is not None else kwargs["inputs_embeds"]
@@ -111,7 +123,8 @@ def _before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         _check_new(past, ids)
     if past.factors is not None:
         if not past.any_length:
-            check_length(module.config, past.factors, length + new.shape[1])  # type: ignore[arg-type]
+            config: Any = module.config
+            check_length(config, past.factors, length + new.shape[1])
         past.held = held_factors(module, past.factors)
         past.held.__enter__()
 
@@ -125,7 +138,10 @@ def _after(_module: nn.Module, _args: Any, kwargs: dict[str, Any], _output: Any)
 
 
 def _check_forward(past: PrefixCache, length: int, num_new: int, kwargs: dict[str, Any]) -> None:
-    """Refuse tokens that do not follow what the cache holds, by the mask's length or else by their positions."""
+    """Refuse tokens that do not follow what the cache holds.
+
+    The length of the mask shows it, or else their positions.
+    """
     mask = kwargs.get("attention_mask")
     positions = kwargs.get("position_ids")
     if isinstance(mask, Tensor) and mask.dim() == 2:
@@ -143,13 +159,14 @@ def _check_forward(past: PrefixCache, length: int, num_new: int, kwargs: dict[st
 
 def _misfit(length: int, what: str, num_new: int) -> InputError:
     return InputError(
-        f"the cache holds {length} tokens, and {num_new} more do not fit {what}: a cache that has answered already is "
-        "given the new tokens alone, with a mask for all; or start again with a fresh cache.inputs(model, input_ids)"
+        f"the cache holds {length} tokens, and {num_new} more do not fit {what}: a cache that has "
+        "answered already is given the new tokens alone, with a mask for all; or start again with "
+        "a fresh cache.inputs(model, input_ids)"
     )
 
 
 def _check_new(past: PrefixCache, ids: Int[Tensor, "batch new"]) -> None:
-    """Refuse tokens that begin with everything that the cache was given before, which was more than one token."""
+    """Refuse tokens that begin with all that the cache was given before, if more than one."""
     known = int(past.get_seq_length()) - past.layers[0].num_tokens  # type: ignore[attr-defined]
     if known == 0:
         past.tokens = ids
@@ -161,7 +178,8 @@ def _check_new(past: PrefixCache, ids: Int[Tensor, "batch new"]) -> None:
     old = past.tokens[:, :known]
     if known > 1 and ids.shape[1] > known and torch.equal(ids[:, :known], old):
         raise InputError(
-            f"the {ids.shape[1]} new tokens begin with the {known} that the cache holds behind its document: give it "
-            "the new tokens alone, or start again with a fresh cache.inputs(model, input_ids)"
+            f"the {ids.shape[1]} new tokens begin with the {known} that the cache holds behind its "
+            "document: give it the new tokens alone, or start again with a fresh "
+            "cache.inputs(model, input_ids)"
         )
     past.tokens = torch.cat([old, ids], dim=1)

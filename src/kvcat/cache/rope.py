@@ -1,10 +1,11 @@
 """Rotary embeddings whose factors depend on the length of the text, held to one set of factors.
 
 LongRoPE (Phi-3, Phi-4-mini, MiniCPM) has two sets of factors: a short one for texts of at most
-``original_max_position_embeddings`` tokens, which is called the border here, and a long one for longer texts.
-transformers chooses the set anew in every forward, by the highest position. Keys that were rotated with one set are
-wrong for queries of the other, so a compact cache holds one set for its whole life. Dynamic NTK has other factors for
-every length beyond the border, so that only lengths up to the border are supported.
+``original_max_position_embeddings`` tokens, which is called the border here, and a long one for
+longer texts. transformers chooses the set anew in every forward, by the highest position. Keys that
+were rotated with one set are wrong for queries of the other, so a compact cache holds one set for
+its whole life. Dynamic NTK has other factors for every length beyond the border, so that only
+lengths up to the border are supported.
 """
 
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ _TESTED: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
 
 def rope_border(config: PreTrainedConfig) -> int | None:
-    """Longest text with the short factors, in tokens; None where the factors do not depend on the length.
+    """Longest text with the short factors, in tokens; None where there is one set for all lengths.
 
     Raises:
         InputError: types of layers with different borders.
@@ -34,8 +35,10 @@ def rope_border(config: PreTrainedConfig) -> int | None:
     for parameters in _rope_parameters(text):
         kind = _kind(parameters)
         # a widened checkpoint (kvcat widen) has the same factors for all lengths
-        alike = all(parameters.get(f"short_{x}") == parameters.get(f"long_{x}") for x in ("factor", "mscale"))
-        if kind == "longrope" and not alike:
+        is_alike = all(
+            parameters.get(f"short_{name}") == parameters.get(f"long_{name}") for name in ("factor", "mscale")
+        )
+        if kind == "longrope" and not is_alike:
             original = parameters.get("original_max_position_embeddings")
             borders.add(original or text.max_position_embeddings)
         elif "dynamic" in kind:
@@ -47,7 +50,7 @@ def rope_border(config: PreTrainedConfig) -> int | None:
 
 
 def rope_factors(config: PreTrainedConfig, num_tokens: int) -> Factors | None:
-    """The factors that transformers takes for a text of so many tokens; None where they do not depend on the length.
+    """The factors that transformers takes for a text of so many tokens; None as in ``rope_border``.
 
     Raises:
         InputError: more tokens than dynamic NTK has fixed factors for.
@@ -60,8 +63,8 @@ def rope_factors(config: PreTrainedConfig, num_tokens: int) -> Factors | None:
     text = config.get_text_config(decoder=True)
     if any("dynamic" in _kind(parameters) for parameters in _rope_parameters(text)):
         raise InputError(
-            f"{config.model_type}: the factors of its dynamic rotary embeddings change with every length beyond "
-            f"{border} tokens: {num_tokens} tokens are not supported"
+            f"{config.model_type}: the factors of its dynamic rotary embeddings change with every "
+            f"length beyond {border} tokens: {num_tokens} tokens are not supported"
         )
     return "long"
 
@@ -72,17 +75,18 @@ def check_length(config: PreTrainedConfig, factors: Factors, num_tokens: int) ->
     if factors == "short" and border is not None and num_tokens > border:
         rope_factors(config, num_tokens)  # of dynamic NTK no room helps
         raise InputError(
-            f"{config.model_type}: the cache was made with the rotary factors for at most {border} tokens, and here "
-            f"are {num_tokens}: make it again with room for what follows (room=, kvcat compress --room)"
+            f"{config.model_type}: the cache was made with the rotary factors for at most {border} "
+            f"tokens, and here are {num_tokens}: make it again with room for what follows (room=, "
+            "kvcat compress --room)"
         )
 
 
 @contextmanager
 def held_factors(model: nn.Module, factors: Factors | None) -> Iterator[None]:
-    """Every forward in this block has these rotary factors, whatever its positions; None changes nothing.
+    """Every forward in this block has these rotary factors, whatever its positions.
 
-    The buffers of the model's own rotary modules are exchanged and put back. The first time it is tried whether the
-    modules then do what they should.
+    The buffers of the model's own rotary modules are exchanged and put back. The first time it is
+    tried whether the modules then do what they should. None changes nothing.
 
     Raises:
         InputError: rotary modules that choose their factors in a way of their own.
@@ -94,7 +98,7 @@ def held_factors(model: nn.Module, factors: Factors | None) -> Iterator[None]:
     modules = _rotary_modules(model)
     kind = type(model).__name__
     if border is None or not modules:
-        raise InputError(f"{kind} is not supported: it has no rotary modules whose factors could be held")
+        raise InputError(f"{kind} is not supported: it has no rotary modules that could be held")
     if factors not in _TESTED.setdefault(model, set()):
         for module, layer_type in modules:
             if not _can_hold(module, layer_type, factors, border):
@@ -109,7 +113,7 @@ def held_factors(model: nn.Module, factors: Factors | None) -> Iterator[None]:
 
 
 def _rope_parameters(text: PreTrainedConfig) -> list[dict[str, Any]]:
-    """The rotary parameters of a configuration, one table for each type of layers that has its own."""
+    """The rotary parameters of a configuration: a table, or one for each type of layers."""
     parameters = getattr(text, "rope_parameters", None) or {}
     nested = [table for table in parameters.values() if isinstance(table, dict)]
     return nested or [parameters]
@@ -121,14 +125,14 @@ def _kind(parameters: dict[str, Any]) -> str:
 
 def _rotary_modules(model: nn.Module) -> list[tuple[nn.Module, str | None]]:
     """Modules whose factors depend on the length, with the type of layers that they serve."""
-    found: list[tuple[nn.Module, str | None]] = []
+    served: list[tuple[nn.Module, str | None]] = []
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         by_type = kinds if isinstance(kinds, dict) else {None: kinds}
         for layer_type, kind in by_type.items():
             if isinstance(kind, str) and (kind == "longrope" or "dynamic" in kind):
-                found.append((module, layer_type))
-    return found
+                served.append((module, layer_type))
+    return served
 
 
 def _hold(module: Any, layer_type: str | None, factors: Factors, border: int) -> Any:
@@ -149,7 +153,7 @@ def _hold(module: Any, layer_type: str | None, factors: Factors, border: int) ->
 
 
 def _can_hold(module: nn.Module, layer_type: str | None, factors: Factors, border: int) -> bool:
-    """Whether the first positions are rotated as in a text of that length, and a far position changes nothing."""
+    """Whether held factors are those of a text of that length, whatever its last position."""
     near = [0, 1, 2]
     far = [*near, border]
     expected = _cosines(module, layer_type, far if factors == "long" else near)[:, :3]

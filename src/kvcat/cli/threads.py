@@ -22,9 +22,9 @@ _SECONDS_BETWEEN = 0.002
 def take_threads(name: str, arguments: list[str]) -> list[str]:
     """The arguments of a command without ``--threads``, which is put into effect.
 
-    Where it is not given, the number of free processors is, unless torch was imported before (a program that calls the
-    command line sets threads itself), the environment sets a number, or the command is ``train``: a resumed run has the
-    same bits only with the same number of threads.
+    Where it is not given, the number of free processors is, unless torch was imported before (a
+    program that calls the command line sets threads itself), the environment sets a number, or the
+    command is ``train``: a resumed run has the same bits only with the same number of threads.
 
     Raises:
         InputError: not a whole number of at least 1, or given twice.
@@ -79,7 +79,10 @@ def _allowed_processors() -> int:
 
 
 def _group_limit() -> float | None:
-    """Processors that the control group grants, in both versions of Linux's files; None without a limit."""
+    """Processors that the control group grants; None without a limit.
+
+    Linux has two versions of the files that say so.
+    """
     try:
         quota, period = (_CGROUP / "cpu.max").read_text().split()
     except (OSError, ValueError):
@@ -94,7 +97,11 @@ def _group_limit() -> float | None:
 
 
 def _busy_processors() -> float:
-    """Processors that others keep busy: the load of the last minute, but not more than run at this moment."""
+    """Processors that others keep busy.
+
+    It is the load of the last minute, but not more than run or wait at this moment: a command that
+    ended just now has left its load behind.
+    """
     try:
         load = os.getloadavg()[0]
     except (AttributeError, OSError):  # Windows
@@ -110,7 +117,7 @@ def _busy_processors() -> float:
 
 
 def _running_threads() -> int | None:
-    """Threads that run or wait for a processor, without this one; None where the system does not say."""
+    """Threads that run or wait for a processor, without this one; None where it is not known."""
     try:
         fields = Path("/proc/loadavg").read_text().split()
     except OSError:
