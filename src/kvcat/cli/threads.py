@@ -1,4 +1,4 @@
-"""The number of processor threads that a command computes with."""
+"""How many processor threads a command computes with."""
 
 import math
 import os
@@ -9,8 +9,8 @@ from pathlib import Path
 from kvcat.errors import InputError
 
 THREADS_HELP = """common option:
-  --threads INT>=1  Processor threads. Default: OMP_NUM_THREADS if the environment sets it, else all
-                    processors for `kvcat train`, and those free at the start for other commands.
+  --threads INT>=1  Processor threads; by default as many as processors are free at the start, but
+                    for `kvcat train` all of them. OMP_NUM_THREADS in the environment comes first.
 """
 _OPTION = "--threads"
 _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -20,73 +20,69 @@ _SECONDS_BETWEEN = 0.002
 
 
 def take_threads(name: str, arguments: list[str]) -> list[str]:
-    """The arguments of a command without ``--threads``, after setting the number of threads.
+    """The arguments of a command without ``--threads``, which is put into effect.
 
-    Without ``--threads`` the number of free processors is used, except in three cases where nothing
-    is set: torch is already imported (a program that calls the command line sets threads itself);
-    the environment sets a number; or the command is ``train``, because a resumed run has the same
-    bits only with the same number of threads.
+    Where it is not given, the number of free processors is, unless torch was imported before (a
+    program that calls the command line sets threads itself), the environment sets a number, or the
+    command is ``train``: a resumed run has the same bits only with the same number of threads.
 
     Raises:
-        InputError: a number of threads that is not a whole number of at least 1, or two numbers.
+        InputError: not a whole number of at least 1, or given twice.
     """
     count, others = _split(name, arguments)
-    is_torch_imported = "torch" in sys.modules
     if count is None:
-        is_set = is_torch_imported or any(variable in os.environ for variable in _VARIABLES)
-        asks_for_help = not {"-h", "--help"}.isdisjoint(arguments)
-        if name == "train" or is_set or asks_for_help:
+        is_set = "torch" in sys.modules or any(variable in os.environ for variable in _VARIABLES)
+        if name == "train" or is_set or {"-h", "--help"} & set(arguments):
             return others
         count = free_processors()
-    if is_torch_imported:
+    if "torch" in sys.modules:
         import torch
 
         torch.set_num_threads(count)
     else:
-        # torch reads it when it is imported, which needs seconds; some commands never import it
+        # torch reads it when it is imported, which takes seconds and some commands do not need
         os.environ["OMP_NUM_THREADS"] = str(count)
     return others
 
 
 def _split(name: str, arguments: list[str]) -> tuple[int | None, list[str]]:
     """The number of threads that the arguments ask for, and the other arguments."""
-    counts: list[str] = []
+    words: list[str] = []
     others: list[str] = []
-    unread = iter(arguments)
-    for argument in unread:
+    waiting = iter(arguments)
+    for argument in waiting:
         option, equals, value = argument.partition("=")
         if option != _OPTION:
             others.append(argument)
-        elif equals:
-            counts.append(value)
         else:
-            counts.append(next(unread, ""))
-    if not counts:
+            words.append(value if equals else next(waiting, ""))
+    if not words:
         return None, others
-    is_number = counts[0].isascii() and counts[0].isdigit()
-    if len(counts) > 1 or not is_number or int(counts[0]) < 1:
-        words = " ".join(counts)
-        raise InputError(f"{_OPTION} takes INT>=1, not {words} (see kvcat {name} --help)")
-    return int(counts[0]), others
+    if len(words) > 1 or not words[0].isascii() or not words[0].isdigit() or int(words[0]) < 1:
+        raise InputError(f"{_OPTION} takes INT>=1, not {' '.join(words)} (see kvcat {name} --help)")
+    return int(words[0]), others
 
 
 def free_processors() -> int:
-    """Number of processors that this process may use and other processes leave idle; at least 1."""
+    """Processors that this process may use and others leave idle, at least 1."""
     total = os.cpu_count() or 1
     idle = total - round(_busy_processors())
     return max(1, min(_allowed_processors(), idle))
 
 
 def _allowed_processors() -> int:
-    """Number of processors that the affinity and the control group of this process allow."""
+    """Processors that this process may use: its affinity, and the limit of its control group."""
     affinity = getattr(os, "sched_getaffinity", None)
-    allowed = (os.cpu_count() or 1) if affinity is None else len(affinity(0))
+    allowed = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
     limit = _group_limit()
     return allowed if limit is None else min(allowed, max(1, math.floor(limit)))
 
 
 def _group_limit() -> float | None:
-    """Processors that the control group (version 1 or 2) grants; None without a limit."""
+    """Processors that the control group grants; None without a limit.
+
+    Linux has two versions of the files that say so.
+    """
     try:
         quota, period = (_CGROUP / "cpu.max").read_text().split()
     except (OSError, ValueError):
@@ -101,23 +97,27 @@ def _group_limit() -> float | None:
 
 
 def _busy_processors() -> float:
-    """Processors that others keep busy: the last minute's load, at most the threads running now."""
+    """Processors that others keep busy.
+
+    It is the load of the last minute, but not more than run or wait at this moment: a command that
+    ended just now has left its load behind.
+    """
     try:
         load = os.getloadavg()[0]
     except (AttributeError, OSError):  # Windows
         return 0.0
-    most_running = 0
+    running = []
     for _ in range(_SAMPLES):
-        num_running = _running_threads()
-        if num_running is None:
+        now = _running_threads()
+        if now is None:
             return load
-        most_running = max(most_running, num_running)
+        running.append(now)
         time.sleep(_SECONDS_BETWEEN)
-    return min(load, float(most_running))
+    return min(load, float(max(running)))
 
 
 def _running_threads() -> int | None:
-    """Number of other threads that run or wait for a processor; None if the system has no count."""
+    """Threads that run or wait for a processor, without this one; None where it is not known."""
     try:
         fields = Path("/proc/loadavg").read_text().split()
     except OSError:
