@@ -169,7 +169,7 @@ def test_a_document_too_long_for_its_repetition_fits_by_its_own_queries(tiny_fol
     document, output = tmp_path / "doc.txt", tmp_path / "c.safetensors"
     document.write_text("".join(sentences(9, seed=7)))
     argv = ["compress", tiny_folder, "--text", document, "-o", output]
-    assert "a shorter text, or supervision='self'" in mistake(*argv)
+    assert "supervision self does not repeat the text" in mistake(*argv)
     assert not output.exists()
     assert kvcat(*argv, "--supervision", "self") == 0
 

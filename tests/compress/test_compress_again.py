@@ -90,5 +90,5 @@ def test_a_past_that_does_not_fit_and_methods_that_need_all_queries_are_refused(
     with pytest.raises(InputError, match="past holds 3 examples, input_ids 2"):
         trace(double, windows[:2], 48, past=compact)
     for name in ("h2o", "snapkv", "tova"):
-        with pytest.raises(InputError, match="part of which is compact already"):
+        with pytest.raises(InputError, match="part of which is already compact"):
             Eviction(name)(trace(double, windows, 48, past=compact), num_slots=5)
