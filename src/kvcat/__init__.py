@@ -1,4 +1,4 @@
-"""Transformers with compressible KV caches: training (KV-CAT), compression, and the measurement of both.
+"""Transformers with compressible KV caches: training (KV-CAT), compression, measurement of both.
 
 Names are imported on first use, so that ``import kvcat`` and ``kvcat --help`` stay fast.
 """
@@ -9,32 +9,87 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from kvcat import (  # noqa: I001 (one line)
-        attention, cache, compress, data, evals, losses, models, policies, recipes, report, serving, theory, training,
-    )  # fmt: skip
+    from kvcat import (
+        attention,
+        cache,
+        compress,
+        data,
+        evals,
+        losses,
+        models,
+        policies,
+        recipes,
+        report,
+        serving,
+        theory,
+        training,
+    )
     from kvcat.cache import CompactCache
     from kvcat.compress import (
-        AttentionMatching, Eviction, GradientCompression, Trace, compare, document_trace, question_ids, reconstruction,
-        replay, trace,
-    )  # fmt: skip
+        AttentionMatching,
+        Eviction,
+        GradientCompression,
+        Trace,
+        compare,
+        document_trace,
+        question_ids,
+        reconstruction,
+        replay,
+        trace,
+    )
     from kvcat.errors import InputError
     from kvcat.models import load
     from kvcat.training import TrainConfig
     from kvcat.training.loop import train
 
 __all__ = [
-    "AttentionMatching", "CompactCache", "Eviction", "GradientCompression", "InputError", "Trace", "TrainConfig",
-    "attention", "cache", "compare", "compress", "data", "document_trace", "evals", "load", "losses", "models",
-    "policies", "question_ids", "recipes", "reconstruction", "replay", "report", "serving", "theory",
-    "trace", "train", "training",
-]  # fmt: skip
+    "AttentionMatching",
+    "CompactCache",
+    "Eviction",
+    "GradientCompression",
+    "InputError",
+    "Trace",
+    "TrainConfig",
+    "attention",
+    "cache",
+    "compare",
+    "compress",
+    "data",
+    "document_trace",
+    "evals",
+    "load",
+    "losses",
+    "models",
+    "policies",
+    "question_ids",
+    "recipes",
+    "reconstruction",
+    "replay",
+    "report",
+    "serving",
+    "theory",
+    "trace",
+    "train",
+    "training",
+]
 _HOME = {
-    "CompactCache": "cache", "InputError": "errors", "TrainConfig": "training", "load": "models",
+    "AttentionMatching": "compress",
+    "CompactCache": "cache",
+    "Eviction": "compress",
+    "GradientCompression": "compress",
+    "InputError": "errors",
+    "Trace": "compress",
+    "TrainConfig": "training",
+    "compare": "compress",
+    "document_trace": "compress",
+    "load": "models",
+    "question_ids": "compress",
+    "reconstruction": "compress",
+    "replay": "compress",
+    "trace": "compress",
     "train": "training.loop",
-    **dict.fromkeys(("AttentionMatching", "Eviction", "GradientCompression", "Trace"), "compress"),
-    **dict.fromkeys(("compare", "reconstruction", "replay", "trace"), "compress"),
-    **dict.fromkeys(("document_trace", "question_ids"), "compress"),
-}  # fmt: skip
+}
+"""Module of every name that is not a module itself."""
 
 
 def __getattr__(name: str) -> Any:

@@ -191,7 +191,7 @@ def test_a_cache_is_packed_plain_without_its_log_bias_only_on_demand_or_for_a_wi
     cache = compress(tiny_folder, document, "--slots", 5, "--method", "random")
     base = ["pack", tiny_folder, "--cache", cache, "-o"]
     assert kvcat(*base, tmp_path / "p") == 0
-    assert capsys.readouterr().out.endswith("5 slots a head; the next token stands at 5\n")
+    assert capsys.readouterr().out.endswith("5 slots per head; the next token has position 5\n")
     with safetensors.safe_open(tmp_path / "p", "pt") as file:
         assert file.metadata()["format"] == "kvcat-prefix-1"
     assert "exists; --overwrite replaces it" in mistake(*base, tmp_path / "p")
@@ -204,7 +204,7 @@ def test_a_cache_is_packed_plain_without_its_log_bias_only_on_demand_or_for_a_wi
     assert read_prefix(tmp_path / "w").shape[2] == 12
     for name in ("wide", "wide.gguf"):
         assert kvcat("widen", tiny_folder, "--head-dim", 12, "-o", tmp_path / name) == 0
-        assert capsys.readouterr().out.endswith(f"{name}: heads of 12 channels, 8 of the model's own\n")
+        assert capsys.readouterr().out.endswith(f"{name}: heads of 12 channels, 8 of them the model's\n")
     assert load(tmp_path / "wide")[0].config.head_dim == 12
     assert (tmp_path / "wide.gguf").read_bytes()[:4] == b"GGUF"
 
@@ -217,7 +217,7 @@ def test_a_file_says_what_it_holds_and_a_damaged_or_another_one_is_refused_in_on
     assert kvcat("info", tmp_path / "c") == 0
     shown = capsys.readouterr().out
     for line in (
-        "20 tokens in 2.5 slots a layer and head (12.5% kept), at most 4", "1 examples, 2 layers, 2 KV heads of 8",
+        "20 tokens in 2.5 slots per layer and head (12.5% kept), at most 4", "1 examples, 2 layers, 2 KV heads of 8",
         f"{cache.nbytes:,}, 12.5% of the 5,120 of the dense cache", "by hand", "unknown, fingerprint 0123456789ab",
         "seed 7", "slots by layer  3 2",
     ):  # fmt: skip

