@@ -41,7 +41,7 @@ test-real: setup ## the tests on SmolLM2-135M; they skip where it is absent (mak
 # not load beside a torch for CPUs.
 VLLM ?= .venv-vllm
 test-vllm: $(VLLM)/ready ## compact caches in a vLLM server on a CPU; about four minutes, most of them to install
-	$(VLLM)/bin/python -m pytest -q tests/serving/test_serving_vllm.py
+	$(VLLM)/bin/python -m pytest -q tests/serving/test_serving_vllm.py tests/serving/test_serving_vllm_adapters.py
 
 $(VLLM)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VLLM)
@@ -52,7 +52,7 @@ $(VLLM)/ready: pyproject.toml
 
 # What depends on transformers' models, caches and generation, and on kvpress: run with the lowest transformers that
 # pyproject.toml allows and with the newest on the index, each with the kvpress that pip chooses for it.
-VERSIONED := tests/attention tests/cache tests/models tests/serving/test_serving_transformers.py \
+VERSIONED := tests/attention tests/cache tests/models tests/serving/test_serving_prefix.py \
   tests/compress/test_compress_contract.py tests/compress/test_compress_kvpress.py \
   tests/compress/test_compress_trace.py tests/evals/test_evals_answers.py tests/cli/test_cli_documents.py
 LOWEST := $(shell sed -n 's/.*"transformers>=\([0-9.]*\),.*/\1.0/p' pyproject.toml)

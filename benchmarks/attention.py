@@ -1,4 +1,5 @@
-"""Masked attention on this machine: each fast path against plain causal attention, and the mask's gradient.
+"""Masked attention on this machine: each fast path against plain causal attention, and the mask's
+gradient.
 
     python benchmarks/attention.py [--threads 1]
 
@@ -14,7 +15,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvcat.attention import attend, attend_reference, reachable
 
-SHAPES = [(4, 8, 4, 256, 16), (4, 8, 4, 1024, 16), (4, 8, 4, 256, 32), (4, 8, 4, 1024, 32), (2, 14, 2, 1024, 64)]
+SHAPES = [
+    (4, 8, 4, 256, 16),
+    (4, 8, 4, 1024, 16),
+    (4, 8, 4, 256, 32),
+    (4, 8, 4, 1024, 32),
+    (2, 14, 2, 1024, 64),
+]
 
 
 def seconds(run: Callable[[], torch.Tensor], repeats: int = 5) -> float:
@@ -27,7 +34,8 @@ def seconds(run: Callable[[], torch.Tensor], repeats: int = 5) -> float:
 
 
 def soft_call(q, k, v, keep):
-    """The mask's gradient from a second attention call whose value is cancelled, instead of a backward of its own."""
+    """The mask's gradient from a second attention call whose value is cancelled, instead of a
+    backward of its own."""
     hard = attend(q, k, v, keep.detach())
     bias = (keep - keep.detach())[:, None].expand(-1, k.shape[1], -1)
     soft = attend(q.detach(), k.detach(), v.detach(), log_bias=bias)
@@ -48,7 +56,11 @@ def main() -> None:
         hard = (torch.rand(batch, length) < 0.5).float()
         hard[:, 0] = 1.0
         keep, reach = hard.clone().requires_grad_(), reachable(length, length)[None]
-        plain = seconds(lambda q=q, k=k, v=v: scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True))
+        plain = seconds(
+            lambda q=q, k=k, v=v: scaled_dot_product_attention(
+                q, k, v, is_causal=True, enable_gqa=True
+            )
+        )
         runs: list[Callable[[], torch.Tensor]] = [
             lambda q=q, k=k, v=v, m=hard: attend(q, k, v, m),
             lambda q=q, k=k, v=v, m=hard, r=reach: attend(q, k, v, m, reach=r),
@@ -57,7 +69,10 @@ def main() -> None:
             lambda q=q, k=k, v=v, m=hard: attend_reference(q, k, v, m),
         ]
         ratios = " | ".join(f"{seconds(run) / plain:.2f}" for run in runs)
-        print(f"| {batch} x {heads}/{kv_heads} x {length} x {dim} | {plain * 1e3:.1f} | {ratios} |", flush=True)
+        print(
+            f"| {batch} x {heads}/{kv_heads} x {length} x {dim} | {plain * 1e3:.1f} | {ratios} |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""Seconds of Attention Matching beside the original's code: python benchmarks/attention_matching.py --peer FOLDER.
+"""Seconds of Attention Matching beside the original's code: python benchmarks/attention_matching.py
+--peer FOLDER.
 
-Caches of 768 tokens are fitted to the 128 behind them. All methods take turns on every window, each from a cold start
-on the same trace; shown are medians (processor time of one thread; wall time on a GPU) and, with --peer, a checkout of
-adamzweiger/compaction, ratios to its matching pursuit ("fast").
+Caches of 768 tokens are fitted to the 128 behind them. All methods take turns on every window, each
+from a cold start on the same trace; shown are medians (processor time of one thread; wall time on a
+GPU) and, with --peer, a checkout of adamzweiger/compaction, ratios to its matching pursuit
+("fast").
 """
 
 import argparse
@@ -20,12 +22,18 @@ from kvcat.data import split_documents
 from kvcat.evals import windows_from_documents
 
 PREFIX, SUFFIX = 768, 128
-METHODS = ("attention-matching", "attention-matching,budgets=equal", "attention-matching,preset=paper")
+METHODS = (
+    "attention-matching",
+    "attention-matching,budgets=equal",
+    "attention-matching,preset=paper",
+)
 PEER = "original-omp-fast"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--data", default="installed", help="text of the windows")
     parser.add_argument("--windows", type=int, default=2)
@@ -40,13 +48,23 @@ def main() -> None:
     methods = {spec: seeded_compressor(*parse_method(spec), seed=0) for spec in options.methods}
     if options.peer:
         methods[PEER] = Original(options.peer, PEER.removeprefix("original-"))
-    documents = ((d.id, d.text) for d in split_documents(options.data, "all", limit=20 * options.windows))
+    documents = (
+        (d.id, d.text) for d in split_documents(options.data, "all", limit=20 * options.windows)
+    )
     found = windows_from_documents(
-        documents, tokenizer, prefix_len=PREFIX, suffix_len=SUFFIX, limit=options.windows, per_document=1, seed=0
+        documents,
+        tokenizer,
+        prefix_len=PREFIX,
+        suffix_len=SUFFIX,
+        limit=options.windows,
+        per_document=1,
+        seed=0,
     )
     gpu = model.device.type == "cuda"
     where = torch.cuda.get_device_name() if gpu else f"{platform.machine()}, one thread"
-    print(f"{where}, torch {torch.__version__}, {options.model}, {len(found)} windows, {options.rounds} rounds\n")
+    print(
+        f"{where}, torch {torch.__version__}, {options.model}, {len(found)} windows, {options.rounds} rounds\n"
+    )
     seconds: dict[tuple[str, float], list[float]] = {}
     for window in found:
         traced = kvcat.trace(model, torch.tensor([window.tokens], device=model.device), PREFIX)
@@ -65,7 +83,8 @@ def main() -> None:
         cells = []
         for keep in options.keep:
             own, peer = (
-                statistics.median(seconds[key, keep]) if (key, keep) in seconds else 0.0 for key in (name, PEER)
+                statistics.median(seconds[key, keep]) if (key, keep) in seconds else 0.0
+                for key in (name, PEER)
             )
             cells.append(f"{own:.2f}" + (f", {own / peer:.2f}" if peer else ""))
         print(" | ".join([f"| `{name}`", *cells]) + " |")

@@ -1,4 +1,5 @@
-"""What a checkpoint costs a run: how long training stands still, and how much slower a step is while files are written.
+"""What a checkpoint costs a run: how long training stands still, and how much slower a step is
+while files are written.
 
 python benchmarks/checkpoint.py [--shape small] [--batch 4] [--seq-len 1024] [--threads 2]
 """
@@ -27,7 +28,12 @@ def main() -> None:
     for parameter in objective.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    taken: dict[str, list[float]] = {"step": [], "standstill": [], "step while writing": [], "until it stands": []}
+    taken: dict[str, list[float]] = {
+        "step": [],
+        "standstill": [],
+        "step while writing": [],
+        "until it stands": [],
+    }
 
     def timed(name: str, work: object) -> None:
         start = time.perf_counter()
@@ -44,7 +50,9 @@ def main() -> None:
             checkpoints.wait()
             taken["until it stands"].append(time.perf_counter() - began)
     parameters = sum(p.numel() for p in objective.parameters())
-    print(f"{args.shape}, {parameters:,} parameters, {args.batch} x {args.seq_len} tokens, torch {torch.__version__}\n")
+    print(
+        f"{args.shape}, {parameters:,} parameters, {args.batch} x {args.seq_len} tokens, torch {torch.__version__}\n"
+    )
     print("| | seconds (median) | in steps |\n|---|---|---|")
     for name, seconds in taken.items():
         steps = statistics.median(a / b for a, b in zip(seconds, taken["step"], strict=True))

@@ -1,10 +1,12 @@
-"""Seconds of compression methods on one text, each from a cold start: python benchmarks/compress.py --text FILE.
+"""Seconds of compression methods on one text, each from a cold start: python benchmarks/compress.py
+--text FILE.
 
     --model kvcat-base --prefix 768 --suffix 256 --keep 0.05 0.1 0.2 0.4 --methods ... --threads 1
 
-The first line is the trace (one dense forward) that all methods share; a method's seconds are those of a call on the
-trace alone. "all" makes the caches of all keep ratios in one go (``Compressor.each``), which shares their work. KL is
-KL(dense || compact) on the suffix, nats per token. With one thread the clock is processor time.
+The first line is the trace (one dense forward) that all methods share; a method's seconds are those
+of a call on the trace alone. "all" makes the caches of all keep ratios in one go
+(``Compressor.each``), which shares their work. KL is KL(dense || compact) on the suffix, nats per
+token. With one thread the clock is processor time.
 """
 
 import argparse
@@ -24,7 +26,9 @@ METHODS = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--model", default="kvcat-base")
     parser.add_argument("--prefix", type=int, default=768)
@@ -36,8 +40,12 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     clock = time.process_time if options.threads == 1 else time.perf_counter
     model, tokenizer = kvcat.load(options.model)
-    ids = tokenizer.encode(options.text.read_text(encoding="utf-8"), verbose=False)[: options.prefix + options.suffix]
-    print(f"{platform.machine()}, {options.threads} threads, torch {torch.__version__}, {len(ids)} tokens")
+    ids = tokenizer.encode(options.text.read_text(encoding="utf-8"), verbose=False)[
+        : options.prefix + options.suffix
+    ]
+    print(
+        f"{platform.machine()}, {options.threads} threads, torch {torch.__version__}, {len(ids)} tokens"
+    )
     kvcat.trace(model, torch.tensor([ids[:64]]), 32)  # set-up of the libraries
     start = clock()
     traced = kvcat.trace(model, torch.tensor([ids]), options.prefix)

@@ -1,10 +1,12 @@
-"""Time and memory of compression against the length of a document: python benchmarks/context.py --text FILE.
+"""Time and memory of compression against the length of a document: python benchmarks/context.py
+--text FILE.
 
-Each document is compressed alone (``supervision="self"``). Prefill is one forward that fills the cache; the trace is
-the forward that all methods share, and takes prefill's place; a method's seconds are those of a call on the trace, from
-a cold start. Seconds are processor time of one thread; MiB what the resident set grows by at most meanwhile (Linux).
-Every cell is a line of the output file, and a run that was interrupted goes on behind what is there; use another file
-for another model, text or keep ratio.
+Each document is compressed alone (``supervision="self"``). Prefill is one forward that fills the
+cache; the trace is the forward that all methods share, and takes prefill's place; a method's
+seconds are those of a call on the trace, from a cold start. Seconds are processor time of one
+thread; MiB what the resident set grows by at most meanwhile (Linux). Every cell is a line of the
+output file, and a run that was interrupted goes on behind what is there; use another file for
+another model, text or keep ratio.
 """
 
 import argparse
@@ -40,9 +42,13 @@ def measured(run: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--text", type=Path, required=True, help="long enough for the longest document")
+    parser.add_argument(
+        "--text", type=Path, required=True, help="long enough for the longest document"
+    )
     parser.add_argument("--out", type=Path, default=Path("context.jsonl"))
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
     parser.add_argument("--keep", type=float, default=0.1)
@@ -52,7 +58,9 @@ def main() -> None:
     rows = read_jsonl(options.out) if options.out.exists() else []
     done = {(row["tokens"], row["what"]) for row in rows}
     model, tokenizer = kvcat.load(options.model)
-    ids = tokenizer(options.text.read_text(encoding="utf-8"), return_tensors="pt", verbose=False).input_ids
+    ids = tokenizer(
+        options.text.read_text(encoding="utf-8"), return_tensors="pt", verbose=False
+    ).input_ids
     if ids.shape[1] < max(options.tokens):
         raise SystemExit(f"{options.text} holds {ids.shape[1]} tokens, not {max(options.tokens)}")
     kvcat.trace(model, ids[:, :64], 32)  # set-up of the libraries
@@ -76,11 +84,15 @@ def main() -> None:
         for method in left:
             compressor = seeded_compressor(*parse_method(method), seed=0)
             add(tokens, method, lambda c=compressor, t=traced: c(t, keep_ratio=options.keep))
-    print(f"{platform.machine()}, one thread, torch {torch.__version__}, {options.model}, keep {options.keep:g}\n")
+    print(
+        f"{platform.machine()}, one thread, torch {torch.__version__}, {options.model}, keep {options.keep:g}\n"
+    )
     frame = pd.DataFrame(rows)
     for column, form in (("seconds", "{:.1f}"), ("mib", "{:.0f}")):
         table = frame.pivot(index="what", columns="tokens", values=column)
-        print(f"{column}\n{table.loc[list(dict.fromkeys(frame.what))].to_string(float_format=form.format)}\n")
+        print(
+            f"{column}\n{table.loc[list(dict.fromkeys(frame.what))].to_string(float_format=form.format)}\n"
+        )
 
 
 if __name__ == "__main__":

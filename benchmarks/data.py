@@ -1,8 +1,9 @@
-"""Tokens per second of streamed and of prepared text, and how long training waits for streamed text.
+"""Tokens per second of streamed and of prepared text, and how long training waits for streamed
+text.
 
-The text is generated, the tokenizer is kvcat-base's; a step is 16 sequences of 1024 tokens. The consumer takes a step,
-then computes nothing for as long as a model of the given speed would; the stall is what reading adds to that. All
-ratios are to streaming in the same run.
+The text is generated, the tokenizer is kvcat-base's; a step is 16 sequences of 1024 tokens. The
+consumer takes a step, then computes nothing for as long as a model of the given speed would; the
+stall is what reading adds to that. All ratios are to streaming in the same run.
 """
 
 import argparse
@@ -27,21 +28,33 @@ SEQ_LEN, STREAMS = 1024, 16
 def write_text(folder: Path, megabytes: float) -> None:
     """Parquet files of documents with a long-tailed length, made of words drawn by frequency."""
     draw = random.Random(0)
-    words = [f"{chr(97 + i % 26)}{'aeiou'[i % 5]}{chr(97 + i // 26 % 26)}{i % 7}" for i in range(3000)]
+    words = [
+        f"{chr(97 + i % 26)}{'aeiou'[i % 5]}{chr(97 + i // 26 % 26)}{i % 7}" for i in range(3000)
+    ]
     weights = [1 / (i + 1) for i in range(3000)]
     folder.mkdir()
     for number in range(4):
         size, documents = 0, []
         while size < megabytes / 4 * 1e6:
-            documents.append(" ".join(draw.choices(words, weights, k=int(draw.lognormvariate(5.5, 1)) + 5)))
+            documents.append(
+                " ".join(draw.choices(words, weights, k=int(draw.lognormvariate(5.5, 1)) + 5))
+            )
             size += len(documents[-1])
-        table = pyarrow.table({"text": documents, "id": [f"{number}-{i}" for i in range(len(documents))]})
+        table = pyarrow.table(
+            {"text": documents, "id": [f"{number}-{i}" for i in range(len(documents))]}
+        )
         pyarrow.parquet.write_table(table, folder / f"{number}.parquet", row_group_size=250)
 
 
 def reader(data: str, tokenizer: PreTrainedTokenizerBase) -> TokenLoader:
     return open_tokens(
-        data, tokenizer, seq_len=SEQ_LEN, batch_size=STREAMS, max_steps=1, validation_sequences=1, seed=0
+        data,
+        tokenizer,
+        seq_len=SEQ_LEN,
+        batch_size=STREAMS,
+        max_steps=1,
+        validation_sequences=1,
+        seed=0,
     ).train
 
 
@@ -68,9 +81,13 @@ def stall(source: TokenLoader, tokens_per_s: float, steps: int) -> tuple[float, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=4.0, help="of each throughput")
-    parser.add_argument("--consumer", type=float, default=0.5, help="speed of the consumer over streaming")
+    parser.add_argument(
+        "--consumer", type=float, default=0.5, help="speed of the consumer over streaming"
+    )
     options = parser.parse_args()
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+    print(
+        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
+    )
     tokenizer = AutoTokenizer.from_pretrained(str(files("kvcat") / "assets" / "kvcat-base"))
     with tempfile.TemporaryDirectory() as name:
         folder, tokens = Path(name) / "texts", Path(name) / "tokens"

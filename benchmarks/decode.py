@@ -1,8 +1,10 @@
-"""Decoding from compact caches against dense ones, time and bytes: python benchmarks/decode.py [--tokens 8192].
+"""Decoding from compact caches against dense ones, time and bytes: python benchmarks/decode.py
+[--tokens 8192].
 
-A Qwen2 model of random weights (4 layers, 14 query heads and 2 KV heads of 64 channels, as Qwen2.5-0.5B has) decodes
-behind a prefix. Every cache takes its turn in every round; times are medians, and ratios to a dense cache of as many
-tokens as the compact one has slots. Bytes are those of the keys and values (and log-bias) of the prefix.
+A Qwen2 model of random weights (4 layers, 14 query heads and 2 KV heads of 64 channels, as
+Qwen2.5-0.5B has) decodes behind a prefix. Every cache takes its turn in every round; times are
+medians, and ratios to a dense cache of as many tokens as the compact one has slots. Bytes are those
+of the keys and values (and log-bias) of the prefix.
 """
 
 import argparse
@@ -31,11 +33,15 @@ def small_model(tokens: int, dtype: torch.dtype) -> PreTrainedModel:
 def dense(model: PreTrainedModel, tokens: int, dtype: torch.dtype) -> Cache:
     cache = DynamicCache()
     for layer in range(model.config.num_hidden_layers):
-        cache.update(torch.randn(1, 2, tokens, 64).to(dtype), torch.randn(1, 2, tokens, 64).to(dtype), layer)
+        cache.update(
+            torch.randn(1, 2, tokens, 64).to(dtype), torch.randn(1, 2, tokens, 64).to(dtype), layer
+        )
     return cache
 
 
-def compact(model: PreTrainedModel, tokens: int, slots: int, dtype: torch.dtype, kind: str) -> CompactCache:
+def compact(
+    model: PreTrainedModel, tokens: int, slots: int, dtype: torch.dtype, kind: str
+) -> CompactCache:
     layers = []
     for _ in range(model.config.num_hidden_layers):
         keys, values = (torch.randn(1, 2, slots, 64).to(dtype) for _ in range(2))
@@ -48,7 +54,9 @@ def compact(model: PreTrainedModel, tokens: int, slots: int, dtype: torch.dtype,
             )
             layers.append(made)
         else:
-            layers.append(CompactLayer(keys, values, None if kind == "plain" else torch.randn(1, 2, slots)))
+            layers.append(
+                CompactLayer(keys, values, None if kind == "plain" else torch.randn(1, 2, slots))
+            )
     return CompactCache(layers, tokens, fingerprint(model))
 
 
@@ -58,7 +66,11 @@ def seconds_per_token(model: PreTrainedModel, past: Cache, position: int) -> flo
     spent = []
     for step in range(NEW):
         start = time.perf_counter()
-        model(token, **cache_argument(past), attention_mask=torch.ones(1, position + step + 1, dtype=torch.long))
+        model(
+            token,
+            **cache_argument(past),
+            attention_mask=torch.ones(1, position + step + 1, dtype=torch.long),
+        )
         spent.append(time.perf_counter() - start)
     return statistics.median(spent)
 
@@ -72,10 +84,18 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    dtype, tokens, slots = getattr(torch, options.dtype), options.tokens, round(options.keep * options.tokens)
-    print(f"{platform.machine()}, {options.threads} threads, torch {torch.__version__}, {options.dtype}")
+    dtype, tokens, slots = (
+        getattr(torch, options.dtype),
+        options.tokens,
+        round(options.keep * options.tokens),
+    )
+    print(
+        f"{platform.machine()}, {options.threads} threads, torch {torch.__version__}, {options.dtype}"
+    )
     model = small_model(tokens, dtype)
-    compacts = {kind: compact(model, tokens, slots, dtype, kind) for kind in ("plain", "log-bias", "ragged")}
+    compacts = {
+        kind: compact(model, tokens, slots, dtype, kind) for kind in ("plain", "log-bias", "ragged")
+    }
     model.set_attn_implementation("sdpa")
     variants = {
         f"dense, {tokens} tokens": (lambda: dense(model, tokens, dtype), tokens, "sdpa"),
@@ -94,11 +114,18 @@ def main() -> None:
             model.set_attn_implementation(attention)
             times[name].append(seconds_per_token(model, make(), position))
     per_slot = 2 * 64 * 2 * model.config.num_hidden_layers * dtype.itemsize
-    sizes = [tokens * per_slot, slots * per_slot, *(c.nbytes for c in compacts.values()), compacts["log-bias"].nbytes]
+    sizes = [
+        tokens * per_slot,
+        slots * per_slot,
+        *(c.nbytes for c in compacts.values()),
+        compacts["log-bias"].nbytes,
+    ]
     reference = statistics.median(times[f"dense, {slots} tokens"])
     for (name, spent), size in zip(times.items(), sizes, strict=True):
         middle = statistics.median(spent)
-        print(f"{name:<42}{middle * 1e3:8.2f} ms a token {middle / reference:6.2f} {size / sizes[0]:8.4f} of the bytes")
+        print(
+            f"{name:<42}{middle * 1e3:8.2f} ms a token {middle / reference:6.2f} {size / sizes[0]:8.4f} of the bytes"
+        )
 
 
 if __name__ == "__main__":

@@ -1,14 +1,17 @@
-"""What a cache for engines without log-bias costs in quality: python benchmarks/export.py [--model kvcat-base].
+"""What a cache for engines without log-bias costs in quality: python benchmarks/export.py [--model
+kvcat-base].
 
-Attention Matching fits each window's prefix to the first half of its suffix. The table gives the KL(dense || compact)
-in nats per token, mean over windows: over the half that was fitted to, and over the half behind it.
+Attention Matching fits each window's prefix to the first half of its suffix. The table gives the
+KL(dense || compact) in nats per token, mean over windows: over the half that was fitted to, and
+over the half behind it.
 
 - kept: with log-bias, as kvcat itself replays it
 - dropped: the same without the log-bias
 - without: keys and values fitted without log-bias from the start (`log_bias=False`)
 - evicted: the keys' own values without log-bias
 
-Every method's re-rotated export is replayed as well; the last line is the largest difference of a logit.
+Every method's re-rotated export is replayed as well; the last line is the largest difference of a
+logit.
 """
 
 import argparse
@@ -45,7 +48,9 @@ def caches(fitted: Trace, keep_ratio: float) -> dict[str, CompactCache]:
     return {
         "kept": kept,
         "dropped": without_bias(kept),
-        "without": AttentionMatching(log_bias=False, budgets="equal")(fitted, keep_ratio=keep_ratio),
+        "without": AttentionMatching(log_bias=False, budgets="equal")(
+            fitted, keep_ratio=keep_ratio
+        ),
         "evicted": original_values(fitted, kept),
     }
 
@@ -57,7 +62,9 @@ def divergence(dense: torch.Tensor, compact: torch.Tensor) -> torch.Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="kvcat-base")
     parser.add_argument("--data", default="installed")
     parser.add_argument("--windows", type=int, default=24)
@@ -75,13 +82,17 @@ def main() -> None:
     tokens, half = torch.tensor([window.tokens for window in windows]), options.suffix // 2
     full = trace(model, tokens, options.prefix)
     fitted = trace(model, tokens[:, : options.prefix + half], options.prefix)
-    print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}, {vars(options)}")
+    print(
+        f"{platform.processor() or platform.machine()}, torch {torch.__version__}, {vars(options)}"
+    )
     worst, dense = 0.0, full.logits
     for keep_ratio in KEEP_RATIOS:
         for name, cache in caches(fitted, keep_ratio).items():
             logits = replay(model, cache, full.suffix_ids)
             kl = divergence(dense, logits)
-            print(f"keep {keep_ratio:<5g}{name:<10}{kl[:, :half].mean():8.4f}{kl[:, half:].mean():8.4f}")
+            print(
+                f"keep {keep_ratio:<5g}{name:<10}{kl[:, :half].mean():8.4f}{kl[:, half:].mean():8.4f}"
+            )
             if not cache.has_log_bias:
                 again = replay(model, plain_prefix(cache, model), full.suffix_ids)
                 worst = max(worst, (again - logits).abs().max().item())

@@ -1,11 +1,11 @@
 """Golden figures of the whole product: record them at one commit, check them at another.
 
-    python benchmarks/golden.py record golden.json      # at the old commit
-    python benchmarks/golden.py check golden.json       # at the new one; exit 1 where a figure differs
+    python benchmarks/golden.py record golden.json      # at the old commit python
+    benchmarks/golden.py check golden.json       # at the new one; exit 1 where a figure differs
 
-Figures come from public names and from the files that commands write. Each has a relative tolerance:
-0 where the arithmetic must be the same, more where a solver may change. A tensor is represented by
-its sum, its norm and its product with a fixed random tensor.
+Figures come from public names and from the files that commands write. Each has a relative
+tolerance: 0 where the arithmetic must be the same, more where a solver may change. A tensor is
+represented by its sum, its norm and its product with a fixed random tensor.
 """
 
 import argparse
@@ -34,7 +34,9 @@ def digest(*tensors: torch.Tensor | None) -> list[float]:
     for tensor in tensors:
         if tensor is not None:
             flat = tensor.detach().double().flatten()
-            noise = torch.randn(len(flat), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+            noise = torch.randn(
+                len(flat), generator=torch.Generator().manual_seed(0), dtype=torch.float64
+            )
             figures += [float(flat.sum()), float(flat.norm()), float(flat @ noise)]
     return figures
 
@@ -65,9 +67,13 @@ def training(folder: Path) -> Iterator[tuple[str, list[float], float]]:
             warmup_steps=1, validation_sequences=4, **{"router_noise": 0.0, **options},
         )  # fmt: skip
         kvcat.train(config, progress=False)
-        records = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+        records = [
+            json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()
+        ]
         keys = ("dense_loss", "masked_kl", "kl", "budget_loss", "grad_norm", "router_grad_norm")
-        found = [float(r[key]) for r in records for key in keys if isinstance(r.get(key), (int, float))]
+        found = [
+            float(r[key]) for r in records for key in keys if isinstance(r.get(key), (int, float))
+        ]
         yield f"training/{name}", found, 1e-3
 
 
@@ -90,18 +96,28 @@ METHODS: dict[str, tuple[str, dict[str, object], float]] = {
     "no-log-bias": ("attention-matching", {"log_bias": False, "budgets": "equal"}, 1e-3),
     "adaptive": ("attention-matching", {"budgets": "adaptive"}, 0.3),
     "gradient": ("gradient", {"num_steps": 5}, 1e-3),
-    **{name: (name, {}, ROUNDING) for name in ("first", "streaming", "keynorm", "snapkv", "h2o", "tova")},
+    **{
+        name: (name, {}, ROUNDING)
+        for name in ("first", "streaming", "keynorm", "snapkv", "h2o", "tova")
+    },
 }
 
 
 def caches() -> Iterator[tuple[str, list[float], float]]:
-    """KL, NLL and tensors of every method's caches on three models; trace, masks and dense logits of each."""
+    """KL, NLL and tensors of every method's caches on three models; trace, masks and dense logits
+    of each."""
     for label, model, length in models():
         vocab = model.config.get_text_config().vocab_size
-        ids = torch.randint(3, min(vocab, 250), (2, length), generator=torch.Generator().manual_seed(1))
+        ids = torch.randint(
+            3, min(vocab, 250), (2, length), generator=torch.Generator().manual_seed(1)
+        )
         prefix = length * 3 // 4
         traced = kvcat.trace(model, ids, prefix_len=prefix)
-        yield f"trace/{label}", digest(traced.logits, *traced.keys, *traced.values, *traced.queries), ROUNDING
+        yield (
+            f"trace/{label}",
+            digest(traced.logits, *traced.keys, *traced.values, *traced.queries),
+            ROUNDING,
+        )
         for name, (method, options, tolerance) in METHODS.items():
             for keep in (0.1, 0.4):
                 cache = kvcat.compress.make_compressor(method, **options)(traced, keep_ratio=keep)
@@ -109,13 +125,17 @@ def caches() -> Iterator[tuple[str, list[float], float]]:
                 figures = [*scores.nll.tolist(), *scores.kl.tolist()]
                 yield f"cache/{label}/{name}/{keep:g}", figures, tolerance
                 if tolerance == ROUNDING:
-                    layers = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+                    layers = [
+                        tensor for layer in cache.layers for tensor in (layer.keys, layer.values)
+                    ]
                     yield f"slots/{label}/{name}/{keep:g}", digest(*layers), ROUNDING
 
 
 def command(*arguments: str) -> None:
     """Run a kvcat command; its own error message is the error."""
-    subprocess.run([sys.executable, "-m", "kvcat", *arguments], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, "-m", "kvcat", *arguments], check=True, stdout=subprocess.DEVNULL
+    )
 
 
 def records(folder: Path) -> Iterator[tuple[str, list[float]]]:
@@ -124,7 +144,9 @@ def records(folder: Path) -> Iterator[tuple[str, list[float]]]:
     for line in (folder / "records.jsonl").read_text().splitlines():
         record = json.loads(line)
         key = f"{record['model']}/{record['method']}/{record['keep_ratio']:g}/{record['step']}"
-        found.setdefault(key, []).extend(float(record["values"][name]) for name in sorted(record["values"]))
+        found.setdefault(key, []).extend(
+            float(record["values"][name]) for name in sorted(record["values"])
+        )
     yield from sorted(found.items())
 
 
@@ -189,7 +211,9 @@ def differences(old: Figures, new: Figures, tolerances: dict[str, float]) -> lis
 
 def main() -> int:
     """Record or check."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("action", choices=("record", "check"))
     parser.add_argument("file", type=Path)
     arguments = parser.parse_args()

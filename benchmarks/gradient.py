@@ -1,12 +1,14 @@
-"""A step of the gradient-based compressor against a bare forward and backward of the same suffix tokens.
+"""A step of the gradient-based compressor against a bare forward and backward of the same suffix
+tokens.
 
-    python benchmarks/gradient.py [--shape large-vocabulary] [--batch 2] [--prefix 768] [--suffix 256] [--keep 0.1]
-        [--threads 1] [--steps 3] [--rounds 3]
+    python benchmarks/gradient.py [--shape large-vocabulary] [--batch 2] [--prefix 768] [--suffix
+        256] [--keep 0.1] [--threads 1] [--steps 3] [--rounds 3]
 
-The bare step runs transformers' own model on a dense cache of as many slots, takes the cross-entropy of its logits and
-the gradient with respect to the slots; weights are frozen in both. Each figure comes from a process of its own, the
-forms in turn, the best of all rounds. One thread is timed by its processor time, which busy neighbours hardly disturb,
-all else by the clock. Memory is the peak above what stands before the first step, optimizer included.
+The bare step runs transformers' own model on a dense cache of as many slots, takes the
+cross-entropy of its logits and the gradient with respect to the slots; weights are frozen in both.
+Each figure comes from a process of its own, the forms in turn, the best of all rounds. One thread
+is timed by its processor time, which busy neighbours hardly disturb, all else by the clock. Memory
+is the peak above what stands before the first step, optimizer included.
 """
 
 import argparse
@@ -43,7 +45,11 @@ FORMS = {
 def make_step(options: argparse.Namespace) -> Callable[[], object]:
     torch.manual_seed(0)
     sizes = SHAPES[options.shape]
-    model = kvcat.load("kvcat-base")[0] if sizes is None else LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+    model = (
+        kvcat.load("kvcat-base")[0]
+        if sizes is None
+        else LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+    )
     vocab = model.config.vocab_size
     ids = torch.randint(vocab, (options.batch, options.prefix + options.suffix))
     traced = trace(model, ids, options.prefix)
@@ -51,8 +57,12 @@ def make_step(options: argparse.Namespace) -> Callable[[], object]:
     start = GradientCompression().starting_layers(traced, slots)
     recompute = FORMS[options.one]
     if recompute is not None:
-        return SlotTraining(GradientCompression(activation_checkpointing=recompute), traced, start).step
-    leaves = [tensor.requires_grad_(True) for layer in start for tensor in (layer.keys, layer.values)]
+        return SlotTraining(
+            GradientCompression(activation_checkpointing=recompute), traced, start
+        ).step
+    leaves = [
+        tensor.requires_grad_(True) for layer in start for tensor in (layer.keys, layer.values)
+    ]
     model.requires_grad_(False).set_attn_implementation("sdpa")
     suffix, targets = ids[:, options.prefix :], ids[:, options.prefix + 1 :]
 
@@ -84,7 +94,9 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=list(SHAPES), help="one of them; both without it")
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--prefix", type=int, default=768)
@@ -98,18 +110,26 @@ def main() -> None:
     if options.one is not None:
         measure(options)
         return
-    print(f"{options.batch} x {options.suffix} suffix tokens, {options.keep:g} of {options.prefix} slots\n")
+    print(
+        f"{options.batch} x {options.suffix} suffix tokens, {options.keep:g} of {options.prefix} slots\n"
+    )
     print("| shape | form | time, ms | ratio | peak memory, MiB |\n|---|---|---|---|---|")
     for shape in SHAPES if options.shape is None else [options.shape]:
         found: dict[str, list[dict]] = {form: [] for form in FORMS}
         for _ in range(options.rounds):
             for form, runs in found.items():
                 command = [sys.executable, __file__, *sys.argv[1:], "--shape", shape, "--one", form]
-                runs.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+                runs.append(
+                    json.loads(
+                        subprocess.run(command, check=True, capture_output=True, text=True).stdout
+                    )
+                )
         bare = min(run["seconds"] for run in found["bare"])
         for form, runs in found.items():
             seconds, size = min(run["seconds"] for run in runs), min(run["bytes"] for run in runs)
-            print(f"| {shape} | {form} | {seconds * 1e3:.0f} | {seconds / bare:.2f} | {size / 2**20:.0f} |")
+            print(
+                f"| {shape} | {form} | {seconds * 1e3:.0f} | {seconds / bare:.2f} | {size / 2**20:.0f} |"
+            )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""How a training step grows with sequence length and with layers; every point in a process of its own.
+"""How a training step grows with sequence length and with layers; every point in a process of its
+own.
 
-    python benchmarks/growth.py [--shape small] [--lengths 512 1024 2048 4096 8192] [--layers 2 4 8 16] [--threads 2]
+    python benchmarks/growth.py [--shape small] [--lengths 512 1024 2048 4096 8192] [--layers 2 4 8
+    16] [--threads 2]
 
-One sequence a step. Time per token and peak memory per token over the model's own, of the control, of KV-CAT, and of
-KV-CAT whose masked pass takes the last quarter; each with the ratio to the row before, which is 1 where the cost of a
-token stays.
+One sequence a step. Time per token and peak memory per token over the model's own, of the control,
+of KV-CAT, and of KV-CAT whose masked pass takes the last quarter; each with the ratio to the row
+before, which is 1 where the cost of a token stays.
 """
 
 import argparse
@@ -19,7 +21,11 @@ import torch
 from kvcat.training.log import peak_memory
 from training import SHAPES, held, options, stepper
 
-VARIANTS = {"control": {"policy": "control"}, "KV-CAT": {}, "last quarter": {"prefix_range": (0.75, 0.75)}}
+VARIANTS = {
+    "control": {"policy": "control"},
+    "KV-CAT": {},
+    "last quarter": {"prefix_range": (0.75, 0.75)},
+}
 
 
 def measure(args: argparse.Namespace) -> dict[str, float]:
@@ -35,7 +41,10 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
         taken.append(time.perf_counter() - start)
     thousands = args.seq_len / 1000
     grown = peak_memory(torch.device(args.device)) - before
-    return {"time": 1000 * statistics.median(taken[1:]) / thousands, "memory": 1024 * grown / thousands}
+    return {
+        "time": 1000 * statistics.median(taken[1:]) / thousands,
+        "memory": 1024 * grown / thousands,
+    }
 
 
 def table(args: argparse.Namespace, name: str, points: list[dict[str, int]]) -> None:
@@ -47,7 +56,9 @@ def table(args: argparse.Namespace, name: str, points: list[dict[str, int]]) -> 
         for variant, changes in VARIANTS.items():
             request = json.dumps({**vars(args), **point, "options": changes})
             command = [sys.executable, __file__, "--one", request]
-            found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+            found = json.loads(
+                subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            )
             told = f"{found['time']:.0f}, {found['memory']:.0f}"
             if variant in before:
                 ratios = (found[kind] / before[variant][kind] for kind in ("time", "memory"))
@@ -67,7 +78,9 @@ def main() -> None:
         return
     if args.shape not in SHAPES:
         parser.error("the layers of kvcat-base are what they are: choose another shape")
-    print(f"{args.shape}, {args.dtype}, {args.device}, {args.threads} threads, torch {torch.__version__}")
+    print(
+        f"{args.shape}, {args.dtype}, {args.device}, {args.threads} threads, torch {torch.__version__}"
+    )
     own = SHAPES[args.shape]["num_hidden_layers"]
     table(args, "seq_len", [{"seq_len": length, "num_layers": own} for length in args.lengths])
     table(args, "num_layers", [{"seq_len": 1024, "num_layers": count} for count in args.layers])

@@ -1,8 +1,9 @@
-"""Every press of the installed kvpress, beside our own methods: python benchmarks/kvpress_presses.py [--windows 8].
+"""Every press of the installed kvpress, beside our own methods: python
+benchmarks/kvpress_presses.py [--windows 8].
 
-Windows of 384 + 128 tokens of the installed Python sources (test split), float32, a quarter of the slots. Attention
-Matching is fitted to the prefix alone, as the presses are.
-Presses that want one take a scoring press inside, SnapKVPress with a window of 16. Prints a Markdown table.
+Windows of 384 + 128 tokens of the installed Python sources (test split), float32, a quarter of the
+slots. Attention Matching is fitted to the prefix alone, as the presses are. Presses that want one
+take a scoring press inside, SnapKVPress with a window of 16. Prints a Markdown table.
 """
 
 import argparse
@@ -55,7 +56,9 @@ def row(name: str, found: Trace, method: Compressor) -> str:
     made = trace(found.model, found.input_ids[:, :PREFIX], supervision="self") if own else found
     cache = method(made, keep_ratio=KEEP)
     counts = torch.stack([layer.counts for layer in cache.layers])
-    spread = f"{counts.min()}" if counts.min() == counts.max() else f"{counts.min()} to {counts.max()}"
+    spread = (
+        f"{counts.min()}" if counts.min() == counts.max() else f"{counts.min()} to {counts.max()}"
+    )
     return f"| {name} | {cache.mean_slots:.0f} | {spread} | {compare(found, cache).kl.mean():.4f} |"
 
 
@@ -73,8 +76,12 @@ def main() -> None:
         print(error)
         return
     found = window_trace(options.model, options.windows)
-    packages = f"kvpress {version()}, transformers {transformers.__version__}, torch {torch.__version__}"
-    print(f"{packages}, Python {platform.python_version()}, {options.model}, {options.windows} windows,")
+    packages = (
+        f"kvpress {version()}, transformers {transformers.__version__}, torch {torch.__version__}"
+    )
+    print(
+        f"{packages}, Python {platform.python_version()}, {options.model}, {options.windows} windows,"
+    )
     print(f"keep {KEEP} of {PREFIX}.\n")
     print("| press | slots per head, mean | fewest to most | KL, nats |\n|---|---|---|---|")
     told = []
@@ -83,10 +90,16 @@ def main() -> None:
             press = press_of(name)
             print(row(press.name, found, press), flush=True)
         except InputError as error:
-            trained = "it wants a part trained for the model, which kvpress downloads for some models"
-            told.append(f"| {name} | {REFUSED.get(name, trained if 'part trained' in str(error) else error)} |")
+            trained = (
+                "it wants a part trained for the model, which kvpress downloads for some models"
+            )
+            told.append(
+                f"| {name} | {REFUSED.get(name, trained if 'part trained' in str(error) else error)} |"
+            )
     ours: dict[str, Compressor] = {name: Eviction(name) for name in SCORERS}
-    ours["snapkv, window 16, kernel 5, average"] = Eviction("snapkv", window=16, kernel_size=5, pooling="average")
+    ours["snapkv, window 16, kernel 5, average"] = Eviction(
+        "snapkv", window=16, kernel_size=5, pooling="average"
+    )
     ours["attention-matching"] = AttentionMatching()
     print("\n| kvcat's own | slots per head, mean | fewest to most | KL, nats |\n|---|---|---|---|")
     for name, method in ours.items():

@@ -1,11 +1,13 @@
-"""The objective on this machine: the chunked form against the naive one, time and peak memory, forward plus backward.
+"""The objective on this machine: the chunked form against the naive one, time and peak memory,
+forward plus backward.
 
-    python benchmarks/loss.py [--vocab 32768] [--tokens 1024] [--hidden 256] [--chunk 64 1024] [--device cpu]
-        [--autocast] [--threads 1] [--rounds 1]
+    python benchmarks/loss.py [--vocab 32768] [--tokens 1024] [--hidden 256] [--chunk 64 1024]
+        [--device cpu] [--autocast] [--threads 1] [--rounds 1]
 
-Each figure comes from a process of its own, the forms in turn, the best of all rounds; ratios are to the naive form of
-the same objective. One thread is timed by its processor time, which busy neighbours hardly disturb, all else by the
-clock. Memory is the peak above what stands before a step: inputs and weights, and no gradients.
+Each figure comes from a process of its own, the forms in turn, the best of all rounds; ratios are
+to the naive form of the same objective. One thread is timed by its processor time, which busy
+neighbours hardly disturb, all else by the clock. Memory is the peak above what stands before a
+step: inputs and weights, and no gradients.
 """
 
 import argparse
@@ -23,7 +25,9 @@ from kvcat.training.log import peak_memory
 Step = Callable[[], torch.Tensor]
 
 
-def naive_objective(head: OutputHead, dense: torch.Tensor, masked: torch.Tensor | None, ids: torch.Tensor):
+def naive_objective(
+    head: OutputHead, dense: torch.Tensor, masked: torch.Tensor | None, ids: torch.Tensor
+):
     if masked is None:
         return next_token_loss(head.logits(dense), ids)
     logits, masked_logits = head.logits(torch.cat([dense, masked])).chunk(2)
@@ -35,12 +39,15 @@ def naive_objective(head: OutputHead, dense: torch.Tensor, masked: torch.Tensor 
 
 
 def make_step(options: argparse.Namespace) -> Step:
-    """The objective of ``options.one``, "naive" or a chunk length, 0 for the default; gradients start anew."""
+    """The objective of ``options.one``, "naive" or a chunk length, 0 for the default; gradients
+    start anew."""
     torch.manual_seed(0)
     linear = torch.nn.Linear(options.hidden, options.vocab, bias=False, device=options.device)
     shape = (1, options.tokens + 1, options.hidden)
     dense = torch.randn(shape, device=options.device, requires_grad=True)
-    masked = None if options.control else torch.randn(shape, device=options.device, requires_grad=True)
+    masked = (
+        None if options.control else torch.randn(shape, device=options.device, requires_grad=True)
+    )
     ids = torch.randint(options.vocab, shape[:2], device=options.device)
     head = OutputHead(linear)
 
@@ -82,7 +89,9 @@ def measure(options: argparse.Namespace) -> None:
     print(json.dumps({"seconds": best, "bytes": peak_bytes(options.device) - before}))
 
 
-def rounds(options: argparse.Namespace, forms: list[str], *flags: str) -> dict[str, tuple[float, int]]:
+def rounds(
+    options: argparse.Namespace, forms: list[str], *flags: str
+) -> dict[str, tuple[float, int]]:
     """Best seconds and peak bytes of every form, the forms in turn."""
     found: dict[str, list[dict]] = {form: [] for form in forms}
     for _ in range(options.rounds):
@@ -90,7 +99,10 @@ def rounds(options: argparse.Namespace, forms: list[str], *flags: str) -> dict[s
             command = [sys.executable, __file__, *sys.argv[1:], *flags, "--one", form]
             result = subprocess.run(command, check=True, capture_output=True, text=True)
             found[form].append(json.loads(result.stdout))
-    return {f: (min(x["seconds"] for x in runs), min(x["bytes"] for x in runs)) for f, runs in found.items()}
+    return {
+        f: (min(x["seconds"] for x in runs), min(x["bytes"] for x in runs))
+        for f, runs in found.items()
+    }
 
 
 def main() -> None:
@@ -109,14 +121,20 @@ def main() -> None:
     if options.one is not None:
         measure(options)
         return
-    print(f"{options.tokens} predictions, vocabulary {options.vocab}, width {options.hidden}, {options.device}\n")
-    print("| objective | form | time, ms | ratio | peak memory, MiB | ratio |\n|---|---|---|---|---|---|")
+    print(
+        f"{options.tokens} predictions, vocabulary {options.vocab}, width {options.hidden}, {options.device}\n"
+    )
+    print(
+        "| objective | form | time, ms | ratio | peak memory, MiB | ratio |\n|---|---|---|---|---|---|"
+    )
     for name, flags in (("KV-CAT", ()), ("control", ("--control",))):
         table = rounds(options, ["naive", "0", *options.chunk], *flags)
         seconds, size = table["naive"]
         for form, (s, b) in table.items():
             label = {"naive": "naive", "0": "chunked, default"}.get(form, f"chunked, {form}")
-            print(f"| {name} | {label} | {s * 1e3:.0f} | {s / seconds:.2f} | {b / 2**20:.0f} | {b / size:.2f} |")
+            print(
+                f"| {name} | {label} | {s * 1e3:.0f} | {s / seconds:.2f} | {b / 2**20:.0f} | {b / size:.2f} |"
+            )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""Which method loses least on a real model: python benchmarks/quality.py --data prose=FILE code=installed --out OUT.
+"""Which method loses least on a real model: python benchmarks/quality.py --data prose=FILE
+code=installed --out OUT.
 
-Every window is a prefix and the 256 tokens behind it. A cache is made three ways: from the first half of these tokens
-("suffix", judged on that half, "fitted", and on the other, "later"), from the prefix's own queries ("self") and from
-the prefix said again ("reconstruction"); the last two know nothing of what follows and are judged on all of it
-("document"). Methods that read no queries behind the prefix make one cache for all. Figures are KL(dense || compact),
-nats per token, with 95 % intervals that resample documents; below stand the ratios to the first method, paired.
-Every window is written to --out as it is done; the same command goes on where it was stopped.
+Every window is a prefix and the 256 tokens behind it. A cache is made three ways: from the first
+half of these tokens ("suffix", judged on that half, "fitted", and on the other, "later"), from the
+prefix's own queries ("self") and from the prefix said again ("reconstruction"); the last two know
+nothing of what follows and are judged on all of it ("document"). Methods that read no queries
+behind the prefix make one cache for all. Figures are KL(dense || compact), nats per token, with 95
+% intervals that resample documents; below stand the ratios to the first method, paired. Every
+window is written to --out as it is done; the same command goes on where it was stopped.
 """
 
 import argparse
@@ -36,18 +38,34 @@ from kvcat.losses import score_positions
 from kvcat.models import output_head
 
 SUFFIX = 256
-METHODS = ("attention-matching", "attention-matching,preset=paper", "h2o", "snapkv", "tova", "keynorm", "streaming")
-LEARNING = ("attention-matching", "gradient", "original-")  # read what stands behind the prefix; others do not
+METHODS = (
+    "attention-matching",
+    "attention-matching,preset=paper",
+    "h2o",
+    "snapkv",
+    "tova",
+    "keynorm",
+    "streaming",
+)
+LEARNING = (
+    "attention-matching",
+    "gradient",
+    "original-",
+)  # read what stands behind the prefix; others do not
 WAYS = ("fitted", "later", "self", "reconstruction")
 
 
 def windows(options: argparse.Namespace, tokenizer) -> Iterator[tuple[str, str, list[int]]]:
-    """Domain, document and tokens of every window; domains take turns, so that the first n are a fair sample."""
+    """Domain, document and tokens of every window; domains take turns, so that the first n are a
+    fair sample."""
     domains = []
     for entry in options.data:
         name, _, source = entry.partition("=")
         path, _, split = source.partition(":")
-        documents = ((d.id, d.text) for d in split_documents(path, split or "all", limit=20 * options.windows))
+        documents = (
+            (d.id, d.text)
+            for d in split_documents(path, split or "all", limit=20 * options.windows)
+        )
         found = windows_from_documents(
             documents, tokenizer, prefix_len=options.prefix, suffix_len=SUFFIX, limit=options.windows,
             per_document=options.per_document, seed=options.seed,
@@ -61,7 +79,12 @@ class Traces:
     """The traces of one window, each made when first asked for."""
 
     def __init__(self, model, tokenizer, tokens: list[int], prefix_len: int) -> None:
-        self._model, self._tokenizer, self._ids, self._prefix_len = model, tokenizer, torch.tensor([tokens]), prefix_len
+        self._model, self._tokenizer, self._ids, self._prefix_len = (
+            model,
+            tokenizer,
+            torch.tensor([tokens]),
+            prefix_len,
+        )
         self._made: dict[str, Trace] = {}
 
     def __getitem__(self, name: str) -> Trace:
@@ -82,7 +105,8 @@ class Traces:
 
 
 class Original:
-    """The authors' own code of Attention Matching, one head at a time, from a checkout of adamzweiger/compaction."""
+    """The authors' own code of Attention Matching, one head at a time, from a checkout of
+    adamzweiger/compaction."""
 
     def __init__(self, folder: Path, name: str) -> None:
         sys.path.insert(0, str(folder))
@@ -91,7 +115,11 @@ class Original:
         if kind == "omp":
             fast = {"k_choice": 4, "nnls_interval": 2} if name == "omp-fast" else {}
             self._solver = module.OMPCompaction(
-                nnls_iters=0, nnls_upper_bound=math.exp(7), drop_key_beta_cutoff=-7, c2_method="lsq", **fast
+                nnls_iters=0,
+                nnls_upper_bound=math.exp(7),
+                drop_key_beta_cutoff=-7,
+                c2_method="lsq",
+                **fast,
             )
         else:
             self._solver = module.HighestAttentionKeysCompaction(
@@ -103,10 +131,14 @@ class Original:
         """The caches of several keep ratios, each worked out alone."""
         for keep in keeps:
             layers = []
-            for every, values, queries in zip(traced.keys, traced.values, traced.queries, strict=True):
+            for every, values, queries in zip(
+                traced.keys, traced.values, traced.queries, strict=True
+            ):
                 heads = zip(every[0], values[0], queries[0].chunk(every.shape[1]), strict=True)
                 fits = [
-                    self._solver.compute_compacted_cache(k, v, q.flatten(0, 1), math.ceil(keep * len(k)))
+                    self._solver.compute_compacted_cache(
+                        k, v, q.flatten(0, 1), math.ceil(keep * len(k))
+                    )
                     for k, v, q in heads
                 ]
                 keys, bias, fitted = ([[fit[part] for fit in fits]] for part in range(3))
@@ -115,13 +147,16 @@ class Original:
 
 
 def measure(traces: Traces, compressor, way: str, keeps: list[float]) -> Iterator[dict]:
-    """KL on both halves of the suffix and the processor seconds of one method on one window, by keep ratio."""
+    """KL on both halves of the suffix and the processor seconds of one method on one window, by
+    keep ratio."""
     whole, made = traces["whole"], traces[way]
     begun = time.process_time()
     for keep, cache in zip(keeps, compressor.each(made, keeps), strict=True):
         seconds = time.process_time() - begun
         hidden = replay_hidden(whole.model, cache, whole.suffix_ids)
-        kl = score_positions(output_head(whole.model), hidden, whole.suffix_ids, whole.hidden[:, 1:]).kl
+        kl = score_positions(
+            output_head(whole.model), hidden, whole.suffix_ids, whole.hidden[:, 1:]
+        ).kl
         halves = kl[0].unflatten(0, (2, -1)).mean(-1).tolist()
         yield {"keep": keep, "halves": halves, "seconds": round(seconds, 3)}
         begun = time.process_time()
@@ -136,13 +171,19 @@ def table(records: list[dict]) -> pd.DataFrame:
         if record["way"] == "suffix":
             reads_suffix = record["method"].startswith(LEARNING)
             parts = {"fitted": first, "later": second}
-            parts |= {} if reads_suffix else dict.fromkeys(("self", "reconstruction"), (first + second) / 2)
+            parts |= (
+                {}
+                if reads_suffix
+                else dict.fromkeys(("self", "reconstruction"), (first + second) / 2)
+            )
         rows += [
             (record["window"], record["document"], way, record["method"], record["keep"], kl)
             for way, kl in parts.items()
         ]
     frame = pd.DataFrame(rows, columns=["window", "document", "way", "method", "keep", "kl"])
-    return frame.pivot(index=["window", "document"], columns=["way", "method", "keep"], values="kl").dropna()
+    return frame.pivot(
+        index=["window", "document"], columns=["way", "method", "keep"], values="kl"
+    ).dropna()
 
 
 def report(records: list[dict], methods: list[str], keeps: list[float], ways: list[str]) -> None:
@@ -158,9 +199,17 @@ def report(records: list[dict], methods: list[str], keeps: list[float], ways: li
         for method in shown:
             cells = []
             for keep in keeps:
-                kl, first = found[way, method, keep].to_numpy(), found[way, shown[0], keep].to_numpy()
-                mean, ratio = bootstrap.mean(kl), bootstrap.estimate(bootstrap.of_means(np.divide, kl, first))
-                cells.append(f"{mean.value:.4f} x{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]")
+                kl, first = (
+                    found[way, method, keep].to_numpy(),
+                    found[way, shown[0], keep].to_numpy(),
+                )
+                mean, ratio = (
+                    bootstrap.mean(kl),
+                    bootstrap.estimate(bootstrap.of_means(np.divide, kl, first)),
+                )
+                cells.append(
+                    f"{mean.value:.4f} x{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
+                )
             print(f"{method:<44}" + "  ".join(cells))
     print("\nprocessor seconds a window, all keep ratios, the model's own forwards left out")
     for (method, way), rows in pd.DataFrame(records).groupby(["method", "way"], sort=False):
@@ -168,7 +217,8 @@ def report(records: list[dict], methods: list[str], keeps: list[float], ways: li
 
 
 def plot(records: list[dict], methods: list[str], path: Path) -> None:
-    """KL against the slots kept, by method, where the text that follows is half known and where it is not."""
+    """KL against the slots kept, by method, where the text that follows is half known and where it
+    is not."""
     found = table(records)
     figure, axes = plt.subplots(1, 2, figsize=(9, 4.2), sharey=True, layout="constrained")
     ways = {"later": "text behind the fitted positions", "self": "a document alone"}
@@ -176,29 +226,44 @@ def plot(records: list[dict], methods: list[str], path: Path) -> None:
         for index, method in enumerate(methods):
             if (way, method) in found.columns.droplevel("keep"):
                 part = found[way, method]
-                axis.plot(100 * part.columns, part.mean(), marker="o", label=method, color=f"C{index}")
+                axis.plot(
+                    100 * part.columns, part.mean(), marker="o", label=method, color=f"C{index}"
+                )
         axis.set(xscale="log", yscale="log", xlabel="slots kept, %", title=title)
         axis.set_xticks([5, 10, 20, 40], ["5", "10", "20", "40"], minor=False)
         axis.minorticks_off()
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("KL(dense || compact), nats per token")
-    figure.legend(*axes[0].get_legend_handles_labels(), fontsize="small", loc="outside lower center", ncols=3)
+    figure.legend(
+        *axes[0].get_legend_handles_labels(), fontsize="small", loc="outside lower center", ncols=3
+    )
     figure.savefig(path, dpi=150)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--data", nargs="+", required=True, metavar="DOMAIN=PATH[:SPLIT]")
-    parser.add_argument("--out", type=Path, required=True, help="folder of this model, prefix length and text")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder of this model, prefix length and text"
+    )
     parser.add_argument("--prefix", type=int, default=768)
     parser.add_argument("--windows", type=int, default=16, help="of each domain")
     parser.add_argument("--per-document", type=int, default=2)
     parser.add_argument("--keep", type=float, nargs="+", default=[0.05, 0.1, 0.2, 0.4])
     parser.add_argument("--methods", nargs="+", default=METHODS)
-    parser.add_argument("--ways", nargs="+", choices=("suffix", "self", "reconstruction"), default=["suffix", "self"])
     parser.add_argument(
-        "--peer", type=Path, help="checkout of the original's code: methods original-keys, original-omp-fast"
+        "--ways",
+        nargs="+",
+        choices=("suffix", "self", "reconstruction"),
+        default=["suffix", "self"],
+    )
+    parser.add_argument(
+        "--peer",
+        type=Path,
+        help="checkout of the original's code: methods original-keys, original-omp-fast",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the windows' places")
     parser.add_argument("--plot", type=Path, help="write KL against slots as a picture")
@@ -208,34 +273,55 @@ def main() -> None:
     model, tokenizer = kvcat.load(options.model)
     options.out.mkdir(parents=True, exist_ok=True)
     chosen, done = options.out / "windows.jsonl", options.out / "records.jsonl"
-    settings = {key: vars(options)[key] for key in ("model", "data", "prefix", "windows", "per_document", "seed")}
+    settings = {
+        key: vars(options)[key]
+        for key in ("model", "data", "prefix", "windows", "per_document", "seed")
+    }
     if claim_folder(options.out, "config.json", settings) not in (None, settings):
         raise SystemExit(f"{options.out} holds other windows: see its config.json")
     if not chosen.exists():
         fields = ("domain", "document", "tokens")
-        append_jsonl(chosen, *(dict(zip(fields, window, strict=True)) for window in windows(options, tokenizer)))
+        append_jsonl(
+            chosen,
+            *(dict(zip(fields, window, strict=True)) for window in windows(options, tokenizer)),
+        )
     found = read_jsonl(done) if done.exists() else []
-    known = {(record["window"], record["method"], record["way"], record["keep"]) for record in found}
+    known = {
+        (record["window"], record["method"], record["way"], record["keep"]) for record in found
+    }
     for index, window in enumerate(tqdm(read_jsonl(chosen), "windows")):
         traces = Traces(model, tokenizer, window["tokens"], options.prefix)
         for spec in options.methods:
             for way in options.ways:
                 keeps = [keep for keep in options.keep if (index, spec, way, keep) not in known]
-                original = spec.startswith("original-")  # knows no other supervision than queries behind the prefix
-                if not keeps or not (way == "suffix" or (spec.startswith(LEARNING) and not original)):
+                original = spec.startswith(
+                    "original-"
+                )  # knows no other supervision than queries behind the prefix
+                if not keeps or not (
+                    way == "suffix" or (spec.startswith(LEARNING) and not original)
+                ):
                     continue
-                if way == "self" and spec.startswith("gradient"):  # learns from predictions, of which there are none
+                if way == "self" and spec.startswith(
+                    "gradient"
+                ):  # learns from predictions, of which there are none
                     continue
                 compressor = (
                     Original(options.peer, spec.removeprefix("original-"))
                     if original
                     else seeded_compressor(*parse_method(spec), seed=0)
                 )
-                about = {"window": index, "document": window["document"], "method": spec, "way": way}
+                about = {
+                    "window": index,
+                    "document": window["document"],
+                    "method": spec,
+                    "way": way,
+                }
                 new = [about | part for part in measure(traces, compressor, way, keeps)]
                 append_jsonl(done, *new)
                 found += new
-    print(f"{platform.machine()}, torch {torch.__version__}, {options.model}, {options.prefix} + {SUFFIX} tokens")
+    print(
+        f"{platform.machine()}, torch {torch.__version__}, {options.model}, {options.prefix} + {SUFFIX} tokens"
+    )
     wanted = [r for r in found if r["method"] in options.methods and r["keep"] in options.keep]
     report(wanted, list(options.methods), options.keep, options.ways)
     if options.plot:

@@ -1,15 +1,17 @@
 """Answers that are right or wrong, from compact caches: python benchmarks/questions.py --out FILE.
 
-Between neutral sentences stand lines "The phone number of Anna is 48213.": one (needle), four (multi-needle) or twelve
-(key-value). The document is a user's turn in the chat template; behind it stands "What does the text say?", and the
-answer is begun: "The phone number of Anna is". All are asked from one cache. A greedy answer is right if it holds the
-number, whole. Caches are fitted to the prefix's own queries ("self"), to the document said again ("reconstruction"),
-to eight questions of the kind with invented answers, none of which the document tells ("examples"), or to the very
-questions with their answers ("asked"). Conditions are METHOD@SUPERVISION; eviction reads the prefix alone. Beside them
-stand the dense cache, no document, and ("truncated@text") as much of the text, its beginning and its end, as the cache
-has slots. Intervals resample documents, and hold Wilson's at that many documents. Every answer is written to --out as
-it is given; the same command goes on where it was stopped, and the tables are of all that --out holds: of every
-question, of each kind and of each length.
+Between neutral sentences stand lines "The phone number of Anna is 48213.": one (needle), four
+(multi-needle) or twelve (key-value). The document is a user's turn in the chat template; behind it
+stands "What does the text say?", and the answer is begun: "The phone number of Anna is". All are
+asked from one cache. A greedy answer is right if it holds the number, whole. Caches are fitted to
+the prefix's own queries ("self"), to the document said again ("reconstruction"), to eight questions
+of the kind with invented answers, none of which the document tells ("examples"), or to the very
+questions with their answers ("asked"). Conditions are METHOD@SUPERVISION; eviction reads the prefix
+alone. Beside them stand the dense cache, no document, and ("truncated@text") as much of the text,
+its beginning and its end, as the cache has slots. Intervals resample documents, and hold Wilson's
+at that many documents. Every answer is written to --out as it is given; the same command goes on
+where it was stopped, and the tables are of all that --out holds: of every question, of each kind
+and of each length.
 """
 
 import argparse
@@ -77,8 +79,12 @@ class Document:
 
     @cached_property
     def ids(self) -> list[int]:
-        """Token ids: the opening of the chat template, neutral lines with the facts between them."""
-        draw, pieces = draws(self.seed, "text", self.kind, self.length, self.index), Pieces(self.tokenizer)
+        """Token ids: the opening of the chat template, neutral lines with the facts between
+        them."""
+        draw, pieces = (
+            draws(self.seed, "text", self.kind, self.length, self.index),
+            Pieces(self.tokenizer),
+        )
         head = pieces(chat_parts(self.tokenizer)[0])
         told = [f"{LINE.format(name)} {code}.\n" for name, code in shuffled(draw, self.facts)]
         left = self.length - len(head)
@@ -88,7 +94,8 @@ class Document:
         return [*head, *pieces.filled(lines, filler_lines(draw), left)]
 
     def encode(self, text: str, facts: Sequence[tuple[str, str]] = ()) -> list[int]:
-        """Token ids of the question, a text that begins the answer, and of facts that the answer tells."""
+        """Token ids of the question, a text that begins the answer, and of facts that the answer
+        tells."""
         _, between, tail = chat_parts(self.tokenizer)
         said = text + "\n".join(f"{LINE.format(name)} {code}." for name, code in facts)
         return self.tokenizer.encode(between + QUESTION + tail + said, add_special_tokens=False)
@@ -102,7 +109,10 @@ class Document:
             return trace(self.model, reconstruction_of_tokens(self.tokenizer, ids))
         facts = self.facts
         if supervision == "examples":
-            draw, told = draws(self.seed, "examples", self.kind, self.length, self.index), dict(self.facts)
+            draw, told = (
+                draws(self.seed, "examples", self.kind, self.length, self.index),
+                dict(self.facts),
+            )
             absent = [name for name in shuffled(draw, NAMES) if name not in told]
             facts = [(name, number(draw, DIGITS)) for name in absent[:EXAMPLES]]
         return trace(self.model, torch.tensor([[*self.ids, *self.encode("", facts)]]), self.length)
@@ -115,7 +125,8 @@ class Document:
         return [self.tokenizer.decode(tokens) for tokens in found]
 
     def truncated(self, keep: float) -> CompactCache:
-        """The dense cache of as many tokens as a budget has slots: the template's opening and both ends of the text."""
+        """The dense cache of as many tokens as a budget has slots: the template's opening and both
+        ends of the text."""
         head = len(self.tokenizer.encode(chat_parts(self.tokenizer)[0]))
         room = max(2, slots_for(self.length, keep, None) - head)
         ids = torch.tensor([[*self.ids[:head], *cut_middle(self.ids[head:], room)]])
@@ -127,9 +138,17 @@ def right(answer: str, code: str) -> bool:
     return re.search(rf"(?<!\d){code}(?!\d)", answer) is not None
 
 
-def answered(document: Document, conditions: Sequence[str], keeps: Sequence[float], known: set) -> Iterator[dict]:
-    """A record per condition and keep ratio that is not known yet: the answers, and processor seconds to compress."""
-    about = {"document": document.name, "kind": document.kind, "length": document.length, "asked": document.facts}
+def answered(
+    document: Document, conditions: Sequence[str], keeps: Sequence[float], known: set
+) -> Iterator[dict]:
+    """A record per condition and keep ratio that is not known yet: the answers, and processor
+    seconds to compress."""
+    about = {
+        "document": document.name,
+        "kind": document.kind,
+        "length": document.length,
+        "asked": document.facts,
+    }
     traces: dict[str, Trace] = {}
     for condition in conditions:
         missing = [keep for keep in keeps if (document.name, condition, keep) not in known]
@@ -153,23 +172,36 @@ def answered(document: Document, conditions: Sequence[str], keeps: Sequence[floa
         if (document.name, condition, keep) not in known:
             dense = condition == "dense"
             cache = (traces.get("self") or document.traced("self")).dense_cache() if dense else None
-            yield about | {"condition": condition, "keep": keep, "answers": document.answers(cache), "seconds": 0.0}
+            yield about | {
+                "condition": condition,
+                "keep": keep,
+                "answers": document.answers(cache),
+                "seconds": 0.0,
+            }
 
 
 def share(rows: pd.DataFrame) -> str:
-    """The share of right answers, percent, with an interval that holds the bootstrap's over documents and Wilson's."""
+    """The share of right answers, percent, with an interval that holds the bootstrap's over
+    documents and Wilson's."""
     right, documents = rows.right.to_numpy(), list(rows.document)
-    found = intervals.ClusterBootstrap(documents).mean(right).union(intervals.share(right, documents))
+    found = (
+        intervals.ClusterBootstrap(documents).mean(right).union(intervals.share(right, documents))
+    )
     return f"{100 * found.value:.0f} [{100 * found.low:.0f}, {100 * found.high:.0f}]"
 
 
 def report(records: Sequence[dict], conditions: Sequence[str], keeps: Sequence[float]) -> None:
-    """Markdown: percent of right answers by condition and keep ratio, of all questions, each kind and each length.
+    """Markdown: percent of right answers by condition and keep ratio, of all questions, each kind
+    and each length.
 
     Only documents count on which every condition has answered.
     """
     rows = [
-        {**record, "right": float(right(answer, code)), "seconds": record["seconds"] / len(record["asked"])}
+        {
+            **record,
+            "right": float(right(answer, code)),
+            "seconds": record["seconds"] / len(record["asked"]),
+        }
         for record in records
         for answer, (_, code) in zip(record["answers"], record["asked"], strict=True)
     ]
@@ -187,22 +219,38 @@ def report(records: Sequence[dict], conditions: Sequence[str], keeps: Sequence[f
         for condition in conditions:
             own = part[part.condition == condition]
             cells = [share(own[own.keep == keep]) for keep in keeps]
-            print(" | ".join([f"| `{condition}`", *cells, f"{own.seconds.sum() / own.document.nunique():.1f} |"]))
+            print(
+                " | ".join(
+                    [
+                        f"| `{condition}`",
+                        *cells,
+                        f"{own.seconds.sum() / own.document.nunique():.1f} |",
+                    ]
+                )
+            )
 
 
 def show(records: Sequence[dict]) -> None:
     """The questions' right answers and what each condition says."""
     for record in records:
         told = ", ".join(f"{name} {code}" for name, code in record["asked"])
-        print(f"{record['document']:<20}{record['condition']:<44}{record['keep']:<6g}{told}: {record['answers']}")
+        print(
+            f"{record['document']:<20}{record['condition']:<44}{record['keep']:<6g}{told}: {record['answers']}"
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--out", type=Path, required=True, help="file of records")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024], help="of documents, tokens")
-    parser.add_argument("--documents", type=int, nargs=3, default=[4, 4, 4], metavar="N", help="of each kind")
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=[512, 1024], help="of documents, tokens"
+    )
+    parser.add_argument(
+        "--documents", type=int, nargs=3, default=[4, 4, 4], metavar="N", help="of each kind"
+    )
     parser.add_argument("--keep", type=float, nargs="+", default=[0.05, 0.1, 0.2, 0.5])
     parser.add_argument("--conditions", nargs="+", default=CONDITIONS, metavar="METHOD@SUPERVISION")
     parser.add_argument("--seed", default="test", help="of the documents")
@@ -225,7 +273,10 @@ def main() -> None:
         for record in answered(document, options.conditions, options.keep, known):
             append_jsonl(options.out, record)
             found.append(record)
-    shown = {*((condition, keep) for condition in options.conditions for keep in options.keep), *BASELINES}
+    shown = {
+        *((condition, keep) for condition in options.conditions for keep in options.keep),
+        *BASELINES,
+    }
     wanted = [r for r in found if (r["condition"], r["keep"]) in shown]
     if options.show:
         show(wanted)

@@ -3,15 +3,17 @@
     python benchmarks/serving.py llama.cpp --data textbooks.parquet --documents 1 --tokens 4090
     python benchmarks/serving.py vllm --data textbooks.parquet --documents 8 --tokens 1000
 
-`llama.cpp`: one document, its dense cache and a compact one. Cells and bytes that llama.cpp allocates for them, seconds
-from a cache's file to the first token of an answer (dense also from the text), tokens a second of the answer.
+`llama.cpp`: one document, its dense cache and a compact one. Cells and bytes that llama.cpp
+allocates for them, seconds from a cache's file to the first token of an answer (dense also from the
+text), tokens a second of the answer.
 
-`vllm`: 64 requests at once over all documents, eight questions each in turn, first to a server of the plain model with
-the documents in the prompts (its own prefix cache on), then to one of the widened model with packed caches. Answers of
-the second are compared with those of transformers, token by token.
+`vllm`: 64 requests at once over all documents, eight questions each in turn, first to a server of
+the plain model with the documents in the prompts (its own prefix cache on), then to one of the
+widened model with packed caches. Answers of the second are compared with those of transformers,
+token by token.
 
-Documents are cut from the last text of the data. Caches stay in the work folder and are used again; the records
-are appended to `records.jsonl` there.
+Documents are cut from the last text of the data. Caches stay in the work folder and are used again;
+the records are appended to `records.jsonl` there.
 """
 
 import argparse
@@ -47,7 +49,9 @@ QUESTIONS = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("engine", choices=["llama.cpp", "vllm"])
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--data", type=Path, required=True)
@@ -72,7 +76,9 @@ def main() -> None:
         )
         for i, start in enumerate(starts)
     }
-    figures = (llama_cpp if options.engine == "llama.cpp" else vllm)(options, model, tokenizer, texts)
+    figures = (llama_cpp if options.engine == "llama.cpp" else vllm)(
+        options, model, tokenizer, texts
+    )
     processor = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     record = {
         "engine": options.engine, "command": " ".join(["python", *sys.argv]), "date": time.strftime("%Y-%m-%d"),
@@ -102,7 +108,9 @@ def llama_cpp(options, model, tokenizer, texts):
         write_gguf(widen(model, head_dim), gguf)
     question, found = question_ids(tokenizer, QUESTIONS[0], chat=True), {}
     for name in ("dense", "compact"):
-        cache = compressed(options, model, tokenizer, document, text, dense=name == "dense", supervision="self")
+        cache = compressed(
+            options, model, tokenizer, document, text, dense=name == "dense", supervision="self"
+        )
         packed = options.work / f"{document}-{name}.prefix"
         export_prefix(cache, model, packed, head_dim=head_dim)
         prefix = read_prefix(packed)
@@ -136,8 +144,24 @@ class Server:
 
     def __init__(self, options, model, caches=None):
         self.port, self.usage, self.tokens = 8734, 0.0, 0
-        command = [options.python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", self.port]
-        command += ["--served-model-name", "m", "--dtype", "float32", "--enforce-eager", "--max-model-len", 2048]
+        command = [
+            options.python,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            model,
+            "--port",
+            self.port,
+        ]
+        command += [
+            "--served-model-name",
+            "m",
+            "--dtype",
+            "float32",
+            "--enforce-eager",
+            "--max-model-len",
+            2048,
+        ]
         command += ["--block-size", 32]
         if caches:
             transfer = {
@@ -150,7 +174,11 @@ class Server:
                 "--kv-transfer-config",
                 json.dumps(transfer),
             ]
-        told = {"VLLM_CPU_KVCACHE_SPACE": "2", "OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1"}
+        told = {
+            "VLLM_CPU_KVCACHE_SPACE": "2",
+            "OMP_NUM_THREADS": str(options.threads),
+            "HF_HUB_OFFLINE": "1",
+        }
         self.log = (options.work / f"server-{'compact' if caches else 'dense'}.log").open("w")
         self.process = subprocess.Popen(
             [str(x) for x in command], stdout=self.log, stderr=self.log,
@@ -184,7 +212,14 @@ class Server:
 
     def ask(self, body):
         """Token ids of an answer, seconds to the first of them, and to the last."""
-        body = {"model": "m", "temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True, **body}
+        body = {
+            "model": "m",
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "return_token_ids": True,
+            **body,
+        }
         request = urllib.request.Request(
             f"http://localhost:{self.port}/v1/completions",
             json.dumps(body).encode(),
@@ -223,30 +258,47 @@ def vllm(options, model, tokenizer, texts):
     if not wide.exists():
         save(widen(model, head_dim), tokenizer, wide)
     packed.mkdir(exist_ok=True)
-    caches = {name: compressed(options, model, tokenizer, name, text) for name, text in texts.items()}
+    caches = {
+        name: compressed(options, model, tokenizer, name, text) for name, text in texts.items()
+    }
     for name, cache in caches.items():
         export_prefix(cache, model, packed / name, head_dim=head_dim)
-    asked = [(list(caches)[i % len(caches)], QUESTIONS[i // len(caches) % 8]) for i in range(options.requests)]
+    asked = [
+        (list(caches)[i % len(caches)], QUESTIONS[i // len(caches) % 8])
+        for i in range(options.requests)
+    ]
     head, between, tail = chat_parts(tokenizer)
     dense, compact = [], []
     for name, question in asked:
-        ids = tokenizer.encode(head + texts[name] + between + question + tail, add_special_tokens=False)
+        ids = tokenizer.encode(
+            head + texts[name] + between + question + tail, add_special_tokens=False
+        )
         dense.append({"prompt": ids, "max_tokens": options.new_tokens})
         told = {"kv_transfer_params": {"kvcat": name}}
         compact.append({"prompt": question, "max_tokens": options.new_tokens, **told})
     told = [options.python, "-c", "import importlib.metadata as m; print(m.version('vllm-cpu'))"]
     engine = subprocess.run(told, capture_output=True, text=True, check=True).stdout.strip()
     found, per_cell = (
-        {"vllm-cpu": engine, "requests": len(asked), "documents": len(caches), "slots": cache.num_slots},
+        {
+            "vllm-cpu": engine,
+            "requests": len(asked),
+            "documents": len(caches),
+            "slots": cache.num_slots,
+        },
         model.config,
     )
-    bytes_of = {"dense": per_cell.head_dim or per_cell.hidden_size // per_cell.num_attention_heads, "compact": head_dim}
+    bytes_of = {
+        "dense": per_cell.head_dim or per_cell.hidden_size // per_cell.num_attention_heads,
+        "compact": head_dim,
+    }
     for name, bodies in (("dense", dense), ("compact", compact)):
         folder = local_folder(options.model) if name == "dense" else wide
         with Server(options, folder, None if name == "dense" else packed) as server:
             server.ask({"prompt": "Hello", "max_tokens": 1})
             answers, found[name] = server.load(bodies)
-            cells = per_cell.num_hidden_layers * per_cell.num_key_value_heads * bytes_of[name] * 2 * 4
+            cells = (
+                per_cell.num_hidden_layers * per_cell.num_key_value_heads * bytes_of[name] * 2 * 4
+            )
             found[name]["MB in use at most"] = found[name]["most cells in use"] * cells / 1e6
             _, found[f"{name}, again"] = server.load(bodies)
     right = 0

@@ -1,9 +1,11 @@
-"""The control against plain continued pretraining in transformers' Trainer: tokens a second, same model and batch.
+"""The control against plain continued pretraining in transformers' Trainer: tokens a second, same
+model and batch.
 
-    python benchmarks/trainer.py [--model kvcat-base] [--steps 12] [--seq-len 1024] [--batch 4] [--device cpu]
+    python benchmarks/trainer.py [--model kvcat-base] [--steps 12] [--seq-len 1024] [--batch 4]
+    [--device cpu]
 
-Both run float32 AdamW with clipping and no validation; each is a process of its own, the two in turn, and the first
-steps of each do not count. Needs accelerate, which comes with kvcat[harness].
+Both run float32 AdamW with clipping and no validation; each is a process of its own, the two in
+turn, and the first steps of each do not count. Needs accelerate, which comes with kvcat[harness].
 """
 
 import argparse
@@ -31,7 +33,11 @@ def ours(args: argparse.Namespace) -> float:
             "validation_sequences": 1, "checkpoint_every": args.steps, "device": args.device,
         })  # fmt: skip
         train(settings, progress=False)
-        rates = [r["tokens_per_s"] for r in read_jsonl(Path(scratch) / "run" / "metrics.jsonl") if r["kind"] == "train"]
+        rates = [
+            r["tokens_per_s"]
+            for r in read_jsonl(Path(scratch) / "run" / "metrics.jsonl")
+            if r["kind"] == "train"
+        ]
     return sorted(rates[WARM:])[len(rates[WARM:]) // 2]
 
 
@@ -52,7 +58,9 @@ def theirs(args: argparse.Namespace) -> float:
                 torch.cuda.synchronize()
             self.seconds.append(time.perf_counter() - self.start)
 
-    model = AutoModelForCausalLM.from_pretrained(local_folder(args.model or BASE_NAME), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        local_folder(args.model or BASE_NAME), dtype=torch.float32
+    )
     tokens = torch.randint(model.config.vocab_size, (args.steps * args.batch, args.seq_len))
     rows = [{"input_ids": row, "labels": row} for row in tokens]
     with tempfile.TemporaryDirectory() as scratch:
@@ -67,7 +75,9 @@ def theirs(args: argparse.Namespace) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="kvcat-base")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--seq-len", type=int, default=1024)
@@ -87,7 +97,9 @@ def main() -> None:
             told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
             rates[name] = json.loads(told.splitlines()[-1])["rate"]
         ratios.append(rates["ours"] / rates["theirs"])
-        print(f"kvcat's control {rates['ours']:,.0f} tokens/s, transformers' Trainer {rates['theirs']:,.0f}")
+        print(
+            f"kvcat's control {rates['ours']:,.0f} tokens/s, transformers' Trainer {rates['theirs']:,.0f}"
+        )
     print(f"ratio: {', '.join(f'{ratio:.2f}' for ratio in ratios)}")
 
 

@@ -1,10 +1,12 @@
 """A training step with KV-CAT against one of the control: time, its parts, memory; all in one run.
 
-    python benchmarks/training.py [--shape kvcat-base|smollm2-135m|small|...] [--seq-len 1024] [--batch 4] [--threads 2]
+    python benchmarks/training.py [--shape kvcat-base|smollm2-135m|small|...] [--seq-len 1024]
+    [--batch 4] [--threads 2]
 
-Steps of all variants take turns, and ratios compare neighbours in time; the median is shown. The control's step is
-forward, loss and backward of B sequences; KV-CAT's of B dense and B masked ones. 2.0 is the floor of KV-CAT over the
-control. Peak memory compares B sequences of KV-CAT with 2 B of the control, each in a process of its own.
+Steps of all variants take turns, and ratios compare neighbours in time; the median is shown. The
+control's step is forward, loss and backward of B sequences; KV-CAT's of B dense and B masked ones.
+2.0 is the floor of KV-CAT over the control. Peak memory compares B sequences of KV-CAT with 2 B of
+the control, each in a process of its own.
 """
 
 import argparse
@@ -68,7 +70,9 @@ def stepper(
     generators = [torch.Generator().manual_seed(i) for i in range(sequences)]
 
     def step() -> None:
-        with torch.autocast(args.device.split(":")[0], torch.bfloat16, enabled=args.dtype == "bfloat16"):
+        with torch.autocast(
+            args.device.split(":")[0], torch.bfloat16, enabled=args.dtype == "bfloat16"
+        ):
             total, _ = objective(tokens, generators, 0)
         total.backward()
         objective.zero_grad(set_to_none=True)
@@ -101,10 +105,19 @@ def times(args: argparse.Namespace) -> None:
     for name, seconds in taken.items():
         ratios = [a / b for a, b in zip(seconds, taken["control"], strict=True)]
         rate = args.batch * args.seq_len / statistics.median(seconds)
-        print(f"| {name} | {statistics.median(seconds):.3f} | {statistics.median(ratios):.2f} | {rate:,.0f} |")
+        print(
+            f"| {name} | {statistics.median(seconds):.3f} | {statistics.median(ratios):.2f} | {rate:,.0f} |"
+        )
     pairs = zip(taken["KV-CAT"], taken["no gradient of the mask"], taken["control"], strict=True)
-    print(f"\ngradient of the mask: {statistics.median((a - b) / c for a, b, c in pairs):+.2f} control steps")
-    pairs = zip(taken["no gradient of the mask"], taken["random masks, no routers"], taken["control"], strict=True)
+    print(
+        f"\ngradient of the mask: {statistics.median((a - b) / c for a, b, c in pairs):+.2f} control steps"
+    )
+    pairs = zip(
+        taken["no gradient of the mask"],
+        taken["random masks, no routers"],
+        taken["control"],
+        strict=True,
+    )
     print(f"routers: {statistics.median((a - b) / c for a, b, c in pairs):+.2f} control steps")
     peak = peak_flops(torch.device(args.device), args.dtype)
     if peak:
@@ -117,7 +130,10 @@ def times(args: argparse.Namespace) -> None:
 
 def memory(args: argparse.Namespace) -> None:
     found = {}
-    for name, options, sequences in (("KV-CAT", {}, args.batch), ("control", {"policy": "control"}, 2 * args.batch)):
+    for name, options, sequences in (
+        ("KV-CAT", {}, args.batch),
+        ("control", {"policy": "control"}, 2 * args.batch),
+    ):
         request = json.dumps({**vars(args), "options": options, "sequences": sequences})
         command = [sys.executable, str(Path(__file__)), "--one", request]
         told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
@@ -148,8 +164,12 @@ def held(device: str) -> float:
 
 def options(doc: str | None, *, shape: str, repeats: int) -> argparse.ArgumentParser:
     """The options of every benchmark of a training step."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default=shape, help=f"{', '.join(SHAPES)}, or any model by its name or folder")
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--shape", default=shape, help=f"{', '.join(SHAPES)}, or any model by its name or folder"
+    )
     parser.add_argument("--repeats", type=int, default=repeats)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")

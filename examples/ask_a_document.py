@@ -1,6 +1,8 @@
-"""Ask SmolLM2-135M about a document, dense beside compact: python examples/ask_a_document.py [DOCUMENT QUESTION...].
+"""Ask SmolLM2-135M about a document, dense beside compact: python examples/ask_a_document.py
+[DOCUMENT QUESTION...].
 
-Without arguments: the minutes beside this file and five questions that they answer. `make demo-real` runs it.
+Without arguments: the minutes beside this file and five questions that they answer. `make
+demo-real` runs it.
 """
 
 import sys
@@ -28,14 +30,18 @@ def main() -> None:
     caches, begun = {"dense": trace.dense_cache()}, time.monotonic()
     for keep, cache in zip(KEEP, kvcat.AttentionMatching().each(trace, KEEP), strict=True):
         caches[f"{keep:.0%}"] = cache
-    print(f"{path.name}: {trace.prefix_len} tokens, three caches in {time.monotonic() - begun:.0f} seconds")
+    print(
+        f"{path.name}: {trace.prefix_len} tokens, three caches in {time.monotonic() - begun:.0f} seconds"
+    )
     print("  ".join(f"{name} {cache.nbytes / 2**20:.1f} MiB" for name, cache in caches.items()))
     for question in given[1:] or QUESTIONS:
         print(f"\n{question}")
         ids = kvcat.question_ids(tokenizer, question, chat=True)
         for name, cache in caches.items():
             answer = model.generate(**cache.inputs(model, ids), max_new_tokens=24, do_sample=False)
-            print(f"  {name:>5}: {tokenizer.decode(answer[0, ids.shape[1] :], skip_special_tokens=True).strip()}")
+            print(
+                f"  {name:>5}: {tokenizer.decode(answer[0, ids.shape[1] :], skip_special_tokens=True).strip()}"
+            )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Questions about documents, answered by llama.cpp from packed caches; the model is loaded once.
 
-    kvcat widen smollm2-135m -o wide.gguf
-    kvcat compress smollm2-135m --text examples/minutes.txt --chat --keep 0.25 -o minutes.safetensors
-    kvcat pack smollm2-135m --cache minutes.safetensors -o minutes --head-dim 80
-    echo "minutes: Where is the next meeting?" | python examples/serve_llama_cpp.py smollm2-135m wide.gguf minutes
+    kvcat widen smollm2-135m -o wide.gguf kvcat compress smollm2-135m --text examples/minutes.txt
+    --chat --keep 0.25 -o minutes.safetensors kvcat pack smollm2-135m --cache minutes.safetensors -o
+    minutes --head-dim 80 echo "minutes: Where is the next meeting?" | python
+    examples/serve_llama_cpp.py smollm2-135m wide.gguf minutes
 
 Each line of standard input names a document and asks a question.
 """
@@ -22,7 +22,9 @@ from kvcat.serving import LlamaCpp, prompt_ids, read_prefix
 
 def main() -> None:
     """Answer until standard input ends."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("tokenizer", help="the model that was widened, for its tokenizer")
     parser.add_argument("gguf", help="the widened model")
     parser.add_argument("caches", nargs="+", help="files of kvcat pack")
@@ -40,7 +42,9 @@ def main() -> None:
             document, start = documents[name], time.perf_counter()
             ids = prompt_ids(tokenizer, question, chat=document.chat)
             engine.load(document)
-            answer = list(engine.generate(ids, options.max_new_tokens, end=[tokenizer.eos_token_id]))
+            answer = list(
+                engine.generate(ids, options.max_new_tokens, end=[tokenizer.eos_token_id])
+            )
         except InputError as error:
             print(f"error: {error}", flush=True)
             continue

@@ -1,11 +1,14 @@
-"""Which solution of the histogram does training find? Small transformers trained with and without KV-CAT's objective.
+"""Which solution of the histogram does training find? Small transformers trained with and without
+KV-CAT's objective.
 
-Two-block networks of the theory's architecture learn the running histogram of 3 symbols, the usual way and with the
-masked objective, from the same weights on the same data. Then the best cache for every number of slots is searched by
-gradient, the worst of all suffixes counting, beside the two constructions of ``kvcat.theory``.
+Two-block networks of the theory's architecture learn the running histogram of 3 symbols, the usual
+way and with the masked objective, from the same weights on the same data. Then the best cache for
+every number of slots is searched by gradient, the worst of all suffixes counting, beside the two
+constructions of ``kvcat.theory``.
 
-    python examples/train_histogram.py --seeds 5      # the table of docs/theory.md, some minutes for each seed
-    python examples/train_histogram.py --quick        # seconds; shows only that everything runs
+    python examples/train_histogram.py --seeds 5      # the table of docs/theory.md, some minutes
+    for each seed python examples/train_histogram.py --quick        # seconds; shows only that
+    everything runs
 """
 
 import argparse
@@ -19,7 +22,12 @@ from torch import Tensor
 
 from kvcat.losses import budget_loss
 from kvcat.policies import Router, gate
-from kvcat.theory import compressible_histogram, histogram_policy, incompressible_histogram, sequences
+from kvcat.theory import (
+    compressible_histogram,
+    histogram_policy,
+    incompressible_histogram,
+    sequences,
+)
 from kvcat.theory import definitions as d
 from kvcat.theory.histogram import multisets
 from kvcat.theory.optimum import joint_optimum
@@ -27,27 +35,56 @@ from kvcat.theory.optimum import joint_optimum
 SYMBOLS = 3
 MATRICES = ("w_q", "w_k", "w_v", "w_o", "w_1", "w_2")
 FULL = SimpleNamespace(
-    length=8, width=16, key_width=8, hidden=32, steps=1500, batch=64, prefix_len=5, num_prefixes=9, search_steps=200
+    length=8,
+    width=16,
+    key_width=8,
+    hidden=32,
+    steps=1500,
+    batch=64,
+    prefix_len=5,
+    num_prefixes=9,
+    search_steps=200,
 )
 QUICK = SimpleNamespace(
-    length=6, width=8, key_width=4, hidden=16, steps=120, batch=32, prefix_len=3, num_prefixes=4, search_steps=40
+    length=6,
+    width=8,
+    key_width=4,
+    hidden=16,
+    steps=120,
+    batch=32,
+    prefix_len=3,
+    num_prefixes=4,
+    search_steps=40,
 )
 
 
 def draw_weights(setting: SimpleNamespace, seed: int, uniform: bool) -> dict[str, Tensor]:
-    """Trainable tensors by name. All are drawn, then fixed ones set to zero: variants share all others."""
-    draw, width, key, hidden = torch.Generator().manual_seed(seed), setting.width, setting.key_width, setting.hidden
+    """Trainable tensors by name. All are drawn, then fixed ones set to zero: variants share all
+    others.
+    """
+    draw, width, key, hidden = (
+        torch.Generator().manual_seed(seed),
+        setting.width,
+        setting.key_width,
+        setting.hidden,
+    )
 
     def normal(rows: int, columns: int, scale: float) -> Tensor:
         return scale * torch.randn(rows, columns, generator=draw, dtype=torch.float64)
 
-    weights = {"symbols": normal(SYMBOLS, width, 1.0), "positions": normal(setting.length, width, 0.5)}
+    weights = {
+        "symbols": normal(SYMBOLS, width, 1.0),
+        "positions": normal(setting.length, width, 0.5),
+    }
     for number, d_out in enumerate((width, SYMBOLS)):
         for name, columns in zip(MATRICES[:4], (key, key, width, width), strict=True):
             weights[f"{number}.{name}"] = normal(width, columns, width**-0.5)
         weights[f"{number}.w_1"] = normal(width, hidden, (2 / width) ** 0.5)
         weights[f"{number}.w_2"] = normal(hidden, d_out, hidden**-0.5)
-        weights[f"{number}.b_1"], weights[f"{number}.b_2"] = torch.zeros(hidden).double(), torch.zeros(d_out).double()
+        weights[f"{number}.b_1"], weights[f"{number}.b_2"] = (
+            torch.zeros(hidden).double(),
+            torch.zeros(d_out).double(),
+        )
     fixed = ("0.w_q", "0.w_k", "1.w_q", "1.w_k", "0.w_o") if uniform else ()
     return {name: w.zero_() if name in fixed else w.requires_grad_() for name, w in weights.items()}
 
@@ -59,7 +96,9 @@ def transformer(weights: dict[str, Tensor]) -> d.Transformer:
         w_q, w_k, w_v, w_o, w_1, w_2 = (weights[f"{number}.{name}"] for name in MATRICES)
         ffn = d.FeedForward(w_1, weights[f"{number}.b_1"], w_2, weights[f"{number}.b_2"])
         blocks.append(d.Block((d.AttentionHead(w_q, w_k, w_v),), w_o, ffn))
-    return d.Transformer(weights["symbols"][:, None] + weights["positions"], tuple(blocks), causal=True)
+    return d.Transformer(
+        weights["symbols"][:, None] + weights["positions"], tuple(blocks), causal=True
+    )
 
 
 def dense_pass(model: d.Transformer, tokens: Tensor) -> list[Tensor]:
@@ -71,8 +110,12 @@ def dense_pass(model: d.Transformer, tokens: Tensor) -> list[Tensor]:
     return states
 
 
-def masked_pass(model: d.Transformer, tokens: Tensor, n: int, dense: list[Tensor], routers: dict[int, Router]):
-    """The tokens behind a prefix of n see the slots of it that the routers keep; outputs and routers' scores."""
+def masked_pass(
+    model: d.Transformer, tokens: Tensor, n: int, dense: list[Tensor], routers: dict[int, Router]
+):
+    """The tokens behind a prefix of n see the slots of it that the routers keep; outputs and
+    routers' scores.
+    """
     x, scores = model.embed(tokens)[:, n:], {}
     keep = x.new_ones(len(x), n)
     for number, block in enumerate(model.blocks):
@@ -86,7 +129,9 @@ def masked_pass(model: d.Transformer, tokens: Tensor, n: int, dense: list[Tensor
         later = torch.ones(logits.shape[-2:], dtype=torch.bool).triu(n + 1)
         hard = logits.masked_fill(later | (visible == 0), -torch.inf).softmax(-1) @ v
         # the gradient of the mask is taken at the dense attention ("surrogate")
-        soft = logits.detach().masked_fill(later, -torch.inf).softmax(-1) * (1 + visible - visible.detach())
+        soft = logits.detach().masked_fill(later, -torch.inf).softmax(-1) * (
+            1 + visible - visible.detach()
+        )
         soft = soft / soft.sum(-1, keepdim=True) @ v.detach()
         x = block.feed_forward((hard + soft - soft.detach()) @ block.w_o + x)
     return x, scores
@@ -99,25 +144,44 @@ def running_histograms(tokens: Tensor) -> Tensor:
 
 
 def task_error(model: d.Transformer) -> float:
-    """Root mean square of || M(a) - hist(a) || over all sequences of N symbols and their beginnings."""
-    errors = dense_pass(model, tokens := sequences(SYMBOLS, model.num_positions))[-1] - running_histograms(tokens)
+    """Root mean square of || M(a) - hist(a) || over all sequences of N symbols and their
+    beginnings.
+    """
+    errors = dense_pass(model, tokens := sequences(SYMBOLS, model.num_positions))[
+        -1
+    ] - running_histograms(tokens)
     return math.sqrt(errors.square().sum(-1).mean())
 
 
-def train(setting: SimpleNamespace, seed: int, num_steps: int, *, uniform: bool, masked: bool) -> d.Transformer:
-    """L = || M(a) - hist(a) ||^2 + || sg M(a) - M_mask(a) ||^2 + 0.1 B; without ``masked`` the first term alone."""
+def train(
+    setting: SimpleNamespace, seed: int, num_steps: int, *, uniform: bool, masked: bool
+) -> d.Transformer:
+    """L = || M(a) - hist(a) ||^2 + || sg M(a) - M_mask(a) ||^2 + 0.1 B; without ``masked`` the
+    first term alone.
+    """
     weights, draw = draw_weights(setting, seed, uniform), torch.Generator().manual_seed(seed)
-    starts, size = (() if not masked else (1,) if uniform else (0, 1)), (setting.width, setting.width)
+    starts, size = (
+        (() if not masked else (1,) if uniform else (0, 1)),
+        (setting.width, setting.width),
+    )
     routers = {start: Router(*size, noise=0.05, generator=draw).double() for start in starts}
-    trained = [w for w in weights.values() if w.requires_grad] + [p for r in routers.values() for p in r.parameters()]
+    trained = [w for w in weights.values() if w.requires_grad] + [
+        p for r in routers.values() for p in r.parameters()
+    ]
     optimizer = torch.optim.Adam(trained, lr=1e-2, fused=True)
     data, masks = (torch.Generator().manual_seed(2 * seed + i + 2**20) for i in range(2))
     for step in range(num_steps):
         share = step / num_steps
-        optimizer.param_groups[0]["lr"] = 1e-2 * min(1.0, 20 * share + 0.05) * 0.5 * (1 + math.cos(math.pi * share))
+        optimizer.param_groups[0]["lr"] = (
+            1e-2 * min(1.0, 20 * share + 0.05) * 0.5 * (1 + math.cos(math.pi * share))
+        )
         model = transformer(weights)
         # symbols' probabilities are uniform on the simplex, so that constant sequences are not rare
-        odds = -torch.rand(setting.batch, SYMBOLS, generator=data, dtype=torch.float64).clamp_min(1e-12).log()
+        odds = (
+            -torch.rand(setting.batch, SYMBOLS, generator=data, dtype=torch.float64)
+            .clamp_min(1e-12)
+            .log()
+        )
         tokens = torch.multinomial(odds, setting.length, replacement=True, generator=data)
         states = dense_pass(model, tokens)
         loss = (states[-1] - running_histograms(tokens)).square().sum(-1).mean()
@@ -134,49 +198,80 @@ def train(setting: SimpleNamespace, seed: int, num_steps: int, *, uniform: bool,
 
 
 def draw_prefixes(setting: SimpleNamespace) -> Tensor:
-    """Prefixes of different counts: the constant ones, and others drawn, each in an order of its own."""
+    """Prefixes of different counts: the constant ones, and others drawn, each in an order of its
+    own.
+    """
     rows = multisets(SYMBOLS, setting.prefix_len)
     draw, constant = torch.Generator().manual_seed(0), (rows == rows[:, :1]).all(1)
     others = rows[~constant]
-    others = others[torch.randperm(len(others), generator=draw)[: setting.num_prefixes - SYMBOLS].sort().values]
-    others = others.gather(1, torch.rand(others.shape, generator=draw, dtype=torch.float64).argsort(1))
+    others = others[
+        torch.randperm(len(others), generator=draw)[: setting.num_prefixes - SYMBOLS].sort().values
+    ]
+    others = others.gather(
+        1, torch.rand(others.shape, generator=draw, dtype=torch.float64).argsort(1)
+    )
     return torch.cat([rows[constant], others])
 
 
 def search_caches(model: d.Transformer, prefixes: Tensor, r: int, num_steps: int) -> Tensor:
-    """For each prefix the worst error over all suffixes behind the best cache of r slots that is found.
+    """For each prefix the worst error over all suffixes behind the best cache of r slots that is
+    found.
 
-    Adam on the p-norm of the errors, p rising from 4 to 200. Keys move in coordinates in which queries are white. Two
-    starts: runs of slots merged into their means, and these with the logarithm of the run's length on the scores.
+    Adam on the p-norm of the errors, p rising from 4 to 200. Keys move in coordinates in which
+    queries are white. Two starts: runs of slots merged into their means, and these with the
+    logarithm of the run's length on the scores.
     """
     suffixes = sequences(SYMBOLS, model.num_positions - (n := prefixes.shape[1]))
     shape = (len(prefixes), len(suffixes), -1)
-    states = dense_pass(model, torch.cat([prefixes[:, None].expand(shape), suffixes.expand(shape)], -1))
+    states = dense_pass(
+        model, torch.cat([prefixes[:, None].expand(shape), suffixes.expand(shape)], -1)
+    )
     targets = states[-1][..., n:, :].repeat_interleave(2, 0)
     run_len = (torch.arange(r + 1) * n // r).diff()
-    merge = torch.block_diag(*[torch.full((1, int(length)), 1 / int(length)).double() for length in run_len])
+    merge = torch.block_diag(
+        *[torch.full((1, int(length)), 1 / int(length)).double() for length in run_len]
+    )
     starts, scales = [], []
     for block, x, own in zip(model.blocks, states, dense_pass(model, prefixes), strict=False):
         head = block.heads[0]
         q = (x[..., n:, :] @ head.w_q).flatten(0, 2) / head.w_k.shape[1] ** 0.5
         energy, axes = torch.linalg.eigh(q.mT @ q / len(q))
         attends = float(energy[-1]) > 1e-24
-        whiten = energy.clamp_min(float(energy[-1]) * 1e-6).rsqrt() * axes if attends else torch.zeros_like(axes)
-        keys, values = ((merge @ (own @ w))[:, None].repeat(1, 2, 1, 1) for w in (head.w_k, head.w_v))
+        whiten = (
+            energy.clamp_min(float(energy[-1]) * 1e-6).rsqrt() * axes
+            if attends
+            else torch.zeros_like(axes)
+        )
+        keys, values = (
+            (merge @ (own @ w))[:, None].repeat(1, 2, 1, 1) for w in (head.w_k, head.w_v)
+        )
         if float(q.mean(0).square().sum()) > 1e-24:
             keys[:, 1] += run_len.double().log()[:, None] * q.mean(0) / q.mean(0).square().sum()
         starts += [keys.flatten(0, 1), values.flatten(0, 1)]
-        scales += [whiten.mT, (own @ head.w_v).square().mean().sqrt() * torch.eye(values.shape[-1]).double()]
+        scales += [
+            whiten.mT,
+            (own @ head.w_v).square().mean().sqrt() * torch.eye(values.shape[-1]).double(),
+        ]
     moves = [torch.zeros_like(start, requires_grad=True) for start in starts]
-    optimizer, best = torch.optim.Adam(moves, lr=0.1, fused=True), torch.full((len(targets),), torch.inf).double()
+    optimizer, best = (
+        torch.optim.Adam(moves, lr=0.1, fused=True),
+        torch.full((len(targets),), torch.inf).double(),
+    )
     for step in range(num_steps + 1):
         share = step / num_steps
         optimizer.param_groups[0]["lr"] = 0.1 * (1 - share) ** 1.5
-        cached = [start + move @ scale for start, move, scale in zip(starts, moves, scales, strict=True)]
+        cached = [
+            start + move @ scale for start, move, scale in zip(starts, moves, scales, strict=True)
+        ]
         x = model.embed(suffixes, start=n).expand(len(targets), -1, -1, -1)
-        for block, pair in zip(model.blocks, zip(cached[::2], cached[1::2], strict=True), strict=True):
+        for block, pair in zip(
+            model.blocks, zip(cached[::2], cached[1::2], strict=True), strict=True
+        ):
             keys, values = (slots[:, None].expand(-1, len(suffixes), -1, -1) for slots in pair)
-            own = torch.cat([keys, x @ block.heads[0].w_k], -2), torch.cat([values, x @ block.heads[0].w_v], -2)
+            own = (
+                torch.cat([keys, x @ block.heads[0].w_k], -2),
+                torch.cat([values, x @ block.heads[0].w_v], -2),
+            )
             x = d.run_block(block, x, [own], causal=True)
         errors = (x - targets).square().sum(-1).add(1e-30).sqrt().flatten(1)
         best = torch.minimum(best, errors.detach().amax(1))
@@ -186,9 +281,14 @@ def search_caches(model: d.Transformer, prefixes: Tensor, r: int, num_steps: int
     return best.view(-1, 2).amin(1)
 
 
-def policy_errors(model: d.Transformer, prefixes: Tensor, policy: d.Policy, num_slots: int) -> Tensor:
+def policy_errors(
+    model: d.Transformer, prefixes: Tensor, policy: d.Policy, num_slots: int
+) -> Tensor:
     """Each prefix's worst error behind a policy."""
-    worst = [d.compressibility(model, policy, lambda _: num_slots, prefixes=[row]) for row in prefixes.tolist()]
+    worst = [
+        d.compressibility(model, policy, lambda _: num_slots, prefixes=[row])
+        for row in prefixes.tolist()
+    ]
     return torch.tensor([case.error for case in worst])
 
 
@@ -205,7 +305,9 @@ def interval(values: list[float]) -> tuple[float, float, float]:
     return (mean := sum(values) / len(values)), mean - half, mean + half
 
 
-def show(name: str, runs: list[list[Tensor]], usual: list[list[Tensor]] | None = None, note: str = "") -> None:
+def show(
+    name: str, runs: list[list[Tensor]], usual: list[list[Tensor]] | None = None, note: str = ""
+) -> None:
     """Rows of the table for one network: a line for each number of slots, the first with a note."""
     for r, errors in enumerate(zip(*runs, strict=True), 1):
         means = [float(row.mean()) for row in errors]
@@ -213,7 +315,10 @@ def show(name: str, runs: list[list[Tensor]], usual: list[list[Tensor]] | None =
         ends = f"{mean:.4f}" + (f" [{max(low, 0.0):.4f}, {high:.4f}]" if len(runs) > 1 else "")
         line = f"{name:38s} {r:5d}  {ends:24s} {sum(float(row.max()) for row in errors) / len(runs):12.4f}"
         if usual is not None and mean > 1e-11:
-            logs = [math.log(own / float(other[r - 1].mean())) for own, other in zip(means, usual, strict=True)]
+            logs = [
+                math.log(own / float(other[r - 1].mean()))
+                for own, other in zip(means, usual, strict=True)
+            ]
             ratio, low, high = (math.exp(value) for value in interval(logs))
             line += f"  {ratio:.3f}" + (f" [{low:.3f}, {high:.3f}]" if len(runs) > 1 else "")
         print(line + (note if r == 1 else ""), flush=True)
@@ -226,11 +331,19 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small networks, few steps")
     options = parser.parse_args()
     setting = QUICK if options.quick else FULL
-    few = setting.steps * 4 // 15  # a control: its task error can be that of the masked objective, which costs some
-    print(f"{'network':38s} slots  mean over prefixes       worst prefix  against the usual training")
+    few = (
+        setting.steps * 4 // 15
+    )  # a control: its task error can be that of the masked objective, which costs some
+    print(
+        f"{'network':38s} slots  mean over prefixes       worst prefix  against the usual training"
+    )
     for attention in ("uniform", "trained"):
         usual = None
-        for kind, steps in (("usual", setting.steps), ("router", setting.steps), (f"usual, {few} steps", few)):
+        for kind, steps in (
+            ("usual", setting.steps),
+            ("router", setting.steps),
+            (f"usual, {few} steps", few),
+        ):
             how = {"uniform": attention == "uniform", "masked": kind == "router"}
             models = [train(setting, seed, steps, **how) for seed in range(options.seeds)]
             name, rms = f"{kind}, {attention} attention", sum(map(task_error, models)) / len(models)
@@ -241,9 +354,15 @@ def main() -> None:
     hard = replace(incompressible_histogram(m, setting.length, num_blocks=4), causal=True)
     easy = replace(compressible_histogram(m, setting.length), causal=True)
     counts, budgets = [torch.bincount(row, minlength=m) for row in prefixes], range(1, n + 1)
-    optima = [torch.tensor([joint_optimum(row, setting.length - n, r).error for row in counts]) for r in budgets]
+    optima = [
+        torch.tensor([joint_optimum(row, setting.length - n, r).error for row in counts])
+        for r in budgets
+    ]
     show("incompressible construction, optimum", [optima])
-    show("compressible construction, its policy", [[policy_errors(easy, prefixes, histogram_policy(m), 1)]])
+    show(
+        "compressible construction, its policy",
+        [[policy_errors(easy, prefixes, histogram_policy(m), 1)]],
+    )
     show("incompressible construction, found", [measure(hard, setting)])
     show("compressible construction, found", [measure(easy, setting)])
 

@@ -1,20 +1,40 @@
 """An accelerator on paper: the device "accel", whose tensors lie in the processor's memory.
 
-It computes what the processor does and refuses what a real one refuses: tensors of two devices in one operation. So
-mistakes of that kind show where there is no GPU. Importing this module changes torch for the whole process.
+It computes what the processor does and refuses what a real one refuses: tensors of two devices in
+one operation. So mistakes of that kind show where there is no GPU. Importing this module changes
+torch for the whole process.
 """
 
 import contextlib
 
 import torch
 from torch.utils import _device, _pytree
-from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+from torch.utils.backend_registration import (
+    _DummyBackendModule,
+    _setup_privateuseone_for_python_backend,
+)
 
 NAME = "accel"
 aten = torch.ops.aten
 COPIES = (aten.copy_.default, aten._to_copy.default)
-INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index")  # indices may be the processor's
-FACTORIES = ("arange", "arange.start", "arange.start_step", "eye", "eye.m", "full", "linspace", "ones", "zeros")
+INDEXING = (
+    "index",
+    "index_put",
+    "index_put_",
+    "_index_put_impl_",
+    "_unsafe_index",
+)  # indices may be the processor's
+FACTORIES = (
+    "arange",
+    "arange.start",
+    "arange.start_step",
+    "eye",
+    "eye.m",
+    "full",
+    "linspace",
+    "ones",
+    "zeros",
+)
 
 
 class Held(torch.Tensor):
@@ -24,7 +44,11 @@ class Held(torch.Tensor):
 
     @staticmethod
     def __new__(cls, held):
-        layout = {"strides": held.stride(), "storage_offset": held.storage_offset(), "dtype": held.dtype}
+        layout = {
+            "strides": held.stride(),
+            "storage_offset": held.storage_offset(),
+            "dtype": held.dtype,
+        }
         return torch.Tensor._make_wrapper_subclass(cls, held.size(), device=f"{NAME}:0", **layout)
 
     def __init__(self, held):
@@ -44,11 +68,14 @@ class Held(torch.Tensor):
 
     def __getitem__(self, key):
         keys = key if isinstance(key, tuple) else (key,)
-        return super().__getitem__(tuple(torch.tensor(k) if isinstance(k, list) else k for k in keys))
+        return super().__getitem__(
+            tuple(torch.tensor(k) if isinstance(k, list) else k for k in keys)
+        )
 
 
 def run(func, *args, **kwargs):
-    """The operation on the processor; its results are of the device that a real one would give them."""
+    """The operation on the processor; its results are of the device that a real one would give
+    them."""
     tensors = [x for x in _pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     held = [x for x in tensors if isinstance(x, Held)]
     check_devices(func, args, held, [x for x in tensors if not isinstance(x, Held) and x.dim()])
@@ -64,7 +91,9 @@ def run(func, *args, **kwargs):
     if not here:
         return out
     # an operation in place gives back what it was given
-    return _pytree.tree_map_only(torch.Tensor, lambda x: same[id(x)] if id(x) in same else Held(x), out)
+    return _pytree.tree_map_only(
+        torch.Tensor, lambda x: same[id(x)] if id(x) in same else Held(x), out
+    )
 
 
 def check_devices(func, args, held, foreign):
@@ -74,7 +103,9 @@ def check_devices(func, args, held, foreign):
     name = func._schema.name.removeprefix("aten::")
     foreign_values = len(args) > 2 and any(args[2] is x for x in foreign)
     if name not in INDEXING or not isinstance(args[0], Held) or foreign_values:
-        raise RuntimeError(f"{name} of tensors on {NAME}, {[*map(len, held)]}, and on cpu, {[*map(len, foreign)]}")
+        raise RuntimeError(
+            f"{name} of tensors on {NAME}, {[*map(len, held)]}, and on cpu, {[*map(len, foreign)]}"
+        )
 
 
 class Stream(contextlib.nullcontext):
@@ -108,7 +139,9 @@ def made_here_first(make):
 
 def kernel(name):
     packet, _, overload = name.partition(".")
-    return lambda *args, **kwargs: run(getattr(getattr(aten, packet), overload or "default"), *args, **kwargs)
+    return lambda *args, **kwargs: run(
+        getattr(getattr(aten, packet), overload or "default"), *args, **kwargs
+    )
 
 
 _setup_privateuseone_for_python_backend(NAME, Module())

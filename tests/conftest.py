@@ -1,4 +1,5 @@
-"""Shape and type annotations are checked while the tests run; a tiny model for the tests that need a folder of one."""
+"""Shape and type annotations are checked while the tests run; a tiny model for the tests that need
+a folder of one."""
 
 import os
 
@@ -19,7 +20,8 @@ torch.set_num_threads(int(THREADS))
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory):
-    """A Hugging Face folder: Qwen2, two layers, width 32, 256 positions, byte-level tokenizer with a chat template."""
+    """A Hugging Face folder: Qwen2, two layers, width 32, 256 positions, byte-level tokenizer with
+    a chat template."""
     return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 

@@ -4,10 +4,12 @@ import gguf
 
 
 def write_gguf(model, path, words=(), *, settings=None, tensors=None, name=None):
-    """A Llama, Qwen2 or Qwen3 in float32, as llama.cpp's own converter lays it out; the last word ends a text.
+    """A Llama, Qwen2 or Qwen3 in float32, as llama.cpp's own converter lays it out; the last word
+    ends a text.
 
     Args:
-        settings: more metadata by key, without the architecture's prefix, which replace those of the model.
+        settings: more metadata by key, without the architecture's prefix, which replace those of
+            the model.
         tensors: more tensors by name.
         name: of the model, in the metadata.
     """
@@ -24,7 +26,12 @@ def write_gguf(model, path, words=(), *, settings=None, tensors=None, name=None)
     ):  # fmt: skip
         getattr(writer, f"add_{field}")(value)
     for key, value in (settings or {}).items():
-        add = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+        add = {
+            str: writer.add_string,
+            bool: writer.add_bool,
+            int: writer.add_uint32,
+            float: writer.add_float32,
+        }
         add[type(value)](f"{config.model_type}.{key}", value)
     if name:
         writer.add_name(name)

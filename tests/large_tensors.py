@@ -7,7 +7,8 @@ from torch.utils._pytree import tree_leaves
 
 
 class LargeTensors(TorchDispatchMode):
-    """Records every new tensor: the largest, and how many of at least ``size`` elements live at one time."""
+    """Records every new tensor: the largest, and how many of at least ``size`` elements live at one
+    time."""
 
     def __init__(self, size=0, known=()):
         super().__init__()

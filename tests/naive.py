@@ -1,4 +1,5 @@
-"""Attention, masks and the router by their formulas, with whole matrices, and random numbers (no test)."""
+"""Attention, masks and the router by their formulas, with whole matrices, and random numbers (no
+test)."""
 
 import torch
 from torch.nn import functional
@@ -13,7 +14,10 @@ def with_gradients(function, tensors):
     """What a function gives, and the gradients of a weighted sum of it by all tensors."""
     leaves = [x.clone().requires_grad_() for x in tensors]
     out = function(*leaves)
-    return [out.detach(), *torch.autograd.grad((out * normal(*out.shape, seed=1).to(out.dtype)).sum(), leaves)]
+    return [
+        out.detach(),
+        *torch.autograd.grad((out * normal(*out.shape, seed=1).to(out.dtype)).sum(), leaves),
+    ]
 
 
 def allowed(tokens, window=None):
@@ -23,7 +27,8 @@ def allowed(tokens, window=None):
 
 
 def masked_attention(q, k, v, m, reach, scale, bias=None):
-    """o_i = sum_j w_ij e^{s_ij} v_j / sum_j w_ij e^{s_ij} over the reachable j, w_ij = m_j; a blind query sees itself.
+    """o_i = sum_j w_ij e^{s_ij} v_j / sum_j w_ij e^{s_ij} over the reachable j, w_ij = m_j; a blind
+    query sees itself.
 
     The derivative by m is the one at the dense attention, with respect to m alone.
     """
@@ -36,7 +41,9 @@ def masked_attention(q, k, v, m, reach, scale, bias=None):
         return mass @ v / mass.sum(-1, keepdim=True)
 
     hard = reach * m.detach()
-    hard = torch.where(hard.detach().sum(-1, keepdim=True) > 0, hard, torch.eye(q.shape[2], dtype=q.dtype))
+    hard = torch.where(
+        hard.detach().sum(-1, keepdim=True) > 0, hard, torch.eye(q.shape[2], dtype=q.dtype)
+    )
     out = weighted_mean(hard, q, k, v, bias)
     soft = weighted_mean(reach * (1 + m - m.detach()), *(x.detach() for x in (q, k, v, bias)))
     return out + soft - soft.detach()
@@ -54,5 +61,11 @@ def router_scores(router, h):
     x = functional.layer_norm(h, h.shape[-1:], router.norm.weight, router.norm.bias)
     q, k = (functional.elu(x @ p.weight.T) + 1 for p in (router.q_proj, router.k_proj))
     weights = (q @ k.mT).tril()
-    a = (weights / (weights.sum(-1, keepdim=True) + 1e-6)) @ (x @ router.v_proj.weight.T) @ router.o_proj.weight.T
-    return (1 - functional.cosine_similarity(h @ router.p_proj.weight.T, h + router.alpha * a, dim=-1)) / 2
+    a = (
+        (weights / (weights.sum(-1, keepdim=True) + 1e-6))
+        @ (x @ router.v_proj.weight.T)
+        @ router.o_proj.weight.T
+    )
+    return (
+        1 - functional.cosine_similarity(h @ router.p_proj.weight.T, h + router.alpha * a, dim=-1)
+    ) / 2

@@ -18,7 +18,9 @@ from kvcat.files import (
 )
 
 
-def test_a_failed_write_keeps_the_old_file_and_leaves_nothing_behind_and_a_folder_is_replaced_whole(tmp_path):
+def test_a_failed_write_keeps_the_old_file_and_leaves_nothing_behind_and_a_folder_is_replaced_whole(
+    tmp_path,
+):
     target = tmp_path / "a.json"
     write_json(target, {"a": 1})
     with pytest.raises(IsADirectoryError), atomic_write(target) as partial:  # noqa: PT012
@@ -60,7 +62,9 @@ def test_an_empty_folder_is_claimed_once_and_one_of_something_else_is_refused(tm
 def test_a_folder_has_one_writer_is_free_after_a_kill_and_goes_where_nothing_was_written(tmp_path):
     hold = "import sys, pathlib, time; from kvcat.files import one_writer\n"
     hold += "with one_writer(pathlib.Path(sys.argv[1])):\n    print('held', flush=True); time.sleep(60)\n"
-    with subprocess.Popen([sys.executable, "-c", hold, str(tmp_path)], stdout=subprocess.PIPE) as other:
+    with subprocess.Popen(
+        [sys.executable, "-c", hold, str(tmp_path)], stdout=subprocess.PIPE
+    ) as other:
         assert other.stdout.readline() == b"held\n"
         with pytest.raises(InputError, match="another process is writing"), one_writer(tmp_path):
             pass
@@ -103,7 +107,7 @@ def test_a_link_stays_and_what_it_points_to_is_written(tmp_path):
 
 def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path):
     file = tmp_path / "a.json"
-    file.write_bytes(b"\xef\xbb\xbf{\"a\": 1}")
+    file.write_bytes(b'\xef\xbb\xbf{"a": 1}')
     assert read_text(file) == '{"a": 1}'
     assert read_json(file) == {"a": 1}
     file.write_bytes(b"caf\xe9")

@@ -25,11 +25,15 @@ if DEVICE == "accel":
 @pytest.fixture(scope="module")
 def models():
     """kvcat-base on the processor and on the accelerator."""
-    return [kvcat.load("kvcat-base", device=device, tokenizer=False)[0] for device in ("cpu", DEVICE)]
+    return [
+        kvcat.load("kvcat-base", device=device, tokenizer=False)[0] for device in ("cpu", DEVICE)
+    ]
 
 
 def tokens(model, batch, count):
-    drawn = torch.randint(model.config.vocab_size, (batch, count), generator=torch.Generator().manual_seed(0))
+    drawn = torch.randint(
+        model.config.vocab_size, (batch, count), generator=torch.Generator().manual_seed(0)
+    )
     return drawn.to(model.device)
 
 
@@ -43,15 +47,33 @@ def test_loss_and_gradients_are_those_of_the_processor(models, policy, prefix_ra
         objective.load_state_dict(state or objective.state_dict())
         state = {name: value.cpu() for name, value in objective.state_dict().items()}
         objective.zero_grad(set_to_none=True)
-        loss, _ = objective(tokens(model, 2, 128), [torch.Generator().manual_seed(i) for i in range(2)], 0)
+        loss, _ = objective(
+            tokens(model, 2, 128), [torch.Generator().manual_seed(i) for i in range(2)], 0
+        )
         loss.backward()
-        found.append([loss.detach().cpu(), *(p.grad.cpu() for p in objective.parameters() if p.grad is not None)])
+        found.append(
+            [
+                loss.detach().cpu(),
+                *(p.grad.cpu() for p in objective.parameters() if p.grad is not None),
+            ]
+        )
     for own, expected in zip(*found, strict=True):
-        assert torch.linalg.vector_norm(own - expected) <= 1e-3 * torch.linalg.vector_norm(expected) + 1e-6
+        assert (
+            torch.linalg.vector_norm(own - expected)
+            <= 1e-3 * torch.linalg.vector_norm(expected) + 1e-6
+        )
 
 
 @pytest.mark.parametrize(
-    "spec", ["attention-matching", "attention-matching,preset=paper", "gradient,num_steps=5", "h2o", "snapkv", "tova"]
+    "spec",
+    [
+        "attention-matching",
+        "attention-matching,preset=paper",
+        "gradient,num_steps=5",
+        "h2o",
+        "snapkv",
+        "tova",
+    ],
 )
 def test_caches_lose_as_much_as_on_the_processor_and_answer(models, spec):
     lost = []
@@ -84,7 +106,9 @@ def test_evaluations_give_the_processors_scores(models, tmp_path):
                 speed=True,
                 progress=False,
             )
-            scores.append([r.values[name] for r in records for name in ("kl", "nll") if name in r.values])
+            scores.append(
+                [r.values[name] for r in records for name in ("kl", "nll") if name in r.values]
+            )
         assert len(scores[0]) > 0
         assert torch.allclose(*map(torch.tensor, scores), rtol=0.02, atol=1e-3)
 
@@ -96,13 +120,25 @@ def test_evaluations_give_the_processors_scores(models, tmp_path):
         {"policy": "attention", "prefix_range": (0.5, 0.5), "detach_prefix": True},
     ],
 )
-def test_a_run_goes_on_where_it_was_near_the_processors(options, tiny_folder, texts_folder, tmp_path):
+def test_a_run_goes_on_where_it_was_near_the_processors(
+    options, tiny_folder, texts_folder, tmp_path
+):
     check_runs(tiny_folder, texts_folder, tmp_path, atol=1e-3, **options)
 
 
 @pytest.mark.skipif(DEVICE == "accel", reason="it has no compiler and no shards")
-def test_a_compiled_bfloat16_run_goes_on_where_it_was_near_the_processors(tiny_folder, texts_folder, tmp_path):
-    check_runs(tiny_folder, texts_folder, tmp_path, atol=0.05, dtype="bfloat16", compile=True, policy="router")
+def test_a_compiled_bfloat16_run_goes_on_where_it_was_near_the_processors(
+    tiny_folder, texts_folder, tmp_path
+):
+    check_runs(
+        tiny_folder,
+        texts_folder,
+        tmp_path,
+        atol=0.05,
+        dtype="bfloat16",
+        compile=True,
+        policy="router",
+    )
 
 
 def check_runs(model, texts, folder, *, atol, **options):

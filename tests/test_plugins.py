@@ -78,14 +78,29 @@ def test_a_compressor_of_another_package_may_give_its_layers_unequal_slots(
 
 
 def test_a_policy_of_another_package_trains_with_options_from_the_command_line(example, tmp_path):
-    scores = build_policies("strided,stride=3", num_layers=2, hidden_size=8, num_groups=1)[0](torch.zeros(2, 7, 8))
+    scores = build_policies("strided,stride=3", num_layers=2, hidden_size=8, num_groups=1)[0](
+        torch.zeros(2, 7, 8)
+    )
     assert scores.tolist() == [[1, 0, 0, 1, 0, 0, 1]] * 2
-    with pytest.raises(InputError, match="policy strided has no option 'strid'; its options: stride"):
+    with pytest.raises(
+        InputError, match="policy strided has no option 'strid'; its options: stride"
+    ):
         build_policies("strided,strid=3", num_layers=2, hidden_size=8)
     (tmp_path / "texts").mkdir()
     for number in range(40):
-        (tmp_path / "texts" / f"{number}.txt").write_text("import os\nprint(os.getcwd())\n" * 30 + str(number))
-    line = ["train", "small", "--model", "kvcat-base", "--policy", "strided,stride=2", "--max-steps", "1"]
+        (tmp_path / "texts" / f"{number}.txt").write_text(
+            "import os\nprint(os.getcwd())\n" * 30 + str(number)
+        )
+    line = [
+        "train",
+        "small",
+        "--model",
+        "kvcat-base",
+        "--policy",
+        "strided,stride=2",
+        "--max-steps",
+        "1",
+    ]
     line += ["--seq-len", "64", "--batch-size", "2", "--validation-sequences", "2"]
     line += ["--data", str(tmp_path / "texts"), "--output", str(tmp_path / "run")]
     assert run(line) == 0

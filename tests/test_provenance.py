@@ -9,11 +9,17 @@ def test_commands_name_no_folder_outside_the_working_one(tmp_path, monkeypatch):
     for typed, shown in (
         ("/usr/bin/kvcat eval --keep 0.1", "kvcat eval --keep 0.1"),
         ("kvcat eval /home/someone/models/base", "kvcat eval .../base"),
-        ("kvcat --out=/home/someone/out base=/home/someone/base", "kvcat --out=.../out base=.../base"),
+        (
+            "kvcat --out=/home/someone/out base=/home/someone/base",
+            "kvcat --out=.../out base=.../base",
+        ),
         ("kvcat ~/models/base ../x/y", "kvcat .../base .../y"),
         (f"kvcat runs/base {tmp_path}/runs/a", "kvcat runs/base runs/a"),
         ("/usr/lib/kvcat/__main__.py demo", "python -m kvcat demo"),
-        ("kvcat base=/home/bob/lr=3/export file:///home/bob/x", "kvcat base=.../lr=3/export file:.../x"),
+        (
+            "kvcat base=/home/bob/lr=3/export file:///home/bob/x",
+            "kvcat base=.../lr=3/export file:.../x",
+        ),
         ("kvcat a=/home/bob/x,b=1 '/home/bob/What is it?'", "kvcat a=.../x,b=1 '.../What is it?'"),
     ):
         assert command_line(shlex.split(typed)) == shown
@@ -21,6 +27,15 @@ def test_commands_name_no_folder_outside_the_working_one(tmp_path, monkeypatch):
 
 def test_provenance_names_versions_and_hardware_as_text_and_no_home():
     facts = provenance()
-    assert {"command", "kvcat", "torch", "transformers", "python", "platform", "cpu", "threads"} <= facts.keys()
+    assert {
+        "command",
+        "kvcat",
+        "torch",
+        "transformers",
+        "python",
+        "platform",
+        "cpu",
+        "threads",
+    } <= facts.keys()
     assert all(isinstance(value, str) and value for value in facts.values())
     assert os.path.expanduser("~") not in facts.values()

@@ -1,4 +1,5 @@
-"""The examples of the README, docs/compress.md and docs/theory.md run, and what the documents name is there."""
+"""The examples of the README, docs/compress.md and docs/theory.md run, and what the documents name
+is there."""
 
 import re
 import runpy
@@ -36,14 +37,20 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("document", [README, COMPRESS, THEORY])
-def test_python_examples_run_one_after_the_other_and_print_what_is_shown(document, workplace, capsys):
+def test_python_examples_run_one_after_the_other_and_print_what_is_shown(
+    document, workplace, capsys
+):
     exec(compile("\n".join(blocks(document, "python")), document, "exec"), {})
     for shown in blocks(document, "output"):
         assert shown in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("document", "written"), [(README, "report/report.html"), (COMPRESS, "plain.prefix")], ids=str)
-def test_shell_examples_run(document: str, written: str, workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("document", "written"), [(README, "report/report.html"), (COMPRESS, "plain.prefix")], ids=str
+)
+def test_shell_examples_run(
+    document: str, written: str, workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for line in "".join(blocks(document, "sh")).replace("\\\n", "").splitlines():
         program, *arguments = shlex.split(line)
         assert program == "kvcat"
@@ -60,17 +67,23 @@ def test_the_readmes_transcript_on_a_real_model_is_what_comes_out(workplace, cap
         assert capsys.readouterr().out == shown
 
 
-def test_the_example_of_trained_networks_prints_a_row_for_every_network_and_number_of_slots(monkeypatch, capsys):
+def test_the_example_of_trained_networks_prints_a_row_for_every_network_and_number_of_slots(
+    monkeypatch, capsys
+):
     monkeypatch.setattr(sys, "argv", ["train_histogram.py", "--quick", "--seeds", "1"])
     names = runpy.run_path(str(ROOT / "examples" / "train_histogram.py"))
     names["QUICK"].steps, names["QUICK"].search_steps = 8, 3
     names["main"]()
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 1 + 6 * 3 + 3 + 1 + 2 * 3  # a heading, trained networks, optimum, policy, found
+    assert (
+        len(lines) == 1 + 6 * 3 + 3 + 1 + 2 * 3
+    )  # a heading, trained networks, optimum, policy, found
     errors = {(line[:38].strip(), int(line[38:44])): float(line[44:53]) for line in lines[1:]}
     for name, r in errors:
         if r == 3:
-            assert errors[name, 3] < 1e-3 < errors[name, 1]  # the whole cache is exact, one slot is not
+            assert (
+                errors[name, 3] < 1e-3 < errors[name, 1]
+            )  # the whole cache is exact, one slot is not
     assert errors["compressible construction, its policy", 1] < 1e-4
     optimum = [errors["incompressible construction, optimum", r] for r in (1, 2)]
     assert all(errors["incompressible construction, found", r] >= optimum[r - 1] for r in (1, 2))
@@ -100,6 +113,8 @@ def test_what_the_map_from_the_paper_names_is_there() -> None:
 
 def test_every_room_of_the_package_has_a_line_in_the_tree() -> None:
     tree = next(block for block in blocks(README, "") if block.startswith("src/kvcat/"))
-    rooms = {p.name for p in (ROOT / "src/kvcat").iterdir() if p.is_dir() and p.name != "__pycache__"}
+    rooms = {
+        p.name for p in (ROOT / "src/kvcat").iterdir() if p.is_dir() and p.name != "__pycache__"
+    }
     assert rooms == set(re.findall(r"^  (\w+)/", tree, flags=re.MULTILINE))
     assert len(read(README).splitlines()) <= 165  # three screens

@@ -26,7 +26,10 @@ def test_a_suffix_read_by_the_model_that_wrote_the_prefix_is_that_models_trace_a
     writer, reader = loud_model(), loud_model(std=0.2)
     ids = torch.randint(0, 67, (1, 40), generator=torch.Generator().manual_seed(0))
     written, own = (kvcat.trace(model, ids, 30) for model in (writer, reader))
-    same, crossed = (script("where").read_by(*pair) for pair in ((writer, written, written), (reader, written, own)))
+    same, crossed = (
+        script("where").read_by(*pair)
+        for pair in ((writer, written, written), (reader, written, own))
+    )
     for name in ("queries", "suffix_keys"):
         for found, expected in zip(getattr(same, name), getattr(written, name), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
@@ -55,7 +58,17 @@ def test_every_token_is_of_one_kind_of_text():
     found = script("hidden").kinds(pieces, [0, 1, 2, 3, 4, 5, 6, 7, 1])
     parts = ("inside a word", "short word", "long word", "punctuation", "line end", "name, capital")
     kinds = [next(iter(own & set(parts))) for own in found]
-    assert kinds == [parts[0], parts[1], parts[1], parts[3], parts[2], parts[0], parts[4], parts[5], parts[1]]
+    assert kinds == [
+        parts[0],
+        parts[1],
+        parts[1],
+        parts[3],
+        parts[2],
+        parts[0],
+        parts[4],
+        parts[5],
+        parts[1],
+    ]
     assert ["seen before" in own for own in found] == [False] * 8 + [True]
 
 
@@ -73,11 +86,18 @@ def test_runs_are_compared_on_the_seeds_that_both_have_and_against_the_control_o
     ]
     rows = pd.DataFrame(windows, columns=["model", "seed", "document", "nll_dense", "kl"])
     rows = rows.assign(
-        text="books", method="h2o", keep_ratio=0.1, window="0", nll=rows["nll_dense"] + 1, context_gain=1.0
+        text="books",
+        method="h2o",
+        keep_ratio=0.1,
+        window="0",
+        nll=rows["nll_dense"] + 1,
+        context_gain=1.0,
     )
     control = records.control_of("rand-w0.5-8")
     found = records.compared(rows, "rand-w0.5-8", control).set_index("metric")
-    assert list(found.loc["kl", ["ratio", "ratio_low", "ratio_high", "num_seeds"]]) == pytest.approx([0.75] * 3 + [1])
+    assert list(
+        found.loc["kl", ["ratio", "ratio_low", "ratio_high", "num_seeds"]]
+    ) == pytest.approx([0.75] * 3 + [1])
     assert list(found.loc["nll_dense", ["difference", "low", "high"]]) == pytest.approx([1.0] * 3)
     assert records.share(rows, "rand-w0.5-8", "rand-8", control).value == pytest.approx(0.5)
     assert "| h2o | **0.750** [0.750, 0.750] |" in records.markdown(found.reset_index())

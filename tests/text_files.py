@@ -1,4 +1,5 @@
-"""Folders of small texts in every form that streams read, and streams taken apart (a module of the tests)."""
+"""Folders of small texts in every form that streams read, and streams taken apart (a module of the
+tests)."""
 
 import gzip
 import json
@@ -12,7 +13,10 @@ from tiny import sentences
 
 def texts(count, seed=0, first=0):
     """Documents by id, each unlike the others, of a few words."""
-    return {f"doc-{i}": f"{i}: " + "".join(sentences(1 + i % 3, seed=seed + i)) for i in range(first, first + count)}
+    return {
+        f"doc-{i}": f"{i}: " + "".join(sentences(1 + i % 3, seed=seed + i))
+        for i in range(first, first + count)
+    }
 
 
 def write_table(path, documents, rows_a_group=1000):
@@ -21,7 +25,9 @@ def write_table(path, documents, rows_a_group=1000):
 
 
 def write_lines(path, documents):
-    lines = "".join(json.dumps({"id": name, "text": text}) + "\n" for name, text in documents.items()).encode()
+    lines = "".join(
+        json.dumps({"id": name, "text": text}) + "\n" for name, text in documents.items()
+    ).encode()
     path.write_bytes(gzip.compress(lines) if path.suffix == ".gz" else lines)
 
 

@@ -35,7 +35,10 @@ def sentences(count, seed=0):
 
 def byte_tokenizer(vocab_size=300, *, chat=True):
     """A byte-level BPE: every text encodes, and decodes to itself."""
-    made, options = ByteLevelBPETokenizer(), {"min_frequency": 0, "special_tokens": ["<eos>"], "show_progress": False}
+    made, options = (
+        ByteLevelBPETokenizer(),
+        {"min_frequency": 0, "special_tokens": ["<eos>"], "show_progress": False},
+    )
     made.train_from_iterator(sentences(200), vocab_size=vocab_size, **options)
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(made.to_str()), eos_token="<eos>", pad_token="<eos>",
@@ -64,7 +67,8 @@ def loud_model(kind="llama", dtype=torch.float32, std=0.3, **options):
 
 
 def write_tiny_model(folder, *, seed=0, chat=True, **options):
-    """A Qwen2 of two layers and width 32 with random weights, as an ordinary Hugging Face folder."""
+    """A Qwen2 of two layers and width 32 with random weights, as an ordinary Hugging Face
+    folder."""
     torch.manual_seed(seed)
     tokenizer = byte_tokenizer(chat=chat)
     base = {

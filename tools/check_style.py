@@ -1,8 +1,8 @@
 """Check that the sources stay readable; python tools/check_style.py [FILE ...] prints the findings.
 
-In src/ at most 3 % of the assignments may pack several values (`a, b = x, y`), no line may be longer
-than 100 columns, and names that say nothing are not used. In src/, docs/ and the pages of the
-project's root, habit words that readers stumble over are named with a better word.
+In src/ at most 3 % of the assignments may pack several values (`a, b = x, y`), no line may be
+longer than 100 columns, and names that say nothing are not used. In src/, docs/ and the pages of
+the project's root, habit words that readers stumble over are named with a better word.
 """
 
 import ast
@@ -77,7 +77,9 @@ def check_words(path: Path, findings: Findings) -> None:
 
 def tracked(*patterns: str) -> list[Path]:
     """Files of the repository that match."""
-    listed = subprocess.run(["git", "ls-files", *patterns], capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        ["git", "ls-files", *patterns], capture_output=True, text=True, check=True
+    )
     return [Path(name) for name in listed.stdout.split()]
 
 
@@ -93,7 +95,9 @@ def main() -> None:
             check_words(path, findings)
     share = findings.num_packed / max(1, findings.num_assignments)
     if share > MOST_PACKED:
-        findings.lines.append(f"{share:.1%} of the assignments pack values, more than {MOST_PACKED:.0%}")
+        findings.lines.append(
+            f"{share:.1%} of the assignments pack values, more than {MOST_PACKED:.0%}"
+        )
     print("\n".join(findings.lines))
     sys.exit(bool(findings.lines))
 

@@ -1,17 +1,18 @@
-"""Is the price of compressibility first or second order: the angle between two gradients on held-out text.
+"""Is the price of compressibility first or second order: the angle between two gradients on
+held-out text.
 
     python runs/smollm2/gradients.py MODEL... --data held-out.parquet [--windows 8]
 
-For each document, over evenly spaced windows of it and random masks of half of the slots: the gradient g of
-the dense next-token loss and the gradient h of the masked KL, computed in bfloat16 as in training. Where the
-population gradients agree (cosine above 0), lowering the masked KL costs no dense loss in first order.
-Cosines of population gradients are estimated from pairs of different documents, so noise of one document does
-not enter:
+For each document, over evenly spaced windows of it and random masks of half of the slots: the
+gradient g of the dense next-token loss and the gradient h of the masked KL, computed in bfloat16 as
+in training. Where the population gradients agree (cosine above 0), lowering the masked KL costs no
+dense loss in first order. Cosines of population gradients are estimated from pairs of different
+documents, so noise of one document does not enter:
 
     mean_{i != j} g_i.h_j / sqrt(mean_{i != j} g_i.g_j  mean_{i != j} h_i.h_j)
 
-The interval resamples documents. Gradients are held as sketches of 2^20 numbers, which keep inner products
-to about a thousandth of the product of the norms.
+The interval resamples documents. Gradients are held as sketches of 2^20 numbers, which keep inner
+products to about a thousandth of the product of the norms.
 """
 
 import argparse
@@ -32,18 +33,24 @@ SIZE = 2**20
 
 
 def sketch(model: torch.nn.Module) -> torch.Tensor:
-    """The gradient of all parameters with random signs, every parameter's folded to SIZE places and added up."""
+    """The gradient of all parameters with random signs, every parameter's folded to SIZE places and
+    added up.
+    """
     found = torch.zeros(SIZE, dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
-        signs = torch.randint(2, (parameter.numel(),), generator=generator, dtype=torch.int8) * 2 - 1
+        signs = (
+            torch.randint(2, (parameter.numel(),), generator=generator, dtype=torch.int8) * 2 - 1
+        )
         if parameter.grad is not None:
             signed = pad(parameter.grad.flatten() * signs, (0, -len(signs) % SIZE))
             found += signed.view(-1, SIZE).sum(0, dtype=torch.float64)
     return found
 
 
-def gradients(model_name: str, texts: list[tuple[str, str]], options: argparse.Namespace) -> torch.Tensor:
+def gradients(
+    model_name: str, texts: list[tuple[str, str]], options: argparse.Namespace
+) -> torch.Tensor:
     """Sketches (document, loss, size) of the gradients of dense loss and masked KL."""
     model, tokenizer = kvcat.load(model_name)
     common = {"model": model_name, "output": "-", "seq_len": options.tokens, "budget_weight": 0.0}
@@ -59,7 +66,9 @@ def gradients(model_name: str, texts: list[tuple[str, str]], options: argparse.N
             for number, start in enumerate(starts):
                 generator = torch.Generator().manual_seed(index * options.windows + number)
                 with torch.autocast("cpu", torch.bfloat16):
-                    loss, _ = objective(ids[None, start : start + options.tokens], [generator], None)
+                    loss, _ = objective(
+                        ids[None, start : start + options.tokens], [generator], None
+                    )
                 loss.backward()
             pair.append(sketch(model))
         rows.append(torch.stack(pair))
@@ -67,16 +76,22 @@ def gradients(model_name: str, texts: list[tuple[str, str]], options: argparse.N
 
 
 def cosine(rows: torch.Tensor, chosen: np.ndarray) -> float:
-    """Cosine of the population gradients from pairs of different documents among the chosen ones."""
+    """Cosine of the population gradients from pairs of different documents among the chosen
+    ones.
+    """
     g, h = rows[:, 0], rows[:, 1]
     apart = torch.tensor(chosen[:, None] != chosen[None, :])
-    cross, dense, masked = (float(m[chosen][:, chosen][apart].mean()) for m in (g @ h.T, g @ g.T, h @ h.T))
+    cross, dense, masked = (
+        float(m[chosen][:, chosen][apart].mean()) for m in (g @ h.T, g @ g.T, h @ h.T)
+    )
     return cross / (dense * masked) ** 0.5 if min(dense, masked) > 0 else float("nan")
 
 
 def main() -> None:
     """Print one JSON line for each model."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("models", nargs="+")
     parser.add_argument("--data", required=True)
     parser.add_argument("--documents", type=int, default=12)

@@ -1,10 +1,12 @@
-"""What the routers of a run learned to hide: kept fraction by kind of token, and the attention that kept slots receive.
+"""What the routers of a run learned to hide: kept fraction by kind of token, and the attention that
+kept slots receive.
 
     python runs/smollm2/hidden.py RUN --data held-out.parquet [--documents 12]
 
-For each group of layers that share a router: the fraction of slots kept, of all tokens and by kind; the share of the
-dense attention of its layers to other tokens than the first that goes to kept slots; and the largest share that as many
-slots could receive. A slot's attention is the mean over the queries that see it; the last 32 slots are left out.
+For each group of layers that share a router: the fraction of slots kept, of all tokens and by kind;
+the share of the dense attention of its layers to other tokens than the first that goes to kept
+slots; and the largest share that as many slots could receive. A slot's attention is the mean over
+the queries that see it; the last 32 slots are left out.
 """
 
 import argparse
@@ -31,13 +33,23 @@ def kinds(pieces: list[str], ids: list[int]) -> list[set[str]]:
     found, seen = [], set()
     for place, (piece, token) in enumerate(zip(pieces, ids, strict=True)):
         text = piece.strip()
-        own = {"all", "seen before" if token in seen else "first time", f"quarter {4 * place // len(ids) + 1}"}
+        own = {
+            "all",
+            "seen before" if token in seen else "first time",
+            f"quarter {4 * place // len(ids) + 1}",
+        }
         if "\n" in piece:
             own.add("line end")
         elif not any(letter.isalnum() for letter in text):
             own.add("punctuation")
         elif piece[0].isspace():
-            own.add("name, capital" if text[:1].isupper() else "short word" if len(text) < 4 else "long word")
+            own.add(
+                "name, capital"
+                if text[:1].isupper()
+                else "short word"
+                if len(text) < 4
+                else "long word"
+            )
         else:
             own.add("inside a word")
         seen.add(token)
@@ -48,24 +60,32 @@ def kinds(pieces: list[str], ids: list[int]) -> list[set[str]]:
 @torch.no_grad()
 def main() -> None:
     """Print one table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", type=Path, help="folder of a run that is exported")
     parser.add_argument("--data", required=True)
     parser.add_argument("--documents", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=1024)
     options = parser.parse_args()
     model, tokenizer = kvcat.load(options.run / "export")
-    masked_pass = make_masked_pass(model, TrainConfig.from_dict(read_json(options.run / "config.json")))
+    masked_pass = make_masked_pass(
+        model, TrainConfig.from_dict(read_json(options.run / "config.json"))
+    )
     if masked_pass is None:
         parser.error(f"{options.run} has no masked pass")
     masked_pass.load_state_dict(load_file(options.run / "routers.safetensors"))
     starts = [*masked_pass.group_starts, model.config.num_hidden_layers]
     counts: dict[str, list[int]] = defaultdict(lambda: [0] * len(starts))
     shares = {start: [0.0, 0.0] for start in starts[:-1]}
-    texts = [document.text for document in split_documents(options.data, "all")][: options.documents]
+    texts = [document.text for document in split_documents(options.data, "all")][
+        : options.documents
+    ]
     for text in tqdm(texts):
         middle = text[len(text) // 2 :][: 12 * options.tokens]
-        ids = tokenizer(middle, return_tensors="pt", add_special_tokens=False).input_ids[:, : options.tokens]
+        ids = tokenizer(middle, return_tensors="pt", add_special_tokens=False).input_ids[
+            :, : options.tokens
+        ]
         keep = {start: kept[0] > 0 for start, kept in masked_pass.hidden(ids).keep.items()}
         mass = received_mass(kvcat.trace(model, ids, supervision="self"), 0)
         inner = slice(1, ids.shape[1] - LAST)
@@ -85,9 +105,15 @@ def main() -> None:
     groups = [f"layers {start} to {stop - 1}" for start, stop in itertools.pairwise(starts)]
     print("| kept | tokens | " + " | ".join(groups) + " |\n|" + "---|" * (len(starts) + 1))
     for kind, (*kept, total) in sorted(counts.items(), key=lambda row: (row[0] != "all", row[0])):
-        print(f"| {kind} | {total} | " + " | ".join(f"{count / total:.2f}" for count in kept) + " |")
+        print(
+            f"| {kind} | {total} | " + " | ".join(f"{count / total:.2f}" for count in kept) + " |"
+        )
     for place, name in enumerate(("attention to kept slots", "largest possible")):
-        print(f"| {name} | | " + " | ".join(f"{shares[start][place]:.2f}" for start in starts[:-1]) + " |")
+        print(
+            f"| {name} | | "
+            + " | ".join(f"{shares[start][place]:.2f}" for start in starts[:-1])
+            + " |"
+        )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""The tables and the price curve of docs/results.md, from what every window gave (docs/results-records.csv).
+"""The tables and the price curve of docs/results.md, from what every window gave
+(docs/results-records.csv).
 
-    python runs/smollm2/records.py rand-48 [--control control-48] [--text books] [--share-of rand-w0.3-48]
-    python runs/smollm2/records.py --plot price.png
+    python runs/smollm2/records.py rand-48 [--control control-48] [--text books] [--share-of
+    rand-w0.3-48] python runs/smollm2/records.py --plot price.png
 
-A model's name is `VARIANT-wWEIGHT-STEPS`, without the weight where it is 1. Figures are those of `kvcat report`: ratios
-of KL and differences of NLL to the control, intervals over documents and over the training seeds that both have.
-`--share-of` divides the model's price in dense loss by another one's.
+A model's name is `VARIANT-wWEIGHT-STEPS`, without the weight where it is 1. Figures are those of
+`kvcat report`: ratios of KL and differences of NLL to the control, intervals over documents and
+over the training seeds that both have. `--share-of` divides the model's price in dense loss by
+another one's.
 """
 
 import argparse
@@ -27,12 +29,20 @@ FILE = Path(__file__).parents[2] / "docs" / "results-records.csv"
 VALUES = ["kl", "nll", "nll_dense", "context_gain"]
 FORMS = {  # lines of the curve: by label of the point its model
     "Router (paper), weight 1, by tokens": {"524,000": "router-128", "1,049,000": "router-256"},
-    "Rand (paper), 197,000 tokens, by weight": {"0.1": "rand-w0.1-48", "0.3": "rand-w0.3-48", "1": "rand-48"},
+    "Rand (paper), 197,000 tokens, by weight": {
+        "0.1": "rand-w0.1-48",
+        "0.3": "rand-w0.3-48",
+        "1": "rand-48",
+    },
     "Attn (paper), so": {"1": "attn-48"},
     "attn-reader, 262,000 tokens, by weight": {"0.3": "attn-reader-w0.3-64", "1": "attn-reader-64"},
     "attn-reader, 1,049,000 tokens": {"0.3": "attn-reader-w0.3-256"},
 }
-TOY = {"0.03": (0.0008, 0.980), "0.1": (0.0045, 0.945), "0.3": (0.0166, 0.889)}  # docs/log-training-1.md
+TOY = {
+    "0.03": (0.0008, 0.980),
+    "0.1": (0.0045, 0.945),
+    "0.3": (0.0166, 0.889),
+}  # docs/log-training-1.md
 PARTS = {  # of the tables: title, metric, what is shown of it
     "KL over the control's": ("kl", ratio_figure),
     "NLL on the compact cache": ("nll", difference_figure),
@@ -45,7 +55,9 @@ def compared(rows: pd.DataFrame, model: str, control: str) -> pd.DataFrame:
     ours, theirs = (rows[rows["model"] == name] for name in (model, control))
     for name, own in ((model, ours), (control, theirs)):
         if own.empty:
-            raise SystemExit(f"no records of {name}; there are {', '.join(sorted(set(rows['model'])))}")
+            raise SystemExit(
+                f"no records of {name}; there are {', '.join(sorted(set(rows['model'])))}"
+            )
     seeds = set(ours["seed"]) & set(theirs["seed"])
     found = [record for own in (ours, theirs) for record in records(own[own["seed"].isin(seeds)])]
     return compare_models(found, control)
@@ -68,9 +80,13 @@ def control_of(model: str) -> str:
 
 
 def share(rows: pd.DataFrame, model: str, other: str, control: str) -> Estimate:
-    """What a model costs in dense loss over what another one costs, on the windows and seeds of all three."""
+    """What a model costs in dense loss over what another one costs, on the windows and seeds of all
+    three.
+    """
     windows = rows.drop_duplicates(["model", "seed", "document", "window"])
-    dense = windows.pivot_table(index=["document", "window", "seed"], columns="model", values="nll_dense")
+    dense = windows.pivot_table(
+        index=["document", "window", "seed"], columns="model", values="nll_dense"
+    )
     dense = dense[[model, other, control]].dropna().groupby(["document", "window"]).mean()
     bootstrap = ClusterBootstrap(dense.index.get_level_values("document").to_numpy(dtype=str))
     columns = (dense[name].to_numpy() for name in (model, other, control))
@@ -83,10 +99,15 @@ def printed(figure: TableFigure) -> str:
 
 
 def markdown(found: pd.DataFrame) -> str:
-    """The price, then tables of KL over the control's, NLL on the compact cache and what compression loses."""
+    """The price, then tables of KL over the control's, NLL on the compact cache and what
+    compression loses.
+    """
     keeps = list(found["keep_ratio"].unique())
     once = found.drop_duplicates("metric").set_index("metric")
-    lines = [f"{found['num_seeds'].max()} training seeds, {found['num_examples'].max()} windows", ""]
+    lines = [
+        f"{found['num_seeds'].max()} training seeds, {found['num_examples'].max()} windows",
+        "",
+    ]
     lines += [f"{name}: {printed(difference_figure(once.loc[name]))}" for name in VALUES[2:]]
     for title, (metric, figure) in PARTS.items():
         heads = map(keep_label, keeps)
@@ -99,31 +120,59 @@ def markdown(found: pd.DataFrame) -> str:
 
 def draw(rows: pd.DataFrame, target: Path) -> None:
     """Gain against price, each form a line over its weights or tokens; the toy beside them."""
-    panels = {"attention-matching": "Attention Matching (default), 5 % of the slots", "h2o": "H2O, 5 % of the slots"}
+    panels = {
+        "attention-matching": "Attention Matching (default), 5 % of the slots",
+        "h2o": "H2O, 5 % of the slots",
+    }
     forms = {
-        form: [compared(rows, model, control_of(model)) for model in points.values()] for form, points in FORMS.items()
+        form: [compared(rows, model, control_of(model)) for model in points.values()]
+        for form, points in FORMS.items()
     }
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(9.6, 5.0), layout="constrained")
-        for axes, (method, title) in zip(figure.subplots(1, 2, sharey=True), panels.items(), strict=True):
+        for axes, (method, title) in zip(
+            figure.subplots(1, 2, sharey=True), panels.items(), strict=True
+        ):
             for number, (form, found) in enumerate(forms.items()):
                 cells = [
-                    own[(own["method"] == method) & (own["keep_ratio"] == 0.05)].set_index("metric") for own in found
+                    own[(own["method"] == method) & (own["keep_ratio"] == 0.05)].set_index("metric")
+                    for own in found
                 ]
-                x = np.array([own.loc["nll_dense", ["difference", "low", "high"]] for own in cells], dtype=float).T
-                y = np.array([own.loc["kl", ["ratio", "ratio_low", "ratio_high"]] for own in cells], dtype=float).T
-                bars = {"xerr": np.abs(x[1:] - x[0]), "yerr": np.abs(y[1:] - y[0]), "elinewidth": 0.7}
-                axes.errorbar(x[0], y[0], **bars, color=COLOURS[number], marker=MARKERS[number], label=form)
+                x = np.array(
+                    [own.loc["nll_dense", ["difference", "low", "high"]] for own in cells],
+                    dtype=float,
+                ).T
+                y = np.array(
+                    [own.loc["kl", ["ratio", "ratio_low", "ratio_high"]] for own in cells],
+                    dtype=float,
+                ).T
+                bars = {
+                    "xerr": np.abs(x[1:] - x[0]),
+                    "yerr": np.abs(y[1:] - y[0]),
+                    "elinewidth": 0.7,
+                }
+                axes.errorbar(
+                    x[0], y[0], **bars, color=COLOURS[number], marker=MARKERS[number], label=form
+                )
                 _name_points(axes, FORMS[form], x[0], y[0])
             if method == "attention-matching":
                 x, y = np.array(list(TOY.values())).T
-                axes.plot(x, y, "--", color=COLOURS[-1], marker=MARKERS[-1], label="toy: Router, by weight")
+                axes.plot(
+                    x,
+                    y,
+                    "--",
+                    color=COLOURS[-1],
+                    marker=MARKERS[-1],
+                    label="toy: Router, by weight",
+                )
                 _name_points(axes, TOY, x, y)
             axes.axhline(1.0, color="black", linewidth=0.8)
             axes.axvline(0.0, color="black", linewidth=0.8)
             axes.set(title=title, xlabel="price: dense NLL above the control's, nats a token")
         figure.axes[0].set_ylabel("gain: KL over the control's")
-        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
+        figure.legend(
+            *figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2
+        )
         figure.savefig(target, dpi=120, metadata={"Software": None})
 
 
@@ -134,11 +183,15 @@ def _name_points(axes: Any, names: Iterable[str], x: np.ndarray, y: np.ndarray) 
 
 def main() -> None:
     """Print the tables of a model, or draw the curve."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", nargs="?", help="e.g. attn-reader-w0.3-64")
     parser.add_argument("--control", help="(default: the control after as many steps)")
     parser.add_argument("--text", default="books", choices=("books", "tech", "code"))
-    parser.add_argument("--share-of", metavar="MODEL", help="print the price over that of MODEL as well")
+    parser.add_argument(
+        "--share-of", metavar="MODEL", help="print the price over that of MODEL as well"
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the price curve")
     parser.add_argument("--records", type=Path, default=FILE)
     options = parser.parse_args()
@@ -151,7 +204,9 @@ def main() -> None:
         print(markdown(compared(rows, options.model, control)))
         if options.share_of:
             found = share(rows, options.model, options.share_of, control)
-            print(f"\nprice over that of {options.share_of}: {found.value:.2f} [{found.low:.2f}, {found.high:.2f}]")
+            print(
+                f"\nprice over that of {options.share_of}: {found.value:.2f} [{found.low:.2f}, {found.high:.2f}]"
+            )
 
 
 if __name__ == "__main__":

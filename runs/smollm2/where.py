@@ -1,18 +1,22 @@
-"""Where a gain in compressibility sits: in the model that writes the cache or in its reader, and in which layers.
+"""Where a gain in compressibility sits: in the model that writes the cache or in its reader, and in
+which layers.
 
     python runs/smollm2/where.py CONTROL TRAINED --data held-out.parquet
 
-*Writer, reader*: the prefix runs on one model, the suffix on another, which reads the first one's keys and values.
-Each of the four pairs is a model of its own, dense and compressed; KL is between its own two. If the gain sits in the
-writer, (TRAINED, CONTROL) has it; if in the reader, (CONTROL, TRAINED).
+*Writer, reader*: the prefix runs on one model, the suffix on another, which reads the first one's
+keys and values. Each of the four pairs is a model of its own, dense and compressed; KL is between
+its own two. If the gain sits in the writer, (TRAINED, CONTROL) has it; if in the reader, (CONTROL,
+TRAINED).
 
-*Layers*: the caches of all layers are compressed, then only a group's are put in place of the dense ones.
+*Layers*: the caches of all layers are compressed, then only a group's are put in place of the dense
+ones.
 
-*Heads* (``--heads``): the same with one KV head at a time; a table of the heads that lose most under the control,
-the middle and the rest. Which these are is decided on the other half of the documents.
+*Heads* (``--heads``): the same with one KV head at a time; a table of the heads that lose most
+under the control, the middle and the rest. Which these are is decided on the other half of the
+documents.
 
-Figures are ratios of KL to those of the control, and differences of dense NLL, with paired 95 % intervals over
-documents; windows are those of `kvcat eval suffix` with the same numbers.
+Figures are ratios of KL to those of the control, and differences of dense NLL, with paired 95 %
+intervals over documents; windows are those of `kvcat eval suffix` with the same numbers.
 """
 
 import argparse
@@ -34,17 +38,28 @@ from kvcat.evals.suffix import Window, make_task
 from kvcat.models import capture
 
 MODELS = ("control", "trained")
-SHARES = {"the tenth that loses most": (0, 0.1), "the next 40 %": (0.1, 0.5), "the other half": (0.5, 1)}
+SHARES = {
+    "the tenth that loses most": (0, 0.1),
+    "the next 40 %": (0.1, 0.5),
+    "the other half": (0.5, 1),
+}
 
 
 def read_by(reader: PreTrainedModel, written: Trace, own: Trace) -> Trace:
-    """The suffix on the reader behind the whole cache of the writer's prefix; ``own`` is the reader's own trace."""
+    """The suffix on the reader behind the whole cache of the writer's prefix; ``own`` is the
+    reader's own trace.
+    """
     dense = replace(written.dense_cache(), fingerprint=own.fingerprint)
     seen = capture(reader, written.suffix_ids, past=dense.to_transformers(reader))
     behind = [keys[:, :, written.prefix_len :].clone() for keys in seen.keys]
     hidden = torch.cat([own.hidden[:, :1], seen.hidden], 1)
     return replace(
-        written, model=reader, queries=seen.queries, suffix_keys=behind, hidden=hidden, fingerprint=own.fingerprint
+        written,
+        model=reader,
+        queries=seen.queries,
+        suffix_keys=behind,
+        hidden=hidden,
+        fingerprint=own.fingerprint,
     )
 
 
@@ -56,13 +71,18 @@ def head_losses(seen: Trace, cache: CompactCache) -> Iterator[float]:
         for chosen in heads:
             mixed = [(compact if h == chosen else whole).head(0, h) for h in heads]
             keys, values, biases = zip(*mixed, strict=True)
-            biases = [keys[h].new_zeros(len(keys[h])) if bias is None else bias for h, bias in enumerate(biases)]
+            biases = [
+                keys[h].new_zeros(len(keys[h])) if bias is None else bias
+                for h, bias in enumerate(biases)
+            ]
             layer = CompactLayer.ragged([[*keys]], [[*values]], [biases])
             layers = [*dense[:index], layer, *dense[index + 1 :]]
             yield float(kvcat.compare(seen, replace(cache, layers=layers)).kl)
 
 
-def measure(models: list[PreTrainedModel], windows: list[Window], options: argparse.Namespace) -> Iterator[dict]:
+def measure(
+    models: list[PreTrainedModel], windows: list[Window], options: argparse.Namespace
+) -> Iterator[dict]:
     """One record per method, keep ratio, pair or group, and window."""
     for window in tqdm(windows):
         ids = torch.tensor([window.tokens])
@@ -70,29 +90,60 @@ def measure(models: list[PreTrainedModel], windows: list[Window], options: argpa
         for w, r in np.ndindex(2, 2):
             seen = own[w] if w == r else read_by(models[r], own[w], own[r])
             for method in options.method:
-                for keep, cache in zip(options.keep, make_compressor(method).each(seen, options.keep), strict=True):
-                    about = {"document": window.document, "window": window.name, "method": method, "keep": keep}
+                for keep, cache in zip(
+                    options.keep, make_compressor(method).each(seen, options.keep), strict=True
+                ):
+                    about = {
+                        "document": window.document,
+                        "window": window.name,
+                        "method": method,
+                        "keep": keep,
+                    }
                     scores = kvcat.compare(seen, cache)
-                    found = {"kl": float(scores.kl), "nll": float(scores.nll), "nll_dense": float(scores.nll_dense)}
+                    found = {
+                        "kl": float(scores.kl),
+                        "nll": float(scores.nll),
+                        "nll_dense": float(scores.nll_dense),
+                    }
                     yield about | {"cell": f"{MODELS[w]} writes, {MODELS[r]} reads"} | found
-                    for start, stop in pairwise([*options.groups, len(cache.layers)]) if w == r else ():
+                    for start, stop in (
+                        pairwise([*options.groups, len(cache.layers)]) if w == r else ()
+                    ):
                         layers = list(seen.dense_cache().layers)
                         layers[start:stop] = cache.layers[start:stop]
                         part = float(kvcat.compare(seen, replace(cache, layers=layers)).kl)
-                        yield about | {"cell": f"layers {start} to {stop - 1}", "model": MODELS[w], "kl": part}
+                        yield about | {
+                            "cell": f"layers {start} to {stop - 1}",
+                            "model": MODELS[w],
+                            "kl": part,
+                        }
                     if w == r and options.heads:
                         found = list(head_losses(seen, cache))
-                        yield about | {"cell": "heads", "model": MODELS[w], "kl": sum(found), "heads": found}
+                        yield about | {
+                            "cell": "heads",
+                            "model": MODELS[w],
+                            "kl": sum(found),
+                            "heads": found,
+                        }
 
 
 def table(records: list[dict]) -> Iterator[str]:
-    """A line for each method, keep ratio and cell: KL, its ratio to the control's and the difference of dense NLL."""
+    """A line for each method, keep ratio and cell: KL, its ratio to the control's and the
+    difference of dense NLL.
+    """
     pairs = [f"{w} writes, {r} reads" for w in MODELS for r in MODELS]
     groups = list(dict.fromkeys(record["cell"] for record in records if "model" in record))
     for method, keep in dict.fromkeys((record["method"], record["keep"]) for record in records):
-        chosen = [record for record in records if (record["method"], record["keep"]) == (method, keep)]
-        rows = {c: [x for x in chosen if x["cell"] == c and x.get("model") != "control"] for c in pairs + groups}
-        controls = {c: [x for x in chosen if x["cell"] == c and x["model"] == "control"] for c in groups}
+        chosen = [
+            record for record in records if (record["method"], record["keep"]) == (method, keep)
+        ]
+        rows = {
+            c: [x for x in chosen if x["cell"] == c and x.get("model") != "control"]
+            for c in pairs + groups
+        }
+        controls = {
+            c: [x for x in chosen if x["cell"] == c and x["model"] == "control"] for c in groups
+        }
         for cell, own in rows.items():
             base = controls.get(cell, rows[pairs[0]])
             draws = ClusterBootstrap([x["document"] for x in own])
@@ -101,17 +152,26 @@ def table(records: list[dict]) -> Iterator[str]:
             line = f"{method} {keep:g}, {cell}: KL {kl.mean():.4f}, over the control's {reference.mean():.4f}: "
             line += f"{ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
             for name in ("nll_dense", "nll") if cell in pairs else ():
-                found = draws.mean(np.array([x[name] - y[name] for x, y in zip(own, base, strict=True)]))
+                found = draws.mean(
+                    np.array([x[name] - y[name] for x, y in zip(own, base, strict=True)])
+                )
                 line += f"; {name} {found.value:+.4f} [{found.low:.4f}, {found.high:.4f}]"
             yield line
         if "heads" in rows:
-            yield from (f"{method} {keep:g}, {line}" for line in heads_table(rows["heads"], controls["heads"]))
+            yield from (
+                f"{method} {keep:g}, {line}"
+                for line in heads_table(rows["heads"], controls["heads"])
+            )
 
 
 def heads_table(trained: list[dict], control: list[dict]) -> Iterator[str]:
-    """The share of the control's KL, and the ratio to it, in heads that lose much or little under the control."""
+    """The share of the control's KL, and the ratio to it, in heads that lose much or little under
+    the control.
+    """
     draws = ClusterBootstrap([x["document"] for x in trained])
-    ours, theirs = (np.array([x["heads"] for x in side]) for side in (trained, control))  # (windows, heads)
+    ours, theirs = (
+        np.array([x["heads"] for x in side]) for side in (trained, control)
+    )  # (windows, heads)
     half = np.unique([x["document"] for x in trained], return_inverse=True)[1] % 2
     order = np.stack([theirs[half != h].mean(0).argsort()[::-1] for h in (0, 1)])[half]
     ours, theirs = (np.take_along_axis(side, order, axis=1) for side in (ours, theirs))
@@ -125,7 +185,9 @@ def heads_table(trained: list[dict], control: list[dict]) -> Iterator[str]:
 
 def main() -> None:
     """Write the records, then print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("control")
     parser.add_argument("trained")
     parser.add_argument("--data", required=True)
@@ -135,12 +197,20 @@ def main() -> None:
     parser.add_argument("--per-document", type=int, default=2)
     parser.add_argument("--prefix", type=int, default=384)
     parser.add_argument("--suffix", type=int, default=128)
-    parser.add_argument("--groups", nargs="+", type=int, default=[0, 7, 15, 22], help="first layer of each group")
+    parser.add_argument(
+        "--groups", nargs="+", type=int, default=[0, 7, 15, 22], help="first layer of each group"
+    )
     parser.add_argument("--heads", action="store_true", help="also one head at a time")
     parser.add_argument("--out", default="where.jsonl", help="records, one a line")
     options = parser.parse_args()
-    (control, tokenizer), (trained, _) = (kvcat.load(name) for name in (options.control, options.trained))
-    drawn = {"prefix": options.prefix, "suffix": options.suffix, "per_document": options.per_document}
+    (control, tokenizer), (trained, _) = (
+        kvcat.load(name) for name in (options.control, options.trained)
+    )
+    drawn = {
+        "prefix": options.prefix,
+        "suffix": options.suffix,
+        "per_document": options.per_document,
+    }
     task = make_task(tokenizer, options.data, "all", windows=options.windows, **drawn)
     records = []
     with open(options.out, "w", encoding="utf-8") as file:

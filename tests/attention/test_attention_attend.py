@@ -36,7 +36,9 @@ def test_output_and_all_gradients_equal_the_naive_twin(kind, biased):
     fast, slow = (with_gradients(f, inputs) for f in (fast_twin, naive))
     torch.testing.assert_close(fast, slow, rtol=1e-5, atol=1e-10)
     padded = None if not biased else torch.nn.functional.pad(bias[..., :biased], (0, 9 - biased))
-    assert torch.allclose(attend_reference(q, k, v, keep, padded, **KINDS[kind]), slow[0], atol=1e-10)
+    assert torch.allclose(
+        attend_reference(q, k, v, keep, padded, **KINDS[kind]), slow[0], atol=1e-10
+    )
 
 
 def test_chunks_of_the_backward_do_not_change_the_gradient(monkeypatch):
@@ -45,7 +47,9 @@ def test_chunks_of_the_backward_do_not_change_the_gradient(monkeypatch):
         results = []
         for elements in (1, 2**20):
             monkeypatch.setattr(mask_gradient, "_CPU_ELEMENTS", elements)
-            results.append(with_gradients(lambda keep, o=options: attend(q, k, v, keep, **o), [keep])[1])
+            results.append(
+                with_gradients(lambda keep, o=options: attend(q, k, v, keep, **o), [keep])[1]
+            )
         assert torch.allclose(*results, atol=1e-12)
 
 
@@ -94,7 +98,9 @@ def test_the_masks_gradient_is_bounded_where_the_masked_pass_has_an_exploding_de
         mass = keep[:, None, None] * (q @ k.mT * 8**-0.5).exp() * allowed(9)
         return mass @ v / mass.sum(-1, keepdim=True)
 
-    ours, exact = (with_gradients(f, [keep])[1].norm() for f in (lambda m: attend(q, k, v, m), masked_pass))
+    ours, exact = (
+        with_gradients(f, [keep])[1].norm() for f in (lambda m: attend(q, k, v, m), masked_pass)
+    )
     assert ours < 100
     assert exact > 1e8
 

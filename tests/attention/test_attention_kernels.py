@@ -50,9 +50,13 @@ def naive(q, k, v, log_bias=None):
         ),
     ],
 )
-def test_this_torch_has_the_private_operator_with_the_arguments_that_are_used(name, arguments, results):
+def test_this_torch_has_the_private_operator_with_the_arguments_that_are_used(
+    name, arguments, results
+):
     operator = getattr(torch.ops.aten, name, None)
-    assert operator is not None, f"torch {torch.__version__} has no aten::{name}, which _CpuKernel calls"
+    assert operator is not None, (
+        f"torch {torch.__version__} has no aten::{name}, which _CpuKernel calls"
+    )
     schema = operator.default._schema
     assert [argument.name for argument in schema.arguments] == arguments.split()
     assert [result.name for result in schema.returns] == results.split()
@@ -123,7 +127,9 @@ def test_tokens_in_parts_get_the_logits_of_one_forward_whatever_the_cache(model,
 @torch.no_grad()
 def test_tokens_behind_slots_need_a_mask_only_where_there_is_padding(model, masks):
     draw, shapes = torch.Generator().manual_seed(3), ((1, 2, 6, 8), (1, 2, 6, 8), (1, 2, 6))
-    layers = [CompactLayer(*(torch.randn(s, generator=draw).double() for s in shapes)) for _ in range(2)]
+    layers = [
+        CompactLayer(*(torch.randn(s, generator=draw).double() for s in shapes)) for _ in range(2)
+    ]
     cache = CompactCache(layers, 40, fingerprint(model))
     model(**cache.inputs(model, IDS))
     assert all(mask is None for mask in masks)
@@ -138,6 +144,7 @@ def test_attention_that_the_fused_kernels_do_not_know_is_refused(model):
     q, k, v = example(queries=5, keys=12)
     for option in ({"position_bias": torch.zeros(1, 4, 5, 12)}, {"dropout": 0.1}):
         with pytest.raises(
-            InputError, match=f"LlamaAttention is not supported: its attention uses {next(iter(option))}"
+            InputError,
+            match=f"LlamaAttention is not supported: its attention uses {next(iter(option))}",
         ):
             kvcat_attention(model.model.layers[0].self_attn, q, k, v, None, **option)

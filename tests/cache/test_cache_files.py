@@ -22,12 +22,19 @@ def example(form="equal", dtype=torch.float32, owner=OWNER):
     for _ in range(2):
         if form == "ragged":
             rows = ((1, 3), (2, 2))
-            parts = [[[torch.randn(n, *s, generator=draw) for n in row] for row in rows] for s in ((4,), (4,), ())]
+            parts = [
+                [[torch.randn(n, *s, generator=draw) for n in row] for row in rows]
+                for s in ((4,), (4,), ())
+            ]
             layers.append(CompactLayer.ragged(*parts))
         else:
             draws = [torch.randn(2, 2, 3, *rest, generator=draw) for rest in ((4,), (6,), ())]
             if form == "without log-bias":
-                layers.append(CompactLayer(*draws[:2], positions=torch.tensor([0, 3, 8]).int().expand(2, 2, 3)))
+                layers.append(
+                    CompactLayer(
+                        *draws[:2], positions=torch.tensor([0, 3, 8]).int().expand(2, 2, 3)
+                    )
+                )
             else:
                 draws[2][0, 0, 1] = -torch.inf  # a hidden slot
                 layers.append(CompactLayer(*draws))
@@ -42,7 +49,8 @@ def parts_of(path):
 
 
 def signed(entries, tensors):
-    """A file whose checksum is right, whatever it holds: SHA-256 of all bytes with zeros in its own place."""
+    """A file whose checksum is right, whatever it holds: SHA-256 of all bytes with zeros in its own
+    place."""
     content = safetensors.torch.save(tensors, {**entries, "sha256": ZEROS})
     assert content.count(ZEROS.encode()) == 1
     return content.replace(ZEROS.encode(), hashlib.sha256(content).hexdigest().encode())
@@ -66,7 +74,8 @@ def refused(path, content, reason=None):
 
 
 @pytest.mark.parametrize(
-    ("form", "dtype"), [("equal", torch.float32), ("ragged", torch.bfloat16), ("without log-bias", torch.float64)]
+    ("form", "dtype"),
+    [("equal", torch.float32), ("ragged", torch.bfloat16), ("without log-bias", torch.float64)],
 )
 def test_a_loaded_cache_equals_the_saved_one(tmp_path, form, dtype):
     cache, path = example(form, dtype), tmp_path / "doc"
@@ -178,10 +187,16 @@ def test_foreign_files_are_refused(tmp_path):
         header_only(b'{"a": {"dtype": "F4", "shape": [8], "data_offsets": [0, 4]}}', 4),
         header_only(b'{"__metadata__": null}'),
     ):  # fmt: skip
-        refused(tmp_path / "doc", content, "is truncated or not a safetensors file|is not a compact cache")
+        refused(
+            tmp_path / "doc",
+            content,
+            "is truncated or not a safetensors file|is not a compact cache",
+        )
 
 
-def test_a_place_that_cannot_be_written_is_named_and_the_old_file_stays(tmp_path, monkeypatch, saved):
+def test_a_place_that_cannot_be_written_is_named_and_the_old_file_stays(
+    tmp_path, monkeypatch, saved
+):
     broken = example()
     broken.layers[1].values.view(-1)[0] = torch.nan
     content = saved.read_bytes()
@@ -207,7 +222,9 @@ def test_a_place_that_cannot_be_written_is_named_and_the_old_file_stays(tmp_path
         CompactCache.load(saved)
 
 
-def test_a_cache_loads_only_for_its_model_whose_fingerprint_follows_every_weight(tmp_path, monkeypatch):
+def test_a_cache_loads_only_for_its_model_whose_fingerprint_follows_every_weight(
+    tmp_path, monkeypatch
+):
     made = loud_model()
     first = fingerprint(made)
     example(owner=first).save(tmp_path / "doc")
@@ -215,7 +232,9 @@ def test_a_cache_loads_only_for_its_model_whose_fingerprint_follows_every_weight
     with pytest.raises(InputError, match="doc belongs to another model"):
         CompactCache.load(tmp_path / "doc", loud_model(rms_norm_eps=1e-3))
     with monkeypatch.context() as patch:
-        patch.setattr(sys.modules["kvcat.cache.fingerprint"], "hash_tensor", None)  # a second look hashes nothing
+        patch.setattr(
+            sys.modules["kvcat.cache.fingerprint"], "hash_tensor", None
+        )  # a second look hashes nothing
         assert fingerprint(made) == first
     for parameter in made.parameters():
         with torch.no_grad():
@@ -224,5 +243,7 @@ def test_a_cache_loads_only_for_its_model_whose_fingerprint_follows_every_weight
         with torch.no_grad():
             parameter.view(-1)[0] -= 1
     assert fingerprint(made.bfloat16()) != first
-    parallel = [fingerprint(loud_model("gpt_neox", use_parallel_residual=used)) for used in (True, False)]
+    parallel = [
+        fingerprint(loud_model("gpt_neox", use_parallel_residual=used)) for used in (True, False)
+    ]
     assert parallel[0] != parallel[1]

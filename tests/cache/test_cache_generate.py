@@ -14,12 +14,18 @@ COUNTS = ([[1, 5], [4, 2]], [[3, 3], [7, 1]], [[2, 6], [6, 6]])  # layer, exampl
 
 
 def tiny(name="llama"):
-    sizes = {"num_hidden_layers": 3, "head_dim": 8, "max_position_embeddings": 256, "pad_token_id": 0}
+    sizes = {
+        "num_hidden_layers": 3,
+        "head_dim": 8,
+        "max_position_embeddings": 256,
+        "pad_token_id": 0,
+    }
     return loud_model(name, torch.float64, **sizes, **MODELS.get(name, {}))
 
 
 def made(model, form="ragged", batch=2):
-    """A cache of random slots: "plain", "biased" (equal slots), "layers" (equal in a layer), "ragged"."""
+    """A cache of random slots: "plain", "biased" (equal slots), "layers" (equal in a layer),
+    "ragged"."""
     layers = []
     for index, counts in enumerate(COUNTS):
         draw = torch.Generator().manual_seed(index)
@@ -30,12 +36,15 @@ def made(model, form="ragged", batch=2):
         else:
             slots = 5 + index * (form == "layers")
             shapes = [(batch, 2, slots, 8)] * 2 + [(batch, 2, slots)] * (form == "biased")
-            layers.append(CompactLayer(*(torch.randn(shape, generator=draw).double() for shape in shapes)))
+            layers.append(
+                CompactLayer(*(torch.randn(shape, generator=draw).double() for shape in shapes))
+            )
     return CompactCache(layers, PREFIX, fingerprint(model))
 
 
 def naive_logits(cache, ids, name="llama", padding=None):
-    """Stock attention over every head's own slots, padded with hidden ones, the log-bias in the mask."""
+    """Stock attention over every head's own slots, padded with hidden ones, the log-bias in the
+    mask."""
     model, (batch, new) = tiny(name), ids.shape
     mask = torch.ones_like(ids) if padding is None else padding
     wide, past = cache.max_slots, DynamicCache()
@@ -53,7 +62,8 @@ def naive_logits(cache, ids, name="llama", padding=None):
         causal = torch.ones(new, new).tril().bool() & mask.bool()[:, None, None, :]
         full[..., wide:] = torch.where(causal, 0.0, -1e30)
         model.model.layers[index].register_forward_pre_hook(
-            lambda _module, args, kwargs, full=full: (args, {**kwargs, "attention_mask": full}), with_kwargs=True
+            lambda _module, args, kwargs, full=full: (args, {**kwargs, "attention_mask": full}),
+            with_kwargs=True,
         )
     positions = PREFIX + (mask.cumsum(-1) - 1).clamp(min=0)
     with torch.no_grad():
@@ -86,13 +96,16 @@ def test_a_forward_equals_stock_attention_head_by_head(name, form, new):
 
 
 @pytest.mark.parametrize(
-    ("form", "static_tokens"), [("biased", None), ("biased", 11), ("ragged", None), ("ragged, no bias", 11)]
+    ("form", "static_tokens"),
+    [("biased", None), ("biased", 11), ("ragged", None), ("ragged, no bias", 11)],
 )
 def test_greedy_generation_takes_the_naive_argmax_at_every_step(form, static_tokens):
     model, ids = tiny(), questions(2, 3)
     cache = made(model, form)
     before = [{name: x.clone() for name, x in layer.tensors().items()} for layer in cache.layers]
-    out = model.generate(**cache.inputs(model, ids, static_tokens=static_tokens), max_new_tokens=8, do_sample=False)
+    out = model.generate(
+        **cache.inputs(model, ids, static_tokens=static_tokens), max_new_tokens=8, do_sample=False
+    )
     assert out.tolist() == greedy(cache, ids, 8)
     torch.testing.assert_close([layer.tensors() for layer in cache.layers], before, rtol=0, atol=0)
 
@@ -127,12 +140,17 @@ def test_every_row_of_a_cache_serves_as_many_neighbouring_rows_of_a_batch(form):
     assert torch.allclose(logits, naive_logits(cache.select([0, 0, 1, 1]), ids), atol=1e-10)
 
 
-@pytest.mark.parametrize(("form", "static_tokens"), [("ragged", None), ("biased", 12), ("ragged", 12)])
+@pytest.mark.parametrize(
+    ("form", "static_tokens"), [("ragged", None), ("biased", 12), ("ragged", 12)]
+)
 def test_three_beams_find_what_a_naive_beam_search_finds(form, static_tokens):
     model, ids = tiny(), torch.tensor([[4, 8, 15], [16, 23, 42]])
     cache = made(model, form)
     out = model.generate(
-        **cache.inputs(model, ids, static_tokens=static_tokens), max_new_tokens=3, num_beams=3, do_sample=False
+        **cache.inputs(model, ids, static_tokens=static_tokens),
+        max_new_tokens=3,
+        num_beams=3,
+        do_sample=False,
     )
     for row in range(2):
         own, beams = cache.select([row]), [(0.0, ids[row : row + 1])]
@@ -140,7 +158,10 @@ def test_three_beams_find_what_a_naive_beam_search_finds(form, static_tokens):
             grown = []
             for total, sequence in beams:
                 log_probs = naive_logits(own, sequence)[0, -1].log_softmax(-1).tolist()
-                grown += [(total + p, torch.cat([sequence, torch.tensor([[t]])], 1)) for t, p in enumerate(log_probs)]
+                grown += [
+                    (total + p, torch.cat([sequence, torch.tensor([[t]])], 1))
+                    for t, p in enumerate(log_probs)
+                ]
             beams = sorted(grown, key=lambda beam: -beam[0])[:3]
         assert out[row].tolist() == beams[0][1][0].tolist()
 
@@ -150,14 +171,23 @@ def test_a_ragged_cache_holds_its_slots_and_nothing_else_and_selected_and_padded
     cache, total = made(model), sum(sum(map(sum, counts)) for counts in COUNTS)
     assert (cache.max_slots, cache.mean_slots, cache.is_uniform) == (7, total / 12, False)
     assert cache.nbytes == total * (8 + 8 + 1) * 8
-    assert sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.to_transformers(model).layers) == 0
+    assert (
+        sum(
+            layer.keys.nbytes + layer.values.nbytes for layer in cache.to_transformers(model).layers
+        )
+        == 0
+    )
     swapped = cache.select([1, 0, 1])
     for layer, chosen in zip(cache.layers, swapped.layers, strict=True):
         exact = {"rtol": 0, "atol": 0}
-        torch.testing.assert_close(layer.padded().without_absent().tensors(), layer.tensors(), **exact)
+        torch.testing.assert_close(
+            layer.padded().without_absent().tensors(), layer.tensors(), **exact
+        )
         for row, source in enumerate([1, 0, 1]):
             for head in range(2):
-                torch.testing.assert_close(chosen.head(row, head), layer.head(source, head), **exact)
+                torch.testing.assert_close(
+                    chosen.head(row, head), layer.head(source, head), **exact
+                )
     equal = cache.select([0]).layers[1]  # heads of three slots each
     assert isinstance(equal, CompactLayer)
     assert equal.keys.shape == (1, 2, 3, 8)
@@ -169,9 +199,14 @@ def test_a_reset_drops_the_new_tokens_and_keeps_the_prefix():
         past = made(model, "biased", 1).to_transformers(model, static_tokens=static_tokens)
         mask = torch.ones(1, PREFIX + 2, dtype=torch.long)
         with torch.no_grad():
-            first = model(torch.tensor([[3, 4]]), **cache_argument(past), attention_mask=mask).logits
+            first = model(
+                torch.tensor([[3, 4]]), **cache_argument(past), attention_mask=mask
+            ).logits
             past.reset()
-            assert torch.equal(model(torch.tensor([[3, 4]]), **cache_argument(past), attention_mask=mask).logits, first)
+            assert torch.equal(
+                model(torch.tensor([[3, 4]]), **cache_argument(past), attention_mask=mask).logits,
+                first,
+            )
     past = made(model, "biased", 1).to_transformers(model, read_only=True)
     with torch.no_grad():
         model(torch.tensor([[3, 4]]), **cache_argument(past))
@@ -179,22 +214,33 @@ def test_a_reset_drops_the_new_tokens_and_keeps_the_prefix():
 
 
 def test_keys_that_lose_their_log_bias_on_the_way_are_noticed_and_what_does_not_fit_is_refused():
-    layer = PrefixLayer(CompactLayer(*(torch.randn(1, 2, 3, 8) for _ in range(2)), torch.ones(1, 2, 3)), PREFIX)
+    layer = PrefixLayer(
+        CompactLayer(*(torch.randn(1, 2, 3, 8) for _ in range(2)), torch.ones(1, 2, 3)), PREFIX
+    )
     new = torch.randn(1, 2, 1, 8)
     layer.update(new, new)
     with pytest.raises(InputError, match="did not reach attention"):
         layer.update(new, new)
     model, ids = tiny(), questions(1, 3)
     cache = made(model, "biased")
-    for wrong, message in ((ids[:, :0], "hold no token"), (questions(3), "cache of 2 examples cannot serve 3 rows")):
+    for wrong, message in (
+        (ids[:, :0], "hold no token"),
+        (questions(3), "cache of 2 examples cannot serve 3 rows"),
+    ):
         with pytest.raises(InputError, match=message):
             cache.inputs(model, wrong)
     with pytest.raises(InputError, match="static_tokens is 0"):
         cache.inputs(model, questions(2), static_tokens=0)
     with pytest.raises(InputError, match="more tokens than the static cache has room for: 4"):
-        model.generate(**cache.inputs(model, questions(2, 3), static_tokens=4), max_new_tokens=8, do_sample=False)
+        model.generate(
+            **cache.inputs(model, questions(2, 3), static_tokens=4),
+            max_new_tokens=8,
+            do_sample=False,
+        )
     with pytest.raises(InputError, match="belongs to another model"):
         cache.inputs(tiny("qwen2"), ids)
     windowed = tiny("mistral")
     with pytest.raises(InputError, match="25 tokens exceed the sliding window of 24"):
-        windowed.generate(**made(windowed, "plain", 1).inputs(windowed, ids), max_new_tokens=9, do_sample=False)
+        windowed.generate(
+            **made(windowed, "plain", 1).inputs(windowed, ids), max_new_tokens=9, do_sample=False
+        )

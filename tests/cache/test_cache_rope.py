@@ -1,4 +1,5 @@
-"""Rotary factors that depend on the length (LongRoPE, dynamic NTK): a cache has one set for its whole life."""
+"""Rotary factors that depend on the length (LongRoPE, dynamic NTK): a cache has one set for its
+whole life."""
 
 import pytest
 import torch
@@ -65,7 +66,10 @@ def test_a_dense_cache_answers_as_the_stock_model_or_says_that_it_cannot(kind, l
     crosses = length <= BORDER < length + question
     for chunk in (4096, 16):
         for whole in (sequence, document):
-            options = {"chunk_tokens": chunk, **({"supervision": "self"} if whole is document else {})}
+            options = {
+                "chunk_tokens": chunk,
+                **({"supervision": "self"} if whole is document else {}),
+            }
             cache = kvcat.trace(model, whole, **options).dense_cache()
             if crosses:
                 assert "room for what follows" in refusal(cache.inputs, model, asked)
@@ -88,7 +92,9 @@ def test_dense_logits_of_a_trace_are_those_of_the_stock_model_whatever_the_chunk
 
 
 @pytest.mark.parametrize(("length", "room"), [(40, 20), (60, 30), (40, 60)])
-def test_greedy_answers_are_the_stock_models_even_where_its_own_rule_would_drop_the_cache(length, room):
+def test_greedy_answers_are_the_stock_models_even_where_its_own_rule_would_drop_the_cache(
+    length, room
+):
     model, stock = pair()
     document = tokens(length)
     asked = tokens(room - 5, 1)  # the last one is longer than the border by itself when room is
@@ -111,7 +117,9 @@ def test_greedy_answers_are_the_stock_models_even_where_its_own_rule_would_drop_
 def test_an_answer_ends_with_a_refusal_where_it_would_pass_the_border():
     model, _ = pair()
     cache = kvcat.trace(model, tokens(58), supervision="self").dense_cache()
-    said = refusal(model.generate, **cache.inputs(model, tokens(4, 1)), max_new_tokens=8, do_sample=False)
+    said = refusal(
+        model.generate, **cache.inputs(model, tokens(4, 1)), max_new_tokens=8, do_sample=False
+    )
     assert "at most 64 tokens, and here are 65" in said
 
 
@@ -131,7 +139,9 @@ def test_long_factors_serve_a_short_text_only_where_room_was_asked_for():
 def test_every_cache_says_which_factors_it_has_in_its_file_too(method, tmp_path):
     model, _ = pair()
     instruction, document = tokens(5, 2), tokens(40)
-    made = kvcat.trace(model, Reconstruction(torch.cat([document, instruction, document], 1), 40, 45))
+    made = kvcat.trace(
+        model, Reconstruction(torch.cat([document, instruction, document], 1), 40, 45)
+    )
     options = {"num_steps": 2} if method == "gradient" else {}
     compressor = kvcat.compress.make_compressor(method, **options)
     cache = compressor(made, keep_ratio=0.5)
@@ -155,7 +165,9 @@ def test_a_cache_that_grows_keeps_its_factors_and_those_of_another_trace_are_ref
     made = kvcat.trace(model, text, 50, past=long)
     assert error(made.logits, stock_logits(stock, text)[:, 50:]) < 1e-5
     other = kvcat.trace(model, text[:, :50], supervision="self").dense_cache()
-    assert "the cache has the short rotary factors and the trace the long ones" in refusal(kvcat.compare, made, other)
+    assert "the cache has the short rotary factors and the trace the long ones" in refusal(
+        kvcat.compare, made, other
+    )
 
 
 def test_dynamic_factors_are_those_of_short_texts_and_longer_texts_are_refused():
@@ -184,7 +196,10 @@ def test_factors_are_held_for_a_block_and_models_that_choose_them_otherwise_are_
             assert torch.equal(rotary(like, near)[0], expected)
     assert torch.equal(rotary(like, near)[0], short)
     assert [rope_factors(model.config, count) for count in (64, 65)] == ["short", "long"]
-    model.config.rope_parameters = {**LONGROPE, "long_factor": LONGROPE["short_factor"]}  # as kvcat widen leaves it
+    model.config.rope_parameters = {
+        **LONGROPE,
+        "long_factor": LONGROPE["short_factor"],
+    }  # as kvcat widen leaves it
     assert rope_factors(model.config, 65) is None
     phimoe = loud_model(
         "phimoe", torch.float32, num_local_experts=2, max_position_embeddings=256,

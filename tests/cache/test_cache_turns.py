@@ -1,4 +1,5 @@
-"""Conversations on one cache, and generation settings of a model's own that would use it otherwise."""
+"""Conversations on one cache, and generation settings of a model's own that would use it
+otherwise."""
 
 import gc
 
@@ -12,7 +13,8 @@ from tiny import loud_model, refusal
 
 LENGTH = 20
 DOCUMENT, FIRST, SECOND = (
-    torch.randint(3, 67, (1, count), generator=torch.Generator().manual_seed(count)) for count in (LENGTH, 5, 4)
+    torch.randint(3, 67, (1, count), generator=torch.Generator().manual_seed(count))
+    for count in (LENGTH, 5, 4)
 )
 
 
@@ -61,15 +63,24 @@ def test_the_three_right_ways_to_ask_again_give_the_stock_models_answer(model, s
     held = past.get_seq_length()  # all but the last token of the answer
     new = conversation[:, held - LENGTH :]
     mask = torch.ones(1, held + new.shape[1], dtype=torch.long)
-    assert ask(model, input_ids=new, attention_mask=mask, **{CACHE_NAME: past})[:, -4:].tolist() == expected
+    assert (
+        ask(model, input_ids=new, attention_mask=mask, **{CACHE_NAME: past})[:, -4:].tolist()
+        == expected
+    )
     _, past = first_turn(model, cache)
-    everything = torch.cat([DOCUMENT, conversation], 1)  # transformers cuts off what the cache holds
+    everything = torch.cat(
+        [DOCUMENT, conversation], 1
+    )  # transformers cuts off what the cache holds
     assert ask(model, input_ids=everything, **{CACHE_NAME: past})[:, -4:].tolist() == expected
 
 
 @pytest.mark.parametrize("static_tokens", [None, 40])
-@pytest.mark.parametrize("repeated", ["conversation", "no mask", "question", "the same inputs", "one token"])
-def test_a_second_turn_that_repeats_what_the_cache_holds_is_refused(repeated, static_tokens, model, cache):
+@pytest.mark.parametrize(
+    "repeated", ["conversation", "no mask", "question", "the same inputs", "one token"]
+)
+def test_a_second_turn_that_repeats_what_the_cache_holds_is_refused(
+    repeated, static_tokens, model, cache
+):
     turn, past = first_turn(model, cache, static_tokens=static_tokens)
     ids = {"question": FIRST, "the same inputs": FIRST, "one token": SECOND[:, :1]}.get(
         repeated, torch.cat([turn, SECOND], 1)
@@ -94,8 +105,12 @@ def test_a_forward_that_repeats_what_the_cache_holds_is_refused(model, cache):
 
 
 def test_a_question_that_begins_with_the_document_is_refused(model, cache):
-    assert "begin with the document" in refusal(cache.inputs, model, torch.cat([DOCUMENT, FIRST], 1))
-    pressed = kvcat.Eviction("streaming")(kvcat.trace(model, DOCUMENT, supervision="self"), num_slots=5)
+    assert "begin with the document" in refusal(
+        cache.inputs, model, torch.cat([DOCUMENT, FIRST], 1)
+    )
+    pressed = kvcat.Eviction("streaming")(
+        kvcat.trace(model, DOCUMENT, supervision="self"), num_slots=5
+    )
     assert "begin with the document" in refusal(pressed.inputs, model, DOCUMENT)
 
 
@@ -117,7 +132,9 @@ def test_left_padded_turns_follow_each_other_in_a_growing_and_in_a_static_cache(
     ],
     ids=str,
 )  # fmt: skip
-def test_settings_of_a_models_own_folder_do_not_change_what_the_cache_stands_for(settings, model, stock, cache):
+def test_settings_of_a_models_own_folder_do_not_change_what_the_cache_stands_for(
+    settings, model, stock, cache
+):
     expected = greedy(stock, torch.cat([DOCUMENT, FIRST], 1)).tolist()
     model.generation_config.update(**settings)
     if "use_cache" in settings:
@@ -127,7 +144,9 @@ def test_settings_of_a_models_own_folder_do_not_change_what_the_cache_stands_for
     assert made[:, FIRST.shape[1] :].tolist() == expected
 
 
-def test_a_model_told_to_use_no_cache_is_refused_where_it_would_read_the_question_again(model, cache):
+def test_a_model_told_to_use_no_cache_is_refused_where_it_would_read_the_question_again(
+    model, cache
+):
     inputs = cache.inputs(model, FIRST)
     with pytest.raises(InputError, match="the cache holds 25 tokens"):
         ask(model, **{**inputs, "use_cache": False})

@@ -54,11 +54,17 @@ def answer(capsys, folder, cache, *options):
     return capsys.readouterr().out
 
 
-def test_prepare_leaves_the_tokens_of_the_library_and_says_what_is_there(tiny_folder, texts_folder, tmp_path, capsys):
+def test_prepare_leaves_the_tokens_of_the_library_and_says_what_is_there(
+    tiny_folder, texts_folder, tmp_path, capsys
+):
     assert kvcat("prepare", texts_folder, "--model", tiny_folder, "-o", tmp_path / "tokens") == 0
-    index = prepare(str(texts_folder), AutoTokenizer.from_pretrained(tiny_folder), tmp_path / "same")
+    index = prepare(
+        str(texts_folder), AutoTokenizer.from_pretrained(tiny_folder), tmp_path / "same"
+    )
     assert f"{index['splits']['train']['tokens']:,} training tokens of" in capsys.readouterr().out
-    assert (tmp_path / "tokens" / "train.bin").read_bytes() == (tmp_path / "same" / "train.bin").read_bytes()
+    assert (tmp_path / "tokens" / "train.bin").read_bytes() == (
+        tmp_path / "same" / "train.bin"
+    ).read_bytes()
 
 
 def stock_answer(folder, text, tokens=8):
@@ -76,7 +82,10 @@ def test_keep_one_answers_as_the_model_does_without_a_cache_plain_or_in_its_chat
 ):
     cache = compress(tiny_folder, document, "--keep", 1, *(["--chat"] if chat else []))
     text = f"<user>{DOCUMENT}\n\nthe cat</user><assistant>" if chat else f"{DOCUMENT}the cat"
-    assert answer(capsys, tiny_folder, cache, "--prompt", "the cat") == stock_answer(tiny_folder, text) + "\n"
+    assert (
+        answer(capsys, tiny_folder, cache, "--prompt", "the cat")
+        == stock_answer(tiny_folder, text) + "\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -105,19 +114,35 @@ def test_answers_are_greedy_whatever_the_folder_sets_and_what_is_left_out_is_nam
     assert generate(folder, cache, "--prompt", "the cat") == 0
     told = capsys.readouterr()
     assert told.out == stock_answer(tiny_folder, f"{DOCUMENT}the cat") + "\n"
-    named = [name for name in settings if name not in ("use_cache", "cache_implementation", "top_k")]
+    named = [
+        name for name in settings if name not in ("use_cache", "cache_implementation", "top_k")
+    ]
     assert all(f"{name} " in told.err for name in named)
     assert ("left out of the model's generation settings" in told.err) == bool(named)
 
 
 @pytest.mark.parametrize("method", ["attention-matching", "gradient,num_steps=2"])
-def test_a_cache_says_how_it_was_made_and_the_same_command_makes_the_same_one(method, tiny_folder, document, capsys):
-    options = ("--keep", 0.25, "--method", method, "--seed", 3, "--overwrite", "--dtype", "bfloat16")
+def test_a_cache_says_how_it_was_made_and_the_same_command_makes_the_same_one(
+    method, tiny_folder, document, capsys
+):
+    options = (
+        "--keep",
+        0.25,
+        "--method",
+        method,
+        "--seed",
+        3,
+        "--overwrite",
+        "--dtype",
+        "bfloat16",
+    )
     first = compress(tiny_folder, document, *options).read_bytes()
     cache = compress(tiny_folder, document, *options)
     loaded = CompactCache.load(cache)
     assert cache.read_bytes() == first
-    assert capsys.readouterr().out.startswith(f"{cache}: {loaded.num_tokens} tokens in {loaded.num_slots} slots")
+    assert capsys.readouterr().out.startswith(
+        f"{cache}: {loaded.num_tokens} tokens in {loaded.num_slots} slots"
+    )
     facts = {"method": method.split(",")[0], "supervision": "reconstruction", "chat": "no"}
     assert facts.items() <= loaded.metadata.items()
     assert loaded.num_slots == -(-loaded.num_tokens // 4)
@@ -131,9 +156,16 @@ def test_the_smallest_cache_for_a_kl_is_told_size_by_size(tiny_folder, document,
     assert float(loaded.metadata["held_out_kl"]) <= 1e-3
 
 
-def test_a_document_near_the_border_of_its_rotary_factors_needs_room_for_the_answer(tmp_path, mistake, capsys):
+def test_a_document_near_the_border_of_its_rotary_factors_needs_room_for_the_answer(
+    tmp_path, mistake, capsys
+):
     factors = {"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [2.0, 5.0, 8.0, 11.0]}
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, **factors}
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": 64,
+        **factors,
+    }
     folder = write_tiny_model(tmp_path / "model", rope_parameters=rope)
     (tmp_path / "doc.txt").write_text(DOCUMENT)
     num_tokens = len(AutoTokenizer.from_pretrained(folder)(DOCUMENT)["input_ids"])
@@ -150,13 +182,18 @@ def test_a_document_near_the_border_of_its_rotary_factors_needs_room_for_the_ans
 
 
 def test_every_prompt_starts_from_the_document_alone(tiny_folder, saved, mistake, capsys):
-    alone = [answer(capsys, tiny_folder, saved, "--prompt", prompt) for prompt in ("the cat", "a dog sees")]
+    alone = [
+        answer(capsys, tiny_folder, saved, "--prompt", prompt)
+        for prompt in ("the cat", "a dog sees")
+    ]
     both = answer(capsys, tiny_folder, saved, "--prompt", "the cat", "a dog sees")
     assert both == f"> the cat\n{alone[0]}> a dog sees\n{alone[1]}"
     asked = ["generate", tiny_folder, "--cache", saved]
     assert "no prompt" in mistake(*asked)
     for bad, told in [("", "the prompt is empty"), (DOCUMENT * 9, "no position is left")]:
-        assert told in mistake(*asked, "--prompt", "the cat", bad)  # all are checked before the first is answered
+        assert told in mistake(
+            *asked, "--prompt", "the cat", bad
+        )  # all are checked before the first is answered
 
 
 def test_sampling_is_a_function_of_the_seed(tiny_folder, saved, capsys):
@@ -165,7 +202,9 @@ def test_sampling_is_a_function_of_the_seed(tiny_folder, saved, capsys):
     assert first == again != other
 
 
-def test_a_document_too_long_for_its_repetition_fits_by_its_own_queries(tiny_folder, tmp_path, mistake):
+def test_a_document_too_long_for_its_repetition_fits_by_its_own_queries(
+    tiny_folder, tmp_path, mistake
+):
     document, output = tmp_path / "doc.txt", tmp_path / "c.safetensors"
     document.write_text("".join(sentences(9, seed=7)))
     argv = ["compress", tiny_folder, "--text", document, "-o", output]
@@ -177,11 +216,16 @@ def test_a_document_too_long_for_its_repetition_fits_by_its_own_queries(tiny_fol
 def test_answers_end_at_the_models_last_position(tiny_folder, tmp_path, capsys):
     document = tmp_path / "doc.txt"
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
-    document.write_text(tokenizer.decode(tokenizer("".join(sentences(60, seed=7)))["input_ids"][:250]))
+    document.write_text(
+        tokenizer.decode(tokenizer("".join(sentences(60, seed=7)))["input_ids"][:250])
+    )
     cache = compress(tiny_folder, document, "--supervision", "self", "--method", "snapkv")
     room = 256 - CompactCache.load(cache).num_tokens - len(tokenizer(" the")["input_ids"])
     assert 0 < room < 8
-    shown = [answer(capsys, tiny_folder, cache, "--prompt", " the", "--max-new-tokens", n) for n in (room, 8)]
+    shown = [
+        answer(capsys, tiny_folder, cache, "--prompt", " the", "--max-new-tokens", n)
+        for n in (room, 8)
+    ]
     assert shown[0] == shown[1]
 
 
@@ -196,7 +240,9 @@ def test_a_cache_is_packed_plain_without_its_log_bias_only_on_demand_or_for_a_wi
         assert file.metadata()["format"] == "kvcat-prefix-1"
     assert "exists; --overwrite replaces it" in mistake(*base, tmp_path / "p")
     plain = CompactCache.load(cache)
-    biased = [CompactLayer(x.keys, x.values, x.keys.new_ones(x.keys.shape[:3])) for x in plain.layers]
+    biased = [
+        CompactLayer(x.keys, x.values, x.keys.new_ones(x.keys.shape[:3])) for x in plain.layers
+    ]
     dataclasses.replace(plain, layers=biased).save(cache)
     assert "has a log-bias" in mistake(*base, tmp_path / "b")
     assert kvcat(*base, tmp_path / "b", "--drop-log-bias") == 0
@@ -204,15 +250,21 @@ def test_a_cache_is_packed_plain_without_its_log_bias_only_on_demand_or_for_a_wi
     assert read_prefix(tmp_path / "w").shape[2] == 12
     for name in ("wide", "wide.gguf"):
         assert kvcat("widen", tiny_folder, "--head-dim", 12, "-o", tmp_path / name) == 0
-        assert capsys.readouterr().out.endswith(f"{name}: heads of 12 channels, 8 of them the model's\n")
+        assert capsys.readouterr().out.endswith(
+            f"{name}: heads of 12 channels, 8 of them the model's\n"
+        )
     assert load(tmp_path / "wide")[0].config.head_dim == 12
     assert (tmp_path / "wide.gguf").read_bytes()[:4] == b"GGUF"
 
 
-def test_a_file_says_what_it_holds_and_a_damaged_or_another_one_is_refused_in_one_line(tmp_path, capsys, mistake):
+def test_a_file_says_what_it_holds_and_a_damaged_or_another_one_is_refused_in_one_line(
+    tmp_path, capsys, mistake
+):
     heads = [[[torch.ones(n, 8) for n in counts]] for counts in ((2, 4), (1, 3))]
     told = {"method": "by hand", "seed": "7"}
-    cache = CompactCache([CompactLayer.ragged(x, x) for x in heads], 20, "0123456789ab" + "c" * 52, told)
+    cache = CompactCache(
+        [CompactLayer.ragged(x, x) for x in heads], 20, "0123456789ab" + "c" * 52, told
+    )
     cache.save(tmp_path / "c")
     assert kvcat("info", tmp_path / "c") == 0
     shown = capsys.readouterr().out
@@ -229,32 +281,47 @@ def test_a_file_says_what_it_holds_and_a_damaged_or_another_one_is_refused_in_on
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_a_cache_made_in_python_answers_as_one_of_the_command_does(chat, tiny_folder, document, tmp_path, capsys):
+def test_a_cache_made_in_python_answers_as_one_of_the_command_does(
+    chat, tiny_folder, document, tmp_path, capsys
+):
     made = compress(tiny_folder, document, "--keep", 0.5, *(["--chat"] if chat else []))
     model, tokenizer = load(tiny_folder)
     trace = kvcat_library.document_trace(model, tokenizer, DOCUMENT, chat=chat)
     kvcat_library.AttentionMatching()(trace, keep_ratio=0.5).save(tmp_path / "python.safetensors")
     assert (tmp_path / "python.safetensors").read_bytes() == made.read_bytes()
-    answers = [answer(capsys, tiny_folder, c, "--prompt", "the cat") for c in (made, tmp_path / "python.safetensors")]
+    answers = [
+        answer(capsys, tiny_folder, c, "--prompt", "the cat")
+        for c in (made, tmp_path / "python.safetensors")
+    ]
     assert answers[0] == answers[1]
     assert answers[0].strip()
 
 
-def test_a_byte_order_mark_is_left_out_and_a_spelled_control_token_is_text_unless_allowed(tiny_folder, tmp_path):
+def test_a_byte_order_mark_is_left_out_and_a_spelled_control_token_is_text_unless_allowed(
+    tiny_folder, tmp_path
+):
     document = tmp_path / "doc.txt"
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     length = len(tokenizer.encode(f"{DOCUMENT}", add_special_tokens=False))
     document.write_bytes(b"\xef\xbb\xbf" + DOCUMENT.encode())
     assert CompactCache.load(compress(tiny_folder, document)).num_tokens == length
     document.write_text(f"{DOCUMENT}<eos>")
-    spelled = tokenizer.encode(f"{DOCUMENT}<eos>", add_special_tokens=False, split_special_tokens=True)
+    spelled = tokenizer.encode(
+        f"{DOCUMENT}<eos>", add_special_tokens=False, split_special_tokens=True
+    )
     options = ("--overwrite", "--supervision", "self")
-    assert CompactCache.load(compress(tiny_folder, document, *options)).num_tokens == len(spelled) > length + 1
+    assert (
+        CompactCache.load(compress(tiny_folder, document, *options)).num_tokens
+        == len(spelled)
+        > length + 1
+    )
     allowed = compress(tiny_folder, document, *options, "--allow-special")
     assert CompactCache.load(allowed).num_tokens == length + 1
 
 
-def test_a_prompt_or_a_document_that_is_no_unicode_is_refused(tiny_folder, saved, tmp_path, mistake):
+def test_a_prompt_or_a_document_that_is_no_unicode_is_refused(
+    tiny_folder, saved, tmp_path, mistake
+):
     told = mistake("generate", tiny_folder, "--cache", saved, "--prompt", "the cat", "caf\udce9")
     assert "--prompt is not Unicode text: character 3 is the byte 0xe9, which is not UTF-8" in told
     (tmp_path / "doc.txt").write_bytes(b"caf\xe9")

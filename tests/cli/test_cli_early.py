@@ -14,29 +14,65 @@ print(json.dumps([code, sorted({"torch", "transformers", "datasets"} & set(sys.m
 """
 MISTAKES = [
     (["compress", "./none", "--text", "TEXT", "-o", "OUT"], "model folder ./none does not exist"),
-    (["generate", "./none", "--cache", "TEXT", "--prompt", "x"], "model folder ./none does not exist"),
+    (
+        ["generate", "./none", "--cache", "TEXT", "--prompt", "x"],
+        "model folder ./none does not exist",
+    ),
     (["pack", "./none", "--cache", "TEXT", "-o", "OUT"], "model folder ./none does not exist"),
     (["widen", "./none", "-o", "OUT"], "model folder ./none does not exist"),
     (["widen", "./none", "-o", "OUT.gguf"], "model folder ./none does not exist"),
-    (["prepare", "installed", "--model", "./none", "-o", "OUT"], "model folder ./none does not exist"),
-    (["train", "small", "--model", "./none", "--output", "OUT"], "model folder ./none does not exist"),
+    (
+        ["prepare", "installed", "--model", "./none", "-o", "OUT"],
+        "model folder ./none does not exist",
+    ),
+    (
+        ["train", "small", "--model", "./none", "--output", "OUT"],
+        "model folder ./none does not exist",
+    ),
     (["train", "small", "--model", "./none", "--dry-run"], "model folder ./none does not exist"),
     (["export", "./none", "-o", "OUT"], "no folder none of a run"),
     *(
         (["eval", name, "base=./none", "--out", "OUT"], "model folder ./none does not exist")
         for name in ("suffix", "needle", "longbench", "ruler", "qa")
     ),
-    (["eval", "profile", "./none", "--data", "TEXT", "--out", "OUT"], "model folder ./none does not exist"),
-    (["compress", "nobody/none", "--text", "TEXT", "-o", "OUT"], "neither a folder nor in the local Hub cache"),
+    (
+        ["eval", "profile", "./none", "--data", "TEXT", "--out", "OUT"],
+        "model folder ./none does not exist",
+    ),
+    (
+        ["compress", "nobody/none", "--text", "TEXT", "-o", "OUT"],
+        "neither a folder nor in the local Hub cache",
+    ),
     (["compress", "TEXT", "--text", "TEXT", "-o", "OUT"], "is a file, not a model folder"),
-    (["compress", "FOLDER", "--text", "TEXT", "-o", "OUT"], "is not a model folder: it has no config.json"),
-    (["compress", "kvcat-base", "--text", "TEXT", "-o", "OUT", "--method", "magic"], "no compressor 'magic'"),
-    (["compress", "kvcat-base", "--text", "TEXT", "-o", "OUT", "--method", "gradient,x"], "is no option=value"),
-    (["compress", "kvcat-base", "--text", "TEXT", "-o", "OUT", "--device", "abacus"], "device is 'abacus'"),
-    (["compress", "kvcat-base", "--text", "TEXT", "-o", "OUT", "--device", "cuda:x"], "device is 'cuda:x'"),
-    (["generate", "kvcat-base", "--cache", "none.safetensors", "--prompt", "x"], "no cache file none.safetensors"),
+    (
+        ["compress", "FOLDER", "--text", "TEXT", "-o", "OUT"],
+        "is not a model folder: it has no config.json",
+    ),
+    (
+        ["compress", "kvcat-base", "--text", "TEXT", "-o", "OUT", "--method", "magic"],
+        "no compressor 'magic'",
+    ),
+    (
+        ["compress", "kvcat-base", "--text", "TEXT", "-o", "OUT", "--method", "gradient,x"],
+        "is no option=value",
+    ),
+    (
+        ["compress", "kvcat-base", "--text", "TEXT", "-o", "OUT", "--device", "abacus"],
+        "device is 'abacus'",
+    ),
+    (
+        ["compress", "kvcat-base", "--text", "TEXT", "-o", "OUT", "--device", "cuda:x"],
+        "device is 'cuda:x'",
+    ),
+    (
+        ["generate", "kvcat-base", "--cache", "none.safetensors", "--prompt", "x"],
+        "no cache file none.safetensors",
+    ),
     (["info", "none.safetensors"], "no cache file none.safetensors"),
-    (["eval", "needle", "kvcat-base", "--out", "OUT", "--method", "magic"], "no compressor 'magic'"),
+    (
+        ["eval", "needle", "kvcat-base", "--out", "OUT", "--method", "magic"],
+        "no compressor 'magic'",
+    ),
     (["eval", "qa", "kvcat-base", "--out", "OUT", "--device", "abacus"], "device is 'abacus'"),
 ]
 
@@ -47,7 +83,10 @@ def test_a_mistake_is_named_before_torch_is_imported(arguments, reason, tmp_path
     (tmp_path / "text.txt").write_text("A text.")
     (tmp_path / "empty").mkdir()
     places = {"TEXT": tmp_path / "text.txt", "OUT": tmp_path / "out", "FOLDER": tmp_path / "empty"}
-    argv = [str(places.get(word, word)).replace("OUT.gguf", str(tmp_path / "out.gguf")) for word in arguments]
+    argv = [
+        str(places.get(word, word)).replace("OUT.gguf", str(tmp_path / "out.gguf"))
+        for word in arguments
+    ]
     command = [sys.executable, "-c", CODE, json.dumps(argv)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == [2, []]

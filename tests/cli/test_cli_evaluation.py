@@ -20,7 +20,20 @@ def data(tmp_path_factory):
 
 
 def arguments(model, data, out, *options):
-    fixed = ["--data", data, "--split", "all", "--prefix", 32, "--suffix", 8, "--windows", 4, "--batch-size", 2]
+    fixed = [
+        "--data",
+        data,
+        "--split",
+        "all",
+        "--prefix",
+        32,
+        "--suffix",
+        8,
+        "--windows",
+        4,
+        "--batch-size",
+        2,
+    ]
     return [str(x) for x in ["eval", "suffix", model, *fixed, "--out", out, *options]]
 
 
@@ -41,24 +54,42 @@ def finished(tiny_folder, data, tmp_path_factory):
     return argv, out, said.getvalue()
 
 
-def test_an_evaluation_ends_in_records_a_table_and_a_page_and_again_adds_nothing(finished, tiny_folder, data, capsys):
+def test_an_evaluation_ends_in_records_a_table_and_a_page_and_again_adds_nothing(
+    finished, tiny_folder, data, capsys
+):
     argv, out, said = finished
     page, before = out / "report" / "report.html", records(out)
     assert said.splitlines()[-1] == str(page)
-    assert "Not a result, base: context gain" in said  # an untrained model: no result on the terminal either
+    assert (
+        "Not a result, base: context gain" in said
+    )  # an untrained model: no result on the terminal either
     assert len(before) == 4 * 2 * 2
     assert {json.loads(line)["model"] for line in before} == {"base"}
     assert page.stat().st_size > 1000
     assert run(argv) == 0
     assert capsys.readouterr().out == said
-    assert run(arguments(tiny_folder, data, out, "--method", "first", "--keep", 0.3)) == 2  # another configuration
+    assert (
+        run(arguments(tiny_folder, data, out, "--method", "first", "--keep", 0.3)) == 2
+    )  # another configuration
     assert len(capsys.readouterr().err.splitlines()) == 1
     assert records(out) == before
 
 
-def test_several_sources_and_shards_end_in_one_report(tiny_folder, data, tmp_path, capsys, monkeypatch):
+def test_several_sources_and_shards_end_in_one_report(
+    tiny_folder, data, tmp_path, capsys, monkeypatch
+):
     other = write_texts(tmp_path / "other", documents=4, length=12)
-    argv = arguments(f"base={tiny_folder}", data, tmp_path / "out", "--data", other, "--method", "first", "--keep", 0.5)
+    argv = arguments(
+        f"base={tiny_folder}",
+        data,
+        tmp_path / "out",
+        "--data",
+        other,
+        "--method",
+        "first",
+        "--keep",
+        0.5,
+    )
     monkeypatch.setenv("WORLD_SIZE", "2")  # as torchrun sets them
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
@@ -66,8 +97,19 @@ def test_several_sources_and_shards_end_in_one_report(tiny_folder, data, tmp_pat
     folders = capsys.readouterr().out.split("kvcat report ")[-1].split()
     assert not (tmp_path / "out" / "report").exists()
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "dense_loss": 2.0}\n')
-    report = ["report", *folders, "-o", str(tmp_path / "page"), "--run", f"KV-CAT={tmp_path / 'run'}", "--title", "T"]
+    (tmp_path / "run" / "metrics.jsonl").write_text(
+        '{"kind": "train", "step": 1, "dense_loss": 2.0}\n'
+    )
+    report = [
+        "report",
+        *folders,
+        "-o",
+        str(tmp_path / "page"),
+        "--run",
+        f"KV-CAT={tmp_path / 'run'}",
+        "--title",
+        "T",
+    ]
     assert run(report) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'page' / 'report.html'}\n"
     assert "<title>T" in (tmp_path / "page" / "report.html").read_text()
@@ -82,10 +124,23 @@ def evaluated(out, name, *options):
 
 def test_a_needle_run_ends_in_records_of_both_methods_the_baselines_and_a_page(tmp_path):
     out = tmp_path / "out"
-    method = ("--method", "first", "gradient,init=random,num_steps=1", "--keep", 0.5, "--batch-size", 5)
+    method = (
+        "--method",
+        "first",
+        "gradient,init=random,num_steps=1",
+        "--keep",
+        0.5,
+        "--batch-size",
+        5,
+    )
     primary = ("--primary", "gradient,num_steps=1,init=random", 0.5, "nll")
     found = evaluated(out, "needle", "--length", 200, "--per-depth", 1, *method, *primary)
-    chosen = {"method": "gradient init=random num_steps=1", "keep_ratio": 0.5, "metric": "nll", "named": True}
+    chosen = {
+        "method": "gradient init=random num_steps=1",
+        "keep_ratio": 0.5,
+        "metric": "nll",
+        "named": True,
+    }
     assert json.loads((out / "config.json").read_text())["primary"] == chosen
     expected = {("dense", 1.0, None), ("no-context", 0.0, None), ("first", 0.5, None)}
     assert found == expected | {("gradient", 0.5, step) for step in (0, 1)}
@@ -102,19 +157,43 @@ def test_a_ruler_run_takes_several_lengths(tmp_path):
 
 
 def test_longbench_and_multiple_choice_run_and_a_model_that_cannot_do_it_is_labelled(tmp_path):
-    options = ("--sub-domain", "all", "--max-tokens", 700, "--limit", 2, "--method", "first", "--keep", 0.2)
+    options = (
+        "--sub-domain",
+        "all",
+        "--max-tokens",
+        700,
+        "--limit",
+        2,
+        "--method",
+        "first",
+        "--keep",
+        0.2,
+    )
     found = evaluated(tmp_path / "long", "longbench", "--data", SMALL / "longbench.jsonl", *options)
     baselines = {("dense", 1.0, None), ("no-context", 0.0, None), ("truncated", 0.2, None)}
     assert found == baselines | {("first", 0.2, None)}
     assert "[not a result]" in (tmp_path / "long" / "report" / "report.html").read_text()
-    assert evaluated(tmp_path / "qa", "qa", "--data", SMALL / "qa", "--limit", 1) == {("dense", 1.0, None)}
+    assert evaluated(tmp_path / "qa", "qa", "--data", SMALL / "qa", "--limit", 1) == {
+        ("dense", 1.0, None)
+    }
     assert len({record.stratum for record in read_records(tmp_path / "qa")}) == 8
 
 
 def test_a_profile_ends_in_a_table(tmp_path, capsys):
     data = write_texts(tmp_path / "texts", documents=8, length=60)
     lengths = ["--prefix", 16, "--suffix", 8, "--windows", 1, "--slots", 2]
-    argv = ["eval", "profile", "kvcat-base", "--data", data, "--method", "first", "--out", tmp_path / "out", *lengths]
+    argv = [
+        "eval",
+        "profile",
+        "kvcat-base",
+        "--data",
+        data,
+        "--method",
+        "first",
+        "--out",
+        tmp_path / "out",
+        *lengths,
+    ]
     assert run([str(x) for x in argv]) == 0
     assert "kvcat-base   best          2" in capsys.readouterr().out
     assert (tmp_path / "out" / "profile.csv").stat().st_size

@@ -21,7 +21,9 @@ def test_the_histogram_command_writes_both_curves_and_tells_the_optimum(tmp_path
     assert (tmp_path / "histogram.png").stat().st_size > 1000
     assert f"exact optimum over all policies {float(budgets[0]['optimum']):.10f}" in said
     rows = {(row["budget"], row["longest"]) for row in table(tmp_path / "scaling.csv")}
-    assert rows == {(budget, n) for budget in ("r = 1", "r = max(1, n - 1)", "r = n - 1") for n in ("4", "6")}
+    assert rows == {
+        (budget, n) for budget in ("r = 1", "r = max(1, n - 1)", "r = n - 1") for n in ("4", "6")
+    }
 
 
 def test_the_theorem_command_shows_one_network_exact_and_the_other_above_c(tmp_path, capsys):

@@ -35,7 +35,9 @@ def machine(monkeypatch, tmp_path, *, total=8, allowed=8, load=0.0, running=0, q
     ],
     ids=str,
 )  # fmt: skip
-def test_a_command_takes_the_processors_that_it_may_use_and_that_are_free(facts, expected, monkeypatch, tmp_path):
+def test_a_command_takes_the_processors_that_it_may_use_and_that_are_free(
+    facts, expected, monkeypatch, tmp_path
+):
     machine(monkeypatch, tmp_path, **facts)
     assert threads.free_processors() == expected
 
@@ -58,17 +60,25 @@ def test_the_machine_at_hand_has_some_number_of_free_processors():
 def test_a_number_that_is_given_counts_for_every_command_and_is_no_argument_of_it(spelled, capsys):
     before = torch.get_num_threads()
     try:
-        assert threads.take_threads("compress", ["a", *spelled, "--keep", "1"]) == ["a", "--keep", "1"]
+        assert threads.take_threads("compress", ["a", *spelled, "--keep", "1"]) == [
+            "a",
+            "--keep",
+            "1",
+        ]
         assert torch.get_num_threads() == 3
         assert run(["info", *spelled, "nowhere.safetensors"]) == 2
         assert "no cache file nowhere.safetensors" in capsys.readouterr().err
-        assert threads.take_threads("compress", ["a"]) == ["a"]  # who imported torch before sets threads himself
+        assert threads.take_threads("compress", ["a"]) == [
+            "a"
+        ]  # who imported torch before sets threads himself
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("words", [["--threads", "0"], ["--threads"], ["--threads=two"], ["--threads", "-1"]])
+@pytest.mark.parametrize(
+    "words", [["--threads", "0"], ["--threads"], ["--threads=two"], ["--threads", "-1"]]
+)
 def test_what_is_no_number_of_threads_is_refused(words, capsys):
     assert run(["compress", "model", *words]) == 2
     assert "--threads takes INT>=1, not" in capsys.readouterr().err
@@ -91,11 +101,17 @@ print(os.environ["OMP_NUM_THREADS"])
         ("compress", ["--threads", "2"], {"OMP_NUM_THREADS": "1"}, "2"), ("train", ["--threads", "2"], {}, "2"),
     ],
 )  # fmt: skip
-def test_torch_will_read_that_number_and_the_environment_comes_before_the_choice(command, words, environment, expected):
+def test_torch_will_read_that_number_and_the_environment_comes_before_the_choice(
+    command, words, environment, expected
+):
     clean = {name: value for name, value in os.environ.items() if name not in threads._VARIABLES}
     code = CODE.format(command=command, words=words)
     done = subprocess.run(
-        [sys.executable, "-c", code], env={**clean, **environment}, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        env={**clean, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout.strip() == expected
 

@@ -18,12 +18,16 @@ from kvcat.cli.options import Fractions, Strings, flat, parse
 
 def test_the_overview_imports_nothing_heavy():
     code = "import sys; from kvcat.cli.app import run; assert run(['--help']) == 0\n"
-    code += "print(sorted({'torch', 'transformers', 'numpy', 'datasets', 'tyro'} & set(sys.modules)))"
+    code += (
+        "print(sorted({'torch', 'transformers', 'numpy', 'datasets', 'tyro'} & set(sys.modules)))"
+    )
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert child.stdout.splitlines()[-1] == "[]"
 
 
-def test_the_overview_names_every_command_each_explains_itself_and_version_and_completion_are_printed(capsys):
+def test_the_overview_names_every_command_each_explains_itself_and_version_and_completion_are_printed(
+    capsys,
+):
     for argv in ([], ["--help"], ["-h"]):
         assert run(argv) == 0
         listed = capsys.readouterr().out.split("commands:\n")[1].split("\n\n")[0].splitlines()
@@ -46,7 +50,10 @@ def test_the_overview_names_every_command_each_explains_itself_and_version_and_c
         assert told in shown
 
 
-@given(st.lists(st.floats(0.01, 1), min_size=1), st.lists(st.sampled_from(["h2o", "gradient,num_steps=3"]), min_size=1))
+@given(
+    st.lists(st.floats(0.01, 1), min_size=1),
+    st.lists(st.sampled_from(["h2o", "gradient,num_steps=3"]), min_size=1),
+)
 def test_values_after_one_option_equal_options_written_each_time(ratios, methods):
     def lists(keep: Fractions = (), method: Strings = ()):
         return flat(keep), flat(method)
@@ -64,10 +71,16 @@ def test_values_after_one_option_equal_options_written_each_time(ratios, methods
         ("train small --model m --target-keep 1.5", "target_keep is 1.5"),
         ("compress m", "missing --text, --output"),
         ("compress m --text gone.txt -o c", "cannot use gone.txt: No such file or directory"),
-        ("compress m --text t.txt -o c --keep 0.1 --slots 3", "give one of --keep, --slots and --max-kl"),
+        (
+            "compress m --text t.txt -o c --keep 0.1 --slots 3",
+            "give one of --keep, --slots and --max-kl",
+        ),
         ("compress m --text t.txt -o c --max-kl -1", "--max-kl takes NATS>=0, not -1"),
         ("widen m -o .", "output folder . is not empty"),
-        ("compress m --text t.txt -o c --method gradient --supervision self", "gradient needs --supervision"),
+        (
+            "compress m --text t.txt -o c --method gradient --supervision self",
+            "gradient needs --supervision",
+        ),
         ("compress m --text empty.txt -o c", "empty.txt is empty"),
         ("compress kvcat-base --text t.txt -o c --chat", "has no chat template"),
         ("compress m --text t.txt -o t.txt", "t.txt exists; --overwrite replaces it"),
@@ -76,25 +89,45 @@ def test_values_after_one_option_equal_options_written_each_time(ratios, methods
             "--keep takes [FRACTION [FRACTION ...]], not 0.1 x (see kvcat eval suffix --help)",
         ),
         ("eval suffix m --out o --windows 0", "--windows takes INT>=1, not 0"),
-        ("eval needle m --out o --primary h2o 0.1", "--primary takes METHOD KEEP METRIC, not h2o 0.1"),
+        (
+            "eval needle m --out o --primary h2o 0.1",
+            "--primary takes METHOD KEEP METRIC, not h2o 0.1",
+        ),
         ("eval needle kvcat-base --out o --method nothing", "no compressor 'nothing'; there are"),
-        ("eval needle kvcat-base nowhere/at/all --out o", "model folder nowhere/at/all does not exist"),
+        (
+            "eval needle kvcat-base nowhere/at/all --out o",
+            "model folder nowhere/at/all does not exist",
+        ),
         ("report", "nothing to report: no results folder and no run given"),
         ("eval needle kvcat-base --out o --length 900", "positions"),
         ("eval ruler kvcat-base --out o --task maze", "no RULER task 'maze'"),
         ("eval qa kvcat-base --out o --data . --task maths", "maths"),
         ("prepare nowhere --tokenizer kvcat-base -o o", "no such text file or folder: nowhere"),
         ("prepare t.txt --tokenizer . -o o", "has no tokenizer (tokenizer.json)"),
-        ("prepare t.txt --tokenizer nobody/nothing -o o", "neither a folder nor in the local Hub cache"),
+        (
+            "prepare t.txt --tokenizer nobody/nothing -o o",
+            "neither a folder nor in the local Hub cache",
+        ),
         ("export . --step 3 -o o", "holds no checkpoint of step 3; it has none"),
-        ("theory theorem --budget half --out o", "--budget is 'half'; it must be a number, n-1 or n/2"),
-        ("theory theorem --symbols 4 --length 9 --out o", "4 symbols and N = 9: at most 256 sequences"),
+        (
+            "theory theorem --budget half --out o",
+            "--budget is 'half'; it must be a number, n-1 or n/2",
+        ),
+        (
+            "theory theorem --symbols 4 --length 9 --out o",
+            "4 symbols and N = 9: at most 256 sequences",
+        ),
         ("theory theorem --symbols 0 --out o", "symbols is 0; it must be at least 1"),
         ("theory histogram --length -9 --out o", "length is -9; it must be at least 1"),
-        ("theory histogram --scaling 2 8 --out o", "--scaling takes two values at least, 3 to 256, not [2, 8]"),
+        (
+            "theory histogram --scaling 2 8 --out o",
+            "--scaling takes two values at least, 3 to 256, not [2, 8]",
+        ),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2_and_nothing_is_written(line, told, mistake, tmp_path, monkeypatch):
+def test_a_mistake_is_one_line_and_exit_code_2_and_nothing_is_written(
+    line, told, mistake, tmp_path, monkeypatch
+):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     (tmp_path / "t.txt").write_text("a text")
     (tmp_path / "empty.txt").write_text(" \n")
@@ -103,10 +136,26 @@ def test_a_mistake_is_one_line_and_exit_code_2_and_nothing_is_written(line, told
     assert sorted(f.name for f in tmp_path.iterdir()) == ["empty.txt", "t.txt"]
 
 
-def test_a_mistake_in_the_text_or_the_request_is_told_before_weights_are_read(tiny_folder, mistake, tmp_path):
-    model = shutil.copytree(tiny_folder, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+def test_a_mistake_in_the_text_or_the_request_is_told_before_weights_are_read(
+    tiny_folder, mistake, tmp_path
+):
+    model = shutil.copytree(
+        tiny_folder, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors")
+    )
     for kind, option, more in (("suffix", "--data", ()), ("profile", "--data", ("--slots", 1))):
-        line = ["eval", kind, model, "--prefix", 20, "--suffix", 8, *more, "--out", tmp_path / "out", option]
+        line = [
+            "eval",
+            kind,
+            model,
+            "--prefix",
+            20,
+            "--suffix",
+            8,
+            *more,
+            "--out",
+            tmp_path / "out",
+            option,
+        ]
         assert "no such text file or folder: nowhere" in mistake(*line, "nowhere")
         assert "cannot load" in mistake(*line, "installed")  # the weights, which are not there
     needle = ["eval", "needle", model, "--length", 130, "--per-depth", 1, "--out", tmp_path / "out"]
@@ -127,7 +176,9 @@ class Stopped(Exception):  # noqa: N818
     ],
     ids=["not allowed", "Ctrl-C", "signal"],
 )
-def test_what_ends_a_command_from_outside_is_one_line_and_its_own_exit_code(raised, code, told, capsys, monkeypatch):
+def test_what_ends_a_command_from_outside_is_one_line_and_its_own_exit_code(
+    raised, code, told, capsys, monkeypatch
+):
     def command(*folders: str):
         raise raised
 
@@ -142,9 +193,29 @@ def test_what_ends_a_command_from_outside_is_one_line_and_its_own_exit_code(rais
 def test_options_override_a_file_and_a_file_the_recipe(tiny_folder, texts_folder, tmp_path, capsys):
     from kvcat.recipes import small
 
-    (tmp_path / "fields.toml").write_text("seq_len = 32\nbatch_size = 4\nmax_steps = 1\ngroup_starts = [1]\n")
-    argv = ["--config", tmp_path / "fields.toml", "--batch-size=2", "--betas", 0.8, 0.9, "--prefix-range", 0.5, 0.9]
-    argv += ["--model", tiny_folder, "--data", texts_folder, "--output", tmp_path / "run", "--activation-checkpointing"]
+    (tmp_path / "fields.toml").write_text(
+        "seq_len = 32\nbatch_size = 4\nmax_steps = 1\ngroup_starts = [1]\n"
+    )
+    argv = [
+        "--config",
+        tmp_path / "fields.toml",
+        "--batch-size=2",
+        "--betas",
+        0.8,
+        0.9,
+        "--prefix-range",
+        0.5,
+        0.9,
+    ]
+    argv += [
+        "--model",
+        tiny_folder,
+        "--data",
+        texts_folder,
+        "--output",
+        tmp_path / "run",
+        "--activation-checkpointing",
+    ]
     assert run([str(x) for x in ["train", "small", *argv]]) == 0
     assert capsys.readouterr().out == f"exported to {tmp_path / 'run' / 'export'}\n"
     expected = small(

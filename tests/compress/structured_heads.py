@@ -1,4 +1,5 @@
-"""Attention heads with structure, and where kept keys come from (a module of the tests, not a test)."""
+"""Attention heads with structure, and where kept keys come from (a module of the tests, not a
+test)."""
 
 from dataclasses import replace
 
@@ -27,8 +28,12 @@ def head_batch(queries, keys, values, factors=None):
 
 
 def tensors(cache, *names):
-    """All tensors of a cache by layer and name, or those of some names, as ``assert_close`` compares them."""
-    return [{name: x for name, x in layer.tensors().items() if not names or name in names} for layer in cache.layers]
+    """All tensors of a cache by layer and name, or those of some names, as ``assert_close``
+    compares them."""
+    return [
+        {name: x for name, x in layer.tensors().items() if not names or name in names}
+        for layer in cache.layers
+    ]
 
 
 def first_slots(cache, counts):
@@ -36,7 +41,10 @@ def first_slots(cache, counts):
     layers = []
     for layer, rows in zip(cache.layers, counts, strict=True):
         states = (layer.keys, layer.values, layer.log_bias, layer.positions)
-        parts = [[[part[b, h, :n] for h, n in enumerate(row)] for b, row in enumerate(rows)] for part in states]
+        parts = [
+            [[part[b, h, :n] for h, n in enumerate(row)] for b, row in enumerate(rows)]
+            for part in states
+        ]
         layers.append(CompactLayer.ragged(*parts))
     return replace(cache, layers=layers)
 
@@ -47,7 +55,8 @@ def positions_of(kept, states):
 
 
 def plain_error(block, dense, slots):
-    """Output error of the kept keys with their own values and no log-bias, in the most direct way."""
+    """Output error of the kept keys with their own values and no log-bias, in the most direct
+    way."""
     take = slots.unsqueeze(-1)
     keys = block.keys.gather(1, take.expand(-1, -1, block.keys.shape[-1]))
     values = block.values.gather(1, take.expand(-1, -1, block.values.shape[-1]))
@@ -56,7 +65,8 @@ def plain_error(block, dense, slots):
 
 
 def eager_attention(model, ids):
-    """Attention weights of every layer by transformers' own eager path: (batch, heads, tokens, tokens)."""
+    """Attention weights of every layer by transformers' own eager path: (batch, heads, tokens,
+    tokens)."""
     eager = type(model)._from_config(model.config, attn_implementation="eager").to(model.dtype)
     eager.load_state_dict(model.state_dict())
     with torch.no_grad():

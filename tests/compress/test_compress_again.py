@@ -27,7 +27,9 @@ def past(request, compact, ragged):
 
 
 @pytest.mark.parametrize("options", [{}, {"preset": "paper"}, {"budgets": "adaptive"}], ids=str)
-def test_behind_a_cache_of_all_slots_trace_and_fit_are_those_of_the_dense_forward(double, windows, options):
+def test_behind_a_cache_of_all_slots_trace_and_fit_are_those_of_the_dense_forward(
+    double, windows, options
+):
     dense = trace(double, windows, 48)
     again = trace(double, windows, 48, past=trace(double, windows, 32).dense_cache())
     assert (again.past_len, again.num_slots) == (32, 48)
@@ -35,15 +37,22 @@ def test_behind_a_cache_of_all_slots_trace_and_fit_are_those_of_the_dense_forwar
     torch.testing.assert_close(left, right, rtol=0, atol=1e-12)
     # behind a past the prefix has no queries of its own
     method = AttentionMatching(**{"own_weight": 0.0, **options})
-    caches = [tensors(method(found, num_slots=7), "keys", "values", "log_bias") for found in (again, dense)]
+    caches = [
+        tensors(method(found, num_slots=7), "keys", "values", "log_bias")
+        for found in (again, dense)
+    ]
     torch.testing.assert_close(*caches, rtol=0, atol=1e-6, check_dtype=False)
 
 
 def test_all_slots_of_a_grown_cache_replay_what_follows_it(double, windows, past):
     grown = trace(double, windows, 48, past=past)
     cache = grown.dense_cache()
-    assert [x.counts.tolist() for x in cache.layers] == [(x.counts + NEW).tolist() for x in past.layers]
-    assert all(torch.equal(grown.ranks(i).amax(-1) + 1, x.counts) for i, x in enumerate(cache.layers))
+    assert [x.counts.tolist() for x in cache.layers] == [
+        (x.counts + NEW).tolist() for x in past.layers
+    ]
+    assert all(
+        torch.equal(grown.ranks(i).amax(-1) + 1, x.counts) for i, x in enumerate(cache.layers)
+    )
     followed = replay(double, past, windows[:, 32:])[:, NEW:]
     assert torch.allclose(grown.logits, followed, atol=1e-12)
     assert torch.allclose(replay(double, cache, windows[:, 48:]), followed, atol=1e-12)
@@ -84,7 +93,9 @@ def test_without_a_fitted_log_bias_slots_keep_the_one_they_have(double, windows,
     assert all(layer.log_bias is None for layer in cache.layers)
 
 
-def test_a_past_that_does_not_fit_and_methods_that_need_all_queries_are_refused(double, windows, compact):
+def test_a_past_that_does_not_fit_and_methods_that_need_all_queries_are_refused(
+    double, windows, compact
+):
     with pytest.raises(InputError, match="past holds 32 tokens: the prefix of 32 adds none"):
         trace(double, windows, 32, past=compact)
     with pytest.raises(InputError, match="past holds 3 examples, input_ids 2"):

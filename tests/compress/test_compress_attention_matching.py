@@ -37,30 +37,44 @@ def loaded(found, own_weight=0.0):
 def output_error(batch, slots, values, log_bias):
     """Weighted squared error of the attention outputs, in the most direct way."""
     scores = (batch.queries @ batch.keys.mT).double()
-    kept = scores.gather(2, slots.unsqueeze(1).expand(-1, scores.shape[1], -1)) + log_bias.unsqueeze(1)
+    kept = scores.gather(
+        2, slots.unsqueeze(1).expand(-1, scores.shape[1], -1)
+    ) + log_bias.unsqueeze(1)
     error = kept.softmax(-1) @ values.double() - scores.softmax(-1) @ batch.values.double()
     return (error * dense_attention(batch).weights.unsqueeze(-1)).square().sum((1, 2))
 
 
 def test_presets_are_their_options_spelled_out():
-    paper = AttentionMatching(num_queries=256, num_iters=2, ridge=1e-4, own_weight=0.0, budgets="equal")
+    paper = AttentionMatching(
+        num_queries=256, num_iters=2, ridge=1e-4, own_weight=0.0, budgets="equal"
+    )
     assert AttentionMatching("paper") == AttentionMatching(preset="paper") == paper
     assert AttentionMatching("paper", num_queries=None) != paper
     stable = AttentionMatching(
-        num_queries=None, num_iters=None, ridge=1e-4, own_weight=1.0, log_bias=True, budgets="adaptive"
+        num_queries=None,
+        num_iters=None,
+        ridge=1e-4,
+        own_weight=1.0,
+        log_bias=True,
+        budgets="adaptive",
     )
     assert AttentionMatching() == AttentionMatching("stable") == stable
     assert AttentionMatching("known") == AttentionMatching(own_weight=0.0, ridge=1e-5) != stable
 
 
 def test_both_forms_are_the_public_solvers_one_head_at_a_time(traced):
-    """The paper's from its formulas; the stable one from weighted relative masses, pulled to the kept slots."""
+    """The paper's from its formulas; the stable one from weighted relative masses, pulled to the
+    kept slots."""
     batch = loaded(traced)
     dense = dense_attention(batch)
     for num_iters, ridge in ((2, 1e-4), (None, 1e-2)):
         slots, values, log_bias = match_attention(batch, dense, 9, num_iters=num_iters, ridge=ridge)
         for head in range(len(slots)):
-            queries, keys, own = batch.queries[head], batch.keys[head, slots[head]], batch.values[head, slots[head]]
+            queries, keys, own = (
+                batch.queries[head],
+                batch.keys[head, slots[head]],
+                batch.values[head, slots[head]],
+            )
             weight = dense.weights[head]
             kept, every = queries @ keys.mT, queries @ batch.keys[head].mT
             if num_iters is None:
@@ -113,7 +127,9 @@ def test_a_query_of_weight_root_two_counts_as_that_query_twice(log_bias):
     weights = torch.ones(1, 50).double().index_fill(1, torch.arange(10, 20), 2**0.5)
     weighted = head_batch(queries, keys, values, weights)
     twice = head_batch(torch.cat([queries, queries[:, 10:20]], 1), keys, values)
-    fits = [match_attention(b, dense_attention(b), 12, log_bias=log_bias) for b in (weighted, twice)]
+    fits = [
+        match_attention(b, dense_attention(b), 12, log_bias=log_bias) for b in (weighted, twice)
+    ]
     torch.testing.assert_close(*fits, rtol=0, atol=1e-4)
 
 
@@ -122,11 +138,17 @@ def test_small_batches_and_chunks_of_queries_change_nothing(traced, monkeypatch)
     monkeypatch.setattr(heads_module, "_BATCH_ELEMENTS", 48 * 10)
     pieces = AttentionMatching()(traced, num_slots=9)
     torch.testing.assert_close(tensors(whole, "keys"), tensors(pieces, "keys"), rtol=0, atol=0)
-    torch.testing.assert_close(tensors(whole, "log_bias"), tensors(pieces, "log_bias"), rtol=0, atol=1e-3)
-    torch.testing.assert_close(tensors(whole, "values"), tensors(pieces, "values"), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(
+        tensors(whole, "log_bias"), tensors(pieces, "log_bias"), rtol=0, atol=1e-3
+    )
+    torch.testing.assert_close(
+        tensors(whole, "values"), tensors(pieces, "values"), rtol=1e-2, atol=1e-2
+    )
 
 
-@pytest.mark.parametrize("options", [{"budgets": "adaptive"}, {"preset": "paper", "num_queries": 20}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"budgets": "adaptive"}, {"preset": "paper", "num_queries": 20}], ids=str
+)
 def test_caches_of_several_keep_ratios_are_those_of_single_calls(traced, options):
     method, ratios = AttentionMatching(**options), [0.3, 1, 0.1]
     for ratio, cache in zip(ratios, method.each(traced, ratios), strict=True):
@@ -140,12 +162,16 @@ def test_slots_of_unequal_heads_tell_the_positions_of_their_tokens(traced):
     for index, layer in enumerate(cache.layers):
         positions = layer.positions.split(layer.counts.flatten().tolist())
         for head, at in enumerate(positions):
-            assert torch.equal(layer.head(head // 2, head % 2)[0], traced.keys[index].flatten(0, 1)[head][at])
+            assert torch.equal(
+                layer.head(head // 2, head % 2)[0], traced.keys[index].flatten(0, 1)[head][at]
+            )
 
 
 def test_a_layer_whose_stream_is_larger_gets_fewer_slots(traced):
     louder = replace(traced, stream=[traced.stream[0] * 100, *traced.stream[1:]])
-    before, after = (AttentionMatching()(found, num_slots=6).layers[0].counts.sum() for found in (traced, louder))
+    before, after = (
+        AttentionMatching()(found, num_slots=6).layers[0].counts.sum() for found in (traced, louder)
+    )
     assert after < before
 
 
@@ -165,9 +191,13 @@ def test_a_prefix_that_supervises_itself_in_place_sees_no_later_key(model, windo
     heads = Heads(found, fitted)
     batch = heads.load(heads.groups_for_scores()[0])
     scores = batch.scores()
-    assert torch.equal(scores[0] > -torch.inf, torch.ones(20, 20).tril().bool().repeat_interleave(2, 0))
+    assert torch.equal(
+        scores[0] > -torch.inf, torch.ones(20, 20).tril().bool().repeat_interleave(2, 0)
+    )
     attention = eager_attention(model, windows[:1, :20])
-    assert torch.allclose(scores[2].softmax(-1).view(20, 2, 20).transpose(0, 1), attention[1][0, :2], atol=1e-5)
+    assert torch.allclose(
+        scores[2].softmax(-1).view(20, 2, 20).transpose(0, 1), attention[1][0, :2], atol=1e-5
+    )
     for options in ({"own_weight": 0.0}, {"preset": "paper"}):
         cache = AttentionMatching(**options)(found, num_slots=4)
         assert all(x.isfinite().all() for layer in cache.layers for x in layer.tensors().values())
@@ -189,7 +219,9 @@ def test_on_a_real_model_what_is_fitted_to_few_queries_serves_others_better_than
 
 
 @pytest.mark.parametrize("preset", ["stable", "known", "paper"])
-def test_how_many_heads_are_solved_together_does_not_change_the_cache(preset, model, windows, monkeypatch):
+def test_how_many_heads_are_solved_together_does_not_change_the_cache(
+    preset, model, windows, monkeypatch
+):
     found, caches = trace(model, windows, 48), []
     for limit in (2**24, 2**12):
         monkeypatch.setattr(heads_module, "_BATCH_ELEMENTS", limit)

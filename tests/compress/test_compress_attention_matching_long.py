@@ -36,15 +36,23 @@ print(traced - start, held, fitted - traced, seen.largest, shifted, dense.std().
 
 
 def test_a_long_prefix_costs_chunks_of_memory_and_keeps_its_positions():
-    # what is freed goes back at once, so that the peak is what was held and not what malloc kept for later
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": os.pathsep.join(sys.path)}
-    run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, env=environment)
+    # what is freed goes back at once, so that the peak is what was held and not what malloc kept
+    # for later
+    environment = {
+        **os.environ,
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, env=environment
+    )
     traced, held, fitted, elements, shifted, spread = (float(word) for word in run.stdout.split())
     # one forward would hold at least 3 * 1024 * 4 bytes of activations per token: 96 MiB
     assert traced < 45 + 2 * held
     # the scores of all four heads at once would take 4 * 6144 * 3072 * 4 bytes: 288 MiB
     assert fitted < 120
-    # all logits would be 2048 * 4001 elements, a mask of a chunk 1024 * 8192; activations are 1024 * 1024
+    # all logits would be 2048 * 4001 elements, a mask of a chunk 1024 * 8192; activations are 1024
+    # * 1024
     assert elements <= 2**22
     # all slots but one, at their own positions, give nearly the dense logits
     assert shifted < 0.05 * spread

@@ -31,21 +31,27 @@ def test_a_curve_is_the_ridge_regression_on_the_dense_weights_of_the_first_slots
 
 @pytest.mark.parametrize("period", [2, 3, 7, 9])
 def test_the_queries_of_a_curve_are_a_fair_sample_of_rows_in_which_query_heads_take_turns(period):
-    """Queries of one head in ``period`` look at random keys, the others' at one: the sample has both kinds."""
+    """Queries of one head in ``period`` look at random keys, the others' at one: the sample has
+    both kinds."""
     draw, rows = torch.Generator().manual_seed(0), 9 * NUM_QUERIES
     queries = 8 * torch.eye(8)[torch.randint(8, (1, rows), generator=draw)]
     queries[:, torch.arange(rows) % period != 1] = 8 * torch.eye(8)[0]
     states = torch.eye(8)[None], torch.randn(1, 8, 4, generator=draw)
     batches = [head_batch(queries, *states), head_batch(queries[:, 1::period], *states)]
-    (sampled,), (alone,) = (error_curves(batch, dense_attention(batch), [1], 1e-2) for batch in batches)
+    (sampled,), (alone,) = (
+        error_curves(batch, dense_attention(batch), [1], 1e-2) for batch in batches
+    )
     assert 1 / 3 < sampled[1] / alone[1] < 3
 
 
 @pytest.mark.parametrize("ridge", [0.0, 1e-12, 1e-8])
 def test_a_curve_needs_no_ridge_that_single_precision_can_hold(ridge):
-    """Of queries that are nearly one and the same, and of a few that alone count and all are in the sample."""
+    """Of queries that are nearly one and the same, and of a few that alone count and all are in the
+    sample."""
     alike = structured_head(prefix=60, queries=1, dim=8)
-    queries = alike.queries + 1e-3 * torch.randn(1, 4096, 8, generator=torch.Generator().manual_seed(1))
+    queries = alike.queries + 1e-3 * torch.randn(
+        1, 4096, 8, generator=torch.Generator().manual_seed(1)
+    )
     factors = torch.full((1, 4096), 1e-4)
     drawn = torch.randperm(4096, generator=torch.Generator().manual_seed(0))[:5]
     for weights in (torch.ones_like(factors), factors.index_fill(1, drawn, 1.0)):
@@ -58,7 +64,9 @@ def test_a_curve_needs_no_ridge_that_single_precision_can_hold(ridge):
 
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 999), heads=st.integers(1, 4))
-def test_what_is_shared_out_is_close_to_the_best_choice_and_never_worse_than_equal_sizes(seed, heads):
+def test_what_is_shared_out_is_close_to_the_best_choice_and_never_worse_than_equal_sizes(
+    seed, heads
+):
     draw = torch.Generator().manual_seed(seed)
     sizes = [1, 2, 4, 8]
     costs = torch.tensor(sizes).unsqueeze(1).expand(-1, heads)
@@ -68,9 +76,19 @@ def test_what_is_shared_out_is_close_to_the_best_choice_and_never_worse_than_equ
         spent = sum(sizes[i] for i in chosen)
         assert spent <= total
         found = sum(errors[i, h].item() for h, i in enumerate(chosen))
-        fewer = max(heads, total - 7)  # the greedy choice is at least that of the largest step fewer
-        choices = (c for c in itertools.product(range(4), repeat=heads) if sum(sizes[i] for i in c) <= fewer)
-        assert found <= min(sum(errors[i, h].item() for h, i in enumerate(choice)) for choice in choices) + 1e-6
+        fewer = max(
+            heads, total - 7
+        )  # the greedy choice is at least that of the largest step fewer
+        choices = (
+            c
+            for c in itertools.product(range(4), repeat=heads)
+            if sum(sizes[i] for i in c) <= fewer
+        )
+        assert (
+            found
+            <= min(sum(errors[i, h].item() for h, i in enumerate(choice)) for choice in choices)
+            + 1e-6
+        )
         equal = max(i for i in range(4) if sizes[i] * heads <= total)
         assert found <= errors[equal].sum().item() + 1e-6
 
@@ -83,7 +101,12 @@ def curve(errors: torch.Tensor, num_slots: int) -> dict[int, float]:
 
 def test_a_head_with_a_steep_curve_gets_more_and_a_head_cannot_get_more_than_it_has():
     flat, steep = curve(torch.full((40,), 1.0), 10), 10 / torch.arange(1, 41)
-    curves = {(0, 0, 0): flat, (0, 0, 1): curve(steep, 10), (1, 0, 0): flat, (1, 0, 1): curve(steep, 10)}
+    curves = {
+        (0, 0, 0): flat,
+        (0, 0, 1): curve(steep, 10),
+        (1, 0, 0): flat,
+        (1, 0, 1): curve(steep, 10),
+    }
     plan = share_out(curves, 10, 40, by_layer=False)
     assert plan[0, 0, 1] > 10 > plan[0, 0, 0]
     assert sum(plan.values()) == 40
@@ -100,7 +123,9 @@ def test_slots_that_no_step_to_a_larger_size_uses_go_to_the_head_with_the_larges
 
 def test_by_layer_the_heads_of_a_layer_get_equally_many_in_every_example():
     heads = itertools.product(range(3), range(2), range(2))
-    curves = {index: curve((1 + 5 * index[0] + index[2]) / torch.arange(1.0, 41), 8) for index in heads}
+    curves = {
+        index: curve((1 + 5 * index[0] + index[2]) / torch.arange(1.0, 41), 8) for index in heads
+    }
     plan = share_out(curves, 8, 40, by_layer=True)
     for layer, example in itertools.product(range(3), range(2)):
         assert plan[layer, example, 0] == plan[layer, example, 1]

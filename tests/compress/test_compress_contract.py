@@ -8,7 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structured_heads import tensors
 
-from kvcat.compress import COMPRESSORS, compare, make_compressor, parse_method, replay, slots_for, trace
+from kvcat.compress import (
+    COMPRESSORS,
+    compare,
+    make_compressor,
+    parse_method,
+    replay,
+    slots_for,
+    trace,
+)
 from kvcat.errors import InputError
 from tiny import loud_model
 
@@ -34,7 +42,9 @@ RAGGED = [
 
 
 def table(rows):
-    return pytest.mark.parametrize(("name", "options"), rows, ids=[f"{n}-{i}" for i, (n, _) in enumerate(rows)])
+    return pytest.mark.parametrize(
+        ("name", "options"), rows, ids=[f"{n}-{i}" for i, (n, _) in enumerate(rows)]
+    )
 
 
 some_kinds = table([ROWS[1], ROWS[4], ROWS[6], RAGGED[0], RAGGED[2]])
@@ -55,7 +65,11 @@ def test_a_compressor_keeps_its_number_of_slots_and_tells_how(traced, name, opti
             counts = torch.stack([layer.counts[example] for layer in cache.layers])
             if (name, options) in RAGGED:
                 assert counts.min() >= 1
-                assert 0.85 * 4 * slots <= counts.sum() <= 4 * slots if by_layer else counts.sum() == 4 * slots
+                assert (
+                    0.85 * 4 * slots <= counts.sum() <= 4 * slots
+                    if by_layer
+                    else counts.sum() == 4 * slots
+                )
                 assert not by_layer or (counts[:, :1] == counts).all()
             else:
                 assert counts.tolist() == [[slots, slots]] * 2
@@ -83,8 +97,12 @@ def test_a_cache_has_the_models_dtype_and_all_slots_replay_the_dense_logits(wind
 def test_a_batch_gives_what_its_examples_give_alone(model, windows, traced, name, options):
     together = make_compressor(name, **options)(traced, num_slots=6)
     for row in range(3):
-        alone = make_compressor(name, **options)(trace(model, windows[row : row + 1], 48), num_slots=6)
-        torch.testing.assert_close(tensors(together.select([row])), tensors(alone), atol=2e-3, rtol=2e-3)
+        alone = make_compressor(name, **options)(
+            trace(model, windows[row : row + 1], 48), num_slots=6
+        )
+        torch.testing.assert_close(
+            tensors(together.select([row])), tensors(alone), atol=2e-3, rtol=2e-3
+        )
 
 
 @some_kinds
@@ -97,7 +115,10 @@ def test_a_call_repeats_and_leaves_model_trace_and_random_state_and_is_the_same_
     try:
         first, again = (make_compressor(name, **options)(traced, num_slots=6) for _ in range(2))
         assert traced.model.training
-        assert all(parameter.requires_grad and parameter.grad is None for parameter in traced.model.parameters())
+        assert all(
+            parameter.requires_grad and parameter.grad is None
+            for parameter in traced.model.parameters()
+        )
     finally:
         traced.model.eval()
     assert torch.equal(torch.get_rng_state(), state)
@@ -145,7 +166,9 @@ def test_budgets_out_of_range_are_refused(traced):
         ("gradient", {"num_steps": -1}, "num_steps"), ("gradient", {"schedule": "warm"}, "schedule"),
     ],
 )  # fmt: skip
-def test_names_options_and_values_that_a_method_cannot_take_are_refused_by_name(name, options, message):
+def test_names_options_and_values_that_a_method_cannot_take_are_refused_by_name(
+    name, options, message
+):
     with pytest.raises(InputError, match=message):
         make_compressor(name, **options)
 

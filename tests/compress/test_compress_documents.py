@@ -1,4 +1,5 @@
-"""Documents and questions as token ids: as the tokenizer has them in a text of both, in every kind of tokenizer."""
+"""Documents and questions as token ids: as the tokenizer has them in a text of both, in every kind
+of tokenizer."""
 
 from datetime import datetime
 

@@ -14,14 +14,17 @@ def found(model, windows):
 
 @pytest.fixture(scope="module")
 def attention(model, windows):
-    """transformers' own attention weights of the prefix, (examples, heads, queries, keys) per layer."""
+    """transformers' own attention weights of the prefix, (examples, heads, queries, keys) per
+    layer."""
     return eager_attention(model, windows[:, :48])
 
 
 def kept(found, name, num_slots, **options):
     """Per layer (examples, KV heads, slots): where the cache's keys stand in the prefix."""
     cache = Eviction(name, **options)(found, num_slots=num_slots)
-    return [positions_of(layer.keys, keys) for layer, keys in zip(cache.layers, found.keys, strict=True)]
+    return [
+        positions_of(layer.keys, keys) for layer, keys in zip(cache.layers, found.keys, strict=True)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -31,13 +34,17 @@ def kept(found, name, num_slots, **options):
         ({"num_sinks": 0}, 2, [46, 47]), ({}, 5, [0, 1, 2, 3, 47]), ({}, 4, [0, 1, 2, 3]), ({}, 2, [0, 1]),
     ],
 )  # fmt: skip
-def test_streaming_keeps_sinks_first_and_recent_positions_in_the_rest(found, options, num_slots, expected):
+def test_streaming_keeps_sinks_first_and_recent_positions_in_the_rest(
+    found, options, num_slots, expected
+):
     for positions in kept(found, "streaming", num_slots, **options):
         assert torch.equal(positions, torch.tensor(expected).expand(3, 2, -1))
 
 
 @pytest.mark.parametrize("num_slots", [1, 7, 47])
-def test_tova_keeps_what_the_last_query_attends_to_alike_in_all_heads_of_a_layer(found, attention, num_slots):
+def test_tova_keeps_what_the_last_query_attends_to_alike_in_all_heads_of_a_layer(
+    found, attention, num_slots
+):
     layers = kept(found, "tova", num_slots)
     for weights, positions in zip(attention, layers, strict=True):
         expected = weights[:, :, -1].mean(1).topk(num_slots).indices.sort(-1).values
@@ -46,9 +53,13 @@ def test_tova_keeps_what_the_last_query_attends_to_alike_in_all_heads_of_a_layer
 
 
 def naive_snapkv(weights, num_slots, window, kernel_size, pooling):
-    """Positions of one KV head from its query heads' weights, (heads, queries, keys), one position at a time."""
+    """Positions of one KV head from its query heads' weights, (heads, queries, keys), one position
+    at a time."""
     length = weights.shape[-1]
-    votes = [sum(w[q, p].item() for w in weights for q in range(length - window, length)) for p in range(length)]
+    votes = [
+        sum(w[q, p].item() for w in weights for q in range(length - window, length))
+        for p in range(length)
+    ]
     pooled, half = list(votes), kernel_size // 2
     for p in range(length - window):
         inside = [votes[n] for n in range(p - half, p + half + 1) if 0 <= n < length - window]
@@ -61,9 +72,13 @@ def naive_snapkv(weights, num_slots, window, kernel_size, pooling):
 
 @pytest.mark.parametrize("pooling", ["max", "average"])
 @pytest.mark.parametrize(("window", "num_slots"), [(8, 20), (8, 8), (8, 5), (1, 6)])
-def test_snapkv_keeps_what_a_loop_over_positions_keeps(found, attention, pooling, window, num_slots):
+def test_snapkv_keeps_what_a_loop_over_positions_keeps(
+    found, attention, pooling, window, num_slots
+):
     options = {"window": window, "kernel_size": 5, "pooling": pooling}
-    for weights, positions in zip(attention, kept(found, "snapkv", num_slots, **options), strict=True):
+    for weights, positions in zip(
+        attention, kept(found, "snapkv", num_slots, **options), strict=True
+    ):
         for row, head in ((0, 0), (1, 1), (2, 0)):
             own = weights[row, 2 * head : 2 * head + 2]
             assert positions[row, head].tolist() == naive_snapkv(own, num_slots, **options)
@@ -75,23 +90,34 @@ def test_h2o_keeps_a_recent_half_and_the_heaviest_of_the_rest(found, attention, 
     for weights, positions in zip(attention, kept(found, "h2o", num_slots), strict=True):
         mass = weights.unflatten(1, (2, 2)).sum((2, 3))[..., : 48 - len(recent)]
         heavy = mass.topk(num_slots - len(recent)).indices.sort(-1).values
-        assert torch.equal(positions, torch.cat([heavy, torch.tensor(recent).long().expand(3, 2, -1)], -1))
+        assert torch.equal(
+            positions, torch.cat([heavy, torch.tensor(recent).long().expand(3, 2, -1)], -1)
+        )
 
 
 @pytest.mark.parametrize("name", SCORERS)
-def test_slots_are_those_of_the_kept_positions_and_what_follows_the_prefix_changes_none(model, windows, found, name):
+def test_slots_are_those_of_the_kept_positions_and_what_follows_the_prefix_changes_none(
+    model, windows, found, name
+):
     changed = windows.clone()
     changed[:, 48:] = (changed[:, 48:] + 1) % 67
     positions = kept(found, name, 9)
-    assert all(torch.equal(*pair) for pair in zip(positions, kept(trace(model, changed, 48), name, 9), strict=True))
-    for layer, at, values in zip(Eviction(name)(found, num_slots=9).layers, positions, found.values, strict=True):
+    assert all(
+        torch.equal(*pair)
+        for pair in zip(positions, kept(trace(model, changed, 48), name, 9), strict=True)
+    )
+    for layer, at, values in zip(
+        Eviction(name)(found, num_slots=9).layers, positions, found.values, strict=True
+    ):
         assert torch.equal(layer.values, values.gather(2, at.unsqueeze(-1).expand(-1, -1, -1, 8)))
         assert torch.equal(layer.positions, at)
         assert (at.diff(dim=-1) > 0).all()
         assert layer.log_bias is None
 
 
-def test_first_random_and_keynorm_keep_what_their_names_say_and_a_cache_tells_its_scorers_options(traced):
+def test_first_random_and_keynorm_keep_what_their_names_say_and_a_cache_tells_its_scorers_options(
+    traced,
+):
     keys = traced.keys[1]
     assert torch.equal(Eviction("first")(traced, num_slots=5).layers[1].keys, keys[:, :, :5])
     small = keys.norm(dim=-1).topk(5, largest=False).indices.sort(-1).values
@@ -100,5 +126,11 @@ def test_first_random_and_keynorm_keep_what_their_names_say_and_a_cache_tells_it
     assert not torch.equal(one[1], other[1])
     assert not torch.equal(*one)
     cache = Eviction("snapkv", window=8, pooling="average")(traced, num_slots=9)
-    told = {"method": "snapkv", "window": "8", "kernel_size": "7", "pooling": "average", "num_slots": "9"}
+    told = {
+        "method": "snapkv",
+        "window": "8",
+        "kernel_size": "7",
+        "pooling": "average",
+        "num_slots": "9",
+    }
     assert told.items() <= cache.metadata.items()

@@ -1,4 +1,5 @@
-"""Models whose layers differ compress and answer as plain transformers does, or are refused by name."""
+"""Models whose layers differ compress and answer as plain transformers does, or are refused by
+name."""
 
 import pytest
 import torch

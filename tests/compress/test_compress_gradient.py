@@ -25,42 +25,70 @@ from tiny import loud_model
 
 
 def slots_of(cache):
-    return [tensor for layer in cache.layers for name, tensor in layer.tensors().items() if name != "positions"]
+    return [
+        tensor
+        for layer in cache.layers
+        for name, tensor in layer.tensors().items()
+        if name != "positions"
+    ]
 
 
 def distance(left, right):
-    return max((a - b).abs().max().item() for a, b in zip(slots_of(left), slots_of(right), strict=True))
+    return max(
+        (a - b).abs().max().item() for a, b in zip(slots_of(left), slots_of(right), strict=True)
+    )
 
 
 def naive_loop(model, prefix_len, ids, start, steps, rate):
     """One sequence: full logits, torch's own clipping, the stock cache and loss."""
-    dense, new = model(ids[None]).logits[0, prefix_len:].detach().log_softmax(-1), len(ids) - prefix_len
+    dense, new = (
+        model(ids[None]).logits[0, prefix_len:].detach().log_softmax(-1),
+        len(ids) - prefix_len,
+    )
     leaves = [x.clone().requires_grad_(True) for layer in start for x in (layer.keys, layer.values)]
-    optimizer, at = torch.optim.AdamW(leaves, weight_decay=0.0), torch.arange(prefix_len, len(ids))[None]
-    mask = torch.cat([torch.ones(new, leaves[0].shape[2]), torch.ones(new, new).tril()], 1).bool()[None, None]
+    optimizer, at = (
+        torch.optim.AdamW(leaves, weight_decay=0.0),
+        torch.arange(prefix_len, len(ids))[None],
+    )
+    mask = torch.cat([torch.ones(new, leaves[0].shape[2]), torch.ones(new, new).tril()], 1).bool()[
+        None, None
+    ]
     for step in range(steps):
         past = DynamicCache()
         for index in range(len(start)):
             past.update(leaves[2 * index], leaves[2 * index + 1], index)
-        logits = model(ids[None, prefix_len:], **cache_argument(past), position_ids=at, attention_mask=mask).logits
+        logits = model(
+            ids[None, prefix_len:], **cache_argument(past), position_ids=at, attention_mask=mask
+        ).logits
         optimizer.zero_grad()
         (dense.exp() * (dense - logits[0].log_softmax(-1))).sum(-1).mean().backward()
         torch.nn.utils.clip_grad_norm_(leaves, 1.0)
         optimizer.param_groups[0]["lr"] = 0.2 * rate(step)
         optimizer.step()
     found = [x.detach() for x in leaves]
-    return CompactCache([CompactLayer(*pair) for pair in zip(found[::2], found[1::2], strict=True)], prefix_len, "")
+    return CompactCache(
+        [CompactLayer(*pair) for pair in zip(found[::2], found[1::2], strict=True)], prefix_len, ""
+    )
 
 
 @pytest.mark.parametrize(
     ("schedule", "rate"),
-    [("constant", lambda step: 1.0), ("cosine", lambda step: (1 + math.cos(math.pi * step / 6)) / 2)],
+    [
+        ("constant", lambda step: 1.0),
+        ("cosine", lambda step: (1 + math.cos(math.pi * step / 6)) / 2),
+    ],
 )
-def test_the_steps_of_every_example_are_those_of_the_naive_loop_clipped_by_its_own_norm(windows, schedule, rate):
-    """Large logits make gradients whose norm passes 1 in some steps only, so that Adam sees where it is clipped."""
+def test_the_steps_of_every_example_are_those_of_the_naive_loop_clipped_by_its_own_norm(
+    windows, schedule, rate
+):
+    """Large logits make gradients whose norm passes 1 in some steps only, so that Adam sees where
+    it is clipped."""
     model = loud_model(dtype=torch.float64)
     model.lm_head.weight.data.mul_(5)
-    found, method = trace(model, windows, 48), GradientCompression(num_steps=6, lr=0.2, schedule=schedule)
+    found, method = (
+        trace(model, windows, 48),
+        GradientCompression(num_steps=6, lr=0.2, schedule=schedule),
+    )
     start = dataclasses.replace(method, num_steps=0)(found, num_slots=5)
     cache = method(found, num_slots=5)
     assert distance(cache, start) > 5e-3
@@ -76,7 +104,9 @@ def test_snapshots_come_at_their_steps_and_the_loss_falls(traced):
     for step, cache in method.snapshots(traced, num_slots=6):
         seen[step] = compare(traced, cache).kl
     method(traced, num_slots=6, on_step=told.__setitem__)
-    assert told[6] == pytest.approx(seen[5].mean().item(), rel=1e-4)  # the loss before the sixth step
+    assert told[6] == pytest.approx(
+        seen[5].mean().item(), rel=1e-4
+    )  # the loss before the sixth step
     assert list(seen) == [step for step in SNAPSHOT_STEPS if step <= 10] + [12]
     assert (seen[12] < seen[5]).all()
     assert (seen[5] < seen[0]).all()
@@ -91,7 +121,10 @@ def test_starts_are_the_caches_of_the_methods_they_name(traced):
         start = GradientCompression(num_steps=0, init=init)(traced, num_slots=6)
         assert distance(start, expected(traced, num_slots=6)) == 0
     drawn = GradientCompression(num_steps=0, init="random")(traced, num_slots=6)
-    at = [positions_of(layer.keys, keys) for layer, keys in zip(drawn.layers, traced.keys, strict=True)]
+    at = [
+        positions_of(layer.keys, keys)
+        for layer, keys in zip(drawn.layers, traced.keys, strict=True)
+    ]
     assert all(torch.equal(head, at[0][:, 0]) for layer in at for head in layer.unbind(1))
     assert GradientCompression(init="random").draws
     assert not GradientCompression().draws
@@ -99,7 +132,10 @@ def test_starts_are_the_caches_of_the_methods_they_name(traced):
 
 def test_a_start_that_draws_takes_the_seed_unless_it_has_its_own(traced):
     few = "attention-matching,num_queries=2,budgets=equal"
-    seeds = [AttentionMatching(num_queries=2, budgets="equal", seed=seed)(traced, num_slots=6) for seed in (0, 3)]
+    seeds = [
+        AttentionMatching(num_queries=2, budgets="equal", seed=seed)(traced, num_slots=6)
+        for seed in (0, 3)
+    ]
     assert distance(*seeds) > 0
     for init, seed in ((few, 3), (f"{few},seed=3", 0)):
         method = GradientCompression(num_steps=0, init=init, seed=seed)
@@ -121,9 +157,13 @@ def test_unequal_slots_and_their_log_bias_are_trained_and_none_is_added(model, w
     start = AttentionMatching(budgets="adaptive")(found, num_slots=6)
     method = GradientCompression(num_steps=4, lr=0.02, init=init)
     cache = method(found, num_slots=6)
-    assert [layer.counts.tolist() for layer in cache.layers] == [layer.counts.tolist() for layer in start.layers]
+    assert [layer.counts.tolist() for layer in cache.layers] == [
+        layer.counts.tolist() for layer in start.layers
+    ]
     assert all(x.isfinite().all() for x in slots_of(cache))
-    assert any((a.log_bias != b.log_bias).any() for a, b in zip(cache.layers, start.layers, strict=True))
+    assert any(
+        (a.log_bias != b.log_bias).any() for a, b in zip(cache.layers, start.layers, strict=True)
+    )
     assert compare(found, cache).kl.mean() < compare(found, start).kl.mean()
     for row in range(3):
         alone = method(trace(model, windows[row : row + 1], 48), num_slots=6)
@@ -133,13 +173,18 @@ def test_unequal_slots_and_their_log_bias_are_trained_and_none_is_added(model, w
 def test_only_the_second_copy_of_a_reconstruction_supervises(model, windows):
     late, early = (trace(model, Reconstruction(windows[:1], 20, start)) for start in (44, 20))
     assert late.queries[0].shape[2] == 20
-    assert distance(*(GradientCompression(num_steps=2)(found, num_slots=5) for found in (late, early))) > 1e-3
+    assert (
+        distance(*(GradientCompression(num_steps=2)(found, num_slots=5) for found in (late, early)))
+        > 1e-3
+    )
 
 
 def test_a_trace_without_predictions_is_refused(model, windows):
     own, method = trace(model, windows, 48, supervision="self"), GradientCompression(num_steps=1)
     for call in (method, method.snapshots):
-        with pytest.raises(InputError, match=r"no predictions after its prefix.* or use AttentionMatching"):
+        with pytest.raises(
+            InputError, match=r"no predictions after its prefix.* or use AttentionMatching"
+        ):
             call(own, num_slots=5)
 
 
@@ -165,7 +210,9 @@ def killed_at(last):
     ],
     ids=["schedule", "ragged", "half precision"],
 )
-def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(windows, tmp_path, monkeypatch, dtype, options, last):
+def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(
+    windows, tmp_path, monkeypatch, dtype, options, last
+):
     monkeypatch.setattr(gradient, "SAVE_EVERY", 2)
     found = trace(loud_model(dtype=dtype), windows, 48)
     method, path = GradientCompression(num_steps=5, **options), tmp_path / "state"
@@ -180,7 +227,9 @@ def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(windows, tmp_path, 
     assert distance(method(found, num_slots=5, resume=path), whole) == 0
 
 
-def test_states_of_another_run_damaged_and_foreign_ones_are_refused(model, windows, traced, tmp_path):
+def test_states_of_another_run_damaged_and_foreign_ones_are_refused(
+    model, windows, traced, tmp_path
+):
     path, method = tmp_path / "state", GradientCompression(num_steps=1)
     cache = method(traced, num_slots=5, resume=path)
     before = path.read_bytes()
@@ -190,7 +239,12 @@ def test_states_of_another_run_damaged_and_foreign_ones_are_refused(model, windo
         (traced, {"init": "random"}, 5, "its init is first, here it is random"),
         (traced, {}, 6, "its num_slots is 5, here it is 6"),
         (flipped, {}, 5, r"its tokens is .*, here it is"),
-        (trace(model, windows, 48, past=method(trace(model, windows, 24), num_slots=9)), {}, 5, r"its tokens is"),
+        (
+            trace(model, windows, 48, past=method(trace(model, windows, 24), num_slots=9)),
+            {},
+            5,
+            r"its tokens is",
+        ),
     ]:
         with pytest.raises(InputError, match=message):
             dataclasses.replace(method, **change)(found, num_slots=slots, resume=path)

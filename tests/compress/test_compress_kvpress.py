@@ -1,4 +1,5 @@
-"""The presses of kvpress as compressors, and our methods against them; most tests need kvpress installed."""
+"""The presses of kvpress as compressors, and our methods against them; most tests need kvpress
+installed."""
 
 import importlib
 import importlib.util
@@ -32,7 +33,9 @@ from tiny import stock_model
 # fire 0.6, which kvpress pins, imports a module that Python 3.13 drops
 pytestmark = pytest.mark.filterwarnings("ignore:'pipes' is deprecated:DeprecationWarning")
 IMPORTED_WITH_KVCAT = "kvpress" in sys.modules
-needs_kvpress = pytest.mark.skipif(importlib.util.find_spec("kvpress") is None, reason="kvpress is not installed")
+needs_kvpress = pytest.mark.skipif(
+    importlib.util.find_spec("kvpress") is None, reason="kvpress is not installed"
+)
 PREFIX, SLOTS = 64, 20
 SNAPKV = {"press.window_size": 8}
 CHUNKED = {
@@ -72,7 +75,8 @@ def imported_without_its_patches():
 
 @pytest.fixture(scope="module")
 def texts():
-    """Two of 80 tokens, none twice: in the first layer, keys of one token tie in norm, and ties break freely."""
+    """Two of 80 tokens, none twice: in the first layer, keys of one token tie in norm, and ties
+    break freely."""
     draw = torch.Generator().manual_seed(3)
     return torch.stack([torch.randperm(250, generator=draw)[:80] for _ in range(2)])
 
@@ -96,7 +100,9 @@ def found(qwen, texts):
 def test_importing_kvcat_does_not_import_kvpress_and_a_missing_one_is_told(monkeypatch):
     assert not IMPORTED_WITH_KVCAT
     monkeypatch.setitem(sys.modules, "kvpress", None)
-    with pytest.raises(InputError, match=r"kvpress cannot be imported .*: pip install 'kvcat\[kvpress\]'"):
+    with pytest.raises(
+        InputError, match=r"kvpress cannot be imported .*: pip install 'kvcat\[kvpress\]'"
+    ):
         KVPress("SnapKVPress")
 
 
@@ -114,14 +120,25 @@ def traces_of_use(model):
     """Everything that a press might leave behind on a model and in transformers."""
     modules = dict(model.named_modules())
     names = {key: set(vars(module)) | set(module._modules) for key, module in modules.items()}
-    hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in modules.values()]
+    hooks = [
+        len(module._forward_hooks) + len(module._forward_pre_hooks) for module in modules.values()
+    ]
     config = model.config.to_dict(), model.config._attn_implementation
-    return names, hooks, config, dict(ALL_ATTENTION_FUNCTIONS), model.training, torch.get_rng_state().tolist()
+    return (
+        names,
+        hooks,
+        config,
+        dict(ALL_ATTENTION_FUNCTIONS),
+        model.training,
+        torch.get_rng_state().tolist(),
+    )
 
 
 @needs_kvpress
 @pytest.mark.parametrize("name", PRESSES)
-def test_a_press_makes_a_cache_of_really_fewer_slots_and_leaves_everything_as_it_was(qwen, texts, found, name):
+def test_a_press_makes_a_cache_of_really_fewer_slots_and_leaves_everything_as_it_was(
+    qwen, texts, found, name
+):
     found.model.train()
     before = traces_of_use(found.model)
     try:
@@ -129,7 +146,9 @@ def test_a_press_makes_a_cache_of_really_fewer_slots_and_leaves_everything_as_it
         assert traces_of_use(found.model) == before
     finally:
         found.model.eval()
-    assert all(parameter.requires_grad and parameter.grad is None for parameter in found.model.parameters())
+    assert all(
+        parameter.requires_grad and parameter.grad is None for parameter in found.model.parameters()
+    )
     assert not any(getattr(f, "__module__", "").startswith("kvpress") for f in before[3].values())
     assert (cache.num_tokens, cache.batch_size, cache.fingerprint) == (PREFIX, 2, found.fingerprint)
     assert cache.mean_slots <= SLOTS if name in CHUNKED else cache.mean_slots == SLOTS
@@ -145,13 +164,20 @@ def test_a_press_makes_a_cache_of_really_fewer_slots_and_leaves_everything_as_it
 
 
 @needs_kvpress
-def test_layers_of_a_pyramid_and_heads_of_kvzip_hold_different_numbers_of_slots_also_in_the_packages_model(found):
+def test_layers_of_a_pyramid_and_heads_of_kvzip_hold_different_numbers_of_slots_also_in_the_packages_model(
+    found,
+):
     pyramid = press("PyramidKVPress")(found, num_slots=SLOTS)
     first, last = (layer.num_slots for layer in pyramid.layers)
     assert first > SLOTS > last
     zipped = press("KVzipPress")(found, num_slots=SLOTS)
     assert not zipped.is_uniform
-    told = {"method": "kvpress:SnapKVPress", "kvpress": version(), "window_size": "8", "num_slots": str(SLOTS)}
+    told = {
+        "method": "kvpress:SnapKVPress",
+        "kvpress": version(),
+        "window_size": "8",
+        "num_slots": str(SLOTS),
+    }
     assert told.items() <= press("SnapKVPress")(found, num_slots=SLOTS).metadata.items()
     model, _ = load("kvcat-base")
     found = trace(model, torch.arange(48).unsqueeze(0), 32)
@@ -164,11 +190,15 @@ def test_layers_of_a_pyramid_and_heads_of_kvzip_hold_different_numbers_of_slots_
 def test_several_sizes_at_once_are_those_made_alone(found, name):
     method, ratios = press(name), (0.25, 0.75, 0.5)
     for ratio, cache in zip(ratios, method.each(found, ratios), strict=True):
-        torch.testing.assert_close(tensors(cache), tensors(method(found, keep_ratio=ratio)), rtol=0, atol=0)
+        torch.testing.assert_close(
+            tensors(cache), tensors(method(found, keep_ratio=ratio)), rtol=0, atol=0
+        )
 
 
 @needs_kvpress
-def test_presses_options_prefixes_and_models_that_cannot_work_are_refused(found, texts, monkeypatch):
+def test_presses_options_prefixes_and_models_that_cannot_work_are_refused(
+    found, texts, monkeypatch
+):
     for name, options, message in (
         ("ZipPress", {}, r"kvpress .* has no press 'ZipPress'; there are AdaKVPress, "),
         ("ScorerPress", {}, "no press 'ScorerPress'"), ("SimLayerKVPress", {}, "its size follows from its own options"),
@@ -181,15 +211,26 @@ def test_presses_options_prefixes_and_models_that_cannot_work_are_refused(found,
         with pytest.raises(InputError, match=message):
             KVPress(name, **options)
     filters = torch.randn(2, 2, 8, generator=torch.Generator().manual_seed(0))
-    monkeypatch.setattr(presses()["QFilterPress"], "load_q_filters", staticmethod(lambda name: filters))
-    assert KVPress("QFilterPress")(found, num_slots=32).mean_slots == 32  # its trained part is there
-    monkeypatch.setattr(presses()["QFilterPress"], "load_q_filters", staticmethod(lambda name: {}[name]))
+    monkeypatch.setattr(
+        presses()["QFilterPress"], "load_q_filters", staticmethod(lambda name: filters)
+    )
+    assert (
+        KVPress("QFilterPress")(found, num_slots=32).mean_slots == 32
+    )  # its trained part is there
+    monkeypatch.setattr(
+        presses()["QFilterPress"], "load_q_filters", staticmethod(lambda name: {}[name])
+    )
     with pytest.raises(InputError, match=r"SnapKVPress on a prefix of 64 tokens: .*window size 64"):
         KVPress("SnapKVPress")(found, num_slots=SLOTS)
     with pytest.raises(InputError, match="QFilterPress has no part trained for "):
         KVPress("QFilterPress")(found, num_slots=SLOTS)
     other = stock_model(
-        "gpt_neox", hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=256
+        "gpt_neox",
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        vocab_size=256,
     )
     with pytest.raises(InputError, match="kvpress does not support GPTNeoXForCausalLM"):
         KVPress("KnormPress")(trace(other.eval(), texts, PREFIX), num_slots=SLOTS)
@@ -202,15 +243,20 @@ def test_presses_options_prefixes_and_models_that_cannot_work_are_refused(found,
      "KeyRerotationPress+StreamingLLMPress"],
 )  # fmt: skip
 def test_the_suffix_scores_as_in_kvpress_own_run(qwen, texts, found, monkeypatch, name):
-    """kvpress itself: prefill under the press, then the suffix on its cache, hidden slots masked by its own patch."""
+    """kvpress itself: prefill under the press, then the suffix on its cache, hidden slots masked by
+    its own patch."""
     method = press(name)
     cache, own = method(found, num_slots=SLOTS), method._build()
     kvpress = importlib.import_module("kvpress")
     own.compression_ratio = removed_fraction(SLOTS, PREFIX, counts_removed=name == "KVzipPress")
-    stock = AutoModelForCausalLM.from_pretrained(qwen.name_or_path, attn_implementation="sdpa").eval()
+    stock = AutoModelForCausalLM.from_pretrained(
+        qwen.name_or_path, attn_implementation="sdpa"
+    ).eval()
     stock.load_state_dict(qwen.state_dict())
     monkeypatch.setitem(
-        ALL_ATTENTION_FUNCTIONS, "sdpa", kvpress.attention_patch.attention_patch(ALL_ATTENTION_FUNCTIONS["sdpa"])
+        ALL_ATTENTION_FUNCTIONS,
+        "sdpa",
+        kvpress.attention_patch.attention_patch(ALL_ATTENTION_FUNCTIONS["sdpa"]),
     )
     for layer in stock.model.layers:
         layer.self_attn.register_forward_pre_hook(_with_cache_position, with_kwargs=True)
@@ -240,7 +286,9 @@ def test_the_suffix_scores_as_in_kvpress_own_run(qwen, texts, found, monkeypatch
          "SnapKVPress", {"window_size": 8, "kernel_size": 5}),
     ],
 )  # fmt: skip
-def test_our_method_keeps_the_positions_that_kvpress_keeps(found, name, options, theirs, their_options, num_slots):
+def test_our_method_keeps_the_positions_that_kvpress_keeps(
+    found, name, options, theirs, their_options, num_slots
+):
     ours = Eviction(name, **options)(found, num_slots=num_slots)
     press = KVPress(theirs, **their_options)(found, num_slots=num_slots)
     for left, right, keys in zip(ours.layers, press.layers, found.keys, strict=True):
@@ -249,7 +297,8 @@ def test_our_method_keeps_the_positions_that_kvpress_keeps(found, name, options,
 
 @needs_kvpress
 def test_scores_are_those_of_kvpress_but_for_tovas_last_position_and_h2os_division(found):
-    """TOVAPress always keeps the last position; ObservedAttentionPress divides by the queries that see a position."""
+    """TOVAPress always keeps the last position; ObservedAttentionPress divides by the queries that
+    see a position."""
 
     def theirs(name):
         own, seen = KVPress(name)._build(), []
@@ -258,7 +307,9 @@ def test_scores_are_those_of_kvpress_but_for_tovas_last_position_and_h2os_divisi
         _press_prefix(own, found, 0, [SLOTS])
         return seen
 
-    for left, right in zip(Eviction("tova").scorer.measure(found), theirs("TOVAPress"), strict=True):
+    for left, right in zip(
+        Eviction("tova").scorer.measure(found), theirs("TOVAPress"), strict=True
+    ):
         assert torch.allclose(left[:1, ..., :-1], right[..., :-1], atol=1e-6)
         assert torch.equal(right[..., -1], right.amax(-1))
     for mass, scores in zip(received_mass(found, 0), theirs("ObservedAttentionPress"), strict=True):

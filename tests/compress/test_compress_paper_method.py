@@ -1,4 +1,5 @@
-"""The preset "paper" in float32 on a pretrained model, against the paper's formulas in NumPy and SciPy."""
+"""The preset "paper" in float32 on a pretrained model, against the paper's formulas in NumPy and
+SciPy."""
 
 import math
 
@@ -62,8 +63,11 @@ def paper_head(keys, values, queries, scale, num_slots):
 
 @pytest.mark.parametrize("num_slots", [6, 20, 100])
 def test_slots_log_bias_and_values_are_those_of_the_papers_formulas(pretrained_trace, num_slots):
-    """With 24 queries a head, 100 slots are more than the equations determine: the start decides."""
-    cache = kvcat.AttentionMatching("paper", num_queries=None)(pretrained_trace, num_slots=num_slots)
+    """With 24 queries a head, 100 slots are more than the equations determine: the start
+    decides."""
+    cache = kvcat.AttentionMatching("paper", num_queries=None)(
+        pretrained_trace, num_slots=num_slots
+    )
     for layer, head, keys, values, queries, scale in heads_of(pretrained_trace):
         slots, log_bias, fitted = paper_head(keys, values, queries, scale, num_slots)
         compact = cache.layers[layer]
@@ -76,8 +80,11 @@ def test_slots_log_bias_and_values_are_those_of_the_papers_formulas(pretrained_t
 
 
 @pytest.mark.parametrize("num_iters", [0, 2, 8])
-def test_the_steps_start_from_least_squares_without_a_ridge_in_single_precision(pretrained_trace, num_iters):
-    """More slots than queries: a ridge of 1e-5 in the start would move log-biases by .1 to 6 nats."""
+def test_the_steps_start_from_least_squares_without_a_ridge_in_single_precision(
+    pretrained_trace, num_iters
+):
+    """More slots than queries: a ridge of 1e-5 in the start would move log-biases by .1 to 6
+    nats."""
     for layer, head, keys, _, queries, scale in heads_of(pretrained_trace):
         scores = scale * queries @ keys.T
         kept = scores[:, : 3 * len(queries)]

@@ -31,7 +31,12 @@ def own(found):
 def queries_of(fitted, layer):
     """All queries of a layer: (batch, heads, queries, head_dim)."""
     examples, heads = fitted.supervising[layer].shape[:2]
-    return torch.stack([fitted.states(layer, row, list(range(heads)), fitted.num_queries) for row in range(examples)])
+    return torch.stack(
+        [
+            fitted.states(layer, row, list(range(heads)), fitted.num_queries)
+            for row in range(examples)
+        ]
+    )
 
 
 def weights_of(found, fitted, layer):
@@ -47,11 +52,16 @@ def weights_of(found, fitted, layer):
 def test_a_query_weighs_as_the_attention_that_it_gives_to_the_prefix(double, windows, found):
     fitted, plain = (fitted_queries(found, 0.0, by_share=by_share) for by_share in (True, False))
     for layer, attention in enumerate(eager_attention(double, windows)):
-        assert torch.allclose(weights_of(found, fitted, layer), attention[:, :, 48:, :48].sum(-1), atol=1e-9)
+        assert torch.allclose(
+            weights_of(found, fitted, layer), attention[:, :, 48:, :48].sum(-1), atol=1e-9
+        )
         assert torch.equal(queries_of(fitted, layer), found.queries[layer])
         assert (weights_of(found, plain, layer) == 1).all()
     learn, _ = split_supervision(found, 0.5)
-    rests = fitted_queries(learn, 0.0, by_share=True).log_later_mass, [rest[:, :, :8] for rest in fitted.log_later_mass]
+    rests = (
+        fitted_queries(learn, 0.0, by_share=True).log_later_mass,
+        [rest[:, :, :8] for rest in fitted.log_later_mass],
+    )
     torch.testing.assert_close(*rests, rtol=0, atol=1e-12)
 
 
@@ -65,16 +75,24 @@ def test_own_queries_of_the_first_layer_are_those_of_each_part_written_again_beh
     found = own(traced)
     weights = weights_of(traced, found, 0)
     for stop in range(prefix_len, 0, -part):
-        text, rows = slice(max(0, stop - part), stop), slice(prefix_len - stop, prefix_len - max(0, stop - part))
+        text, rows = (
+            slice(max(0, stop - part), stop),
+            slice(prefix_len - stop, prefix_len - max(0, stop - part)),
+        )
         ids = torch.cat([windows[:, :prefix_len], windows[:, text]], 1)
         # the model makes its rotations in single precision
-        assert torch.allclose(queries_of(found, 0)[:, :, rows], trace(double, ids, prefix_len).queries[0], atol=1e-5)
+        assert torch.allclose(
+            queries_of(found, 0)[:, :, rows], trace(double, ids, prefix_len).queries[0], atol=1e-5
+        )
         shares = eager_attention(double, ids)[0][:, :, prefix_len:, :prefix_len].sum(-1)
         assert torch.allclose(weights[:, :, rows], shares, atol=1e-5)
 
 
-def test_own_queries_of_deeper_layers_are_those_in_place_and_weigh_what_they_are_said_to(double, windows, found):
-    """Turned back by the 16 positions that the last third moved, they are the queries of the dense forward."""
+def test_own_queries_of_deeper_layers_are_those_in_place_and_weigh_what_they_are_said_to(
+    double, windows, found
+):
+    """Turned back by the 16 positions that the last third moved, they are the queries of the dense
+    forward."""
     back = KeyRotation(double, -16)(queries_of(own(found), 1)[:, :, :16], 1)
     in_place = trace(double, windows[:, :48], supervision="self").queries[1][:, :, 32:]
     assert torch.allclose(back, in_place, atol=1e-5)
@@ -82,7 +100,9 @@ def test_own_queries_of_deeper_layers_are_those_in_place_and_weigh_what_they_are
         fitted = fitted_queries(found, own_weight, by_share=False)
         for layer in range(2):
             squares = weights_of(found, fitted, layer).square().sum(2)
-            assert torch.allclose(squares[0, 0], torch.tensor(16 * (1 + own_weight), dtype=torch.float64))
+            assert torch.allclose(
+                squares[0, 0], torch.tensor(16 * (1 + own_weight), dtype=torch.float64)
+            )
             assert torch.equal(queries_of(fitted, layer)[:, :, 16:], queries_of(own(found), layer))
 
 
@@ -97,22 +117,34 @@ def test_every_third_own_query_stands_for_three_in_the_fit_and_all_choose_keys(f
     few = fitted_queries(found, 1.0, by_share=True)
     assert torch.equal(queries_of(few, 0)[:, :, 16:32], queries_of(every, 0)[:, :, 16::3])
     assert few.fit_boost.tolist() == [1.0] * 16 + [pytest.approx(3**0.5)] * 16
-    whole, part = (dense_attention(Heads(found, fitted).load([(1, 0, 0)])) for fitted in (every, few))
+    whole, part = (
+        dense_attention(Heads(found, fitted).load([(1, 0, 0)])) for fitted in (every, few)
+    )
     assert torch.allclose(part.importance, whole.importance)
     for ours, theirs in ((part.outputs, whole.outputs), (part.weights, whole.weights)):
-        assert torch.allclose(ours[:, 32:], 3**0.5 * theirs.unflatten(1, (64, 2))[:, 16::3].flatten(1, 2))
+        assert torch.allclose(
+            ours[:, 32:], 3**0.5 * theirs.unflatten(1, (64, 2))[:, 16::3].flatten(1, 2)
+        )
 
 
 @pytest.mark.parametrize("elements", [1, 700, 40 * 48])
-def test_attention_in_parts_of_heads_and_chunks_of_queries_is_that_of_the_whole(found, monkeypatch, elements):
-    batch = Heads(found, fitted_queries(found, 1.0, by_share=True)).load([(1, 0, 0), (1, 0, 1), (1, 1, 0)])
+def test_attention_in_parts_of_heads_and_chunks_of_queries_is_that_of_the_whole(
+    found, monkeypatch, elements
+):
+    batch = Heads(found, fitted_queries(found, 1.0, by_share=True)).load(
+        [(1, 0, 0), (1, 0, 1), (1, 1, 0)]
+    )
     whole = dense_attention(batch)
-    monkeypatch.setattr(heads_module, "rows_per_chunk", partial(rows_per_chunk, cpu_elements=elements))
+    monkeypatch.setattr(
+        heads_module, "rows_per_chunk", partial(rows_per_chunk, cpu_elements=elements)
+    )
     for part, expected in zip(dense_attention(batch), whole, strict=True):
         assert torch.allclose(part, expected, atol=1e-12)
 
 
-def test_models_whose_positions_cannot_be_turned_have_no_own_queries(double, windows, found, monkeypatch):
+def test_models_whose_positions_cannot_be_turned_have_no_own_queries(
+    double, windows, found, monkeypatch
+):
     def refuse(*_):
         raise queries_module.InputError("no rotary position embedding")
 
@@ -122,9 +154,13 @@ def test_models_whose_positions_cannot_be_turned_have_no_own_queries(double, win
     assert alone.causal
 
 
-def test_a_rotation_is_tried_once_on_every_model_and_shift_and_turns_each_slot_by_its_own(double, monkeypatch):
+def test_a_rotation_is_tried_once_on_every_model_and_shift_and_turns_each_slot_by_its_own(
+    double, monkeypatch
+):
     tried, keys_at = [], rotation_module._keys_at
-    monkeypatch.setattr(rotation_module, "_keys_at", lambda *args: tried.append(args) or keys_at(*args))
+    monkeypatch.setattr(
+        rotation_module, "_keys_at", lambda *args: tried.append(args) or keys_at(*args)
+    )
     first, _, _ = KeyRotation(double, 29), KeyRotation(double, 29), KeyRotation(double, 31)
     assert [start for _, _, start in tried] == [29, 31]
     keys = torch.randn(1, 2, 3, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -138,6 +174,8 @@ def test_a_group_of_heads_holds_no_more_than_its_limit_whatever_is_the_largest(f
     monkeypatch.setattr(heads_module, "_BATCH_ELEMENTS", 4096)
     for size in (1, 5, 40):
         heads = Heads(found, fitted)
-        groups = heads.groups_for_fit({head: size for group in heads.groups_for_scores() for head in group})
+        groups = heads.groups_for_fit(
+            {head: size for group in heads.groups_for_scores() for head in group}
+        )
         largest = max(queries * size, size * size, prefix * dims)
         assert max(map(len, groups)) == max(1, 4096 // largest)

@@ -6,7 +6,15 @@ import sys
 import pytest
 import torch
 
-from kvcat.compress import Eviction, Reconstruction, compare, replay, smallest_cache, supervised_kl, trace
+from kvcat.compress import (
+    Eviction,
+    Reconstruction,
+    compare,
+    replay,
+    smallest_cache,
+    supervised_kl,
+    trace,
+)
 from kvcat.compress.trace import split_supervision
 from kvcat.errors import InputError
 
@@ -22,14 +30,20 @@ def test_the_result_reaches_the_mark_and_one_slot_fewer_misses_it(one):
         result = smallest_cache(one, Eviction("first"), max_kl)
         assert result.kl == pytest.approx(supervised_kl(judge, result.cache).item(), rel=1e-5)
         assert result.kl <= max_kl
-        assert result.num_slots == result.cache.num_slots == min(n for n, kl in result.tried.items() if kl <= max_kl)
+        assert (
+            result.num_slots
+            == result.cache.num_slots
+            == min(n for n, kl in result.tried.items() if kl <= max_kl)
+        )
         assert result.tried[result.num_slots - 1] > max_kl
     assert smallest_cache(one, Eviction("first"), 1e6).num_slots == 1
     nothing_lost = smallest_cache(one, Eviction("first"), 0.0)
     assert (nothing_lost.num_slots, nothing_lost.kl) == (48, 0.0)
 
 
-def test_the_answer_is_that_of_trying_everything_where_the_kl_falls_and_good_where_it_does_not(one, monkeypatch):
+def test_the_answer_is_that_of_trying_everything_where_the_kl_falls_and_good_where_it_does_not(
+    one, monkeypatch
+):
     def judge_by(kls):
         kl = lambda trace, cache: torch.tensor([kls[cache.num_slots]], dtype=torch.float64)  # noqa: E731
         monkeypatch.setattr(sys.modules["kvcat.compress.compare"], "supervised_kl", kl)
@@ -37,7 +51,9 @@ def test_the_answer_is_that_of_trying_everything_where_the_kl_falls_and_good_whe
     judge_by({slots: 1 / slots for slots in range(1, 48)})
     for slots in range(1, 49):
         assert smallest_cache(one, Eviction("first"), 1 / slots).num_slots == slots
-    bumpy = {slots: 0.0 if slots in (3, 7, 8, 20, 21) or slots > 30 else 1.0 for slots in range(1, 48)}
+    bumpy = {
+        slots: 0.0 if slots in (3, 7, 8, 20, 21) or slots > 30 else 1.0 for slots in range(1, 48)
+    }
     judge_by(bumpy)
     result = smallest_cache(one, Eviction("first"), 0.5)
     assert bumpy[result.num_slots] == 0.0
@@ -47,7 +63,9 @@ def test_the_answer_is_that_of_trying_everything_where_the_kl_falls_and_good_whe
         smallest_cache(one, Eviction("first"), 0.1)
 
 
-def test_every_example_reaches_the_mark_and_what_judges_is_never_shown_to_the_compressor(model, windows):
+def test_every_example_reaches_the_mark_and_what_judges_is_never_shown_to_the_compressor(
+    model, windows
+):
     found, seen, told = trace(model, windows, 48), [], {}
 
     def spy(learn, *, num_slots):
@@ -76,17 +94,27 @@ def test_both_parts_of_a_split_are_traces_of_their_tokens(model, windows):
     assert (judge.supervision_start, judge.prefix_len) == (57, 48)
     assert torch.equal(judge.queries[1], found.queries[1][:, :, 9:])
     cache = Eviction("first")(found, num_slots=5)
-    whole, parts = compare(found, cache).kl, (supervised_kl(learn, cache), supervised_kl(judge, cache))
+    whole, parts = (
+        compare(found, cache).kl,
+        (supervised_kl(learn, cache), supervised_kl(judge, cache)),
+    )
     assert torch.allclose((9 * parts[0] + 7 * parts[1]).float() / 16, whole, rtol=1e-4)
 
 
 def test_the_second_copy_of_a_reconstruction_is_split(model, windows):
     found = trace(model, Reconstruction(windows[:1], 20, 44))
     learn, judge = split_supervision(found, 0.25)
-    assert (learn.supervision_start, learn.input_ids.shape[1], judge.supervision_start) == (44, 59, 59)
+    assert (learn.supervision_start, learn.input_ids.shape[1], judge.supervision_start) == (
+        44,
+        59,
+        59,
+    )
     cache = Eviction("first")(found, num_slots=5)
     with torch.no_grad():
-        dense, compact = (x[:, 39:].log_softmax(-1) for x in (found.logits, replay(model, cache, windows[:1, 20:])))
+        dense, compact = (
+            x[:, 39:].log_softmax(-1)
+            for x in (found.logits, replay(model, cache, windows[:1, 20:]))
+        )
     expected = (dense.exp() * (dense - compact)).sum(-1).mean(1)
     assert torch.allclose(supervised_kl(judge, cache).float(), expected, rtol=1e-4)
 

@@ -30,11 +30,18 @@ def bounded(design, mass):
 def test_a_slot_that_stands_for_k_equal_slots_gets_log_k(copies):
     kept = normal(3, 40, 6)
     dense = kept.repeat_interleave(copies, dim=-1)
-    assert torch.allclose(fit_log_bias(kept, dense), torch.full((3, 6), math.log(copies)).double(), atol=1e-6)
+    assert torch.allclose(
+        fit_log_bias(kept, dense), torch.full((3, 6), math.log(copies)).double(), atol=1e-6
+    )
 
 
 @settings(max_examples=25, deadline=None)
-@given(queries=st.integers(5, 40), slots=st.integers(1, 30), spread=st.floats(0.1, 3), seed=st.integers(0, 999))
+@given(
+    queries=st.integers(5, 40),
+    slots=st.integers(1, 30),
+    spread=st.floats(0.1, 3),
+    seed=st.integers(0, 999),
+)
 def test_the_converged_log_bias_reaches_the_cost_of_scipy(queries, slots, spread, seed):
     dense = spread * normal(queries, 30, seed=seed).float().double()
     design, mass = problem(dense[:, :slots], dense)
@@ -48,7 +55,9 @@ def test_the_converged_log_bias_reaches_the_cost_of_scipy(queries, slots, spread
 
 @pytest.mark.parametrize("pull", [1e-2, 0.1, 10.0])
 @pytest.mark.parametrize(("queries", "slots"), [(40, 8), (6, 30)])
-def test_weights_pulled_to_one_equal_scipy_on_the_system_with_the_pull_as_rows(queries, slots, pull):
+def test_weights_pulled_to_one_equal_scipy_on_the_system_with_the_pull_as_rows(
+    queries, slots, pull
+):
     """A step that moves no weight by 1e-5 leaves at most the condition number times that."""
     dense, rows = 2 * normal(1, queries, 50, seed=slots), torch.linspace(0.2, 2, queries).double()
     design, mass = problem(dense[0, :, :slots], dense[0])
@@ -68,12 +77,16 @@ def test_heads_are_solved_as_alone_whatever_the_order_of_slots_and_slots_that_no
     order = torch.randperm(15, generator=torch.Generator().manual_seed(0))
     together = fit_log_bias(dense[..., :15], dense)
     values = fit_values(dense.softmax(-1)[..., :15], targets)
-    assert torch.allclose(fit_log_bias(dense[..., :15][..., order], dense), together[..., order], atol=1e-7)
+    assert torch.allclose(
+        fit_log_bias(dense[..., :15][..., order], dense), together[..., order], atol=1e-7
+    )
     for a in range(2):
         for b in range(3):
             own = dense[a, b]
             assert torch.allclose(together[a, b], fit_log_bias(own[:, :15], own), atol=1e-8)
-            assert torch.allclose(values[a, b], fit_values(own.softmax(-1)[:, :15], targets[a, b]), atol=1e-9)
+            assert torch.allclose(
+                values[a, b], fit_values(own.softmax(-1)[:, :15], targets[a, b]), atol=1e-9
+            )
     blind = torch.cat([own[:, :10], torch.full((50, 1), -torch.inf).double()], dim=-1)
     assert torch.allclose(fit_log_bias(blind, own)[:10], fit_log_bias(own[:, :10], own), atol=1e-6)
 
@@ -103,10 +116,14 @@ def test_values_equal_numpy_on_the_system_with_the_ridge_as_rows(queries, slots,
         left = np.concatenate([weights[head].numpy(), shift * np.eye(slots)])
         for values, there in ((found, np.zeros((slots, 5))), (pulled, towards[head].numpy())):
             right = np.concatenate([targets[head].numpy(), shift * there])
-            assert np.allclose(values[head], np.linalg.lstsq(left, right, rcond=None)[0], rtol=1e-5, atol=1e-6)
+            assert np.allclose(
+                values[head], np.linalg.lstsq(left, right, rcond=None)[0], rtol=1e-5, atol=1e-6
+            )
     assert torch.allclose(fit_values(weights, targets, ridge=1e12, towards=towards), towards)
     single = fit_values(weights.float(), targets.float(), ridge=1e-4)
-    assert torch.allclose(single.double(), fit_values(weights, targets, ridge=1e-4), rtol=1e-2, atol=1e-2)
+    assert torch.allclose(
+        single.double(), fit_values(weights, targets, ridge=1e-4), rtol=1e-2, atol=1e-2
+    )
 
 
 @pytest.mark.parametrize(("queries", "slots"), [(60, 12), (12, 60)])
@@ -117,7 +134,10 @@ def test_without_ridge_the_values_are_numpys_minimum_norm_solution(queries, slot
 
 
 def test_the_largest_eigenvalue_is_the_spectral_norm_of_the_gram_matrix():
-    for weights in (normal(3, 50, 20).softmax(-1), normal(4, 3, 30).exp()):  # the second of low rank
+    for weights in (
+        normal(3, 50, 20).softmax(-1),
+        normal(4, 3, 30).exp(),
+    ):  # the second of low rank
         expected = torch.linalg.matrix_norm(weights, 2).square()
         assert torch.allclose(largest_eigenvalue(weights.mT @ weights), expected, rtol=1e-6)
     assert torch.equal(largest_eigenvalue(torch.zeros(2, 5, 5)), torch.zeros(2))

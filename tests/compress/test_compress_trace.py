@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from kvcat.cache import CACHE_NAME
-from kvcat.compress import AttentionMatching, Eviction, Reconstruction, compare, reconstruction, replay, trace
+from kvcat.compress import (
+    AttentionMatching,
+    Eviction,
+    Reconstruction,
+    compare,
+    reconstruction,
+    replay,
+    trace,
+)
 from kvcat.compress.compare import replay_hidden, supervised_kl
 from kvcat.errors import InputError
 from tiny import byte_tokenizer, loud_model
@@ -49,7 +57,9 @@ def test_the_figures_are_those_of_their_definitions(model, windows, traced):
 REPLAYED = [Eviction("streaming"), AttentionMatching(), AttentionMatching(budgets="adaptive")]
 
 
-@pytest.mark.parametrize("method", REPLAYED, ids=["slots", "slots with a log-bias", "unequal slots"])
+@pytest.mark.parametrize(
+    "method", REPLAYED, ids=["slots", "slots with a log-bias", "unequal slots"]
+)
 def test_a_suffix_in_chunks_fares_as_in_one_piece(windows, method, monkeypatch):
     model = loud_model(dtype=torch.float64)
     found = trace(model, windows, 48)
@@ -62,7 +72,10 @@ def test_a_suffix_in_chunks_fares_as_in_one_piece(windows, method, monkeypatch):
             with monkeypatch.context() as patch:
                 patch.setattr("kvcat.losses.logits._CHUNK_ELEMENTS", 15 * model.config.vocab_size)
                 patch.setattr(sys.modules["kvcat.compress.compare"], "_CHUNK_TOKENS", chunk_tokens)
-                parts, hidden = compare(found, cache, start=start), replay_hidden(model, cache, windows[:, 48:])
+                parts, hidden = (
+                    compare(found, cache, start=start),
+                    replay_hidden(model, cache, windows[:, 48:]),
+                )
             torch.testing.assert_close(vars(whole), vars(parts), rtol=0, atol=1e-12)
             assert torch.allclose(hidden, expected, atol=1e-12)
     assert torch.allclose(supervised_kl(found, cache), compare(found, cache).kl, atol=1e-12)
@@ -87,14 +100,18 @@ def test_a_reconstruction_repeats_the_same_tokens_and_its_second_copy_gives_the_
 
 
 @pytest.mark.parametrize("source", ["suffix", "self", "reconstruction"])
-def test_a_trace_in_chunks_is_that_of_one_forward_and_holds_no_more_than_its_tensors(windows, source):
+def test_a_trace_in_chunks_is_that_of_one_forward_and_holds_no_more_than_its_tensors(
+    windows, source
+):
     model = loud_model(dtype=torch.float64)
     ids = Reconstruction(windows[:1], 28, 36) if source == "reconstruction" else windows
     options = {} if source == "reconstruction" else {"prefix_len": 40, "supervision": source}
     whole = trace(model, ids, **options)
     for chunk_tokens in (1, 7):
         parts = trace(model, ids, **options, chunk_tokens=chunk_tokens)
-        left, right = ([*x.keys, *x.values, *x.queries, *x.prefix_queries, x.hidden] for x in (whole, parts))
+        left, right = (
+            [*x.keys, *x.values, *x.queries, *x.prefix_queries, x.hidden] for x in (whole, parts)
+        )
         torch.testing.assert_close(left, right, rtol=0, atol=1e-12)
         assert all(x.untyped_storage().nbytes() == x.nbytes for x in (*left[:-1], *right[:-1]))
 
@@ -109,7 +126,9 @@ def test_traces_that_cannot_be_are_refused(model, windows):
         with pytest.raises(InputError, match=message):
             trace(model, torch.zeros(1, tokens, dtype=torch.long), prefix_len, **options)
     model = loud_model("mistral", sliding_window=20)
-    with pytest.raises(InputError, match=r"MistralForCausalLM: a sliding window of 20 tokens is shorter than .* 24"):
+    with pytest.raises(
+        InputError, match=r"MistralForCausalLM: a sliding window of 20 tokens is shorter than .* 24"
+    ):
         trace(model, windows[:, :24], 12)
     assert trace(model, windows[:, :20], 12).prefix_len == 12
     model = loud_model()

@@ -1,4 +1,5 @@
-"""What begins a text: in packed documents, prepared folders, streams, runs and windows of evaluations."""
+"""What begins a text: in packed documents, prepared folders, streams, runs and windows of
+evaluations."""
 
 import json
 

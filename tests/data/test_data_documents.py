@@ -34,13 +34,22 @@ def test_a_long_text_is_cut_at_line_ends_where_there_are_any_and_its_pieces_rejo
         assert [name for name, _ in found] == [f"long.md#{i}" for i in range(len(found))]
         assert all(0 < len(piece) <= PIECE_CHARACTERS for _, piece in found)
         assert len(found) == {0: 0, 5: 1, 40_000: 3}.get(len(text), 7)
-    assert all(piece.endswith("\n") and len(piece) > PIECE_CHARACTERS - len(line) for _, piece in found[:3])
+    assert all(
+        piece.endswith("\n") and len(piece) > PIECE_CHARACTERS - len(line) for _, piece in found[:3]
+    )
 
 
-def test_rows_of_a_table_are_documents_named_by_their_id_or_their_place_as_datasets_reads_them(tmp_path):
+def test_rows_of_a_table_are_documents_named_by_their_id_or_their_place_as_datasets_reads_them(
+    tmp_path,
+):
     import datasets
 
-    rows = [{"text": "one", "id": "first"}, {"text": "two"}, {"text": None, "id": "void"}, {"text": "four", "id": 4}]
+    rows = [
+        {"text": "one", "id": "first"},
+        {"text": "two"},
+        {"text": None, "id": "void"},
+        {"text": "four", "id": 4},
+    ]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
     assert pairs(tmp_path / "a.jsonl") == [("first", "one"), ("a.jsonl#1", "two"), ("4", "four")]
     texts = [f"text {i}" for i in range(600)] + ["zw\u00f6lf", ""]
@@ -93,7 +102,9 @@ def test_a_source_that_is_not_there_is_refused_before_anything_is_read(tmp_path,
         with pytest.raises(InputError, match=told):
             open_documents(str(tmp_path / name))
     monkeypatch.setattr("kvcat.hub.hub_obstacle", lambda: "HF_HUB_OFFLINE is set")
-    assert "nobody/texts' is on the Hub, and HF_HUB_OFFLINE is set" in refusal(pairs, "hub:nobody/texts/c@dev")
+    assert "nobody/texts' is on the Hub, and HF_HUB_OFFLINE is set" in refusal(
+        pairs, "hub:nobody/texts/c@dev"
+    )
     for name in ("", "a b", "../x"):
         assert "hub:OWNER/NAME" in refusal(pairs, f"hub:{name}")
 
@@ -103,7 +114,9 @@ def test_the_installed_corpus_holds_the_library_and_packages_without_tests():
     names = list(found)
     assert names == sorted(names)
     assert {"stdlib", "torch", "transformers", "numpy"} <= {name.split("/")[0] for name in names}
-    assert not any("/tests/" in name or "/test/" in name or "site-packages" in name for name in names)
+    assert not any(
+        "/tests/" in name or "/test/" in name or "site-packages" in name for name in names
+    )
     assert "def dataclass(" in found["stdlib/dataclasses.py"].text
 
 
@@ -132,7 +145,10 @@ def test_hub_names_carry_configuration_and_split_and_files_their_commit(monkeypa
     with pytest.raises(InputError, match="no split 'dev'; its splits: test, train"):
         open_documents("hub:o/n@dev")
     commit = "0123456789abcdef0123456789abcdef01234567"
-    fake_hub(monkeypatch, {"train": [f"hf://datasets/o/n@{commit}/data/{i}" for i in ("1.parquet", "0.json.gz")]})
+    fake_hub(
+        monkeypatch,
+        {"train": [f"hf://datasets/o/n@{commit}/data/{i}" for i in ("1.parquet", "0.json.gz")]},
+    )
     source = open_source("hub:o/n")
     assert [(file.name, file.kind) for file in source.files] == [
         ("data/0.json.gz", "jsonl"),
@@ -141,9 +157,13 @@ def test_hub_names_carry_configuration_and_split_and_files_their_commit(monkeypa
     assert source.revision == commit
 
 
-def test_a_hub_data_set_of_another_kind_and_what_clients_of_the_network_raise_end_in_one_line(monkeypatch):
+def test_a_hub_data_set_of_another_kind_and_what_clients_of_the_network_raise_end_in_one_line(
+    monkeypatch,
+):
     fake_hub(monkeypatch, {"train": ["hf://datasets/o/n@main/data/a.tar"]})
-    assert "data/a.tar; only parquet, JSON lines and text can be streamed" in refusal(pairs, "hub:o/n")
+    assert "data/a.tar; only parquet, JSON lines and text can be streamed" in refusal(
+        pairs, "hub:o/n"
+    )
     fake_hub(monkeypatch, FileNotFoundError("no such\ndata set"))
     assert "cannot be opened: FileNotFoundError: no such data set" in refusal(pairs, "hub:o/n")
 
@@ -151,16 +171,26 @@ def test_a_hub_data_set_of_another_kind_and_what_clients_of_the_network_raise_en
         raise type("ReadTimeout", (Exception,), {})("the line\nis dead")
 
     monkeypatch.setattr(documents_module.fsspec, "open", fail)
-    with pytest.raises(InputError, match=r"a.parquet cannot be read as parquet: ReadTimeout: the line is dead"):
+    with pytest.raises(
+        InputError, match=r"a.parquet cannot be read as parquet: ReadTimeout: the line is dead"
+    ):
         list(read_documents(SourceFile("a.parquet", "hf://datasets/o/n/a.parquet", "parquet")))
 
 
-def test_what_is_no_unicode_in_a_row_becomes_a_replacement_and_the_other_rows_are_read(tmp_path, caplog):
+def test_what_is_no_unicode_in_a_row_becomes_a_replacement_and_the_other_rows_are_read(
+    tmp_path, caplog
+):
     lines = [b'{"text": "one"}', b'{"text": "half \\ud83d of it"}', b'{"text": "caf\xe9"}']
     lines += [b'{"text": "\xed\xa0\xbd", "id": "\\udc80"}', b'{"text": "whole \\ud83d\\ude00"}']
     (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + b"\n".join(lines))
     found = pairs(tmp_path / "a.jsonl")
-    assert [text for _, text in found] == ["one", "half \ufffd of it", "caf\ufffd", "\ufffd", "whole \U0001f600"]
+    assert [text for _, text in found] == [
+        "one",
+        "half \ufffd of it",
+        "caf\ufffd",
+        "\ufffd",
+        "whole \U0001f600",
+    ]
     assert found[3][0] == "\ufffd"
     (record,) = caplog.records
     assert "row 1 of" in record.getMessage()

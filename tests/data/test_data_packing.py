@@ -13,7 +13,10 @@ from tiny import byte_tokenizer
 
 
 def corpus(lengths):
-    texts = ["".join(f"d{i} has a line number {j}\n" for j in range(length)) for i, length in enumerate(lengths)]
+    texts = [
+        "".join(f"d{i} has a line number {j}\n" for j in range(length))
+        for i, length in enumerate(lengths)
+    ]
     return [Document(f"d{i}", text) for i, text in enumerate(texts)]
 
 
@@ -22,11 +25,18 @@ def encoder():
     return Encoder.of(byte_tokenizer())
 
 
-def test_the_encoder_gives_the_tokenizers_own_ids_whatever_the_length_and_tells_tokenizers_apart(encoder, caplog):
+def test_the_encoder_gives_the_tokenizers_own_ids_whatever_the_length_and_tells_tokenizers_apart(
+    encoder, caplog
+):
     tokenizer, draw = byte_tokenizer(), random.Random(0)
     tokenizer.model_max_length = 8
     copied = Encoder.of(tokenizer)
-    texts = ["", "the cat", "<eos> inside", "".join(chr(draw.randint(32, 0x2FFF)) for _ in range(500))]
+    texts = [
+        "",
+        "the cat",
+        "<eos> inside",
+        "".join(chr(draw.randint(32, 0x2FFF)) for _ in range(500)),
+    ]
     for text, ids in zip(texts, copied(texts), strict=True):
         options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
         expected = tokenizer(text, **options)["input_ids"]
@@ -39,17 +49,26 @@ def test_the_encoder_gives_the_tokenizers_own_ids_whatever_the_length_and_tells_
 
 
 def test_documents_are_packed_with_eos_after_each_reading_no_further_than_needed(encoder):
-    documents = [Document("a", "the cat"), Document("b", "a dog sees the river"), Document("c", "it")]
+    documents = [
+        Document("a", "the cat"),
+        Document("b", "a dog sees the river"),
+        Document("c", "it"),
+    ]
     flat = np.concatenate(encoder([d.text for d in documents]))
     assert len(flat) % 3, "the example must leave a remainder"
     table = pack(documents, encoder, 3)
     assert table.tolist() == flat[: len(flat) // 3 * 3].reshape(-1, 3).tolist()
     assert table.dtype == np.uint16
-    endless = (Document(str(number), "the cat sees a dog and then it was red. " * 5) for number in count())
+    endless = (
+        Document(str(number), "the cat sees a dog and then it was red. " * 5) for number in count()
+    )
     documents = list(islice(endless, 128))
     table = pack(chain(documents, endless), encoder, 16, max_sequences=7)
     assert np.array_equal(table, pack(documents, encoder, 16)[:7])
-    for few, told in (([], "the text has 0 tokens, fewer than one sequence of 99"), (corpus([1]), "of 99")):
+    for few, told in (
+        ([], "the text has 0 tokens, fewer than one sequence of 99"),
+        (corpus([1]), "of 99"),
+    ):
         with pytest.raises(InputError, match=told):
             pack(few, encoder, 99)
 
@@ -63,14 +82,23 @@ def test_a_short_run_reads_an_excerpt_of_every_document_from_the_start_of_a_line
     assert (table == encoder.eos).sum() > 25
     assert len({len(d.text) for d in cut}) == 1
     starts = [whole.text.index(part.text) for whole, part in zip(documents, cut, strict=True)]
-    assert all(start == 0 or whole.text[start - 1] == "\n" for start, whole in zip(starts, documents, strict=True))
+    assert all(
+        start == 0 or whole.text[start - 1] == "\n"
+        for start, whole in zip(starts, documents, strict=True)
+    )
     assert len(set(starts)) > 15
 
 
-def test_excerpts_follow_the_seed_hold_two_sequences_and_are_whole_where_no_text_is_to_spare(encoder):
-    first, again, other = ([d.text for d in excerpts(corpus([400] * 10), encoder, 32, 30, s)] for s in (0, 0, 1))
+def test_excerpts_follow_the_seed_hold_two_sequences_and_are_whole_where_no_text_is_to_spare(
+    encoder,
+):
+    first, again, other = (
+        [d.text for d in excerpts(corpus([400] * 10), encoder, 32, 30, s)] for s in (0, 0, 1)
+    )
     assert first == again != other
     (cut, *_) = excerpts(corpus([400] * 500), encoder, 64, 4, 0)
     assert len(encoder([cut.text])[0]) >= 110
     documents = corpus([3, 50, 10])
-    assert [d.text for d in excerpts(documents, encoder, 32, 10_000, 0)] == [d.text for d in documents]
+    assert [d.text for d in excerpts(documents, encoder, 32, 10_000, 0)] == [
+        d.text for d in documents
+    ]

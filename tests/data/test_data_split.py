@@ -48,16 +48,26 @@ def test_held_out_documents_that_share_their_long_lines_with_training_and_copies
         most="".join(long[:4] + other[4:]), short="x = 1\nreturn x\na line of its own here\n",
         trivial="only\nshort\nlines\n", indented="    a shared long line\n",
     )  # fmt: skip
-    training = named(a="".join(long[:5]), b="".join(long[5:]), t="x = 1\nreturn x\na shared long line\n")
+    training = named(
+        a="".join(long[:5]), b="".join(long[5:]), t="x = 1\nreturn x\na shared long line\n"
+    )
     assert [d.id for d in drop_near_duplicates(held_out, training)] == ["own", "third", "short"]
     documents = named(
-        a=lines("a", 10), half=lines("a", 10) + lines("b", 9), little=lines("a", 3) + lines("c", 20), empty="x\n"
+        a=lines("a", 10),
+        half=lines("a", 10) + lines("b", 9),
+        little=lines("a", 3) + lines("c", 20),
+        empty="x\n",
     )
     assert [d.id for d in drop_copies(documents)] == ["a", "little"]
 
 
-def test_documents_of_the_installation_hold_no_copies_nor_held_out_ones_lines_of_training(monkeypatch):
-    splits = {split: next(f"held {i}" for i in range(200) if split_of(f"held {i}") == split) for split in HELD_OUT}
+def test_documents_of_the_installation_hold_no_copies_nor_held_out_ones_lines_of_training(
+    monkeypatch,
+):
+    splits = {
+        split: next(f"held {i}" for i in range(200) if split_of(f"held {i}") == split)
+        for split in HELD_OUT
+    }
     names = [f"d{i}" for i in range(40) if split_of(f"d{i}") == "train"][:4]
     found = [Document(name, lines("the same", 10)) for name in names]
     found += [Document(name, lines("held", 10)) for name in splits.values()]
@@ -86,7 +96,9 @@ def test_where_no_document_falls_into_validation_one_is_held_out(tmp_path):
 
 
 def test_a_stream_is_read_no_further_than_the_limit(monkeypatch):
-    monkeypatch.setattr(split_module, "open_documents", lambda _: (Document(str(number), "") for number in count()))
+    monkeypatch.setattr(
+        split_module, "open_documents", lambda _: (Document(str(number), "") for number in count())
+    )
     assert [d.id for d in split_documents("hub:o/n", "all", limit=3)] == ["0", "1", "2"]
     found = split_documents("hub:o/n", "test", limit=4)
     assert [split_of(d.id) for d in found] == ["test"] * 4

@@ -1,4 +1,5 @@
-"""Streams: every document once, the same batches for any number of processes, exact continuation."""
+"""Streams: every document once, the same batches for any number of processes, exact
+continuation."""
 
 import json
 from dataclasses import replace
@@ -40,7 +41,8 @@ def steps(source, count):
 
 
 def epoch_tokens(source, tokenizer, num_streams):
-    """Each stream's tokens of the first epoch: read one at a time, so that each has its own position."""
+    """Each stream's tokens of the first epoch: read one at a time, so that each has its own
+    position."""
     plan = plan_of(source, tokenizer, seq_len=1, num_streams=num_streams)
     for stream in range(num_streams):
         tokens = []
@@ -52,7 +54,8 @@ def epoch_tokens(source, tokenizer, num_streams):
 
 
 @pytest.mark.parametrize(
-    ("kind", "num_streams"), [("groups", 1), ("groups", 70), ("one group", 7), ("lines", 7), ("packed lines", 7)]
+    ("kind", "num_streams"),
+    [("groups", 1), ("groups", 70), ("one group", 7), ("lines", 7), ("packed lines", 7)],
 )
 def test_every_training_document_is_read_once_an_epoch(corpora, tokenizer, kind, num_streams):
     source, documents = corpora[kind]
@@ -65,15 +68,22 @@ def test_the_tokens_of_one_file_are_those_that_packing_gives_epoch_after_epoch(t
     write_table(tmp_path / "a.parquet", texts(30))
     documents = [d for d in open_documents(str(tmp_path)) if split_of(d.id) == "train"]
     whole = pack(documents, Encoder.of(tokenizer), 1).flatten().tolist()
-    read = steps(streams_of(f"stream:{tmp_path}", tokenizer, num_streams=1, seq_len=7), 2 * len(whole) // 7)
+    read = steps(
+        streams_of(f"stream:{tmp_path}", tokenizer, num_streams=1, seq_len=7), 2 * len(whole) // 7
+    )
     assert read.flatten().tolist() == (whole + whole)[: read.numel()]
 
 
 @given(
-    st.sampled_from([*KINDS, "table"]), st.integers(0, 25), st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 2, 4])
+    st.sampled_from([*KINDS, "table"]),
+    st.integers(0, 25),
+    st.sampled_from([1, 2, 3, 4]),
+    st.sampled_from([1, 2, 4]),
 )
 @settings(max_examples=12, deadline=None)
-def test_batches_and_their_continuation_are_the_same_for_any_world_size(corpora, tokenizer, kind, stop, before, after):
+def test_batches_and_their_continuation_are_the_same_for_any_world_size(
+    corpora, tokenizer, kind, stop, before, after
+):
     plan = table_streams(30) if kind == "table" else plan_of(corpora[kind][0], tokenizer)
     expected = steps(TokenLoader(plan), stop + 4)
     states = []
@@ -94,7 +104,9 @@ def test_resuming_reads_no_row_group_before_the_place(tmp_path, tokenizer, monke
         return original(self, size, groups, *rest, **options)
 
     write_corpus(tmp_path / "c", "groups", num_files=1)
-    source, again = (streams_of(f"stream:{tmp_path / 'c'}", tokenizer, num_streams=1) for _ in range(2))
+    source, again = (
+        streams_of(f"stream:{tmp_path / 'c'}", tokenizer, num_streams=1) for _ in range(2)
+    )
     steps(source, 60)
     state, following = source.state_dict(), steps(source, 120)  # on into the next epoch
     read, original = [], parquet.ParquetFile.iter_batches
@@ -116,14 +128,24 @@ def test_a_state_of_other_data_is_refused(corpora, tokenizer, tmp_path):
         (streams_of(corpora["lines"][0], tokenizer), state, "source"),
         (streams_of(source, byte_tokenizer(280)), state, "tokenizer"),
         (streams_of(local, tokenizer), local_state, "revision"),
-        (TokenLoader(table_streams(9, num_streams=5)), TokenLoader(table_streams(9)).state_dict(), "num_streams"),
-        (TokenLoader(table_streams(9)), TokenLoader(TableStreams(np.zeros((9, 2)), 4, 3)).state_dict(), "tokens"),
+        (
+            TokenLoader(table_streams(9, num_streams=5)),
+            TokenLoader(table_streams(9)).state_dict(),
+            "num_streams",
+        ),
+        (
+            TokenLoader(table_streams(9)),
+            TokenLoader(TableStreams(np.zeros((9, 2)), 4, 3)).state_dict(),
+            "tokens",
+        ),
     ):
         with pytest.raises(InputError, match=told):
             loader_of.load_state_dict(saved)
 
 
-def test_a_hub_data_set_is_resumed_at_the_commit_it_was_begun_with(tmp_path, tokenizer, monkeypatch):
+def test_a_hub_data_set_is_resumed_at_the_commit_it_was_begun_with(
+    tmp_path, tokenizer, monkeypatch
+):
     for commit, seed in (("old", 0), ("new", 50)):
         (tmp_path / commit).mkdir()
         write_table(tmp_path / commit / "a.parquet", texts(30, seed=seed))
@@ -134,7 +156,13 @@ def test_a_hub_data_set_is_resumed_at_the_commit_it_was_begun_with(tmp_path, tok
             return replace(open_source(str(tmp_path / there)), name=name, revision=there)
 
         monkeypatch.setattr(streams_module, "open_source", source)
-        sizes = {"seq_len": 16, "batch_size": 4, "max_steps": 9, "validation_sequences": 2, "seed": 0}
+        sizes = {
+            "seq_len": 16,
+            "batch_size": 4,
+            "max_steps": 9,
+            "validation_sequences": 2,
+            "seed": 0,
+        }
         return open_tokens("hub:o/n", tokenizer, **sizes, revision=revision)
 
     old, newer = opened("old"), opened("new")
@@ -149,7 +177,9 @@ def test_a_hub_data_set_is_resumed_at_the_commit_it_was_begun_with(tmp_path, tok
         newer.train.load_state_dict(state)
 
 
-def test_too_few_documents_for_validation_or_for_the_streams_are_refused_by_name(tmp_path, tokenizer):
+def test_too_few_documents_for_validation_or_for_the_streams_are_refused_by_name(
+    tmp_path, tokenizer
+):
     write_table(tmp_path / "a.parquet", of_split(texts(3), "train"))
     options = {"seq_len": 8, "batch_size": 2, "max_steps": 1, "validation_sequences": 2, "seed": 0}
     with pytest.raises(InputError, match=r"validation documents of stream:.*has 0 tokens"):
@@ -166,7 +196,9 @@ def test_a_failed_read_moves_no_stream(tmp_path, tokenizer):
     reference = streams_of(f"stream:{tmp_path}", tokenizer, num_streams=2)
     source.read()
     content = (tmp_path / "1.jsonl").read_bytes()
-    (tmp_path / "1.jsonl").write_bytes(content[: len(content) // 2] + b"?" * (len(content) - len(content) // 2))
+    (tmp_path / "1.jsonl").write_bytes(
+        content[: len(content) // 2] + b"?" * (len(content) - len(content) // 2)
+    )
     source.load_state_dict(source.state_dict())  # forgets what was read ahead
     before = None
     with pytest.raises(InputError, match="not JSON"):  # noqa: PT012 (the last state before the failure)
@@ -187,9 +219,17 @@ def test_the_order_of_a_table_and_its_state_never_change():
     # runs continue with them: the first sequences of the first and the second epoch, seed 7
     source = TokenLoader(table_streams(10, 7, 5))
     orders = [(source.read()[:, 0] // 2).tolist() for _ in range(3)]
-    assert orders[::2] == [np.random.default_rng([7, epoch]).permutation(10)[:5].tolist() for epoch in (0, 1)]
+    assert orders[::2] == [
+        np.random.default_rng([7, epoch]).permutation(10)[:5].tolist() for epoch in (0, 1)
+    ]
     assert orders[0] == [8, 0, 7, 1, 3]
-    identity = {"kind": "table", "num_sequences": 10, "num_streams": 5, "seed": 7, "tokens": 3937112331}
+    identity = {
+        "kind": "table",
+        "num_sequences": 10,
+        "num_streams": 5,
+        "seed": 7,
+        "tokens": 3937112331,
+    }
     assert source.state_dict() == {**identity, "streams": {str(stream): [3] for stream in range(5)}}
 
 

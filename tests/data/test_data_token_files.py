@@ -56,7 +56,9 @@ def interrupted(at, *args, **options):
     return calls
 
 
-def test_every_document_is_there_once_in_order_and_held_out_ones_are_apart(corpus, good, tokenizer, tmp_path):
+def test_every_document_is_there_once_in_order_and_held_out_ones_are_apart(
+    corpus, good, tokenizer, tmp_path
+):
     index = json.loads((good / "tokens.json").read_text())
     for split in ("train", "validation"):
         assert index["splits"][split]["documents"] == len(of_split(corpus[1], split))
@@ -113,7 +115,13 @@ def test_stopped_at_its_limit_or_before_the_folder_has_its_name_the_same_call_on
         patch.setattr("pathlib.Path.rename", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             prepare(corpus[0], tokenizer, folder, max_tokens=300)
-    prepare(corpus[0], tokenizer, folder, max_tokens=300, on_progress=lambda _: pytest.fail("it was read again"))
+    prepare(
+        corpus[0],
+        tokenizer,
+        folder,
+        max_tokens=300,
+        on_progress=lambda _: pytest.fail("it was read again"),
+    )
     assert contents(folder) == contents(whole)
 
 
@@ -137,9 +145,13 @@ def test_a_source_that_is_gone_or_a_full_disk_costs_nothing_that_was_written(
     assert seen[0] > 0
 
 
-def test_a_complete_folder_is_left_as_it_is_and_one_of_something_else_is_refused(corpus, good, tokenizer, tmp_path):
+def test_a_complete_folder_is_left_as_it_is_and_one_of_something_else_is_refused(
+    corpus, good, tokenizer, tmp_path
+):
     folder = shutil.copytree(good, tmp_path / "tokens")
-    index = prepare(corpus[0], tokenizer, folder, on_progress=lambda _: pytest.fail("it was made again"))
+    index = prepare(
+        corpus[0], tokenizer, folder, on_progress=lambda _: pytest.fail("it was made again")
+    )
     assert index == json.loads((good / "tokens.json").read_text())
     with pytest.raises(InputError, match="max_tokens is 0; it must be at least 1"):
         prepare(corpus[0], tokenizer, tmp_path / "none", max_tokens=0)
@@ -161,11 +173,15 @@ def test_too_little_disk_space_is_told_before_anything_is_read_and_a_full_disk_k
 
     with monkeypatch.context() as patch:
         patch.setattr(token_files, "_append", full)
-        with pytest.raises(InputError, match=r"cannot write to .*tokens.partial: No space left on device"):
+        with pytest.raises(
+            InputError, match=r"cannot write to .*tokens.partial: No space left on device"
+        ):
             prepare(corpus[0], tokenizer, tmp_path / "tokens")
     prepare(corpus[0], tokenizer, tmp_path / "tokens")
     assert contents(tmp_path / "tokens") == contents(good)
-    monkeypatch.setattr(token_files, "read_documents", lambda *_, **__: pytest.fail("text was read"))
+    monkeypatch.setattr(
+        token_files, "read_documents", lambda *_, **__: pytest.fail("text was read")
+    )
     with pytest.raises(InputError, match=r"no disk space for .* MB free, .* MB needed"):
         prepare(corpus[0], tokenizer, tmp_path / "other", max_tokens=10**12)
 
@@ -177,7 +193,9 @@ def test_too_little_disk_space_is_told_before_anything_is_read_and_a_full_disk_k
         (b'{"text": "good"}\n{"text": ', r"a\.jsonl"), (b'{"body": "no text"}\n', r"a\.jsonl"),
     ],
 )  # fmt: skip
-def test_text_that_lacks_a_split_or_cannot_be_read_is_refused_and_leaves_nothing(tokenizer, tmp_path, content, told):
+def test_text_that_lacks_a_split_or_cannot_be_read_is_refused_and_leaves_nothing(
+    tokenizer, tmp_path, content, told
+):
     file = tmp_path / "a.jsonl"
     if isinstance(content, bytes):
         file.write_bytes(content)
@@ -194,7 +212,11 @@ def test_text_that_lacks_a_split_or_cannot_be_read_is_refused_and_leaves_nothing
         ("train.bin", lambda data: data[:-2], r"train.bin is damaged: it has \d+ bytes, not \d+"),
         ("validation.bin", None, "is incomplete: validation.bin is missing"),
         ("tokens.json", lambda data: b"[]", "holds no JSON object"),
-        ("tokens.json", lambda data: data.replace(b'"version": 1', b'"version": 2'), "format 2, newer than 1"),
+        (
+            "tokens.json",
+            lambda data: data.replace(b'"version": 1', b'"version": 2'),
+            "format 2, newer than 1",
+        ),
     ],
 )
 def test_a_damaged_folder_is_refused_in_one_line(good, tokenizer, tmp_path, name, change, told):
@@ -206,7 +228,9 @@ def test_a_damaged_folder_is_refused_in_one_line(good, tokenizer, tmp_path, name
     assert re.search(told, refusal(open_tokens, str(file.parent), tokenizer, seq_len=8, **COUNTS))
 
 
-def test_a_prepared_folder_is_mapped_read_only_and_trained_on_at_any_length_with_its_tokenizer(good, tokenizer):
+def test_a_prepared_folder_is_mapped_read_only_and_trained_on_at_any_length_with_its_tokenizer(
+    good, tokenizer
+):
     for seq_len in (5, 8):
         data = open_tokens(str(good), tokenizer, seq_len=seq_len, **COUNTS)
         table, _ = open_token_folder(good, Encoder.of(tokenizer), seq_len)
@@ -215,7 +239,10 @@ def test_a_prepared_folder_is_mapped_read_only_and_trained_on_at_any_length_with
         order = np.random.default_rng([0, 0]).permutation(len(table)).tolist()
         assert data.train.read().tolist() == table[order[:3]].tolist()
         assert len(data.validation) == 3
-    for vocabulary, seq_len, told in ((280, 8, "of tokenizer .*, not of"), (300, 10**5, "fewer than one seq")):
+    for vocabulary, seq_len, told in (
+        (280, 8, "of tokenizer .*, not of"),
+        (300, 10**5, "fewer than one seq"),
+    ):
         with pytest.raises(InputError, match=told):
             open_token_folder(good, Encoder.of(byte_tokenizer(vocabulary)), seq_len)
 

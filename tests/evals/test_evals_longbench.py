@@ -32,7 +32,9 @@ def examples_of(folder, rows, domains=None, **options):
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny(0, vocab_size=302, hidden_size=32, max_position_embeddings=800, initializer_range=0.3).double()
+    return tiny(
+        0, vocab_size=302, hidden_size=32, max_position_embeddings=800, initializer_range=0.3
+    ).double()
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +70,10 @@ def test_the_prompt_reads_as_the_papers_and_both_copies_are_the_same_tokens(mode
 def test_the_context_keeps_the_longest_equal_head_and_tail_that_fit(examples, make):
     tokenizer = make()
     whole = make_prompt(examples[0], tokenizer, 10_000)
-    opening, instruction = len(tokenizer.encode("")), len(tokenizer.encode(INSTRUCTION, add_special_tokens=False))
+    opening, instruction = (
+        len(tokenizer.encode("")),
+        len(tokenizer.encode(INSTRUCTION, add_special_tokens=False)),
+    )
     asked = len(whole.question) + len(whole.choices[0])
     for most in (*range(200, 300, 9), 5_000):
         prompt = make_prompt(examples[0], tokenizer, most)
@@ -95,17 +100,27 @@ def full_forward(model, before, prompt):
     """Log-likelihood of the four continuations, each in one plain forward over everything."""
     totals = []
     for choice in prompt.choices:
-        log_probs = model(input_ids=torch.tensor([[*before, *choice]]), use_cache=False).logits[0].log_softmax(-1)
-        totals.append(sum(float(log_probs[len(before) + i - 1, token]) for i, token in enumerate(choice)))
+        log_probs = (
+            model(input_ids=torch.tensor([[*before, *choice]]), use_cache=False)
+            .logits[0]
+            .log_softmax(-1)
+        )
+        totals.append(
+            sum(float(log_probs[len(before) + i - 1, token]) for i, token in enumerate(choice))
+        )
     return totals
 
 
-def test_every_baseline_equals_a_full_forward_of_the_same_ids_and_all_slots_the_dense_one(model, examples):
+def test_every_baseline_equals_a_full_forward_of_the_same_ids_and_all_slots_the_dense_one(
+    model, examples
+):
     batch = prepared(model, with_opening(), examples)
     prompt, dense = batch.batch[0], batch.baseline(DENSE)[0]
     texts = {DENSE: prompt.context, NONE: [0]}
     for keep in (0.02, 0.5):
-        texts[Baseline("truncated", keep)] = prompt.shortened(slots_for(len(prompt.context), keep, None))
+        texts[Baseline("truncated", keep)] = prompt.shortened(
+            slots_for(len(prompt.context), keep, None)
+        )
     compressor = GradientCompression(num_steps=1, activation_checkpointing=True)
     for _, cache in compressor.snapshots(batch.trace, keep_ratio=1.0):
         assert batch.score(cache) == [dense]
@@ -122,7 +137,10 @@ def test_every_baseline_equals_a_full_forward_of_the_same_ids_and_all_slots_the_
     ("options", "said"),
     [
         ({"max_tokens": 801}, "sequences of 801 tokens exceed the 800 positions of model 'tiny'"),
-        ({"max_tokens": 150}, r"row 'id\d': prompt and question leave -\d+ of max_tokens=150 for the context"),
+        (
+            {"max_tokens": 150},
+            r"row 'id\d': prompt and question leave -\d+ of max_tokens=150 for the context",
+        ),
         ({"tokenizer": None}, "model 'tiny' has no tokenizer"),
     ],
 )
@@ -133,16 +151,25 @@ def test_a_mistake_is_told_before_heavy_work(examples, model, options, said):
         LongBenchTask(examples, "fixture", **options).check("tiny", model, tokenizer)
 
 
-def test_the_order_depends_on_the_names_alone_and_questions_about_one_text_share_a_document(tmp_path):
+def test_the_order_depends_on_the_names_alone_and_questions_about_one_text_share_a_document(
+    tmp_path,
+):
     rows = [row(number) for number in range(5)] + [row(5, context=row(1)["context"])]
     forward = examples_of(tmp_path, rows)
     assert examples_of(tmp_path, rows[::-1]) == forward
     assert [example.name for example in forward] != [f"id{number}" for number in range(6)]
     assert len({example.document for example in forward}) == 5
-    assert examples_of(tmp_path, rows, ["Legal"], limit=3) == tuple(e for e in forward if e.stratum == "Legal")[:3]
+    assert (
+        examples_of(tmp_path, rows, ["Legal"], limit=3)
+        == tuple(e for e in forward if e.stratum == "Legal")[:3]
+    )
     task = make_task(str(tmp_path / "a.jsonl"), max_tokens=400, keep_ratios=[0.2])
     assert (task.dataset, task.max_tokens) == ("a.jsonl", 400)
-    assert {example.stratum for example in task.examples} == {"Legal", "Table QA", "Academic"}  # of the paper's seven
+    assert {example.stratum for example in task.examples} == {
+        "Legal",
+        "Table QA",
+        "Academic",
+    }  # of the paper's seven
     assert task.baselines == (DENSE, NONE, Baseline("truncated", 0.2))
 
 
@@ -160,8 +187,15 @@ def test_a_mistake_in_the_data_is_one_clear_line(tmp_path, rows, domains, said):
 
 
 def test_known_log_likelihoods_of_choices_give_known_figures():
-    equal = [choice_values(torch.full((4,), -7.0, dtype=torch.float64), right) for right in range(4)]
-    assert [v["accuracy"] for v in equal] == [1.0, 0.0, 0.0, 0.0]  # of equally likely ones the first
+    equal = [
+        choice_values(torch.full((4,), -7.0, dtype=torch.float64), right) for right in range(4)
+    ]
+    assert [v["accuracy"] for v in equal] == [
+        1.0,
+        0.0,
+        0.0,
+        0.0,
+    ]  # of equally likely ones the first
     assert all(v["nll_choice"] == pytest.approx(math.log(4)) for v in equal)
     found = choice_values(torch.tensor([0.1, 0.2, 0.6, 0.1], dtype=torch.float64).log() - 30.0, 1)
     assert (found["accuracy"], found["nll_choice"]) == (0.0, pytest.approx(-math.log(0.2)))

@@ -36,7 +36,10 @@ def test_the_paper_s_examples_are_twenty_at_each_of_five_depths_and_never_change
     strata = [example.stratum for example in paper.examples]
     assert Counter(strata) == dict.fromkeys(["0", "0.25", "0.5", "0.75", "1"], 20)
     assert len({example.document for example in paper.examples}) == 100
-    assert manifest(paper.examples) == "c5df5c8be6f049acfad5dcd971180372f9682d980ff9d7f8cc85228e968dee8a"
+    assert (
+        manifest(paper.examples)
+        == "c5df5c8be6f049acfad5dcd971180372f9682d980ff9d7f8cc85228e968dee8a"
+    )
 
 
 @pytest.mark.parametrize(("length", "make"), [(120, byte_tokenizer), (301, with_opening)])
@@ -44,7 +47,11 @@ def test_every_haystack_has_exactly_the_tokens_asked_for_and_its_needle_at_its_d
     tokenizer = make()
     first = len(tokenizer.encode(""))
     for example in make_task(tokenizer, length=length, per_depth=2).examples:
-        needle = [*example.question, *example.answer, *tokenizer.encode(".\n", add_special_tokens=False)]
+        needle = [
+            *example.question,
+            *example.answer,
+            *tokenizer.encode(".\n", add_special_tokens=False),
+        ]
         assert len(example.context) == length
         room = length - len(needle) - first
         start = first + round(float(example.stratum) * room)
@@ -52,7 +59,9 @@ def test_every_haystack_has_exactly_the_tokens_asked_for_and_its_needle_at_its_d
         assert list(example.context[:first]) == tokenizer.encode("")
 
 
-def test_the_passkey_stands_once_in_its_haystack_and_a_distractor_that_equals_it_is_drawn_again(tokenizer, paper):
+def test_the_passkey_stands_once_in_its_haystack_and_a_distractor_that_equals_it_is_drawn_again(
+    tokenizer, paper
+):
     for example in paper.examples:
         (passkey,) = example.references
         text = tokenizer.decode(example.context)
@@ -72,7 +81,10 @@ def test_the_passkey_stands_once_in_its_haystack_and_a_distractor_that_equals_it
 
 def test_passkeys_depend_on_seed_depth_and_number_alone(tokenizer):
     def passkeys(own=tokenizer, **settings):
-        return [q.references for q in make_task(own, **{"length": 300, "per_depth": 2, **settings}).examples]
+        return [
+            q.references
+            for q in make_task(own, **{"length": 300, "per_depth": 2, **settings}).examples
+        ]
 
     assert passkeys(byte_tokenizer(), length=200, per_depth=3)[:10] == passkeys()
     assert not set(passkeys()) & set(passkeys(seed=1))
@@ -85,7 +97,10 @@ def test_qwen_s_tokens_are_those_of_the_text_read_as_a_whole():
 
     qwen = AutoTokenizer.from_pretrained(QWEN)
     task = make_task(qwen, per_depth=1)
-    assert manifest(task.examples) == "fd5b42edf8426a5baf0a5ca8f324f6afe220af1fd0f777dbdad51526db6f1c7b"
+    assert (
+        manifest(task.examples)
+        == "fd5b42edf8426a5baf0a5ca8f324f6afe220af1fd0f777dbdad51526db6f1c7b"
+    )
     for example in task.examples:
         assert len(example.context) == 1024
         assert qwen.encode(qwen.decode(example.context)) == list(example.context)
@@ -102,13 +117,18 @@ def test_qwen_s_tokens_are_those_of_the_text_read_as_a_whole():
     ],
 )
 def test_an_answer_is_right_where_its_digits_are_the_passkey(answer, exact, prefix):
-    assert NeedleTask.judge(answer, ("483920",)) == {"exact_match": exact, "correct_prefix": pytest.approx(prefix)}
+    assert NeedleTask.judge(answer, ("483920",)) == {
+        "exact_match": exact,
+        "correct_prefix": pytest.approx(prefix),
+    }
 
 
 def test_a_haystack_too_short_and_numbers_out_of_range_are_refused(tokenizer):
     least = len(tokenizer.encode(f"{QUERY}483920.\n")) + len(tokenizer.encode(INSTRUCTION))
     make_task(tokenizer, length=least, per_depth=1)
-    with pytest.raises(InputError, match=f"a haystack of {least - 1} tokens is too short: .* take {least}"):
+    with pytest.raises(
+        InputError, match=f"a haystack of {least - 1} tokens is too short: .* take {least}"
+    ):
         make_task(tokenizer, length=least - 1, per_depth=1)
     with pytest.raises(InputError, match="per_depth is 0"):
         make_task(tokenizer, per_depth=0)

@@ -53,7 +53,11 @@ def test_models_are_paired_with_the_first_on_the_same_windows():
 
 def test_a_profile_is_the_suffix_evaluation_by_slots_and_all_slots_lose_nothing(tmp_path):
     assert slot_ratios([], 12) == [1 / 12, 2 / 12, 4 / 12, 8 / 12]
-    for slots, said in [([2, 2], "each once"), ([0], "0 slots are outside 1 to 12"), ([13], "13 slots")]:
+    for slots, said in [
+        ([2, 2], "each once"),
+        ([0], "0 slots are outside 1 to 12"),
+        ([13], "13 slots"),
+    ]:
         with pytest.raises(InputError, match=said):
             slot_ratios(slots, 12)
     task = SuffixTask(tuple(noise()), "noise", SUPERVISION)

@@ -12,14 +12,23 @@ from kvcat.evals import evaluate
 from kvcat.evals.qa import QAExample, QATask, cloze_values, make_task, read_examples
 from tiny import byte_tokenizer
 
-pytestmark = pytest.mark.filterwarnings("default")  # the harness and what it imports warn of their own affairs
-needs_harness = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm_eval is not installed")
+pytestmark = pytest.mark.filterwarnings(
+    "default"
+)  # the harness and what it imports warn of their own affairs
+needs_harness = pytest.mark.skipif(
+    importlib.util.find_spec("lm_eval") is None, reason="lm_eval is not installed"
+)
 CHOICES = {"text": ["ice", "fire", "sand"], "label": ["A", "B", "C"]}
 HELLASWAG = {
     "ind": 24, "activity_label": "Roof", "ctx_a": "A man [header] sits.", "ctx_b": "he", "label": "1",
     "ctx": "A man [header] sits. he", "endings": [" is using [step] wrap.", "rips [title] tiles.", "holds.", "starts."],
 }  # fmt: skip
-WINOGRANDE = {"sentence": "Ann beat Bob as _ was quick. ", "option1": "Ann", "option2": "Bob", "answer": "1"}
+WINOGRANDE = {
+    "sentence": "Ann beat Bob as _ was quick. ",
+    "option1": "Ann",
+    "option2": "Bob",
+    "answer": "1",
+}
 ROWS = {
     "hellaswag": HELLASWAG,
     "winogrande": WINOGRANDE,
@@ -36,7 +45,9 @@ ROWS = {
 
 def write(folder, *rows, task="rows"):
     file = folder / f"{task}.jsonl"
-    file.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    file.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    )
     return file
 
 
@@ -89,8 +100,15 @@ def test_what_does_not_exist_is_told(options, said):
 
 
 def test_equal_rows_without_an_id_stay_and_twins_share_a_document(tmp_path):
-    twin = {**WINOGRANDE, "sentence": "Ann lost to Bob as _ was slow.", "option1": "Bob", "option2": "Ann"}
-    first, second, copy = read_examples("winogrande", str(write(tmp_path, WINOGRANDE, twin, WINOGRANDE)))
+    twin = {
+        **WINOGRANDE,
+        "sentence": "Ann lost to Bob as _ was slow.",
+        "option1": "Bob",
+        "option2": "Ann",
+    }
+    first, second, copy = read_examples(
+        "winogrande", str(write(tmp_path, WINOGRANDE, twin, WINOGRANDE))
+    )
     assert first.document == second.document == copy.document
     assert (copy.name, len({first.name, second.name})) == (f"{first.name}-2", 2)
 
@@ -102,7 +120,12 @@ def test_the_sample_depends_on_seed_and_names_only_and_tasks_take_turns(tmp_path
         write(tmp_path / name, *order, task="arc_easy_test")
         write(tmp_path / name, ROWS["piqa"], task="piqa_validation_hf")
     drawn = make_task(tmp_path / "one", num_examples=10).examples
-    assert [example.name for example in drawn[1:5]] == ["M33", "M30", "M11", "M17"]  # the same on every machine
+    assert [example.name for example in drawn[1:5]] == [
+        "M33",
+        "M30",
+        "M11",
+        "M17",
+    ]  # the same on every machine
     assert drawn[0].stratum == "piqa"
     assert make_task(tmp_path / "two", num_examples=10).examples == drawn
     assert make_task(tmp_path / "one", num_examples=20).examples[:11] == drawn
@@ -122,13 +145,20 @@ def example(number, contexts, texts, gold=0, task="piqa"):
 EXAMPLES = (
     example(0, ["the cat sees"] * 2, ["a dog and a tree.", "it"]),
     example(1, ["the old house was", "the red river was"], ["small."] * 2, 1, "winogrande"),
-    example(2, ["where is the stone? \nAnswer:"] * 3, ["it was", "in the river ", "\u00c4pfel"], 2, "arc_easy"),
+    example(
+        2,
+        ["where is the stone? \nAnswer:"] * 3,
+        ["it was", "in the river ", "\u00c4pfel"],
+        2,
+        "arc_easy",
+    ),
     example(3, ["a "] * 2, ["dog", "house and tree and river"]),
 )
 
 
 def naive(model, tokenizer, context, text):
-    """One sequence at a time, all logits, no padding; the context's own tokens are counted apart."""
+    """One sequence at a time, all logits, no padding; the context's own tokens are counted
+    apart."""
     whole, start = tokenizer.encode(f"{context} {text}"), len(tokenizer.encode(context.rstrip()))
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([whole])).logits[0].double().log_softmax(-1)
@@ -136,13 +166,24 @@ def naive(model, tokenizer, context, text):
 
 
 @needs_harness
-def test_the_harness_gives_the_values_of_plain_forwards_and_the_run_resumes(pair, tmp_path, monkeypatch):
-    task, models, before, state = QATask(EXAMPLES), {"base": pair}, fingerprint(pair[0]), torch.get_rng_state()
+def test_the_harness_gives_the_values_of_plain_forwards_and_the_run_resumes(
+    pair, tmp_path, monkeypatch
+):
+    task, models, before, state = (
+        QATask(EXAMPLES),
+        {"base": pair},
+        fingerprint(pair[0]),
+        torch.get_rng_state(),
+    )
     records = evaluate(task, models, [], [], tmp_path / "out", batch_size=3, progress=False)
     for question, found in zip(EXAMPLES, records, strict=True):
         choices = zip(question.contexts, question.texts, strict=True)
         values = cloze_values(question, [naive(*pair, *choice) for choice in choices])
-        assert (found.stratum, found.document, found.example) == (question.stratum, question.document, question.name)
+        assert (found.stratum, found.document, found.example) == (
+            question.stratum,
+            question.document,
+            question.name,
+        )
         assert found.values == pytest.approx(values, abs=1e-5)
     assert torch.is_grad_enabled()
     assert torch.equal(torch.get_rng_state(), state)
@@ -153,7 +194,8 @@ def test_the_harness_gives_the_values_of_plain_forwards_and_the_run_resumes(pair
 
 def test_each_accuracy_has_its_own_argmax():
     values = [
-        cloze_values(example(0, ["x"] * 3, ["abcdefghij", "abc", "ab"], gold), [-10.0, -4.0, -3.9]) for gold in range(3)
+        cloze_values(example(0, ["x"] * 3, ["abcdefghij", "abc", "ab"], gold), [-10.0, -4.0, -3.9])
+        for gold in range(3)
     ]
     assert [v["acc"] for v in values] == [0.0, 0.0, 1.0]
     assert [v["acc_per_char"] for v in values] == [1.0, 0.0, 0.0]
@@ -165,7 +207,9 @@ def test_what_a_model_cannot_score_is_told_before_work(pair, monkeypatch):
     with pytest.raises(InputError, match="qa needs the tokenizer of model 'm'"):
         task.check("m", pair[0], None)
     long = example(4, ["a"] * 2, ["dog " * 200, "cat"])
-    with pytest.raises(InputError, match=r"choices of piqa 4 of \d+ tokens exceed the 128 positions of model 'm'"):
+    with pytest.raises(
+        InputError, match=r"choices of piqa 4 of \d+ tokens exceed the 128 positions of model 'm'"
+    ):
         QATask((long,)).check("m", *pair)
     with pytest.raises(InputError, match="qa is evaluated without compression"):
         evaluate(task, {"m": pair}, ["first"], [0.5], Path("none"))
@@ -176,7 +220,14 @@ def test_what_a_model_cannot_score_is_told_before_work(pair, monkeypatch):
 
 @needs_harness
 @pytest.mark.parametrize(
-    "file", ["hellaswag/hellaswag", "winogrande/default", "piqa/piqa", "openbookqa/openbookqa", "arc/arc_easy"]
+    "file",
+    [
+        "hellaswag/hellaswag",
+        "winogrande/default",
+        "piqa/piqa",
+        "openbookqa/openbookqa",
+        "arc/arc_easy",
+    ],
 )
 def test_the_prompts_are_those_of_the_harness_own_task_files(tmp_path, file):
     import lm_eval

@@ -13,7 +13,19 @@ CONFIG = {"evaluation": "suffix", "dataset": "t", "num_examples": 2, "methods": 
 def record(window, keep_ratio=0.1, step=None):
     values = {"kl": 0.1 + 0.2, "nll": 1e-17}
     return Record(
-        "base", "abc", "float32", "first", "{}", keep_ratio, step, None, "texts", "", "doc", str(window), values
+        "base",
+        "abc",
+        "float32",
+        "first",
+        "{}",
+        keep_ratio,
+        step,
+        None,
+        "texts",
+        "",
+        "doc",
+        str(window),
+        values,
     )
 
 
@@ -50,10 +62,18 @@ def line(**changes):
     ("name", "damage", "said"),
     [
         ("records", "{broken", "damaged"),
-        ("records", line(values={"kl": float("nan")}), "kl of example '0' of 'doc' is nan, no number"),
+        (
+            "records",
+            line(values={"kl": float("nan")}),
+            "kl of example '0' of 'doc' is nan, no number",
+        ),
         ("records", line(values={"kl": "0.1"}), "no record: Type"),
         ("records", '{"model": "base"}', "no record: TypeError"),
-        ("records", line(values={"kl": 0.5}), "second, different record of example '0' of 'doc': base, first, keep"),
+        (
+            "records",
+            line(values={"kl": 0.5}),
+            "second, different record of example '0' of 'doc': base, first, keep",
+        ),
         ("costs", "{oops", "damaged"),
         ("costs", '{"model": "base"}', "no cost: it has no method"),
     ],
@@ -79,14 +99,18 @@ def test_a_damaged_configuration_is_refused_in_one_line(tmp_path, changes, said)
     assert "is no results folder" in refusal(read_config, tmp_path / "none")
 
 
-def test_another_configuration_or_other_weights_of_a_label_are_refused_and_the_folder_is_free_again(tmp_path):
+def test_another_configuration_or_other_weights_of_a_label_are_refused_and_the_folder_is_free_again(
+    tmp_path,
+):
     with ResultsFolder(tmp_path, CONFIG) as folder:
         folder.append([record(0)])
         folder.check_model("base", "abc", "float32")
         with pytest.raises(InputError, match=r"another model 'base', .*float32.*, not .*bfloat16"):
             folder.check_model("base", "abc", "bfloat16")
     for shard in ((0, 1), (1, 2), (1, 2)):
-        with pytest.raises(InputError, match=r"another configuration: prefix_len is 8 there, 16 here"):
+        with pytest.raises(
+            InputError, match=r"another configuration: prefix_len is 8 there, 16 here"
+        ):
             ResultsFolder(tmp_path, {**CONFIG, "prefix_len": 16}, shard=shard)
     with ResultsFolder(tmp_path, CONFIG):
         pass

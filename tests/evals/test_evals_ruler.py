@@ -44,7 +44,10 @@ def read_variables(text, question):
 
 def read_common(text, question):
     words = re.findall(r"^\d+\. (\w+)$", text, flags=re.MULTILINE)
-    return {word for word, _ in Counter(words).most_common(int(re.search(r"the (\d+) most", question)[1]))}
+    return {
+        word
+        for word, _ in Counter(words).most_common(int(re.search(r"the (\d+) most", question)[1]))
+    }
 
 
 def read_frequent(text, question):
@@ -63,7 +66,10 @@ def test_a_reader_of_the_text_finds_the_answers_of(tokenizer, name):
         text, question = tokenizer.decode(example.context), tokenizer.decode(example.question)
         assert READERS[name](text, question) == set(example.references)
         assert tokenizer.decode(example.answer) == " " + ", ".join(example.references)
-        assert RulerTask.judge(tokenizer.decode(example.answer), example.references)["exact_match"] == 1.0
+        assert (
+            RulerTask.judge(tokenizer.decode(example.answer), example.references)["exact_match"]
+            == 1.0
+        )
 
 
 @pytest.mark.parametrize(("length", "make"), [(880, byte_tokenizer), (1995, with_opening)])
@@ -74,7 +80,9 @@ def test_every_text_has_exactly_the_tokens_of_its_length(make, length):
         assert list(example.context[: len(tokenizer.encode(""))]) == tokenizer.encode("")
 
 
-def test_texts_are_filled_with_whole_lines_depend_on_seed_task_and_number_alone_and_never_change(tokenizer, task):
+def test_texts_are_filled_with_whole_lines_depend_on_seed_task_and_number_alone_and_never_change(
+    tokenizer, task
+):
     for example in task.examples:
         text = tokenizer.decode(example.context)
         assert tokenizer.encode(text) == list(example.context)
@@ -85,9 +93,15 @@ def test_texts_are_filled_with_whole_lines_depend_on_seed_task_and_number_alone_
     assert one == tuple(example for example in task.examples if example.stratum == "vt")
     other = small(tokenizer, seed=1)
     assert not {e.references for e in other.examples} & {e.references for e in task.examples}
-    assert manifest(task.examples) == "fbbc7290676429850e05c49c68798126634fae860865ddea224163958c569ffc"
+    assert (
+        manifest(task.examples)
+        == "fbbc7290676429850e05c49c68798126634fae860865ddea224163958c569ffc"
+    )
     words = make_task(tokenizer, tasks=("cwe",), per_task=1)
-    assert manifest(words.examples) == "ba99317b3ce56fa5be9e4983c8483df9d503c04e81b3daef5c53637c664cb01b"
+    assert (
+        manifest(words.examples)
+        == "ba99317b3ce56fa5be9e4983c8483df9d503c04e81b3daef5c53637c664cb01b"
+    )
 
 
 @pytest.mark.parametrize(("answer", "found"), [("A, b and c", 1.0), ("a B", 2 / 3), ("x y z", 0.0)])
@@ -103,6 +117,8 @@ def test_a_match_is_the_share_of_references_that_the_answer_contains(answer, fou
         ({"tasks": ("vt",), "length": 60}, "vt: 60 tokens are too few: the text takes at least"),
     ],
 )
-def test_options_out_of_range_and_texts_too_short_for_what_they_hide_are_refused(tokenizer, options, said):
+def test_options_out_of_range_and_texts_too_short_for_what_they_hide_are_refused(
+    tokenizer, options, said
+):
     with pytest.raises(InputError, match=said):
         small(tokenizer, **options)

@@ -39,12 +39,16 @@ def tiny(seed, **changes):
 def with_opening():
     """A tokenizer that begins every text with a token, 0."""
     tokenizer = byte_tokenizer()
-    tokenizer._tokenizer.post_processor = TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", 0)])
+    tokenizer._tokenizer.post_processor = TemplateProcessing(
+        single="<eos> $A", special_tokens=[("<eos>", 0)]
+    )
     return tokenizer
 
 
 def noise():
-    tokens = torch.randint(VOCAB, (5, PREFIX + SUFFIX), generator=torch.Generator().manual_seed(0)).tolist()
+    tokens = torch.randint(
+        VOCAB, (5, PREFIX + SUFFIX), generator=torch.Generator().manual_seed(0)
+    ).tolist()
     return [Window(f"d{i % 3}", str(i), tuple(row), PREFIX) for i, row in enumerate(tokens)]
 
 
@@ -78,37 +82,56 @@ def test_every_model_method_ratio_and_window_has_its_record(finished):
     folder, records = finished
     assert records == read_records(folder)
     counts = Counter((record.method, record.keep_ratio, record.step) for record in records)
-    wanted = {(method, keep, None): 10 for method in ("attention-matching", "random") for keep in (0.25, 0.5)}
+    wanted = {
+        (method, keep, None): 10
+        for method in ("attention-matching", "random")
+        for keep in (0.25, 0.5)
+    }
     assert counts == wanted | {("gradient", 0.5, step): 4 for step in (0, 1, 2)}
     start, end = read_events(folder)
     assert (start["event"], start["torch"], end["event"]) == ("start", torch.__version__, "end")
 
 
 @pytest.mark.parametrize("kept", [0.0, "step 0"])
-def test_a_killed_run_continues_to_the_same_records(finished, models, windows, tmp_path, kept, monkeypatch):
+def test_a_killed_run_continues_to_the_same_records(
+    finished, models, windows, tmp_path, kept, monkeypatch
+):
     folder, records = finished
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     content = (folder / "records.jsonl").read_bytes()
     lines = content.splitlines(keepends=True)
-    last = max(i for i, record in enumerate(records) if record.step == 0)  # between two steps of an example
+    last = max(
+        i for i, record in enumerate(records) if record.step == 0
+    )  # between two steps of an example
     left = b"".join(lines[: last + 1]) if kept == "step 0" else content[: int(kept * len(content))]
     (tmp_path / "records.jsonl").write_bytes(left)
     assert keyed(run(models, windows, tmp_path)) == keyed(records)
     again = (tmp_path / "records.jsonl").read_bytes()
-    assert again == content if not kept else len(again.splitlines()) == len(lines)  # one seed writes the same bytes
+    assert (
+        again == content if not kept else len(again.splitlines()) == len(lines)
+    )  # one seed writes the same bytes
     monkeypatch.setattr("kvcat.evals.suffix.trace", None)  # a finished run is read and not repeated
     assert len(run(models, windows, tmp_path)) == len(records)
 
 
-def test_shards_together_give_the_records_of_the_whole_to_the_last_bit(finished, models, windows, tmp_path):
+def test_shards_together_give_the_records_of_the_whole_to_the_last_bit(
+    finished, models, windows, tmp_path
+):
     done = [len(run(models, windows, tmp_path, shard=(index, 3))) for index in range(3)]
     assert 0 < done[0] < done[-1] == len(finished[1])
     assert keyed(read_records(tmp_path)) == keyed(finished[1])
     assert run(models, windows, tmp_path) == read_records(tmp_path)
 
 
-def test_several_seeds_are_several_records_of_methods_that_draw_and_one_of_others(models, windows, tmp_path):
-    methods = ["random", "first", "attention-matching", Method("attention-matching", {"num_queries": 2})]
+def test_several_seeds_are_several_records_of_methods_that_draw_and_one_of_others(
+    models, windows, tmp_path
+):
+    methods = [
+        "random",
+        "first",
+        "attention-matching",
+        Method("attention-matching", {"num_queries": 2}),
+    ]
     base = {"base": models["base"]}
     records = run(base, windows, tmp_path, methods, (0.25,), seeds=(0, 1))
     assert {(r.method_label, r.seed) for r in records} == {
@@ -122,19 +145,25 @@ def test_several_seeds_are_several_records_of_methods_that_draw_and_one_of_other
     assert len({r.values["kl"] for r in records if r.method == "random" and r.example == "0"}) == 2
 
 
-def test_costs_are_those_of_the_first_batch_in_a_warm_process(models, windows, tmp_path, monkeypatch):
+def test_costs_are_those_of_the_first_batch_in_a_warm_process(
+    models, windows, tmp_path, monkeypatch
+):
     calls, made = [], Eviction.compress
     monkeypatch.setattr(Eviction, "compress", lambda *args: calls.append(args[2]) or made(*args))
     run({"base": models["base"]}, windows, tmp_path, ["first"], (0.25,), speed=True, batch_size=2)
     (cost,) = read_costs(tmp_path)
-    assert len(calls) == 1 + cost["runs"] + 2 > 4  # warm-up, measured runs, and the two other batches
+    assert (
+        len(calls) == 1 + cost["runs"] + 2 > 4
+    )  # warm-up, measured runs, and the two other batches
     assert (cost["examples"], cost["step"]) == (2, None)
     assert cost["seconds"] > 0
     assert cost["bytes"] < cost["dense_bytes"] / 2
     assert "ttft" not in cost  # 12 + 48 positions exceed the model's 32
 
 
-def test_a_model_may_be_added_under_a_label_of_its_own_and_is_paired_with_the_others(models, windows, tmp_path):
+def test_a_model_may_be_added_under_a_label_of_its_own_and_is_paired_with_the_others(
+    models, windows, tmp_path
+):
     run({"base": models["base"]}, windows, tmp_path, ["first"])
     records = run({"kvcat": models["kvcat"]}, windows, tmp_path, ["first"])
     table = compare_models(records, "base", num_resamples=9)
@@ -176,7 +205,10 @@ def test_the_primary_cell_is_named_before_the_run_and_another_configuration_is_r
         ({"shard": (2, 2)}, "shard 2 of 2"),
         ({"windows": []}, "no example"),
         ({"models": {}}, "no model"),
-        ({"models": {"base": (tiny(0, vocab_size=10), None)}}, "outside the vocabulary of model 'base'"),
+        (
+            {"models": {"base": (tiny(0, vocab_size=10), None)}},
+            "outside the vocabulary of model 'base'",
+        ),
     ],
 )
 def test_mistakes_are_told_before_anything_is_written(models, windows, tmp_path, changes, said):
@@ -185,8 +217,14 @@ def test_mistakes_are_told_before_anything_is_written(models, windows, tmp_path,
     assert not (tmp_path / "out").exists()
 
 
-def test_a_score_that_is_not_a_number_ends_the_run_in_one_line(models, windows, tmp_path, monkeypatch):
-    monkeypatch.setattr(PreparedWindows, "score", lambda self, _: [{"kl": float("nan")}] * len(self.batch))
-    with pytest.raises(InputError, match=r"model 'base', first at keep ratio 0.5: kl .* is nan, no number") as error:
+def test_a_score_that_is_not_a_number_ends_the_run_in_one_line(
+    models, windows, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(
+        PreparedWindows, "score", lambda self, _: [{"kl": float("nan")}] * len(self.batch)
+    )
+    with pytest.raises(
+        InputError, match=r"model 'base', first at keep ratio 0.5: kl .* is nan, no number"
+    ) as error:
         run(models, windows, tmp_path, ["first"], (0.5,))
     assert "\n" not in str(error.value)

@@ -37,7 +37,9 @@ def test_dense_and_prefixless_nll_equal_transformers_own_and_figures_agree(model
         none = [float(alone[i - 1, tokens[0, PREFIX + i]]) for i in range(1, SUFFIX)]
         assert values["nll_dense"] == pytest.approx(sum(dense) / SUFFIX, abs=1e-5)
         assert values["nll_none"] == pytest.approx(sum(none) / (SUFFIX - 1), abs=1e-5)
-        assert values["context_gain"] == pytest.approx((sum(none) - sum(dense[1:])) / (SUFFIX - 1), abs=1e-5)
+        assert values["context_gain"] == pytest.approx(
+            (sum(none) - sum(dense[1:])) / (SUFFIX - 1), abs=1e-5
+        )
         assert values["delta_nll"] == pytest.approx(values["nll"] - values["nll_dense"], abs=1e-5)
         ppl = math.exp(values["nll"]) - math.exp(values["nll_dense"])
         assert values["delta_ppl"] == pytest.approx(ppl, rel=1e-4, abs=1e-3)
@@ -58,28 +60,42 @@ def test_the_first_half_of_the_suffix_supervises_and_the_second_is_scored(model,
     for row, values in enumerate(prepared.score(cache)):
         own, targets = slice(3, 6), tokens[row, PREFIX + 4 :]
         kl = (dense[row, own].exp() * (dense[row, own] - compact[row, own])).sum(-1).mean()
-        means = [-x[row, 3:5].gather(-1, targets[:, None]).mean().item() for x in (compact, dense, alone)]
+        means = [
+            -x[row, 3:5].gather(-1, targets[:, None]).mean().item() for x in (compact, dense, alone)
+        ]
         assert values["kl"] == pytest.approx(kl.item(), abs=1e-5)
-        assert [values[n] for n in ("nll", "nll_dense", "nll_none")] == pytest.approx(means, abs=1e-5)
+        assert [values[n] for n in ("nll", "nll_dense", "nll_none")] == pytest.approx(
+            means, abs=1e-5
+        )
 
 
 def test_a_reconstruction_supervises_without_a_look_at_the_suffix(tiny_folder):
     model, tokenizer = load(tiny_folder)
     tokens = torch.randint(20, 200, (2, 24), generator=torch.Generator().manual_seed(0)).tolist()
     windows = [Window(str(i), "0", tuple(row), 16) for i, row in enumerate(tokens)]
-    prepared = SuffixTask(tuple(windows), "noise", "reconstruction").prepare(model, tokenizer, windows)
+    prepared = SuffixTask(tuple(windows), "noise", "reconstruction").prepare(
+        model, tokenizer, windows
+    )
     ids = prepared.trace.input_ids
     assert ids[:, :16].tolist() == ids[:, -16:].tolist() == [row[:16] for row in tokens]
     assert prepared.trace.supervision_start == ids.shape[1] - 16
-    whole, quarter = (prepared.score(Eviction("first")(prepared.trace, keep_ratio=k)) for k in (1.0, 0.25))
-    assert all(values["kl"] == pytest.approx(0.0, abs=1e-6) and values["top1"] == 1.0 for values in whole)
+    whole, quarter = (
+        prepared.score(Eviction("first")(prepared.trace, keep_ratio=k)) for k in (1.0, 0.25)
+    )
+    assert all(
+        values["kl"] == pytest.approx(0.0, abs=1e-6) and values["top1"] == 1.0 for values in whole
+    )
     assert all(values["kl"] > 1e-6 for values in quarter)
 
 
-def test_windows_that_the_supervision_or_the_model_cannot_use_are_refused_before_work(tiny_folder, texts_folder):
+def test_windows_that_the_supervision_or_the_model_cannot_use_are_refused_before_work(
+    tiny_folder, texts_folder
+):
     model, tokenizer = load(tiny_folder)
     task = SuffixTask((Window("d", "0", (30,) * 150, 140),), "noise", "reconstruction")
-    with pytest.raises(InputError, match=r"reconstruction sequences of \d+ tokens exceed the 256 positions"):
+    with pytest.raises(
+        InputError, match=r"reconstruction sequences of \d+ tokens exceed the 256 positions"
+    ):
         task.check("base", model, tokenizer)
     with pytest.raises(InputError, match="needs the tokenizer of model 'base'"):
         task.check("base", model, None)
@@ -88,7 +104,10 @@ def test_windows_that_the_supervision_or_the_model_cannot_use_are_refused_before
     task.check("base", model, tokenizer)
     with pytest.raises(InputError, match="made with, model 'base' has another one"):
         task.check("base", model, load("kvcat-base")[1])
-    with pytest.raises(InputError, match="supervision must be one of suffix, first-half, reconstruction, not 'both'"):
+    with pytest.raises(
+        InputError,
+        match="supervision must be one of suffix, first-half, reconstruction, not 'both'",
+    ):
         SuffixTask((Window("d", "0", (1,) * 8, 4),), "noise", "both")
     with pytest.raises(InputError, match="a suffix of at least 4, not 3"):
         SuffixTask((Window("d", "0", (1,) * 7, 4),), "noise", "first-half")
@@ -124,7 +143,11 @@ def test_windows_are_consecutive_tokens_that_do_not_overlap_drawn_by_the_seed_di
         assert (window.prefix_len, window.suffix_len) == (8, 4)
         starts.setdefault(window.document, []).append(start)
     assert {name: len(of) for name, of in starts.items()} == {"d0": 1, "d1": 2, "d2": 3, "d3": 4}
-    assert all(b - a >= 12 for of in starts.values() for a, b in zip(sorted(of), sorted(of)[1:], strict=False))
+    assert all(
+        b - a >= 12
+        for of in starts.values()
+        for a, b in zip(sorted(of), sorted(of)[1:], strict=False)
+    )
     assert len({window.document for window in draw(limit=4)}) == 4
     assert [w.document for w in draw()][:4] == [w.document for w in draw(limit=4)]
     assert len(draw(limit=3)) == 3
@@ -135,7 +158,9 @@ def test_documents_that_give_no_window_are_refused():
     with pytest.raises(InputError, match=r"900 \+ 4 tokens; the longest of 4 has 50"):
         draw(prefix_len=900)
     with pytest.raises(InputError, match="share the name 'a'"):
-        windows_from_documents([("a", "x"), ("b", "x"), ("a", "y")], Characters(), prefix_len=8, suffix_len=4)
+        windows_from_documents(
+            [("a", "x"), ("b", "x"), ("a", "y")], Characters(), prefix_len=8, suffix_len=4
+        )
     for name, value in [("suffix_len", 1), ("limit", 0)]:
         with pytest.raises(InputError, match=f"{name} is {value}"):
             draw(**{name: value})
@@ -147,15 +172,28 @@ def source(path, texts, field="text"):
 
 
 def test_lines_of_wikitext_become_articles_from_heading_to_heading(tmp_path, monkeypatch):
-    lines = [" = 1 = \n", " First . \n", " = = Part = = \n", " Second . \n", " = 1 = \n", " Third . \n"]
-    monkeypatch.setitem(CORPORA, "wikitext-103", source(tmp_path / "wiki.jsonl", ["before\n", *lines]))
+    lines = [
+        " = 1 = \n",
+        " First . \n",
+        " = = Part = = \n",
+        " Second . \n",
+        " = 1 = \n",
+        " Third . \n",
+    ]
+    monkeypatch.setitem(
+        CORPORA, "wikitext-103", source(tmp_path / "wiki.jsonl", ["before\n", *lines])
+    )
     articles = corpus_documents("wikitext-103", "all", 9)
     assert [text for _, text in articles] == ["".join(lines[:4]), "".join(lines[4:])]
     assert [name.split(" ", 1)[1] for name, _ in articles] == ["1", "1"]
     assert len({name for name, _ in articles}) == 2
-    monkeypatch.setitem(CORPORA, "arxiv", source(tmp_path / "arxiv.jsonl", ["a paper", "another"], "article"))
+    monkeypatch.setitem(
+        CORPORA, "arxiv", source(tmp_path / "arxiv.jsonl", ["a paper", "another"], "article")
+    )
     assert [text for _, text in corpus_documents("arxiv", "all", 9)] == ["a paper", "another"]
-    monkeypatch.setitem(CORPORA, "fineweb-edu", source(tmp_path / "web.jsonl", [f"page {i}" for i in range(90)]))
+    monkeypatch.setitem(
+        CORPORA, "fineweb-edu", source(tmp_path / "web.jsonl", [f"page {i}" for i in range(90)])
+    )
     held_out = [name for name, _ in corpus_documents("fineweb-edu", "test", 90)]
     assert {split_of(name) for name in held_out} == {"test"}
     with pytest.raises(InputError, match="arxiv is used whole: it has no split 'train'"):

@@ -1,4 +1,5 @@
-"""The chunked objective against the naive one, which holds all logits, and against answers that are known."""
+"""The chunked objective against the naive one, which holds all logits, and against answers that are
+known."""
 
 import pytest
 import torch
@@ -21,15 +22,21 @@ WIDE = {"hidden": 32, "vocab": 101}
 WEIGHTS = {"mask_weight": 0.7, "anchor_weight": 1.3}
 
 
-def make_head(*, bias=False, scale=1.0, softcap=None, hidden=HIDDEN, vocab=VOCAB, dtype=torch.float64):
+def make_head(
+    *, bias=False, scale=1.0, softcap=None, hidden=HIDDEN, vocab=VOCAB, dtype=torch.float64
+):
     linear = nn.Linear(hidden, vocab, bias=bias, dtype=dtype)
     for parameter, seed in zip(linear.parameters(), (7, 8), strict=False):
-        values = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        values = torch.randn(
+            parameter.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+        )
         parameter.data = (values / hidden**0.5).to(dtype)
     return OutputHead(linear, scale, softcap)
 
 
-def make_inputs(*, batch=BATCH, tokens=TOKENS, hidden=HIDDEN, vocab=VOCAB, dtype=torch.float64, seed=0):
+def make_inputs(
+    *, batch=BATCH, tokens=TOKENS, hidden=HIDDEN, vocab=VOCAB, dtype=torch.float64, seed=0
+):
     generator = torch.Generator().manual_seed(seed)
     dense, noise = torch.randn(2, batch, tokens, hidden, generator=generator, dtype=torch.float64)
     ids = torch.randint(vocab, (batch, tokens), generator=generator)
@@ -40,11 +47,16 @@ def make_inputs(*, batch=BATCH, tokens=TOKENS, hidden=HIDDEN, vocab=VOCAB, dtype
 def naive_total(head, dense, masked, ids, *, mask_weight=1.0, anchor_weight=1.0):
     logits = head.logits(dense)
     total = anchor_weight * next_token_loss(logits, ids)
-    return total if masked is None else total + mask_weight * distillation_kl(logits, head.logits(masked))
+    return (
+        total
+        if masked is None
+        else total + mask_weight * distillation_kl(logits, head.logits(masked))
+    )
 
 
 def objective(head, dense, masked, ids, **options):
-    """The chunked objective of the naive one's arguments: the state at t predicts the token at t + 1."""
+    """The chunked objective of the naive one's arguments: the state at t predicts the token at t +
+    1."""
     masked = None if masked is None else masked[:, :-1]
     return chunked_objective(head, dense[:, :-1], masked, ids[:, 1:], **options)
 
@@ -57,26 +69,40 @@ def gradients(total, head, *hidden, **options):
 def assert_equal(found, expected, head, *hidden):
     """Values and gradients agree to the rounding of float64."""
     assert abs(found.item() - expected.item()) < 1e-12
-    for one, other in zip(gradients(found, head, *hidden), gradients(expected, head, *hidden), strict=True):
+    for one, other in zip(
+        gradients(found, head, *hidden), gradients(expected, head, *hidden), strict=True
+    ):
         assert one.dtype == other.dtype
         assert other.abs().max() > 1e-4
         assert (one - other).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("control", [False, True])
-@pytest.mark.parametrize(("options", "chunk"), [({}, 1000), ({"scale": -1.7}, 3), ({"softcap": 0.8}, 5), (ALL, None)])
+@pytest.mark.parametrize(
+    ("options", "chunk"), [({}, 1000), ({"scale": -1.7}, 3), ({"softcap": 0.8}, 5), (ALL, None)]
+)
 def test_value_and_every_gradient_equal_the_naive_objective(options, chunk, control, monkeypatch):
     monkeypatch.setattr("kvcat.losses.logits._BLOCK_ELEMENTS_CPU", 2 * VOCAB)
     head, (dense, masked, ids) = make_head(**options), make_inputs()
     masked = None if control else masked
     losses = objective(head, dense, masked, ids, **WEIGHTS, chunk_tokens=chunk)
-    assert_equal(losses.total, naive_total(head, dense, masked, ids, **WEIGHTS), head, dense, masked)
-    assert losses.dense_loss.item() == pytest.approx(next_token_loss(head.logits(dense), ids).item(), abs=1e-13)
+    assert_equal(
+        losses.total, naive_total(head, dense, masked, ids, **WEIGHTS), head, dense, masked
+    )
+    assert losses.dense_loss.item() == pytest.approx(
+        next_token_loss(head.logits(dense), ids).item(), abs=1e-13
+    )
     assert ((losses.masked_loss, losses.kl, losses.top1) == (None, None, None)) == control
     if not control:
         logits, masked_logits = head.logits(dense), head.logits(masked)
-        same = (logits[:, :-1].argmax(-1) == masked_logits[:, :-1].argmax(-1)).double().mean().item()
-        expected = [next_token_loss(masked_logits, ids).item(), distillation_kl(logits, masked_logits).item(), same]
+        same = (
+            (logits[:, :-1].argmax(-1) == masked_logits[:, :-1].argmax(-1)).double().mean().item()
+        )
+        expected = [
+            next_token_loss(masked_logits, ids).item(),
+            distillation_kl(logits, masked_logits).item(),
+            same,
+        ]
         parts = (losses.masked_loss, losses.kl, losses.top1)
         assert [part.item() for part in parts] == pytest.approx(expected, abs=1e-13)
         assert 0.1 < same < 0.95
@@ -93,7 +119,10 @@ def test_each_gradient_is_right_when_it_is_the_only_one(only):
 
 
 def test_equal_passes_have_no_kl_no_gradient_and_full_agreement():
-    head, (dense, _, ids) = make_head(bias=True, softcap=2.0, dtype=torch.float32), make_inputs(dtype=torch.float32)
+    head, (dense, _, ids) = (
+        make_head(bias=True, softcap=2.0, dtype=torch.float32),
+        make_inputs(dtype=torch.float32),
+    )
     losses = objective(head, dense, dense, ids, anchor_weight=0.0, chunk_tokens=4)
     assert (losses.total.item(), losses.kl.item(), losses.top1.item()) == (0.0, 0.0, 1.0)
     assert losses.dense_loss.item() == losses.masked_loss.item() > 0
@@ -103,7 +132,9 @@ def test_equal_passes_have_no_kl_no_gradient_and_full_agreement():
 def test_the_gradient_that_arrives_scales_all_gradients_as_often_as_asked():
     head, (dense, masked, ids) = make_head(bias=True), make_inputs()
     total = objective(head, dense, masked, ids, **WEIGHTS, chunk_tokens=5).total
-    once, scaled, again = (gradients(total * x, head, dense, masked, retain_graph=True) for x in (1.0, -2048.0, 1.0))
+    once, scaled, again = (
+        gradients(total * x, head, dense, masked, retain_graph=True) for x in (1.0, -2048.0, 1.0)
+    )
     assert all(torch.equal(b, -2048 * a) for a, b in zip(once, scaled, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
 
@@ -141,8 +172,12 @@ def test_a_scaled_loss_saves_float16_gradients_from_underflow():
     torch.testing.assert_close(found, expected, rtol=2e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize(("softcap", "block", "at_once"), [(None, 6, 5), (2.0, 6, 7), (None, 5, 2), (2.0, 5, 2)])
-def test_no_tensor_is_larger_than_a_chunk_of_logits_and_few_of_those_live_at_once(softcap, block, at_once, monkeypatch):
+@pytest.mark.parametrize(
+    ("softcap", "block", "at_once"), [(None, 6, 5), (2.0, 6, 7), (None, 5, 2), (2.0, 5, 2)]
+)
+def test_no_tensor_is_larger_than_a_chunk_of_logits_and_few_of_those_live_at_once(
+    softcap, block, at_once, monkeypatch
+):
     monkeypatch.setattr("kvcat.losses.logits._BLOCK_ELEMENTS_CPU", block * 97)
     chunk, vocab, sizes = 6, 97, {"hidden": 5, "vocab": 97}
     head = make_head(**sizes, bias=True, softcap=softcap, dtype=torch.float32)
@@ -192,12 +227,19 @@ def test_what_is_no_head_and_a_chunk_without_tokens_are_refused_by_name():
 
 
 @pytest.mark.parametrize("chunk", [4, 256])
-def test_distillation_from_another_model_in_chunks_equals_the_whole_in_value_and_every_gradient(chunk, monkeypatch):
+def test_distillation_from_another_model_in_chunks_equals_the_whole_in_value_and_every_gradient(
+    chunk, monkeypatch
+):
     monkeypatch.setattr("kvcat.losses.logits._CHUNK_ELEMENTS", chunk * VOCAB)
     teacher, student = make_head(bias=True), make_head(hidden=5, scale=0.5, softcap=3.0)
     taught, learned = make_inputs()[0], make_inputs(hidden=5, seed=1)[0]
     found = chunked_kl(teacher, taught[:, :-1].detach(), student, learned[:, :-1])
-    assert_equal(found, distillation_kl(teacher.logits(taught.detach()), student.logits(learned)), student, learned)
+    assert_equal(
+        found,
+        distillation_kl(teacher.logits(taught.detach()), student.logits(learned)),
+        student,
+        learned,
+    )
 
 
 def test_distillation_under_one_head_equals_the_whole_and_gives_the_teacher_no_gradient():

@@ -1,4 +1,5 @@
-"""Tiny models with random weights, and a float64 that stays float64 (a module of the tests, not a test)."""
+"""Tiny models with random weights, and a float64 that stays float64 (a module of the tests, not a
+test)."""
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -16,7 +17,12 @@ SUPPORTED = {
     "qwen3": {"head_dim": 8},
     "mistral": {"sliding_window": 5, "head_dim": 8},
     "smollm3": {},
-    "gemma3_text": {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 8, "final_logit_softcapping": 3.0},
+    "gemma3_text": {
+        "head_dim": 8,
+        "sliding_window": 5,
+        "query_pre_attn_scalar": 8,
+        "final_logit_softcapping": 3.0,
+    },
     "cohere2": {"logit_scale": 0.3, "sliding_window": 5},
     "granite": {"logits_scaling": 3.0, "attention_multiplier": 0.2},
     "phi": {},
@@ -37,7 +43,8 @@ def supported(kind, **options):
 
 
 class StaysDouble(TorchFunctionMode):
-    """Norms, rotary embeddings and softmax of transformers compute in float32; here float64 stays float64."""
+    """Norms, rotary embeddings and softmax of transformers compute in float32; here float64 stays
+    float64."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -45,6 +52,10 @@ class StaysDouble(TorchFunctionMode):
             target = [x for x in (*args[1:], *kwargs.values()) if isinstance(x, torch.dtype)]
             if func is torch.Tensor.float or target == [torch.float32]:
                 return args[0]
-        if kwargs.get("dtype") is torch.float32 and args and getattr(args[0], "dtype", None) == torch.float64:
+        if (
+            kwargs.get("dtype") is torch.float32
+            and args
+            and getattr(args[0], "dtype", None) == torch.float64
+        ):
             kwargs["dtype"] = torch.float64
         return func(*args, **kwargs)

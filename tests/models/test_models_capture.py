@@ -21,19 +21,29 @@ def test_a_capture_in_chunks_is_that_of_one_forward_and_of_the_stock_model(kind)
         every = capture(model, ids)
         stock = model(input_ids=ids, use_cache=True, output_hidden_states=True)
         for chunk_tokens in (1, 23, 1000) if kind == "llama" else (7,):
-            parts = capture(model, ids, query_positions=torch.arange(9, 24), hidden_start=3, chunk_tokens=chunk_tokens)
+            parts = capture(
+                model,
+                ids,
+                query_positions=torch.arange(9, 24),
+                hidden_start=3,
+                chunk_tokens=chunk_tokens,
+            )
             left, right = ([x.keys, x.values, x.queries, x.hidden] for x in (whole, parts))
             torch.testing.assert_close(left, right, rtol=0, atol=1e-12)
             torch.testing.assert_close(whole.stream, parts.stream)
     assert whole.hidden.shape[1] == 21
     assert not whole.hidden.requires_grad
     assert torch.allclose(logits_from_hidden(model, every.hidden), stock.logits, atol=1e-6)
-    entering = torch.stack(stock.hidden_states[: len(every.stream)]).square().sum(-1).median(-1).values
+    entering = (
+        torch.stack(stock.hidden_states[: len(every.stream)]).square().sum(-1).median(-1).values
+    )
     assert torch.allclose(torch.stack(every.stream).double(), entering, rtol=1e-5)
     for layer, (keys, cached) in enumerate(zip(every.keys, stock[CACHE_NAME].layers, strict=True)):
         assert cached.keys.shape[2] < 24 or torch.allclose(keys, cached.keys, atol=1e-12)
         assert torch.equal(whole.queries[layer], every.queries[layer][:, :, 9:])
-        assert kind == "gpt2" or every.scales[layer] == decoder_layers(model)[layer].self_attn.scaling
+        assert (
+            kind == "gpt2" or every.scales[layer] == decoder_layers(model)[layer].self_attn.scaling
+        )
 
 
 def test_a_long_capture_counts_its_layers_and_chunks(monkeypatch):
@@ -52,9 +62,13 @@ def test_a_long_capture_counts_its_layers_and_chunks(monkeypatch):
 def test_gains_are_the_mean_squared_columns_of_the_output_projection_and_one_without_it():
     model, gpt2 = supported("llama"), supported("gpt2")
     counts = [2, *[1] * (len(model.model.layers) - 1)]  # layers may differ
-    for layer, heads, gains in zip(model.model.layers, counts, output_gains(model, counts), strict=True):
+    for layer, heads, gains in zip(
+        model.model.layers, counts, output_gains(model, counts), strict=True
+    ):
         blocks = layer.self_attn.o_proj.weight.detach().chunk(heads, 1)
-        assert gains.tolist() == pytest.approx([block.square().sum(0).mean().item() for block in blocks])
+        assert gains.tolist() == pytest.approx(
+            [block.square().sum(0).mean().item() for block in blocks]
+        )
     assert all((gains == 1).all() for gains in output_gains(gpt2, [2] * len(decoder_layers(gpt2))))
 
     with pytest.raises(InputError, match="chunk_tokens is 0; it must be at least 1"):

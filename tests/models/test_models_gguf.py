@@ -1,4 +1,5 @@
-"""Models in .gguf files compute what llama.cpp computes from the same file, or are refused by name."""
+"""Models in .gguf files compute what llama.cpp computes from the same file, or are refused by
+name."""
 
 import re
 

@@ -14,7 +14,12 @@ HEADS = {
     "gemma2": {"head_dim": 8, "final_logit_softcapping": 3.0}, "granite": {"logits_scaling": 3.0}, "phi": {},
     "hyperclovax": {"logits_scaling": 3.0},  # multiplies by what Granite divides by
 }  # fmt: skip
-EXPECTED = {"hyperclovax": (3.0, None), "gemma2": (1.0, 3.0), "cohere": (0.0625, None), "granite": (1 / 3, None)}
+EXPECTED = {
+    "hyperclovax": (3.0, None),
+    "gemma2": (1.0, 3.0),
+    "cohere": (0.0625, None),
+    "granite": (1 / 3, None),
+}
 
 
 @pytest.mark.parametrize("kind", sorted({*SUPPORTED, *HEADS}))
@@ -25,7 +30,9 @@ def test_the_head_is_what_the_configuration_means_and_gives_the_model_s_logits(k
     assert head.weight is model.get_output_embeddings().weight
     assert (head.bias is not None) == (kind == "phi")
     found = head.logits(hidden_states(model, input_ids=ids, use_cache=False))
-    torch.testing.assert_close(found, model(input_ids=ids, use_cache=False).logits, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        found, model(input_ids=ids, use_cache=False).logits, rtol=1e-12, atol=1e-12
+    )
 
 
 class HiddenCap(LlamaForCausalLM):
@@ -53,7 +60,10 @@ def test_a_scale_that_the_model_does_not_apply_is_left_away_and_heads_that_do_mo
     for model, told in (
         (capped, "HiddenCap is not supported: its head does more"),
         (adapted, "LlamaForCausalLM is not supported: .* Adapted"),
-        (tiny("modernbert-decoder", **special), "does not read the output of ModernBertDecoderModel"),
+        (
+            tiny("modernbert-decoder", **special),
+            "does not read the output of ModernBertDecoderModel",
+        ),
         (tiny("llama").model, "LlamaModel is not supported: it has no language-model head"),
     ):
         with pytest.raises(InputError, match=told):

@@ -1,4 +1,5 @@
-"""Folders that load and save, folders that are refused by name, and models that the self-test refuses."""
+"""Folders that load and save, folders that are refused by name, and models that the self-test
+refuses."""
 
 import json
 import re
@@ -24,7 +25,11 @@ from tiny import refusal
 def source(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "tiny-qwen2"
     words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
-    return save(supported("qwen2", dtype=torch.float32), PreTrainedTokenizerFast(tokenizer_object=words), folder)
+    return save(
+        supported("qwen2", dtype=torch.float32),
+        PreTrainedTokenizerFast(tokenizer_object=words),
+        folder,
+    )
 
 
 @pytest.fixture
@@ -32,7 +37,9 @@ def folder(source, tmp_path):
     return shutil.copytree(source, tmp_path / "copy")
 
 
-def test_a_loaded_model_is_the_stock_class_and_a_saved_folder_names_nothing_of_ours(source, tmp_path):
+def test_a_loaded_model_is_the_stock_class_and_a_saved_folder_names_nothing_of_ours(
+    source, tmp_path
+):
     model, tokenizer = load(source)
     stock = AutoModelForCausalLM.from_pretrained(source)
     assert (type(model), model.training) == (type(stock), False)
@@ -47,7 +54,9 @@ def test_a_loaded_model_is_the_stock_class_and_a_saved_folder_names_nothing_of_o
     assert "kvcat" not in (target / "config.json").read_text()
     assert [p.name for p in target.parent.iterdir()] == ["saved"]
     again = AutoModelForCausalLM.from_pretrained(target)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True)
+    )
 
 
 def test_a_refused_or_failed_save_leaves_the_folder_as_it_was(source, tmp_path, monkeypatch):
@@ -69,7 +78,9 @@ def test_what_is_no_model_folder_is_refused_and_options_are_checked_first(tmp_pa
     (tmp_path / "m.gguf").write_bytes(b"PK\x03\x04")
     (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03\0\0\0")
     (tmp_path / "t5").mkdir()
-    (tmp_path / "t5" / "config.json").write_text('{"is_encoder_decoder": true, "architectures": ["T5"]}')
+    (tmp_path / "t5" / "config.json").write_text(
+        '{"is_encoder_decoder": true, "architectures": ["T5"]}'
+    )
     for name, told in (
         ("nowhere", "does not exist"), ("", "no config.json"), ("file", "is a file"), ("t5", "T5 .* encoder-decoder"),
         ("m.gguf", "is no GGUF file"), ("cut.gguf", "cannot load"),
@@ -116,13 +127,19 @@ def test_bad_json_missing_files_and_unknown_models_are_refused(folder):
     assert f"cannot load {folder}: SafetensorError" in refusal(load, folder, tokenizer=False)
     weights.unlink()
     assert "no file named model.safetensors" in refusal(load, folder, tokenizer=False)
-    index.write_text(json.dumps({"metadata": {}, "weight_map": {"x": "model-00002-of-00002.safetensors"}}))
+    index.write_text(
+        json.dumps({"metadata": {}, "weight_map": {"x": "model-00002-of-00002.safetensors"}})
+    )
     assert re.search("cannot load .*model-00002-of-00002", refusal(load, folder, tokenizer=False))
 
 
 def test_a_hub_name_without_network_fails_within_seconds(monkeypatch, tmp_path):
     # an address that swallows packets: the worst kind of no network
-    for name, value in (("ENDPOINT", "https://192.0.2.1"), ("HF_HUB_CACHE", str(tmp_path)), ("HF_HUB_OFFLINE", False)):
+    for name, value in (
+        ("ENDPOINT", "https://192.0.2.1"),
+        ("HF_HUB_CACHE", str(tmp_path)),
+        ("HF_HUB_OFFLINE", False),
+    ):
         monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
     monkeypatch.setattr("kvcat.hub.PATIENCE", 0.3)
     for variable in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY"):
@@ -132,9 +149,18 @@ def test_a_hub_name_without_network_fails_within_seconds(monkeypatch, tmp_path):
     assert time.monotonic() - started < 3
 
 
-@pytest.mark.parametrize("lacking", ["tokenizer.json", "model-00002-of-00002.safetensors", "index", None])
-def test_a_cached_model_that_lacks_files_is_fetched_again_where_there_is_a_way(lacking, tmp_path, monkeypatch):
-    index = {"weight_map": {"x": "model-00001-of-00002.safetensors", "y": "model-00002-of-00002.safetensors"}}
+@pytest.mark.parametrize(
+    "lacking", ["tokenizer.json", "model-00002-of-00002.safetensors", "index", None]
+)
+def test_a_cached_model_that_lacks_files_is_fetched_again_where_there_is_a_way(
+    lacking, tmp_path, monkeypatch
+):
+    index = {
+        "weight_map": {
+            "x": "model-00001-of-00002.safetensors",
+            "y": "model-00002-of-00002.safetensors",
+        }
+    }
     for name in ("config.json", "tokenizer.json", *index["weight_map"].values()):
         if name != lacking:
             (tmp_path / name).write_text("{}")
@@ -142,22 +168,34 @@ def test_a_cached_model_that_lacks_files_is_fetched_again_where_there_is_a_way(l
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     monkeypatch.setattr(hub, "try_to_load_from_cache", lambda *_: str(tmp_path / "config.json"))
     monkeypatch.setattr(hub, "snapshot_download", lambda *_, **__: "fetched")
-    for obstacle, folder in (("no way", tmp_path), (None, Path("fetched") if lacking else tmp_path)):
+    for obstacle, folder in (
+        ("no way", tmp_path),
+        (None, Path("fetched") if lacking else tmp_path),
+    ):
         monkeypatch.setattr(hub, "hub_obstacle", lambda obstacle=obstacle: obstacle)
         assert hub.local_folder("some/model") == folder
 
 
-@pytest.mark.parametrize(("obstacle", "tokenizer"), [(None, False), (None, True), ("no way", False)])
-def test_a_tokenizer_is_fetched_without_weights_where_it_is_not_cached(obstacle, tokenizer, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("obstacle", "tokenizer"), [(None, False), (None, True), ("no way", False)]
+)
+def test_a_tokenizer_is_fetched_without_weights_where_it_is_not_cached(
+    obstacle, tokenizer, tmp_path, monkeypatch
+):
     for name in ("config.json", "tokenizer.json")[: 1 + tokenizer]:
         (tmp_path / name).write_text("{}")
     fetched = []
     monkeypatch.setattr(hub, "try_to_load_from_cache", lambda *_: str(tmp_path / "config.json"))
-    monkeypatch.setattr(hub, "snapshot_download", lambda *_, **options: fetched.append(options) or tmp_path)
+    monkeypatch.setattr(
+        hub, "snapshot_download", lambda *_, **options: fetched.append(options) or tmp_path
+    )
     monkeypatch.setattr(hub, "hub_obstacle", lambda: obstacle)
     assert hub.local_folder("some/model", weights=False) == tmp_path
     assert len(fetched) == (obstacle is None and not tokenizer)
-    assert all("*.json" in x["allow_patterns"] and not {*x["allow_patterns"]} & {*hub._WEIGHTS} for x in fetched)
+    assert all(
+        "*.json" in x["allow_patterns"] and not {*x["allow_patterns"]} & {*hub._WEIGHTS}
+        for x in fetched
+    )
 
 
 @pytest.mark.parametrize(
@@ -172,7 +210,9 @@ def test_a_tokenizer_is_fetched_without_weights_where_it_is_not_cached(obstacle,
 )  # fmt: skip
 def test_what_cannot_be_supported_is_refused_by_name(kind, options, message):
     if kind == "bert":
-        model = BertLMHeadModel(BertConfig(**BASE, hidden_size=32, intermediate_size=48, num_attention_heads=4))
+        model = BertLMHeadModel(
+            BertConfig(**BASE, hidden_size=32, intermediate_size=48, num_attention_heads=4)
+        )
     else:
         model = tiny(kind, dtype=torch.float32, **options)
     with pytest.raises(InputError, match=message):
@@ -196,7 +236,12 @@ def test_the_self_test_notices_gates_log_bias_and_suffixes_that_attention_ignore
         return attend_twice(q, k, v, torch.ones_like(keep), prefix_len, **options)
 
     for name, broken, split, told in (
-        ("carried_by", lambda keys: None, False, "Qwen2ForCausalLM is not supported: the log-bias .* does not reach"),
+        (
+            "carried_by",
+            lambda keys: None,
+            False,
+            "Qwen2ForCausalLM is not supported: the log-bias .* does not reach",
+        ),
         ("attend_twice", blind, True, "hidden slots of the prefix do not change the suffix"),
     ):
         with monkeypatch.context() as patch:

@@ -22,10 +22,14 @@ class Sigmoid(SparsificationPolicy):
 
     def __init__(self, seed):
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(32, generator=torch.Generator().manual_seed(seed), dtype=torch.float64))
+        self.weight = nn.Parameter(
+            torch.randn(32, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        )
 
     def forward(self, hidden, generator=None):
-        return torch.sigmoid(nn.functional.layer_norm(hidden.to(self.weight.dtype), (32,)) @ self.weight)
+        return torch.sigmoid(
+            nn.functional.layer_norm(hidden.to(self.weight.dtype), (32,)) @ self.weight
+        )
 
 
 class Counting(AttentionMassPolicy):
@@ -36,7 +40,11 @@ class Counting(AttentionMassPolicy):
         return super().forward(*args, **kwargs)
 
 
-POLICIES = {"sigmoid": Sigmoid, "random": lambda _: RandomPolicy(0.5), "attention": lambda _: Counting(0.5)}
+POLICIES = {
+    "sigmoid": Sigmoid,
+    "random": lambda _: RandomPolicy(0.5),
+    "attention": lambda _: Counting(0.5),
+}
 
 
 @pytest.mark.parametrize("kind", SUPPORTED)
@@ -46,7 +54,9 @@ def test_every_supported_family_passes_its_self_test_and_can_run_suffixes_again(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_activation_checkpointing_changes_no_gradient_and_calls_attention_policies_once_a_pass(policy, monkeypatch):
+def test_activation_checkpointing_changes_no_gradient_and_calls_attention_policies_once_a_pass(
+    policy, monkeypatch
+):
     def call(self, *args, **options):
         return checkpoint(partial(nn.Module.__call__, self, **options), *args, use_reentrant=False)
 
@@ -59,10 +69,17 @@ def test_activation_checkpointing_changes_no_gradient_and_calls_attention_polici
             monkeypatch.setattr(type(decoder_layers(model)[0]), "__call__", call)
         with MaskedPass(model, {s: POLICIES[policy](s) for s in STARTS}) as masked_pass:
             # two passes before any backward: each finds its own gates again
-            out = [masked_pass.hidden(some_ids(seed=i), torch.Generator().manual_seed(i)) for i in (0, 1)]
+            out = [
+                masked_pass.hidden(some_ids(seed=i), torch.Generator().manual_seed(i))
+                for i in (0, 1)
+            ]
             losses = [logits_from_hidden(model, x.masked_hidden).square().mean() for x in out]
             (losses[0] + 2 * losses[1]).backward()
-            assert all(p.calls == [False, False] for p in masked_pass.policies.values() if policy == "attention")
+            assert all(
+                p.calls == [False, False]
+                for p in masked_pass.policies.values()
+                if policy == "attention"
+            )
             gradients.append([p.grad for p in (*model.parameters(), *masked_pass.parameters())])
     for plain, *recomputed in zip(*gradients, strict=True):
         assert all(torch.equal(plain, other) for other in recomputed)
@@ -99,7 +116,9 @@ def test_a_detached_prefix_learns_nothing_from_the_masked_pass_and_the_suffix_as
     ids, gradients = torch.arange(3, 15)[None], {}  # no token stands in both
     for detached in (False, True):
         model = supported("qwen2")
-        with MaskedPass(model, {s: POLICIES[policy](s) for s in STARTS}, detach_prefix=detached) as masked_pass:
+        with MaskedPass(
+            model, {s: POLICIES[policy](s) for s in STARTS}, detach_prefix=detached
+        ) as masked_pass:
             out = masked_pass.hidden(ids, torch.Generator().manual_seed(0), prefix_len=8)
             out.masked_hidden.square().sum().backward()
             assert all(p.grad.abs().sum() > 0 for p in masked_pass.parameters())

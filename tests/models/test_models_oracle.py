@@ -1,7 +1,9 @@
-"""The masked pass against the paper's formulas, written out on a stock model: logits and all gradients, float64.
+"""The masked pass against the paper's formulas, written out on a stock model: logits and all
+gradients, float64.
 
-The reference shares nothing with kvcat but the random policy's draw, which it is given: it runs the two passes apart,
-forms every matrix of attention weights and reads the router from the paper's appendix.
+The reference shares nothing with kvcat but the random policy's draw, which it is given: it runs the
+two passes apart, forms every matrix of attention weights and reads the router from the paper's
+appendix.
 """
 
 from dataclasses import dataclass, field
@@ -33,7 +35,8 @@ TAU, TARGET, BUDGET_WEIGHT, TOKENS = 0.5, 0.5, 0.1, 19
 
 @dataclass
 class Naive:
-    """What the reference's attention reads (prefix length, gates) and writes, by layer, in one pass.
+    """What the reference's attention reads (prefix length, gates) and writes, by layer, in one
+    pass.
 
     With a prefix_len only later tokens are affected by the mask, and only earlier slots are hidden.
     """
@@ -46,7 +49,9 @@ class Naive:
 NAIVE = Naive()
 
 
-def naive_attention(module, query, key, value, attention_mask, scaling=None, sliding_window=None, **kwargs):
+def naive_attention(
+    module, query, key, value, attention_mask, scaling=None, sliding_window=None, **kwargs
+):
     """Attention over {j <= t : m_j = 1}, the derivative by m at the dense attention."""
     layer, tokens = module.layer_idx, query.shape[2]
     NAIVE.seen[layer] = query, key, scaling
@@ -64,7 +69,8 @@ AttentionInterface.register("naive-oracle", naive_attention)
 
 
 def naive_attention_scores(layer, dense, window, prefix_len):
-    """1 for position 0 and the slots with the largest attention received, TARGET of all, halves up."""
+    """1 for position 0 and the slots with the largest attention received, TARGET of all, halves
+    up."""
     *states, scale = dense.seen[layer]
     mass = attention_mass(*(x[:, :, :prefix_len].detach() for x in states), scale, window)
     mass[:, 0] = torch.inf
@@ -73,7 +79,8 @@ def naive_attention_scores(layer, dense, window, prefix_len):
 
 
 def naive_objective(dense, masked, tokens, scores, prefix_len=None):
-    """KL(sg dense || masked) + next-token loss of dense + 0.1 budget, each as the appendix writes it."""
+    """KL(sg dense || masked) + next-token loss of dense + 0.1 budget, each as the appendix writes
+    it."""
     p, log_p = dense[:, :-1].softmax(-1).detach(), dense[:, :-1].log_softmax(-1)
     kl = (p * (p.log() - masked[:, :-1].log_softmax(-1))).sum(-1)[:, prefix_len:].mean()
     anchor = -log_p.gather(-1, tokens[:, 1:, None]).mean()
@@ -105,7 +112,9 @@ def naive_passes(model, policies, tokens, *, drawn=None, prefix_len=None):
                 if policy.reads == "attention":
                     scores[layer] = naive_attention_scores(layer, dense_pass, window, prefix_len)
                 else:
-                    scores[layer] = router_scores(policy, hidden) if list(policy.parameters()) else drawn[layer]
+                    scores[layer] = (
+                        router_scores(policy, hidden) if list(policy.parameters()) else drawn[layer]
+                    )
             group = max((c for c in policies if c <= layer), default=None)
             if group is not None:
                 s = scores[group]
@@ -114,7 +123,10 @@ def naive_passes(model, policies, tokens, *, drawn=None, prefix_len=None):
 
         return decide
 
-    hooks = [block.register_forward_pre_hook(hook(i), with_kwargs=True) for i, block in enumerate(model.model.layers)]
+    hooks = [
+        block.register_forward_pre_hook(hook(i), with_kwargs=True)
+        for i, block in enumerate(model.model.layers)
+    ]
     masked = model(input_ids=tokens, use_cache=False).logits
     for handle in hooks:
         handle.remove()
@@ -122,7 +134,8 @@ def naive_passes(model, policies, tokens, *, drawn=None, prefix_len=None):
 
 
 def tiny(name):
-    """A random model, in float64, whose attention is far from uniform and whose biases are not zero."""
+    """A random model, in float64, whose attention is far from uniform and whose biases are not
+    zero."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = stock_model(name, **SIZES | STOCK[name]).double().eval()
@@ -134,7 +147,14 @@ def tiny(name):
 def policies_for(name, group_starts):
     """Noise and seed are such that the routers keep about half of the tokens of every model."""
     made = build_policies(
-        name, num_layers=4, hidden_size=16, group_starts=group_starts, target=TARGET, feature_dim=5, noise=20.0, seed=27
+        name,
+        num_layers=4,
+        hidden_size=16,
+        group_starts=group_starts,
+        target=TARGET,
+        feature_dim=5,
+        noise=20.0,
+        seed=27,
     )
     for policy in made.values():
         policy.double()
@@ -148,8 +168,16 @@ def some_tokens():
 
 
 def gradients(loss, modules):
-    parameters = {f"{i}.{n}": p for i, module in enumerate(modules) for n, p in module.named_parameters()}
-    return dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values()), allow_unused=True), strict=True))
+    parameters = {
+        f"{i}.{n}": p for i, module in enumerate(modules) for n, p in module.named_parameters()
+    }
+    return dict(
+        zip(
+            parameters,
+            torch.autograd.grad(loss, list(parameters.values()), allow_unused=True),
+            strict=True,
+        )
+    )
 
 
 def compare(model_name, policy_name, *, group_starts=(0, 2), prefix_len=None):
@@ -158,13 +186,21 @@ def compare(model_name, policy_name, *, group_starts=(0, 2), prefix_len=None):
     stock, ours = tiny(model_name), tiny(model_name)
     with MaskedPass(ours, policies, tau=TAU) as masked_pass:
         out = masked_pass.hidden(tokens, torch.Generator().manual_seed(5), prefix_len=prefix_len)
-        ours_dense, ours_masked = (logits_from_hidden(ours, h) for h in (out.dense_hidden, out.masked_hidden))
+        ours_dense, ours_masked = (
+            logits_from_hidden(ours, h) for h in (out.dense_hidden, out.masked_hidden)
+        )
     budgets = [budget_loss((out.scores[c] > TAU).double(), out.scores[c], TARGET) for c in policies]
     taught = distillation_kl(ours_dense[:, prefix_len:], ours_masked)
     loss = taught + next_token_loss(ours_dense, tokens)
-    found = gradients(loss + BUDGET_WEIGHT * sum(budgets) / len(budgets), [ours, *policies.values()])
-    dense, masked, keep, scores = naive_passes(stock, policies, tokens, drawn=out.scores, prefix_len=prefix_len)
-    expected = gradients(naive_objective(dense, masked, tokens, scores, prefix_len), [stock, *policies.values()])
+    found = gradients(
+        loss + BUDGET_WEIGHT * sum(budgets) / len(budgets), [ours, *policies.values()]
+    )
+    dense, masked, keep, scores = naive_passes(
+        stock, policies, tokens, drawn=out.scores, prefix_len=prefix_len
+    )
+    expected = gradients(
+        naive_objective(dense, masked, tokens, scores, prefix_len), [stock, *policies.values()]
+    )
 
     for layer in policies:
         assert 0.25 < keep[layer].mean() < 0.85
@@ -178,7 +214,9 @@ def compare(model_name, policy_name, *, group_starts=(0, 2), prefix_len=None):
         if gradient is not None:
             # Gemma's norm casts its weight, and so the weight's gradient, to float32
             rtol, atol = (1e-5, 1e-7) if model_name == "gemma" and "norm" in name else (1e-7, 1e-9)
-            torch.testing.assert_close(found[name], gradient, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                found[name], gradient, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
+            )
     return expected
 
 
@@ -187,17 +225,28 @@ def compare(model_name, policy_name, *, group_starts=(0, 2), prefix_len=None):
     ("model", "policy"),
     [*((model, "router") for model in STOCK), ("qwen2", "random"), ("mistral", "attention")],
 )
-def test_the_masked_pass_equals_the_naive_reference_in_logits_and_all_gradients(model, policy, prefix_len):
+def test_the_masked_pass_equals_the_naive_reference_in_logits_and_all_gradients(
+    model, policy, prefix_len
+):
     starts = (1, 3) if model == "llama" else (0, 2)  # layers before the first group stay dense
-    with StaysDouble():  # the norms' float32 would round shared gradients before their sum, not after it
+    with (
+        StaysDouble()
+    ):  # the norms' float32 would round shared gradients before their sum, not after it
         expected = compare(model, policy, group_starts=starts, prefix_len=prefix_len)
-    assert all(gradient is not None and gradient.abs().max() > 1e-6 for gradient in expected.values())
+    assert all(
+        gradient is not None and gradient.abs().max() > 1e-6 for gradient in expected.values()
+    )
 
 
 def test_random_masks_differ_between_groups_and_sequences_and_repeat_with_the_seed():
     with MaskedPass(tiny("qwen2"), policies_for("random", (0, 2))) as masked_pass:
-        made = [masked_pass.hidden(some_tokens(), torch.Generator().manual_seed(s)).keep for s in (5, 5, 6)]
+        made = [
+            masked_pass.hidden(some_tokens(), torch.Generator().manual_seed(s)).keep
+            for s in (5, 5, 6)
+        ]
     first, again, other = (torch.cat([keep[0], keep[2]]) for keep in made)
     assert torch.equal(first, again)
-    assert len(torch.cat([first, other]).unique(dim=0)) == 8  # two groups of two sequences, two seeds
+    assert (
+        len(torch.cat([first, other]).unique(dim=0)) == 8
+    )  # two groups of two sequences, two seeds
     assert (first.sum(1) == 10).all()

@@ -1,4 +1,5 @@
-"""Weights that config.json does not announce are refused by name; buffers that the model makes itself are not."""
+"""Weights that config.json does not announce are refused by name; buffers that the model makes
+itself are not."""
 
 import json
 

@@ -19,7 +19,9 @@ from kvcat.policies import (
 
 
 def test_the_gate_keeps_what_exceeds_the_threshold_and_position_zero_and_passes_gradients_straight_through():
-    scores = torch.tensor([[0.9, 0.5, 0.51, 0.49, 0.0, 1.0], [0.0, 1.0, 0.5, 0.0, 0.0, 0.0]], requires_grad=True)
+    scores = torch.tensor(
+        [[0.9, 0.5, 0.51, 0.49, 0.0, 1.0], [0.0, 1.0, 0.5, 0.0, 0.0, 0.0]], requires_grad=True
+    )
     kept, weights = gate(scores, 0.5), torch.arange(12.0).reshape(2, 6) - 4
     assert kept.tolist() == [[1, 0, 1, 0, 0, 1], [1, 1, 0, 0, 0, 0]]
     (kept * weights).sum().backward()
@@ -29,7 +31,16 @@ def test_the_gate_keeps_what_exceeds_the_threshold_and_position_zero_and_passes_
 
 @pytest.mark.parametrize(
     ("keep_ratio", "tokens", "count"),
-    [(0.5, 10, 5), (0.5, 11, 6), (0.25, 10, 3), (0.24, 10, 2), (0.29, 50, 15), (0.01, 10, 1), (1.0, 7, 7), (0.5, 1, 1)],
+    [
+        (0.5, 10, 5),
+        (0.5, 11, 6),
+        (0.25, 10, 3),
+        (0.24, 10, 2),
+        (0.29, 50, 15),
+        (0.01, 10, 1),
+        (1.0, 7, 7),
+        (0.5, 1, 1),
+    ],
 )
 def test_the_count_rounds_halves_up_and_is_at_least_one(keep_ratio, tokens, count):
     assert kept_count(keep_ratio, tokens) == count
@@ -98,14 +109,18 @@ def test_a_policys_options_come_from_its_spec_and_are_checked_by_name_and_type(m
 
 def test_the_slots_that_everyone_looks_at_are_kept_and_equal_masses_go_to_the_lower_position():
     keys, queries = torch.zeros(1, 1, 12, 2), torch.ones(1, 4, 12, 2)
-    assert AttentionMassPolicy(0.5)(queries, keys, scale=1.0, window=1).tolist() == [[1.0] * 6 + [0.0] * 6]
+    assert AttentionMassPolicy(0.5)(queries, keys, scale=1.0, window=1).tolist() == [
+        [1.0] * 6 + [0.0] * 6
+    ]
     keys[0, 0, [3, 6], 0] = 10.0
     assert AttentionMassPolicy(0.25)(queries, keys, scale=1.0).nonzero()[:, 1].tolist() == [0, 3, 6]
 
 
 def test_random_masks_are_uniform_over_all_positions_but_the_first_and_over_pairs():
     draws, tokens = 20_000, 9
-    scores = RandomPolicy(0.5)(torch.zeros(draws, tokens, 1), torch.Generator().manual_seed(0))[:, 1:]
+    scores = RandomPolicy(0.5)(torch.zeros(draws, tokens, 1), torch.Generator().manual_seed(0))[
+        :, 1:
+    ]
     kept, others = 4, tokens - 1
     single, pair = kept / others, kept * (kept - 1) / (others * (others - 1))
     together = scores.T @ scores / draws

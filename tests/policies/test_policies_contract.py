@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from kvcat.policies import POLICIES, AttentionMassPolicy, RandomPolicy, Router, build_policies, kept_count
+from kvcat.policies import (
+    POLICIES,
+    AttentionMassPolicy,
+    RandomPolicy,
+    Router,
+    build_policies,
+    kept_count,
+)
 
 BATCH, HEADS, KV_HEADS, TOKENS, HIDDEN, HEAD_DIM = 3, 4, 2, 23, 12, 6
 
@@ -14,13 +21,25 @@ def router(seed):
     return made
 
 
-ROWS = {"router": router, "random": lambda _: RandomPolicy(0.4), "attention": lambda _: AttentionMassPolicy(0.4)}
+ROWS = {
+    "router": router,
+    "random": lambda _: RandomPolicy(0.4),
+    "attention": lambda _: AttentionMassPolicy(0.4),
+}
 CAUSAL, EXACT = ("router",), ("random", "attention")  # a score without later tokens; an exact count
 
 each_policy = pytest.mark.parametrize("name", ROWS)
 
 
-def scores_of(policy, *, seed=0, tokens=TOKENS, dtype=torch.float32, changed_after=TOKENS, needs_gradient=False):
+def scores_of(
+    policy,
+    *,
+    seed=0,
+    tokens=TOKENS,
+    dtype=torch.float32,
+    changed_after=TOKENS,
+    needs_gradient=False,
+):
     """Scores on random inputs; positions from ``changed_after`` on are replaced by others."""
     inputs = torch.Generator().manual_seed(0)
 
@@ -32,7 +51,9 @@ def scores_of(policy, *, seed=0, tokens=TOKENS, dtype=torch.float32, changed_aft
     generator = torch.Generator().manual_seed(seed)
     if policy.reads == "hidden":
         return policy(draw(1, HIDDEN)[:, 0], generator)
-    return policy(draw(HEADS, HEAD_DIM), draw(KV_HEADS, HEAD_DIM), scale=HEAD_DIM**-0.5, generator=generator)
+    return policy(
+        draw(HEADS, HEAD_DIM), draw(KV_HEADS, HEAD_DIM), scale=HEAD_DIM**-0.5, generator=generator
+    )
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -43,7 +64,9 @@ def test_the_registry_builds_the_class_that_the_row_tests(name):
 
 @each_policy
 @pytest.mark.parametrize("tokens", [1, 2, TOKENS])
-def test_there_is_one_float32_score_in_zero_to_one_for_every_token_and_a_fixed_policy_keeps_its_count(name, tokens):
+def test_there_is_one_float32_score_in_zero_to_one_for_every_token_and_a_fixed_policy_keeps_its_count(
+    name, tokens
+):
     scores = scores_of(ROWS[name](0), tokens=tokens)
     assert scores.shape == (BATCH, tokens)
     assert ((scores >= 0) & (scores <= 1)).all()
@@ -71,6 +94,8 @@ def test_a_score_does_not_depend_on_later_tokens(name, position):
     policy = ROWS[name](0).double()
     whole = scores_of(policy, dtype=torch.float64)[:, :position]
     changed = scores_of(policy, dtype=torch.float64, changed_after=position)
-    assert not torch.allclose(changed[:, position], scores_of(policy, dtype=torch.float64)[:, position])
+    assert not torch.allclose(
+        changed[:, position], scores_of(policy, dtype=torch.float64)[:, position]
+    )
     torch.testing.assert_close(changed[:, :position], whole)
     torch.testing.assert_close(scores_of(policy, dtype=torch.float64, tokens=position), whole)

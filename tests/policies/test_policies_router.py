@@ -28,8 +28,12 @@ def test_the_router_in_chunks_equals_the_formula_in_outputs_and_all_gradients():
         torch.testing.assert_close(fast, slow, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize(("dtype", "scale"), [(torch.bfloat16, 1e-3), (torch.float32, 1e3), (torch.float64, 1.0)])
-def test_at_the_start_every_probability_is_exactly_one_and_a_vanishing_hidden_state_is_always_kept(dtype, scale):
+@pytest.mark.parametrize(
+    ("dtype", "scale"), [(torch.bfloat16, 1e-3), (torch.float32, 1e3), (torch.float64, 1.0)]
+)
+def test_at_the_start_every_probability_is_exactly_one_and_a_vanishing_hidden_state_is_always_kept(
+    dtype, scale
+):
     wide = torch.promote_types(dtype, torch.float32)
     assert (Router(33).to(wide)((normal(2, 200, 33) * scale).to(dtype)) == 1).all()
     hidden = torch.zeros(1, 3, 8, dtype=dtype, requires_grad=True)

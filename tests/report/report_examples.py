@@ -21,7 +21,8 @@ def record(model, method, keep, step, dataset, stratum, document, values, exampl
 
 
 def draw(probability, *key):
-    """1 with this probability, the same for the same key; models share the key, so their answers go together."""
+    """1 with this probability, the same for the same key; models share the key, so their answers go
+    together."""
     return float(np.random.default_rng(key).random() < probability)
 
 
@@ -120,7 +121,8 @@ def made_up_qa(models=("base", "control", "kvcat", "rand"), num_questions=60):
 
 
 def write_results(path, records, evaluation="suffix", **settings):
-    """A results folder with costs: two batches, of eight and of two examples, per model, method and keep ratio."""
+    """A results folder with costs: two batches, of eight and of two examples, per model, method and
+    keep ratio."""
     count = len({(own.document, own.example) for own in records})
     cells = dict.fromkeys(
         (r.model, r.method, r.keep_ratio, r.step) for r in records if r.method in DIFFICULTY

@@ -1,4 +1,5 @@
-"""The paper's tables as data: every cell as printed, and what adds up or does not (docs/paper.md lists it)."""
+"""The paper's tables as data: every cell as printed, and what adds up or does not (docs/paper.md
+lists it)."""
 
 import itertools
 import re
@@ -51,7 +52,8 @@ def improvement(metric, **fields):
 
 
 def agrees(row, found):
-    """Whether a value in our units rounds to what is printed; either way where it lies in the middle."""
+    """Whether a value in our units rounds to what is printed; either way where it lies in the
+    middle."""
     decimals = len(row.printed.rstrip("%").partition(".")[2])
     unit = 0.01 if row.metric in PERCENT_METRICS else 1.0
     return abs(found - row.value) <= 0.5 * 10.0**-decimals * unit * (1.0 + 1e-6)

@@ -7,7 +7,12 @@ from kvcat.models import capture
 from tiny import loud_model
 
 SIZES = {"vocab_size": 96, "max_position_embeddings": 256, "pad_token_id": None}
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 
 
 def make_model(kind="llama", options=None, dtype=torch.float32):
@@ -27,24 +32,35 @@ def evicted(model, tokens, num_slots=7, log_bias=False):
 
     num_slots: of every layer, or a tuple with one for each.
     """
-    seen, draw, other = capture(model, tokens), *(torch.Generator().manual_seed(seed) for seed in (1, 2))
+    seen, draw, other = (
+        capture(model, tokens),
+        *(torch.Generator().manual_seed(seed) for seed in (1, 2)),
+    )
     counts = num_slots if isinstance(num_slots, tuple) else (num_slots,) * len(seen.keys)
     layers = []
     for keys, values, count in zip(seen.keys, seen.values, counts, strict=True):
         order = torch.rand(keys.shape[:3], generator=draw).argsort(-1)[..., :count].sort(-1).values
-        kept = [states.gather(2, order[..., None].expand(-1, -1, -1, states.shape[-1])) for states in (keys, values)]
-        layers.append(CompactLayer(*kept, torch.randn(order.shape, generator=other) if log_bias else None))
+        kept = [
+            states.gather(2, order[..., None].expand(-1, -1, -1, states.shape[-1]))
+            for states in (keys, values)
+        ]
+        layers.append(
+            CompactLayer(*kept, torch.randn(order.shape, generator=other) if log_bias else None)
+        )
     return CompactCache(layers, tokens.shape[1], fingerprint(model), {"method": "random"})
 
 
 def ragged(cache):
-    """The same cache, of whose heads in every layer the first holds all slots and each next one slot less."""
+    """The same cache, of whose heads in every layer the first holds all slots and each next one
+    slot less."""
     layers = []
     for layer in cache.layers:
         slots, heads = layer.num_slots, range(layer.keys.shape[1])
         parts = (layer.keys, layer.values, layer.log_bias)
         layers.append(
-            CompactLayer.ragged(*([[x[b, h, : slots - h] for h in heads] for b in range(len(x))] for x in parts))
+            CompactLayer.ragged(
+                *([[x[b, h, : slots - h] for h in heads] for b in range(len(x))] for x in parts)
+            )
         )
     return CompactCache(layers, cache.num_tokens, cache.fingerprint)
 

@@ -1,4 +1,5 @@
-"""A compact cache in llama.cpp: its logits and its greedy answers are kvcat's, log-bias and unequal heads included."""
+"""A compact cache in llama.cpp: its logits and its greedy answers are kvcat's, log-bias and unequal
+heads included."""
 
 from contextlib import closing
 from dataclasses import replace
@@ -25,8 +26,16 @@ def served(tmp_path_factory):
 
     def make(kind):
         if kind not in made:
-            options = {"hidden_size": 64, "sliding_window": None} if kind == "mistral" else {"hidden_size": 64}
-            model = load(kind, tokenizer=False)[0] if kind == "kvcat-base" else make_model(kind, options)
+            options = (
+                {"hidden_size": 64, "sliding_window": None}
+                if kind == "mistral"
+                else {"hidden_size": 64}
+            )
+            model = (
+                load(kind, tokenizer=False)[0]
+                if kind == "kvcat-base"
+                else make_model(kind, options)
+            )
             path = tmp_path_factory.mktemp("gguf") / f"{kind}.gguf"
             write_gguf(widen(model, KINDS[kind]), path, dtype="float32")
             made[kind] = model, path
@@ -71,7 +80,9 @@ def test_logits_and_greedy_answers_behind_a_cache_with_log_bias_are_kvcats(
         made = list(running.generate(suffix[0].tolist(), 8))
         running.load(prefix)
         assert torch.equal(each_logits(running, suffix[0]), found)
-    expected = model.generate(**cache.inputs(model, suffix), max_new_tokens=8, do_sample=False, pad_token_id=0)
+    expected = model.generate(
+        **cache.inputs(model, suffix), max_new_tokens=8, do_sample=False, pad_token_id=0
+    )
     assert made == expected[0, NEW:].tolist()
 
 
@@ -80,20 +91,28 @@ def test_a_plain_cache_answers_in_a_plain_model(tmp_path, kind):
     model = make_model(kind, {"hidden_size": 64, "head_dim": 16})
     cache, suffix = evicted(model, ids(1, 60), 9), ids(1, NEW, seed=6)
     prefix = pack(cache, model, tmp_path / "p")
-    with closing(LlamaCpp(write_plain_gguf(model, tmp_path / "g"), num_ctx=64, cache_type="float32")) as running:
+    with closing(
+        LlamaCpp(write_plain_gguf(model, tmp_path / "g"), num_ctx=64, cache_type="float32")
+    ) as running:
         running.load(prefix)
-        assert torch.allclose(each_logits(running, suffix[0]), our_logits(model, cache, suffix)[0], atol=1e-3)
+        assert torch.allclose(
+            each_logits(running, suffix[0]), our_logits(model, cache, suffix)[0], atol=1e-3
+        )
 
 
 def test_what_does_not_fit_is_refused_and_the_engine_goes_on(served, tmp_path):
     model, path = served("qwen2")
-    other = make_model("qwen2", {"hidden_size": 64, "rope_parameters": {"rope_theta": 5e3, "rope_type": "default"}})
+    other = make_model(
+        "qwen2", {"hidden_size": 64, "rope_parameters": {"rope_theta": 5e3, "rope_type": "default"}}
+    )
     cache = evicted(model, ids(1, 60), 9, log_bias=True)
     good = pack(cache, model, tmp_path / "good", 24)
     foreign = pack(evicted(other, ids(1, 60), 9), other, tmp_path / "foreign", 24)
     narrow = pack(cache, model, tmp_path / "narrow", 20)
     large = CompactCache(
-        [CompactLayer(x.keys, x.values * 1e9, x.log_bias) for x in cache.layers], 60, cache.fingerprint
+        [CompactLayer(x.keys, x.values * 1e9, x.log_bias) for x in cache.layers],
+        60,
+        cache.fingerprint,
     )
     large = pack(large, model, tmp_path / "large", 24)
     with closing(LlamaCpp(path, num_ctx=256)) as running:
@@ -103,7 +122,10 @@ def test_what_does_not_fit_is_refused_and_the_engine_goes_on(served, tmp_path):
             (foreign, "the cache belongs to another model"),
             (narrow, "2 layers of 40 channels does not fit the engine's 2 layers of 48: pack it"),
             (large, r"too large for torch\.float16"),
-            (pack(evicted(model, ids(1, 300), 256), model, tmp_path / "long", 24), "256 slots do not fit"),
+            (
+                pack(evicted(model, ids(1, 300), 256), model, tmp_path / "long", 24),
+                "256 slots do not fit",
+            ),
         ):
             with pytest.raises(InputError, match=told):
                 running.load(wrong)
@@ -111,7 +133,11 @@ def test_what_does_not_fit_is_refused_and_the_engine_goes_on(served, tmp_path):
         with pytest.raises(InputError, match=r"llama\.cpp rejects .*good: "):
             running.load(good)
         running.layout = known
-        for tokens, told in (([], "one or more tokens"), ([96], r"in 0\.\.95"), ([1] * 257, "fit behind 0 of 256")):
+        for tokens, told in (
+            ([], "one or more tokens"),
+            ([96], r"in 0\.\.95"),
+            ([1] * 257, "fit behind 0 of 256"),
+        ):
             with pytest.raises(InputError, match=told):
                 running.logits(tokens)
         running.load(good)
@@ -124,10 +150,19 @@ def test_an_engine_that_is_not_understood_is_refused(served, tmp_path, monkeypat
     for mistake, told in (
         (lambda: LlamaCpp(tmp_path / "gone"), "no model file"),
         (lambda: LlamaCpp(tmp_path / "text"), r"llama\.cpp cannot load"),
-        (lambda: LlamaCpp(path, cache_type="q8_0"), "cache_type must be one of float32, float16, bfloat16, not 'q8_0'"),
+        (
+            lambda: LlamaCpp(path, cache_type="q8_0"),
+            "cache_type must be one of float32, float16, bfloat16, not 'q8_0'",
+        ),
         (lambda: LlamaCpp(path, library=tmp_path / "text"), r"no library with llama\.cpp's C API"),
-        (lambda: llama_abi.context_parameters(llama_abi.Parameters(), 64, "float32"), "other parameters than expected"),
-        (lambda: llama_abi.StateLayout.read(b"qsgg\x09\0\0\0" + bytes(200), 2, "float16"), "version 9 have a layout"),
+        (
+            lambda: llama_abi.context_parameters(llama_abi.Parameters(), 64, "float32"),
+            "other parameters than expected",
+        ),
+        (
+            lambda: llama_abi.StateLayout.read(b"qsgg\x09\0\0\0" + bytes(200), 2, "float16"),
+            "version 9 have a layout",
+        ),
     ):
         with pytest.raises(InputError, match=told):
             mistake()

@@ -1,4 +1,5 @@
-"""Compact caches as ordinary prefixes: keys turned to other positions, in a cache of stock transformers."""
+"""Compact caches as ordinary prefixes: keys turned to other positions, in a cache of stock
+transformers."""
 
 import json
 
@@ -58,10 +59,15 @@ def test_a_stock_cache_of_the_exported_keys_answers_as_the_compact_cache(kind, o
 def test_layers_of_their_own_number_of_slots_answer_in_a_stock_cache_token_by_token():
     model, question, counts = make_model(), ids(1, 4), (3, 8)
     cache = evicted(model, ids(1, 30), counts)
-    ours = model.generate(**cache.inputs(model, question), max_new_tokens=8, do_sample=False, pad_token_id=0)
+    ours = model.generate(
+        **cache.inputs(model, question), max_new_tokens=8, do_sample=False, pad_token_id=0
+    )
     model.set_attn_implementation("sdpa")
     plain = plain_prefix(cache, model)
-    assert (plain.num_tokens, [layer.num_slots for layer in plain.layers]) == (counts[0], list(counts))
+    assert (plain.num_tokens, [layer.num_slots for layer in plain.layers]) == (
+        counts[0],
+        list(counts),
+    )
     theirs = model.generate(
         question, attention_mask=torch.ones(1, counts[0] + 4, dtype=torch.long),
         **cache_argument(stock_cache(plain.layers)),
@@ -76,7 +82,9 @@ def test_the_file_tells_all_a_reader_needs(tmp_path):
     export_prefix(cache, model, tmp_path / "p")
     with safetensors.safe_open(tmp_path / "p", "pt") as file:
         told = file.metadata()
-        assert sorted(file.keys()) == [f"layers.{i}.{part}" for i in (0, 1) for part in ("keys", "values")]
+        assert sorted(file.keys()) == [
+            f"layers.{i}.{part}" for i in (0, 1) for part in ("keys", "values")
+        ]
     plain = plain_prefix(cache, model)
     for name, tensor in safetensors.torch.load_file(tmp_path / "p").items():
         _, layer, part = name.split(".")
@@ -87,7 +95,9 @@ def test_the_file_tells_all_a_reader_needs(tmp_path):
         "format": "kvcat-prefix-1", "num_layers": "2", "num_slots": "3", "num_tokens": "30", "next_position": "3",
         "dtype": "bfloat16", "model_type": "qwen2", "fingerprint": cache.fingerprint,
     }  # fmt: skip
-    with pytest.raises(InputError, match="p is an exported prefix of kvcat, not a compact cache of kvcat"):
+    with pytest.raises(
+        InputError, match="p is an exported prefix of kvcat, not a compact cache of kvcat"
+    ):
         CompactCache.load(tmp_path / "p")
 
 
@@ -96,23 +106,46 @@ def test_what_a_plain_prefix_cannot_hold_is_refused_and_a_log_bias_dropped_only_
     cache, biased = evicted(model, ids(2, 30)), evicted(model, ids(2, 30), log_bias=True)
     for wrong, owner, options, told in (
         (biased, model, {}, "has a log-bias, which engines do not support"),
-        (ragged(biased), model, {}, r"up to 7 and on average 6\.5 slots: .* budgets=layers or budgets=eq"),
-        (biased, model, {"head_dim": 8}, "head_dim must be even and larger than the 8 of the cache, not 8"),
+        (
+            ragged(biased),
+            model,
+            {},
+            r"up to 7 and on average 6\.5 slots: .* budgets=layers or budgets=eq",
+        ),
+        (
+            biased,
+            model,
+            {"head_dim": 8},
+            "head_dim must be even and larger than the 8 of the cache, not 8",
+        ),
         (biased, model, {"head_dim": 12, "drop_log_bias": True}, "keeps its log-bias"),
         (cache, make_model("qwen2"), {}, "belongs to another model"),
     ):
         with pytest.raises(InputError, match=told):
             plain_prefix(wrong, owner, **options)
-    dropped, expected = plain_prefix(biased, model, drop_log_bias=True), our_logits(model, cache, suffix)
+    dropped, expected = (
+        plain_prefix(biased, model, drop_log_bias=True),
+        our_logits(model, cache, suffix),
+    )
     assert dropped.metadata["log_bias"] == "dropped"
-    assert torch.allclose(stock_logits(model, dropped.layers, suffix, 7), expected, atol=1e-4, rtol=1e-4)
+    assert torch.allclose(
+        stock_logits(model, dropped.layers, suffix, 7), expected, atol=1e-4, rtol=1e-4
+    )
     assert not torch.allclose(our_logits(model, biased, suffix), expected, atol=1e-2)
 
 
 def test_models_whose_keys_cannot_be_turned_are_refused_by_name_and_a_rotation_that_is_not_the_models_noticed():
-    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 64}
+    factors = {
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0] * 4,
+        "original_max_position_embeddings": 64,
+    }
     for kind, options, told in (
-        ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}, "OPTForCausalLM has no rotary position embedding"),
+        (
+            "opt",
+            {"ffn_dim": 48, "word_embed_proj_dim": 32},
+            "OPTForCausalLM has no rotary position embedding",
+        ),
         ("llama", rope("dynamic", factor=4.0), "'dynamic' depend on the length of the text"),
         ("phi3", rope("longrope", **factors), "'longrope' depend on the length of the text"),
     ):

@@ -64,7 +64,10 @@ def test_another_document_under_a_name_has_another_salt(folder):
 
 def test_questions_go_on_in_the_turn_that_the_document_opens():
     tokenizer = byte_tokenizer()
-    for text in (prompt_ids(tokenizer, "the cat", chat=True), chat_ids(tokenizer, [user("the cat")], chat=True)):
+    for text in (
+        prompt_ids(tokenizer, "the cat", chat=True),
+        chat_ids(tokenizer, [user("the cat")], chat=True),
+    ):
         assert tokenizer.decode(text) == "\n\nthe cat</user><assistant>"
     assert tokenizer.decode(prompt_ids(tokenizer, "the cat", chat=False)) == "the cat"
     assert prompt_ids(tokenizer, [5, 6], chat=True) == [5, 6]

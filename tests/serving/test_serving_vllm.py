@@ -1,4 +1,5 @@
-"""vLLM on a CPU answers from compact caches as kvcat does; one server for all tests (``make test-vllm``)."""
+"""vLLM on a CPU answers from compact caches as kvcat does; one server for all tests (``make
+test-vllm``)."""
 
 import json
 import os
@@ -32,7 +33,11 @@ class World:
     def __init__(self, folder):
         self.folder, self.tokenizer = folder / "caches", byte_tokenizer()
         self.folder.mkdir()
-        sizes = {"hidden_size": 64, "vocab_size": len(self.tokenizer), "max_position_embeddings": 512}
+        sizes = {
+            "hidden_size": 64,
+            "vocab_size": len(self.tokenizer),
+            "max_position_embeddings": 512,
+        }
         self.model = make_model("qwen2", sizes)
         save(widen(self.model, WIDE), self.tokenizer, folder / "wide")
         self.caches = {
@@ -41,7 +46,9 @@ class World:
         }  # fmt: skip
         for name, cache in self.caches.items():
             self.put(name, cache)
-        other = make_model("qwen2", {**sizes, "rope_parameters": {"rope_theta": 5e3, "rope_type": "default"}})
+        other = make_model(
+            "qwen2", {**sizes, "rope_parameters": {"rope_theta": 5e3, "rope_type": "default"}}
+        )
         export_prefix(evicted(other, ids(1, 90)), other, self.folder / "foreign", head_dim=WIDE)
         export_prefix(self.caches["short"], self.model, self.folder / "narrow", head_dim=20)
         good = (self.folder / "short").read_bytes()
@@ -55,18 +62,42 @@ class World:
             "kv_connector": "CompactCacheConnector", "kv_connector_module_path": "kvcat.serving.vllm",
             "kv_role": "kv_consumer", "kv_connector_extra_config": {"caches": str(self.folder)},
         }  # fmt: skip
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder / "wide"]
-        command += ["--kv-transfer-config", json.dumps(transfer), "--port", self.port, "--dtype", "float32"]
+        command = [
+            sys.executable,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            folder / "wide",
+        ]
+        command += [
+            "--kv-transfer-config",
+            json.dumps(transfer),
+            "--port",
+            self.port,
+            "--dtype",
+            "float32",
+        ]
         command += ["--middleware", "kvcat.serving.vllm.compact_caches", "--served-model-name", "m"]
         command += ["--block-size", 32, "--enforce-eager", "--api-key", KEY, "--max-model-len", 256]
-        quiet = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        quiet = {
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        }
         self.log = folder / "log"
         with self.log.open("w") as log:
             self.server = subprocess.Popen(
-                [str(x) for x in command], stdout=log, stderr=log, env={**os.environ, **quiet, "HF_HUB_OFFLINE": "1"}
+                [str(x) for x in command],
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **quiet, "HF_HUB_OFFLINE": "1"},
             )
         end = time.monotonic() + 400
-        while self.server.poll() is None and time.monotonic() < end and self.post("/health", None)[0] != 200:
+        while (
+            self.server.poll() is None
+            and time.monotonic() < end
+            and self.post("/health", None)[0] != 200
+        ):
             time.sleep(1)
         assert self.post("/health", None)[0] == 200, self.log.read_text()[-3000:]
 
@@ -91,7 +122,14 @@ class World:
 
     def ask(self, prompt, name=None, path="/v1/completions", **more):
         """Token ids of the answer, or status and error."""
-        body = {"model": "m", "max_tokens": NEW, "temperature": 0, "ignore_eos": True, "return_token_ids": True, **more}
+        body = {
+            "model": "m",
+            "max_tokens": NEW,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            **more,
+        }
         body["messages" if "chat" in path else "prompt"] = prompt
         if name is not None:
             body["kv_transfer_params"] = {"kvcat": name}
@@ -118,7 +156,9 @@ def world(tmp_path_factory):
     made.server.wait(60)
 
 
-def test_requests_with_different_documents_and_with_none_in_one_batch_are_answered_as_by_kvcat(world):
+def test_requests_with_different_documents_and_with_none_in_one_batch_are_answered_as_by_kvcat(
+    world,
+):
     asked = [(text, name) for name in (*world.caches, None) for text in QUESTIONS] * 2
     with ThreadPoolExecutor(len(asked)) as pool:
         answers = list(pool.map(lambda one: world.ask(*one), asked))
@@ -136,7 +176,10 @@ def test_a_conversation_goes_on_in_the_turn_that_the_document_opens(world):
     assert world.ask(messages, "chat", "/v1/chat/completions") == wanted
     assert world.ask(messages[1:], "chat", "/v1/chat/completions")[0] == 400
     assert "without --chat" in world.ask(messages, "short", "/v1/chat/completions")[1]
-    assert world.post("/v1/chat/completions", {"model": "m", "messages": messages, "max_tokens": 2})[0] == 200
+    assert (
+        world.post("/v1/chat/completions", {"model": "m", "messages": messages, "max_tokens": 2})[0]
+        == 200
+    )
 
 
 def test_wrong_caches_give_their_request_an_error_and_leave_the_server_up(world):
@@ -148,7 +191,12 @@ def test_wrong_caches_give_their_request_an_error_and_leave_the_server_up(world)
         status, reply = world.ask("the cat", name)
         assert status == 400
         assert told in reply
-        assert world.post("/v1/completions", {"prompt": "a", "kv_transfer_params": {"kvcat": name}}, "no")[0] == 401
+        assert (
+            world.post(
+                "/v1/completions", {"prompt": "a", "kv_transfer_params": {"kvcat": name}}, "no"
+            )[0]
+            == 401
+        )
         # a route that the middleware does not prepare: the connector itself refuses
         assert world.ask(world.tokens("the cat"), name, "/invocations")[0] == 500
     assert world.ask(["the cat", "a dog"], "heads")[0] == 400
@@ -184,9 +232,15 @@ def test_a_file_that_changes_between_scheduler_and_worker_fails_the_blocks_that_
     from kvcat.serving import vllm as room
 
     connector = room.CompactCacheConnector.__new__(room.CompactCacheConnector)
-    connector._failed_requests, connector._invalid_blocks, connector._loaded = set(), set(), room.Prefix.load
+    connector._failed_requests, connector._invalid_blocks, connector._loaded = (
+        set(),
+        set(),
+        room.Prefix.load,
+    )
     prefix = read_prefix(world.folder / "short")._replace(digest="another")
-    connector._connector_metadata = room._Step([room._Load(prefix, 0, torch.arange(7), [3, 4])], {"r"})
+    connector._connector_metadata = room._Step(
+        [room._Load(prefix, 0, torch.arange(7), [3, 4])], {"r"}
+    )
     connector.start_load_kv(SimpleNamespace(no_compile_layers={}))
     assert connector.get_block_ids_with_load_errors() == {3, 4}
     assert connector.get_block_ids_with_load_errors() == set()

@@ -1,4 +1,5 @@
-"""A request for a compact cache with a LoRA adapter is rejected; vLLM itself need not be installed."""
+"""A request for a compact cache with a LoRA adapter is rejected; vLLM itself need not be
+installed."""
 
 import importlib.util
 import json

@@ -1,4 +1,5 @@
-"""Checkpoints with bias channels: the same logits, and slots with a log-bias in an engine that knows none."""
+"""Checkpoints with bias channels: the same logits, and slots with a log-bias in an engine that
+knows none."""
 
 import pytest
 import torch
@@ -26,10 +27,13 @@ FAMILIES = {
 
 
 def exact(model):
-    """The model in float64 throughout; transformers computes norms and eager attention in float32."""
+    """The model in float64 throughout; transformers computes norms and eager attention in
+    float32."""
     model.set_attn_implementation("sdpa")
     for norm in (module for module in model.modules() if type(module).__name__.endswith("RMSNorm")):
-        norm.forward = lambda x, n=norm: n.weight * x * (x.square().mean(-1, keepdim=True) + n.variance_epsilon).rsqrt()
+        norm.forward = lambda x, n=norm: (
+            n.weight * x * (x.square().mean(-1, keepdim=True) + n.variance_epsilon).rsqrt()
+        )
     return model
 
 
@@ -52,11 +56,17 @@ def test_a_widened_model_has_the_logits_of_the_original(kind, options, head_dim)
     for frequencies in (wide.model.rotary_emb.inv_freq, wide.model.rotary_emb.original_inv_freq):
         frequencies.zero_()[: len(own.inv_freq)] = own.inv_freq
     if own.attention_scaling == 1.0:
-        assert (exact(wide)(ids(2, 60)).logits - exact(model)(ids(2, 60)).logits).abs().max() < 1e-12
+        assert (
+            exact(wide)(ids(2, 60)).logits - exact(model)(ids(2, 60)).logits
+        ).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("slots", [(7, 7), (4, 9), "ragged"], ids=["equal", "unequal layers", "unequal heads"])
-@pytest.mark.parametrize(("kind", "options"), [FAMILIES["Qwen2"], FAMILIES["Qwen2 with YaRN"], FAMILIES["SmolLM3"]])
+@pytest.mark.parametrize(
+    "slots", [(7, 7), (4, 9), "ragged"], ids=["equal", "unequal layers", "unequal heads"]
+)
+@pytest.mark.parametrize(
+    ("kind", "options"), [FAMILIES["Qwen2"], FAMILIES["Qwen2 with YaRN"], FAMILIES["SmolLM3"]]
+)
 def test_stock_transformers_answers_from_a_cache_with_log_bias(tmp_path, kind, options, slots):
     model, suffix = make_model(kind, options), ids(1, 6, seed=6)
     cache = evicted(model, ids(1, 30), 7 if slots == "ragged" else slots, log_bias=True)
@@ -77,7 +87,12 @@ def test_stock_transformers_answers_from_a_cache_with_log_bias(tmp_path, kind, o
 
 def test_what_cannot_be_widened_is_refused_by_name():
     for kind, options, head_dim, told in (
-        ("qwen3", {"head_dim": 8}, 12, "Qwen3ForCausalLM cannot be widened; what can: llama, .*pack without widening"),
+        (
+            "qwen3",
+            {"head_dim": 8},
+            12,
+            "Qwen3ForCausalLM cannot be widened; what can: llama, .*pack without widening",
+        ),
         ("mistral", {"sliding_window": 16}, 12, "its sliding windows would lose the slots"),
         ("llama", rope("dynamic", factor=4.0), 12, "'dynamic' depend on the length of the text"),
         ("llama", {}, 8, "head_dim must be even and larger than the model's 8, not 8"),

@@ -1,4 +1,5 @@
-"""The definitions against transformers' arithmetic: PyTorch's own attention, and what the text says must hold."""
+"""The definitions against transformers' arithmetic: PyTorch's own attention, and what the text says
+must hold."""
 
 import pytest
 import torch
@@ -14,9 +15,13 @@ def random_model(seed=0, *, causal=False, symbols=3, positions=5):
         return torch.randn(*shape, generator=draw, dtype=torch.float64)
 
     def block(d_in, d_out):
-        heads = tuple(d.AttentionHead(matrix(d_in, 3), matrix(d_in, 3), matrix(d_in, 2)) for _ in range(2))
+        heads = tuple(
+            d.AttentionHead(matrix(d_in, 3), matrix(d_in, 3), matrix(d_in, 2)) for _ in range(2)
+        )
         return d.Block(
-            heads, matrix(4, d_in), d.FeedForward(matrix(d_in, 7), matrix(7), matrix(7, d_out), matrix(d_out))
+            heads,
+            matrix(4, d_in),
+            d.FeedForward(matrix(d_in, 7), matrix(7), matrix(7, d_out), matrix(d_out)),
         )
 
     return d.Transformer(matrix(symbols, positions, 4), (block(4, 5), block(5, 2)), causal)
@@ -28,9 +33,15 @@ def test_a_model_of_two_blocks_equals_pytorch_attention_written_out(causal):
     tokens = d.sequences(3, 5)[::17]
     x = model.embedding[tokens, torch.arange(5)]
     for block in model.blocks:
-        heads = [scaled_dot_product_attention(x @ h.w_q, x @ h.w_k, x @ h.w_v, is_causal=causal) for h in block.heads]
+        heads = [
+            scaled_dot_product_attention(x @ h.w_q, x @ h.w_k, x @ h.w_v, is_causal=causal)
+            for h in block.heads
+        ]
         ffn = block.feed_forward
-        x = torch.relu((torch.cat(heads, -1) @ block.w_o + x) @ ffn.w_1 + ffn.b_1) @ ffn.w_2 + ffn.b_2
+        x = (
+            torch.relu((torch.cat(heads, -1) @ block.w_o + x) @ ffn.w_1 + ffn.b_1) @ ffn.w_2
+            + ffn.b_2
+        )
     torch.testing.assert_close(model(tokens), x[:, -1], rtol=1e-12, atol=1e-12)
 
 
@@ -53,8 +64,12 @@ def test_the_worst_case_is_the_maximum_over_every_prefix_and_suffix():
             for k in range(1, 4 - n + 1):
                 for suffix in d.sequences(2, k):
                     cache = d.compress((first, first), d.prefix_cache(model, prefix))
-                    difference = model(torch.cat([prefix, suffix])) - d.answer(model, cache, n, suffix)
-                    errors[tuple(prefix.tolist()), tuple(suffix.tolist())] = float(difference.norm())
+                    difference = model(torch.cat([prefix, suffix])) - d.answer(
+                        model, cache, n, suffix
+                    )
+                    errors[tuple(prefix.tolist()), tuple(suffix.tolist())] = float(
+                        difference.norm()
+                    )
     assert len(errors) == 2 * (2 + 4 + 8) + 4 * (2 + 4) + 8 * 2
     assert worst.error == pytest.approx(max(errors.values()), rel=1e-12)
     assert errors[worst.prefix, worst.suffix] == pytest.approx(worst.error, rel=1e-12)
@@ -75,12 +90,24 @@ def test_what_does_not_fit_is_refused():
     model, both = random_model(), (d.keep_all,) * 2
     cache = d.prefix_cache(model, torch.tensor([0]))
     for mistake, message in (
-        (lambda: d.compressibility(model, both, lambda n: 1), r"1 slots for 2 tokens, the policy gave \[2\]"),
-        (lambda: d.compress((d.keep_all, lambda k, v: (k / 0, v)), cache), "block 2 are not finite"),
-        (lambda: d.compress((d.keep_all, lambda k, v: (k, v / 0)), cache), "block 2 are not finite"),
+        (
+            lambda: d.compressibility(model, both, lambda n: 1),
+            r"1 slots for 2 tokens, the policy gave \[2\]",
+        ),
+        (
+            lambda: d.compress((d.keep_all, lambda k, v: (k / 0, v)), cache),
+            "block 2 are not finite",
+        ),
+        (
+            lambda: d.compress((d.keep_all, lambda k, v: (k, v / 0)), cache),
+            "block 2 are not finite",
+        ),
         (lambda: model(torch.zeros(6, dtype=torch.int64)), "sequences have 1 to 5"),
         (lambda: model(torch.tensor([3])), "symbols must lie in 0 to 2"),
-        (lambda: d.compressibility(model, both, lambda n: 2 * n), "for 1 tokens must lie in 0 to 1, got 2"),
+        (
+            lambda: d.compressibility(model, both, lambda n: 2 * n),
+            "for 1 tokens must lie in 0 to 1, got 2",
+        ),
         (lambda: d.compressibility(model, both, lambda n: n, prefixes=[]), "no prefix to look at"),
         (lambda: d.tabulate(lambda rows, _: rows.sum(-1) / 0, 2, 2), "length 1 needs a finite"),
         (lambda: d.parity(2, 3)(torch.zeros(4, dtype=torch.int64)), "1 to 3 symbols, not 4"),

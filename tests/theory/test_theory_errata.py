@@ -25,8 +25,12 @@ def test_each_erratum_shows_the_known_numbers():
         assert number in shown[place]
 
 
-@pytest.mark.parametrize(("m", "N", "n", "k", "wrong", "total"), [(2, 5, 3, 2, 58, 62), (3, 4, 2, 2, 111, 120)])
-def test_the_printed_rho_bar_is_wrong_on_almost_every_sequence_for_every_prefix(m, N, n, k, wrong, total):
+@pytest.mark.parametrize(
+    ("m", "N", "n", "k", "wrong", "total"), [(2, 5, 3, 2, 58, 62), (3, 4, 2, 2, 111, 120)]
+)
+def test_the_printed_rho_bar_is_wrong_on_almost_every_sequence_for_every_prefix(
+    m, N, n, k, wrong, total
+):
     for prefix in itertools.product(range(m), repeat=n):
         shifted = e.printed_incompressible(m, N, prefix, k)
         assert (shifted.num_wrong, len(shifted.distances)) == (wrong, total)

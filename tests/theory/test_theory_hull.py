@@ -1,4 +1,5 @@
-"""Smallest enclosing balls, distances to a hull, and the hull lemma: exact answers, brute force, the sharp constant."""
+"""Smallest enclosing balls, distances to a hull, and the hull lemma: exact answers, brute force,
+the sharp constant."""
 
 import numpy as np
 import pytest
@@ -21,15 +22,20 @@ def cloud(seed, kind="general"):
     if kind == "duplicates":
         points = points[torch.randint(0, count, (2 * count,), generator=draw)]
     if kind == "collinear":
-        points = points[:1] + torch.randn(count, 1, generator=draw, dtype=torch.float64) * points[-1:]
+        points = (
+            points[:1] + torch.randn(count, 1, generator=draw, dtype=torch.float64) * points[-1:]
+        )
     return points.round() if kind == "grid" else points
 
 
 def distance_to_hull(x, points):
-    """min ||sum_i w_i (x_i - x)|| over the simplex: u >= 0 minimises its square + (sum u - 1)^2, w = u / sum u."""
+    """min ||sum_i w_i (x_i - x)|| over the simplex: u >= 0 minimises its square + (sum u - 1)^2, w
+    = u / sum u."""
     shifted = (points - x).numpy()
     unit = float(np.abs(shifted).max()) or 1.0
-    weights, _ = nnls(np.vstack([shifted.T / unit, np.ones(len(shifted))]), np.append(np.zeros(len(x)), 1.0))
+    weights, _ = nnls(
+        np.vstack([shifted.T / unit, np.ones(len(shifted))]), np.append(np.zeros(len(x)), 1.0)
+    )
     return unit * float(np.linalg.norm(weights / weights.sum() @ (shifted / unit)))
 
 
@@ -41,7 +47,9 @@ def test_the_ball_of_a_simplex_has_its_circumradius():
     for count in (1, 2, 3, 20):
         ball = enclosing_ball(torch.eye(count, dtype=torch.float64))
         assert ball.radius == pytest.approx((1 - 1 / count) ** 0.5, rel=CONVERGED)
-        torch.testing.assert_close(ball.center, torch.full((count,), 1 / count, dtype=torch.float64), rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            ball.center, torch.full((count,), 1 / count, dtype=torch.float64), rtol=0, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -64,7 +72,9 @@ def test_the_ball_encloses_all_and_is_found_to_be_the_smallest(kind):
 )
 def test_no_shift_escapes_the_sharp_constant_nor_the_lemma_below_it(seed, kind, alpha, near):
     points = cloud(seed, kind)
-    shift = torch.randn(points.shape[1], generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64)
+    shift = torch.randn(
+        points.shape[1], generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64
+    )
     best = -(alpha - 1) * enclosing_ball(points).center
     attained = largest_distance(points, alpha, best + near * shift)
     sharp, lemma = sharp_constant(points, alpha), hull_lemma_bound(points, alpha)

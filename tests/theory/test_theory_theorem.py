@@ -1,4 +1,5 @@
-"""Construction D: values and one slot, exhaustively; the bound on the error of every policy, and what a cache can do.
+"""Construction D: values and one slot, exhaustively; the bound on the error of every policy, and
+what a cache can do.
 
 A sum of K products of size s is rounded by at most K s 2^-52; the tolerances are such bounds.
 """
@@ -21,7 +22,9 @@ def test_both_networks_compute_the_function_and_differ_in_two_n_rows_of_one_matr
     assert t.value_error(second, table) <= 1e-12
     assert d.compressibility(first, t.summary_policy(m, N), lambda _: 1).error <= 1e-12
     units_of_last = 2 * sum(m**j for j in range(1, N + 1)) + 2 * N
-    assert t.differing_rows(first, second) == {"block 2 W_2": tuple(range(units_of_last - 2 * N, units_of_last))}
+    assert t.differing_rows(first, second) == {
+        "block 2 W_2": tuple(range(units_of_last - 2 * N, units_of_last))
+    }
     alarms = second.blocks[1].feed_forward.w_2[-2 * N :]
     assert not first.blocks[1].feed_forward.w_2[-2 * N :].any()
     assert (alarms[:, 0] == t.alarm_gain(table, 2.0)).all()
@@ -52,7 +55,11 @@ def test_caches_of_any_sum_and_those_that_balance_both_alarms_err_by_the_certifi
             balanced = layout.code(prefix) * (r + k) / (n + k)
             balanced[layout.watched[n + k - 1]] = -(n - r) / (2 * (n + k))
             random = torch.randn(3, layout.code_width, generator=draw, dtype=torch.float64)
-            for total in (layout.code(prefix), balanced, *(random * torch.tensor([[0.1], [10.0], [1e6]]))):
+            for total in (
+                layout.code(prefix),
+                balanced,
+                *(random * torch.tensor([[0.1], [10.0], [1e6]])),
+            ):
                 errors = d.suffix_error(network, cache_of_sum(network, total, r), prefix, suffixes)
                 assert float(errors.max()) >= bound * (1 - 1e-9) >= 2.2
 
@@ -77,14 +84,21 @@ def test_two_tokens_suffice_with_an_empty_cache_and_senseless_constants_lengths_
 def test_the_certified_error_exceeds_the_constant_for_the_largest_budget(name, constant):
     network = t.incompressible_network(d.FUNCTIONS[name](2, 4), constant=constant)
     bounds = t.certified_bounds(network, lambda n: n - 1)
-    assert bounds[["n", "k", "r"]].to_numpy().tolist() == [[n, k, n - 1] for n in range(1, 4) for k in range(1, 5 - n)]
+    assert bounds[["n", "k", "r"]].to_numpy().tolist() == [
+        [n, k, n - 1] for n in range(1, 4) for k in range(1, 5 - n)
+    ]
     assert bounds.bound.min() >= 1.1 * constant
 
 
 def test_the_summary_policy_fails_on_the_incompressible_network_and_the_bound_is_void_on_the_other():
     hard = t.incompressible_network(d.parity(2, 4), constant=1.0)
     for prefix in d.sequences(2, 2):
-        assert d.compressibility(hard, t.summary_policy(2, 4), lambda _: 1, prefixes=[prefix.tolist()]).error > 1.0
+        assert (
+            d.compressibility(
+                hard, t.summary_policy(2, 4), lambda _: 1, prefixes=[prefix.tolist()]
+            ).error
+            > 1.0
+        )
     assert t.certified_bound(t.compressible_network(d.parity(2, 4)), 2, 1, 1) <= 0.0
 
 
@@ -102,7 +116,9 @@ def test_the_summary_policy_fails_on_the_incompressible_network_and_the_bound_is
         ("an alarm reads", 1, "w_1", 10, -1),
     ],
 )
-def test_the_bound_is_refused_for_weights_on_which_its_argument_does_not_hold(part, block, matrix, row, column):
+def test_the_bound_is_refused_for_weights_on_which_its_argument_does_not_hold(
+    part, block, matrix, row, column
+):
     network = t.incompressible_network(d.parity(2, 3), constant=1.0)
     t.check_argument(network)
     changed = network.blocks[block]

@@ -31,7 +31,9 @@ def config(model, data, output, **options):
 def context():
     """Where processes come from: a server that has done the imports once."""
     made = multiprocessing.get_context("forkserver")
-    made.set_forkserver_preload(["kvcat.cli.app", "kvcat.training.loop", "transformers.models.qwen2"])
+    made.set_forkserver_preload(
+        ["kvcat.cli.app", "kvcat.training.loop", "transformers.models.qwen2"]
+    )
     return made
 
 
@@ -39,7 +41,9 @@ def start_command(run, told):
     """``kvcat train`` in a process of its own, its messages appended to ``told``."""
     file = Path(f"{told}.json")
     file.write_text(json.dumps(dataclasses.asdict(run)))
-    child = context().Process(target=_command, args=(["train", "small", "--config", str(file)], str(told)), daemon=True)
+    child = context().Process(
+        target=_command, args=(["train", "small", "--config", str(file)], str(told)), daemon=True
+    )
     child.start()
     return child
 
@@ -61,13 +65,18 @@ def exported(run):
 
 
 def contents(folder):
-    return {f: f.read_bytes() for f in Path(folder).rglob("*") if f.is_file() and f.name != LOCK_FILE}
+    return {
+        f: f.read_bytes() for f in Path(folder).rglob("*") if f.is_file() and f.name != LOCK_FILE
+    }
 
 
 def records(run):
     """metrics.jsonl without the fields that tell time and memory."""
     measured = ("tokens_per_s", "peak_memory_gib")
-    return [{k: v for k, v in r.items() if k not in measured} for r in read_jsonl(Path(run) / "metrics.jsonl")]
+    return [
+        {k: v for k, v in r.items() if k not in measured}
+        for r in read_jsonl(Path(run) / "metrics.jsonl")
+    ]
 
 
 def state(run):
@@ -93,7 +102,8 @@ def assert_same(a, b):
 
 
 def assert_close(ours, theirs, weights):
-    """Losses and weights of two runs agree to rounding; AdamW's first steps magnify that of the gradients."""
+    """Losses and weights of two runs agree to rounding; AdamW's first steps magnify that of the
+    gradients."""
     for one, two in zip(records(ours), records(theirs), strict=True):
         assert (one.keys(), one["kind"], one["step"]) == (two.keys(), two["kind"], two["step"])
         norms = ("grad_norm", "router_grad_norm") if one["step"] == 1 else ()

@@ -35,12 +35,16 @@ from tiny import refusal
     ],
 )  # fmt: skip
 def test_a_value_of_another_type_or_out_of_range_is_named_in_one_line(name, value, expected):
-    told = refusal(TrainConfig.from_dict, {**dataclasses.asdict(config("model", "data", "out")), name: value})
+    told = refusal(
+        TrainConfig.from_dict, {**dataclasses.asdict(config("model", "data", "out")), name: value}
+    )
     assert re.search(f"{name} is .*; it must be .*{expected}" if expected else name, told)
 
 
 def test_a_configuration_reads_back_what_was_saved(tmp_path):
-    run = config("model", "data", "out", peak_lr=1, betas=[0, 0.5], group_starts=[0, 3], micro_batch_size=2)
+    run = config(
+        "model", "data", "out", peak_lr=1, betas=[0, 0.5], group_starts=[0, 3], micro_batch_size=2
+    )
     assert (run.peak_lr, run.betas, run.group_starts) == (1.0, (0.0, 0.5), (0, 3))
     assert isinstance(run.peak_lr, float)
     file = tmp_path / "config.json"
@@ -84,5 +88,8 @@ def test_the_split_is_drawn_anew_each_step_from_the_seed_alone():
 
 def test_a_frozen_teacher_is_a_sixth_more_work():
     model, _ = load("kvcat-base", tokenizer=False)
-    own, frozen = (flops_per_token(model, config("m", "d", "o", teacher=teacher)) for teacher in ("self", "frozen"))
+    own, frozen = (
+        flops_per_token(model, config("m", "d", "o", teacher=teacher))
+        for teacher in ("self", "frozen")
+    )
     assert frozen == pytest.approx(own * 7 / 6)

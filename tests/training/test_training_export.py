@@ -40,22 +40,35 @@ def test_an_export_is_a_model_with_its_card_and_the_routers_stand_beside_it(fini
     assert exported(finished.folder).keys() == load_file(tiny_folder / "model.safetensors").keys()
     names = {"alpha", "norm.weight", "norm.bias", *(f"{x}_proj.weight" for x in "qkvop")}
     routers = load_file(finished.export.parent / "routers.safetensors")
-    assert {tuple(name.split(".", 2)[1:]) for name in routers} == {(group, name) for group in "01" for name in names}
+    assert {tuple(name.split(".", 2)[1:]) for name in routers} == {
+        (group, name) for group in "01" for name in names
+    }
     trained = state(finished.folder)
     assert_same(routers, {name: trained[f".module.masked_pass.{name}"] for name in routers})
     assert "kvcat" not in (finished.export / "config.json").read_text()
     card = (finished.export / "README.md").read_text()
-    for words in ("library_name: transformers", "KV-CAT", "`router` policy", "dense_loss", "layer 1:", "seed 3"):
+    for words in (
+        "library_name: transformers",
+        "KV-CAT",
+        "`router` policy",
+        "dense_loss",
+        "layer 1:",
+        "seed 3",
+    ):
         assert words in card
     assert "steps: 3 of 3, 128 tokens each" in card
-    assert all((finished.export / name).exists() for name in ("tokenizer.json", "generation_config.json"))
+    assert all(
+        (finished.export / name).exists() for name in ("tokenizer.json", "generation_config.json")
+    )
 
 
 def test_an_export_trains_on_and_the_control_leaves_no_routers_and_says_that_it_is_one(
     finished, texts_folder, tmp_path
 ):
     options = {"policy": "control", "max_steps": 1, "export_dtype": "bfloat16"}
-    result = train(config(finished.export, texts_folder, tmp_path / "run", **options), progress=False)
+    result = train(
+        config(finished.export, texts_folder, tmp_path / "run", **options), progress=False
+    )
     assert exported(result.folder).keys() == exported(finished.folder).keys()
     assert not (result.folder / "routers.safetensors").exists()
     assert "the control" in (result.export / "README.md").read_text()
@@ -63,14 +76,19 @@ def test_an_export_trains_on_and_the_control_leaves_no_routers_and_says_that_it_
     assert '"bfloat16"' in (result.export / "config.json").read_text()
 
 
-def test_an_export_never_replaces_a_folder_that_is_not_the_runs_own(finished, tiny_folder, tmp_path):
+def test_an_export_never_replaces_a_folder_that_is_not_the_runs_own(
+    finished, tiny_folder, tmp_path
+):
     earlier, newest = sorted((finished.folder / "checkpoints").glob("step-*"))
     foreign = shutil.copytree(tiny_folder, tmp_path / "model")
     before = {f.name: f.read_bytes() for f in foreign.iterdir()}
     with pytest.raises(InputError, match="is not empty"):
         export_checkpoint(newest, foreign)
     assert {f.name: f.read_bytes() for f in foreign.iterdir()} == before
-    assert_same(load_file(export_checkpoint(newest, tmp_path / "new") / "model.safetensors"), exported(finished.folder))
+    assert_same(
+        load_file(export_checkpoint(newest, tmp_path / "new") / "model.safetensors"),
+        exported(finished.folder),
+    )
     assert (tmp_path / "new-routers.safetensors").exists()
     card = (export_checkpoint(earlier, tmp_path / "earlier") / "README.md").read_text()
     assert all(told in card for told in ("steps: 2 of 3", "Validation after step 0"))

@@ -1,4 +1,5 @@
-"""What a step computes: the control and every objective written naively, accumulation, seeds, records."""
+"""What a step computes: the control and every objective written naively, accumulation, seeds,
+records."""
 
 import dataclasses
 import zlib
@@ -36,7 +37,10 @@ def generators(count=2):
 def test_the_loss_curve_is_the_one_on_record(policy, tiny_folder, texts_folder, tmp_path):
     """A curve that is missing is written anew; the commit that removes one says why."""
     run, file = tmp_path / "run", Path(__file__).parent / "golden" / f"{policy}.txt"
-    train(config(tiny_folder, texts_folder, run, policy=policy, max_steps=12, peak_lr=3e-3), progress=False)
+    train(
+        config(tiny_folder, texts_folder, run, policy=policy, max_steps=12, peak_lr=3e-3),
+        progress=False,
+    )
     steps = [r for r in records(run) if r["kind"] == "train"]
     names = [name for name in FIELDS if name in steps[0]]
     if not file.exists():
@@ -70,7 +74,9 @@ def test_routers_are_clipped_apart_from_the_model(monkeypatch, new_run):
         made = make_optimizer(objective, config)
         parts = objective.policy_parameters(), list(objective.model.parameters())
         made.register_step_pre_hook(
-            lambda *_: norms.append([sum(p.grad.square().sum().item() for p in part) ** 0.5 for part in parts])
+            lambda *_: norms.append(
+                [sum(p.grad.square().sum().item() for p in part) ** 0.5 for part in parts]
+            )
         )
         return made
 
@@ -80,7 +86,9 @@ def test_routers_are_clipped_apart_from_the_model(monkeypatch, new_run):
 
 
 def test_one_seed_gives_one_result_whatever_the_global_random_state(new_run):
-    runs = [new_run(str(i), policy="random", seed=seed, max_steps=2) for i, seed in enumerate((3, 3, 4))]
+    runs = [
+        new_run(str(i), policy="random", seed=seed, max_steps=2) for i, seed in enumerate((3, 3, 4))
+    ]
     for state, run in enumerate(runs):
         torch.manual_seed(state)
         np.random.seed(state)  # noqa: NPY002 (the global state is what this test is about)
@@ -98,7 +106,8 @@ def test_the_control_is_plain_next_token_training(tiny_folder, texts_folder, new
     train(run, progress=False)
     model = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)
     options = {
-        name: getattr(run, name) for name in ("seq_len", "batch_size", "max_steps", "validation_sequences", "seed")
+        name: getattr(run, name)
+        for name in ("seq_len", "batch_size", "max_steps", "validation_sequences", "seed")
     }
     data = open_tokens(str(texts_folder), AutoTokenizer.from_pretrained(tiny_folder), **options)
     start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -108,7 +117,10 @@ def test_the_control_is_plain_next_token_training(tiny_folder, texts_folder, new
 
     before = loss_on(data.validation).item()
     groups = [
-        {"params": [p for p in model.parameters() if (p.ndim > 1) == matrices], "weight_decay": decay}
+        {
+            "params": [p for p in model.parameters() if (p.ndim > 1) == matrices],
+            "weight_decay": decay,
+        }
         for matrices, decay in ((True, run.weight_decay), (False, 0.0))
     ]
     optimizer = torch.optim.AdamW(groups, betas=run.betas)
@@ -132,9 +144,13 @@ def test_the_control_is_plain_next_token_training(tiny_folder, texts_folder, new
         assert (trained[name] - parameter.detach()).norm() < 5e-4 * moved, name
 
 
-def test_runs_record_the_same_checksum_where_they_see_the_same_tokens(texts_folder, tiny_folder, new_run):
+def test_runs_record_the_same_checksum_where_they_see_the_same_tokens(
+    texts_folder, tiny_folder, new_run
+):
     control = new_run("control", policy="control", max_steps=2)
-    options = {name: getattr(control, name) for name in ("seq_len", "batch_size", "validation_sequences")}
+    options = {
+        name: getattr(control, name) for name in ("seq_len", "batch_size", "validation_sequences")
+    }
     runs = (
         control,
         new_run("router", max_steps=2, micro_batch_size=1),
@@ -145,9 +161,15 @@ def test_runs_record_the_same_checksum_where_they_see_the_same_tokens(texts_fold
         train(run, progress=False)
         sums.append([r["tokens_crc32"] for r in records(run.output) if r["kind"] == "train"])
     data = open_tokens(
-        str(texts_folder), AutoTokenizer.from_pretrained(tiny_folder), **options, max_steps=2, seed=control.seed
+        str(texts_folder),
+        AutoTokenizer.from_pretrained(tiny_folder),
+        **options,
+        max_steps=2,
+        seed=control.seed,
     )
-    expected = [sum(zlib.crc32(row.tobytes()) for row in data.train.read().numpy()) for _ in range(2)]
+    expected = [
+        sum(zlib.crc32(row.tobytes()) for row in data.train.read().numpy()) for _ in range(2)
+    ]
     assert sums[:2] == [expected, expected]
     assert not set(sums[2]) & set(expected)
 
@@ -179,7 +201,9 @@ def test_the_objective_is_the_kl_of_the_masked_tokens_and_the_anchor_of_all(
     with torch.no_grad():
         base = model(tokens).logits
         for parameter in model.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+            parameter += 0.1 * torch.randn(
+                parameter.shape, generator=torch.Generator().manual_seed(1)
+            )
     total, record = objective(tokens, generators(), 0)
     with torch.no_grad(), MaskedPass(model, {0: RandomPolicy(0.5)}) as passes:
         out = passes.hidden(tokens, generators(), prefix_len=prefix_len or None)
@@ -188,38 +212,61 @@ def test_the_objective_is_the_kl_of_the_masked_tokens_and_the_anchor_of_all(
     anchor = next_token_loss(dense, tokens) if teacher == "self" else distillation_kl(base, dense)
     expected = 0.7 * distillation_kl(teach[:, prefix_len:], masked) + 1.3 * anchor
     assert total.item() == pytest.approx(expected.item(), rel=1e-5)
-    assert record["kl"].item() == pytest.approx(distillation_kl(dense[:, prefix_len:], masked).item(), rel=1e-5)
-    assert record["dense_loss"].item() == pytest.approx(next_token_loss(dense, tokens).item(), rel=1e-5)
+    assert record["kl"].item() == pytest.approx(
+        distillation_kl(dense[:, prefix_len:], masked).item(), rel=1e-5
+    )
+    assert record["dense_loss"].item() == pytest.approx(
+        next_token_loss(dense, tokens).item(), rel=1e-5
+    )
 
 
 def test_the_routers_target_falls_and_is_the_last_one_in_validation(tiny_folder, tmp_path):
     options = {"router_noise": 0.0, "target_keep": 0.4, "target_warmup_steps": 2}
-    objective = Objective(load(tiny_folder)[0], config(tiny_folder, "data", tmp_path / "run", **options))
-    budgets = [objective(some_tokens(), generators(), step)[1]["budget"].item() for step in (0, 1, 2, 3, None)]
-    assert budgets == pytest.approx([1 / target for target in (0.8, 0.6, 0.4, 0.4, 0.4)])  # all is kept
+    objective = Objective(
+        load(tiny_folder)[0], config(tiny_folder, "data", tmp_path / "run", **options)
+    )
+    budgets = [
+        objective(some_tokens(), generators(), step)[1]["budget"].item()
+        for step in (0, 1, 2, 3, None)
+    ]
+    assert budgets == pytest.approx(
+        [1 / target for target in (0.8, 0.6, 0.4, 0.4, 0.4)]
+    )  # all is kept
 
 
-def test_a_frozen_teacher_computes_in_the_type_of_the_run_with_exact_positions(tiny_folder, tmp_path):
+def test_a_frozen_teacher_computes_in_the_type_of_the_run_with_exact_positions(
+    tiny_folder, tmp_path
+):
     run = config(tiny_folder, "data", tmp_path / "run", teacher="frozen", dtype="bfloat16")
     (teacher,) = Objective(load(tiny_folder)[0], run)._teachers
     assert {parameter.dtype for parameter in teacher.parameters()} == {torch.bfloat16}
     assert {buffer.dtype for buffer in teacher.buffers()} == {torch.float32}
 
 
-def test_a_record_and_a_line_without_a_terminal_tell_rates_norms_speed_and_the_time_left(tmp_path, capsys, new_run):
+def test_a_record_and_a_line_without_a_terminal_tell_rates_norms_speed_and_the_time_left(
+    tmp_path, capsys, new_run
+):
     run = new_run(max_steps=3, dtype="bfloat16", teacher="frozen")
     train(run)
-    for record in (r for r in read_jsonl(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "train"):
+    for record in (
+        r for r in read_jsonl(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "train"
+    ):
         assert record["router_lr"] == pytest.approx(10 * record["lr"])
         norms = record["router_grad_norms"]
         assert norms.keys() == {"0", "1"}
-        assert record["router_grad_norm"] == pytest.approx(sum(n**2 for n in norms.values()) ** 0.5, rel=1e-5)
+        assert record["router_grad_norm"] == pytest.approx(
+            sum(n**2 for n in norms.values()) ** 0.5, rel=1e-5
+        )
         assert min(record["grad_norm"], record["tokens_per_s"], record["dense_loss"]) > 0
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("step ")]
     assert len(lines) == 3
-    assert all("dense " in line and " tokens/s" in line and line.endswith(" left") for line in lines)
+    assert all(
+        "dense " in line and " tokens/s" in line and line.endswith(" left") for line in lines
+    )
     assert "  kept 1.00  " in lines[0]  # both groups keep everything still: told once
-    assert {t.dtype for t in exported(run.output).values()} == {torch.float32}  # the weights of bfloat16 compute
+    assert {t.dtype for t in exported(run.output).values()} == {
+        torch.float32
+    }  # the weights of bfloat16 compute
 
 
 def test_tensorboard_gets_every_number_of_every_record(tmp_path, new_run):
@@ -237,10 +284,20 @@ def test_tensorboard_gets_every_number_of_every_record(tmp_path, new_run):
 
 
 @pytest.mark.slow
-def test_with_the_recipes_settings_the_routers_reach_their_target(tiny_folder, texts_folder, tmp_path):
+def test_with_the_recipes_settings_the_routers_reach_their_target(
+    tiny_folder, texts_folder, tmp_path
+):
     """The mean kept fraction of each router over the last 50 of 300 steps of the small recipe."""
     places = {"model": str(tiny_folder), "data": str(texts_folder), "output": str(tmp_path / "run")}
-    options = {"seq_len": 64, "batch_size": 4, "num_groups": 2, "max_steps": 300, "validation_every": 300}
+    options = {
+        "seq_len": 64,
+        "batch_size": 4,
+        "num_groups": 2,
+        "max_steps": 300,
+        "validation_every": 300,
+    }
     train(small(**places, **options), progress=False)
-    kept = [list(r["kept"].values()) for r in records(tmp_path / "run") if r["kind"] == "train"][-50:]
+    kept = [list(r["kept"].values()) for r in records(tmp_path / "run") if r["kind"] == "train"][
+        -50:
+    ]
     assert np.mean(kept, axis=0) == pytest.approx([0.5] * len(kept[0]), abs=0.05)

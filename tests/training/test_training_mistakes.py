@@ -39,7 +39,9 @@ def test_what_a_run_cannot_have_is_named(message, tiny_folder, tmp_path, monkeyp
     options = dict(MISTAKES[message])
     monkeypatch.setattr("kvcat.hub.constants.HF_HUB_OFFLINE", True)
     if message == "gone.txt":
-        monkeypatch.setattr("kvcat.training.run.load", lambda *_, **__: pytest.fail("the model was loaded first"))
+        monkeypatch.setattr(
+            "kvcat.training.run.load", lambda *_, **__: pytest.fail("the model was loaded first")
+        )
     if "pip" in message:
         monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     if options.get("model") == "broken":
@@ -55,24 +57,36 @@ def test_what_a_run_cannot_have_is_named(message, tiny_folder, tmp_path, monkeyp
     assert not (tmp_path / "run").exists()
 
 
-def test_the_disk_must_hold_what_will_be_written_with_the_routers(tiny_folder, tmp_path, monkeypatch, new_run):
+def test_the_disk_must_hold_what_will_be_written_with_the_routers(
+    tiny_folder, tmp_path, monkeypatch, new_run
+):
     run = new_run(max_steps=6, checkpoint_every=2, keep_checkpoints=2)
-    weights = 4 * sum(p.numel() for p in Objective(load(tiny_folder)[0], run).parameters())  # of the export
+    weights = 4 * sum(
+        p.numel() for p in Objective(load(tiny_folder)[0], run).parameters()
+    )  # of the export
 
     def stop(_):
         raise InputError("done")
 
-    for steps, num_new in (((), 3), ((2, 4), 1), ((6,), 0)):  # checkpoints, each of weights and two moments
+    for steps, num_new in (
+        ((), 3),
+        ((2, 4), 1),
+        ((6,), 0),
+    ):  # checkpoints, each of weights and two moments
         for step in steps:
             (tmp_path / "run" / "checkpoints" / f"step-{step}").mkdir(parents=True)
         for short, told in ((1, "no disk space"), (0, "is missing" if steps else "done")):
             usage = SimpleNamespace(free=(3 * num_new + 1) * weights - short)
-            monkeypatch.setattr("kvcat.training.run_folder.shutil.disk_usage", lambda _, usage=usage: usage)
+            monkeypatch.setattr(
+                "kvcat.training.run_folder.shutil.disk_usage", lambda _, usage=usage: usage
+            )
             monkeypatch.setattr("kvcat.training.loop.Trainer.train", stop)
             assert told in refused(run)
 
 
-def test_a_folder_of_something_else_or_that_cannot_be_written_is_left_alone(tiny_folder, tmp_path, new_run):
+def test_a_folder_of_something_else_or_that_cannot_be_written_is_left_alone(
+    tiny_folder, tmp_path, new_run
+):
     shutil.copytree(tiny_folder, tmp_path / "model")
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "notes.txt").write_text("mine")
@@ -90,7 +104,13 @@ def test_the_folder_of_another_run_keeps_its_run(new_run):
     run = new_run(policy="control", max_steps=2)
     train(run, progress=False)
     before = contents(run.output)
-    for name, value in {"seed": 9, "target_keep": 0.4, "batch_size": 2, "dtype": "bfloat16", "max_steps": 1}.items():
+    for name, value in {
+        "seed": 9,
+        "target_keep": 0.4,
+        "batch_size": 2,
+        "dtype": "bfloat16",
+        "max_steps": 1,
+    }.items():
         told = refused(dataclasses.replace(run, **{name: value}))
         assert f"holds another run: its {name} is {getattr(run, name)!r}, not {value!r}" in told
     assert contents(run.output) == before
@@ -101,7 +121,9 @@ def test_a_second_process_does_not_write_into_a_run(tmp_path, new_run):
     with one_writer(tmp_path / "run"):
         assert "another process is writing" in refused(run)
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / ".partial-config.json").write_text("{")  # by a kill while the folder was claimed
+    (tmp_path / "run" / ".partial-config.json").write_text(
+        "{"
+    )  # by a kill while the folder was claimed
     assert train(run, progress=False).validation["step"] == 1
 
 
@@ -111,7 +133,9 @@ def test_processes_without_an_address_are_told_so_at_once(monkeypatch, new_run):
     assert "the 2 processes do not find each other" in refused(new_run())
 
 
-def test_a_run_that_diverges_stops_with_one_line_and_no_checkpoint_of_bad_weights(tmp_path, monkeypatch, new_run):
+def test_a_run_that_diverges_stops_with_one_line_and_no_checkpoint_of_bad_weights(
+    tmp_path, monkeypatch, new_run
+):
     run = new_run(policy="control", peak_lr=1e36, warmup_steps=0, checkpoint_every=1)
     assert "diverged: the gradient of the model in step" in refused(run)
     assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) <= 1
@@ -120,7 +144,9 @@ def test_a_run_that_diverges_stops_with_one_line_and_no_checkpoint_of_bad_weight
     assert "diverged: the gradient of the routers in step 1" in refused(new_run("routers"))
 
 
-def test_a_token_without_an_embedding_is_named_before_the_first_step(tiny_folder, tmp_path, new_run):
+def test_a_token_without_an_embedding_is_named_before_the_first_step(
+    tiny_folder, tmp_path, new_run
+):
     model = shutil.copytree(tiny_folder, tmp_path / "model")
     tokenizer = load_tokenizer(model)
     size = len(tokenizer)

@@ -19,23 +19,42 @@ from tiny import loud_model
 
 
 def train_in_processes(run, folder, size=2):
-    """The run on so many gloo processes, as torchrun would start them; returns the message of each: "" for success.
+    """The run on so many gloo processes, as torchrun would start them; returns the message of each:
+    "" for success.
 
-    As under torchrun, the store lives in the process that starts them: no port is chosen here and lost to another.
+    As under torchrun, the store lives in the process that starts them: no port is chosen here and
+    lost to another.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    children = [context().Process(target=_member, args=(run, folder, rank, size, store.port)) for rank in range(size)]
+    children = [
+        context().Process(target=_member, args=(run, folder, rank, size, store.port))
+        for rank in range(size)
+    ]
     for child in children:
         child.start()
     for child in children:
         child.join()
-    said = [(folder / f"{rank}.txt").read_text() for rank in range(size) if (folder / f"{rank}.txt").exists()]
-    return said if any(said) else [f"exit code {child.exitcode}" if child.exitcode else "" for child in children]
+    said = [
+        (folder / f"{rank}.txt").read_text()
+        for rank in range(size)
+        if (folder / f"{rank}.txt").exists()
+    ]
+    return (
+        said
+        if any(said)
+        else [f"exit code {child.exitcode}" if child.exitcode else "" for child in children]
+    )
 
 
 def _member(run, folder, rank, size, port):
     torch.set_num_threads(1)
-    names = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    names = {
+        "RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": rank,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     names |= {"TORCHELASTIC_USE_AGENT_STORE": True, "GLOO_SOCKET_IFNAME": "lo"}
     os.environ |= {name: str(value) for name, value in names.items()}
     said = ""
@@ -57,7 +76,13 @@ def _member(run, folder, rank, size, port):
     ids=str,
 )
 def test_two_processes_equal_one(options, tmp_path, new_run):
-    options = {"max_steps": 4, "peak_lr": 1e-3, "validation_sequences": 5, "micro_batch_size": 1, **options}
+    options = {
+        "max_steps": 4,
+        "peak_lr": 1e-3,
+        "validation_sequences": 5,
+        "micro_batch_size": 1,
+        **options,
+    }
     # both processes find no folder, nor its parents
     one, two = (new_run(name, **options) for name in ("one", "a/b/two"))
     train(one, progress=False)
@@ -84,7 +109,10 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path, new_run):
 
 def test_a_mistake_is_told_by_every_process_before_anything_is_written(tmp_path, new_run):
     said = train_in_processes(new_run(batch_size=3), tmp_path)
-    assert ["batch_size 3 does not divide into 2 processes" in message for message in said] == [True, True]
+    assert ["batch_size 3 does not divide into 2 processes" in message for message in said] == [
+        True,
+        True,
+    ]
     assert not (tmp_path / "run").exists()
 
 
@@ -96,12 +124,17 @@ def test_layers_in_training_mode_drop_nothing(new_run):
     torch.testing.assert_close(model(tokens).logits, before)
 
 
-def test_products_are_bfloat16_made_again_where_wanted_and_gradients_float32_reduced_once_a_step(monkeypatch, new_run):
+def test_products_are_bfloat16_made_again_where_wanted_and_gradients_float32_reduced_once_a_step(
+    monkeypatch, new_run
+):
     flags, inputs, rounded = [], [], []
     set_sync, make_optimizer = FSDPModule.set_requires_gradient_sync, run_module.make_optimizer
 
     def watched(objective, config):
-        layer, made = decoder_layers(objective.model)[0].mlp.up_proj, make_optimizer(objective, config)
+        layer, made = (
+            decoder_layers(objective.model)[0].mlp.up_proj,
+            make_optimizer(objective, config),
+        )
         layer.register_forward_pre_hook(
             lambda _, given: inputs.append(given[0].dtype) if torch.is_grad_enabled() else None
         )
@@ -110,9 +143,17 @@ def test_products_are_bfloat16_made_again_where_wanted_and_gradients_float32_red
 
     monkeypatch.setattr(run_module, "make_optimizer", watched)
     monkeypatch.setattr(
-        FSDPModule, "set_requires_gradient_sync", lambda self, flag: (flags.append(flag), set_sync(self, flag))
+        FSDPModule,
+        "set_requires_gradient_sync",
+        lambda self, flag: (flags.append(flag), set_sync(self, flag)),
     )
-    options = {"policy": "control", "max_steps": 2, "dtype": "bfloat16", "micro_batch_size": 1, "max_grad_norm": 1e9}
+    options = {
+        "policy": "control",
+        "max_steps": 2,
+        "dtype": "bfloat16",
+        "micro_batch_size": 1,
+        "max_grad_norm": 1e9,
+    }
     train(new_run(**options, activation_checkpointing=True), progress=False)
     assert flags == [False, False, False, True] * 2
     assert inputs == [torch.bfloat16] * 2 * 8  # each layer runs again in the backward
@@ -125,5 +166,7 @@ def test_compiled_layers_share_graphs_and_give_the_same_losses(policy, tmp_path,
     plain = new_run("plain", policy=policy, max_steps=3, peak_lr=1e-3)
     compiled = dataclasses.replace(plain, output=str(tmp_path / "compiled"), compile=True)
     train(plain, progress=False)
-    assert train_in_processes(compiled, tmp_path, size=1) == [""]  # where no type checks meet the compiler
+    assert train_in_processes(compiled, tmp_path, size=1) == [
+        ""
+    ]  # where no type checks meet the compiler
     assert_close(plain.output, compiled.output, weights=1e-3)

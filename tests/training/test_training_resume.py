@@ -24,21 +24,27 @@ from kvcat.training.signals import Stopped
 
 
 @pytest.mark.parametrize("policy", ["router", "random"])
-def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one_bit_for_bit(policy, monkeypatch, new_run):
+def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
+    policy, monkeypatch, new_run
+):
     whole, broken = (new_run(name, policy=policy) for name in "ab")
     train(whole, progress=False)
     for step in (1, 3):
         stopped(broken, step, monkeypatch)
     first = train(broken, progress=False)
     assert_equal_runs(whole, broken)
-    monkeypatch.setattr(run_module, "load", lambda *_, **__: pytest.fail("the model was loaded again"))
+    monkeypatch.setattr(
+        run_module, "load", lambda *_, **__: pytest.fail("the model was loaded again")
+    )
     assert train(broken, progress=False) == first  # a finished run does nothing
 
 
 def test_a_run_killed_between_its_last_checkpoint_and_the_export_only_exports(monkeypatch, new_run):
     run = new_run(max_steps=2)
     with monkeypatch.context() as patch:
-        patch.setattr(loop_module, "export_checkpoint", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(
+            loop_module, "export_checkpoint", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
         with pytest.raises(KeyboardInterrupt):
             train(run, progress=False)
     before = records(run.output)
@@ -71,7 +77,9 @@ def test_a_signal_to_another_process_stops_this_one_after_the_same_step(monkeypa
     assert stop.value.signum == signal.SIGTERM
 
 
-def test_a_second_signal_ends_a_run_that_waits_for_data_unless_it_comes_at_once(monkeypatch, new_run):
+def test_a_second_signal_ends_a_run_that_waits_for_data_unless_it_comes_at_once(
+    monkeypatch, new_run
+):
     monkeypatch.setattr(signals_module, "_ONE_REQUEST", 0.2)
 
     def wait(*_):
@@ -114,7 +122,9 @@ def test_a_finished_run_is_exported_again_in_another_type_even_after_a_kill(monk
     train(run, progress=False)
     smaller = dataclasses.replace(run, export_dtype="bfloat16")
     with monkeypatch.context() as patch:
-        patch.setattr(loop_module, "export_checkpoint", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(
+            loop_module, "export_checkpoint", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
         with pytest.raises(KeyboardInterrupt):
             train(smaller, progress=False)
     train(smaller, progress=False)
@@ -146,18 +156,33 @@ def assert_equal_runs(whole, broken):
     assert records(whole.output) == records(broken.output)
 
 
-def test_a_continuation_may_change_how_the_work_is_done_and_records_it(tmp_path, monkeypatch, new_run):
+def test_a_continuation_may_change_how_the_work_is_done_and_records_it(
+    tmp_path, monkeypatch, new_run
+):
     options = {"policy": "random", "peak_lr": 1e-3}
     whole, broken = (new_run(name, **options) for name in "ab")
     train(whole, progress=False)
     stopped(broken, 3, monkeypatch)
-    changed = {"micro_batch_size": 2, "activation_checkpointing": True, "validation_every": 2, "checkpoint_every": 5}
+    changed = {
+        "micro_batch_size": 2,
+        "activation_checkpointing": True,
+        "validation_every": 2,
+        "checkpoint_every": 5,
+    }
     train(dataclasses.replace(broken, **changed), progress=False)
-    losses = [[r["dense_loss"] for r in records(run.output) if r["kind"] == "train"] for run in (whole, broken)]
+    losses = [
+        [r["dense_loss"] for r in records(run.output) if r["kind"] == "train"]
+        for run in (whole, broken)
+    ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     (record,) = read_jsonl(tmp_path / "b" / "changes.jsonl")
-    assert record == {"step": 3, "changed": {n: [getattr(broken, n), new] for n, new in changed.items()}}
-    assert TrainConfig.from_dict(read_json(tmp_path / "b" / "config.json")) == dataclasses.replace(broken, **changed)
+    assert record == {
+        "step": 3,
+        "changed": {n: [getattr(broken, n), new] for n, new in changed.items()},
+    }
+    assert TrainConfig.from_dict(read_json(tmp_path / "b" / "config.json")) == dataclasses.replace(
+        broken, **changed
+    )
 
 
 def test_a_finished_run_goes_on_to_a_larger_number_of_steps(capsys, new_run):
@@ -166,12 +191,17 @@ def test_a_finished_run_goes_on_to_a_larger_number_of_steps(capsys, new_run):
     before = records(run.output)
     longer = dataclasses.replace(run, max_steps=7)
     assert train(longer).validation["step"] == 7
-    assert "from step 4 on the learning rate follows the schedule of 7 steps" in capsys.readouterr().err
+    assert (
+        "from step 4 on the learning rate follows the schedule of 7 steps"
+        in capsys.readouterr().err
+    )
     after = records(run.output)
     assert after[: len(before)] == before
     rates = [r["lr"] for r in after if r["kind"] == "train"]
     assert rates[4:] == [learning_rate(step, longer) for step in (4, 5, 6)]
-    again = train(dataclasses.replace(longer, max_steps=8), progress=False)  # the table of 4 steps still serves
+    again = train(
+        dataclasses.replace(longer, max_steps=8), progress=False
+    )  # the table of 4 steps still serves
     assert again.validation["step"] == 8
 
 
@@ -179,7 +209,9 @@ def checkpoints(run, keep=2, value=0.0):
     """The checkpoints of a run that trains two numbers."""
     module = torch.nn.Linear(2, 1, bias=False)
     torch.nn.init.constant_(module.weight, value)
-    return Checkpoints(run, keep, World(0, 1, torch.device("cpu")), module, torch.optim.AdamW(module.parameters()))
+    return Checkpoints(
+        run, keep, World(0, 1, torch.device("cpu")), module, torch.optim.AdamW(module.parameters())
+    )
 
 
 def save(run, step, **options):
@@ -195,7 +227,10 @@ def test_what_is_saved_is_the_state_at_the_call_and_what_is_loaded_is_what_was_s
     assert (made.module.weight == 1).all()
     made.module.weight.sum().backward()
     made.optimizer.step()
-    weight, moment = made.module.weight.detach().clone(), made.optimizer.state[made.module.weight]["exp_avg"].clone()
+    weight, moment = (
+        made.module.weight.detach().clone(),
+        made.optimizer.state[made.module.weight]["exp_avg"].clone(),
+    )
     made.save(1, {"place": 5})
     with torch.no_grad():
         made.module.weight.fill_(7)
@@ -227,7 +262,9 @@ def test_damage_to_a_checkpoint_is_seen_and_where_none_is_whole_each_is_named(na
     assert (step, states) == (1, [{"place": 1}])
     assert [note.partition(":")[0].partition(" is ")[2] for note in notes] == ["damaged"]
     harm(tmp_path / "checkpoints" / "step-000001" / name)
-    with pytest.raises(InputError, match=r"step-000002 is damaged: [^\n]*step-000001 is damaged: [^\n]*$"):
+    with pytest.raises(
+        InputError, match=r"step-000002 is damaged: [^\n]*step-000001 is damaged: [^\n]*$"
+    ):
         checkpoints(tmp_path).load_newest()
 
 
@@ -238,7 +275,9 @@ def test_a_checkpoint_that_may_be_whole_is_never_passed_over(tmp_path, monkeypat
     described.write_text(described.read_text().replace('"format": 2', '"format": 3'))
     with pytest.raises(InputError, match=r"step-000002 .*format 3; this version reads 2"):
         checkpoints(tmp_path).load_newest()
-    monkeypatch.setattr(Path, "read_text", lambda _: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+    monkeypatch.setattr(
+        Path, "read_text", lambda _: (_ for _ in ()).throw(OSError(5, "Input/output error"))
+    )
     with pytest.raises(InputError, match=r"step-000002 cannot be read: Input/output error"):
         checkpoints(tmp_path).load_newest()
 
@@ -247,16 +286,23 @@ def test_only_the_newest_checkpoints_stay_and_damaged_later_ones_go(tmp_path):
     (tmp_path / "checkpoints" / "step-000002-copy").mkdir(parents=True)
     for step in (2, 10, 999_999, 1_000_000):
         save(tmp_path, step)
-    assert {f.name for f in (tmp_path / "checkpoints").iterdir()} == {"step-000002-copy", "step-999999", "step-1000000"}
+    assert {f.name for f in (tmp_path / "checkpoints").iterdir()} == {
+        "step-000002-copy",
+        "step-999999",
+        "step-1000000",
+    }
     (tmp_path / "checkpoints" / "step-1000000" / "state.json").write_text("{")
     save(tmp_path, 999_999, keep=1)
     assert checkpoints(tmp_path).load_newest() == (999_999, [{"place": 999_999}], [])
 
 
 @pytest.mark.parametrize(
-    "place", ["kvcat.training.checkpoint._digest", "torch.distributed.checkpoint.filesystem._write_item"]
+    "place",
+    ["kvcat.training.checkpoint._digest", "torch.distributed.checkpoint.filesystem._write_item"],
 )
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("failed writing file")])
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), RuntimeError("failed writing file")]
+)
 def test_a_full_disk_in_mid_checkpoint_is_one_line_and_leaves_the_previous_checkpoint(
     error, place, tmp_path, monkeypatch
 ):
@@ -271,7 +317,8 @@ def test_a_full_disk_in_mid_checkpoint_is_one_line_and_leaves_the_previous_check
 
 
 def interrupt(run, log, moment, how=signal.SIGKILL):
-    """Start the command and signal it at a moment (seconds after its first checkpoint); returns its exit code."""
+    """Start the command and signal it at a moment (seconds after its first checkpoint); returns its
+    exit code."""
     before = folders(Path(run.output))
     child = start_command(run, log)
     while child.is_alive() and folders(Path(run.output)) == before:
@@ -291,7 +338,11 @@ def test_a_killed_run_has_what_it_said_was_saved_and_resumes_bit_for_bit(new_run
     assert not (tmp_path / "b" / "export").exists()
     for moment in (0.05, 0.3):
         interrupt(broken, log, moment)
-        said = [int(line.rsplit("step-", 1)[1]) for line in log.read_text().splitlines() if line.startswith("saved ")]
+        said = [
+            int(line.rsplit("step-", 1)[1])
+            for line in log.read_text().splitlines()
+            if line.startswith("saved ")
+        ]
         assert verify(folders(tmp_path / "b")[-1])["step"] >= max(said)
     train(broken, progress=False)
     assert_equal_runs(whole, broken)

@@ -33,8 +33,11 @@ _KINDS = {
 _VERSIONS = {CACHE: 2, PREFIX: 1, STATE: 3}
 _NO_DIGEST = "0" * 64
 _ENTRIES = {
-    "num_layers": r"[1-9]\d{0,4}", "num_tokens": r"[1-9]\d{0,7}", "fingerprint": FORM, "metadata": ".*",
-}  # fmt: skip
+    "num_layers": r"[1-9]\d{0,4}",
+    "num_tokens": r"[1-9]\d{0,7}",
+    "fingerprint": FORM,
+    "metadata": ".*",
+}
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _INTEGERS = (torch.int64, torch.int32)
 _TENSOR_NAMES = r"layers\.(0|[1-9]\d{0,5})\.(keys|values|log_bias|counts|positions)"

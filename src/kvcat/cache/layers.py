@@ -244,7 +244,8 @@ def layer_windows(config: Any) -> list[int | None]:
 def _check_window(window: int | None, total: int) -> None:
     if window is not None and total > window:
         raise InputError(
-            f"{total} tokens exceed the sliding window of {window}: not supported with a compact cache"
+            f"{total} tokens exceed the sliding window of {window}: "
+            "not supported with a compact cache"
         )
 
 

@@ -46,7 +46,8 @@ def replay_hidden(
 ) -> Float[Tensor, "batch suffix hidden"]:
     """Input of the head at the suffix positions, as ``replay``.
 
-    With ``any_length`` the cache's rotary factors are held however long the text becomes, as its trace held them.
+    With ``any_length`` the cache's rotary factors are held however long the text becomes, as its
+    trace held them.
     """
     cache.check_tokens(model, suffix_ids, any_length=any_length)
     past = cache.to_transformers(model, any_length=any_length)
@@ -105,7 +106,8 @@ def compare(trace: Trace, cache: CompactCache, *, start: int = 0) -> Scores:
         )
     if not 0 <= start < max(1, suffix_len - 1):
         raise InputError(
-            f"start must be in [0, {suffix_len - 2}] for a suffix of {suffix_len} tokens, not {start}"
+            f"start must be in [0, {suffix_len - 2}] for a suffix of {suffix_len} tokens, "
+            f"not {start}"
         )
     scores: Any = _position_scores(trace, cache)
     # the last position predicts no token of the suffix
@@ -144,13 +146,15 @@ def _position_scores(trace: Trace, cache: CompactCache) -> PositionScores:
     """Scores of every suffix position; the last one has no target and is given token 0."""
     if cache.num_tokens != trace.prefix_len or cache.batch_size not in (1, trace.batch_size):
         raise InputError(
-            f"a cache of {cache.batch_size} prefixes of {cache.num_tokens} tokens does not belong to a trace of "
+            f"a cache of {cache.batch_size} prefixes of {cache.num_tokens} tokens does not belong "
+            f"to a trace of "
             f"{trace.batch_size} prefixes of {trace.prefix_len}"
         )
     factors = cache.rotary_factors(trace.model)
     if factors != trace.rope:
         raise InputError(
-            f"the cache has the {factors} rotary factors and the trace the {trace.rope} ones: trace both with the same "
+            f"the cache has the {factors} rotary factors and the trace the {trace.rope} ones: "
+            "trace both with the same "
             "room for what follows (room=)"
         )
     hidden = replay_hidden(trace.model, cache, trace.suffix_ids, any_length=True)

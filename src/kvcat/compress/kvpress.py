@@ -196,7 +196,9 @@ def _make(name: str, options: dict[str, Any]) -> Any:
 
 
 class _PressCache(DynamicCache):
-    """A cache whose layers are given keys and values alone: layers of kvpress's own take no more."""
+    """A cache whose layers are given keys and values alone: layers of kvpress's own take no
+    more.
+    """
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_args: Any, **_kwargs: Any

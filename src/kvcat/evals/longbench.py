@@ -40,7 +40,8 @@ PAPER_SUB_DOMAINS = (
 # template also has <text> tags and a line "Choices:", which the paper's prompt does not name.
 LEAD = "Please read the following text and answer the question below.\n\n"
 QUESTION = (
-    "\n\nWhat is the correct answer to this question: {question}\n(A) {A}\n(B) {B}\n(C) {C}\n(D) {D}"
+    "\n\nWhat is the correct answer to this question: {question}"
+    "\n(A) {A}\n(B) {B}\n(C) {C}\n(D) {D}"
     "\n\nThe correct answer is ("
 )
 _CHOICES = tuple(f"choice_{letter}" for letter in LETTERS)

@@ -1,4 +1,6 @@
-"""Compact caches in engines without kvcat: transformers, llama.cpp, vLLM (``kvcat.serving.vllm``)."""
+"""Compact caches in engines without kvcat: transformers, llama.cpp, vLLM
+(``kvcat.serving.vllm``).
+"""
 
 from kvcat.serving.llama_cpp import LlamaCpp
 from kvcat.serving.prefix import Prefix, export_prefix, plain_prefix, read_prefix

@@ -25,7 +25,8 @@ class Eviction(Compressor):
 
     Args:
         name: "first", "random", "streaming", "keynorm", "snapkv", "h2o" or "tova".
-        scorer_class: a scorer of another package, whose name is then ``name``; None: that of the name.
+        scorer_class: a scorer of another package, whose name is then ``name``; None: that of the
+            name.
         options: of the scorer, such as seed (random), num_sinks (streaming) or window, kernel_size,
             pooling (snapkv).
 

@@ -1,1 +1,3 @@
-"""Methods that make slots of their own. Every file of this folder is a method, named as the file."""
+"""Methods that make slots of their own. Every file of this folder is a method, named as the
+file.
+"""
