@@ -152,8 +152,8 @@ def read_prefix(path: str | Path) -> Prefix:
     num_layers = len(tensors) // 2
     names = {f"layers.{i}.{kind}" for i in range(num_layers) for kind in ("keys", "values")}
     shapes = {tuple(tensor.shape) for tensor in tensors.values()}
-    shape = next(iter(shapes), ())  # (batch, kv_heads, slots, head_dim)
-    if len(shapes) != 1 or names != set(tensors) or shape[:-3] != (1,):
+    shape = list(next(iter(shapes), ()))  # batch, kv_heads, slots, head_dim
+    if len(shapes) != 1 or names != set(tensors) or shape[:-3] != [1]:
         raise InputError(
             f"{path} must hold one example, of equally many slots in every layer: "
             "pack with --head-dim"
