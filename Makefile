@@ -69,11 +69,12 @@ test-versions: .venv-lowest/ready .venv-newest/ready ## the tests of what depend
 	$(@D)/bin/python -m pip install --quiet --editable ".[kvpress,gguf]" "$(REQUIREMENT)" pytest pytest-xdist hypothesis beartype
 	@touch $@
 
-check: setup ## lint, format, types, order of the rooms
+check: setup ## lint, format, types, order of the rooms, readable code
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
+	$(BIN)/python tools/check_style.py --code
 
 bench: smollm2 ## benchmarks; ratios measured in one run
 	for name in attention attention_matching checkpoint data decode export gradient growth loss trainer training; do $(BIN)/python benchmarks/$$name.py; done

@@ -1,8 +1,9 @@
-"""Check that the sources stay readable; python tools/check_style.py [FILE ...] prints the findings.
+"""Check that the sources stay readable: python tools/check_style.py [--code] [FILE ...].
 
 In src/ at most 3 % of the assignments may pack several values (`a, b = x, y`), no line may be
 longer than 100 columns, and names that say nothing are not used. In src/, docs/ and the pages of
-the project's root, habit words that readers stumble over are named with a better word.
+the project's root, habit words that readers stumble over are named with a better word; ``--code``
+leaves this second check out.
 """
 
 import ast
@@ -85,12 +86,15 @@ def tracked(*patterns: str) -> list[Path]:
 
 def main() -> None:
     """Print the findings; exit code 1 where there are any."""
-    chosen = [Path(name) for name in sys.argv[1:]]
+    arguments = sys.argv[1:]
+    code_alone = "--code" in arguments
+    chosen = [Path(name) for name in arguments if name != "--code"]
     findings = Findings()
     for path in chosen or tracked("src/*.py"):
         if path.suffix == ".py":
             check_code(path, findings)
-    for path in chosen or tracked("src/*.py", "docs/*.md", "*.md"):
+    pages = [] if code_alone else chosen or tracked("src/*.py", "docs/*.md", "*.md")
+    for path in pages:
         if not path.name.startswith("log"):
             check_words(path, findings)
     share = findings.num_packed / max(1, findings.num_assignments)

@@ -213,18 +213,20 @@ def example_generators(trace: Trace, seed: int) -> list[torch.Generator]:
 
 
 def classes_in(package: str, folder: Iterable[str], base: type) -> dict[str, Any]:
-    """The one subclass of ``base`` in every module of a package, by the module's name with "-" for
-    "_".
+    """The one public subclass of ``base`` of every module of a package, by the module's name.
+
+    A "_" in the name becomes "-".
     """
-    found = {}
+    classes = {}
     for entry in pkgutil.iter_modules(folder):
         module = importlib.import_module(f"{package}.{entry.name}")
-        (found[entry.name.replace("_", "-")],) = (
+        subclasses = [
             kind
             for name, kind in vars(module).items()
             if isinstance(kind, type)
             and issubclass(kind, base)
             and kind.__module__ == module.__name__
             and not name.startswith("_")
-        )
-    return found
+        ]
+        (classes[entry.name.replace("_", "-")],) = subclasses
+    return classes

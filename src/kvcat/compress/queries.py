@@ -164,7 +164,7 @@ def _with_moved(
     )
 
 
-class _Parts(NamedTuple):
+class _PlacedQueries(NamedTuple):
     """The prefix's queries by part, in the order in which they are fitted to."""
 
     rows: Int[Tensor, " queries"]  # among the queries that the trace keeps
@@ -187,22 +187,22 @@ def _moved_queries(trace: Trace) -> MovedQueries | None:
         rotation = KeyRotation(trace.model, part_len)
     except InputError:
         return None
-    parts = _parts(trace, part_len)
+    placed = _place_by_part(trace, part_len)
     return MovedQueries(
         rotation=rotation,
-        rows=parts.rows,
-        shifts=trace.prefix_len - parts.starts,
+        rows=placed.rows,
+        shifts=trace.prefix_len - placed.starts,
         log_later_mass=[
-            _mass_of_parts(queries, keys, scale, parts, part_len)
+            _mass_of_parts(queries, keys, scale, placed, part_len)
             for queries, keys, scale in zip(
                 trace.prefix_queries, trace.keys, trace.scales, strict=True
             )
         ],
-        fit_boost=torch.full([parts.num_fitted], parts.num_represented**0.5),
+        fit_boost=torch.full([placed.num_fitted], placed.num_represented**0.5),
     )
 
 
-def _parts(trace: Trace, part_len: int) -> _Parts:
+def _place_by_part(trace: Trace, part_len: int) -> _PlacedQueries:
     """The prefix's queries: those of the last part first, the fitted ones before the others.
 
     All of up to 4,096 positions choose keys. Where query heads share a KV head, log-bias and values
@@ -221,7 +221,7 @@ def _parts(trace: Trace, part_len: int) -> _Parts:
     places = torch.arange(len(positions))
     is_fitted = places % stride == 0
     order = last_part_first[torch.cat([places[is_fitted], places[~is_fitted]])]
-    return _Parts(
+    return _PlacedQueries(
         rows[order], positions[order], starts[order], int(is_fitted.sum()), num_represented=stride
     )
 
@@ -230,17 +230,17 @@ def _mass_of_parts(
     queries: Float[Tensor, "batch heads kept head_dim"],
     keys: Float[Tensor, "batch kv_heads prefix head_dim"],
     scale: float,
-    parts: _Parts,
+    placed: _PlacedQueries,
     part_len: int,
 ) -> Float[Tensor, "batch heads queries"]:
     """Mass of the keys of its own part that each query sees, nats."""
     batch, heads = queries.shape[:2]
-    masses = at_least_float32(queries.new_empty(batch, heads, len(parts.rows)))
-    for start in parts.starts.unique().tolist():
-        is_in_part = parts.starts == start
+    masses = at_least_float32(queries.new_empty(batch, heads, len(placed.rows)))
+    for start in placed.starts.unique().tolist():
+        is_in_part = placed.starts == start
         part_keys = keys[:, :, start : start + part_len]
-        part_queries = queries.index_select(2, parts.rows[is_in_part].to(queries.device))
-        last_seen = parts.positions[is_in_part] - start
+        part_queries = queries.index_select(2, placed.rows[is_in_part].to(queries.device))
+        last_seen = placed.positions[is_in_part] - start
         masses[:, :, is_in_part] = log_mass(part_queries, part_keys, scale, last_seen)
     return masses
 

@@ -270,7 +270,7 @@ class LongBenchTask(Task):
     evaluation: ClassVar[str] = "longbench"
 
     @property
-    def baselines(self) -> tuple[Baseline, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def baselines(self) -> tuple[Baseline, ...]:  # pyright: ignore
         """Dense, no context, and as much plain text as each keep ratio's budget."""
         truncated = [Baseline("truncated", keep) for keep in self.keep_ratios if keep < 1.0]
         return (*Task.baselines, *truncated)

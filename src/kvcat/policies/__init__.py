@@ -120,10 +120,10 @@ def _make_function(name: str) -> Callable[..., SparsificationPolicy]:
     plugins.check_new_names(plugins.POLICIES, set(POLICIES))
     if name not in policy_names():
         raise InputError(f"unknown policy {name!r}: choose from {', '.join(policy_names())}")
-    make = plugins.load_plugin(plugins.POLICIES, name)
+    make: Any = plugins.load_plugin(plugins.POLICIES, name)
     if not callable(make):
         raise InputError(f"plug-in {name!r} is no function that makes a policy: {make!r}")
-    return make
+    return typing.cast(Callable[..., SparsificationPolicy], make)
 
 
 def _option_types(make: Callable[..., SparsificationPolicy]) -> dict[str, Any]:
