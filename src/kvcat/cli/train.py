@@ -193,7 +193,7 @@ def prepare(
     and ends with EOS. Training can use any sequence length. If the command is stopped at any
     moment, the same command continues.
 
-    Example: kvcat prepare hub:HuggingFaceFW/fineweb-edu/sample-10BT --model Qwen/Qwen2.5-0.5B -o fineweb
+    Example: kvcat prepare hub:HuggingFaceFW/fineweb-edu/sample-10BT --model ./my-model -o fineweb
 
     Args:
         data: installed, a text file, .jsonl or .parquet, a folder of them, or hub:NAME.
