@@ -16,6 +16,7 @@ from kvcat.compress import AttentionMatching, GradientCompression
 
 ROOT = Path(__file__).parent.parent
 README, COMPRESS, THEORY = "README.md", "docs/compress.md", "docs/theory.md"
+KVPRESS = "docs/kvpress.md"
 
 
 def read(document: str) -> str:
@@ -36,10 +37,12 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("document", [README, COMPRESS, THEORY])
+@pytest.mark.parametrize("document", [README, COMPRESS, THEORY, KVPRESS])
 def test_python_examples_run_one_after_the_other_and_print_what_is_shown(
     document, workplace, capsys
 ):
+    if document == KVPRESS:
+        pytest.importorskip("kvpress")
     exec(compile("\n".join(blocks(document, "python")), document, "exec"), {})
     for shown in blocks(document, "output"):
         assert shown in capsys.readouterr().out
