@@ -74,7 +74,7 @@ check: setup ## lint, format, types, order of the rooms, readable code
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
-	$(BIN)/python tools/check_style.py --code
+	$(BIN)/python tools/check_style.py
 
 bench: smollm2 ## benchmarks; ratios measured in one run
 	for name in attention attention_matching checkpoint data decode export gradient growth loss trainer training; do $(BIN)/python benchmarks/$$name.py; done

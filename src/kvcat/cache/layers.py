@@ -17,7 +17,7 @@ from kvcat.types import Int, Tensor
 class PrefixLayer(CacheLayerMixin):
     """One layer's compact prefix and the tokens after it, as transformers' attention sees them.
 
-    Positions go on from ``num_tokens`` (the prefix length), however few slots stand for the prefix.
+    Positions continue from ``num_tokens`` (the prefix length), however few slots there are.
     The returned keys carry (``Carried``) what only kvcat's attention function knows: the log-bias,
     or, where heads hold different numbers of slots, the slots themselves, which are never padded or
     copied; the keys are then those of the new tokens alone.

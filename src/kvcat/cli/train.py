@@ -71,7 +71,7 @@ def train(arguments: Sequence[str]) -> None:
 
 
 def _split_recipe(arguments: Sequence[str]) -> tuple[str, list[str]]:
-    """The name of the recipe and the options; ``RECIPE`` stands in if only help is wanted."""
+    """The name of the recipe and the options; ``RECIPE`` if only help is wanted."""
     from kvcat.recipes import RECIPES
 
     names = ", ".join(RECIPES)

@@ -177,7 +177,7 @@ class _PlacedQueries(NamedTuple):
 def _moved_queries(trace: Trace) -> MovedQueries | None:
     """Queries of each part of the prefix, as if the part were repeated right behind the prefix.
 
-    A part is a third of the prefix, at most 256 tokens. None where a compact cache stands for part
+    A part is a third of the prefix, at most 256 tokens. None where a compact cache holds part
     of the prefix, or where the model's positions cannot be turned.
     """
     if trace.past_len:
