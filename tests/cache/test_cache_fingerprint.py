@@ -237,6 +237,20 @@ def test_a_cache_fits_the_adapter_that_it_was_made_with_alone(adapted):
 
 
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
+def test_an_adapter_of_other_layers_that_is_not_active_changes_nothing():
+    peft = pytest.importorskip("peft")
+    model = loud_model("llama")
+    options = {"r": 2, "init_lora_weights": False}
+    model.add_adapter(peft.LoraConfig(target_modules=["q_proj"], **options), adapter_name="a")
+    before = fingerprint(model)
+    model.add_adapter(peft.LoraConfig(target_modules=["k_proj"], **options), adapter_name="b")
+    model.set_adapter("a")
+    assert fingerprint(model) == before
+    model.set_adapter("b")
+    assert fingerprint(model) != before
+
+
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
 def test_what_needs_the_weights_alone_refuses_a_model_with_adapters(adapted, tmp_path):
     model, _ = adapted
     assert "holds PEFT adapters and cannot be saved" in refusal(save, model, None, tmp_path / "out")

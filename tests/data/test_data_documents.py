@@ -209,6 +209,13 @@ def test_bytes_that_are_not_utf_8_in_a_parquet_file_become_replacements(tmp_path
     assert pairs(tmp_path / "a.parquet") == expected
 
 
+def test_a_binary_column_of_utf_8_text_is_read_without_a_warning(tmp_path, caplog):
+    column = pyarrow.array([b"one", "caf\u00e9".encode()], pyarrow.binary())
+    write_parquet(tmp_path / "a.parquet", text=column, id=pyarrow.array([1, 2]))
+    assert pairs(tmp_path / "a.parquet") == [("1", "one"), ("2", "caf\u00e9")]
+    assert not caplog.records
+
+
 def test_a_byte_order_mark_at_the_start_of_a_text_is_no_part_of_it(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfthe cat\n")
     assert pairs(tmp_path / "a.txt") == [("a.txt#0", "the cat\n")]

@@ -129,6 +129,8 @@ def test_a_model_named_mistral_has_no_sliding_window_that_the_file_does_not_stat
         ({"final_logit_softcapping": 30.0}, {}, "llama.final_logit_softcapping"),
         ({"attention.causal": False}, {}, "llama.attention.causal"),
         ({"expert_count": 4}, {}, "llama.expert_count = 4"),
+        ({"attention.head_count": 0}, {}, "llama.attention.head_count = 0, which is no size"),
+        ({"context_length": "long"}, {}, "llama.context_length = 'long', which is no size"),
         ({"something_new": 4}, {}, "llama.something_new = 4"),
         ({"rope.scaling.type": "dynamic"}, {}, "llama.rope.scaling.type = 'dynamic'"),
         ({"rope.scaling.type": "yarn", "rope.scaling.yarn_attn_factor": 2.0}, {}, "yarn_attn_factor = 2.0"),

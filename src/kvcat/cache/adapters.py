@@ -65,9 +65,21 @@ def tensors_of(model: nn.Module) -> Tensors:
             adapter_tensors[_plain_name(".".join([layer_name, *words]))] = tensor
     for name, layer in layers.items():
         for adapter in _active(layer):
+            if not _holds(layer, adapter):
+                continue
             adapter_settings = tensors.settings.setdefault(adapter, {})
             adapter_settings[_plain_name(name)] = _settings_of(layer, adapter)
     return tensors
+
+
+def _holds(layer: nn.Module, adapter: str) -> bool:
+    """Whether a layer has tensors or settings of an adapter.
+
+    PEFT makes an adapter active in the layers of all adapters, also in those that it does not
+    change.
+    """
+    names = [name.split(".") for name, _ in _named_tensors(layer)]
+    return any(adapter in words for words in names) or bool(_settings_of(layer, adapter))
 
 
 def _settings_of(layer: nn.Module, adapter: str) -> dict[str, Any]:

@@ -266,7 +266,7 @@ def _document(values: dict[str, Any] | bytes, row: int, file: SourceFile) -> Doc
     if file.text_field not in columns:
         names = ", ".join(columns)
         raise InputError(f"{where} has no column {file.text_field!r}; its columns: {names}")
-    text = columns[file.text_field]
+    text = _text_or_bytes(columns[file.text_field])
     if text is None:
         return None
     if isinstance(text, bytes):

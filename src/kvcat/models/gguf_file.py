@@ -111,6 +111,11 @@ def gguf_config(path: Path) -> PreTrainedConfig:
     """
     header = _read_header(path)
     _check_settings(header)
+    for key in _SIZES:
+        value = header.setting(key)
+        is_zero = value == 0 and not key.endswith("epsilon")
+        if isinstance(value, str) or is_zero:
+            raise header.rejection(key, "which is no size")
     heads = header.setting("attention.head_count")
     if not isinstance(heads, int):
         raise header.rejection(
