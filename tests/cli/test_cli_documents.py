@@ -337,3 +337,11 @@ def test_an_output_that_is_a_link_stays_one(tiny_folder, document, tmp_path):
     compress(tiny_folder, document, "--overwrite")
     assert link.is_symlink()
     assert [file.name for file in (tmp_path / "there").iterdir()] == ["c.safetensors"]
+
+
+def test_a_command_never_replaces_the_file_that_it_reads(tiny_folder, tmp_path, mistake):
+    document = tmp_path / "doc.txt"
+    document.write_text("the cat sees a red house")
+    argv = ["compress", tiny_folder, "--text", document, "-o", document, "--overwrite"]
+    assert "is the file to read" in mistake(*argv)
+    assert document.read_text() == "the cat sees a red house"

@@ -159,3 +159,17 @@ def test_a_repetition_that_is_too_long_is_told_from_a_text_that_is_too_long(pref
     sequence = Reconstruction(ids, prefix_len, prefix_len + 10)
     with pytest.raises(InputError, match=advice):
         trace(loud_model(), sequence)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([[1, 2, 3]], "input_ids must be a tensor of shape .batch, tokens., not a list"),
+        (torch.arange(5), "not int64 of shape .5,."),
+        (torch.ones(1, 5), "not float32 of shape .1, 5."),
+    ],
+)
+def test_what_is_no_batch_of_token_ids_is_named(ids, message, model):
+    check = sys.modules["kvcat.cache.token_ids"].check_batch_of_ids
+    with pytest.raises(InputError, match=message):
+        check(ids)

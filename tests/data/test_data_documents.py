@@ -219,3 +219,10 @@ def test_a_binary_column_of_utf_8_text_is_read_without_a_warning(tmp_path, caplo
 def test_a_byte_order_mark_at_the_start_of_a_text_is_no_part_of_it(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfthe cat\n")
     assert pairs(tmp_path / "a.txt") == [("a.txt#0", "the cat\n")]
+
+
+def test_a_byte_order_mark_at_the_start_of_a_rows_text_is_no_part_of_it(tmp_path):
+    rows = [{"text": "\ufeffThe cat.", "id": "a"}, {"text": "The\ufeff cat.", "id": "b"}]
+    (tmp_path / "t.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    documents = list(open_documents(str(tmp_path / "t.jsonl")))
+    assert [document.text for document in documents] == ["The cat.", "The\ufeff cat."]

@@ -7,11 +7,28 @@ from kvcat.cache.forward import CACHE_NAME, PrefixCache, cache_argument
 from kvcat.cache.layers import PrefixLayer, layer_windows
 from kvcat.cache.rope import Factors, held_factors, rope_border, rope_factors
 from kvcat.cache.slots import CompactLayer, Head, Layer, RaggedLayer
-from kvcat.cache.token_ids import check_token_ids
+from kvcat.cache.token_ids import check_batch_of_ids, check_token_ids
 
 __all__ = [
-    "CACHE_NAME", "CompactCache", "CompactLayer", "Factors", "Head", "Layer", "PrefixCache",
-    "PrefixLayer", "RaggedLayer", "are_comparable", "cache_argument", "check_no_adapters",
-    "check_token_ids", "document_digest", "fingerprint", "fingerprint_like", "held_factors",
-    "layer_windows", "rope_border", "rope_factors",
+    "CACHE_NAME",
+    "CompactCache",
+    "CompactLayer",
+    "Factors",
+    "Head",
+    "Layer",
+    "PrefixCache",
+    "PrefixLayer",
+    "RaggedLayer",
+    "are_comparable",
+    "cache_argument",
+    "check_batch_of_ids",
+    "check_no_adapters",
+    "check_token_ids",
+    "document_digest",
+    "fingerprint",
+    "fingerprint_like",
+    "held_factors",
+    "layer_windows",
+    "rope_border",
+    "rope_factors",
 ]  # fmt: skip

@@ -19,7 +19,7 @@ from kvcat.cache.forward import PrefixCache, cache_argument, guard
 from kvcat.cache.layers import PrefixLayer, StaticPrefixLayer, layer_windows
 from kvcat.cache.rope import Factors, check_length, rope_border
 from kvcat.cache.slots import CompactLayer, Layer, Rows
-from kvcat.cache.token_ids import check_token_ids
+from kvcat.cache.token_ids import check_batch_of_ids, check_token_ids
 from kvcat.errors import InputError
 from kvcat.types import Int, Tensor
 
@@ -206,6 +206,7 @@ class CompactCache:
                 factors than the cache has.
         """
         self.check_model(model)
+        check_batch_of_ids(input_ids)
         batch, num_new = input_ids.shape
         if num_new == 0:
             raise InputError("input_ids hold no token: give at least one that follows the prefix")

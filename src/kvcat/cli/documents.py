@@ -63,7 +63,7 @@ def compress(
         raise InputError("give one of --keep, --slots and --max-kl")
     keep_ratio = keep if num_budgets else 0.1
     document = _read_text(text)
-    opt.check_output(output, overwrite=overwrite)
+    opt.check_output(output, overwrite=overwrite, source=text)
     early.check_method(method)
     name, options = parse_spec(method)
     learner = "--max-kl" if max_kl is not None else name
@@ -186,7 +186,7 @@ def generate(
         temperature: 0 decodes greedily; a value from 0.001 to 1000 samples.
         dtype: Type of the weights; by default that of the cache.
     """
-    prompts = opt.flat(prompt)
+    prompts = [text.removeprefix("\ufeff") for text in opt.flat(prompt)]
     if not prompts:
         raise InputError("no prompt: give --prompt TEXT, once or several times")
     for text in prompts:
@@ -304,7 +304,7 @@ def pack(
         head_dim: Channels of a head of the widened checkpoint that will read the file.
         drop_log_bias: Leave out the log-bias, which changes the answers.
     """
-    opt.check_output(output, overwrite=overwrite)
+    opt.check_output(output, overwrite=overwrite, source=cache)
     early.check_file(cache, "cache file")
     early.check_device(device)
     early.check_model(model)

@@ -168,8 +168,16 @@ def _split_label(item: str) -> tuple[str, str]:
     return Path(item).name or item, item
 
 
-def check_output(file: Path, *, overwrite: bool) -> None:
-    """Reject a file that cannot be written, before any work."""
+def check_output(file: Path, *, overwrite: bool, source: Path | None = None) -> None:
+    """Reject a file that cannot be written, before any work.
+
+    Args:
+        file: to write.
+        overwrite: it may exist.
+        source: a file that the command reads and must not replace.
+    """
+    if source is not None and file.exists() and source.exists() and file.samefile(source):
+        raise InputError(f"{file} is the file to read: name another one to write")
     if file.is_dir():
         raise InputError(f"{file} is a folder: name the file to write")
     if file.exists() and not overwrite:

@@ -14,6 +14,7 @@ from kvcat.cache import (
     CompactLayer,
     Factors,
     Head,
+    check_batch_of_ids,
     document_digest,
     fingerprint,
     layer_windows,
@@ -248,6 +249,7 @@ def trace(
         supervision_start = input_ids.supervision_start
         prefix_len = input_ids.prefix_len
         input_ids = input_ids.input_ids
+    check_batch_of_ids(input_ids)
     source = _checked_supervision(supervision or "suffix")
     num_tokens = input_ids.shape[1]
     prefix_len = _checked_prefix(num_tokens, prefix_len, source)

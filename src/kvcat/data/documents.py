@@ -275,6 +275,7 @@ def _document(values: dict[str, Any] | bytes, row: int, file: SourceFile) -> Doc
     if not isinstance(text, str):
         kind = type(text).__name__
         raise InputError(f"column {file.text_field!r} of {file.url} holds {kind}, not text")
+    text = text.removeprefix("\ufeff")  # a byte order mark is no part of the text
     name = str(columns.get("id") or f"{file.name}#{row}")
     document = Document(repaired(name), repaired(text))
     if is_damaged or document.text != text:
