@@ -66,7 +66,7 @@ test-versions: .venv-lowest/ready .venv-newest/ready ## the tests of what depend
 .venv-lowest/ready .venv-newest/ready: pyproject.toml
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet torch==2.13.0
-	$(@D)/bin/python -m pip install --quiet --editable ".[kvpress,gguf]" "$(REQUIREMENT)" pytest pytest-xdist hypothesis beartype
+	$(@D)/bin/python -m pip install --quiet --editable ".[kvpress,gguf,llama-cpp]" "$(REQUIREMENT)" pytest pytest-xdist hypothesis beartype
 	@touch $@
 
 check: setup ## lint, format, types, order of the rooms, readable code

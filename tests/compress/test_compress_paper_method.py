@@ -49,16 +49,22 @@ def paper_log_bias(kept_scores, scores, num_iters=2):
 
 
 def paper_head(keys, values, queries, scale, num_slots):
-    """Slots, log-bias and values of one head, AM-HighestAttnKeys as the paper's appendix has it."""
+    """Slots and log-bias of one head, and the values that follow from a log-bias.
+
+    AM-HighestAttnKeys as the paper's appendix has it.
+    """
     scores = scale * queries @ keys.T
     attention = scipy.special.softmax(scores, axis=1)
     importance = np.sqrt((attention**2).mean(0))
     slots = np.sort(np.argsort(-importance, kind="stable")[:num_slots])
-    log_bias = paper_log_bias(scores[:, slots], scores)
-    weights = scipy.special.softmax(scores[:, slots] + log_bias, axis=1)
-    ridge = 1e-4 * np.linalg.norm(weights, 2) ** 2
-    gram = weights.T @ weights + ridge * np.eye(num_slots)
-    return slots, log_bias, np.linalg.solve(gram, weights.T @ attention @ values)
+
+    def fitted_values(log_bias):
+        weights = scipy.special.softmax(scores[:, slots] + log_bias, axis=1)
+        ridge = 1e-4 * np.linalg.norm(weights, 2) ** 2
+        gram = weights.T @ weights + ridge * np.eye(num_slots)
+        return np.linalg.solve(gram, weights.T @ attention @ values)
+
+    return slots, paper_log_bias(scores[:, slots], scores), fitted_values
 
 
 @pytest.mark.parametrize("num_slots", [6, 20, 100])
@@ -69,10 +75,13 @@ def test_slots_log_bias_and_values_are_those_of_the_papers_formulas(pretrained_t
         pretrained_trace, num_slots=num_slots
     )
     for layer, head, keys, values, queries, scale in heads_of(pretrained_trace):
-        slots, log_bias, fitted = paper_head(keys, values, queries, scale, num_slots)
+        slots, log_bias, fitted_values = paper_head(keys, values, queries, scale, num_slots)
         compact = cache.layers[layer]
         assert np.array_equal(compact.positions[0, head], slots)
         assert np.allclose(compact.log_bias[0, head], log_bias, atol=2e-2)
+        # the rounding of the scores reaches the values through the log-bias: take the cache's
+        log_bias = compact.log_bias[0, head].double().numpy()
+        fitted = fitted_values(log_bias)
         weights = scipy.special.softmax(scale * queries @ keys[slots].T + log_bias, axis=1)
         outputs = weights @ fitted
         difference = weights @ (compact.values[0, head].double().numpy() - fitted)

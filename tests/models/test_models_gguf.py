@@ -37,6 +37,7 @@ def model_of(kind, **options):
 
 def check_against_llama_cpp(path, length, num_ctx=1024):
     """The last logits of so many tokens are llama.cpp's own."""
+    pytest.importorskip("xllamacpp")
     ids = torch.randint(67, (1, length), generator=torch.Generator().manual_seed(2))
     engine = LlamaCpp(path, num_ctx=num_ctx, cache_type="float32")
     expected = engine.logits(ids[0].tolist())
