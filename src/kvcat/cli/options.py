@@ -176,12 +176,12 @@ def check_output(file: Path, *, overwrite: bool, source: Path | None = None) -> 
         overwrite: it may exist.
         source: a file that the command reads and must not replace.
     """
-    if source is not None and file.exists() and source.exists() and file.samefile(source):
-        raise InputError(f"{file} is the file to read: name another one to write")
     if file.is_dir():
         raise InputError(f"{file} is a folder: name the file to write")
     if file.exists() and not overwrite:
         raise InputError(f"{file} exists; --overwrite replaces it")
+    if source is not None and file.exists() and source.exists() and file.samefile(source):
+        raise InputError(f"{file} is the file to read: name another one to write")
     if not file.parent.is_dir():
         raise InputError(f"no folder {file.parent} to write {file.name} to")
 
