@@ -13,6 +13,7 @@ from kvcat.cache import CompactCache, cache_argument
 from kvcat.errors import InputError
 from kvcat.models.rotation import KeyRotation
 from kvcat.serving import export_prefix, plain_prefix
+from tiny import TRANSFORMERS
 
 KINDS = ["sliding_attention", "full_attention"]
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32}
@@ -56,6 +57,9 @@ def test_a_stock_cache_of_the_exported_keys_answers_as_the_compact_cache(kind, o
     assert torch.allclose(our_logits(model, plain, suffix), ours, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.skipif(
+    TRANSFORMERS < (5, 21), reason="generate gives chunks behind a cache a wrong mask"
+)
 def test_layers_of_their_own_number_of_slots_answer_in_a_stock_cache_token_by_token():
     model, question, counts = make_model(), ids(1, 4), (3, 8)
     cache = evicted(model, ids(1, 30), counts)
