@@ -54,7 +54,7 @@ $(VLLM)/ready: pyproject.toml
 # pyproject.toml allows and with the newest on the index, each with the kvpress that pip chooses for it.
 VERSIONED := tests/attention tests/cache tests/models tests/serving/test_serving_prefix.py \
   tests/compress/test_compress_contract.py tests/compress/test_compress_kvpress.py \
-  tests/compress/test_compress_trace.py tests/evals/test_evals_answers.py tests/cli/test_cli_documents.py
+  tests/compress/test_compress_trace.py tests/compress/test_compress_families.py tests/evals/test_evals_answers.py tests/cli/test_cli_documents.py
 LOWEST := $(shell sed -n 's/.*"transformers>=\([0-9.]*\),.*/\1.0/p' pyproject.toml)
 
 test-versions: .venv-lowest/ready .venv-newest/ready ## the tests of what depends on transformers, on its lowest and newest version

@@ -4,12 +4,15 @@ import random
 
 import pytest
 import torch
+import transformers
 from tokenizers import ByteLevelBPETokenizer, Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
 from kvcat.errors import InputError
 
+# of the installed transformers, major and minor
+TRANSFORMERS = tuple(int(number) for number in transformers.__version__.split(".")[:2])
 WORDS = [
     "the", "a", "cat", "dog", "tree", "river", "stone", "house", "sees", "finds", "likes", "keeps", "small", "old",
     "red", "and", "then", "it", "was",

@@ -9,7 +9,7 @@ import torch
 import kvcat
 from kvcat.cache import CACHE_NAME
 from kvcat.errors import InputError
-from tiny import loud_model, refusal
+from tiny import TRANSFORMERS, loud_model, refusal
 
 LENGTH = 20
 DOCUMENT, FIRST, SECOND = (
@@ -127,7 +127,7 @@ def test_left_padded_turns_follow_each_other_in_a_growing_and_in_a_static_cache(
 @pytest.mark.parametrize(
     "settings",
     [
-        {"use_cache": False}, {"num_beams": 1, "use_cache": False}, {"prefill_chunk_size": 2},
+        {"use_cache": False}, {"num_beams": 1, "use_cache": False}, {"max_length": 12},
         {"return_dict_in_generate": True}, {"prompt_lookup_num_tokens": 2}, {"guidance_scale": 1.0},
     ],
     ids=str,
@@ -142,6 +142,18 @@ def test_settings_of_a_models_own_folder_do_not_change_what_the_cache_stands_for
     made = ask(model, **cache.inputs(model, FIRST))
     made = made if isinstance(made, torch.Tensor) else made.sequences
     assert made[:, FIRST.shape[1] :].tolist() == expected
+
+
+def test_a_question_read_in_chunks_is_answered_or_refused_where_transformers_gives_chunks_a_wrong_mask(
+    model, stock, cache
+):
+    inputs = cache.inputs(model, FIRST)
+    if TRANSFORMERS < (5, 21):
+        assert "more do not fit" in refusal(ask, model, **inputs, prefill_chunk_size=2)
+    else:
+        made = ask(model, **inputs, prefill_chunk_size=2)
+        expected = greedy(stock, torch.cat([DOCUMENT, FIRST], 1))
+        assert made[:, FIRST.shape[1] :].tolist() == expected.tolist()
 
 
 def test_a_model_told_to_use_no_cache_is_refused_where_it_would_read_the_question_again(

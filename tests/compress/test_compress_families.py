@@ -7,7 +7,7 @@ import torch
 import kvcat
 from kvcat.models import self_test
 from kvcat.models.rotation import KeyRotation
-from tiny import loud_model, refusal
+from tiny import TRANSFORMERS, loud_model, refusal
 
 PREFIX, TOKENS = 30, 44
 TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -32,6 +32,8 @@ FAMILIES = {
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_compressing_and_answering_equal_the_stock_model(name):
+    if name == "beam" and TRANSFORMERS < (5, 20):
+        pytest.skip("transformers has no such model")
     model = loud_model(name.partition(",")[0], std=0.2, **FAMILIES[name])
     ids = torch.randint(3, 67, (2, TOKENS), generator=torch.Generator().manual_seed(0))
     model.set_attn_implementation("eager")

@@ -30,8 +30,6 @@ from kvcat.errors import InputError
 from kvcat.models import load
 from tiny import stock_model
 
-# fire 0.6, which kvpress pins, imports a module that Python 3.13 drops
-pytestmark = pytest.mark.filterwarnings("ignore:'pipes' is deprecated:DeprecationWarning")
 IMPORTED_WITH_KVCAT = "kvpress" in sys.modules
 needs_kvpress = pytest.mark.skipif(
     importlib.util.find_spec("kvpress") is None, reason="kvpress is not installed"

@@ -64,9 +64,10 @@ def test_activation_checkpointing_changes_no_gradient_and_calls_attention_polici
     for checkpointed in (None, "forward", "call"):
         model = supported("qwen2").train()
         if checkpointed == "forward":
-            enable = getattr(model, "activation_checkpointing_enable", None)  # from 5.20 on
-            enable = enable or model.gradient_checkpointing_enable
-            enable({"use_reentrant": False})
+            # the name changed in transformers 5.23
+            old_name = getattr(model, "gradient_checkpointing_enable", None)
+            switch_on = getattr(model, "activation_checkpointing_enable", old_name)
+            switch_on({"use_reentrant": False})
         if checkpointed == "call":  # hooks run again, as in some versions of transformers
             monkeypatch.setattr(type(decoder_layers(model)[0]), "__call__", call)
         with MaskedPass(model, {s: POLICIES[policy](s) for s in STARTS}) as masked_pass:

@@ -6,7 +6,6 @@ import json
 import pytest
 import safetensors.torch
 import torch
-import transformers
 from evicted_caches import LLAMA3, evicted, ids, make_model, our_logits, ragged, rope
 from transformers import DynamicCache
 
@@ -14,6 +13,7 @@ from kvcat.cache import CompactCache, cache_argument
 from kvcat.errors import InputError
 from kvcat.models.rotation import KeyRotation
 from kvcat.serving import export_prefix, plain_prefix
+from tiny import TRANSFORMERS
 
 KINDS = ["sliding_attention", "full_attention"]
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32}
@@ -58,8 +58,7 @@ def test_a_stock_cache_of_the_exported_keys_answers_as_the_compact_cache(kind, o
 
 
 @pytest.mark.skipif(
-    tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23),
-    reason="its own cache takes the mask of the first layer for all layers",
+    TRANSFORMERS < (5, 21), reason="generate gives chunks behind a cache a wrong mask"
 )
 def test_layers_of_their_own_number_of_slots_answer_in_a_stock_cache_token_by_token():
     model, question, counts = make_model(), ids(1, 4), (3, 8)

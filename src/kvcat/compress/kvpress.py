@@ -5,6 +5,7 @@ kvpress is imported when the first press is made; its effect on transformers is 
 
 import importlib
 import importlib.metadata
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -140,7 +141,10 @@ def library() -> Any:
     """
     before = dict(ALL_ATTENTION_FUNCTIONS)
     try:
-        return importlib.import_module("kvpress")
+        with warnings.catch_warnings():
+            # fire 0.6, which kvpress pins, imports a module that Python 3.13 drops
+            warnings.filterwarnings("ignore", "'pipes' is deprecated", DeprecationWarning)
+            return importlib.import_module("kvpress")
     except ImportError as error:
         raise InputError(
             f"kvpress cannot be imported ({error}): pip install 'kvcat[kvpress]'"

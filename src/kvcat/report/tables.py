@@ -48,7 +48,7 @@ def quality_table(results: Results, method: str) -> Table:
     for (keep, step, model), cell in _reported(rows).groupby(
         ["keep_ratio", "step", "model"], sort=False
     ):
-        line: Line = _labels(keep, step)
+        line: Line = _labels(keep, int(step))
         line["model"] = model
         line["n"] = str(cell["num_examples"].max())
         figures = cell.set_index("metric")["figure"]
@@ -67,7 +67,7 @@ def differences_table(results: Results, model: str, reference: str) -> Table:
     rows = results.pair_rows[model, reference]
     lines = []
     for (method, keep, step), cell in rows.groupby(CELL, sort=False):
-        labels = {"method": str(method), **_labels(keep, step), "n": _max_examples(cell)}
+        labels = {"method": str(method), **_labels(keep, int(step)), "n": _max_examples(cell)}
         lines.append({**labels, **_difference_cells(results, cell.set_index("metric"))})
     caption = (
         f"{model} minus {reference} on the same "
@@ -113,7 +113,7 @@ def strata_table(results: Results, method: str) -> Table:
     for (keep, step), cell in _reported(rows).groupby(["keep_ratio", "step"], sort=False):
         of_cell = (averages["keep_ratio"] == keep) & (averages["step"] == step)
         for stratum, stratum_rows in [*_by_stratum(cell), *_by_stratum(averages[of_cell])]:
-            line: Line = _labels(keep, step)
+            line: Line = _labels(keep, int(step))
             line[evaluation.stratum_name] = stratum or "all"
             line["n"] = str(stratum_rows["num_examples"].max())
             line.update(zip(stratum_rows["model"], stratum_rows["figure"], strict=True))
@@ -168,7 +168,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _labels(keep_ratio: float, step: int) -> Line:
-    return {"keep": keep_label(keep_ratio), "steps": step_label(int(step))}
+    return {"keep": keep_label(keep_ratio), "steps": step_label(step)}
 
 
 def _max_examples(rows: pd.DataFrame) -> str:

@@ -147,7 +147,7 @@ def prepare_layers(model: PreTrainedModel, config: TrainConfig) -> None:
     if config.activation_checkpointing:
         if not model.supports_gradient_checkpointing:
             raise InputError(f"{type(model).__name__} has no activation checkpointing")
-        # transformers 5.17 to 6 know one name, the other, or both
+        # transformers 5.19 to 6 know one name, the other, or both
         switch_on = getattr(model, "activation_checkpointing_enable", None)
         switch_on = switch_on or model.gradient_checkpointing_enable
         switch_on({"use_reentrant": False})
