@@ -23,6 +23,11 @@ def plugin_names(group: str) -> list[str]:
     return sorted({point.name for point in entry_points(group=group)})
 
 
+def plugin_packages(group: str, name: str) -> list[str]:
+    """The packages that add a name to a group."""
+    return [_package(point) for point in entry_points(group=group, name=name)]
+
+
 def load_plugin(group: str, name: str) -> Any:
     """The object behind a name of ``plugin_names``.
 
@@ -31,7 +36,7 @@ def load_plugin(group: str, name: str) -> Any:
     """
     points = list(entry_points(group=group, name=name))
     if len(points) > 1:
-        packages = ", ".join(_package(point) for point in points)
+        packages = ", ".join(plugin_packages(group, name))
         raise InputError(f"{name!r} is added to {group} by several packages: {packages}")
     (point,) = points
     try:

@@ -14,7 +14,7 @@ from report_examples import (
     write_run,
 )
 
-from kvcat.cli.evaluate import report as report_command
+from kvcat.cli.report import report as report_command
 from kvcat.errors import InputError
 from kvcat.evals import compare_models, summarise
 from kvcat.report import write_report as write_with_all_draws

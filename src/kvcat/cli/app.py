@@ -6,6 +6,7 @@ import os
 import sys
 from typing import Any
 
+from kvcat.cli.early import evaluation_lines
 from kvcat.cli.threads import THREADS_HELP, take_threads
 from kvcat.errors import InputError
 
@@ -23,16 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Write a checkpoint from which stock engines serve compact caches.",
     ),
     "pack": ("cli.documents.pack", "Convert a saved cache for another engine."),
-    "eval suffix": ("cli.evaluate.Suffix", "Score held-out text behind a compressed prefix."),
-    "eval needle": ("cli.evaluate.Needle", "Find a passkey in a compressed haystack."),
-    "eval longbench": ("cli.evaluate.LongBench", "Answer LongBench v2 from compressed contexts."),
-    "eval ruler": ("cli.evaluate.Ruler", "Solve RULER's synthetic tasks on compressed contexts."),
-    "eval qa": ("cli.evaluate.QA", "Answer multiple-choice questions without compression."),
-    "eval profile": (
-        "cli.evaluate.profile",
-        "Measure the smallest error of a cache for each number of slots.",
-    ),
-    "report": ("cli.evaluate.report", "Make tables, plots and a page from evaluations."),
+    "report": ("cli.report.report", "Make tables, plots and a page from evaluations."),
     "theory histogram": (
         "cli.theory.histogram",
         "Build the motivating example and its exact optimum.",
@@ -40,11 +32,12 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "theory theorem": ("cli.theory.theorem", "Verify the main theorem for any function."),
     "theory errata": ("cli.theory.errata", "Demonstrate what fails as printed, and what holds."),
 }
-"""By command: its function, or a dataclass with a method ``run``, and one line for the overview.
+"""By command but ``eval``: its function, and one line for the overview.
 
 The module is imported when the command runs.
 """
 
+_EVAL = "eval "
 _OVERVIEW = """Train transformers with compressible KV caches, compress their caches, measure both.
 
 Start with `kvcat demo --quick`: it trains a small model that comes with the package, compresses
@@ -53,6 +46,17 @@ _GROUPS = {
     "eval": "Measure what a compressed cache costs in quality. A stopped evaluation continues.",
     "theory": "Compressibility as the paper defines it: its constructions, built and verified.",
 }
+
+
+def commands() -> dict[str, str]:
+    """One line for the overview by command, those of ``kvcat eval`` before ``kvcat report``."""
+    lines: dict[str, str] = {}
+    for name, (_, line) in COMMANDS.items():
+        if name == "report":
+            for evaluation, evaluation_line in evaluation_lines().items():
+                lines[f"{_EVAL}{evaluation}"] = evaluation_line
+        lines[name] = line
+    return lines
 
 
 def main() -> None:
@@ -106,8 +110,9 @@ def _dispatch(argv: list[str]) -> None:
     else:
         num_words = 2 if first in _GROUPS else 1
         name = " ".join(argv[:num_words])
-        if name not in COMMANDS:
-            raise InputError(f"no command {name!r}; commands: {', '.join(COMMANDS)}")
+        names = commands()
+        if name not in names:
+            raise InputError(f"no command {name!r}; commands: {', '.join(names)}")
         arguments = take_threads(name, argv[num_words:])
         try:
             _call(name, arguments)
@@ -122,9 +127,9 @@ def _print_completion(argv: list[str]) -> None:
     from kvcat.cli.options import completion
     from kvcat.training.config import TrainConfig
 
-    commands = {name: _function(name) for name in COMMANDS}
-    commands["train"] = TrainConfig  # the options of its recipes
-    completion(commands, argv)
+    functions = {name: _function(name) for name in commands()}
+    functions["train"] = TrainConfig  # the options of its recipes
+    completion(functions, argv)
 
 
 def _call(name: str, arguments: list[str]) -> None:
@@ -135,19 +140,25 @@ def _call(name: str, arguments: list[str]) -> None:
     from kvcat.cli.options import parse
 
     options = parse(_function(name), f"kvcat {name}", arguments)
-    if options is not None:  # a dataclass; a function has run by now
-        options.run()
+    if name.startswith(_EVAL):  # any other function has run by now
+        from kvcat.cli.evaluate import run_evaluation
+
+        run_evaluation(options)
 
 
 def _function(name: str) -> Any:
-    """The function or dataclass of a command."""
+    """The function of a command, or the options of an evaluation."""
+    if name.startswith(_EVAL):
+        from kvcat.cli.evaluate import evaluation_options
+
+        return evaluation_options(name.removeprefix(_EVAL))
     module, _, function = COMMANDS[name][0].rpartition(".")
     return getattr(importlib.import_module(f"kvcat.{module}"), function)
 
 
 def _overview(group: str = "") -> str:
     """The help text of the program, or of a group of commands."""
-    lines = {name: line for name, (_, line) in COMMANDS.items() if name.startswith(group)}
+    lines = {name: line for name, line in commands().items() if name.startswith(group)}
     width = max(map(len, lines))
     rows = "\n".join(f"  {name:{width}}  {line}" for name, line in lines.items())
     command = f"kvcat {group} COMMAND" if group else "kvcat COMMAND"

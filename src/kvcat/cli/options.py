@@ -1,97 +1,60 @@
-"""Option types that commands share, and parsing by tyro with one line for a person's mistake."""
+"""Parsing by tyro with one line for a person's mistake, and the option types of commands."""
 
-import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any
 
 import tyro
 from tyro import _errors as events  # the hook for parse errors; tyro is pinned for it
-from tyro.constructors import PrimitiveConstructorSpec
 
-from kvcat.choices import Bos as BosChoice
-from kvcat.choices import DocumentSupervision
 from kvcat.errors import InputError
+from kvcat.option_types import (
+    AllowSpecial,
+    Bos,
+    Count,
+    Counts,
+    Device,
+    Dtype,
+    Fraction,
+    Fractions,
+    Model,
+    Models,
+    Nats,
+    Output,
+    Overwrite,
+    Seed,
+    Seeds,
+    Split,
+    Strings,
+    Supervision,
+    flat,
+)
 
-T = TypeVar("T")
-
-
-def _number(
-    kind: type, metavar: str, is_valid: Callable[[Any], bool]
-) -> PrimitiveConstructorSpec[Any]:
-    """The type of a number; parsing a command line rejects values that are not valid."""
-
-    def read(words: list[str]) -> Any:
-        value = kind(words[0])
-        if not is_valid(value):
-            raise ValueError(repr(words[0]))
-        return value
-
-    return PrimitiveConstructorSpec(
-        nargs=1,
-        metavar=metavar,
-        instance_from_str=read,
-        is_instance=lambda value: isinstance(value, kind),
-        str_from_instance=lambda value: [str(value)],
-    )
-
-
-Count = Annotated[int, _number(int, "INT>=1", lambda value: 1 <= value < 2**63)]
-Fraction = Annotated[float, _number(float, "FRACTION", lambda value: 0 < value <= 1)]
-Nats = Annotated[float, _number(float, "NATS>=0", lambda value: 0 <= value < math.inf)]
-Seed = Annotated[
-    int,
-    _number(int, "INT>=0", lambda value: 0 <= value < 2**63),
-    tyro.conf.arg(help="Seed of all random draws."),
-]
-Strings = tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]]
-Fractions = tyro.conf.UseAppendAction[tuple[tuple[Fraction, ...], ...]]
-Counts = tyro.conf.UseAppendAction[tuple[tuple[Count, ...], ...]]
-Seeds = tyro.conf.UseAppendAction[tuple[tuple[Seed, ...], ...]]
-Output = Annotated[Path, tyro.conf.arg(aliases=["-o"])]
-Model = Annotated[
-    str,
-    tyro.conf.arg(
-        help="Folder, .gguf file or Hub name of a decoder-only causal LM, or kvcat-base (built in)."
-    ),
-]
-Models = Annotated[
-    tuple[str, ...],
-    tyro.conf.arg(help="Models to compare: FOLDER, Hub name, or LABEL=FOLDER."),
-]
-Device = Annotated[str, tyro.conf.arg(help="Torch device: cpu, cuda, cuda:1, mps.")]
-Dtype = Annotated[
-    Literal["float32", "bfloat16", "float16"],
-    tyro.conf.arg(help="Type of the weights and of the forward pass."),
-]
-Overwrite = Annotated[bool, tyro.conf.arg(help="Replace an existing file.")]
-Supervision = Annotated[
-    DocumentSupervision,
-    tyro.conf.arg(
-        help="Queries that caches are fitted to: those of the text repeated after an instruction "
-        "(reconstruction), or those of the text itself (self)."
-    ),
-]
-Bos = Annotated[
-    BosChoice,
-    tyro.conf.arg(
-        help="Tokens at the start of a text: those that the tokenizer adds (auto), at least BOS "
-        "(always), or none (never)."
-    ),
-]
-AllowSpecial = Annotated[
-    bool,
-    tyro.conf.arg(
-        help="Encode control tokens that the text spells, such as <|im_end|>, as these tokens."
-    ),
-]
-Split = Annotated[
-    Literal["all", "test", "validation", "train"],
-    tyro.conf.arg(
-        help="Documents to use. Those for test and validation are held out by a hash of the "
-        "document's name."
-    ),
+__all__ = [
+    "AllowSpecial",
+    "Bos",
+    "Count",
+    "Counts",
+    "Device",
+    "Dtype",
+    "Fraction",
+    "Fractions",
+    "Model",
+    "Models",
+    "Nats",
+    "Output",
+    "Overwrite",
+    "Seed",
+    "Seeds",
+    "Split",
+    "Strings",
+    "Supervision",
+    "check_output",
+    "completion",
+    "flat",
+    "labelled",
+    "parse",
 ]
 
 
@@ -132,14 +95,6 @@ def _union(tree: Mapping[str, Any]) -> Any:
             command = Annotated[Any, tyro.conf.subcommand(name=name, constructor=branch)]
         union = union | command
     return union
-
-
-def flat(values: Iterable[Iterable[T]]) -> list[T]:
-    """The values of a list option.
-
-    ``--keep 0.05 0.1`` and ``--keep 0.05 --keep 0.1`` are the same.
-    """
-    return [value for group in values for value in group]
 
 
 def labelled(items: Sequence[str]) -> dict[str, str]:

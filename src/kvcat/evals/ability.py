@@ -6,9 +6,8 @@ import numpy as np
 import pandas as pd
 
 from kvcat.evals.intervals import ClusterBootstrap, share
-from kvcat.evals.metrics import METRICS
 from kvcat.evals.records import Record
-from kvcat.evals.samples import EXAMPLE, record_table
+from kvcat.evals.samples import EXAMPLE, METRICS, record_table
 
 FEWEST_DOCUMENTS = 20
 """Documents below which no share of right answers shows that a model can do a task."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvcat.cache import are_comparable
 from kvcat.errors import InputError, one_line
-from kvcat.evals.metrics import EVALUATIONS
+from kvcat.evals.registry import evaluation_names, find_evaluation
 from kvcat.files import LOCK_FILE, append_jsonl, claim_folder, one_writer, read_json, read_jsonl
 
 _CONFIG_FIELDS = ("evaluation", "dataset", "num_examples", "methods")
@@ -212,6 +212,7 @@ def read_records(folder: Path) -> list[Record]:
         InputError: a line that is no record, a value that is no number, two records of one example
             that differ.
     """
+    _load_evaluation(folder)
     records: dict[Key, Record] = {}
     for file, line in _lines(folder, "records"):
         try:
@@ -225,6 +226,14 @@ def read_records(folder: Path) -> list[Record]:
                 f"{record.keep_ratio:g}"
             )
     return list(records.values())
+
+
+def _load_evaluation(folder: Path) -> None:
+    """Import the evaluation of a folder's records, so that ``METRICS`` has its metrics."""
+    file = folder / "config.json"
+    config = read_json(file) if file.is_file() else None
+    if isinstance(config, dict) and config.get("evaluation") in evaluation_names():
+        find_evaluation(config["evaluation"])
 
 
 def read_costs(folder: Path) -> list[dict[str, Any]]:
@@ -252,10 +261,10 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise InputError(f"{folder} is no results folder: it has no config.json")
     config = read_json(file)
     _check_fields(config, _CONFIG_FIELDS, f"{file} is of no evaluation or damaged")
-    evaluation = config["evaluation"]
-    if evaluation not in EVALUATIONS:
-        known = ", ".join(EVALUATIONS)
-        raise InputError(f"{file}: no evaluation {evaluation!r}; there are {known}")
+    try:
+        find_evaluation(config["evaluation"])
+    except InputError as error:
+        raise InputError(f"{file}: {error}") from None
     for method in config["methods"]:
         _check_fields(method, _METHOD_FIELDS, f"{file} is damaged, a method")
     return config

@@ -15,8 +15,9 @@ from kvcat.cache import CompactCache, fingerprint, fingerprint_like
 from kvcat.compress import Compressor, seeded_compressor, takes_seed
 from kvcat.errors import InputError, check_least
 from kvcat.evals.costs import Step, answer_speed, measure
-from kvcat.evals.metrics import EVALUATIONS, Evaluation
+from kvcat.evals.evaluation import ReportFacts
 from kvcat.evals.records import Record, ResultsFolder, Shard
+from kvcat.evals.registry import find_evaluation
 from kvcat.evals.task import (
     Baseline,
     Method,
@@ -308,7 +309,7 @@ def configuration(
         "manifest": manifest(task.examples),
         "baselines": [[baseline.name, baseline.keep_ratio] for baseline in task.baselines],
         "methods": [asdict(method) for method in complete],
-        "primary": _primary_cell(cells, EVALUATIONS[task.evaluation], primary),
+        "primary": _primary_cell(cells, find_evaluation(task.evaluation).facts, primary),
         "batch_size": batch_size,
         "seeds": list(seeds),
     }
@@ -374,17 +375,17 @@ def _batches(task: Task, jobs: Sequence[_Job], batch_size: int) -> list[_Batch]:
 
 
 def _primary_cell(
-    cells: list[tuple[str, float]], evaluation: Evaluation, primary: Primary | None
+    cells: list[tuple[str, float]], facts: ReportFacts, primary: Primary | None
 ) -> dict[str, Any] | None:
     """The cell that decides; None where nothing is compressed and none is named."""
     if primary is None and not cells:
         return None
-    method, keep_ratio, metric = primary or (*cells[0], evaluation.deciding)
+    method, keep_ratio, metric = primary or (*cells[0], facts.deciding)
     if (method, keep_ratio) not in cells:
         raise InputError(f"primary cell: {method} at keep ratio {keep_ratio:g} is not evaluated")
-    if metric not in evaluation.metrics:
-        known = ", ".join(evaluation.metrics)
-        raise InputError(f"primary cell: no metric {metric!r}; there are {known}")
+    if metric not in facts.metrics:
+        names = ", ".join(facts.metrics)
+        raise InputError(f"primary cell: no metric {metric!r}; there are {names}")
     cell = {"method": method, "keep_ratio": keep_ratio, "metric": metric}
     if primary is not None:
         cell["named"] = True

@@ -10,9 +10,10 @@ import pandas as pd
 
 from kvcat.errors import InputError
 from kvcat.evals.intervals import NO_ESTIMATE, Array, ClusterBootstrap, Draws, Estimate, share
-from kvcat.evals.metrics import METRICS, PRODUCTS
 from kvcat.evals.records import Record, models_of
+from kvcat.evals.registry import all_metrics
 
+METRICS = all_metrics()
 EXAMPLE = ["document", "example"]
 SIZES = ("num_examples", "num_documents", "num_seeds")
 _NO_STEP = -1
@@ -152,9 +153,10 @@ def record_table(records: Iterable[Record]) -> pd.DataFrame:
         )
     values = pd.DataFrame([record.values for record in records])
     table = pd.DataFrame(places, columns=_PLACE).join(values)
-    for name, (first, second) in PRODUCTS.items():
-        if first in table and second in table:
-            table[name] = table[first] * table[second]
+    for metric in METRICS.values():
+        for name, (first, second) in metric.products.items():
+            if first in table and second in table:
+                table[name] = table[first] * table[second]
     return table
 
 

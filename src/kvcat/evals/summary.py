@@ -16,9 +16,8 @@ from kvcat.evals.intervals import (
     share_difference,
     small_sample_warning,
 )
-from kvcat.evals.metrics import METRICS
 from kvcat.evals.records import Record
-from kvcat.evals.samples import SIZES, Cell, Sample, record_table, samples_by_cell
+from kvcat.evals.samples import METRICS, SIZES, Cell, Sample, record_table, samples_by_cell
 
 BASELINES = ("dense", "no-context", "truncated")
 SIGNIFICANT = 0.05

@@ -68,7 +68,7 @@ class Task:
     that are also reported apart; may be empty).
     """
 
-    evaluation: ClassVar[str]  # a key of ``EVALUATIONS``
+    evaluation: ClassVar[str]  # name of its ``Evaluation``, whose facts a report shows
     prepared: ClassVar[type[Prepared]]  # how its batches are scored
     compresses: ClassVar[bool] = True  # whether there is a context to compress
     baselines: ClassVar[Any] = (Baseline("dense", 1.0), Baseline("no-context", 0.0))

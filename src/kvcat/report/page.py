@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
 import pandas as pd
@@ -94,12 +95,11 @@ class Section:
     def subtitle(self) -> str:
         """The data."""
         config = self.results.config
-        example_name = self.results.evaluation.example_name
-        text = f"{config['num_examples']} {example_name}s of {config['dataset']}"
-        if "prefix_len" in config and "suffix_len" in config:
-            text += f", {config['prefix_len']} prefix and {config['suffix_len']} suffix tokens"
-        if "length" in config:
-            text += f", {config['length']} tokens each"
+        facts = self.results.evaluation
+        text = f"{config['num_examples']} {facts.example_name}s of {config['dataset']}"
+        settings = [name for _, name, _, _ in Formatter().parse(facts.sizes) if name]
+        if settings and all(name in config for name in settings):
+            text += ", " + facts.sizes.format_map(config)
         return f"{text}."
 
     @property

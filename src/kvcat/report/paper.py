@@ -8,6 +8,7 @@ from typing import Any
 import pandas as pd
 
 from kvcat.errors import InputError
+from kvcat.evals import PaperFigures
 
 _VARIANTS = {  # of our labels
     "base": "base",
@@ -19,15 +20,6 @@ _VARIANTS = {  # of our labels
     "attn": "attn",
     "attention": "attn",
 }
-_CORPORA = {"wikitext-103": "WikiText-103", "pg-19": "PG-19", "arxiv": "arXiv"}
-_METRICS = {  # by evaluation: our metric and the paper's
-    "suffix": {"delta_ppl": "delta_ppl", "kl": "kl", "top1": "top1"},
-    "needle": {"native_exact_match": "exact_match"},
-    "longbench": {"accuracy": "accuracy"},
-    "qa": {"acc_per_char": "accuracy"},
-}
-_AVERAGE = "six"
-"""The one of our averages over tasks that the paper prints."""
 
 
 @lru_cache(maxsize=1)
@@ -55,12 +47,16 @@ def _printed_figures() -> dict[tuple[str, str, str, str], list[Any]]:
 
 @dataclass(frozen=True)
 class Paper:
-    """The paper's figures for an evaluation on a data set; none if no model of it is named."""
+    """The paper's figures for an evaluation on a data set; none if no model of it is named.
 
-    model: (
-        str | None
-    )  # Qwen2.5-0.5B or Qwen2.5-1.5B: what the models base, kvcat, rand and attn are
-    evaluation: str = ""
+    Args:
+        model: Qwen2.5-0.5B or Qwen2.5-1.5B: what the models base, kvcat, rand and attn are.
+        figures: which of them belong to the evaluation; None: there are none.
+        dataset: name of ours.
+    """
+
+    model: str | None
+    figures: PaperFigures | None = None
     dataset: str = ""
 
     def __post_init__(self) -> None:
@@ -80,43 +76,51 @@ class Paper:
         """The paper's figure for a row of our summary, ``paper 54.6``; empty if there is none."""
         name = label.partition(" ")[0].lower().replace("_", "-")
         variant = _VARIANTS.get(name)
-        printed_metric = _METRICS.get(self.evaluation, {}).get(metric)
-        if self.model is None or variant is None or printed_metric is None:
+        if self.model is None or variant is None or self.figures is None:
             return ""
-        model = "" if self.evaluation == "longbench" else self.model
-        key = (model, variant, printed_metric, self._printed_stratum(stratum))
+        printed_metric = self.figures.metrics.get(metric)
+        if printed_metric is None:
+            return ""
+        model = self.model if self.figures.names_model else ""
+        key = (model, variant, printed_metric, self._printed_stratum(self.figures, stratum))
         for row in _printed_figures().get(key, []):
-            if self._is_same_cell(row, method, keep_ratio, step):
+            if not self.figures.compresses:
+                is_same_cell = bool(pd.isna(row.keep_ratio))
+            else:
+                is_same_cell = _is_same_cell(row, method, keep_ratio, step)
+            if is_same_cell:
                 return f"paper {row.printed.rstrip('%')}"
         return ""
 
     def printed_average(self, label: str, average: str, metric: str) -> str:
         """The same for one of our averages over strata without compression."""
-        if average != _AVERAGE:
+        if self.figures is None or average != self.figures.average:
             return ""
         return self.printed(label, "", 1.0, 0, metric, "average")
 
-    def _printed_stratum(self, stratum: str) -> str:
-        """What the paper calls a stratum of ours."""
-        if self.evaluation == "suffix":
-            return _CORPORA.get(self.dataset.partition(":")[0], "")
-        if self.evaluation == "longbench" and not stratum:
-            return "total"
-        return stratum
+    def _printed_stratum(self, figures: PaperFigures, stratum: str) -> str:
+        """What the paper calls a stratum of ours, or our data set."""
+        if figures.corpora:
+            return figures.corpora.get(self._corpus, "")
+        return stratum or figures.all_strata
 
-    def _is_same_cell(self, row: Any, method: str, keep_ratio: float, step: int) -> bool:
-        """Whether a printed figure is of this method, keep ratio and step."""
-        if self.evaluation == "qa":
-            return bool(pd.isna(row.keep_ratio))
-        is_same_method = row.method == method.partition(" ")[0] and row.keep_ratio == keep_ratio
-        return is_same_method and bool(pd.isna(row.steps) or row.steps == step)
+    @property
+    def _corpus(self) -> str:
+        """Name of the data set without its split."""
+        return self.dataset.partition(":")[0]
 
     @property
     def note(self) -> str:
         """A note if the paper used other data."""
-        corpus = self.dataset.partition(":")[0]
-        if self.model is None or self.evaluation != "suffix":
+        if self.model is None or self.figures is None or not self.figures.corpora:
             return ""
-        if corpus in _CORPORA or corpus.startswith("fineweb"):
+        main_corpus = self.figures.main_corpus
+        if self._corpus in self.figures.corpora or self._corpus.startswith(main_corpus.lower()):
             return ""
-        return f"The paper's figures are of {self.model} on FineWeb, ours of {self.dataset}."
+        return f"The paper's figures are of {self.model} on {main_corpus}, ours of {self.dataset}."
+
+
+def _is_same_cell(row: Any, method: str, keep_ratio: float, step: int) -> bool:
+    """Whether a printed figure of compressed caches is of this method, keep ratio and step."""
+    is_same_method = row.method == method.partition(" ")[0] and row.keep_ratio == keep_ratio
+    return is_same_method and bool(pd.isna(row.steps) or row.steps == step)

@@ -16,8 +16,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from kvcat.errors import InputError, one_line
-from kvcat.evals import METRICS
-from kvcat.evals.profile import BEST
+from kvcat.evals import METRICS, LinePlot
 from kvcat.files import read_jsonl
 from kvcat.report.figures import NO_STEP, keep_label, slug
 from kvcat.report.results import Results
@@ -172,7 +171,11 @@ def headline_plot(results: Results) -> Plot:
 
 
 def _plotted(results: Results) -> list[str]:
-    """The metric that decides, and what a user gets where it has the same unit."""
+    """The metrics that the evaluation names, or the first two where they have the same unit."""
+    recorded = set(results.metrics)
+    plotted = [name for name in results.evaluation.plotted_metrics if name in recorded]
+    if plotted:
+        return plotted
     names = results.metrics[:2]
     unit = METRICS[names[0]].unit
     return [name for name in names if METRICS[name].unit == unit]
@@ -192,38 +195,36 @@ def _step_plots(results: Results) -> Iterator[Plot]:
         yield Plot(f"steps-{metric}", f"{METRICS[metric].label} against gradient steps", panels)
 
 
-def draw_profile(axes: Any, table: pd.DataFrame, statistic: str, models: Sequence[str]) -> None:
-    """One line per model, log-log: the best caches' errors by slots, without errors of zero."""
-    best = table[(table["method"] == BEST) & (table[statistic] > 0.0)]
+def save_line_plot(plot: LinePlot, file: Path) -> Path:
+    """The file, a PNG, to which all panels are written."""
+    models = list(dict.fromkeys(plot.rows["model"]))
+    panels = []
+    for column, title in plot.panels.items():
+        panels.append((title, partial(_draw_line_plot, plot, column, models)))
+    Plot(file.stem, plot.title, panels, same_scale=True).draw().save(file)
+    return file
+
+
+def _draw_line_plot(plot: LinePlot, column: str, models: Sequence[str], axes: Any) -> None:
+    """One line per model, log-log, without values of zero."""
+    positive = plot.rows[plot.rows[column] > 0.0]
     for model in models:
-        line = best[best["model"] == model].sort_values("num_slots")
+        line = positive[positive["model"] == model].sort_values(plot.x)
         axes.plot(
-            line["num_slots"].to_numpy(),
-            line[statistic].to_numpy(),
+            line[plot.x].to_numpy(),
+            line[column].to_numpy(),
             markersize=4.0,
             label=model,
             **line_style(model, models),
         )
-    slots = sorted(set(table["num_slots"]))
+    numbers = sorted(set(plot.rows[plot.x]))
     axes.set_xscale("log", base=2)
-    axes.set_xticks(slots, [str(num_slots) for num_slots in slots])
+    axes.set_xticks(numbers, [str(number) for number in numbers])
     axes.minorticks_off()
-    axes.set_xlabel("slots per layer and head, log axis")
-    axes.set_ylabel("KL (nats/token, log axis)")
-    if len(best):
+    axes.set_xlabel(f"{plot.x_label}, log axis")
+    axes.set_ylabel(f"{plot.y_label.removesuffix(')')}, log axis)")
+    if len(positive):
         log_axis(axes)
-
-
-def save_profile_plot(table: pd.DataFrame, folder: Path) -> Path:
-    """Path of ``profile.png``: mean and worst KL of a ``profile_table`` on one scale."""
-    models = list(dict.fromkeys(table["model"]))
-    panels = []
-    for statistic, title in (("mean", "mean over windows"), ("worst", "worst window")):
-        draw = partial(draw_profile, table=table, statistic=statistic, models=models)
-        panels.append((f"Best cache found, {title}", draw))
-    target = folder / "profile.png"
-    Plot("profile", "Compressibility profile", panels, same_scale=True).draw().save(target)
-    return target
 
 
 def run_metrics(folder: Path) -> pd.DataFrame:

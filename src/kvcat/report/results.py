@@ -50,9 +50,9 @@ class Results:
     name: str = ""  # unique among the folders of a report
 
     @property
-    def evaluation(self) -> evals.Evaluation:
+    def evaluation(self) -> evals.ReportFacts:
         """What the report shows of the evaluation."""
-        return evals.EVALUATIONS[self.config["evaluation"]]
+        return evals.find_evaluation(self.config["evaluation"]).facts
 
     @property
     def metrics(self) -> list[str]:
@@ -113,15 +113,16 @@ def read_results(
     """
     stored = read_folder(folder)
     config = stored.config
-    evaluation = evals.EVALUATIONS[config["evaluation"]]
+    evaluation = evals.find_evaluation(config["evaluation"])
+    facts = evaluation.facts
     if not stored.records:
         raise InputError(f"{folder} holds no records yet")
-    if not all(evaluation.deciding in record.values for record in stored.records):
+    if not all(facts.deciding in record.values for record in stored.records):
         raise InputError(
-            f"{folder} has a record without {evaluation.deciding!r}, which "
+            f"{folder} has a record without {facts.deciding!r}, which "
             f"{config['evaluation']} measures"
         )
-    paper = Paper(paper_model, config["evaluation"], config["dataset"])
+    paper = Paper(paper_model, evaluation.paper, config["dataset"])
     analysis = evals.analyse(stored.records, config, num_resamples=num_resamples)
     labels = {}
     for model in analysis.models:
@@ -131,7 +132,7 @@ def read_results(
     comparisons = labelled(plain_steps(analysis.comparisons), labels)
     summary = labelled(plain_steps(analysis.summary), labels)
     summary = with_verdicts(summary, comparisons, pairs)
-    rows = table_rows(summary, models, evaluation, paper)
+    rows = table_rows(summary, models, facts, paper)
     warnings = [f"Not a result, {model}: {why}." for model, why in analysis.below_chance.items()]
     return Results(
         folder=folder,
@@ -142,8 +143,8 @@ def read_results(
         summary=summary,
         comparisons=comparisons,
         rows=rows,
-        averages=average_rows(rows, evaluation, paper),
-        pair_rows=pair_rows(summary, comparisons, pairs, evaluation),
+        averages=average_rows(rows, facts, paper),
+        pair_rows=pair_rows(summary, comparisons, pairs, facts),
         costs=labelled(cost_rows(stored.costs), labels),
         events=stored.events,
         paper_note=paper.note,

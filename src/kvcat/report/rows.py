@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from kvcat.evals import METRICS, Evaluation, Metric
+from kvcat.evals import METRICS, Metric, ReportFacts
 from kvcat.report.figures import (
     NO_STEP,
     Figure,
@@ -46,7 +46,7 @@ def with_verdicts(
 def table_rows(
     summary: pd.DataFrame,
     models: Sequence[str],
-    evaluation: Evaluation,
+    facts: ReportFacts,
     paper: Paper,
 ) -> pd.DataFrame:
     """The summary by keep ratio, step and model, with a ``figure`` in every row.
@@ -56,7 +56,7 @@ def table_rows(
     """
     last_step = summary.groupby(["method", "keep_ratio"])["step"].transform("max")
     final = summary["step"] == last_step
-    reported = final | summary["step"].isin(evaluation.reported_steps)
+    reported = final | summary["step"].isin(facts.reported_steps)
     rows = summary.assign(
         final=final, reported=reported, model_rank=summary["model"].map(models.index)
     )
@@ -77,17 +77,17 @@ def table_rows(
     return rows.sort_values(["keep_ratio", "step", "model_rank"], kind="stable")
 
 
-def average_rows(rows: pd.DataFrame, evaluation: Evaluation, paper: Paper) -> pd.DataFrame:
+def average_rows(rows: pd.DataFrame, facts: ReportFacts, paper: Paper) -> pd.DataFrame:
     """The deciding metric's averages over strata that count alike, with a ``figure`` in every row.
 
     The squares of the strata's intervals add up (Zou and Donner 2008).
     """
-    metric = METRICS[evaluation.deciding]
-    rows = rows[rows["reported"] & (rows["metric"] == evaluation.deciding)]
+    metric = METRICS[facts.deciding]
+    rows = rows[rows["reported"] & (rows["metric"] == facts.deciding)]
     averages = []
     for (method, keep_ratio, step), cell in rows.groupby(CELL, sort=False):
         place = {"method": method, "keep_ratio": keep_ratio, "step": step}
-        for name, strata in evaluation.averages.items():
+        for name, strata in facts.averages.items():
             strata_rows = cell[cell["stratum"].isin(strata)]
             if strata_rows["stratum"].nunique() < len(strata):
                 continue
@@ -95,7 +95,7 @@ def average_rows(rows: pd.DataFrame, evaluation: Evaluation, paper: Paper) -> pd
             place["stratum"] = f"average of {name}"
             place["num_examples"] = counts.sum()
             for model, model_rows in strata_rows.groupby("model", sort=False):
-                printed = paper.printed_average(str(model), name, evaluation.deciding)
+                printed = paper.printed_average(str(model), name, facts.deciding)
                 figure = _average_figure(model_rows, metric, printed)
                 averages.append({**place, "model": model, "figure": figure})
     columns = ["model", *CELL, "stratum", "num_examples", "figure"]
@@ -121,7 +121,7 @@ def pair_rows(
     summary: pd.DataFrame,
     comparisons: pd.DataFrame,
     pairs: Sequence[tuple[str, str]],
-    evaluation: Evaluation,
+    facts: ReportFacts,
 ) -> dict[tuple[str, str], pd.DataFrame]:
     """Comparisons of each pair over all strata at the reported steps, with figures in every row.
 
@@ -141,7 +141,7 @@ def pair_rows(
             figure=[difference_figure(row) for _, row in rows.iterrows()],
             ratio_figure=[ratio_figure(row) for _, row in rows.iterrows()],
         )
-        reported = rows["final"] | rows["step"].isin(evaluation.reported_steps)
+        reported = rows["final"] | rows["step"].isin(facts.reported_steps)
         by_pair[model, reference] = rows[reported]
     return by_pair
 

@@ -1,0 +1,39 @@
+"""``kvcat report``: tables, plots and a page from evaluations and training runs."""
+
+from pathlib import Path
+from typing import Literal
+
+from kvcat.cli import options as opt
+
+
+def report(
+    folders: tuple[Path, ...],
+    /,
+    output: opt.Output = Path("report"),
+    run: opt.Strings = (),
+    paper_model: Literal["Qwen2.5-0.5B", "Qwen2.5-1.5B"] | None = None,
+    title: str = "KV cache compression",
+) -> None:
+    """Write a report on evaluations and training runs.
+
+    It has tables (Markdown, CSV, LaTeX), plots and one self-contained HTML page.
+
+    Example: kvcat report results needle --run KV-CAT=runs/router -o report
+
+    Args:
+        folders: Folders that `kvcat eval` or `kvcat train` wrote.
+        output: Folder for tables, plots and report.html.
+        run: LABEL=FOLDER of a training run, to show its diagnostics; several may be given.
+        paper_model: Model that those labelled base, kvcat, rand and attn were made from, to show
+            the paper's figures next to yours.
+        title: Title of the page.
+    """
+    from kvcat.report import write_report
+
+    trained = [str(folder) for folder in folders if (folder / "metrics.jsonl").exists()]
+    evaluated = [folder for folder in folders if str(folder) not in trained]
+    items = [*trained, *opt.flat(run)]
+    runs: dict[str, Path] = {}
+    if items:
+        runs = {label: Path(folder) for label, folder in opt.labelled(items).items()}
+    print(write_report(evaluated, output, title=title, runs=runs, paper_model=paper_model))
