@@ -49,9 +49,8 @@ def run_evaluation(options: "Evaluation") -> None:
         records += [record for record in stored if record.model in models]
     if num_processes > 1:
         names = " ".join(map(str, tasks))
-        print(
-            f"shard {process} of {num_processes} is done; when all are done: kvcat report {names}"
-        )
+        done = f"shard {process} of {num_processes} is done"
+        print(f"{done}; when all are done: kvcat report {names}")
         return
     table = options.result_table(records)
     if table is None:
