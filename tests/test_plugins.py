@@ -1,5 +1,6 @@
-"""Packages that add compressors by entry point, and the example of one."""
+"""Packages that add compressors, policies and evaluations, and the example of one."""
 
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -11,6 +12,7 @@ import kvcat
 from kvcat.cli.app import run
 from kvcat.compress import compare, compressor_names, make_compressor, replay
 from kvcat.errors import InputError
+from kvcat.evals import evaluation_names, find_evaluation, read_config, read_records, summarise
 from kvcat.policies import build_policies
 from tiny import loud_model
 
@@ -61,7 +63,7 @@ def test_a_compressor_of_another_package_may_give_its_layers_unequal_slots(
     example, traced, tmp_path
 ):
     cache = make_compressor("first-by-layer")(traced, num_slots=8)
-    counts = [layer.num_slots for layer in cache.layers]
+    counts = [layer.max_slots for layer in cache.layers]
     assert counts[0] > 8 > counts[-1]
     assert sum(counts) == 8 * len(counts)
     assert compare(traced, cache).kl.isfinite().all()
@@ -105,6 +107,8 @@ def test_a_policy_of_another_package_trains_with_options_from_the_command_line(e
     line += ["--data", str(tmp_path / "texts"), "--output", str(tmp_path / "run")]
     assert run(line) == 0
     assert "strided,stride=2" in (tmp_path / "run" / "config.json").read_text()
+    assert run(["report", str(tmp_path / "run"), "-o", str(tmp_path / "page")]) == 0
+    assert (tmp_path / "page" / "plots" / "training.png").exists()
 
 
 def test_the_command_line_finds_methods_of_other_packages(example, tmp_path, capsys):
@@ -117,6 +121,124 @@ def test_the_command_line_finds_methods_of_other_packages(example, tmp_path, cap
     assert "value-norm" in capsys.readouterr().out
 
 
+def test_an_evaluation_of_another_package_runs_with_methods_of_it_and_has_its_page(
+    example, tmp_path, capsys
+):
+    out = tmp_path / "prices"
+    line = ["eval", "price-list", "base=kvcat-base", "--items", "8", "--lists", "3"]
+    line += ["--method", "value-norm,power=1.0", "first-by-layer", "--keep", "0.5"]
+    assert run([*line, "--out", str(out)]) == 0
+    assert "first digit (%)" in capsys.readouterr().out
+    config = read_config(out)
+    assert (config["evaluation"], config["items"], config["num_examples"]) == ("price-list", 8, 3)
+    records = read_records(out)
+    assert {record.method for record in records} == {
+        "dense",
+        "no-context",
+        "value-norm",
+        "first-by-layer",
+    }
+    assert len(records) == 4 * 3
+    (row,) = (
+        summarise(records, num_resamples=50)
+        .query("method == 'first-by-layer' and metric == 'first_digit' and stratum == ''")
+        .itertuples()
+    )
+    digits = [r.values["first_digit"] for r in records if r.method == "first-by-layer"]
+    assert row.value == pytest.approx(sum(digits) / 3)
+    assert run(["report", str(out), "-o", str(tmp_path / "page")]) == 0
+    page = (tmp_path / "page" / "report.html").read_text()
+    for text in ("Prices in a list", "3 questions of prices, 8 items each.", "first digit"):
+        assert text in page
+    assert (tmp_path / "page" / "tables" / "quality-first-by-layer.md").exists()
+    assert run([*line, "--out", str(out), "--items", "9"]) == 2
+    assert "items is 8 there, 9 here" in capsys.readouterr().err
+
+
+def test_the_help_lists_evaluations_of_other_packages_and_shows_their_options(example, capsys):
+    assert "price-list" in evaluation_names()
+    assert run(["eval"]) == 0
+    assert re.search(
+        r"eval price-list +An evaluation of the package kvcat_example\.", capsys.readouterr().out
+    )
+    assert run(["eval", "price-list", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "--items INT>=1" in shown
+    assert "Example: kvcat eval price-list" in shown
+
+
+def test_results_of_an_evaluation_whose_package_is_gone_are_named(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(
+        '{"evaluation": "price-list", "dataset": "x", "num_examples": 1, "methods": []}'
+    )
+    assert run(["report", str(tmp_path), "-o", str(tmp_path / "page")]) == 2
+    told = capsys.readouterr().err
+    assert "config.json: no evaluation 'price-list'; there are longbench, needle" in told
+    assert told.count("\n") == 1
+
+
+EVALUATION_MODULE = """
+from dataclasses import dataclass
+from kvcat.evals import Evaluation, Metric, ReportFacts
+
+class NoDataclass(Evaluation):
+    facts = ReportFacts(title="T", metrics=("nll",))
+
+@dataclass(frozen=True, kw_only=True)
+class NoFacts(Evaluation):
+    pass
+
+@dataclass(frozen=True, kw_only=True)
+class NoSuchMetric(Evaluation):
+    facts = ReportFacts(title="T", metrics=("nll", "shine"))
+
+@dataclass(frozen=True, kw_only=True)
+class OtherKL(Evaluation):
+    facts = ReportFacts(title="T", metrics=("kl",))
+    new_metrics = {"kl": Metric(label="KL", description="Another KL.")}
+"""
+
+
+@pytest.mark.parametrize(
+    ("points", "name", "message"),
+    [
+        (
+            {"broken": "no_such_module:Thing"},
+            "broken",
+            "'broken' of package added cannot be loaded: ModuleNotFoundError",
+        ),
+        ({"wrong": "math:pi"}, "wrong", "plug-in 'wrong' is no subclass of Evaluation: 3.14"),
+        ({"e": "evaluations_of_a_test:NoDataclass"}, "e", "needs the decorator @dataclass"),
+        ({"e": "evaluations_of_a_test:NoFacts"}, "e", "NoFacts has no facts for the report"),
+        ({"e": "evaluations_of_a_test:NoSuchMetric"}, "e", "plug-in 'e': no metric 'shine'"),
+        (
+            {"e": "evaluations_of_a_test:OtherKL"},
+            "e",
+            "OtherKL has a metric 'kl', but kvcat.evals.evaluations.",
+        ),
+        (
+            {"needle": "math:pi"},
+            "needle",
+            "package added adds 'needle' to kvcat.evaluations, which kvcat has already",
+        ),
+    ],
+)
+def test_an_evaluation_that_does_not_fit_is_listed_and_gives_one_line(
+    points, name, message, tmp_path, monkeypatch, capsys
+):
+    install(tmp_path, "added", {"kvcat.evaluations": points})
+    (tmp_path / "evaluations_of_a_test.py").write_text(EVALUATION_MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert run(["eval", "--help"]) == 0
+    assert f"eval {name} " in capsys.readouterr().out
+    assert run(["eval", name, "kvcat-base", "--out", str(tmp_path / "out")]) == 2
+    told = capsys.readouterr().err
+    assert message in told
+    assert told.count("\n") == 1
+    assert find_evaluation("suffix").facts.deciding == "kl"
+    sys.modules.pop("evaluations_of_a_test", None)
+
+
 @pytest.mark.parametrize(
     ("points", "name", "message"),
     [
@@ -126,6 +248,7 @@ def test_the_command_line_finds_methods_of_other_packages(example, tmp_path, cap
             "package added cannot be loaded: ModuleNotFoundError",
         ),
         ({"wrong": "math:pi"}, "wrong", "plug-in 'wrong' is no subclass of Compressor or Scorer"),
+        ({"h2o": "math:pi"}, "h2o", "package added adds 'h2o' to kvcat.compressors"),
         (
             {"h2o": "math:pi"},
             "other",

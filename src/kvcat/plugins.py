@@ -8,6 +8,8 @@ A package declares, for example,
 and ``my-method`` is then a name like those of kvcat itself.
 """
 
+import sys
+from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -20,12 +22,12 @@ EVALUATIONS = "kvcat.evaluations"
 
 def plugin_names(group: str) -> list[str]:
     """The names that other packages add to a group, sorted; nothing is imported."""
-    return sorted({point.name for point in entry_points(group=group)})
+    return sorted({point.name for point in _points(group)})
 
 
 def plugin_packages(group: str, name: str) -> list[str]:
     """The packages that add a name to a group."""
-    return [_package(point) for point in entry_points(group=group, name=name)]
+    return [_package(point) for point in _points(group) if point.name == name]
 
 
 def load_plugin(group: str, name: str) -> Any:
@@ -34,7 +36,7 @@ def load_plugin(group: str, name: str) -> Any:
     Raises:
         InputError: two packages add the name, or the package cannot be imported.
     """
-    points = list(entry_points(group=group, name=name))
+    points = [point for point in _points(group) if point.name == name]
     if len(points) > 1:
         packages = ", ".join(plugin_packages(group, name))
         raise InputError(f"{name!r} is added to {group} by several packages: {packages}")
@@ -54,11 +56,22 @@ def check_new_names(group: str, taken: set[str]) -> None:
     Raises:
         InputError: the first such name, with its package.
     """
-    for point in entry_points(group=group):
+    for point in _points(group):
         if point.name in taken:
             raise InputError(
                 f"package {_package(point)} adds {point.name!r} to {group}, which kvcat has already"
             )
+
+
+def _points(group: str) -> tuple[EntryPoint, ...]:
+    """The entry points of a group in all installed packages."""
+    return _points_in(group, tuple(sys.path))
+
+
+@lru_cache(maxsize=16)
+def _points_in(group: str, folders: tuple[str, ...]) -> tuple[EntryPoint, ...]:  # noqa: ARG001
+    """The same, read once for the folders of ``sys.path``."""
+    return tuple(entry_points(group=group))
 
 
 def _package(point: EntryPoint) -> str:

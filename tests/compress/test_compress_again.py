@@ -32,7 +32,7 @@ def test_behind_a_cache_of_all_slots_trace_and_fit_are_those_of_the_dense_forwar
 ):
     dense = trace(double, windows, 48)
     again = trace(double, windows, 48, past=trace(double, windows, 32).dense_cache())
-    assert (again.past_len, again.num_slots) == (32, 48)
+    assert (again.past_len, again.max_slots) == (32, 48)
     left, right = ([x.keys, x.values, x.queries, x.suffix_keys, x.logits] for x in (again, dense))
     torch.testing.assert_close(left, right, rtol=0, atol=1e-12)
     # behind a past the prefix has no queries of its own

@@ -74,7 +74,8 @@ def test_a_compressor_keeps_its_number_of_slots_and_tells_how(traced, name, opti
             else:
                 assert counts.tolist() == [[slots, slots]] * 2
         assert cache.metadata["method"] == name
-        assert cache.metadata["num_slots"] == f"{cache.mean_slots:.6g}"
+        assert cache.metadata["num_slots"] == str(cache.num_slots)
+        assert cache.metadata["mean_slots"] == f"{cache.mean_slots:.6g}"
         assert cache.fingerprint == traced.fingerprint
         held = [x for layer in tensors(cache) for x in layer.values()]
         assert all(x.isfinite().all() and not x.requires_grad for x in held)

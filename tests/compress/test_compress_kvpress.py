@@ -166,7 +166,7 @@ def test_layers_of_a_pyramid_and_heads_of_kvzip_hold_different_numbers_of_slots_
     found,
 ):
     pyramid = press("PyramidKVPress")(found, num_slots=SLOTS)
-    first, last = (layer.num_slots for layer in pyramid.layers)
+    first, last = (layer.max_slots for layer in pyramid.layers)
     assert first > SLOTS > last
     zipped = press("KVzipPress")(found, num_slots=SLOTS)
     assert not zipped.is_uniform

@@ -86,7 +86,7 @@ def test_a_damaged_line_is_refused_in_one_line(tmp_path, name, damage, said):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"evaluation": "magic"}, "no evaluation 'magic'; there are suffix"),
+        ({"evaluation": "magic"}, "no evaluation 'magic'; there are longbench, needle"),
         ({"methods": None}, "it has no methods"),
         ({"methods": [{"name": "first"}]}, "a method: it has no options"),
         ({"methods": ["first"]}, "a method: it has no name"),

@@ -12,6 +12,7 @@ from report_examples import (
 )
 
 from kvcat.errors import InputError
+from kvcat.evals import find_evaluation
 from kvcat.report import headline_text
 from kvcat.report.figures import Figure
 from kvcat.report.page import Section
@@ -204,14 +205,15 @@ def test_qa_averages_are_means_over_tasks_with_the_interval_of_independent_tasks
 def test_the_papers_cell_is_found_by_evaluation_label_method_keep_step_and_stratum(
     evaluation, dataset, cell, printed
 ):
-    assert Paper("Qwen2.5-0.5B", evaluation, dataset).printed(*cell) == (
+    figures = find_evaluation(evaluation).paper
+    assert Paper("Qwen2.5-0.5B", figures, dataset).printed(*cell) == (
         f"paper {printed}" if printed else ""
     )
-    assert Paper(None, evaluation, dataset).printed(*cell) == ""
+    assert Paper(None, figures, dataset).printed(*cell) == ""
 
 
 def test_other_corpora_of_the_paper_go_by_the_name_of_ours_and_others_get_a_note(folders):
-    paper = Paper("Qwen2.5-1.5B", "suffix", "arxiv:test")
+    paper = Paper("Qwen2.5-1.5B", find_evaluation("suffix").paper, "arxiv:test")
     assert (paper.printed("base", "attention-matching", 0.05, -1, "delta_ppl"), paper.note) == (
         "paper 1.659",
         "",

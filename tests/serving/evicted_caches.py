@@ -55,7 +55,7 @@ def ragged(cache):
     slot less."""
     layers = []
     for layer in cache.layers:
-        slots, heads = layer.num_slots, range(layer.keys.shape[1])
+        slots, heads = layer.max_slots, range(layer.keys.shape[1])
         parts = (layer.keys, layer.values, layer.log_bias)
         layers.append(
             CompactLayer.ragged(

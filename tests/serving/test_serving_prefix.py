@@ -68,7 +68,7 @@ def test_layers_of_their_own_number_of_slots_answer_in_a_stock_cache_token_by_to
     )
     model.set_attn_implementation("sdpa")
     plain = plain_prefix(cache, model)
-    assert (plain.num_tokens, [layer.num_slots for layer in plain.layers]) == (
+    assert (plain.num_tokens, [layer.max_slots for layer in plain.layers]) == (
         counts[0],
         list(counts),
     )

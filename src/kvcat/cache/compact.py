@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from kvcat.cache.fingerprint import fingerprint_like
 from kvcat.cache.forward import PrefixCache, cache_argument, guard
 from kvcat.cache.layers import PrefixLayer, StaticPrefixLayer, layer_windows
 from kvcat.cache.rope import Factors, check_length, rope_border
-from kvcat.cache.slots import CompactLayer, Layer, Rows
+from kvcat.cache.slots import CompactLayer, Layer, Rows, rounded_mean
 from kvcat.cache.token_ids import check_batch_of_ids, check_token_ids
 from kvcat.errors import InputError
 from kvcat.types import Int, Tensor
@@ -28,7 +27,10 @@ from kvcat.types import Int, Tensor
 class CompactCache:
     """A prefix of ``num_tokens`` tokens, held in a small number of KV slots per layer and head.
 
-    Decoding never changes it.
+    Decoding never changes it. Its size has three names, here and wherever slots are counted:
+    ``num_slots``, the average over heads and layers, rounded up, is what a compressor was asked for
+    (``num_slots=``); ``mean_slots`` is that average exactly; ``max_slots`` is the fullest head's.
+    They are equal unless heads hold different numbers of slots.
 
     Args:
         layers: one per layer of the model, of equal batch.
@@ -44,17 +46,17 @@ class CompactCache:
 
     @property
     def num_slots(self) -> int:
-        """KV slots per layer and head; where they differ, their average rounded up."""
-        return math.ceil(round(self.mean_slots, 6))
+        """KV slots per layer and head, on average, rounded up."""
+        return rounded_mean([layer.counts for layer in self.layers])
 
     @property
     def max_slots(self) -> int:
-        """KV slots of the fullest head."""
-        return max(layer.num_slots for layer in self.layers)
+        """KV slots of the fullest head, which is the length of a padded layer."""
+        return max(layer.max_slots for layer in self.layers)
 
     @property
     def mean_slots(self) -> float:
-        """KV slots per layer and head, on average."""
+        """KV slots per layer and head, on average, exact."""
         return torch.cat([layer.counts.flatten() for layer in self.layers]).double().mean().item()
 
     @property

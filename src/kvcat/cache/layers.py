@@ -52,7 +52,7 @@ class PrefixLayer(CacheLayerMixin):
             self.log_bias = slots.log_bias
             self.ragged = None
         self.rows = torch.arange(slots.batch_size, device=slots.keys.device)
-        self.num_slots = slots.num_slots
+        self.max_slots = slots.max_slots
         self.num_tokens = num_tokens
         self.num_new = 0
         self.window = window
@@ -106,7 +106,7 @@ class PrefixLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Number of keys, and the position of the first one in the mask."""
-        return self.num_slots + self.num_new + query_length, self.num_tokens - self.num_slots
+        return self.max_slots + self.num_new + query_length, self.num_tokens - self.max_slots
 
     def get_max_length(self) -> int:
         """-1: the cache grows without bound."""
@@ -182,7 +182,7 @@ class StaticPrefixLayer(PrefixLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         num_added = key_states.shape[-2]
-        first_place = self.num_slots + self.cumulative_length
+        first_place = self.max_slots + self.cumulative_length
         places = torch.arange(num_added, device=self.device) + first_place
         if not torch.compiler.is_compiling() and int(places[-1]) >= self.keys.shape[-2]:
             raise InputError(f"more tokens than the static cache has room for: {self.capacity}")
@@ -198,7 +198,7 @@ class StaticPrefixLayer(PrefixLayer):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:  # noqa: ARG002
         """Number of keys, and the position of the first one in the mask."""
-        return self.num_slots + self.capacity, self.num_tokens - self.num_slots
+        return self.max_slots + self.capacity, self.num_tokens - self.max_slots
 
     def get_max_length(self) -> int:
         """Prefix and room."""

@@ -1,6 +1,6 @@
 """The slots of one layer: equally many in every head, or a number for each head."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -45,6 +45,11 @@ class _Slots:
 
     @property
     def num_slots(self) -> int:
+        """Slots per head, on average, rounded up; see ``CompactCache``."""
+        return rounded_mean([self.counts])
+
+    @property
+    def max_slots(self) -> int:
         """Slots of the fullest head."""
         return int(self.counts.max())
 
@@ -147,7 +152,7 @@ class RaggedLayer(_Slots):
     def padded(self) -> CompactLayer:
         """All heads with as many slots as the fullest; added slots have log-bias -inf."""
         counts = self.counts.to(self.keys.device)
-        slot_numbers = torch.arange(self.num_slots, device=counts.device)
+        slot_numbers = torch.arange(self.max_slots, device=counts.device)
         exists = slot_numbers < counts.unsqueeze(-1)  # (batch, kv_heads, slots)
         bias_dtype = torch.promote_types(self.keys.dtype, torch.float32)
         bias = self.keys.new_full(exists.shape, -torch.inf, dtype=bias_dtype)
@@ -173,6 +178,13 @@ class RaggedLayer(_Slots):
 
 
 Layer = CompactLayer | RaggedLayer
+
+
+def rounded_mean(counts: Sequence[Int[Tensor, "batch kv_heads"]]) -> int:
+    """The average of all counts, rounded up."""
+    total = sum(int(layer_counts.sum()) for layer_counts in counts)
+    num_heads = sum(layer_counts.numel() for layer_counts in counts)
+    return -(-total // num_heads)
 
 
 def _spans(counts: Int[Tensor, " groups"]) -> Iterator[slice]:

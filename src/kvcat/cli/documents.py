@@ -385,6 +385,8 @@ def info(file: Path, /) -> None:
     settings = dict(cache.metadata)
     method = settings.pop("method", "unknown")
     model = settings.pop("model", "unknown")
+    for size in ("num_slots", "mean_slots"):  # which the row of the cache shows
+        settings.pop(size, None)
     rows = {
         "cache": f"{num_tokens} tokens in {cache.mean_slots:g} slots per layer and head "
         f"({cache.mean_slots / num_tokens:.1%} kept), at most {cache.max_slots}",

@@ -13,7 +13,7 @@ import torch
 
 from kvcat.attention.mass import attention_mass
 from kvcat.cache import CompactCache, CompactLayer, Layer
-from kvcat.compress.trace import Trace
+from kvcat.compress.trace import Trace, slot_facts
 from kvcat.errors import InputError
 from kvcat.models import model_name
 from kvcat.types import Float, Int, Tensor
@@ -35,11 +35,13 @@ class Compressor(ABC):
     def __call__(
         self, trace: Trace, *, keep_ratio: float | int | None = None, num_slots: int | None = None
     ) -> CompactCache:
-        """The compact cache with ceil(keep_ratio * prefix_len) or num_slots slots per layer and
-        head.
+        """The compact cache of a size, given in one of two ways.
 
-        ``keep_ratio`` is the fraction kept, in (0, 1]; 1 returns the dense cache. ``num_slots`` is
-        in [1, prefix_len].
+        Args:
+            trace: of the prefix.
+            keep_ratio: the fraction of the slots kept, in (0, 1], that is ceil(keep_ratio *
+                prefix_len) slots; 1 returns the dense cache.
+            num_slots: slots per layer and head, on average, in [1, prefix_len].
 
         Raises:
             InputError: keep_ratio or num_slots out of range, or a trace that the method cannot
@@ -47,7 +49,7 @@ class Compressor(ABC):
         """
         slots = slots_for(trace.prefix_len, keep_ratio, num_slots)
         return (
-            trace.dense_cache() if slots >= trace.num_slots else next(self.compress(trace, [slots]))
+            trace.dense_cache() if slots >= trace.max_slots else next(self.compress(trace, [slots]))
         )
 
     def each(self, trace: Trace, keep_ratios: Sequence[float | int]) -> Iterator[CompactCache]:
@@ -58,9 +60,9 @@ class Compressor(ABC):
             InputError: as a plain call.
         """
         sizes = [slots_for(trace.prefix_len, keep_ratio, None) for keep_ratio in keep_ratios]
-        caches = self.compress(trace, [slots for slots in sizes if slots < trace.num_slots])
+        caches = self.compress(trace, [slots for slots in sizes if slots < trace.max_slots])
         for slots in sizes:
-            yield next(caches) if slots < trace.num_slots else trace.dense_cache()
+            yield next(caches) if slots < trace.max_slots else trace.dense_cache()
 
     @property
     def last_step(self) -> int | None:
@@ -141,11 +143,10 @@ def compact_cache(
     """
     _check_finite(layers, method, options)
     cache = CompactCache(layers, trace.prefix_len, trace.fingerprint)
-    slots = cache.mean_slots
     facts = {
         "method": method,
-        "num_slots": f"{slots:.6g}",
-        "keep_ratio": f"{slots / trace.prefix_len:.6g}",
+        **slot_facts(cache),
+        "keep_ratio": f"{cache.mean_slots / trace.prefix_len:.6g}",
         **options,
         "model": model_name(trace.model),
         "architecture": type(trace.model).__name__,

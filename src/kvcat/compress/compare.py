@@ -168,7 +168,7 @@ class SmallestCache:
 
     Args:
         cache: the smallest one tried that reaches the KL.
-        num_slots: its budget, slots per layer and head.
+        num_slots: slots per layer and head that the compressor was asked for.
         kl: of the worst example at the held-out positions, nats per token; 0 for the whole prefix.
         tried: KL by number of slots, in the order of the tries.
     """
@@ -209,7 +209,7 @@ def smallest_cache(
     if not 0 <= max_kl < math.inf:
         raise InputError(f"max_kl must be at least 0 nats per token and finite, not {max_kl}")
     learn, judge = split_supervision(trace, held_out)
-    best = SmallestCache(trace.dense_cache(), trace.num_slots, 0.0, tried={})
+    best = SmallestCache(trace.dense_cache(), trace.max_slots, 0.0, tried={})
     too_few = 0
     while best.num_slots - too_few > 1:
         # half way on a logarithmic scale: small caches are made quickly, so the search begins there

@@ -38,6 +38,8 @@ def make_compressor(name: str, /, **options: Any) -> Compressor:
     """
     if name.startswith(_KVPRESS):
         return KVPress(name.removeprefix(_KVPRESS), **options)
+    if name in COMPRESSORS:
+        plugins.check_new_names(plugins.COMPRESSORS, {name})
     if name in SCORERS:
         return Eviction(name, **options)
     kind = _METHODS[name] if name in _METHODS else _plugin(name)

@@ -29,6 +29,11 @@ SAMPLED_POSITIONS = 4096
 _TAIL = 32
 
 
+def slot_facts(cache: CompactCache) -> dict[str, str]:
+    """Metadata of a cache about its size, as in ``CompactCache``."""
+    return {"num_slots": str(cache.num_slots), "mean_slots": f"{cache.mean_slots:.6g}"}
+
+
 @dataclass(frozen=True)
 class Reconstruction:
     """A sequence <text><instruction><text> whose second copy supervises the first.
@@ -104,8 +109,8 @@ class Trace:
     room: int | None = None
 
     @property
-    def num_slots(self) -> int:
-        """Slots in the fullest head: the most that a compressor can keep."""
+    def max_slots(self) -> int:
+        """Slots of the prefix in the fullest head: the most that a compressor can keep."""
         return max(int(self.counts(layer).max()) for layer in range(len(self.keys)))
 
     @property
@@ -132,7 +137,7 @@ class Trace:
             for keys, values, bias in zip(self.keys, self.values, biases, strict=True)
         ]
         cache = CompactCache(layers, self.prefix_len, self.fingerprint)
-        facts = {"method": "dense", "num_slots": f"{cache.mean_slots:.6g}", **self.facts()}
+        facts = {"method": "dense", **slot_facts(cache), **self.facts()}
         return replace(cache, metadata=facts)
 
     def facts(self) -> dict[str, str]:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvcat.evals.answers import (
         Question,
         QuestionTask,
+        answer_ids,
     )
     from kvcat.evals.evaluation import (
         CompressingEvaluation,
@@ -74,6 +75,7 @@ if TYPE_CHECKING:
         Prepared,
         Task,
         Values,
+        vocabulary,
     )
 
 __all__ = [
@@ -101,6 +103,7 @@ __all__ = [
     "Values",
     "Window",
     "analyse",
+    "answer_ids",
     "compare_models",
     "comparison_pairs",
     "configuration",
@@ -118,9 +121,12 @@ __all__ = [
     "read_records",
     "share_of_examples",
     "summarise",
+    "vocabulary",
     "windows_from_documents",
 ]
 _MODULES = {
+    "vocabulary": "task",
+    "answer_ids": "answers",
     "CORPORA": "suffix",
     "METRICS": "samples",
     "Analysis": "analysis",

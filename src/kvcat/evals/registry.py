@@ -25,6 +25,7 @@ def find_evaluation(name: str) -> type[Evaluation]:
             something.
     """
     if name in _built_in_names():
+        plugins.check_new_names(plugins.EVALUATIONS, {name})
         return _built_in(name)
     plugins.check_new_names(plugins.EVALUATIONS, set(_built_in_names()))
     if name not in plugins.plugin_names(plugins.EVALUATIONS):

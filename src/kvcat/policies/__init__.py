@@ -116,6 +116,7 @@ def parse_policy(spec: str) -> tuple[str, dict[str, Any]]:
 def _make_function(name: str) -> Callable[..., SparsificationPolicy]:
     """The function that makes the policy of a name."""
     if name in POLICIES:
+        plugins.check_new_names(plugins.POLICIES, {name})
         return POLICIES[name]
     plugins.check_new_names(plugins.POLICIES, set(POLICIES))
     if name not in policy_names():

@@ -54,7 +54,7 @@ def plain_prefix(
     """
     _check(cache, drop_log_bias, head_dim)
     cache.check_model(model)
-    length = cache.layers[0].num_slots if head_dim is None else cache.max_slots
+    length = cache.layers[0].max_slots if head_dim is None else cache.max_slots
     rotation = KeyRotation(model, length - cache.num_tokens)
     layers = []
     for index, layer in enumerate(cache.layers):
@@ -102,7 +102,7 @@ def export_prefix(
     dtype: torch.dtype = plain.layers[0].keys.dtype
     header = {
         "num_layers": str(len(plain.layers)),
-        "num_slots": str(plain.layers[0].num_slots),
+        "num_slots": str(plain.layers[0].max_slots),
         "num_tokens": str(cache.num_tokens),
         "next_position": str(plain.num_tokens),
         "dtype": str(dtype).removeprefix("torch."),
@@ -203,7 +203,7 @@ def _wide(layer: CompactLayer, num_slots: int, head_dim: int) -> CompactLayer:
     """
     keys = layer.keys  # (batch, kv_heads, slots, narrow)
     narrow = keys.shape[-1]
-    missing = num_slots - layer.num_slots
+    missing = num_slots - layer.max_slots
     bias = keys.new_zeros(keys.shape[:3])
     if layer.log_bias is not None:
         bias.copy_(layer.log_bias.clamp_min(UNSEEN))

@@ -23,7 +23,7 @@ class FirstByLayer(Compressor):
     def compress(self, trace: Trace, sizes: Sequence[int]) -> Iterator[CompactCache]:
         """One cache for every average number of slots."""
         for size in sizes:
-            counts = self._slots_of_layers(len(trace.keys), size, trace.num_slots)
+            counts = self._slots_of_layers(len(trace.keys), size, trace.max_slots)
             layers = [_first(trace, layer, count) for layer, count in enumerate(counts)]
             yield compact_cache(trace, layers, "first-by-layer", {"spread": self.spread})
 

@@ -140,7 +140,7 @@ class AttentionMatching(_Options):
             slots_of_heads = dict.fromkeys(dense, size)
             if curves:
                 by_layer = self.budgets == "layers"
-                slots_of_heads = share_out(curves, size, trace.num_slots, by_layer=by_layer)
+                slots_of_heads = share_out(curves, size, trace.max_slots, by_layer=by_layer)
             fits = self._fit(heads, dense, slots_of_heads)
             layers = [
                 _layer(trace, index, fits, log_bias=self.log_bias)
@@ -162,7 +162,7 @@ class AttentionMatching(_Options):
         trace = heads.trace
         dense: dict[HeadIndex, DenseAttention] = {}
         curves: dict[HeadIndex, Curve] = {}
-        curve_sizes = {number for size in sizes for number in slot_sizes(size, trace.num_slots)}
+        curve_sizes = {number for size in sizes for number in slot_sizes(size, trace.max_slots)}
         # an error counts relative to the stream that it is added to
         gains = output_gains(trace.model, [keys.shape[1] for keys in trace.keys])
         for group in _with_progress(heads.groups_for_scores(), "attention of the prefix"):

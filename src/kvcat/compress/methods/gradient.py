@@ -178,7 +178,7 @@ class GradientCompression(Compressor):
         """The caches after some numbers of steps; mistakes are reported before the first."""
         trace.check_supervises()
         slots = slots_for(trace.prefix_len, keep_ratio, num_slots)
-        if slots >= trace.num_slots:
+        if slots >= trace.max_slots:
             return ((step, trace.dense_cache()) for step in steps)
         training = SlotTraining(self, trace, self.starting_layers(trace, slots))
         return self._train(training, steps, None if resume is None else Path(resume), on_step)
@@ -228,7 +228,7 @@ class SlotTraining:
         self._parameters = [slots for trained in self._trained for slots in trained.values()]
         self._optimizer = torch.optim.AdamW(self._parameters, lr=method.lr, weight_decay=0.0)
         mean_slots = torch.cat([layer.counts for layer in start]).double().mean().item()
-        self._num_slots = f"{mean_slots:g}"
+        self._mean_slots = f"{mean_slots:g}"
         has_every_slot = [
             (layer.counts == trace.counts(index)).all(1) for index, layer in enumerate(start)
         ]
@@ -304,7 +304,7 @@ class SlotTraining:
         if trace.past_len:
             for slots in (*trace.keys, *trace.values, *(trace.log_bias or ())):
                 hash_tensor(digest, "past", slots)
-        identity["num_slots"] = self._num_slots
+        identity["num_slots"] = self._mean_slots  # the name in state files
         identity["model"] = trace.fingerprint[:16]
         identity["tokens"] = digest.hexdigest()[:16]
         return identity
