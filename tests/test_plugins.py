@@ -49,6 +49,14 @@ def traced():
     return kvcat.trace(loud_model(), windows, 48)
 
 
+def test_the_page_on_extensions_shows_the_files_of_the_example_as_they_are():
+    page = (EXAMPLE.parents[1] / "docs" / "extend.md").read_text()
+    files = [EXAMPLE / "pyproject.toml", *(EXAMPLE / "src" / "kvcat_example").glob("[a-z]*.py")]
+    assert len(files) == 5
+    for file in files:
+        assert f"\n{file.read_text()}```\n" in page, file.name
+
+
 def test_a_scorer_of_another_package_is_a_method_with_options_like_any_other(example, traced):
     cache = make_compressor("value-norm", power=1.0)(traced, num_slots=6)
     assert cache.metadata["method"] == "value-norm"
