@@ -25,7 +25,8 @@ from kvcat.compress.registry import (
     takes_seed,
 )
 from kvcat.compress.solvers import fit_log_bias, fit_values
-from kvcat.compress.trace import Reconstruction, Trace, split_supervision, trace
+from kvcat.compress.trace import Reconstruction, Trace, split_supervision
+from kvcat.compress.tracing import trace
 from kvcat.options import parse_spec as parse_method
 
 __all__ = [

@@ -1,12 +1,10 @@
-"""A dense forward and what compressors learn from it."""
+"""What compressors learn from: keys, values and queries of one forward (``tracing``)."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, cast, get_args
 
 import torch
-from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from kvcat.cache import (
@@ -14,19 +12,14 @@ from kvcat.cache import (
     CompactLayer,
     Factors,
     Head,
-    check_batch_of_ids,
     document_digest,
-    fingerprint,
-    layer_windows,
-    rope_factors,
 )
 from kvcat.choices import Supervision
-from kvcat.errors import InputError, check_least
-from kvcat.models import Capture, capture, frozen, logits_from_hidden, positions_of
+from kvcat.errors import InputError
+from kvcat.models import capture, frozen, logits_from_hidden
 from kvcat.types import Float, Int, Tensor
 
 SAMPLED_POSITIONS = 4096
-_TAIL = 32
 
 
 def slot_facts(cache: CompactCache) -> dict[str, str]:
@@ -211,150 +204,6 @@ class Trace:
             )
 
 
-def trace(
-    model: PreTrainedModel,
-    input_ids: Int[Tensor, "batch tokens"] | Reconstruction,
-    prefix_len: int | None = None,
-    *,
-    supervision: str | None = None,
-    past: CompactCache | None = None,
-    room: int | None = None,
-    chunk_tokens: int = 4096,
-) -> Trace:
-    """A forward over prefix and suffix, kept for compression and for comparison.
-
-    Args:
-        model: a decoder-only transformers model.
-        input_ids: windows of equal length, or a reconstruction sequence, which brings its own
-            prefix length.
-        prefix_len: number of tokens to compress, in [1, tokens); with "self" up to all tokens,
-            which is the default.
-        supervision: one of ``Supervision``. "self" lets compressors use the prefix's own queries
-            alone. The others use those after the prefix and say what text that is; None: "suffix",
-            or "reconstruction" of such a sequence.
-        past: a compact cache of the prefix's first tokens, which are not run again; it is
-            compressed with the rest.
-        room: tokens of questions and answers that will follow the prefix, at least 0. It matters
-            for models alone whose rotary factors depend on the length of the text (LongRoPE):
-            prefix and room decide which factors the trace and its caches have. None: the tokens of
-            the suffix; of a reconstruction sequence, or with "self", 0.
-        chunk_tokens: most tokens of each example that run at once (``capture``).
-
-    Raises:
-        InputError: lengths that do not fit, more tokens than the model has positions, layers that
-            cannot be compressed (sliding windows shorter than the sequence, linear attention), a
-            cache of something else, or a negative room.
-    """
-    supervision_start = None
-    about: Mapping[str, str] = {}
-    check_least(0, room=0 if room is None else room)
-    if isinstance(input_ids, Reconstruction):
-        supervision = supervision or "reconstruction"
-        about = input_ids.about
-        supervision_start = input_ids.supervision_start
-        prefix_len = input_ids.prefix_len
-        input_ids = input_ids.input_ids
-    check_batch_of_ids(input_ids)
-    source = _checked_supervision(supervision or "suffix")
-    num_tokens = input_ids.shape[1]
-    prefix_len = _checked_prefix(num_tokens, prefix_len, source)
-    _check_model(model, num_tokens, prefix_len, source)
-    is_followed = source not in ("self", "reconstruction")
-    expected_len = num_tokens if is_followed and room is None else prefix_len + (room or 0)
-    rope = rope_factors(model.config, expected_len)
-    past_len = 0
-    past_layers: list[CompactLayer] = []
-    if past is not None:
-        past_len = _check_past(past, model, prefix_len, len(input_ids), rope)
-        past_layers = [layer.padded() for layer in past.layers]
-        past = replace(past, layers=past_layers)
-    if supervision_start is None:
-        supervision_start = prefix_len
-    prefix_positions = _kept_positions(past_len, prefix_len, every=source == "self")
-    query_positions = prefix_positions
-    if source != "self":
-        supervising = torch.arange(supervision_start, num_tokens)
-        query_positions = torch.cat([prefix_positions, supervising])
-    with frozen(model):
-        captured = capture(
-            model,
-            input_ids[:, past_len:],
-            query_positions=query_positions - past_len,
-            hidden_start=prefix_len - 1 - past_len,
-            past=None if past is None else past.to_transformers(model, any_length=True),
-            chunk_tokens=chunk_tokens,
-            rope=rope,
-        )
-    _check_finite(model, captured)
-    states = _split(captured, num_tokens - prefix_len, len(prefix_positions))
-    return Trace(
-        model=model,
-        input_ids=input_ids,
-        prefix_len=prefix_len,
-        supervision=source,
-        supervision_start=supervision_start,
-        keys=states.keys,
-        values=states.values,
-        queries=states.prefix_queries if source == "self" else states.later_queries,
-        suffix_keys=states.suffix_keys,
-        prefix_positions=prefix_positions,
-        prefix_queries=states.prefix_queries,
-        scales=captured.scales,
-        stream=captured.stream,
-        hidden=captured.hidden,
-        fingerprint=fingerprint(model),
-        past_len=past_len,
-        log_bias=_log_bias(past_layers, prefix_len - past_len),
-        about=about,
-        rope=rope,
-        room=room,
-    )
-
-
-class _States(NamedTuple):
-    """The states of a forward, split at the end of the prefix; one tensor for each layer."""
-
-    keys: list[Tensor]  # of the prefix, as are the values
-    values: list[Tensor]
-    suffix_keys: list[Tensor]
-    prefix_queries: list[Tensor]
-    later_queries: list[Tensor]
-
-
-def _split(captured: Capture, num_later: int, num_prefix_queries: int) -> _States:
-    """Copies of the states of prefix and suffix.
-
-    The lists of ``captured`` become empty: each layer's tensors are freed once they are copied.
-
-    Args:
-        captured: keys, values and queries of all tokens.
-        num_later: tokens after the prefix.
-        num_prefix_queries: of the kept queries, those of the prefix, which come first.
-    """
-    states = _States([], [], [], [], [])
-    while captured.keys:
-        keys = captured.keys.pop(0)
-        values = captured.values.pop(0)
-        queries = captured.queries.pop(0)
-        num_prefix = keys.shape[2] - num_later
-        states.keys.append(keys[:, :, :num_prefix].clone())
-        states.values.append(values[:, :, :num_prefix].clone())
-        states.suffix_keys.append(keys[:, :, num_prefix:].clone())
-        prefix_queries = queries[:, :, :num_prefix_queries]
-        states.prefix_queries.append(prefix_queries.clone(memory_format=torch.contiguous_format))
-        states.later_queries.append(queries[:, :, num_prefix_queries:].clone())
-    return states
-
-
-def _check_finite(model: PreTrainedModel, captured: Capture) -> None:
-    for tensor in (captured.hidden, *captured.keys, *captured.values):
-        if not bool(tensor.isfinite().all()):
-            raise InputError(
-                f"{type(model).__name__} computes numbers that are not finite: "
-                "do its weights hold NaN?"
-            )
-
-
 def split_supervision(trace: Trace, fraction: float) -> tuple[Trace, Trace]:
     """Two traces of the same prefix: one to learn from, and one supervised by held-out positions.
 
@@ -397,90 +246,3 @@ def sampled_positions(prefix_len: int) -> Int[Tensor, " sampled"]:
     """Evenly spaced positions of a prefix, all of a short one."""
     count = min(prefix_len, SAMPLED_POSITIONS)
     return torch.arange(count) * prefix_len // count
-
-
-def _kept_positions(known: int, prefix_len: int, *, every: bool) -> Int[Tensor, " sampled"]:
-    """Positions of the prefix whose queries a trace keeps."""
-    if every:
-        return torch.arange(known, prefix_len)
-    tail = torch.arange(max(known, prefix_len - _TAIL), prefix_len)
-    return tail if known else torch.cat([sampled_positions(prefix_len), tail]).unique()
-
-
-def _log_bias(past: list[CompactLayer], added: int) -> list[Float[Tensor, "batch _ _"]] | None:
-    """The log-bias of all slots, 0 for those of the tokens behind the cache; None where no layer
-    has one.
-    """
-    if all(layer.log_bias is None for layer in past):
-        return None
-    biases = []
-    for layer in past:
-        bias = layer.log_bias
-        if bias is None:
-            bias = layer.keys.new_zeros(layer.keys.shape[:3], dtype=torch.float32)
-        biases.append(pad(bias, (0, added)))
-    return biases
-
-
-def _checked_supervision(supervision: str) -> Supervision:
-    choices = get_args(Supervision)
-    if supervision not in choices:
-        raise InputError(f"supervision must be one of {', '.join(choices)}, not {supervision!r}")
-    return cast("Supervision", supervision)
-
-
-def _checked_prefix(num_tokens: int, prefix_len: int | None, supervision: str) -> int:
-    if prefix_len is None and supervision != "self":
-        raise InputError(
-            "prefix_len is missing: without a suffix use supervision='self' or a reconstruction "
-            "sequence"
-        )
-    prefix_len = num_tokens if prefix_len is None else prefix_len
-    longest = num_tokens - (supervision != "self")
-    if not 1 <= prefix_len <= longest:
-        raise InputError(
-            f"prefix_len must be in [1, {longest}] for {num_tokens} tokens, not {prefix_len}"
-        )
-    return prefix_len
-
-
-def _check_past(
-    past: CompactCache, model: PreTrainedModel, prefix_len: int, batch: int, rope: Factors | None
-) -> int:
-    past.check_model(model)
-    if past.rotary_factors(model) != rope:
-        raise InputError(
-            f"past has the {past.metadata['rope']} rotary factors, and {prefix_len} tokens with "
-            f"what follows need the {rope} ones: make it again with room for them (room=)"
-        )
-    if past.num_tokens >= prefix_len:
-        raise InputError(
-            f"past holds {past.num_tokens} tokens: the prefix of {prefix_len} adds none to them"
-        )
-    if past.batch_size != batch:
-        raise InputError(f"past holds {past.batch_size} examples, input_ids {batch}")
-    return past.num_tokens
-
-
-def _check_model(
-    model: PreTrainedModel, num_tokens: int, prefix_len: int, supervision: Supervision
-) -> None:
-    """Reject a sequence that is too long for the model's windows or positions."""
-    name = type(model).__name__
-    windows = [window for window in layer_windows(model.config) if window is not None]
-    shortest = min(windows, default=math.inf)
-    if shortest < num_tokens:
-        raise InputError(
-            f"{name}: a sliding window of {shortest} tokens is shorter than the sequence of "
-            f"{num_tokens}"
-        )
-    positions = positions_of(model.config)
-    if num_tokens <= positions:
-        return
-    advice = ""
-    if supervision == "reconstruction" and prefix_len < positions:
-        advice = (
-            f"; supervision self does not repeat the text, whose {prefix_len} tokens alone "
-            "would fit"
-        )
-    raise InputError(f"{num_tokens} tokens exceed the {positions} positions of {name}{advice}")

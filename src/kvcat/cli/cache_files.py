@@ -1,0 +1,154 @@
+"""``kvcat info``, ``pack`` and ``widen``: cache files, and checkpoints that can read them."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from kvcat.cli import early
+from kvcat.cli import options as opt
+from kvcat.files import check_new_folder
+
+if TYPE_CHECKING:
+    from kvcat.cache import CompactCache
+
+
+def model_and_cache(
+    model: str, file: Path, *, device: str, dtype: str | None = None, tokenizer: bool = True
+) -> tuple[Any, Any, "CompactCache"]:
+    """Model, tokenizer and cache on one device.
+
+    Whether the cache belongs to the model is checked where it is used.
+    """
+    import kvcat
+
+    compact = kvcat.CompactCache.load(file)
+    cache_dtype = str(compact.layers[0].keys.dtype).removeprefix("torch.")
+    loaded, loaded_tokenizer = kvcat.load(
+        model, dtype=dtype or cache_dtype, device=device, tokenizer=tokenizer
+    )
+    return loaded, loaded_tokenizer, compact.to(loaded.device)
+
+
+def pack(
+    model: opt.Model,
+    /,
+    cache: Path,
+    output: opt.Output,
+    head_dim: int | None = None,
+    drop_log_bias: bool = False,
+    overwrite: opt.Overwrite = False,
+    device: opt.Device = "cpu",
+) -> None:
+    """Write a saved cache as plain tensors for engines without kvcat.
+
+    docs/serving.md shows how each engine reads them. With --head-dim the file is for the widened
+    checkpoint (`kvcat widen`) and keeps the log-bias and unequal heads. Without it, the cache must
+    have neither: compress with --method attention-matching,log_bias=false, or by eviction.
+
+    Example: kvcat pack ./my-model --cache report.safetensors -o report.prefix --head-dim 80
+
+    Args:
+        cache: Cache file that `kvcat compress` wrote.
+        output: File to write.
+        head_dim: Channels of a head of the widened checkpoint that will read the file.
+        drop_log_bias: Leave out the log-bias, which changes the answers.
+    """
+    opt.check_output(output, overwrite=overwrite, source=cache)
+    early.check_file(cache, "cache file")
+    early.check_device(device)
+    early.check_model(model)
+
+    from kvcat.serving import export_prefix
+
+    loaded, _, compact = model_and_cache(model, cache, device=device, tokenizer=False)
+    plain = export_prefix(compact, loaded, output, drop_log_bias=drop_log_bias, head_dim=head_dim)
+    print(
+        f"{output}: {compact.mean_slots:g} slots per head; "
+        f"the next token has position {plain.num_tokens}"
+    )
+
+
+def widen(
+    model: opt.Model,
+    /,
+    output: opt.Output,
+    head_dim: int | None = None,
+    gguf_type: Literal["float16", "float32", "q8_0"] = "float16",
+    dtype: opt.Dtype = "float32",
+    overwrite: opt.Overwrite = False,
+) -> None:
+    """Write a checkpoint with which stock engines can answer from any compact cache.
+
+    Its keys have room for a log-bias, and its logits equal the model's. It can use caches made with
+    the model after `kvcat pack --head-dim`.
+
+    Example: kvcat widen smollm2-135m -o wide
+
+    Args:
+        output: A Hugging Face folder, for vLLM and transformers; or NAME.gguf, for llama.cpp.
+        head_dim: Channels of a head; by default the next size that vLLM supports on a CPU.
+        gguf_type: Type of the matrices in a .gguf file.
+    """
+    is_gguf = output.suffix == ".gguf"
+    if is_gguf:
+        opt.check_output(output, overwrite=overwrite)
+    else:
+        check_new_folder(output)
+    early.check_model(model)
+
+    import kvcat
+    from kvcat.models import save
+    from kvcat.serving import widen, write_gguf
+
+    loaded, tokenizer = kvcat.load(model, dtype=dtype, tokenizer=not is_gguf)
+    wide = widen(loaded, head_dim)
+    if is_gguf:
+        write_gguf(wide, output, dtype=gguf_type)
+    else:
+        save(wide, tokenizer, output)
+    config = wide.config
+    print(
+        f"{output}: heads of {config.head_dim} channels, "
+        f"{config.kvcat_head_dim} of them the model's"
+    )
+
+
+def info(file: Path, /) -> None:
+    """Describe a cache file without loading a model: slots, bytes saved, method, model.
+
+    Example: kvcat info report.safetensors
+
+    Args:
+        file: Cache file that `kvcat compress` wrote.
+    """
+    early.check_file(file, "cache file")
+
+    from kvcat.cache import CompactCache
+
+    cache = CompactCache.load(file)
+    keys = cache.layers[0].keys
+    num_tokens = cache.num_tokens
+    counts = [layer.counts for layer in cache.layers]  # of slots: (batch, kv_heads) per layer
+    num_heads = sum(layer_counts.numel() for layer_counts in counts)
+    dense_bytes = 2 * num_heads * num_tokens * keys.shape[-1] * keys.itemsize
+    settings = dict(cache.metadata)
+    method = settings.pop("method", "unknown")
+    model = settings.pop("model", "unknown")
+    for size in ("num_slots", "mean_slots"):  # which the row of the cache shows
+        settings.pop(size, None)
+    rows = {
+        "cache": f"{num_tokens} tokens in {cache.mean_slots:g} slots per layer and head "
+        f"({cache.mean_slots / num_tokens:.1%} kept), at most {cache.max_slots}",
+        "shape": f"{cache.batch_size} examples, {len(counts)} layers, {counts[0].shape[1]} KV "
+        f"heads of {keys.shape[-1]} channels, {keys.dtype}, "
+        f"{'with' if cache.has_log_bias else 'without'} log-bias",
+        "bytes": f"{cache.nbytes:,}, {cache.nbytes / dense_bytes:.1%} of the {dense_bytes:,} of "
+        "the dense cache",
+        "method": method,
+        "model": f"{model}, fingerprint {cache.fingerprint[:12]}",
+        "settings": ", ".join(f"{key} {value}" for key, value in sorted(settings.items())),
+        "slots by layer": " ".join(
+            f"{layer_counts.double().mean():.4g}" for layer_counts in counts
+        ),
+    }
+    for name, text in rows.items():
+        print(f"{name:<16}{text}")

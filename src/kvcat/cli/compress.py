@@ -1,0 +1,157 @@
+"""``kvcat compress``: a document's compact cache, as a file."""
+
+import dataclasses
+import hashlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvcat.cli import early
+from kvcat.cli import options as opt
+from kvcat.errors import InputError
+from kvcat.files import read_text
+from kvcat.options import parse_spec
+
+if TYPE_CHECKING:
+    from kvcat.cache import CompactCache
+    from kvcat.compress import Compressor, GradientCompression, Trace
+
+
+def compress(
+    model: opt.Model,
+    /,
+    text: Path,
+    output: opt.Output,
+    method: str = "attention-matching",
+    keep: opt.Fraction | None = None,
+    slots: opt.Count | None = None,
+    max_kl: opt.Nats | None = None,
+    supervision: opt.Supervision = "reconstruction",
+    chat: bool = False,
+    allow_special: opt.AllowSpecial = False,
+    room: opt.Count | None = None,
+    overwrite: opt.Overwrite = False,
+    seed: opt.Seed = 0,
+    device: opt.Device = "cpu",
+    dtype: opt.Dtype = "float32",
+) -> None:
+    """Compress a document's KV cache once; `kvcat generate` then answers from it again and again.
+
+    Example: kvcat compress ./my-model --text report.txt --keep 0.1 -o report.safetensors
+
+    For an engine that needs equally many slots in every head: --method
+    attention-matching,budgets=equal. For one document with many questions: --method
+    gradient,init=attention-matching,num_steps=50.
+
+    Args:
+        text: UTF-8 text file: the document.
+        output: Cache file to write (.safetensors).
+        method: NAME or NAME,option=value,...; docs/compress.md lists them.
+        keep: Fraction of the KV slots to KEEP, in (0, 1]; 0.1 if no budget is given.
+        slots: Instead of --keep: slots per layer and head.
+        max_kl: Instead of --keep: the largest KL on held-out positions, in nats per token. Finds
+            the smallest cache.
+        chat: Put the document into the tokenizer's chat template, as a user's turn; answers then
+            follow it.
+        room: Tokens of prompt and answer that will follow. Only for models whose rotary factors
+            depend on the length.
+    """
+    num_budgets = sum(budget is not None for budget in (keep, slots, max_kl))
+    if num_budgets > 1:
+        raise InputError("give one of --keep, --slots and --max-kl")
+    keep_ratio = keep if num_budgets else 0.1
+    document = _read_text(text)
+    opt.check_output(output, overwrite=overwrite, source=text)
+    early.check_method(method)
+    name, options = parse_spec(method)
+    learner = "--max-kl" if max_kl is not None else name
+    if supervision == "self" and learner in ("gradient", "--max-kl"):
+        raise InputError(
+            f"{learner} needs --supervision reconstruction: "
+            "the document alone leaves nothing to predict"
+        )
+    early.check_device(device)
+    early.check_model(model)
+
+    import kvcat
+    from kvcat.compress import document_trace, seeded_compressor
+
+    compressor = seeded_compressor(name, options, seed)
+    loaded, tokenizer = kvcat.load(model, dtype=dtype, device=device)
+    trace = document_trace(
+        loaded,
+        tokenizer,
+        document,
+        supervision=supervision,
+        chat=chat,
+        allow_special=allow_special,
+        room=room,
+    )
+    command = (model, document, method, keep_ratio, slots, seed, chat, allow_special, room, dtype)
+    state = _state_file(output, command)
+    if max_kl is not None:
+        cache = _smallest_cache(trace, compressor, max_kl)
+    elif isinstance(compressor, kvcat.GradientCompression) and compressor.num_steps:
+        cache = _trained_cache(trace, compressor, keep_ratio, slots, state)
+    else:
+        cache = compressor(trace, keep_ratio=keep_ratio, num_slots=slots)
+    cache.save(output)
+    state.unlink(missing_ok=True)
+    mean_slots = cache.mean_slots
+    print(
+        f"{output}: {cache.num_tokens} tokens in {mean_slots:g} slots per layer and head, "
+        f"{cache.nbytes / 1e6:.2f} MB ({method}, keep {mean_slots / cache.num_tokens:.4g}, "
+        f"supervision {supervision})"
+    )
+
+
+def _read_text(path: Path) -> str:
+    """The document in a file; ``InputError`` if it is blank."""
+    document = read_text(path)
+    if not document.strip():
+        raise InputError(f"text file {path} is empty")
+    return document
+
+
+def _state_file(output: Path, command: tuple[Any, ...]) -> Path:
+    """The file from which the same command continues after it was killed."""
+    digest = hashlib.sha256(repr(command).encode()).hexdigest()
+    return output.with_name(f".{output.name}.{digest[:8]}.state")
+
+
+def _smallest_cache(trace: "Trace", compressor: "Compressor", max_kl: float) -> "CompactCache":
+    """The smallest cache of at most that KL on held-out positions; prints every attempt."""
+    from kvcat.compress import smallest_cache
+
+    def show(num_slots: int, kl: float) -> None:
+        line = f"{num_slots} slots: KL {kl:.5f} nats per token held out"
+        print(line, file=sys.stderr, flush=True)
+
+    smallest = smallest_cache(trace, compressor, max_kl, on_try=show)
+    metadata = {
+        **smallest.cache.metadata,
+        "max_kl": f"{max_kl:g}",
+        "held_out_kl": f"{smallest.kl:.6g}",
+    }
+    return dataclasses.replace(smallest.cache, metadata=metadata)
+
+
+def _trained_cache(
+    trace: "Trace",
+    compressor: "GradientCompression",
+    keep_ratio: float | None,
+    num_slots: int | None,
+    state: Path,
+) -> "CompactCache":
+    """The cache of a compressor that trains it, with a progress bar; continues from ``state``."""
+    from kvcat.evals import progress_bar
+
+    with progress_bar(compressor.num_steps, "step") as bar:
+
+        def show(_: int, kl: float) -> None:
+            bar.set_postfix_str(f"KL {kl:.5f}", refresh=False)
+            bar.update()
+
+        return compressor(
+            trace, keep_ratio=keep_ratio, num_slots=num_slots, resume=state, on_step=show
+        )

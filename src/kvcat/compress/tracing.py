@@ -1,0 +1,277 @@
+"""A dense forward over prefix and suffix, kept as a ``Trace``."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple, cast, get_args
+
+import torch
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
+
+from kvcat.cache import (
+    CompactCache,
+    CompactLayer,
+    Factors,
+    check_batch_of_ids,
+    fingerprint,
+    layer_windows,
+    rope_factors,
+)
+from kvcat.choices import Supervision
+from kvcat.compress.trace import Reconstruction, Trace, sampled_positions
+from kvcat.errors import InputError, check_least
+from kvcat.models import Capture, capture, frozen, positions_of
+from kvcat.types import Float, Int, Tensor
+
+_TAIL = 32  # last positions of the prefix, whose queries a trace always keeps
+
+
+def trace(
+    model: PreTrainedModel,
+    input_ids: Int[Tensor, "batch tokens"] | Reconstruction,
+    prefix_len: int | None = None,
+    *,
+    supervision: str | None = None,
+    past: CompactCache | None = None,
+    room: int | None = None,
+    chunk_tokens: int = 4096,
+) -> Trace:
+    """A forward over prefix and suffix, kept for compression and for comparison.
+
+    Args:
+        model: a decoder-only transformers model.
+        input_ids: windows of equal length, or a reconstruction sequence, which brings its own
+            prefix length.
+        prefix_len: number of tokens to compress, in [1, tokens); with "self" up to all tokens,
+            which is the default.
+        supervision: one of ``Supervision``. "self" lets compressors use the prefix's own queries
+            alone. The others use those after the prefix and say what text that is; None: "suffix",
+            or "reconstruction" of such a sequence.
+        past: a compact cache of the prefix's first tokens, which are not run again; it is
+            compressed with the rest.
+        room: tokens of questions and answers that will follow the prefix, at least 0. It matters
+            for models alone whose rotary factors depend on the length of the text (LongRoPE):
+            prefix and room decide which factors the trace and its caches have. None: the tokens of
+            the suffix; of a reconstruction sequence, or with "self", 0.
+        chunk_tokens: most tokens of each example that run at once (``capture``).
+
+    Raises:
+        InputError: lengths that do not fit, more tokens than the model has positions, layers that
+            cannot be compressed (sliding windows shorter than the sequence, linear attention), a
+            cache of something else, or a negative room.
+    """
+    check_least(0, room=0 if room is None else room)
+    sequence = _sequence(input_ids, prefix_len, supervision)
+    prefix_len = sequence.prefix_len
+    num_tokens = sequence.input_ids.shape[1]
+    _check_model(model, num_tokens, prefix_len, sequence.supervision)
+    is_followed = sequence.supervision not in ("self", "reconstruction")
+    expected_len = num_tokens if is_followed and room is None else prefix_len + (room or 0)
+    rope = rope_factors(model.config, expected_len)
+    past_len = 0
+    past_layers: list[CompactLayer] = []
+    if past is not None:
+        past_len = _check_past(past, model, prefix_len, len(sequence.input_ids), rope)
+        past_layers = [layer.padded() for layer in past.layers]
+        past = replace(past, layers=past_layers)
+    reads_itself = sequence.supervision == "self"
+    prefix_positions = _kept_positions(past_len, prefix_len, every=reads_itself)
+    query_positions = prefix_positions
+    if not reads_itself:
+        supervising = torch.arange(sequence.supervision_start, num_tokens)
+        query_positions = torch.cat([prefix_positions, supervising])
+    with frozen(model):
+        captured = capture(
+            model,
+            sequence.input_ids[:, past_len:],
+            query_positions=query_positions - past_len,
+            hidden_start=prefix_len - 1 - past_len,
+            past=None if past is None else past.to_transformers(model, any_length=True),
+            chunk_tokens=chunk_tokens,
+            rope=rope,
+        )
+    _check_finite(model, captured)
+    states = _split(captured, num_tokens - prefix_len, len(prefix_positions))
+    return Trace(
+        model=model,
+        **sequence._asdict(),
+        keys=states.keys,
+        values=states.values,
+        queries=states.prefix_queries if reads_itself else states.later_queries,
+        suffix_keys=states.suffix_keys,
+        prefix_positions=prefix_positions,
+        prefix_queries=states.prefix_queries,
+        scales=captured.scales,
+        stream=captured.stream,
+        hidden=captured.hidden,
+        fingerprint=fingerprint(model),
+        past_len=past_len,
+        log_bias=_log_bias(past_layers, prefix_len - past_len),
+        rope=rope,
+        room=room,
+    )
+
+
+class _Sequence(NamedTuple):
+    """The tokens of a trace and what they are for; as in ``Trace``."""
+
+    input_ids: Int[Tensor, "batch tokens"]
+    prefix_len: int
+    supervision: Supervision
+    supervision_start: int
+    about: Mapping[str, str]
+
+
+def _sequence(
+    input_ids: Int[Tensor, "batch tokens"] | Reconstruction,
+    prefix_len: int | None,
+    supervision: str | None,
+) -> _Sequence:
+    """The arguments of ``trace``, checked and completed."""
+    if isinstance(input_ids, Reconstruction):
+        tokens = input_ids.input_ids
+        prefix_len = input_ids.prefix_len
+        source = _checked_supervision(supervision or "reconstruction")
+        about = input_ids.about
+    else:
+        tokens = input_ids
+        source = _checked_supervision(supervision or "suffix")
+        about = {}
+    check_batch_of_ids(tokens)
+    prefix_len = _checked_prefix(tokens.shape[1], prefix_len, source)
+    supervision_start = prefix_len
+    if isinstance(input_ids, Reconstruction):
+        supervision_start = input_ids.supervision_start
+    return _Sequence(tokens, prefix_len, source, supervision_start, about)
+
+
+class _States(NamedTuple):
+    """The states of a forward, split at the end of the prefix; one tensor for each layer."""
+
+    keys: list[Tensor]  # of the prefix, as are the values
+    values: list[Tensor]
+    suffix_keys: list[Tensor]
+    prefix_queries: list[Tensor]
+    later_queries: list[Tensor]
+
+
+def _split(captured: Capture, num_later: int, num_prefix_queries: int) -> _States:
+    """Copies of the states of prefix and suffix.
+
+    The lists of ``captured`` become empty: each layer's tensors are freed once they are copied.
+
+    Args:
+        captured: keys, values and queries of all tokens.
+        num_later: tokens after the prefix.
+        num_prefix_queries: of the kept queries, those of the prefix, which come first.
+    """
+    states = _States([], [], [], [], [])
+    while captured.keys:
+        keys = captured.keys.pop(0)
+        values = captured.values.pop(0)
+        queries = captured.queries.pop(0)
+        num_prefix = keys.shape[2] - num_later
+        states.keys.append(keys[:, :, :num_prefix].clone())
+        states.values.append(values[:, :, :num_prefix].clone())
+        states.suffix_keys.append(keys[:, :, num_prefix:].clone())
+        prefix_queries = queries[:, :, :num_prefix_queries]
+        states.prefix_queries.append(prefix_queries.clone(memory_format=torch.contiguous_format))
+        states.later_queries.append(queries[:, :, num_prefix_queries:].clone())
+    return states
+
+
+def _check_finite(model: PreTrainedModel, captured: Capture) -> None:
+    for tensor in (captured.hidden, *captured.keys, *captured.values):
+        if not bool(tensor.isfinite().all()):
+            raise InputError(
+                f"{type(model).__name__} computes numbers that are not finite: "
+                "do its weights hold NaN?"
+            )
+
+
+def _kept_positions(known: int, prefix_len: int, *, every: bool) -> Int[Tensor, " sampled"]:
+    """Positions of the prefix whose queries a trace keeps."""
+    if every:
+        return torch.arange(known, prefix_len)
+    tail = torch.arange(max(known, prefix_len - _TAIL), prefix_len)
+    return tail if known else torch.cat([sampled_positions(prefix_len), tail]).unique()
+
+
+def _log_bias(past: list[CompactLayer], added: int) -> list[Float[Tensor, "batch _ _"]] | None:
+    """The log-bias of all slots, 0 for those of the tokens behind the cache; None where no layer
+    has one.
+    """
+    if all(layer.log_bias is None for layer in past):
+        return None
+    biases = []
+    for layer in past:
+        bias = layer.log_bias
+        if bias is None:
+            bias = layer.keys.new_zeros(layer.keys.shape[:3], dtype=torch.float32)
+        biases.append(pad(bias, (0, added)))
+    return biases
+
+
+def _checked_supervision(supervision: str) -> Supervision:
+    choices = get_args(Supervision)
+    if supervision not in choices:
+        raise InputError(f"supervision must be one of {', '.join(choices)}, not {supervision!r}")
+    return cast("Supervision", supervision)
+
+
+def _checked_prefix(num_tokens: int, prefix_len: int | None, supervision: str) -> int:
+    if prefix_len is None and supervision != "self":
+        raise InputError(
+            "prefix_len is missing: without a suffix use supervision='self' or a reconstruction "
+            "sequence"
+        )
+    prefix_len = num_tokens if prefix_len is None else prefix_len
+    longest = num_tokens - (supervision != "self")
+    if not 1 <= prefix_len <= longest:
+        raise InputError(
+            f"prefix_len must be in [1, {longest}] for {num_tokens} tokens, not {prefix_len}"
+        )
+    return prefix_len
+
+
+def _check_past(
+    past: CompactCache, model: PreTrainedModel, prefix_len: int, batch: int, rope: Factors | None
+) -> int:
+    past.check_model(model)
+    if past.rotary_factors(model) != rope:
+        raise InputError(
+            f"past has the {past.metadata['rope']} rotary factors, and {prefix_len} tokens with "
+            f"what follows need the {rope} ones: make it again with room for them (room=)"
+        )
+    if past.num_tokens >= prefix_len:
+        raise InputError(
+            f"past holds {past.num_tokens} tokens: the prefix of {prefix_len} adds none to them"
+        )
+    if past.batch_size != batch:
+        raise InputError(f"past holds {past.batch_size} examples, input_ids {batch}")
+    return past.num_tokens
+
+
+def _check_model(
+    model: PreTrainedModel, num_tokens: int, prefix_len: int, supervision: Supervision
+) -> None:
+    """Reject a sequence that is too long for the model's windows or positions."""
+    name = type(model).__name__
+    windows = [window for window in layer_windows(model.config) if window is not None]
+    shortest = min(windows, default=math.inf)
+    if shortest < num_tokens:
+        raise InputError(
+            f"{name}: a sliding window of {shortest} tokens is shorter than the sequence of "
+            f"{num_tokens}"
+        )
+    positions = positions_of(model.config)
+    if num_tokens <= positions:
+        return
+    advice = ""
+    if supervision == "reconstruction" and prefix_len < positions:
+        advice = (
+            f"; supervision self does not repeat the text, whose {prefix_len} tokens alone "
+            "would fit"
+        )
+    raise InputError(f"{num_tokens} tokens exceed the {positions} positions of {name}{advice}")
