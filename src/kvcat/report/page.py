@@ -14,9 +14,10 @@ from kvcat.errors import InputError
 from kvcat.evals import METRICS
 from kvcat.files import atomic_write, make_folder
 from kvcat.report.figures import NO_STEP, Figure, Table, keep_label, slug, write_table
-from kvcat.report.plots import DrawnPlot, result_plots, run_metrics, training_plot
+from kvcat.report.plots import DrawnPlot, result_plots
 from kvcat.report.results import Results, read_results
 from kvcat.report.tables import result_tables
+from kvcat.report.training_plots import run_metrics, training_plot
 
 _FILES = (
     "summary.csv",

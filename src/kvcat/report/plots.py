@@ -2,7 +2,7 @@
 
 import base64
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,9 +15,7 @@ from matplotlib.figure import Figure as Canvas
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from kvcat.errors import InputError, one_line
 from kvcat.evals import METRICS, LinePlot
-from kvcat.files import read_jsonl
 from kvcat.report.figures import NO_STEP, keep_label, slug
 from kvcat.report.results import Results
 
@@ -42,7 +40,6 @@ STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "kvcat",
 }
-LOSSES = {"dense_loss": "dense loss", "masked_loss": "masked loss", "kl": "KL(dense || masked)"}
 _PANEL_WIDTH = 4.4  # inches
 _PANEL_HEIGHT = 3.6
 _PANEL_PADDING = 0.05
@@ -227,53 +224,6 @@ def _draw_line_plot(plot: LinePlot, column: str, models: Sequence[str], axes: An
         log_axis(axes)
 
 
-def run_metrics(folder: Path) -> pd.DataFrame:
-    """Metrics of a training run, a row per record, with a column ``kept LAYER`` per router.
-
-    Raises:
-        InputError: no ``metrics.jsonl`` with records in the folder, or a damaged one.
-    """
-    file = folder / "metrics.jsonl"
-    records = read_jsonl(file)
-    if not records:
-        raise InputError(f"{folder} is no training run: it has no metrics.jsonl with records")
-    try:
-        return _metrics_table(records)
-    except (AttributeError, TypeError, ValueError) as error:
-        raise InputError(f"{file} is damaged: {one_line(error)}") from None
-
-
-def _metrics_table(records: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-    rows = []
-    for record in records:
-        row = {name: value for name, value in record.items() if name != "kept"}
-        for layer, share in (record.get("kept") or {}).items():
-            row[f"kept {layer}"] = share
-        rows.append(row)
-    table = pd.DataFrame(rows)
-    columns = dict.fromkeys([*table.columns, "kind", "step", *LOSSES, "tokens"])
-    table = table.reindex(columns=list(columns))
-    numbers = table[["step", *LOSSES, "tokens", *_routers(table)]].apply(pd.to_numeric)
-    return table.assign(**numbers).astype({"step": int})
-
-
-def training_plot(runs: Mapping[str, pd.DataFrame], models: Sequence[str]) -> Plot:
-    """Losses of all runs by step, and the fraction of tokens that each router keeps, by run.
-
-    ``models``, all labels of the page in order, fix the colours.
-    """
-    labels = list(dict.fromkeys([*models, *runs]))
-    panels = []
-    for name, title in LOSSES.items():
-        if any(rows[name].notna().any() for rows in runs.values()):
-            panels.append((title, partial(_draw_losses, runs, name, labels)))
-    for label, rows in runs.items():
-        if _routers(rows):
-            panels.append((f"{label}: fraction kept", partial(_draw_kept, rows)))
-    title = "Training runs: lines are training batches, marks are validation"
-    return Plot("training", title, panels)
-
-
 def line_style(name: str, names: Sequence[str]) -> dict[str, str]:
     """Colour and marker of a line, fixed by the place of its name."""
     rank = list(names).index(name)
@@ -354,45 +304,6 @@ def _draw_lines(axes: Any, rows: pd.DataFrame, x: str, metric: str, models: Sequ
     axes.set_ylabel(f"{facts.label} ({unit}{', log axis' if is_log else ''})")
     if is_log:
         log_axis(axes)
-
-
-def _draw_losses(
-    runs: Mapping[str, pd.DataFrame], name: str, labels: Sequence[str], axes: Any
-) -> None:
-    """One loss by step: training as a faint smoothed line, validation as marks."""
-    for label, rows in runs.items():
-        style = line_style(label, labels)
-        measured = rows[rows[name].notna()]
-        train = measured[measured["kind"] == "train"]
-        validation = measured[measured["kind"] == "validation"]
-        smoothed = _smoothed(train[name])
-        axes.plot(train["step"], smoothed, color=style["color"], alpha=0.45, linewidth=1.0)
-        if len(validation):
-            axes.plot(validation["step"], validation[name], label=label, **style)
-    axes.set_xlabel("training step")
-    axes.set_ylabel("nats per token")
-
-
-def _draw_kept(rows: pd.DataFrame, axes: Any) -> None:
-    """Fraction of tokens that each router keeps by training step."""
-    train = rows[rows["kind"] == "train"]
-    for rank, name in enumerate(_routers(rows)):
-        colour = COLOURS[rank % len(COLOURS)]
-        label = name.replace("kept", "layer")
-        axes.plot(train["step"], _smoothed(train[name]), color=colour, linewidth=1.2, label=label)
-    axes.set_ylim(0.0, 1.05)
-    axes.set_xlabel("training step")
-    axes.set_ylabel("kept fraction of tokens")
-
-
-def _routers(rows: pd.DataFrame) -> list[str]:
-    return [name for name in rows if name.startswith("kept ")]
-
-
-def _smoothed(values: pd.Series) -> pd.Series:
-    """Running mean over about a fiftieth of the run, shorter at the ends."""
-    window = 2 * (len(values) // 100) + 1
-    return values.rolling(window, center=True, min_periods=1).mean()
 
 
 def _set_keep_axis(axes: Any, rows: pd.DataFrame) -> None:
