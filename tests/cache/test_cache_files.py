@@ -247,3 +247,23 @@ def test_a_cache_loads_only_for_its_model_whose_fingerprint_follows_every_weight
         fingerprint(loud_model("gpt_neox", use_parallel_residual=used)) for used in (True, False)
     ]
     assert parallel[0] != parallel[1]
+
+
+def test_slots_are_counted_on_average_and_in_the_fullest_head_of_caches_and_layers():
+    def heads(*counts):
+        return [[torch.zeros(count, 4) for count in counts]]
+
+    layers = [
+        CompactLayer.ragged(heads(1, 4), heads(1, 4)),
+        CompactLayer.ragged(heads(2, 3), heads(2, 3)),
+        CompactLayer.ragged(heads(3), heads(3)),  # another number of heads
+    ]
+    cache = CompactCache(layers, 9, "x")
+    assert (cache.num_slots, cache.mean_slots, cache.max_slots) == (3, 13 / 5, 4)
+    assert [layer.num_slots for layer in layers] == [3, 3, 3]
+    assert [layer.max_slots for layer in layers] == [4, 3, 3]
+    assert layers[0].padded().keys.shape[2] == layers[0].max_slots
+    assert not cache.is_uniform
+    equal = CompactCache(layers[2:], 9, "x")
+    assert (equal.num_slots, equal.mean_slots, equal.max_slots) == (3, 3.0, 3)
+    assert equal.is_uniform

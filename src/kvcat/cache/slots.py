@@ -180,7 +180,7 @@ class RaggedLayer(_Slots):
 Layer = CompactLayer | RaggedLayer
 
 
-def rounded_mean(counts: Sequence[Int[Tensor, "batch kv_heads"]]) -> int:
+def rounded_mean(counts: Sequence[Int[Tensor, "batch _"]]) -> int:
     """The average of all counts, rounded up."""
     total = sum(int(layer_counts.sum()) for layer_counts in counts)
     num_heads = sum(layer_counts.numel() for layer_counts in counts)
