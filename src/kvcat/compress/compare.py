@@ -13,13 +13,14 @@ from transformers import PreTrainedModel
 
 from kvcat.attention import enable
 from kvcat.cache import CompactCache, cache_argument
+from kvcat.chunks import CHUNK_TOKENS
 from kvcat.compress.trace import Trace, split_supervision
 from kvcat.errors import InputError
 from kvcat.losses import PositionScores, score_positions
 from kvcat.models import frozen, hidden_states, logits_from_hidden, output_head
 from kvcat.types import Float, Int, Tensor
 
-_CHUNK_TOKENS = 4096  # of each example, run at once
+_CHUNK_TOKENS = CHUNK_TOKENS
 
 
 def replay(

@@ -19,6 +19,7 @@ from kvcat.cache import (
     rope_factors,
 )
 from kvcat.choices import Supervision
+from kvcat.chunks import CHUNK_TOKENS
 from kvcat.compress.trace import Reconstruction, Trace, sampled_positions
 from kvcat.errors import InputError, check_least
 from kvcat.models import Capture, capture, frozen, positions_of
@@ -35,7 +36,7 @@ def trace(
     supervision: str | None = None,
     past: CompactCache | None = None,
     room: int | None = None,
-    chunk_tokens: int = 4096,
+    chunk_tokens: int = CHUNK_TOKENS,
 ) -> Trace:
     """A forward over prefix and suffix, kept for compression and for comparison.
 

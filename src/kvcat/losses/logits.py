@@ -7,14 +7,14 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-from kvcat.chunks import rows_per_chunk
+from kvcat.chunks import CPU_CACHE_ELEMENTS, DEVICE_ELEMENTS, rows_per_chunk
 from kvcat.errors import check_least
 from kvcat.losses.head import OutputHead
 from kvcat.types import Float, Int, Tensor
 
 _CHUNK_TOKENS = 1024
-_CHUNK_ELEMENTS = 2**26  # logits of one pass: at most 256 MiB in float32
-_BLOCK_ELEMENTS_CPU = 2**19  # float32 copies of logits, which stay in a CPU's cache
+_CHUNK_ELEMENTS = DEVICE_ELEMENTS  # logits of one pass
+_BLOCK_ELEMENTS_CPU = CPU_CACHE_ELEMENTS  # float32 copies of logits
 _BLOCK_ELEMENTS_DEVICE = 2**24
 
 

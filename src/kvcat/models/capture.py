@@ -18,6 +18,7 @@ from kvcat.cache import (
     held_factors,
     rope_factors,
 )
+from kvcat.chunks import CHUNK_TOKENS
 from kvcat.errors import InputError, check_least
 from kvcat.models.structure import decoder_layers, hidden_states
 from kvcat.types import Float, Int, Tensor
@@ -54,7 +55,7 @@ def capture(
     query_positions: Int[Tensor, " kept"] | None = None,
     hidden_start: int = 0,
     past: Cache | None = None,
-    chunk_tokens: int = 4096,
+    chunk_tokens: int = CHUNK_TOKENS,
     rope: Factors | None = None,
 ) -> Capture:
     """The keys, values, queries and hidden states of a dense forward.

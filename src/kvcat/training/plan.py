@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from kvcat.chunks import DEVICE_ELEMENTS
 from kvcat.data.documents import open_source
 from kvcat.data.token_files import is_token_folder
 from kvcat.errors import InputError
@@ -21,7 +22,6 @@ from kvcat.training.objective import make_masked_pass
 _UTILISATION = 0.2
 _UTILISATION_COMPILED = 0.4
 _ABSENT_GPU = 989e12  # an H100's bfloat16 peak, if this machine has no GPU
-_LOGIT_ELEMENTS = 2**26
 
 
 class _Peak(NamedTuple):
@@ -187,7 +187,7 @@ def _activations(model: PreTrainedModel, config: TrainConfig, micro_batch: int) 
     if config.activation_checkpointing:
         inputs = text.num_hidden_layers * text.hidden_size * num_bytes
         layers = inputs + layer
-    logits = 5 * 4 * min(_LOGIT_ELEMENTS, rows * text.vocab_size)
+    logits = 5 * 4 * min(DEVICE_ELEMENTS, rows * text.vocab_size)
     head_gradient = 4 * text.vocab_size * text.hidden_size
     return rows * layers + logits + head_gradient
 
