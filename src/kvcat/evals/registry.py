@@ -14,7 +14,8 @@ from kvcat.evals.metrics import METRICS, Metric, register_metrics
 
 def evaluation_names() -> list[str]:
     """The names of all evaluations, those of other packages included; none is imported."""
-    return [*_built_in_names(), *plugins.plugin_names(plugins.EVALUATIONS)]
+    names = [*_built_in_names(), *plugins.plugin_names(plugins.EVALUATIONS)]
+    return list(dict.fromkeys(names))
 
 
 def find_evaluation(name: str) -> type[Evaluation]:
