@@ -6,7 +6,7 @@ import os
 import sys
 from typing import Any
 
-from kvcat.cli.early import evaluation_lines
+from kvcat.cli.names import evaluation_lines
 from kvcat.cli.threads import THREADS_HELP, take_threads
 from kvcat.errors import InputError
 

@@ -91,6 +91,7 @@ class LinePlot:
         x: column of the whole number.
         panels: title of a panel by the column that it shows; all panels have one scale.
         x_label, y_label: of the axes.
+        unit: of the values.
     """
 
     title: str
@@ -99,6 +100,7 @@ class LinePlot:
     panels: Mapping[str, str]
     x_label: str
     y_label: str
+    unit: str
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -219,7 +219,7 @@ def _draw_line_plot(plot: LinePlot, column: str, models: Sequence[str], axes: An
     axes.set_xticks(numbers, [str(number) for number in numbers])
     axes.minorticks_off()
     axes.set_xlabel(f"{plot.x_label}, log axis")
-    axes.set_ylabel(f"{plot.y_label.removesuffix(')')}, log axis)")
+    axes.set_ylabel(f"{plot.y_label} ({plot.unit}, log axis)")
     if len(positive):
         log_axis(axes)
 

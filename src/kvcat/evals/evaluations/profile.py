@@ -94,6 +94,7 @@ class Profile(Evaluation):
                 "worst": "Best cache found, worst window",
             },
             x_label="slots per layer and head",
-            y_label="KL (nats/token)",
+            y_label="KL",
+            unit="nats/token",
         )
         return ResultTable(name="profile", frame=table, text=profile_text(table), plot=plot)

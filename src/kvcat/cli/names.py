@@ -1,0 +1,42 @@
+"""Names of methods and evaluations, from the names of their files; nothing is imported."""
+
+import ast
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+
+from kvcat.plugins import COMPRESSORS, EVALUATIONS, plugin_names, plugin_packages
+
+_METHOD_FOLDERS = ("methods", "eviction")
+
+
+def method_names() -> list[str]:
+    """Names of the compression methods, those of other packages included, without presses."""
+    names: list[str] = []
+    for folder in _METHOD_FOLDERS:
+        modules = _modules(files("kvcat") / "compress" / folder)
+        names += [module.replace("_", "-") for module in modules]
+    return [*names, *plugin_names(COMPRESSORS)]
+
+
+def evaluation_lines() -> dict[str, str]:
+    """One line on every evaluation, by name: the first one of its file's docstring.
+
+    Of an evaluation of another package it names the package.
+    """
+    lines = {}
+    for name, source in _modules(files("kvcat") / "evals" / "evaluations").items():
+        docstring = ast.get_docstring(ast.parse(source.read_text(encoding="utf-8"))) or ""
+        lines[name] = docstring.partition("\n")[0]
+    for name in plugin_names(EVALUATIONS):
+        packages = ", ".join(plugin_packages(EVALUATIONS, name))
+        lines.setdefault(name, f"An evaluation of the package {packages}.")
+    return lines
+
+
+def _modules(folder: Traversable) -> dict[str, Traversable]:
+    """The Python files of a folder that are no ``__init__``, by module name, sorted."""
+    modules = {}
+    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
+        if entry.name.endswith(".py") and not entry.name.startswith("_"):
+            modules[entry.name.removesuffix(".py")] = entry
+    return modules
