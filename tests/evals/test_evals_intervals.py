@@ -1,13 +1,15 @@
 import itertools
 
 import numpy as np
+import pandas as pd
 import pytest
 import scipy.stats
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcat.evals import ClusterBootstrap
-from kvcat.evals.intervals import holm, mcnemar, share_difference, small_sample_warning, wilson
+from kvcat.evals.intervals import share_difference, wilson
+from kvcat.evals.significance import holm, mcnemar, small_sample_warning, swap_p_value
 
 
 def names(count, each=1):
@@ -16,14 +18,54 @@ def names(count, each=1):
 
 def test_resamples_of_two_documents_are_the_three_possible_means_in_proportion_one_two_one():
     bootstrap = ClusterBootstrap(["a", "b", "b"], num_resamples=40_000)
-    values = np.array([0.0, 3.0, 6.0])
-    draws = bootstrap.of_means(lambda mean: mean, values)
-    assert draws[0] == 3.0
-    found, counts = np.unique(np.round(draws[1:], 9), return_counts=True)
-    assert found.tolist() == [0.0, 3.0, 4.5]
+    draws = bootstrap.of_means(lambda mean: mean, np.array([0.0, 3.0, 6.0]))
+    assert draws.value == 3.0
+    values, counts = np.unique(np.round(draws.values[1:], 9), return_counts=True)
+    assert values.tolist() == [0.0, 3.0, 4.5]
     np.testing.assert_allclose(counts / 40_000, [0.25, 0.5, 0.25], atol=0.01)
-    estimate = bootstrap.mean(values)
-    assert (estimate.low, estimate.high) == (0.0, 4.5)
+
+
+def test_the_interval_of_a_mean_is_the_bootstrap_t_of_plain_resamples():
+    values = np.random.default_rng(1).lognormal(size=9)
+    estimate = ClusterBootstrap(names(9), num_resamples=20_000).mean(values)
+    resamples = np.random.default_rng(2).choice(values, size=(20_000, 9))
+    errors = resamples.std(axis=1, ddof=1) / 3.0
+    pivots = (resamples.mean(axis=1) - values.mean()) / errors
+    lower, upper = np.quantile(pivots, [0.025, 0.975])
+    error = scipy.stats.sem(values)
+    expected = (values.mean() - error * upper, values.mean() - error * lower)
+    assert estimate.high == pytest.approx(expected[1], rel=0.05)  # the long side
+    assert estimate.low <= expected[0]
+    half = scipy.stats.t.ppf(0.975, 8) * error
+    assert estimate.low == pytest.approx(min(expected[0], values.mean() - half), rel=0.01)
+
+
+def test_few_documents_have_students_interval():
+    values = np.array([0.2, 0.5, 1.1, 0.7])
+    estimate = ClusterBootstrap(names(4)).mean(values)
+    expected = scipy.stats.t.interval(0.95, 3, values.mean(), scipy.stats.sem(values))
+    assert (estimate.low, estimate.high) == pytest.approx(expected)
+
+
+def test_intervals_of_twelve_skewed_documents_cover_what_they_say():
+    generator = np.random.default_rng(0)
+    covered = {"mean": 0, "ratio": 0, "difference": 0}
+    trials = 500
+    for _ in range(trials):
+        first = generator.exponential(size=12)
+        second = 0.8 * first + 0.2 * generator.exponential(size=12)
+        bootstrap = ClusterBootstrap(names(12), num_resamples=999)
+        mean = bootstrap.of_means(np.asarray, first)
+        other = bootstrap.of_means(np.asarray, second)
+        for name, draws, truth in (
+            ("mean", mean, 1.0),
+            ("ratio", mean / other, 1.0),
+            ("difference", mean - other, 0.0),
+        ):
+            estimate = bootstrap.estimate(draws)
+            covered[name] += estimate.low <= truth <= estimate.high
+    shares = {name: count / trials for name, count in covered.items()}
+    assert min(shares.values()) >= 0.93, shares  # the percentile interval covers .86 to .90
 
 
 def test_windows_of_one_document_are_resampled_together():
@@ -45,32 +87,89 @@ def test_one_document_gives_a_figure_without_an_interval():
     assert estimate.value == 1.5
     assert np.isnan([estimate.low, estimate.high]).all()
     assert not estimate.excludes(0.0)
-    assert np.isnan(bootstrap.p_value(np.ones(9)))
 
 
-def test_a_ratio_is_of_sums_and_a_p_value_twice_the_smaller_share_of_resamples_beyond_0():
-    bootstrap = ClusterBootstrap(["a", "b"])
-    estimate = bootstrap.estimate(
-        bootstrap.of_means(np.divide, np.array([1.0, 9.0]), np.array([2.0, 10.0]))
+def test_the_standard_errors_of_a_ratio_and_a_difference_are_those_of_the_delta_method():
+    generator = np.random.default_rng(4)
+    documents = [f"d{index % 10}" for index in range(34)]  # three or four windows each
+    first, second = generator.exponential(size=(2, 34)) + 0.5
+    bootstrap = ClusterBootstrap(documents, num_resamples=200)
+    numerator = bootstrap.of_means(np.asarray, first)
+    denominator = bootstrap.of_means(np.asarray, second)
+    by_document = pd.DataFrame({"first": first, "second": second}).groupby(documents).sum()
+    ratio = first.mean() / second.mean()
+    moves = (by_document["first"] - ratio * by_document["second"]) / second.mean()
+    expected = np.sqrt(10 / 9 * (moves**2).sum()) / 34
+    for draws in (numerator / denominator, bootstrap.of_means(np.divide, first, second)):
+        assert draws.value == pytest.approx(ratio)
+        assert bootstrap._standard_errors(draws, draws.means)[0] == pytest.approx(expected)
+    difference = bootstrap.of_means(np.subtract, first, second)
+    composed = numerator - denominator
+    np.testing.assert_allclose(
+        bootstrap._standard_errors(difference, difference.means),
+        bootstrap._standard_errors(composed, composed.means),
+        rtol=1e-6,
     )
-    assert (estimate.value, estimate.low, estimate.high) == pytest.approx((10.0 / 12.0, 0.5, 0.9))
-    assert bootstrap.p_value(np.array([9.0, *[1.0] * 96, *[-1.0] * 3])) == pytest.approx(
-        2 * 4 / 100
-    )
-    assert bootstrap.p_value(np.array([-9.0, *[-1.0] * 99])) == pytest.approx(2 / 100)
-    assert np.isnan(bootstrap.p_value(np.array([1.0, np.nan, 1.0])))
 
 
-def test_documents_and_training_seeds_add_their_variances_and_one_seed_has_none():
-    generator = np.random.default_rng(3)
-    documents, seeds = generator.normal(size=30), generator.normal(size=6)
-    values = seeds[:, None] + documents
-    draws = ClusterBootstrap(names(30), seeds=list("abcdef"), num_resamples=40_000).of_means(
-        lambda m: m, values
+def test_training_seeds_alone_have_students_interval_and_add_to_the_documents_in_quadrature():
+    seeds = np.array([1.0, 1.5, 0.2])
+    expected = scipy.stats.t.interval(0.95, 2, seeds.mean(), scipy.stats.sem(seeds))
+    constant = ClusterBootstrap(names(8), seeds=["0", "1", "2"])
+    alone = constant.mean(np.repeat(seeds[:, None], 8, axis=1))
+    assert (alone.low, alone.high) == pytest.approx(expected)
+    documents = np.random.default_rng(3).normal(size=8)
+    of_documents = ClusterBootstrap(names(8)).mean(documents + seeds.mean())
+    both = constant.mean(documents + seeds[:, None])
+    below = np.hypot(alone.value - alone.low, of_documents.value - of_documents.low)
+    above = np.hypot(alone.high - alone.value, of_documents.high - of_documents.value)
+    assert (both.low, both.high) == pytest.approx((both.value - below, both.value + above))
+
+
+def test_models_of_the_same_seeds_are_paired_and_models_of_other_seeds_are_not():
+    values = np.array([[1.0], [1.5], [0.2]]) + np.zeros(8)
+
+    def half_width(first_seeds, second_seeds):
+        draws = [
+            ClusterBootstrap(names(8), seeds=seeds).of_means(np.asarray, values)
+            for seeds in (first_seeds, second_seeds)
+        ]
+        estimate = ClusterBootstrap(names(8)).estimate(draws[0] - draws[1])
+        return estimate.high - estimate.value
+
+    error = scipy.stats.sem(values[:, 0])
+    assert half_width("abc", "abc") == 0.0
+    assert half_width("abc", "xyz") == pytest.approx(2**0.5 * 4.302653 * error)
+
+
+def test_a_swap_p_value_equals_scipys_permutation_test():
+    first, second = np.random.default_rng(6).normal(size=(2, 9)) + np.array([[0.6], [0.0]])
+    theirs = scipy.stats.permutation_test(
+        (first, second),
+        lambda x, y, axis: x.mean(axis) - y.mean(axis),
+        permutation_type="samples",
+        vectorized=True,
+        n_resamples=np.inf,
     )
-    assert draws[1:].var() == pytest.approx(seeds.var(ddof=1) / 6 + documents.var() / 30, rel=0.05)
-    one = ClusterBootstrap(names(30), seeds=["a"])
-    assert one.mean(documents[None]) == ClusterBootstrap(names(30)).mean(documents)
+    assert swap_p_value(np.asarray, [first], [second], names(9)) == pytest.approx(theirs.pvalue)
+    drawn = swap_p_value(np.asarray, [first], [second], names(9), num_swaps=500)
+    assert drawn == pytest.approx(theirs.pvalue, abs=0.06)
+
+
+def test_documents_are_swapped_whole_and_all_in_favour_of_one_model_is_the_smallest_p():
+    first = np.arange(24.0)
+    assert swap_p_value(np.asarray, [first], [first + 1.0], names(24, 4)) == 2 / 2**6
+    assert swap_p_value(np.asarray, [first], [first], names(24, 4)) == 1.0
+    assert swap_p_value(None, [first], [first + 9.0], names(24)) < 0.05
+
+
+def test_models_that_are_alike_get_p_below_a_twentieth_in_a_twentieth_of_all_trials():
+    generator = np.random.default_rng(7)
+    trials = [
+        swap_p_value(np.asarray, [first], [second], names(12)) <= 0.05
+        for first, second in generator.exponential(size=(400, 2, 12))
+    ]
+    assert 0.02 <= np.mean(trials) <= 0.08
 
 
 def test_strata_are_resampled_to_their_own_size_and_a_mean_has_the_textbook_standard_error():
@@ -84,7 +183,7 @@ def test_strata_are_resampled_to_their_own_size_and_a_mean_has_the_textbook_stan
     variance = sum(
         part.var() / len(part) * (len(part) / 200) ** 2 for part in (values[:60], values[60:])
     )
-    assert bootstrap.of_means(lambda mean: mean, values)[1:].std() == pytest.approx(
+    assert bootstrap.of_means(lambda mean: mean, values).values[1:].std() == pytest.approx(
         variance**0.5, rel=0.03
     )
 
@@ -184,15 +283,11 @@ def test_medians_equal_numpys_on_every_resample():
     documents, values = [f"d{i % 5}" for i in range(14)], np.random.default_rng(0).normal(size=14)
     bootstrap = ClusterBootstrap(documents, num_resamples=50)
     draws = bootstrap.median(values)
-    assert draws[0] == np.median(values)
-    for counts, median in zip(bootstrap._counts.astype(int), draws, strict=True):
+    assert draws.value == np.median(values)
+    for counts, median in zip(bootstrap._counts.astype(int), draws.values, strict=True):
         pool = np.repeat(values, [counts[int(document[1])] for document in documents])
         assert median == pytest.approx(np.median(pool))
-    seeds = (
-        ClusterBootstrap(documents, seeds="ab", num_resamples=50).median(
-            np.stack([values, values + 1])
-        )
-        - draws
-    )
-    assert seeds[0] == pytest.approx(0.5)
-    assert seeds.std() > 0.2
+    two_runs = ClusterBootstrap(documents, seeds="ab", num_resamples=50)
+    shifted = two_runs.median(np.stack([values, values + 1]))
+    assert shifted.value == pytest.approx(draws.value + 0.5)
+    assert shifted.seed_deviations[("a", "b")].tolist() == pytest.approx([-0.5, 0.5])

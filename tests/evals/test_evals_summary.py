@@ -38,19 +38,18 @@ def test_a_row_holds_means_and_sizes():
         (3, 2, 1)
     }
     row = row_of(table, "delta_nll")
-    assert (row.value, row.low, row.high) == pytest.approx(
-        (0.4, 0.15, 0.9)
-    )  # the two documents' means
+    # two documents: Student's t of one degree of freedom, document d moves the mean by u_d / 3
+    moves = np.array([0.1 + 0.2 - 2 * 0.4, 0.9 - 0.4])
+    half = 12.7062047 * math.sqrt(2 * (moves**2).sum()) / 3
+    assert (row.value, row.low, row.high) == pytest.approx((0.4, 0.4 - half, 0.4 + half))
     mean = sum(math.exp(2 + x) - math.exp(2) for x in (0.1, 0.2, 0.9)) / 3
     assert row_of(table, "delta_ppl").value == pytest.approx(mean)
 
 
 def test_retention_is_a_ratio_of_sums_and_not_given_where_the_context_gain_is_not_clearly_above_0():
-    records = [
-        record("base", "a", "0", delta=0.1, gain=0.5),
-        record("base", "b", "0", delta=0.3, gain=1.5),
-    ]
-    assert row_of(summarise(records), "retention").value == pytest.approx(1 - (0.4 * 5) / (2.0 * 4))
+    figures = {"a": (0.1, 0.5), "b": (0.3, 1.5), "c": (0.2, 1.0)}
+    records = [record("base", d, "0", delta=x, gain=gain) for d, (x, gain) in figures.items()]
+    assert row_of(summarise(records), "retention").value == pytest.approx(1 - (0.6 * 5) / (3.0 * 4))
     kept, lost = (
         summarise([record("m", d, "0", delta=x, gain=0.5) for d in "ab"]) for x in (0.0, 0.4)
     )
@@ -86,21 +85,18 @@ def test_rows_are_sorted_by_stratum_model_method_keep_and_step_whatever_the_orde
 
 
 def test_differences_and_ratios_are_paired_on_the_examples_that_both_models_have():
-    noise = [0.3, 0.1, 0.8, 0.5, 0.2]
+    noise = [0.3, 0.1, 0.8, 0.5, 0.4, 0.6, 0.7, 0.2]
     base = [record("base", f"d{i}", "0", kl=x + 0.1, delta=x) for i, x in enumerate(noise)]
     other = [
-        record("kvcat", f"d{i}", "0", kl=x + 0.05, delta=x / 2) for i, x in enumerate(noise[:4])
+        record("kvcat", f"d{i}", "0", kl=x + 0.05, delta=x / 2) for i, x in enumerate(noise[:7])
     ]
     table = compare_models(base + other, "base")
     row = row_of(table)
-    assert (row.model, row.reference, row.num_examples) == ("kvcat", "base", 4)
+    assert (row.model, row.reference, row.num_examples) == ("kvcat", "base", 7)
     assert (row.difference, row.low, row.high) == pytest.approx((-0.05,) * 3)
     assert row.verdict == "better"
-    assert (
-        row_of(table, "delta_nll").ratio
-        == row_of(table, "delta_nll").ratio_low
-        == pytest.approx(0.5)
-    )
+    delta = row_of(table, "delta_nll")
+    assert (delta.ratio, delta.ratio_low, delta.ratio_high) == pytest.approx((0.5,) * 3)
     assert math.isnan(row_of(table, "nll").ratio)
     assert row_of(table, "nll_dense").verdict == "level"
     swapped = row_of(compare_models(base + other, "kvcat"))

@@ -9,7 +9,7 @@ from statistics import mean
 import numpy as np
 import pytest
 
-from kvcat.evals.intervals import mcnemar
+from kvcat.evals.significance import mcnemar
 from kvcat.report.paper import paper_tables
 
 PAPER = Path(__file__).resolve().parents[3] / "shared" / "paper" / "kv-cat.tex"

@@ -1,25 +1,28 @@
-"""Intervals and tests: a bootstrap over documents, strata and training seeds; shares; Holm."""
+"""Figures with 95 % intervals: bootstrap-t over documents, training seeds, shares."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float
-from scipy.stats import binomtest, norm
+from scipy.stats import norm
+from scipy.stats import t as student_t
 
 from kvcat.errors import InputError
 
 LEVEL = 0.95
 _Z = float(norm.ppf((1.0 + LEVEL) / 2.0))
-# an exact test needs this many differing examples, all in favour of one model
-_FEWEST_DIFFERING = math.ceil(1.0 - math.log2(1.0 - LEVEL))
+_TAILS = [(1.0 - LEVEL) / 2.0, (1.0 + LEVEL) / 2.0]
 _MEDIAN_CHUNKS = 10
+_CHUNK_ELEMENTS = 2**22
+_STEP = 1e-4
+# resamples of fewer documents often hold copies of one alone, which have no standard error
+_FEWEST_FOR_BOOTSTRAP_T = 5
 Array = np.ndarray
 Names = Sequence[str] | Array
-Draws = Float[Array, " draws"]
-"""A figure of the data, then of every resample; figures of one bootstrap subtract and divide."""
 
 
 @dataclass(frozen=True)
@@ -45,28 +48,93 @@ NO_ESTIMATE = Estimate(math.nan)
 """The figure of what is not defined."""
 
 
-class ClusterBootstrap:
-    """Bootstrap over documents: resamples draw documents with replacement, with all their windows.
+class _Mean(NamedTuple):
+    """A mean over windows that a figure is a function of."""
 
-    Two models on the same windows share the resamples, so the interval of their difference is
-    paired. With strata every resample draws as many documents of each stratum as there are.
-    Strata with a single document are merged; a lone one joins the smallest other stratum. With
-    S > 1 training seeds a resample draws seeds as well as documents: a seed drawn c times has the
-    weight 1/S + sqrt(S / (S - 1)) (c/S - 1/S), so that the variance between seeds is unbiased.
-    With fewer than about ten documents or five seeds intervals are too narrow.
+    document_sums: Float[Array, " documents"]  # of the column minus a constant
+    values: Float[Array, " draws"]  # minus the same constant
+
+
+@dataclass(frozen=True, eq=False)
+class Draws:
+    """A figure of the data, then of every resample. Figures of one bootstrap subtract and divide.
+
+    Args:
+        values: of the figure.
+        means: that the figure is a function of; None where it is no function of means, so that
+            resamples have no standard error.
+        slopes: derivative of the figure by each mean, in every draw.
+        seed_deviations: by the names of the training seeds, how far each seed moves the figure, to
+            first order; they sum to 0.
+    """
+
+    values: Float[Array, " draws"]
+    means: tuple[_Mean, ...] | None
+    slopes: tuple[Float[Array, " draws"], ...]
+    seed_deviations: Mapping[tuple[str, ...], Float[Array, " seeds"]]
+
+    @property
+    def value(self) -> float:
+        """The figure of the data."""
+        return float(self.values[0])
+
+    def __sub__(self, other: "Draws") -> "Draws":
+        """The difference of two figures."""
+        ones = np.ones_like(self.values)
+        return self._combined(other, self.values - other.values, ones, -ones)
+
+    def __truediv__(self, other: "Draws") -> "Draws":
+        """The ratio of two figures."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratio = self.values / other.values
+            return self._combined(other, ratio, 1.0 / other.values, -ratio / other.values)
+
+    def _combined(self, other: "Draws", values: Array, slope: Array, other_slope: Array) -> "Draws":
+        """A function of two figures, from its values and its derivatives by both."""
+        means = None
+        if self.means is not None and other.means is not None:
+            means = self.means + other.means
+        slopes = [slope * by_mean for by_mean in self.slopes]
+        slopes += [other_slope * by_mean for by_mean in other.slopes]
+        deviations = {seeds: slope[0] * moved for seeds, moved in self.seed_deviations.items()}
+        for seeds, moved in other.seed_deviations.items():
+            deviations[seeds] = deviations.get(seeds, 0.0) + other_slope[0] * moved
+        return Draws(values, means, tuple(slopes), deviations)
+
+
+class ClusterBootstrap:
+    """Intervals by a bootstrap over documents, studentised, and Student's t over training seeds.
+
+    Resamples draw documents with replacement, with all their windows. Two models on the same
+    windows share the resamples, so the interval of their difference is paired. With strata every
+    resample draws as many documents of each stratum as there are. Strata with a single document are
+    merged; a lone one joins the smallest other stratum.
+
+    With s the standard error of the figure F and F_b, s_b those of resample b, the documents'
+    interval is [F - s q(.975), F - s q(.025)], q the quantiles of (F_b - F) / s_b (bootstrap-t);
+    each end is at least as far from F as Student's t has it. The standard errors are those of the
+    linearised figure. Nominal 95 % cover 93 to 97 % with twelve documents that are normal,
+    exponential or Laplace; heavier tails less (92 % of log-normal ones with sigma 1). With fewer
+    than five documents the interval is Student's alone; of a figure that is no function of means
+    (a median) it is the percentile interval.
+
+    S > 1 training seeds add F +/- t s, with s^2 = sum_s d_s^2 / (S (S - 1)), d_s what seed s moves
+    the figure by, and t with S - 1 degrees of freedom. Both intervals become one by adding the
+    squares of their halves below F, and above (MOVER).
 
     Args:
         documents: name of each window's document, in the order of the windows.
         strata: name of each window's stratum; None is one stratum of all.
         seeds: names of the training seeds; columns then have a row per seed. Empty: one run.
-        num_resamples: equal documents, strata and seeds give equal resamples.
+        num_resamples: equal documents and strata give equal resamples.
 
     Raises:
         InputError: a document in two strata.
         ValueError: not one stratum per window.
 
     References: Field and Welsh 2007, "Bootstrapping clustered data"; Davison and Hinkley 1997,
-    section 3.2 (strata); Owen 2007, "The pigeonhole bootstrap" (seeds crossed with documents).
+    sections 2.4, 2.7.2, 5.2.1 (bootstrap-t) and 3.2 (strata); Zou and Donner 2008, "Construction of
+    confidence limits about effect measures" (MOVER).
     """
 
     def __init__(
@@ -82,32 +150,44 @@ class ClusterBootstrap:
         ranks = (0,) * self.num_documents
         if strata is not None:
             ranks = _stratum_ranks(documents, strata)
+        self._stratum_of = np.array(ranks)
         self._counts = _resample_counts(ranks, num_resamples)  # (draws, documents)
-        self._weights = _seed_weights(seeds, num_resamples)  # (draws, seeds)
+        self._windows_per_document = np.bincount(self._document_of).astype(float)
+        self._num_windows = self._counts @ self._windows_per_document  # (draws,)
+        self._seeds = tuple(seeds)
 
     def of_means(
         self, function: Callable[..., Array], *columns: Float[Array, "*seeds windows"]
     ) -> Draws:
         """``function``, element by element, of the means of columns over windows and seeds."""
-        windows_per_document = np.bincount(self._document_of)
-        num_windows = self._counts @ windows_per_document  # (draws,)
         means = []
+        offsets = []
+        seed_moves = []
+        for column in columns:
+            offset = column.flat[0]  # so that constant columns stay constant to the last bit
+            rows = np.atleast_2d(column) - offset  # (seeds, windows)
+            sums = np.bincount(self._document_of, weights=rows.mean(axis=0))
+            means.append(_Mean(sums, self._counts @ sums / self._num_windows))
+            offsets.append(offset)
+            seed_means = rows.mean(axis=1)
+            seed_moves.append(seed_means - seed_means.mean())
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            for column in columns:
-                offset = column.flat[0]  # so that constant columns stay constant to the last bit
-                rows = np.atleast_2d(column) - offset
-                document_sums = [np.bincount(self._document_of, weights=row) for row in rows]
-                sums = self._counts @ np.stack(document_sums, axis=1)  # (draws, seeds)
-                seed_means = sums / num_windows[:, None]
-                means.append((seed_means * self._weights).sum(axis=1) + offset)
-            return np.asarray(function(*means), dtype=np.float64)
+            points = [mean.values + offset for mean, offset in zip(means, offsets, strict=True)]
+            values = np.asarray(function(*points), dtype=np.float64)
+            slopes = tuple(_slope(function, points, index) for index in range(len(points)))
+        moves = sum(slope[0] * move for slope, move in zip(slopes, seed_moves, strict=True))
+        return Draws(values, tuple(means), slopes, self._by_seeds(moves))
 
     def median(self, values: Float[Array, "*seeds windows"]) -> Draws:
         """Median over windows, the mean of the seeds' medians."""
-        seed_medians = [self._median_of_seed(row) for row in np.atleast_2d(values)]
-        return (np.stack(seed_medians, axis=1) * self._weights).sum(axis=1)
+        by_seed = np.stack([self._median_of_seed(row) for row in np.atleast_2d(values)])
+        medians = by_seed.mean(axis=0)
+        return Draws(medians, None, (), self._by_seeds(by_seed[:, 0] - medians[0]))
 
-    def _median_of_seed(self, values: Float[Array, " windows"]) -> Draws:
+    def _by_seeds(self, moves: Float[Array, " seeds"]) -> dict[tuple[str, ...], Array]:
+        return {self._seeds: moves} if len(self._seeds) > 1 else {}
+
+    def _median_of_seed(self, values: Float[Array, " windows"]) -> Float[Array, " draws"]:
         order = np.argsort(values, kind="stable")
         ascending = values[order]
         document_of = self._document_of[order]
@@ -123,43 +203,98 @@ class ClusterBootstrap:
 
     def estimate(self, draws: Draws) -> Estimate:
         """The figure with its interval; without one where there is a single document."""
-        low, high = self._interval(draws)
-        return Estimate(float(draws[0]), low, high)
+        if self.num_documents == 1 or np.isnan(draws.values).any():
+            return Estimate(draws.value)
+        low, high = self._documents_interval(draws)
+        below = draws.value - low
+        above = high - draws.value
+        seeds_half = _seeds_half_width(draws)
+        if seeds_half > 0.0:
+            below = math.hypot(below, seeds_half)
+            above = math.hypot(above, seeds_half)
+        return Estimate(draws.value, draws.value - below, draws.value + above)
 
-    def _interval(self, draws: Draws) -> tuple[float, float]:
-        """Ends of the interval.
+    def _documents_interval(self, draws: Draws) -> tuple[float, float]:
+        """Ends of the interval that resamples of the documents give."""
+        if draws.means is None:
+            low, high = np.quantile(draws.values[1:], _TAILS, method="inverted_cdf")
+            return float(low), float(high)
+        errors = self._standard_errors(draws, draws.means)
+        value = draws.values[0]
+        error = errors[0]
+        half = float(student_t.ppf(_TAILS[1], self.num_documents - 1)) * error
+        if self.num_documents < _FEWEST_FOR_BOOTSTRAP_T:
+            return float(value - half), float(value + half)
+        moved = draws.values[1:] - value
+        with np.errstate(divide="ignore", invalid="ignore"):
+            pivots = moved / errors[1:]
+        pivots[moved == 0.0] = 0.0  # equal documents have no error
+        lower, upper = np.quantile(pivots, _TAILS, method="inverted_cdf")
+        if error == 0.0:
+            return float(value), float(value)
+        return float(value - max(half, error * upper)), float(value + max(half, -error * lower))
 
-        The kind of interval is chosen here alone. A kind that needs more figures than those of
-        resamples, such as those without each document, gets them by further rows of ``_counts``.
+    def _standard_errors(self, draws: Draws, means: tuple[_Mean, ...]) -> Float[Array, " draws"]:
+        """Standard error of the figure in every draw, over documents within strata.
+
+        Document d moves the figure by u_d / (number of windows), with u_d the sum over the means of
+        slope * (document sum - mean * windows of d). In a stratum of D documents that a draw holds
+        c_d times the variance is D / (D - 1) * sum_d c_d (u_d - mean u)^2 / windows^2.
         """
-        if not self._has_interval(draws):
-            return math.nan, math.nan
-        return percentile_interval(draws[1:])
+        sums = np.stack([mean.document_sums for mean in means])  # (means, documents)
+        slopes = np.stack(draws.slopes, axis=1)  # (draws, means)
+        values = np.stack([mean.values for mean in means], axis=1)
+        centre = (slopes * values).sum(axis=1)
+        variances = []
+        num_chunks = 1 + slopes.shape[0] * sums.shape[1] // _CHUNK_ELEMENTS
+        for chunk in np.array_split(np.arange(len(slopes)), num_chunks):  # bounds the memory
+            moves = slopes[chunk] @ sums - np.outer(centre[chunk], self._windows_per_document)
+            variances.append(self._sum_of_squares(moves, self._counts[chunk]))
+        return np.sqrt(np.concatenate(variances)) / self._num_windows
 
-    def _has_interval(self, draws: Draws) -> bool:
-        return self.num_documents > 1 and not bool(np.isnan(draws[1:]).any())
-
-    def p_value(self, draws: Draws) -> float:
-        """Two-sided bootstrap p of "the figure is 0": twice the smaller share of draws beyond 0.
-
-        With B resamples it is at least 2 / (B + 1); NaN where there is no interval.
-        """
-        if not self._has_interval(draws):
-            return math.nan
-        num_not_above = int((draws[1:] <= 0).sum())
-        num_not_below = int((draws[1:] >= 0).sum())
-        return min(1.0, 2.0 * (min(num_not_above, num_not_below) + 1) / len(draws))
+    def _sum_of_squares(
+        self, moves: Float[Array, "draws documents"], counts: Float[Array, "draws documents"]
+    ) -> Float[Array, " draws"]:
+        """Sum over the documents of a draw of the squares about the mean of their stratum."""
+        total = np.zeros(len(moves))
+        for stratum in range(self._stratum_of.max() + 1):
+            members = self._stratum_of == stratum
+            size = int(members.sum())
+            times = counts[:, members]
+            mean = (times * moves[:, members]).sum(axis=1, keepdims=True) / size
+            squares = (times * (moves[:, members] - mean) ** 2).sum(axis=1)
+            total += squares * (size / max(1, size - 1))
+        return total
 
     def mean(self, values: Float[Array, "*seeds windows"]) -> Estimate:
         """Mean over windows, with its interval."""
         return self.estimate(self.of_means(np.asarray, values))
 
 
-def percentile_interval(resampled: Float[Array, " resamples"]) -> tuple[float, float]:
-    """The quantiles of the resampled figures between which ``LEVEL`` of them lie."""
-    tails = [(1.0 - LEVEL) / 2.0, (1.0 + LEVEL) / 2.0]
-    low, high = np.quantile(resampled, tails, method="inverted_cdf")
-    return float(low), float(high)
+def _slope(
+    function: Callable[..., Array], points: list[Float[Array, " draws"]], index: int
+) -> Float[Array, " draws"]:
+    """Derivative of a function by one of its arguments, from a central difference."""
+    step = _STEP * max(float(np.std(points[index])), _STEP * float(np.abs(points[index]).max()))
+    if step == 0.0:
+        return np.zeros_like(points[index])
+    above = [point + step * (place == index) for place, point in enumerate(points)]
+    below = [point - step * (place == index) for place, point in enumerate(points)]
+    difference = np.asarray(function(*above), float) - np.asarray(function(*below), float)
+    return difference / (2.0 * step)
+
+
+def _seeds_half_width(draws: Draws) -> float:
+    """Half the width of the interval that the training seeds alone give; 0 for one seed.
+
+    Different sets of seeds are independent, equal ones are paired.
+    """
+    square = 0.0
+    for seeds, moves in draws.seed_deviations.items():
+        number = len(seeds)
+        error = math.sqrt(float((moves**2).sum()) / (number * (number - 1)))
+        square += (float(student_t.ppf(_TAILS[1], number - 1)) * error) ** 2
+    return math.sqrt(square)
 
 
 def _stratum_ranks(documents: Names, strata: Sequence[str]) -> tuple[int, ...]:
@@ -198,18 +333,6 @@ def _resample_counts(ranks: tuple[int, ...], num_resamples: int) -> Float[Array,
         counts[1:, members] = generator.multinomial(len(members), chances, size=num_resamples)
     counts.flags.writeable = False
     return counts
-
-
-def _seed_weights(seeds: Sequence[str], num_resamples: int) -> Float[Array, "draws seeds"]:
-    """Weight of each training seed; equal names give equal weights, so that models are paired."""
-    num_seeds = max(1, len(seeds))
-    weights = np.full((1 + num_resamples, num_seeds), 1.0 / num_seeds)
-    if num_seeds > 1:
-        generator = np.random.default_rng([0, num_seeds, *"\n".join(seeds).encode()])
-        times_drawn = generator.multinomial(num_seeds, weights[0], size=num_resamples)
-        spread = math.sqrt(num_seeds / (num_seeds - 1))
-        weights[1:] += spread * (times_drawn - 1.0) / num_seeds
-    return weights
 
 
 def wilson(successes: float | int, num_trials: float | int) -> Estimate:
@@ -266,60 +389,3 @@ def share_difference(
     high = max(float(mean + _Z * error), value)
     p_value = 2.0 * float(norm.cdf(-abs(mean) / error))
     return Estimate(value, low, high), p_value
-
-
-def mcnemar(first: Float[Array, " examples"], second: Float[Array, " examples"]) -> float:
-    """Exact two-sided p of "two models are right equally often".
-
-    Only the examples count where just one model is right: of b + c such examples
-    b ~ Binomial(b + c, 1/2), and p = min(1, 2 P(X <= min(b, c))). Values are 0 or 1. Examples
-    count as independent: where documents hold several, trust ``share_difference`` (McNemar 1947).
-    """
-    only_first = int(np.sum(first > second))
-    only_second = int(np.sum(first < second))
-    if only_first + only_second == 0:
-        return 1.0
-    return float(binomtest(only_first, only_first + only_second).pvalue)
-
-
-def small_sample_warning(
-    first: Float[Array, " examples"], second: Float[Array, " examples"], documents: Names
-) -> str:
-    """A warning if the sample is too small to detect the observed difference; else empty.
-
-    The smallest difference of n documents that a test at 5 % detects is about
-    max(z sqrt(E d^2 / n), 6 max|d| / n), d the examples' differences: the normal half-width, and
-    the six differing examples that an exact test needs. A true difference of this size is detected
-    every other time.
-    """
-    differences = np.abs(first - second)
-    num_documents = len(set(documents))
-    if not differences.any():
-        return f"the models agree on all {len(first)} examples"
-    if num_documents < _FEWEST_DIFFERING:
-        noun = "document" if num_documents == 1 else "documents"
-        return f"{num_documents} {noun}: no difference can be detected at 95 %"
-    half_width = _Z * math.sqrt(float((differences**2).mean()) / num_documents)
-    exact = _FEWEST_DIFFERING * float(differences.max()) / num_documents
-    smallest = max(half_width, exact)
-    observed = abs(float((first - second).mean()))
-    if observed >= smallest:
-        return ""
-    return (
-        f"{num_documents} documents: differences under {100.0 * smallest:.1f} points cannot be "
-        f"detected at 95 %, such as the observed {100.0 * observed:.1f}"
-    )
-
-
-def holm(p_values: Float[Array, " tests"]) -> Float[Array, " tests"]:
-    """Holm's step-down correction, which keeps the family-wise error below the level.
-
-    NaN stays NaN and does not count. p_(i) becomes max over j <= i of min(1, (m - j + 1) p_(j)),
-    for the ordered p of m tests (Holm 1979).
-    """
-    num_tests = np.count_nonzero(~np.isnan(p_values))
-    order = np.argsort(p_values, kind="stable")[:num_tests]  # NaN is last
-    scaled = p_values[order] * np.arange(num_tests, 0, -1)
-    corrected = np.full(len(p_values), np.nan)
-    corrected[order] = np.minimum(1.0, np.maximum.accumulate(scaled))
-    return corrected

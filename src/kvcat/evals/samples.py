@@ -74,7 +74,7 @@ class Sample:
     @property
     def metrics(self) -> list[str]:
         """Names of the metrics that the values give."""
-        return [name for name in METRICS if self.columns.keys() >= set(_columns_of(name))]
+        return [name for name in METRICS if self.columns.keys() >= set(columns_of(name))]
 
     def defines(self, name: str) -> bool:
         """Whether a metric has a figure here."""
@@ -87,7 +87,7 @@ class Sample:
     def draws(self, name: str) -> Draws:
         """A metric on all examples and on every resample."""
         function = METRICS[name].function
-        columns = [self.columns[column] for column in _columns_of(name)]
+        columns = [self.columns[column] for column in columns_of(name)]
         if function is None:
             return self.bootstrap.median(*columns)
         return self.bootstrap.of_means(function, *columns)
@@ -106,7 +106,7 @@ class Sample:
 
     def _share(self, name: str) -> Estimate:
         """A share with the interval of ``share``; of two columns the second says which count."""
-        score, *counts = (self.columns[column].mean(axis=0) for column in _columns_of(name))
+        score, *counts = (self.columns[column].mean(axis=0) for column in columns_of(name))
         documents = self.documents
         if counts:
             counted = counts[0] > 0
@@ -191,5 +191,6 @@ def _values(rows: pd.DataFrame) -> pd.DataFrame:
     return complete.groupby([*EXAMPLE, "run"])[names].mean().unstack("run").dropna()
 
 
-def _columns_of(name: str) -> tuple[str, ...]:
+def columns_of(name: str) -> tuple[str, ...]:
+    """Names of the recorded values that a metric uses."""
     return METRICS[name].columns or (name,)

@@ -7,17 +7,18 @@ import numpy as np
 import pandas as pd
 
 from kvcat.errors import InputError
-from kvcat.evals.intervals import (
-    NO_ESTIMATE,
-    Array,
-    Estimate,
-    holm,
-    mcnemar,
-    share_difference,
-    small_sample_warning,
-)
+from kvcat.evals.intervals import NO_ESTIMATE, Array, Estimate, share_difference
 from kvcat.evals.records import Record
-from kvcat.evals.samples import METRICS, SIZES, Cell, Sample, record_table, samples_by_cell
+from kvcat.evals.samples import (
+    METRICS,
+    SIZES,
+    Cell,
+    Sample,
+    columns_of,
+    record_table,
+    samples_by_cell,
+)
+from kvcat.evals.significance import holm, mcnemar, small_sample_warning, swap_p_value
 
 BASELINES = ("dense", "no-context", "truncated")
 SIGNIFICANT = 0.05
@@ -87,11 +88,12 @@ def compare_models(
     """Every other model against a reference on the examples that both have: ``COMPARISON`` columns.
 
     The difference is model minus reference, the ratio model over reference (NaN where it means
-    nothing). p is the bootstrap's; for shares it is the larger of Agresti and Min's and, where
-    every score is right or wrong, McNemar's exact p. p_holm corrects over all rows of one model,
-    metric and level (all examples or strata) but the primary one; those rows are exploratory.
-    A verdict "better" or "worse" requires that the interval excludes 0 and, for shares, p <= 0.05;
-    else it is "level". The warning says that the sample is too small for the observed difference.
+    nothing). p is the permutation test's (``swap_p_value``); for shares it is the larger of Agresti
+    and Min's and, where every score is right or wrong, McNemar's exact p. p_holm corrects over all
+    rows of one model, metric and level (all examples or strata) but the primary one; those rows are
+    exploratory.
+    A verdict "better" or "worse" requires that the interval excludes 0 and p <= 0.05; else it is
+    "level". The warning says that the sample is too small for the observed difference.
     Metrics over examples that differ by model are not compared.
 
     Args:
@@ -161,7 +163,7 @@ def _comparison(sample: Sample, other: Sample, name: str) -> dict[str, Any]:
     metric = METRICS[name]
     difference, p_value = _difference(sample, other, name)
     ratio = _ratio(sample, other, name) if metric.ratio else NO_ESTIMATE
-    significant = difference.excludes(0.0) and not (metric.share and p_value > SIGNIFICANT)
+    significant = difference.excludes(0.0) and p_value <= SIGNIFICANT
     improved = (difference.value < 0.0) == metric.lower_is_better
     verdict = "better" if improved else "worse"
     return {
@@ -188,7 +190,7 @@ def _difference(sample: Sample, other: Sample, name: str) -> tuple[Estimate, flo
     if several_runs or not metric.share:
         draws = sample.draws(name) - other.draws(name)
         difference = sample.bootstrap.estimate(draws)
-        p_value = sample.bootstrap.p_value(draws)
+        p_value = _swap_p_value(sample, other, name)
     if not metric.share:
         return difference, p_value
     score, other_score = _scores(sample, other, name)
@@ -198,6 +200,18 @@ def _difference(sample: Sample, other: Sample, name: str) -> tuple[Estimate, flo
     if several_runs:  # the interval of shares does not know of training runs
         return difference.union(of_shares), float(np.fmax(p_value, share_p))
     return of_shares, share_p
+
+
+def _swap_p_value(sample: Sample, other: Sample, name: str) -> float:
+    """The permutation p of a metric, on the means over training runs."""
+    columns = columns_of(name)
+    return swap_p_value(
+        METRICS[name].function,
+        [sample.columns[column].mean(axis=0) for column in columns],
+        [other.columns[column].mean(axis=0) for column in columns],
+        sample.documents,
+        num_swaps=sample.num_resamples,
+    )
 
 
 def _ratio(sample: Sample, other: Sample, name: str) -> Estimate:
