@@ -102,7 +102,8 @@ class Sample:
         if len(self.runs) == 1 or np.isnan(by_document.value):
             return by_document
         # Wilson's interval does not know of training runs
-        return self.bootstrap.estimate(self.draws(name)).union(by_document)
+        by_run = self.bootstrap.estimate(self.draws(name)).union(by_document)
+        return Estimate(by_run.value, max(0.0, by_run.low), min(1.0, by_run.high))
 
     def _share(self, name: str) -> Estimate:
         """A share with the interval of ``share``; of two columns the second says which count."""
