@@ -20,9 +20,12 @@ import kvcat
 from kvcat.compress import parse_method, seeded_compressor
 
 METHODS = (
-    "attention-matching", "attention-matching,budgets=equal", "attention-matching,preset=paper,num_queries=none",
-    "h2o", "snapkv",
-)  # fmt: skip
+    "attention-matching",
+    "attention-matching,budgets=equal",
+    "attention-matching,preset=paper,num_queries=none",
+    "h2o",
+    "snapkv",
+)
 
 
 def main() -> None:

@@ -24,9 +24,15 @@ NEW = 32
 def small_model(tokens: int, dtype: torch.dtype) -> PreTrainedModel:
     torch.manual_seed(0)
     config = Qwen2Config(
-        vocab_size=4096, hidden_size=896, intermediate_size=1792, num_hidden_layers=4, num_attention_heads=14,
-        num_key_value_heads=2, max_position_embeddings=2 * tokens, tie_word_embeddings=True,
-    )  # fmt: skip
+        vocab_size=4096,
+        hidden_size=896,
+        intermediate_size=1792,
+        num_hidden_layers=4,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        max_position_embeddings=2 * tokens,
+        tie_word_embeddings=True,
+    )
     return Qwen2ForCausalLM(config).to(dtype).eval()
 
 
@@ -101,13 +107,19 @@ def main() -> None:
         f"dense, {tokens} tokens": (lambda: dense(model, tokens, dtype), tokens, "sdpa"),
         f"dense, {slots} tokens": (lambda: dense(model, slots, dtype), slots, "sdpa"),
         **{
-            f"compact, {slots} slots, {kind}": (lambda c=cache: c.to_transformers(model), tokens, "kvcat")
+            f"compact, {slots} slots, {kind}": (
+                lambda c=cache: c.to_transformers(model),
+                tokens,
+                "kvcat",
+            )
             for kind, cache in compacts.items()
         },
         f"compact, {slots} slots, log-bias, static": (
-            lambda: compacts["log-bias"].to_transformers(model, static_tokens=NEW), tokens, "kvcat",
+            lambda: compacts["log-bias"].to_transformers(model, static_tokens=NEW),
+            tokens,
+            "kvcat",
         ),
-    }  # fmt: skip
+    }
     times: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(options.rounds):
         for name, (make, position, attention) in variants.items():

@@ -76,9 +76,14 @@ def main() -> None:
     model, tokenizer = kvcat.load(options.model)
     documents = [(document.id, document.text) for document in split_documents(options.data, "test")]
     windows = windows_from_documents(
-        documents, tokenizer, prefix_len=options.prefix, suffix_len=options.suffix, limit=options.windows,
-        per_document=options.per_document, seed=options.seed,
-    )  # fmt: skip
+        documents,
+        tokenizer,
+        prefix_len=options.prefix,
+        suffix_len=options.suffix,
+        limit=options.windows,
+        per_document=options.per_document,
+        seed=options.seed,
+    )
     tokens, half = torch.tensor([window.tokens for window in windows]), options.suffix // 2
     full = trace(model, tokens, options.prefix)
     fitted = trace(model, tokens[:, : options.prefix + half], options.prefix)

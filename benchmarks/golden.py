@@ -55,17 +55,27 @@ def texts(folder: Path) -> Path:
 def training(folder: Path) -> Iterator[tuple[str, list[float], float]]:
     """Losses and gradient norms of three steps of every policy and form of the masked pass."""
     cases = {
-        "router": {}, "router-noise": {"router_noise": 0.05}, "random": {"policy": "random"},
-        "attention": {"policy": "attention"}, "control": {"policy": "control"},
+        "router": {},
+        "router-noise": {"router_noise": 0.05},
+        "random": {"policy": "random"},
+        "attention": {"policy": "attention"},
+        "control": {"policy": "control"},
         "prefix": {"prefix_range": (0.5, 0.9), "target_keep": 0.25, "policy": "random"},
         "frozen": {"teacher": "frozen", "policy": "random"},
-    }  # fmt: skip
+    }
     data = str(texts(folder / "texts"))
     for name, options in cases.items():
         config = kvcat.recipes.small(
-            model="kvcat-base", data=data, output=str(folder / name), max_steps=3, seq_len=128, batch_size=4,
-            warmup_steps=1, validation_sequences=4, **{"router_noise": 0.0, **options},
-        )  # fmt: skip
+            model="kvcat-base",
+            data=data,
+            output=str(folder / name),
+            max_steps=3,
+            seq_len=128,
+            batch_size=4,
+            warmup_steps=1,
+            validation_sequences=4,
+            **{"router_noise": 0.0, **options},
+        )
         kvcat.train(config, progress=False)
         records = [
             json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()
@@ -84,9 +94,15 @@ def models() -> Iterator[tuple[str, torch.nn.Module, int]]:
     yield "kvcat-base", kvcat.load("kvcat-base")[0], 512
     torch.manual_seed(0)
     config = GemmaConfig(
-        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=512,
-    )  # fmt: skip
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=512,
+    )
     yield "gemma", GemmaForCausalLM(config).eval(), 256
 
 
@@ -154,14 +170,43 @@ def evaluations(folder: Path) -> Iterator[tuple[str, list[float], float]]:
     """Records of the suffix and needle evaluations, and the needle's examples by their hash."""
     data = str(texts(folder / "texts"))
     command(
-        "eval", "suffix", "kvcat-base", "--data", data, "--split", "all", "--windows", "4", "--prefix", "192",
-        "--suffix", "64", "--method", "snapkv", "attention-matching,preset=paper", "--keep", "0.1", "0.4",
-        "--out", str(folder / "suffix"),
-    )  # fmt: skip
+        "eval",
+        "suffix",
+        "kvcat-base",
+        "--data",
+        data,
+        "--split",
+        "all",
+        "--windows",
+        "4",
+        "--prefix",
+        "192",
+        "--suffix",
+        "64",
+        "--method",
+        "snapkv",
+        "attention-matching,preset=paper",
+        "--keep",
+        "0.1",
+        "0.4",
+        "--out",
+        str(folder / "suffix"),
+    )
     command(
-        "eval", "needle", "kvcat-base", "--length", "300", "--per-depth", "1", "--method", "snapkv", "--keep", "0.1",
-        "--out", str(folder / "needle"),
-    )  # fmt: skip
+        "eval",
+        "needle",
+        "kvcat-base",
+        "--length",
+        "300",
+        "--per-depth",
+        "1",
+        "--method",
+        "snapkv",
+        "--keep",
+        "0.1",
+        "--out",
+        str(folder / "needle"),
+    )
     manifest = json.loads((folder / "needle" / "config.json").read_text())["manifest"]
     yield "needle/manifest", [float(int(manifest[:12], 16))], 0.0
     for name in ("suffix", "needle"):
@@ -182,9 +227,11 @@ def figures_of_today() -> tuple[Figures, dict[str, float]]:
     tolerances: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, part in (
-            ("caches", caches()), ("training", training(Path(folder, "training"))),
-            ("evaluations", evaluations(Path(folder, "evals"))), ("demo", demo(Path(folder, "demo"))),
-        ):  # fmt: skip
+            ("caches", caches()),
+            ("training", training(Path(folder, "training"))),
+            ("evaluations", evaluations(Path(folder, "evals"))),
+            ("demo", demo(Path(folder, "demo"))),
+        ):
             print(f"{name} ...", file=sys.stderr)
             for key, figures, tolerance in part:
                 found[key], tolerances[key] = figures, tolerance
@@ -202,8 +249,13 @@ def differences(old: Figures, new: Figures, tolerances: dict[str, float]) -> lis
             lines.append(f"{key}: {len(old[key])} figures before, {len(new[key])} now")
             continue
         scale = max((abs(value) for value in old[key]), default=0.0)
-        worst = max((abs(a - b) / (abs(a) + 1e-3 * scale + 1e-12) for a, b in zip(old[key], new[key], strict=True)),
-                    default=0.0)  # fmt: skip
+        worst = max(
+            (
+                abs(a - b) / (abs(a) + 1e-3 * scale + 1e-12)
+                for a, b in zip(old[key], new[key], strict=True)
+            ),
+            default=0.0,
+        )
         if worst > tolerances[key]:
             lines.append(f"{key}: differs by {worst:.2g}, tolerance {tolerances[key]:g}")
     return lines

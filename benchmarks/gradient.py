@@ -30,11 +30,16 @@ from kvcat.training.log import peak_memory
 
 SHAPES = {
     "large-vocabulary": {
-        "vocab_size": 65536, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4,
-        "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 8192,
+        "vocab_size": 65536,
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 8192,
     },
     "kvcat-base": None,
-}  # fmt: skip
+}
 FORMS = {
     "bare": None,
     "step": False,

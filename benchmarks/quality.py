@@ -67,9 +67,14 @@ def windows(options: argparse.Namespace, tokenizer) -> Iterator[tuple[str, str, 
             for d in split_documents(path, split or "all", limit=20 * options.windows)
         )
         found = windows_from_documents(
-            documents, tokenizer, prefix_len=options.prefix, suffix_len=SUFFIX, limit=options.windows,
-            per_document=options.per_document, seed=options.seed,
-        )  # fmt: skip
+            documents,
+            tokenizer,
+            prefix_len=options.prefix,
+            suffix_len=SUFFIX,
+            limit=options.windows,
+            per_document=options.per_document,
+            seed=options.seed,
+        )
         domains.append([(name, f"{name}:{window.document}", window.tokens) for window in found])
     for turn in range(max(map(len, domains))):
         yield from (domain[turn] for domain in domains if turn < len(domain))
@@ -123,9 +128,12 @@ class Original:
             )
         else:
             self._solver = module.HighestAttentionKeysCompaction(
-                score_method="rms", nnls_iters=2, nnls_lower_bound=math.exp(-3), nnls_upper_bound=math.exp(3),
+                score_method="rms",
+                nnls_iters=2,
+                nnls_lower_bound=math.exp(-3),
+                nnls_upper_bound=math.exp(3),
                 c2_method="lsq",
-            )  # fmt: skip
+            )
 
     def each(self, traced: Trace, keeps: list[float]) -> Iterator[CompactCache]:
         """The caches of several keep ratios, each worked out alone."""

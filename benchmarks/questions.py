@@ -40,19 +40,54 @@ from kvcat.files import append_jsonl, read_jsonl
 
 KINDS = {"needle": 1, "multi-needle": 4, "key-value": 12}  # lines that are hidden, and asked
 NAMES = [
-    "Anna", "Peter", "Maria", "Thomas", "Laura", "Martin", "Emma", "Daniel", "Sarah", "Robert", "Julia",
-    "Michael", "Helen", "Frank", "Alice", "David", "Clara", "Simon", "Grace", "Henry", "Rose", "Oscar", "Lucy",
-    "Victor", "Nina", "Paul", "George", "Emily", "Arthur", "Diana", "Walter", "Louis",
-]  # fmt: skip
+    "Anna",
+    "Peter",
+    "Maria",
+    "Thomas",
+    "Laura",
+    "Martin",
+    "Emma",
+    "Daniel",
+    "Sarah",
+    "Robert",
+    "Julia",
+    "Michael",
+    "Helen",
+    "Frank",
+    "Alice",
+    "David",
+    "Clara",
+    "Simon",
+    "Grace",
+    "Henry",
+    "Rose",
+    "Oscar",
+    "Lucy",
+    "Victor",
+    "Nina",
+    "Paul",
+    "George",
+    "Emily",
+    "Arthur",
+    "Diana",
+    "Walter",
+    "Louis",
+]
 BASELINES = (("dense", 1.0), ("no document", 0.0))
 LINE, QUESTION = "The phone number of {} is", "What does the text say?"
 DIGITS, EXAMPLES = 5, 8
 CONDITIONS = (
-    "attention-matching@self", "attention-matching@reconstruction", "attention-matching@examples",
-    "attention-matching,preset=known@examples", "attention-matching,preset=known@asked",
-    "attention-matching,budgets=equal@self", "attention-matching,preset=paper@self", "h2o@self", "snapkv@self",
+    "attention-matching@self",
+    "attention-matching@reconstruction",
+    "attention-matching@examples",
+    "attention-matching,preset=known@examples",
+    "attention-matching,preset=known@asked",
+    "attention-matching,budgets=equal@self",
+    "attention-matching,preset=paper@self",
+    "h2o@self",
+    "snapkv@self",
     "truncated@text",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -166,8 +201,11 @@ def answered(
             cache = next(caches)
             seconds = round(time.process_time() - begun, 2)
             yield about | {
-                "condition": condition, "keep": keep, "answers": document.answers(cache), "seconds": seconds,
-            }  # fmt: skip
+                "condition": condition,
+                "keep": keep,
+                "answers": document.answers(cache),
+                "seconds": seconds,
+            }
     for condition, keep in BASELINES:
         if (document.name, condition, keep) not in known:
             dense = condition == "dense"

@@ -42,10 +42,15 @@ from kvcat.models import save
 from kvcat.serving import LlamaCpp, export_prefix, read_prefix, widen, write_gguf
 
 QUESTIONS = [
-    "What is this text about?", "Name one example from the text.", "Which numbers does the text mention?",
-    "Summarise the text in one sentence.", "What comes first in the text?", "What comes last in the text?",
-    "Which terms does the text define?", "Write a title for the text.",
-]  # fmt: skip
+    "What is this text about?",
+    "Name one example from the text.",
+    "Which numbers does the text mention?",
+    "Summarise the text in one sentence.",
+    "What comes first in the text?",
+    "What comes last in the text?",
+    "Which terms does the text define?",
+    "Write a title for the text.",
+]
 
 
 def main() -> None:
@@ -81,11 +86,16 @@ def main() -> None:
     )
     processor = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     record = {
-        "engine": options.engine, "command": " ".join(["python", *sys.argv]), "date": time.strftime("%Y-%m-%d"),
+        "engine": options.engine,
+        "command": " ".join(["python", *sys.argv]),
+        "date": time.strftime("%Y-%m-%d"),
         "hardware": f"{len(processor)} x {processor[0] if processor else platform.machine()}",
         "load": os.getloadavg()[0],
-        "versions": {name: version(name) for name in ("kvcat", "torch", "transformers", "xllamacpp")}, **figures,
-    }  # fmt: skip
+        "versions": {
+            name: version(name) for name in ("kvcat", "torch", "transformers", "xllamacpp")
+        },
+        **figures,
+    }
     append_jsonl(options.work / "records.jsonl", record)
     print(json.dumps(record, indent=2))
 
@@ -130,12 +140,21 @@ def llama_cpp(options, model, tokenizer, texts):
             end = time.perf_counter()
             wanted = kvcat.replay(model, cache, question)[0, -1]
             found[name] = {
-                "tokens": cache.num_tokens, "slots": prefix.num_slots, "cells": engine.num_ctx,
-                "MB in llama.cpp": engine.num_ctx * engine.layout.width * 2 * 2 * prefix.shape[0] / 1e6,
-                "MB of the file": packed.stat().st_size / 1e6, "seconds to restore": restored - start,
-                "seconds to the first token": first - start, "tokens a second": len(answer) / (end - first),
+                "tokens": cache.num_tokens,
+                "slots": prefix.num_slots,
+                "cells": engine.num_ctx,
+                "MB in llama.cpp": engine.num_ctx
+                * engine.layout.width
+                * 2
+                * 2
+                * prefix.shape[0]
+                / 1e6,
+                "MB of the file": packed.stat().st_size / 1e6,
+                "seconds to restore": restored - start,
+                "seconds to the first token": first - start,
+                "tokens a second": len(answer) / (end - first),
                 "largest difference of a logit": (logits - wanted).abs().max().item(),
-            }  # fmt: skip
+            }
     return found
 
 
@@ -165,9 +184,11 @@ class Server:
         command += ["--block-size", 32]
         if caches:
             transfer = {
-                "kv_connector": "CompactCacheConnector", "kv_connector_module_path": "kvcat.serving.vllm",
-                "kv_role": "kv_consumer", "kv_connector_extra_config": {"caches": str(caches)},
-            }  # fmt: skip
+                "kv_connector": "CompactCacheConnector",
+                "kv_connector_module_path": "kvcat.serving.vllm",
+                "kv_role": "kv_consumer",
+                "kv_connector_extra_config": {"caches": str(caches)},
+            }
             command += [
                 "--middleware",
                 "kvcat.serving.vllm.compact_caches",
@@ -181,9 +202,11 @@ class Server:
         }
         self.log = (options.work / f"server-{'compact' if caches else 'dense'}.log").open("w")
         self.process = subprocess.Popen(
-            [str(x) for x in command], stdout=self.log, stderr=self.log,
+            [str(x) for x in command],
+            stdout=self.log,
+            stderr=self.log,
             env={**os.environ, **told, "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
-        )  # fmt: skip
+        )
 
     def __enter__(self):
         while not self.read("/health") and self.process.poll() is None:
@@ -244,12 +267,13 @@ class Server:
         capacity = re.search(r"KV cache size: ([\d,]+) tokens", Path(self.log.name).read_text())
         tokens = int(capacity[1].replace(",", "")) if capacity else 0
         return [made for made, *_ in answers], {
-            "seconds": seconds, "requests a second": len(bodies) / seconds,
+            "seconds": seconds,
+            "requests a second": len(bodies) / seconds,
             "tokens a second": sum(len(made) for made, *_ in answers) / seconds,
             "seconds to the first token, median": firsts.median().item(),
             "seconds to the first token, largest": firsts.max().item(),
             "most cells in use": round(self.usage * tokens),
-        }  # fmt: skip
+        }
 
 
 def vllm(options, model, tokenizer, texts):
@@ -305,9 +329,13 @@ def vllm(options, model, tokenizer, texts):
     for (name, question), answer in zip(asked, answers, strict=True):
         inputs = caches[name].inputs(model, question_ids(tokenizer, question, chat=True))
         made = model.generate(
-            **inputs, max_new_tokens=options.new_tokens, min_new_tokens=options.new_tokens, do_sample=False,
-            eos_token_id=None, pad_token_id=0,
-        )  # fmt: skip
+            **inputs,
+            max_new_tokens=options.new_tokens,
+            min_new_tokens=options.new_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
         right += made[0, inputs["input_ids"].shape[1] :].tolist() == answer
     found["answers equal to those of transformers"] = right
     return found

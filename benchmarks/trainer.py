@@ -27,11 +27,21 @@ def ours(args: argparse.Namespace) -> float:
     from kvcat.training.loop import train
 
     with tempfile.TemporaryDirectory() as scratch:
-        settings = TrainConfig.from_dict({
-            "model": args.model, "output": f"{scratch}/run", "policy": "control", "seq_len": args.seq_len,
-            "batch_size": args.batch, "max_steps": args.steps, "warmup_steps": 1, "validation_every": args.steps,
-            "validation_sequences": 1, "checkpoint_every": args.steps, "device": args.device,
-        })  # fmt: skip
+        settings = TrainConfig.from_dict(
+            {
+                "model": args.model,
+                "output": f"{scratch}/run",
+                "policy": "control",
+                "seq_len": args.seq_len,
+                "batch_size": args.batch,
+                "max_steps": args.steps,
+                "warmup_steps": 1,
+                "validation_every": args.steps,
+                "validation_sequences": 1,
+                "checkpoint_every": args.steps,
+                "device": args.device,
+            }
+        )
         train(settings, progress=False)
         rates = [
             r["tokens_per_s"]
@@ -65,9 +75,15 @@ def theirs(args: argparse.Namespace) -> float:
     rows = [{"input_ids": row, "labels": row} for row in tokens]
     with tempfile.TemporaryDirectory() as scratch:
         settings = TrainingArguments(
-            output_dir=scratch, per_device_train_batch_size=args.batch, max_steps=args.steps, report_to="none",
-            save_strategy="no", logging_strategy="no", use_cpu=args.device == "cpu", disable_tqdm=True,
-        )  # fmt: skip
+            output_dir=scratch,
+            per_device_train_batch_size=args.batch,
+            max_steps=args.steps,
+            report_to="none",
+            save_strategy="no",
+            logging_strategy="no",
+            use_cpu=args.device == "cpu",
+            disable_tqdm=True,
+        )
         clock = Clock()
         Trainer(model=model, args=settings, train_dataset=rows, callbacks=[clock]).train()  # type: ignore[arg-type]
     seconds = sorted(clock.seconds[WARM:])

@@ -30,14 +30,22 @@ from kvcat.training.plan import flops_per_token, peak_flops
 
 SHAPES = {
     "small": {
-        "vocab_size": 8192, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8,
-        "num_attention_heads": 8, "num_key_value_heads": 2,
+        "vocab_size": 8192,
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
     },
     "qwen2.5-0.5b": {
-        "vocab_size": 151_936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
-        "num_attention_heads": 14, "num_key_value_heads": 2,
+        "vocab_size": 151_936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
     },
-}  # fmt: skip
+}
 VARIANTS = {
     "control": {"policy": "control"},
     "KV-CAT": {},

@@ -17,13 +17,20 @@ def write_gguf(model, path, words=(), *, settings=None, tensors=None, name=None)
     writer = gguf.GGUFWriter(path, config.model_type)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     for field, value in (
-        ("context_length", config.max_position_embeddings), ("embedding_length", config.hidden_size),
-        ("block_count", config.num_hidden_layers), ("feed_forward_length", config.intermediate_size),
-        ("head_count", config.num_attention_heads), ("head_count_kv", config.num_key_value_heads),
-        ("key_length", head_dim), ("value_length", head_dim), ("rope_dimension_count", head_dim),
-        ("rope_freq_base", config.rope_parameters["rope_theta"]), ("layer_norm_rms_eps", config.rms_norm_eps),
-        ("vocab_size", config.vocab_size), ("tokenizer_model", "gpt2" if words else "no_vocab"),
-    ):  # fmt: skip
+        ("context_length", config.max_position_embeddings),
+        ("embedding_length", config.hidden_size),
+        ("block_count", config.num_hidden_layers),
+        ("feed_forward_length", config.intermediate_size),
+        ("head_count", config.num_attention_heads),
+        ("head_count_kv", config.num_key_value_heads),
+        ("key_length", head_dim),
+        ("value_length", head_dim),
+        ("rope_dimension_count", head_dim),
+        ("rope_freq_base", config.rope_parameters["rope_theta"]),
+        ("layer_norm_rms_eps", config.rms_norm_eps),
+        ("vocab_size", config.vocab_size),
+        ("tokenizer_model", "gpt2" if words else "no_vocab"),
+    ):
         getattr(writer, f"add_{field}")(value)
     for key, value in (settings or {}).items():
         add = {

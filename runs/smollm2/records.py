@@ -69,9 +69,20 @@ def records(rows: pd.DataFrame) -> Iterator[Record]:
         label = f"{row['model']}@{row['seed']}"
         values = {name: row[name] for name in VALUES} | {"delta_nll": row["nll"] - row["nll_dense"]}
         yield Record(
-            label, label, "", row["method"], "{}", row["keep_ratio"], None, None, row["text"], "", row["document"],
-            str(row["window"]), values,
-        )  # fmt: skip
+            label,
+            label,
+            "",
+            row["method"],
+            "{}",
+            row["keep_ratio"],
+            None,
+            None,
+            row["text"],
+            "",
+            row["document"],
+            str(row["window"]),
+            values,
+        )
 
 
 def control_of(model: str) -> str:

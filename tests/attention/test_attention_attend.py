@@ -10,8 +10,12 @@ KINDS = {"causal": {}, "window": {"window": 3}}
 
 
 def example(seed=0, *, heads=4, kv_heads=2, queries=9, keys=9):
-    q, k, v, bias = (normal(2, *shape, seed=4 * seed + i) for i, shape in enumerate(
-        [(heads, queries, 8), (kv_heads, keys, 8), (kv_heads, keys, 8), (kv_heads, keys)]))  # fmt: skip
+    q, k, v, bias = (
+        normal(2, *shape, seed=4 * seed + i)
+        for i, shape in enumerate(
+            [(heads, queries, 8), (kv_heads, keys, 8), (kv_heads, keys, 8), (kv_heads, keys)]
+        )
+    )
     keep = (torch.rand(2, keys, generator=torch.Generator().manual_seed(seed)) < 0.4).double()
     keep[:, :2] = 0.0  # the first queries are blind under causality
     return q, k, v, keep, 2 * bias

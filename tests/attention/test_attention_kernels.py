@@ -16,11 +16,15 @@ from tiny import loud_model
 
 # queries, keys, biased keys, channels of values, KV heads
 SHAPES = {
-    "a chunk behind a cache": (5, 12), "a bias of some of the queries' own keys": (5, 12, 9),
-    "a bias without a cache": (6, 6, 6), "one query": (1, 6, 2), "many blocks": (130, 700, 90),
-    "values narrower than keys": (5, 12, 3, 6), "values wider than keys": (5, 12, 3, 24),
+    "a chunk behind a cache": (5, 12),
+    "a bias of some of the queries' own keys": (5, 12, 9),
+    "a bias without a cache": (6, 6, 6),
+    "one query": (1, 6, 2),
+    "many blocks": (130, 700, 90),
+    "values narrower than keys": (5, 12, 3, 6),
+    "values wider than keys": (5, 12, 3, 24),
     "a head for each": (5, 12, 3, 8, 4),
-}  # fmt: skip
+}
 
 
 def example(queries, keys, biased=None, value_dim=8, kv_heads=2):

@@ -127,12 +127,24 @@ DAMAGED_TENSORS = [
     ({"layers.0.positions": zeros(*BIAS, dtype=torch.int32, last=9)}, r"positions lie in 0\.\.9"),
     ({"layers.0.keys": zeros(*KEYS, last=NAN)}, "keys hold numbers that are not finite"),
     ({"layers.0.log_bias": zeros(*BIAS, last=INF)}, "log_bias hold numbers that are not finite"),
-    ({"layers.1.keys": zeros(1, 2, 3, 4), "layers.1.values": zeros(1, 2, 3, 6), "layers.1.log_bias": None},
-     "1 examples in float32 and of 2 examples"),
-    ({"layers.1.keys": zeros(2, 2, 10, 4), "layers.1.values": zeros(2, 2, 10, 6), "layers.1.log_bias": None},
-     "10 slots for a prefix of 9 tokens"),
+    (
+        {
+            "layers.1.keys": zeros(1, 2, 3, 4),
+            "layers.1.values": zeros(1, 2, 3, 6),
+            "layers.1.log_bias": None,
+        },
+        "1 examples in float32 and of 2 examples",
+    ),
+    (
+        {
+            "layers.1.keys": zeros(2, 2, 10, 4),
+            "layers.1.values": zeros(2, 2, 10, 6),
+            "layers.1.log_bias": None,
+        },
+        "10 slots for a prefix of 9 tokens",
+    ),
     ({"layers.0.counts": zeros(2, 2, dtype=torch.int64)}, "keys have shape"),
-]  # fmt: skip
+]
 
 
 DEEP = "[" * 100_000
@@ -152,16 +164,20 @@ DAMAGED_ENTRIES = [
 
 
 DAMAGED_COUNTS = [
-    (torch.tensor([[0, 4], [2, 2]]), "heads of 0 to 4 slots"), (torch.tensor([[1, 2], [2, 2]]), "do not fit keys of 8"),
-    (torch.tensor([[2**62, 2**62], [2**62, 2**62 + 8]]), "slots"), (torch.tensor([1, 3, 2, 2]), r"counts \(4,\)"),
-]  # fmt: skip
+    (torch.tensor([[0, 4], [2, 2]]), "heads of 0 to 4 slots"),
+    (torch.tensor([[1, 2], [2, 2]]), "do not fit keys of 8"),
+    (torch.tensor([[2**62, 2**62], [2**62, 2**62 + 8]]), "slots"),
+    (torch.tensor([1, 3, 2, 2]), r"counts \(4,\)"),
+]
 
 
 @pytest.mark.parametrize(
     ("form", "changes", "reason"),
-    [*(("equal", *row) for row in DAMAGED_TENSORS + DAMAGED_ENTRIES),
-     *(("ragged", {"layers.1.counts": counts}, reason) for counts, reason in DAMAGED_COUNTS)],
-)  # fmt: skip
+    [
+        *(("equal", *row) for row in DAMAGED_TENSORS + DAMAGED_ENTRIES),
+        *(("ragged", {"layers.1.counts": counts}, reason) for counts, reason in DAMAGED_COUNTS),
+    ],
+)
 def test_what_is_no_cache_is_refused_though_the_checksum_is_right(tmp_path, form, changes, reason):
     path = tmp_path / "doc"
     example(form).save(path)
@@ -180,13 +196,15 @@ def test_foreign_files_are_refused(tmp_path):
     for content in (
         b"PK\x03\x04" + bytes(60),  # a zip archive, as torch.save writes it
         b"\x80\x04\x95\x05\x00\x00\x00\x00\x00\x00\x00\x8c\x01a\x94.",  # a pickle
-        (2**40).to_bytes(8, "little") + b"{}", header_only(b"{not json"), header_only(DEEP.encode()),
+        (2**40).to_bytes(8, "little") + b"{}",
+        header_only(b"{not json"),
+        header_only(DEEP.encode()),
         header_only(b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [-90000, 4]}}', 4),
         header_only(b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'),
         header_only(b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}', 4),
         header_only(b'{"a": {"dtype": "F4", "shape": [8], "data_offsets": [0, 4]}}', 4),
         header_only(b'{"__metadata__": null}'),
-    ):  # fmt: skip
+    ):
         refused(
             tmp_path / "doc",
             content,
@@ -207,7 +225,7 @@ def test_a_place_that_cannot_be_written_is_named_and_the_old_file_stays(
     for cache, path, told in (
         (broken, tmp_path / "new", "the compact cache, layer 1: values"),
         (example(), tmp_path, "cannot write .*: Is a directory"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(InputError, match=told):
             cache.save(path)
     with pytest.raises(InputError, match="no cache file"):

@@ -30,8 +30,13 @@ def made(model, form="ragged", batch=2):
     for index, counts in enumerate(COUNTS):
         draw = torch.Generator().manual_seed(index)
         if form.startswith("ragged"):
-            parts = [[[torch.randn(n, *s, generator=draw).double() for n in row] for row in counts[:batch]]
-                     for s in ((8,), (8,), ())]  # fmt: skip
+            parts = [
+                [
+                    [torch.randn(n, *s, generator=draw).double() for n in row]
+                    for row in counts[:batch]
+                ]
+                for s in ((8,), (8,), ())
+            ]
             layers.append(CompactLayer.ragged(*parts[: 2 if form == "ragged, no bias" else 3]))
         else:
             slots = 5 + index * (form == "layers")
@@ -83,10 +88,15 @@ def questions(rows, length=7):
 @pytest.mark.parametrize(
     ("name", "form", "new"),
     [
-        ("llama", "plain", 7), ("qwen2", "biased", 7), ("gemma", "ragged", 7), ("granite", "biased", 1),
-        ("llama", "layers", 5), ("qwen3", "ragged", 70), ("llama", "ragged, no bias", 7),
+        ("llama", "plain", 7),
+        ("qwen2", "biased", 7),
+        ("gemma", "ragged", 7),
+        ("granite", "biased", 1),
+        ("llama", "layers", 5),
+        ("qwen3", "ragged", 70),
+        ("llama", "ragged, no bias", 7),
     ],
-)  # fmt: skip
+)
 def test_a_forward_equals_stock_attention_head_by_head(name, form, new):
     model = tiny(name)
     cache, ids = made(model, form), questions(2, new)

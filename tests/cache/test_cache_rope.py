@@ -13,20 +13,30 @@ from tiny import TRANSFORMERS, loud_model, refusal
 
 BORDER = 64
 LONGROPE = {
-    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.5, 2.0, 2.5],
-    "long_factor": [2.0, 5.0, 8.0, 11.0], "original_max_position_embeddings": BORDER,
-}  # fmt: skip
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.5, 2.0, 2.5],
+    "long_factor": [2.0, 5.0, 8.0, 11.0],
+    "original_max_position_embeddings": BORDER,
+}
 KINDS = {
-    "phi3": {"rope_parameters": LONGROPE, "original_max_position_embeddings": BORDER, "pad_token_id": 0},
+    "phi3": {
+        "rope_parameters": LONGROPE,
+        "original_max_position_embeddings": BORDER,
+        "pad_token_id": 0,
+    },
     "llama": {"rope_parameters": LONGROPE},
     "gemma3_text": {
-        "head_dim": 8, "sliding_window": 512, "query_pre_attn_scalar": 8,
+        "head_dim": 8,
+        "sliding_window": 512,
+        "query_pre_attn_scalar": 8,
         "layer_types": ["sliding_attention", "full_attention"],
         "rope_parameters": {
-            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": LONGROPE,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": LONGROPE,
         },
     },
-}  # fmt: skip
+}
 
 
 def pair(kind="phi3", **options):
@@ -56,10 +66,17 @@ def error(found, expected):
 @pytest.mark.parametrize(
     ("kind", "length", "question"),
     [
-        ("phi3", 30, 5), ("phi3", 50, 14), ("phi3", 50, 40), ("phi3", 64, 3), ("phi3", 100, 6),
-        ("llama", 63, 2), ("llama", 50, 14), ("gemma3_text", 50, 10), ("gemma3_text", 60, 10),
+        ("phi3", 30, 5),
+        ("phi3", 50, 14),
+        ("phi3", 50, 40),
+        ("phi3", 64, 3),
+        ("phi3", 100, 6),
+        ("llama", 63, 2),
+        ("llama", 50, 14),
+        ("gemma3_text", 50, 10),
+        ("gemma3_text", 60, 10),
     ],
-)  # fmt: skip
+)
 def test_a_dense_cache_answers_as_the_stock_model_or_says_that_it_cannot(kind, length, question):
     model, stock = pair(kind)
     document, asked, instruction = tokens(length), tokens(question, 1), tokens(5, 2)
@@ -204,7 +221,10 @@ def test_factors_are_held_for_a_block_and_models_that_choose_them_otherwise_are_
     }  # as kvcat widen leaves it
     assert rope_factors(model.config, 65) is None
     phimoe = loud_model(
-        "phimoe", torch.float32, num_local_experts=2, max_position_embeddings=256,
+        "phimoe",
+        torch.float32,
+        num_local_experts=2,
+        max_position_embeddings=256,
         rope_parameters={**LONGROPE, "short_mscale": 1.1, "long_mscale": 1.3},
-    )  # fmt: skip
+    )
     assert "PhimoeForCausalLM is not supported: its rotary factors" in refusal(self_test, phimoe)

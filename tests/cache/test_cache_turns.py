@@ -127,11 +127,15 @@ def test_left_padded_turns_follow_each_other_in_a_growing_and_in_a_static_cache(
 @pytest.mark.parametrize(
     "settings",
     [
-        {"use_cache": False}, {"num_beams": 1, "use_cache": False}, {"max_length": 12},
-        {"return_dict_in_generate": True}, {"prompt_lookup_num_tokens": 2}, {"guidance_scale": 1.0},
+        {"use_cache": False},
+        {"num_beams": 1, "use_cache": False},
+        {"max_length": 12},
+        {"return_dict_in_generate": True},
+        {"prompt_lookup_num_tokens": 2},
+        {"guidance_scale": 1.0},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_settings_of_a_models_own_folder_do_not_change_what_the_cache_stands_for(
     settings, model, stock, cache
 ):

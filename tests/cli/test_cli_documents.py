@@ -91,13 +91,21 @@ def test_keep_one_answers_as_the_model_does_without_a_cache_plain_or_in_its_chat
 @pytest.mark.parametrize(
     "settings",
     [
-        {"use_cache": False}, {"cache_implementation": "static"}, {"num_beams": 3},
+        {"use_cache": False},
+        {"cache_implementation": "static"},
+        {"num_beams": 3},
         {"num_return_sequences": 2, "num_beams": 2},
-        {"stop_strings": ["a"]}, {"repetition_penalty": 5.0}, {"penalty_alpha": 0.6, "top_k": 4}, {"max_time": 1e-9},
-        {"forced_bos_token_id": 5}, {"suppress_tokens": list(range(200))}, {"min_length": 50}, {"dola_layers": "high"},
+        {"stop_strings": ["a"]},
+        {"repetition_penalty": 5.0},
+        {"penalty_alpha": 0.6, "top_k": 4},
+        {"max_time": 1e-9},
+        {"forced_bos_token_id": 5},
+        {"suppress_tokens": list(range(200))},
+        {"min_length": 50},
+        {"dola_layers": "high"},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_answers_are_greedy_whatever_the_folder_sets_and_what_is_left_out_is_named(
     settings, tiny_folder, tmp_path, capsys
 ):
@@ -269,10 +277,14 @@ def test_a_file_says_what_it_holds_and_a_damaged_or_another_one_is_refused_in_on
     assert kvcat("info", tmp_path / "c") == 0
     shown = capsys.readouterr().out
     for line in (
-        "20 tokens in 2.5 slots per layer and head (12.5% kept), at most 4", "1 examples, 2 layers, 2 KV heads of 8",
-        f"{cache.nbytes:,}, 12.5% of the 5,120 of the dense cache", "by hand", "unknown, fingerprint 0123456789ab",
-        "seed 7", "slots by layer  3 2",
-    ):  # fmt: skip
+        "20 tokens in 2.5 slots per layer and head (12.5% kept), at most 4",
+        "1 examples, 2 layers, 2 KV heads of 8",
+        f"{cache.nbytes:,}, 12.5% of the 5,120 of the dense cache",
+        "by hand",
+        "unknown, fingerprint 0123456789ab",
+        "seed 7",
+        "slots by layer  3 2",
+    ):
         assert line in shown
     content = (tmp_path / "c").read_bytes()
     (tmp_path / "c").write_bytes(content[:-5] + b"!" + content[-4:])

@@ -25,16 +25,21 @@ def machine(monkeypatch, tmp_path, *, total=8, allowed=8, load=0.0, running=0, q
 @pytest.mark.parametrize(
     ("facts", "expected"),
     [
-        ({}, 8), ({"total": 1, "allowed": 1}, 1), ({"allowed": 3}, 3), ({"load": 5.2, "running": 6}, 3),
+        ({}, 8),
+        ({"total": 1, "allowed": 1}, 1),
+        ({"allowed": 3}, 3),
+        ({"load": 5.2, "running": 6}, 3),
         ({"load": 30.0, "running": 40}, 1),
         ({"load": 6.0, "running": 1}, 7),  # what made the load has ended
         ({"load": 0.3, "running": 9}, 8),  # a moment's burst
         ({"load": 6.0, "running": None}, 2),  # a system without /proc
-        ({"quota": "250000 100000"}, 2), ({"quota": "50000 100000"}, 1), ({"quota": "max 100000"}, 8),
+        ({"quota": "250000 100000"}, 2),
+        ({"quota": "50000 100000"}, 1),
+        ({"quota": "max 100000"}, 8),
         ({"total": 64, "allowed": 2, "load": 30.0, "running": 30}, 2),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_command_takes_the_processors_that_it_may_use_and_that_are_free(
     facts, expected, monkeypatch, tmp_path
 ):
@@ -96,11 +101,13 @@ print(os.environ["OMP_NUM_THREADS"])
 @pytest.mark.parametrize(
     ("command", "words", "environment", "expected"),
     [
-        ("compress", [], {}, "3"), ("compress", ["--threads", "2"], {}, "2"),
+        ("compress", [], {}, "3"),
+        ("compress", ["--threads", "2"], {}, "2"),
         ("compress", [], {"OMP_NUM_THREADS": "1"}, "1"),
-        ("compress", ["--threads", "2"], {"OMP_NUM_THREADS": "1"}, "2"), ("train", ["--threads", "2"], {}, "2"),
+        ("compress", ["--threads", "2"], {"OMP_NUM_THREADS": "1"}, "2"),
+        ("train", ["--threads", "2"], {}, "2"),
     ],
-)  # fmt: skip
+)
 def test_torch_will_read_that_number_and_the_environment_comes_before_the_choice(
     command, words, environment, expected
 ):

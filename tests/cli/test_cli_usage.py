@@ -219,8 +219,16 @@ def test_options_override_a_file_and_a_file_the_recipe(tiny_folder, texts_folder
     assert run([str(x) for x in ["train", "small", *argv]]) == 0
     assert capsys.readouterr().out == f"exported to {tmp_path / 'run' / 'export'}\n"
     expected = small(
-        model=str(tiny_folder), data=str(texts_folder), output=str(tmp_path / "run"), seq_len=32, batch_size=2,
-        max_steps=1, group_starts=(1,), betas=(0.8, 0.9), prefix_range=(0.5, 0.9), activation_checkpointing=True,
-    )  # fmt: skip
+        model=str(tiny_folder),
+        data=str(texts_folder),
+        output=str(tmp_path / "run"),
+        seq_len=32,
+        batch_size=2,
+        max_steps=1,
+        group_starts=(1,),
+        betas=(0.8, 0.9),
+        prefix_range=(0.5, 0.9),
+        activation_checkpointing=True,
+    )
     written = json.loads((tmp_path / "run" / "config.json").read_text())
     assert written == json.loads(json.dumps(vars(expected)))

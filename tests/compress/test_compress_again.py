@@ -63,10 +63,17 @@ def test_all_slots_of_a_grown_cache_replay_what_follows_it(double, windows, past
 
 
 METHODS = [
-    AttentionMatching(), AttentionMatching("paper"), AttentionMatching(log_bias=False),
-    AttentionMatching(budgets="adaptive"), Eviction("first"), Eviction("random"), Eviction("streaming"),
-    Eviction("keynorm"), GradientCompression(num_steps=2), GradientCompression(num_steps=2, init="random"),
-]  # fmt: skip
+    AttentionMatching(),
+    AttentionMatching("paper"),
+    AttentionMatching(log_bias=False),
+    AttentionMatching(budgets="adaptive"),
+    Eviction("first"),
+    Eviction("random"),
+    Eviction("streaming"),
+    Eviction("keynorm"),
+    GradientCompression(num_steps=2),
+    GradientCompression(num_steps=2, init="random"),
+]
 
 
 @pytest.mark.parametrize("method", METHODS, ids=str)

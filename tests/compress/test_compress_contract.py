@@ -131,10 +131,14 @@ def test_a_call_repeats_and_leaves_model_trace_and_random_state_and_is_the_same_
 
 def test_budgets_out_of_range_are_refused(traced):
     for wanted, message in (
-        ({"keep_ratio": 0.0}, r"keep_ratio must be in \(0, 1\], not 0.0"), ({"keep_ratio": 1.01}, "not 1.01"),
-        ({"keep_ratio": math.nan}, "not nan"), ({"num_slots": 0}, r"num_slots must be in \[1, 48\], not 0"),
-        ({"num_slots": 49}, "not 49"), ({}, "either"), ({"keep_ratio": 0.5, "num_slots": 3}, "either"),
-    ):  # fmt: skip
+        ({"keep_ratio": 0.0}, r"keep_ratio must be in \(0, 1\], not 0.0"),
+        ({"keep_ratio": 1.01}, "not 1.01"),
+        ({"keep_ratio": math.nan}, "not nan"),
+        ({"num_slots": 0}, r"num_slots must be in \[1, 48\], not 0"),
+        ({"num_slots": 49}, "not 49"),
+        ({}, "either"),
+        ({"keep_ratio": 0.5, "num_slots": 3}, "either"),
+    ):
         for name in ("attention-matching", "gradient"):
             with pytest.raises(InputError, match=message):
                 make_compressor(name)(traced, **wanted)
@@ -144,28 +148,59 @@ def test_budgets_out_of_range_are_refused(traced):
     ("name", "options", "message"),
     [
         ("zip", {}, r"no compressor 'zip'; there are attention-matching"),
-        ("attention-matching", {"speed": 2}, r"attention-matching has no option 'speed'; its options: preset"),
+        (
+            "attention-matching",
+            {"speed": 2},
+            r"attention-matching has no option 'speed'; its options: preset",
+        ),
         ("attention-matching", {"log_bias": "no"}, "log_bias is 'no'; it must be true or false"),
-        ("attention-matching", {"num_queries": 1.5}, "num_queries is 1.5; it must be a whole number or null"),
+        (
+            "attention-matching",
+            {"num_queries": 1.5},
+            "num_queries is 1.5; it must be a whole number or null",
+        ),
         ("attention-matching", {"seed": True}, "seed is True; it must be a whole number"),
-        *(("attention-matching", {name: value}, f"{name} .*{value}") for name, value in (
-            ("preset", "fast"), ("num_queries", 0), ("ridge", -1.0), ("ridge", math.inf), ("num_iters", -2),
-            ("budgets", "fair"), ("own_weight", -0.1), ("own_weight", math.nan),
-        )),
-        ("snapkv", {"seed": 2}, r"snapkv has no option 'seed'; its options: window, kernel_size, pooling"),
+        *(
+            ("attention-matching", {name: value}, f"{name} .*{value}")
+            for name, value in (
+                ("preset", "fast"),
+                ("num_queries", 0),
+                ("ridge", -1.0),
+                ("ridge", math.inf),
+                ("num_iters", -2),
+                ("budgets", "fair"),
+                ("own_weight", -0.1),
+                ("own_weight", math.nan),
+            )
+        ),
+        (
+            "snapkv",
+            {"seed": 2},
+            r"snapkv has no option 'seed'; its options: window, kernel_size, pooling",
+        ),
         ("snapkv", {"kernel_size": 3.0}, "snapkv: kernel_size is 3.0; it must be a whole number"),
-        ("snapkv", {"kernel_size": 4}, "kernel_size"), ("snapkv", {"window": 0}, "window"),
-        ("snapkv", {"pooling": "min"}, "pooling"), ("streaming", {"num_sinks": -1}, "num_sinks"),
+        ("snapkv", {"kernel_size": 4}, "kernel_size"),
+        ("snapkv", {"window": 0}, "window"),
+        ("snapkv", {"pooling": "min"}, "pooling"),
+        ("streaming", {"num_sinks": -1}, "num_sinks"),
         ("first", {"seed": 1}, "first has no option 'seed'; its options: none"),
         ("h2o", {"name": "x"}, "no option 'name'"),
-        *(("gradient", {"init": init}, message) for init, message in (
-            (None, "init is None; it must be text"), ("last", "init"), ("random,seed=2", "has no option 'seed'"),
-            ("snapkv,seed=2", "snapkv has no option"), ("attention-matching,ridge=0.0", "ridge"),
-        )),
-        ("gradient", {"lr": 0.0}, "lr"), ("gradient", {"lr": math.inf}, "lr is inf"),
-        ("gradient", {"num_steps": -1}, "num_steps"), ("gradient", {"schedule": "warm"}, "schedule"),
+        *(
+            ("gradient", {"init": init}, message)
+            for init, message in (
+                (None, "init is None; it must be text"),
+                ("last", "init"),
+                ("random,seed=2", "has no option 'seed'"),
+                ("snapkv,seed=2", "snapkv has no option"),
+                ("attention-matching,ridge=0.0", "ridge"),
+            )
+        ),
+        ("gradient", {"lr": 0.0}, "lr"),
+        ("gradient", {"lr": math.inf}, "lr is inf"),
+        ("gradient", {"num_steps": -1}, "num_steps"),
+        ("gradient", {"schedule": "warm"}, "schedule"),
     ],
-)  # fmt: skip
+)
 def test_names_options_and_values_that_a_method_cannot_take_are_refused_by_name(
     name, options, message
 ):
@@ -181,15 +216,23 @@ def test_slots_are_the_ceiling_of_the_exact_product(tokens, percent):
 @pytest.mark.parametrize(
     ("spec", "expected"),
     [
-        ("gradient,num_steps=20,init=random,lr=1e-3", ("gradient", {"num_steps": 20, "init": "random", "lr": 1e-3})),
-        ("keynorm,a=[0.9,1],b=None,c=null,d=true", ("keynorm", {"a": (0.9, 1), "b": None, "c": None, "d": True})),
+        (
+            "gradient,num_steps=20,init=random,lr=1e-3",
+            ("gradient", {"num_steps": 20, "init": "random", "lr": 1e-3}),
+        ),
+        (
+            "keynorm,a=[0.9,1],b=None,c=null,d=true",
+            ("keynorm", {"a": (0.9, 1), "b": None, "c": None, "d": True}),
+        ),
         ("gradient,init=[first,x=1],lr=1", ("gradient", {"init": "first,x=1", "lr": 1})),
         ("kvpress:SnapKVPress,window_size=8", ("kvpress:SnapKVPress", {"window_size": 8})),
-        ("", "names no method"), ("num_steps=2", "names no method"),
+        ("", "names no method"),
+        ("num_steps=2", "names no method"),
         ("gradient,num_steps", "'num_steps' in method 'gradient,num_steps' is no option=value"),
-        ("gradient,num_steps=", "is no option=value"), ("gradient,lr=1,lr=2", "option lr is given twice"),
+        ("gradient,num_steps=", "is no option=value"),
+        ("gradient,lr=1,lr=2", "option lr is given twice"),
     ],
-)  # fmt: skip
+)
 def test_a_method_is_a_name_and_options_as_text(spec, expected):
     if isinstance(expected, tuple):
         assert parse_method(spec) == expected

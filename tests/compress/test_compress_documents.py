@@ -118,23 +118,41 @@ def test_blanks_that_a_template_trims_are_trimmed_and_those_between_document_and
 @pytest.mark.parametrize(
     ("template", "told"),
     [
-        (PLAIN.replace("m['content']", "m['content'] | upper"), "does not write a user's text once as it is"),
+        (
+            PLAIN.replace("m['content']", "m['content'] | upper"),
+            "does not write a user's text once as it is",
+        ),
         (PLAIN.replace("m['content']", "m['content'] | lower"), "changes a user's text"),
         (PLAIN.replace("m['content']", "m['content'] | tojson"), "changes a user's text"),
         (PLAIN.replace("m['content']", "m['content'] | escape"), "changes a user's text"),
-        (PLAIN.replace("m['content']", "m['content'] | replace('\n', ' ')"), "changes a user's text"),
-        (PLAIN.replace("m['content']", "m['content'].split() | join(' ')"), "changes a user's text"),
-        (PLAIN.replace("m['content']", "m['content'][:10]"), "does not write a user's text once as it is"),
-        (PLAIN.replace("{{ m['content'] }}", "{{ m['content'] }}{{ m['content'] }}"), "once as it is"),
+        (
+            PLAIN.replace("m['content']", "m['content'] | replace('\n', ' ')"),
+            "changes a user's text",
+        ),
+        (
+            PLAIN.replace("m['content']", "m['content'].split() | join(' ')"),
+            "changes a user's text",
+        ),
+        (
+            PLAIN.replace("m['content']", "m['content'][:10]"),
+            "does not write a user's text once as it is",
+        ),
+        (
+            PLAIN.replace("{{ m['content'] }}", "{{ m['content'] }}{{ m['content'] }}"),
+            "once as it is",
+        ),
         (PLAIN.replace("{{ m['content'] }}", ""), "does not write a user's text once as it is"),
-        ("{{ raise_exception('a system turn first') }}", "refuses these messages: a system turn first"),
+        (
+            "{{ raise_exception('a system turn first') }}",
+            "refuses these messages: a system turn first",
+        ),
         ("{% for m in messages %}{{ m['content'] }", "refuses these messages: unexpected"),
         ("{{ 1 / 0 }}", "fails: ZeroDivisionError"),
         ("{{ messages[0]['content'] + 1 }}", "fails: TypeError"),
         ("{{ messages[0].nothing.more }}", "refuses these messages"),
         ({"rag": PLAIN, "tool_use": PLAIN}, "fails: ValueError"),
     ],
-)  # fmt: skip
+)
 def test_a_template_that_does_not_write_a_text_once_as_it_is_is_refused_in_one_line(template, told):
     tokenizer = with_template(template)
     assert told in refusal(reconstruction, tokenizer, DOCUMENT, chat=True)

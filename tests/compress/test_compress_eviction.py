@@ -30,10 +30,14 @@ def kept(found, name, num_slots, **options):
 @pytest.mark.parametrize(
     ("options", "num_slots", "expected"),
     [
-        ({}, 10, [0, 1, 2, 3, 42, 43, 44, 45, 46, 47]), ({"num_sinks": 1}, 3, [0, 46, 47]),
-        ({"num_sinks": 0}, 2, [46, 47]), ({}, 5, [0, 1, 2, 3, 47]), ({}, 4, [0, 1, 2, 3]), ({}, 2, [0, 1]),
+        ({}, 10, [0, 1, 2, 3, 42, 43, 44, 45, 46, 47]),
+        ({"num_sinks": 1}, 3, [0, 46, 47]),
+        ({"num_sinks": 0}, 2, [46, 47]),
+        ({}, 5, [0, 1, 2, 3, 47]),
+        ({}, 4, [0, 1, 2, 3]),
+        ({}, 2, [0, 1]),
     ],
-)  # fmt: skip
+)
 def test_streaming_keeps_sinks_first_and_recent_positions_in_the_rest(
     found, options, num_slots, expected
 ):

@@ -37,20 +37,44 @@ needs_kvpress = pytest.mark.skipif(
 PREFIX, SLOTS = 64, 20
 SNAPKV = {"press.window_size": 8}
 CHUNKED = {
-    "ChunkKVPress+SnapKVPress": {**SNAPKV, "chunk_length": 4}, "ChunkPress+KnormPress": {"chunk_length": 16},
+    "ChunkKVPress+SnapKVPress": {**SNAPKV, "chunk_length": 4},
+    "ChunkPress+KnormPress": {"chunk_length": 16},
     "EntropyGatedChunkKVPress+KnormPress": {},
-}  # fmt: skip
+}
 # what needs no trained part, and one option set that fits a prefix of 64 tokens
 PRESSES = {
-    **{f"{name}+SnapKVPress": SNAPKV for name in ("AdaKVPress", "CriticalAdaKVPress", "CriticalKVPress")},
-    "BlockPress+KeyDiffPress": {"block_size": 16}, "KeyRerotationPress+StreamingLLMPress": {},
-    "LagKVPress": {"lag_size": 8}, "MergingPress+KnormPress": {}, "SnapKVPress": {"window_size": 8},
-    "PyramidKVPress": {"window_size": 2, "beta": 4}, **CHUNKED,
-    **{f"{name}Press": {} for name in (
-        "Cap", "Compactor", "CUR", "ExpectedAttention", "KeyDiff", "Knorm", "KVCompose", "KVgrad", "KVzip",
-        "LeverageScore", "NonCausalAttn", "ObservedAttention", "Random", "StreamingLLM", "TOVA",
-    )},
-}  # fmt: skip
+    **{
+        f"{name}+SnapKVPress": SNAPKV
+        for name in ("AdaKVPress", "CriticalAdaKVPress", "CriticalKVPress")
+    },
+    "BlockPress+KeyDiffPress": {"block_size": 16},
+    "KeyRerotationPress+StreamingLLMPress": {},
+    "LagKVPress": {"lag_size": 8},
+    "MergingPress+KnormPress": {},
+    "SnapKVPress": {"window_size": 8},
+    "PyramidKVPress": {"window_size": 2, "beta": 4},
+    **CHUNKED,
+    **{
+        f"{name}Press": {}
+        for name in (
+            "Cap",
+            "Compactor",
+            "CUR",
+            "ExpectedAttention",
+            "KeyDiff",
+            "Knorm",
+            "KVCompose",
+            "KVgrad",
+            "KVzip",
+            "LeverageScore",
+            "NonCausalAttn",
+            "ObservedAttention",
+            "Random",
+            "StreamingLLM",
+            "TOVA",
+        )
+    },
+}
 
 
 def press(name):
@@ -199,13 +223,26 @@ def test_presses_options_prefixes_and_models_that_cannot_work_are_refused(
 ):
     for name, options, message in (
         ("ZipPress", {}, r"kvpress .* has no press 'ZipPress'; there are AdaKVPress, "),
-        ("ScorerPress", {}, "no press 'ScorerPress'"), ("SimLayerKVPress", {}, "its size follows from its own options"),
-        ("DecodingPress+KnormPress", {}, "DecodingPress cannot make a compact cache: it compresses while"),
-        ("SnapKVPress", {"compression_ratio": 0.5}, "compression_ratio follows from the keep ratio"),
-        ("AdaKVPress+SnapKVPress", {"press.windows": 3}, "SnapKVPress: .*unexpected keyword argument 'windows'"),
+        ("ScorerPress", {}, "no press 'ScorerPress'"),
+        ("SimLayerKVPress", {}, "its size follows from its own options"),
+        (
+            "DecodingPress+KnormPress",
+            {},
+            "DecodingPress cannot make a compact cache: it compresses while",
+        ),
+        (
+            "SnapKVPress",
+            {"compression_ratio": 0.5},
+            "compression_ratio follows from the keep ratio",
+        ),
+        (
+            "AdaKVPress+SnapKVPress",
+            {"press.windows": 3},
+            "SnapKVPress: .*unexpected keyword argument 'windows'",
+        ),
         ("AdaKVPress", {}, "AdaKVPress: .*press"),
         ("AdaKVPress+KVzipPress", {}, "AdaKVPress: AdaKVPress requires a ScorerPress"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(InputError, match=message):
             KVPress(name, **options)
     filters = torch.randn(2, 2, 8, generator=torch.Generator().manual_seed(0))
@@ -237,9 +274,14 @@ def test_presses_options_prefixes_and_models_that_cannot_work_are_refused(
 @needs_kvpress
 @pytest.mark.parametrize(
     "name",
-    ["SnapKVPress", "AdaKVPress+SnapKVPress", "KVzipPress", "MergingPress+KnormPress",
-     "KeyRerotationPress+StreamingLLMPress"],
-)  # fmt: skip
+    [
+        "SnapKVPress",
+        "AdaKVPress+SnapKVPress",
+        "KVzipPress",
+        "MergingPress+KnormPress",
+        "KeyRerotationPress+StreamingLLMPress",
+    ],
+)
 def test_the_suffix_scores_as_in_kvpress_own_run(qwen, texts, found, monkeypatch, name):
     """kvpress itself: prefill under the press, then the suffix on its cache, hidden slots masked by
     its own patch."""
@@ -280,10 +322,14 @@ def test_the_suffix_scores_as_in_kvpress_own_run(qwen, texts, found, monkeypatch
         ("streaming", {"num_sinks": 4}, "StreamingLLMPress", {"n_sink": 4}),
         ("streaming", {"num_sinks": 1}, "StreamingLLMPress", {"n_sink": 1}),
         # the paper's experiments: window 32, kernel 7, max pooling; kvpress: 64, 5, average
-        ("snapkv", {"window": 8, "kernel_size": 5, "pooling": "average"},
-         "SnapKVPress", {"window_size": 8, "kernel_size": 5}),
+        (
+            "snapkv",
+            {"window": 8, "kernel_size": 5, "pooling": "average"},
+            "SnapKVPress",
+            {"window_size": 8, "kernel_size": 5},
+        ),
     ],
-)  # fmt: skip
+)
 def test_our_method_keeps_the_positions_that_kvpress_keeps(
     found, name, options, theirs, their_options, num_slots
 ):

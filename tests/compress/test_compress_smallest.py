@@ -123,9 +123,10 @@ def test_what_cannot_be_asked_is_refused_before_any_cache_is_made(model, windows
     own = trace(model, windows[:1, :48], supervision="self")
     for found, max_kl, held_out, message in [
         (one, -0.1, 0.25, "max_kl must be at least 0 nats per token and finite, not -0.1"),
-        (one, math.nan, 0.25, "max_kl .* not nan"), (one, 0.1, 0.0, r"a fraction in \(0, 1\), not 0.0"),
+        (one, math.nan, 0.25, "max_kl .* not nan"),
+        (one, 0.1, 0.0, r"a fraction in \(0, 1\), not 0.0"),
         (one, 0.1, 0.99, "leaves none of the 16 supervising positions"),
         (own, 0.1, 0.25, "supervision='self' has no predictions after its prefix"),
-    ]:  # fmt: skip
+    ]:
         with pytest.raises(InputError, match=message):
             smallest_cache(found, pytest.fail, max_kl, held_out=held_out)

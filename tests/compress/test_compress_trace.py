@@ -43,9 +43,13 @@ def test_the_figures_are_those_of_their_definitions(model, windows, traced):
     kl = (dense[:, 48:].exp() * (dense[:, 48:] - compact)).sum(-1).mean(1)
     top1 = (dense[:, 48:].argmax(-1) == compact.argmax(-1)).double().mean(1)
     pairs = [
-        (scores.nll_dense, nll_dense), (scores.nll, nll), (scores.delta_nll, nll - nll_dense), (scores.kl, kl),
-        (scores.delta_ppl, nll.exp() - nll_dense.exp()), (scores.top1, top1),
-    ]  # fmt: skip
+        (scores.nll_dense, nll_dense),
+        (scores.nll, nll),
+        (scores.delta_nll, nll - nll_dense),
+        (scores.kl, kl),
+        (scores.delta_ppl, nll.exp() - nll_dense.exp()),
+        (scores.top1, top1),
+    ]
     for found, expected in pairs:
         assert torch.allclose(found.double(), expected, rtol=1e-4, atol=1e-4)
     assert (scores.kl > 1e-3).all()
@@ -118,11 +122,18 @@ def test_a_trace_in_chunks_is_that_of_one_forward_and_holds_no_more_than_its_ten
 
 def test_traces_that_cannot_be_are_refused(model, windows):
     for tokens, prefix_len, options, message in (
-        (64, None, {}, "prefix_len is missing"), (64, 64, {}, r"prefix_len must be in \[1, 63\] for 64 tokens, not 64"),
-        (64, 0, {}, "not 0"), (64, 65, {"supervision": "self"}, r"in \[1, 64\]"),
-        (64, 8, {"supervision": "none"}, "must be one of suffix, first-half, reconstruction, self, not 'none'"),
+        (64, None, {}, "prefix_len is missing"),
+        (64, 64, {}, r"prefix_len must be in \[1, 63\] for 64 tokens, not 64"),
+        (64, 0, {}, "not 0"),
+        (64, 65, {"supervision": "self"}, r"in \[1, 64\]"),
+        (
+            64,
+            8,
+            {"supervision": "none"},
+            "must be one of suffix, first-half, reconstruction, self, not 'none'",
+        ),
         (129, 8, {}, "129 tokens exceed the 128 positions of LlamaForCausalLM$"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(InputError, match=message):
             trace(model, torch.zeros(1, tokens, dtype=torch.long), prefix_len, **options)
     model = loud_model("mistral", sliding_window=20)

@@ -28,9 +28,13 @@ def test_five_percent_each_are_held_out_and_the_split_of_known_names_never_chang
         assert splits.count(held_out) / len(splits) == pytest.approx(0.05, abs=0.01)
     # a changed hash would move held-out documents into the training of published checkpoints
     known = {
-        "numpy/_distributor_init.py": "test", "numpy/f2py/__init__.py": "validation", "1": "train", "2": "test",
-        "35": "validation", "57": "validation",
-    }  # fmt: skip
+        "numpy/_distributor_init.py": "test",
+        "numpy/f2py/__init__.py": "validation",
+        "1": "train",
+        "2": "test",
+        "35": "validation",
+        "57": "validation",
+    }
     assert {name: split_of(name) for name in known} == known
 
 
@@ -44,10 +48,14 @@ def test_the_order_depends_on_names_and_seed_not_on_the_listing():
 def test_held_out_documents_that_share_their_long_lines_with_training_and_copies_of_earlier_ones_are_dropped():
     long, other = sentences(10, seed=1), sentences(10, seed=2)
     held_out = named(
-        copy="".join(long), own="".join(other), third="".join(long[:3] + other[3:]),
-        most="".join(long[:4] + other[4:]), short="x = 1\nreturn x\na line of its own here\n",
-        trivial="only\nshort\nlines\n", indented="    a shared long line\n",
-    )  # fmt: skip
+        copy="".join(long),
+        own="".join(other),
+        third="".join(long[:3] + other[3:]),
+        most="".join(long[:4] + other[4:]),
+        short="x = 1\nreturn x\na line of its own here\n",
+        trivial="only\nshort\nlines\n",
+        indented="    a shared long line\n",
+    )
     training = named(
         a="".join(long[:5]), b="".join(long[5:]), t="x = 1\nreturn x\na shared long line\n"
     )

@@ -189,10 +189,12 @@ def test_too_little_disk_space_is_told_before_anything_is_read_and_a_full_disk_k
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        ("validation", "has no train document among"), ("train", "has no validation document among"),
-        (b'{"text": "good"}\n{"text": ', r"a\.jsonl"), (b'{"body": "no text"}\n', r"a\.jsonl"),
+        ("validation", "has no train document among"),
+        ("train", "has no validation document among"),
+        (b'{"text": "good"}\n{"text": ', r"a\.jsonl"),
+        (b'{"body": "no text"}\n', r"a\.jsonl"),
     ],
-)  # fmt: skip
+)
 def test_text_that_lacks_a_split_or_cannot_be_read_is_refused_and_leaves_nothing(
     tokenizer, tmp_path, content, told
 ):

@@ -18,11 +18,20 @@ DENSE, NONE = Baseline("dense", 1.0), Baseline("no-context", 0.0)
 
 def row(number=0, **changes):
     return {
-        "_id": f"id{number}", "domain": "Single-Document QA", "sub_domain": NAMES[number % 4], "difficulty": "easy",
-        "length": "short", "question": f" Which is small, {number}?\n", "choice_A": "the cat", "choice_B": "a dog",
-        "choice_C": "a river and a tree", "choice_D": "it", "answer": "ABCD"[number % 4],
-        "context": "\n" + "".join(sentences(30 + number, seed=number)), **changes,
-    }  # fmt: skip
+        "_id": f"id{number}",
+        "domain": "Single-Document QA",
+        "sub_domain": NAMES[number % 4],
+        "difficulty": "easy",
+        "length": "short",
+        "question": f" Which is small, {number}?\n",
+        "choice_A": "the cat",
+        "choice_B": "a dog",
+        "choice_C": "a river and a tree",
+        "choice_D": "it",
+        "answer": "ABCD"[number % 4],
+        "context": "\n" + "".join(sentences(30 + number, seed=number)),
+        **changes,
+    }
 
 
 def examples_of(folder, rows, domains=None, **options):

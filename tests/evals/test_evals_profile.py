@@ -14,12 +14,23 @@ def caches(factor=1.0, model="m", document="d"):
     methods = ("snapkv", None), ("gradient", 0), ("gradient", 5), ("gradient", 9)
     return [
         Record(
-            model, model, "float32", method, "{}", slots / 8, step, None, "text", "", document, "0",
+            model,
+            model,
+            "float32",
+            method,
+            "{}",
+            slots / 8,
+            step,
+            None,
+            "text",
+            "",
+            document,
+            "0",
             {"kl": factor * error},
         )
         for slots, own in errors.items()
         for (method, step), error in zip(methods, own, strict=True)
-    ]  # fmt: skip
+    ]
 
 
 def best(records, model="m"):

@@ -20,9 +20,14 @@ needs_harness = pytest.mark.skipif(
 )
 CHOICES = {"text": ["ice", "fire", "sand"], "label": ["A", "B", "C"]}
 HELLASWAG = {
-    "ind": 24, "activity_label": "Roof", "ctx_a": "A man [header] sits.", "ctx_b": "he", "label": "1",
-    "ctx": "A man [header] sits. he", "endings": [" is using [step] wrap.", "rips [title] tiles.", "holds.", "starts."],
-}  # fmt: skip
+    "ind": 24,
+    "activity_label": "Roof",
+    "ctx_a": "A man [header] sits.",
+    "ctx_b": "he",
+    "label": "1",
+    "ctx": "A man [header] sits. he",
+    "endings": [" is using [step] wrap.", "rips [title] tiles.", "holds.", "starts."],
+}
 WINOGRANDE = {
     "sentence": "Ann beat Bob as _ was quick. ",
     "option1": "Ann",
@@ -34,13 +39,22 @@ ROWS = {
     "winogrande": WINOGRANDE,
     "piqa": {"goal": "Boil water.", "sol1": "Use a pot ", "sol2": "Use a hat", "label": 0},
     "social_i_qa": {
-        "context": "Al fell.", "question": "How is Al?", "answerA": "sore", "answerB": "glad", "answerC": "rich",
+        "context": "Al fell.",
+        "question": "How is Al?",
+        "answerA": "sore",
+        "answerB": "glad",
+        "answerC": "rich",
         "label": "1",
     },
-    "openbookqa": {"id": "7-980", "question_stem": "What is hot?", "choices": CHOICES, "answerKey": "B"},
+    "openbookqa": {
+        "id": "7-980",
+        "question_stem": "What is hot?",
+        "choices": CHOICES,
+        "answerKey": "B",
+    },
     "arc_easy": {"id": "M1", "question": "What is hot?", "choices": CHOICES, "answerKey": "B"},
     "commonsense_qa": {"id": "c", "question": "What is hot?", "choices": CHOICES, "answerKey": "B"},
-}  # fmt: skip
+}
 
 
 def write(folder, *rows, task="rows"):

@@ -31,9 +31,18 @@ def record(window, keep_ratio=0.1, step=None):
 
 def test_each_part_of_the_key_makes_another_record():
     changes = {
-        "model": "x", "fingerprint": "x", "dtype": "x", "method": "x", "options": '{"a": 1}', "keep_ratio": 0.2,
-        "step": 3, "seed": 1, "dataset": "x", "document": "x", "example": "x",
-    }  # fmt: skip
+        "model": "x",
+        "fingerprint": "x",
+        "dtype": "x",
+        "method": "x",
+        "options": '{"a": 1}',
+        "keep_ratio": 0.2,
+        "step": 3,
+        "seed": 1,
+        "dataset": "x",
+        "document": "x",
+        "example": "x",
+    }
     keys = {dataclasses.replace(record(0), **{name: value}).key for name, value in changes.items()}
     assert len(keys | {record(0).key}) == len(changes) + 1
 

@@ -56,8 +56,10 @@ def read_frequent(text, question):
 
 
 READERS = {name: read_needles for name in RULER_TASKS if name.startswith("niah")} | {
-    "vt": read_variables, "cwe": read_common, "fwe": read_frequent,
-}  # fmt: skip
+    "vt": read_variables,
+    "cwe": read_common,
+    "fwe": read_frequent,
+}
 
 
 @pytest.mark.parametrize("name", RULER_TASKS)

@@ -29,10 +29,17 @@ METHODS = ["attention-matching", Method("random"), Method("gradient", {"num_step
 def tiny(seed, **changes):
     torch.manual_seed(seed)
     options = {
-        "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32, "initializer_range": 0.4,
-        "bos_token_id": None, "eos_token_id": None,
-    }  # fmt: skip
+        "vocab_size": VOCAB,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32,
+        "initializer_range": 0.4,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
     return stock_model("llama", **options | changes).eval()
 
 
@@ -135,9 +142,13 @@ def test_several_seeds_are_several_records_of_methods_that_draw_and_one_of_other
     base = {"base": models["base"]}
     records = run(base, windows, tmp_path, methods, (0.25,), seeds=(0, 1))
     assert {(r.method_label, r.seed) for r in records} == {
-        ("random", 0), ("random", 1), ("first", None), ("attention-matching", None),
-        ("attention-matching num_queries=2", 0), ("attention-matching num_queries=2", 1),
-    }  # fmt: skip
+        ("random", 0),
+        ("random", 1),
+        ("first", None),
+        ("attention-matching", None),
+        ("attention-matching num_queries=2", 0),
+        ("attention-matching num_queries=2", 1),
+    }
     table = summarise(records, num_resamples=9).set_index(["method", "metric"])
     assert table.loc[("random", "kl")].num_examples == 5
     mean = sum(r.values["kl"] for r in records if r.method == "random") / 10
@@ -181,9 +192,11 @@ def test_the_primary_cell_is_named_before_the_run_and_another_configuration_is_r
     first = {"method": "attention-matching", "keep_ratio": 0.25, "metric": "kl"}
     assert read_config(finished[0])["primary"] == first
     for changes, said in (
-        ({"primary": ("random", 0.5, "nll")}, "primary is"), ({"seeds": [7]}, r"seeds is \[0\] there, \[7\] here"),
-        ({"methods": ["random"]}, "methods is"), ({"windows": noise()[::-1]}, "manifest is"),
-    ):  # fmt: skip
+        ({"primary": ("random", 0.5, "nll")}, "primary is"),
+        ({"seeds": [7]}, r"seeds is \[0\] there, \[7\] here"),
+        ({"methods": ["random"]}, "methods is"),
+        ({"windows": noise()[::-1]}, "manifest is"),
+    ):
         with pytest.raises(InputError, match=said):
             run(models, **{"windows": windows, "out_dir": finished[0], **changes})
     for cell, said in [

@@ -10,10 +10,18 @@ from kvcat.evals import Record, compare_models, comparison_pairs, models_below_c
 
 def record(model, document, window, dense=2.0, delta=0.1, gain=0.5, kl=0.2, **changes):
     values = {
-        "nll": dense + delta, "nll_dense": dense, "nll_none": dense + gain, "delta_nll": delta,
-        "delta_ppl": math.exp(dense + delta) - math.exp(dense), "kl": kl, "top1": 0.75, "context_gain": gain,
-        "retention": 0.0, "num_tokens": 5.0, "num_predicted": 4.0,
-    }  # fmt: skip
+        "nll": dense + delta,
+        "nll_dense": dense,
+        "nll_none": dense + gain,
+        "delta_nll": delta,
+        "delta_ppl": math.exp(dense + delta) - math.exp(dense),
+        "kl": kl,
+        "top1": 0.75,
+        "context_gain": gain,
+        "retention": 0.0,
+        "num_tokens": 5.0,
+        "num_predicted": 4.0,
+    }
     new = Record(
         model, "f", "float32", "first", "{}", 0.1, None, None, "texts", "", document, window, values
     )
@@ -67,22 +75,30 @@ def test_retention_is_a_ratio_of_sums_and_not_given_where_the_context_gain_is_no
 def test_rows_are_sorted_by_stratum_model_method_keep_and_step_whatever_the_order_of_records():
     records = [
         record(m, d, "0", keep_ratio=k, step=s, stratum=d)
-        for s in (5, None, 0) for k in (0.4, 0.05) for m in "ba" for d in "xy"
-    ]  # fmt: skip
+        for s in (5, None, 0)
+        for k in (0.4, 0.05)
+        for m in "ba"
+        for d in "xy"
+    ]
     table = summarise(records, num_resamples=9).fillna({"step": -1})
     cells = table[table.metric == "kl"][["stratum", "model", "keep_ratio", "step"]]
     wanted = [
         (g, m, k, s) for g in ("", "x", "y") for m in "ba" for k in (0.05, 0.4) for s in (-1, 0, 5)
     ]
     assert list(cells.itertuples(index=False, name=None)) == wanted
-    records = [record("m", d, "0", options=o, method=n, stratum="x") for d in "ab" for n, o in [
-        ("first", "{}"), ("first", '{"preset": "paper"}'), ("dense", "{}")]]  # fmt: skip
+    records = [
+        record("m", d, "0", options=o, method=n, stratum="x")
+        for d in "ab"
+        for n, o in [("first", "{}"), ("first", '{"preset": "paper"}'), ("dense", "{}")]
+    ]
     rows = summarise(records, num_resamples=9)
     assert set(rows.stratum) == {""}  # one alone has no rows of its own
     rows = rows.drop_duplicates("method")
     assert dict(zip(rows.method, rows.baseline, strict=True)) == {
-        "first": False, "first preset=paper": False, "dense": True,
-    }  # fmt: skip
+        "first": False,
+        "first preset=paper": False,
+        "dense": True,
+    }
 
 
 def test_differences_and_ratios_are_paired_on_the_examples_that_both_models_have():
@@ -233,8 +249,13 @@ def test_the_native_share_is_over_the_examples_that_the_dense_pass_gets_right():
     none = summarise(answers("m", [1, 0], dense=[0, 0]))
     assert math.isnan(row_of(none, "native_exact_match").value)
     half = [1] * 20 + [0] * 20
-    low = [row_of(summarise(made), "native_exact_match").low
-           for made in (answers("m", half, half), answers("m@0", half, half) + answers("m@1", half, half))]  # fmt: skip
+    low = [
+        row_of(summarise(made), "native_exact_match").low
+        for made in (
+            answers("m", half, half),
+            answers("m@0", half, half) + answers("m@1", half, half),
+        )
+    ]
     assert low == pytest.approx([0.8389, 0.8389], abs=1e-4)  # Wilson of 20 of 20, not of 20 of 40
 
 
@@ -269,9 +290,10 @@ def test_a_clear_difference_of_shares_is_found_and_five_differing_examples_decid
 
 def test_models_without_shown_ability_are_models_below_chance_in_every_evaluation():
     made = [
-        *answers("able", [1] * 20, dense=[1] * 5 + [0] * 15), *answers("blind", [0] * 20, dense=[0] * 20),
+        *answers("able", [1] * 20, dense=[1] * 5 + [0] * 15),
+        *answers("blind", [0] * 20, dense=[0] * 20),
         *answers("few", [1] * 5, dense=[1] * 5),
-    ]  # fmt: skip
+    ]
     found = models_below_chance(made)
     assert set(found) == {"blind", "few"}
     assert found["blind"].startswith(
@@ -285,8 +307,13 @@ def test_models_without_shown_ability_are_models_below_chance_in_every_evaluatio
             for i, r in enumerate(answers(model, [1] * total))
         ]
 
-    found = models_below_chance([*choose("able", 100, 221, "accuracy"), *choose("guesser", 60, 221, "accuracy"),
-                      *choose("unknown", 221, 221, "accuracy", "gradient")])  # fmt: skip
+    found = models_below_chance(
+        [
+            *choose("able", 100, 221, "accuracy"),
+            *choose("guesser", 60, 221, "accuracy"),
+            *choose("unknown", 221, 221, "accuracy", "gradient"),
+        ]
+    )
     assert found == {
         "guesser": "dense accuracy 27.1% [21.7%, 33.4%] on 221 documents is not above chance, 25%",
         "unknown": "0 documents with a dense score, fewer than 20",

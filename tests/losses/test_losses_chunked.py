@@ -212,9 +212,13 @@ class Doubled(nn.Linear):
 def test_what_is_no_head_and_a_chunk_without_tokens_are_refused_by_name():
     plain = nn.Linear(2, 3)
     for arguments, message in (
-        ((Doubled(2, 3),), "Doubled"), ((nn.Sequential(plain),), "Sequential"), ((plain, 0.0), "0.0"),
-        ((plain, torch.nan), "nan"), ((plain, 1.0, 0.0), "0.0"), ((plain, 1.0, -30.0), "-30.0"),
-    ):  # fmt: skip
+        ((Doubled(2, 3),), "Doubled"),
+        ((nn.Sequential(plain),), "Sequential"),
+        ((plain, 0.0), "0.0"),
+        ((plain, torch.nan), "nan"),
+        ((plain, 1.0, 0.0), "0.0"),
+        ((plain, 1.0, -30.0), "-30.0"),
+    ):
         with pytest.raises(InputError, match=message):
             OutputHead(*arguments)
     dense, masked, ids = make_inputs()

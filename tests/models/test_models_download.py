@@ -24,9 +24,17 @@ def write_words(path):
     """A Qwen2 of two layers in float32 with a tokenizer of five words."""
     torch.manual_seed(0)
     model = stock_model(
-        "qwen2", vocab_size=5, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=64, tie_word_embeddings=False, eos_token_id=4,
-    )  # fmt: skip
+        "qwen2",
+        vocab_size=5,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        eos_token_id=4,
+    )
     write_gguf(model, path, WORDS)
     return model.eval()
 

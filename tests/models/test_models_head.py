@@ -10,10 +10,15 @@ from kvcat.errors import InputError
 from kvcat.models import hidden_states, output_head
 
 HEADS = {
-    "qwen2": {}, "llama": {"tie_word_embeddings": True}, "gemma": {"head_dim": 8}, "cohere": {"logit_scale": 0.0625},
-    "gemma2": {"head_dim": 8, "final_logit_softcapping": 3.0}, "granite": {"logits_scaling": 3.0}, "phi": {},
+    "qwen2": {},
+    "llama": {"tie_word_embeddings": True},
+    "gemma": {"head_dim": 8},
+    "cohere": {"logit_scale": 0.0625},
+    "gemma2": {"head_dim": 8, "final_logit_softcapping": 3.0},
+    "granite": {"logits_scaling": 3.0},
+    "phi": {},
     "hyperclovax": {"logits_scaling": 3.0},  # multiplies by what Granite divides by
-}  # fmt: skip
+}
 EXPECTED = {
     "hyperclovax": (3.0, None),
     "gemma2": (1.0, 3.0),

@@ -82,9 +82,13 @@ def test_what_is_no_model_folder_is_refused_and_options_are_checked_first(tmp_pa
         '{"is_encoder_decoder": true, "architectures": ["T5"]}'
     )
     for name, told in (
-        ("nowhere", "does not exist"), ("", "no config.json"), ("file", "is a file"), ("t5", "T5 .* encoder-decoder"),
-        ("m.gguf", "is no GGUF file"), ("cut.gguf", "cannot load"),
-    ):  # fmt: skip
+        ("nowhere", "does not exist"),
+        ("", "no config.json"),
+        ("file", "is a file"),
+        ("t5", "T5 .* encoder-decoder"),
+        ("m.gguf", "is no GGUF file"),
+        ("cut.gguf", "cannot load"),
+    ):
         assert re.search(told, refusal(load, tmp_path / name))
     assert "'float8'" in refusal(load, tmp_path / "nowhere", dtype="float8")
     assert "'abacus'" in refusal(load, tmp_path / "nowhere", device="abacus")
@@ -94,9 +98,14 @@ def test_weights_that_do_not_fit_the_config_or_are_no_numbers_are_refused_by_nam
     file, name = folder / "model.safetensors", "model.layers.1.self_attn.k_proj.weight"
     tensors = load_file(file)
     for wrong, told in (
-        ({}, "lacks weights"), ({name: torch.zeros(3, 3)}, "another shape"), ({name: tensors[name] / 0}, "not finite"),
-        ({name: tensors[name], name.replace(".1.", ".3."): tensors[name] + 0}, "more layers than config.json's 3"),
-    ):  # fmt: skip
+        ({}, "lacks weights"),
+        ({name: torch.zeros(3, 3)}, "another shape"),
+        ({name: tensors[name] / 0}, "not finite"),
+        (
+            {name: tensors[name], name.replace(".1.", ".3."): tensors[name] + 0},
+            "more layers than config.json's 3",
+        ),
+    ):
         others = {k: v for k, v in tensors.items() if k != name}
         save_file(others | wrong, file, {"format": "pt"})
         assert re.search(f"{told}.*, for example .*{name.replace('1', '.')}", refusal(load, folder))
@@ -112,13 +121,21 @@ def test_bad_json_missing_files_and_unknown_models_are_refused(folder):
     path = folder / "config.json"
     config = json.loads(path.read_text())
     for content, told in (
-        ('{"model_type": ', "config.json"), ("[1]", "holds no JSON object"),
-        *((json.dumps({**config, **change}), told) for change, told in (
-            ({"model_type": "no-such-model", "architectures": ["NoSuchLM"]}, "NoSuchLM"),
-            ({"model_type": "no-such-model", "auto_map": {"AutoModelForCausalLM": "x.Y"}}, "never run"),
-            ({"model_type": None}, "model_type None"), ({"hidden_size": "wide"}, "cannot load"),
-        )),
-    ):  # fmt: skip
+        ('{"model_type": ', "config.json"),
+        ("[1]", "holds no JSON object"),
+        *(
+            (json.dumps({**config, **change}), told)
+            for change, told in (
+                ({"model_type": "no-such-model", "architectures": ["NoSuchLM"]}, "NoSuchLM"),
+                (
+                    {"model_type": "no-such-model", "auto_map": {"AutoModelForCausalLM": "x.Y"}},
+                    "never run",
+                ),
+                ({"model_type": None}, "model_type None"),
+                ({"hidden_size": "wide"}, "cannot load"),
+            )
+        ),
+    ):
         path.write_text(content)
         assert told in refusal(load, folder, tokenizer=False)
     path.write_text(json.dumps(config))
@@ -201,13 +218,22 @@ def test_a_tokenizer_is_fetched_without_weights_where_it_is_not_cached(
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("stablelm", {}, "StableLm.*0 of its 3 layers attend"), ("falcon", {}, "FalconForCausalLM.*interface"),
-        ("gemma2", {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 8}, "Gemma2ForCausalLM.*50"),
-        ("gpt_oss", {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}, "GptOss.*s_aux"),
+        ("stablelm", {}, "StableLm.*0 of its 3 layers attend"),
+        ("falcon", {}, "FalconForCausalLM.*interface"),
+        (
+            "gemma2",
+            {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 8},
+            "Gemma2ForCausalLM.*50",
+        ),
+        (
+            "gpt_oss",
+            {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
+            "GptOss.*s_aux",
+        ),
         ("mamba", {}, "mamba: layers of type 'linear_attention' keep no keys and values"),
         ("bert", {}, "Bert.*not causal"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_supported_is_refused_by_name(kind, options, message):
     if kind == "bert":
         model = BertLMHeadModel(

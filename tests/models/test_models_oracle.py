@@ -22,14 +22,22 @@ from naive import allowed, attention_mass, masked_attention, router_scores
 from tiny import stock_model
 
 SIZES = {
-    "vocab_size": 41, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64,
-}  # fmt: skip
+    "vocab_size": 41,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
 STOCK = {
-    "qwen2": {}, "llama": {}, "gemma": {"num_key_value_heads": 1, "head_dim": 6}, "qwen3": {"head_dim": 6},
+    "qwen2": {},
+    "llama": {},
+    "gemma": {"num_key_value_heads": 1, "head_dim": 6},
+    "qwen3": {"head_dim": 6},
     "mistral": {"sliding_window": 5},
     "smollm3": {"pad_token_id": 0, "no_rope_layers": [1, 1, 0, 1]},
-}  # fmt: skip
+}
 TAU, TARGET, BUDGET_WEIGHT, TOKENS = 0.5, 0.5, 0.1, 19
 
 

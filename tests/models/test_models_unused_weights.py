@@ -32,12 +32,20 @@ def frequencies(theta=10_000.0):
 @pytest.mark.parametrize(
     "name",
     [
-        f"{LAYER}.q_proj.bias", f"{LAYER}.q_norm.weight", f"{LAYER}.q_proj.lora_A.weight", f"{LAYER}.sinks",
-        f"{LAYER}.q_proj.base_layer.weight", f"{LAYER}.q_proj.weight_scale", "model.layers.0.mlp.gate_proj.bias",
-        "model.layers.0.mlp.experts.0.up_proj.weight", "model.embed_positions.weight", "lm_head.bias", "mtp.fc.weight",
+        f"{LAYER}.q_proj.bias",
+        f"{LAYER}.q_norm.weight",
+        f"{LAYER}.q_proj.lora_A.weight",
+        f"{LAYER}.sinks",
+        f"{LAYER}.q_proj.base_layer.weight",
+        f"{LAYER}.q_proj.weight_scale",
+        "model.layers.0.mlp.gate_proj.bias",
+        "model.layers.0.mlp.experts.0.up_proj.weight",
+        "model.embed_positions.weight",
+        "lm_head.bias",
+        "mtp.fc.weight",
         "model.layers.0.post_feedforward_layernorm.weight",
     ],
-)  # fmt: skip
+)
 def test_a_weight_that_the_model_does_not_use_is_refused_by_name(name, folder):
     add(folder, **{name: torch.ones(8)})
     message = refusal(load, folder, tokenizer=False)

@@ -63,16 +63,23 @@ def build(policy="router", **options):
 @pytest.mark.parametrize(
     ("call", "options", "said"),
     [
-        (build, {"group_starts": []}, "empty"), (build, {"group_starts": [0, 4]}, "start 4 does not exist.*0..3"),
-        (build, {"group_starts": [2, 1]}, "1 follows 2"), (build, {"group_starts": [0, 2, 2]}, "2 follows 2"),
-        (build, {"group_starts": [0, True]}, "start True does not"), (build, {"num_groups": 0}, "got 0"),
-        (build, {"num_groups": 5}, "got 5"), (build, {"policy": "rooter"}, "'rooter'.*attention, random, router"),
-        (RandomPolicy, {"keep_ratio": 0.0}, "0.0"), (AttentionMassPolicy, {"keep_ratio": math.nan}, "nan"),
+        (build, {"group_starts": []}, "empty"),
+        (build, {"group_starts": [0, 4]}, "start 4 does not exist.*0..3"),
+        (build, {"group_starts": [2, 1]}, "1 follows 2"),
+        (build, {"group_starts": [0, 2, 2]}, "2 follows 2"),
+        (build, {"group_starts": [0, True]}, "start True does not"),
+        (build, {"num_groups": 0}, "got 0"),
+        (build, {"num_groups": 5}, "got 5"),
+        (build, {"policy": "rooter"}, "'rooter'.*attention, random, router"),
+        (RandomPolicy, {"keep_ratio": 0.0}, "0.0"),
+        (AttentionMassPolicy, {"keep_ratio": math.nan}, "nan"),
         (lambda: RandomPolicy(0.5)(torch.zeros(2, 6, 2)), {}, r"torch\.Generator"),
-        (Router, {"hidden_size": 0}, "hidden 0"), (Router, {"hidden_size": 4, "feature_dim": 0}, "features 0"),
-        (Router, {"hidden_size": 4, "noise": -0.1}, "-0.1"), (Router, {"hidden_size": 4, "noise": math.nan}, "nan"),
+        (Router, {"hidden_size": 0}, "hidden 0"),
+        (Router, {"hidden_size": 4, "feature_dim": 0}, "features 0"),
+        (Router, {"hidden_size": 4, "noise": -0.1}, "-0.1"),
+        (Router, {"hidden_size": 4, "noise": math.nan}, "nan"),
     ],
-)  # fmt: skip
+)
 def test_what_makes_no_sense_is_refused_with_the_value(call, options, said):
     with pytest.raises(InputError, match=said):
         call(**options)

@@ -43,10 +43,15 @@ def made_up_records(
                     0.05 * noise.normal()
                 )
                 values = {
-                    "nll": dense + 0.8 * kl, "nll_dense": dense, "delta_nll": 0.8 * kl, "kl": kl, "context_gain": 0.6,
-                    "delta_ppl": math.exp(dense + 0.8 * kl) - math.exp(dense), "num_tokens": 64.0,
+                    "nll": dense + 0.8 * kl,
+                    "nll_dense": dense,
+                    "delta_nll": 0.8 * kl,
+                    "kl": kl,
+                    "context_gain": 0.6,
+                    "delta_ppl": math.exp(dense + 0.8 * kl) - math.exp(dense),
+                    "num_tokens": 64.0,
                     "num_predicted": 63.0,
-                }  # fmt: skip
+                }
                 records.append(
                     record(
                         model,
@@ -145,10 +150,17 @@ def write_results(path, records, evaluation="suffix", **settings):
         folder.append(records)
         for (model, method, keep, step), examples in product(cells, (8, 2)):
             cost = {
-                "model": model, "method": method, "options": {}, "keep_ratio": keep, "step": step,
-                "examples": examples, "dense_bytes": 4096 * examples, "seconds": 2.0 * examples,
-                "peak_mib": 3.5 * examples, "bytes": int(4096 * keep) * examples,
-            }  # fmt: skip
+                "model": model,
+                "method": method,
+                "options": {},
+                "keep_ratio": keep,
+                "step": step,
+                "examples": examples,
+                "dense_bytes": 4096 * examples,
+                "seconds": 2.0 * examples,
+                "peak_mib": 3.5 * examples,
+                "bytes": int(4096 * keep) * examples,
+            }
             speed = {
                 "ttft": 0.1,
                 "ttft_dense": 0.2,

@@ -141,9 +141,10 @@ def test_the_headline_ratios_are_the_best_cells_of_their_tables():
             for m, k in itertools.product((SMALL, LARGE), keeps)
         }
         for table, metric, keeps in (
-            (SUFFIX, "delta_ppl", (0.05, 0.1, 0.2, 0.4)), (NEEDLE, "exact_match", NEEDLE_KEEPS)
+            (SUFFIX, "delta_ppl", (0.05, 0.1, 0.2, 0.4)),
+            (NEEDLE, "exact_match", NEEDLE_KEEPS),
         )
-    )  # fmt: skip
+    )
     assert (max(suffix, key=suffix.__getitem__), max(needle, key=needle.__getitem__)) == (
         (LARGE, 0.1),
         (SMALL, 0.5),

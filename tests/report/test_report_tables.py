@@ -142,8 +142,10 @@ def test_several_training_seeds_are_one_model_with_intervals_over_both(tmp_path)
         write_results(tmp_path / "r", [*made_up_records(("base",), 4, ("snapkv",)), *records])
     )
     assert (results.models, results.pairs, results.summary["num_seeds"].max()) == (
-        ["base", "kvcat"], [("kvcat", "base")], 2,
-    )  # fmt: skip
+        ["base", "kvcat"],
+        [("kvcat", "base")],
+        2,
+    )
     (row,) = costs_table(results).frame.query("model == 'kvcat' and keep == '5%'").itertuples()
     assert row.KL.high / row.KL.low > 2.0
 
@@ -152,9 +154,10 @@ def test_strata_have_a_row_each_and_one_for_all(folders):
     table = strata_table(folders["needle"], "gradient")
     assert list(table.frame["depth"])[:4] == ["0", "0.5", "1", "all"]
     own = [
-        r.values["exact_match"] for r in MADE_UP["needle"]()
+        r.values["exact_match"]
+        for r in MADE_UP["needle"]()
         if (r.model, r.method, r.keep_ratio, r.stratum) == ("kvcat", "gradient", 0.5, "0.5")
-    ]  # fmt: skip
+    ]
     assert row_of(table, keep="50%", depth="0.5")["kvcat"].value == pytest.approx(
         sum(own) / len(own)
     )

@@ -78,8 +78,10 @@ def test_the_page_opens_with_three_figures_then_differences_drawn_and_as_a_table
         r'<div class="tile (.*?)">\s*<p>(.*?)</p>\s*<p class="big">(.*?)</p>\s*<p>(\[.*?\])', text
     )
     assert [tile[1] for tile in tiles] == [
-        "KL, ratio to control", "NLL on the compact cache, minus control", "Dense loss, minus control",
-    ]  # fmt: skip
+        "KL, ratio to control",
+        "NLL on the compact cache, minus control",
+        "Dense loss, minus control",
+    ]
     rows = pd.read_csv(report.parent / "comparisons.csv").set_index("metric")
     rows = rows.query(
         "method == 'attention-matching' and keep_ratio == 0.1 and reference == 'control'"

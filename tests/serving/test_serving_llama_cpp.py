@@ -57,11 +57,14 @@ def each_logits(engine, tokens):
 @pytest.mark.parametrize(
     ("kind", "cache_type", "tolerance"),
     [
-        ("qwen2", "float32", 1e-3), ("llama", "float32", 1e-3), ("kvcat-base", "float32", 1e-3),
+        ("qwen2", "float32", 1e-3),
+        ("llama", "float32", 1e-3),
+        ("kvcat-base", "float32", 1e-3),
         ("mistral", "float32", 1e-3),
-        ("qwen2", "float16", 5e-2), ("kvcat-base", "bfloat16", 0.3),  # these caches round
+        ("qwen2", "float16", 5e-2),
+        ("kvcat-base", "bfloat16", 0.3),  # these caches round
     ],
-)  # fmt: skip
+)
 def test_logits_and_greedy_answers_behind_a_cache_with_log_bias_are_kvcats(
     served, tmp_path, kind, cache_type, tolerance, slots
 ):

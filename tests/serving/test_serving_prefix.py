@@ -29,7 +29,7 @@ ROTARY = {
     "two embeddings, by type of layer": ("gemma3_text", {"head_dim": 8, "layer_types": KINDS}),
     "normalised keys": ("qwen3", {"head_dim": 8}),
     "a layer without positions": ("smollm3", {"no_rope_layers": [1, 0]}),
-}  # fmt: skip
+}
 
 
 def stock_cache(layers):
@@ -73,10 +73,14 @@ def test_layers_of_their_own_number_of_slots_answer_in_a_stock_cache_token_by_to
         list(counts),
     )
     theirs = model.generate(
-        question, attention_mask=torch.ones(1, counts[0] + 4, dtype=torch.long),
+        question,
+        attention_mask=torch.ones(1, counts[0] + 4, dtype=torch.long),
         **cache_argument(stock_cache(plain.layers)),
-        prefill_chunk_size=1, max_new_tokens=8, do_sample=False, pad_token_id=0,
-    )  # fmt: skip
+        prefill_chunk_size=1,
+        max_new_tokens=8,
+        do_sample=False,
+        pad_token_id=0,
+    )
     assert torch.equal(ours, theirs)
 
 
@@ -96,9 +100,15 @@ def test_the_file_tells_all_a_reader_needs(tmp_path):
     told.pop("sha256")
     assert json.loads(told.pop("metadata")) == {"method": "random", "original_num_tokens": "30"}
     assert told == {
-        "format": "kvcat-prefix-1", "num_layers": "2", "num_slots": "3", "num_tokens": "30", "next_position": "3",
-        "dtype": "bfloat16", "model_type": "qwen2", "fingerprint": cache.fingerprint,
-    }  # fmt: skip
+        "format": "kvcat-prefix-1",
+        "num_layers": "2",
+        "num_slots": "3",
+        "num_tokens": "30",
+        "next_position": "3",
+        "dtype": "bfloat16",
+        "model_type": "qwen2",
+        "fingerprint": cache.fingerprint,
+    }
     with pytest.raises(
         InputError, match="p is an exported prefix of kvcat, not a compact cache of kvcat"
     ):

@@ -31,12 +31,24 @@ def test_a_request_reaches_no_file_but_a_whole_cache_of_this_model_in_the_folder
     caches, _ = folder
     assert caches.find("report-1.a_b").num_slots == 7
     for name, told in {
-        "../outside": "no name", "/etc/passwd": "no name", "..": "no name", ".hidden": "no name", "": "no name",
-        "a/b": "no name", "a\0b": "no name", "a\n": "no name", "a" * 201: "no name", "inner": "no cache 'inner'",
-        "gone": "no cache 'gone'", "link": "no cache 'link'", "foreign": "belongs to another model",
-        "narrow": "has 10 channels a head, the served model 12: pack it with --head-dim 12", "damaged": "corrupt",
-        "text": "not a safetensors file", "compact": "not an exported prefix",
-    }.items():  # fmt: skip
+        "../outside": "no name",
+        "/etc/passwd": "no name",
+        "..": "no name",
+        ".hidden": "no name",
+        "": "no name",
+        "a/b": "no name",
+        "a\0b": "no name",
+        "a\n": "no name",
+        "a" * 201: "no name",
+        "inner": "no cache 'inner'",
+        "gone": "no cache 'gone'",
+        "link": "no cache 'link'",
+        "foreign": "belongs to another model",
+        "narrow": "has 10 channels a head, the served model 12: pack it with --head-dim 12",
+        "damaged": "corrupt",
+        "text": "not a safetensors file",
+        "compact": "not an exported prefix",
+    }.items():
         with pytest.raises(InputError, match=told) as refused:
             caches.find(name)
         assert str(caches.folder) not in str(refused.value)

@@ -41,9 +41,12 @@ class World:
         self.model = make_model("qwen2", sizes)
         save(widen(self.model, WIDE), self.tokenizer, folder / "wide")
         self.caches = {
-            "heads": ragged(self.cache(1, 70)), "layers": self.cache(2, (40, 9)), "short": self.cache(3, 7),
-            "chat": replace(self.cache(4, 33), metadata={"chat": "yes"}), "block": self.cache(5, 64),
-        }  # fmt: skip
+            "heads": ragged(self.cache(1, 70)),
+            "layers": self.cache(2, (40, 9)),
+            "short": self.cache(3, 7),
+            "chat": replace(self.cache(4, 33), metadata={"chat": "yes"}),
+            "block": self.cache(5, 64),
+        }
         for name, cache in self.caches.items():
             self.put(name, cache)
         other = make_model(
@@ -59,9 +62,11 @@ class World:
             free.bind(("", 0))
             self.port = free.getsockname()[1]
         transfer = {
-            "kv_connector": "CompactCacheConnector", "kv_connector_module_path": "kvcat.serving.vllm",
-            "kv_role": "kv_consumer", "kv_connector_extra_config": {"caches": str(self.folder)},
-        }  # fmt: skip
+            "kv_connector": "CompactCacheConnector",
+            "kv_connector_module_path": "kvcat.serving.vllm",
+            "kv_role": "kv_consumer",
+            "kv_connector_extra_config": {"caches": str(self.folder)},
+        }
         command = [
             sys.executable,
             "-m",
@@ -185,9 +190,13 @@ def test_a_conversation_goes_on_in_the_turn_that_the_document_opens(world):
 def test_wrong_caches_give_their_request_an_error_and_leave_the_server_up(world):
     good = world.ask("the cat", "heads")
     for name, told in {
-        "gone": "no cache 'gone'", "foreign": "belongs to another model", "damaged": "corrupt", "link": "no cache",
-        "narrow": "pack it with --head-dim 32", "../outside": "is no name",
-    }.items():  # fmt: skip
+        "gone": "no cache 'gone'",
+        "foreign": "belongs to another model",
+        "damaged": "corrupt",
+        "link": "no cache",
+        "narrow": "pack it with --head-dim 32",
+        "../outside": "is no name",
+    }.items():
         status, reply = world.ask("the cat", name)
         assert status == 400
         assert told in reply

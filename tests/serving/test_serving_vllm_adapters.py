@@ -19,14 +19,16 @@ WIDE = 32
 MODULES = {
     "vllm.distributed.kv_transfer.kv_connector.v1": {
         "base": SimpleNamespace(
-            KVConnectorMetadata=object, KVConnectorBase_V1=object, KVConnectorRole=object,
+            KVConnectorMetadata=object,
+            KVConnectorBase_V1=object,
+            KVConnectorRole=object,
             KVConnectorTransferResults=object,
         )
     },
     "vllm.logger": {"init_logger": lambda _: SimpleNamespace(error=lambda *_: None)},
     "vllm.model_executor.models.utils": {"extract_layer_index": None},
     "vllm.tokenizers": {"get_tokenizer": None},
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -57,10 +59,14 @@ def caches(tmp_path):
 def request_for(caches, **fields):
     prefix = caches.find("doc")
     values = {
-        "request_id": "1", "kv_transfer_params": {"kvcat": "doc"}, "cache_salt": SALT + prefix.digest,
-        "prompt_token_ids": [PLACEHOLDER] * prefix.num_slots + [3], "skip_reading_prefix_cache": False,
-        "lora_request": None, "num_tokens": prefix.num_slots + 1,
-    }  # fmt: skip
+        "request_id": "1",
+        "kv_transfer_params": {"kvcat": "doc"},
+        "cache_salt": SALT + prefix.digest,
+        "prompt_token_ids": [PLACEHOLDER] * prefix.num_slots + [3],
+        "skip_reading_prefix_cache": False,
+        "lora_request": None,
+        "num_tokens": prefix.num_slots + 1,
+    }
     return SimpleNamespace(**{**values, **fields})
 
 

@@ -46,9 +46,12 @@ def test_the_optimum_and_the_papers_bound_have_their_known_values():
         assert optimal_error(m, n, k, r) == pytest.approx(optimum, abs=5e-11)
         assert paper_bound(n, k, r) == pytest.approx(bound, rel=1e-14)
     for counts, longest_suffix, num_slots, error in (
-        ((2, 2), 4, 1, 1 / 3 / ROOT), ((3, 1), 4, 1, 13 / 35 / ROOT), ((4, 2), 6, 3, 5 / 28 / ROOT),
-        ((4, 0, 0), 2, 1, 0.31010205144336), ((1, 0), 1, 0, 0.5**0.5),
-    ):  # fmt: skip
+        ((2, 2), 4, 1, 1 / 3 / ROOT),
+        ((3, 1), 4, 1, 13 / 35 / ROOT),
+        ((4, 2), 6, 3, 5 / 28 / ROOT),
+        ((4, 0, 0), 2, 1, 0.31010205144336),
+        ((1, 0), 1, 0, 0.5**0.5),
+    ):
         found = joint_optimum(torch.tensor(counts), longest_suffix, num_slots).error
         assert found == pytest.approx(error, rel=CONVERGED)
     known = [1 / 6, 1 / 4, 8 / 25, 2 / 5, 16 / 35, 1 / 2, 5 / 9, 3 / 5]

@@ -21,10 +21,23 @@ POLICIES = ("router", "random", "attention", "control")
 
 def config(model, data, output, **options):
     values = {
-        "model": str(model), "data": str(data), "output": str(output), "num_groups": 2, "feature_dim": 8,
-        "seq_len": 32, "batch_size": 4, "max_steps": 6, "warmup_steps": 2, "peak_lr": 1e-2, "min_lr": 1e-3,
-        "router_noise": 0.3, "validation_every": 3, "validation_sequences": 6, "checkpoint_every": 2, "seed": 3,
-    }  # fmt: skip
+        "model": str(model),
+        "data": str(data),
+        "output": str(output),
+        "num_groups": 2,
+        "feature_dim": 8,
+        "seq_len": 32,
+        "batch_size": 4,
+        "max_steps": 6,
+        "warmup_steps": 2,
+        "peak_lr": 1e-2,
+        "min_lr": 1e-3,
+        "router_noise": 0.3,
+        "validation_every": 3,
+        "validation_sequences": 6,
+        "checkpoint_every": 2,
+        "seed": 3,
+    }
     return TrainConfig.from_dict({**values, **options})
 
 

@@ -189,9 +189,17 @@ def test_the_objective_is_the_kl_of_the_masked_tokens_and_the_anchor_of_all(
     teacher, prefix_range, tiny_folder, tmp_path
 ):
     run = config(
-        tiny_folder, "data", tmp_path / "run", policy="random", mask_weight=0.7, anchor_weight=1.3, num_groups=1,
-        prefix_range=prefix_range, teacher=teacher, tau=0.3,
-    )  # fmt: skip
+        tiny_folder,
+        "data",
+        tmp_path / "run",
+        policy="random",
+        mask_weight=0.7,
+        anchor_weight=1.3,
+        num_groups=1,
+        prefix_range=prefix_range,
+        teacher=teacher,
+        tau=0.3,
+    )
     prefix_len = PREFIX if prefix_range else 0
     assert run.prefix_len_at(0) == run.prefix_len_at(None) == (prefix_len or None)
     model, _ = load(tiny_folder)

@@ -93,9 +93,12 @@ def test_a_folder_of_something_else_or_that_cannot_be_written_is_left_alone(
     (tmp_path / "file").write_text("")
     before = sorted(tmp_path.rglob("*"))
     for output, told in (
-        ("model", "is not empty and holds no run of ours"), ("notes", "is not empty and has no config.json"),
-        ("file", "file"), ("file/below", "file/below"), ("/proc/runs/router", "cannot make folder /proc"),
-    ):  # fmt: skip
+        ("model", "is not empty and holds no run of ours"),
+        ("notes", "is not empty and has no config.json"),
+        ("file", "file"),
+        ("file/below", "file/below"),
+        ("/proc/runs/router", "cannot make folder /proc"),
+    ):
         assert told in refused(new_run(output))
     assert sorted(path for path in tmp_path.rglob("*") if path.name != LOCK_FILE) == before
 

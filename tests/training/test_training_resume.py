@@ -250,10 +250,16 @@ def test_what_is_saved_is_the_state_at_the_call_and_what_is_loaded_is_what_was_s
     ("name", "harm"),
     [
         ("__0_0.distcp", lambda file: file.write_bytes(file.read_bytes()[:-9])),
-        ("__0_0.distcp", lambda file: file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])),
-        ("state.json", Path.unlink), ("state.json", lambda file: file.write_text("[]")),
+        (
+            "__0_0.distcp",
+            lambda file: file.write_bytes(
+                bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:]
+            ),
+        ),
+        ("state.json", Path.unlink),
+        ("state.json", lambda file: file.write_text("[]")),
     ],
-)  # fmt: skip
+)
 def test_damage_to_a_checkpoint_is_seen_and_where_none_is_whole_each_is_named(name, harm, tmp_path):
     for step in (1, 2):
         save(tmp_path, step)
