@@ -55,7 +55,8 @@ def main() -> None:
         k, v = (torch.randn(batch, kv_heads, length, dim, requires_grad=True) for _ in range(2))
         hard = (torch.rand(batch, length) < 0.5).float()
         hard[:, 0] = 1.0
-        keep, reach = hard.clone().requires_grad_(), reachable(length, length)[None]
+        keep = hard.clone().requires_grad_()
+        reach = reachable(length, length)[None]
         plain = seconds(
             lambda q=q, k=k, v=v: scaled_dot_product_attention(
                 q, k, v, is_causal=True, enable_gqa=True

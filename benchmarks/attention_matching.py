@@ -21,7 +21,8 @@ from kvcat.compress import parse_method, seeded_compressor
 from kvcat.data import split_documents
 from kvcat.evals import windows_from_documents
 
-PREFIX, SUFFIX = 768, 128
+PREFIX = 768
+SUFFIX = 128
 METHODS = (
     "attention-matching",
     "attention-matching,budgets=equal",

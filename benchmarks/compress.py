@@ -54,7 +54,8 @@ def main() -> None:
     traced = kvcat.trace(model, torch.tensor([ids]), options.prefix)
     print(f"{'trace':<50}{clock() - start:8.2f} s")
     for spec in options.methods:
-        compressor, cells = seeded_compressor(*parse_method(spec), seed=0), []
+        compressor = seeded_compressor(*parse_method(spec), seed=0)
+        cells = []
         for keep in options.keep:
             start = clock()
             cache = compressor(traced, keep_ratio=keep)

@@ -36,7 +36,8 @@ def measured(run: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
     """What ``run`` returns, its processor time and the growth of the resident set at its peak."""
     ctypes.CDLL(None).malloc_trim(0)  # what was freed before does not hide what is taken now
     Path("/proc/self/clear_refs").write_text("5")
-    before, start = status_mib("VmRSS"), time.process_time()
+    before = status_mib("VmRSS")
+    start = time.process_time()
     result = run()
     return result, {"seconds": time.process_time() - start, "mib": status_mib("VmHWM") - before}
 

@@ -22,7 +22,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from kvcat.data import TokenLoader, open_tokens, prepare
 
-SEQ_LEN, STREAMS = 1024, 16
+SEQ_LEN = 1024
+STREAMS = 16
 
 
 def write_text(folder: Path, megabytes: float) -> None:
@@ -34,7 +35,8 @@ def write_text(folder: Path, megabytes: float) -> None:
     weights = [1 / (i + 1) for i in range(3000)]
     folder.mkdir()
     for number in range(4):
-        size, documents = 0, []
+        size = 0
+        documents = []
         while size < megabytes / 4 * 1e6:
             documents.append(
                 " ".join(draw.choices(words, weights, k=int(draw.lognormvariate(5.5, 1)) + 5))
@@ -61,7 +63,8 @@ def reader(data: str, tokenizer: PreTrainedTokenizerBase) -> TokenLoader:
 def speed(source: TokenLoader, seconds: float) -> float:
     """Tokens per second when they are read as fast as possible, without the first step."""
     source.read()
-    count, start = 0, time.perf_counter()
+    count = 0
+    start = time.perf_counter()
     while time.perf_counter() - start < seconds:
         count += source.read().numel()
     return count / (time.perf_counter() - start)
@@ -90,7 +93,8 @@ def main() -> None:
     )
     tokenizer = AutoTokenizer.from_pretrained(str(files("kvcat") / "assets" / "kvcat-base"))
     with tempfile.TemporaryDirectory() as name:
-        folder, tokens = Path(name) / "texts", Path(name) / "tokens"
+        folder = Path(name) / "texts"
+        tokens = Path(name) / "tokens"
         write_text(folder, 8)
         base = speed(reader(f"stream:{folder}", tokenizer), options.seconds)
         print(f"streaming    {base:14,.0f} tokens/s")

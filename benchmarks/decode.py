@@ -90,11 +90,9 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    dtype, tokens, slots = (
-        getattr(torch, options.dtype),
-        options.tokens,
-        round(options.keep * options.tokens),
-    )
+    dtype = getattr(torch, options.dtype)
+    tokens = options.tokens
+    slots = round(options.keep * options.tokens)
     print(
         f"{platform.machine()}, {options.threads} threads, torch {torch.__version__}, {options.dtype}"
     )

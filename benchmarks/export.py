@@ -57,7 +57,8 @@ def caches(fitted: Trace, keep_ratio: float) -> dict[str, CompactCache]:
 
 def divergence(dense: torch.Tensor, compact: torch.Tensor) -> torch.Tensor:
     """KL by window and position."""
-    first, second = dense.log_softmax(-1), compact.log_softmax(-1)
+    first = dense.log_softmax(-1)
+    second = compact.log_softmax(-1)
     return (first.exp() * (first - second)).sum(-1)
 
 
@@ -84,13 +85,15 @@ def main() -> None:
         per_document=options.per_document,
         seed=options.seed,
     )
-    tokens, half = torch.tensor([window.tokens for window in windows]), options.suffix // 2
+    tokens = torch.tensor([window.tokens for window in windows])
+    half = options.suffix // 2
     full = trace(model, tokens, options.prefix)
     fitted = trace(model, tokens[:, : options.prefix + half], options.prefix)
     print(
         f"{platform.processor() or platform.machine()}, torch {torch.__version__}, {vars(options)}"
     )
-    worst, dense = 0.0, full.logits
+    worst = 0.0
+    dense = full.logits
     for keep_ratio in KEEP_RATIOS:
         for name, cache in caches(fitted, keep_ratio).items():
             logits = replay(model, cache, full.suffix_ids)

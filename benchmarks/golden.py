@@ -24,7 +24,8 @@ import kvcat
 
 ROOT = Path(__file__).parent.parent
 STORIES = ROOT.parent / "shared/assets/models/stories260K"
-ROUNDING, SOLVER = 1e-5, 0.02
+ROUNDING = 1e-5
+SOLVER = 0.02
 Figures = dict[str, list[float]]
 
 
@@ -234,7 +235,8 @@ def figures_of_today() -> tuple[Figures, dict[str, float]]:
         ):
             print(f"{name} ...", file=sys.stderr)
             for key, figures, tolerance in part:
-                found[key], tolerances[key] = figures, tolerance
+                found[key] = figures
+                tolerances[key] = tolerance
     return found, tolerances
 
 

@@ -69,7 +69,8 @@ def make_step(options: argparse.Namespace) -> Callable[[], object]:
         tensor.requires_grad_(True) for layer in start for tensor in (layer.keys, layer.values)
     ]
     model.requires_grad_(False).set_attn_implementation("sdpa")
-    suffix, targets = ids[:, options.prefix :], ids[:, options.prefix + 1 :]
+    suffix = ids[:, options.prefix :]
+    targets = ids[:, options.prefix + 1 :]
 
     def bare() -> object:
         past = DynamicCache()
@@ -90,7 +91,8 @@ def measure(options: argparse.Namespace) -> None:
     torch.set_num_threads(options.threads)
     step = make_step(options)
     clock = time.process_time if options.threads == 1 else time.perf_counter
-    before, seconds = peak_bytes(), []
+    before = peak_bytes()
+    seconds = []
     for _ in range(1 + options.steps):
         start = clock()
         step()
@@ -131,7 +133,8 @@ def main() -> None:
                 )
         bare = min(run["seconds"] for run in found["bare"])
         for form, runs in found.items():
-            seconds, size = min(run["seconds"] for run in runs), min(run["bytes"] for run in runs)
+            seconds = min(run["seconds"] for run in runs)
+            size = min(run["bytes"] for run in runs)
             print(
                 f"| {shape} | {form} | {seconds * 1e3:.0f} | {seconds / bare:.2f} | {size / 2**20:.0f} |"
             )

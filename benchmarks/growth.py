@@ -34,7 +34,8 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
     SHAPES[args.shape]["num_hidden_layers"] = args.num_layers
     groups = min(4, args.num_layers)
     _, step = stepper(args, 1, num_groups=groups, **args.options)
-    before, taken = held(args.device), []
+    before = held(args.device)
+    taken = []
     for _ in range(args.repeats + 1):
         start = time.perf_counter()
         step()

@@ -24,7 +24,9 @@ from kvcat.data import open_documents, split_of
 from kvcat.errors import InputError
 from kvcat.evals import windows_from_documents
 
-KEEP, PREFIX, SUFFIX = 0.25, 384, 128
+KEEP = 0.25
+PREFIX = 384
+SUFFIX = 128
 # defaults that are too long for a prefix of 384 tokens
 OPTIONS: dict[str, dict[str, Any]] = {
     "SnapKVPress": {"window_size": 16},

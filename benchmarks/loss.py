@@ -75,10 +75,12 @@ def peak_bytes(device: str) -> int:
 def measure(options: argparse.Namespace) -> None:
     """One form's seconds and peak bytes, as JSON."""
     torch.set_num_threads(options.threads)
-    step, cuda = make_step(options), options.device == "cuda"
+    step = make_step(options)
+    cuda = options.device == "cuda"
     small = torch.randn(256, 256, device=options.device)
     (small @ small).sum().item()  # the libraries' own buffers
-    before, best = peak_bytes(options.device), float("inf")
+    before = peak_bytes(options.device)
+    best = float("inf")
     clock = time.process_time if options.threads == 1 and not cuda else time.perf_counter
     for _ in range(2 + 3 * cuda):
         start = clock()

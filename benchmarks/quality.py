@@ -84,12 +84,10 @@ class Traces:
     """The traces of one window, each made when first asked for."""
 
     def __init__(self, model, tokenizer, tokens: list[int], prefix_len: int) -> None:
-        self._model, self._tokenizer, self._ids, self._prefix_len = (
-            model,
-            tokenizer,
-            torch.tensor([tokens]),
-            prefix_len,
-        )
+        self._model = model
+        self._tokenizer = tokenizer
+        self._ids = torch.tensor([tokens])
+        self._prefix_len = prefix_len
         self._made: dict[str, Trace] = {}
 
     def __getitem__(self, name: str) -> Trace:
@@ -157,7 +155,8 @@ class Original:
 def measure(traces: Traces, compressor, way: str, keeps: list[float]) -> Iterator[dict]:
     """KL on both halves of the suffix and the processor seconds of one method on one window, by
     keep ratio."""
-    whole, made = traces["whole"], traces[way]
+    whole = traces["whole"]
+    made = traces[way]
     begun = time.process_time()
     for keep, cache in zip(keeps, compressor.each(made, keeps), strict=True):
         seconds = time.process_time() - begun
@@ -207,14 +206,10 @@ def report(records: list[dict], methods: list[str], keeps: list[float], ways: li
         for method in shown:
             cells = []
             for keep in keeps:
-                kl, first = (
-                    found[way, method, keep].to_numpy(),
-                    found[way, shown[0], keep].to_numpy(),
-                )
-                mean, ratio = (
-                    bootstrap.mean(kl),
-                    bootstrap.estimate(bootstrap.of_means(np.divide, kl, first)),
-                )
+                kl = found[way, method, keep].to_numpy()
+                first = found[way, shown[0], keep].to_numpy()
+                mean = bootstrap.mean(kl)
+                ratio = bootstrap.estimate(bootstrap.of_means(np.divide, kl, first))
                 cells.append(
                     f"{mean.value:.4f} x{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
                 )
@@ -280,7 +275,8 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     model, tokenizer = kvcat.load(options.model)
     options.out.mkdir(parents=True, exist_ok=True)
-    chosen, done = options.out / "windows.jsonl", options.out / "records.jsonl"
+    chosen = options.out / "windows.jsonl"
+    done = options.out / "records.jsonl"
     settings = {
         key: vars(options)[key]
         for key in ("model", "data", "prefix", "windows", "per_document", "seed")

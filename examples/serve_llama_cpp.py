@@ -39,7 +39,8 @@ def main() -> None:
         try:
             if name not in documents:
                 raise InputError(f"no document {name!r}; documents: {', '.join(documents)}")
-            document, start = documents[name], time.perf_counter()
+            document = documents[name]
+            start = time.perf_counter()
             ids = prompt_ids(tokenizer, question, chat=document.chat)
             engine.load(document)
             answer = list(

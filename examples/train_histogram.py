@@ -62,12 +62,10 @@ def draw_weights(setting: SimpleNamespace, seed: int, uniform: bool) -> dict[str
     """Trainable tensors by name. All are drawn, then fixed ones set to zero: variants share all
     others.
     """
-    draw, width, key, hidden = (
-        torch.Generator().manual_seed(seed),
-        setting.width,
-        setting.key_width,
-        setting.hidden,
-    )
+    draw = torch.Generator().manual_seed(seed)
+    width = setting.width
+    key = setting.key_width
+    hidden = setting.hidden
 
     def normal(rows: int, columns: int, scale: float) -> Tensor:
         return scale * torch.randn(rows, columns, generator=draw, dtype=torch.float64)
@@ -105,7 +103,8 @@ def dense_pass(model: d.Transformer, tokens: Tensor) -> list[Tensor]:
     """The embedding and the outputs of both blocks at every position."""
     states = [model.embed(tokens)]
     for block in model.blocks:
-        head, x = block.heads[0], states[-1]
+        head = block.heads[0]
+        x = states[-1]
         states.append(d.run_block(block, x, [(x @ head.w_k, x @ head.w_v)], causal=True))
     return states
 
@@ -116,15 +115,19 @@ def masked_pass(
     """The tokens behind a prefix of n see the slots of it that the routers keep; outputs and
     routers' scores.
     """
-    x, scores = model.embed(tokens)[:, n:], {}
+    x = model.embed(tokens)[:, n:]
+    scores = {}
     keep = x.new_ones(len(x), n)
     for number, block in enumerate(model.blocks):
-        head, past = block.heads[0], torch.cat([dense[number][:, :n], x], 1)
+        head = block.heads[0]
+        past = torch.cat([dense[number][:, :n], x], 1)
         if number in routers:
             scores[number] = routers[number](dense[number][:, :n])
             keep = gate(scores[number])
         visible = torch.cat([keep, x.new_ones(x.shape[:2])], 1)[:, None]
-        q, k, v = x @ head.w_q, past @ head.w_k, past @ head.w_v
+        q = x @ head.w_q
+        k = past @ head.w_k
+        v = past @ head.w_v
         logits = q @ k.mT / q.shape[-1] ** 0.5
         later = torch.ones(logits.shape[-2:], dtype=torch.bool).triu(n + 1)
         hard = logits.masked_fill(later | (visible == 0), -torch.inf).softmax(-1) @ v
@@ -159,11 +162,10 @@ def train(
     """L = || M(a) - hist(a) ||^2 + || sg M(a) - M_mask(a) ||^2 + 0.1 B; without ``masked`` the
     first term alone.
     """
-    weights, draw = draw_weights(setting, seed, uniform), torch.Generator().manual_seed(seed)
-    starts, size = (
-        (() if not masked else (1,) if uniform else (0, 1)),
-        (setting.width, setting.width),
-    )
+    weights = draw_weights(setting, seed, uniform)
+    draw = torch.Generator().manual_seed(seed)
+    starts = () if not masked else (1,) if uniform else (0, 1)
+    size = (setting.width, setting.width)
     routers = {start: Router(*size, noise=0.05, generator=draw).double() for start in starts}
     trained = [w for w in weights.values() if w.requires_grad] + [
         p for r in routers.values() for p in r.parameters()
@@ -202,7 +204,8 @@ def draw_prefixes(setting: SimpleNamespace) -> Tensor:
     own.
     """
     rows = multisets(SYMBOLS, setting.prefix_len)
-    draw, constant = torch.Generator().manual_seed(0), (rows == rows[:, :1]).all(1)
+    draw = torch.Generator().manual_seed(0)
+    constant = (rows == rows[:, :1]).all(1)
     others = rows[~constant]
     others = others[
         torch.randperm(len(others), generator=draw)[: setting.num_prefixes - SYMBOLS].sort().values
@@ -231,7 +234,8 @@ def search_caches(model: d.Transformer, prefixes: Tensor, r: int, num_steps: int
     merge = torch.block_diag(
         *[torch.full((1, int(length)), 1 / int(length)).double() for length in run_len]
     )
-    starts, scales = [], []
+    starts = []
+    scales = []
     for block, x, own in zip(model.blocks, states, dense_pass(model, prefixes), strict=False):
         head = block.heads[0]
         q = (x[..., n:, :] @ head.w_q).flatten(0, 2) / head.w_k.shape[1] ** 0.5
@@ -253,10 +257,8 @@ def search_caches(model: d.Transformer, prefixes: Tensor, r: int, num_steps: int
             (own @ head.w_v).square().mean().sqrt() * torch.eye(values.shape[-1]).double(),
         ]
     moves = [torch.zeros_like(start, requires_grad=True) for start in starts]
-    optimizer, best = (
-        torch.optim.Adam(moves, lr=0.1, fused=True),
-        torch.full((len(targets),), torch.inf).double(),
-    )
+    optimizer = torch.optim.Adam(moves, lr=0.1, fused=True)
+    best = torch.full((len(targets),), torch.inf).double()
     for step in range(num_steps + 1):
         share = step / num_steps
         optimizer.param_groups[0]["lr"] = 0.1 * (1 - share) ** 1.5
@@ -294,7 +296,8 @@ def policy_errors(
 
 def measure(model: d.Transformer, setting: SimpleNamespace) -> list[Tensor]:
     """Errors of the prefixes for r = 1, ..., n slots; n slots are the prefix's own cache."""
-    prefixes, n = draw_prefixes(setting), setting.prefix_len
+    prefixes = draw_prefixes(setting)
+    n = setting.prefix_len
     found = [search_caches(model, prefixes, r, setting.search_steps) for r in range(1, n)]
     return [*found, policy_errors(model, prefixes, (d.keep_all, d.keep_all), n)]
 
@@ -346,14 +349,18 @@ def main() -> None:
         ):
             how = {"uniform": attention == "uniform", "masked": kind == "router"}
             models = [train(setting, seed, steps, **how) for seed in range(options.seeds)]
-            name, rms = f"{kind}, {attention} attention", sum(map(task_error, models)) / len(models)
+            name = f"{kind}, {attention} attention"
+            rms = sum(map(task_error, models)) / len(models)
             runs = [measure(model, setting) for model in models]
             show(name, runs, usual if kind == "router" else None, f"  task error (rms) {rms:.4f}")
             usual = usual or runs
-    prefixes, n, m = draw_prefixes(setting), setting.prefix_len, SYMBOLS
+    prefixes = draw_prefixes(setting)
+    n = setting.prefix_len
+    m = SYMBOLS
     hard = replace(incompressible_histogram(m, setting.length, num_blocks=4), causal=True)
     easy = replace(compressible_histogram(m, setting.length), causal=True)
-    counts, budgets = [torch.bincount(row, minlength=m) for row in prefixes], range(1, n + 1)
+    counts = [torch.bincount(row, minlength=m) for row in prefixes]
+    budgets = range(1, n + 1)
     optima = [
         torch.tensor([joint_optimum(row, setting.length - n, r).error for row in counts])
         for r in budgets

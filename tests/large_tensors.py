@@ -12,7 +12,9 @@ class LargeTensors(TorchDispatchMode):
 
     def __init__(self, size=0, known=()):
         super().__init__()
-        self.size, self.largest, self.at_once = size, 0, 0
+        self.size = size
+        self.largest = 0
+        self.at_once = 0
         self.known = {x.untyped_storage().data_ptr() for x in known}
         self.live = {}
 

@@ -23,7 +23,7 @@ def test_a_failed_write_keeps_the_old_file_and_leaves_nothing_behind_and_a_folde
 ):
     target = tmp_path / "a.json"
     write_json(target, {"a": 1})
-    with pytest.raises(IsADirectoryError), atomic_write(target) as partial:  # noqa: PT012
+    with pytest.raises(IsADirectoryError), atomic_write(target) as partial:
         partial.mkdir()
         partial.write_text("half")
     assert target.read_text() == '{\n  "a": 1\n}\n'
@@ -80,7 +80,8 @@ def test_a_folder_has_one_writer_is_free_after_a_kill_and_goes_where_nothing_was
 
 
 def test_a_link_stays_and_what_it_points_to_is_written(tmp_path):
-    there, here = tmp_path / "there", tmp_path / "here"
+    there = tmp_path / "there"
+    here = tmp_path / "here"
     there.mkdir()
     here.mkdir()
     link = here / "a.json"

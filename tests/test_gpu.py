@@ -41,7 +41,8 @@ def tokens(model, batch, count):
 @pytest.mark.parametrize("policy", ["router", "random", "attention", "control"])
 def test_loss_and_gradients_are_those_of_the_processor(models, policy, prefix_range):
     settings = config("kvcat-base", "-", "-", policy=policy, prefix_range=prefix_range, seq_len=128)
-    found, state = [], None
+    found = []
+    state = None
     for model in models:
         objective = Objective(model, settings).to(model.device)
         objective.load_state_dict(state or objective.state_dict())

@@ -15,7 +15,9 @@ from kvcat.cli.app import run
 from kvcat.compress import AttentionMatching, GradientCompression
 
 ROOT = Path(__file__).parent.parent
-README, COMPRESS, THEORY = "README.md", "docs/compress.md", "docs/theory.md"
+README = "README.md"
+COMPRESS = "docs/compress.md"
+THEORY = "docs/theory.md"
 KVPRESS = "docs/kvpress.md"
 
 
@@ -75,7 +77,8 @@ def test_the_example_of_trained_networks_prints_a_row_for_every_network_and_numb
 ):
     monkeypatch.setattr(sys, "argv", ["train_histogram.py", "--quick", "--seeds", "1"])
     names = runpy.run_path(str(ROOT / "examples" / "train_histogram.py"))
-    names["QUICK"].steps, names["QUICK"].search_steps = 8, 3
+    names["QUICK"].steps = 8
+    names["QUICK"].search_steps = 3
     names["main"]()
     lines = capsys.readouterr().out.splitlines()
     assert (

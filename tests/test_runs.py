@@ -23,7 +23,8 @@ def script(name):
 
 
 def test_a_suffix_read_by_the_model_that_wrote_the_prefix_is_that_models_trace_and_by_another_is_not():
-    writer, reader = loud_model(), loud_model(std=0.2)
+    writer = loud_model()
+    reader = loud_model(std=0.2)
     ids = torch.randint(0, 67, (1, 40), generator=torch.Generator().manual_seed(0))
     written, own = (kvcat.trace(model, ids, 30) for model in (writer, reader))
     same, crossed = (

@@ -53,7 +53,8 @@ def of_split(documents, split):
 
 def documents_in(tokens, tokenizer):
     """The texts between EOS tokens; the last one must be whole."""
-    found, current = [], []
+    found = []
+    current = []
     for token in tokens:
         if token == tokenizer.eos_token_id:
             found.append(tokenizer.decode(current))

@@ -55,10 +55,8 @@ def sentences(count, seed=0):
 
 def byte_tokenizer(vocab_size=300, *, chat=True):
     """A byte-level BPE: every text encodes, and decodes to itself."""
-    made, options = (
-        ByteLevelBPETokenizer(),
-        {"min_frequency": 0, "special_tokens": ["<eos>"], "show_progress": False},
-    )
+    made = ByteLevelBPETokenizer()
+    options = {"min_frequency": 0, "special_tokens": ["<eos>"], "show_progress": False}
     made.train_from_iterator(sentences(200), vocab_size=vocab_size, **options)
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(made.to_str()),

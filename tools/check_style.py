@@ -52,7 +52,8 @@ def check_code(path: Path, findings: Findings) -> None:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Assign):
             findings.num_assignments += 1
-            target, value = node.targets[0], node.value
+            target = node.targets[0]
+            value = node.value
             findings.num_packed += isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
         for name in _bound_names(node):
             if name in VAGUE_NAMES:

@@ -79,7 +79,8 @@ def cosine(rows: torch.Tensor, chosen: np.ndarray) -> float:
     """Cosine of the population gradients from pairs of different documents among the chosen
     ones.
     """
-    g, h = rows[:, 0], rows[:, 1]
+    g = rows[:, 0]
+    h = rows[:, 1]
     apart = torch.tensor(chosen[:, None] != chosen[None, :])
     cross, dense, masked = (
         float(m[chosen][:, chosen][apart].mean()) for m in (g @ h.T, g @ g.T, h @ h.T)

@@ -30,7 +30,8 @@ LAST = 32  # tokens, which few queries see
 
 def kinds(pieces: list[str], ids: list[int]) -> list[set[str]]:
     """The kinds that each token belongs to."""
-    found, seen = [], set()
+    found = []
+    seen = set()
     for place, (piece, token) in enumerate(zip(pieces, ids, strict=True)):
         text = piece.strip()
         own = {
@@ -92,7 +93,8 @@ def main() -> None:
         for start, stop in itertools.pairwise(starts):
             seen_by = torch.arange(ids.shape[1], 0, -1)
             own = torch.stack([part[0].mean(0) for part in mass[start:stop]]).mean(0) / seen_by
-            own, kept = own[inner], keep[start][inner]
+            own = own[inner]
+            kept = keep[start][inner]
             best = own.sort(descending=True).values[: int(kept.sum())].sum() / own.sum()
             for place, share in enumerate((own[kept].sum() / own.sum(), best)):
                 shares[start][place] += share.item() / len(texts)

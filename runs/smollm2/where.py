@@ -177,7 +177,8 @@ def heads_table(trained: list[dict], control: list[dict]) -> Iterator[str]:
     ours, theirs = (np.take_along_axis(side, order, axis=1) for side in (ours, theirs))
     for name, bounds in SHARES.items():
         part = slice(*(round(share * ours.shape[1]) for share in bounds))
-        kl, reference = ours[:, part].sum(1), theirs[:, part].sum(1)
+        kl = ours[:, part].sum(1)
+        reference = theirs[:, part].sum(1)
         ratio = draws.estimate(draws.of_means(np.divide, kl, reference))
         share = reference.mean() / theirs.sum(1).mean()
         yield f"heads, {name}: {share:.0%} of the control's KL, {ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"

@@ -130,7 +130,8 @@ def test_tokens_in_parts_get_the_logits_of_one_forward_whatever_the_cache(model,
 
 @torch.no_grad()
 def test_tokens_behind_slots_need_a_mask_only_where_there_is_padding(model, masks):
-    draw, shapes = torch.Generator().manual_seed(3), ((1, 2, 6, 8), (1, 2, 6, 8), (1, 2, 6))
+    draw = torch.Generator().manual_seed(3)
+    shapes = ((1, 2, 6, 8), (1, 2, 6, 8), (1, 2, 6))
     layers = [
         CompactLayer(*(torch.randn(s, generator=draw).double() for s in shapes)) for _ in range(2)
     ]

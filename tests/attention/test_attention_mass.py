@@ -16,7 +16,8 @@ from naive import normal
 )
 def test_attention_mass_in_chunks_equals_its_naive_twin(heads, window, chunk, monkeypatch):
     monkeypatch.setattr("kvcat.attention.mass._RECEIVED_ELEMENTS", chunk * 2 * heads[0] * 13)
-    q, k = normal(2, heads[0], 13, 4), normal(2, heads[1], 13, 4, seed=1)
+    q = normal(2, heads[0], 13, 4)
+    k = normal(2, heads[1], 13, 4, seed=1)
     fast = attention_mass(q, k, scale=0.7, window=window)
     torch.testing.assert_close(fast.sum(1), naive_mass(q, k, 0.7, window), rtol=1e-12, atol=1e-13)
     groups = zip(q.unflatten(1, (heads[1], -1)).unbind(1), k.unbind(1), strict=True)
@@ -29,7 +30,8 @@ def test_attention_mass_in_chunks_equals_its_naive_twin(heads, window, chunk, mo
 
 def test_the_mass_of_keys_is_that_of_the_plain_sum(monkeypatch):
     draw = torch.Generator().manual_seed(0)
-    queries, keys = torch.randn(2, 4, 9, 5, generator=draw), torch.randn(2, 2, 7, 5, generator=draw)
+    queries = torch.randn(2, 4, 9, 5, generator=draw)
+    keys = torch.randn(2, 2, 7, 5, generator=draw)
     last = torch.tensor([0, 6, 2, 3, 3, 1, 5, 4, 6])
     expected = torch.zeros(2, 4, 9)
     for b, h, i in np.ndindex(2, 4, 9):

@@ -78,7 +78,8 @@ def refused(path, content, reason=None):
     [("equal", torch.float32), ("ragged", torch.bfloat16), ("without log-bias", torch.float64)],
 )
 def test_a_loaded_cache_equals_the_saved_one(tmp_path, form, dtype):
-    cache, path = example(form, dtype), tmp_path / "doc"
+    cache = example(form, dtype)
+    path = tmp_path / "doc"
     path.write_text("the old file")
     cache.save(path)
     loaded = CompactCache.load(path)
@@ -114,7 +115,11 @@ def zeros(*shape, dtype=torch.float32, last=0.0):
     return tensor
 
 
-KEYS, VALUES, BIAS, NAN, INF = (2, 2, 3, 4), (2, 2, 3, 6), (2, 2, 3), torch.nan, torch.inf
+KEYS = (2, 2, 3, 4)
+VALUES = (2, 2, 3, 6)
+BIAS = (2, 2, 3)
+NAN = torch.nan
+INF = torch.inf
 DAMAGED_TENSORS = [
     ({"layers.1.keys": None}, "layer 1: no keys or no values"),
     ({"layers.2.keys": zeros(*KEYS)}, "tensor 'layers.2.keys', which no cache of 2 layers has"),

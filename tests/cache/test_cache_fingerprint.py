@@ -274,7 +274,8 @@ def test_the_weights_of_the_active_adapter_count_and_not_its_name(adapted):
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
 def test_a_cache_fits_the_adapter_that_it_was_made_with_alone(adapted):
     model, _ = adapted
-    ids, question = torch.arange(40)[None], torch.arange(5)[None]
+    ids = torch.arange(40)[None]
+    question = torch.arange(5)[None]
     model.disable_adapters()
     plain = kvcat.trace(model, ids, 30).dense_cache()
     model.enable_adapters()

@@ -79,7 +79,9 @@ def error(found, expected):
 )
 def test_a_dense_cache_answers_as_the_stock_model_or_says_that_it_cannot(kind, length, question):
     model, stock = pair(kind)
-    document, asked, instruction = tokens(length), tokens(question, 1), tokens(5, 2)
+    document = tokens(length)
+    asked = tokens(question, 1)
+    instruction = tokens(5, 2)
     sequence = Reconstruction(torch.cat([document, instruction, document], 1), length, length + 5)
     expected = stock_logits(stock, document, asked)[:, length:]
     crosses = length <= BORDER < length + question
@@ -144,7 +146,8 @@ def test_an_answer_ends_with_a_refusal_where_it_would_pass_the_border():
 
 def test_long_factors_serve_a_short_text_only_where_room_was_asked_for():
     model, stock = pair()
-    document, asked = tokens(40), tokens(6, 1)
+    document = tokens(40)
+    asked = tokens(6, 1)
     implied = kvcat.trace(model, torch.cat([document, tokens(50, 2)], 1), 40).dense_cache()
     assert "for more than 64 tokens, and here are 46" in refusal(implied.inputs, model, asked)
     cache = kvcat.trace(model, document, supervision="self", room=50).dense_cache()
@@ -157,7 +160,8 @@ def test_long_factors_serve_a_short_text_only_where_room_was_asked_for():
 @pytest.mark.parametrize("method", ["attention-matching", "gradient", "snapkv"])
 def test_every_cache_says_which_factors_it_has_in_its_file_too(method, tmp_path):
     model, _ = pair()
-    instruction, document = tokens(5, 2), tokens(40)
+    instruction = tokens(5, 2)
+    document = tokens(40)
     made = kvcat.trace(
         model, Reconstruction(torch.cat([document, instruction, document], 1), 40, 45)
     )
@@ -192,7 +196,8 @@ def test_a_cache_that_grows_keeps_its_factors_and_those_of_another_trace_are_ref
 def test_dynamic_factors_are_those_of_short_texts_and_longer_texts_are_refused():
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     model, stock = pair("llama", max_position_embeddings=BORDER, rope_parameters=rope)
-    document, asked = tokens(50), tokens(14, 1)
+    document = tokens(50)
+    asked = tokens(14, 1)
     with torch.no_grad():
         model(tokens(100))  # leaves other factors in the modules
     cache = kvcat.trace(model, document, supervision="self").dense_cache()

@@ -213,7 +213,8 @@ def test_sampling_is_a_function_of_the_seed(tiny_folder, saved, capsys):
 def test_a_document_too_long_for_its_repetition_fits_by_its_own_queries(
     tiny_folder, tmp_path, mistake
 ):
-    document, output = tmp_path / "doc.txt", tmp_path / "c.safetensors"
+    document = tmp_path / "doc.txt"
+    output = tmp_path / "c.safetensors"
     document.write_text("".join(sentences(9, seed=7)))
     argv = ["compress", tiny_folder, "--text", document, "-o", output]
     assert "supervision self does not repeat the text" in mistake(*argv)

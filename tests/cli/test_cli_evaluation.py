@@ -58,7 +58,8 @@ def test_an_evaluation_ends_in_records_a_table_and_a_page_and_again_adds_nothing
     finished, tiny_folder, data, capsys
 ):
     argv, out, said = finished
-    page, before = out / "report" / "report.html", records(out)
+    page = out / "report" / "report.html"
+    before = records(out)
     assert said.splitlines()[-1] == str(page)
     assert (
         "Not a result, base: context gain" in said

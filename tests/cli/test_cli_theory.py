@@ -31,7 +31,8 @@ def test_the_theorem_command_shows_one_network_exact_and_the_other_above_c(tmp_p
     assert run(["theory", "theorem", *argv, "--out", str(tmp_path)]) == 0
     assert "14 sequences, 20 splits, all verified" in (said := capsys.readouterr().out)
     assert "differ in 6 rows of block 2 W_2" in said
-    rows, bounds = table(tmp_path / "theorem.csv"), table(tmp_path / "bounds.csv")
+    rows = table(tmp_path / "theorem.csv")
+    bounds = table(tmp_path / "bounds.csv")
     assert [row["function"] for row in rows] == ["parity", "mean"]
     for row, bound in zip(rows, bounds, strict=True):
         assert float(row["compressible, one slot"]) < 1e-12

@@ -163,7 +163,7 @@ def test_a_mistake_in_the_text_or_the_request_is_told_before_weights_are_read(
     assert told in mistake(*needle, "--keep", 0.2, "--primary", "h2o", 0.3, "kl")
 
 
-class Stopped(Exception):  # noqa: N818
+class Stopped(Exception):
     signum = 15
 
 

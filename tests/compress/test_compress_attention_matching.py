@@ -70,13 +70,12 @@ def test_both_forms_are_the_public_solvers_one_head_at_a_time(traced):
     for num_iters, ridge in ((2, 1e-4), (None, 1e-2)):
         slots, values, log_bias = match_attention(batch, dense, 9, num_iters=num_iters, ridge=ridge)
         for head in range(len(slots)):
-            queries, keys, own = (
-                batch.queries[head],
-                batch.keys[head, slots[head]],
-                batch.values[head, slots[head]],
-            )
+            queries = batch.queries[head]
+            keys = batch.keys[head, slots[head]]
+            own = batch.values[head, slots[head]]
             weight = dense.weights[head]
-            kept, every = queries @ keys.mT, queries @ batch.keys[head].mT
+            kept = queries @ keys.mT
+            every = queries @ batch.keys[head].mT
             if num_iters is None:
                 whole = every.logsumexp(-1, keepdim=True)
                 expected = fit_log_bias(kept, whole, pull=0.1, weights=weight)
@@ -112,7 +111,8 @@ def test_dropping_copies_of_a_token_loses_nothing_while_one_of_each_is_kept():
 
 def test_the_stable_fit_improves_with_every_slot_count_and_beats_eviction_of_the_same_keys():
     batch = structured_head()
-    dense, errors = dense_attention(batch), []
+    dense = dense_attention(batch)
+    errors = []
     for num_slots in (8, 16, 32, 64, 128):
         fit = match_attention(batch, dense, num_slots)
         errors.append(output_error(batch, *fit).item())
@@ -150,7 +150,8 @@ def test_small_batches_and_chunks_of_queries_change_nothing(traced, monkeypatch)
     "options", [{"budgets": "adaptive"}, {"preset": "paper", "num_queries": 20}], ids=str
 )
 def test_caches_of_several_keep_ratios_are_those_of_single_calls(traced, options):
-    method, ratios = AttentionMatching(**options), [0.3, 1, 0.1]
+    method = AttentionMatching(**options)
+    ratios = [0.3, 1, 0.1]
     for ratio, cache in zip(ratios, method.each(traced, ratios), strict=True):
         alone = method(traced, keep_ratio=ratio)
         assert cache.metadata == alone.metadata
@@ -212,7 +213,8 @@ def test_on_a_real_model_what_is_fitted_to_few_queries_serves_others_better_than
     def held_out(method):
         return supervised_kl(judge, method(fitted, keep_ratio=0.4)).mean().item()
 
-    alone, stable = held_out(AttentionMatching(own_weight=0.0)), held_out(AttentionMatching())
+    alone = held_out(AttentionMatching(own_weight=0.0))
+    stable = held_out(AttentionMatching())
     assert alone < 0.8 * held_out(AttentionMatching("paper", num_queries=None, ridge=1e-6))
     assert stable < 0.5 * held_out(Eviction("streaming"))
     assert stable < alone
@@ -222,7 +224,8 @@ def test_on_a_real_model_what_is_fitted_to_few_queries_serves_others_better_than
 def test_how_many_heads_are_solved_together_does_not_change_the_cache(
     preset, model, windows, monkeypatch
 ):
-    found, caches = trace(model, windows, 48), []
+    found = trace(model, windows, 48)
+    caches = []
     for limit in (2**24, 2**12):
         monkeypatch.setattr(heads_module, "_BATCH_ELEMENTS", limit)
         caches.append(AttentionMatching(preset)(found, num_slots=8))

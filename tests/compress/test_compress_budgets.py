@@ -22,7 +22,8 @@ def test_a_curve_is_the_ridge_regression_on_the_dense_weights_of_the_first_slots
     outputs = weights @ batch.values[0].double()
     shift = 1e-2 * weights.square().sum()
     for count, error in curve.items():
-        kept, own = weights[:, order[:count]], batch.values[0, order[:count]].double()
+        kept = weights[:, order[:count]]
+        own = batch.values[0, order[:count]].double()
         gram = kept.mT @ kept + shift * torch.eye(count)
         values = own + torch.linalg.solve(gram, kept.mT @ (outputs - kept @ own))
         expected = (kept @ values - outputs).square().sum() + shift * (values - own).square().sum()
@@ -33,7 +34,8 @@ def test_a_curve_is_the_ridge_regression_on_the_dense_weights_of_the_first_slots
 def test_the_queries_of_a_curve_are_a_fair_sample_of_rows_in_which_query_heads_take_turns(period):
     """Queries of one head in ``period`` look at random keys, the others' at one: the sample has
     both kinds."""
-    draw, rows = torch.Generator().manual_seed(0), 9 * NUM_QUERIES
+    draw = torch.Generator().manual_seed(0)
+    rows = 9 * NUM_QUERIES
     queries = 8 * torch.eye(8)[torch.randint(8, (1, rows), generator=draw)]
     queries[:, torch.arange(rows) % period != 1] = 8 * torch.eye(8)[0]
     states = torch.eye(8)[None], torch.randn(1, 8, 4, generator=draw)
@@ -100,7 +102,8 @@ def curve(errors: torch.Tensor, num_slots: int) -> dict[int, float]:
 
 
 def test_a_head_with_a_steep_curve_gets_more_and_a_head_cannot_get_more_than_it_has():
-    flat, steep = curve(torch.full((40,), 1.0), 10), 10 / torch.arange(1, 41)
+    flat = curve(torch.full((40,), 1.0), 10)
+    steep = 10 / torch.arange(1, 41)
     curves = {
         (0, 0, 0): flat,
         (0, 0, 1): curve(steep, 10),

@@ -110,7 +110,8 @@ def test_a_call_repeats_and_leaves_model_trace_and_random_state_and_is_the_same_
     traced, tmp_path, name, options
 ):
     held = (*traced.keys, *traced.values, *traced.queries, traced.hidden)
-    before, state = [tensor.clone() for tensor in held], torch.get_rng_state()
+    before = [tensor.clone() for tensor in held]
+    state = torch.get_rng_state()
     traced.model.train()
     try:
         first, again = (make_compressor(name, **options)(traced, num_slots=6) for _ in range(2))

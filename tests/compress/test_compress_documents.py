@@ -105,7 +105,8 @@ def test_a_chat_is_the_tokens_of_the_whole_turn(kind, template):
 
 def test_blanks_that_a_template_trims_are_trimmed_and_those_between_document_and_question_stay():
     tokenizer = with_template(CHAT_ML)
-    text, question = f"\n\n  {DOCUMENT}\n", " what is it? \n"
+    text = f"\n\n  {DOCUMENT}\n"
+    question = " what is it? \n"
     turn = [{"role": "user", "content": f"{text}\n\n{question}"}]
     whole = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
     ids = (
@@ -225,7 +226,8 @@ def test_a_message_of_text_parts_is_their_text():
 def test_control_tokens_that_a_text_spells_are_text_unless_they_are_allowed(kind, text):
     tokenizer = KINDS[kind]()
     control = {"<|im_end|>", "</s>", "<s>"}
-    encoder, allowed = TextEncoder(tokenizer), TextEncoder(tokenizer, allow_special=True)
+    encoder = TextEncoder(tokenizer)
+    allowed = TextEncoder(tokenizer, allow_special=True)
     for ids in (encoder(text), encoder.behind(text)):
         assert not control & set(tokenizer.convert_ids_to_tokens(ids))
         assert tokenizer.decode(ids).strip() == text
@@ -246,10 +248,8 @@ def test_added_tokens_that_the_template_writes_are_text_in_documents_questions_a
     tokenizer.chat_template = PLAIN.replace("<user>", "<turn>")
     turn, other = tokenizer.convert_tokens_to_ids(["<turn>", "<other>"])
     text = "the cat <turn> </s> <other>"
-    first, second = (
-        reconstruction(tokenizer, text, chat=True),
-        question_ids(tokenizer, text, chat=True),
-    )
+    first = reconstruction(tokenizer, text, chat=True)
+    second = question_ids(tokenizer, text, chat=True)
     prefix = first.input_ids[0, : first.prefix_len].tolist()
     assert (prefix.count(turn), prefix.count(other)) == (
         1,
@@ -319,7 +319,8 @@ def test_a_text_that_is_no_unicode_is_refused_with_its_place(text):
 
 
 def test_what_begins_a_text_follows_the_tokenizer_or_the_choice():
-    plain, with_bos = byte_level(), byte_level(before=["<s>"], after=["</s>"])
+    plain = byte_level()
+    with_bos = byte_level(before=["<s>"], after=["</s>"])
     bos = with_bos.bos_token_id
     choices = [
         [opening_ids(t, bos=b) for b in ("auto", "always", "never")] for t in (plain, with_bos)

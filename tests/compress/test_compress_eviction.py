@@ -64,7 +64,8 @@ def naive_snapkv(weights, num_slots, window, kernel_size, pooling):
         sum(w[q, p].item() for w in weights for q in range(length - window, length))
         for p in range(length)
     ]
-    pooled, half = list(votes), kernel_size // 2
+    pooled = list(votes)
+    half = kernel_size // 2
     for p in range(length - window):
         inside = [votes[n] for n in range(p - half, p + half + 1) if 0 <= n < length - window]
         pooled[p] = max(inside) if pooling == "max" else sum(inside) / kernel_size

@@ -9,7 +9,8 @@ from kvcat.models import self_test
 from kvcat.models.rotation import KeyRotation
 from tiny import TRANSFORMERS, loud_model, refusal
 
-PREFIX, TOKENS = 30, 44
+PREFIX = 30
+TOKENS = 44
 TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 GEMMA4 = {
     "num_hidden_layers": 3,

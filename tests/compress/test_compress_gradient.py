@@ -41,15 +41,11 @@ def distance(left, right):
 
 def naive_loop(model, prefix_len, ids, start, steps, rate):
     """One sequence: full logits, torch's own clipping, the stock cache and loss."""
-    dense, new = (
-        model(ids[None]).logits[0, prefix_len:].detach().log_softmax(-1),
-        len(ids) - prefix_len,
-    )
+    dense = model(ids[None]).logits[0, prefix_len:].detach().log_softmax(-1)
+    new = len(ids) - prefix_len
     leaves = [x.clone().requires_grad_(True) for layer in start for x in (layer.keys, layer.values)]
-    optimizer, at = (
-        torch.optim.AdamW(leaves, weight_decay=0.0),
-        torch.arange(prefix_len, len(ids))[None],
-    )
+    optimizer = torch.optim.AdamW(leaves, weight_decay=0.0)
+    at = torch.arange(prefix_len, len(ids))[None]
     mask = torch.cat([torch.ones(new, leaves[0].shape[2]), torch.ones(new, new).tril()], 1).bool()[
         None, None
     ]
@@ -85,10 +81,8 @@ def test_the_steps_of_every_example_are_those_of_the_naive_loop_clipped_by_its_o
     it is clipped."""
     model = loud_model(dtype=torch.float64)
     model.lm_head.weight.data.mul_(5)
-    found, method = (
-        trace(model, windows, 48),
-        GradientCompression(num_steps=6, lr=0.2, schedule=schedule),
-    )
+    found = trace(model, windows, 48)
+    method = GradientCompression(num_steps=6, lr=0.2, schedule=schedule)
     start = dataclasses.replace(method, num_steps=0)(found, num_slots=5)
     cache = method(found, num_slots=5)
     assert distance(cache, start) > 5e-3
@@ -100,7 +94,9 @@ def test_the_steps_of_every_example_are_those_of_the_naive_loop_clipped_by_its_o
 
 
 def test_snapshots_come_at_their_steps_and_the_loss_falls(traced):
-    seen, told, method = {}, {}, GradientCompression(num_steps=12, lr=0.05)
+    seen = {}
+    told = {}
+    method = GradientCompression(num_steps=12, lr=0.05)
     for step, cache in method.snapshots(traced, num_slots=6):
         seen[step] = compare(traced, cache).kl
     method(traced, num_slots=6, on_step=told.__setitem__)
@@ -153,7 +149,8 @@ def test_a_frozen_first_slot_stays(traced):
 
 
 def test_unequal_slots_and_their_log_bias_are_trained_and_none_is_added(model, windows):
-    found, init = trace(model, windows, 48), "attention-matching,budgets=adaptive"
+    found = trace(model, windows, 48)
+    init = "attention-matching,budgets=adaptive"
     start = AttentionMatching(budgets="adaptive")(found, num_slots=6)
     method = GradientCompression(num_steps=4, lr=0.02, init=init)
     cache = method(found, num_slots=6)
@@ -180,7 +177,8 @@ def test_only_the_second_copy_of_a_reconstruction_supervises(model, windows):
 
 
 def test_a_trace_without_predictions_is_refused(model, windows):
-    own, method = trace(model, windows, 48, supervision="self"), GradientCompression(num_steps=1)
+    own = trace(model, windows, 48, supervision="self")
+    method = GradientCompression(num_steps=1)
     for call in (method, method.snapshots):
         with pytest.raises(
             InputError, match=r"no predictions after its prefix.* or use AttentionMatching"
@@ -215,7 +213,8 @@ def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(
 ):
     monkeypatch.setattr(gradient, "SAVE_EVERY", 2)
     found = trace(loud_model(dtype=dtype), windows, 48)
-    method, path = GradientCompression(num_steps=5, **options), tmp_path / "state"
+    method = GradientCompression(num_steps=5, **options)
+    path = tmp_path / "state"
     whole = method(found, num_slots=5)
     with pytest.raises(KilledError):
         method(found, num_slots=5, resume=path, on_step=killed_at(last))
@@ -230,7 +229,8 @@ def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(
 def test_states_of_another_run_damaged_and_foreign_ones_are_refused(
     model, windows, traced, tmp_path
 ):
-    path, method = tmp_path / "state", GradientCompression(num_steps=1)
+    path = tmp_path / "state"
+    method = GradientCompression(num_steps=1)
     cache = method(traced, num_slots=5, resume=path)
     before = path.read_bytes()
     flipped = trace(model, windows.flip(0), 48)

@@ -34,7 +34,8 @@ IMPORTED_WITH_KVCAT = "kvpress" in sys.modules
 needs_kvpress = pytest.mark.skipif(
     importlib.util.find_spec("kvpress") is None, reason="kvpress is not installed"
 )
-PREFIX, SLOTS = 64, 20
+PREFIX = 64
+SLOTS = 20
 SNAPKV = {"press.window_size": 8}
 CHUNKED = {
     "ChunkKVPress+SnapKVPress": {**SNAPKV, "chunk_length": 4},
@@ -210,7 +211,8 @@ def test_layers_of_a_pyramid_and_heads_of_kvzip_hold_different_numbers_of_slots_
 @needs_kvpress
 @pytest.mark.parametrize("name", ["KVzipPress", "KVgradPress", "SnapKVPress"])
 def test_several_sizes_at_once_are_those_made_alone(found, name):
-    method, ratios = press(name), (0.25, 0.75, 0.5)
+    method = press(name)
+    ratios = (0.25, 0.75, 0.5)
     for ratio, cache in zip(ratios, method.each(found, ratios), strict=True):
         torch.testing.assert_close(
             tensors(cache), tensors(method(found, keep_ratio=ratio)), rtol=0, atol=0
@@ -286,7 +288,8 @@ def test_the_suffix_scores_as_in_kvpress_own_run(qwen, texts, found, monkeypatch
     """kvpress itself: prefill under the press, then the suffix on its cache, hidden slots masked by
     its own patch."""
     method = press(name)
-    cache, own = method(found, num_slots=SLOTS), method._build()
+    cache = method(found, num_slots=SLOTS)
+    own = method._build()
     kvpress = importlib.import_module("kvpress")
     own.compression_ratio = removed_fraction(SLOTS, PREFIX, counts_removed=name == "KVzipPress")
     stock = AutoModelForCausalLM.from_pretrained(
@@ -345,7 +348,8 @@ def test_scores_are_those_of_kvpress_but_for_tovas_last_position_and_h2os_divisi
     see a position."""
 
     def theirs(name):
-        own, seen = KVPress(name)._build(), []
+        own = KVPress(name)._build()
+        seen = []
         score = own.score
         own.score = lambda *arguments: (seen.append(score(*arguments)), seen[-1])[1]
         _press_prefix(own, found, 0, [SLOTS])

@@ -75,10 +75,8 @@ def test_own_queries_of_the_first_layer_are_those_of_each_part_written_again_beh
     found = own(traced)
     weights = weights_of(traced, found, 0)
     for stop in range(prefix_len, 0, -part):
-        text, rows = (
-            slice(max(0, stop - part), stop),
-            slice(prefix_len - stop, prefix_len - max(0, stop - part)),
-        )
+        text = slice(max(0, stop - part), stop)
+        rows = slice(prefix_len - stop, prefix_len - max(0, stop - part))
         ids = torch.cat([windows[:, :prefix_len], windows[:, text]], 1)
         # the model makes its rotations in single precision
         assert torch.allclose(
@@ -157,11 +155,14 @@ def test_models_whose_positions_cannot_be_turned_have_no_own_queries(
 def test_a_rotation_is_tried_once_on_every_model_and_shift_and_turns_each_slot_by_its_own(
     double, monkeypatch
 ):
-    tried, keys_at = [], rotation_module._keys_at
+    tried = []
+    keys_at = rotation_module._keys_at
     monkeypatch.setattr(
         rotation_module, "_keys_at", lambda *args: tried.append(args) or keys_at(*args)
     )
-    first, _, _ = KeyRotation(double, 29), KeyRotation(double, 29), KeyRotation(double, 31)
+    first = KeyRotation(double, 29)
+    _ = KeyRotation(double, 29)
+    _ = KeyRotation(double, 31)
     assert [start for _, _, start in tried] == [29, 31]
     keys = torch.randn(1, 2, 3, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     each = [first(keys[:, :, slot : slot + 1], 1, shift) for slot, shift in enumerate((7, 0, -4))]
@@ -170,7 +171,9 @@ def test_a_rotation_is_tried_once_on_every_model_and_shift_and_turns_each_slot_b
 
 def test_a_group_of_heads_holds_no_more_than_its_limit_whatever_is_the_largest(found, monkeypatch):
     fitted = fitted_queries(found, 0.0, by_share=True)
-    queries, prefix, dims = 2 * len(fitted.factors), 48, 2 * found.keys[0].shape[3]
+    queries = 2 * len(fitted.factors)
+    prefix = 48
+    dims = 2 * found.keys[0].shape[3]
     monkeypatch.setattr(heads_module, "_BATCH_ELEMENTS", 4096)
     for size in (1, 5, 40):
         heads = Heads(found, fitted)

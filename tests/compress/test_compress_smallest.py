@@ -66,7 +66,9 @@ def test_the_answer_is_that_of_trying_everything_where_the_kl_falls_and_good_whe
 def test_every_example_reaches_the_mark_and_what_judges_is_never_shown_to_the_compressor(
     model, windows
 ):
-    found, seen, told = trace(model, windows, 48), [], {}
+    found = trace(model, windows, 48)
+    seen = []
+    told = {}
 
     def spy(learn, *, num_slots):
         seen.append(num_slots)
@@ -94,10 +96,8 @@ def test_both_parts_of_a_split_are_traces_of_their_tokens(model, windows):
     assert (judge.supervision_start, judge.prefix_len) == (57, 48)
     assert torch.equal(judge.queries[1], found.queries[1][:, :, 9:])
     cache = Eviction("first")(found, num_slots=5)
-    whole, parts = (
-        compare(found, cache).kl,
-        (supervised_kl(learn, cache), supervised_kl(judge, cache)),
-    )
+    whole = compare(found, cache).kl
+    parts = (supervised_kl(learn, cache), supervised_kl(judge, cache))
     assert torch.allclose((9 * parts[0] + 7 * parts[1]).float() / 16, whole, rtol=1e-4)
 
 

@@ -14,7 +14,8 @@ from kvcat.compress.solvers import largest_eigenvalue
 from kvcat.errors import InputError
 from naive import normal
 
-LOW, HIGH = math.exp(-3), math.exp(3)
+LOW = math.exp(-3)
+HIGH = math.exp(3)
 
 
 def problem(kept, dense):
@@ -59,21 +60,25 @@ def test_weights_pulled_to_one_equal_scipy_on_the_system_with_the_pull_as_rows(
     queries, slots, pull
 ):
     """A step that moves no weight by 1e-5 leaves at most the condition number times that."""
-    dense, rows = 2 * normal(1, queries, 50, seed=slots), torch.linspace(0.2, 2, queries).double()
+    dense = 2 * normal(1, queries, 50, seed=slots)
+    rows = torch.linspace(0.2, 2, queries).double()
     design, mass = problem(dense[0, :, :slots], dense[0])
-    design, mass = design * rows.unsqueeze(-1), mass * rows
+    design = design * rows.unsqueeze(-1)
+    mass = mass * rows
     shift = math.sqrt(pull) * np.linalg.norm(design.numpy(), 2)
     left = np.concatenate([design.numpy(), shift * np.eye(slots)])
     expected = bounded(left, np.concatenate([mass.numpy(), shift * np.ones(slots)])).x
     for dtype in (torch.float64, torch.float32):
-        scores, weights = dense.to(dtype), rows.to(dtype)[None]
+        scores = dense.to(dtype)
+        weights = rows.to(dtype)[None]
         found = fit_log_bias(scores[..., :slots], scores, pull=pull, weights=weights).exp()
         assert found.dtype == dtype
         assert np.allclose(found[0], expected, atol=2e-5 * (1 + 1 / pull))
 
 
 def test_heads_are_solved_as_alone_whatever_the_order_of_slots_and_slots_that_none_sees():
-    dense, targets = 2 * normal(2, 3, 50, 40, seed=5), normal(2, 3, 50, 8)
+    dense = 2 * normal(2, 3, 50, 40, seed=5)
+    targets = normal(2, 3, 50, 8)
     order = torch.randperm(15, generator=torch.Generator().manual_seed(0))
     together = fit_log_bias(dense[..., :15], dense)
     values = fit_values(dense.softmax(-1)[..., :15], targets)
@@ -105,12 +110,11 @@ def test_projected_gradient_steps_stay_in_the_box_and_never_raise_the_cost():
 @pytest.mark.parametrize(("queries", "slots"), [(60, 12), (12, 60), (20, 20)])
 @pytest.mark.parametrize("ridge", [1e-6, 1e-3])
 def test_values_equal_numpy_on_the_system_with_the_ridge_as_rows(queries, slots, ridge):
-    weights, targets = normal(2, queries, slots).softmax(-1), normal(2, queries, 5, seed=1)
+    weights = normal(2, queries, slots).softmax(-1)
+    targets = normal(2, queries, 5, seed=1)
     towards = normal(2, slots, 5, seed=2)
-    found, pulled = (
-        fit_values(weights, targets, ridge=ridge),
-        fit_values(weights, targets, ridge=ridge, towards=towards),
-    )
+    found = fit_values(weights, targets, ridge=ridge)
+    pulled = fit_values(weights, targets, ridge=ridge, towards=towards)
     for head in range(2):
         shift = math.sqrt(ridge) * np.linalg.norm(weights[head].numpy(), 2)
         left = np.concatenate([weights[head].numpy(), shift * np.eye(slots)])
@@ -128,7 +132,8 @@ def test_values_equal_numpy_on_the_system_with_the_ridge_as_rows(queries, slots,
 
 @pytest.mark.parametrize(("queries", "slots"), [(60, 12), (12, 60)])
 def test_without_ridge_the_values_are_numpys_minimum_norm_solution(queries, slots):
-    weights, targets = normal(queries, slots).softmax(-1), normal(queries, 5, seed=1)
+    weights = normal(queries, slots).softmax(-1)
+    targets = normal(queries, 5, seed=1)
     expected = np.linalg.lstsq(weights.numpy(), targets.numpy(), rcond=None)[0]
     assert np.allclose(fit_values(weights, targets, ridge=None), expected, atol=1e-8)
 

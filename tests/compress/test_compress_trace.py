@@ -76,10 +76,8 @@ def test_a_suffix_in_chunks_fares_as_in_one_piece(windows, method, monkeypatch):
             with monkeypatch.context() as patch:
                 patch.setattr("kvcat.losses.logits._CHUNK_ELEMENTS", 15 * model.config.vocab_size)
                 patch.setattr(sys.modules["kvcat.compress.compare"], "_CHUNK_TOKENS", chunk_tokens)
-                parts, hidden = (
-                    compare(found, cache, start=start),
-                    replay_hidden(model, cache, windows[:, 48:]),
-                )
+                parts = compare(found, cache, start=start)
+                hidden = replay_hidden(model, cache, windows[:, 48:])
             torch.testing.assert_close(vars(whole), vars(parts), rtol=0, atol=1e-12)
             assert torch.allclose(hidden, expected, atol=1e-12)
     assert torch.allclose(supervised_kl(found, cache), compare(found, cache).kl, atol=1e-12)
@@ -92,7 +90,8 @@ def test_a_reconstruction_repeats_the_same_tokens_and_its_second_copy_gives_the_
     tokenizer = byte_tokenizer()
     text = "the cat sees a river."
     sequence = reconstruction(tokenizer, text)
-    ids, length = sequence.input_ids[0].tolist(), sequence.prefix_len
+    ids = sequence.input_ids[0].tolist()
+    length = sequence.prefix_len
     assert ids[:length] == ids[sequence.supervision_start :] == tokenizer.encode(text)
     assert "verbatim" in tokenizer.decode(ids[length : sequence.supervision_start])
     with pytest.raises(InputError, match="holds no token"):

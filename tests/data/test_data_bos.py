@@ -161,7 +161,8 @@ def test_windows_are_scored_as_plain_transformers_scores_them(texts, supervision
 
 def test_haystacks_and_prompts_begin_as_chosen_and_hold_no_eos(tmp_path):
     tokenizer = with_bos()
-    bos, eos = tokenizer.bos_token_id, tokenizer.convert_tokens_to_ids("</s>")
+    bos = tokenizer.bos_token_id
+    eos = tokenizer.convert_tokens_to_ids("</s>")
     makers = {
         "needle": lambda choice: needle.make_task(tokenizer, length=400, per_depth=1, bos=choice),
         "ruler": lambda choice: ruler.make_task(
@@ -169,7 +170,8 @@ def test_haystacks_and_prompts_begin_as_chosen_and_hold_no_eos(tmp_path):
         ),
     }
     for make in makers.values():
-        auto, never = make("auto"), make("never")
+        auto = make("auto")
+        never = make("never")
         assert "bos" not in auto.describe()
         assert never.describe()["bos"] == "never"
         for first, second in zip(auto.examples, never.examples, strict=True):

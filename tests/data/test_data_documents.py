@@ -26,7 +26,8 @@ def write_parquet(path, **columns):
 
 
 def test_a_long_text_is_cut_at_line_ends_where_there_are_any_and_its_pieces_rejoin_to_it(tmp_path):
-    short, line = "a" * 5, "words and more words\r\n"
+    short = "a" * 5
+    line = "words and more words\r\n"
     for text in ("", short, "x" * 40_000, line * 3000 + "x" * 40_000):
         (tmp_path / "long.md").write_bytes(text.encode())
         found = pairs(tmp_path / "long.md")

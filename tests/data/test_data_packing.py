@@ -28,7 +28,8 @@ def encoder():
 def test_the_encoder_gives_the_tokenizers_own_ids_whatever_the_length_and_tells_tokenizers_apart(
     encoder, caplog
 ):
-    tokenizer, draw = byte_tokenizer(), random.Random(0)
+    tokenizer = byte_tokenizer()
+    draw = random.Random(0)
     tokenizer.model_max_length = 8
     copied = Encoder.of(tokenizer)
     texts = [

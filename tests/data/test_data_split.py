@@ -46,7 +46,8 @@ def test_the_order_depends_on_names_and_seed_not_on_the_listing():
 
 
 def test_held_out_documents_that_share_their_long_lines_with_training_and_copies_of_earlier_ones_are_dropped():
-    long, other = sentences(10, seed=1), sentences(10, seed=2)
+    long = sentences(10, seed=1)
+    other = sentences(10, seed=2)
     held_out = named(
         copy="".join(long),
         own="".join(other),

@@ -108,8 +108,11 @@ def test_resuming_reads_no_row_group_before_the_place(tmp_path, tokenizer, monke
         streams_of(f"stream:{tmp_path / 'c'}", tokenizer, num_streams=1) for _ in range(2)
     )
     steps(source, 60)
-    state, following = source.state_dict(), steps(source, 120)  # on into the next epoch
-    read, original = [], parquet.ParquetFile.iter_batches
+    # on into the next epoch
+    state = source.state_dict()
+    following = steps(source, 120)
+    read = []
+    original = parquet.ParquetFile.iter_batches
     monkeypatch.setattr(parquet.ParquetFile, "iter_batches", iter_batches)
     again.load_state_dict(state)
     assert torch.equal(steps(again, 120), following)
@@ -165,9 +168,11 @@ def test_a_hub_data_set_is_resumed_at_the_commit_it_was_begun_with(
         }
         return open_tokens("hub:o/n", tokenizer, **sizes, revision=revision)
 
-    old, newer = opened("old"), opened("new")
+    old = opened("old")
+    newer = opened("new")
     old.train.read()
-    state, following = old.train.state_dict(), old.train.read()
+    state = old.train.state_dict()
+    following = old.train.read()
     again = opened("new", state["revision"])
     again.train.load_state_dict(state)
     assert torch.equal(again.train.read(), following)
@@ -201,7 +206,7 @@ def test_a_failed_read_moves_no_stream(tmp_path, tokenizer):
     )
     source.load_state_dict(source.state_dict())  # forgets what was read ahead
     before = None
-    with pytest.raises(InputError, match="not JSON"):  # noqa: PT012 (the last state before the failure)
+    with pytest.raises(InputError, match="not JSON"):
         for _ in range(50):
             before = source.state_dict()
             source.read()

@@ -107,7 +107,8 @@ def test_stopped_anywhere_the_same_call_gives_the_same_folder_and_one_of_other_s
 def test_stopped_at_its_limit_or_before_the_folder_has_its_name_the_same_call_only_finishes(
     corpus, tokenizer, tmp_path, monkeypatch
 ):
-    whole, folder = tmp_path / "whole", tmp_path / "tokens"
+    whole = tmp_path / "whole"
+    folder = tmp_path / "tokens"
     calls = []
     prepare(corpus[0], tokenizer, whole, max_tokens=300, on_progress=calls.append)
     interrupted(len(calls), corpus[0], tokenizer, folder, max_tokens=300)

@@ -18,7 +18,8 @@ from kvcat.evals.answers import Question, QuestionTask, answer_ids, greedy_answe
 from kvcat.evals.task import vocabulary
 from tiny import refusal
 
-CONTEXT, NEW = 24, 5
+CONTEXT = 24
+NEW = 5
 
 
 def small_model(**changes):
@@ -119,7 +120,8 @@ def test_an_example_gives_the_same_alone_as_in_a_batch(model, tokenizer):
         replace(question, max_new_tokens=count)
         for question, count in zip(questions(), (1, NEW, 3), strict=True)
     ]
-    together, method = prepared(model, tokenizer, batch), kvcat.AttentionMatching()
+    together = prepared(model, tokenizer, batch)
+    method = kvcat.AttentionMatching()
     values = together.score(method(together.trace, keep_ratio=0.25))
     assert len({row["length"] for row in values}) > 1
     for row, question in enumerate(batch):

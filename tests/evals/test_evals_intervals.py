@@ -34,7 +34,8 @@ def test_windows_of_one_document_are_resampled_together():
     assert clustered == ClusterBootstrap(["a", "b", "c", "d"], strata=["all"] * 4).mean(alone)
     constant = ClusterBootstrap(names(20, 3)).mean(np.full(20, 0.1))
     assert constant.value == constant.low == constant.high == 0.1
-    first, second = np.array([1.0, 1.0, 0.5, 0.0]), np.array([0.5, 0.0, 0.5, 0.0])
+    first = np.array([1.0, 1.0, 0.5, 0.0])
+    second = np.array([0.5, 0.0, 0.5, 0.0])
     copies = [np.repeat(values, 5) for values in (first, second)]
     assert share_difference(*copies, names(20, 5)) == share_difference(first, second, names(4))
 
@@ -63,7 +64,8 @@ def test_a_ratio_is_of_sums_and_a_p_value_twice_the_smaller_share_of_resamples_b
 
 def test_documents_and_training_seeds_add_their_variances_and_one_seed_has_none():
     generator = np.random.default_rng(3)
-    documents, seeds = generator.normal(size=30), generator.normal(size=6)
+    documents = generator.normal(size=30)
+    seeds = generator.normal(size=6)
     values = seeds[:, None] + documents
     draws = ClusterBootstrap(names(30), seeds=list("abcdef"), num_resamples=40_000).of_means(
         lambda m: m, values
@@ -101,8 +103,10 @@ def test_documents_alone_in_their_stratum_share_one_or_join_the_smallest(strata,
 
 @given(order=st.permutations(range(12)))
 def test_the_order_of_examples_does_not_change_a_stratified_interval(order):
-    documents, values = np.array(names(12, 2)), np.sqrt(np.arange(12.0))
-    strata, order = np.repeat(["s0", "s1"], 6), np.array(order)
+    documents = np.array(names(12, 2))
+    values = np.sqrt(np.arange(12.0))
+    strata = np.repeat(["s0", "s1"], 6)
+    order = np.array(order)
     shuffled = ClusterBootstrap(
         documents[order], strata=list(strata[order]), num_resamples=50
     ).mean(values[order])
@@ -120,7 +124,8 @@ def test_wilson_equals_scipys(successes, more):
 
 
 def test_a_difference_of_shares_is_agresti_and_mins_by_hand():
-    first, second = np.array([1.0] * 6 + [0.0] * 4), np.array([1.0] * 2 + [0.0] * 8)
+    first = np.array([1.0] * 6 + [0.0] * 4)
+    second = np.array([1.0] * 2 + [0.0] * 8)
     found, p = share_difference(first, second, names(10))
     mean = 4 / 12  # b = 4, c = 0, half added to each of four outcomes: b + c + 1 = 5 of n + 2 = 12
     error = (5 / 12 - mean**2) ** 0.5 / 12**0.5
@@ -181,7 +186,8 @@ def test_holm_equals_its_definition_and_leaves_missing_p_out():
 
 
 def test_medians_equal_numpys_on_every_resample():
-    documents, values = [f"d{i % 5}" for i in range(14)], np.random.default_rng(0).normal(size=14)
+    documents = [f"d{i % 5}" for i in range(14)]
+    values = np.random.default_rng(0).normal(size=14)
     bootstrap = ClusterBootstrap(documents, num_resamples=50)
     draws = bootstrap.median(values)
     assert draws[0] == np.median(values)

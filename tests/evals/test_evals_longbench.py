@@ -13,7 +13,8 @@ from kvcat.evals.task import Baseline
 from tiny import byte_tokenizer, refusal, sentences
 
 NAMES = ["Legal", "Table QA", "Literary", "Academic"]
-DENSE, NONE = Baseline("dense", 1.0), Baseline("no-context", 0.0)
+DENSE = Baseline("dense", 1.0)
+NONE = Baseline("no-context", 0.0)
 
 
 def row(number=0, **changes):
@@ -56,7 +57,8 @@ def prepared(model, tokenizer, examples, max_tokens=500):
 
 
 def test_the_prompt_reads_as_the_papers_and_both_copies_are_the_same_tokens(model, examples):
-    tokenizer, example = with_opening(), min(examples, key=lambda e: e.name)
+    tokenizer = with_opening()
+    example = min(examples, key=lambda e: e.name)
     prompt = make_prompt(example, tokenizer, 10_000)
     assert tokenizer.decode(prompt.context) == (
         f"<eos>Please read the following text and answer the question below.\n\n{example.context}"
@@ -67,7 +69,8 @@ def test_the_prompt_reads_as_the_papers_and_both_copies_are_the_same_tokens(mode
     )
     assert [tokenizer.decode(choice) for choice in prompt.choices] == ["A)", "B)", "C)", "D)"]
     batch = prepared(model, tokenizer, (example,), 400)
-    ids, context = batch.trace.input_ids[0].tolist(), batch.batch[0].context
+    ids = batch.trace.input_ids[0].tolist()
+    context = batch.batch[0].context
     second = batch.trace.supervision_start
     assert ids[: len(context)] == context
     assert ids[second:] == context[1:]
@@ -79,10 +82,8 @@ def test_the_prompt_reads_as_the_papers_and_both_copies_are_the_same_tokens(mode
 def test_the_context_keeps_the_longest_equal_head_and_tail_that_fit(examples, make):
     tokenizer = make()
     whole = make_prompt(examples[0], tokenizer, 10_000)
-    opening, instruction = (
-        len(tokenizer.encode("")),
-        len(tokenizer.encode(INSTRUCTION, add_special_tokens=False)),
-    )
+    opening = len(tokenizer.encode(""))
+    instruction = len(tokenizer.encode(INSTRUCTION, add_special_tokens=False))
     asked = len(whole.question) + len(whole.choices[0])
     for most in (*range(200, 300, 9), 5_000):
         prompt = make_prompt(examples[0], tokenizer, most)
@@ -97,7 +98,8 @@ def test_the_context_keeps_the_longest_equal_head_and_tail_that_fit(examples, ma
 
 def test_shortened_contexts_have_as_many_tokens_as_the_budget(examples):
     prompt = make_prompt(examples[0], byte_tokenizer(), 500)
-    lead, text = prompt.context[: prompt.lead_len], prompt.context[prompt.lead_len :]
+    lead = prompt.context[: prompt.lead_len]
+    text = prompt.context[prompt.lead_len :]
     for count in (1, len(lead) - 1, len(lead), len(lead) + 4):
         assert len(prompt.shortened(count)) == count
     assert prompt.shortened(len(lead) + 4) == [*lead, *text[:2], *text[-2:]]
@@ -124,7 +126,8 @@ def test_every_baseline_equals_a_full_forward_of_the_same_ids_and_all_slots_the_
     model, examples
 ):
     batch = prepared(model, with_opening(), examples)
-    prompt, dense = batch.batch[0], batch.baseline(DENSE)[0]
+    prompt = batch.batch[0]
+    dense = batch.baseline(DENSE)[0]
     texts = {DENSE: prompt.context, NONE: [0]}
     for keep in (0.02, 0.5):
         texts[Baseline("truncated", keep)] = prompt.shortened(

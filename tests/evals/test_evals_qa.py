@@ -173,7 +173,8 @@ EXAMPLES = (
 def naive(model, tokenizer, context, text):
     """One sequence at a time, all logits, no padding; the context's own tokens are counted
     apart."""
-    whole, start = tokenizer.encode(f"{context} {text}"), len(tokenizer.encode(context.rstrip()))
+    whole = tokenizer.encode(f"{context} {text}")
+    start = len(tokenizer.encode(context.rstrip()))
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([whole])).logits[0].double().log_softmax(-1)
     return sum(logits[t - 1, whole[t]].item() for t in range(start, len(whole)))
@@ -183,12 +184,10 @@ def naive(model, tokenizer, context, text):
 def test_the_harness_gives_the_values_of_plain_forwards_and_the_run_resumes(
     pair, tmp_path, monkeypatch
 ):
-    task, models, before, state = (
-        QATask(EXAMPLES),
-        {"base": pair},
-        fingerprint(pair[0]),
-        torch.get_rng_state(),
-    )
+    task = QATask(EXAMPLES)
+    models = {"base": pair}
+    before = fingerprint(pair[0])
+    state = torch.get_rng_state()
     records = evaluate(task, models, [], [], tmp_path / "out", batch_size=3, progress=False)
     for question, found in zip(EXAMPLES, records, strict=True):
         choices = zip(question.contexts, question.texts, strict=True)

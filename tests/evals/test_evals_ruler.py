@@ -65,7 +65,8 @@ READERS = {name: read_needles for name in RULER_TASKS if name.startswith("niah")
 @pytest.mark.parametrize("name", RULER_TASKS)
 def test_a_reader_of_the_text_finds_the_answers_of(tokenizer, name):
     for example in small(tokenizer, tasks=(name,), length=4096 if name == "cwe" else 1500).examples:
-        text, question = tokenizer.decode(example.context), tokenizer.decode(example.question)
+        text = tokenizer.decode(example.context)
+        question = tokenizer.decode(example.question)
         assert READERS[name](text, question) == set(example.references)
         assert tokenizer.decode(example.answer) == " " + ", ".join(example.references)
         assert (

@@ -22,7 +22,9 @@ from kvcat.evals import (
 from kvcat.evals.suffix import PreparedWindows
 from tiny import byte_tokenizer, stock_model
 
-PREFIX, SUFFIX, VOCAB = 12, 6, 40
+PREFIX = 12
+SUFFIX = 6
+VOCAB = 40
 METHODS = ["attention-matching", Method("random"), Method("gradient", {"num_steps": 2}, (0.5,), 2)]
 
 
@@ -159,7 +161,8 @@ def test_several_seeds_are_several_records_of_methods_that_draw_and_one_of_other
 def test_costs_are_those_of_the_first_batch_in_a_warm_process(
     models, windows, tmp_path, monkeypatch
 ):
-    calls, made = [], Eviction.compress
+    calls = []
+    made = Eviction.compress
     monkeypatch.setattr(Eviction, "compress", lambda *args: calls.append(args[2]) or made(*args))
     run({"base": models["base"]}, windows, tmp_path, ["first"], (0.25,), speed=True, batch_size=2)
     (cost,) = read_costs(tmp_path)

@@ -58,7 +58,8 @@ def test_the_first_half_of_the_suffix_supervises_and_the_second_is_scored(model,
         alone = model(tokens[:, PREFIX:]).logits.log_softmax(-1)
     compact = replay(model, cache, tokens[:, PREFIX:]).log_softmax(-1)
     for row, values in enumerate(prepared.score(cache)):
-        own, targets = slice(3, 6), tokens[row, PREFIX + 4 :]
+        own = slice(3, 6)
+        targets = tokens[row, PREFIX + 4 :]
         kl = (dense[row, own].exp() * (dense[row, own] - compact[row, own])).sum(-1).mean()
         means = [
             -x[row, 3:5].gather(-1, targets[:, None]).mean().item() for x in (compact, dense, alone)
@@ -136,7 +137,8 @@ def draw(**changes):
 
 
 def test_windows_are_consecutive_tokens_that_do_not_overlap_drawn_by_the_seed_different_documents_first():
-    texts, starts = dict(DOCUMENTS), {}
+    texts = dict(DOCUMENTS)
+    starts = {}
     for window in draw(per_document=9):
         start = int(window.name)
         assert [chr(t) for t in window.tokens] == list(texts[window.document][start : start + 12])

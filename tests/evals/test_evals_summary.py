@@ -133,7 +133,8 @@ def drawn(model, shift, seed=3):
     rng = np.random.default_rng(seed)
     made = []
     for i in range(24):
-        delta, kl = float(rng.normal(0.2, 0.1)) + shift, float(rng.uniform(0.1, 0.3)) + shift
+        delta = float(rng.normal(0.2, 0.1)) + shift
+        kl = float(rng.uniform(0.1, 0.3)) + shift
         for keep in (0.1, 0.4):
             known = {"keep_ratio": keep, "stratum": "ab"[i % 2]}
             made.append(record(model, f"d{i % 12}", str(i), delta=delta, kl=kl, **known))
@@ -201,10 +202,8 @@ def test_training_seeds_become_one_row_whose_interval_knows_of_them():
 
 
 def answers(model, right, dense=None, documents=None):
-    dense, documents = (
-        dense or [1.0] * len(right),
-        documents or [f"d{i:03}" for i in range(len(right))],
-    )
+    dense = dense or [1.0] * len(right)
+    documents = documents or [f"d{i:03}" for i in range(len(right))]
     found = []
     for i, (one, native, document) in enumerate(zip(right, dense, documents, strict=True)):
         values = {"exact_match": float(one), "dense_exact_match": float(native)}

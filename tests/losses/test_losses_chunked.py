@@ -16,7 +16,10 @@ from kvcat.losses import (
 )
 from large_tensors import LargeTensors
 
-BATCH, TOKENS, HIDDEN, VOCAB = 2, 9, 6, 13
+BATCH = 2
+TOKENS = 9
+HIDDEN = 6
+VOCAB = 13
 ALL = {"bias": True, "scale": 2.5, "softcap": 1.5}
 WIDE = {"hidden": 32, "vocab": 101}
 WEIGHTS = {"mask_weight": 0.7, "anchor_weight": 1.3}
@@ -94,7 +97,8 @@ def test_value_and_every_gradient_equal_the_naive_objective(options, chunk, cont
     )
     assert ((losses.masked_loss, losses.kl, losses.top1) == (None, None, None)) == control
     if not control:
-        logits, masked_logits = head.logits(dense), head.logits(masked)
+        logits = head.logits(dense)
+        masked_logits = head.logits(masked)
         same = (
             (logits[:, :-1].argmax(-1) == masked_logits[:, :-1].argmax(-1)).double().mean().item()
         )
@@ -143,7 +147,8 @@ def test_the_gradient_that_arrives_scales_all_gradients_as_often_as_asked():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_as_close_to_float64_as_the_naive_objective(dtype, autocast):
     stored = torch.float32 if autocast else dtype
-    head, exact = make_head(**ALL, **WIDE, dtype=stored), make_head(**ALL, **WIDE)
+    head = make_head(**ALL, **WIDE, dtype=stored)
+    exact = make_head(**ALL, **WIDE)
     exact.linear.load_state_dict(head.linear.state_dict())
     dense, masked, ids = make_inputs(tokens=40, **WIDE, dtype=stored)
     wide = [x.detach().double().requires_grad_() for x in (dense, masked)]
@@ -179,7 +184,9 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits_and_few_of_those_live_at_onc
     softcap, block, at_once, monkeypatch
 ):
     monkeypatch.setattr("kvcat.losses.logits._BLOCK_ELEMENTS_CPU", block * 97)
-    chunk, vocab, sizes = 6, 97, {"hidden": 5, "vocab": 97}
+    chunk = 6
+    vocab = 97
+    sizes = {"hidden": 5, "vocab": 97}
     head = make_head(**sizes, bias=True, softcap=softcap, dtype=torch.float32)
     dense, masked, ids = make_inputs(batch=3, tokens=21, **sizes, dtype=torch.float32)
     known = (dense, masked, ids, head.weight, head.bias)
@@ -235,8 +242,10 @@ def test_distillation_from_another_model_in_chunks_equals_the_whole_in_value_and
     chunk, monkeypatch
 ):
     monkeypatch.setattr("kvcat.losses.logits._CHUNK_ELEMENTS", chunk * VOCAB)
-    teacher, student = make_head(bias=True), make_head(hidden=5, scale=0.5, softcap=3.0)
-    taught, learned = make_inputs()[0], make_inputs(hidden=5, seed=1)[0]
+    teacher = make_head(bias=True)
+    student = make_head(hidden=5, scale=0.5, softcap=3.0)
+    taught = make_inputs()[0]
+    learned = make_inputs(hidden=5, seed=1)[0]
     found = chunked_kl(teacher, taught[:, :-1].detach(), student, learned[:, :-1])
     assert_equal(
         found,

@@ -15,7 +15,8 @@ from kvcat.models import capture, decoder_layers, logits_from_hidden, output_gai
 
 @pytest.mark.parametrize("kind", SUPPORTED)
 def test_a_capture_in_chunks_is_that_of_one_forward_and_of_the_stock_model(kind):
-    model, ids = supported(kind), some_ids(24)
+    model = supported(kind)
+    ids = some_ids(24)
     with StaysDouble():
         whole = capture(model, ids, query_positions=torch.arange(9, 24), hidden_start=3)
         every = capture(model, ids)
@@ -47,7 +48,8 @@ def test_a_capture_in_chunks_is_that_of_one_forward_and_of_the_stock_model(kind)
 
 
 def test_a_long_capture_counts_its_layers_and_chunks(monkeypatch):
-    model, bars = supported("llama"), []
+    model = supported("llama")
+    bars = []
 
     def bar(**options):
         bars.append(tqdm(**{**options, "disable": False, "file": StringIO()}))
@@ -60,7 +62,8 @@ def test_a_long_capture_counts_its_layers_and_chunks(monkeypatch):
 
 
 def test_gains_are_the_mean_squared_columns_of_the_output_projection_and_one_without_it():
-    model, gpt2 = supported("llama"), supported("gpt2")
+    model = supported("llama")
+    gpt2 = supported("gpt2")
     counts = [2, *[1] * (len(model.model.layers) - 1)]  # layers may differ
     for layer, heads, gains in zip(
         model.model.layers, counts, output_gains(model, counts), strict=True

@@ -14,7 +14,8 @@ from tiny import loud_model, refusal
 
 HALF = 8  # channels of a head that turn together: half of head_dim
 FACTORS = np.linspace(1.0, 6.0, HALF, dtype=np.float32)
-SHORT, LONG = "rope_factors_short.weight", "rope_factors_long.weight"
+SHORT = "rope_factors_short.weight"
+LONG = "rope_factors_long.weight"
 LONGROPE = {"rope.scaling.type": "longrope", "rope.scaling.attn_factor": 1.2}
 
 
@@ -83,7 +84,8 @@ def test_scaled_rotary_embeddings_are_those_of_llama_cpp(kind, settings, tensors
     model, ids = check_against_llama_cpp(tmp_path / "m.gguf", 700)
     save(model, None, tmp_path / "folder")
     with torch.no_grad():
-        again, before = load(tmp_path / "folder", tokenizer=False)[0](ids).logits, model(ids).logits
+        again = load(tmp_path / "folder", tokenizer=False)[0](ids).logits
+        before = model(ids).logits
     assert torch.equal(again, before)
     assert read_config(tmp_path / "m.gguf").rope_parameters == model.config.rope_parameters
 

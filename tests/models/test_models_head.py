@@ -29,7 +29,8 @@ EXPECTED = {
 
 @pytest.mark.parametrize("kind", sorted({*SUPPORTED, *HEADS}))
 def test_the_head_is_what_the_configuration_means_and_gives_the_model_s_logits(kind):
-    model, ids = tiny(kind, **{**SUPPORTED, **HEADS}[kind]), some_ids()
+    model = tiny(kind, **{**SUPPORTED, **HEADS}[kind])
+    ids = some_ids()
     head = output_head(model)
     assert kind not in HEADS or (head.scale, head.softcap) == EXPECTED.get(kind, (1.0, None))
     assert head.weight is model.get_output_embeddings().weight
@@ -54,7 +55,8 @@ class Adapted(nn.Linear):
 
 def test_a_scale_that_the_model_does_not_apply_is_left_away_and_heads_that_do_more_or_are_absent_are_refused():
     model = tiny("llama")
-    model.config.logit_scale, model.config.final_logit_softcapping = 0.5, 30.0
+    model.config.logit_scale = 0.5
+    model.config.final_logit_softcapping = 30.0
     head = output_head(model)
     assert (head.scale, head.softcap) == (1.0, None)
     capped = HiddenCap(tiny("llama").config)

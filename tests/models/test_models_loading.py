@@ -95,7 +95,8 @@ def test_what_is_no_model_folder_is_refused_and_options_are_checked_first(tmp_pa
 
 
 def test_weights_that_do_not_fit_the_config_or_are_no_numbers_are_refused_by_name(folder):
-    file, name = folder / "model.safetensors", "model.layers.1.self_attn.k_proj.weight"
+    file = folder / "model.safetensors"
+    name = "model.layers.1.self_attn.k_proj.weight"
     tensors = load_file(file)
     for wrong, told in (
         ({}, "lacks weights"),
@@ -139,7 +140,8 @@ def test_bad_json_missing_files_and_unknown_models_are_refused(folder):
         path.write_text(content)
         assert told in refusal(load, folder, tokenizer=False)
     path.write_text(json.dumps(config))
-    weights, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    weights = folder / "model.safetensors"
+    index = folder / "model.safetensors.index.json"
     weights.write_bytes(weights.read_bytes()[:-9])
     assert f"cannot load {folder}: SafetensorError" in refusal(load, folder, tokenizer=False)
     weights.unlink()
@@ -246,7 +248,8 @@ def test_what_cannot_be_supported_is_refused_by_name(kind, options, message):
 
 
 def test_the_self_test_notices_gates_log_bias_and_suffixes_that_attention_ignores(monkeypatch):
-    model, random_state = supported("llama", dtype=torch.float32).train(), torch.get_rng_state()
+    model = supported("llama", dtype=torch.float32).train()
+    random_state = torch.get_rng_state()
     self_test(model)
     assert torch.equal(torch.get_rng_state(), random_state)
     assert all(p.grad is None and p.requires_grad for p in model.parameters())

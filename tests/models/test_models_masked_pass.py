@@ -104,7 +104,8 @@ def test_mistakes_are_one_line():
 
 
 def test_bfloat16_autocast_masks_the_same_slots_and_reaches_the_policies():
-    model, ids = supported("qwen2", dtype=torch.float32).train(), some_ids()
+    model = supported("qwen2", dtype=torch.float32).train()
+    ids = some_ids()
     with MaskedPass(model, {s: Sigmoid(s).float() for s in STARTS}) as masked_pass:
         whole = masked_pass.hidden(ids).masked_hidden
         with torch.autocast("cpu", torch.bfloat16):
@@ -116,7 +117,9 @@ def test_bfloat16_autocast_masks_the_same_slots_and_reaches_the_policies():
 
 @pytest.mark.parametrize("policy", ["sigmoid", "random"])
 def test_a_detached_prefix_learns_nothing_from_the_masked_pass_and_the_suffix_as_before(policy):
-    ids, gradients = torch.arange(3, 15)[None], {}  # no token stands in both
+    # no token stands in both
+    ids = torch.arange(3, 15)[None]
+    gradients = {}
     for detached in (False, True):
         model = supported("qwen2")
         with MaskedPass(

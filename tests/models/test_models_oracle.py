@@ -38,7 +38,10 @@ STOCK = {
     "mistral": {"sliding_window": 5},
     "smollm3": {"pad_token_id": 0, "no_rope_layers": [1, 1, 0, 1]},
 }
-TAU, TARGET, BUDGET_WEIGHT, TOKENS = 0.5, 0.5, 0.1, 19
+TAU = 0.5
+TARGET = 0.5
+BUDGET_WEIGHT = 0.1
+TOKENS = 19
 
 
 @dataclass
@@ -61,7 +64,8 @@ def naive_attention(
     module, query, key, value, attention_mask, scaling=None, sliding_window=None, **kwargs
 ):
     """Attention over {j <= t : m_j = 1}, the derivative by m at the dense attention."""
-    layer, tokens = module.layer_idx, query.shape[2]
+    layer = module.layer_idx
+    tokens = query.shape[2]
     NAIVE.seen[layer] = query, key, scaling
     m = torch.ones(())
     if layer in NAIVE.gates:
@@ -89,12 +93,14 @@ def naive_attention_scores(layer, dense, window, prefix_len):
 def naive_objective(dense, masked, tokens, scores, prefix_len=None):
     """KL(sg dense || masked) + next-token loss of dense + 0.1 budget, each as the appendix writes
     it."""
-    p, log_p = dense[:, :-1].softmax(-1).detach(), dense[:, :-1].log_softmax(-1)
+    p = dense[:, :-1].softmax(-1).detach()
+    log_p = dense[:, :-1].log_softmax(-1)
     kl = (p * (p.log() - masked[:, :-1].log_softmax(-1))).sum(-1)[:, prefix_len:].mean()
     anchor = -log_p.gather(-1, tokens[:, 1:, None]).mean()
     budgets = []
     for score in scores.values():
-        F, G = (score > TAU).double().mean(1), score.mean(1)
+        F = (score > TAU).double().mean(1)
+        G = score.mean(1)
         budgets.append((F * G / TARGET + (1 - F) * (1 - G) / (1 - TARGET)).mean())
     return kl + anchor + BUDGET_WEIGHT * sum(budgets) / len(budgets)
 
@@ -191,7 +197,8 @@ def gradients(loss, modules):
 def compare(model_name, policy_name, *, group_starts=(0, 2), prefix_len=None):
     tokens = some_tokens()
     policies = policies_for(policy_name, group_starts)
-    stock, ours = tiny(model_name), tiny(model_name)
+    stock = tiny(model_name)
+    ours = tiny(model_name)
     with MaskedPass(ours, policies, tau=TAU) as masked_pass:
         out = masked_pass.hidden(tokens, torch.Generator().manual_seed(5), prefix_len=prefix_len)
         ours_dense, ours_masked = (

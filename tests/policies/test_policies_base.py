@@ -22,7 +22,8 @@ def test_the_gate_keeps_what_exceeds_the_threshold_and_position_zero_and_passes_
     scores = torch.tensor(
         [[0.9, 0.5, 0.51, 0.49, 0.0, 1.0], [0.0, 1.0, 0.5, 0.0, 0.0, 0.0]], requires_grad=True
     )
-    kept, weights = gate(scores, 0.5), torch.arange(12.0).reshape(2, 6) - 4
+    kept = gate(scores, 0.5)
+    weights = torch.arange(12.0).reshape(2, 6) - 4
     assert kept.tolist() == [[1, 0, 1, 0, 0, 1], [1, 1, 0, 0, 0, 0]]
     (kept * weights).sum().backward()
     assert (scores.grad[:, 0] == 0).all()
@@ -115,7 +116,8 @@ def test_a_policys_options_come_from_its_spec_and_are_checked_by_name_and_type(m
 
 
 def test_the_slots_that_everyone_looks_at_are_kept_and_equal_masses_go_to_the_lower_position():
-    keys, queries = torch.zeros(1, 1, 12, 2), torch.ones(1, 4, 12, 2)
+    keys = torch.zeros(1, 1, 12, 2)
+    queries = torch.ones(1, 4, 12, 2)
     assert AttentionMassPolicy(0.5)(queries, keys, scale=1.0, window=1).tolist() == [
         [1.0] * 6 + [0.0] * 6
     ]
@@ -124,12 +126,15 @@ def test_the_slots_that_everyone_looks_at_are_kept_and_equal_masses_go_to_the_lo
 
 
 def test_random_masks_are_uniform_over_all_positions_but_the_first_and_over_pairs():
-    draws, tokens = 20_000, 9
+    draws = 20_000
+    tokens = 9
     scores = RandomPolicy(0.5)(torch.zeros(draws, tokens, 1), torch.Generator().manual_seed(0))[
         :, 1:
     ]
-    kept, others = 4, tokens - 1
-    single, pair = kept / others, kept * (kept - 1) / (others * (others - 1))
+    kept = 4
+    others = tokens - 1
+    single = kept / others
+    pair = kept * (kept - 1) / (others * (others - 1))
     together = scores.T @ scores / draws
     error = together - torch.full_like(together, pair).fill_diagonal_(single)
     assert error.abs().max() < 4.5 * (single * (1 - single) / draws) ** 0.5

@@ -12,7 +12,12 @@ from kvcat.policies import (
     kept_count,
 )
 
-BATCH, HEADS, KV_HEADS, TOKENS, HIDDEN, HEAD_DIM = 3, 4, 2, 23, 12, 6
+BATCH = 3
+HEADS = 4
+KV_HEADS = 2
+TOKENS = 23
+HIDDEN = 12
+HEAD_DIM = 6
 
 
 def router(seed):
@@ -26,7 +31,9 @@ ROWS = {
     "random": lambda _: RandomPolicy(0.4),
     "attention": lambda _: AttentionMassPolicy(0.4),
 }
-CAUSAL, EXACT = ("router",), ("random", "attention")  # a score without later tokens; an exact count
+# a score without later tokens; an exact count
+CAUSAL = ("router",)
+EXACT = ("random", "attention")
 
 each_policy = pytest.mark.parametrize("name", ROWS)
 

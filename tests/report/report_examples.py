@@ -33,7 +33,8 @@ def made_up_records(
     records = []
     for document, window, model in product(range(num_documents), range(2), models):
         shared = np.random.default_rng(document)
-        level, hardness = 2.2 + 0.4 * shared.normal(), math.exp(0.4 * shared.normal())
+        level = 2.2 + 0.4 * shared.normal()
+        hardness = math.exp(0.4 * shared.normal())
         noise = np.random.default_rng([document, window, list(COSTS).index(model)])
         dense = level + COSTS[model] + 0.01 * noise.normal()
         for method, keep in product(methods, (0.05, 0.1, 0.2)):

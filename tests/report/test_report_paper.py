@@ -13,11 +13,16 @@ from kvcat.evals.intervals import mcnemar
 from kvcat.report.paper import paper_tables
 
 PAPER = Path(__file__).resolve().parents[3] / "shared" / "paper" / "kv-cat.tex"
-SMALL, LARGE = "Qwen2.5-0.5B", "Qwen2.5-1.5B"
+SMALL = "Qwen2.5-0.5B"
+LARGE = "Qwen2.5-1.5B"
 PAIRS = list(itertools.product((SMALL, LARGE), ("base", "kv-cat")))
-QA, NEEDLE, SUFFIX = "tab:fineweb-reasoning", "tab:niah", "tab:attention-matching-ppl"
-LONGBENCH, DOMAINS = "tab:lbv2-step20-selected-monotone", "tab:cross-domain-am"
-QA_POLICIES, SUFFIX_POLICIES = "tab:ab-reasoning", "tab:am_random_vs_ours"
+QA = "tab:fineweb-reasoning"
+NEEDLE = "tab:niah"
+SUFFIX = "tab:attention-matching-ppl"
+LONGBENCH = "tab:lbv2-step20-selected-monotone"
+DOMAINS = "tab:cross-domain-am"
+QA_POLICIES = "tab:ab-reasoning"
+SUFFIX_POLICIES = "tab:am_random_vs_ours"
 NEEDLE_KEEPS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5)
 
 
@@ -187,7 +192,8 @@ def test_the_arc_figures_are_impossible_on_the_validation_split(task, validation
 
 
 def test_what_the_text_says_of_the_needle_and_of_more_slots_does_not_hold_for_both_models():
-    gains, sure = {SMALL: [], LARGE: []}, []
+    gains = {SMALL: [], LARGE: []}
+    sure = []
     for model, keep in itertools.product((SMALL, LARGE), NEEDLE_KEEPS):
         base, ours = (
             round(100 * value(table=NEEDLE, model=model, variant=variant, keep_ratio=keep))

@@ -33,7 +33,9 @@ class Balanced(HTMLParser):
 
     def __init__(self):
         super().__init__()
-        self.open, self.ids, self.addresses = [], [], []
+        self.open = []
+        self.ids = []
+        self.addresses = []
 
     def handle_starttag(self, tag, attrs):
         self.open += [tag] if tag not in VOID else []
@@ -44,7 +46,8 @@ class Balanced(HTMLParser):
         assert self.open.pop() == tag
 
 
-MODELS, METHODS = ("base", "control", "kvcat"), ("attention-matching", "gradient")
+MODELS = ("base", "control", "kvcat")
+METHODS = ("attention-matching", "gradient")
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +190,8 @@ def test_beside_a_model_that_was_stopped_in_its_baselines_the_others_are_shown(t
     assert "kvcat" in text.partition("gradient")[2]
 
 
-RECORDS, METRICS = "records.jsonl", "metrics.jsonl"
+RECORDS = "records.jsonl"
+METRICS = "metrics.jsonl"
 
 
 @pytest.mark.parametrize(
@@ -213,7 +217,8 @@ def test_damaged_results_are_one_line_before_anything_is_written(name, changes, 
 
 
 def test_what_cannot_be_reported_is_one_line_before_anything_is_written(folder, tmp_path):
-    empty, out = tmp_path / "empty", tmp_path / "out"
+    empty = tmp_path / "empty"
+    out = tmp_path / "out"
     empty.mkdir()
     for folders, runs, model, line in [
         ([empty], {}, None, "no results folder"),

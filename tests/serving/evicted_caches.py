@@ -55,7 +55,8 @@ def ragged(cache):
     slot less."""
     layers = []
     for layer in cache.layers:
-        slots, heads = layer.num_slots, range(layer.keys.shape[1])
+        slots = layer.num_slots
+        heads = range(layer.keys.shape[1])
         parts = (layer.keys, layer.values, layer.log_bias)
         layers.append(
             CompactLayer.ragged(

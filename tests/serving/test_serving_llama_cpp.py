@@ -69,7 +69,8 @@ def test_logits_and_greedy_answers_behind_a_cache_with_log_bias_are_kvcats(
     served, tmp_path, kind, cache_type, tolerance, slots
 ):
     model, path = served(kind)
-    suffix, num_layers = ids(1, NEW, seed=6), model.config.num_hidden_layers
+    suffix = ids(1, NEW, seed=6)
+    num_layers = model.config.num_hidden_layers
     counts = tuple(8 + i % 2 for i in range(num_layers)) if slots == "unequal layers" else 9
     cache = evicted(model, ids(1, 60), counts, log_bias=True)
     cache = ragged(cache) if slots == "unequal heads" else cache
@@ -77,7 +78,8 @@ def test_logits_and_greedy_answers_behind_a_cache_with_log_bias_are_kvcats(
     with closing(LlamaCpp(path, num_ctx=256, cache_type=cache_type)) as running:
         running.load(prefix)
         assert running.position == 9
-        found, wanted = each_logits(running, suffix[0]), our_logits(model, cache, suffix)[0]
+        found = each_logits(running, suffix[0])
+        wanted = our_logits(model, cache, suffix)[0]
         assert (found - wanted).abs().max() < tolerance
         running.load(prefix)
         made = list(running.generate(suffix[0].tolist(), 8))
@@ -92,7 +94,8 @@ def test_logits_and_greedy_answers_behind_a_cache_with_log_bias_are_kvcats(
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
 def test_a_plain_cache_answers_in_a_plain_model(tmp_path, kind):
     model = make_model(kind, {"hidden_size": 64, "head_dim": 16})
-    cache, suffix = evicted(model, ids(1, 60), 9), ids(1, NEW, seed=6)
+    cache = evicted(model, ids(1, 60), 9)
+    suffix = ids(1, NEW, seed=6)
     prefix = pack(cache, model, tmp_path / "p")
     with closing(
         LlamaCpp(write_plain_gguf(model, tmp_path / "g"), num_ctx=64, cache_type="float32")
@@ -132,7 +135,8 @@ def test_what_does_not_fit_is_refused_and_the_engine_goes_on(served, tmp_path):
         ):
             with pytest.raises(InputError, match=told):
                 running.load(wrong)
-        known, running.layout = running.layout, replace(running.layout, version=99)
+        known = running.layout
+        running.layout = replace(running.layout, version=99)
         with pytest.raises(InputError, match=r"llama\.cpp rejects .*good: "):
             running.load(good)
         running.layout = known

@@ -49,7 +49,8 @@ def stock_logits(model, layers, suffix, start):
 @pytest.mark.parametrize(("kind", "options"), ROTARY.values(), ids=ROTARY)
 def test_a_stock_cache_of_the_exported_keys_answers_as_the_compact_cache(kind, options):
     model = make_model(kind, options)
-    cache, suffix = evicted(model, ids(2, 30), 7), ids(2, 6)
+    cache = evicted(model, ids(2, 30), 7)
+    suffix = ids(2, 6)
     ours = our_logits(model, cache, suffix)
     plain = plain_prefix(cache, model)
     assert (plain.num_tokens, plain.num_slots) == (7, 7)
@@ -61,7 +62,9 @@ def test_a_stock_cache_of_the_exported_keys_answers_as_the_compact_cache(kind, o
     TRANSFORMERS < (5, 21), reason="generate gives chunks behind a cache a wrong mask"
 )
 def test_layers_of_their_own_number_of_slots_answer_in_a_stock_cache_token_by_token():
-    model, question, counts = make_model(), ids(1, 4), (3, 8)
+    model = make_model()
+    question = ids(1, 4)
+    counts = (3, 8)
     cache = evicted(model, ids(1, 30), counts)
     ours = model.generate(
         **cache.inputs(model, question), max_new_tokens=8, do_sample=False, pad_token_id=0
@@ -116,8 +119,10 @@ def test_the_file_tells_all_a_reader_needs(tmp_path):
 
 
 def test_what_a_plain_prefix_cannot_hold_is_refused_and_a_log_bias_dropped_only_on_demand():
-    model, suffix = make_model(), ids(2, 6)
-    cache, biased = evicted(model, ids(2, 30)), evicted(model, ids(2, 30), log_bias=True)
+    model = make_model()
+    suffix = ids(2, 6)
+    cache = evicted(model, ids(2, 30))
+    biased = evicted(model, ids(2, 30), log_bias=True)
     for wrong, owner, options, told in (
         (biased, model, {}, "has a log-bias, which engines do not support"),
         (
@@ -137,10 +142,8 @@ def test_what_a_plain_prefix_cannot_hold_is_refused_and_a_log_bias_dropped_only_
     ):
         with pytest.raises(InputError, match=told):
             plain_prefix(wrong, owner, **options)
-    dropped, expected = (
-        plain_prefix(biased, model, drop_log_bias=True),
-        our_logits(model, cache, suffix),
-    )
+    dropped = plain_prefix(biased, model, drop_log_bias=True)
+    expected = our_logits(model, cache, suffix)
     assert dropped.metadata["log_bias"] == "dropped"
     assert torch.allclose(
         stock_logits(model, dropped.layers, suffix, 7), expected, atol=1e-4, rtol=1e-4

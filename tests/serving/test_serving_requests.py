@@ -12,8 +12,10 @@ from tiny import CHAT, byte_tokenizer
 
 @pytest.fixture
 def folder(tmp_path):
-    model, other = make_model(), make_model("qwen2")
-    cache, home = evicted(model, ids(1, 30), 7, log_bias=True), tmp_path / "caches"
+    model = make_model()
+    other = make_model("qwen2")
+    cache = evicted(model, ids(1, 30), 7, log_bias=True)
+    home = tmp_path / "caches"
     home.mkdir()
     export_prefix(cache, model, home / "report-1.a_b", head_dim=12)
     export_prefix(cache, model, home / "narrow", head_dim=10)
@@ -62,7 +64,8 @@ def test_a_request_reaches_no_file_but_a_whole_cache_of_this_model_in_the_folder
 def test_another_document_under_a_name_has_another_salt(folder):
     caches, model = folder
     path = caches.folder / "report-1.a_b"
-    first, status = caches.find(path.name), path.stat()
+    first = caches.find(path.name)
+    status = path.stat()
     assert caches.find(path.name) is first
     export_prefix(evicted(model, ids(1, 30, seed=9), 7, log_bias=True), model, path, head_dim=12)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))

@@ -23,7 +23,9 @@ from tiny import byte_tokenizer
 
 pytest.importorskip("vllm", reason="needs vLLM (make test-vllm)")
 pytestmark = pytest.mark.filterwarnings("ignore")
-KEY, NEW, WIDE = "secret", 8, 32
+KEY = "secret"
+NEW = 8
+WIDE = 32
 QUESTIONS = ["the cat sees", "a small tree", "then it was old"]
 
 
@@ -31,7 +33,8 @@ class World:
     """A model, its caches in a folder, and a server on its widened checkpoint."""
 
     def __init__(self, folder):
-        self.folder, self.tokenizer = folder / "caches", byte_tokenizer()
+        self.folder = folder / "caches"
+        self.tokenizer = byte_tokenizer()
         self.folder.mkdir()
         sizes = {
             "hidden_size": 64,
@@ -216,10 +219,13 @@ def test_wrong_caches_give_their_request_an_error_and_leave_the_server_up(world)
 
 
 def test_nothing_reaches_a_document_or_its_prefix_cache_but_a_request_that_names_it(world):
-    question, prefix = world.tokens("a dog"), read_prefix(world.folder / "block")
+    question = world.tokens("a dog")
+    prefix = read_prefix(world.folder / "block")
     fields = request_fields(prefix, "block", question)
-    prompt, salt = fields["prompt"], fields["cache_salt"]
-    wanted, plain = world.wanted(question, "block"), world.wanted(prompt)
+    prompt = fields["prompt"]
+    salt = fields["cache_salt"]
+    wanted = world.wanted(question, "block")
+    plain = world.wanted(prompt)
     assert wanted != plain
     assert world.ask(prompt, "block", "/invocations", cache_salt=salt) == wanted
     assert world.ask(prompt, None, "/invocations") == plain
@@ -241,11 +247,9 @@ def test_a_file_that_changes_between_scheduler_and_worker_fails_the_blocks_that_
     from kvcat.serving import vllm as room
 
     connector = room.CompactCacheConnector.__new__(room.CompactCacheConnector)
-    connector._failed_requests, connector._invalid_blocks, connector._loaded = (
-        set(),
-        set(),
-        room.Prefix.load,
-    )
+    connector._failed_requests = set()
+    connector._invalid_blocks = set()
+    connector._loaded = room.Prefix.load
     prefix = read_prefix(world.folder / "short")._replace(digest="another")
     connector._connector_metadata = room._Step(
         [room._Load(prefix, 0, torch.arange(7), [3, 4])], {"r"}

@@ -72,7 +72,8 @@ def request_for(caches, **fields):
 
 def test_a_request_with_an_adapter_brings_no_slots_and_fails(serving, caches):
     connector = object.__new__(serving.CompactCacheConnector)
-    connector.caches, connector._prefixes = caches, {}
+    connector.caches = caches
+    connector._prefixes = {}
     prefix = caches.find("doc")
     assert connector._named_prefix(request_for(caches)).digest == prefix.digest
     adapted = request_for(caches, lora_request=SimpleNamespace(lora_name="a", lora_int_id=1))

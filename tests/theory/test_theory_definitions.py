@@ -87,7 +87,8 @@ def test_a_table_holds_what_its_function_says():
 
 
 def test_what_does_not_fit_is_refused():
-    model, both = random_model(), (d.keep_all,) * 2
+    model = random_model()
+    both = (d.keep_all,) * 2
     cache = d.prefix_cache(model, torch.tensor([0]))
     for mistake, message in (
         (

@@ -77,7 +77,8 @@ def test_no_shift_escapes_the_sharp_constant_nor_the_lemma_below_it(seed, kind, 
     )
     best = -(alpha - 1) * enclosing_ball(points).center
     attained = largest_distance(points, alpha, best + near * shift)
-    sharp, lemma = sharp_constant(points, alpha), hull_lemma_bound(points, alpha)
+    sharp = sharp_constant(points, alpha)
+    lemma = hull_lemma_bound(points, alpha)
     rounding = CONVERGED * alpha * float(points.abs().max() + 1)
     assert attained >= sharp - rounding
     assert near or attained <= sharp + rounding

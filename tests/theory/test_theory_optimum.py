@@ -98,7 +98,8 @@ def test_the_optimal_policy_run_through_the_network_has_the_optimal_error(
     m, longest, blocks, budget
 ):
     model = incompressible_histogram(m, longest, num_blocks=blocks)
-    policy, best = optimal_policy(m, longest, budget), definition_optimum(m, longest, budget)
+    policy = optimal_policy(m, longest, budget)
+    best = definition_optimum(m, longest, budget)
     for some in (model, replace(model, causal=True)):
         assert compressibility(some, policy, budget).error == pytest.approx(
             best.error, rel=CONVERGED

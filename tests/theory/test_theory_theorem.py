@@ -17,7 +17,8 @@ from kvcat.theory import theorem as t
 @pytest.mark.parametrize("name", d.FUNCTIONS)
 def test_both_networks_compute_the_function_and_differ_in_two_n_rows_of_one_matrix(name, m, N):
     table = d.FUNCTIONS[name](m, N)
-    first, second = t.compressible_network(table), t.incompressible_network(table, constant=2.0)
+    first = t.compressible_network(table)
+    second = t.incompressible_network(table, constant=2.0)
     assert t.value_error(first, table) <= 1e-12
     assert t.value_error(second, table) <= 1e-12
     assert d.compressibility(first, t.summary_policy(m, N), lambda _: 1).error <= 1e-12
@@ -37,7 +38,8 @@ def layout_of(network):
 
 def cache_of_sum(network, total, num_slots):
     """Random slots whose values in block 3 have this sum."""
-    draw, rows = torch.Generator().manual_seed(0), layout_of(network).block(3)
+    draw = torch.Generator().manual_seed(0)
+    rows = layout_of(network).block(3)
     (head,), (second,) = (block.heads for block in network.blocks)
     shapes = [(num_slots, w.shape[1]) for w in (head.w_k, head.w_v, second.w_k, second.w_v)]
     parts = [10 * torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes]
@@ -48,9 +50,11 @@ def cache_of_sum(network, total, num_slots):
 @pytest.mark.parametrize("name", d.FUNCTIONS)
 def test_caches_of_any_sum_and_those_that_balance_both_alarms_err_by_the_certified_bound(name):
     network = t.incompressible_network(d.FUNCTIONS[name](2, 4), constant=2.0)
-    layout, draw = layout_of(network), torch.Generator().manual_seed(1)
+    layout = layout_of(network)
+    draw = torch.Generator().manual_seed(1)
     for n, k, r in [(1, 2, 0), (2, 1, 1), (2, 2, 1), (3, 1, 2)]:
-        bound, suffixes = t.certified_bound(network, n, k, r), d.sequences(2, k)
+        bound = t.certified_bound(network, n, k, r)
+        suffixes = d.sequences(2, k)
         for prefix in d.sequences(2, n):
             balanced = layout.code(prefix) * (r + k) / (n + k)
             balanced[layout.watched[n + k - 1]] = -(n - r) / (2 * (n + k))

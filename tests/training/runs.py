@@ -122,7 +122,8 @@ def assert_close(ours, theirs, weights):
         norms = ("grad_norm", "router_grad_norm") if one["step"] == 1 else ()
         for name in ("dense_loss", "masked_loss", "kl", *norms):
             assert one.get(name, 0.0) == pytest.approx(two.get(name, 0.0), rel=1e-4, abs=1e-4)
-    a, b = exported(ours), exported(theirs)
+    a = exported(ours)
+    b = exported(theirs)
     assert a.keys() == b.keys()
     for name in a:
         torch.testing.assert_close(a[name], b[name], rtol=0, atol=weights)

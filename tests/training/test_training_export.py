@@ -32,7 +32,8 @@ def test_the_export_runs_in_plain_transformers_and_holds_the_trained_weights(fin
     command = [sys.executable, "-c", PLAIN, str(finished.export)]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert said.split() == ["False", "False", "Qwen2ForCausalLM", "torch.float32"]
-    weights, trained = exported(finished.folder), state(finished.folder)
+    weights = exported(finished.folder)
+    trained = state(finished.folder)
     assert_same(weights, {name: trained[f".module.model.{name}"] for name in weights})
 
 

@@ -36,7 +36,8 @@ def generators(count=2):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_loss_curve_is_the_one_on_record(policy, tiny_folder, texts_folder, tmp_path):
     """A curve that is missing is written anew; the commit that removes one says why."""
-    run, file = tmp_path / "run", Path(__file__).parent / "golden" / f"{policy}.txt"
+    run = tmp_path / "run"
+    file = Path(__file__).parent / "golden" / f"{policy}.txt"
     train(
         config(tiny_folder, texts_folder, run, policy=policy, max_steps=12, peak_lr=3e-3),
         progress=False,
@@ -68,7 +69,8 @@ def test_four_micro_batches_of_one_equal_one_of_four_up_to_rounding(policy, monk
 
 
 def test_routers_are_clipped_apart_from_the_model(monkeypatch, new_run):
-    norms, make_optimizer = [], run_module.make_optimizer
+    norms = []
+    make_optimizer = run_module.make_optimizer
 
     def watched(objective, config):
         made = make_optimizer(objective, config)
@@ -91,7 +93,7 @@ def test_one_seed_gives_one_result_whatever_the_global_random_state(new_run):
     ]
     for state, run in enumerate(runs):
         torch.manual_seed(state)
-        np.random.seed(state)  # noqa: NPY002 (the global state is what this test is about)
+        np.random.seed(state)
         before = torch.get_rng_state()
         train(run, progress=False)
         assert torch.equal(torch.get_rng_state(), before)
@@ -203,7 +205,8 @@ def test_the_objective_is_the_kl_of_the_masked_tokens_and_the_anchor_of_all(
     prefix_len = PREFIX if prefix_range else 0
     assert run.prefix_len_at(0) == run.prefix_len_at(None) == (prefix_len or None)
     model, _ = load(tiny_folder)
-    objective, tokens = Objective(model, run), some_tokens()
+    objective = Objective(model, run)
+    tokens = some_tokens()
     assert objective.masked_pass.tau == 0.3
     assert not any("teacher" in name for name, _ in objective.named_parameters())
     with torch.no_grad():
@@ -215,7 +218,8 @@ def test_the_objective_is_the_kl_of_the_masked_tokens_and_the_anchor_of_all(
     total, record = objective(tokens, generators(), 0)
     with torch.no_grad(), MaskedPass(model, {0: RandomPolicy(0.5)}) as passes:
         out = passes.hidden(tokens, generators(), prefix_len=prefix_len or None)
-        dense, masked = model(tokens).logits, logits_from_hidden(model, out.masked_hidden)
+        dense = model(tokens).logits
+        masked = logits_from_hidden(model, out.masked_hidden)
     teach = dense if teacher == "self" else base
     anchor = next_token_loss(dense, tokens) if teacher == "self" else distillation_kl(base, dense)
     expected = 0.7 * distillation_kl(teach[:, prefix_len:], masked) + 1.3 * anchor

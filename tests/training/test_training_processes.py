@@ -98,7 +98,8 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path, new_run):
     whole, split = (new_run(name, **options) for name in ("whole", "split"))
     train(whole, progress=False)
     shutil.copytree(whole.output, split.output)
-    one, two = (lambda: train(split, progress=False)), (lambda: train_in_processes(split, tmp_path))
+    one = lambda: train(split, progress=False)
+    two = lambda: train_in_processes(split, tmp_path)
     for steps, go_on in (((4, 6), two), ((6,), one)):
         for step in steps:
             shutil.rmtree(tmp_path / "split" / "checkpoints" / f"step-{step:06d}")
@@ -127,14 +128,15 @@ def test_layers_in_training_mode_drop_nothing(new_run):
 def test_products_are_bfloat16_made_again_where_wanted_and_gradients_float32_reduced_once_a_step(
     monkeypatch, new_run
 ):
-    flags, inputs, rounded = [], [], []
-    set_sync, make_optimizer = FSDPModule.set_requires_gradient_sync, run_module.make_optimizer
+    flags = []
+    inputs = []
+    rounded = []
+    set_sync = FSDPModule.set_requires_gradient_sync
+    make_optimizer = run_module.make_optimizer
 
     def watched(objective, config):
-        layer, made = (
-            decoder_layers(objective.model)[0].mlp.up_proj,
-            make_optimizer(objective, config),
-        )
+        layer = decoder_layers(objective.model)[0].mlp.up_proj
+        made = make_optimizer(objective, config)
         layer.register_forward_pre_hook(
             lambda _, given: inputs.append(given[0].dtype) if torch.is_grad_enabled() else None
         )

@@ -98,7 +98,8 @@ def test_a_second_signal_ends_a_run_that_waits_for_data_unless_it_comes_at_once(
 
 
 def test_a_mistake_lets_the_checkpoint_that_is_being_written_come_to_its_end(monkeypatch, new_run):
-    run, write = new_run(checkpoint_every=1), Checkpoints._write
+    run = new_run(checkpoint_every=1)
+    write = Checkpoints._write
 
     def slowly(self, *arguments):
         time.sleep(0.5)
@@ -227,10 +228,8 @@ def test_what_is_saved_is_the_state_at_the_call_and_what_is_loaded_is_what_was_s
     assert (made.module.weight == 1).all()
     made.module.weight.sum().backward()
     made.optimizer.step()
-    weight, moment = (
-        made.module.weight.detach().clone(),
-        made.optimizer.state[made.module.weight]["exp_avg"].clone(),
-    )
+    weight = made.module.weight.detach().clone()
+    moment = made.optimizer.state[made.module.weight]["exp_avg"].clone()
     made.save(1, {"place": 5})
     with torch.no_grad():
         made.module.weight.fill_(7)
@@ -336,8 +335,10 @@ def interrupt(run, log, moment, how=signal.SIGKILL):
 
 
 def test_a_killed_run_has_what_it_said_was_saved_and_resumes_bit_for_bit(new_run, tmp_path):
-    options, log = {"max_steps": 40, "checkpoint_every": 1}, tmp_path / "log"
-    whole, broken = new_run("a", **options), new_run("b", **options)
+    options = {"max_steps": 40, "checkpoint_every": 1}
+    log = tmp_path / "log"
+    whole = new_run("a", **options)
+    broken = new_run("b", **options)
     train(whole, progress=False)
     assert interrupt(broken, log, 0.0, signal.SIGTERM) == 143
     assert "the same command continues" in log.read_text().splitlines()[-1]
