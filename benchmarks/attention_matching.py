@@ -52,7 +52,7 @@ def main() -> None:
     documents = (
         (d.id, d.text) for d in split_documents(options.data, "all", limit=20 * options.windows)
     )
-    found = windows_from_documents(
+    windows = windows_from_documents(
         documents,
         tokenizer,
         prefix_len=PREFIX,
@@ -64,10 +64,11 @@ def main() -> None:
     gpu = model.device.type == "cuda"
     where = torch.cuda.get_device_name() if gpu else f"{platform.machine()}, one thread"
     print(
-        f"{where}, torch {torch.__version__}, {options.model}, {len(found)} windows, {options.rounds} rounds\n"
+        f"{where}, torch {torch.__version__}, {options.model}, {len(windows)} windows, "
+        f"{options.rounds} rounds\n"
     )
     seconds: dict[tuple[str, float], list[float]] = {}
-    for window in found:
+    for window in windows:
         traced = kvcat.trace(model, torch.tensor([window.tokens], device=model.device), PREFIX)
         for _ in range(options.rounds):
             for keep in options.keep:
@@ -83,11 +84,11 @@ def main() -> None:
     for name in methods:
         cells = []
         for keep in options.keep:
-            own, peer = (
+            kvcat_seconds, peer = (
                 statistics.median(seconds[key, keep]) if (key, keep) in seconds else 0.0
                 for key in (name, PEER)
             )
-            cells.append(f"{own:.2f}" + (f", {own / peer:.2f}" if peer else ""))
+            cells.append(f"{kvcat_seconds:.2f}" + (f", {kvcat_seconds / peer:.2f}" if peer else ""))
         print(" | ".join([f"| `{name}`", *cells]) + " |")
 
 

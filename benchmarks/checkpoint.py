@@ -51,7 +51,8 @@ def main() -> None:
             taken["until it stands"].append(time.perf_counter() - began)
     parameters = sum(p.numel() for p in objective.parameters())
     print(
-        f"{args.shape}, {parameters:,} parameters, {args.batch} x {args.seq_len} tokens, torch {torch.__version__}\n"
+        f"{args.shape}, {parameters:,} parameters, {args.batch} x {args.seq_len} tokens, torch "
+        f"{torch.__version__}\n"
     )
     print("| | seconds (median) | in steps |\n|---|---|---|")
     for name, seconds in taken.items():

@@ -47,7 +47,8 @@ def main() -> None:
         : options.prefix + options.suffix
     ]
     print(
-        f"{platform.machine()}, {options.threads} threads, torch {torch.__version__}, {len(ids)} tokens"
+        f"{platform.machine()}, {options.threads} threads, torch {torch.__version__}, {len(ids)} "
+        "tokens"
     )
     kvcat.trace(model, torch.tensor([ids[:64]]), 32)  # set-up of the libraries
     start = clock()

@@ -75,24 +75,34 @@ def main() -> None:
         return result
 
     for tokens in options.tokens:
-        left = [method for method in options.methods if (tokens, method) not in done]
-        if not left:
+        missing = [method for method in options.methods if (tokens, method) not in done]
+        if not missing:
             continue
-        own = ids[:, :tokens]
+        prefix_ids = ids[:, :tokens]
         with torch.no_grad():
-            add(tokens, "prefill", lambda own=own: model(own, use_cache=True, logits_to_keep=1))
-        traced = add(tokens, "trace", lambda own=own: kvcat.trace(model, own, supervision="self"))
-        for method in left:
+            add(
+                tokens,
+                "prefill",
+                lambda prefix_ids=prefix_ids: model(prefix_ids, use_cache=True, logits_to_keep=1),
+            )
+        traced = add(
+            tokens,
+            "trace",
+            lambda prefix_ids=prefix_ids: kvcat.trace(model, prefix_ids, supervision="self"),
+        )
+        for method in missing:
             compressor = seeded_compressor(*parse_method(method), seed=0)
             add(tokens, method, lambda c=compressor, t=traced: c(t, keep_ratio=options.keep))
     print(
-        f"{platform.machine()}, one thread, torch {torch.__version__}, {options.model}, keep {options.keep:g}\n"
+        f"{platform.machine()}, one thread, torch {torch.__version__}, {options.model}, keep "
+        f"{options.keep:g}\n"
     )
     frame = pd.DataFrame(rows)
     for column, form in (("seconds", "{:.1f}"), ("mib", "{:.0f}")):
         table = frame.pivot(index="what", columns="tokens", values=column)
         print(
-            f"{column}\n{table.loc[list(dict.fromkeys(frame.what))].to_string(float_format=form.format)}\n"
+            f"{column}\n"
+            f"{table.loc[list(dict.fromkeys(frame.what))].to_string(float_format=form.format)}\n"
         )
 
 

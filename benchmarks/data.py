@@ -89,7 +89,8 @@ def main() -> None:
     )
     options = parser.parse_args()
     print(
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
+        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load "
+        f"{os.getloadavg()[0]:.1f}"
     )
     tokenizer = AutoTokenizer.from_pretrained(str(files("kvcat") / "assets" / "kvcat-base"))
     with tempfile.TemporaryDirectory() as name:
@@ -100,14 +101,15 @@ def main() -> None:
         print(f"streaming    {base:14,.0f} tokens/s")
         start = time.perf_counter()
         index = prepare(str(folder), tokenizer, tokens)
-        found = index["splits"]["train"]["tokens"] / (time.perf_counter() - start)
-        print(f"prepare      {found:14,.0f} tokens/s {found / base:8.2f}")
-        found = speed(reader(str(tokens), tokenizer), 1)
-        print(f"memory map   {found:14,.0f} tokens/s {found / base:8.2f}")
+        rate = index["splits"]["train"]["tokens"] / (time.perf_counter() - start)
+        print(f"prepare      {rate:14,.0f} tokens/s {rate / base:8.2f}")
+        rate = speed(reader(str(tokens), tokenizer), 1)
+        print(f"memory map   {rate:14,.0f} tokens/s {rate / base:8.2f}")
         consumer = options.consumer * base
         mean, largest = stall(reader(f"stream:{folder}", tokenizer), consumer, 12)
         print(
-            f"a consumer of {consumer:,.0f} tokens/s, {1e3 * SEQ_LEN * STREAMS / consumer:.1f} ms per step, waits "
+            f"a consumer of {consumer:,.0f} tokens/s, {1e3 * SEQ_LEN * STREAMS / consumer:.1f} ms "
+            "per step, waits "
             f"{1e3 * mean:.1f} ms for each, {1e3 * largest:.1f} at most"
         )
 

@@ -94,7 +94,8 @@ def main() -> None:
     tokens = options.tokens
     slots = round(options.keep * options.tokens)
     print(
-        f"{platform.machine()}, {options.threads} threads, torch {torch.__version__}, {options.dtype}"
+        f"{platform.machine()}, {options.threads} threads, torch {torch.__version__}, "
+        f"{options.dtype}"
     )
     model = small_model(tokens, dtype)
     compacts = {
@@ -134,7 +135,8 @@ def main() -> None:
     for (name, spent), size in zip(times.items(), sizes, strict=True):
         middle = statistics.median(spent)
         print(
-            f"{name:<42}{middle * 1e3:8.2f} ms a token {middle / reference:6.2f} {size / sizes[0]:8.4f} of the bytes"
+            f"{name:<42}{middle * 1e3:8.2f} ms a token {middle / reference:6.2f} "
+            f"{size / sizes[0]:8.4f} of the bytes"
         )
 
 

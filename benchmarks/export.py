@@ -99,7 +99,8 @@ def main() -> None:
             logits = replay(model, cache, full.suffix_ids)
             kl = divergence(dense, logits)
             print(
-                f"keep {keep_ratio:<5g}{name:<10}{kl[:, :half].mean():8.4f}{kl[:, half:].mean():8.4f}"
+                "keep "
+                f"{keep_ratio:<5g}{name:<10}{kl[:, :half].mean():8.4f}{kl[:, half:].mean():8.4f}"
             )
             if not cache.has_log_bias:
                 again = replay(model, plain_prefix(cache, model), full.suffix_ids)

@@ -82,10 +82,10 @@ def training(folder: Path) -> Iterator[tuple[str, list[float], float]]:
             json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()
         ]
         keys = ("dense_loss", "masked_kl", "kl", "budget_loss", "grad_norm", "router_grad_norm")
-        found = [
+        losses = [
             float(r[key]) for r in records for key in keys if isinstance(r.get(key), (int, float))
         ]
-        yield f"training/{name}", found, 1e-3
+        yield f"training/{name}", losses, 1e-3
 
 
 def models() -> Iterator[tuple[str, torch.nn.Module, int]]:
@@ -157,14 +157,14 @@ def command(*arguments: str) -> None:
 
 def records(folder: Path) -> Iterator[tuple[str, list[float]]]:
     """Metric values of every record in a results folder, by model, method and keep ratio."""
-    found: dict[str, list[float]] = {}
+    figures: dict[str, list[float]] = {}
     for line in (folder / "records.jsonl").read_text().splitlines():
         record = json.loads(line)
         key = f"{record['model']}/{record['method']}/{record['keep_ratio']:g}/{record['step']}"
-        found.setdefault(key, []).extend(
+        figures.setdefault(key, []).extend(
             float(record["values"][name]) for name in sorted(record["values"])
         )
-    yield from sorted(found.items())
+    yield from sorted(figures.items())
 
 
 def evaluations(folder: Path) -> Iterator[tuple[str, list[float], float]]:
@@ -224,20 +224,20 @@ def demo(folder: Path) -> Iterator[tuple[str, list[float], float]]:
 
 def figures_of_today() -> tuple[Figures, dict[str, float]]:
     """All figures and their tolerances."""
-    found: Figures = {}
+    all_figures: Figures = {}
     tolerances: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for name, part in (
+        for name, group in (
             ("caches", caches()),
             ("training", training(Path(folder, "training"))),
             ("evaluations", evaluations(Path(folder, "evals"))),
             ("demo", demo(Path(folder, "demo"))),
         ):
             print(f"{name} ...", file=sys.stderr)
-            for key, figures, tolerance in part:
-                found[key] = figures
+            for key, figures, tolerance in group:
+                all_figures[key] = figures
                 tolerances[key] = tolerance
-    return found, tolerances
+    return all_figures, tolerances
 
 
 def differences(old: Figures, new: Figures, tolerances: dict[str, float]) -> list[str]:
@@ -272,12 +272,12 @@ def main() -> int:
     parser.add_argument("file", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    found, tolerances = figures_of_today()
+    figures, tolerances = figures_of_today()
     if arguments.action == "record":
-        arguments.file.write_text(json.dumps(found, indent=0) + "\n")
+        arguments.file.write_text(json.dumps(figures, indent=0) + "\n")
         return 0
-    lines = differences(json.loads(arguments.file.read_text()), found, tolerances)
-    print("\n".join(lines) or f"all {len(found)} figures agree")
+    lines = differences(json.loads(arguments.file.read_text()), figures, tolerances)
+    print("\n".join(lines) or f"all {len(figures)} figures agree")
     return 1 if lines else 0
 
 

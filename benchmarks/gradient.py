@@ -118,25 +118,27 @@ def main() -> None:
         measure(options)
         return
     print(
-        f"{options.batch} x {options.suffix} suffix tokens, {options.keep:g} of {options.prefix} slots\n"
+        f"{options.batch} x {options.suffix} suffix tokens, {options.keep:g} of {options.prefix} "
+        "slots\n"
     )
     print("| shape | form | time, ms | ratio | peak memory, MiB |\n|---|---|---|---|---|")
     for shape in SHAPES if options.shape is None else [options.shape]:
-        found: dict[str, list[dict]] = {form: [] for form in FORMS}
+        runs_by_form: dict[str, list[dict]] = {form: [] for form in FORMS}
         for _ in range(options.rounds):
-            for form, runs in found.items():
+            for form, runs in runs_by_form.items():
                 command = [sys.executable, __file__, *sys.argv[1:], "--shape", shape, "--one", form]
                 runs.append(
                     json.loads(
                         subprocess.run(command, check=True, capture_output=True, text=True).stdout
                     )
                 )
-        bare = min(run["seconds"] for run in found["bare"])
-        for form, runs in found.items():
+        bare = min(run["seconds"] for run in runs_by_form["bare"])
+        for form, runs in runs_by_form.items():
             seconds = min(run["seconds"] for run in runs)
             size = min(run["bytes"] for run in runs)
             print(
-                f"| {shape} | {form} | {seconds * 1e3:.0f} | {seconds / bare:.2f} | {size / 2**20:.0f} |"
+                f"| {shape} | {form} | {seconds * 1e3:.0f} | {seconds / bare:.2f} | "
+                f"{size / 2**20:.0f} |"
             )
 
 

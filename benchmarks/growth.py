@@ -57,15 +57,15 @@ def table(args: argparse.Namespace, name: str, points: list[dict[str, int]]) -> 
         for variant, changes in VARIANTS.items():
             request = json.dumps({**vars(args), **point, "options": changes})
             command = [sys.executable, __file__, "--one", request]
-            found = json.loads(
+            measured = json.loads(
                 subprocess.run(command, check=True, capture_output=True, text=True).stdout
             )
-            told = f"{found['time']:.0f}, {found['memory']:.0f}"
+            cell = f"{measured['time']:.0f}, {measured['memory']:.0f}"
             if variant in before:
-                ratios = (found[kind] / before[variant][kind] for kind in ("time", "memory"))
-                told += " (x " + ", ".join(f"{ratio:.2f}" for ratio in ratios) + ")"
-            before[variant] = found
-            cells.append(told)
+                ratios = (measured[kind] / before[variant][kind] for kind in ("time", "memory"))
+                cell += " (x " + ", ".join(f"{ratio:.2f}" for ratio in ratios) + ")"
+            before[variant] = measured
+            cells.append(cell)
         print(f"| {point[name]} | " + " | ".join(cells) + " |", flush=True)
 
 
@@ -80,10 +80,13 @@ def main() -> None:
     if args.shape not in SHAPES:
         parser.error("the layers of kvcat-base are what they are: choose another shape")
     print(
-        f"{args.shape}, {args.dtype}, {args.device}, {args.threads} threads, torch {torch.__version__}"
+        f"{args.shape}, {args.dtype}, {args.device}, {args.threads} threads, torch "
+        f"{torch.__version__}"
     )
-    own = SHAPES[args.shape]["num_hidden_layers"]
-    table(args, "seq_len", [{"seq_len": length, "num_layers": own} for length in args.lengths])
+    num_layers = SHAPES[args.shape]["num_hidden_layers"]
+    table(
+        args, "seq_len", [{"seq_len": length, "num_layers": num_layers} for length in args.lengths]
+    )
     table(args, "num_layers", [{"seq_len": 1024, "num_layers": count} for count in args.layers])
 
 

@@ -53,15 +53,21 @@ def press_of(name: str) -> KVPress:
     return KVPress(name, **options)
 
 
-def row(name: str, found: Trace, method: Compressor) -> str:
-    own = isinstance(method, AttentionMatching)
-    made = trace(found.model, found.input_ids[:, :PREFIX], supervision="self") if own else found
+def row(name: str, traced: Trace, method: Compressor) -> str:
+    supervised_by_prefix = isinstance(method, AttentionMatching)
+    made = (
+        trace(traced.model, traced.input_ids[:, :PREFIX], supervision="self")
+        if supervised_by_prefix
+        else traced
+    )
     cache = method(made, keep_ratio=KEEP)
     counts = torch.stack([layer.counts for layer in cache.layers])
     spread = (
         f"{counts.min()}" if counts.min() == counts.max() else f"{counts.min()} to {counts.max()}"
     )
-    return f"| {name} | {cache.mean_slots:.0f} | {spread} | {compare(found, cache).kl.mean():.4f} |"
+    return (
+        f"| {name} | {cache.mean_slots:.0f} | {spread} | {compare(traced, cache).kl.mean():.4f} |"
+    )
 
 
 def main() -> None:
@@ -77,26 +83,28 @@ def main() -> None:
     except InputError as error:
         print(error)
         return
-    found = window_trace(options.model, options.windows)
+    traced = window_trace(options.model, options.windows)
     packages = (
         f"kvpress {version()}, transformers {transformers.__version__}, torch {torch.__version__}"
     )
     print(
-        f"{packages}, Python {platform.python_version()}, {options.model}, {options.windows} windows,"
+        f"{packages}, Python {platform.python_version()}, {options.model}, {options.windows} "
+        "windows,"
     )
     print(f"keep {KEEP} of {PREFIX}.\n")
     print("| press | slots per head, mean | fewest to most | KL, nats |\n|---|---|---|---|")
-    told = []
+    refusals = []
     for name in sorted(presses()):
         try:
             press = press_of(name)
-            print(row(press.name, found, press), flush=True)
+            print(row(press.name, traced, press), flush=True)
         except InputError as error:
             trained = (
                 "it wants a part trained for the model, which kvpress downloads for some models"
             )
-            told.append(
-                f"| {name} | {REFUSED.get(name, trained if 'part trained' in str(error) else error)} |"
+            refusals.append(
+                f"| {name} | "
+                f"{REFUSED.get(name, trained if 'part trained' in str(error) else error)} |"
             )
     ours: dict[str, Compressor] = {name: Eviction(name) for name in SCORERS}
     ours["snapkv, window 16, kernel 5, average"] = Eviction(
@@ -105,8 +113,8 @@ def main() -> None:
     ours["attention-matching"] = AttentionMatching()
     print("\n| kvcat's own | slots per head, mean | fewest to most | KL, nats |\n|---|---|---|---|")
     for name, method in ours.items():
-        print(row(name, found, method), flush=True)
-    print("\n| press without a cache | why |\n|---|---|", *told, sep="\n")
+        print(row(name, traced, method), flush=True)
+    print("\n| press without a cache | why |\n|---|---|", *refusals, sep="\n")
 
 
 if __name__ == "__main__":

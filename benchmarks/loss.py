@@ -95,15 +95,15 @@ def rounds(
     options: argparse.Namespace, forms: list[str], *flags: str
 ) -> dict[str, tuple[float, int]]:
     """Best seconds and peak bytes of every form, the forms in turn."""
-    found: dict[str, list[dict]] = {form: [] for form in forms}
+    runs_by_form: dict[str, list[dict]] = {form: [] for form in forms}
     for _ in range(options.rounds):
         for form in forms:
             command = [sys.executable, __file__, *sys.argv[1:], *flags, "--one", form]
             result = subprocess.run(command, check=True, capture_output=True, text=True)
-            found[form].append(json.loads(result.stdout))
+            runs_by_form[form].append(json.loads(result.stdout))
     return {
         f: (min(x["seconds"] for x in runs), min(x["bytes"] for x in runs))
-        for f, runs in found.items()
+        for f, runs in runs_by_form.items()
     }
 
 
@@ -124,10 +124,12 @@ def main() -> None:
         measure(options)
         return
     print(
-        f"{options.tokens} predictions, vocabulary {options.vocab}, width {options.hidden}, {options.device}\n"
+        f"{options.tokens} predictions, vocabulary {options.vocab}, width {options.hidden}, "
+        f"{options.device}\n"
     )
     print(
-        "| objective | form | time, ms | ratio | peak memory, MiB | ratio |\n|---|---|---|---|---|---|"
+        "| objective | form | time, ms | ratio | peak memory, MiB | ratio |\n"
+        "|---|---|---|---|---|---|"
     )
     for name, flags in (("KV-CAT", ()), ("control", ("--control",))):
         table = rounds(options, ["naive", "0", *options.chunk], *flags)
@@ -135,7 +137,8 @@ def main() -> None:
         for form, (s, b) in table.items():
             label = {"naive": "naive", "0": "chunked, default"}.get(form, f"chunked, {form}")
             print(
-                f"| {name} | {label} | {s * 1e3:.0f} | {s / seconds:.2f} | {b / 2**20:.0f} | {b / size:.2f} |"
+                f"| {name} | {label} | {s * 1e3:.0f} | {s / seconds:.2f} | {b / 2**20:.0f} | "
+                f"{b / size:.2f} |"
             )
 
 

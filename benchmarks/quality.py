@@ -66,7 +66,7 @@ def windows(options: argparse.Namespace, tokenizer) -> Iterator[tuple[str, str, 
             (d.id, d.text)
             for d in split_documents(path, split or "all", limit=20 * options.windows)
         )
-        found = windows_from_documents(
+        cut = windows_from_documents(
             documents,
             tokenizer,
             prefix_len=options.prefix,
@@ -75,7 +75,7 @@ def windows(options: argparse.Namespace, tokenizer) -> Iterator[tuple[str, str, 
             per_document=options.per_document,
             seed=options.seed,
         )
-        domains.append([(name, f"{name}:{window.document}", window.tokens) for window in found])
+        domains.append([(name, f"{name}:{window.document}", window.tokens) for window in cut])
     for turn in range(max(map(len, domains))):
         yield from (domain[turn] for domain in domains if turn < len(domain))
 
@@ -147,7 +147,7 @@ class Original:
                     )
                     for k, v, q in heads
                 ]
-                keys, bias, fitted = ([[fit[part] for fit in fits]] for part in range(3))
+                keys, bias, fitted = ([[fit[field] for fit in fits]] for field in range(3))
                 layers.append(CompactLayer.ragged(keys, fitted, bias, None))
             yield CompactCache(layers, traced.prefix_len, traced.fingerprint)
 
@@ -174,18 +174,18 @@ def table(records: list[dict]) -> pd.DataFrame:
     rows = []
     for record in records:
         first, second = record["halves"]
-        parts = {record["way"]: (first + second) / 2}
+        losses = {record["way"]: (first + second) / 2}
         if record["way"] == "suffix":
             reads_suffix = record["method"].startswith(LEARNING)
-            parts = {"fitted": first, "later": second}
-            parts |= (
+            losses = {"fitted": first, "later": second}
+            losses |= (
                 {}
                 if reads_suffix
                 else dict.fromkeys(("self", "reconstruction"), (first + second) / 2)
             )
         rows += [
             (record["window"], record["document"], way, record["method"], record["keep"], kl)
-            for way, kl in parts.items()
+            for way, kl in losses.items()
         ]
     frame = pd.DataFrame(rows, columns=["window", "document", "way", "method", "keep", "kl"])
     return frame.pivot(
@@ -195,19 +195,20 @@ def table(records: list[dict]) -> pd.DataFrame:
 
 def report(records: list[dict], methods: list[str], keeps: list[float], ways: list[str]) -> None:
     """For every way and method its mean KL, and its ratio to the first method's."""
-    found = table(records)
-    bootstrap = ClusterBootstrap([document for _, document in found.index])
+    losses = table(records)
+    bootstrap = ClusterBootstrap([document for _, document in losses.index])
     print(
-        f"{len(found)} windows of {bootstrap.num_documents} documents; keep {' '.join(f'{keep:g}' for keep in keeps)}"
+        f"{len(losses)} windows of {bootstrap.num_documents} documents; keep "
+        f"{' '.join(f'{keep:g}' for keep in keeps)}"
     )
     for way in ("fitted", "later", *(way for way in ways if way != "suffix")):
         print(f"\n{way}")
-        shown = [method for method in methods if (way, method, keeps[0]) in found.columns]
+        shown = [method for method in methods if (way, method, keeps[0]) in losses.columns]
         for method in shown:
             cells = []
             for keep in keeps:
-                kl = found[way, method, keep].to_numpy()
-                first = found[way, shown[0], keep].to_numpy()
+                kl = losses[way, method, keep].to_numpy()
+                first = losses[way, shown[0], keep].to_numpy()
                 mean = bootstrap.mean(kl)
                 ratio = bootstrap.estimate(bootstrap.of_means(np.divide, kl, first))
                 cells.append(
@@ -222,15 +223,15 @@ def report(records: list[dict], methods: list[str], keeps: list[float], ways: li
 def plot(records: list[dict], methods: list[str], path: Path) -> None:
     """KL against the slots kept, by method, where the text that follows is half known and where it
     is not."""
-    found = table(records)
+    losses = table(records)
     figure, axes = plt.subplots(1, 2, figsize=(9, 4.2), sharey=True, layout="constrained")
     ways = {"later": "text behind the fitted positions", "self": "a document alone"}
     for axis, (way, title) in zip(axes, ways.items(), strict=True):
         for index, method in enumerate(methods):
-            if (way, method) in found.columns.droplevel("keep"):
-                part = found[way, method]
+            if (way, method) in losses.columns.droplevel("keep"):
+                curve = losses[way, method]
                 axis.plot(
-                    100 * part.columns, part.mean(), marker="o", label=method, color=f"C{index}"
+                    100 * curve.columns, curve.mean(), marker="o", label=method, color=f"C{index}"
                 )
         axis.set(xscale="log", yscale="log", xlabel="slots kept, %", title=title)
         axis.set_xticks([5, 10, 20, 40], ["5", "10", "20", "40"], minor=False)
@@ -289,9 +290,9 @@ def main() -> None:
             chosen,
             *(dict(zip(fields, window, strict=True)) for window in windows(options, tokenizer)),
         )
-    found = read_jsonl(done) if done.exists() else []
+    records = read_jsonl(done) if done.exists() else []
     known = {
-        (record["window"], record["method"], record["way"], record["keep"]) for record in found
+        (record["window"], record["method"], record["way"], record["keep"]) for record in records
     }
     for index, window in enumerate(tqdm(read_jsonl(chosen), "windows")):
         traces = Traces(model, tokenizer, window["tokens"], options.prefix)
@@ -320,13 +321,14 @@ def main() -> None:
                     "method": spec,
                     "way": way,
                 }
-                new = [about | part for part in measure(traces, compressor, way, keeps)]
+                new = [about | figures for figures in measure(traces, compressor, way, keeps)]
                 append_jsonl(done, *new)
-                found += new
+                records += new
     print(
-        f"{platform.machine()}, torch {torch.__version__}, {options.model}, {options.prefix} + {SUFFIX} tokens"
+        f"{platform.machine()}, torch {torch.__version__}, {options.model}, {options.prefix} + "
+        f"{SUFFIX} tokens"
     )
-    wanted = [r for r in found if r["method"] in options.methods and r["keep"] in options.keep]
+    wanted = [r for r in records if r["method"] in options.methods and r["keep"] in options.keep]
     report(wanted, list(options.methods), options.keep, options.ways)
     if options.plot:
         plot(wanted, list(options.methods), options.plot)

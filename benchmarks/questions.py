@@ -121,12 +121,14 @@ class Document:
         draw = draws(self.seed, "text", self.kind, self.length, self.index)
         pieces = Pieces(self.tokenizer)
         head = pieces(chat_parts(self.tokenizer)[0])
-        told = [f"{LINE.format(name)} {code}.\n" for name, code in shuffled(draw, self.facts)]
-        left = self.length - len(head)
-        lines = pieces.fitting(filler_lines(draw), left - sum(len(pieces(line)) for line in told))
-        for line in told:
+        fact_lines = [f"{LINE.format(name)} {code}.\n" for name, code in shuffled(draw, self.facts)]
+        num_tokens = self.length - len(head)
+        lines = pieces.fitting(
+            filler_lines(draw), num_tokens - sum(len(pieces(line)) for line in fact_lines)
+        )
+        for line in fact_lines:
             lines.insert(int(draw.random() * (len(lines) + 1)), line)
-        return [*head, *pieces.filled(lines, filler_lines(draw), left)]
+        return [*head, *pieces.filled(lines, filler_lines(draw), num_tokens)]
 
     def encode(self, text: str, facts: Sequence[tuple[str, str]] = ()) -> list[int]:
         """Token ids of the question, a text that begins the answer, and of facts that the answer
@@ -145,8 +147,8 @@ class Document:
         facts = self.facts
         if supervision == "examples":
             draw = draws(self.seed, "examples", self.kind, self.length, self.index)
-            told = dict(self.facts)
-            absent = [name for name in shuffled(draw, NAMES) if name not in told]
+            code_by_name = dict(self.facts)
+            absent = [name for name in shuffled(draw, NAMES) if name not in code_by_name]
             facts = [(name, number(draw, DIGITS)) for name in absent[:EXAMPLES]]
         return trace(self.model, torch.tensor([[*self.ids, *self.encode("", facts)]]), self.length)
 
@@ -154,8 +156,8 @@ class Document:
         """Greedy answers to all questions, read behind a cache or alone."""
         head = [] if cache is not None else self.tokenizer.encode(chat_parts(self.tokenizer)[0])
         questions = [[*head, *self.encode(LINE.format(name))] for name, _ in self.facts]
-        found = greedy_answers(self.model, cache, questions, DIGITS + 2)
-        return [self.tokenizer.decode(tokens) for tokens in found]
+        answers = greedy_answers(self.model, cache, questions, DIGITS + 2)
+        return [self.tokenizer.decode(tokens) for tokens in answers]
 
     def truncated(self, keep: float) -> CompactCache:
         """The dense cache of as many tokens as a budget has slots: the template's opening and both
@@ -221,10 +223,10 @@ def share(rows: pd.DataFrame) -> str:
     documents and Wilson's."""
     right = rows.right.to_numpy()
     documents = list(rows.document)
-    found = (
+    interval = (
         intervals.ClusterBootstrap(documents).mean(right).union(intervals.share(right, documents))
     )
-    return f"{100 * found.value:.0f} [{100 * found.low:.0f}, {100 * found.high:.0f}]"
+    return f"{100 * interval.value:.0f} [{100 * interval.low:.0f}, {100 * interval.high:.0f}]"
 
 
 def report(records: Sequence[dict], conditions: Sequence[str], keeps: Sequence[float]) -> None:
@@ -243,25 +245,25 @@ def report(records: Sequence[dict], conditions: Sequence[str], keeps: Sequence[f
         for answer, (_, code) in zip(record["answers"], record["asked"], strict=True)
     ]
     frame = pd.DataFrame(rows)
-    given = frame[["document", "condition", "keep"]].drop_duplicates().groupby("document").size()
-    frame = frame[frame.document.map(given) == len(conditions) * len(keeps) + len(BASELINES)]
-    parts = [("all questions", frame), *frame.groupby("kind", sort=False)]
-    parts += [(f"{length} tokens", own) for length, own in frame.groupby("length")]
-    for name, part in parts:
-        dense, none = (part[part.condition == name] for name, _ in BASELINES)
+    counts = frame[["document", "condition", "keep"]].drop_duplicates().groupby("document").size()
+    frame = frame[frame.document.map(counts) == len(conditions) * len(keeps) + len(BASELINES)]
+    groups = [("all questions", frame), *frame.groupby("kind", sort=False)]
+    groups += [(f"{length} tokens", answers) for length, answers in frame.groupby("length")]
+    for name, group in groups:
+        dense, none = (group[group.condition == name] for name, _ in BASELINES)
         print(f"\n{name}: {len(dense)} questions on {dense.document.nunique()} documents; ", end="")
         print(f"dense {share(dense)}, no document {share(none)}\n")
         print(" | ".join(["|", *(f"{100 * keep:g} %" for keep in keeps), "seconds |"]))
         print("|---" * (len(keeps) + 2) + "|")
         for condition in conditions:
-            own = part[part.condition == condition]
-            cells = [share(own[own.keep == keep]) for keep in keeps]
+            answers = group[group.condition == condition]
+            cells = [share(answers[answers.keep == keep]) for keep in keeps]
             print(
                 " | ".join(
                     [
                         f"| `{condition}`",
                         *cells,
-                        f"{own.seconds.sum() / own.document.nunique():.1f} |",
+                        f"{answers.seconds.sum() / answers.document.nunique():.1f} |",
                     ]
                 )
             )
@@ -270,9 +272,10 @@ def report(records: Sequence[dict], conditions: Sequence[str], keeps: Sequence[f
 def show(records: Sequence[dict]) -> None:
     """The questions' right answers and what each condition says."""
     for record in records:
-        told = ", ".join(f"{name} {code}" for name, code in record["asked"])
+        asked = ", ".join(f"{name} {code}" for name, code in record["asked"])
         print(
-            f"{record['document']:<20}{record['condition']:<44}{record['keep']:<6g}{told}: {record['answers']}"
+            f"{record['document']:<20}{record['condition']:<44}{record['keep']:<6g}{asked}: "
+            f"{record['answers']}"
         )
 
 
@@ -297,8 +300,8 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     model, tokenizer = kvcat.load(options.model)
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    found = read_jsonl(options.out) if options.out.exists() else []
-    known = {(r["document"], r["condition"], r["keep"]) for r in found}
+    records = read_jsonl(options.out) if options.out.exists() else []
+    known = {(r["document"], r["condition"], r["keep"]) for r in records}
     documents = [
         Document(model, tokenizer, kind, length, options.seed, index)
         for index in range(max(options.documents))
@@ -309,12 +312,12 @@ def main() -> None:
     for document in tqdm(documents, "documents"):
         for record in answered(document, options.conditions, options.keep, known):
             append_jsonl(options.out, record)
-            found.append(record)
+            records.append(record)
     shown = {
         *((condition, keep) for condition in options.conditions for keep in options.keep),
         *BASELINES,
     }
-    wanted = [r for r in found if (r["condition"], r["keep"]) in shown]
+    wanted = [r for r in records if (r["condition"], r["keep"]) in shown]
     if options.show:
         show(wanted)
     print(f"{platform.machine()}, torch {torch.__version__}, {options.model}")

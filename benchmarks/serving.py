@@ -117,7 +117,7 @@ def llama_cpp(options, model, tokenizer, texts):
     if not gguf.exists():
         write_gguf(widen(model, head_dim), gguf)
     question = question_ids(tokenizer, QUESTIONS[0], chat=True)
-    found = {}
+    figures = {}
     for name in ("dense", "compact"):
         cache = compressed(
             options, model, tokenizer, document, text, dense=name == "dense", supervision="self"
@@ -131,7 +131,7 @@ def llama_cpp(options, model, tokenizer, texts):
                 ids = tokenizer.encode(text)[: prefix.num_slots]
                 start = time.perf_counter()
                 engine.logits(ids)
-                found["seconds to read the text"] = time.perf_counter() - start
+                figures["seconds to read the text"] = time.perf_counter() - start
             start = time.perf_counter()
             engine.load(read_prefix(packed))
             restored = time.perf_counter()
@@ -140,7 +140,7 @@ def llama_cpp(options, model, tokenizer, texts):
             answer = list(engine.generate([int(logits.argmax())], options.new_tokens))
             end = time.perf_counter()
             wanted = kvcat.replay(model, cache, question)[0, -1]
-            found[name] = {
+            figures[name] = {
                 "tokens": cache.num_tokens,
                 "slots": prefix.num_slots,
                 "cells": engine.num_ctx,
@@ -156,7 +156,7 @@ def llama_cpp(options, model, tokenizer, texts):
                 "tokens a second": len(answer) / (end - first),
                 "largest difference of a logit": (logits - wanted).abs().max().item(),
             }
-    return found
+    return figures
 
 
 class Server:
@@ -198,7 +198,7 @@ class Server:
                 "--kv-transfer-config",
                 json.dumps(transfer),
             ]
-        told = {
+        settings = {
             "VLLM_CPU_KVCACHE_SPACE": "2",
             "OMP_NUM_THREADS": str(options.threads),
             "HF_HUB_OFFLINE": "1",
@@ -208,7 +208,7 @@ class Server:
             [str(x) for x in command],
             stdout=self.log,
             stderr=self.log,
-            env={**os.environ, **told, "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+            env={**os.environ, **settings, "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
         )
 
     def __enter__(self):
@@ -305,11 +305,18 @@ def vllm(options, model, tokenizer, texts):
             head + texts[name] + between + question + tail, add_special_tokens=False
         )
         dense.append({"prompt": ids, "max_tokens": options.new_tokens})
-        told = {"kv_transfer_params": {"kvcat": name}}
-        compact.append({"prompt": question, "max_tokens": options.new_tokens, **told})
-    told = [options.python, "-c", "import importlib.metadata as m; print(m.version('vllm-cpu'))"]
-    engine = subprocess.run(told, capture_output=True, text=True, check=True).stdout.strip()
-    found = {
+        request = {"prompt": question, "max_tokens": options.new_tokens}
+        request["kv_transfer_params"] = {"kvcat": name}
+        compact.append(request)
+    print_version = [
+        options.python,
+        "-c",
+        "import importlib.metadata as m; print(m.version('vllm-cpu'))",
+    ]
+    engine = subprocess.run(
+        print_version, capture_output=True, text=True, check=True
+    ).stdout.strip()
+    figures = {
         "vllm-cpu": engine,
         "requests": len(asked),
         "documents": len(caches),
@@ -324,12 +331,12 @@ def vllm(options, model, tokenizer, texts):
         folder = local_folder(options.model) if name == "dense" else wide
         with Server(options, folder, None if name == "dense" else packed) as server:
             server.ask({"prompt": "Hello", "max_tokens": 1})
-            answers, found[name] = server.load(bodies)
+            answers, figures[name] = server.load(bodies)
             cells = (
                 per_cell.num_hidden_layers * per_cell.num_key_value_heads * bytes_of[name] * 2 * 4
             )
-            found[name]["MB in use at most"] = found[name]["most cells in use"] * cells / 1e6
-            _, found[f"{name}, again"] = server.load(bodies)
+            figures[name]["MB in use at most"] = figures[name]["most cells in use"] * cells / 1e6
+            _, figures[f"{name}, again"] = server.load(bodies)
     right = 0
     for (name, question), answer in zip(asked, answers, strict=True):
         inputs = caches[name].inputs(model, question_ids(tokenizer, question, chat=True))
@@ -342,8 +349,8 @@ def vllm(options, model, tokenizer, texts):
             pad_token_id=0,
         )
         right += made[0, inputs["input_ids"].shape[1] :].tolist() == answer
-    found["answers equal to those of transformers"] = right
-    return found
+    figures["answers equal to those of transformers"] = right
+    return figures
 
 
 if __name__ == "__main__":

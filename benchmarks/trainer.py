@@ -85,7 +85,13 @@ def theirs(args: argparse.Namespace) -> float:
             disable_tqdm=True,
         )
         clock = Clock()
-        Trainer(model=model, args=settings, train_dataset=rows, callbacks=[clock]).train()  # type: ignore[arg-type]
+        trainer = Trainer(
+            model=model,
+            args=settings,
+            train_dataset=rows,  # type: ignore[arg-type]
+            callbacks=[clock],
+        )
+        trainer.train()
     seconds = sorted(clock.seconds[WARM:])
     return args.batch * args.seq_len / seconds[len(seconds) // 2]
 
@@ -110,11 +116,12 @@ def main() -> None:
         rates = {}
         for name in ("ours", "theirs"):
             command = [sys.executable, __file__, *sys.argv[1:], "--one", name]
-            told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-            rates[name] = json.loads(told.splitlines()[-1])["rate"]
+            output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            rates[name] = json.loads(output.splitlines()[-1])["rate"]
         ratios.append(rates["ours"] / rates["theirs"])
         print(
-            f"kvcat's control {rates['ours']:,.0f} tokens/s, transformers' Trainer {rates['theirs']:,.0f}"
+            f"kvcat's control {rates['ours']:,.0f} tokens/s, transformers' Trainer "
+            f"{rates['theirs']:,.0f}"
         )
     print(f"ratio: {', '.join(f'{ratio:.2f}' for ratio in ratios)}")
 

@@ -107,18 +107,21 @@ def times(args: argparse.Namespace) -> None:
             if turn:
                 taken[name].append(time.perf_counter() - start)
     print(
-        f"\n{args.shape}, {args.batch} x {args.seq_len} tokens, {args.dtype}, {args.device}, torch {torch.__version__}"
+        f"\n{args.shape}, {args.batch} x {args.seq_len} tokens, {args.dtype}, {args.device}, torch "
+        f"{torch.__version__}"
     )
     print("\n| step | seconds (median) | over the control's | tokens/s |\n|---|---|---|---|")
     for name, seconds in taken.items():
         ratios = [a / b for a, b in zip(seconds, taken["control"], strict=True)]
         rate = args.batch * args.seq_len / statistics.median(seconds)
         print(
-            f"| {name} | {statistics.median(seconds):.3f} | {statistics.median(ratios):.2f} | {rate:,.0f} |"
+            f"| {name} | {statistics.median(seconds):.3f} | {statistics.median(ratios):.2f} | "
+            f"{rate:,.0f} |"
         )
     pairs = zip(taken["KV-CAT"], taken["no gradient of the mask"], taken["control"], strict=True)
     print(
-        f"\ngradient of the mask: {statistics.median((a - b) / c for a, b, c in pairs):+.2f} control steps"
+        f"\ngradient of the mask: {statistics.median((a - b) / c for a, b, c in pairs):+.2f} "
+        "control steps"
     )
     pairs = zip(
         taken["no gradient of the mask"],
@@ -137,19 +140,21 @@ def times(args: argparse.Namespace) -> None:
 
 
 def memory(args: argparse.Namespace) -> None:
-    found = {}
+    growth = {}
     for name, options, sequences in (
         ("KV-CAT", {}, args.batch),
         ("control", {"policy": "control"}, 2 * args.batch),
     ):
         request = json.dumps({**vars(args), "options": options, "sequences": sequences})
         command = [sys.executable, str(Path(__file__)), "--one", request]
-        told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        found[name] = json.loads(told)
-    ratio = found["KV-CAT"]["grown"] / found["control"]["grown"]
+        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        growth[name] = json.loads(output)
+    ratio = growth["KV-CAT"]["grown"] / growth["control"]["grown"]
     print(
-        f"\npeak memory over the model: {found['KV-CAT']['grown']:.2f} GiB for {args.batch} sequences of KV-CAT, "
-        f"{found['control']['grown']:.2f} GiB for {2 * args.batch} of the control: ratio {ratio:.2f}"
+        f"\npeak memory over the model: {growth['KV-CAT']['grown']:.2f} GiB for {args.batch} "
+        "sequences of KV-CAT, "
+        f"{growth['control']['grown']:.2f} GiB for {2 * args.batch} of the control: ratio "
+        f"{ratio:.2f}"
     )
 
 

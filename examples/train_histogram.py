@@ -79,10 +79,8 @@ def draw_weights(setting: SimpleNamespace, seed: int, uniform: bool) -> dict[str
             weights[f"{number}.{name}"] = normal(width, columns, width**-0.5)
         weights[f"{number}.w_1"] = normal(width, hidden, (2 / width) ** 0.5)
         weights[f"{number}.w_2"] = normal(hidden, d_out, hidden**-0.5)
-        weights[f"{number}.b_1"], weights[f"{number}.b_2"] = (
-            torch.zeros(hidden).double(),
-            torch.zeros(d_out).double(),
-        )
+        weights[f"{number}.b_1"] = torch.zeros(hidden).double()
+        weights[f"{number}.b_2"] = torch.zeros(d_out).double()
     fixed = ("0.w_q", "0.w_k", "1.w_q", "1.w_k", "0.w_o") if uniform else ()
     return {name: w.zero_() if name in fixed else w.requires_grad_() for name, w in weights.items()}
 
@@ -236,7 +234,9 @@ def search_caches(model: d.Transformer, prefixes: Tensor, r: int, num_steps: int
     )
     starts = []
     scales = []
-    for block, x, own in zip(model.blocks, states, dense_pass(model, prefixes), strict=False):
+    for block, x, states_after in zip(
+        model.blocks, states, dense_pass(model, prefixes), strict=False
+    ):
         head = block.heads[0]
         q = (x[..., n:, :] @ head.w_q).flatten(0, 2) / head.w_k.shape[1] ** 0.5
         energy, axes = torch.linalg.eigh(q.mT @ q / len(q))
@@ -247,14 +247,14 @@ def search_caches(model: d.Transformer, prefixes: Tensor, r: int, num_steps: int
             else torch.zeros_like(axes)
         )
         keys, values = (
-            (merge @ (own @ w))[:, None].repeat(1, 2, 1, 1) for w in (head.w_k, head.w_v)
+            (merge @ (states_after @ w))[:, None].repeat(1, 2, 1, 1) for w in (head.w_k, head.w_v)
         )
         if float(q.mean(0).square().sum()) > 1e-24:
             keys[:, 1] += run_len.double().log()[:, None] * q.mean(0) / q.mean(0).square().sum()
         starts += [keys.flatten(0, 1), values.flatten(0, 1)]
         scales += [
             whiten.mT,
-            (own @ head.w_v).square().mean().sqrt() * torch.eye(values.shape[-1]).double(),
+            (states_after @ head.w_v).square().mean().sqrt() * torch.eye(values.shape[-1]).double(),
         ]
     moves = [torch.zeros_like(start, requires_grad=True) for start in starts]
     optimizer = torch.optim.Adam(moves, lr=0.1, fused=True)
@@ -270,11 +270,11 @@ def search_caches(model: d.Transformer, prefixes: Tensor, r: int, num_steps: int
             model.blocks, zip(cached[::2], cached[1::2], strict=True), strict=True
         ):
             keys, values = (slots[:, None].expand(-1, len(suffixes), -1, -1) for slots in pair)
-            own = (
+            states_after = (
                 torch.cat([keys, x @ block.heads[0].w_k], -2),
                 torch.cat([values, x @ block.heads[0].w_v], -2),
             )
-            x = d.run_block(block, x, [own], causal=True)
+            x = d.run_block(block, x, [states_after], causal=True)
         errors = (x - targets).square().sum(-1).add(1e-30).sqrt().flatten(1)
         best = torch.minimum(best, errors.detach().amax(1))
         optimizer.zero_grad()
@@ -298,8 +298,8 @@ def measure(model: d.Transformer, setting: SimpleNamespace) -> list[Tensor]:
     """Errors of the prefixes for r = 1, ..., n slots; n slots are the prefix's own cache."""
     prefixes = draw_prefixes(setting)
     n = setting.prefix_len
-    found = [search_caches(model, prefixes, r, setting.search_steps) for r in range(1, n)]
-    return [*found, policy_errors(model, prefixes, (d.keep_all, d.keep_all), n)]
+    optimal = [search_caches(model, prefixes, r, setting.search_steps) for r in range(1, n)]
+    return [*optimal, policy_errors(model, prefixes, (d.keep_all, d.keep_all), n)]
 
 
 def interval(values: list[float]) -> tuple[float, float, float]:
@@ -316,11 +316,14 @@ def show(
         means = [float(row.mean()) for row in errors]
         mean, low, high = interval(means)
         ends = f"{mean:.4f}" + (f" [{max(low, 0.0):.4f}, {high:.4f}]" if len(runs) > 1 else "")
-        line = f"{name:38s} {r:5d}  {ends:24s} {sum(float(row.max()) for row in errors) / len(runs):12.4f}"
+        line = (
+            f"{name:38s} {r:5d}  {ends:24s} "
+            f"{sum(float(row.max()) for row in errors) / len(runs):12.4f}"
+        )
         if usual is not None and mean > 1e-11:
             logs = [
-                math.log(own / float(other[r - 1].mean()))
-                for own, other in zip(means, usual, strict=True)
+                math.log(own_mean / float(other[r - 1].mean()))
+                for own_mean, other in zip(means, usual, strict=True)
             ]
             ratio, low, high = (math.exp(value) for value in interval(logs))
             line += f"  {ratio:.3f}" + (f" [{low:.3f}, {high:.3f}]" if len(runs) > 1 else "")
@@ -334,7 +337,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small networks, few steps")
     options = parser.parse_args()
     setting = QUICK if options.quick else FULL
-    few = (
+    short = (
         setting.steps * 4 // 15
     )  # a control: its task error can be that of the masked objective, which costs some
     print(
@@ -345,7 +348,7 @@ def main() -> None:
         for kind, steps in (
             ("usual", setting.steps),
             ("router", setting.steps),
-            (f"usual, {few} steps", few),
+            (f"usual, {short} steps", short),
         ):
             how = {"uniform": attention == "uniform", "masked": kind == "router"}
             models = [train(setting, seed, steps, **how) for seed in range(options.seeds)]

@@ -84,7 +84,8 @@ def run(func, *args, **kwargs):
     here = isinstance(args[0], Held) if func is aten.copy_.default else bool(held)
     kwargs.pop("pin_memory", None)
     if kwargs.get("device") is not None:
-        here, kwargs["device"] = torch.device(kwargs["device"]).type == NAME, "cpu"
+        here = torch.device(kwargs["device"]).type == NAME
+        kwargs["device"] = "cpu"
     same = {id(x.held): x for x in held}
     args, kwargs = _pytree.tree_map_only(Held, lambda x: x.held, (args, kwargs))
     out = func(*args, **kwargs)
@@ -131,8 +132,8 @@ class Module(_DummyBackendModule):
 
 def made_here_first(make):
     def made(*args, device=None, **kwargs):
-        found = make(*args, **kwargs)
-        return found if device is None else found.to(device)
+        tensor = make(*args, **kwargs)
+        return tensor if device is None else tensor.to(device)
 
     return made
 
@@ -150,5 +151,6 @@ LIBRARIES[0].fallback(run, "PrivateUse1")
 for factory in FACTORIES:
     LIBRARIES[1].impl(factory, kernel(factory), "PrivateUse1")
 _device._device_constructors()  # remembers the factories as they are
-torch.tensor, torch.as_tensor = made_here_first(torch.tensor), made_here_first(torch.as_tensor)
+torch.tensor = made_here_first(torch.tensor)
+torch.as_tensor = made_here_first(torch.as_tensor)
 torch.__future__.set_swap_module_params_on_conversion(True)  # tied weights stay tied

@@ -23,7 +23,7 @@ def test_a_failed_write_keeps_the_old_file_and_leaves_nothing_behind_and_a_folde
 ):
     target = tmp_path / "a.json"
     write_json(target, {"a": 1})
-    with pytest.raises(IsADirectoryError), atomic_write(target) as partial:
+    with pytest.raises(IsADirectoryError), atomic_write(target) as partial:  # noqa: PT012
         partial.mkdir()
         partial.write_text("half")
     assert target.read_text() == '{\n  "a": 1\n}\n'
@@ -40,10 +40,10 @@ def test_a_torn_last_line_is_left_out_and_cut_off_by_the_next_append(tmp_path, c
     log = tmp_path / "log.jsonl"
     append_jsonl(log, {"n": 1}, {"n": 2})
     log.write_bytes(log.read_bytes()[:-cut])
-    left = read_jsonl(log)
-    assert left == [{"n": 1}][: 1 if cut < 10 else 0]
+    records = read_jsonl(log)
+    assert records == [{"n": 1}][: 1 if cut < 10 else 0]
     append_jsonl(log, {"n": 3})
-    assert read_jsonl(log) == [*left, {"n": 3}]
+    assert read_jsonl(log) == [*records, {"n": 3}]
     for line in ("{", "3"):
         log.write_text(f"{line}\n")
         with pytest.raises(InputError, match="is damaged"):
@@ -61,7 +61,8 @@ def test_an_empty_folder_is_claimed_once_and_one_of_something_else_is_refused(tm
 
 def test_a_folder_has_one_writer_is_free_after_a_kill_and_goes_where_nothing_was_written(tmp_path):
     hold = "import sys, pathlib, time; from kvcat.files import one_writer\n"
-    hold += "with one_writer(pathlib.Path(sys.argv[1])):\n    print('held', flush=True); time.sleep(60)\n"
+    hold += "with one_writer(pathlib.Path(sys.argv[1])):\n"
+    hold += "    print('held', flush=True)\n    time.sleep(60)\n"
     with subprocess.Popen(
         [sys.executable, "-c", hold, str(tmp_path)], stdout=subprocess.PIPE
     ) as other:

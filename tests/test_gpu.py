@@ -14,7 +14,7 @@ from kvcat.evals.needle import make_task as make_needles
 from kvcat.evals.suffix import make_task
 from kvcat.training.loop import train
 from kvcat.training.objective import Objective
-from training.runs import config, records
+from training_runs import config, records
 
 DEVICE = os.environ.get("KVCAT_TEST_DEVICE", "cuda")
 pytestmark = pytest.mark.gpu
@@ -41,7 +41,7 @@ def tokens(model, batch, count):
 @pytest.mark.parametrize("policy", ["router", "random", "attention", "control"])
 def test_loss_and_gradients_are_those_of_the_processor(models, policy, prefix_range):
     settings = config("kvcat-base", "-", "-", policy=policy, prefix_range=prefix_range, seq_len=128)
-    found = []
+    results = []
     state = None
     for model in models:
         objective = Objective(model, settings).to(model.device)
@@ -52,15 +52,15 @@ def test_loss_and_gradients_are_those_of_the_processor(models, policy, prefix_ra
             tokens(model, 2, 128), [torch.Generator().manual_seed(i) for i in range(2)], 0
         )
         loss.backward()
-        found.append(
+        results.append(
             [
                 loss.detach().cpu(),
                 *(p.grad.cpu() for p in objective.parameters() if p.grad is not None),
             ]
         )
-    for own, expected in zip(*found, strict=True):
+    for actual, expected in zip(*results, strict=True):
         assert (
-            torch.linalg.vector_norm(own - expected)
+            torch.linalg.vector_norm(actual - expected)
             <= 1e-3 * torch.linalg.vector_norm(expected) + 1e-6
         )
 

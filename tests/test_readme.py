@@ -26,8 +26,8 @@ def read(document: str) -> str:
 
 
 def blocks(document: str, language: str) -> list[str]:
-    found = re.findall(r"^```(\w*)\n(.*?)^```$", read(document), flags=re.MULTILINE | re.DOTALL)
-    return [code for name, code in found if name == language]
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", read(document), flags=re.MULTILINE | re.DOTALL)
+    return [code for name, code in fenced if name == language]
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ def sketch(model: torch.nn.Module) -> torch.Tensor:
     """The gradient of all parameters with random signs, every parameter's folded to SIZE places and
     added up.
     """
-    found = torch.zeros(SIZE, dtype=torch.float64)
+    sums = torch.zeros(SIZE, dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         signs = (
@@ -44,8 +44,8 @@ def sketch(model: torch.nn.Module) -> torch.Tensor:
         )
         if parameter.grad is not None:
             signed = pad(parameter.grad.flatten() * signs, (0, -len(signs) % SIZE))
-            found += signed.view(-1, SIZE).sum(0, dtype=torch.float64)
-    return found
+            sums += signed.view(-1, SIZE).sum(0, dtype=torch.float64)
+    return sums
 
 
 def gradients(
@@ -106,9 +106,9 @@ def main() -> None:
         everyone = np.arange(len(rows))
         samples = [cosine(rows, draw.choice(everyone, len(everyone))) for _ in range(1000)]
         low, high = np.nanquantile(samples, [0.025, 0.975])
-        found = {"cosine": cosine(rows, everyone), "low": low, "high": high}
+        figures = {"cosine": cosine(rows, everyone), "low": low, "high": high}
         counts = {"documents": len(rows), "windows": options.windows, "tokens": options.tokens}
-        print(json.dumps({"model": model, **found, **counts}))
+        print(json.dumps({"model": model, **figures, **counts}))
         sys.stdout.flush()
 
 

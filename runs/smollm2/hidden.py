@@ -30,21 +30,21 @@ LAST = 32  # tokens, which few queries see
 
 def kinds(pieces: list[str], ids: list[int]) -> list[set[str]]:
     """The kinds that each token belongs to."""
-    found = []
+    kinds_of_tokens = []
     seen = set()
     for place, (piece, token) in enumerate(zip(pieces, ids, strict=True)):
         text = piece.strip()
-        own = {
+        names = {
             "all",
             "seen before" if token in seen else "first time",
             f"quarter {4 * place // len(ids) + 1}",
         }
         if "\n" in piece:
-            own.add("line end")
+            names.add("line end")
         elif not any(letter.isalnum() for letter in text):
-            own.add("punctuation")
+            names.add("punctuation")
         elif piece[0].isspace():
-            own.add(
+            names.add(
                 "name, capital"
                 if text[:1].isupper()
                 else "short word"
@@ -52,10 +52,10 @@ def kinds(pieces: list[str], ids: list[int]) -> list[set[str]]:
                 else "long word"
             )
         else:
-            own.add("inside a word")
+            names.add("inside a word")
         seen.add(token)
-        found.append(own)
-    return found
+        kinds_of_tokens.append(names)
+    return kinds_of_tokens
 
 
 @torch.no_grad()
@@ -92,15 +92,15 @@ def main() -> None:
         inner = slice(1, ids.shape[1] - LAST)
         for start, stop in itertools.pairwise(starts):
             seen_by = torch.arange(ids.shape[1], 0, -1)
-            own = torch.stack([part[0].mean(0) for part in mass[start:stop]]).mean(0) / seen_by
-            own = own[inner]
+            layer_mass = torch.stack([masses[0].mean(0) for masses in mass[start:stop]])
+            mean_mass = (layer_mass.mean(0) / seen_by)[inner]
             kept = keep[start][inner]
-            best = own.sort(descending=True).values[: int(kept.sum())].sum() / own.sum()
-            for place, share in enumerate((own[kept].sum() / own.sum(), best)):
-                shares[start][place] += share.item() / len(texts)
+            largest = mean_mass.sort(descending=True).values[: int(kept.sum())]
+            for place, share in enumerate((mean_mass[kept].sum(), largest.sum())):
+                shares[start][place] += (share / mean_mass.sum()).item() / len(texts)
         pieces = [tokenizer.decode([token]) for token in ids[0].tolist()]
-        for place, own in enumerate(kinds(pieces, ids[0].tolist())):
-            for kind in own:
+        for place, token_kinds in enumerate(kinds(pieces, ids[0].tolist())):
+            for kind in token_kinds:
                 counts[kind][-1] += 1
                 for group, start in enumerate(starts[:-1]):
                     counts[kind][group] += int(keep[start][place])

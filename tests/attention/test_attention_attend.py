@@ -61,11 +61,11 @@ def test_chunks_of_the_backward_do_not_change_the_gradient(monkeypatch):
 @pytest.mark.parametrize("options", [{}, {"window": 4}])
 def test_fewer_queries_than_keys_are_the_last_positions(options):
     q, k, v, keep, bias = example()
-    for given in ({"keep": keep}, {"log_bias": bias}):
-        whole = attend(q, k, v, **given, **options)
+    for arguments in ({"keep": keep}, {"log_bias": bias}):
+        whole = attend(q, k, v, **arguments, **options)
         for count in (1, 4):
-            part = attend(q[:, :, -count:], k, v, **given, **options)
-            assert torch.allclose(part, whole[:, :, -count:], atol=1e-12), count
+            last = attend(q[:, :, -count:], k, v, **arguments, **options)
+            assert torch.allclose(last, whole[:, :, -count:], atol=1e-12), count
 
 
 @pytest.mark.parametrize("queries", [1, 7, 70])

@@ -72,8 +72,8 @@ def test_output_and_all_gradients_equal_the_naive_twin(shape, monkeypatch):
     expected = with_gradients(lambda *x: naive(*x), tensors)
     for device in ("cpu", "none"):  # devices without the kernel take extra channels and a mask
         monkeypatch.setattr("kvcat.attention.kernels._KERNEL_DEVICE", device)
-        found = with_gradients(lambda *x: attend_biased(*x, scale=0.3), tensors)
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-11)
+        actual = with_gradients(lambda *x: attend_biased(*x, scale=0.3), tensors)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-11)
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -82,9 +82,9 @@ def test_half_precision_is_as_near_as_its_inputs_are(autocast):
     expected = with_gradients(naive, tensors)
     halves = [x.float() if autocast else x.bfloat16() for x in tensors]
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        found = with_gradients(lambda *x: attend_biased(*x, scale=0.3), halves)
-    assert found[0].dtype == torch.bfloat16
-    for one, other in zip(found, expected, strict=True):
+        actual = with_gradients(lambda *x: attend_biased(*x, scale=0.3), halves)
+    assert actual[0].dtype == torch.bfloat16
+    for one, other in zip(actual, expected, strict=True):
         assert (one.double() - other).norm() < 0.02 * other.norm()
 
 
@@ -107,9 +107,12 @@ def model():
 def masks(model):
     """The masks that attention got, one per layer and forward."""
     seen = []
+
+    def note(_module, _args, kwargs):
+        seen.append(kwargs["attention_mask"])
+
     with ExitStack() as handles:
         for layer in model.model.layers:
-            note = lambda _module, _args, kwargs: seen.append(kwargs["attention_mask"])  # noqa: E731
             handles.enter_context(layer.self_attn.register_forward_pre_hook(note, with_kwargs=True))
         yield seen
 

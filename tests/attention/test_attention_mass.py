@@ -21,7 +21,9 @@ def test_attention_mass_in_chunks_equals_its_naive_twin(heads, window, chunk, mo
     fast = attention_mass(q, k, scale=0.7, window=window)
     torch.testing.assert_close(fast.sum(1), naive_mass(q, k, 0.7, window), rtol=1e-12, atol=1e-13)
     groups = zip(q.unflatten(1, (heads[1], -1)).unbind(1), k.unbind(1), strict=True)
-    by_head = torch.stack([naive_mass(own, keys[:, None], 0.7, window) for own, keys in groups], 1)
+    by_head = torch.stack(
+        [naive_mass(group_queries, keys[:, None], 0.7, window) for group_queries, keys in groups], 1
+    )
     torch.testing.assert_close(fast, by_head, rtol=1e-12, atol=1e-13)
     last = attention_mass(q[:, :, -3:], k, scale=0.7, window=window)
     before = attention_mass(q[:, :, :-3], k[:, :, :-3], scale=0.7, window=window)

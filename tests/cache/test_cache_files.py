@@ -22,13 +22,13 @@ def example(form="equal", dtype=torch.float32, owner=OWNER):
     for _ in range(2):
         if form == "ragged":
             rows = ((1, 3), (2, 2))
-            parts = [
+            states = [
                 [[torch.randn(n, *s, generator=draw) for n in row] for row in rows]
                 for s in ((4,), (4,), ())
             ]
-            layers.append(CompactLayer.ragged(*parts))
+            layers.append(CompactLayer.ragged(*states))
         else:
-            draws = [torch.randn(2, 2, 3, *rest, generator=draw) for rest in ((4,), (6,), ())]
+            draws = [torch.randn(2, 2, 3, *dims, generator=draw) for dims in ((4,), (6,), ())]
             if form == "without log-bias":
                 layers.append(
                     CompactLayer(
@@ -105,8 +105,8 @@ def test_every_single_byte_and_every_length_is_guarded(tmp_path, form):
             refused(path, damaged)
     for length in (0, 1, 7, 8, 9, 100, len(content) // 2, len(content) - 8, len(content) - 1):
         refused(path, content[:length], "truncated or not a safetensors file")
-    for more in (b"\0", b" ", content):
-        refused(path, content + more, "truncated or not a safetensors file")
+    for suffix in (b"\0", b" ", content):
+        refused(path, content + suffix, "truncated or not a safetensors file")
 
 
 def zeros(*shape, dtype=torch.float32, last=0.0):
@@ -227,11 +227,11 @@ def test_a_place_that_cannot_be_written_is_named_and_the_old_file_stays(
     def failing(error):
         return lambda *_, **__: (_ for _ in ()).throw(error)
 
-    for cache, path, told in (
+    for cache, path, message in (
         (broken, tmp_path / "new", "the compact cache, layer 1: values"),
         (example(), tmp_path, "cannot write .*: Is a directory"),
     ):
-        with pytest.raises(InputError, match=told):
+        with pytest.raises(InputError, match=message):
             cache.save(path)
     with pytest.raises(InputError, match="no cache file"):
         CompactCache.load(tmp_path / "nowhere")

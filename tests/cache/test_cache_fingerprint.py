@@ -12,7 +12,8 @@ from kvcat.models import load, save
 from kvcat.serving import widen
 from tiny import loud_model, refusal
 
-BASE_BEFORE = "5a9c9947ab286cfa2c5611935f1026a007328af740a6b1bf94ec095556a14430"  # of kvcat-base, by the first scheme
+# fingerprint of kvcat-base by the first scheme
+BASE_BEFORE = "5a9c9947ab286cfa2c5611935f1026a007328af740a6b1bf94ec095556a14430"
 # by family: settings that its model class reads at every forward or when it is made
 SETTINGS = {
     "llama": {

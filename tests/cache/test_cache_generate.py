@@ -30,14 +30,14 @@ def made(model, form="ragged", batch=2):
     for index, counts in enumerate(COUNTS):
         draw = torch.Generator().manual_seed(index)
         if form.startswith("ragged"):
-            parts = [
+            states = [
                 [
                     [torch.randn(n, *s, generator=draw).double() for n in row]
                     for row in counts[:batch]
                 ]
                 for s in ((8,), (8,), ())
             ]
-            layers.append(CompactLayer.ragged(*parts[: 2 if form == "ragged, no bias" else 3]))
+            layers.append(CompactLayer.ragged(*states[: 2 if form == "ragged, no bias" else 3]))
         else:
             slots = 5 + index * (form == "layers")
             shapes = [(batch, 2, slots, 8)] * 2 + [(batch, 2, slots)] * (form == "biased")
@@ -50,7 +50,8 @@ def made(model, form="ragged", batch=2):
 def naive_logits(cache, ids, name="llama", padding=None):
     """Stock attention over every head's own slots, padded with hidden ones, the log-bias in the
     mask."""
-    model, (batch, new) = tiny(name), ids.shape
+    model = tiny(name)
+    batch, new = ids.shape
     mask = torch.ones_like(ids) if padding is None else padding
     wide = cache.max_slots
     past = DynamicCache()
@@ -171,12 +172,12 @@ def test_three_beams_find_what_a_naive_beam_search_finds(form, static_tokens):
         do_sample=False,
     )
     for row in range(2):
-        own = cache.select([row])
+        row_cache = cache.select([row])
         beams = [(0.0, ids[row : row + 1])]
         for _ in range(3):
             grown = []
             for total, sequence in beams:
-                log_probs = naive_logits(own, sequence)[0, -1].log_softmax(-1).tolist()
+                log_probs = naive_logits(row_cache, sequence)[0, -1].log_softmax(-1).tolist()
                 grown += [
                     (total + p, torch.cat([sequence, torch.tensor([[t]])], 1))
                     for t, p in enumerate(log_probs)
@@ -185,7 +186,7 @@ def test_three_beams_find_what_a_naive_beam_search_finds(form, static_tokens):
         assert out[row].tolist() == beams[0][1][0].tolist()
 
 
-def test_a_ragged_cache_holds_its_slots_and_nothing_else_and_selected_and_padded_ones_are_those_they_were():
+def test_a_ragged_cache_holds_only_its_slots_and_select_and_pad_keep_them():
     model = tiny()
     cache = made(model)
     total = sum(sum(map(sum, counts)) for counts in COUNTS)

@@ -55,12 +55,12 @@ def tokens(count, seed=0):
 
 
 @torch.no_grad()
-def stock_logits(stock, *parts):
-    return stock(torch.cat(parts, 1), use_cache=False).logits
+def stock_logits(stock, *pieces):
+    return stock(torch.cat(pieces, 1), use_cache=False).logits
 
 
-def error(found, expected):
-    return float((found - expected).norm() / expected.norm())
+def error(logits, expected):
+    return float((logits - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize(
@@ -202,8 +202,8 @@ def test_dynamic_factors_are_those_of_short_texts_and_longer_texts_are_refused()
         model(tokens(100))  # leaves other factors in the modules
     cache = kvcat.trace(model, document, supervision="self").dense_cache()
     with torch.no_grad():
-        found = model(**cache.inputs(model, asked)).logits
-    assert error(found, stock_logits(stock, document, asked)[:, 50:]) < 1e-5
+        logits = model(**cache.inputs(model, asked)).logits
+    assert error(logits, stock_logits(stock, document, asked)[:, 50:]) < 1e-5
     assert "change with every length beyond 64" in refusal(cache.inputs, model, tokens(15, 1))
 
 

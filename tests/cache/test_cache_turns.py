@@ -148,9 +148,7 @@ def test_settings_of_a_models_own_folder_do_not_change_what_the_cache_stands_for
     assert made[:, FIRST.shape[1] :].tolist() == expected
 
 
-def test_a_question_read_in_chunks_is_answered_or_refused_where_transformers_gives_chunks_a_wrong_mask(
-    model, stock, cache
-):
+def test_a_question_in_chunks_is_answered_or_rejected_where_its_mask_is_wrong(model, stock, cache):
     inputs = cache.inputs(model, FIRST)
     if TRANSFORMERS < (5, 21):
         assert "more do not fit" in refusal(ask, model, **inputs, prefill_chunk_size=2)

@@ -120,13 +120,13 @@ def test_answers_are_greedy_whatever_the_folder_sets_and_what_is_left_out_is_nam
     cache = compress(folder, tmp_path / "doc.txt", "--keep", 1)
     capsys.readouterr()
     assert generate(folder, cache, "--prompt", "the cat") == 0
-    told = capsys.readouterr()
-    assert told.out == stock_answer(tiny_folder, f"{DOCUMENT}the cat") + "\n"
+    output = capsys.readouterr()
+    assert output.out == stock_answer(tiny_folder, f"{DOCUMENT}the cat") + "\n"
     named = [
         name for name in settings if name not in ("use_cache", "cache_implementation", "top_k")
     ]
-    assert all(f"{name} " in told.err for name in named)
-    assert ("left out of the model's generation settings" in told.err) == bool(named)
+    assert all(f"{name} " in output.err for name in named)
+    assert ("left out of the model's generation settings" in output.err) == bool(named)
 
 
 @pytest.mark.parametrize("method", ["attention-matching", "gradient,num_steps=2"])
@@ -198,8 +198,8 @@ def test_every_prompt_starts_from_the_document_alone(tiny_folder, saved, mistake
     assert both == f"> the cat\n{alone[0]}> a dog sees\n{alone[1]}"
     asked = ["generate", tiny_folder, "--cache", saved]
     assert "no prompt" in mistake(*asked)
-    for bad, told in [("", "the prompt is empty"), (DOCUMENT * 9, "no position is left")]:
-        assert told in mistake(
+    for bad, message in [("", "the prompt is empty"), (DOCUMENT * 9, "no position is left")]:
+        assert message in mistake(
             *asked, "--prompt", "the cat", bad
         )  # all are checked before the first is answered
 
@@ -270,9 +270,9 @@ def test_a_file_says_what_it_holds_and_a_damaged_or_another_one_is_refused_in_on
     tmp_path, capsys, mistake
 ):
     heads = [[[torch.ones(n, 8) for n in counts]] for counts in ((2, 4), (1, 3))]
-    told = {"method": "by hand", "seed": "7"}
+    metadata = {"method": "by hand", "seed": "7"}
     cache = CompactCache(
-        [CompactLayer.ragged(x, x) for x in heads], 20, "0123456789ab" + "c" * 52, told
+        [CompactLayer.ragged(x, x) for x in heads], 20, "0123456789ab" + "c" * 52, metadata
     )
     cache.save(tmp_path / "c")
     assert kvcat("info", tmp_path / "c") == 0
@@ -335,11 +335,13 @@ def test_a_byte_order_mark_is_left_out_and_a_spelled_control_token_is_text_unles
 def test_a_prompt_or_a_document_that_is_no_unicode_is_refused(
     tiny_folder, saved, tmp_path, mistake
 ):
-    told = mistake("generate", tiny_folder, "--cache", saved, "--prompt", "the cat", "caf\udce9")
-    assert "--prompt is not Unicode text: character 3 is the byte 0xe9, which is not UTF-8" in told
+    message = mistake("generate", tiny_folder, "--cache", saved, "--prompt", "the cat", "caf\udce9")
+    assert (
+        "--prompt is not Unicode text: character 3 is the byte 0xe9, which is not UTF-8" in message
+    )
     (tmp_path / "doc.txt").write_bytes(b"caf\xe9")
-    told = mistake("compress", tiny_folder, "--text", tmp_path / "doc.txt", "-o", tmp_path / "c")
-    assert "is not UTF-8 text" in told
+    message = mistake("compress", tiny_folder, "--text", tmp_path / "doc.txt", "-o", tmp_path / "c")
+    assert "is not UTF-8 text" in message
 
 
 def test_an_output_that_is_a_link_stays_one(tiny_folder, document, tmp_path):

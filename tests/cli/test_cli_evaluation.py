@@ -135,7 +135,7 @@ def test_a_needle_run_ends_in_records_of_both_methods_the_baselines_and_a_page(t
         5,
     )
     primary = ("--primary", "gradient,num_steps=1,init=random", 0.5, "nll")
-    found = evaluated(out, "needle", "--length", 200, "--per-depth", 1, *method, *primary)
+    evaluated_cells = evaluated(out, "needle", "--length", 200, "--per-depth", 1, *method, *primary)
     chosen = {
         "method": "gradient init=random num_steps=1",
         "keep_ratio": 0.5,
@@ -144,7 +144,7 @@ def test_a_needle_run_ends_in_records_of_both_methods_the_baselines_and_a_page(t
     }
     assert json.loads((out / "config.json").read_text())["primary"] == chosen
     expected = {("dense", 1.0, None), ("no-context", 0.0, None), ("first", 0.5, None)}
-    assert found == expected | {("gradient", 0.5, step) for step in (0, 1)}
+    assert evaluated_cells == expected | {("gradient", 0.5, step) for step in (0, 1)}
     assert len(read_records(out)) == 5 * 5
     assert "exact match" in (out / "report" / "report.html").read_text()
 
@@ -170,9 +170,11 @@ def test_longbench_and_multiple_choice_run_and_a_model_that_cannot_do_it_is_labe
         "--keep",
         0.2,
     )
-    found = evaluated(tmp_path / "long", "longbench", "--data", SMALL / "longbench.jsonl", *options)
+    evaluated_cells = evaluated(
+        tmp_path / "long", "longbench", "--data", SMALL / "longbench.jsonl", *options
+    )
     baselines = {("dense", 1.0, None), ("no-context", 0.0, None), ("truncated", 0.2, None)}
-    assert found == baselines | {("first", 0.2, None)}
+    assert evaluated_cells == baselines | {("first", 0.2, None)}
     assert "[not a result]" in (tmp_path / "long" / "report" / "report.html").read_text()
     assert evaluated(tmp_path / "qa", "qa", "--data", SMALL / "qa", "--limit", 1) == {
         ("dense", 1.0, None)

@@ -25,7 +25,7 @@ def test_the_overview_imports_nothing_heavy():
     assert child.stdout.splitlines()[-1] == "[]"
 
 
-def test_the_overview_names_every_command_each_explains_itself_and_version_and_completion_are_printed(
+def test_the_overview_names_every_command_and_help_version_and_completion_are_printed(
     capsys,
 ):
     for argv in ([], ["--help"], ["-h"]):
@@ -46,8 +46,8 @@ def test_the_overview_names_every_command_each_explains_itself_and_version_and_c
     assert capsys.readouterr().out.startswith("kvcat 0.")
     assert run(["--tyro-print-completion", "bash"]) == 0
     shown = capsys.readouterr().out
-    for told in ("needle", "--supervision", "errata", "--mask-weight"):
-        assert told in shown
+    for word in ("needle", "--supervision", "errata", "--mask-weight"):
+        assert word in shown
 
 
 @given(
@@ -64,7 +64,7 @@ def test_values_after_one_option_equal_options_written_each_time(ratios, methods
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         ("nonsense", "nonsense"),
         ("train large --help", "no recipe 'large': small, "),
@@ -126,13 +126,13 @@ def test_values_after_one_option_equal_options_written_each_time(ratios, methods
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2_and_nothing_is_written(
-    line, told, mistake, tmp_path, monkeypatch
+    line, message, mistake, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     (tmp_path / "t.txt").write_text("a text")
     (tmp_path / "empty.txt").write_text(" \n")
     monkeypatch.chdir(tmp_path)
-    assert told in mistake(*shlex.split(line))
+    assert message in mistake(*shlex.split(line))
     assert sorted(f.name for f in tmp_path.iterdir()) == ["empty.txt", "t.txt"]
 
 
@@ -142,7 +142,10 @@ def test_a_mistake_in_the_text_or_the_request_is_told_before_weights_are_read(
     model = shutil.copytree(
         tiny_folder, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors")
     )
-    for kind, option, more in (("suffix", "--data", ()), ("profile", "--data", ("--slots", 1))):
+    for kind, option, extra_options in (
+        ("suffix", "--data", ()),
+        ("profile", "--data", ("--slots", 1)),
+    ):
         line = [
             "eval",
             kind,
@@ -151,7 +154,7 @@ def test_a_mistake_in_the_text_or_the_request_is_told_before_weights_are_read(
             20,
             "--suffix",
             8,
-            *more,
+            *extra_options,
             "--out",
             tmp_path / "out",
             option,
@@ -159,16 +162,16 @@ def test_a_mistake_in_the_text_or_the_request_is_told_before_weights_are_read(
         assert "no such text file or folder: nowhere" in mistake(*line, "nowhere")
         assert "cannot load" in mistake(*line, "installed")  # the weights, which are not there
     needle = ["eval", "needle", model, "--length", 130, "--per-depth", 1, "--out", tmp_path / "out"]
-    told = "primary cell: h2o at keep ratio 0.3 is not evaluated"
-    assert told in mistake(*needle, "--keep", 0.2, "--primary", "h2o", 0.3, "kl")
+    message = "primary cell: h2o at keep ratio 0.3 is not evaluated"
+    assert message in mistake(*needle, "--keep", 0.2, "--primary", "h2o", 0.3, "kl")
 
 
-class Stopped(Exception):
+class Stopped(Exception):  # noqa: N818
     signum = 15
 
 
 @pytest.mark.parametrize(
-    ("raised", "code", "told"),
+    ("raised", "code", "message"),
     [
         (PermissionError(13, "Denied", "out/x"), 2, "kvcat: cannot use out/x: Denied\n"),
         (KeyboardInterrupt(), 130, "kvcat: interrupted\n"),
@@ -177,14 +180,14 @@ class Stopped(Exception):
     ids=["not allowed", "Ctrl-C", "signal"],
 )
 def test_what_ends_a_command_from_outside_is_one_line_and_its_own_exit_code(
-    raised, code, told, capsys, monkeypatch
+    raised, code, message, capsys, monkeypatch
 ):
     def command(*folders: str):
         raise raised
 
     monkeypatch.setattr(app, "_function", lambda _: command)
     assert run(["report"]) == code
-    assert capsys.readouterr().err == told
+    assert capsys.readouterr().err == message
     monkeypatch.setattr(app, "_function", lambda _: {}["missing"])
     with pytest.raises(KeyError):  # a bug shows its traceback
         run(["report"])

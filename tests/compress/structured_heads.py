@@ -41,11 +41,11 @@ def first_slots(cache, counts):
     layers = []
     for layer, rows in zip(cache.layers, counts, strict=True):
         states = (layer.keys, layer.values, layer.log_bias, layer.positions)
-        parts = [
-            [[part[b, h, :n] for h, n in enumerate(row)] for b, row in enumerate(rows)]
-            for part in states
+        chosen = [
+            [[states_of_kind[b, h, :n] for h, n in enumerate(row)] for b, row in enumerate(rows)]
+            for states_of_kind in states
         ]
-        layers.append(CompactLayer.ragged(*parts))
+        layers.append(CompactLayer.ragged(*chosen))
     return replace(cache, layers=layers)
 
 

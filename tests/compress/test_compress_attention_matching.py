@@ -26,10 +26,10 @@ from kvcat.models import load
 from tiny import loud_model, refusal
 
 
-def loaded(found, own_weight=0.0):
+def loaded(traced, own_weight=0.0):
     """All heads of a trace whose heads are of one shape."""
-    fitted = fitted_queries(found, own_weight, by_share=True)
-    heads = Heads(found, fitted)
+    fitted = fitted_queries(traced, own_weight, by_share=True)
+    heads = Heads(traced, fitted)
     (group,) = heads.groups_for_scores()
     return heads.load(group)
 
@@ -72,7 +72,7 @@ def test_both_forms_are_the_public_solvers_one_head_at_a_time(traced):
         for head in range(len(slots)):
             queries = batch.queries[head]
             keys = batch.keys[head, slots[head]]
-            own = batch.values[head, slots[head]]
+            kept_values = batch.values[head, slots[head]]
             weight = dense.weights[head]
             kept = queries @ keys.mT
             every = queries @ batch.keys[head].mT
@@ -84,7 +84,7 @@ def test_both_forms_are_the_public_solvers_one_head_at_a_time(traced):
             assert torch.allclose(log_bias[head], expected, atol=2e-2 if num_iters else 1e-3)
             attention = (kept + log_bias[head]).softmax(-1) * weight.unsqueeze(-1)
             outputs = every.softmax(-1) @ batch.values[head] * weight.unsqueeze(-1)
-            towards = own if num_iters is None else torch.zeros_like(own)
+            towards = kept_values if num_iters is None else torch.zeros_like(kept_values)
             expected = fit_values(attention, outputs, ridge=ridge, towards=towards)
             assert torch.allclose(values[head], expected, atol=1e-2, rtol=1e-2)
 
@@ -171,7 +171,8 @@ def test_slots_of_unequal_heads_tell_the_positions_of_their_tokens(traced):
 def test_a_layer_whose_stream_is_larger_gets_fewer_slots(traced):
     louder = replace(traced, stream=[traced.stream[0] * 100, *traced.stream[1:]])
     before, after = (
-        AttentionMatching()(found, num_slots=6).layers[0].counts.sum() for found in (traced, louder)
+        AttentionMatching()(one_trace, num_slots=6).layers[0].counts.sum()
+        for one_trace in (traced, louder)
     )
     assert after < before
 
@@ -187,9 +188,9 @@ def test_queries_are_drawn_without_replacement_and_at_most_as_many_as_there_are(
 
 
 def test_a_prefix_that_supervises_itself_in_place_sees_no_later_key(model, windows):
-    found = trace(model, windows[:1, :20], supervision="self")
-    fitted = fitted_queries(found, 0.0, by_share=True)
-    heads = Heads(found, fitted)
+    traced = trace(model, windows[:1, :20], supervision="self")
+    fitted = fitted_queries(traced, 0.0, by_share=True)
+    heads = Heads(traced, fitted)
     batch = heads.load(heads.groups_for_scores()[0])
     scores = batch.scores()
     assert torch.equal(
@@ -200,7 +201,7 @@ def test_a_prefix_that_supervises_itself_in_place_sees_no_later_key(model, windo
         scores[2].softmax(-1).view(20, 2, 20).transpose(0, 1), attention[1][0, :2], atol=1e-5
     )
     for options in ({"own_weight": 0.0}, {"preset": "paper"}):
-        cache = AttentionMatching(**options)(found, num_slots=4)
+        cache = AttentionMatching(**options)(traced, num_slots=4)
         assert all(x.isfinite().all() for layer in cache.layers for x in layer.tensors().values())
 
 
@@ -224,11 +225,11 @@ def test_on_a_real_model_what_is_fitted_to_few_queries_serves_others_better_than
 def test_how_many_heads_are_solved_together_does_not_change_the_cache(
     preset, model, windows, monkeypatch
 ):
-    found = trace(model, windows, 48)
+    traced = trace(model, windows, 48)
     caches = []
     for limit in (2**24, 2**12):
         monkeypatch.setattr(heads_module, "_BATCH_ELEMENTS", limit)
-        caches.append(AttentionMatching(preset)(found, num_slots=8))
+        caches.append(AttentionMatching(preset)(traced, num_slots=8))
     for together, apart in zip(*(cache.layers for cache in caches), strict=True):
         for name, tensor in together.tensors().items():
             assert torch.allclose(tensor, apart.tensors()[name], atol=1e-4), name
@@ -240,7 +241,7 @@ def test_values_that_a_type_of_few_bits_cannot_hold_are_refused_with_the_setting
     for preset in ("paper", "stable", "known"):
         method = AttentionMatching(preset, ridge=None)
         assert method(whole, num_slots=36)
-        told = refusal(method, half, num_slots=36)
-        assert "ridge=None" in told
-        assert "that are not finite in float16" in told
+        message = refusal(method, half, num_slots=36)
+        assert "ridge=None" in message
+        assert "that are not finite in float16" in message
         assert AttentionMatching(preset)(half, num_slots=36)

@@ -15,7 +15,13 @@ def peak():
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
-model = loud_model(std=0.15, vocab_size=4001, hidden_size=64, intermediate_size=1024, max_position_embeddings=40000)
+model = loud_model(
+    std=0.15,
+    vocab_size=4001,
+    hidden_size=64,
+    intermediate_size=1024,
+    max_position_embeddings=40000,
+)
 ids = torch.randint(0, 4001, (1, 6144 + 2048))
 trace(model, ids[:, :64], 32)
 start = peak()

@@ -23,10 +23,12 @@ def test_a_curve_is_the_ridge_regression_on_the_dense_weights_of_the_first_slots
     shift = 1e-2 * weights.square().sum()
     for count, error in curve.items():
         kept = weights[:, order[:count]]
-        own = batch.values[0, order[:count]].double()
+        kept_values = batch.values[0, order[:count]].double()
         gram = kept.mT @ kept + shift * torch.eye(count)
-        values = own + torch.linalg.solve(gram, kept.mT @ (outputs - kept @ own))
-        expected = (kept @ values - outputs).square().sum() + shift * (values - own).square().sum()
+        values = kept_values + torch.linalg.solve(gram, kept.mT @ (outputs - kept @ kept_values))
+        expected = (kept @ values - outputs).square().sum() + shift * (
+            values - kept_values
+        ).square().sum()
         assert torch.allclose(torch.tensor(error).double(), expected, rtol=1e-3, atol=1e-9)
 
 
@@ -77,7 +79,7 @@ def test_what_is_shared_out_is_close_to_the_best_choice_and_never_worse_than_equ
         chosen = allocate(costs, errors, total).tolist()
         spent = sum(sizes[i] for i in chosen)
         assert spent <= total
-        found = sum(errors[i, h].item() for h, i in enumerate(chosen))
+        error = sum(errors[i, h].item() for h, i in enumerate(chosen))
         fewer = max(
             heads, total - 7
         )  # the greedy choice is at least that of the largest step fewer
@@ -87,12 +89,12 @@ def test_what_is_shared_out_is_close_to_the_best_choice_and_never_worse_than_equ
             if sum(sizes[i] for i in c) <= fewer
         )
         assert (
-            found
+            error
             <= min(sum(errors[i, h].item() for h, i in enumerate(choice)) for choice in choices)
             + 1e-6
         )
         equal = max(i for i in range(4) if sizes[i] * heads <= total)
-        assert found <= errors[equal].sum().item() + 1e-6
+        assert error <= errors[equal].sum().item() + 1e-6
 
 
 def curve(errors: torch.Tensor, num_slots: int) -> dict[int, float]:

@@ -84,13 +84,15 @@ def test_a_compressor_keeps_its_number_of_slots_and_tells_how(traced, name, opti
 def test_a_cache_has_the_models_dtype_and_all_slots_replay_the_dense_logits(windows, name, options):
     method = make_compressor(name, **options)
     for dtype in (torch.bfloat16, torch.float64):
-        found = trace(loud_model(dtype=dtype), windows[:2], 48)
-        for layer in method(found, num_slots=5).layers:
+        double_trace = trace(loud_model(dtype=dtype), windows[:2], 48)
+        for layer in method(double_trace, num_slots=5).layers:
             assert layer.keys.dtype == layer.values.dtype == dtype
             assert layer.log_bias is None or layer.log_bias.dtype in (torch.float32, torch.float64)
-    whole = method(found, keep_ratio=1)
+    whole = method(double_trace, keep_ratio=1)
     assert not whole.has_log_bias
-    assert torch.allclose(replay(found.model, whole, windows[:2, 48:]), found.logits, atol=1e-12)
+    assert torch.allclose(
+        replay(double_trace.model, whole, windows[:2, 48:]), double_trace.logits, atol=1e-12
+    )
 
 
 @some_kinds

@@ -117,7 +117,7 @@ def test_blanks_that_a_template_trims_are_trimmed_and_those_between_document_and
 
 
 @pytest.mark.parametrize(
-    ("template", "told"),
+    ("template", "message"),
     [
         (
             PLAIN.replace("m['content']", "m['content'] | upper"),
@@ -154,12 +154,16 @@ def test_blanks_that_a_template_trims_are_trimmed_and_those_between_document_and
         ({"rag": PLAIN, "tool_use": PLAIN}, "fails: ValueError"),
     ],
 )
-def test_a_template_that_does_not_write_a_text_once_as_it_is_is_refused_in_one_line(template, told):
+def test_a_template_that_does_not_write_a_text_once_as_it_is_is_refused_in_one_line(
+    template, message
+):
     tokenizer = with_template(template)
-    assert told in refusal(reconstruction, tokenizer, DOCUMENT, chat=True)
-    assert told in refusal(question_ids, tokenizer, "what is it?", chat=True)
-    assert told in refusal(chat_parts, tokenizer)
-    assert told in refusal(chat_ids, tokenizer, [{"role": "user", "content": "what?"}], chat=True)
+    assert message in refusal(reconstruction, tokenizer, DOCUMENT, chat=True)
+    assert message in refusal(question_ids, tokenizer, "what is it?", chat=True)
+    assert message in refusal(chat_parts, tokenizer)
+    assert message in refusal(
+        chat_ids, tokenizer, [{"role": "user", "content": "what?"}], chat=True
+    )
 
 
 def test_a_document_that_a_template_cuts_or_answers_otherwise_is_refused():
@@ -212,8 +216,8 @@ def test_a_conversation_whose_older_turns_the_template_leaves_out_is_refused():
 
 def test_a_message_of_text_parts_is_their_text():
     tokenizer = with_template(PLAIN)
-    parts = [{"type": "text", "text": "the "}, {"type": "text", "text": "cat"}]
-    ids = chat_ids(tokenizer, [{"role": "user", "content": parts}], chat=True)
+    content = [{"type": "text", "text": "the "}, {"type": "text", "text": "cat"}]
+    ids = chat_ids(tokenizer, [{"role": "user", "content": content}], chat=True)
     assert ids == question_ids(tokenizer, "the cat", chat=True)[0].tolist()
     image = [{"type": "image", "url": "x"}]
     assert "must be texts" in refusal(
@@ -310,9 +314,9 @@ def test_a_text_that_is_no_unicode_is_refused_with_its_place(text):
     place = "character 5 is U+D83D" if text.startswith("half") else "character 3 is the byte 0xe9"
     assert place in refusal(reconstruction, tokenizer, text)
     assert place in refusal(question_ids, tokenizer, text)
-    told = refusal(chat_ids, tokenizer, [{"role": "user", "content": text}], chat=True)
-    assert place in told
-    assert "message 1" in told
+    message = refusal(chat_ids, tokenizer, [{"role": "user", "content": text}], chat=True)
+    assert place in message
+    assert "message 1" in message
     assert (
         refusal(question_ids, tokenizer, "") == "the prompt is empty: nothing follows the document"
     )

@@ -166,7 +166,7 @@ def test_a_complete_folder_is_left_as_it_is_and_one_of_something_else_is_refused
         open_documents(str(good))
 
 
-def test_too_little_disk_space_is_told_before_anything_is_read_and_a_full_disk_keeps_what_is_written(
+def test_too_little_disk_space_is_named_before_reading_and_a_full_disk_keeps_what_is_written(
     corpus, good, tokenizer, tmp_path, monkeypatch
 ):
     def full(*_):
@@ -188,7 +188,7 @@ def test_too_little_disk_space_is_told_before_anything_is_read_and_a_full_disk_k
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         ("validation", "has no train document among"),
         ("train", "has no validation document among"),
@@ -197,20 +197,20 @@ def test_too_little_disk_space_is_told_before_anything_is_read_and_a_full_disk_k
     ],
 )
 def test_text_that_lacks_a_split_or_cannot_be_read_is_refused_and_leaves_nothing(
-    tokenizer, tmp_path, content, told
+    tokenizer, tmp_path, content, message
 ):
     file = tmp_path / "a.jsonl"
     if isinstance(content, bytes):
         file.write_bytes(content)
     else:
         write_lines(file, of_split(texts(40), content))
-    with pytest.raises(InputError, match=told):
+    with pytest.raises(InputError, match=message):
         prepare(str(file), tokenizer, tmp_path / "tokens")
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "told"),
+    ("name", "change", "message"),
     [
         ("train.bin", lambda data: data[:-2], r"train.bin is damaged: it has \d+ bytes, not \d+"),
         ("validation.bin", None, "is incomplete: validation.bin is missing"),
@@ -222,13 +222,15 @@ def test_text_that_lacks_a_split_or_cannot_be_read_is_refused_and_leaves_nothing
         ),
     ],
 )
-def test_a_damaged_folder_is_refused_in_one_line(good, tokenizer, tmp_path, name, change, told):
+def test_a_damaged_folder_is_refused_in_one_line(good, tokenizer, tmp_path, name, change, message):
     file = shutil.copytree(good, tmp_path / "damaged") / name
     if change is None:
         file.unlink()
     else:
         file.write_bytes(change(file.read_bytes()))
-    assert re.search(told, refusal(open_tokens, str(file.parent), tokenizer, seq_len=8, **COUNTS))
+    assert re.search(
+        message, refusal(open_tokens, str(file.parent), tokenizer, seq_len=8, **COUNTS)
+    )
 
 
 def test_a_prepared_folder_is_mapped_read_only_and_trained_on_at_any_length_with_its_tokenizer(
@@ -242,11 +244,11 @@ def test_a_prepared_folder_is_mapped_read_only_and_trained_on_at_any_length_with
         order = np.random.default_rng([0, 0]).permutation(len(table)).tolist()
         assert data.train.read().tolist() == table[order[:3]].tolist()
         assert len(data.validation) == 3
-    for vocabulary, seq_len, told in (
+    for vocabulary, seq_len, message in (
         (280, 8, "of tokenizer .*, not of"),
         (300, 10**5, "fewer than one seq"),
     ):
-        with pytest.raises(InputError, match=told):
+        with pytest.raises(InputError, match=message):
             open_token_folder(good, Encoder.of(byte_tokenizer(vocabulary)), seq_len)
 
 
@@ -257,7 +259,7 @@ def test_a_row_with_half_of_an_emoji_is_prepared_and_an_unexpected_error_leaves_
     rows["doc-7"] += " half \ud83d of it"
     write_lines(tmp_path / "a.jsonl", rows)
     index = prepare(str(tmp_path / "a.jsonl"), tokenizer, tmp_path / "tokens")
-    assert sum(part["documents"] for part in index["splits"].values()) > 30
+    assert sum(split["documents"] for split in index["splits"].values()) > 30
 
     def fail(*_):
         raise TypeError("unexpected")

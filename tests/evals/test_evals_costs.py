@@ -2,7 +2,7 @@ import time
 
 import pytest
 import torch
-from test_evals_runner import tiny
+from small_evaluations import tiny
 
 from kvcat.compress import trace
 from kvcat.evals.costs import MAX_RUNS, answer_speed, measure

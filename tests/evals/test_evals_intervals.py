@@ -19,8 +19,8 @@ def test_resamples_of_two_documents_are_the_three_possible_means_in_proportion_o
     values = np.array([0.0, 3.0, 6.0])
     draws = bootstrap.of_means(lambda mean: mean, values)
     assert draws[0] == 3.0
-    found, counts = np.unique(np.round(draws[1:], 9), return_counts=True)
-    assert found.tolist() == [0.0, 3.0, 4.5]
+    means, counts = np.unique(np.round(draws[1:], 9), return_counts=True)
+    assert means.tolist() == [0.0, 3.0, 4.5]
     np.testing.assert_allclose(counts / 40_000, [0.25, 0.5, 0.25], atol=0.01)
     estimate = bootstrap.mean(values)
     assert (estimate.low, estimate.high) == (0.0, 4.5)
@@ -79,12 +79,15 @@ def test_strata_are_resampled_to_their_own_size_and_a_mean_has_the_textbook_stan
     generator = np.random.default_rng(5)
     values = np.concatenate([generator.normal(0.0, 1.0, 60), generator.normal(10.0, 2.0, 140)])
     bootstrap = ClusterBootstrap(names(200), strata=["a"] * 60 + ["b"] * 140)
-    assert [set(bootstrap._counts[:, part].sum(1)) for part in (slice(0, 60), slice(60, 200))] == [
+    assert [
+        set(bootstrap._counts[:, stratum].sum(1)) for stratum in (slice(0, 60), slice(60, 200))
+    ] == [
         {60.0},
         {140.0},
     ]
     variance = sum(
-        part.var() / len(part) * (len(part) / 200) ** 2 for part in (values[:60], values[60:])
+        stratum.var() / len(stratum) * (len(stratum) / 200) ** 2
+        for stratum in (values[:60], values[60:])
     )
     assert bootstrap.of_means(lambda mean: mean, values)[1:].std() == pytest.approx(
         variance**0.5, rel=0.03
@@ -92,11 +95,11 @@ def test_strata_are_resampled_to_their_own_size_and_a_mean_has_the_textbook_stan
 
 
 @pytest.mark.parametrize(
-    ("strata", "parts"), [("aaabbxyz", (3, 5, 8)), ("aaabbx", (3, 6)), ("abcdefgh", (8,))]
+    ("strata", "bounds"), [("aaabbxyz", (3, 5, 8)), ("aaabbx", (3, 6)), ("abcdefgh", (8,))]
 )
-def test_documents_alone_in_their_stratum_share_one_or_join_the_smallest(strata, parts):
+def test_documents_alone_in_their_stratum_share_one_or_join_the_smallest(strata, bounds):
     counts = ClusterBootstrap(names(len(strata)), strata=list(strata), num_resamples=50)._counts
-    for start, stop in itertools.pairwise((0, *parts)):
+    for start, stop in itertools.pairwise((0, *bounds)):
         assert set(counts[:, start:stop].sum(axis=1)) == {float(stop - start)}
         assert counts[1:, stop - 1].std() > 0.0
 
@@ -114,9 +117,9 @@ def test_the_order_of_examples_does_not_change_a_stratified_interval(order):
     assert (shuffled.low, shuffled.high) == pytest.approx((expected.low, expected.high))
 
 
-@given(successes=st.integers(0, 300), more=st.integers(0, 300))
-def test_wilson_equals_scipys(successes, more):
-    trials = max(1, successes + more)
+@given(successes=st.integers(0, 300), failures=st.integers(0, 300))
+def test_wilson_equals_scipys(successes, failures):
+    trials = max(1, successes + failures)
     theirs = scipy.stats.binomtest(successes, trials).proportion_ci(0.95, method="wilson")
     ours = wilson(successes, trials)
     assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high), abs=1e-12)
@@ -126,11 +129,11 @@ def test_wilson_equals_scipys(successes, more):
 def test_a_difference_of_shares_is_agresti_and_mins_by_hand():
     first = np.array([1.0] * 6 + [0.0] * 4)
     second = np.array([1.0] * 2 + [0.0] * 8)
-    found, p = share_difference(first, second, names(10))
+    difference, p = share_difference(first, second, names(10))
     mean = 4 / 12  # b = 4, c = 0, half added to each of four outcomes: b + c + 1 = 5 of n + 2 = 12
     error = (5 / 12 - mean**2) ** 0.5 / 12**0.5
-    assert found.value == pytest.approx(0.4)
-    assert (found.low, found.high) == pytest.approx(
+    assert difference.value == pytest.approx(0.4)
+    assert (difference.low, difference.high) == pytest.approx(
         (mean - 1.959964 * error, mean + 1.959964 * error)
     )
     assert p == pytest.approx(2 * scipy.stats.norm.sf(mean / error))

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from test_evals_runner import tiny, with_opening
+from small_evaluations import tiny, with_opening
 
 from kvcat.compress import INSTRUCTION, GradientCompression, slots_for
 from kvcat.errors import InputError
@@ -88,7 +88,7 @@ def test_the_context_keeps_the_longest_equal_head_and_tail_that_fit(examples, ma
     for most in (*range(200, 300, 9), 5_000):
         prompt = make_prompt(examples[0], tokenizer, most)
         text, kept = (p.context[p.lead_len :] for p in (whole, prompt))
-        sizes = [len(prompt.context) + more for more in (0, 2)]
+        sizes = [len(prompt.context) + spare_tokens for spare_tokens in (0, 2)]
         least, next_one = (max(2 * size - opening + instruction, size + asked) for size in sizes)
         assert least <= most
         half = len(kept) // 2
@@ -209,12 +209,12 @@ def test_known_log_likelihoods_of_choices_give_known_figures():
         0.0,
     ]  # of equally likely ones the first
     assert all(v["nll_choice"] == pytest.approx(math.log(4)) for v in equal)
-    found = choice_values(torch.tensor([0.1, 0.2, 0.6, 0.1], dtype=torch.float64).log() - 30.0, 1)
-    assert (found["accuracy"], found["nll_choice"]) == (0.0, pytest.approx(-math.log(0.2)))
+    values = choice_values(torch.tensor([0.1, 0.2, 0.6, 0.1], dtype=torch.float64).log() - 30.0, 1)
+    assert (values["accuracy"], values["nll_choice"]) == (0.0, pytest.approx(-math.log(0.2)))
 
 
 def test_a_text_that_two_sub_domains_ask_about_is_a_document_in_each(tmp_path):
     rows = [row(i, context="the same text", sub_domain=NAMES[i // 2]) for i in range(3)]
-    found = {e.name: (e.stratum, e.document) for e in examples_of(tmp_path, rows)}
-    assert found["id0"] == found["id1"]
-    assert found["id0"][1] != found["id2"][1]
+    placed = {e.name: (e.stratum, e.document) for e in examples_of(tmp_path, rows)}
+    assert placed["id0"] == placed["id1"]
+    assert placed["id0"][1] != placed["id2"][1]

@@ -4,7 +4,7 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
-from test_evals_runner import with_opening
+from small_evaluations import with_opening
 
 import kvcat
 from kvcat.compress.documents import INSTRUCTION
@@ -80,10 +80,10 @@ def test_the_passkey_stands_once_in_its_haystack_and_a_distractor_that_equals_it
 
 
 def test_passkeys_depend_on_seed_depth_and_number_alone(tokenizer):
-    def passkeys(own=tokenizer, **settings):
+    def passkeys(encoder=tokenizer, **settings):
         return [
             q.references
-            for q in make_task(own, **{"length": 300, "per_depth": 2, **settings}).examples
+            for q in make_task(encoder, **{"length": 300, "per_depth": 2, **settings}).examples
         ]
 
     assert passkeys(byte_tokenizer(), length=200, per_depth=3)[:10] == passkeys()

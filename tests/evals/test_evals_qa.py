@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_evals_runner import tiny
+from small_evaluations import tiny
 
 from kvcat.cache import fingerprint
 from kvcat.errors import InputError
@@ -83,18 +83,18 @@ CHOICE = "its choices are not at least two texts with a key each"
 
 
 @pytest.mark.parametrize(
-    ("task", "change", "told"),
+    ("task", "change", "message"),
     [
         ("piqa", {"sol2": None}, "KeyError: 'sol2'"),
         ("winogrande", {"sentence": "no blank"}, f"ValueError: {CHOICE}"),
         ("arc_easy", {"answerKey": "D"}, "ValueError: 'D' is not in list"),
     ],
 )
-def test_a_row_that_is_none_is_told_with_file_and_number(tmp_path, task, change, told):
+def test_a_row_that_is_none_is_told_with_file_and_number(tmp_path, task, change, message):
     file = write(tmp_path, ROWS[task], {**ROWS[task], **change})
     with pytest.raises(InputError) as error:
         read_examples(task, str(file))
-    assert str(error.value) == f"{file}, row 2 is no row of {task}: {told}"
+    assert str(error.value) == f"{file}, row 2 is no row of {task}: {message}"
     with pytest.raises(InputError, match="holds no row"):
         read_examples(task, str(write(tmp_path)))
 
@@ -189,15 +189,15 @@ def test_the_harness_gives_the_values_of_plain_forwards_and_the_run_resumes(
     before = fingerprint(pair[0])
     state = torch.get_rng_state()
     records = evaluate(task, models, [], [], tmp_path / "out", batch_size=3, progress=False)
-    for question, found in zip(EXAMPLES, records, strict=True):
+    for question, record in zip(EXAMPLES, records, strict=True):
         choices = zip(question.contexts, question.texts, strict=True)
         values = cloze_values(question, [naive(*pair, *choice) for choice in choices])
-        assert (found.stratum, found.document, found.example) == (
+        assert (record.stratum, record.document, record.example) == (
             question.stratum,
             question.document,
             question.name,
         )
-        assert found.values == pytest.approx(values, abs=1e-5)
+        assert record.values == pytest.approx(values, abs=1e-5)
     assert torch.is_grad_enabled()
     assert torch.equal(torch.get_rng_state(), state)
     assert fingerprint(pair[0]) == before
@@ -253,8 +253,8 @@ def test_the_prompts_are_those_of_the_harness_own_task_files(tmp_path, file):
     config = load_yaml(Path(lm_eval.__file__).parent / "tasks" / f"{file}.yaml")
     local = {"data_files": dict.fromkeys(("train", "validation", "test"), rows)}
     read = {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": local, "num_fewshot": 0}
-    own = ConfigurableTask(config={**config, **read})
-    own.build_all_requests()
-    assert [instance.args for instance in own.instances] == [
+    harness_task = ConfigurableTask(config={**config, **read})
+    harness_task.build_all_requests()
+    assert [instance.args for instance in harness_task.instances] == [
         (context, f" {text}") for context, text in zip(example.contexts, example.texts, strict=True)
     ]

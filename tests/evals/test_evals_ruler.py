@@ -2,7 +2,7 @@ import re
 from collections import Counter
 
 import pytest
-from test_evals_runner import with_opening
+from small_evaluations import with_opening
 
 import kvcat
 from kvcat.errors import InputError
@@ -29,17 +29,17 @@ def task(tokenizer):
 
 def read_needles(text, question):
     keys = re.findall(r"[a-z]{6}-[a-z]{6}", question.partition("?")[0])
-    told = re.findall(r"magic numbers for ([a-z]{6}-[a-z]{6}) is: (\d{7})\.", text)
-    return {value for key, value in told if key in keys}
+    pairs = re.findall(r"magic numbers for ([a-z]{6}-[a-z]{6}) is: (\d{7})\.", text)
+    return {value for key, value in pairs if key in keys}
 
 
 def read_variables(text, question):
     value = re.search(r"the value (\d{5})", question)[1]
-    found = {value}
+    names = {value}
     for name, source in re.findall(r"VAR ([A-Z]{5}) = (?:VAR )?(\w+)\.", text):
-        if source in found:
-            found.add(name)
-    return found - {value}
+        if source in names:
+            names.add(name)
+    return names - {value}
 
 
 def read_common(text, question):
@@ -107,10 +107,10 @@ def test_texts_are_filled_with_whole_lines_depend_on_seed_task_and_number_alone_
     )
 
 
-@pytest.mark.parametrize(("answer", "found"), [("A, b and c", 1.0), ("a B", 2 / 3), ("x y z", 0.0)])
-def test_a_match_is_the_share_of_references_that_the_answer_contains(answer, found):
+@pytest.mark.parametrize(("answer", "share"), [("A, b and c", 1.0), ("a B", 2 / 3), ("x y z", 0.0)])
+def test_a_match_is_the_share_of_references_that_the_answer_contains(answer, share):
     judged = RulerTask.judge(answer, ("a", "b", "c"))
-    assert judged == {"string_match": pytest.approx(found), "exact_match": float(found == 1)}
+    assert judged == {"string_match": pytest.approx(share), "exact_match": float(share == 1)}
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,13 @@ from collections import Counter
 
 import pytest
 import torch
-from tokenizers.processors import TemplateProcessing
+from small_evaluations import noise, tiny
 
 from kvcat.compress import Eviction
 from kvcat.errors import InputError
 from kvcat.evals import (
     Method,
     SuffixTask,
-    Window,
     compare_models,
     evaluate,
     models_of,
@@ -20,45 +19,8 @@ from kvcat.evals import (
     summarise,
 )
 from kvcat.evals.suffix import PreparedWindows
-from tiny import byte_tokenizer, stock_model
 
-PREFIX = 12
-SUFFIX = 6
-VOCAB = 40
 METHODS = ["attention-matching", Method("random"), Method("gradient", {"num_steps": 2}, (0.5,), 2)]
-
-
-def tiny(seed, **changes):
-    torch.manual_seed(seed)
-    options = {
-        "vocab_size": VOCAB,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 32,
-        "initializer_range": 0.4,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
-    return stock_model("llama", **options | changes).eval()
-
-
-def with_opening():
-    """A tokenizer that begins every text with a token, 0."""
-    tokenizer = byte_tokenizer()
-    tokenizer._tokenizer.post_processor = TemplateProcessing(
-        single="<eos> $A", special_tokens=[("<eos>", 0)]
-    )
-    return tokenizer
-
-
-def noise():
-    tokens = torch.randint(
-        VOCAB, (5, PREFIX + SUFFIX), generator=torch.Generator().manual_seed(0)
-    ).tolist()
-    return [Window(f"d{i % 3}", str(i), tuple(row), PREFIX) for i, row in enumerate(tokens)]
 
 
 @pytest.fixture(scope="module")
@@ -112,8 +74,10 @@ def test_a_killed_run_continues_to_the_same_records(
     last = max(
         i for i, record in enumerate(records) if record.step == 0
     )  # between two steps of an example
-    left = b"".join(lines[: last + 1]) if kept == "step 0" else content[: int(kept * len(content))]
-    (tmp_path / "records.jsonl").write_bytes(left)
+    surviving = (
+        b"".join(lines[: last + 1]) if kept == "step 0" else content[: int(kept * len(content))]
+    )
+    (tmp_path / "records.jsonl").write_bytes(surviving)
     assert keyed(run(models, windows, tmp_path)) == keyed(records)
     again = (tmp_path / "records.jsonl").read_bytes()
     assert (

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from test_evals_runner import PREFIX, SUFFIX, noise, tiny
+from small_evaluations import PREFIX, SUFFIX, noise, tiny
 
 from kvcat.compress import AttentionMatching, Eviction, replay
 from kvcat.data import split_of
@@ -58,9 +58,9 @@ def test_the_first_half_of_the_suffix_supervises_and_the_second_is_scored(model,
         alone = model(tokens[:, PREFIX:]).logits.log_softmax(-1)
     compact = replay(model, cache, tokens[:, PREFIX:]).log_softmax(-1)
     for row, values in enumerate(prepared.score(cache)):
-        own = slice(3, 6)
+        scored = slice(3, 6)
         targets = tokens[row, PREFIX + 4 :]
-        kl = (dense[row, own].exp() * (dense[row, own] - compact[row, own])).sum(-1).mean()
+        kl = (dense[row, scored].exp() * (dense[row, scored] - compact[row, scored])).sum(-1).mean()
         means = [
             -x[row, 3:5].gather(-1, targets[:, None]).mean().item() for x in (compact, dense, alone)
         ]
@@ -136,7 +136,7 @@ def draw(**changes):
     return windows_from_documents(DOCUMENTS, Characters(), **settings)
 
 
-def test_windows_are_consecutive_tokens_that_do_not_overlap_drawn_by_the_seed_different_documents_first():
+def test_windows_do_not_overlap_and_the_seed_draws_them_from_different_documents_first():
     texts = dict(DOCUMENTS)
     starts = {}
     for window in draw(per_document=9):

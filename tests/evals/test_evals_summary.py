@@ -142,9 +142,9 @@ def drawn(model, shift, seed=3):
 
 
 def test_holm_leaves_the_primary_cell_alone_and_corrects_the_others_of_its_metric():
-    own = drawn("kvcat", -0.01) + drawn("control", 0.0, seed=4)
+    records = drawn("kvcat", -0.01) + drawn("control", 0.0, seed=4)
     table = compare_models(
-        own, "control", primary={"method": "first", "keep_ratio": 0.4, "metric": "kl"}
+        records, "control", primary={"method": "first", "keep_ratio": 0.4, "metric": "kl"}
     )
     assert table.primary.sum() == 1
     (primary,) = table[table.primary].itertuples()
@@ -154,20 +154,22 @@ def test_holm_leaves_the_primary_cell_alone_and_corrects_the_others_of_its_metri
     assert other.p_holm.tolist() == other.p.tolist()
     nll = table[(table.stratum == "") & (table.metric == "nll")]
     assert nll.p_holm.min() == pytest.approx(min(1.0, 2 * nll.p.min()))
-    for r in own:  # the dense model's loss, the same beside both keep ratios, is one test
+    for r in records:  # the dense model's loss, the same beside both keep ratios, is one test
         r.values["nll_dense"] += 0.01 * math.sin(int(r.example) + (r.model == "control"))
-    dense = compare_models(own, "control").query("stratum == '' and metric == 'nll_dense'")
+    dense = compare_models(records, "control").query("stratum == '' and metric == 'nll_dense'")
     assert 0.0 < dense.p.max() < 0.9
     assert dense.p_holm.tolist() == dense.p.tolist()
     whole = [
-        dataclasses.replace(r, method="dense", keep_ratio=1.0) for r in own if r.keep_ratio == 0.1
+        dataclasses.replace(r, method="dense", keep_ratio=1.0)
+        for r in records
+        if r.keep_ratio == 0.1
     ]
-    beside = compare_models(own + whole, "control")  # baselines do not count among the methods
+    beside = compare_models(records + whole, "control")  # baselines do not count among the methods
     assert (
         beside[beside.method == "first"].p_holm.tolist()
-        == compare_models(own, "control").p_holm.tolist()
+        == compare_models(records, "control").p_holm.tolist()
     )
-    steps = [dataclasses.replace(r, step=step) for r in own for step in (5, 9)]
+    steps = [dataclasses.replace(r, step=step) for r in records for step in (5, 9)]
     primary = {"method": "first", "keep_ratio": 0.4, "metric": "kl"}
     assert compare_models(steps, "control", primary=primary, num_resamples=9).query(
         "primary"
@@ -180,8 +182,8 @@ def test_training_seeds_become_one_row_whose_interval_knows_of_them():
         for s in range(3)
         for r in drawn("kvcat", 0.1 * s)
     ]
-    own = seeds + drawn("control", 0.0)
-    table = summarise(own)
+    records = seeds + drawn("control", 0.0)
+    table = summarise(records)
     kl = table[
         (table.metric == "kl") & (table.stratum == "") & (table.keep_ratio == 0.1)
     ].set_index("model")
@@ -190,26 +192,26 @@ def test_training_seeds_become_one_row_whose_interval_knows_of_them():
     assert kl.loc["kvcat"].high - kl.loc["kvcat"].low > 2 * (
         kl.loc["control"].high - kl.loc["control"].low
     )
-    compared = compare_models(own, "control")
+    compared = compare_models(records, "control")
     row = compared[
         (compared.metric == "kl") & (compared.stratum == "") & (compared.keep_ratio == 0.1)
     ].iloc[0]
     assert row.difference == pytest.approx(0.1)
     assert row.low < 0.05
     assert (
-        row_of(summarise(own[1:]), model="kvcat", keep_ratio=0.1).num_examples == 23
+        row_of(summarise(records[1:]), model="kvcat", keep_ratio=0.1).num_examples == 23
     )  # one run lacks one
 
 
 def answers(model, right, dense=None, documents=None):
     dense = dense or [1.0] * len(right)
     documents = documents or [f"d{i:03}" for i in range(len(right))]
-    found = []
+    records = []
     for i, (one, native, document) in enumerate(zip(right, dense, documents, strict=True)):
         values = {"exact_match": float(one), "dense_exact_match": float(native)}
         place = ("first", "{}", 0.1, None, None, "n", "", document, str(i))
-        found.append(Record(model, "f" + model, "float32", *place, values))
-    return found
+        records.append(Record(model, "f" + model, "float32", *place, values))
+    return records
 
 
 def test_a_share_has_wilsons_interval_at_the_number_of_documents():
@@ -274,12 +276,12 @@ def test_a_clear_difference_of_shares_is_found_and_five_differing_examples_decid
         "the models agree on all 12 examples",
     )
     assert none.low < -0.1 < 0.1 < none.high
-    few = row_of(
+    small_sample = row_of(
         compare_models(answers("m", [1] * 40) + answers("base", [0] * 5 + [1] * 35), "base"),
         "exact_match",
     )
-    assert (few.p, few.verdict) == (0.0625, "level")
-    assert "differences under" in few.warning
+    assert (small_sample.p, small_sample.verdict) == (0.0625, "level")
+    assert "differences under" in small_sample.warning
     documents = [f"d{i % 3}" for i in range(60)]
     records = answers("m", [1] * 60, documents=documents) + answers(
         "base", [0, 1] * 30, documents=documents
@@ -293,12 +295,12 @@ def test_models_without_shown_ability_are_models_below_chance_in_every_evaluatio
         *answers("blind", [0] * 20, dense=[0] * 20),
         *answers("few", [1] * 5, dense=[1] * 5),
     ]
-    found = models_below_chance(made)
-    assert set(found) == {"blind", "few"}
-    assert found["blind"].startswith(
+    below = models_below_chance(made)
+    assert set(below) == {"blind", "few"}
+    assert below["blind"].startswith(
         "dense exact match 0.0% [0.0%, 16.1%] on 20 documents is not above"
     )
-    assert found["few"] == "5 documents with a dense score, fewer than 20"
+    assert below["few"] == "5 documents with a dense score, fewer than 20"
 
     def choose(model, right, total, value, method="dense", stratum="Legal"):
         return [
@@ -306,14 +308,14 @@ def test_models_without_shown_ability_are_models_below_chance_in_every_evaluatio
             for i, r in enumerate(answers(model, [1] * total))
         ]
 
-    found = models_below_chance(
+    below = models_below_chance(
         [
             *choose("able", 100, 221, "accuracy"),
             *choose("guesser", 60, 221, "accuracy"),
             *choose("unknown", 221, 221, "accuracy", "gradient"),
         ]
     )
-    assert found == {
+    assert below == {
         "guesser": "dense accuracy 27.1% [21.7%, 33.4%] on 221 documents is not above chance, 25%",
         "unknown": "0 documents with a dense score, fewer than 20",
     }
@@ -325,5 +327,9 @@ def test_models_without_shown_ability_are_models_below_chance_in_every_evaluatio
     ]
     assert set(models_below_chance(made)) == {"m"}  # 45 % of two choices and of five
     gains = {"uses": (0.4, 0.5, 0.6), "ignores": (0.1, -0.1, 0.0)}
-    made = [record(m, f"d{i}", "0", gain=g) for m, own in gains.items() for i, g in enumerate(own)]
+    made = [
+        record(m, f"d{i}", "0", gain=g)
+        for m, model_gains in gains.items()
+        for i, g in enumerate(model_gains)
+    ]
     assert set(models_below_chance(made)) == {"ignores"}

@@ -69,11 +69,11 @@ def gradients(total, head, *hidden, **options):
     return torch.autograd.grad(total, wanted, **options)
 
 
-def assert_equal(found, expected, head, *hidden):
+def assert_equal(actual, expected, head, *hidden):
     """Values and gradients agree to the rounding of float64."""
-    assert abs(found.item() - expected.item()) < 1e-12
+    assert abs(actual.item() - expected.item()) < 1e-12
     for one, other in zip(
-        gradients(found, head, *hidden), gradients(expected, head, *hidden), strict=True
+        gradients(actual, head, *hidden), gradients(expected, head, *hidden), strict=True
     ):
         assert one.dtype == other.dtype
         assert other.abs().max() > 1e-4
@@ -86,7 +86,8 @@ def assert_equal(found, expected, head, *hidden):
 )
 def test_value_and_every_gradient_equal_the_naive_objective(options, chunk, control, monkeypatch):
     monkeypatch.setattr("kvcat.losses.logits._BLOCK_ELEMENTS_CPU", 2 * VOCAB)
-    head, (dense, masked, ids) = make_head(**options), make_inputs()
+    head = make_head(**options)
+    dense, masked, ids = make_inputs()
     masked = None if control else masked
     losses = objective(head, dense, masked, ids, **WEIGHTS, chunk_tokens=chunk)
     assert_equal(
@@ -107,15 +108,16 @@ def test_value_and_every_gradient_equal_the_naive_objective(options, chunk, cont
             distillation_kl(logits, masked_logits).item(),
             same,
         ]
-        parts = (losses.masked_loss, losses.kl, losses.top1)
-        assert [part.item() for part in parts] == pytest.approx(expected, abs=1e-13)
+        reported = (losses.masked_loss, losses.kl, losses.top1)
+        assert [figure.item() for figure in reported] == pytest.approx(expected, abs=1e-13)
         assert 0.1 < same < 0.95
-        assert not any(part.requires_grad for part in (*parts, losses.dense_loss))
+        assert not any(figure.requires_grad for figure in (*reported, losses.dense_loss))
 
 
 @pytest.mark.parametrize("only", range(4), ids=["dense", "masked", "weight", "bias"])
 def test_each_gradient_is_right_when_it_is_the_only_one(only):
-    head, (dense, masked, ids) = make_head(**ALL), make_inputs()
+    head = make_head(**ALL)
+    dense, masked, ids = make_inputs()
     for number, tensor in enumerate((dense, masked, head.weight, head.bias)):
         tensor.requires_grad_(number == only)
     total = objective(head, dense, masked, ids, chunk_tokens=5).total
@@ -123,10 +125,8 @@ def test_each_gradient_is_right_when_it_is_the_only_one(only):
 
 
 def test_equal_passes_have_no_kl_no_gradient_and_full_agreement():
-    head, (dense, _, ids) = (
-        make_head(bias=True, softcap=2.0, dtype=torch.float32),
-        make_inputs(dtype=torch.float32),
-    )
+    head = make_head(bias=True, softcap=2.0, dtype=torch.float32)
+    dense, _, ids = make_inputs(dtype=torch.float32)
     losses = objective(head, dense, dense, ids, anchor_weight=0.0, chunk_tokens=4)
     assert (losses.total.item(), losses.kl.item(), losses.top1.item()) == (0.0, 0.0, 1.0)
     assert losses.dense_loss.item() == losses.masked_loss.item() > 0
@@ -134,7 +134,8 @@ def test_equal_passes_have_no_kl_no_gradient_and_full_agreement():
 
 
 def test_the_gradient_that_arrives_scales_all_gradients_as_often_as_asked():
-    head, (dense, masked, ids) = make_head(bias=True), make_inputs()
+    head = make_head(bias=True)
+    dense, masked, ids = make_inputs()
     total = objective(head, dense, masked, ids, **WEIGHTS, chunk_tokens=5).total
     once, scaled, again = (
         gradients(total * x, head, dense, masked, retain_graph=True) for x in (1.0, -2048.0, 1.0)
@@ -158,8 +159,8 @@ def test_half_precision_is_as_close_to_float64_as_the_naive_objective(dtype, aut
         total = objective(head, dense, masked, ids, chunk_tokens=17).total
     assert total.dtype == torch.float32
     assert total.item() == pytest.approx(naive.item(), rel=2e-3)
-    found, plain = (gradients(x, head, dense, masked) for x in (total, naive))
-    for ours, theirs, right in zip(found, plain, reference, strict=True):
+    actual, plain = (gradients(x, head, dense, masked) for x in (total, naive))
+    for ours, theirs, right in zip(actual, plain, reference, strict=True):
         assert ours.dtype == theirs.dtype == stored
         error, allowed = ((x.double() - right).norm() / right.norm() for x in (ours, theirs))
         assert error < min(0.02, 1.5 * allowed)
@@ -168,13 +169,13 @@ def test_half_precision_is_as_close_to_float64_as_the_naive_objective(dtype, aut
 def test_a_scaled_loss_saves_float16_gradients_from_underflow():
     head = make_head(**WIDE, dtype=torch.float16)
     dense, masked, ids = make_inputs(batch=1, tokens=200, **WIDE, dtype=torch.float16)
-    found, expected = (
+    actual, expected = (
         torch.autograd.grad(
             objective(head, dense, masked, ids, mask_weight=w, anchor_weight=0.0).total / w, masked
         )[0]
         for w in (1e-5, 1.0)
     )
-    torch.testing.assert_close(found, expected, rtol=2e-3, atol=1e-6)
+    torch.testing.assert_close(actual, expected, rtol=2e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -246,9 +247,9 @@ def test_distillation_from_another_model_in_chunks_equals_the_whole_in_value_and
     student = make_head(hidden=5, scale=0.5, softcap=3.0)
     taught = make_inputs()[0]
     learned = make_inputs(hidden=5, seed=1)[0]
-    found = chunked_kl(teacher, taught[:, :-1].detach(), student, learned[:, :-1])
+    actual = chunked_kl(teacher, taught[:, :-1].detach(), student, learned[:, :-1])
     assert_equal(
-        found,
+        actual,
         distillation_kl(teacher.logits(taught.detach()), student.logits(learned)),
         student,
         learned,
@@ -256,7 +257,8 @@ def test_distillation_from_another_model_in_chunks_equals_the_whole_in_value_and
 
 
 def test_distillation_under_one_head_equals_the_whole_and_gives_the_teacher_no_gradient():
-    head, (teacher, hidden, _) = make_head(**ALL), make_inputs()
+    head = make_head(**ALL)
+    teacher, hidden, _ = make_inputs()
     total = chunked_distillation(head, teacher[:, :-1], hidden[:, :-1])
     expected = distillation_kl(head.logits(teacher), head.logits(hidden))
     assert gradients(total, head, teacher, allow_unused=True, retain_graph=True)[0] is None

@@ -122,9 +122,9 @@ def test_scores_at_every_position_are_those_of_the_whole_logits(chunk, softcap, 
     nll, nll_teacher = (-x.gather(-1, targets[..., None])[..., 0] for x in (student, taught))
     kl = (taught.exp() * (taught - student)).sum(-1)
     top1 = (taught.argmax(-1) == student.argmax(-1)).double()
-    found = vars(score_positions(head, hidden, targets, teacher))
+    scores = vars(score_positions(head, hidden, targets, teacher))
     alone = score_positions(head, hidden, targets)
     for name, values in {"nll": nll, "nll_teacher": nll_teacher, "kl": kl, "top1": top1}.items():
-        torch.testing.assert_close(found[name], values, rtol=1e-12, atol=1e-13)
-    assert torch.equal(alone.nll, found["nll"])
+        torch.testing.assert_close(scores[name], values, rtol=1e-12, atol=1e-13)
+    assert torch.equal(alone.nll, scores["nll"])
     assert (alone.nll_teacher, alone.kl, alone.top1) == (None, None, None)

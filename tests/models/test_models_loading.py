@@ -81,7 +81,7 @@ def test_what_is_no_model_folder_is_refused_and_options_are_checked_first(tmp_pa
     (tmp_path / "t5" / "config.json").write_text(
         '{"is_encoder_decoder": true, "architectures": ["T5"]}'
     )
-    for name, told in (
+    for name, message in (
         ("nowhere", "does not exist"),
         ("", "no config.json"),
         ("file", "is a file"),
@@ -89,7 +89,7 @@ def test_what_is_no_model_folder_is_refused_and_options_are_checked_first(tmp_pa
         ("m.gguf", "is no GGUF file"),
         ("cut.gguf", "cannot load"),
     ):
-        assert re.search(told, refusal(load, tmp_path / name))
+        assert re.search(message, refusal(load, tmp_path / name))
     assert "'float8'" in refusal(load, tmp_path / "nowhere", dtype="float8")
     assert "'abacus'" in refusal(load, tmp_path / "nowhere", device="abacus")
 
@@ -98,7 +98,7 @@ def test_weights_that_do_not_fit_the_config_or_are_no_numbers_are_refused_by_nam
     file = folder / "model.safetensors"
     name = "model.layers.1.self_attn.k_proj.weight"
     tensors = load_file(file)
-    for wrong, told in (
+    for wrong, message in (
         ({}, "lacks weights"),
         ({name: torch.zeros(3, 3)}, "another shape"),
         ({name: tensors[name] / 0}, "not finite"),
@@ -109,7 +109,9 @@ def test_weights_that_do_not_fit_the_config_or_are_no_numbers_are_refused_by_nam
     ):
         others = {k: v for k, v in tensors.items() if k != name}
         save_file(others | wrong, file, {"format": "pt"})
-        assert re.search(f"{told}.*, for example .*{name.replace('1', '.')}", refusal(load, folder))
+        assert re.search(
+            f"{message}.*, for example .*{name.replace('1', '.')}", refusal(load, folder)
+        )
 
 
 def test_bad_json_missing_files_and_unknown_models_are_refused(folder):
@@ -121,12 +123,12 @@ def test_bad_json_missing_files_and_unknown_models_are_refused(folder):
     assert load(folder, tokenizer=False)[1] is None
     path = folder / "config.json"
     config = json.loads(path.read_text())
-    for content, told in (
+    for content, expected in (
         ('{"model_type": ', "config.json"),
         ("[1]", "holds no JSON object"),
         *(
-            (json.dumps({**config, **change}), told)
-            for change, told in (
+            (json.dumps({**config, **change}), expected)
+            for change, expected in (
                 ({"model_type": "no-such-model", "architectures": ["NoSuchLM"]}, "NoSuchLM"),
                 (
                     {"model_type": "no-such-model", "auto_map": {"AutoModelForCausalLM": "x.Y"}},
@@ -138,7 +140,7 @@ def test_bad_json_missing_files_and_unknown_models_are_refused(folder):
         ),
     ):
         path.write_text(content)
-        assert told in refusal(load, folder, tokenizer=False)
+        assert expected in refusal(load, folder, tokenizer=False)
     path.write_text(json.dumps(config))
     weights = folder / "model.safetensors"
     index = folder / "model.safetensors.index.json"
@@ -264,7 +266,7 @@ def test_the_self_test_notices_gates_log_bias_and_suffixes_that_attention_ignore
     def blind(q, k, v, keep, prefix_len, **options):
         return attend_twice(q, k, v, torch.ones_like(keep), prefix_len, **options)
 
-    for name, broken, split, told in (
+    for name, broken, split, message in (
         (
             "carried_by",
             lambda keys: None,
@@ -275,5 +277,5 @@ def test_the_self_test_notices_gates_log_bias_and_suffixes_that_attention_ignore
     ):
         with monkeypatch.context() as patch:
             patch.setattr(f"kvcat.attention.interface.{name}", broken)
-            with pytest.raises(InputError, match=told):
+            with pytest.raises(InputError, match=message):
                 self_test(supported("qwen2", dtype=torch.float32), split=split)

@@ -90,8 +90,8 @@ def test_activation_checkpointing_changes_no_gradient_and_calls_attention_polici
 
 def test_mistakes_are_one_line():
     model = supported("llama").train()
-    for options, told in (({"policies": {3: Sigmoid(0)}}, "3"), ({"tau": 1.0}, r"1\.0")):
-        with pytest.raises(InputError, match=told):
+    for options, message in (({"policies": {3: Sigmoid(0)}}, "3"), ({"tau": 1.0}, r"1\.0")):
+        with pytest.raises(InputError, match=message):
             MaskedPass(model, **{"policies": {0: Sigmoid(0)}, **options})
     with MaskedPass(model, {0: Sigmoid(0)}) as masked_pass:
         for prefix_len in (0, 12):
@@ -117,7 +117,7 @@ def test_bfloat16_autocast_masks_the_same_slots_and_reaches_the_policies():
 
 @pytest.mark.parametrize("policy", ["sigmoid", "random"])
 def test_a_detached_prefix_learns_nothing_from_the_masked_pass_and_the_suffix_as_before(policy):
-    # no token stands in both
+    # No token occurs twice.
     ids = torch.arange(3, 15)[None]
     gradients = {}
     for detached in (False, True):

@@ -207,7 +207,7 @@ def compare(model_name, policy_name, *, group_starts=(0, 2), prefix_len=None):
     budgets = [budget_loss((out.scores[c] > TAU).double(), out.scores[c], TARGET) for c in policies]
     taught = distillation_kl(ours_dense[:, prefix_len:], ours_masked)
     loss = taught + next_token_loss(ours_dense, tokens)
-    found = gradients(
+    actual = gradients(
         loss + BUDGET_WEIGHT * sum(budgets) / len(budgets), [ours, *policies.values()]
     )
     dense, masked, keep, scores = naive_passes(
@@ -225,12 +225,12 @@ def compare(model_name, policy_name, *, group_starts=(0, 2), prefix_len=None):
     torch.testing.assert_close(ours_dense, dense, rtol=1e-9, atol=1e-10)
     torch.testing.assert_close(ours_masked, masked[:, prefix_len:], rtol=1e-9, atol=1e-10)
     for name, gradient in expected.items():
-        assert (gradient is None) == (found[name] is None), name
+        assert (gradient is None) == (actual[name] is None), name
         if gradient is not None:
             # Gemma's norm casts its weight, and so the weight's gradient, to float32
             rtol, atol = (1e-5, 1e-7) if model_name == "gemma" and "norm" in name else (1e-7, 1e-9)
             torch.testing.assert_close(
-                found[name], gradient, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
+                actual[name], gradient, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
             )
     return expected
 

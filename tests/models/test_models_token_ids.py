@@ -8,7 +8,10 @@ from kvcat.cache import check_token_ids
 from kvcat.evals.answers import greedy_answers, token_nll
 from tiny import loud_model, refusal
 
-TOO_LARGE = "token 67 has no embedding: LlamaForCausalLM has 67 (tokens 0 to 66), the tokenizer has at least 68 tokens"
+TOO_LARGE = (
+    "token 67 has no embedding: LlamaForCausalLM has 67 (tokens 0 to 66), the tokenizer has at "
+    "least 68 tokens"
+)
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from kvcat.policies import (
 )
 
 
-def test_the_gate_keeps_what_exceeds_the_threshold_and_position_zero_and_passes_gradients_straight_through():
+def test_the_gate_keeps_position_zero_and_what_exceeds_the_threshold_with_straight_gradients():
     scores = torch.tensor(
         [[0.9, 0.5, 0.51, 0.49, 0.0, 1.0], [0.0, 1.0, 0.5, 0.0, 0.0, 0.0]], requires_grad=True
     )
@@ -86,7 +86,7 @@ def test_what_makes_no_sense_is_refused_with_the_value(call, options, said):
         call(**options)
 
 
-def test_built_policies_take_the_options_and_start_from_weights_of_their_own_that_the_seed_gives_again():
+def test_built_policies_use_the_options_and_start_from_different_weights_fixed_by_the_seed():
     options = {"num_layers": 8, "hidden_size": 12, "num_groups": 2, "feature_dim": 5, "noise": 0.1}
     first, again, other = (build(**options, seed=seed) for seed in (3, 3, 4))
     assert list(first) == [0, 4]

@@ -17,9 +17,8 @@ def moved_router(hidden):
 
 
 def test_the_router_in_chunks_equals_the_formula_in_outputs_and_all_gradients():
-    # over three chunks
     router = moved_router(7)
-    hidden = normal(2, 140, 7).requires_grad_()
+    hidden = normal(2, 140, 7).requires_grad_()  # three chunks
     upstream = normal(2, 140, seed=4)
     inputs = [hidden, *router.parameters()]
     outputs = [router(hidden), router_scores(router, hidden)]

@@ -129,7 +129,7 @@ def made_up_qa(models=("base", "control", "kvcat", "rand"), num_questions=60):
 def write_results(path, records, evaluation="suffix", **settings):
     """A results folder with costs: two batches, of eight and of two examples, per model, method and
     keep ratio."""
-    count = len({(own.document, own.example) for own in records})
+    count = len({(record.document, record.example) for record in records})
     cells = dict.fromkeys(
         (r.model, r.method, r.keep_ratio, r.step) for r in records if r.method in DIFFICULTY
     )
@@ -138,8 +138,8 @@ def write_results(path, records, evaluation="suffix", **settings):
         for _, name, *_ in cells
     }
     methods = [
-        {"name": n, "options": {}, "num_examples": count, "keep_ratios": own}
-        for n, own in keeps.items()
+        {"name": n, "options": {}, "num_examples": count, "keep_ratios": keep_ratios}
+        for n, keep_ratios in keeps.items()
     ]
     config = {
         "evaluation": evaluation,

@@ -34,13 +34,13 @@ VALUES = PRINTED.assign(value=PRINTED["printed"].str.rstrip("%").astype(float) *
 
 def rows(**fields):
     """Rows of the paper's tables with these values, in their order."""
-    found = VALUES
+    values = VALUES
     for name, wanted in fields.items():
-        found = found[found[name] == wanted]
-    return list(found.itertuples())
+        values = values[values[name] == wanted]
+    return list(values.itertuples())
 
 
-def parts(**fields):
+def cells_of(**fields):
     """The same without the paper's own averages."""
     return [row for row in rows(**fields) if row.stratum not in ("average", "total")]
 
@@ -56,12 +56,12 @@ def improvement(metric, **fields):
     return ours / base if metric in PERCENT_METRICS else base / ours
 
 
-def agrees(row, found):
+def agrees(row, value):
     """Whether a value in our units rounds to what is printed; either way where it lies in the
     middle."""
     decimals = len(row.printed.rstrip("%").partition(".")[2])
     unit = 0.01 if row.metric in PERCENT_METRICS else 1.0
-    return abs(found - row.value) <= 0.5 * 10.0**-decimals * unit * (1.0 + 1e-6)
+    return abs(value - row.value) <= 0.5 * 10.0**-decimals * unit * (1.0 + 1e-6)
 
 
 def worst_p(base, ours, total):
@@ -94,12 +94,12 @@ def test_averages_are_over_six_tasks_and_nine_keep_ratios():
         *rows(table=QA, stratum="average"),
         *rows(table=QA_POLICIES, stratum="average"),
     ]:
-        cells = parts(table=average.table, model=average.model, variant=average.variant)
+        cells = cells_of(table=average.table, model=average.model, variant=average.variant)
         assert len(cells) == 6  # the paper says eight, and its appendix names seven
         assert agrees(average, mean(cell.value for cell in cells))
     means = {}
     for model, variant in PAIRS:
-        cells = parts(table=NEEDLE, model=model, variant=variant)
+        cells = cells_of(table=NEEDLE, model=model, variant=variant)
         assert tuple(cell.keep_ratio for cell in cells) == NEEDLE_KEEPS
         means[model, variant] = mean(cell.value for cell in cells)
         assert agrees(
@@ -111,7 +111,8 @@ def test_averages_are_over_six_tasks_and_nine_keep_ratios():
         5.2,
     ]
     base, ours = (
-        mean(c.value for c in parts(table=QA, model=LARGE, variant=v)) for v in ("base", "kv-cat")
+        mean(c.value for c in cells_of(table=QA, model=LARGE, variant=v))
+        for v in ("base", "kv-cat")
     )
     assert 100 * (ours - base) == pytest.approx(
         -0.567, abs=0.001
@@ -121,7 +122,7 @@ def test_averages_are_over_six_tasks_and_nine_keep_ratios():
 def test_the_longbench_cells_are_whole_numbers_of_rows_and_no_total_differs_significantly():
     counts = {}
     for total in rows(table=LONGBENCH, stratum="total"):
-        cells = parts(table=LONGBENCH, keep_ratio=total.keep_ratio, variant=total.variant)
+        cells = cells_of(table=LONGBENCH, keep_ratio=total.keep_ratio, variant=total.variant)
         assert sum(cell.num_examples for cell in cells) == total.num_examples == 221
         right = [round(cell.value * cell.num_examples) for cell in cells]
         assert all(

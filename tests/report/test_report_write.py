@@ -98,17 +98,17 @@ def test_the_page_opens_with_three_figures_then_differences_drawn_and_as_a_table
         == ["better", "worse"]
     )
     order = [
-        text.index(part)
-        for part in ('class="tiles"', "<figure>", "resample documents", "<table>", "framed")
+        text.index(mark)
+        for mark in ('class="tiles"', "<figure>", "resample documents", "<table>", "framed")
     ]
     assert order == sorted(order)
-    for told in (
+    for expected_text in (
         "not training seeds",
         "No primary cell was named",
         "1 &lt; 2 minutes",
         "A &lt;title&gt;",
     ):
-        assert told in text
+        assert expected_text in text
 
 
 def test_tables_plots_and_every_row_in_full_precision_stand_beside_the_page(report):
@@ -172,12 +172,12 @@ def test_folders_of_one_name_get_sections_and_the_same_files_again_and_one_model
     }
     assert len(names) == 2
     text = pages[0].read_text()
-    for told in (
+    for expected_text in (
         "LongBench v2 (",
         "Not a result, base: dense accuracy",
         "One model: nothing to compare",
     ):
-        assert told in text
+        assert expected_text in text
 
 
 def test_beside_a_model_that_was_stopped_in_its_baselines_the_others_are_shown(tmp_path):
@@ -238,8 +238,8 @@ def test_a_run_of_one_step_and_perfect_compression_are_drawn(tmp_path):
     records = [
         r for r in made_up_records(num_documents=3, methods=("snapkv",)) if r.keep_ratio == 0.2
     ]
-    for own in records:
-        own.values.update(kl=0.0, delta_nll=0.0, delta_ppl=0.0)
+    for record in records:
+        record.values.update(kl=0.0, delta_nll=0.0, delta_ppl=0.0)
     run = tmp_path / "run"
     run.mkdir()
     (run / METRICS).write_text(

@@ -32,10 +32,8 @@ def evicted(model, tokens, num_slots=7, log_bias=False):
 
     num_slots: of every layer, or a tuple with one for each.
     """
-    seen, draw, other = (
-        capture(model, tokens),
-        *(torch.Generator().manual_seed(seed) for seed in (1, 2)),
-    )
+    seen = capture(model, tokens)
+    draw, other = (torch.Generator().manual_seed(seed) for seed in (1, 2))
     counts = num_slots if isinstance(num_slots, tuple) else (num_slots,) * len(seen.keys)
     layers = []
     for keys, values, count in zip(seen.keys, seen.values, counts, strict=True):
@@ -57,10 +55,10 @@ def ragged(cache):
     for layer in cache.layers:
         slots = layer.num_slots
         heads = range(layer.keys.shape[1])
-        parts = (layer.keys, layer.values, layer.log_bias)
+        states = (layer.keys, layer.values, layer.log_bias)
         layers.append(
             CompactLayer.ragged(
-                *([[x[b, h, : slots - h] for h in heads] for b in range(len(x))] for x in parts)
+                *([[x[b, h, : slots - h] for h in heads] for b in range(len(x))] for x in states)
             )
         )
     return CompactCache(layers, cache.num_tokens, cache.fingerprint)

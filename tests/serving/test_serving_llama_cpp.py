@@ -78,13 +78,13 @@ def test_logits_and_greedy_answers_behind_a_cache_with_log_bias_are_kvcats(
     with closing(LlamaCpp(path, num_ctx=256, cache_type=cache_type)) as running:
         running.load(prefix)
         assert running.position == 9
-        found = each_logits(running, suffix[0])
+        logits = each_logits(running, suffix[0])
         wanted = our_logits(model, cache, suffix)[0]
-        assert (found - wanted).abs().max() < tolerance
+        assert (logits - wanted).abs().max() < tolerance
         running.load(prefix)
         made = list(running.generate(suffix[0].tolist(), 8))
         running.load(prefix)
-        assert torch.equal(each_logits(running, suffix[0]), found)
+        assert torch.equal(each_logits(running, suffix[0]), logits)
     expected = model.generate(
         **cache.inputs(model, suffix), max_new_tokens=8, do_sample=False, pad_token_id=0
     )
@@ -124,7 +124,7 @@ def test_what_does_not_fit_is_refused_and_the_engine_goes_on(served, tmp_path):
     with closing(LlamaCpp(path, num_ctx=256)) as running:
         running.load(good)
         before = running.logits([5])
-        for wrong, told in (
+        for wrong, message in (
             (foreign, "the cache belongs to another model"),
             (narrow, "2 layers of 40 channels does not fit the engine's 2 layers of 48: pack it"),
             (large, r"too large for torch\.float16"),
@@ -133,19 +133,19 @@ def test_what_does_not_fit_is_refused_and_the_engine_goes_on(served, tmp_path):
                 "256 slots do not fit",
             ),
         ):
-            with pytest.raises(InputError, match=told):
+            with pytest.raises(InputError, match=message):
                 running.load(wrong)
         known = running.layout
         running.layout = replace(running.layout, version=99)
         with pytest.raises(InputError, match=r"llama\.cpp rejects .*good: "):
             running.load(good)
         running.layout = known
-        for tokens, told in (
+        for tokens, message in (
             ([], "one or more tokens"),
             ([96], r"in 0\.\.95"),
             ([1] * 257, "fit behind 0 of 256"),
         ):
-            with pytest.raises(InputError, match=told):
+            with pytest.raises(InputError, match=message):
                 running.logits(tokens)
         running.load(good)
         assert torch.equal(running.logits([5]), before)
@@ -154,7 +154,7 @@ def test_what_does_not_fit_is_refused_and_the_engine_goes_on(served, tmp_path):
 def test_an_engine_that_is_not_understood_is_refused(served, tmp_path, monkeypatch):
     _, path = served("qwen2")
     (tmp_path / "text").write_text("no model")
-    for mistake, told in (
+    for mistake, message in (
         (lambda: LlamaCpp(tmp_path / "gone"), "no model file"),
         (lambda: LlamaCpp(tmp_path / "text"), r"llama\.cpp cannot load"),
         (
@@ -171,7 +171,7 @@ def test_an_engine_that_is_not_understood_is_refused(served, tmp_path, monkeypat
             "version 9 have a layout",
         ),
     ):
-        with pytest.raises(InputError, match=told):
+        with pytest.raises(InputError, match=message):
             mistake()
     monkeypatch.setattr(llama_abi.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"llama\.cpp is not installed: pip install"):

@@ -92,17 +92,17 @@ def test_the_file_tells_all_a_reader_needs(tmp_path):
     cache = evicted(model, ids(2, 30), (3, 8))
     export_prefix(cache, model, tmp_path / "p")
     with safetensors.safe_open(tmp_path / "p", "pt") as file:
-        told = file.metadata()
+        metadata = file.metadata()
         assert sorted(file.keys()) == [
-            f"layers.{i}.{part}" for i in (0, 1) for part in ("keys", "values")
+            f"layers.{i}.{kind}" for i in (0, 1) for kind in ("keys", "values")
         ]
     plain = plain_prefix(cache, model)
     for name, tensor in safetensors.torch.load_file(tmp_path / "p").items():
-        _, layer, part = name.split(".")
-        assert torch.equal(tensor, getattr(plain.layers[int(layer)], part))
-    told.pop("sha256")
-    assert json.loads(told.pop("metadata")) == {"method": "random", "original_num_tokens": "30"}
-    assert told == {
+        _, layer, kind = name.split(".")
+        assert torch.equal(tensor, getattr(plain.layers[int(layer)], kind))
+    metadata.pop("sha256")
+    assert json.loads(metadata.pop("metadata")) == {"method": "random", "original_num_tokens": "30"}
+    assert metadata == {
         "format": "kvcat-prefix-1",
         "num_layers": "2",
         "num_slots": "3",
@@ -123,7 +123,7 @@ def test_what_a_plain_prefix_cannot_hold_is_refused_and_a_log_bias_dropped_only_
     suffix = ids(2, 6)
     cache = evicted(model, ids(2, 30))
     biased = evicted(model, ids(2, 30), log_bias=True)
-    for wrong, owner, options, told in (
+    for wrong, owner, options, message in (
         (biased, model, {}, "has a log-bias, which engines do not support"),
         (
             ragged(biased),
@@ -140,7 +140,7 @@ def test_what_a_plain_prefix_cannot_hold_is_refused_and_a_log_bias_dropped_only_
         (biased, model, {"head_dim": 12, "drop_log_bias": True}, "keeps its log-bias"),
         (cache, make_model("qwen2"), {}, "belongs to another model"),
     ):
-        with pytest.raises(InputError, match=told):
+        with pytest.raises(InputError, match=message):
             plain_prefix(wrong, owner, **options)
     dropped = plain_prefix(biased, model, drop_log_bias=True)
     expected = our_logits(model, cache, suffix)
@@ -151,13 +151,13 @@ def test_what_a_plain_prefix_cannot_hold_is_refused_and_a_log_bias_dropped_only_
     assert not torch.allclose(our_logits(model, biased, suffix), expected, atol=1e-2)
 
 
-def test_models_whose_keys_cannot_be_turned_are_refused_by_name_and_a_rotation_that_is_not_the_models_noticed():
+def test_models_whose_keys_cannot_be_rotated_and_wrong_rotations_are_rejected_by_name():
     factors = {
         "short_factor": [1.0] * 4,
         "long_factor": [2.0] * 4,
         "original_max_position_embeddings": 64,
     }
-    for kind, options, told in (
+    for kind, options, message in (
         (
             "opt",
             {"ffn_dim": 48, "word_embed_proj_dim": 32},
@@ -166,7 +166,7 @@ def test_models_whose_keys_cannot_be_turned_are_refused_by_name_and_a_rotation_t
         ("llama", rope("dynamic", factor=4.0), "'dynamic' depend on the length of the text"),
         ("phi3", rope("longrope", **factors), "'longrope' depend on the length of the text"),
     ):
-        with pytest.raises(InputError, match=told):
+        with pytest.raises(InputError, match=message):
             KeyRotation(make_model(kind, options), -23)
     model = make_model()
     attention = model.model.layers[1].self_attn

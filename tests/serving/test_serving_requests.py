@@ -32,7 +32,7 @@ def folder(tmp_path):
 def test_a_request_reaches_no_file_but_a_whole_cache_of_this_model_in_the_folder(folder):
     caches, _ = folder
     assert caches.find("report-1.a_b").num_slots == 7
-    for name, told in {
+    for name, message in {
         "../outside": "no name",
         "/etc/passwd": "no name",
         "..": "no name",
@@ -51,7 +51,7 @@ def test_a_request_reaches_no_file_but_a_whole_cache_of_this_model_in_the_folder
         "text": "not a safetensors file",
         "compact": "not an exported prefix",
     }.items():
-        with pytest.raises(InputError, match=told) as refused:
+        with pytest.raises(InputError, match=message) as refused:
             caches.find(name)
         assert str(caches.folder) not in str(refused.value)
     for name in (None, 5, ["report-1.a_b"], {}):
@@ -86,24 +86,30 @@ def test_questions_go_on_in_the_turn_that_the_document_opens():
         assert tokenizer.decode(text) == "\n\nthe cat</user><assistant>"
     assert tokenizer.decode(prompt_ids(tokenizer, "the cat", chat=False)) == "the cat"
     assert prompt_ids(tokenizer, [5, 6], chat=True) == [5, 6]
-    more = [user("the cat"), {"role": "assistant", "content": "it"}, user("a dog")]
-    assert tokenizer.decode(chat_ids(tokenizer, more, chat=True)) == (
+    conversation = [user("the cat"), {"role": "assistant", "content": "it"}, user("a dog")]
+    assert tokenizer.decode(chat_ids(tokenizer, conversation, chat=True)) == (
         "\n\nthe cat</user><user>it</user><user>a dog</user><assistant>"
     )
     for prompt in ("", [], [5, "a"], [True], ["a", "b"], None):
         with pytest.raises(InputError, match="prompt"):
             prompt_ids(tokenizer, prompt, chat=False)
-    for messages in (None, [], ["the cat"], more[1:], [{"role": "user", "content": ["the cat"]}]):
+    for messages in (
+        None,
+        [],
+        ["the cat"],
+        conversation[1:],
+        [{"role": "user", "content": ["the cat"]}],
+    ):
         with pytest.raises(InputError, match="messages must be texts"):
             chat_ids(tokenizer, messages, chat=True)
     with pytest.raises(InputError, match="without --chat"):
-        chat_ids(tokenizer, more, chat=False)
+        chat_ids(tokenizer, conversation, chat=False)
     tokenizer.chat_template = "{{ messages | length }}" + CHAT
     with pytest.raises(InputError, match="something else before the document"):
-        chat_ids(tokenizer, more, chat=True)
+        chat_ids(tokenizer, conversation, chat=True)
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(InputError, match="refuses these messages: roles must alternate"):
-        chat_ids(tokenizer, more, chat=True)
+        chat_ids(tokenizer, conversation, chat=True)
 
 
 def user(text):

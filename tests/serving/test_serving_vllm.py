@@ -128,7 +128,7 @@ class World:
         except OSError as error:
             return 0, str(error)
 
-    def ask(self, prompt, name=None, path="/v1/completions", **more):
+    def ask(self, prompt, name=None, path="/v1/completions", **options):
         """Token ids of the answer, or status and error."""
         body = {
             "model": "m",
@@ -136,7 +136,7 @@ class World:
             "temperature": 0,
             "ignore_eos": True,
             "return_token_ids": True,
-            **more,
+            **options,
         }
         body["messages" if "chat" in path else "prompt"] = prompt
         if name is not None:
@@ -147,9 +147,9 @@ class World:
     def wanted(self, tokens, name=None):
         """The greedy answer of transformers with kvcat."""
         tokens = torch.tensor([tokens])
-        given = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-        given = given if name is None else self.caches[name].inputs(self.model, tokens)
-        made = self.model.generate(**given, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+        inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+        inputs = inputs if name is None else self.caches[name].inputs(self.model, tokens)
+        made = self.model.generate(**inputs, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
         return made[0, tokens.shape[1] :].tolist()
 
     def tokens(self, text, name=None):
@@ -177,8 +177,8 @@ def test_requests_with_different_documents_and_with_none_in_one_batch_are_answer
 
 def test_a_conversation_goes_on_in_the_turn_that_the_document_opens(world):
     messages = [{"role": "user", "content": "the cat"}]
-    found = world.ask(messages, "chat", "/v1/chat/completions")
-    assert found == world.wanted(world.tokens("the cat", "chat"), "chat")
+    answer = world.ask(messages, "chat", "/v1/chat/completions")
+    assert answer == world.wanted(world.tokens("the cat", "chat"), "chat")
     messages += [{"role": "assistant", "content": "a dog"}, {"role": "user", "content": "a tree"}]
     wanted = world.wanted(chat_ids(world.tokenizer, messages, chat=True), "chat")
     assert world.ask(messages, "chat", "/v1/chat/completions") == wanted
@@ -192,7 +192,7 @@ def test_a_conversation_goes_on_in_the_turn_that_the_document_opens(world):
 
 def test_wrong_caches_give_their_request_an_error_and_leave_the_server_up(world):
     good = world.ask("the cat", "heads")
-    for name, told in {
+    for name, message in {
         "gone": "no cache 'gone'",
         "foreign": "belongs to another model",
         "damaged": "corrupt",
@@ -202,7 +202,7 @@ def test_wrong_caches_give_their_request_an_error_and_leave_the_server_up(world)
     }.items():
         status, reply = world.ask("the cat", name)
         assert status == 400
-        assert told in reply
+        assert message in reply
         assert (
             world.post(
                 "/v1/completions", {"prompt": "a", "kv_transfer_params": {"kvcat": name}}, "no"

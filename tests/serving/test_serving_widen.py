@@ -50,13 +50,13 @@ def answers(wide, layers, suffix):
 def test_a_widened_model_has_the_logits_of_the_original(kind, options, head_dim):
     model = make_model(kind, options, dtype=torch.float64)
     wide = widen(model, head_dim)
-    own = model.model.rotary_emb
+    rotary = model.model.rotary_emb
     assert wide.config.head_dim == head_dim
     difference = (wide(ids(2, 60)).logits - model(ids(2, 60)).logits).abs().max()
     assert difference < 2e-5  # transformers makes frequencies in float32
     for frequencies in (wide.model.rotary_emb.inv_freq, wide.model.rotary_emb.original_inv_freq):
-        frequencies.zero_()[: len(own.inv_freq)] = own.inv_freq
-    if own.attention_scaling == 1.0:
+        frequencies.zero_()[: len(rotary.inv_freq)] = rotary.inv_freq
+    if rotary.attention_scaling == 1.0:
         assert (
             exact(wide)(ids(2, 60)).logits - exact(model)(ids(2, 60)).logits
         ).abs().max() < 1e-12
@@ -89,7 +89,7 @@ def test_stock_transformers_answers_from_a_cache_with_log_bias(tmp_path, kind, o
 
 
 def test_what_cannot_be_widened_is_refused_by_name():
-    for kind, options, head_dim, told in (
+    for kind, options, head_dim, message in (
         (
             "qwen3",
             {"head_dim": 8},
@@ -101,7 +101,7 @@ def test_what_cannot_be_widened_is_refused_by_name():
         ("llama", {}, 8, "head_dim must be even and larger than the model's 8, not 8"),
         ("llama", {}, 11, "head_dim must be even"),
     ):
-        with pytest.raises(InputError, match=told):
+        with pytest.raises(InputError, match=message):
             widen(make_model(kind, options), head_dim)
 
 
@@ -109,12 +109,12 @@ def test_prefixes_that_no_engine_takes_are_refused(tmp_path):
     model = make_model()
     cache = evicted(model, ids(1, 30), (7, 3), log_bias=True)
     path = tmp_path / "p"
-    for made, options, told in (
+    for made, options, message in (
         (cache, {"drop_log_bias": True}, "equally many slots in every layer"),
         (evicted(model, ids(2, 30)), {}, "must hold one example"),
     ):
         export_prefix(made, model, path, **options)
-        with pytest.raises(InputError, match=told):
+        with pytest.raises(InputError, match=message):
             read_prefix(path)
     with pytest.raises(InputError, match="not a widened checkpoint"):
         write_gguf(model, tmp_path / "m.gguf")

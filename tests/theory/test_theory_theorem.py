@@ -42,9 +42,9 @@ def cache_of_sum(network, total, num_slots):
     rows = layout_of(network).block(3)
     (head,), (second,) = (block.heads for block in network.blocks)
     shapes = [(num_slots, w.shape[1]) for w in (head.w_k, head.w_v, second.w_k, second.w_v)]
-    parts = [10 * torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes]
-    parts[3][:, rows] += (total - parts[3][:, rows].sum(0)) / max(1, num_slots)
-    return ((parts[0], parts[1]),), ((parts[2], parts[3]),)
+    states = [10 * torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes]
+    states[3][:, rows] += (total - states[3][:, rows].sum(0)) / max(1, num_slots)
+    return ((states[0], states[1]),), ((states[2], states[3]),)
 
 
 @pytest.mark.parametrize("name", d.FUNCTIONS)
@@ -68,7 +68,7 @@ def test_caches_of_any_sum_and_those_that_balance_both_alarms_err_by_the_certifi
                 assert float(errors.max()) >= bound * (1 - 1e-9) >= 2.2
 
 
-def test_two_tokens_suffice_with_an_empty_cache_and_senseless_constants_lengths_and_budgets_are_refused():
+def test_two_tokens_suffice_with_an_empty_cache_and_wrong_arguments_are_rejected():
     for constant in (0.0, -1.0, math.inf, math.nan):
         with pytest.raises(ValueError, match="must be positive and finite"):
             t.incompressible_network(d.parity(2, 3), constant=constant)
@@ -94,7 +94,7 @@ def test_the_certified_error_exceeds_the_constant_for_the_largest_budget(name, c
     assert bounds.bound.min() >= 1.1 * constant
 
 
-def test_the_summary_policy_fails_on_the_incompressible_network_and_the_bound_is_void_on_the_other():
+def test_the_summary_policy_fails_on_the_incompressible_network_and_the_other_has_no_bound():
     hard = t.incompressible_network(d.parity(2, 4), constant=1.0)
     for prefix in d.sequences(2, 2):
         assert (
@@ -107,7 +107,7 @@ def test_the_summary_policy_fails_on_the_incompressible_network_and_the_bound_is
 
 
 @pytest.mark.parametrize(
-    ("part", "block", "matrix", "row", "column"),
+    ("message", "block", "matrix", "row", "column"),
     [
         ("block 1 ignores", 0, "w_o", 0, 0),
         ("block 1 gives codes", 0, "w_2", 0, 0),
@@ -121,12 +121,12 @@ def test_the_summary_policy_fails_on_the_incompressible_network_and_the_bound_is
     ],
 )
 def test_the_bound_is_refused_for_weights_on_which_its_argument_does_not_hold(
-    part, block, matrix, row, column
+    message, block, matrix, row, column
 ):
     network = t.incompressible_network(d.parity(2, 3), constant=1.0)
     t.check_argument(network)
     changed = network.blocks[block]
     owner = {"w_o": changed, "w_q": changed.heads[0]}.get(matrix, changed.feed_forward)
     getattr(owner, matrix)[row, column] -= 1e4
-    with pytest.raises(ValueError, match=part):
+    with pytest.raises(ValueError, match=message):
         t.certified_bound(network, 2, 1, 1)

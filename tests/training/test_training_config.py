@@ -6,7 +6,6 @@ import math
 import re
 
 import pytest
-from runs import config
 
 from kvcat.errors import InputError
 from kvcat.files import read_json
@@ -15,6 +14,7 @@ from kvcat.training.config import TrainConfig
 from kvcat.training.plan import flops_per_token
 from kvcat.training.schedule import learning_rate
 from tiny import refusal
+from training_runs import config
 
 
 @pytest.mark.parametrize(
@@ -56,10 +56,10 @@ from tiny import refusal
     ],
 )
 def test_a_value_of_another_type_or_out_of_range_is_named_in_one_line(name, value, expected):
-    told = refusal(
+    message = refusal(
         TrainConfig.from_dict, {**dataclasses.asdict(config("model", "data", "out")), name: value}
     )
-    assert re.search(f"{name} is .*; it must be .*{expected}" if expected else name, told)
+    assert re.search(f"{name} is .*; it must be .*{expected}" if expected else name, message)
 
 
 def test_a_configuration_reads_back_what_was_saved(tmp_path):
@@ -109,8 +109,8 @@ def test_the_split_is_drawn_anew_each_step_from_the_seed_alone():
 
 def test_a_frozen_teacher_is_a_sixth_more_work():
     model, _ = load("kvcat-base", tokenizer=False)
-    own, frozen = (
+    self_taught, frozen = (
         flops_per_token(model, config("m", "d", "o", teacher=teacher))
         for teacher in ("self", "frozen")
     )
-    assert frozen == pytest.approx(own * 7 / 6)
+    assert frozen == pytest.approx(self_taught * 7 / 6)

@@ -6,19 +6,21 @@ import sys
 
 import pytest
 import torch
-from runs import assert_same, config, exported, state
 from safetensors.torch import load_file
 
 from kvcat.errors import InputError
 from kvcat.training.export import export_checkpoint
 from kvcat.training.loop import train
+from training_runs import assert_same, config, exported, state
 
 PLAIN = """
 import sys, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
-model(AutoTokenizer.from_pretrained(sys.argv[1])("the cat sees a red house", return_tensors="pt").input_ids)
-print("kvcat" in sys.modules, model.config._attn_implementation == "kvcat", type(model).__name__, model.dtype)
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+model(tokenizer("the cat sees a red house", return_tensors="pt").input_ids)
+used = model.config._attn_implementation
+print("kvcat" in sys.modules, used == "kvcat", type(model).__name__, model.dtype)
 """
 
 
@@ -92,4 +94,4 @@ def test_an_export_never_replaces_a_folder_that_is_not_the_runs_own(
     )
     assert (tmp_path / "new-routers.safetensors").exists()
     card = (export_checkpoint(earlier, tmp_path / "earlier") / "README.md").read_text()
-    assert all(told in card for told in ("steps: 2 of 3", "Validation after step 0"))
+    assert all(line in card for line in ("steps: 2 of 3", "Validation after step 0"))

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from runs import POLICIES, assert_close, assert_same, config, exported, records
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvcat.data import open_tokens
@@ -20,6 +19,7 @@ from kvcat.recipes import small
 from kvcat.training import run as run_module
 from kvcat.training.loop import train
 from kvcat.training.objective import Objective
+from training_runs import POLICIES, assert_close, assert_same, config, exported, records
 
 PREFIX = 20
 FIELDS = ("dense_loss", "masked_loss", "kl", "budget", "grad_norm")
@@ -74,10 +74,10 @@ def test_routers_are_clipped_apart_from_the_model(monkeypatch, new_run):
 
     def watched(objective, config):
         made = make_optimizer(objective, config)
-        parts = objective.policy_parameters(), list(objective.model.parameters())
+        groups = objective.policy_parameters(), list(objective.model.parameters())
         made.register_step_pre_hook(
             lambda *_: norms.append(
-                [sum(p.grad.square().sum().item() for p in part) ** 0.5 for part in parts]
+                [sum(p.grad.square().sum().item() for p in group) ** 0.5 for group in groups]
             )
         )
         return made
@@ -93,7 +93,7 @@ def test_one_seed_gives_one_result_whatever_the_global_random_state(new_run):
     ]
     for state, run in enumerate(runs):
         torch.manual_seed(state)
-        np.random.seed(state)
+        np.random.seed(state)  # noqa: NPY002 (the global state is what this test is about)
         before = torch.get_rng_state()
         train(run, progress=False)
         assert torch.equal(torch.get_rng_state(), before)

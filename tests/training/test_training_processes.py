@@ -7,7 +7,6 @@ import shutil
 import pytest
 import torch
 import torch.distributed as dist
-from runs import assert_close, context, records
 from torch.distributed.fsdp import FSDPModule
 
 from kvcat.errors import InputError
@@ -16,6 +15,7 @@ from kvcat.training import run as run_module
 from kvcat.training.distributed import prepare_layers
 from kvcat.training.loop import train
 from tiny import loud_model
+from training_runs import assert_close, context, records
 
 
 def train_in_processes(run, folder, size=2):
@@ -98,8 +98,13 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path, new_run):
     whole, split = (new_run(name, **options) for name in ("whole", "split"))
     train(whole, progress=False)
     shutil.copytree(whole.output, split.output)
-    one = lambda: train(split, progress=False)
-    two = lambda: train_in_processes(split, tmp_path)
+
+    def one():
+        return train(split, progress=False)
+
+    def two():
+        return train_in_processes(split, tmp_path)
+
     for steps, go_on in (((4, 6), two), ((6,), one)):
         for step in steps:
             shutil.rmtree(tmp_path / "split" / "checkpoints" / f"step-{step:06d}")
@@ -138,7 +143,9 @@ def test_products_are_bfloat16_made_again_where_wanted_and_gradients_float32_red
         layer = decoder_layers(objective.model)[0].mlp.up_proj
         made = make_optimizer(objective, config)
         layer.register_forward_pre_hook(
-            lambda _, given: inputs.append(given[0].dtype) if torch.is_grad_enabled() else None
+            lambda _, arguments: (
+                inputs.append(arguments[0].dtype) if torch.is_grad_enabled() else None
+            )
         )
         made.register_step_pre_hook(lambda *_: rounded.append(layer.weight.grad.full_tensor()))
         return made

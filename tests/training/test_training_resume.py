@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import assert_same, exported, records, start_command, state
 
 from kvcat.errors import InputError
 from kvcat.files import read_json, read_jsonl
@@ -21,6 +20,7 @@ from kvcat.training.distributed import World
 from kvcat.training.loop import train
 from kvcat.training.schedule import learning_rate
 from kvcat.training.signals import Stopped
+from training_runs import assert_same, exported, records, start_command, state
 
 
 @pytest.mark.parametrize("policy", ["router", "random"])

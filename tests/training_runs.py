@@ -50,21 +50,21 @@ def context():
     return made
 
 
-def start_command(run, told):
-    """``kvcat train`` in a process of its own, its messages appended to ``told``."""
-    file = Path(f"{told}.json")
+def start_command(run, out):
+    """``kvcat train`` in a process of its own, its messages appended to ``out``."""
+    file = Path(f"{out}.json")
     file.write_text(json.dumps(dataclasses.asdict(run)))
     child = context().Process(
-        target=_command, args=(["train", "small", "--config", str(file)], str(told)), daemon=True
+        target=_command, args=(["train", "small", "--config", str(file)], str(out)), daemon=True
     )
     child.start()
     return child
 
 
-def _command(argv, told):
+def _command(argv, out):
     from kvcat.cli.app import run
 
-    descriptor = os.open(told, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    descriptor = os.open(out, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     torch.set_num_threads(int(os.environ.get("KVCAT_TEST_THREADS", "1")))
@@ -105,7 +105,7 @@ def state(run):
 def _flat(value, name):
     if not isinstance(value, dict):
         return [(name, value)]
-    return [pair for key, part in value.items() for pair in _flat(part, f"{name}.{key}")]
+    return [pair for key, entry in value.items() for pair in _flat(entry, f"{name}.{key}")]
 
 
 def assert_same(a, b):
