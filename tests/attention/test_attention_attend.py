@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from kvcat.attention import attend, attend_reference, extend_keys, mask_gradient, reachable
+from kvcat.attention import attend, attend_reference, extend_keys, reachable
+from kvcat.attention.mask_gradient import keep_gradient
 from naive import allowed, masked_attention, normal, with_gradients
 
 KINDS = {"causal": {}, "window": {"window": 3}}
@@ -46,16 +47,15 @@ def test_output_and_all_gradients_equal_the_naive_twin(kind, biased):
     )
 
 
-def test_chunks_of_the_backward_do_not_change_the_gradient(monkeypatch):
-    q, k, v, keep, _ = example()
+def test_chunks_of_the_backward_do_not_change_the_gradient():
+    q, k, v, keep, _ = example(queries=40, keys=40)  # three chunks of at least 16 queries
     for options in KINDS.values():
-        results = []
+        out, expected = with_gradients(lambda keep, o=options: attend(q, k, v, keep, **o), [keep])
+        grad_out = normal(*out.shape, seed=1)  # the weights of with_gradients
+        reach = reachable(40, 40, **options)[None] if options else None
         for elements in (1, 2**20):
-            monkeypatch.setattr(mask_gradient, "_CPU_ELEMENTS", elements)
-            results.append(
-                with_gradients(lambda keep, o=options: attend(q, k, v, keep, **o), [keep])[1]
-            )
-        assert torch.allclose(*results, atol=1e-12)
+            gradient = keep_gradient(grad_out, q, k, v, reach, 8**-0.5, cpu_elements=elements)
+            assert torch.allclose(gradient, expected, atol=1e-12)
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 4}])

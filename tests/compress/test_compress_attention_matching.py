@@ -18,7 +18,6 @@ from kvcat.compress import (
     supervised_kl,
     trace,
 )
-from kvcat.compress import heads as heads_module
 from kvcat.compress.heads import Heads, dense_attention, draw_rows
 from kvcat.compress.methods.attention_matching import match_attention
 from kvcat.compress.queries import fitted_queries
@@ -133,10 +132,13 @@ def test_a_query_of_weight_root_two_counts_as_that_query_twice(log_bias):
     torch.testing.assert_close(*fits, rtol=0, atol=1e-4)
 
 
-def test_small_batches_and_chunks_of_queries_change_nothing(traced, monkeypatch):
+class SmallGroups(AttentionMatching):
+    group_elements = 48 * 10
+
+
+def test_small_groups_of_heads_change_nothing(traced):
     whole = AttentionMatching()(traced, num_slots=9)
-    monkeypatch.setattr(heads_module, "_BATCH_ELEMENTS", 48 * 10)
-    pieces = AttentionMatching()(traced, num_slots=9)
+    pieces = SmallGroups()(traced, num_slots=9)
     torch.testing.assert_close(tensors(whole, "keys"), tensors(pieces, "keys"), rtol=0, atol=0)
     torch.testing.assert_close(
         tensors(whole, "log_bias"), tensors(pieces, "log_bias"), rtol=0, atol=1e-3
@@ -222,14 +224,9 @@ def test_on_a_real_model_what_is_fitted_to_few_queries_serves_others_better_than
 
 
 @pytest.mark.parametrize("preset", ["stable", "known", "paper"])
-def test_how_many_heads_are_solved_together_does_not_change_the_cache(
-    preset, model, windows, monkeypatch
-):
+def test_how_many_heads_are_solved_together_does_not_change_the_cache(preset, model, windows):
     traced = trace(model, windows, 48)
-    caches = []
-    for limit in (2**24, 2**12):
-        monkeypatch.setattr(heads_module, "_BATCH_ELEMENTS", limit)
-        caches.append(AttentionMatching(preset)(traced, num_slots=8))
+    caches = [method(preset)(traced, num_slots=8) for method in (AttentionMatching, SmallGroups)]
     for together, apart in zip(*(cache.layers for cache in caches), strict=True):
         for name, tensor in together.tensors().items():
             assert torch.allclose(tensor, apart.tensors()[name], atol=1e-4), name

@@ -1,14 +1,11 @@
 """The queries that Attention Matching fits to, and their weights."""
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 from structured_heads import eager_attention
 
-from kvcat.chunks import rows_per_chunk
-from kvcat.compress import heads as heads_module
 from kvcat.compress import queries as queries_module
 from kvcat.compress import split_supervision, trace
 from kvcat.compress.heads import Heads, dense_attention
@@ -23,9 +20,9 @@ def double_trace(double, windows):
     return trace(double, windows, 48)
 
 
-def prefix_queries(double_trace):
+def prefix_queries(double_trace, **limit):
     """The prefix's own queries alone, weighted by share."""
-    return fitted_queries(replace(double_trace, supervision="self"), 1.0, by_share=True)
+    return fitted_queries(replace(double_trace, supervision="self"), 1.0, by_share=True, **limit)
 
 
 def queries_of(fitted, layer):
@@ -71,12 +68,11 @@ def test_a_query_weighs_as_the_attention_that_it_gives_to_the_prefix(double, win
 
 @pytest.mark.parametrize(("prefix_len", "piece_len"), [(48, 16), (46, 16), (1, 1), (48, 10)])
 def test_own_queries_of_the_first_layer_are_those_of_each_part_written_again_behind_the_prefix(
-    double, windows, monkeypatch, prefix_len, piece_len
+    double, windows, prefix_len, piece_len
 ):
-    if piece_len == 10:  # less than a third
-        monkeypatch.setattr(queries_module, "_PART_TOKENS", piece_len)
+    limit = {"part_tokens": piece_len} if piece_len == 10 else {}  # less than a third
     traced_prefix = trace(double, windows, prefix_len)
-    fitted = prefix_queries(traced_prefix)
+    fitted = prefix_queries(traced_prefix, **limit)
     weights = weights_of(traced_prefix, fitted, 0)
     for stop in range(prefix_len, 0, -piece_len):
         text = slice(max(0, stop - piece_len), stop)
@@ -116,12 +112,9 @@ def test_all_positions_of_up_to_4096_choose_keys():
     assert sampled_positions(8192).tolist() == list(range(0, 8192, 2))
 
 
-def test_every_third_own_query_stands_for_three_in_the_fit_and_all_choose_keys(
-    double_trace, monkeypatch
-):
+def test_every_third_own_query_stands_for_three_in_the_fit_and_all_choose_keys(double_trace):
     every = fitted_queries(double_trace, 1.0, by_share=True)
-    monkeypatch.setattr(queries_module, "_FITTED_PER_TOKEN", 0.6)
-    every_third = fitted_queries(double_trace, 1.0, by_share=True)
+    every_third = fitted_queries(double_trace, 1.0, by_share=True, fitted_per_token=0.6)
     assert torch.equal(queries_of(every_third, 0)[:, :, 16:32], queries_of(every, 0)[:, :, 16::3])
     assert every_third.fit_boost.tolist() == [1.0] * 16 + [pytest.approx(3**0.5)] * 16
     whole, thinned = (
@@ -137,16 +130,14 @@ def test_every_third_own_query_stands_for_three_in_the_fit_and_all_choose_keys(
 
 @pytest.mark.parametrize("elements", [1, 700, 40 * 48])
 def test_attention_in_parts_of_heads_and_chunks_of_queries_is_that_of_the_whole(
-    double_trace, monkeypatch, elements
+    double_trace, elements
 ):
     batch = Heads(double_trace, fitted_queries(double_trace, 1.0, by_share=True)).load(
         [(1, 0, 0), (1, 0, 1), (1, 1, 0)]
     )
     whole = dense_attention(batch)
-    monkeypatch.setattr(
-        heads_module, "rows_per_chunk", partial(rows_per_chunk, cpu_elements=elements)
-    )
-    for result, expected in zip(dense_attention(batch), whole, strict=True):
+    in_chunks = dense_attention(batch, cpu_elements=elements)
+    for result, expected in zip(in_chunks, whole, strict=True):
         assert torch.allclose(result, expected, atol=1e-12)
 
 
@@ -179,16 +170,13 @@ def test_a_rotation_is_tried_once_on_every_model_and_shift_and_turns_each_slot_b
     assert torch.allclose(first(keys, 1, torch.tensor([7, 0, -4])), torch.cat(each, 2))
 
 
-def test_a_group_of_heads_holds_no_more_than_its_limit_whatever_is_the_largest(
-    double_trace, monkeypatch
-):
+def test_a_group_of_heads_holds_no_more_than_its_limit_whatever_is_the_largest(double_trace):
     fitted = fitted_queries(double_trace, 0.0, by_share=True)
     queries = 2 * len(fitted.factors)
     prefix = 48
     dims = 2 * double_trace.keys[0].shape[3]
-    monkeypatch.setattr(heads_module, "_BATCH_ELEMENTS", 4096)
     for size in (1, 5, 40):
-        heads = Heads(double_trace, fitted)
+        heads = Heads(double_trace, fitted, group_elements=4096)
         groups = heads.groups_for_fit(
             {head: size for group in heads.groups_for_scores() for head in group}
         )

@@ -64,7 +64,7 @@ REPLAYED = [Eviction("streaming"), AttentionMatching(), AttentionMatching(budget
 @pytest.mark.parametrize(
     "method", REPLAYED, ids=["slots", "slots with a log-bias", "unequal slots"]
 )
-def test_a_suffix_in_chunks_fares_as_in_one_piece(windows, method, monkeypatch):
+def test_a_suffix_in_chunks_fares_as_in_one_piece(windows, method):
     model = loud_model(dtype=torch.float64)
     traced = trace(model, windows, 48)
     cache = method(traced, num_slots=9)
@@ -73,11 +73,8 @@ def test_a_suffix_in_chunks_fares_as_in_one_piece(windows, method, monkeypatch):
     for chunk_tokens in (1, 7):
         for start in (0, 6):
             whole = compare(traced, cache, start=start)
-            with monkeypatch.context() as patch:
-                patch.setattr("kvcat.losses.logits._CHUNK_ELEMENTS", 15 * model.config.vocab_size)
-                patch.setattr(sys.modules["kvcat.compress.compare"], "_CHUNK_TOKENS", chunk_tokens)
-                in_chunks = compare(traced, cache, start=start)
-                hidden = replay_hidden(model, cache, windows[:, 48:])
+            in_chunks = compare(traced, cache, start=start, chunk_tokens=chunk_tokens)
+            hidden = replay_hidden(model, cache, windows[:, 48:], chunk_tokens=chunk_tokens)
             torch.testing.assert_close(vars(whole), vars(in_chunks), rtol=0, atol=1e-12)
             assert torch.allclose(hidden, expected, atol=1e-12)
     assert torch.allclose(supervised_kl(traced, cache), compare(traced, cache).kl, atol=1e-12)

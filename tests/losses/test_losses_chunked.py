@@ -84,12 +84,11 @@ def assert_equal(actual, expected, head, *hidden):
 @pytest.mark.parametrize(
     ("options", "chunk"), [({}, 1000), ({"scale": -1.7}, 3), ({"softcap": 0.8}, 5), (ALL, None)]
 )
-def test_value_and_every_gradient_equal_the_naive_objective(options, chunk, control, monkeypatch):
-    monkeypatch.setattr("kvcat.losses.logits._BLOCK_ELEMENTS_CPU", 2 * VOCAB)
+def test_value_and_every_gradient_equal_the_naive_objective(options, chunk, control):
     head = make_head(**options)
     dense, masked, ids = make_inputs()
     masked = None if control else masked
-    losses = objective(head, dense, masked, ids, **WEIGHTS, chunk_tokens=chunk)
+    losses = objective(head, dense, masked, ids, **WEIGHTS, chunk_tokens=chunk, block_tokens=2)
     assert_equal(
         losses.total, naive_total(head, dense, masked, ids, **WEIGHTS), head, dense, masked
     )
@@ -182,9 +181,8 @@ def test_a_scaled_loss_saves_float16_gradients_from_underflow():
     ("softcap", "block", "at_once"), [(None, 6, 5), (2.0, 6, 7), (None, 5, 2), (2.0, 5, 2)]
 )
 def test_no_tensor_is_larger_than_a_chunk_of_logits_and_few_of_those_live_at_once(
-    softcap, block, at_once, monkeypatch
+    softcap, block, at_once
 ):
-    monkeypatch.setattr("kvcat.losses.logits._BLOCK_ELEMENTS_CPU", block * 97)
     chunk = 6
     vocab = 97
     sizes = {"hidden": 5, "vocab": 97}
@@ -192,7 +190,8 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits_and_few_of_those_live_at_onc
     dense, masked, ids = make_inputs(batch=3, tokens=21, **sizes, dtype=torch.float32)
     known = (dense, masked, ids, head.weight, head.bias)
     with LargeTensors(chunk * vocab, known) as chunked:
-        objective(head, dense, masked, ids, chunk_tokens=chunk).total.backward()
+        losses = objective(head, dense, masked, ids, chunk_tokens=chunk, block_tokens=block)
+        losses.total.backward()
     assert (chunked.largest, chunked.at_once) == (chunk * vocab, at_once)
 
 
@@ -230,8 +229,9 @@ def test_what_is_no_head_and_a_chunk_without_tokens_are_refused_by_name():
         with pytest.raises(InputError, match=message):
             OutputHead(*arguments)
     dense, masked, ids = make_inputs()
-    with pytest.raises(InputError, match="chunk_tokens is 0; it must be at least 1"):
-        objective(make_head(), dense, masked, ids, chunk_tokens=0)
+    for name in ("chunk_tokens", "block_tokens"):
+        with pytest.raises(InputError, match=f"{name} is 0; it must be at least 1"):
+            objective(make_head(), dense, masked, ids, **{name: 0})
     sharded = make_head()
     sharded.weight.placements = ()  # as a DTensor has them
     with pytest.raises(InputError, match="sharded"):
@@ -240,14 +240,15 @@ def test_what_is_no_head_and_a_chunk_without_tokens_are_refused_by_name():
 
 @pytest.mark.parametrize("chunk", [4, 256])
 def test_distillation_from_another_model_in_chunks_equals_the_whole_in_value_and_every_gradient(
-    chunk, monkeypatch
+    chunk,
 ):
-    monkeypatch.setattr("kvcat.losses.logits._CHUNK_ELEMENTS", chunk * VOCAB)
     teacher = make_head(bias=True)
     student = make_head(hidden=5, scale=0.5, softcap=3.0)
     taught = make_inputs()[0]
     learned = make_inputs(hidden=5, seed=1)[0]
-    actual = chunked_kl(teacher, taught[:, :-1].detach(), student, learned[:, :-1])
+    actual = chunked_kl(
+        teacher, taught[:, :-1].detach(), student, learned[:, :-1], chunk_tokens=chunk
+    )
     assert_equal(
         actual,
         distillation_kl(teacher.logits(taught.detach()), student.logits(learned)),

@@ -109,9 +109,7 @@ def test_a_target_outside_zero_to_one_and_a_sequence_of_one_token_are_refused():
 
 @pytest.mark.parametrize("chunk", [256, 1, 4])
 @pytest.mark.parametrize("softcap", [None, 1.5])
-def test_scores_at_every_position_are_those_of_the_whole_logits(chunk, softcap, monkeypatch):
-    monkeypatch.setattr("kvcat.losses.logits._CHUNK_ELEMENTS", chunk * 13)
-    monkeypatch.setattr("kvcat.losses.logits._BLOCK_ELEMENTS_CPU", 2 * 13)
+def test_scores_at_every_position_are_those_of_the_whole_logits(chunk, softcap):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         head = OutputHead(torch.nn.Linear(6, 13, dtype=torch.float64), 1.3, softcap)
@@ -122,8 +120,9 @@ def test_scores_at_every_position_are_those_of_the_whole_logits(chunk, softcap, 
     nll, nll_teacher = (-x.gather(-1, targets[..., None])[..., 0] for x in (student, taught))
     kl = (taught.exp() * (taught - student)).sum(-1)
     top1 = (taught.argmax(-1) == student.argmax(-1)).double()
-    scores = vars(score_positions(head, hidden, targets, teacher))
-    alone = score_positions(head, hidden, targets)
+    sizes = {"chunk_tokens": chunk, "block_tokens": 2}
+    scores = vars(score_positions(head, hidden, targets, teacher, **sizes))
+    alone = score_positions(head, hidden, targets, **sizes)
     for name, values in {"nll": nll, "nll_teacher": nll_teacher, "kl": kl, "top1": top1}.items():
         torch.testing.assert_close(scores[name], values, rtol=1e-12, atol=1e-13)
     assert torch.equal(alone.nll, scores["nll"])
