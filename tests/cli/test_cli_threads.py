@@ -12,14 +12,21 @@ from kvcat.cli.app import run
 
 
 def machine(monkeypatch, tmp_path, *, total=8, allowed=8, load=0.0, running=0, quota=None):
-    """A machine of so many processors, of which this process may use some."""
+    """A machine of so many processors, of which this process may use some: its root folder.
+
+    ``running``: threads that run, without the one that asks; None: not known.
+    """
     monkeypatch.setattr(os, "cpu_count", lambda: total)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(allowed)), raising=False)
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0), raising=False)
-    monkeypatch.setattr(threads, "_running_threads", lambda: running)
-    monkeypatch.setattr(threads, "_CGROUP", tmp_path)
+    cgroup = tmp_path / "sys" / "fs" / "cgroup"
+    cgroup.mkdir(parents=True)
+    (tmp_path / "proc").mkdir()
+    if running is not None:
+        (tmp_path / "proc" / "loadavg").write_text(f"{load} 0.0 0.0 {running + 1}/99 7\n")
     if quota is not None:
-        (tmp_path / "cpu.max").write_text(quota)
+        (cgroup / "cpu.max").write_text(quota)
+    return tmp_path
 
 
 @pytest.mark.parametrize(
@@ -43,22 +50,22 @@ def machine(monkeypatch, tmp_path, *, total=8, allowed=8, load=0.0, running=0, q
 def test_a_command_takes_the_processors_that_it_may_use_and_that_are_free(
     facts, expected, monkeypatch, tmp_path
 ):
-    machine(monkeypatch, tmp_path, **facts)
-    assert threads.free_processors() == expected
+    root = machine(monkeypatch, tmp_path, **facts)
+    assert threads.free_processors(root) == expected
 
 
 def test_the_limit_of_the_first_version_of_control_groups_is_read_too(monkeypatch, tmp_path):
-    machine(monkeypatch, tmp_path)
-    (tmp_path / "cpu").mkdir()
-    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+    root = machine(monkeypatch, tmp_path)
+    folder = root / "sys" / "fs" / "cgroup" / "cpu"
+    folder.mkdir()
+    (folder / "cpu.cfs_period_us").write_text("100000\n")
     for quota, expected in (("300000\n", 3), ("-1\n", 8)):
-        (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text(quota)
-        assert threads.free_processors() == expected
+        (folder / "cpu.cfs_quota_us").write_text(quota)
+        assert threads.free_processors(root) == expected
 
 
 def test_the_machine_at_hand_has_some_number_of_free_processors():
     assert 1 <= threads.free_processors() <= os.cpu_count()
-    assert threads._running_threads() in range(10**6)
 
 
 @pytest.mark.parametrize("spelled", [["--threads", "3"], ["--threads=3"]])
@@ -111,7 +118,7 @@ print(os.environ["OMP_NUM_THREADS"])
 def test_torch_will_read_that_number_and_the_environment_comes_before_the_choice(
     command, words, environment, expected
 ):
-    clean = {name: value for name, value in os.environ.items() if name not in threads._VARIABLES}
+    clean = {name: value for name, value in os.environ.items() if name not in threads.VARIABLES}
     code = CODE.format(command=command, words=words)
     done = subprocess.run(
         [sys.executable, "-c", code],

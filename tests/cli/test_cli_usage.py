@@ -185,10 +185,14 @@ def test_what_ends_a_command_from_outside_is_one_line_and_its_own_exit_code(
     def command(*folders: str):
         raise raised
 
-    monkeypatch.setattr(app, "_function", lambda _: command)
+    def buggy_command(*folders: str):
+        return {}["missing"]
+
+    report = f"kvcat.{app.COMMANDS['report'][0]}"
+    monkeypatch.setattr(report, command)
     assert run(["report"]) == code
     assert capsys.readouterr().err == message
-    monkeypatch.setattr(app, "_function", lambda _: {}["missing"])
+    monkeypatch.setattr(report, buggy_command)
     with pytest.raises(KeyError):  # a bug shows its traceback
         run(["report"])
 

@@ -6,13 +6,12 @@ import pytest
 import torch
 from structured_heads import eager_attention
 
-from kvcat.compress import queries as queries_module
 from kvcat.compress import split_supervision, trace
 from kvcat.compress.heads import Heads, dense_attention
 from kvcat.compress.queries import fitted_queries
 from kvcat.compress.trace import sampled_positions
-from kvcat.models import rotation as rotation_module
 from kvcat.models.rotation import KeyRotation
+from tiny import loud_model
 
 
 @pytest.fixture
@@ -141,30 +140,25 @@ def test_attention_in_parts_of_heads_and_chunks_of_queries_is_that_of_the_whole(
         assert torch.allclose(result, expected, atol=1e-12)
 
 
-def test_models_whose_positions_cannot_be_turned_have_no_own_queries(
-    double, windows, double_trace, monkeypatch
-):
-    def refuse(*_):
-        raise queries_module.InputError("no rotary position embedding")
-
-    monkeypatch.setattr(queries_module, "KeyRotation", refuse)
-    assert queries_of(fitted_queries(double_trace, 1.0, by_share=True), 0).shape[2] == 16
-    alone = fitted_queries(trace(double, windows, supervision="self"), 1.0, by_share=True)
+def test_models_whose_positions_cannot_be_turned_have_no_own_queries(windows):
+    model = loud_model("opt", ffn_dim=48, word_embed_proj_dim=32)
+    fitted = fitted_queries(trace(model, windows, 48), 1.0, by_share=True)
+    assert queries_of(fitted, 0).shape[2] == 16
+    alone = fitted_queries(trace(model, windows, supervision="self"), 1.0, by_share=True)
     assert alone.causal
 
 
-def test_a_rotation_is_tried_once_on_every_model_and_shift_and_turns_each_slot_by_its_own(
-    double, monkeypatch
-):
-    tried = []
-    keys_at = rotation_module._keys_at
-    monkeypatch.setattr(
-        rotation_module, "_keys_at", lambda *args: tried.append(args) or keys_at(*args)
-    )
+def test_a_rotation_is_tried_once_on_every_model_and_shift_and_turns_each_slot_by_its_own(double):
+    forwards = []
+    model = loud_model(dtype=torch.float64)  # on which no rotation was tried before
+    hook = model.model.register_forward_pre_hook(lambda *_: forwards.append(len(forwards)))
+    num_forwards = []
+    for shift in (29, 29, 31):
+        KeyRotation(model, shift)
+        num_forwards.append(len(forwards))
+    hook.remove()
+    assert num_forwards[0] == num_forwards[1] < num_forwards[2]
     first = KeyRotation(double, 29)
-    _ = KeyRotation(double, 29)
-    _ = KeyRotation(double, 31)
-    assert [start for _, _, start in tried] == [29, 31]
     keys = torch.randn(1, 2, 3, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     each = [first(keys[:, :, slot : slot + 1], 1, shift) for slot, shift in enumerate((7, 0, -4))]
     assert torch.allclose(first(keys, 1, torch.tensor([7, 0, -4])), torch.cat(each, 2))

@@ -4,22 +4,22 @@ import dataclasses
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from kvcat.errors import InputError
-from kvcat.files import read_json, read_jsonl
+from kvcat.files import read_json, read_jsonl, write_json
 from kvcat.training import loop as loop_module
 from kvcat.training import run as run_module
-from kvcat.training import signals as signals_module
 from kvcat.training.checkpoint import Checkpoints, folders, verify
 from kvcat.training.config import TrainConfig
 from kvcat.training.distributed import World
 from kvcat.training.loop import train
 from kvcat.training.schedule import learning_rate
-from kvcat.training.signals import Stopped
+from kvcat.training.signals import Stopped, stop_requests
 from training_runs import assert_same, exported, records, start_command, state
 
 
@@ -56,15 +56,14 @@ def test_a_run_killed_between_its_last_checkpoint_and_the_export_only_exports(mo
 
 def stopped(run, step, monkeypatch):
     """A run that gets a SIGTERM while it computes a step."""
-    original = loop_module.Trainer._train_step
 
-    def train_step(self):
-        if self.step == step - 1:
+    def rate_and_signal(steps_done, config):
+        if steps_done == step - 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        return original(self)
+        return learning_rate(steps_done, config)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop_module.Trainer, "_train_step", train_step)
+        patch.setattr(loop_module, "learning_rate", rate_and_signal)
         with pytest.raises(Stopped):
             train(run, progress=False)
     return run
@@ -80,7 +79,7 @@ def test_a_signal_to_another_process_stops_this_one_after_the_same_step(monkeypa
 def test_a_second_signal_ends_a_run_that_waits_for_data_unless_it_comes_at_once(
     monkeypatch, new_run
 ):
-    monkeypatch.setattr(signals_module, "_ONE_REQUEST", 0.2)
+    monkeypatch.setattr(loop_module, "stop_requests", partial(stop_requests, 0.2))
 
     def wait(*_):
         for _ in range(3):
@@ -99,20 +98,18 @@ def test_a_second_signal_ends_a_run_that_waits_for_data_unless_it_comes_at_once(
 
 def test_a_mistake_lets_the_checkpoint_that_is_being_written_come_to_its_end(monkeypatch, new_run):
     run = new_run(checkpoint_every=1)
-    write = Checkpoints._write
 
-    def slowly(self, *arguments):
+    def slowly(file, state):
         time.sleep(0.5)
-        write(self, *arguments)
+        write_json(file, state)
 
-    def read(self):
-        if folders(Path(run.output)) or self.step:
+    def mistake_after_one_step(steps_done, config):
+        if steps_done:
             raise InputError("the text is gone")
-        return original(self)
+        return learning_rate(steps_done, config)
 
-    original = loop_module.Trainer._train_step
-    monkeypatch.setattr(Checkpoints, "_write", slowly)
-    monkeypatch.setattr(loop_module.Trainer, "_train_step", read)
+    monkeypatch.setattr("kvcat.training.checkpoint.write_json", slowly)
+    monkeypatch.setattr(loop_module, "learning_rate", mistake_after_one_step)
     with pytest.raises(InputError, match="the text is gone"):
         train(run, progress=False)
     assert [folder.name for folder in folders(Path(run.output))] == ["step-000001"]
@@ -303,7 +300,7 @@ def test_only_the_newest_checkpoints_stay_and_damaged_later_ones_go(tmp_path):
 
 @pytest.mark.parametrize(
     "place",
-    ["kvcat.training.checkpoint._digest", "torch.distributed.checkpoint.filesystem._write_item"],
+    ["kvcat.training.checkpoint.write_json", "torch.distributed.checkpoint.filesystem._write_item"],
 )
 @pytest.mark.parametrize(
     "error", [OSError(28, "No space left on device"), RuntimeError("failed writing file")]
