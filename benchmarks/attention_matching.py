@@ -1,10 +1,11 @@
-"""Seconds of Attention Matching beside the original's code: python benchmarks/attention_matching.py
---peer FOLDER.
+"""Seconds of Attention Matching, optionally compared with its authors' code.
 
-Caches of 768 tokens are fitted to the 128 behind them. All methods take turns on every window, each
-from a cold start on the same trace; shown are medians (processor time of one thread; wall time on a
-GPU) and, with --peer, a checkout of adamzweiger/compaction, ratios to its matching pursuit
-("fast").
+    python benchmarks/attention_matching.py [--peer FOLDER]
+
+Caches of 768 tokens are fitted to the 128 tokens that follow. All methods take turns on every
+window. Each starts cold on the same trace. The table shows medians: processor time of one thread,
+or wall time on a GPU. With --peer, a checkout of adamzweiger/compaction, it also shows ratios to
+that code's matching pursuit ("fast").
 """
 
 import argparse

@@ -1,5 +1,4 @@
-"""What a checkpoint costs a run: how long training stands still, and how much slower a step is
-while files are written.
+"""Cost of a checkpoint: how long training waits, and how much slower a step is during the writing.
 
 python benchmarks/checkpoint.py [--shape small] [--batch 4] [--seq-len 1024] [--threads 2]
 """

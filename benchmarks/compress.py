@@ -1,12 +1,12 @@
-"""Seconds of compression methods on one text, each from a cold start: python benchmarks/compress.py
---text FILE.
+"""Seconds of compression methods on one text, each from a cold start.
 
-    --model kvcat-base --prefix 768 --suffix 256 --keep 0.05 0.1 0.2 0.4 --methods ... --threads 1
+    python benchmarks/compress.py --text FILE [--model kvcat-base] [--prefix 768] [--suffix 256]
+        [--keep 0.05 0.1 0.2 0.4] [--methods ...] [--threads 1]
 
-The first line is the trace (one dense forward) that all methods share; a method's seconds are those
-of a call on the trace alone. "all" makes the caches of all keep ratios in one go
-(``Compressor.each``), which shares their work. KL is KL(dense || compact) on the suffix, nats per
-token. With one thread the clock is processor time.
+The first line is the trace, one dense forward that all methods share. A method's seconds are those
+of a call on the trace alone. "all" makes the caches of all keep ratios in one call
+(``Compressor.each``), which shares their work. KL is KL(dense || compact) on the suffix, in nats
+per token. With one thread the clock is processor time.
 """
 
 import argparse

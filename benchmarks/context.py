@@ -1,12 +1,14 @@
-"""Time and memory of compression against the length of a document: python benchmarks/context.py
---text FILE.
+"""Time and memory of compression by the length of a document.
+
+    python benchmarks/context.py --text FILE
 
 Each document is compressed alone (``supervision="self"``). Prefill is one forward that fills the
-cache; the trace is the forward that all methods share, and takes prefill's place; a method's
-seconds are those of a call on the trace, from a cold start. Seconds are processor time of one
-thread; MiB what the resident set grows by at most meanwhile (Linux). Every cell is a line of the
-output file, and a run that was interrupted goes on behind what is there; use another file for
-another model, text or keep ratio.
+cache. The trace is the forward that all methods share; it replaces the prefill. A method's seconds
+are those of a call on the trace, from a cold start. Seconds are processor time of one thread. MiB
+are the largest growth of the resident set meanwhile (Linux).
+
+Every cell is a line of the output file. An interrupted run continues after the lines that are
+there; use another file for another model, text or keep ratio.
 """
 
 import argparse
@@ -34,7 +36,9 @@ def status_mib(name: str) -> float:
 
 def measured(run: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
     """What ``run`` returns, its processor time and the growth of the resident set at its peak."""
-    ctypes.CDLL(None).malloc_trim(0)  # what was freed before does not hide what is taken now
+    ctypes.CDLL(None).malloc_trim(
+        0
+    )  # memory that was freed before must not hide memory that is allocated now
     Path("/proc/self/clear_refs").write_text("5")
     before = status_mib("VmRSS")
     start = time.process_time()

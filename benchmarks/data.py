@@ -1,9 +1,8 @@
-"""Tokens per second of streamed and of prepared text, and how long training waits for streamed
-text.
+"""Tokens per second of streamed and of prepared text, and how long training waits for a stream.
 
-The text is generated, the tokenizer is kvcat-base's; a step is 16 sequences of 1024 tokens. The
-consumer takes a step, then computes nothing for as long as a model of the given speed would; the
-stall is what reading adds to that. All ratios are to streaming in the same run.
+The text is generated and the tokenizer is that of kvcat-base. A step is 16 sequences of 1024
+tokens. The consumer reads a step, then waits for as long as a model of the given speed would
+compute. The stall is what reading adds to that. All ratios are to streaming in the same run.
 """
 
 import argparse
@@ -71,7 +70,7 @@ def speed(source: TokenLoader, seconds: float) -> float:
 
 
 def stall(source: TokenLoader, tokens_per_s: float, steps: int) -> tuple[float, float]:
-    """Mean and largest seconds per step that reading takes beside a consumer of that speed."""
+    """Mean and largest seconds per step that a consumer of that speed waits for reading."""
     waits = []
     for _ in range(steps):
         start = time.perf_counter()

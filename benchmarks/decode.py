@@ -1,10 +1,11 @@
-"""Decoding from compact caches against dense ones, time and bytes: python benchmarks/decode.py
-[--tokens 8192].
+"""Time and bytes of decoding from compact caches, relative to dense ones.
 
-A Qwen2 model of random weights (4 layers, 14 query heads and 2 KV heads of 64 channels, as
-Qwen2.5-0.5B has) decodes behind a prefix. Every cache takes its turn in every round; times are
-medians, and ratios to a dense cache of as many tokens as the compact one has slots. Bytes are those
-of the keys and values (and log-bias) of the prefix.
+    python benchmarks/decode.py [--tokens 8192]
+
+A Qwen2 model of random weights decodes after a prefix. It has 4 layers, and 14 query heads and 2 KV
+heads of 64 channels, as Qwen2.5-0.5B does. Every cache has its turn in every round. Times are
+medians. Ratios are to a dense cache of as many tokens as the compact one has slots. Bytes are those
+of the prefix's keys, values and log-bias.
 """
 
 import argparse

@@ -1,17 +1,18 @@
-"""What a cache for engines without log-bias costs in quality: python benchmarks/export.py [--model
-kvcat-base].
+"""Loss of quality of a cache for engines without log-bias.
 
-Attention Matching fits each window's prefix to the first half of its suffix. The table gives the
+    python benchmarks/export.py [--model kvcat-base]
+
+Attention Matching fits each window's prefix to the first half of its suffix. The table shows the
 KL(dense || compact) in nats per token, mean over windows: over the half that was fitted to, and
-over the half behind it.
+over the half after it.
 
 - kept: with log-bias, as kvcat itself replays it
 - dropped: the same without the log-bias
 - without: keys and values fitted without log-bias from the start (`log_bias=False`)
-- evicted: the keys' own values without log-bias
+- evicted: the original values of the kept keys, without log-bias
 
-Every method's re-rotated export is replayed as well; the last line is the largest difference of a
-logit.
+The re-rotated export of every method is replayed as well. The last line is the largest difference
+of a logit.
 """
 
 import argparse
@@ -35,7 +36,7 @@ def without_bias(cache: CompactCache) -> CompactCache:
 
 
 def original_values(fitted: Trace, cache: CompactCache) -> CompactCache:
-    """The kept keys with the values that they had in the prefix."""
+    """The kept keys with their original values."""
     layers = []
     for layer, values in zip(cache.layers, fitted.values, strict=True):
         rows = layer.positions.unsqueeze(-1).expand(-1, -1, -1, values.shape[-1])

@@ -1,10 +1,10 @@
 """Golden figures of the whole product: record them at one commit, check them at another.
 
-    python benchmarks/golden.py record golden.json      # at the old commit python
-    benchmarks/golden.py check golden.json       # at the new one; exit 1 where a figure differs
+    python benchmarks/golden.py record golden.json      # at the old commit
+    python benchmarks/golden.py check golden.json       # at the new one; exit 1 if a figure differs
 
 Figures come from public names and from the files that commands write. Each has a relative
-tolerance: 0 where the arithmetic must be the same, more where a solver may change. A tensor is
+tolerance: 0 where the arithmetic must be the same, larger where a solver may change. A tensor is
 represented by its sum, its norm and its product with a fixed random tensor.
 """
 
@@ -149,7 +149,7 @@ def caches() -> Iterator[tuple[str, list[float], float]]:
 
 
 def command(*arguments: str) -> None:
-    """Run a kvcat command; its own error message is the error."""
+    """Run a kvcat command; if it fails, raise its error message."""
     subprocess.run(
         [sys.executable, "-m", "kvcat", *arguments], check=True, stdout=subprocess.DEVNULL
     )
@@ -216,7 +216,7 @@ def evaluations(folder: Path) -> Iterator[tuple[str, list[float], float]]:
 
 
 def demo(folder: Path) -> Iterator[tuple[str, list[float], float]]:
-    """The quick demo's records; training and solver both differ by rounding."""
+    """The quick demo's records; training and solver may differ by rounding."""
     command("demo", "--quick", "--out", str(folder / "demo"))
     for key, figures in records(folder / "demo" / "suffix"):
         yield f"demo/{key}", figures, 0.05

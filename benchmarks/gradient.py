@@ -1,14 +1,14 @@
-"""A step of the gradient-based compressor against a bare forward and backward of the same suffix
-tokens.
+"""Seconds and memory of a step of the gradient-based compressor, relative to a bare step.
 
-    python benchmarks/gradient.py [--shape large-vocabulary] [--batch 2] [--prefix 768] [--suffix
-        256] [--keep 0.1] [--threads 1] [--steps 3] [--rounds 3]
+    python benchmarks/gradient.py [--shape large-vocabulary] [--batch 2] [--prefix 768]
+        [--suffix 256] [--keep 0.1] [--threads 1] [--steps 3] [--rounds 3]
 
-The bare step runs transformers' own model on a dense cache of as many slots, takes the
-cross-entropy of its logits and the gradient with respect to the slots; weights are frozen in both.
-Each figure comes from a process of its own, the forms in turn, the best of all rounds. One thread
-is timed by its processor time, which busy neighbours hardly disturb, all else by the clock. Memory
-is the peak above what stands before the first step, optimizer included.
+The bare step is a forward and backward of the same suffix tokens in transformers' own model, on a
+dense cache of as many slots. It computes the cross-entropy of the logits and its gradient with
+respect to the slots. Weights are frozen in both. Each figure comes from a process of its own; the
+forms take turns, and the best of all rounds counts. With one thread the clock is processor time,
+which other processes hardly disturb; otherwise it is wall time. Memory is the peak above what the
+process held before the first step, with the optimizer.
 """
 
 import argparse
@@ -87,7 +87,7 @@ def peak_bytes() -> int:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """One form's seconds a step and peak bytes, as JSON."""
+    """Print one form's seconds per step and peak bytes as JSON."""
     torch.set_num_threads(options.threads)
     step = make_step(options)
     clock = time.process_time if options.threads == 1 else time.perf_counter

@@ -1,12 +1,12 @@
-"""How a training step grows with sequence length and with layers; every point in a process of its
-own.
+"""Growth of a training step's time and memory with sequence length and with layers.
 
-    python benchmarks/growth.py [--shape small] [--lengths 512 1024 2048 4096 8192] [--layers 2 4 8
-    16] [--threads 2]
+    python benchmarks/growth.py [--shape small] [--lengths 512 1024 2048 4096 8192]
+        [--layers 2 4 8 16] [--threads 2]
 
-One sequence a step. Time per token and peak memory per token over the model's own, of the control,
-of KV-CAT, and of KV-CAT whose masked pass takes the last quarter; each with the ratio to the row
-before, which is 1 where the cost of a token stays.
+A step is one sequence; every point is measured in a process of its own. The tables show time per
+token, and peak memory per token above that of the model: for the control, for KV-CAT, and for
+KV-CAT whose masked pass is the last quarter. Each has the ratio to the row before, which is 1 if
+the cost of a token is constant.
 """
 
 import argparse

@@ -1,9 +1,10 @@
-"""Every press of the installed kvpress, beside our own methods: python
-benchmarks/kvpress_presses.py [--windows 8].
+"""Every press of the installed kvpress, compared with our own methods, as a Markdown table.
 
-Windows of 384 + 128 tokens of the installed Python sources (test split), float32, a quarter of the
-slots. Attention Matching is fitted to the prefix alone, as the presses are. Presses that want one
-take a scoring press inside, SnapKVPress with a window of 16. Prints a Markdown table.
+    python benchmarks/kvpress_presses.py [--windows 8]
+
+Windows have 384 + 128 tokens of the installed Python sources (test split), in float32; a quarter of
+the slots is kept. Attention Matching is fitted to the prefix alone, as the presses are. Presses
+that need an inner scoring press get SnapKVPress with a window of 16.
 """
 
 import argparse

@@ -1,13 +1,12 @@
-"""The objective on this machine: the chunked form against the naive one, time and peak memory,
-forward plus backward.
+"""Time and peak memory of the chunked objective and of the naive one, forward plus backward.
 
     python benchmarks/loss.py [--vocab 32768] [--tokens 1024] [--hidden 256] [--chunk 64 1024]
         [--device cpu] [--autocast] [--threads 1] [--rounds 1]
 
-Each figure comes from a process of its own, the forms in turn, the best of all rounds; ratios are
-to the naive form of the same objective. One thread is timed by its processor time, which busy
-neighbours hardly disturb, all else by the clock. Memory is the peak above what stands before a
-step: inputs and weights, and no gradients.
+Each figure comes from a process of its own; the forms take turns, and the best of all rounds
+counts. Ratios are to the naive form of the same objective. With one thread the clock is processor
+time, which other processes hardly disturb; otherwise it is wall time. Memory is the peak above what
+the process held before a step: inputs and weights, and no gradients.
 """
 
 import argparse
@@ -73,7 +72,7 @@ def peak_bytes(device: str) -> int:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """One form's seconds and peak bytes, as JSON."""
+    """Print one form's seconds and peak bytes as JSON."""
     torch.set_num_threads(options.threads)
     step = make_step(options)
     cuda = options.device == "cuda"
@@ -94,7 +93,7 @@ def measure(options: argparse.Namespace) -> None:
 def rounds(
     options: argparse.Namespace, forms: list[str], *flags: str
 ) -> dict[str, tuple[float, int]]:
-    """Best seconds and peak bytes of every form, the forms in turn."""
+    """Best seconds and peak bytes of every form; the forms take turns."""
     runs_by_form: dict[str, list[dict]] = {form: [] for form in forms}
     for _ in range(options.rounds):
         for form in forms:

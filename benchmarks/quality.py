@@ -1,13 +1,16 @@
-"""Which method loses least on a real model: python benchmarks/quality.py --data prose=FILE
-code=installed --out OUT.
+"""KL of compression methods on a real model.
 
-Every window is a prefix and the 256 tokens behind it. A cache is made three ways: from the first
-half of these tokens ("suffix", judged on that half, "fitted", and on the other, "later"), from the
-prefix's own queries ("self") and from the prefix said again ("reconstruction"); the last two know
-nothing of what follows and are judged on all of it ("document"). Methods that read no queries
-behind the prefix make one cache for all. Figures are KL(dense || compact), nats per token, with 95
-% intervals that resample documents; below stand the ratios to the first method, paired. Every
-window is written to --out as it is done; the same command goes on where it was stopped.
+    python benchmarks/quality.py --data prose=FILE code=installed --out OUT
+
+Every window is a prefix and the 256 tokens after it. A cache is made in three ways: from the first
+half of these tokens ("suffix"), from the prefix's own queries ("self"), and from a repetition of
+the prefix ("reconstruction"). The first is judged on the half that it was fitted to ("fitted") and
+on the other one ("later"). The last two know nothing of what follows and are judged on all of it
+("document"). Methods that read no queries after the prefix make one cache for all three.
+
+Figures are KL(dense || compact) in nats per token, with 95 % intervals that resample documents, and
+then paired ratios to the first method. Every window is written to --out when it is done; the same
+command continues an interrupted run.
 """
 
 import argparse
@@ -51,7 +54,7 @@ LEARNING = (
     "attention-matching",
     "gradient",
     "original-",
-)  # read what stands behind the prefix; others do not
+)  # methods that read what follows the prefix
 WAYS = ("fitted", "later", "self", "reconstruction")
 
 
@@ -81,7 +84,7 @@ def windows(options: argparse.Namespace, tokenizer) -> Iterator[tuple[str, str, 
 
 
 class Traces:
-    """The traces of one window, each made when first asked for."""
+    """The traces of one window, each made when it is first needed."""
 
     def __init__(self, model, tokenizer, tokens: list[int], prefix_len: int) -> None:
         self._model = model
@@ -134,7 +137,7 @@ class Original:
             )
 
     def each(self, traced: Trace, keeps: list[float]) -> Iterator[CompactCache]:
-        """The caches of several keep ratios, each worked out alone."""
+        """The caches of several keep ratios, each computed alone."""
         for keep in keeps:
             layers = []
             for every, values, queries in zip(
@@ -301,14 +304,14 @@ def main() -> None:
                 keeps = [keep for keep in options.keep if (index, spec, way, keep) not in known]
                 original = spec.startswith(
                     "original-"
-                )  # knows no other supervision than queries behind the prefix
+                )  # supports only queries after the prefix as supervision
                 if not keeps or not (
                     way == "suffix" or (spec.startswith(LEARNING) and not original)
                 ):
                     continue
                 if way == "self" and spec.startswith(
                     "gradient"
-                ):  # learns from predictions, of which there are none
+                ):  # learns from predictions, and there are none
                     continue
                 compressor = (
                     Original(options.peer, spec.removeprefix("original-"))

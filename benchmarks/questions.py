@@ -1,17 +1,20 @@
-"""Answers that are right or wrong, from compact caches: python benchmarks/questions.py --out FILE.
+"""Share of right answers from compact caches: python benchmarks/questions.py --out FILE.
 
-Between neutral sentences stand lines "The phone number of Anna is 48213.": one (needle), four
-(multi-needle) or twelve (key-value). The document is a user's turn in the chat template; behind it
-stands "What does the text say?", and the answer is begun: "The phone number of Anna is". All are
-asked from one cache. A greedy answer is right if it holds the number, whole. Caches are fitted to
-the prefix's own queries ("self"), to the document said again ("reconstruction"), to eight questions
-of the kind with invented answers, none of which the document tells ("examples"), or to the very
-questions with their answers ("asked"). Conditions are METHOD@SUPERVISION; eviction reads the prefix
-alone. Beside them stand the dense cache, no document, and ("truncated@text") as much of the text,
-its beginning and its end, as the cache has slots. Intervals resample documents, and hold Wilson's
-at that many documents. Every answer is written to --out as it is given; the same command goes on
-where it was stopped, and the tables are of all that --out holds: of every question, of each kind
-and of each length.
+A document consists of neutral sentences and of lines such as "The phone number of Anna is 48213.":
+one such line (needle), four (multi-needle) or twelve (key-value). It is a user's turn in the chat
+template. The question "What does the text say?" follows, and the answer is begun: "The phone number
+of Anna is". All questions are answered from one cache. A greedy answer is right if it contains the
+whole number.
+
+Conditions are METHOD@SUPERVISION. A cache is fitted to the prefix's own queries ("self"), to a
+repetition of the document ("reconstruction"), to eight questions of the same kind with invented
+answers that are not in the document ("examples"), or to the very questions with their answers
+("asked"). Eviction reads the prefix alone. For comparison there are the dense cache, no document,
+and ("truncated@text") the beginning and the end of the text, as many tokens as the cache has slots.
+
+Intervals resample documents, and contain Wilson's interval for that number of documents. Every
+answer is written to --out when it is made; the same command continues an interrupted run. The
+tables cover all that --out holds: every question, each kind and each length.
 """
 
 import argparse
@@ -38,7 +41,11 @@ from kvcat.evals.haystacks import Pieces, draws, filler_lines, number, shuffled
 from kvcat.evals.longbench import cut_middle
 from kvcat.files import append_jsonl, read_jsonl
 
-KINDS = {"needle": 1, "multi-needle": 4, "key-value": 12}  # lines that are hidden, and asked
+KINDS = {
+    "needle": 1,
+    "multi-needle": 4,
+    "key-value": 12,
+}  # number of lines with facts, all of which are asked
 NAMES = [
     "Anna",
     "Peter",
@@ -94,7 +101,7 @@ CONDITIONS = (
 
 @dataclass(frozen=True)
 class Document:
-    """A document with its facts on a model; one example of each is the same for every condition."""
+    """A document with its facts on a model; it is the same for every condition."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -105,12 +112,12 @@ class Document:
 
     @property
     def name(self) -> str:
-        """Of the document in records."""
+        """The document's name in records."""
         return f"{self.kind}-{self.length}-{self.seed}-{self.index}"
 
     @cached_property
     def facts(self) -> list[tuple[str, str]]:
-        """Names and numbers that the document tells and that are asked."""
+        """Names and numbers in the document that are asked."""
         draw = draws(self.seed, "facts", self.kind, self.length, self.index)
         return [(name, number(draw, DIGITS)) for name in shuffled(draw, NAMES)[: KINDS[self.kind]]]
 
@@ -131,8 +138,8 @@ class Document:
         return [*head, *pieces.filled(lines, filler_lines(draw), num_tokens)]
 
     def encode(self, text: str, facts: Sequence[tuple[str, str]] = ()) -> list[int]:
-        """Token ids of the question, a text that begins the answer, and of facts that the answer
-        tells."""
+        """Token ids of the question, a text that begins the answer, and of facts that the
+        answer states."""
         _, between, tail = chat_parts(self.tokenizer)
         said = text + "\n".join(f"{LINE.format(name)} {code}." for name, code in facts)
         return self.tokenizer.encode(between + QUESTION + tail + said, add_special_tokens=False)
@@ -153,7 +160,7 @@ class Document:
         return trace(self.model, torch.tensor([[*self.ids, *self.encode("", facts)]]), self.length)
 
     def answers(self, cache: CompactCache | None) -> list[str]:
-        """Greedy answers to all questions, read behind a cache or alone."""
+        """Greedy answers to all questions, after a cache or alone."""
         head = [] if cache is not None else self.tokenizer.encode(chat_parts(self.tokenizer)[0])
         questions = [[*head, *self.encode(LINE.format(name))] for name, _ in self.facts]
         answers = greedy_answers(self.model, cache, questions, DIGITS + 2)
@@ -169,7 +176,7 @@ class Document:
 
 
 def right(answer: str, code: str) -> bool:
-    """Whether an answer holds the number, whole."""
+    """Whether an answer contains the whole number."""
     return re.search(rf"(?<!\d){code}(?!\d)", answer) is not None
 
 
@@ -219,7 +226,7 @@ def answered(
 
 
 def share(rows: pd.DataFrame) -> str:
-    """The share of right answers, percent, with an interval that holds the bootstrap's over
+    """The share of right answers, percent, with an interval that contains both the bootstrap's over
     documents and Wilson's."""
     right = rows.right.to_numpy()
     documents = list(rows.document)
@@ -270,7 +277,7 @@ def report(records: Sequence[dict], conditions: Sequence[str], keeps: Sequence[f
 
 
 def show(records: Sequence[dict]) -> None:
-    """The questions' right answers and what each condition says."""
+    """Print the right answers and those of each condition."""
     for record in records:
         asked = ", ".join(f"{name} {code}" for name, code in record["asked"])
         print(

@@ -1,19 +1,19 @@
-"""Compact caches beside dense ones in llama.cpp and vLLM on a CPU.
+"""Speed and memory of compact and of dense caches in llama.cpp and vLLM on a CPU.
 
     python benchmarks/serving.py llama.cpp --data textbooks.parquet --documents 1 --tokens 4090
     python benchmarks/serving.py vllm --data textbooks.parquet --documents 8 --tokens 1000
 
-`llama.cpp`: one document, its dense cache and a compact one. Cells and bytes that llama.cpp
-allocates for them, seconds from a cache's file to the first token of an answer (dense also from the
-text), tokens a second of the answer.
+`llama.cpp`: the dense cache and a compact one of one document. The figures are the cells and bytes
+that llama.cpp allocates for them, the seconds from a cache's file to the first token of an answer
+(of the dense one also from the text), and the tokens per second of the answer.
 
-`vllm`: 64 requests at once over all documents, eight questions each in turn, first to a server of
-the plain model with the documents in the prompts (its own prefix cache on), then to one of the
-widened model with packed caches. Answers of the second are compared with those of transformers,
-token by token.
+`vllm`: 64 requests at once over all documents, eight questions each in turn. They first go to a
+server of the plain model with the documents in the prompts and its prefix cache on, then to a
+server of the widened model with packed caches. Answers of the second are compared with those of
+transformers, token by token.
 
-Documents are cut from the last text of the data. Caches stay in the work folder and are used again;
-the records are appended to `records.jsonl` there.
+Documents are cut from the last text of the data. Caches stay in the work folder and are used again.
+The records are appended to `records.jsonl` there.
 """
 
 import argparse
@@ -160,7 +160,7 @@ def llama_cpp(options, model, tokenizer, texts):
 
 
 class Server:
-    """A vLLM server for the time of a block; the largest share of its KV cache that was in use."""
+    """A vLLM server during a block; ``usage`` is the largest share of its KV cache in use."""
 
     def __init__(self, options, model, caches=None):
         self.port = 8734
@@ -263,7 +263,7 @@ class Server:
         return made, first, time.perf_counter() - start
 
     def load(self, bodies):
-        """Answers of all requests at once, and what they took."""
+        """Answers of all requests, sent at once, and figures of speed and memory."""
         start = time.perf_counter()
         with ThreadPoolExecutor(len(bodies)) as pool:
             answers = list(pool.map(self.ask, bodies))

@@ -1,11 +1,11 @@
-"""The control against plain continued pretraining in transformers' Trainer: tokens a second, same
-model and batch.
+"""Tokens per second of the control and of plain continued pretraining in transformers' Trainer.
 
     python benchmarks/trainer.py [--model kvcat-base] [--steps 12] [--seq-len 1024] [--batch 4]
-    [--device cpu]
+        [--device cpu]
 
-Both run float32 AdamW with clipping and no validation; each is a process of its own, the two in
-turn, and the first steps of each do not count. Needs accelerate, which comes with kvcat[harness].
+Both train the same model on the same batches with float32 AdamW and clipping, without validation.
+Each is a process of its own; they take turns, and the first steps of each do not count. Needs
+accelerate, which comes with kvcat[harness].
 """
 
 import argparse

@@ -1,12 +1,12 @@
-"""A training step with KV-CAT against one of the control: time, its parts, memory; all in one run.
+"""Time and memory of a training step with KV-CAT, relative to one of the control.
 
     python benchmarks/training.py [--shape kvcat-base|smollm2-135m|small|...] [--seq-len 1024]
-    [--batch 4] [--threads 2]
+        [--batch 4] [--threads 2]
 
 Steps of all variants take turns, and ratios compare neighbours in time; the median is shown. The
 control's step is forward, loss and backward of B sequences; KV-CAT's of B dense and B masked ones.
-2.0 is the floor of KV-CAT over the control. Peak memory compares B sequences of KV-CAT with 2 B of
-the control, each in a process of its own.
+KV-CAT needs at least 2.0 times the control's time. Peak memory compares B sequences of KV-CAT with
+2 B of the control, each in a process of its own.
 """
 
 import argparse
@@ -169,7 +169,7 @@ def one(request: dict[str, object]) -> None:
 
 
 def held(device: str) -> float:
-    """Memory that this process holds now, in GiB."""
+    """Memory in use by this process, GiB."""
     if device.startswith("cuda"):
         return torch.cuda.memory_allocated() / 2**30
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**30

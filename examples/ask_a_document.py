@@ -1,7 +1,8 @@
-"""Ask SmolLM2-135M about a document, dense beside compact: python examples/ask_a_document.py
-[DOCUMENT QUESTION...].
+"""Ask SmolLM2-135M about a document, with a dense cache and with compact ones.
 
-Without arguments: the minutes beside this file and five questions that they answer. `make
+    python examples/ask_a_document.py [DOCUMENT QUESTION...]
+
+Without arguments: the minutes next to this file and five questions that they answer. `make
 demo-real` runs it.
 """
 

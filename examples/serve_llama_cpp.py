@@ -1,9 +1,11 @@
-"""Questions about documents, answered by llama.cpp from packed caches; the model is loaded once.
+"""Answer questions about documents in llama.cpp from packed caches; the model is loaded once.
 
-    kvcat widen smollm2-135m -o wide.gguf kvcat compress smollm2-135m --text examples/minutes.txt
-    --chat --keep 0.25 -o minutes.safetensors kvcat pack smollm2-135m --cache minutes.safetensors -o
-    minutes --head-dim 80 echo "minutes: Where is the next meeting?" | python
-    examples/serve_llama_cpp.py smollm2-135m wide.gguf minutes
+    kvcat widen smollm2-135m -o wide.gguf
+    kvcat compress smollm2-135m --text examples/minutes.txt --chat --keep 0.25
+        -o minutes.safetensors
+    kvcat pack smollm2-135m --cache minutes.safetensors -o minutes --head-dim 80
+    echo "minutes: Where is the next meeting?" |
+        python examples/serve_llama_cpp.py smollm2-135m wide.gguf minutes
 
 Each line of standard input names a document and asks a question.
 """

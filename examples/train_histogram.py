@@ -1,14 +1,12 @@
-"""Which solution of the histogram does training find? Small transformers trained with and without
-KV-CAT's objective.
+"""Which solution of the histogram does training find? Small transformers, with and without KV-CAT.
 
-Two-block networks of the theory's architecture learn the running histogram of 3 symbols, the usual
-way and with the masked objective, from the same weights on the same data. Then the best cache for
-every number of slots is searched by gradient, the worst of all suffixes counting, beside the two
-constructions of ``kvcat.theory``.
+Networks of the theory's architecture with two blocks learn the running histogram of 3 symbols, the
+usual way and with the masked objective, from the same weights on the same data. Then a gradient
+search finds the best cache for every number of slots, judged by the worst of all suffixes. The
+table compares the trained networks with the two constructions of ``kvcat.theory``.
 
-    python examples/train_histogram.py --seeds 5      # the table of docs/theory.md, some minutes
-    for each seed python examples/train_histogram.py --quick        # seconds; shows only that
-    everything runs
+    python examples/train_histogram.py --seeds 5    # the table of docs/theory.md; minutes per seed
+    python examples/train_histogram.py --quick      # seconds; shows only that everything runs
 """
 
 import argparse
@@ -59,8 +57,10 @@ QUICK = SimpleNamespace(
 
 
 def draw_weights(setting: SimpleNamespace, seed: int, uniform: bool) -> dict[str, Tensor]:
-    """Trainable tensors by name. All are drawn, then fixed ones set to zero: variants share all
-    others.
+    """Trainable tensors by name.
+
+    All are drawn, then the fixed ones are set to zero, so that variants share all others.
+
     """
     draw = torch.Generator().manual_seed(seed)
     width = setting.width
@@ -198,9 +198,7 @@ def train(
 
 
 def draw_prefixes(setting: SimpleNamespace) -> Tensor:
-    """Prefixes of different counts: the constant ones, and others drawn, each in an order of its
-    own.
-    """
+    """Prefixes of different counts in random orders: the constant ones, and drawn ones."""
     rows = multisets(SYMBOLS, setting.prefix_len)
     draw = torch.Generator().manual_seed(0)
     constant = (rows == rows[:, :1]).all(1)
@@ -215,8 +213,8 @@ def draw_prefixes(setting: SimpleNamespace) -> Tensor:
 
 
 def search_caches(model: d.Transformer, prefixes: Tensor, r: int, num_steps: int) -> Tensor:
-    """For each prefix the worst error over all suffixes behind the best cache of r slots that is
-    found.
+    """For each prefix the worst error over all suffixes, with the best cache of r slots that the
+    search finds.
 
     Adam on the p-norm of the errors, p rising from 4 to 200. Keys move in coordinates in which
     queries are white. Two starts: runs of slots merged into their means, and these with the
@@ -286,7 +284,7 @@ def search_caches(model: d.Transformer, prefixes: Tensor, r: int, num_steps: int
 def policy_errors(
     model: d.Transformer, prefixes: Tensor, policy: d.Policy, num_slots: int
 ) -> Tensor:
-    """Each prefix's worst error behind a policy."""
+    """The worst error of each prefix with the caches of a policy."""
     worst = [
         d.compressibility(model, policy, lambda _: num_slots, prefixes=[row])
         for row in prefixes.tolist()

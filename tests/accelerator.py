@@ -1,8 +1,8 @@
-"""An accelerator on paper: the device "accel", whose tensors lie in the processor's memory.
+"""A simulated accelerator: the device "accel", whose tensors are in the processor's memory.
 
-It computes what the processor does and refuses what a real one refuses: tensors of two devices in
-one operation. So mistakes of that kind show where there is no GPU. Importing this module changes
-torch for the whole process.
+It computes what the processor does and rejects what a real one rejects: tensors of two devices in
+one operation. So such mistakes are noticed without a GPU. Importing this module changes torch for
+the whole process.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ INDEXING = (
     "index_put_",
     "_index_put_impl_",
     "_unsafe_index",
-)  # indices may be the processor's
+)  # indices may be on the processor
 FACTORIES = (
     "arange",
     "arange.start",
@@ -74,8 +74,8 @@ class Held(torch.Tensor):
 
 
 def run(func, *args, **kwargs):
-    """The operation on the processor; its results are of the device that a real one would give
-    them."""
+    """The operation on the processor; its results are on the device that a real one would put
+    them on."""
     tensors = [x for x in _pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     held = [x for x in tensors if isinstance(x, Held)]
     check_devices(func, args, held, [x for x in tensors if not isinstance(x, Held) and x.dim()])
@@ -91,14 +91,14 @@ def run(func, *args, **kwargs):
     out = func(*args, **kwargs)
     if not here:
         return out
-    # an operation in place gives back what it was given
+    # an operation in place returns its argument
     return _pytree.tree_map_only(
         torch.Tensor, lambda x: same[id(x)] if id(x) in same else Held(x), out
     )
 
 
 def check_devices(func, args, held, foreign):
-    """Refuse tensors of both devices; a tensor of the processor without axes counts as a number."""
+    """Reject tensors of both devices; a tensor without axes on the processor counts as a number."""
     if not held or not foreign or func in COPIES:
         return
     name = func._schema.name.removeprefix("aten::")
@@ -110,7 +110,7 @@ def check_devices(func, args, held, foreign):
 
 
 class Stream(contextlib.nullcontext):
-    """What is never waited for."""
+    """A stream or event; nothing ever waits for it."""
 
     def wait_stream(self, *_):
         pass

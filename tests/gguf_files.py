@@ -1,16 +1,16 @@
-"""Small transformers models as GGUF files (a module of the tests, not a test)."""
+"""Small transformers models as GGUF files (a helper of the tests)."""
 
 import gguf
 
 
 def write_gguf(model, path, words=(), *, settings=None, tensors=None, name=None):
-    """A Llama, Qwen2 or Qwen3 in float32, as llama.cpp's own converter lays it out; the last word
-    ends a text.
+    """A Llama, Qwen2 or Qwen3 in float32, as llama.cpp's converter writes it; the last word ends
+    texts.
 
     Args:
-        settings: more metadata by key, without the architecture's prefix, which replace those of
+        settings: further metadata by key without the architecture's prefix; they replace those of
             the model.
-        tensors: more tensors by name.
+        tensors: further tensors by name.
         name: of the model, in the metadata.
     """
     config = model.config

@@ -1,4 +1,4 @@
-"""What memory an operation takes (a module of the tests, not a test)."""
+"""The largest tensors that an operation makes (a helper of the tests)."""
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef

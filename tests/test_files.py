@@ -1,4 +1,4 @@
-"""Files are whole or absent, logs survive a kill, a folder has one writer."""
+"""Files are complete or absent, logs survive a kill, and a folder has one writer."""
 
 import subprocess
 import sys

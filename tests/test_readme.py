@@ -1,5 +1,4 @@
-"""The examples of the README, docs/compress.md and docs/theory.md run, and what the documents name
-is there."""
+"""The examples of README, docs/compress.md and docs/theory.md run, and what they name exists."""
 
 import re
 import runpy

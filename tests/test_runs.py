@@ -1,4 +1,4 @@
-"""The scripts of runs/ that compute something of their own."""
+"""The scripts in runs/ that compute figures themselves."""
 
 import importlib.util
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Folders of small texts in every form that streams read, and streams taken apart (a module of the
+"""Folders of small texts in every form that streams read, and documents of a stream (a helper of the
 tests)."""
 
 import gzip

@@ -1,4 +1,4 @@
-"""A tiny model with its tokenizer, and texts for it (a module of the tests, not a test)."""
+"""A tiny model with its tokenizer, and texts for it (a helper of the tests)."""
 
 import random
 
@@ -41,7 +41,7 @@ CHAT = (
 
 
 def refusal(call, *arguments, **options):
-    """What an ``InputError`` says, on one line."""
+    """The message of the ``InputError`` that a call raises, which is one line."""
     with pytest.raises(InputError) as caught:
         call(*arguments, **options)
     assert "\n" not in str(caught.value)

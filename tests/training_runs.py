@@ -1,4 +1,4 @@
-"""Short training runs and what they leave (a module of the tests, not a test)."""
+"""Short training runs and their files (a helper of the tests)."""
 
 import dataclasses
 import json
@@ -42,7 +42,7 @@ def config(model, data, output, **options):
 
 
 def context():
-    """Where processes come from: a server that has done the imports once."""
+    """A context that starts processes from a server that has done the imports once."""
     made = multiprocessing.get_context("forkserver")
     made.set_forkserver_preload(
         ["kvcat.cli.app", "kvcat.training.loop", "transformers.models.qwen2"]
@@ -84,7 +84,7 @@ def contents(folder):
 
 
 def records(run):
-    """metrics.jsonl without the fields that tell time and memory."""
+    """metrics.jsonl without the fields that measure time and memory."""
     measured = ("tokens_per_s", "peak_memory_gib")
     return [
         {k: v for k, v in r.items() if k not in measured}

@@ -1,13 +1,12 @@
-"""Is the price of compressibility first or second order: the angle between two gradients on
-held-out text.
+"""Is the price of compressibility of first or second order? The cosine of two gradients.
 
     python runs/smollm2/gradients.py MODEL... --data held-out.parquet [--windows 8]
 
 For each document, over evenly spaced windows of it and random masks of half of the slots: the
 gradient g of the dense next-token loss and the gradient h of the masked KL, computed in bfloat16 as
-in training. Where the population gradients agree (cosine above 0), lowering the masked KL costs no
+in training. If the population gradients agree (cosine above 0), lowering the masked KL costs no
 dense loss in first order. Cosines of population gradients are estimated from pairs of different
-documents, so noise of one document does not enter:
+documents, so that the noise of one document does not enter:
 
     mean_{i != j} g_i.h_j / sqrt(mean_{i != j} g_i.g_j  mean_{i != j} h_i.h_j)
 

@@ -1,12 +1,11 @@
-"""What the routers of a run learned to hide: kept fraction by kind of token, and the attention that
-kept slots receive.
+"""What the routers of a run learned to hide: the kept fraction by kind of token.
 
     python runs/smollm2/hidden.py RUN --data held-out.parquet [--documents 12]
 
-For each group of layers that share a router: the fraction of slots kept, of all tokens and by kind;
-the share of the dense attention of its layers to other tokens than the first that goes to kept
-slots; and the largest share that as many slots could receive. A slot's attention is the mean over
-the queries that see it; the last 32 slots are left out.
+For each group of layers that share a router, the table shows: the fraction of slots kept, of all
+tokens and by kind; the share of the layers' dense attention to all tokens but the first that goes
+to kept slots; and the largest share that as many slots could receive. A slot's attention is the
+mean over the queries that see it; the last 32 slots are left out.
 """
 
 import argparse
@@ -25,7 +24,7 @@ from kvcat.files import read_json
 from kvcat.training import TrainConfig
 from kvcat.training.objective import make_masked_pass
 
-LAST = 32  # tokens, which few queries see
+LAST = 32  # tokens at the end that are left out, because few queries see them
 
 
 def kinds(pieces: list[str], ids: list[int]) -> list[set[str]]:

@@ -1,12 +1,12 @@
-"""The tables and the price curve of docs/results.md, from what every window gave
-(docs/results-records.csv).
+"""The tables and the price curve of docs/results.md, from docs/results-records.csv.
 
-    python runs/smollm2/records.py rand-48 [--control control-48] [--text books] [--share-of
-    rand-w0.3-48] python runs/smollm2/records.py --plot price.png
+    python runs/smollm2/records.py rand-48 [--control control-48] [--text books]
+        [--share-of rand-w0.3-48]
+    python runs/smollm2/records.py --plot price.png
 
-A model's name is `VARIANT-wWEIGHT-STEPS`, without the weight where it is 1. Figures are those of
-`kvcat report`: ratios of KL and differences of NLL to the control, intervals over documents and
-over the training seeds that both have. `--share-of` divides the model's price in dense loss by
+A model's name is `VARIANT-wWEIGHT-STEPS`, without the weight if it is 1. Figures are those of
+`kvcat report`: ratios of KL and differences of NLL to the control, with intervals over documents
+and over the training seeds that both have. `--share-of` divides the model's price in dense loss by
 another one's.
 """
 
@@ -93,8 +93,9 @@ def control_of(model: str) -> str:
 
 
 def share(rows: pd.DataFrame, model: str, other: str, control: str) -> Estimate:
-    """What a model costs in dense loss over what another one costs, on the windows and seeds of all
-    three.
+    """The dense loss that a model costs, divided by what another one costs.
+
+    On the windows and seeds that the two and the control have.
     """
     windows = rows.drop_duplicates(["model", "seed", "document", "window"])
     dense = windows.pivot_table(
@@ -132,7 +133,7 @@ def markdown(table: pd.DataFrame) -> str:
 
 
 def draw(rows: pd.DataFrame, target: Path) -> None:
-    """Gain against price, each form a line over its weights or tokens; the toy beside them."""
+    """Gain against price: a line for each form over its weights or tokens, and the toy model."""
     panels = {
         "attention-matching": "Attention Matching (default), 5 % of the slots",
         "h2o": "H2O, 5 % of the slots",

@@ -1,22 +1,21 @@
-"""Where a gain in compressibility sits: in the model that writes the cache or in its reader, and in
-which layers.
+"""Where a gain in compressibility is: in a cache's writer or its reader, and in which layers.
 
     python runs/smollm2/where.py CONTROL TRAINED --data held-out.parquet
 
 *Writer, reader*: the prefix runs on one model, the suffix on another, which reads the first one's
-keys and values. Each of the four pairs is a model of its own, dense and compressed; KL is between
-its own two. If the gain sits in the writer, (TRAINED, CONTROL) has it; if in the reader, (CONTROL,
+keys and values. Each of the four pairs is treated as one model, dense and compressed; KL is between
+these two. If the gain is in the writer, (TRAINED, CONTROL) has it; if in the reader, (CONTROL,
 TRAINED).
 
-*Layers*: the caches of all layers are compressed, then only a group's are put in place of the dense
+*Layers*: the caches of all layers are compressed, then only those of one group replace the dense
 ones.
 
 *Heads* (``--heads``): the same with one KV head at a time; a table of the heads that lose most
-under the control, the middle and the rest. Which these are is decided on the other half of the
-documents.
+under the control, the middle and the others. The other half of the documents decides which heads
+these are.
 
 Figures are ratios of KL to those of the control, and differences of dense NLL, with paired 95 %
-intervals over documents; windows are those of `kvcat eval suffix` with the same numbers.
+intervals over documents. Windows are those of `kvcat eval suffix` with the same numbers.
 """
 
 import argparse
@@ -46,8 +45,9 @@ SHARES = {
 
 
 def read_by(reader: PreTrainedModel, written: Trace, read: Trace) -> Trace:
-    """The suffix on the reader behind the whole cache of the writer's prefix; ``own`` is the
-    reader's own trace.
+    """A trace of the suffix on the reader, after the whole cache of the writer's prefix.
+
+    ``read`` is the reader's trace of prefix and suffix.
     """
     dense = replace(written.dense_cache(), fingerprint=read.fingerprint)
     seen = capture(reader, written.suffix_ids, past=dense.to_transformers(reader))

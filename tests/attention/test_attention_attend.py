@@ -18,7 +18,7 @@ def example(seed=0, *, heads=4, kv_heads=2, queries=9, keys=9):
         )
     )
     keep = (torch.rand(2, keys, generator=torch.Generator().manual_seed(seed)) < 0.4).double()
-    keep[:, :2] = 0.0  # the first queries are blind under causality
+    keep[:, :2] = 0.0  # so the first queries see no kept key
     return q, k, v, keep, 2 * bias
 
 
@@ -95,7 +95,7 @@ def test_huge_scores_of_dropped_slots_stay_invisible():
 
 def test_the_masks_gradient_is_bounded_where_the_masked_pass_has_an_exploding_derivative():
     q, k, v, _, _ = example(heads=1, kv_heads=1)
-    k[:, :, 5] = 40 * q[:, :, 8]  # the last query would look at slot 5 only, and slot 5 is dropped
+    k[:, :, 5] = 40 * q[:, :, 8]  # the last query would see slot 5 only, and slot 5 is dropped
     keep = torch.ones(2, 9, dtype=torch.float64)
     keep[:, 5] = 0.0
 

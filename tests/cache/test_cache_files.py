@@ -1,4 +1,4 @@
-"""What a cache file holds, and every way in which a damaged or foreign one is refused."""
+"""What a cache file holds, and that damaged or foreign files are rejected."""
 
 import hashlib
 import sys
@@ -49,8 +49,8 @@ def parts_of(path):
 
 
 def signed(entries, tensors):
-    """A file whose checksum is right, whatever it holds: SHA-256 of all bytes with zeros in its own
-    place."""
+    """A file with the right checksum of any content: SHA-256 of all bytes, with zeros in place of
+    the checksum."""
     content = safetensors.torch.save(tensors, {**entries, "sha256": ZEROS})
     assert content.count(ZEROS.encode()) == 1
     return content.replace(ZEROS.encode(), hashlib.sha256(content).hexdigest().encode())
@@ -63,7 +63,7 @@ def saved(tmp_path):
 
 
 def refused(path, content, reason=None):
-    """Load the content; it is refused in one line."""
+    """Load the content; it is rejected in one line."""
     path.write_bytes(content)
     with pytest.raises(InputError, match=reason) as error:
         CompactCache.load(path)

@@ -1,4 +1,4 @@
-"""A fingerprint follows all that changes a model's logits, and nothing else."""
+"""A fingerprint changes with everything that changes a model's logits, and with nothing else."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ from tiny import loud_model, refusal
 
 # fingerprint of kvcat-base by the first scheme
 BASE_BEFORE = "5a9c9947ab286cfa2c5611935f1026a007328af740a6b1bf94ec095556a14430"
-# by family: settings that its model class reads at every forward or when it is made
+# by family: settings that the model class reads at every forward or when it is constructed
 SETTINGS = {
     "llama": {
         "rms_norm_eps": 1e-3,
@@ -229,7 +229,7 @@ def test_a_cache_of_the_first_scheme_still_fits_its_model_and_no_other(tmp_path)
 
 @pytest.fixture
 def adapted():
-    """A Llama with two adapters of other weights; the base's fingerprint."""
+    """A Llama with two adapters of different weights, and the fingerprint of its base."""
     peft = pytest.importorskip("peft")
     model = loud_model("llama")
     base = fingerprint(model)

@@ -1,5 +1,4 @@
-"""Conversations on one cache, and generation settings of a model's own that would use it
-otherwise."""
+"""Conversations on one cache, and generation settings of a model that would change them."""
 
 import gc
 
@@ -49,7 +48,7 @@ def ask(model, **inputs):
 
 
 def first_turn(model, cache, **options):
-    """What was asked and answered after the document, and the transformers cache that holds it."""
+    """Questions and answers after the document, and the transformers cache that holds them."""
     inputs = cache.inputs(model, FIRST, **options)
     return ask(model, **inputs), inputs[CACHE_NAME]
 

@@ -1,4 +1,4 @@
-"""What the command line says to a person's mistake."""
+"""The command line's message on a user's mistake."""
 
 import pytest
 

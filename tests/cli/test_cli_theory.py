@@ -1,4 +1,4 @@
-"""theory histogram, theorem and errata, as a person runs them."""
+"""The commands theory histogram, theorem and errata."""
 
 import csv
 import json

@@ -37,7 +37,7 @@ def machine(monkeypatch, tmp_path, *, total=8, allowed=8, load=0.0, running=0, q
         ({"allowed": 3}, 3),
         ({"load": 5.2, "running": 6}, 3),
         ({"load": 30.0, "running": 40}, 1),
-        ({"load": 6.0, "running": 1}, 7),  # what made the load has ended
+        ({"load": 6.0, "running": 1}, 7),  # the processes that made the load have ended
         ({"load": 0.3, "running": 9}, 8),  # a moment's burst
         ({"load": 6.0, "running": None}, 2),  # a system without /proc
         ({"quota": "250000 100000"}, 2),
@@ -82,7 +82,7 @@ def test_a_number_that_is_given_counts_for_every_command_and_is_no_argument_of_i
         assert "no cache file nowhere.safetensors" in capsys.readouterr().err
         assert threads.take_threads("compress", ["a"]) == [
             "a"
-        ]  # who imported torch before sets threads himself
+        ]  # a program that imported torch before sets threads itself
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)

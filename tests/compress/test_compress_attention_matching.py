@@ -34,7 +34,7 @@ def loaded(traced, own_weight=0.0):
 
 
 def output_error(batch, slots, values, log_bias):
-    """Weighted squared error of the attention outputs, in the most direct way."""
+    """Weighted squared error of the attention outputs, computed from the formula."""
     scores = (batch.queries @ batch.keys.mT).double()
     kept = scores.gather(
         2, slots.unsqueeze(1).expand(-1, scores.shape[1], -1)
@@ -62,7 +62,7 @@ def test_presets_are_their_options_spelled_out():
 
 
 def test_both_forms_are_the_public_solvers_one_head_at_a_time(traced):
-    """The paper's from its formulas; the stable one from weighted relative masses, pulled to the
+    """The paper's form by its formulas; the stable form by weighted relative masses, pulled to the
     kept slots."""
     batch = loaded(traced)
     dense = dense_attention(batch)

@@ -42,8 +42,7 @@ print(traced - start, held, fitted - traced, seen.largest, shifted, dense.std().
 
 
 def test_a_long_prefix_costs_chunks_of_memory_and_keeps_its_positions():
-    # what is freed goes back at once, so that the peak is what was held and not what malloc kept
-    # for later
+    # freed memory goes back at once, so that the peak is what was in use, not what malloc kept
     environment = {
         **os.environ,
         "MALLOC_MMAP_THRESHOLD_": "65536",

@@ -34,8 +34,8 @@ def test_a_curve_is_the_ridge_regression_on_the_dense_weights_of_the_first_slots
 
 @pytest.mark.parametrize("period", [2, 3, 7, 9])
 def test_the_queries_of_a_curve_are_a_fair_sample_of_rows_in_which_query_heads_take_turns(period):
-    """Queries of one head in ``period`` look at random keys, the others' at one: the sample has
-    both kinds."""
+    """In one head of ``period`` the queries attend to random keys, in the others to one key; the
+    sample has both kinds."""
     draw = torch.Generator().manual_seed(0)
     rows = 9 * NUM_QUERIES
     queries = 8 * torch.eye(8)[torch.randint(8, (1, rows), generator=draw)]
@@ -50,8 +50,7 @@ def test_the_queries_of_a_curve_are_a_fair_sample_of_rows_in_which_query_heads_t
 
 @pytest.mark.parametrize("ridge", [0.0, 1e-12, 1e-8])
 def test_a_curve_needs_no_ridge_that_single_precision_can_hold(ridge):
-    """Of queries that are nearly one and the same, and of a few that alone count and all are in the
-    sample."""
+    """Queries that are nearly equal, and a few queries that alone count, all in the sample."""
     alike = structured_head(prefix=60, queries=1, dim=8)
     queries = alike.queries + 1e-3 * torch.randn(
         1, 4096, 8, generator=torch.Generator().manual_seed(1)
@@ -98,7 +97,7 @@ def test_what_is_shared_out_is_close_to_the_best_choice_and_never_worse_than_equ
 
 
 def curve(errors: torch.Tensor, num_slots: int) -> dict[int, float]:
-    """Errors of 1, 2, ... slots at the sizes that heads of so many slots on average may have."""
+    """Errors of 1, 2, ... slots, at the sizes that heads may have if the average is this number."""
     sizes = {min(size, len(errors)) for size in slot_sizes(num_slots, 40)}
     return {size: errors[size - 1].item() for size in sorted(sizes)}
 

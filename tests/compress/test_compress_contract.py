@@ -1,4 +1,4 @@
-"""What every compressor does: one row of this table per compressor. And methods as text."""
+"""What every compressor guarantees, with a row of ``ROWS`` for each, and methods as text."""
 
 import math
 

@@ -182,7 +182,7 @@ def test_of_several_templates_the_default_one_is_taken():
 @pytest.mark.parametrize("looks", [4, 5, 6, 7])
 def test_a_template_that_writes_the_time_writes_one_time(looks, monkeypatch):
     class Clock:
-        """A clock whose minute is over at one of the looks at it."""
+        """A clock whose minute ends when it is read for the n-th time."""
 
         num_looks = 0
 

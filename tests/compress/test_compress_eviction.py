@@ -20,7 +20,7 @@ def attention(model, windows):
 
 
 def kept(prefix_trace, name, num_slots, **options):
-    """Per layer (examples, KV heads, slots): where the cache's keys stand in the prefix."""
+    """Positions in the prefix of the cache's keys, per layer: (examples, KV heads, slots)."""
     cache = Eviction(name, **options)(prefix_trace, num_slots=num_slots)
     return [
         positions_of(layer.keys, keys)
@@ -58,8 +58,8 @@ def test_tova_keeps_what_the_last_query_attends_to_alike_in_all_heads_of_a_layer
 
 
 def naive_snapkv(weights, num_slots, window, kernel_size, pooling):
-    """Positions of one KV head from its query heads' weights, (heads, queries, keys), one position
-    at a time."""
+    """Positions that one KV head keeps, from its query heads' weights (heads, queries, keys), one
+    position at a time."""
     length = weights.shape[-1]
     votes = [
         sum(w[q, p].item() for w in weights for q in range(length - window, length))

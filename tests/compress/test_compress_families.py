@@ -1,4 +1,4 @@
-"""Models whose layers differ compress and answer as plain transformers does, or are refused by
+"""Models whose layers differ compress and answer as plain transformers does, or are rejected by
 name."""
 
 import pytest

@@ -42,7 +42,7 @@ CHUNKED = {
     "ChunkPress+KnormPress": {"chunk_length": 16},
     "EntropyGatedChunkKVPress+KnormPress": {},
 }
-# what needs no trained part, and one option set that fits a prefix of 64 tokens
+# presses that need no trained weights, each with options that fit a prefix of 64 tokens
 PRESSES = {
     **{
         f"{name}+SnapKVPress": SNAPKV

@@ -88,8 +88,8 @@ def test_own_queries_of_the_first_layer_are_those_of_each_part_written_again_beh
 def test_own_queries_of_deeper_layers_are_those_in_place_and_weigh_what_they_are_said_to(
     double, windows, double_trace
 ):
-    """Turned back by the 16 positions that the last third moved, they are the queries of the dense
-    forward."""
+    """Rotated back by the 16 positions that the last third was moved by, they are the queries of
+    the dense forward."""
     back = KeyRotation(double, -16)(queries_of(prefix_queries(double_trace), 1)[:, :, :16], 1)
     in_place = trace(double, windows[:, :48], supervision="self").queries[1][:, :, 32:]
     assert torch.allclose(back, in_place, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Traces, replays and what is told about them."""
+"""Traces, replays and comparisons."""
 
 import sys
 

@@ -141,7 +141,9 @@ def test_windows_are_scored_as_plain_transformers_scores_them(texts, supervision
     prepared = task.prepare(model, tokenizer, task.examples)
     if supervision == "reconstruction":
         ids = prepared.trace.input_ids
-        assert (ids == tokenizer.bos_token_id).sum().item() == 2  # one a row, before the first copy
+        assert (
+            ids == tokenizer.bos_token_id
+        ).sum().item() == 2  # one per row, before the first copy
     cache = kvcat.AttentionMatching()(prepared.trace, keep_ratio=1.0)
     assert cache.metadata["supervision"] == supervision
     for window, values in zip(task.examples, prepared.score(cache), strict=True):

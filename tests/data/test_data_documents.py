@@ -123,7 +123,7 @@ def test_the_installed_corpus_holds_the_library_and_packages_without_tests():
 
 
 def fake_hub(monkeypatch, listed, calls=None):
-    """The Hub's file lists come from ``listed``; what is asked for goes into ``calls``."""
+    """The Hub's file lists come from ``listed``; requests are recorded in ``calls``."""
     import datasets
 
     def load_dataset_builder(path, config, *, revision):

@@ -1,4 +1,4 @@
-"""What is held out, and which copies are left out."""
+"""Which documents are held out, and which copies are left out."""
 
 from itertools import count
 

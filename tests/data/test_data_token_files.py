@@ -1,4 +1,4 @@
-"""A prepared folder: the tokens of the text, complete or not there, refused when it is damaged."""
+"""A prepared folder: complete or absent, and rejected if it is damaged."""
 
 import json
 import re
@@ -43,7 +43,7 @@ def contents(folder):
 
 
 def interrupted(at, *args, **options):
-    """Prepare until progress is told for the ``at``-th time; returns what was told."""
+    """Prepare until progress is reported for the ``at``-th time; returns all reports."""
     calls = []
 
     def stop(progress):
@@ -95,7 +95,7 @@ def test_stopped_anywhere_the_same_call_gives_the_same_folder_and_one_of_other_s
     folder = tmp_path_factory.mktemp("stopped") / "tokens"
     calls = interrupted(at, corpus[0], tokenizer, folder, seed=seed)
     assert not folder.exists()
-    if killed:  # what was written after the last record of progress
+    if killed:  # tokens that were written after the last record of progress
         with (folder.with_name("tokens.partial") / "train.bin").open("ab") as file:
             file.write(b"more")
     seen = []

@@ -14,7 +14,7 @@ from tiny import byte_tokenizer
 
 pytestmark = pytest.mark.filterwarnings(
     "default"
-)  # the harness and what it imports warn of their own affairs
+)  # the harness and its imports have warnings of their own
 needs_harness = pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None, reason="lm_eval is not installed"
 )

@@ -83,7 +83,7 @@ def test_a_killed_run_continues_to_the_same_records(
     assert (
         again == content if not kept else len(again.splitlines()) == len(lines)
     )  # one seed writes the same bytes
-    monkeypatch.setattr("kvcat.evals.suffix.trace", None)  # a finished run is read and not repeated
+    monkeypatch.setattr("kvcat.evals.suffix.trace", None)  # a finished run is read, not repeated
     assert len(run(models, windows, tmp_path)) == len(records)
 
 

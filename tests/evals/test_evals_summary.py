@@ -154,7 +154,7 @@ def test_holm_leaves_the_primary_cell_alone_and_corrects_the_others_of_its_metri
     assert other.p_holm.tolist() == other.p.tolist()
     nll = table[(table.stratum == "") & (table.metric == "nll")]
     assert nll.p_holm.min() == pytest.approx(min(1.0, 2 * nll.p.min()))
-    for r in records:  # the dense model's loss, the same beside both keep ratios, is one test
+    for r in records:  # the dense model's loss, the same at both keep ratios, is one test
         r.values["nll_dense"] += 0.01 * math.sin(int(r.example) + (r.model == "control"))
     dense = compare_models(records, "control").query("stratum == '' and metric == 'nll_dense'")
     assert 0.0 < dense.p.max() < 0.9
@@ -164,9 +164,11 @@ def test_holm_leaves_the_primary_cell_alone_and_corrects_the_others_of_its_metri
         for r in records
         if r.keep_ratio == 0.1
     ]
-    beside = compare_models(records + whole, "control")  # baselines do not count among the methods
+    with_baseline = compare_models(
+        records + whole, "control"
+    )  # baselines do not count among the methods
     assert (
-        beside[beside.method == "first"].p_holm.tolist()
+        with_baseline[with_baseline.method == "first"].p_holm.tolist()
         == compare_models(records, "control").p_holm.tolist()
     )
     steps = [dataclasses.replace(r, step=step) for r in records for step in (5, 9)]

@@ -1,5 +1,4 @@
-"""Tiny models with random weights, and a float64 that stays float64 (a module of the tests, not a
-test)."""
+"""Tiny models with random weights, and a float64 that stays float64 (a helper of the tests)."""
 
 import torch
 from torch.overrides import TorchFunctionMode

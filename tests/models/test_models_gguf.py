@@ -1,4 +1,4 @@
-"""Models in .gguf files compute what llama.cpp computes from the same file, or are refused by
+"""Models in .gguf files compute what llama.cpp computes from the same file, or are rejected by
 name."""
 
 import re
@@ -12,7 +12,7 @@ from kvcat.models import load, read_config, save
 from kvcat.serving.llama_cpp import LlamaCpp
 from tiny import loud_model, refusal
 
-HALF = 8  # channels of a head that turn together: half of head_dim
+HALF = 8  # rotated pairs of channels of a head: half of head_dim
 FACTORS = np.linspace(1.0, 6.0, HALF, dtype=np.float32)
 SHORT = "rope_factors_short.weight"
 LONG = "rope_factors_long.weight"

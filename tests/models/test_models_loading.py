@@ -1,5 +1,5 @@
-"""Folders that load and save, folders that are refused by name, and models that the self-test
-refuses."""
+"""Folders that load and save, folders that are rejected by name, and models that the self-test
+rejects."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What the masked pass promises beside its numbers, which test_models_oracle.py compares."""
+"""What the masked pass guarantees apart from its numbers, which test_models_oracle.py compares."""
 
 from functools import partial
 
@@ -71,7 +71,7 @@ def test_activation_checkpointing_changes_no_gradient_and_calls_attention_polici
         if checkpointed == "call":  # hooks run again, as in some versions of transformers
             monkeypatch.setattr(type(decoder_layers(model)[0]), "__call__", call)
         with MaskedPass(model, {s: POLICIES[policy](s) for s in STARTS}) as masked_pass:
-            # two passes before any backward: each finds its own gates again
+            # two passes before any backward: each uses its own gates again
             out = [
                 masked_pass.hidden(some_ids(seed=i), torch.Generator().manual_seed(i))
                 for i in (0, 1)

@@ -21,7 +21,7 @@ def model():
 
 @pytest.fixture
 def no_forward(model, monkeypatch):
-    """Fails where the model runs."""
+    """Fails the test if the model runs."""
     monkeypatch.setattr(type(model.model), "forward", lambda *_, **__: pytest.fail("a forward ran"))
 
 

@@ -1,4 +1,4 @@
-"""Weights that config.json does not announce are refused by name; buffers that the model makes
+"""Weights that config.json does not announce are rejected by name; buffers that the model makes
 itself are not."""
 
 import json

@@ -1,4 +1,4 @@
-"""What every policy promises: a new one adds one row to ``ROWS``."""
+"""What every policy guarantees, with a row of ``ROWS`` for each."""
 
 import pytest
 import torch

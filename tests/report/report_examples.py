@@ -115,7 +115,7 @@ def made_up_longbench(models=("base", "kvcat"), skill=0.55):
 
 
 def made_up_qa(models=("base", "control", "kvcat", "rand"), num_questions=60):
-    """Eight tasks of different difficulty; every model errs on questions of its own as well."""
+    """Eight tasks of different difficulty; every model also errs on different questions."""
     records = []
     for (rank, task), row, (column, model) in product(
         enumerate(TASKS), range(num_questions), enumerate(models)

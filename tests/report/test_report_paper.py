@@ -57,7 +57,7 @@ def improvement(metric, **fields):
 
 
 def agrees(row, value):
-    """Whether a value in our units rounds to what is printed; either way where it lies in the
+    """Whether a value in our units rounds to what is printed; either way if it is in the
     middle."""
     decimals = len(row.printed.rstrip("%").partition(".")[2])
     unit = 0.01 if row.metric in PERCENT_METRICS else 1.0
@@ -71,7 +71,7 @@ def worst_p(base, ours, total):
     return mcnemar(first * 1.0, second * 1.0)
 
 
-@pytest.mark.skipif(not PAPER.exists(), reason="the paper's source is not beside the project")
+@pytest.mark.skipif(not PAPER.exists(), reason="the paper's source is not next to the project")
 @pytest.mark.parametrize("label", list(dict.fromkeys(paper_tables()["table"])))
 def test_every_cell_is_what_the_papers_source_prints_in_its_order(label):
     source = PAPER.read_text(encoding="utf-8")
@@ -116,7 +116,7 @@ def test_averages_are_over_six_tasks_and_nine_keep_ratios():
     )
     assert 100 * (ours - base) == pytest.approx(
         -0.567, abs=0.001
-    )  # printed: .5, a difference of rounded averages
+    )  # printed is .5, a difference of rounded averages
 
 
 def test_the_longbench_cells_are_whole_numbers_of_rows_and_no_total_differs_significantly():

@@ -1,4 +1,4 @@
-"""Tiny models, and caches of their own random slots (a module of the tests, not a test)."""
+"""Tiny models, and caches of their own random slots (a helper of the tests)."""
 
 import torch
 
@@ -28,7 +28,7 @@ def ids(*shape, seed=5):
 
 
 def evicted(model, tokens, num_slots=7, log_bias=False):
-    """A cache of every head's own random slots of a prefix, without any compressor.
+    """A cache of random slots of a prefix, different in every head, without any compressor.
 
     num_slots: of every layer, or a tuple with one for each.
     """
@@ -49,8 +49,8 @@ def evicted(model, tokens, num_slots=7, log_bias=False):
 
 
 def ragged(cache):
-    """The same cache, of whose heads in every layer the first holds all slots and each next one
-    slot less."""
+    """The same cache with unequal heads: the first of a layer holds all slots, each next one a slot
+    less."""
     layers = []
     for layer in cache.layers:
         slots = layer.num_slots

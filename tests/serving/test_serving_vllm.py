@@ -209,7 +209,7 @@ def test_wrong_caches_give_their_request_an_error_and_leave_the_server_up(world)
             )[0]
             == 401
         )
-        # a route that the middleware does not prepare: the connector itself refuses
+        # the middleware does not handle this route: the connector itself rejects it
         assert world.ask(world.tokens("the cat"), name, "/invocations")[0] == 500
     assert world.ask(["the cat", "a dog"], "heads")[0] == 400
     assert world.ask("", "heads")[0] == 400

@@ -1,4 +1,4 @@
-"""The configuration: types and ranges in one line each, schedules, what is read back."""
+"""The configuration: types, ranges, schedules, and files of it."""
 
 import dataclasses
 import json

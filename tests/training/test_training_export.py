@@ -1,4 +1,4 @@
-"""What a run leaves behind: an ordinary Hugging Face folder."""
+"""A run's export is an ordinary Hugging Face folder."""
 
 import shutil
 import subprocess

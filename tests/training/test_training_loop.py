@@ -35,7 +35,7 @@ def generators(count=2):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_loss_curve_is_the_one_on_record(policy, tiny_folder, texts_folder, tmp_path):
-    """A curve that is missing is written anew; the commit that removes one says why."""
+    """A missing curve is written; a commit that removes one must say why."""
     run = tmp_path / "run"
     file = Path(__file__).parent / "golden" / f"{policy}.txt"
     train(
@@ -57,7 +57,7 @@ def test_the_loss_curve_is_the_one_on_record(policy, tiny_folder, texts_folder, 
 
 @pytest.mark.parametrize("policy", ["router", "random"])
 def test_four_micro_batches_of_one_equal_one_of_four_up_to_rounding(policy, monkeypatch, new_run):
-    def plain(objective, config):  # AdamW divides by gradients that are all rounding
+    def plain(objective, config):  # AdamW divides by gradients that are nothing but rounding
         return torch.optim.SGD([{"params": list(objective.parameters()), "lr_multiplier": 1.0}])
 
     monkeypatch.setattr(run_module, "make_optimizer", plain)
@@ -275,7 +275,7 @@ def test_a_record_and_a_line_without_a_terminal_tell_rates_norms_speed_and_the_t
     assert all(
         "dense " in line and " tokens/s" in line and line.endswith(" left") for line in lines
     )
-    assert "  kept 1.00  " in lines[0]  # both groups keep everything still: told once
+    assert "  kept 1.00  " in lines[0]  # both groups keep everything: reported once
     assert {t.dtype for t in exported(run.output).values()} == {
         torch.float32
     }  # the weights of bfloat16 compute

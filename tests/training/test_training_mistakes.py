@@ -1,4 +1,4 @@
-"""A person's mistake is one line, before anything is written."""
+"""A user's mistake gives one line, before anything is written."""
 
 import dataclasses
 import importlib.util

@@ -199,7 +199,7 @@ def test_a_finished_run_goes_on_to_a_larger_number_of_steps(capsys, new_run):
     assert rates[4:] == [learning_rate(step, longer) for step in (4, 5, 6)]
     again = train(
         dataclasses.replace(longer, max_steps=8), progress=False
-    )  # the table of 4 steps still serves
+    )  # the table of 4 steps is still used
     assert again.validation["step"] == 8
 
 
@@ -213,7 +213,7 @@ def checkpoints(run, keep=2, value=0.0):
 
 
 def save(run, step, **options):
-    """A checkpoint whose weights are its step; returns when it stands."""
+    """A checkpoint whose weights are its step; returns when it is complete."""
     made = checkpoints(run, value=float(step), **options)
     made.save(step, {"place": step})
     made.wait()
