@@ -1,5 +1,4 @@
-"""Folders of small texts in every form that streams read, and documents of a stream (a helper of the
-tests)."""
+"""Folders of small texts in every form that streams read, and a stream as documents (no test)."""
 
 import gzip
 import json

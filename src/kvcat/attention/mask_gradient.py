@@ -37,8 +37,8 @@ class KeepGradient(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
         """The gradient of ``out`` as it arrives, and that of ``keep``."""
         grad_out = grad_outputs[0]
-        keep, *attention_inputs = ctx.saved_tensors
-        grad_keep = keep_gradient(grad_out, *attention_inputs, ctx.scale)
+        keep, q, k, v, reach = ctx.saved_tensors
+        grad_keep = keep_gradient(grad_out, q, k, v, reach, ctx.scale)
         no_gradient = [None] * 5  # q, k, v, reach and scale: theirs pass through out
         return grad_out, grad_keep.to(keep.dtype), *no_gradient
 
