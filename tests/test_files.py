@@ -50,7 +50,7 @@ def test_a_torn_last_line_is_left_out_and_cut_off_by_the_next_append(tmp_path, c
             read_jsonl(log)
 
 
-def test_an_empty_folder_is_claimed_once_and_one_of_something_else_is_refused(tmp_path):
+def test_an_empty_folder_is_claimed_once_and_one_of_something_else_is_rejected(tmp_path):
     (tmp_path / ".partial-x").mkdir()  # left by a kill
     assert claim_folder(tmp_path, "config.json", {"seed": 0}) is None
     assert claim_folder(tmp_path, "config.json", {"seed": 1}) == {"seed": 0}

@@ -121,14 +121,14 @@ def test_evaluations_give_the_processors_scores(models, tmp_path):
         {"policy": "attention", "prefix_range": (0.5, 0.5), "detach_prefix": True},
     ],
 )
-def test_a_run_goes_on_where_it_was_near_the_processors(
+def test_a_run_continues_where_it_was_near_the_processors(
     options, tiny_folder, texts_folder, tmp_path
 ):
     check_runs(tiny_folder, texts_folder, tmp_path, atol=1e-3, **options)
 
 
 @pytest.mark.skipif(DEVICE == "accel", reason="it has no compiler and no shards")
-def test_a_compiled_bfloat16_run_goes_on_where_it_was_near_the_processors(
+def test_a_compiled_bfloat16_run_continues_where_it_was_near_the_processors(
     tiny_folder, texts_folder, tmp_path
 ):
     check_runs(

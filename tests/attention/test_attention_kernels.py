@@ -149,7 +149,7 @@ def test_tokens_behind_slots_need_a_mask_only_where_there_is_padding(model, mask
         model(**numbers)
 
 
-def test_attention_that_the_fused_kernels_do_not_know_is_refused(model):
+def test_attention_that_the_fused_kernels_do_not_know_is_rejected(model):
     q, k, v = example(queries=5, keys=12)
     for option in ({"position_bias": torch.zeros(1, 4, 5, 12)}, {"dropout": 0.1}):
         with pytest.raises(

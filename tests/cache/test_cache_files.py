@@ -183,7 +183,7 @@ DAMAGED_COUNTS = [
         *(("ragged", {"layers.1.counts": counts}, reason) for counts, reason in DAMAGED_COUNTS),
     ],
 )
-def test_what_is_no_cache_is_refused_though_the_checksum_is_right(tmp_path, form, changes, reason):
+def test_what_is_no_cache_is_rejected_though_the_checksum_is_right(tmp_path, form, changes, reason):
     path = tmp_path / "doc"
     example(form).save(path)
     entries, tensors = parts_of(path)
@@ -194,7 +194,7 @@ def test_what_is_no_cache_is_refused_though_the_checksum_is_right(tmp_path, form
     refused(path, signed(entries, tensors), reason)
 
 
-def test_foreign_files_are_refused(tmp_path):
+def test_foreign_files_are_rejected(tmp_path):
     def header_only(text, size=0):
         return len(text).to_bytes(8, "little") + text + bytes(size)
 

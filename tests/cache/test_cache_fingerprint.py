@@ -317,7 +317,7 @@ def test_what_needs_the_weights_alone_refuses_a_model_with_adapters(adapted, tmp
 @pytest.mark.filterwarnings(
     "ignore:.is_gradient_checkpointing. is deprecated"
 )  # peft of transformers
-def test_a_wrapped_model_is_refused_and_the_model_inside_is_not():
+def test_a_wrapped_model_is_rejected_and_the_model_inside_is_not():
     peft = pytest.importorskip("peft")
     base = loud_model("llama")
     plain = fingerprint(base)

@@ -113,7 +113,7 @@ def test_a_forward_equals_stock_attention_head_by_head(name, form, new):
     ("form", "static_tokens"),
     [("biased", None), ("biased", 11), ("ragged", None), ("ragged, no bias", 11)],
 )
-def test_greedy_generation_takes_the_naive_argmax_at_every_step(form, static_tokens):
+def test_greedy_generation_chooses_the_naive_argmax_at_every_step(form, static_tokens):
     model = tiny()
     ids = questions(2, 3)
     cache = made(model, form)
@@ -234,7 +234,7 @@ def test_a_reset_drops_the_new_tokens_and_keeps_the_prefix():
     assert past.get_seq_length() == PREFIX
 
 
-def test_keys_that_lose_their_log_bias_on_the_way_are_noticed_and_what_does_not_fit_is_refused():
+def test_keys_that_lose_their_log_bias_on_the_way_are_noticed_and_what_does_not_fit_is_rejected():
     layer = PrefixLayer(
         CompactLayer(*(torch.randn(1, 2, 3, 8) for _ in range(2)), torch.ones(1, 2, 3)), PREFIX
     )

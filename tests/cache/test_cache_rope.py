@@ -144,7 +144,7 @@ def test_an_answer_ends_with_a_refusal_where_it_would_pass_the_border():
     assert "at most 64 tokens, and here are 65" in said
 
 
-def test_long_factors_serve_a_short_text_only_where_room_was_asked_for():
+def test_a_short_text_gets_long_factors_only_where_room_was_requested():
     model, stock = pair()
     document = tokens(40)
     asked = tokens(6, 1)
@@ -158,7 +158,7 @@ def test_long_factors_serve_a_short_text_only_where_room_was_asked_for():
 
 
 @pytest.mark.parametrize("method", ["attention-matching", "gradient", "snapkv"])
-def test_every_cache_says_which_factors_it_has_in_its_file_too(method, tmp_path):
+def test_every_cache_and_its_file_record_the_factors(method, tmp_path):
     model, _ = pair()
     instruction = tokens(5, 2)
     document = tokens(40)
@@ -179,7 +179,7 @@ def test_every_cache_says_which_factors_it_has_in_its_file_too(method, tmp_path)
     assert "leave out static_tokens" in refusal(loaded.inputs, model, tokens(3), static_tokens=9)
 
 
-def test_a_cache_that_grows_keeps_its_factors_and_those_of_another_trace_are_refused():
+def test_a_cache_that_grows_keeps_its_factors_and_those_of_another_trace_are_rejected():
     model, stock = pair()
     text = tokens(90)
     short = kvcat.trace(model, text[:, :30], supervision="self").dense_cache()
@@ -193,7 +193,7 @@ def test_a_cache_that_grows_keeps_its_factors_and_those_of_another_trace_are_ref
     )
 
 
-def test_dynamic_factors_are_those_of_short_texts_and_longer_texts_are_refused():
+def test_dynamic_factors_are_those_of_short_texts_and_longer_texts_are_rejected():
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     model, stock = pair("llama", max_position_embeddings=BORDER, rope_parameters=rope)
     document = tokens(50)
@@ -207,7 +207,7 @@ def test_dynamic_factors_are_those_of_short_texts_and_longer_texts_are_refused()
     assert "change with every length beyond 64" in refusal(cache.inputs, model, tokens(15, 1))
 
 
-def test_factors_are_held_for_a_block_and_models_that_choose_them_otherwise_are_refused():
+def test_factors_are_held_for_a_block_and_models_that_choose_them_otherwise_are_rejected():
     model, _ = pair()
     rotary = model.model.rotary_emb
     far, near = (torch.tensor([positions]) for positions in ([0, 5, BORDER], [0, 5]))

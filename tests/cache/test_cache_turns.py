@@ -77,7 +77,7 @@ def test_the_three_right_ways_to_ask_again_give_the_stock_models_answer(model, s
 @pytest.mark.parametrize(
     "repeated", ["conversation", "no mask", "question", "the same inputs", "one token"]
 )
-def test_a_second_turn_that_repeats_what_the_cache_holds_is_refused(
+def test_a_second_turn_that_repeats_what_the_cache_holds_is_rejected(
     repeated, static_tokens, model, cache
 ):
     turn, past = first_turn(model, cache, static_tokens=static_tokens)
@@ -92,7 +92,7 @@ def test_a_second_turn_that_repeats_what_the_cache_holds_is_refused(
     assert "more do not fit" in said
 
 
-def test_a_forward_that_repeats_what_the_cache_holds_is_refused(model, cache):
+def test_a_forward_that_repeats_what_the_cache_holds_is_rejected(model, cache):
     turn, past = first_turn(model, cache)
     again = torch.cat([turn, SECOND], 1)
     with torch.no_grad():
@@ -103,7 +103,7 @@ def test_a_forward_that_repeats_what_the_cache_holds_is_refused(model, cache):
         assert "the cache holds 25 tokens, and 5 more do not fit" in refusal(model, **inputs)
 
 
-def test_a_question_that_begins_with_the_document_is_refused(model, cache):
+def test_a_question_that_begins_with_the_document_is_rejected(model, cache):
     assert "begin with the document" in refusal(
         cache.inputs, model, torch.cat([DOCUMENT, FIRST], 1)
     )
@@ -135,7 +135,7 @@ def test_left_padded_turns_follow_each_other_in_a_growing_and_in_a_static_cache(
     ],
     ids=str,
 )
-def test_settings_of_a_models_own_folder_do_not_change_what_the_cache_stands_for(
+def test_settings_in_a_models_folder_do_not_change_what_a_cache_represents(
     settings, model, stock, cache
 ):
     expected = greedy(stock, torch.cat([DOCUMENT, FIRST], 1)).tolist()
@@ -157,7 +157,7 @@ def test_a_question_in_chunks_is_answered_or_rejected_where_its_mask_is_wrong(mo
         assert made[:, FIRST.shape[1] :].tolist() == expected.tolist()
 
 
-def test_a_model_told_to_use_no_cache_is_refused_where_it_would_read_the_question_again(
+def test_a_model_set_to_use_no_cache_is_rejected_where_it_would_read_the_question_again(
     model, cache
 ):
     inputs = cache.inputs(model, FIRST)

@@ -130,7 +130,7 @@ def test_answers_are_greedy_whatever_the_folder_sets_and_what_is_left_out_is_nam
 
 
 @pytest.mark.parametrize("method", ["attention-matching", "gradient,num_steps=2"])
-def test_a_cache_says_how_it_was_made_and_the_same_command_makes_the_same_one(
+def test_a_cache_records_how_it_was_made_and_the_same_command_makes_the_same_one(
     method, tiny_folder, document, capsys
 ):
     options = (
@@ -158,7 +158,7 @@ def test_a_cache_says_how_it_was_made_and_the_same_command_makes_the_same_one(
     assert answer(capsys, tiny_folder, cache, "--prompt", "the cat").strip()
 
 
-def test_the_smallest_cache_for_a_kl_is_told_size_by_size(tiny_folder, document, capsys):
+def test_the_search_for_the_smallest_cache_reports_every_size(tiny_folder, document, capsys):
     loaded = CompactCache.load(compress(tiny_folder, document, "--max-kl", 1e-3))
     assert "KL" in capsys.readouterr().err
     assert float(loaded.metadata["held_out_kl"]) <= 1e-3
@@ -210,7 +210,7 @@ def test_sampling_is_a_function_of_the_seed(tiny_folder, saved, capsys):
     assert first == again != other
 
 
-def test_a_document_too_long_for_its_repetition_fits_by_its_own_queries(
+def test_a_document_too_long_for_its_repetition_is_fitted_to_its_queries(
     tiny_folder, tmp_path, mistake
 ):
     document = tmp_path / "doc.txt"
@@ -266,7 +266,7 @@ def test_a_cache_is_packed_plain_without_its_log_bias_only_on_demand_or_for_a_wi
     assert (tmp_path / "wide.gguf").read_bytes()[:4] == b"GGUF"
 
 
-def test_a_file_says_what_it_holds_and_a_damaged_or_another_one_is_refused_in_one_line(
+def test_info_shows_what_a_file_holds_and_rejects_damaged_and_other_files_in_one_line(
     tmp_path, capsys, mistake
 ):
     heads = [[[torch.ones(n, 8) for n in counts]] for counts in ((2, 4), (1, 3))]
@@ -332,7 +332,7 @@ def test_a_byte_order_mark_is_left_out_and_a_spelled_control_token_is_text_unles
     assert CompactCache.load(allowed).num_tokens == length + 1
 
 
-def test_a_prompt_or_a_document_that_is_no_unicode_is_refused(
+def test_a_prompt_or_a_document_that_is_no_unicode_is_rejected(
     tiny_folder, saved, tmp_path, mistake
 ):
     message = mistake("generate", tiny_folder, "--cache", saved, "--prompt", "the cat", "caf\udce9")

@@ -149,7 +149,7 @@ def test_a_needle_run_ends_in_records_of_both_methods_the_baselines_and_a_page(t
     assert "exact match" in (out / "report" / "report.html").read_text()
 
 
-def test_a_ruler_run_takes_several_lengths(tmp_path):
+def test_a_ruler_run_accepts_several_lengths(tmp_path):
     tasks = ("--task", "vt", "--per-task", 1, "--method", "first", "--keep", 0.5)
     evaluated(tmp_path, "ruler", "--length", 400, 420, *tasks)
     for length in ("400", "420"):

@@ -11,7 +11,7 @@ def table(path):
     return list(csv.DictReader(path.read_text().splitlines()))
 
 
-def test_the_histogram_command_writes_both_curves_and_tells_the_optimum(tmp_path, capsys):
+def test_the_histogram_command_writes_both_curves_and_shows_the_optimum(tmp_path, capsys):
     argv = ["--symbols", "2", "--length", "5", "--scaling", "4", "6", "--out", str(tmp_path)]
     assert run(["theory", "histogram", *argv]) == 0
     said = capsys.readouterr().out
@@ -50,7 +50,7 @@ def test_budgets_are_functions_of_the_prefix_length():
     assert {text: [parse_budget(text)(n) for n in range(1, 6)] for text in budgets} == budgets
 
 
-def test_the_errata_are_shown_with_what_stands_in_their_place(capsys):
+def test_the_errata_are_shown_with_their_corrections(capsys):
     assert run(["theory", "errata"]) == 0
     said = capsys.readouterr().out
     assert "26 of 30 sequences are sent to u_0" in " ".join(said.split())

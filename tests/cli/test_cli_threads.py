@@ -47,7 +47,7 @@ def machine(monkeypatch, tmp_path, *, total=8, allowed=8, load=0.0, running=0, q
     ],
     ids=str,
 )
-def test_a_command_takes_the_processors_that_it_may_use_and_that_are_free(
+def test_a_command_uses_the_processors_that_are_allowed_and_free(
     facts, expected, monkeypatch, tmp_path
 ):
     root = machine(monkeypatch, tmp_path, **facts)
@@ -69,7 +69,7 @@ def test_the_machine_at_hand_has_some_number_of_free_processors():
 
 
 @pytest.mark.parametrize("spelled", [["--threads", "3"], ["--threads=3"]])
-def test_a_number_that_is_given_counts_for_every_command_and_is_no_argument_of_it(spelled, capsys):
+def test_threads_apply_to_every_command_and_are_removed_from_its_arguments(spelled, capsys):
     before = torch.get_num_threads()
     try:
         assert threads.take_threads("compress", ["a", *spelled, "--keep", "1"]) == [
@@ -91,7 +91,7 @@ def test_a_number_that_is_given_counts_for_every_command_and_is_no_argument_of_i
 @pytest.mark.parametrize(
     "words", [["--threads", "0"], ["--threads"], ["--threads=two"], ["--threads", "-1"]]
 )
-def test_what_is_no_number_of_threads_is_refused(words, capsys):
+def test_what_is_no_number_of_threads_is_rejected(words, capsys):
     assert run(["compress", "model", *words]) == 2
     assert "--threads takes INT>=1, not" in capsys.readouterr().err
 

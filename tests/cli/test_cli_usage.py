@@ -136,7 +136,7 @@ def test_a_mistake_is_one_line_and_exit_code_2_and_nothing_is_written(
     assert sorted(f.name for f in tmp_path.iterdir()) == ["empty.txt", "t.txt"]
 
 
-def test_a_mistake_in_the_text_or_the_request_is_told_before_weights_are_read(
+def test_a_mistake_in_the_text_or_the_request_is_reported_before_weights_are_read(
     tiny_folder, mistake, tmp_path
 ):
     model = shutil.copytree(
@@ -179,7 +179,7 @@ class Stopped(Exception):  # noqa: N818
     ],
     ids=["not allowed", "Ctrl-C", "signal"],
 )
-def test_what_ends_a_command_from_outside_is_one_line_and_its_own_exit_code(
+def test_what_ends_a_command_from_outside_gives_one_line_and_a_specific_exit_code(
     raised, code, message, capsys, monkeypatch
 ):
     def command(*folders: str):

@@ -102,7 +102,7 @@ def test_without_a_fitted_log_bias_slots_keep_the_one_they_have(double, windows,
     assert all(layer.log_bias is None for layer in cache.layers)
 
 
-def test_a_past_that_does_not_fit_and_methods_that_need_all_queries_are_refused(
+def test_a_past_that_does_not_fit_and_methods_that_need_all_queries_are_rejected(
     double, windows, compact
 ):
     with pytest.raises(InputError, match="past holds 32 tokens: the prefix of 32 adds none"):

@@ -55,7 +55,7 @@ def test_every_registered_compressor_has_a_row_and_a_name_on_the_command_line():
 
 
 @table([*ROWS, *RAGGED])
-def test_a_compressor_keeps_its_number_of_slots_and_tells_how(traced, name, options):
+def test_a_compressor_keeps_its_number_of_slots_and_records_its_method(traced, name, options):
     by_layer = options.get("budgets") == "layers"
     for wanted, slots in (({"keep_ratio": 0.1}, 5), ({"num_slots": 7}, 7), ({"num_slots": 1}, 1)):
         cache = make_compressor(name, **options)(traced, **wanted)
@@ -132,7 +132,7 @@ def test_a_call_repeats_and_leaves_model_trace_and_random_state_and_is_the_same_
     assert torch.equal(compare(traced, first).kl, compare(traced, loaded).kl)
 
 
-def test_budgets_out_of_range_are_refused(traced):
+def test_budgets_out_of_range_are_rejected(traced):
     for wanted, message in (
         ({"keep_ratio": 0.0}, r"keep_ratio must be in \(0, 1\], not 0.0"),
         ({"keep_ratio": 1.01}, "not 1.01"),
@@ -204,9 +204,7 @@ def test_budgets_out_of_range_are_refused(traced):
         ("gradient", {"schedule": "warm"}, "schedule"),
     ],
 )
-def test_names_options_and_values_that_a_method_cannot_take_are_refused_by_name(
-    name, options, message
-):
+def test_unknown_methods_options_and_values_are_rejected_by_name(name, options, message):
     with pytest.raises(InputError, match=message):
         make_compressor(name, **options)
 

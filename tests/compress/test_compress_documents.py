@@ -154,7 +154,7 @@ def test_blanks_that_a_template_trims_are_trimmed_and_those_between_document_and
         ({"rag": PLAIN, "tool_use": PLAIN}, "fails: ValueError"),
     ],
 )
-def test_a_template_that_does_not_write_a_text_once_as_it_is_is_refused_in_one_line(
+def test_a_template_that_does_not_write_a_text_once_as_it_is_is_rejected_in_one_line(
     template, message
 ):
     tokenizer = with_template(template)
@@ -166,7 +166,7 @@ def test_a_template_that_does_not_write_a_text_once_as_it_is_is_refused_in_one_l
     )
 
 
-def test_a_document_that_a_template_cuts_or_answers_otherwise_is_refused():
+def test_a_document_that_a_template_cuts_or_answers_otherwise_is_rejected():
     tokenizer = with_template(PLAIN.replace("m['content']", "m['content'][:300]"))
     assert "changes the text" in refusal(reconstruction, tokenizer, DOCUMENT * 9, chat=True)
     tokenizer = with_template("{% if 'cat' in messages[0]['content'] %}<cats>{% endif %}" + PLAIN)
@@ -174,7 +174,7 @@ def test_a_document_that_a_template_cuts_or_answers_otherwise_is_refused():
     assert "changes the text" in refusal(question_ids, tokenizer, "a cat?", chat=True)
 
 
-def test_of_several_templates_the_default_one_is_taken():
+def test_of_several_templates_the_default_one_is_used():
     tokenizer = with_template({"default": PLAIN, "rag": CHAT_ML})
     assert chat_parts(tokenizer) == ("<user>", "\n\n", "<|im_end|>\n<bot>")
 
@@ -208,7 +208,7 @@ def test_a_beginning_that_the_template_writes_is_not_written_twice():
     assert document_ids(tokenizer).count(tokenizer.bos_token_id) == 1
 
 
-def test_a_conversation_whose_older_turns_the_template_leaves_out_is_refused():
+def test_a_conversation_whose_older_turns_the_template_leaves_out_is_rejected():
     tokenizer = with_template(PLAIN.replace("in messages", "in messages[-1:]"))
     turns = [{"role": role, "content": "the cat"} for role in ("user", "assistant", "user")]
     assert "leaves it out" in refusal(chat_ids, tokenizer, turns, chat=True)
@@ -309,7 +309,7 @@ def test_every_source_of_queries_is_recorded_by_its_name():
 
 
 @pytest.mark.parametrize("text", ["half \ud83d of it", "caf\udce9"])
-def test_a_text_that_is_no_unicode_is_refused_with_its_place(text):
+def test_a_text_that_is_no_unicode_is_rejected_with_its_place(text):
     tokenizer = byte_tokenizer()
     place = "character 5 is U+D83D" if text.startswith("half") else "character 3 is the byte 0xe9"
     assert place in refusal(reconstruction, tokenizer, text)

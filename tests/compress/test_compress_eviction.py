@@ -124,7 +124,7 @@ def test_slots_are_those_of_the_kept_positions_and_what_follows_the_prefix_chang
         assert layer.log_bias is None
 
 
-def test_first_random_and_keynorm_keep_what_their_names_say_and_a_cache_tells_its_scorers_options(
+def test_first_random_and_keynorm_follow_their_names_and_a_cache_records_its_scorers_options(
     traced,
 ):
     keys = traced.keys[1]

@@ -111,7 +111,7 @@ def test_compressing_and_answering_equal_the_stock_model(name):
         ),
     ],
 )
-def test_what_compress_cannot_do_is_refused_by_the_self_test(kind, options, reason):
+def test_what_compress_cannot_do_is_rejected_by_the_self_test(kind, options, reason):
     try:
         model = loud_model(kind, **options)
     except (TypeError, ValueError) as error:

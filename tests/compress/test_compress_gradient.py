@@ -76,7 +76,7 @@ def naive_loop(model, prefix_len, ids, start, steps, rate):
         ("cosine", lambda step: (1 + math.cos(math.pi * step / 6)) / 2),
     ],
 )
-def test_the_steps_of_every_example_are_those_of_the_naive_loop_clipped_by_its_own_norm(
+def test_the_steps_of_every_example_are_those_of_the_naive_loop_clipped_by_its_norm(
     windows, schedule, rate
 ):
     """Large logits make gradients whose norm passes 1 in some steps only, so that Adam sees where
@@ -128,7 +128,7 @@ def test_starts_are_the_caches_of_the_methods_they_name(traced):
     assert not GradientCompression().draws
 
 
-def test_a_start_that_draws_takes_the_seed_unless_it_has_its_own(traced):
+def test_a_start_that_draws_uses_the_seed_unless_it_names_one(traced):
     two_queries = "attention-matching,num_queries=2,budgets=equal"
     seeds = [
         AttentionMatching(num_queries=2, budgets="equal", seed=seed)(traced, num_slots=6)
@@ -183,7 +183,7 @@ def test_only_the_second_copy_of_a_reconstruction_supervises(model, windows):
     )
 
 
-def test_a_trace_without_predictions_is_refused(model, windows):
+def test_a_trace_without_predictions_is_rejected(model, windows):
     self_supervised = trace(model, windows, 48, supervision="self")
     method = GradientCompression(num_steps=1)
     for call in (method, method.snapshots):
@@ -233,7 +233,7 @@ def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(
     assert distance(method(traced, num_slots=5, resume=path), whole) == 0
 
 
-def test_states_of_another_run_damaged_and_foreign_ones_are_refused(
+def test_states_of_another_run_damaged_and_foreign_ones_are_rejected(
     model, windows, traced, tmp_path
 ):
     path = tmp_path / "state"

@@ -124,7 +124,7 @@ def traced(qwen, texts):
     return trace(qwen, texts, PREFIX)
 
 
-def test_importing_kvcat_does_not_import_kvpress_and_a_missing_one_is_told(monkeypatch):
+def test_importing_kvcat_does_not_import_kvpress_and_a_missing_one_is_reported(monkeypatch):
     assert not IMPORTED_WITH_KVCAT
     monkeypatch.setitem(sys.modules, "kvpress", None)
     with pytest.raises(
@@ -229,7 +229,7 @@ def test_several_sizes_at_once_are_those_made_alone(traced, name):
 
 
 @needs_kvpress
-def test_presses_options_prefixes_and_models_that_cannot_work_are_refused(
+def test_presses_options_prefixes_and_models_that_cannot_work_are_rejected(
     traced, texts, monkeypatch
 ):
     for name, options, message in (
@@ -293,7 +293,7 @@ def test_presses_options_prefixes_and_models_that_cannot_work_are_refused(
         "KeyRerotationPress+StreamingLLMPress",
     ],
 )
-def test_the_suffix_scores_as_in_kvpress_own_run(qwen, texts, traced, monkeypatch, name):
+def test_the_suffix_scores_as_in_a_run_of_kvpress(qwen, texts, traced, monkeypatch, name):
     """kvpress itself: prefill under the press, then the suffix on its cache, hidden slots masked by
     its own patch."""
     method = press(name)

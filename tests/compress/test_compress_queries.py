@@ -66,7 +66,7 @@ def test_a_query_weighs_as_the_attention_that_it_gives_to_the_prefix(double, win
 
 
 @pytest.mark.parametrize(("prefix_len", "piece_len"), [(48, 16), (46, 16), (1, 1), (48, 10)])
-def test_own_queries_of_the_first_layer_are_those_of_each_part_written_again_behind_the_prefix(
+def test_prefix_queries_of_the_first_layer_are_those_of_each_part_repeated_after_the_prefix(
     double, windows, prefix_len, piece_len
 ):
     limit = {"part_tokens": piece_len} if piece_len == 10 else {}  # less than a third
@@ -85,7 +85,7 @@ def test_own_queries_of_the_first_layer_are_those_of_each_part_written_again_beh
         assert torch.allclose(weights[:, :, rows], shares, atol=1e-5)
 
 
-def test_own_queries_of_deeper_layers_are_those_in_place_and_weigh_what_they_are_said_to(
+def test_prefix_queries_of_deeper_layers_are_those_in_place_and_have_the_stated_weights(
     double, windows, double_trace
 ):
     """Rotated back by the 16 positions that the last third was moved by, they are the queries of
@@ -111,7 +111,7 @@ def test_all_positions_of_up_to_4096_choose_keys():
     assert sampled_positions(8192).tolist() == list(range(0, 8192, 2))
 
 
-def test_every_third_own_query_stands_for_three_in_the_fit_and_all_choose_keys(double_trace):
+def test_every_third_prefix_query_represents_three_in_the_fit_and_all_choose_keys(double_trace):
     every = fitted_queries(double_trace, 1.0, by_share=True)
     every_third = fitted_queries(double_trace, 1.0, by_share=True, fitted_per_token=0.6)
     assert torch.equal(queries_of(every_third, 0)[:, :, 16:32], queries_of(every, 0)[:, :, 16::3])
@@ -140,7 +140,7 @@ def test_attention_in_parts_of_heads_and_chunks_of_queries_is_that_of_the_whole(
         assert torch.allclose(result, expected, atol=1e-12)
 
 
-def test_models_whose_positions_cannot_be_turned_have_no_own_queries(windows):
+def test_models_whose_positions_cannot_be_rotated_have_no_prefix_queries(windows):
     model = loud_model("opt", ffn_dim=48, word_embed_proj_dim=32)
     fitted = fitted_queries(trace(model, windows, 48), 1.0, by_share=True)
     assert queries_of(fitted, 0).shape[2] == 16
@@ -148,7 +148,7 @@ def test_models_whose_positions_cannot_be_turned_have_no_own_queries(windows):
     assert alone.causal
 
 
-def test_a_rotation_is_tried_once_on_every_model_and_shift_and_turns_each_slot_by_its_own(double):
+def test_a_rotation_is_tested_once_per_model_and_shift_and_may_differ_by_slot(double):
     forwards = []
     model = loud_model(dtype=torch.float64)  # on which no rotation was tried before
     hook = model.model.register_forward_pre_hook(lambda *_: forwards.append(len(forwards)))

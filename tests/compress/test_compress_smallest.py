@@ -124,7 +124,7 @@ def test_the_second_copy_of_a_reconstruction_is_split(model, windows):
     assert torch.allclose(supervised_kl(judge, cache).float(), expected, rtol=1e-4)
 
 
-def test_what_cannot_be_asked_is_refused_before_any_cache_is_made(model, windows, one):
+def test_impossible_requests_are_rejected_before_any_cache_is_made(model, windows, one):
     self_supervised = trace(model, windows[:1, :48], supervision="self")
     for traced, max_kl, held_out, message in [
         (one, -0.1, 0.25, "max_kl must be at least 0 nats per token and finite, not -0.1"),

@@ -28,7 +28,7 @@ def bounded(design, mass):
 
 
 @pytest.mark.parametrize("copies", [1, 2, 20])
-def test_a_slot_that_stands_for_k_equal_slots_gets_log_k(copies):
+def test_a_slot_that_represents_k_equal_slots_gets_log_k(copies):
     kept = normal(3, 40, 6)
     dense = kept.repeat_interleave(copies, dim=-1)
     assert torch.allclose(
@@ -164,7 +164,7 @@ def test_the_largest_eigenvalue_is_the_spectral_norm_of_the_gram_matrix():
         ({"pull": 0.1, "num_iters": 2}, "num_iters=2 steps are without a pull"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(options, message):
+def test_options_that_make_no_sense_are_rejected(options, message):
     with pytest.raises(InputError, match=message):
         fit_log_bias(normal(3, 2), normal(3, 4), **options)
     with pytest.raises(InputError, match="ridge must be larger than 0"):

@@ -120,7 +120,7 @@ def test_a_trace_in_chunks_is_that_of_one_forward_and_holds_no_more_than_its_ten
         )
 
 
-def test_traces_that_cannot_be_are_refused(model, windows):
+def test_traces_that_cannot_be_are_rejected(model, windows):
     for tokens, prefix_len, options, message in (
         (64, None, {}, "prefix_len is missing"),
         (64, 64, {}, r"prefix_len must be in \[1, 63\] for 64 tokens, not 64"),
@@ -148,7 +148,7 @@ def test_traces_that_cannot_be_are_refused(model, windows):
         trace(model, windows, 48)
 
 
-def test_what_cannot_be_replayed_or_compared_is_refused(model, windows, traced):
+def test_what_cannot_be_replayed_or_compared_is_rejected(model, windows, traced):
     dense = traced.dense_cache()
     with pytest.raises(InputError, match="does not belong to a trace"):
         compare(traced, trace(model, windows, 40).dense_cache())
@@ -164,7 +164,9 @@ def test_what_cannot_be_replayed_or_compared_is_refused(model, windows, traced):
 @pytest.mark.parametrize(
     ("prefix_len", "advice"), [(60, "whose 60 tokens alone would fit"), (130, "LlamaForCausalLM$")]
 )
-def test_a_repetition_that_is_too_long_is_told_from_a_text_that_is_too_long(prefix_len, advice):
+def test_a_repetition_that_is_too_long_and_a_text_that_is_too_long_have_different_messages(
+    prefix_len, advice
+):
     """The advice not to repeat the text is given where it helps."""
     ids = torch.zeros(1, 2 * prefix_len + 10, dtype=torch.long)
     sequence = Reconstruction(ids, prefix_len, prefix_len + 10)

@@ -98,7 +98,7 @@ def test_a_file_that_cannot_be_read_is_named_in_one_line(name, content, message,
     assert re.search(message, line)
 
 
-def test_a_source_that_is_not_there_is_refused_before_anything_is_read(tmp_path, monkeypatch):
+def test_a_source_that_is_not_there_is_rejected_before_anything_is_read(tmp_path, monkeypatch):
     (tmp_path / "picture.png").write_bytes(b"")
     for name, message in (("gone", "no such text file or folder"), (".", "no text")):
         with pytest.raises(InputError, match=message):

@@ -25,7 +25,7 @@ def encoder():
     return Encoder.of(byte_tokenizer())
 
 
-def test_the_encoder_gives_the_tokenizers_own_ids_whatever_the_length_and_tells_tokenizers_apart(
+def test_the_encoder_gives_the_tokenizers_ids_at_any_length_and_distinguishes_tokenizers(
     encoder, caplog
 ):
     tokenizer = byte_tokenizer()

@@ -118,7 +118,7 @@ def test_resuming_reads_no_row_group_before_the_place(tmp_path, tokenizer, monke
     assert read[0] == state["streams"]["0"][2] // 4 > 3
 
 
-def test_a_state_of_other_data_is_refused(corpora, tokenizer, tmp_path):
+def test_a_state_of_other_data_is_rejected(corpora, tokenizer, tmp_path):
     source = corpora["groups"][0]
     write_lines(tmp_path / "a.jsonl", texts(9))
     local = f"stream:{tmp_path}"
@@ -181,7 +181,7 @@ def test_a_hub_data_set_is_resumed_at_the_commit_it_was_begun_with(
         newer.train.load_state_dict(state)
 
 
-def test_too_few_documents_for_validation_or_for_the_streams_are_refused_by_name(
+def test_too_few_documents_for_validation_or_for_the_streams_are_rejected_by_name(
     tmp_path, tokenizer
 ):
     write_table(tmp_path / "a.parquet", of_split(texts(3), "train"))

@@ -72,7 +72,7 @@ def test_every_document_is_there_once_in_order_and_held_out_ones_are_apart(
 
 
 @pytest.mark.parametrize("count", [1, 50, 1999])
-def test_reading_ends_at_the_tokens_asked_for_and_something_to_validate_on_with_one_writer(
+def test_reading_ends_at_the_requested_tokens_with_some_to_validate_on_and_one_writer(
     corpus, good, tokenizer, tmp_path, count
 ):
     def another(_):
@@ -146,7 +146,7 @@ def test_a_source_that_is_gone_or_a_full_disk_costs_nothing_that_was_written(
     assert seen[0] > 0
 
 
-def test_a_complete_folder_is_left_as_it_is_and_one_of_something_else_is_refused(
+def test_a_complete_folder_is_left_as_it_is_and_one_of_something_else_is_rejected(
     corpus, good, tokenizer, tmp_path
 ):
     folder = shutil.copytree(good, tmp_path / "tokens")
@@ -194,7 +194,7 @@ def test_too_little_disk_space_is_named_before_reading_and_a_full_disk_keeps_wha
         (b'{"body": "no text"}\n', r"a\.jsonl"),
     ],
 )
-def test_text_that_lacks_a_split_or_cannot_be_read_is_refused_and_leaves_nothing(
+def test_text_that_lacks_a_split_or_cannot_be_read_is_rejected_and_leaves_nothing(
     tokenizer, tmp_path, content, message
 ):
     file = tmp_path / "a.jsonl"
@@ -220,7 +220,7 @@ def test_text_that_lacks_a_split_or_cannot_be_read_is_refused_and_leaves_nothing
         ),
     ],
 )
-def test_a_damaged_folder_is_refused_in_one_line(good, tokenizer, tmp_path, name, change, message):
+def test_a_damaged_folder_is_rejected_in_one_line(good, tokenizer, tmp_path, name, change, message):
     file = shutil.copytree(good, tmp_path / "damaged") / name
     if change is None:
         file.unlink()

@@ -160,7 +160,7 @@ def test_of_the_settings_of_generation_only_the_end_of_text_counts_and_it_ends_i
     assert len(answers[0]) < NEW
 
 
-def test_the_answer_s_tokens_go_on_from_the_question_s_unless_one_would_span_both(tokenizer):
+def test_the_answers_tokens_follow_the_questions_unless_one_would_span_both(tokenizer):
     question, answer = answer_ids(tokenizer, "the cat sees", " the dog")
     assert [*question, *answer] == tokenizer.encode("the cat sees the dog")
     question, answer = answer_ids(tokenizer, "the ca", "t")
@@ -186,7 +186,7 @@ def test_the_answer_s_tokens_go_on_from_the_question_s_unless_one_would_span_bot
         ),
     ],
 )
-def test_a_model_that_cannot_run_the_questions_is_refused_by_name(tokenizer, changes, said):
+def test_a_model_that_cannot_run_the_questions_is_rejected_by_name(tokenizer, changes, said):
     task = task_of(tokenizer, changes.pop("words", None))
     tokenizer = changes.pop("tokenizer", tokenizer)
     with pytest.raises(InputError, match=said):

@@ -75,7 +75,7 @@ def test_documents_and_training_seeds_add_their_variances_and_one_seed_has_none(
     assert one.mean(documents[None]) == ClusterBootstrap(names(30)).mean(documents)
 
 
-def test_strata_are_resampled_to_their_own_size_and_a_mean_has_the_textbook_standard_error():
+def test_strata_are_resampled_to_their_size_and_a_mean_has_the_textbook_standard_error():
     generator = np.random.default_rng(5)
     values = np.concatenate([generator.normal(0.0, 1.0, 60), generator.normal(10.0, 2.0, 140)])
     bootstrap = ClusterBootstrap(names(200), strata=["a"] * 60 + ["b"] * 140)

@@ -156,7 +156,7 @@ def test_every_baseline_equals_a_full_forward_of_the_same_ids_and_all_slots_the_
         ({"tokenizer": None}, "model 'tiny' has no tokenizer"),
     ],
 )
-def test_a_mistake_is_told_before_heavy_work(examples, model, options, said):
+def test_a_mistake_is_reported_before_heavy_work(examples, model, options, said):
     options = {"max_tokens": 500, "tokenizer": byte_tokenizer(), **options}
     tokenizer = options.pop("tokenizer")
     with pytest.raises(InputError, match=said):

@@ -90,7 +90,7 @@ CHOICE = "its choices are not at least two texts with a key each"
         ("arc_easy", {"answerKey": "D"}, "ValueError: 'D' is not in list"),
     ],
 )
-def test_a_row_that_is_none_is_told_with_file_and_number(tmp_path, task, change, message):
+def test_an_invalid_row_is_named_with_file_and_number(tmp_path, task, change, message):
     file = write(tmp_path, ROWS[task], {**ROWS[task], **change})
     with pytest.raises(InputError) as error:
         read_examples(task, str(file))
@@ -108,7 +108,7 @@ def test_a_row_that_is_none_is_told_with_file_and_number(tmp_path, task, change,
         ({"folder": Path("none"), "tasks": ["piqa"]}, r"none has no file piqa\*\.jsonl"),
     ],
 )
-def test_what_does_not_exist_is_told(options, said):
+def test_what_does_not_exist_is_reported(options, said):
     with pytest.raises(InputError, match=said):
         make_task(**options)
 
@@ -205,7 +205,7 @@ def test_the_harness_gives_the_values_of_plain_forwards_and_the_run_resumes(
     assert evaluate(task, models, [], [], tmp_path / "out", batch_size=3, progress=False) == records
 
 
-def test_each_accuracy_has_its_own_argmax():
+def test_each_accuracy_has_a_different_argmax():
     values = [
         cloze_values(example(0, ["x"] * 3, ["abcdefghij", "abc", "ab"], gold), [-10.0, -4.0, -3.9])
         for gold in range(3)
@@ -215,7 +215,7 @@ def test_each_accuracy_has_its_own_argmax():
     assert values[0]["nll_per_char"] == 1.0
 
 
-def test_what_a_model_cannot_score_is_told_before_work(pair, monkeypatch):
+def test_what_a_model_cannot_score_is_reported_before_work(pair, monkeypatch):
     task = QATask(EXAMPLES)
     with pytest.raises(InputError, match="qa needs the tokenizer of model 'm'"):
         task.check("m", pair[0], None)
@@ -242,7 +242,7 @@ def test_what_a_model_cannot_score_is_told_before_work(pair, monkeypatch):
         "arc/arc_easy",
     ],
 )
-def test_the_prompts_are_those_of_the_harness_own_task_files(tmp_path, file):
+def test_the_prompts_are_those_of_the_harnesss_task_files(tmp_path, file):
     import lm_eval
     from lm_eval.api.task import ConfigurableTask
     from lm_eval.tasks._yaml_loader import load_yaml

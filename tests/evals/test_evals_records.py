@@ -87,7 +87,7 @@ def line(**changes):
         ("costs", '{"model": "base"}', "no cost: it has no method"),
     ],
 )
-def test_a_damaged_line_is_refused_in_one_line(tmp_path, name, damage, said):
+def test_a_damaged_line_is_rejected_in_one_line(tmp_path, name, damage, said):
     (tmp_path / f"{name}.jsonl").write_text(f"{damage}\n{line()}\n")
     assert said in refusal(read_records if name == "records" else read_costs, tmp_path)
 
@@ -101,14 +101,14 @@ def test_a_damaged_line_is_refused_in_one_line(tmp_path, name, damage, said):
         ({"methods": ["first"]}, "a method: it has no name"),
     ],
 )
-def test_a_damaged_configuration_is_refused_in_one_line(tmp_path, changes, said):
+def test_a_damaged_configuration_is_rejected_in_one_line(tmp_path, changes, said):
     config = {name: value for name, value in {**CONFIG, **changes}.items() if value is not None}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert said in refusal(read_config, tmp_path)
     assert "is no results folder" in refusal(read_config, tmp_path / "none")
 
 
-def test_another_configuration_or_other_weights_of_a_label_are_refused_and_the_folder_is_free_again(
+def test_another_configuration_or_other_weights_of_a_label_are_rejected_and_the_folder_freed(
     tmp_path,
 ):
     with ResultsFolder(tmp_path, CONFIG) as folder:

@@ -120,7 +120,7 @@ def test_a_match_is_the_share_of_references_that_the_answer_contains(answer, sha
         ({"tasks": ("vt",), "length": 60}, "vt: 60 tokens are too few: the text takes at least"),
     ],
 )
-def test_options_out_of_range_and_texts_too_short_for_what_they_hide_are_refused(
+def test_options_out_of_range_and_texts_too_short_for_what_they_hide_are_rejected(
     tokenizer, options, said
 ):
     with pytest.raises(InputError, match=said):

@@ -139,7 +139,7 @@ def test_costs_are_those_of_the_first_batch_in_a_warm_process(
     assert "ttft" not in cost  # 12 + 48 positions exceed the model's 32
 
 
-def test_a_model_may_be_added_under_a_label_of_its_own_and_is_paired_with_the_others(
+def test_a_model_may_be_added_under_a_new_label_and_is_paired_with_the_others(
     models, windows, tmp_path
 ):
     run({"base": models["base"]}, windows, tmp_path, ["first"])
@@ -153,7 +153,7 @@ def test_a_model_may_be_added_under_a_label_of_its_own_and_is_paired_with_the_ot
     assert list(models_of(read_records(tmp_path))) == ["base", "kvcat"]
 
 
-def test_the_primary_cell_is_named_before_the_run_and_another_configuration_is_refused(
+def test_the_primary_cell_is_named_before_the_run_and_another_configuration_is_rejected(
     finished, models, windows, tmp_path
 ):
     first = {"method": "attention-matching", "keep_ratio": 0.25, "metric": "kl"}
@@ -191,7 +191,7 @@ def test_the_primary_cell_is_named_before_the_run_and_another_configuration_is_r
         ),
     ],
 )
-def test_mistakes_are_told_before_anything_is_written(models, windows, tmp_path, changes, said):
+def test_mistakes_are_reported_before_anything_is_written(models, windows, tmp_path, changes, said):
     with pytest.raises(InputError, match=said):
         run(out_dir=tmp_path / "out", **{"models": models, "windows": windows, **changes})
     assert not (tmp_path / "out").exists()

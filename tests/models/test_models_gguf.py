@@ -90,7 +90,7 @@ def test_scaled_rotary_embeddings_are_those_of_llama_cpp(kind, settings, tensors
     assert read_config(tmp_path / "m.gguf").rope_parameters == model.config.rope_parameters
 
 
-def test_beyond_the_original_context_longrope_takes_the_long_factors(tmp_path):
+def test_beyond_the_original_context_longrope_uses_the_long_factors(tmp_path):
     settings = {**LONGROPE, "rope.scaling.original_context_length": 256}
     write_gguf(
         model_of("llama"),
@@ -196,7 +196,7 @@ def test_a_model_named_mistral_has_no_sliding_window_that_the_file_does_not_stat
         ({}, {"blk.0.attn_q.bias": np.ones(96, np.float32)}, "lacks"),
     ],
 )
-def test_what_a_model_cannot_take_of_a_gguf_file_is_refused_by_name(
+def test_what_a_model_cannot_use_of_a_gguf_file_is_rejected_by_name(
     settings, tensors, reason, tmp_path
 ):
     write_gguf(model_of("llama"), tmp_path / "m.gguf", settings=settings, tensors=tensors)
@@ -204,7 +204,7 @@ def test_what_a_model_cannot_take_of_a_gguf_file_is_refused_by_name(
     assert re.search(reason, message), message
 
 
-def test_rotary_factors_of_an_architecture_that_does_not_read_them_are_refused(tmp_path):
+def test_rotary_factors_of_an_architecture_that_does_not_read_them_are_rejected(tmp_path):
     write_gguf(model_of("qwen2"), tmp_path / "m.gguf", tensors={"rope_freqs.weight": FACTORS})
     assert "not use, for example rope_freqs.weight" in refusal(
         load, tmp_path / "m.gguf", tokenizer=False

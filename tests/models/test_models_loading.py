@@ -59,7 +59,7 @@ def test_a_loaded_model_is_the_stock_class_and_a_saved_folder_names_nothing_of_o
     )
 
 
-def test_a_refused_or_failed_save_leaves_the_folder_as_it_was(source, tmp_path, monkeypatch):
+def test_a_rejected_or_failed_save_leaves_the_folder_as_it_was(source, tmp_path, monkeypatch):
     model, tokenizer = load(source)
     (tmp_path / "note").write_text("mine")
     with pytest.raises(InputError, match="not empty"):
@@ -73,7 +73,7 @@ def test_a_refused_or_failed_save_leaves_the_folder_as_it_was(source, tmp_path, 
     assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "note"]
 
 
-def test_what_is_no_model_folder_is_refused_and_options_are_checked_first(tmp_path):
+def test_what_is_no_model_folder_is_rejected_and_options_are_checked_first(tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "m.gguf").write_bytes(b"PK\x03\x04")
     (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03\0\0\0")
@@ -94,7 +94,7 @@ def test_what_is_no_model_folder_is_refused_and_options_are_checked_first(tmp_pa
     assert "'abacus'" in refusal(load, tmp_path / "nowhere", device="abacus")
 
 
-def test_weights_that_do_not_fit_the_config_or_are_no_numbers_are_refused_by_name(folder):
+def test_weights_that_do_not_fit_the_config_or_are_no_numbers_are_rejected_by_name(folder):
     file = folder / "model.safetensors"
     name = "model.layers.1.self_attn.k_proj.weight"
     tensors = load_file(file)
@@ -114,7 +114,7 @@ def test_weights_that_do_not_fit_the_config_or_are_no_numbers_are_refused_by_nam
         )
 
 
-def test_bad_json_missing_files_and_unknown_models_are_refused(folder):
+def test_bad_json_missing_files_and_unknown_models_are_rejected(folder):
     (folder / "tokenizer.json").write_text('{"model_type": ')
     assert "tokenizer" in refusal(load, folder)
     for file in folder.glob("tokenizer*"):
@@ -238,7 +238,7 @@ def test_a_tokenizer_is_fetched_without_weights_where_it_is_not_cached(
         ("bert", {}, "Bert.*not causal"),
     ],
 )
-def test_what_cannot_be_supported_is_refused_by_name(kind, options, message):
+def test_what_cannot_be_supported_is_rejected_by_name(kind, options, message):
     if kind == "bert":
         model = BertLMHeadModel(
             BertConfig(**BASE, hidden_size=32, intermediate_size=48, num_attention_heads=4)

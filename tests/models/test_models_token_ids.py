@@ -30,7 +30,7 @@ def test_ids_of_the_model_pass(model):
     check_token_ids(model, torch.zeros(1, 0, dtype=torch.long))
 
 
-def test_a_token_beyond_the_embedding_is_refused_before_any_forward(model, no_forward):
+def test_a_token_beyond_the_embedding_is_rejected_before_any_forward(model, no_forward):
     ids = torch.arange(20).repeat(1, 2)
     ids[0, -1] = 67
     assert TOO_LARGE in refusal(kvcat.trace, model, ids, 10)
@@ -43,7 +43,7 @@ def test_a_token_beyond_the_embedding_is_refused_before_any_forward(model, no_fo
     )
 
 
-def test_a_token_beyond_the_embedding_behind_a_cache_is_refused(model):
+def test_a_token_beyond_the_embedding_behind_a_cache_is_rejected(model):
     cache = kvcat.trace(model, torch.arange(30)[None], 20).dense_cache()
     for call in (cache.inputs, lambda model, ids: kvcat.replay(model, cache, ids)):
         assert TOO_LARGE in refusal(call, model, torch.tensor([[3, 67]]))

@@ -46,7 +46,7 @@ def frequencies(theta=10_000.0):
         "model.layers.0.post_feedforward_layernorm.weight",
     ],
 )
-def test_a_weight_that_the_model_does_not_use_is_refused_by_name(name, folder):
+def test_a_weight_that_the_model_does_not_use_is_rejected_by_name(name, folder):
     add(folder, **{name: torch.ones(8)})
     message = refusal(load, folder, tokenizer=False)
     assert f"has 1 weights that the model does not use, for example {name}" in message
@@ -82,7 +82,7 @@ def test_buffers_that_the_model_computes_itself_are_harmless(dtype, folder):
         ("model.position_ids", torch.arange(128).flip(0)),
     ],
 )
-def test_buffers_with_other_numbers_are_refused(name, tensor, folder):
+def test_buffers_with_other_numbers_are_rejected(name, tensor, folder):
     add(folder, **{name: tensor})
     assert f"for example {name}" in refusal(load, folder, tokenizer=False)
 
@@ -95,7 +95,7 @@ def test_frequencies_stored_before_a_scaling_that_the_configuration_describes_ar
     load(folder, tokenizer=False)
 
 
-def test_an_output_matrix_that_differs_from_the_tied_embeddings_is_refused(folder):
+def test_an_output_matrix_that_differs_from_the_tied_embeddings_is_rejected(folder):
     add(folder, **{"lm_head.weight": torch.ones(67, 32)})
     assert "lm_head.weight that differs from the embeddings" in refusal(
         load, folder, tokenizer=False
@@ -117,7 +117,7 @@ def test_pickled_weights_are_looked_through_as_well(folder):
     "file", ["adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"]
 )
 @pytest.mark.parametrize("alone", [True, False])
-def test_an_adapter_is_refused_whether_or_not_peft_is_installed(file, alone, folder):
+def test_an_adapter_is_rejected_whether_or_not_peft_is_installed(file, alone, folder):
     (folder / file).write_text("{}")
     if alone:
         (folder / "config.json").unlink()

@@ -81,7 +81,7 @@ def build(policy="router", **options):
         (Router, {"hidden_size": 4, "noise": math.nan}, "nan"),
     ],
 )
-def test_what_makes_no_sense_is_refused_with_the_value(call, options, said):
+def test_what_makes_no_sense_is_rejected_with_the_value(call, options, said):
     with pytest.raises(InputError, match=said):
         call(**options)
 

@@ -192,7 +192,7 @@ def test_the_arc_figures_are_impossible_on_the_validation_split(task, validation
     assert fits == {validation: False, test: True}
 
 
-def test_what_the_text_says_of_the_needle_and_of_more_slots_does_not_hold_for_both_models():
+def test_claims_of_the_text_on_the_needle_and_on_more_slots_do_not_hold_for_both_models():
     gains = {SMALL: [], LARGE: []}
     sure = []
     for model, keep in itertools.product((SMALL, LARGE), NEEDLE_KEEPS):

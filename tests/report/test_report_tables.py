@@ -77,11 +77,12 @@ def test_quality_is_the_mean_over_examples_with_its_verdict_against_the_control(
     assert set(quality_table(folders["longbench"], "gradient").frame["steps"]) == {"20", "100"}
 
 
-def test_rows_over_unequal_numbers_of_examples_tell_their_own(tmp_path):
+def test_rows_over_unequal_numbers_of_examples_show_their_number(tmp_path):
     records = [
         r for r in made_up_records(num_documents=4) if r.model != "kvcat" or r.document != "d3"
     ]
-    table = quality_table(read_results(write_results(tmp_path / "r", records)), "snapkv")
+    results = read_results(write_results(tmp_path / "r", records))
+    table = quality_table(results, "snapkv")
     assert [row_of(table, keep="5%", model=model)["n"] for model in ("kvcat", "base")] == ["6", "8"]
     assert "Incomplete: kvcat has 6 of 8 examples" in " ".join(table.notes)
     assert "Only 3 documents" in " ".join(table.notes)
@@ -89,13 +90,13 @@ def test_rows_over_unequal_numbers_of_examples_tell_their_own(tmp_path):
     tables = read_results(write_results(tmp_path / "mixed", mixed))
     notes = {name: " ".join(quality_table(tables, name).notes) for name in ("snapkv", "gradient")}
     assert ("Only" in notes["snapkv"], "Only" in notes["gradient"]) == (False, True)
-    text = headline_text(read_results(tmp_path / "r")).splitlines()
+    text = headline_text(results).splitlines()
     assert text[0].startswith("Incomplete: kvcat has 6 of 8")
     assert text[1] == "6 windows of 3 documents, or 8 windows of 4 documents"
     assert {line.split()[0] for line in text[3:]} == {"attention-matching", "snapkv", "gradient"}
 
 
-def test_differences_put_the_price_beside_the_gain_and_name_their_verdict(folders):
+def test_differences_show_price_and_gain_side_by_side_and_name_their_verdict(folders):
     table = differences_table(folders["suffix"], "kvcat", "control")
     row = row_of(table, method="attention-matching", keep="10%")
     quality = quality_table(folders["suffix"], "attention-matching")

@@ -111,7 +111,7 @@ def test_the_page_opens_with_three_figures_then_differences_drawn_and_as_a_table
         assert expected_text in text
 
 
-def test_tables_plots_and_every_row_in_full_precision_stand_beside_the_page(report):
+def test_tables_plots_and_every_row_in_full_precision_are_files_next_to_the_page(report):
     tables = (
         "quality-attention-matching",
         "differences-kvcat-control",
@@ -154,7 +154,7 @@ def folder(tmp_path_factory):
     )
 
 
-def test_folders_of_one_name_get_sections_and_the_same_files_again_and_one_model_its_own_figures(
+def test_folders_of_one_name_get_sections_and_a_report_on_one_model_shows_its_figures(
     folder, tmp_path
 ):
     other = write_results(tmp_path / "code" / "r", made_up_longbench(skill=0.25), "longbench")
@@ -180,7 +180,7 @@ def test_folders_of_one_name_get_sections_and_the_same_files_again_and_one_model
         assert expected_text in text
 
 
-def test_beside_a_model_that_was_stopped_in_its_baselines_the_others_are_shown(tmp_path):
+def test_models_are_shown_even_if_another_one_was_stopped_in_its_baselines(tmp_path):
     records = made_up_needle(per_depth=4)
     stopped = [r for r in records if r.model == "base" and r.method in ("dense", "no-context")]
     records = stopped + [r for r in records if r.model == "kvcat"]

@@ -106,7 +106,7 @@ def test_a_plain_cache_answers_in_a_plain_model(tmp_path, kind):
         )
 
 
-def test_what_does_not_fit_is_refused_and_the_engine_goes_on(served, tmp_path):
+def test_what_does_not_fit_is_rejected_and_the_engine_still_works(served, tmp_path):
     model, path = served("qwen2")
     other = make_model(
         "qwen2", {"hidden_size": 64, "rope_parameters": {"rope_theta": 5e3, "rope_type": "default"}}
@@ -151,7 +151,7 @@ def test_what_does_not_fit_is_refused_and_the_engine_goes_on(served, tmp_path):
         assert torch.equal(running.logits([5]), before)
 
 
-def test_an_engine_that_is_not_understood_is_refused(served, tmp_path, monkeypatch):
+def test_an_engine_that_is_not_understood_is_rejected(served, tmp_path, monkeypatch):
     _, path = served("qwen2")
     (tmp_path / "text").write_text("no model")
     for mistake, message in (

@@ -61,7 +61,7 @@ def test_a_stock_cache_of_the_exported_keys_answers_as_the_compact_cache(kind, o
 @pytest.mark.skipif(
     TRANSFORMERS < (5, 21), reason="generate gives chunks behind a cache a wrong mask"
 )
-def test_layers_of_their_own_number_of_slots_answer_in_a_stock_cache_token_by_token():
+def test_layers_with_different_numbers_of_slots_answer_in_a_stock_cache_token_by_token():
     model = make_model()
     question = ids(1, 4)
     counts = (3, 8)
@@ -87,7 +87,7 @@ def test_layers_of_their_own_number_of_slots_answer_in_a_stock_cache_token_by_to
     assert torch.equal(ours, theirs)
 
 
-def test_the_file_tells_all_a_reader_needs(tmp_path):
+def test_the_file_holds_all_that_a_reader_needs(tmp_path):
     model = make_model("qwen2", dtype=torch.bfloat16)
     cache = evicted(model, ids(2, 30), (3, 8))
     export_prefix(cache, model, tmp_path / "p")
@@ -118,7 +118,7 @@ def test_the_file_tells_all_a_reader_needs(tmp_path):
         CompactCache.load(tmp_path / "p")
 
 
-def test_what_a_plain_prefix_cannot_hold_is_refused_and_a_log_bias_dropped_only_on_demand():
+def test_what_a_plain_prefix_cannot_hold_is_rejected_and_a_log_bias_dropped_only_on_demand():
     model = make_model()
     suffix = ids(2, 6)
     cache = evicted(model, ids(2, 30))

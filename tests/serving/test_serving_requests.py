@@ -77,7 +77,7 @@ def test_another_document_under_a_name_has_another_salt(folder):
         first.load()
 
 
-def test_questions_go_on_in_the_turn_that_the_document_opens():
+def test_questions_continue_the_turn_that_the_document_opens():
     tokenizer = byte_tokenizer()
     for text in (
         prompt_ids(tokenizer, "the cat", chat=True),

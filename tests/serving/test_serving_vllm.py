@@ -175,7 +175,7 @@ def test_requests_with_different_documents_and_with_none_in_one_batch_are_answer
     assert len({tuple(answer) for answer in answers}) > len(QUESTIONS)
 
 
-def test_a_conversation_goes_on_in_the_turn_that_the_document_opens(world):
+def test_a_conversation_continues_in_the_turn_that_the_document_opens(world):
     messages = [{"role": "user", "content": "the cat"}]
     answer = world.ask(messages, "chat", "/v1/chat/completions")
     assert answer == world.wanted(world.tokens("the cat", "chat"), "chat")

@@ -88,7 +88,7 @@ def test_stock_transformers_answers_from_a_cache_with_log_bias(tmp_path, kind, o
     assert not torch.allclose(answers(wide, layers, suffix), wanted, atol=1e-2)
 
 
-def test_what_cannot_be_widened_is_refused_by_name():
+def test_what_cannot_be_widened_is_rejected_by_name():
     for kind, options, head_dim, message in (
         (
             "qwen3",
@@ -105,7 +105,7 @@ def test_what_cannot_be_widened_is_refused_by_name():
             widen(make_model(kind, options), head_dim)
 
 
-def test_prefixes_that_no_engine_takes_are_refused(tmp_path):
+def test_prefixes_that_no_engine_accepts_are_rejected(tmp_path):
     model = make_model()
     cache = evicted(model, ids(1, 30), (7, 3), log_bias=True)
     path = tmp_path / "p"

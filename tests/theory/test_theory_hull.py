@@ -88,7 +88,7 @@ def test_no_shift_escapes_the_sharp_constant_nor_the_lemma_below_it(seed, kind, 
     assert sharp <= lemma * (2 * dimension / (dimension + 1)) ** 0.5 + rounding  # Jung
 
 
-def test_mistakes_are_refused_with_the_offending_value():
+def test_mistakes_are_rejected_with_the_offending_value():
     points = torch.eye(2, dtype=torch.float64)
     for mistake, message in (
         (lambda: hull_lemma_bound(points, 1.0), r"above 1, got 1\.0"),

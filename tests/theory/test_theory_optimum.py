@@ -122,7 +122,7 @@ def test_at_the_last_prefix_length_the_bound_falls_as_the_square_of_n_but_the_op
     )
 
 
-def test_arguments_outside_their_range_are_refused():
+def test_arguments_outside_their_range_are_rejected():
     for mistake, message in (
         (lambda: optimal_error(2, 3, 1, 0), "1 slot at least, got 2 and 0"),
         (lambda: joint_optimum(torch.tensor([3, 0]), 1, 4), "slots must lie in 0 to 3, got 4"),

@@ -120,7 +120,7 @@ def test_the_summary_policy_fails_on_the_incompressible_network_and_the_other_ha
         ("an alarm reads", 1, "w_1", 10, -1),
     ],
 )
-def test_the_bound_is_refused_for_weights_on_which_its_argument_does_not_hold(
+def test_the_bound_is_rejected_for_weights_on_which_its_argument_does_not_hold(
     message, block, matrix, row, column
 ):
     network = t.incompressible_network(d.parity(2, 3), constant=1.0)

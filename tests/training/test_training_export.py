@@ -39,7 +39,7 @@ def test_the_export_runs_in_plain_transformers_and_holds_the_trained_weights(fin
     assert_same(weights, {name: trained[f".module.model.{name}"] for name in weights})
 
 
-def test_an_export_is_a_model_with_its_card_and_the_routers_stand_beside_it(finished, tiny_folder):
+def test_an_export_is_a_model_with_its_card_next_to_the_routers(finished, tiny_folder):
     assert exported(finished.folder).keys() == load_file(tiny_folder / "model.safetensors").keys()
     names = {"alpha", "norm.weight", "norm.bias", *(f"{x}_proj.weight" for x in "qkvop")}
     routers = load_file(finished.export.parent / "routers.safetensors")
@@ -79,9 +79,7 @@ def test_an_export_trains_on_and_the_control_leaves_no_routers_and_says_that_it_
     assert '"bfloat16"' in (result.export / "config.json").read_text()
 
 
-def test_an_export_never_replaces_a_folder_that_is_not_the_runs_own(
-    finished, tiny_folder, tmp_path
-):
+def test_an_export_never_replaces_a_folder_of_something_else(finished, tiny_folder, tmp_path):
     earlier, newest = sorted((finished.folder / "checkpoints").glob("step-*"))
     foreign = shutil.copytree(tiny_folder, tmp_path / "model")
     before = {f.name: f.read_bytes() for f in foreign.iterdir()}

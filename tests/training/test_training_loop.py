@@ -255,7 +255,7 @@ def test_a_frozen_teacher_computes_in_the_type_of_the_run_with_exact_positions(
     assert {buffer.dtype for buffer in teacher.buffers()} == {torch.float32}
 
 
-def test_a_record_and_a_line_without_a_terminal_tell_rates_norms_speed_and_the_time_left(
+def test_a_record_and_a_line_without_a_terminal_show_rates_norms_speed_and_the_remaining_time(
     tmp_path, capsys, new_run
 ):
     run = new_run(max_steps=3, dtype="bfloat16", teacher="frozen")

@@ -133,7 +133,7 @@ def test_a_second_process_does_not_write_into_a_run(tmp_path, new_run):
     assert train(run, progress=False).validation["step"] == 1
 
 
-def test_processes_without_an_address_are_told_so_at_once(monkeypatch, new_run):
+def test_processes_without_an_address_fail_at_once_with_a_message(monkeypatch, new_run):
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "the 2 processes do not find each other" in refused(new_run())

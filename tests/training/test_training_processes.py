@@ -93,7 +93,7 @@ def test_two_processes_equal_one(options, tmp_path, new_run):
         assert a["dense_loss"] == pytest.approx(b["dense_loss"], rel=1e-2)
 
 
-def test_a_run_goes_on_with_another_number_of_processes(tmp_path, new_run):
+def test_a_run_continues_with_another_number_of_processes(tmp_path, new_run):
     options = {"max_steps": 6, "peak_lr": 1e-3, "checkpoint_every": 2, "keep_checkpoints": 9}
     whole, split = (new_run(name, **options) for name in ("whole", "split"))
     train(whole, progress=False)
@@ -113,7 +113,7 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path, new_run):
         assert_close(whole.output, split.output, weights=2e-4)
 
 
-def test_a_mistake_is_told_by_every_process_before_anything_is_written(tmp_path, new_run):
+def test_a_mistake_is_reported_by_every_process_before_anything_is_written(tmp_path, new_run):
     said = train_in_processes(new_run(batch_size=3), tmp_path)
     assert ["batch_size 3 does not divide into 2 processes" in message for message in said] == [
         True,

@@ -183,7 +183,7 @@ def test_a_continuation_may_change_how_the_work_is_done_and_records_it(
     )
 
 
-def test_a_finished_run_goes_on_to_a_larger_number_of_steps(capsys, new_run):
+def test_a_finished_run_continues_to_a_larger_number_of_steps(capsys, new_run):
     run = new_run(policy="control", max_steps=4, checkpoint_every=1)
     train(run, progress=False)
     before = records(run.output)
