@@ -137,7 +137,7 @@ def test_a_mistake_is_one_line_and_exit_code_2_and_nothing_is_written(
 
 
 def test_a_mistake_in_the_text_or_the_request_is_reported_before_weights_are_read(
-    tiny_folder, mistake, tmp_path
+    tiny_folder, texts_folder, mistake, tmp_path
 ):
     model = shutil.copytree(
         tiny_folder, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors")
@@ -160,7 +160,7 @@ def test_a_mistake_in_the_text_or_the_request_is_reported_before_weights_are_rea
             option,
         ]
         assert "no such text file or folder: nowhere" in mistake(*line, "nowhere")
-        assert "cannot load" in mistake(*line, "installed")  # the weights, which are not there
+        assert "cannot load" in mistake(*line, texts_folder)  # the weights, which are not there
     needle = ["eval", "needle", model, "--length", 130, "--per-depth", 1, "--out", tmp_path / "out"]
     message = "primary cell: h2o at keep ratio 0.3 is not evaluated"
     assert message in mistake(*needle, "--keep", 0.2, "--primary", "h2o", 0.3, "kl")
