@@ -41,45 +41,14 @@ from kvcat.evals.haystacks import Pieces, draws, filler_lines, number, shuffled
 from kvcat.evals.longbench import cut_middle
 from kvcat.files import append_jsonl, read_jsonl
 
-KINDS = {
-    "needle": 1,
-    "multi-needle": 4,
-    "key-value": 12,
-}  # number of lines with facts, all of which are asked
+# number of lines with facts, all of which are asked
+KINDS = {"needle": 1, "multi-needle": 4, "key-value": 12}
 NAMES = [
-    "Anna",
-    "Peter",
-    "Maria",
-    "Thomas",
-    "Laura",
-    "Martin",
-    "Emma",
-    "Daniel",
-    "Sarah",
-    "Robert",
-    "Julia",
-    "Michael",
-    "Helen",
-    "Frank",
-    "Alice",
-    "David",
-    "Clara",
-    "Simon",
-    "Grace",
-    "Henry",
-    "Rose",
-    "Oscar",
-    "Lucy",
-    "Victor",
-    "Nina",
-    "Paul",
-    "George",
-    "Emily",
-    "Arthur",
-    "Diana",
-    "Walter",
-    "Louis",
-]
+    "Anna", "Peter", "Maria", "Thomas", "Laura", "Martin", "Emma", "Daniel", "Sarah", "Robert",
+    "Julia", "Michael", "Helen", "Frank", "Alice", "David", "Clara", "Simon", "Grace", "Henry",
+    "Rose", "Oscar", "Lucy", "Victor", "Nina", "Paul", "George", "Emily", "Arthur", "Diana",
+    "Walter", "Louis",
+]  # fmt: skip
 BASELINES = (("dense", 1.0), ("no document", 0.0))
 LINE = "The phone number of {} is"
 QUESTION = "What does the text say?"

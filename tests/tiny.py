@@ -14,26 +14,9 @@ from kvcat.errors import InputError
 # of the installed transformers, major and minor
 TRANSFORMERS = tuple(int(number) for number in transformers.__version__.split(".")[:2])
 WORDS = [
-    "the",
-    "a",
-    "cat",
-    "dog",
-    "tree",
-    "river",
-    "stone",
-    "house",
-    "sees",
-    "finds",
-    "likes",
-    "keeps",
-    "small",
-    "old",
-    "red",
-    "and",
-    "then",
-    "it",
-    "was",
-]
+    "the", "a", "cat", "dog", "tree", "river", "stone", "house", "sees", "finds", "likes", "keeps",
+    "small", "old", "red", "and", "then", "it", "was",
+]  # fmt: skip
 CHAT = (
     "{% for m in messages %}<user>{{ m['content'] }}</user>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"

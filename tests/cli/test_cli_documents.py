@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shlex
 import shutil
 
 import pytest
@@ -133,17 +134,11 @@ def test_answers_are_greedy_whatever_the_folder_sets_and_what_is_left_out_is_nam
 def test_a_cache_records_how_it_was_made_and_the_same_command_makes_the_same_one(
     method, tiny_folder, document, capsys
 ):
-    options = (
-        "--keep",
-        0.25,
+    options = [
         "--method",
         method,
-        "--seed",
-        3,
-        "--overwrite",
-        "--dtype",
-        "bfloat16",
-    )
+        *shlex.split("--keep 0.25 --seed 3 --overwrite --dtype bfloat16"),
+    ]
     first = compress(tiny_folder, document, *options).read_bytes()
     cache = compress(tiny_folder, document, *options)
     loaded = CompactCache.load(cache)

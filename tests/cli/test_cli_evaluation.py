@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -20,20 +21,8 @@ def data(tmp_path_factory):
 
 
 def arguments(model, data, out, *options):
-    fixed = [
-        "--data",
-        data,
-        "--split",
-        "all",
-        "--prefix",
-        32,
-        "--suffix",
-        8,
-        "--windows",
-        4,
-        "--batch-size",
-        2,
-    ]
+    fixed = ["--data", data]
+    fixed += shlex.split("--split all --prefix 32 --suffix 8 --windows 4 --batch-size 2")
     return [str(x) for x in ["eval", "suffix", model, *fixed, "--out", out, *options]]
 
 
@@ -158,18 +147,7 @@ def test_a_ruler_run_accepts_several_lengths(tmp_path):
 
 
 def test_longbench_and_multiple_choice_run_and_a_model_that_cannot_do_it_is_labelled(tmp_path):
-    options = (
-        "--sub-domain",
-        "all",
-        "--max-tokens",
-        700,
-        "--limit",
-        2,
-        "--method",
-        "first",
-        "--keep",
-        0.2,
-    )
+    options = shlex.split("--sub-domain all --max-tokens 700 --limit 2 --method first --keep 0.2")
     evaluated_cells = evaluated(
         tmp_path / "long", "longbench", "--data", SMALL / "longbench.jsonl", *options
     )
@@ -184,19 +162,8 @@ def test_longbench_and_multiple_choice_run_and_a_model_that_cannot_do_it_is_labe
 
 def test_a_profile_ends_in_a_table(tmp_path, capsys):
     data = write_texts(tmp_path / "texts", documents=8, length=60)
-    lengths = ["--prefix", 16, "--suffix", 8, "--windows", 1, "--slots", 2]
-    argv = [
-        "eval",
-        "profile",
-        "kvcat-base",
-        "--data",
-        data,
-        "--method",
-        "first",
-        "--out",
-        tmp_path / "out",
-        *lengths,
-    ]
+    argv = ["eval", "profile", "kvcat-base", "--data", data, "--out", tmp_path / "out"]
+    argv += shlex.split("--method first --prefix 16 --suffix 8 --windows 1 --slots 2")
     assert run([str(x) for x in argv]) == 0
     assert "kvcat-base   best          2" in capsys.readouterr().out
     assert (tmp_path / "out" / "profile.csv").stat().st_size

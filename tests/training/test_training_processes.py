@@ -98,18 +98,14 @@ def test_a_run_continues_with_another_number_of_processes(tmp_path, new_run):
     whole, split = (new_run(name, **options) for name in ("whole", "split"))
     train(whole, progress=False)
     shutil.copytree(whole.output, split.output)
-
-    def one():
-        return train(split, progress=False)
-
-    def two():
-        return train_in_processes(split, tmp_path)
-
-    for steps, go_on in (((4, 6), two), ((6,), one)):
-        for step in steps:
+    for removed_steps, num_processes in (((4, 6), 2), ((6,), 1)):
+        for step in removed_steps:
             shutil.rmtree(tmp_path / "split" / "checkpoints" / f"step-{step:06d}")
         (tmp_path / "split" / "done.json").unlink()
-        go_on()
+        if num_processes == 1:
+            train(split, progress=False)
+        else:
+            train_in_processes(split, tmp_path)
         assert_close(whole.output, split.output, weights=2e-4)
 
 
