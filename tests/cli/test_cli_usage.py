@@ -143,7 +143,7 @@ def test_a_mistake_in_the_text_or_the_request_is_reported_before_weights_are_rea
         tiny_folder, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors")
     )
     for kind, option, extra_options in (
-        ("suffix", "--data", ()),
+        ("suffix", "--data", ("--split", "all")),
         ("profile", "--data", ("--slots", 1)),
     ):
         line = [
