@@ -1,9 +1,9 @@
-"""Masked attention on this machine: each fast path against plain causal attention, and the mask's
-gradient.
+"""Time of masked attention on this machine, relative to plain causal attention.
 
     python benchmarks/attention.py [--threads 1]
 
-Times are forward plus backward, best of several; ratios are to plain causal SDPA of the same shape.
+Times are those of a forward and a backward, the best of several. Ratios are to plain causal SDPA of
+the same shape.
 """
 
 import argparse
@@ -34,8 +34,8 @@ def seconds(run: Callable[[], torch.Tensor], repeats: int = 5) -> float:
 
 
 def soft_call(q, k, v, keep):
-    """The mask's gradient from a second attention call whose value is cancelled, instead of a
-    backward of its own."""
+    """The mask's gradient from a second attention call whose value is subtracted again, for
+    comparison with the separate backward."""
     hard = attend(q, k, v, keep.detach())
     bias = (keep - keep.detach())[:, None].expand(-1, k.shape[1], -1)
     soft = attend(q.detach(), k.detach(), v.detach(), log_bias=bias)
@@ -55,7 +55,8 @@ def main() -> None:
         k, v = (torch.randn(batch, kv_heads, length, dim, requires_grad=True) for _ in range(2))
         hard = (torch.rand(batch, length) < 0.5).float()
         hard[:, 0] = 1.0
-        keep, reach = hard.clone().requires_grad_(), reachable(length, length)[None]
+        keep = hard.clone().requires_grad_()
+        reach = reachable(length, length)[None]
         plain = seconds(
             lambda q=q, k=k, v=v: scaled_dot_product_attention(
                 q, k, v, is_causal=True, enable_gqa=True

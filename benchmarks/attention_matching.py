@@ -1,10 +1,11 @@
-"""Seconds of Attention Matching beside the original's code: python benchmarks/attention_matching.py
---peer FOLDER.
+"""Seconds of Attention Matching, optionally compared with its authors' code.
 
-Caches of 768 tokens are fitted to the 128 behind them. All methods take turns on every window, each
-from a cold start on the same trace; shown are medians (processor time of one thread; wall time on a
-GPU) and, with --peer, a checkout of adamzweiger/compaction, ratios to its matching pursuit
-("fast").
+    python benchmarks/attention_matching.py [--peer FOLDER]
+
+Caches of 768 tokens are fitted to the 128 tokens that follow. All methods take turns on every
+window. Each starts cold on the same trace. The table shows medians: processor time of one thread,
+or wall time on a GPU. With --peer, a checkout of adamzweiger/compaction, it also shows ratios to
+that code's matching pursuit ("fast").
 """
 
 import argparse
@@ -21,7 +22,8 @@ from kvcat.compress import parse_method, seeded_compressor
 from kvcat.data import split_documents
 from kvcat.evals import windows_from_documents
 
-PREFIX, SUFFIX = 768, 128
+PREFIX = 768
+SUFFIX = 128
 METHODS = (
     "attention-matching",
     "attention-matching,budgets=equal",
@@ -51,7 +53,7 @@ def main() -> None:
     documents = (
         (d.id, d.text) for d in split_documents(options.data, "all", limit=20 * options.windows)
     )
-    found = windows_from_documents(
+    windows = windows_from_documents(
         documents,
         tokenizer,
         prefix_len=PREFIX,
@@ -63,10 +65,11 @@ def main() -> None:
     gpu = model.device.type == "cuda"
     where = torch.cuda.get_device_name() if gpu else f"{platform.machine()}, one thread"
     print(
-        f"{where}, torch {torch.__version__}, {options.model}, {len(found)} windows, {options.rounds} rounds\n"
+        f"{where}, torch {torch.__version__}, {options.model}, {len(windows)} windows, "
+        f"{options.rounds} rounds\n"
     )
     seconds: dict[tuple[str, float], list[float]] = {}
-    for window in found:
+    for window in windows:
         traced = kvcat.trace(model, torch.tensor([window.tokens], device=model.device), PREFIX)
         for _ in range(options.rounds):
             for keep in options.keep:
@@ -82,11 +85,11 @@ def main() -> None:
     for name in methods:
         cells = []
         for keep in options.keep:
-            own, peer = (
+            kvcat_seconds, peer = (
                 statistics.median(seconds[key, keep]) if (key, keep) in seconds else 0.0
                 for key in (name, PEER)
             )
-            cells.append(f"{own:.2f}" + (f", {own / peer:.2f}" if peer else ""))
+            cells.append(f"{kvcat_seconds:.2f}" + (f", {kvcat_seconds / peer:.2f}" if peer else ""))
         print(" | ".join([f"| `{name}`", *cells]) + " |")
 
 

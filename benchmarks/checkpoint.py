@@ -1,5 +1,4 @@
-"""What a checkpoint costs a run: how long training stands still, and how much slower a step is
-while files are written.
+"""Cost of a checkpoint: how long training waits, and how much slower a step is during the writing.
 
 python benchmarks/checkpoint.py [--shape small] [--batch 4] [--seq-len 1024] [--threads 2]
 """
@@ -51,7 +50,8 @@ def main() -> None:
             taken["until it stands"].append(time.perf_counter() - began)
     parameters = sum(p.numel() for p in objective.parameters())
     print(
-        f"{args.shape}, {parameters:,} parameters, {args.batch} x {args.seq_len} tokens, torch {torch.__version__}\n"
+        f"{args.shape}, {parameters:,} parameters, {args.batch} x {args.seq_len} tokens, torch "
+        f"{torch.__version__}\n"
     )
     print("| | seconds (median) | in steps |\n|---|---|---|")
     for name, seconds in taken.items():

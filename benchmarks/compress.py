@@ -1,12 +1,12 @@
-"""Seconds of compression methods on one text, each from a cold start: python benchmarks/compress.py
---text FILE.
+"""Seconds of compression methods on one text, each from a cold start.
 
-    --model kvcat-base --prefix 768 --suffix 256 --keep 0.05 0.1 0.2 0.4 --methods ... --threads 1
+    python benchmarks/compress.py --text FILE [--model kvcat-base] [--prefix 768] [--suffix 256]
+        [--keep 0.05 0.1 0.2 0.4] [--methods ...] [--threads 1]
 
-The first line is the trace (one dense forward) that all methods share; a method's seconds are those
-of a call on the trace alone. "all" makes the caches of all keep ratios in one go
-(``Compressor.each``), which shares their work. KL is KL(dense || compact) on the suffix, nats per
-token. With one thread the clock is processor time.
+The first line is the trace, one dense forward that all methods share. A method's seconds are those
+of a call on the trace alone. "all" makes the caches of all keep ratios in one call
+(``Compressor.each``), which shares their work. KL is KL(dense || compact) on the suffix, in nats
+per token. With one thread the clock is processor time.
 """
 
 import argparse
@@ -20,9 +20,12 @@ import kvcat
 from kvcat.compress import parse_method, seeded_compressor
 
 METHODS = (
-    "attention-matching", "attention-matching,budgets=equal", "attention-matching,preset=paper,num_queries=none",
-    "h2o", "snapkv",
-)  # fmt: skip
+    "attention-matching",
+    "attention-matching,budgets=equal",
+    "attention-matching,preset=paper,num_queries=none",
+    "h2o",
+    "snapkv",
+)
 
 
 def main() -> None:
@@ -44,14 +47,16 @@ def main() -> None:
         : options.prefix + options.suffix
     ]
     print(
-        f"{platform.machine()}, {options.threads} threads, torch {torch.__version__}, {len(ids)} tokens"
+        f"{platform.machine()}, {options.threads} threads, torch {torch.__version__}, {len(ids)} "
+        "tokens"
     )
     kvcat.trace(model, torch.tensor([ids[:64]]), 32)  # set-up of the libraries
     start = clock()
     traced = kvcat.trace(model, torch.tensor([ids]), options.prefix)
     print(f"{'trace':<50}{clock() - start:8.2f} s")
     for spec in options.methods:
-        compressor, cells = seeded_compressor(*parse_method(spec), seed=0), []
+        compressor = seeded_compressor(*parse_method(spec), seed=0)
+        cells = []
         for keep in options.keep:
             start = clock()
             cache = compressor(traced, keep_ratio=keep)

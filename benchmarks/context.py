@@ -1,12 +1,14 @@
-"""Time and memory of compression against the length of a document: python benchmarks/context.py
---text FILE.
+"""Time and memory of compression by the length of a document.
+
+    python benchmarks/context.py --text FILE
 
 Each document is compressed alone (``supervision="self"``). Prefill is one forward that fills the
-cache; the trace is the forward that all methods share, and takes prefill's place; a method's
-seconds are those of a call on the trace, from a cold start. Seconds are processor time of one
-thread; MiB what the resident set grows by at most meanwhile (Linux). Every cell is a line of the
-output file, and a run that was interrupted goes on behind what is there; use another file for
-another model, text or keep ratio.
+cache. The trace is the forward that all methods share; it replaces the prefill. A method's seconds
+are those of a call on the trace, from a cold start. Seconds are processor time of one thread. MiB
+are the largest growth of the resident set meanwhile (Linux).
+
+Every cell is a line of the output file. An interrupted run continues after the lines that are
+there; use another file for another model, text or keep ratio.
 """
 
 import argparse
@@ -34,9 +36,12 @@ def status_mib(name: str) -> float:
 
 def measured(run: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
     """What ``run`` returns, its processor time and the growth of the resident set at its peak."""
-    ctypes.CDLL(None).malloc_trim(0)  # what was freed before does not hide what is taken now
+    ctypes.CDLL(None).malloc_trim(
+        0
+    )  # memory that was freed before must not hide memory that is allocated now
     Path("/proc/self/clear_refs").write_text("5")
-    before, start = status_mib("VmRSS"), time.process_time()
+    before = status_mib("VmRSS")
+    start = time.process_time()
     result = run()
     return result, {"seconds": time.process_time() - start, "mib": status_mib("VmHWM") - before}
 
@@ -74,24 +79,34 @@ def main() -> None:
         return result
 
     for tokens in options.tokens:
-        left = [method for method in options.methods if (tokens, method) not in done]
-        if not left:
+        missing = [method for method in options.methods if (tokens, method) not in done]
+        if not missing:
             continue
-        own = ids[:, :tokens]
+        prefix_ids = ids[:, :tokens]
         with torch.no_grad():
-            add(tokens, "prefill", lambda own=own: model(own, use_cache=True, logits_to_keep=1))
-        traced = add(tokens, "trace", lambda own=own: kvcat.trace(model, own, supervision="self"))
-        for method in left:
+            add(
+                tokens,
+                "prefill",
+                lambda prefix_ids=prefix_ids: model(prefix_ids, use_cache=True, logits_to_keep=1),
+            )
+        traced = add(
+            tokens,
+            "trace",
+            lambda prefix_ids=prefix_ids: kvcat.trace(model, prefix_ids, supervision="self"),
+        )
+        for method in missing:
             compressor = seeded_compressor(*parse_method(method), seed=0)
             add(tokens, method, lambda c=compressor, t=traced: c(t, keep_ratio=options.keep))
     print(
-        f"{platform.machine()}, one thread, torch {torch.__version__}, {options.model}, keep {options.keep:g}\n"
+        f"{platform.machine()}, one thread, torch {torch.__version__}, {options.model}, keep "
+        f"{options.keep:g}\n"
     )
     frame = pd.DataFrame(rows)
     for column, form in (("seconds", "{:.1f}"), ("mib", "{:.0f}")):
         table = frame.pivot(index="what", columns="tokens", values=column)
         print(
-            f"{column}\n{table.loc[list(dict.fromkeys(frame.what))].to_string(float_format=form.format)}\n"
+            f"{column}\n"
+            f"{table.loc[list(dict.fromkeys(frame.what))].to_string(float_format=form.format)}\n"
         )
 
 

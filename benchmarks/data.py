@@ -1,9 +1,8 @@
-"""Tokens per second of streamed and of prepared text, and how long training waits for streamed
-text.
+"""Tokens per second of streamed and of prepared text, and how long training waits for a stream.
 
-The text is generated, the tokenizer is kvcat-base's; a step is 16 sequences of 1024 tokens. The
-consumer takes a step, then computes nothing for as long as a model of the given speed would; the
-stall is what reading adds to that. All ratios are to streaming in the same run.
+The text is generated and the tokenizer is that of kvcat-base. A step is 16 sequences of 1024
+tokens. The consumer reads a step, then waits for as long as a model of the given speed would
+compute. The stall is what reading adds to that. All ratios are to streaming in the same run.
 """
 
 import argparse
@@ -22,7 +21,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from kvcat.data import TokenLoader, open_tokens, prepare
 
-SEQ_LEN, STREAMS = 1024, 16
+SEQ_LEN = 1024
+STREAMS = 16
 
 
 def write_text(folder: Path, megabytes: float) -> None:
@@ -34,7 +34,8 @@ def write_text(folder: Path, megabytes: float) -> None:
     weights = [1 / (i + 1) for i in range(3000)]
     folder.mkdir()
     for number in range(4):
-        size, documents = 0, []
+        size = 0
+        documents = []
         while size < megabytes / 4 * 1e6:
             documents.append(
                 " ".join(draw.choices(words, weights, k=int(draw.lognormvariate(5.5, 1)) + 5))
@@ -61,14 +62,15 @@ def reader(data: str, tokenizer: PreTrainedTokenizerBase) -> TokenLoader:
 def speed(source: TokenLoader, seconds: float) -> float:
     """Tokens per second when they are read as fast as possible, without the first step."""
     source.read()
-    count, start = 0, time.perf_counter()
+    count = 0
+    start = time.perf_counter()
     while time.perf_counter() - start < seconds:
         count += source.read().numel()
     return count / (time.perf_counter() - start)
 
 
 def stall(source: TokenLoader, tokens_per_s: float, steps: int) -> tuple[float, float]:
-    """Mean and largest seconds per step that reading takes beside a consumer of that speed."""
+    """Mean and largest seconds per step that a consumer of that speed waits for reading."""
     waits = []
     for _ in range(steps):
         start = time.perf_counter()
@@ -86,24 +88,27 @@ def main() -> None:
     )
     options = parser.parse_args()
     print(
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
+        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load "
+        f"{os.getloadavg()[0]:.1f}"
     )
     tokenizer = AutoTokenizer.from_pretrained(str(files("kvcat") / "assets" / "kvcat-base"))
     with tempfile.TemporaryDirectory() as name:
-        folder, tokens = Path(name) / "texts", Path(name) / "tokens"
+        folder = Path(name) / "texts"
+        tokens = Path(name) / "tokens"
         write_text(folder, 8)
         base = speed(reader(f"stream:{folder}", tokenizer), options.seconds)
         print(f"streaming    {base:14,.0f} tokens/s")
         start = time.perf_counter()
         index = prepare(str(folder), tokenizer, tokens)
-        found = index["splits"]["train"]["tokens"] / (time.perf_counter() - start)
-        print(f"prepare      {found:14,.0f} tokens/s {found / base:8.2f}")
-        found = speed(reader(str(tokens), tokenizer), 1)
-        print(f"memory map   {found:14,.0f} tokens/s {found / base:8.2f}")
+        rate = index["splits"]["train"]["tokens"] / (time.perf_counter() - start)
+        print(f"prepare      {rate:14,.0f} tokens/s {rate / base:8.2f}")
+        rate = speed(reader(str(tokens), tokenizer), 1)
+        print(f"memory map   {rate:14,.0f} tokens/s {rate / base:8.2f}")
         consumer = options.consumer * base
         mean, largest = stall(reader(f"stream:{folder}", tokenizer), consumer, 12)
         print(
-            f"a consumer of {consumer:,.0f} tokens/s, {1e3 * SEQ_LEN * STREAMS / consumer:.1f} ms per step, waits "
+            f"a consumer of {consumer:,.0f} tokens/s, {1e3 * SEQ_LEN * STREAMS / consumer:.1f} ms "
+            "per step, waits "
             f"{1e3 * mean:.1f} ms for each, {1e3 * largest:.1f} at most"
         )
 

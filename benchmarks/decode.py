@@ -1,10 +1,11 @@
-"""Decoding from compact caches against dense ones, time and bytes: python benchmarks/decode.py
-[--tokens 8192].
+"""Time and bytes of decoding from compact caches, relative to dense ones.
 
-A Qwen2 model of random weights (4 layers, 14 query heads and 2 KV heads of 64 channels, as
-Qwen2.5-0.5B has) decodes behind a prefix. Every cache takes its turn in every round; times are
-medians, and ratios to a dense cache of as many tokens as the compact one has slots. Bytes are those
-of the keys and values (and log-bias) of the prefix.
+    python benchmarks/decode.py [--tokens 8192]
+
+A Qwen2 model of random weights decodes after a prefix. It has 4 layers, and 14 query heads and 2 KV
+heads of 64 channels, as Qwen2.5-0.5B does. Every cache has its turn in every round. Times are
+medians. Ratios are to a dense cache of as many tokens as the compact one has slots. Bytes are those
+of the prefix's keys, values and log-bias.
 """
 
 import argparse
@@ -24,9 +25,15 @@ NEW = 32
 def small_model(tokens: int, dtype: torch.dtype) -> PreTrainedModel:
     torch.manual_seed(0)
     config = Qwen2Config(
-        vocab_size=4096, hidden_size=896, intermediate_size=1792, num_hidden_layers=4, num_attention_heads=14,
-        num_key_value_heads=2, max_position_embeddings=2 * tokens, tie_word_embeddings=True,
-    )  # fmt: skip
+        vocab_size=4096,
+        hidden_size=896,
+        intermediate_size=1792,
+        num_hidden_layers=4,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        max_position_embeddings=2 * tokens,
+        tie_word_embeddings=True,
+    )
     return Qwen2ForCausalLM(config).to(dtype).eval()
 
 
@@ -84,13 +91,12 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    dtype, tokens, slots = (
-        getattr(torch, options.dtype),
-        options.tokens,
-        round(options.keep * options.tokens),
-    )
+    dtype = getattr(torch, options.dtype)
+    tokens = options.tokens
+    slots = round(options.keep * options.tokens)
     print(
-        f"{platform.machine()}, {options.threads} threads, torch {torch.__version__}, {options.dtype}"
+        f"{platform.machine()}, {options.threads} threads, torch {torch.__version__}, "
+        f"{options.dtype}"
     )
     model = small_model(tokens, dtype)
     compacts = {
@@ -101,13 +107,19 @@ def main() -> None:
         f"dense, {tokens} tokens": (lambda: dense(model, tokens, dtype), tokens, "sdpa"),
         f"dense, {slots} tokens": (lambda: dense(model, slots, dtype), slots, "sdpa"),
         **{
-            f"compact, {slots} slots, {kind}": (lambda c=cache: c.to_transformers(model), tokens, "kvcat")
+            f"compact, {slots} slots, {kind}": (
+                lambda c=cache: c.to_transformers(model),
+                tokens,
+                "kvcat",
+            )
             for kind, cache in compacts.items()
         },
         f"compact, {slots} slots, log-bias, static": (
-            lambda: compacts["log-bias"].to_transformers(model, static_tokens=NEW), tokens, "kvcat",
+            lambda: compacts["log-bias"].to_transformers(model, static_tokens=NEW),
+            tokens,
+            "kvcat",
         ),
-    }  # fmt: skip
+    }
     times: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(options.rounds):
         for name, (make, position, attention) in variants.items():
@@ -124,7 +136,8 @@ def main() -> None:
     for (name, spent), size in zip(times.items(), sizes, strict=True):
         middle = statistics.median(spent)
         print(
-            f"{name:<42}{middle * 1e3:8.2f} ms a token {middle / reference:6.2f} {size / sizes[0]:8.4f} of the bytes"
+            f"{name:<42}{middle * 1e3:8.2f} ms a token {middle / reference:6.2f} "
+            f"{size / sizes[0]:8.4f} of the bytes"
         )
 
 

@@ -1,17 +1,18 @@
-"""What a cache for engines without log-bias costs in quality: python benchmarks/export.py [--model
-kvcat-base].
+"""Loss of quality of a cache for engines without log-bias.
 
-Attention Matching fits each window's prefix to the first half of its suffix. The table gives the
+    python benchmarks/export.py [--model kvcat-base]
+
+Attention Matching fits each window's prefix to the first half of its suffix. The table shows the
 KL(dense || compact) in nats per token, mean over windows: over the half that was fitted to, and
-over the half behind it.
+over the half after it.
 
 - kept: with log-bias, as kvcat itself replays it
 - dropped: the same without the log-bias
 - without: keys and values fitted without log-bias from the start (`log_bias=False`)
-- evicted: the keys' own values without log-bias
+- evicted: the original values of the kept keys, without log-bias
 
-Every method's re-rotated export is replayed as well; the last line is the largest difference of a
-logit.
+The re-rotated export of every method is replayed as well. The last line is the largest difference
+of a logit.
 """
 
 import argparse
@@ -35,7 +36,7 @@ def without_bias(cache: CompactCache) -> CompactCache:
 
 
 def original_values(fitted: Trace, cache: CompactCache) -> CompactCache:
-    """The kept keys with the values that they had in the prefix."""
+    """The kept keys with their original values."""
     layers = []
     for layer, values in zip(cache.layers, fitted.values, strict=True):
         rows = layer.positions.unsqueeze(-1).expand(-1, -1, -1, values.shape[-1])
@@ -57,7 +58,8 @@ def caches(fitted: Trace, keep_ratio: float) -> dict[str, CompactCache]:
 
 def divergence(dense: torch.Tensor, compact: torch.Tensor) -> torch.Tensor:
     """KL by window and position."""
-    first, second = dense.log_softmax(-1), compact.log_softmax(-1)
+    first = dense.log_softmax(-1)
+    second = compact.log_softmax(-1)
     return (first.exp() * (first - second)).sum(-1)
 
 
@@ -76,22 +78,30 @@ def main() -> None:
     model, tokenizer = kvcat.load(options.model)
     documents = [(document.id, document.text) for document in split_documents(options.data, "test")]
     windows = windows_from_documents(
-        documents, tokenizer, prefix_len=options.prefix, suffix_len=options.suffix, limit=options.windows,
-        per_document=options.per_document, seed=options.seed,
-    )  # fmt: skip
-    tokens, half = torch.tensor([window.tokens for window in windows]), options.suffix // 2
+        documents,
+        tokenizer,
+        prefix_len=options.prefix,
+        suffix_len=options.suffix,
+        limit=options.windows,
+        per_document=options.per_document,
+        seed=options.seed,
+    )
+    tokens = torch.tensor([window.tokens for window in windows])
+    half = options.suffix // 2
     full = trace(model, tokens, options.prefix)
     fitted = trace(model, tokens[:, : options.prefix + half], options.prefix)
     print(
         f"{platform.processor() or platform.machine()}, torch {torch.__version__}, {vars(options)}"
     )
-    worst, dense = 0.0, full.logits
+    worst = 0.0
+    dense = full.logits
     for keep_ratio in KEEP_RATIOS:
         for name, cache in caches(fitted, keep_ratio).items():
             logits = replay(model, cache, full.suffix_ids)
             kl = divergence(dense, logits)
             print(
-                f"keep {keep_ratio:<5g}{name:<10}{kl[:, :half].mean():8.4f}{kl[:, half:].mean():8.4f}"
+                "keep "
+                f"{keep_ratio:<5g}{name:<10}{kl[:, :half].mean():8.4f}{kl[:, half:].mean():8.4f}"
             )
             if not cache.has_log_bias:
                 again = replay(model, plain_prefix(cache, model), full.suffix_ids)

@@ -1,14 +1,14 @@
-"""A step of the gradient-based compressor against a bare forward and backward of the same suffix
-tokens.
+"""Seconds and memory of a step of the gradient-based compressor, relative to a bare step.
 
-    python benchmarks/gradient.py [--shape large-vocabulary] [--batch 2] [--prefix 768] [--suffix
-        256] [--keep 0.1] [--threads 1] [--steps 3] [--rounds 3]
+    python benchmarks/gradient.py [--shape large-vocabulary] [--batch 2] [--prefix 768]
+        [--suffix 256] [--keep 0.1] [--threads 1] [--steps 3] [--rounds 3]
 
-The bare step runs transformers' own model on a dense cache of as many slots, takes the
-cross-entropy of its logits and the gradient with respect to the slots; weights are frozen in both.
-Each figure comes from a process of its own, the forms in turn, the best of all rounds. One thread
-is timed by its processor time, which busy neighbours hardly disturb, all else by the clock. Memory
-is the peak above what stands before the first step, optimizer included.
+The bare step is a forward and backward of the same suffix tokens in transformers' own model, on a
+dense cache of as many slots. It computes the cross-entropy of the logits and its gradient with
+respect to the slots. Weights are frozen in both. Each figure comes from a process of its own; the
+forms take turns, and the best of all rounds counts. With one thread the clock is processor time,
+which other processes hardly disturb; otherwise it is wall time. Memory is the peak above what the
+process held before the first step, with the optimizer.
 """
 
 import argparse
@@ -30,11 +30,16 @@ from kvcat.training.log import peak_memory
 
 SHAPES = {
     "large-vocabulary": {
-        "vocab_size": 65536, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4,
-        "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 8192,
+        "vocab_size": 65536,
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 8192,
     },
     "kvcat-base": None,
-}  # fmt: skip
+}
 FORMS = {
     "bare": None,
     "step": False,
@@ -64,7 +69,8 @@ def make_step(options: argparse.Namespace) -> Callable[[], object]:
         tensor.requires_grad_(True) for layer in start for tensor in (layer.keys, layer.values)
     ]
     model.requires_grad_(False).set_attn_implementation("sdpa")
-    suffix, targets = ids[:, options.prefix :], ids[:, options.prefix + 1 :]
+    suffix = ids[:, options.prefix :]
+    targets = ids[:, options.prefix + 1 :]
 
     def bare() -> object:
         past = DynamicCache()
@@ -81,11 +87,12 @@ def peak_bytes() -> int:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """One form's seconds a step and peak bytes, as JSON."""
+    """Print one form's seconds per step and peak bytes as JSON."""
     torch.set_num_threads(options.threads)
     step = make_step(options)
     clock = time.process_time if options.threads == 1 else time.perf_counter
-    before, seconds = peak_bytes(), []
+    before = peak_bytes()
+    seconds = []
     for _ in range(1 + options.steps):
         start = clock()
         step()
@@ -111,24 +118,27 @@ def main() -> None:
         measure(options)
         return
     print(
-        f"{options.batch} x {options.suffix} suffix tokens, {options.keep:g} of {options.prefix} slots\n"
+        f"{options.batch} x {options.suffix} suffix tokens, {options.keep:g} of {options.prefix} "
+        "slots\n"
     )
     print("| shape | form | time, ms | ratio | peak memory, MiB |\n|---|---|---|---|---|")
     for shape in SHAPES if options.shape is None else [options.shape]:
-        found: dict[str, list[dict]] = {form: [] for form in FORMS}
+        runs_by_form: dict[str, list[dict]] = {form: [] for form in FORMS}
         for _ in range(options.rounds):
-            for form, runs in found.items():
+            for form, runs in runs_by_form.items():
                 command = [sys.executable, __file__, *sys.argv[1:], "--shape", shape, "--one", form]
                 runs.append(
                     json.loads(
                         subprocess.run(command, check=True, capture_output=True, text=True).stdout
                     )
                 )
-        bare = min(run["seconds"] for run in found["bare"])
-        for form, runs in found.items():
-            seconds, size = min(run["seconds"] for run in runs), min(run["bytes"] for run in runs)
+        bare = min(run["seconds"] for run in runs_by_form["bare"])
+        for form, runs in runs_by_form.items():
+            seconds = min(run["seconds"] for run in runs)
+            size = min(run["bytes"] for run in runs)
             print(
-                f"| {shape} | {form} | {seconds * 1e3:.0f} | {seconds / bare:.2f} | {size / 2**20:.0f} |"
+                f"| {shape} | {form} | {seconds * 1e3:.0f} | {seconds / bare:.2f} | "
+                f"{size / 2**20:.0f} |"
             )
 
 

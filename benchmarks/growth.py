@@ -1,12 +1,12 @@
-"""How a training step grows with sequence length and with layers; every point in a process of its
-own.
+"""Growth of a training step's time and memory with sequence length and with layers.
 
-    python benchmarks/growth.py [--shape small] [--lengths 512 1024 2048 4096 8192] [--layers 2 4 8
-    16] [--threads 2]
+    python benchmarks/growth.py [--shape small] [--lengths 512 1024 2048 4096 8192]
+        [--layers 2 4 8 16] [--threads 2]
 
-One sequence a step. Time per token and peak memory per token over the model's own, of the control,
-of KV-CAT, and of KV-CAT whose masked pass takes the last quarter; each with the ratio to the row
-before, which is 1 where the cost of a token stays.
+A step is one sequence; every point is measured in a process of its own. The tables show time per
+token, and peak memory per token above that of the model: for the control, for KV-CAT, and for
+KV-CAT whose masked pass is the last quarter. Each has the ratio to the row before, which is 1 if
+the cost of a token is constant.
 """
 
 import argparse
@@ -34,7 +34,8 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
     SHAPES[args.shape]["num_hidden_layers"] = args.num_layers
     groups = min(4, args.num_layers)
     _, step = stepper(args, 1, num_groups=groups, **args.options)
-    before, taken = held(args.device), []
+    before = held(args.device)
+    taken = []
     for _ in range(args.repeats + 1):
         start = time.perf_counter()
         step()
@@ -56,15 +57,15 @@ def table(args: argparse.Namespace, name: str, points: list[dict[str, int]]) -> 
         for variant, changes in VARIANTS.items():
             request = json.dumps({**vars(args), **point, "options": changes})
             command = [sys.executable, __file__, "--one", request]
-            found = json.loads(
+            measured = json.loads(
                 subprocess.run(command, check=True, capture_output=True, text=True).stdout
             )
-            told = f"{found['time']:.0f}, {found['memory']:.0f}"
+            cell = f"{measured['time']:.0f}, {measured['memory']:.0f}"
             if variant in before:
-                ratios = (found[kind] / before[variant][kind] for kind in ("time", "memory"))
-                told += " (x " + ", ".join(f"{ratio:.2f}" for ratio in ratios) + ")"
-            before[variant] = found
-            cells.append(told)
+                ratios = (measured[kind] / before[variant][kind] for kind in ("time", "memory"))
+                cell += " (x " + ", ".join(f"{ratio:.2f}" for ratio in ratios) + ")"
+            before[variant] = measured
+            cells.append(cell)
         print(f"| {point[name]} | " + " | ".join(cells) + " |", flush=True)
 
 
@@ -79,10 +80,13 @@ def main() -> None:
     if args.shape not in SHAPES:
         parser.error("the layers of kvcat-base are what they are: choose another shape")
     print(
-        f"{args.shape}, {args.dtype}, {args.device}, {args.threads} threads, torch {torch.__version__}"
+        f"{args.shape}, {args.dtype}, {args.device}, {args.threads} threads, torch "
+        f"{torch.__version__}"
     )
-    own = SHAPES[args.shape]["num_hidden_layers"]
-    table(args, "seq_len", [{"seq_len": length, "num_layers": own} for length in args.lengths])
+    num_layers = SHAPES[args.shape]["num_hidden_layers"]
+    table(
+        args, "seq_len", [{"seq_len": length, "num_layers": num_layers} for length in args.lengths]
+    )
     table(args, "num_layers", [{"seq_len": 1024, "num_layers": count} for count in args.layers])
 
 

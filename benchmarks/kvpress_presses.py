@@ -1,9 +1,10 @@
-"""Every press of the installed kvpress, beside our own methods: python
-benchmarks/kvpress_presses.py [--windows 8].
+"""Every press of the installed kvpress, compared with our own methods, as a Markdown table.
 
-Windows of 384 + 128 tokens of the installed Python sources (test split), float32, a quarter of the
-slots. Attention Matching is fitted to the prefix alone, as the presses are. Presses that want one
-take a scoring press inside, SnapKVPress with a window of 16. Prints a Markdown table.
+    python benchmarks/kvpress_presses.py [--windows 8]
+
+Windows have 384 + 128 tokens of the installed Python sources (test split), in float32; a quarter of
+the slots is kept. Attention Matching is fitted to the prefix alone, as the presses are. Presses
+that need an inner scoring press get SnapKVPress with a window of 16.
 """
 
 import argparse
@@ -24,7 +25,9 @@ from kvcat.data import open_documents, split_of
 from kvcat.errors import InputError
 from kvcat.evals import windows_from_documents
 
-KEEP, PREFIX, SUFFIX = 0.25, 384, 128
+KEEP = 0.25
+PREFIX = 384
+SUFFIX = 128
 # defaults that are too long for a prefix of 384 tokens
 OPTIONS: dict[str, dict[str, Any]] = {
     "SnapKVPress": {"window_size": 16},
@@ -51,15 +54,21 @@ def press_of(name: str) -> KVPress:
     return KVPress(name, **options)
 
 
-def row(name: str, found: Trace, method: Compressor) -> str:
-    own = isinstance(method, AttentionMatching)
-    made = trace(found.model, found.input_ids[:, :PREFIX], supervision="self") if own else found
+def row(name: str, traced: Trace, method: Compressor) -> str:
+    supervised_by_prefix = isinstance(method, AttentionMatching)
+    made = (
+        trace(traced.model, traced.input_ids[:, :PREFIX], supervision="self")
+        if supervised_by_prefix
+        else traced
+    )
     cache = method(made, keep_ratio=KEEP)
     counts = torch.stack([layer.counts for layer in cache.layers])
     spread = (
         f"{counts.min()}" if counts.min() == counts.max() else f"{counts.min()} to {counts.max()}"
     )
-    return f"| {name} | {cache.mean_slots:.0f} | {spread} | {compare(found, cache).kl.mean():.4f} |"
+    return (
+        f"| {name} | {cache.mean_slots:.0f} | {spread} | {compare(traced, cache).kl.mean():.4f} |"
+    )
 
 
 def main() -> None:
@@ -75,26 +84,28 @@ def main() -> None:
     except InputError as error:
         print(error)
         return
-    found = window_trace(options.model, options.windows)
+    traced = window_trace(options.model, options.windows)
     packages = (
         f"kvpress {version()}, transformers {transformers.__version__}, torch {torch.__version__}"
     )
     print(
-        f"{packages}, Python {platform.python_version()}, {options.model}, {options.windows} windows,"
+        f"{packages}, Python {platform.python_version()}, {options.model}, {options.windows} "
+        "windows,"
     )
     print(f"keep {KEEP} of {PREFIX}.\n")
     print("| press | slots per head, mean | fewest to most | KL, nats |\n|---|---|---|---|")
-    told = []
+    refusals = []
     for name in sorted(presses()):
         try:
             press = press_of(name)
-            print(row(press.name, found, press), flush=True)
+            print(row(press.name, traced, press), flush=True)
         except InputError as error:
             trained = (
                 "it wants a part trained for the model, which kvpress downloads for some models"
             )
-            told.append(
-                f"| {name} | {REFUSED.get(name, trained if 'part trained' in str(error) else error)} |"
+            refusals.append(
+                f"| {name} | "
+                f"{REFUSED.get(name, trained if 'part trained' in str(error) else error)} |"
             )
     ours: dict[str, Compressor] = {name: Eviction(name) for name in SCORERS}
     ours["snapkv, window 16, kernel 5, average"] = Eviction(
@@ -103,8 +114,8 @@ def main() -> None:
     ours["attention-matching"] = AttentionMatching()
     print("\n| kvcat's own | slots per head, mean | fewest to most | KL, nats |\n|---|---|---|---|")
     for name, method in ours.items():
-        print(row(name, found, method), flush=True)
-    print("\n| press without a cache | why |\n|---|---|", *told, sep="\n")
+        print(row(name, traced, method), flush=True)
+    print("\n| press without a cache | why |\n|---|---|", *refusals, sep="\n")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
-"""The objective on this machine: the chunked form against the naive one, time and peak memory,
-forward plus backward.
+"""Time and peak memory of the chunked objective and of the naive one, forward plus backward.
 
     python benchmarks/loss.py [--vocab 32768] [--tokens 1024] [--hidden 256] [--chunk 64 1024]
         [--device cpu] [--autocast] [--threads 1] [--rounds 1]
 
-Each figure comes from a process of its own, the forms in turn, the best of all rounds; ratios are
-to the naive form of the same objective. One thread is timed by its processor time, which busy
-neighbours hardly disturb, all else by the clock. Memory is the peak above what stands before a
-step: inputs and weights, and no gradients.
+Each figure comes from a process of its own; the forms take turns, and the best of all rounds
+counts. Ratios are to the naive form of the same objective. With one thread the clock is processor
+time, which other processes hardly disturb; otherwise it is wall time. Memory is the peak above what
+the process held before a step: inputs and weights, and no gradients.
 """
 
 import argparse
@@ -73,12 +72,14 @@ def peak_bytes(device: str) -> int:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """One form's seconds and peak bytes, as JSON."""
+    """Print one form's seconds and peak bytes as JSON."""
     torch.set_num_threads(options.threads)
-    step, cuda = make_step(options), options.device == "cuda"
+    step = make_step(options)
+    cuda = options.device == "cuda"
     small = torch.randn(256, 256, device=options.device)
     (small @ small).sum().item()  # the libraries' own buffers
-    before, best = peak_bytes(options.device), float("inf")
+    before = peak_bytes(options.device)
+    best = float("inf")
     clock = time.process_time if options.threads == 1 and not cuda else time.perf_counter
     for _ in range(2 + 3 * cuda):
         start = clock()
@@ -92,16 +93,16 @@ def measure(options: argparse.Namespace) -> None:
 def rounds(
     options: argparse.Namespace, forms: list[str], *flags: str
 ) -> dict[str, tuple[float, int]]:
-    """Best seconds and peak bytes of every form, the forms in turn."""
-    found: dict[str, list[dict]] = {form: [] for form in forms}
+    """Best seconds and peak bytes of every form; the forms take turns."""
+    runs_by_form: dict[str, list[dict]] = {form: [] for form in forms}
     for _ in range(options.rounds):
         for form in forms:
             command = [sys.executable, __file__, *sys.argv[1:], *flags, "--one", form]
             result = subprocess.run(command, check=True, capture_output=True, text=True)
-            found[form].append(json.loads(result.stdout))
+            runs_by_form[form].append(json.loads(result.stdout))
     return {
         f: (min(x["seconds"] for x in runs), min(x["bytes"] for x in runs))
-        for f, runs in found.items()
+        for f, runs in runs_by_form.items()
     }
 
 
@@ -122,10 +123,12 @@ def main() -> None:
         measure(options)
         return
     print(
-        f"{options.tokens} predictions, vocabulary {options.vocab}, width {options.hidden}, {options.device}\n"
+        f"{options.tokens} predictions, vocabulary {options.vocab}, width {options.hidden}, "
+        f"{options.device}\n"
     )
     print(
-        "| objective | form | time, ms | ratio | peak memory, MiB | ratio |\n|---|---|---|---|---|---|"
+        "| objective | form | time, ms | ratio | peak memory, MiB | ratio |\n"
+        "|---|---|---|---|---|---|"
     )
     for name, flags in (("KV-CAT", ()), ("control", ("--control",))):
         table = rounds(options, ["naive", "0", *options.chunk], *flags)
@@ -133,7 +136,8 @@ def main() -> None:
         for form, (s, b) in table.items():
             label = {"naive": "naive", "0": "chunked, default"}.get(form, f"chunked, {form}")
             print(
-                f"| {name} | {label} | {s * 1e3:.0f} | {s / seconds:.2f} | {b / 2**20:.0f} | {b / size:.2f} |"
+                f"| {name} | {label} | {s * 1e3:.0f} | {s / seconds:.2f} | {b / 2**20:.0f} | "
+                f"{b / size:.2f} |"
             )
 
 

@@ -1,13 +1,16 @@
-"""Which method loses least on a real model: python benchmarks/quality.py --data prose=FILE
-code=installed --out OUT.
+"""KL of compression methods on a real model.
 
-Every window is a prefix and the 256 tokens behind it. A cache is made three ways: from the first
-half of these tokens ("suffix", judged on that half, "fitted", and on the other, "later"), from the
-prefix's own queries ("self") and from the prefix said again ("reconstruction"); the last two know
-nothing of what follows and are judged on all of it ("document"). Methods that read no queries
-behind the prefix make one cache for all. Figures are KL(dense || compact), nats per token, with 95
-% intervals that resample documents; below stand the ratios to the first method, paired. Every
-window is written to --out as it is done; the same command goes on where it was stopped.
+    python benchmarks/quality.py --data prose=FILE code=installed --out OUT
+
+Every window is a prefix and the 256 tokens after it. A cache is made in three ways: from the first
+half of these tokens ("suffix"), from the prefix's own queries ("self"), and from a repetition of
+the prefix ("reconstruction"). The first is judged on the half that it was fitted to ("fitted") and
+on the other one ("later"). The last two know nothing of what follows and are judged on all of it
+("document"). Methods that read no queries after the prefix make one cache for all three.
+
+Figures are KL(dense || compact) in nats per token, with 95 % intervals that resample documents, and
+then paired ratios to the first method. Every window is written to --out when it is done; the same
+command continues an interrupted run.
 """
 
 import argparse
@@ -51,7 +54,7 @@ LEARNING = (
     "attention-matching",
     "gradient",
     "original-",
-)  # read what stands behind the prefix; others do not
+)  # methods that read what follows the prefix
 WAYS = ("fitted", "later", "self", "reconstruction")
 
 
@@ -66,25 +69,28 @@ def windows(options: argparse.Namespace, tokenizer) -> Iterator[tuple[str, str, 
             (d.id, d.text)
             for d in split_documents(path, split or "all", limit=20 * options.windows)
         )
-        found = windows_from_documents(
-            documents, tokenizer, prefix_len=options.prefix, suffix_len=SUFFIX, limit=options.windows,
-            per_document=options.per_document, seed=options.seed,
-        )  # fmt: skip
-        domains.append([(name, f"{name}:{window.document}", window.tokens) for window in found])
+        cut = windows_from_documents(
+            documents,
+            tokenizer,
+            prefix_len=options.prefix,
+            suffix_len=SUFFIX,
+            limit=options.windows,
+            per_document=options.per_document,
+            seed=options.seed,
+        )
+        domains.append([(name, f"{name}:{window.document}", window.tokens) for window in cut])
     for turn in range(max(map(len, domains))):
         yield from (domain[turn] for domain in domains if turn < len(domain))
 
 
 class Traces:
-    """The traces of one window, each made when first asked for."""
+    """The traces of one window, each made when it is first needed."""
 
     def __init__(self, model, tokenizer, tokens: list[int], prefix_len: int) -> None:
-        self._model, self._tokenizer, self._ids, self._prefix_len = (
-            model,
-            tokenizer,
-            torch.tensor([tokens]),
-            prefix_len,
-        )
+        self._model = model
+        self._tokenizer = tokenizer
+        self._ids = torch.tensor([tokens])
+        self._prefix_len = prefix_len
         self._made: dict[str, Trace] = {}
 
     def __getitem__(self, name: str) -> Trace:
@@ -123,12 +129,15 @@ class Original:
             )
         else:
             self._solver = module.HighestAttentionKeysCompaction(
-                score_method="rms", nnls_iters=2, nnls_lower_bound=math.exp(-3), nnls_upper_bound=math.exp(3),
+                score_method="rms",
+                nnls_iters=2,
+                nnls_lower_bound=math.exp(-3),
+                nnls_upper_bound=math.exp(3),
                 c2_method="lsq",
-            )  # fmt: skip
+            )
 
     def each(self, traced: Trace, keeps: list[float]) -> Iterator[CompactCache]:
-        """The caches of several keep ratios, each worked out alone."""
+        """The caches of several keep ratios, each computed alone."""
         for keep in keeps:
             layers = []
             for every, values, queries in zip(
@@ -141,7 +150,7 @@ class Original:
                     )
                     for k, v, q in heads
                 ]
-                keys, bias, fitted = ([[fit[part] for fit in fits]] for part in range(3))
+                keys, bias, fitted = ([[fit[field] for fit in fits]] for field in range(3))
                 layers.append(CompactLayer.ragged(keys, fitted, bias, None))
             yield CompactCache(layers, traced.prefix_len, traced.fingerprint)
 
@@ -149,7 +158,8 @@ class Original:
 def measure(traces: Traces, compressor, way: str, keeps: list[float]) -> Iterator[dict]:
     """KL on both halves of the suffix and the processor seconds of one method on one window, by
     keep ratio."""
-    whole, made = traces["whole"], traces[way]
+    whole = traces["whole"]
+    made = traces[way]
     begun = time.process_time()
     for keep, cache in zip(keeps, compressor.each(made, keeps), strict=True):
         seconds = time.process_time() - begun
@@ -167,18 +177,18 @@ def table(records: list[dict]) -> pd.DataFrame:
     rows = []
     for record in records:
         first, second = record["halves"]
-        parts = {record["way"]: (first + second) / 2}
+        losses = {record["way"]: (first + second) / 2}
         if record["way"] == "suffix":
             reads_suffix = record["method"].startswith(LEARNING)
-            parts = {"fitted": first, "later": second}
-            parts |= (
+            losses = {"fitted": first, "later": second}
+            losses |= (
                 {}
                 if reads_suffix
                 else dict.fromkeys(("self", "reconstruction"), (first + second) / 2)
             )
         rows += [
             (record["window"], record["document"], way, record["method"], record["keep"], kl)
-            for way, kl in parts.items()
+            for way, kl in losses.items()
         ]
     frame = pd.DataFrame(rows, columns=["window", "document", "way", "method", "keep", "kl"])
     return frame.pivot(
@@ -188,25 +198,22 @@ def table(records: list[dict]) -> pd.DataFrame:
 
 def report(records: list[dict], methods: list[str], keeps: list[float], ways: list[str]) -> None:
     """For every way and method its mean KL, and its ratio to the first method's."""
-    found = table(records)
-    bootstrap = ClusterBootstrap([document for _, document in found.index])
+    losses = table(records)
+    bootstrap = ClusterBootstrap([document for _, document in losses.index])
     print(
-        f"{len(found)} windows of {bootstrap.num_documents} documents; keep {' '.join(f'{keep:g}' for keep in keeps)}"
+        f"{len(losses)} windows of {bootstrap.num_documents} documents; keep "
+        f"{' '.join(f'{keep:g}' for keep in keeps)}"
     )
     for way in ("fitted", "later", *(way for way in ways if way != "suffix")):
         print(f"\n{way}")
-        shown = [method for method in methods if (way, method, keeps[0]) in found.columns]
+        shown = [method for method in methods if (way, method, keeps[0]) in losses.columns]
         for method in shown:
             cells = []
             for keep in keeps:
-                kl, first = (
-                    found[way, method, keep].to_numpy(),
-                    found[way, shown[0], keep].to_numpy(),
-                )
-                mean, ratio = (
-                    bootstrap.mean(kl),
-                    bootstrap.estimate(bootstrap.of_means(np.divide, kl, first)),
-                )
+                kl = losses[way, method, keep].to_numpy()
+                first = losses[way, shown[0], keep].to_numpy()
+                mean = bootstrap.mean(kl)
+                ratio = bootstrap.estimate(bootstrap.of_means(np.divide, kl, first))
                 cells.append(
                     f"{mean.value:.4f} x{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
                 )
@@ -219,15 +226,15 @@ def report(records: list[dict], methods: list[str], keeps: list[float], ways: li
 def plot(records: list[dict], methods: list[str], path: Path) -> None:
     """KL against the slots kept, by method, where the text that follows is half known and where it
     is not."""
-    found = table(records)
+    losses = table(records)
     figure, axes = plt.subplots(1, 2, figsize=(9, 4.2), sharey=True, layout="constrained")
     ways = {"later": "text behind the fitted positions", "self": "a document alone"}
     for axis, (way, title) in zip(axes, ways.items(), strict=True):
         for index, method in enumerate(methods):
-            if (way, method) in found.columns.droplevel("keep"):
-                part = found[way, method]
+            if (way, method) in losses.columns.droplevel("keep"):
+                curve = losses[way, method]
                 axis.plot(
-                    100 * part.columns, part.mean(), marker="o", label=method, color=f"C{index}"
+                    100 * curve.columns, curve.mean(), marker="o", label=method, color=f"C{index}"
                 )
         axis.set(xscale="log", yscale="log", xlabel="slots kept, %", title=title)
         axis.set_xticks([5, 10, 20, 40], ["5", "10", "20", "40"], minor=False)
@@ -272,7 +279,8 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     model, tokenizer = kvcat.load(options.model)
     options.out.mkdir(parents=True, exist_ok=True)
-    chosen, done = options.out / "windows.jsonl", options.out / "records.jsonl"
+    chosen = options.out / "windows.jsonl"
+    done = options.out / "records.jsonl"
     settings = {
         key: vars(options)[key]
         for key in ("model", "data", "prefix", "windows", "per_document", "seed")
@@ -285,9 +293,9 @@ def main() -> None:
             chosen,
             *(dict(zip(fields, window, strict=True)) for window in windows(options, tokenizer)),
         )
-    found = read_jsonl(done) if done.exists() else []
+    records = read_jsonl(done) if done.exists() else []
     known = {
-        (record["window"], record["method"], record["way"], record["keep"]) for record in found
+        (record["window"], record["method"], record["way"], record["keep"]) for record in records
     }
     for index, window in enumerate(tqdm(read_jsonl(chosen), "windows")):
         traces = Traces(model, tokenizer, window["tokens"], options.prefix)
@@ -296,14 +304,14 @@ def main() -> None:
                 keeps = [keep for keep in options.keep if (index, spec, way, keep) not in known]
                 original = spec.startswith(
                     "original-"
-                )  # knows no other supervision than queries behind the prefix
+                )  # supports only queries after the prefix as supervision
                 if not keeps or not (
                     way == "suffix" or (spec.startswith(LEARNING) and not original)
                 ):
                     continue
                 if way == "self" and spec.startswith(
                     "gradient"
-                ):  # learns from predictions, of which there are none
+                ):  # learns from predictions, and there are none
                     continue
                 compressor = (
                     Original(options.peer, spec.removeprefix("original-"))
@@ -316,13 +324,14 @@ def main() -> None:
                     "method": spec,
                     "way": way,
                 }
-                new = [about | part for part in measure(traces, compressor, way, keeps)]
+                new = [about | figures for figures in measure(traces, compressor, way, keeps)]
                 append_jsonl(done, *new)
-                found += new
+                records += new
     print(
-        f"{platform.machine()}, torch {torch.__version__}, {options.model}, {options.prefix} + {SUFFIX} tokens"
+        f"{platform.machine()}, torch {torch.__version__}, {options.model}, {options.prefix} + "
+        f"{SUFFIX} tokens"
     )
-    wanted = [r for r in found if r["method"] in options.methods and r["keep"] in options.keep]
+    wanted = [r for r in records if r["method"] in options.methods and r["keep"] in options.keep]
     report(wanted, list(options.methods), options.keep, options.ways)
     if options.plot:
         plot(wanted, list(options.methods), options.plot)

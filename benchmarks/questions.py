@@ -1,17 +1,20 @@
-"""Answers that are right or wrong, from compact caches: python benchmarks/questions.py --out FILE.
+"""Share of right answers from compact caches: python benchmarks/questions.py --out FILE.
 
-Between neutral sentences stand lines "The phone number of Anna is 48213.": one (needle), four
-(multi-needle) or twelve (key-value). The document is a user's turn in the chat template; behind it
-stands "What does the text say?", and the answer is begun: "The phone number of Anna is". All are
-asked from one cache. A greedy answer is right if it holds the number, whole. Caches are fitted to
-the prefix's own queries ("self"), to the document said again ("reconstruction"), to eight questions
-of the kind with invented answers, none of which the document tells ("examples"), or to the very
-questions with their answers ("asked"). Conditions are METHOD@SUPERVISION; eviction reads the prefix
-alone. Beside them stand the dense cache, no document, and ("truncated@text") as much of the text,
-its beginning and its end, as the cache has slots. Intervals resample documents, and hold Wilson's
-at that many documents. Every answer is written to --out as it is given; the same command goes on
-where it was stopped, and the tables are of all that --out holds: of every question, of each kind
-and of each length.
+A document consists of neutral sentences and of lines such as "The phone number of Anna is 48213.":
+one such line (needle), four (multi-needle) or twelve (key-value). It is a user's turn in the chat
+template. The question "What does the text say?" follows, and the answer is begun: "The phone number
+of Anna is". All questions are answered from one cache. A greedy answer is right if it contains the
+whole number.
+
+Conditions are METHOD@SUPERVISION. A cache is fitted to the prefix's own queries ("self"), to a
+repetition of the document ("reconstruction"), to eight questions of the same kind with invented
+answers that are not in the document ("examples"), or to the very questions with their answers
+("asked"). Eviction reads the prefix alone. For comparison there are the dense cache, no document,
+and ("truncated@text") the beginning and the end of the text, as many tokens as the cache has slots.
+
+Intervals resample documents, and contain Wilson's interval for that number of documents. Every
+answer is written to --out when it is made; the same command continues an interrupted run. The
+tables cover all that --out holds: every question, each kind and each length.
 """
 
 import argparse
@@ -38,26 +41,36 @@ from kvcat.evals.haystacks import Pieces, draws, filler_lines, number, shuffled
 from kvcat.evals.longbench import cut_middle
 from kvcat.files import append_jsonl, read_jsonl
 
-KINDS = {"needle": 1, "multi-needle": 4, "key-value": 12}  # lines that are hidden, and asked
+# number of lines with facts, all of which are asked
+KINDS = {"needle": 1, "multi-needle": 4, "key-value": 12}
 NAMES = [
-    "Anna", "Peter", "Maria", "Thomas", "Laura", "Martin", "Emma", "Daniel", "Sarah", "Robert", "Julia",
-    "Michael", "Helen", "Frank", "Alice", "David", "Clara", "Simon", "Grace", "Henry", "Rose", "Oscar", "Lucy",
-    "Victor", "Nina", "Paul", "George", "Emily", "Arthur", "Diana", "Walter", "Louis",
+    "Anna", "Peter", "Maria", "Thomas", "Laura", "Martin", "Emma", "Daniel", "Sarah", "Robert",
+    "Julia", "Michael", "Helen", "Frank", "Alice", "David", "Clara", "Simon", "Grace", "Henry",
+    "Rose", "Oscar", "Lucy", "Victor", "Nina", "Paul", "George", "Emily", "Arthur", "Diana",
+    "Walter", "Louis",
 ]  # fmt: skip
 BASELINES = (("dense", 1.0), ("no document", 0.0))
-LINE, QUESTION = "The phone number of {} is", "What does the text say?"
-DIGITS, EXAMPLES = 5, 8
+LINE = "The phone number of {} is"
+QUESTION = "What does the text say?"
+DIGITS = 5
+EXAMPLES = 8
 CONDITIONS = (
-    "attention-matching@self", "attention-matching@reconstruction", "attention-matching@examples",
-    "attention-matching,preset=known@examples", "attention-matching,preset=known@asked",
-    "attention-matching,budgets=equal@self", "attention-matching,preset=paper@self", "h2o@self", "snapkv@self",
+    "attention-matching@self",
+    "attention-matching@reconstruction",
+    "attention-matching@examples",
+    "attention-matching,preset=known@examples",
+    "attention-matching,preset=known@asked",
+    "attention-matching,budgets=equal@self",
+    "attention-matching,preset=paper@self",
+    "h2o@self",
+    "snapkv@self",
     "truncated@text",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
 class Document:
-    """A document with its facts on a model; one example of each is the same for every condition."""
+    """A document with its facts on a model; it is the same for every condition."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -68,12 +81,12 @@ class Document:
 
     @property
     def name(self) -> str:
-        """Of the document in records."""
+        """The document's name in records."""
         return f"{self.kind}-{self.length}-{self.seed}-{self.index}"
 
     @cached_property
     def facts(self) -> list[tuple[str, str]]:
-        """Names and numbers that the document tells and that are asked."""
+        """Names and numbers in the document that are asked."""
         draw = draws(self.seed, "facts", self.kind, self.length, self.index)
         return [(name, number(draw, DIGITS)) for name in shuffled(draw, NAMES)[: KINDS[self.kind]]]
 
@@ -81,21 +94,21 @@ class Document:
     def ids(self) -> list[int]:
         """Token ids: the opening of the chat template, neutral lines with the facts between
         them."""
-        draw, pieces = (
-            draws(self.seed, "text", self.kind, self.length, self.index),
-            Pieces(self.tokenizer),
-        )
+        draw = draws(self.seed, "text", self.kind, self.length, self.index)
+        pieces = Pieces(self.tokenizer)
         head = pieces(chat_parts(self.tokenizer)[0])
-        told = [f"{LINE.format(name)} {code}.\n" for name, code in shuffled(draw, self.facts)]
-        left = self.length - len(head)
-        lines = pieces.fitting(filler_lines(draw), left - sum(len(pieces(line)) for line in told))
-        for line in told:
+        fact_lines = [f"{LINE.format(name)} {code}.\n" for name, code in shuffled(draw, self.facts)]
+        num_tokens = self.length - len(head)
+        lines = pieces.fitting(
+            filler_lines(draw), num_tokens - sum(len(pieces(line)) for line in fact_lines)
+        )
+        for line in fact_lines:
             lines.insert(int(draw.random() * (len(lines) + 1)), line)
-        return [*head, *pieces.filled(lines, filler_lines(draw), left)]
+        return [*head, *pieces.filled(lines, filler_lines(draw), num_tokens)]
 
     def encode(self, text: str, facts: Sequence[tuple[str, str]] = ()) -> list[int]:
-        """Token ids of the question, a text that begins the answer, and of facts that the answer
-        tells."""
+        """Token ids of the question, a text that begins the answer, and of facts that the
+        answer states."""
         _, between, tail = chat_parts(self.tokenizer)
         said = text + "\n".join(f"{LINE.format(name)} {code}." for name, code in facts)
         return self.tokenizer.encode(between + QUESTION + tail + said, add_special_tokens=False)
@@ -109,20 +122,18 @@ class Document:
             return trace(self.model, reconstruction_of_tokens(self.tokenizer, ids))
         facts = self.facts
         if supervision == "examples":
-            draw, told = (
-                draws(self.seed, "examples", self.kind, self.length, self.index),
-                dict(self.facts),
-            )
-            absent = [name for name in shuffled(draw, NAMES) if name not in told]
+            draw = draws(self.seed, "examples", self.kind, self.length, self.index)
+            code_by_name = dict(self.facts)
+            absent = [name for name in shuffled(draw, NAMES) if name not in code_by_name]
             facts = [(name, number(draw, DIGITS)) for name in absent[:EXAMPLES]]
         return trace(self.model, torch.tensor([[*self.ids, *self.encode("", facts)]]), self.length)
 
     def answers(self, cache: CompactCache | None) -> list[str]:
-        """Greedy answers to all questions, read behind a cache or alone."""
+        """Greedy answers to all questions, after a cache or alone."""
         head = [] if cache is not None else self.tokenizer.encode(chat_parts(self.tokenizer)[0])
         questions = [[*head, *self.encode(LINE.format(name))] for name, _ in self.facts]
-        found = greedy_answers(self.model, cache, questions, DIGITS + 2)
-        return [self.tokenizer.decode(tokens) for tokens in found]
+        answers = greedy_answers(self.model, cache, questions, DIGITS + 2)
+        return [self.tokenizer.decode(tokens) for tokens in answers]
 
     def truncated(self, keep: float) -> CompactCache:
         """The dense cache of as many tokens as a budget has slots: the template's opening and both
@@ -134,7 +145,7 @@ class Document:
 
 
 def right(answer: str, code: str) -> bool:
-    """Whether an answer holds the number, whole."""
+    """Whether an answer contains the whole number."""
     return re.search(rf"(?<!\d){code}(?!\d)", answer) is not None
 
 
@@ -166,8 +177,11 @@ def answered(
             cache = next(caches)
             seconds = round(time.process_time() - begun, 2)
             yield about | {
-                "condition": condition, "keep": keep, "answers": document.answers(cache), "seconds": seconds,
-            }  # fmt: skip
+                "condition": condition,
+                "keep": keep,
+                "answers": document.answers(cache),
+                "seconds": seconds,
+            }
     for condition, keep in BASELINES:
         if (document.name, condition, keep) not in known:
             dense = condition == "dense"
@@ -181,13 +195,14 @@ def answered(
 
 
 def share(rows: pd.DataFrame) -> str:
-    """The share of right answers, percent, with an interval that holds the bootstrap's over
+    """The share of right answers, percent, with an interval that contains both the bootstrap's over
     documents and Wilson's."""
-    right, documents = rows.right.to_numpy(), list(rows.document)
-    found = (
+    right = rows.right.to_numpy()
+    documents = list(rows.document)
+    interval = (
         intervals.ClusterBootstrap(documents).mean(right).union(intervals.share(right, documents))
     )
-    return f"{100 * found.value:.0f} [{100 * found.low:.0f}, {100 * found.high:.0f}]"
+    return f"{100 * interval.value:.0f} [{100 * interval.low:.0f}, {100 * interval.high:.0f}]"
 
 
 def report(records: Sequence[dict], conditions: Sequence[str], keeps: Sequence[float]) -> None:
@@ -206,36 +221,37 @@ def report(records: Sequence[dict], conditions: Sequence[str], keeps: Sequence[f
         for answer, (_, code) in zip(record["answers"], record["asked"], strict=True)
     ]
     frame = pd.DataFrame(rows)
-    given = frame[["document", "condition", "keep"]].drop_duplicates().groupby("document").size()
-    frame = frame[frame.document.map(given) == len(conditions) * len(keeps) + len(BASELINES)]
-    parts = [("all questions", frame), *frame.groupby("kind", sort=False)]
-    parts += [(f"{length} tokens", own) for length, own in frame.groupby("length")]
-    for name, part in parts:
-        dense, none = (part[part.condition == name] for name, _ in BASELINES)
+    counts = frame[["document", "condition", "keep"]].drop_duplicates().groupby("document").size()
+    frame = frame[frame.document.map(counts) == len(conditions) * len(keeps) + len(BASELINES)]
+    groups = [("all questions", frame), *frame.groupby("kind", sort=False)]
+    groups += [(f"{length} tokens", answers) for length, answers in frame.groupby("length")]
+    for name, group in groups:
+        dense, none = (group[group.condition == name] for name, _ in BASELINES)
         print(f"\n{name}: {len(dense)} questions on {dense.document.nunique()} documents; ", end="")
         print(f"dense {share(dense)}, no document {share(none)}\n")
         print(" | ".join(["|", *(f"{100 * keep:g} %" for keep in keeps), "seconds |"]))
         print("|---" * (len(keeps) + 2) + "|")
         for condition in conditions:
-            own = part[part.condition == condition]
-            cells = [share(own[own.keep == keep]) for keep in keeps]
+            answers = group[group.condition == condition]
+            cells = [share(answers[answers.keep == keep]) for keep in keeps]
             print(
                 " | ".join(
                     [
                         f"| `{condition}`",
                         *cells,
-                        f"{own.seconds.sum() / own.document.nunique():.1f} |",
+                        f"{answers.seconds.sum() / answers.document.nunique():.1f} |",
                     ]
                 )
             )
 
 
 def show(records: Sequence[dict]) -> None:
-    """The questions' right answers and what each condition says."""
+    """Print the right answers and those of each condition."""
     for record in records:
-        told = ", ".join(f"{name} {code}" for name, code in record["asked"])
+        asked = ", ".join(f"{name} {code}" for name, code in record["asked"])
         print(
-            f"{record['document']:<20}{record['condition']:<44}{record['keep']:<6g}{told}: {record['answers']}"
+            f"{record['document']:<20}{record['condition']:<44}{record['keep']:<6g}{asked}: "
+            f"{record['answers']}"
         )
 
 
@@ -260,8 +276,8 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     model, tokenizer = kvcat.load(options.model)
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    found = read_jsonl(options.out) if options.out.exists() else []
-    known = {(r["document"], r["condition"], r["keep"]) for r in found}
+    records = read_jsonl(options.out) if options.out.exists() else []
+    known = {(r["document"], r["condition"], r["keep"]) for r in records}
     documents = [
         Document(model, tokenizer, kind, length, options.seed, index)
         for index in range(max(options.documents))
@@ -272,12 +288,12 @@ def main() -> None:
     for document in tqdm(documents, "documents"):
         for record in answered(document, options.conditions, options.keep, known):
             append_jsonl(options.out, record)
-            found.append(record)
+            records.append(record)
     shown = {
         *((condition, keep) for condition in options.conditions for keep in options.keep),
         *BASELINES,
     }
-    wanted = [r for r in found if (r["condition"], r["keep"]) in shown]
+    wanted = [r for r in records if (r["condition"], r["keep"]) in shown]
     if options.show:
         show(wanted)
     print(f"{platform.machine()}, torch {torch.__version__}, {options.model}")

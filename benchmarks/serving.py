@@ -1,19 +1,19 @@
-"""Compact caches beside dense ones in llama.cpp and vLLM on a CPU.
+"""Speed and memory of compact and of dense caches in llama.cpp and vLLM on a CPU.
 
     python benchmarks/serving.py llama.cpp --data textbooks.parquet --documents 1 --tokens 4090
     python benchmarks/serving.py vllm --data textbooks.parquet --documents 8 --tokens 1000
 
-`llama.cpp`: one document, its dense cache and a compact one. Cells and bytes that llama.cpp
-allocates for them, seconds from a cache's file to the first token of an answer (dense also from the
-text), tokens a second of the answer.
+`llama.cpp`: the dense cache and a compact one of one document. The figures are the cells and bytes
+that llama.cpp allocates for them, the seconds from a cache's file to the first token of an answer
+(of the dense one also from the text), and the tokens per second of the answer.
 
-`vllm`: 64 requests at once over all documents, eight questions each in turn, first to a server of
-the plain model with the documents in the prompts (its own prefix cache on), then to one of the
-widened model with packed caches. Answers of the second are compared with those of transformers,
-token by token.
+`vllm`: 64 requests at once over all documents, eight questions each in turn. They first go to a
+server of the plain model with the documents in the prompts and its prefix cache on, then to a
+server of the widened model with packed caches. Answers of the second are compared with those of
+transformers, token by token.
 
-Documents are cut from the last text of the data. Caches stay in the work folder and are used again;
-the records are appended to `records.jsonl` there.
+Documents are cut from the last text of the data. Caches stay in the work folder and are used again.
+The records are appended to `records.jsonl` there.
 """
 
 import argparse
@@ -42,10 +42,15 @@ from kvcat.models import save
 from kvcat.serving import LlamaCpp, export_prefix, read_prefix, widen, write_gguf
 
 QUESTIONS = [
-    "What is this text about?", "Name one example from the text.", "Which numbers does the text mention?",
-    "Summarise the text in one sentence.", "What comes first in the text?", "What comes last in the text?",
-    "Which terms does the text define?", "Write a title for the text.",
-]  # fmt: skip
+    "What is this text about?",
+    "Name one example from the text.",
+    "Which numbers does the text mention?",
+    "Summarise the text in one sentence.",
+    "What comes first in the text?",
+    "What comes last in the text?",
+    "Which terms does the text define?",
+    "Write a title for the text.",
+]
 
 
 def main() -> None:
@@ -81,11 +86,16 @@ def main() -> None:
     )
     processor = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     record = {
-        "engine": options.engine, "command": " ".join(["python", *sys.argv]), "date": time.strftime("%Y-%m-%d"),
+        "engine": options.engine,
+        "command": " ".join(["python", *sys.argv]),
+        "date": time.strftime("%Y-%m-%d"),
         "hardware": f"{len(processor)} x {processor[0] if processor else platform.machine()}",
         "load": os.getloadavg()[0],
-        "versions": {name: version(name) for name in ("kvcat", "torch", "transformers", "xllamacpp")}, **figures,
-    }  # fmt: skip
+        "versions": {
+            name: version(name) for name in ("kvcat", "torch", "transformers", "xllamacpp")
+        },
+        **figures,
+    }
     append_jsonl(options.work / "records.jsonl", record)
     print(json.dumps(record, indent=2))
 
@@ -106,7 +116,8 @@ def llama_cpp(options, model, tokenizer, texts):
     gguf = options.work / f"wide{head_dim}.gguf"
     if not gguf.exists():
         write_gguf(widen(model, head_dim), gguf)
-    question, found = question_ids(tokenizer, QUESTIONS[0], chat=True), {}
+    question = question_ids(tokenizer, QUESTIONS[0], chat=True)
+    figures = {}
     for name in ("dense", "compact"):
         cache = compressed(
             options, model, tokenizer, document, text, dense=name == "dense", supervision="self"
@@ -120,7 +131,7 @@ def llama_cpp(options, model, tokenizer, texts):
                 ids = tokenizer.encode(text)[: prefix.num_slots]
                 start = time.perf_counter()
                 engine.logits(ids)
-                found["seconds to read the text"] = time.perf_counter() - start
+                figures["seconds to read the text"] = time.perf_counter() - start
             start = time.perf_counter()
             engine.load(read_prefix(packed))
             restored = time.perf_counter()
@@ -129,21 +140,32 @@ def llama_cpp(options, model, tokenizer, texts):
             answer = list(engine.generate([int(logits.argmax())], options.new_tokens))
             end = time.perf_counter()
             wanted = kvcat.replay(model, cache, question)[0, -1]
-            found[name] = {
-                "tokens": cache.num_tokens, "slots": prefix.num_slots, "cells": engine.num_ctx,
-                "MB in llama.cpp": engine.num_ctx * engine.layout.width * 2 * 2 * prefix.shape[0] / 1e6,
-                "MB of the file": packed.stat().st_size / 1e6, "seconds to restore": restored - start,
-                "seconds to the first token": first - start, "tokens a second": len(answer) / (end - first),
+            figures[name] = {
+                "tokens": cache.num_tokens,
+                "slots": prefix.num_slots,
+                "cells": engine.num_ctx,
+                "MB in llama.cpp": engine.num_ctx
+                * engine.layout.width
+                * 2
+                * 2
+                * prefix.shape[0]
+                / 1e6,
+                "MB of the file": packed.stat().st_size / 1e6,
+                "seconds to restore": restored - start,
+                "seconds to the first token": first - start,
+                "tokens a second": len(answer) / (end - first),
                 "largest difference of a logit": (logits - wanted).abs().max().item(),
-            }  # fmt: skip
-    return found
+            }
+    return figures
 
 
 class Server:
-    """A vLLM server for the time of a block; the largest share of its KV cache that was in use."""
+    """A vLLM server during a block; ``usage`` is the largest share of its KV cache in use."""
 
     def __init__(self, options, model, caches=None):
-        self.port, self.usage, self.tokens = 8734, 0.0, 0
+        self.port = 8734
+        self.usage = 0.0
+        self.tokens = 0
         command = [
             options.python,
             "-m",
@@ -165,25 +187,29 @@ class Server:
         command += ["--block-size", 32]
         if caches:
             transfer = {
-                "kv_connector": "CompactCacheConnector", "kv_connector_module_path": "kvcat.serving.vllm",
-                "kv_role": "kv_consumer", "kv_connector_extra_config": {"caches": str(caches)},
-            }  # fmt: skip
+                "kv_connector": "CompactCacheConnector",
+                "kv_connector_module_path": "kvcat.serving.vllm",
+                "kv_role": "kv_consumer",
+                "kv_connector_extra_config": {"caches": str(caches)},
+            }
             command += [
                 "--middleware",
                 "kvcat.serving.vllm.compact_caches",
                 "--kv-transfer-config",
                 json.dumps(transfer),
             ]
-        told = {
+        settings = {
             "VLLM_CPU_KVCACHE_SPACE": "2",
             "OMP_NUM_THREADS": str(options.threads),
             "HF_HUB_OFFLINE": "1",
         }
         self.log = (options.work / f"server-{'compact' if caches else 'dense'}.log").open("w")
         self.process = subprocess.Popen(
-            [str(x) for x in command], stdout=self.log, stderr=self.log,
-            env={**os.environ, **told, "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
-        )  # fmt: skip
+            [str(x) for x in command],
+            stdout=self.log,
+            stderr=self.log,
+            env={**os.environ, **settings, "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+        )
 
     def __enter__(self):
         while not self.read("/health") and self.process.poll() is None:
@@ -225,7 +251,9 @@ class Server:
             json.dumps(body).encode(),
             {"content-type": "application/json"},
         )
-        start, made, first = time.perf_counter(), [], None
+        start = time.perf_counter()
+        made = []
+        first = None
         with urllib.request.urlopen(request, timeout=600) as reply:
             for line in reply:
                 if line.startswith(b"data: {"):
@@ -235,7 +263,7 @@ class Server:
         return made, first, time.perf_counter() - start
 
     def load(self, bodies):
-        """Answers of all requests at once, and what they took."""
+        """Answers of all requests, sent at once, and figures of speed and memory."""
         start = time.perf_counter()
         with ThreadPoolExecutor(len(bodies)) as pool:
             answers = list(pool.map(self.ask, bodies))
@@ -244,17 +272,19 @@ class Server:
         capacity = re.search(r"KV cache size: ([\d,]+) tokens", Path(self.log.name).read_text())
         tokens = int(capacity[1].replace(",", "")) if capacity else 0
         return [made for made, *_ in answers], {
-            "seconds": seconds, "requests a second": len(bodies) / seconds,
+            "seconds": seconds,
+            "requests a second": len(bodies) / seconds,
             "tokens a second": sum(len(made) for made, *_ in answers) / seconds,
             "seconds to the first token, median": firsts.median().item(),
             "seconds to the first token, largest": firsts.max().item(),
             "most cells in use": round(self.usage * tokens),
-        }  # fmt: skip
+        }
 
 
 def vllm(options, model, tokenizer, texts):
     head_dim = options.head_dim or 80
-    wide, packed = options.work / f"wide{head_dim}", options.work / "packed"
+    wide = options.work / f"wide{head_dim}"
+    packed = options.work / "packed"
     if not wide.exists():
         save(widen(model, head_dim), tokenizer, wide)
     packed.mkdir(exist_ok=True)
@@ -268,25 +298,31 @@ def vllm(options, model, tokenizer, texts):
         for i in range(options.requests)
     ]
     head, between, tail = chat_parts(tokenizer)
-    dense, compact = [], []
+    dense = []
+    compact = []
     for name, question in asked:
         ids = tokenizer.encode(
             head + texts[name] + between + question + tail, add_special_tokens=False
         )
         dense.append({"prompt": ids, "max_tokens": options.new_tokens})
-        told = {"kv_transfer_params": {"kvcat": name}}
-        compact.append({"prompt": question, "max_tokens": options.new_tokens, **told})
-    told = [options.python, "-c", "import importlib.metadata as m; print(m.version('vllm-cpu'))"]
-    engine = subprocess.run(told, capture_output=True, text=True, check=True).stdout.strip()
-    found, per_cell = (
-        {
-            "vllm-cpu": engine,
-            "requests": len(asked),
-            "documents": len(caches),
-            "slots": cache.num_slots,
-        },
-        model.config,
-    )
+        request = {"prompt": question, "max_tokens": options.new_tokens}
+        request["kv_transfer_params"] = {"kvcat": name}
+        compact.append(request)
+    print_version = [
+        options.python,
+        "-c",
+        "import importlib.metadata as m; print(m.version('vllm-cpu'))",
+    ]
+    engine = subprocess.run(
+        print_version, capture_output=True, text=True, check=True
+    ).stdout.strip()
+    figures = {
+        "vllm-cpu": engine,
+        "requests": len(asked),
+        "documents": len(caches),
+        "slots": cache.num_slots,
+    }
+    per_cell = model.config
     bytes_of = {
         "dense": per_cell.head_dim or per_cell.hidden_size // per_cell.num_attention_heads,
         "compact": head_dim,
@@ -295,22 +331,26 @@ def vllm(options, model, tokenizer, texts):
         folder = local_folder(options.model) if name == "dense" else wide
         with Server(options, folder, None if name == "dense" else packed) as server:
             server.ask({"prompt": "Hello", "max_tokens": 1})
-            answers, found[name] = server.load(bodies)
+            answers, figures[name] = server.load(bodies)
             cells = (
                 per_cell.num_hidden_layers * per_cell.num_key_value_heads * bytes_of[name] * 2 * 4
             )
-            found[name]["MB in use at most"] = found[name]["most cells in use"] * cells / 1e6
-            _, found[f"{name}, again"] = server.load(bodies)
+            figures[name]["MB in use at most"] = figures[name]["most cells in use"] * cells / 1e6
+            _, figures[f"{name}, again"] = server.load(bodies)
     right = 0
     for (name, question), answer in zip(asked, answers, strict=True):
         inputs = caches[name].inputs(model, question_ids(tokenizer, question, chat=True))
         made = model.generate(
-            **inputs, max_new_tokens=options.new_tokens, min_new_tokens=options.new_tokens, do_sample=False,
-            eos_token_id=None, pad_token_id=0,
-        )  # fmt: skip
+            **inputs,
+            max_new_tokens=options.new_tokens,
+            min_new_tokens=options.new_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
         right += made[0, inputs["input_ids"].shape[1] :].tolist() == answer
-    found["answers equal to those of transformers"] = right
-    return found
+    figures["answers equal to those of transformers"] = right
+    return figures
 
 
 if __name__ == "__main__":

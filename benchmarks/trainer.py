@@ -1,11 +1,11 @@
-"""The control against plain continued pretraining in transformers' Trainer: tokens a second, same
-model and batch.
+"""Tokens per second of the control and of plain continued pretraining in transformers' Trainer.
 
     python benchmarks/trainer.py [--model kvcat-base] [--steps 12] [--seq-len 1024] [--batch 4]
-    [--device cpu]
+        [--device cpu]
 
-Both run float32 AdamW with clipping and no validation; each is a process of its own, the two in
-turn, and the first steps of each do not count. Needs accelerate, which comes with kvcat[harness].
+Both train the same model on the same batches with float32 AdamW and clipping, without validation.
+Each is a process of its own; they take turns, and the first steps of each do not count. Needs
+accelerate, which comes with kvcat[harness].
 """
 
 import argparse
@@ -27,11 +27,21 @@ def ours(args: argparse.Namespace) -> float:
     from kvcat.training.loop import train
 
     with tempfile.TemporaryDirectory() as scratch:
-        settings = TrainConfig.from_dict({
-            "model": args.model, "output": f"{scratch}/run", "policy": "control", "seq_len": args.seq_len,
-            "batch_size": args.batch, "max_steps": args.steps, "warmup_steps": 1, "validation_every": args.steps,
-            "validation_sequences": 1, "checkpoint_every": args.steps, "device": args.device,
-        })  # fmt: skip
+        settings = TrainConfig.from_dict(
+            {
+                "model": args.model,
+                "output": f"{scratch}/run",
+                "policy": "control",
+                "seq_len": args.seq_len,
+                "batch_size": args.batch,
+                "max_steps": args.steps,
+                "warmup_steps": 1,
+                "validation_every": args.steps,
+                "validation_sequences": 1,
+                "checkpoint_every": args.steps,
+                "device": args.device,
+            }
+        )
         train(settings, progress=False)
         rates = [
             r["tokens_per_s"]
@@ -65,11 +75,23 @@ def theirs(args: argparse.Namespace) -> float:
     rows = [{"input_ids": row, "labels": row} for row in tokens]
     with tempfile.TemporaryDirectory() as scratch:
         settings = TrainingArguments(
-            output_dir=scratch, per_device_train_batch_size=args.batch, max_steps=args.steps, report_to="none",
-            save_strategy="no", logging_strategy="no", use_cpu=args.device == "cpu", disable_tqdm=True,
-        )  # fmt: skip
+            output_dir=scratch,
+            per_device_train_batch_size=args.batch,
+            max_steps=args.steps,
+            report_to="none",
+            save_strategy="no",
+            logging_strategy="no",
+            use_cpu=args.device == "cpu",
+            disable_tqdm=True,
+        )
         clock = Clock()
-        Trainer(model=model, args=settings, train_dataset=rows, callbacks=[clock]).train()  # type: ignore[arg-type]
+        trainer = Trainer(
+            model=model,
+            args=settings,
+            train_dataset=rows,  # type: ignore[arg-type]
+            callbacks=[clock],
+        )
+        trainer.train()
     seconds = sorted(clock.seconds[WARM:])
     return args.batch * args.seq_len / seconds[len(seconds) // 2]
 
@@ -94,11 +116,12 @@ def main() -> None:
         rates = {}
         for name in ("ours", "theirs"):
             command = [sys.executable, __file__, *sys.argv[1:], "--one", name]
-            told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-            rates[name] = json.loads(told.splitlines()[-1])["rate"]
+            output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            rates[name] = json.loads(output.splitlines()[-1])["rate"]
         ratios.append(rates["ours"] / rates["theirs"])
         print(
-            f"kvcat's control {rates['ours']:,.0f} tokens/s, transformers' Trainer {rates['theirs']:,.0f}"
+            f"kvcat's control {rates['ours']:,.0f} tokens/s, transformers' Trainer "
+            f"{rates['theirs']:,.0f}"
         )
     print(f"ratio: {', '.join(f'{ratio:.2f}' for ratio in ratios)}")
 

@@ -1,12 +1,12 @@
-"""A training step with KV-CAT against one of the control: time, its parts, memory; all in one run.
+"""Time and memory of a training step with KV-CAT, relative to one of the control.
 
     python benchmarks/training.py [--shape kvcat-base|smollm2-135m|small|...] [--seq-len 1024]
-    [--batch 4] [--threads 2]
+        [--batch 4] [--threads 2]
 
 Steps of all variants take turns, and ratios compare neighbours in time; the median is shown. The
 control's step is forward, loss and backward of B sequences; KV-CAT's of B dense and B masked ones.
-2.0 is the floor of KV-CAT over the control. Peak memory compares B sequences of KV-CAT with 2 B of
-the control, each in a process of its own.
+KV-CAT needs at least 2.0 times the control's time. Peak memory compares B sequences of KV-CAT with
+2 B of the control, each in a process of its own.
 """
 
 import argparse
@@ -30,14 +30,22 @@ from kvcat.training.plan import flops_per_token, peak_flops
 
 SHAPES = {
     "small": {
-        "vocab_size": 8192, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8,
-        "num_attention_heads": 8, "num_key_value_heads": 2,
+        "vocab_size": 8192,
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
     },
     "qwen2.5-0.5b": {
-        "vocab_size": 151_936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
-        "num_attention_heads": 14, "num_key_value_heads": 2,
+        "vocab_size": 151_936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
     },
-}  # fmt: skip
+}
 VARIANTS = {
     "control": {"policy": "control"},
     "KV-CAT": {},
@@ -99,18 +107,21 @@ def times(args: argparse.Namespace) -> None:
             if turn:
                 taken[name].append(time.perf_counter() - start)
     print(
-        f"\n{args.shape}, {args.batch} x {args.seq_len} tokens, {args.dtype}, {args.device}, torch {torch.__version__}"
+        f"\n{args.shape}, {args.batch} x {args.seq_len} tokens, {args.dtype}, {args.device}, torch "
+        f"{torch.__version__}"
     )
     print("\n| step | seconds (median) | over the control's | tokens/s |\n|---|---|---|---|")
     for name, seconds in taken.items():
         ratios = [a / b for a, b in zip(seconds, taken["control"], strict=True)]
         rate = args.batch * args.seq_len / statistics.median(seconds)
         print(
-            f"| {name} | {statistics.median(seconds):.3f} | {statistics.median(ratios):.2f} | {rate:,.0f} |"
+            f"| {name} | {statistics.median(seconds):.3f} | {statistics.median(ratios):.2f} | "
+            f"{rate:,.0f} |"
         )
     pairs = zip(taken["KV-CAT"], taken["no gradient of the mask"], taken["control"], strict=True)
     print(
-        f"\ngradient of the mask: {statistics.median((a - b) / c for a, b, c in pairs):+.2f} control steps"
+        f"\ngradient of the mask: {statistics.median((a - b) / c for a, b, c in pairs):+.2f} "
+        "control steps"
     )
     pairs = zip(
         taken["no gradient of the mask"],
@@ -129,19 +140,21 @@ def times(args: argparse.Namespace) -> None:
 
 
 def memory(args: argparse.Namespace) -> None:
-    found = {}
+    growth = {}
     for name, options, sequences in (
         ("KV-CAT", {}, args.batch),
         ("control", {"policy": "control"}, 2 * args.batch),
     ):
         request = json.dumps({**vars(args), "options": options, "sequences": sequences})
         command = [sys.executable, str(Path(__file__)), "--one", request]
-        told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        found[name] = json.loads(told)
-    ratio = found["KV-CAT"]["grown"] / found["control"]["grown"]
+        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        growth[name] = json.loads(output)
+    ratio = growth["KV-CAT"]["grown"] / growth["control"]["grown"]
     print(
-        f"\npeak memory over the model: {found['KV-CAT']['grown']:.2f} GiB for {args.batch} sequences of KV-CAT, "
-        f"{found['control']['grown']:.2f} GiB for {2 * args.batch} of the control: ratio {ratio:.2f}"
+        f"\npeak memory over the model: {growth['KV-CAT']['grown']:.2f} GiB for {args.batch} "
+        "sequences of KV-CAT, "
+        f"{growth['control']['grown']:.2f} GiB for {2 * args.batch} of the control: ratio "
+        f"{ratio:.2f}"
     )
 
 
@@ -156,7 +169,7 @@ def one(request: dict[str, object]) -> None:
 
 
 def held(device: str) -> float:
-    """Memory that this process holds now, in GiB."""
+    """Memory in use by this process, GiB."""
     if device.startswith("cuda"):
         return torch.cuda.memory_allocated() / 2**30
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**30

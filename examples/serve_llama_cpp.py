@@ -1,9 +1,11 @@
-"""Questions about documents, answered by llama.cpp from packed caches; the model is loaded once.
+"""Answer questions about documents in llama.cpp from packed caches; the model is loaded once.
 
-    kvcat widen smollm2-135m -o wide.gguf kvcat compress smollm2-135m --text examples/minutes.txt
-    --chat --keep 0.25 -o minutes.safetensors kvcat pack smollm2-135m --cache minutes.safetensors -o
-    minutes --head-dim 80 echo "minutes: Where is the next meeting?" | python
-    examples/serve_llama_cpp.py smollm2-135m wide.gguf minutes
+    kvcat widen smollm2-135m -o wide.gguf
+    kvcat compress smollm2-135m --text examples/minutes.txt --chat --keep 0.25
+        -o minutes.safetensors
+    kvcat pack smollm2-135m --cache minutes.safetensors -o minutes --head-dim 80
+    echo "minutes: Where is the next meeting?" |
+        python examples/serve_llama_cpp.py smollm2-135m wide.gguf minutes
 
 Each line of standard input names a document and asks a question.
 """
@@ -39,7 +41,8 @@ def main() -> None:
         try:
             if name not in documents:
                 raise InputError(f"no document {name!r}; documents: {', '.join(documents)}")
-            document, start = documents[name], time.perf_counter()
+            document = documents[name]
+            start = time.perf_counter()
             ids = prompt_ids(tokenizer, question, chat=document.chat)
             engine.load(document)
             answer = list(

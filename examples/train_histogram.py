@@ -1,14 +1,12 @@
-"""Which solution of the histogram does training find? Small transformers trained with and without
-KV-CAT's objective.
+"""Which solution of the histogram does training find? Small transformers, with and without KV-CAT.
 
-Two-block networks of the theory's architecture learn the running histogram of 3 symbols, the usual
-way and with the masked objective, from the same weights on the same data. Then the best cache for
-every number of slots is searched by gradient, the worst of all suffixes counting, beside the two
-constructions of ``kvcat.theory``.
+Networks of the theory's architecture with two blocks learn the running histogram of 3 symbols, the
+usual way and with the masked objective, from the same weights on the same data. Then a gradient
+search finds the best cache for every number of slots, judged by the worst of all suffixes. The
+table compares the trained networks with the two constructions of ``kvcat.theory``.
 
-    python examples/train_histogram.py --seeds 5      # the table of docs/theory.md, some minutes
-    for each seed python examples/train_histogram.py --quick        # seconds; shows only that
-    everything runs
+    python examples/train_histogram.py --seeds 5    # the table of docs/theory.md; minutes per seed
+    python examples/train_histogram.py --quick      # seconds; shows only that everything runs
 """
 
 import argparse
@@ -59,15 +57,15 @@ QUICK = SimpleNamespace(
 
 
 def draw_weights(setting: SimpleNamespace, seed: int, uniform: bool) -> dict[str, Tensor]:
-    """Trainable tensors by name. All are drawn, then fixed ones set to zero: variants share all
-    others.
+    """Trainable tensors by name.
+
+    All are drawn, then the fixed ones are set to zero, so that variants share all others.
+
     """
-    draw, width, key, hidden = (
-        torch.Generator().manual_seed(seed),
-        setting.width,
-        setting.key_width,
-        setting.hidden,
-    )
+    draw = torch.Generator().manual_seed(seed)
+    width = setting.width
+    key = setting.key_width
+    hidden = setting.hidden
 
     def normal(rows: int, columns: int, scale: float) -> Tensor:
         return scale * torch.randn(rows, columns, generator=draw, dtype=torch.float64)
@@ -81,10 +79,8 @@ def draw_weights(setting: SimpleNamespace, seed: int, uniform: bool) -> dict[str
             weights[f"{number}.{name}"] = normal(width, columns, width**-0.5)
         weights[f"{number}.w_1"] = normal(width, hidden, (2 / width) ** 0.5)
         weights[f"{number}.w_2"] = normal(hidden, d_out, hidden**-0.5)
-        weights[f"{number}.b_1"], weights[f"{number}.b_2"] = (
-            torch.zeros(hidden).double(),
-            torch.zeros(d_out).double(),
-        )
+        weights[f"{number}.b_1"] = torch.zeros(hidden).double()
+        weights[f"{number}.b_2"] = torch.zeros(d_out).double()
     fixed = ("0.w_q", "0.w_k", "1.w_q", "1.w_k", "0.w_o") if uniform else ()
     return {name: w.zero_() if name in fixed else w.requires_grad_() for name, w in weights.items()}
 
@@ -105,7 +101,8 @@ def dense_pass(model: d.Transformer, tokens: Tensor) -> list[Tensor]:
     """The embedding and the outputs of both blocks at every position."""
     states = [model.embed(tokens)]
     for block in model.blocks:
-        head, x = block.heads[0], states[-1]
+        head = block.heads[0]
+        x = states[-1]
         states.append(d.run_block(block, x, [(x @ head.w_k, x @ head.w_v)], causal=True))
     return states
 
@@ -116,15 +113,19 @@ def masked_pass(
     """The tokens behind a prefix of n see the slots of it that the routers keep; outputs and
     routers' scores.
     """
-    x, scores = model.embed(tokens)[:, n:], {}
+    x = model.embed(tokens)[:, n:]
+    scores = {}
     keep = x.new_ones(len(x), n)
     for number, block in enumerate(model.blocks):
-        head, past = block.heads[0], torch.cat([dense[number][:, :n], x], 1)
+        head = block.heads[0]
+        past = torch.cat([dense[number][:, :n], x], 1)
         if number in routers:
             scores[number] = routers[number](dense[number][:, :n])
             keep = gate(scores[number])
         visible = torch.cat([keep, x.new_ones(x.shape[:2])], 1)[:, None]
-        q, k, v = x @ head.w_q, past @ head.w_k, past @ head.w_v
+        q = x @ head.w_q
+        k = past @ head.w_k
+        v = past @ head.w_v
         logits = q @ k.mT / q.shape[-1] ** 0.5
         later = torch.ones(logits.shape[-2:], dtype=torch.bool).triu(n + 1)
         hard = logits.masked_fill(later | (visible == 0), -torch.inf).softmax(-1) @ v
@@ -159,11 +160,10 @@ def train(
     """L = || M(a) - hist(a) ||^2 + || sg M(a) - M_mask(a) ||^2 + 0.1 B; without ``masked`` the
     first term alone.
     """
-    weights, draw = draw_weights(setting, seed, uniform), torch.Generator().manual_seed(seed)
-    starts, size = (
-        (() if not masked else (1,) if uniform else (0, 1)),
-        (setting.width, setting.width),
-    )
+    weights = draw_weights(setting, seed, uniform)
+    draw = torch.Generator().manual_seed(seed)
+    starts = () if not masked else (1,) if uniform else (0, 1)
+    size = (setting.width, setting.width)
     routers = {start: Router(*size, noise=0.05, generator=draw).double() for start in starts}
     trained = [w for w in weights.values() if w.requires_grad] + [
         p for r in routers.values() for p in r.parameters()
@@ -198,11 +198,10 @@ def train(
 
 
 def draw_prefixes(setting: SimpleNamespace) -> Tensor:
-    """Prefixes of different counts: the constant ones, and others drawn, each in an order of its
-    own.
-    """
+    """Prefixes of different counts in random orders: the constant ones, and drawn ones."""
     rows = multisets(SYMBOLS, setting.prefix_len)
-    draw, constant = torch.Generator().manual_seed(0), (rows == rows[:, :1]).all(1)
+    draw = torch.Generator().manual_seed(0)
+    constant = (rows == rows[:, :1]).all(1)
     others = rows[~constant]
     others = others[
         torch.randperm(len(others), generator=draw)[: setting.num_prefixes - SYMBOLS].sort().values
@@ -214,8 +213,8 @@ def draw_prefixes(setting: SimpleNamespace) -> Tensor:
 
 
 def search_caches(model: d.Transformer, prefixes: Tensor, r: int, num_steps: int) -> Tensor:
-    """For each prefix the worst error over all suffixes behind the best cache of r slots that is
-    found.
+    """For each prefix the worst error over all suffixes, with the best cache of r slots that the
+    search finds.
 
     Adam on the p-norm of the errors, p rising from 4 to 200. Keys move in coordinates in which
     queries are white. Two starts: runs of slots merged into their means, and these with the
@@ -231,8 +230,11 @@ def search_caches(model: d.Transformer, prefixes: Tensor, r: int, num_steps: int
     merge = torch.block_diag(
         *[torch.full((1, int(length)), 1 / int(length)).double() for length in run_len]
     )
-    starts, scales = [], []
-    for block, x, own in zip(model.blocks, states, dense_pass(model, prefixes), strict=False):
+    starts = []
+    scales = []
+    for block, x, states_after in zip(
+        model.blocks, states, dense_pass(model, prefixes), strict=False
+    ):
         head = block.heads[0]
         q = (x[..., n:, :] @ head.w_q).flatten(0, 2) / head.w_k.shape[1] ** 0.5
         energy, axes = torch.linalg.eigh(q.mT @ q / len(q))
@@ -243,20 +245,18 @@ def search_caches(model: d.Transformer, prefixes: Tensor, r: int, num_steps: int
             else torch.zeros_like(axes)
         )
         keys, values = (
-            (merge @ (own @ w))[:, None].repeat(1, 2, 1, 1) for w in (head.w_k, head.w_v)
+            (merge @ (states_after @ w))[:, None].repeat(1, 2, 1, 1) for w in (head.w_k, head.w_v)
         )
         if float(q.mean(0).square().sum()) > 1e-24:
             keys[:, 1] += run_len.double().log()[:, None] * q.mean(0) / q.mean(0).square().sum()
         starts += [keys.flatten(0, 1), values.flatten(0, 1)]
         scales += [
             whiten.mT,
-            (own @ head.w_v).square().mean().sqrt() * torch.eye(values.shape[-1]).double(),
+            (states_after @ head.w_v).square().mean().sqrt() * torch.eye(values.shape[-1]).double(),
         ]
     moves = [torch.zeros_like(start, requires_grad=True) for start in starts]
-    optimizer, best = (
-        torch.optim.Adam(moves, lr=0.1, fused=True),
-        torch.full((len(targets),), torch.inf).double(),
-    )
+    optimizer = torch.optim.Adam(moves, lr=0.1, fused=True)
+    best = torch.full((len(targets),), torch.inf).double()
     for step in range(num_steps + 1):
         share = step / num_steps
         optimizer.param_groups[0]["lr"] = 0.1 * (1 - share) ** 1.5
@@ -268,11 +268,11 @@ def search_caches(model: d.Transformer, prefixes: Tensor, r: int, num_steps: int
             model.blocks, zip(cached[::2], cached[1::2], strict=True), strict=True
         ):
             keys, values = (slots[:, None].expand(-1, len(suffixes), -1, -1) for slots in pair)
-            own = (
+            states_after = (
                 torch.cat([keys, x @ block.heads[0].w_k], -2),
                 torch.cat([values, x @ block.heads[0].w_v], -2),
             )
-            x = d.run_block(block, x, [own], causal=True)
+            x = d.run_block(block, x, [states_after], causal=True)
         errors = (x - targets).square().sum(-1).add(1e-30).sqrt().flatten(1)
         best = torch.minimum(best, errors.detach().amax(1))
         optimizer.zero_grad()
@@ -284,7 +284,7 @@ def search_caches(model: d.Transformer, prefixes: Tensor, r: int, num_steps: int
 def policy_errors(
     model: d.Transformer, prefixes: Tensor, policy: d.Policy, num_slots: int
 ) -> Tensor:
-    """Each prefix's worst error behind a policy."""
+    """The worst error of each prefix with the caches of a policy."""
     worst = [
         d.compressibility(model, policy, lambda _: num_slots, prefixes=[row])
         for row in prefixes.tolist()
@@ -294,9 +294,10 @@ def policy_errors(
 
 def measure(model: d.Transformer, setting: SimpleNamespace) -> list[Tensor]:
     """Errors of the prefixes for r = 1, ..., n slots; n slots are the prefix's own cache."""
-    prefixes, n = draw_prefixes(setting), setting.prefix_len
-    found = [search_caches(model, prefixes, r, setting.search_steps) for r in range(1, n)]
-    return [*found, policy_errors(model, prefixes, (d.keep_all, d.keep_all), n)]
+    prefixes = draw_prefixes(setting)
+    n = setting.prefix_len
+    optimal = [search_caches(model, prefixes, r, setting.search_steps) for r in range(1, n)]
+    return [*optimal, policy_errors(model, prefixes, (d.keep_all, d.keep_all), n)]
 
 
 def interval(values: list[float]) -> tuple[float, float, float]:
@@ -313,11 +314,14 @@ def show(
         means = [float(row.mean()) for row in errors]
         mean, low, high = interval(means)
         ends = f"{mean:.4f}" + (f" [{max(low, 0.0):.4f}, {high:.4f}]" if len(runs) > 1 else "")
-        line = f"{name:38s} {r:5d}  {ends:24s} {sum(float(row.max()) for row in errors) / len(runs):12.4f}"
+        line = (
+            f"{name:38s} {r:5d}  {ends:24s} "
+            f"{sum(float(row.max()) for row in errors) / len(runs):12.4f}"
+        )
         if usual is not None and mean > 1e-11:
             logs = [
-                math.log(own / float(other[r - 1].mean()))
-                for own, other in zip(means, usual, strict=True)
+                math.log(own_mean / float(other[r - 1].mean()))
+                for own_mean, other in zip(means, usual, strict=True)
             ]
             ratio, low, high = (math.exp(value) for value in interval(logs))
             line += f"  {ratio:.3f}" + (f" [{low:.3f}, {high:.3f}]" if len(runs) > 1 else "")
@@ -331,7 +335,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small networks, few steps")
     options = parser.parse_args()
     setting = QUICK if options.quick else FULL
-    few = (
+    short = (
         setting.steps * 4 // 15
     )  # a control: its task error can be that of the masked objective, which costs some
     print(
@@ -342,18 +346,22 @@ def main() -> None:
         for kind, steps in (
             ("usual", setting.steps),
             ("router", setting.steps),
-            (f"usual, {few} steps", few),
+            (f"usual, {short} steps", short),
         ):
             how = {"uniform": attention == "uniform", "masked": kind == "router"}
             models = [train(setting, seed, steps, **how) for seed in range(options.seeds)]
-            name, rms = f"{kind}, {attention} attention", sum(map(task_error, models)) / len(models)
+            name = f"{kind}, {attention} attention"
+            rms = sum(map(task_error, models)) / len(models)
             runs = [measure(model, setting) for model in models]
             show(name, runs, usual if kind == "router" else None, f"  task error (rms) {rms:.4f}")
             usual = usual or runs
-    prefixes, n, m = draw_prefixes(setting), setting.prefix_len, SYMBOLS
+    prefixes = draw_prefixes(setting)
+    n = setting.prefix_len
+    m = SYMBOLS
     hard = replace(incompressible_histogram(m, setting.length, num_blocks=4), causal=True)
     easy = replace(compressible_histogram(m, setting.length), causal=True)
-    counts, budgets = [torch.bincount(row, minlength=m) for row in prefixes], range(1, n + 1)
+    counts = [torch.bincount(row, minlength=m) for row in prefixes]
+    budgets = range(1, n + 1)
     optima = [
         torch.tensor([joint_optimum(row, setting.length - n, r).error for row in counts])
         for r in budgets

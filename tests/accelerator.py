@@ -1,8 +1,8 @@
-"""An accelerator on paper: the device "accel", whose tensors lie in the processor's memory.
+"""A simulated accelerator: the device "accel", whose tensors are in the processor's memory.
 
-It computes what the processor does and refuses what a real one refuses: tensors of two devices in
-one operation. So mistakes of that kind show where there is no GPU. Importing this module changes
-torch for the whole process.
+It computes what the processor does and rejects what a real one rejects: tensors of two devices in
+one operation. So such mistakes are noticed without a GPU. Importing this module changes torch for
+the whole process.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ INDEXING = (
     "index_put_",
     "_index_put_impl_",
     "_unsafe_index",
-)  # indices may be the processor's
+)  # indices may be on the processor
 FACTORIES = (
     "arange",
     "arange.start",
@@ -74,8 +74,8 @@ class Held(torch.Tensor):
 
 
 def run(func, *args, **kwargs):
-    """The operation on the processor; its results are of the device that a real one would give
-    them."""
+    """The operation on the processor; its results are on the device that a real one would put
+    them on."""
     tensors = [x for x in _pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     held = [x for x in tensors if isinstance(x, Held)]
     check_devices(func, args, held, [x for x in tensors if not isinstance(x, Held) and x.dim()])
@@ -84,20 +84,21 @@ def run(func, *args, **kwargs):
     here = isinstance(args[0], Held) if func is aten.copy_.default else bool(held)
     kwargs.pop("pin_memory", None)
     if kwargs.get("device") is not None:
-        here, kwargs["device"] = torch.device(kwargs["device"]).type == NAME, "cpu"
+        here = torch.device(kwargs["device"]).type == NAME
+        kwargs["device"] = "cpu"
     same = {id(x.held): x for x in held}
     args, kwargs = _pytree.tree_map_only(Held, lambda x: x.held, (args, kwargs))
     out = func(*args, **kwargs)
     if not here:
         return out
-    # an operation in place gives back what it was given
+    # an operation in place returns its argument
     return _pytree.tree_map_only(
         torch.Tensor, lambda x: same[id(x)] if id(x) in same else Held(x), out
     )
 
 
 def check_devices(func, args, held, foreign):
-    """Refuse tensors of both devices; a tensor of the processor without axes counts as a number."""
+    """Reject tensors of both devices; a tensor without axes on the processor counts as a number."""
     if not held or not foreign or func in COPIES:
         return
     name = func._schema.name.removeprefix("aten::")
@@ -109,7 +110,7 @@ def check_devices(func, args, held, foreign):
 
 
 class Stream(contextlib.nullcontext):
-    """What is never waited for."""
+    """A stream or event; nothing ever waits for it."""
 
     def wait_stream(self, *_):
         pass
@@ -131,8 +132,8 @@ class Module(_DummyBackendModule):
 
 def made_here_first(make):
     def made(*args, device=None, **kwargs):
-        found = make(*args, **kwargs)
-        return found if device is None else found.to(device)
+        tensor = make(*args, **kwargs)
+        return tensor if device is None else tensor.to(device)
 
     return made
 
@@ -150,5 +151,6 @@ LIBRARIES[0].fallback(run, "PrivateUse1")
 for factory in FACTORIES:
     LIBRARIES[1].impl(factory, kernel(factory), "PrivateUse1")
 _device._device_constructors()  # remembers the factories as they are
-torch.tensor, torch.as_tensor = made_here_first(torch.tensor), made_here_first(torch.as_tensor)
+torch.tensor = made_here_first(torch.tensor)
+torch.as_tensor = made_here_first(torch.as_tensor)
 torch.__future__.set_swap_module_params_on_conversion(True)  # tied weights stay tied

@@ -1,5 +1,4 @@
-"""Shape and type annotations are checked while the tests run; a tiny model for the tests that need
-a folder of one."""
+"""Checks of shape and type annotations while the tests run, and a tiny model in a folder."""
 
 import os
 
@@ -16,6 +15,11 @@ import torch  # noqa: E402
 from tiny import byte_tokenizer, write_texts, write_tiny_model  # noqa: E402
 
 torch.set_num_threads(int(THREADS))
+
+
+def pytest_collection_modifyitems(items):
+    """Begin with the longest tests, so that no worker waits for another one at the end."""
+    items.sort(key=lambda item: item.path.name != "test_readme.py")
 
 
 @pytest.fixture(scope="session")

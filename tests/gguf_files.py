@@ -1,29 +1,36 @@
-"""Small transformers models as GGUF files (a module of the tests, not a test)."""
+"""Small transformers models as GGUF files (a helper of the tests)."""
 
 import gguf
 
 
 def write_gguf(model, path, words=(), *, settings=None, tensors=None, name=None):
-    """A Llama, Qwen2 or Qwen3 in float32, as llama.cpp's own converter lays it out; the last word
-    ends a text.
+    """A Llama, Qwen2 or Qwen3 in float32, as llama.cpp's converter writes it; the last word ends
+    texts.
 
     Args:
-        settings: more metadata by key, without the architecture's prefix, which replace those of
+        settings: further metadata by key without the architecture's prefix; they replace those of
             the model.
-        tensors: more tensors by name.
+        tensors: further tensors by name.
         name: of the model, in the metadata.
     """
     config = model.config
     writer = gguf.GGUFWriter(path, config.model_type)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     for field, value in (
-        ("context_length", config.max_position_embeddings), ("embedding_length", config.hidden_size),
-        ("block_count", config.num_hidden_layers), ("feed_forward_length", config.intermediate_size),
-        ("head_count", config.num_attention_heads), ("head_count_kv", config.num_key_value_heads),
-        ("key_length", head_dim), ("value_length", head_dim), ("rope_dimension_count", head_dim),
-        ("rope_freq_base", config.rope_parameters["rope_theta"]), ("layer_norm_rms_eps", config.rms_norm_eps),
-        ("vocab_size", config.vocab_size), ("tokenizer_model", "gpt2" if words else "no_vocab"),
-    ):  # fmt: skip
+        ("context_length", config.max_position_embeddings),
+        ("embedding_length", config.hidden_size),
+        ("block_count", config.num_hidden_layers),
+        ("feed_forward_length", config.intermediate_size),
+        ("head_count", config.num_attention_heads),
+        ("head_count_kv", config.num_key_value_heads),
+        ("key_length", head_dim),
+        ("value_length", head_dim),
+        ("rope_dimension_count", head_dim),
+        ("rope_freq_base", config.rope_parameters["rope_theta"]),
+        ("layer_norm_rms_eps", config.rms_norm_eps),
+        ("vocab_size", config.vocab_size),
+        ("tokenizer_model", "gpt2" if words else "no_vocab"),
+    ):
         getattr(writer, f"add_{field}")(value)
     for key, value in (settings or {}).items():
         add = {

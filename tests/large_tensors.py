@@ -1,4 +1,4 @@
-"""What memory an operation takes (a module of the tests, not a test)."""
+"""The largest tensors that an operation makes (a helper of the tests)."""
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -12,7 +12,9 @@ class LargeTensors(TorchDispatchMode):
 
     def __init__(self, size=0, known=()):
         super().__init__()
-        self.size, self.largest, self.at_once = size, 0, 0
+        self.size = size
+        self.largest = 0
+        self.at_once = 0
         self.known = {x.untyped_storage().data_ptr() for x in known}
         self.live = {}
 

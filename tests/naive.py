@@ -1,5 +1,5 @@
-"""Attention, masks and the router by their formulas, with whole matrices, and random numbers (no
-test)."""
+"""Attention, masks and the router by their formulas, with whole matrices (a helper of the
+tests)."""
 
 import torch
 from torch.nn import functional
@@ -11,7 +11,7 @@ def normal(*shape, seed=0, dtype=torch.float64):
 
 
 def with_gradients(function, tensors):
-    """What a function gives, and the gradients of a weighted sum of it by all tensors."""
+    """A function's result, and the gradients of a weighted sum of it by all tensors."""
     leaves = [x.clone().requires_grad_() for x in tensors]
     out = function(*leaves)
     return [

@@ -1,4 +1,4 @@
-"""Files are whole or absent, logs survive a kill, a folder has one writer."""
+"""Files are complete or absent, logs survive a kill, and a folder has one writer."""
 
 import subprocess
 import sys
@@ -40,17 +40,17 @@ def test_a_torn_last_line_is_left_out_and_cut_off_by_the_next_append(tmp_path, c
     log = tmp_path / "log.jsonl"
     append_jsonl(log, {"n": 1}, {"n": 2})
     log.write_bytes(log.read_bytes()[:-cut])
-    left = read_jsonl(log)
-    assert left == [{"n": 1}][: 1 if cut < 10 else 0]
+    records = read_jsonl(log)
+    assert records == [{"n": 1}][: 1 if cut < 10 else 0]
     append_jsonl(log, {"n": 3})
-    assert read_jsonl(log) == [*left, {"n": 3}]
+    assert read_jsonl(log) == [*records, {"n": 3}]
     for line in ("{", "3"):
         log.write_text(f"{line}\n")
         with pytest.raises(InputError, match="is damaged"):
             read_jsonl(log)
 
 
-def test_an_empty_folder_is_claimed_once_and_one_of_something_else_is_refused(tmp_path):
+def test_an_empty_folder_is_claimed_once_and_one_of_something_else_is_rejected(tmp_path):
     (tmp_path / ".partial-x").mkdir()  # left by a kill
     assert claim_folder(tmp_path, "config.json", {"seed": 0}) is None
     assert claim_folder(tmp_path, "config.json", {"seed": 1}) == {"seed": 0}
@@ -61,7 +61,8 @@ def test_an_empty_folder_is_claimed_once_and_one_of_something_else_is_refused(tm
 
 def test_a_folder_has_one_writer_is_free_after_a_kill_and_goes_where_nothing_was_written(tmp_path):
     hold = "import sys, pathlib, time; from kvcat.files import one_writer\n"
-    hold += "with one_writer(pathlib.Path(sys.argv[1])):\n    print('held', flush=True); time.sleep(60)\n"
+    hold += "with one_writer(pathlib.Path(sys.argv[1])):\n"
+    hold += "    print('held', flush=True)\n    time.sleep(60)\n"
     with subprocess.Popen(
         [sys.executable, "-c", hold, str(tmp_path)], stdout=subprocess.PIPE
     ) as other:
@@ -80,7 +81,8 @@ def test_a_folder_has_one_writer_is_free_after_a_kill_and_goes_where_nothing_was
 
 
 def test_a_link_stays_and_what_it_points_to_is_written(tmp_path):
-    there, here = tmp_path / "there", tmp_path / "here"
+    there = tmp_path / "there"
+    here = tmp_path / "here"
     there.mkdir()
     here.mkdir()
     link = here / "a.json"

@@ -14,7 +14,7 @@ from kvcat.evals.needle import make_task as make_needles
 from kvcat.evals.suffix import make_task
 from kvcat.training.loop import train
 from kvcat.training.objective import Objective
-from training.runs import config, records
+from training_runs import config, records
 
 DEVICE = os.environ.get("KVCAT_TEST_DEVICE", "cuda")
 pytestmark = pytest.mark.gpu
@@ -41,7 +41,8 @@ def tokens(model, batch, count):
 @pytest.mark.parametrize("policy", ["router", "random", "attention", "control"])
 def test_loss_and_gradients_are_those_of_the_processor(models, policy, prefix_range):
     settings = config("kvcat-base", "-", "-", policy=policy, prefix_range=prefix_range, seq_len=128)
-    found, state = [], None
+    results = []
+    state = None
     for model in models:
         objective = Objective(model, settings).to(model.device)
         objective.load_state_dict(state or objective.state_dict())
@@ -51,15 +52,15 @@ def test_loss_and_gradients_are_those_of_the_processor(models, policy, prefix_ra
             tokens(model, 2, 128), [torch.Generator().manual_seed(i) for i in range(2)], 0
         )
         loss.backward()
-        found.append(
+        results.append(
             [
                 loss.detach().cpu(),
                 *(p.grad.cpu() for p in objective.parameters() if p.grad is not None),
             ]
         )
-    for own, expected in zip(*found, strict=True):
+    for actual, expected in zip(*results, strict=True):
         assert (
-            torch.linalg.vector_norm(own - expected)
+            torch.linalg.vector_norm(actual - expected)
             <= 1e-3 * torch.linalg.vector_norm(expected) + 1e-6
         )
 
@@ -120,14 +121,14 @@ def test_evaluations_give_the_processors_scores(models, tmp_path):
         {"policy": "attention", "prefix_range": (0.5, 0.5), "detach_prefix": True},
     ],
 )
-def test_a_run_goes_on_where_it_was_near_the_processors(
+def test_a_run_continues_where_it_was_near_the_processors(
     options, tiny_folder, texts_folder, tmp_path
 ):
     check_runs(tiny_folder, texts_folder, tmp_path, atol=1e-3, **options)
 
 
 @pytest.mark.skipif(DEVICE == "accel", reason="it has no compiler and no shards")
-def test_a_compiled_bfloat16_run_goes_on_where_it_was_near_the_processors(
+def test_a_compiled_bfloat16_run_continues_where_it_was_near_the_processors(
     tiny_folder, texts_folder, tmp_path
 ):
     check_runs(

@@ -265,7 +265,7 @@ def test_an_evaluation_that_does_not_fit_is_listed_and_gives_one_line(
         ({}, "nothing", "no compressor 'nothing'; there are attention-matching"),
     ],
 )
-def test_a_package_that_does_not_fit_is_named_when_its_method_is_asked_for(
+def test_a_package_that_does_not_fit_is_named_when_its_method_is_requested(
     points, name, message, tmp_path, monkeypatch
 ):
     install(tmp_path, "added", {"kvcat.compressors": points})

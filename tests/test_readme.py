@@ -1,5 +1,4 @@
-"""The examples of the README, docs/compress.md and docs/theory.md run, and what the documents name
-is there."""
+"""The examples of README, docs/compress.md and docs/theory.md run, and what they name exists."""
 
 import re
 import runpy
@@ -15,7 +14,9 @@ from kvcat.cli.app import run
 from kvcat.compress import AttentionMatching, GradientCompression
 
 ROOT = Path(__file__).parent.parent
-README, COMPRESS, THEORY = "README.md", "docs/compress.md", "docs/theory.md"
+README = "README.md"
+COMPRESS = "docs/compress.md"
+THEORY = "docs/theory.md"
 KVPRESS = "docs/kvpress.md"
 
 
@@ -24,8 +25,8 @@ def read(document: str) -> str:
 
 
 def blocks(document: str, language: str) -> list[str]:
-    found = re.findall(r"^```(\w*)\n(.*?)^```$", read(document), flags=re.MULTILINE | re.DOTALL)
-    return [code for name, code in found if name == language]
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", read(document), flags=re.MULTILINE | re.DOTALL)
+    return [code for name, code in fenced if name == language]
 
 
 @pytest.fixture
@@ -48,15 +49,30 @@ def test_python_examples_run_one_after_the_other_and_print_what_is_shown(
         assert shown in capsys.readouterr().out
 
 
+SHORT_WINDOWS = ("--prefix", "192", "--suffix", "64")
+
+
 @pytest.mark.parametrize(
-    ("document", "written"), [(README, "report/report.html"), (COMPRESS, "plain.prefix")], ids=str
+    ("document", "written", "window_options"),
+    [
+        (README, "report/report.html", SHORT_WINDOWS),
+        pytest.param(README, "report/report.html", (), marks=pytest.mark.slow),
+        (COMPRESS, "plain.prefix", ()),
+    ],
+    ids=["README with short windows", "README", "compress.md"],
 )
 def test_shell_examples_run(
-    document: str, written: str, workplace: Path, capsys: pytest.CaptureFixture[str]
+    document: str,
+    written: str,
+    window_options: tuple[str, ...],
+    workplace: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     for line in "".join(blocks(document, "sh")).replace("\\\n", "").splitlines():
         program, *arguments = shlex.split(line)
         assert program == "kvcat"
+        if arguments[:2] == ["eval", "suffix"]:
+            arguments += window_options
         assert run(arguments) == 0, capsys.readouterr().err
     assert (workplace / written).stat().st_size > 10_000
 
@@ -75,7 +91,8 @@ def test_the_example_of_trained_networks_prints_a_row_for_every_network_and_numb
 ):
     monkeypatch.setattr(sys, "argv", ["train_histogram.py", "--quick", "--seeds", "1"])
     names = runpy.run_path(str(ROOT / "examples" / "train_histogram.py"))
-    names["QUICK"].steps, names["QUICK"].search_steps = 8, 3
+    names["QUICK"].steps = 8
+    names["QUICK"].search_steps = 3
     names["main"]()
     lines = capsys.readouterr().out.splitlines()
     assert (

@@ -1,4 +1,4 @@
-"""The scripts of runs/ that compute something of their own."""
+"""The scripts in runs/ that compute figures themselves."""
 
 import importlib.util
 from pathlib import Path
@@ -22,23 +22,24 @@ def script(name):
     return module
 
 
-def test_a_suffix_read_by_the_model_that_wrote_the_prefix_is_that_models_trace_and_by_another_is_not():
-    writer, reader = loud_model(), loud_model(std=0.2)
+def test_a_suffix_is_the_models_trace_only_where_the_same_model_wrote_the_prefix():
+    writer = loud_model()
+    reader = loud_model(std=0.2)
     ids = torch.randint(0, 67, (1, 40), generator=torch.Generator().manual_seed(0))
-    written, own = (kvcat.trace(model, ids, 30) for model in (writer, reader))
+    written, by_reader = (kvcat.trace(model, ids, 30) for model in (writer, reader))
     same, crossed = (
         script("where").read_by(*pair)
-        for pair in ((writer, written, written), (reader, written, own))
+        for pair in ((writer, written, written), (reader, written, by_reader))
     )
     for name in ("queries", "suffix_keys"):
-        for found, expected in zip(getattr(same, name), getattr(written, name), strict=True):
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        for actual, expected in zip(getattr(same, name), getattr(written, name), strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(same.hidden, written.hidden, rtol=1e-4, atol=1e-5)
     out = reader(ids[:, 30:], **cache_argument(_dense(written))).logits
     torch.testing.assert_close(crossed.logits, out, rtol=1e-3, atol=1e-4)
-    assert (crossed.logits - own.logits).abs().max() > 0.1
+    assert (crossed.logits - by_reader.logits).abs().max() > 0.1
     for name in ("queries", "suffix_keys"):  # the first layer sees no cache yet
-        first, last = (getattr(crossed, name)[i] - getattr(own, name)[i] for i in (0, -1))
+        first, last = (getattr(crossed, name)[i] - getattr(by_reader, name)[i] for i in (0, -1))
         assert first.abs().max() < 1e-4
         assert last.abs().max() > 0.1
     whole = kvcat.AttentionMatching()(crossed, keep_ratio=1.0)
@@ -55,21 +56,28 @@ def _dense(written):
 
 def test_every_token_is_of_one_kind_of_text():
     pieces = ["The", " cat", " saw", ",", " elephants", "ing", "\n", " Paul", " cat"]
-    found = script("hidden").kinds(pieces, [0, 1, 2, 3, 4, 5, 6, 7, 1])
-    parts = ("inside a word", "short word", "long word", "punctuation", "line end", "name, capital")
-    kinds = [next(iter(own & set(parts))) for own in found]
-    assert kinds == [
-        parts[0],
-        parts[1],
-        parts[1],
-        parts[3],
-        parts[2],
-        parts[0],
-        parts[4],
-        parts[5],
-        parts[1],
+    kinds_of_tokens = script("hidden").kinds(pieces, [0, 1, 2, 3, 4, 5, 6, 7, 1])
+    known_kinds = {
+        "inside a word",
+        "short word",
+        "long word",
+        "punctuation",
+        "line end",
+        "name, capital",
+    }
+    kinds = [next(iter(token_kinds & known_kinds)) for token_kinds in kinds_of_tokens]
+    assert list(zip(pieces, kinds, strict=True)) == [
+        ("The", "inside a word"),
+        (" cat", "short word"),
+        (" saw", "short word"),
+        (",", "punctuation"),
+        (" elephants", "long word"),
+        ("ing", "inside a word"),
+        ("\n", "line end"),
+        (" Paul", "name, capital"),
+        (" cat", "short word"),
     ]
-    assert ["seen before" in own for own in found] == [False] * 8 + [True]
+    assert ["seen before" in token_kinds for token_kinds in kinds_of_tokens] == [False] * 8 + [True]
 
 
 def test_runs_are_compared_on_the_seeds_that_both_have_and_against_the_control_of_their_steps():
@@ -94,13 +102,15 @@ def test_runs_are_compared_on_the_seeds_that_both_have_and_against_the_control_o
         context_gain=1.0,
     )
     control = records.control_of("rand-w0.5-8")
-    found = records.compared(rows, "rand-w0.5-8", control).set_index("metric")
+    compared = records.compared(rows, "rand-w0.5-8", control).set_index("metric")
     assert list(
-        found.loc["kl", ["ratio", "ratio_low", "ratio_high", "num_seeds"]]
+        compared.loc["kl", ["ratio", "ratio_low", "ratio_high", "num_seeds"]]
     ) == pytest.approx([0.75] * 3 + [1])
-    assert list(found.loc["nll_dense", ["difference", "low", "high"]]) == pytest.approx([1.0] * 3)
+    assert list(compared.loc["nll_dense", ["difference", "low", "high"]]) == pytest.approx(
+        [1.0] * 3
+    )
     assert records.share(rows, "rand-w0.5-8", "rand-8", control).value == pytest.approx(0.5)
-    assert "| h2o | **0.750** [0.750, 0.750] |" in records.markdown(found.reset_index())
+    assert "| h2o | **0.750** [0.750, 0.750] |" in records.markdown(compared.reset_index())
 
 
 def test_every_model_of_the_price_curve_has_records_and_a_control():

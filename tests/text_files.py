@@ -1,5 +1,4 @@
-"""Folders of small texts in every form that streams read, and streams taken apart (a module of the
-tests)."""
+"""Folders of small texts in every form that streams read, and a stream as documents (no test)."""
 
 import gzip
 import json
@@ -36,14 +35,14 @@ def write_corpus(folder, kind, num_files=3, a_file=40):
     folder.mkdir(parents=True)
     everything = {}
     for number in range(num_files):
-        part = texts(a_file, first=number * a_file)
+        file_texts = texts(a_file, first=number * a_file)
         if kind == "lines":
-            write_lines(folder / f"{number}.jsonl", part)
+            write_lines(folder / f"{number}.jsonl", file_texts)
         elif kind == "packed lines":
-            write_lines(folder / f"{number}.jsonl.gz", part)
+            write_lines(folder / f"{number}.jsonl.gz", file_texts)
         else:
-            write_table(folder / f"{number}.parquet", part, 4 if kind == "groups" else 1000)
-        everything |= part
+            write_table(folder / f"{number}.parquet", file_texts, 4 if kind == "groups" else 1000)
+        everything |= file_texts
     return everything
 
 
@@ -53,12 +52,13 @@ def of_split(documents, split):
 
 def documents_in(tokens, tokenizer):
     """The texts between EOS tokens; the last one must be whole."""
-    found, current = [], []
+    documents = []
+    current = []
     for token in tokens:
         if token == tokenizer.eos_token_id:
-            found.append(tokenizer.decode(current))
+            documents.append(tokenizer.decode(current))
             current = []
         else:
             current.append(token)
     assert not current, "a document without its EOS"
-    return found
+    return documents

@@ -1,4 +1,4 @@
-"""A tiny model with its tokenizer, and texts for it (a module of the tests, not a test)."""
+"""A tiny model with its tokenizer, and texts for it (a helper of the tests)."""
 
 import random
 
@@ -14,8 +14,8 @@ from kvcat.errors import InputError
 # of the installed transformers, major and minor
 TRANSFORMERS = tuple(int(number) for number in transformers.__version__.split(".")[:2])
 WORDS = [
-    "the", "a", "cat", "dog", "tree", "river", "stone", "house", "sees", "finds", "likes", "keeps", "small", "old",
-    "red", "and", "then", "it", "was",
+    "the", "a", "cat", "dog", "tree", "river", "stone", "house", "sees", "finds", "likes", "keeps",
+    "small", "old", "red", "and", "then", "it", "was",
 ]  # fmt: skip
 CHAT = (
     "{% for m in messages %}<user>{{ m['content'] }}</user>{% endfor %}"
@@ -24,7 +24,7 @@ CHAT = (
 
 
 def refusal(call, *arguments, **options):
-    """What an ``InputError`` says, on one line."""
+    """The message of the ``InputError`` that a call raises, which is one line."""
     with pytest.raises(InputError) as caught:
         call(*arguments, **options)
     assert "\n" not in str(caught.value)
@@ -38,15 +38,16 @@ def sentences(count, seed=0):
 
 def byte_tokenizer(vocab_size=300, *, chat=True):
     """A byte-level BPE: every text encodes, and decodes to itself."""
-    made, options = (
-        ByteLevelBPETokenizer(),
-        {"min_frequency": 0, "special_tokens": ["<eos>"], "show_progress": False},
-    )
+    made = ByteLevelBPETokenizer()
+    options = {"min_frequency": 0, "special_tokens": ["<eos>"], "show_progress": False}
     made.train_from_iterator(sentences(200), vocab_size=vocab_size, **options)
     return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(made.to_str()), eos_token="<eos>", pad_token="<eos>",
-        clean_up_tokenization_spaces=False, chat_template=CHAT if chat else None,
-    )  # fmt: skip
+        tokenizer_object=Tokenizer.from_str(made.to_str()),
+        eos_token="<eos>",
+        pad_token="<eos>",
+        clean_up_tokenization_spaces=False,
+        chat_template=CHAT if chat else None,
+    )
 
 
 def stock_model(kind, **options):
@@ -57,9 +58,16 @@ def stock_model(kind, **options):
 def loud_model(kind="llama", dtype=torch.float32, std=0.3, **options):
     """A small one in evaluation mode with weights so large that attention is far from uniform."""
     sizes = {
-        "vocab_size": 67, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": None, "eos_token_id": None,
-    }  # fmt: skip
+        "vocab_size": 67,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = stock_model(kind, **{**sizes, **options})
@@ -75,10 +83,18 @@ def write_tiny_model(folder, *, seed=0, chat=True, **options):
     torch.manual_seed(seed)
     tokenizer = byte_tokenizer(chat=chat)
     base = {
-        "vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None, "tie_word_embeddings": True,
-    }  # fmt: skip
+        "vocab_size": len(tokenizer),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": None,
+        "tie_word_embeddings": True,
+    }
     model = stock_model("qwen2", **{**base, **options})
     disable_progress_bar()
     model.save_pretrained(folder)

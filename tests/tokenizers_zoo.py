@@ -1,4 +1,4 @@
-"""Tokenizers of the kinds that models have, small (a module of the tests, not a test)."""
+"""Tokenizers of the kinds that models have, small (a helper of the tests)."""
 
 from tokenizers import (
     AddedToken,

@@ -1,9 +1,9 @@
 """Check that the sources stay readable: python tools/check_style.py [--code] [FILE ...].
 
-In src/ at most 3 % of the assignments may pack several values (`a, b = x, y`), no line may be
-longer than 100 columns, and names that say nothing are not used. In src/, docs/ and the pages of
-the project's root, habit words that readers stumble over are named with a better word; ``--code``
-leaves this second check out.
+At most 3 % of the assignments may pack several values (`a, b = x, y`), no line may be longer than
+100 columns, and names that say nothing are not used: in src/, tests/, benchmarks/, examples/, runs/
+and tools/. There, in docs/ and in the pages of the project's root, habit words that readers stumble
+over are named with a better word; ``--code`` leaves this second check out.
 """
 
 import ast
@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+CODE_FOLDERS = ("src", "tests", "benchmarks", "examples", "runs", "tools")
 MOST_COLUMNS = 100
 MOST_PACKED = 0.03
 VAGUE_NAMES = {"own", "found", "given", "rest", "part", "parts", "few", "more", "told"}
@@ -28,6 +29,10 @@ HABIT_WORDS = {
     r"\bis asked of\b": "is requested from",
     r"\bgive way\b": "are overwritten",
 }
+
+
+CODE = tuple(f"{folder}/*.py" for folder in CODE_FOLDERS)
+PAGES = ("docs/*.md", "benchmarks/*.md", "examples/*.md", "runs/*.md", "*.md")
 
 
 @dataclass
@@ -52,7 +57,8 @@ def check_code(path: Path, findings: Findings) -> None:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Assign):
             findings.num_assignments += 1
-            target, value = node.targets[0], node.value
+            target = node.targets[0]
+            value = node.value
             findings.num_packed += isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
         for name in _bound_names(node):
             if name in VAGUE_NAMES:
@@ -90,12 +96,13 @@ def main() -> None:
     code_alone = "--code" in arguments
     chosen = [Path(name) for name in arguments if name != "--code"]
     findings = Findings()
-    for path in chosen or tracked("src/*.py"):
+    for path in chosen or tracked(*CODE):
         if path.suffix == ".py":
             check_code(path, findings)
-    pages = [] if code_alone else chosen or tracked("src/*.py", "docs/*.md", "*.md")
+    pages = [] if code_alone else chosen or tracked(*CODE, *PAGES)
     for path in pages:
-        if not path.name.startswith("log"):
+        is_table_of_words = path.name == Path(__file__).name
+        if not path.name.startswith("log") and not is_table_of_words:
             check_words(path, findings)
     share = findings.num_packed / max(1, findings.num_assignments)
     if share > MOST_PACKED:

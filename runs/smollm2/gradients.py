@@ -1,13 +1,12 @@
-"""Is the price of compressibility first or second order: the angle between two gradients on
-held-out text.
+"""Is the price of compressibility of first or second order? The cosine of two gradients.
 
     python runs/smollm2/gradients.py MODEL... --data held-out.parquet [--windows 8]
 
 For each document, over evenly spaced windows of it and random masks of half of the slots: the
 gradient g of the dense next-token loss and the gradient h of the masked KL, computed in bfloat16 as
-in training. Where the population gradients agree (cosine above 0), lowering the masked KL costs no
+in training. If the population gradients agree (cosine above 0), lowering the masked KL costs no
 dense loss in first order. Cosines of population gradients are estimated from pairs of different
-documents, so noise of one document does not enter:
+documents, so that the noise of one document does not enter:
 
     mean_{i != j} g_i.h_j / sqrt(mean_{i != j} g_i.g_j  mean_{i != j} h_i.h_j)
 
@@ -36,7 +35,7 @@ def sketch(model: torch.nn.Module) -> torch.Tensor:
     """The gradient of all parameters with random signs, every parameter's folded to SIZE places and
     added up.
     """
-    found = torch.zeros(SIZE, dtype=torch.float64)
+    sums = torch.zeros(SIZE, dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         signs = (
@@ -44,8 +43,8 @@ def sketch(model: torch.nn.Module) -> torch.Tensor:
         )
         if parameter.grad is not None:
             signed = pad(parameter.grad.flatten() * signs, (0, -len(signs) % SIZE))
-            found += signed.view(-1, SIZE).sum(0, dtype=torch.float64)
-    return found
+            sums += signed.view(-1, SIZE).sum(0, dtype=torch.float64)
+    return sums
 
 
 def gradients(
@@ -79,7 +78,8 @@ def cosine(rows: torch.Tensor, chosen: np.ndarray) -> float:
     """Cosine of the population gradients from pairs of different documents among the chosen
     ones.
     """
-    g, h = rows[:, 0], rows[:, 1]
+    g = rows[:, 0]
+    h = rows[:, 1]
     apart = torch.tensor(chosen[:, None] != chosen[None, :])
     cross, dense, masked = (
         float(m[chosen][:, chosen][apart].mean()) for m in (g @ h.T, g @ g.T, h @ h.T)
@@ -105,9 +105,9 @@ def main() -> None:
         everyone = np.arange(len(rows))
         samples = [cosine(rows, draw.choice(everyone, len(everyone))) for _ in range(1000)]
         low, high = np.nanquantile(samples, [0.025, 0.975])
-        found = {"cosine": cosine(rows, everyone), "low": low, "high": high}
+        figures = {"cosine": cosine(rows, everyone), "low": low, "high": high}
         counts = {"documents": len(rows), "windows": options.windows, "tokens": options.tokens}
-        print(json.dumps({"model": model, **found, **counts}))
+        print(json.dumps({"model": model, **figures, **counts}))
         sys.stdout.flush()
 
 

@@ -1,12 +1,11 @@
-"""What the routers of a run learned to hide: kept fraction by kind of token, and the attention that
-kept slots receive.
+"""What the routers of a run learned to hide: the kept fraction by kind of token.
 
     python runs/smollm2/hidden.py RUN --data held-out.parquet [--documents 12]
 
-For each group of layers that share a router: the fraction of slots kept, of all tokens and by kind;
-the share of the dense attention of its layers to other tokens than the first that goes to kept
-slots; and the largest share that as many slots could receive. A slot's attention is the mean over
-the queries that see it; the last 32 slots are left out.
+For each group of layers that share a router, the table shows: the fraction of slots kept, of all
+tokens and by kind; the share of the layers' dense attention to all tokens but the first that goes
+to kept slots; and the largest share that as many slots could receive. A slot's attention is the
+mean over the queries that see it; the last 32 slots are left out.
 """
 
 import argparse
@@ -25,25 +24,26 @@ from kvcat.files import read_json
 from kvcat.training import TrainConfig
 from kvcat.training.objective import make_masked_pass
 
-LAST = 32  # tokens, which few queries see
+LAST = 32  # tokens at the end that are left out, because few queries see them
 
 
 def kinds(pieces: list[str], ids: list[int]) -> list[set[str]]:
     """The kinds that each token belongs to."""
-    found, seen = [], set()
+    kinds_of_tokens = []
+    seen = set()
     for place, (piece, token) in enumerate(zip(pieces, ids, strict=True)):
         text = piece.strip()
-        own = {
+        names = {
             "all",
             "seen before" if token in seen else "first time",
             f"quarter {4 * place // len(ids) + 1}",
         }
         if "\n" in piece:
-            own.add("line end")
+            names.add("line end")
         elif not any(letter.isalnum() for letter in text):
-            own.add("punctuation")
+            names.add("punctuation")
         elif piece[0].isspace():
-            own.add(
+            names.add(
                 "name, capital"
                 if text[:1].isupper()
                 else "short word"
@@ -51,10 +51,10 @@ def kinds(pieces: list[str], ids: list[int]) -> list[set[str]]:
                 else "long word"
             )
         else:
-            own.add("inside a word")
+            names.add("inside a word")
         seen.add(token)
-        found.append(own)
-    return found
+        kinds_of_tokens.append(names)
+    return kinds_of_tokens
 
 
 @torch.no_grad()
@@ -91,14 +91,15 @@ def main() -> None:
         inner = slice(1, ids.shape[1] - LAST)
         for start, stop in itertools.pairwise(starts):
             seen_by = torch.arange(ids.shape[1], 0, -1)
-            own = torch.stack([part[0].mean(0) for part in mass[start:stop]]).mean(0) / seen_by
-            own, kept = own[inner], keep[start][inner]
-            best = own.sort(descending=True).values[: int(kept.sum())].sum() / own.sum()
-            for place, share in enumerate((own[kept].sum() / own.sum(), best)):
-                shares[start][place] += share.item() / len(texts)
+            layer_mass = torch.stack([masses[0].mean(0) for masses in mass[start:stop]])
+            mean_mass = (layer_mass.mean(0) / seen_by)[inner]
+            kept = keep[start][inner]
+            largest = mean_mass.sort(descending=True).values[: int(kept.sum())]
+            for place, share in enumerate((mean_mass[kept].sum(), largest.sum())):
+                shares[start][place] += (share / mean_mass.sum()).item() / len(texts)
         pieces = [tokenizer.decode([token]) for token in ids[0].tolist()]
-        for place, own in enumerate(kinds(pieces, ids[0].tolist())):
-            for kind in own:
+        for place, token_kinds in enumerate(kinds(pieces, ids[0].tolist())):
+            for kind in token_kinds:
                 counts[kind][-1] += 1
                 for group, start in enumerate(starts[:-1]):
                     counts[kind][group] += int(keep[start][place])

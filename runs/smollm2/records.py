@@ -1,12 +1,12 @@
-"""The tables and the price curve of docs/results.md, from what every window gave
-(docs/results-records.csv).
+"""The tables and the price curve of docs/results.md, from docs/results-records.csv.
 
-    python runs/smollm2/records.py rand-48 [--control control-48] [--text books] [--share-of
-    rand-w0.3-48] python runs/smollm2/records.py --plot price.png
+    python runs/smollm2/records.py rand-48 [--control control-48] [--text books]
+        [--share-of rand-w0.3-48]
+    python runs/smollm2/records.py --plot price.png
 
-A model's name is `VARIANT-wWEIGHT-STEPS`, without the weight where it is 1. Figures are those of
-`kvcat report`: ratios of KL and differences of NLL to the control, intervals over documents and
-over the training seeds that both have. `--share-of` divides the model's price in dense loss by
+A model's name is `VARIANT-wWEIGHT-STEPS`, without the weight if it is 1. Figures are those of
+`kvcat report`: ratios of KL and differences of NLL to the control, with intervals over documents
+and over the training seeds that both have. `--share-of` divides the model's price in dense loss by
 another one's.
 """
 
@@ -53,14 +53,16 @@ PARTS = {  # of the tables: title, metric, what is shown of it
 def compared(rows: pd.DataFrame, model: str, control: str) -> pd.DataFrame:
     """Rows of `compare_models`, on the training seeds that both models have."""
     ours, theirs = (rows[rows["model"] == name] for name in (model, control))
-    for name, own in ((model, ours), (control, theirs)):
-        if own.empty:
+    for name, model_rows in ((model, ours), (control, theirs)):
+        if model_rows.empty:
             raise SystemExit(
                 f"no records of {name}; there are {', '.join(sorted(set(rows['model'])))}"
             )
     seeds = set(ours["seed"]) & set(theirs["seed"])
-    found = [record for own in (ours, theirs) for record in records(own[own["seed"].isin(seeds)])]
-    return compare_models(found, control)
+    shared: list[Record] = []
+    for model_rows in (ours, theirs):
+        shared += records(model_rows[model_rows["seed"].isin(seeds)])
+    return compare_models(shared, control)
 
 
 def records(rows: pd.DataFrame) -> Iterator[Record]:
@@ -69,9 +71,20 @@ def records(rows: pd.DataFrame) -> Iterator[Record]:
         label = f"{row['model']}@{row['seed']}"
         values = {name: row[name] for name in VALUES} | {"delta_nll": row["nll"] - row["nll_dense"]}
         yield Record(
-            label, label, "", row["method"], "{}", row["keep_ratio"], None, None, row["text"], "", row["document"],
-            str(row["window"]), values,
-        )  # fmt: skip
+            label,
+            label,
+            "",
+            row["method"],
+            "{}",
+            row["keep_ratio"],
+            None,
+            None,
+            row["text"],
+            "",
+            row["document"],
+            str(row["window"]),
+            values,
+        )
 
 
 def control_of(model: str) -> str:
@@ -80,8 +93,9 @@ def control_of(model: str) -> str:
 
 
 def share(rows: pd.DataFrame, model: str, other: str, control: str) -> Estimate:
-    """What a model costs in dense loss over what another one costs, on the windows and seeds of all
-    three.
+    """The dense loss that a model costs, divided by what another one costs.
+
+    On the windows and seeds that the two and the control have.
     """
     windows = rows.drop_duplicates(["model", "seed", "document", "window"])
     dense = windows.pivot_table(
@@ -98,28 +112,28 @@ def printed(figure: TableFigure) -> str:
     return f"{f'**{figure.text}**' if figure.decided else figure.text} {figure.interval}"
 
 
-def markdown(found: pd.DataFrame) -> str:
+def markdown(table: pd.DataFrame) -> str:
     """The price, then tables of KL over the control's, NLL on the compact cache and what
     compression loses.
     """
-    keeps = list(found["keep_ratio"].unique())
-    once = found.drop_duplicates("metric").set_index("metric")
+    keeps = list(table["keep_ratio"].unique())
+    once = table.drop_duplicates("metric").set_index("metric")
     lines = [
-        f"{found['num_seeds'].max()} training seeds, {found['num_examples'].max()} windows",
+        f"{table['num_seeds'].max()} training seeds, {table['num_examples'].max()} windows",
         "",
     ]
     lines += [f"{name}: {printed(difference_figure(once.loc[name]))}" for name in VALUES[2:]]
     for title, (metric, figure) in PARTS.items():
         heads = map(keep_label, keeps)
         lines += ["", f"| {title} | {' | '.join(heads)} |", "|---" * (len(keeps) + 1) + "|"]
-        for method, own in found[found["metric"] == metric].groupby("method", sort=False):
-            cells = {row["keep_ratio"]: printed(figure(row)) for _, row in own.iterrows()}
+        for method, method_rows in table[table["metric"] == metric].groupby("method", sort=False):
+            cells = {row["keep_ratio"]: printed(figure(row)) for _, row in method_rows.iterrows()}
             lines.append(f"| {method} | {' | '.join(cells.get(keep, '') for keep in keeps)} |")
     return "\n".join(lines)
 
 
 def draw(rows: pd.DataFrame, target: Path) -> None:
-    """Gain against price, each form a line over its weights or tokens; the toy beside them."""
+    """Gain against price: a line for each form over its weights or tokens, and the toy model."""
     panels = {
         "attention-matching": "Attention Matching (default), 5 % of the slots",
         "h2o": "H2O, 5 % of the slots",
@@ -133,17 +147,19 @@ def draw(rows: pd.DataFrame, target: Path) -> None:
         for axes, (method, title) in zip(
             figure.subplots(1, 2, sharey=True), panels.items(), strict=True
         ):
-            for number, (form, found) in enumerate(forms.items()):
+            for number, (form, tables) in enumerate(forms.items()):
                 cells = [
-                    own[(own["method"] == method) & (own["keep_ratio"] == 0.05)].set_index("metric")
-                    for own in found
+                    table[(table["method"] == method) & (table["keep_ratio"] == 0.05)].set_index(
+                        "metric"
+                    )
+                    for table in tables
                 ]
                 x = np.array(
-                    [own.loc["nll_dense", ["difference", "low", "high"]] for own in cells],
+                    [table.loc["nll_dense", ["difference", "low", "high"]] for table in cells],
                     dtype=float,
                 ).T
                 y = np.array(
-                    [own.loc["kl", ["ratio", "ratio_low", "ratio_high"]] for own in cells],
+                    [table.loc["kl", ["ratio", "ratio_low", "ratio_high"]] for table in cells],
                     dtype=float,
                 ).T
                 bars = {
@@ -203,9 +219,10 @@ def main() -> None:
         control = options.control or control_of(options.model)
         print(markdown(compared(rows, options.model, control)))
         if options.share_of:
-            found = share(rows, options.model, options.share_of, control)
+            ratio = share(rows, options.model, options.share_of, control)
             print(
-                f"\nprice over that of {options.share_of}: {found.value:.2f} [{found.low:.2f}, {found.high:.2f}]"
+                f"\nprice over that of {options.share_of}: {ratio.value:.2f} [{ratio.low:.2f}, "
+                f"{ratio.high:.2f}]"
             )
 
 

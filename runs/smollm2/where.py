@@ -1,22 +1,21 @@
-"""Where a gain in compressibility sits: in the model that writes the cache or in its reader, and in
-which layers.
+"""Where a gain in compressibility is: in a cache's writer or its reader, and in which layers.
 
     python runs/smollm2/where.py CONTROL TRAINED --data held-out.parquet
 
 *Writer, reader*: the prefix runs on one model, the suffix on another, which reads the first one's
-keys and values. Each of the four pairs is a model of its own, dense and compressed; KL is between
-its own two. If the gain sits in the writer, (TRAINED, CONTROL) has it; if in the reader, (CONTROL,
+keys and values. Each of the four pairs is treated as one model, dense and compressed; KL is between
+these two. If the gain is in the writer, (TRAINED, CONTROL) has it; if in the reader, (CONTROL,
 TRAINED).
 
-*Layers*: the caches of all layers are compressed, then only a group's are put in place of the dense
+*Layers*: the caches of all layers are compressed, then only those of one group replace the dense
 ones.
 
 *Heads* (``--heads``): the same with one KV head at a time; a table of the heads that lose most
-under the control, the middle and the rest. Which these are is decided on the other half of the
-documents.
+under the control, the middle and the others. The other half of the documents decides which heads
+these are.
 
 Figures are ratios of KL to those of the control, and differences of dense NLL, with paired 95 %
-intervals over documents; windows are those of `kvcat eval suffix` with the same numbers.
+intervals over documents. Windows are those of `kvcat eval suffix` with the same numbers.
 """
 
 import argparse
@@ -45,21 +44,22 @@ SHARES = {
 }
 
 
-def read_by(reader: PreTrainedModel, written: Trace, own: Trace) -> Trace:
-    """The suffix on the reader behind the whole cache of the writer's prefix; ``own`` is the
-    reader's own trace.
+def read_by(reader: PreTrainedModel, written: Trace, read: Trace) -> Trace:
+    """A trace of the suffix on the reader, after the whole cache of the writer's prefix.
+
+    ``read`` is the reader's trace of prefix and suffix.
     """
-    dense = replace(written.dense_cache(), fingerprint=own.fingerprint)
+    dense = replace(written.dense_cache(), fingerprint=read.fingerprint)
     seen = capture(reader, written.suffix_ids, past=dense.to_transformers(reader))
     behind = [keys[:, :, written.prefix_len :].clone() for keys in seen.keys]
-    hidden = torch.cat([own.hidden[:, :1], seen.hidden], 1)
+    hidden = torch.cat([read.hidden[:, :1], seen.hidden], 1)
     return replace(
         written,
         model=reader,
         queries=seen.queries,
         suffix_keys=behind,
         hidden=hidden,
-        fingerprint=own.fingerprint,
+        fingerprint=read.fingerprint,
     )
 
 
@@ -86,9 +86,9 @@ def measure(
     """One record per method, keep ratio, pair or group, and window."""
     for window in tqdm(windows):
         ids = torch.tensor([window.tokens])
-        own = [kvcat.trace(model, ids, options.prefix) for model in models]
+        traces = [kvcat.trace(model, ids, options.prefix) for model in models]
         for w, r in np.ndindex(2, 2):
-            seen = own[w] if w == r else read_by(models[r], own[w], own[r])
+            seen = traces[w] if w == r else read_by(models[r], traces[w], traces[r])
             for method in options.method:
                 for keep, cache in zip(
                     options.keep, make_compressor(method).each(seen, options.keep), strict=True
@@ -100,30 +100,30 @@ def measure(
                         "keep": keep,
                     }
                     scores = kvcat.compare(seen, cache)
-                    found = {
+                    figures = {
                         "kl": float(scores.kl),
                         "nll": float(scores.nll),
                         "nll_dense": float(scores.nll_dense),
                     }
-                    yield about | {"cell": f"{MODELS[w]} writes, {MODELS[r]} reads"} | found
+                    yield about | {"cell": f"{MODELS[w]} writes, {MODELS[r]} reads"} | figures
                     for start, stop in (
                         pairwise([*options.groups, len(cache.layers)]) if w == r else ()
                     ):
                         layers = list(seen.dense_cache().layers)
                         layers[start:stop] = cache.layers[start:stop]
-                        part = float(kvcat.compare(seen, replace(cache, layers=layers)).kl)
+                        replaced_kl = float(kvcat.compare(seen, replace(cache, layers=layers)).kl)
                         yield about | {
                             "cell": f"layers {start} to {stop - 1}",
                             "model": MODELS[w],
-                            "kl": part,
+                            "kl": replaced_kl,
                         }
                     if w == r and options.heads:
-                        found = list(head_losses(seen, cache))
+                        figures = list(head_losses(seen, cache))
                         yield about | {
                             "cell": "heads",
                             "model": MODELS[w],
-                            "kl": sum(found),
-                            "heads": found,
+                            "kl": sum(figures),
+                            "heads": figures,
                         }
 
 
@@ -144,18 +144,24 @@ def table(records: list[dict]) -> Iterator[str]:
         controls = {
             c: [x for x in chosen if x["cell"] == c and x["model"] == "control"] for c in groups
         }
-        for cell, own in rows.items():
+        for cell, cell_rows in rows.items():
             base = controls.get(cell, rows[pairs[0]])
-            draws = ClusterBootstrap([x["document"] for x in own])
-            kl, reference = (np.array([x["kl"] for x in side]) for side in (own, base))
+            draws = ClusterBootstrap([x["document"] for x in cell_rows])
+            kl, reference = (np.array([x["kl"] for x in side]) for side in (cell_rows, base))
             ratio = draws.estimate(draws.of_means(np.divide, kl, reference))
-            line = f"{method} {keep:g}, {cell}: KL {kl.mean():.4f}, over the control's {reference.mean():.4f}: "
+            line = (
+                f"{method} {keep:g}, {cell}: KL {kl.mean():.4f}, over the control's "
+                f"{reference.mean():.4f}: "
+            )
             line += f"{ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
             for name in ("nll_dense", "nll") if cell in pairs else ():
-                found = draws.mean(
-                    np.array([x[name] - y[name] for x, y in zip(own, base, strict=True)])
+                difference = draws.mean(
+                    np.array([x[name] - y[name] for x, y in zip(cell_rows, base, strict=True)])
                 )
-                line += f"; {name} {found.value:+.4f} [{found.low:.4f}, {found.high:.4f}]"
+                line += (
+                    f"; {name} {difference.value:+.4f} [{difference.low:.4f}, "
+                    f"{difference.high:.4f}]"
+                )
             yield line
         if "heads" in rows:
             yield from (
@@ -176,11 +182,15 @@ def heads_table(trained: list[dict], control: list[dict]) -> Iterator[str]:
     order = np.stack([theirs[half != h].mean(0).argsort()[::-1] for h in (0, 1)])[half]
     ours, theirs = (np.take_along_axis(side, order, axis=1) for side in (ours, theirs))
     for name, bounds in SHARES.items():
-        part = slice(*(round(share * ours.shape[1]) for share in bounds))
-        kl, reference = ours[:, part].sum(1), theirs[:, part].sum(1)
+        heads = slice(*(round(share * ours.shape[1]) for share in bounds))
+        kl = ours[:, heads].sum(1)
+        reference = theirs[:, heads].sum(1)
         ratio = draws.estimate(draws.of_means(np.divide, kl, reference))
         share = reference.mean() / theirs.sum(1).mean()
-        yield f"heads, {name}: {share:.0%} of the control's KL, {ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
+        yield (
+            f"heads, {name}: {share:.0%} of the control's KL, {ratio.value:.3f} [{ratio.low:.3f}, "
+            f"{ratio.high:.3f}]"
+        )
 
 
 def main() -> None:

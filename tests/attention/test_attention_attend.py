@@ -3,17 +3,22 @@
 import pytest
 import torch
 
-from kvcat.attention import attend, attend_reference, extend_keys, mask_gradient, reachable
+from kvcat.attention import attend, attend_reference, extend_keys, reachable
+from kvcat.attention.mask_gradient import keep_gradient
 from naive import allowed, masked_attention, normal, with_gradients
 
 KINDS = {"causal": {}, "window": {"window": 3}}
 
 
 def example(seed=0, *, heads=4, kv_heads=2, queries=9, keys=9):
-    q, k, v, bias = (normal(2, *shape, seed=4 * seed + i) for i, shape in enumerate(
-        [(heads, queries, 8), (kv_heads, keys, 8), (kv_heads, keys, 8), (kv_heads, keys)]))  # fmt: skip
+    q, k, v, bias = (
+        normal(2, *shape, seed=4 * seed + i)
+        for i, shape in enumerate(
+            [(heads, queries, 8), (kv_heads, keys, 8), (kv_heads, keys, 8), (kv_heads, keys)]
+        )
+    )
     keep = (torch.rand(2, keys, generator=torch.Generator().manual_seed(seed)) < 0.4).double()
-    keep[:, :2] = 0.0  # the first queries are blind under causality
+    keep[:, :2] = 0.0  # so the first queries see no kept key
     return q, k, v, keep, 2 * bias
 
 
@@ -21,7 +26,8 @@ def example(seed=0, *, heads=4, kv_heads=2, queries=9, keys=9):
 @pytest.mark.parametrize("biased", [0, 4, 9])
 def test_output_and_all_gradients_equal_the_naive_twin(kind, biased):
     q, k, v, keep, bias = example()
-    options, reach = KINDS[kind], allowed(9, KINDS[kind].get("window"))
+    options = KINDS[kind]
+    reach = allowed(9, KINDS[kind].get("window"))
     keep = None if biased else keep
 
     def fast_twin(q, k, v, last):
@@ -41,26 +47,25 @@ def test_output_and_all_gradients_equal_the_naive_twin(kind, biased):
     )
 
 
-def test_chunks_of_the_backward_do_not_change_the_gradient(monkeypatch):
-    q, k, v, keep, _ = example()
+def test_chunks_of_the_backward_do_not_change_the_gradient():
+    q, k, v, keep, _ = example(queries=40, keys=40)  # three chunks of at least 16 queries
     for options in KINDS.values():
-        results = []
+        out, expected = with_gradients(lambda keep, o=options: attend(q, k, v, keep, **o), [keep])
+        grad_out = normal(*out.shape, seed=1)  # the weights of with_gradients
+        reach = reachable(40, 40, **options)[None] if options else None
         for elements in (1, 2**20):
-            monkeypatch.setattr(mask_gradient, "_CPU_ELEMENTS", elements)
-            results.append(
-                with_gradients(lambda keep, o=options: attend(q, k, v, keep, **o), [keep])[1]
-            )
-        assert torch.allclose(*results, atol=1e-12)
+            gradient = keep_gradient(grad_out, q, k, v, reach, 8**-0.5, cpu_elements=elements)
+            assert torch.allclose(gradient, expected, atol=1e-12)
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 4}])
 def test_fewer_queries_than_keys_are_the_last_positions(options):
     q, k, v, keep, bias = example()
-    for given in ({"keep": keep}, {"log_bias": bias}):
-        whole = attend(q, k, v, **given, **options)
+    for arguments in ({"keep": keep}, {"log_bias": bias}):
+        whole = attend(q, k, v, **arguments, **options)
         for count in (1, 4):
-            part = attend(q[:, :, -count:], k, v, **given, **options)
-            assert torch.allclose(part, whole[:, :, -count:], atol=1e-12), count
+            last = attend(q[:, :, -count:], k, v, **arguments, **options)
+            assert torch.allclose(last, whole[:, :, -count:], atol=1e-12), count
 
 
 @pytest.mark.parametrize("queries", [1, 7, 70])
@@ -90,7 +95,7 @@ def test_huge_scores_of_dropped_slots_stay_invisible():
 
 def test_the_masks_gradient_is_bounded_where_the_masked_pass_has_an_exploding_derivative():
     q, k, v, _, _ = example(heads=1, kv_heads=1)
-    k[:, :, 5] = 40 * q[:, :, 8]  # the last query would look at slot 5 only, and slot 5 is dropped
+    k[:, :, 5] = 40 * q[:, :, 8]  # the last query would see slot 5 only, and slot 5 is dropped
     keep = torch.ones(2, 9, dtype=torch.float64)
     keep[:, 5] = 0.0
 

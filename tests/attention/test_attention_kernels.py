@@ -1,6 +1,7 @@
 """Fused kernels with a bias per key, and kvcat's attention in a model whose caches need no mask."""
 
 from contextlib import ExitStack
+from functools import partial
 
 import pytest
 import torch
@@ -16,11 +17,15 @@ from tiny import loud_model
 
 # queries, keys, biased keys, channels of values, KV heads
 SHAPES = {
-    "a chunk behind a cache": (5, 12), "a bias of some of the queries' own keys": (5, 12, 9),
-    "a bias without a cache": (6, 6, 6), "one query": (1, 6, 2), "many blocks": (130, 700, 90),
-    "values narrower than keys": (5, 12, 3, 6), "values wider than keys": (5, 12, 3, 24),
+    "a chunk behind a cache": (5, 12),
+    "a bias of some of the queries' own keys": (5, 12, 9),
+    "a bias without a cache": (6, 6, 6),
+    "one query": (1, 6, 2),
+    "many blocks": (130, 700, 90),
+    "values narrower than keys": (5, 12, 3, 6),
+    "values wider than keys": (5, 12, 3, 24),
     "a head for each": (5, 12, 3, 8, 4),
-}  # fmt: skip
+}
 
 
 def example(queries, keys, biased=None, value_dim=8, kv_heads=2):
@@ -63,13 +68,13 @@ def test_this_torch_has_the_private_operator_with_the_arguments_that_are_used(
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_output_and_all_gradients_equal_the_naive_twin(shape, monkeypatch):
+def test_output_and_all_gradients_equal_the_naive_twin(shape):
     tensors = example(*SHAPES[shape])
     expected = with_gradients(lambda *x: naive(*x), tensors)
-    for device in ("cpu", "none"):  # devices without the kernel take extra channels and a mask
-        monkeypatch.setattr("kvcat.attention.kernels._KERNEL_DEVICE", device)
-        found = with_gradients(lambda *x: attend_biased(*x, scale=0.3), tensors)
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-11)
+    for cpu_kernel in (True, False):  # devices without the kernel use extra channels and a mask
+        attend = partial(attend_biased, scale=0.3, cpu_kernel=cpu_kernel)
+        actual = with_gradients(attend, tensors)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-11)
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -78,9 +83,9 @@ def test_half_precision_is_as_near_as_its_inputs_are(autocast):
     expected = with_gradients(naive, tensors)
     halves = [x.float() if autocast else x.bfloat16() for x in tensors]
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        found = with_gradients(lambda *x: attend_biased(*x, scale=0.3), halves)
-    assert found[0].dtype == torch.bfloat16
-    for one, other in zip(found, expected, strict=True):
+        actual = with_gradients(lambda *x: attend_biased(*x, scale=0.3), halves)
+    assert actual[0].dtype == torch.bfloat16
+    for one, other in zip(actual, expected, strict=True):
         assert (one.double() - other).norm() < 0.02 * other.norm()
 
 
@@ -103,9 +108,12 @@ def model():
 def masks(model):
     """The masks that attention got, one per layer and forward."""
     seen = []
+
+    def note(_module, _args, kwargs):
+        seen.append(kwargs["attention_mask"])
+
     with ExitStack() as handles:
         for layer in model.model.layers:
-            note = lambda _module, _args, kwargs: seen.append(kwargs["attention_mask"])  # noqa: E731
             handles.enter_context(layer.self_attn.register_forward_pre_hook(note, with_kwargs=True))
         yield seen
 
@@ -126,7 +134,8 @@ def test_tokens_in_parts_get_the_logits_of_one_forward_whatever_the_cache(model,
 
 @torch.no_grad()
 def test_tokens_behind_slots_need_a_mask_only_where_there_is_padding(model, masks):
-    draw, shapes = torch.Generator().manual_seed(3), ((1, 2, 6, 8), (1, 2, 6, 8), (1, 2, 6))
+    draw = torch.Generator().manual_seed(3)
+    shapes = ((1, 2, 6, 8), (1, 2, 6, 8), (1, 2, 6))
     layers = [
         CompactLayer(*(torch.randn(s, generator=draw).double() for s in shapes)) for _ in range(2)
     ]
@@ -140,7 +149,7 @@ def test_tokens_behind_slots_need_a_mask_only_where_there_is_padding(model, mask
         model(**numbers)
 
 
-def test_attention_that_the_fused_kernels_do_not_know_is_refused(model):
+def test_attention_that_the_fused_kernels_do_not_know_is_rejected(model):
     q, k, v = example(queries=5, keys=12)
     for option in ({"position_bias": torch.zeros(1, 4, 5, 12)}, {"dropout": 0.1}):
         with pytest.raises(

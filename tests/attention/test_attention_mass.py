@@ -14,22 +14,26 @@ from naive import normal
 @pytest.mark.parametrize(
     ("heads", "window", "chunk"), [((2, 2), None, 5), ((4, 2), 4, 1), ((6, 1), 1, 100)]
 )
-def test_attention_mass_in_chunks_equals_its_naive_twin(heads, window, chunk, monkeypatch):
-    monkeypatch.setattr("kvcat.attention.mass._RECEIVED_ELEMENTS", chunk * 2 * heads[0] * 13)
-    q, k = normal(2, heads[0], 13, 4), normal(2, heads[1], 13, 4, seed=1)
-    fast = attention_mass(q, k, scale=0.7, window=window)
+def test_attention_mass_in_chunks_equals_its_naive_twin(heads, window, chunk):
+    options = {"scale": 0.7, "window": window, "cpu_elements": chunk * 2 * heads[0] * 13}
+    q = normal(2, heads[0], 13, 4)
+    k = normal(2, heads[1], 13, 4, seed=1)
+    fast = attention_mass(q, k, **options)
     torch.testing.assert_close(fast.sum(1), naive_mass(q, k, 0.7, window), rtol=1e-12, atol=1e-13)
     groups = zip(q.unflatten(1, (heads[1], -1)).unbind(1), k.unbind(1), strict=True)
-    by_head = torch.stack([naive_mass(own, keys[:, None], 0.7, window) for own, keys in groups], 1)
+    by_head = torch.stack(
+        [naive_mass(group_queries, keys[:, None], 0.7, window) for group_queries, keys in groups], 1
+    )
     torch.testing.assert_close(fast, by_head, rtol=1e-12, atol=1e-13)
-    last = attention_mass(q[:, :, -3:], k, scale=0.7, window=window)
-    before = attention_mass(q[:, :, :-3], k[:, :, :-3], scale=0.7, window=window)
+    last = attention_mass(q[:, :, -3:], k, **options)
+    before = attention_mass(q[:, :, :-3], k[:, :, :-3], **options)
     torch.testing.assert_close(torch.nn.functional.pad(before, (0, 3)) + last, fast)
 
 
-def test_the_mass_of_keys_is_that_of_the_plain_sum(monkeypatch):
+def test_the_mass_of_keys_is_that_of_the_plain_sum():
     draw = torch.Generator().manual_seed(0)
-    queries, keys = torch.randn(2, 4, 9, 5, generator=draw), torch.randn(2, 2, 7, 5, generator=draw)
+    queries = torch.randn(2, 4, 9, 5, generator=draw)
+    keys = torch.randn(2, 2, 7, 5, generator=draw)
     last = torch.tensor([0, 6, 2, 3, 3, 1, 5, 4, 6])
     expected = torch.zeros(2, 4, 9)
     for b, h, i in np.ndindex(2, 4, 9):
@@ -39,5 +43,5 @@ def test_the_mass_of_keys_is_that_of_the_plain_sum(monkeypatch):
         ]
         expected[b, h, i] = math.log(sum(terms))
     for elements in (2**21, 2 * 4 * 7 * 2):
-        monkeypatch.setattr("kvcat.attention.mass._LOG_ELEMENTS", elements)
-        assert torch.allclose(log_mass(queries, keys, 0.3, last), expected, atol=1e-5)
+        mass = log_mass(queries, keys, 0.3, last, cpu_elements=elements)
+        assert torch.allclose(mass, expected, atol=1e-5)

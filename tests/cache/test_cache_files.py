@@ -1,4 +1,4 @@
-"""What a cache file holds, and every way in which a damaged or foreign one is refused."""
+"""What a cache file holds, and that damaged or foreign files are rejected."""
 
 import hashlib
 import sys
@@ -22,13 +22,13 @@ def example(form="equal", dtype=torch.float32, owner=OWNER):
     for _ in range(2):
         if form == "ragged":
             rows = ((1, 3), (2, 2))
-            parts = [
+            states = [
                 [[torch.randn(n, *s, generator=draw) for n in row] for row in rows]
                 for s in ((4,), (4,), ())
             ]
-            layers.append(CompactLayer.ragged(*parts))
+            layers.append(CompactLayer.ragged(*states))
         else:
-            draws = [torch.randn(2, 2, 3, *rest, generator=draw) for rest in ((4,), (6,), ())]
+            draws = [torch.randn(2, 2, 3, *dims, generator=draw) for dims in ((4,), (6,), ())]
             if form == "without log-bias":
                 layers.append(
                     CompactLayer(
@@ -49,8 +49,8 @@ def parts_of(path):
 
 
 def signed(entries, tensors):
-    """A file whose checksum is right, whatever it holds: SHA-256 of all bytes with zeros in its own
-    place."""
+    """A file with the right checksum of any content: SHA-256 of all bytes, with zeros in place of
+    the checksum."""
     content = safetensors.torch.save(tensors, {**entries, "sha256": ZEROS})
     assert content.count(ZEROS.encode()) == 1
     return content.replace(ZEROS.encode(), hashlib.sha256(content).hexdigest().encode())
@@ -63,7 +63,7 @@ def saved(tmp_path):
 
 
 def refused(path, content, reason=None):
-    """Load the content; it is refused in one line."""
+    """Load the content; it is rejected in one line."""
     path.write_bytes(content)
     with pytest.raises(InputError, match=reason) as error:
         CompactCache.load(path)
@@ -78,7 +78,8 @@ def refused(path, content, reason=None):
     [("equal", torch.float32), ("ragged", torch.bfloat16), ("without log-bias", torch.float64)],
 )
 def test_a_loaded_cache_equals_the_saved_one(tmp_path, form, dtype):
-    cache, path = example(form, dtype), tmp_path / "doc"
+    cache = example(form, dtype)
+    path = tmp_path / "doc"
     path.write_text("the old file")
     cache.save(path)
     loaded = CompactCache.load(path)
@@ -104,8 +105,8 @@ def test_every_single_byte_and_every_length_is_guarded(tmp_path, form):
             refused(path, damaged)
     for length in (0, 1, 7, 8, 9, 100, len(content) // 2, len(content) - 8, len(content) - 1):
         refused(path, content[:length], "truncated or not a safetensors file")
-    for more in (b"\0", b" ", content):
-        refused(path, content + more, "truncated or not a safetensors file")
+    for suffix in (b"\0", b" ", content):
+        refused(path, content + suffix, "truncated or not a safetensors file")
 
 
 def zeros(*shape, dtype=torch.float32, last=0.0):
@@ -114,7 +115,11 @@ def zeros(*shape, dtype=torch.float32, last=0.0):
     return tensor
 
 
-KEYS, VALUES, BIAS, NAN, INF = (2, 2, 3, 4), (2, 2, 3, 6), (2, 2, 3), torch.nan, torch.inf
+KEYS = (2, 2, 3, 4)
+VALUES = (2, 2, 3, 6)
+BIAS = (2, 2, 3)
+NAN = torch.nan
+INF = torch.inf
 DAMAGED_TENSORS = [
     ({"layers.1.keys": None}, "layer 1: no keys or no values"),
     ({"layers.2.keys": zeros(*KEYS)}, "tensor 'layers.2.keys', which no cache of 2 layers has"),
@@ -127,12 +132,24 @@ DAMAGED_TENSORS = [
     ({"layers.0.positions": zeros(*BIAS, dtype=torch.int32, last=9)}, r"positions lie in 0\.\.9"),
     ({"layers.0.keys": zeros(*KEYS, last=NAN)}, "keys hold numbers that are not finite"),
     ({"layers.0.log_bias": zeros(*BIAS, last=INF)}, "log_bias hold numbers that are not finite"),
-    ({"layers.1.keys": zeros(1, 2, 3, 4), "layers.1.values": zeros(1, 2, 3, 6), "layers.1.log_bias": None},
-     "1 examples in float32 and of 2 examples"),
-    ({"layers.1.keys": zeros(2, 2, 10, 4), "layers.1.values": zeros(2, 2, 10, 6), "layers.1.log_bias": None},
-     "10 slots for a prefix of 9 tokens"),
+    (
+        {
+            "layers.1.keys": zeros(1, 2, 3, 4),
+            "layers.1.values": zeros(1, 2, 3, 6),
+            "layers.1.log_bias": None,
+        },
+        "1 examples in float32 and of 2 examples",
+    ),
+    (
+        {
+            "layers.1.keys": zeros(2, 2, 10, 4),
+            "layers.1.values": zeros(2, 2, 10, 6),
+            "layers.1.log_bias": None,
+        },
+        "10 slots for a prefix of 9 tokens",
+    ),
     ({"layers.0.counts": zeros(2, 2, dtype=torch.int64)}, "keys have shape"),
-]  # fmt: skip
+]
 
 
 DEEP = "[" * 100_000
@@ -152,17 +169,21 @@ DAMAGED_ENTRIES = [
 
 
 DAMAGED_COUNTS = [
-    (torch.tensor([[0, 4], [2, 2]]), "heads of 0 to 4 slots"), (torch.tensor([[1, 2], [2, 2]]), "do not fit keys of 8"),
-    (torch.tensor([[2**62, 2**62], [2**62, 2**62 + 8]]), "slots"), (torch.tensor([1, 3, 2, 2]), r"counts \(4,\)"),
-]  # fmt: skip
+    (torch.tensor([[0, 4], [2, 2]]), "heads of 0 to 4 slots"),
+    (torch.tensor([[1, 2], [2, 2]]), "do not fit keys of 8"),
+    (torch.tensor([[2**62, 2**62], [2**62, 2**62 + 8]]), "slots"),
+    (torch.tensor([1, 3, 2, 2]), r"counts \(4,\)"),
+]
 
 
 @pytest.mark.parametrize(
     ("form", "changes", "reason"),
-    [*(("equal", *row) for row in DAMAGED_TENSORS + DAMAGED_ENTRIES),
-     *(("ragged", {"layers.1.counts": counts}, reason) for counts, reason in DAMAGED_COUNTS)],
-)  # fmt: skip
-def test_what_is_no_cache_is_refused_though_the_checksum_is_right(tmp_path, form, changes, reason):
+    [
+        *(("equal", *row) for row in DAMAGED_TENSORS + DAMAGED_ENTRIES),
+        *(("ragged", {"layers.1.counts": counts}, reason) for counts, reason in DAMAGED_COUNTS),
+    ],
+)
+def test_what_is_no_cache_is_rejected_though_the_checksum_is_right(tmp_path, form, changes, reason):
     path = tmp_path / "doc"
     example(form).save(path)
     entries, tensors = parts_of(path)
@@ -173,20 +194,22 @@ def test_what_is_no_cache_is_refused_though_the_checksum_is_right(tmp_path, form
     refused(path, signed(entries, tensors), reason)
 
 
-def test_foreign_files_are_refused(tmp_path):
+def test_foreign_files_are_rejected(tmp_path):
     def header_only(text, size=0):
         return len(text).to_bytes(8, "little") + text + bytes(size)
 
     for content in (
         b"PK\x03\x04" + bytes(60),  # a zip archive, as torch.save writes it
         b"\x80\x04\x95\x05\x00\x00\x00\x00\x00\x00\x00\x8c\x01a\x94.",  # a pickle
-        (2**40).to_bytes(8, "little") + b"{}", header_only(b"{not json"), header_only(DEEP.encode()),
+        (2**40).to_bytes(8, "little") + b"{}",
+        header_only(b"{not json"),
+        header_only(DEEP.encode()),
         header_only(b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [-90000, 4]}}', 4),
         header_only(b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'),
         header_only(b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}', 4),
         header_only(b'{"a": {"dtype": "F4", "shape": [8], "data_offsets": [0, 4]}}', 4),
         header_only(b'{"__metadata__": null}'),
-    ):  # fmt: skip
+    ):
         refused(
             tmp_path / "doc",
             content,
@@ -204,11 +227,11 @@ def test_a_place_that_cannot_be_written_is_named_and_the_old_file_stays(
     def failing(error):
         return lambda *_, **__: (_ for _ in ()).throw(error)
 
-    for cache, path, told in (
+    for cache, path, message in (
         (broken, tmp_path / "new", "the compact cache, layer 1: values"),
         (example(), tmp_path, "cannot write .*: Is a directory"),
-    ):  # fmt: skip
-        with pytest.raises(InputError, match=told):
+    ):
+        with pytest.raises(InputError, match=message):
             cache.save(path)
     with pytest.raises(InputError, match="no cache file"):
         CompactCache.load(tmp_path / "nowhere")

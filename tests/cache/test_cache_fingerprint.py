@@ -1,4 +1,4 @@
-"""A fingerprint follows all that changes a model's logits, and nothing else."""
+"""A fingerprint changes with everything that changes a model's logits, and with nothing else."""
 
 import dataclasses
 
@@ -12,46 +12,90 @@ from kvcat.models import load, save
 from kvcat.serving import widen
 from tiny import loud_model, refusal
 
-BASE_BEFORE = "5a9c9947ab286cfa2c5611935f1026a007328af740a6b1bf94ec095556a14430"  # of kvcat-base, by the first scheme
-# by family: settings that its model class reads at every forward or when it is made
+# fingerprint of kvcat-base by the first scheme
+BASE_BEFORE = "5a9c9947ab286cfa2c5611935f1026a007328af740a6b1bf94ec095556a14430"
+# by family: settings that the model class reads at every forward or when it is constructed
 SETTINGS = {
     "llama": {
-        "rms_norm_eps": 1e-3, "hidden_act": "gelu", "max_position_embeddings": 77,
+        "rms_norm_eps": 1e-3,
+        "hidden_act": "gelu",
+        "max_position_embeddings": 77,
         "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0},
     },
-    "qwen2": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "rms_norm_eps": 1e-3},
+    "qwen2": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        "rms_norm_eps": 1e-3,
+    },
     "mixtral": {"num_experts_per_tok": 1},
     "qwen3_moe": {"num_experts_per_tok": 1, "norm_topk_prob": True},
-    "deepseek_v3": {"routed_scaling_factor": 1.5, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
+    "deepseek_v3": {
+        "routed_scaling_factor": 1.5,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": False,
+    },
     "gpt_neox": {"use_parallel_residual": False, "layer_norm_eps": 1e-3, "hidden_act": "relu"},
-    "gpt2": {"scale_attn_by_inverse_layer_idx": True, "layer_norm_epsilon": 1e-3, "activation_function": "relu"},
+    "gpt2": {
+        "scale_attn_by_inverse_layer_idx": True,
+        "layer_norm_epsilon": 1e-3,
+        "activation_function": "relu",
+    },
     "cohere": {"logit_scale": 0.5},
-    "granite": {"residual_multiplier": 0.5, "embedding_multiplier": 3.0, "attention_multiplier": 0.3},
+    "granite": {
+        "residual_multiplier": 0.5,
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.3,
+    },
     "olmo": {"clip_qkv": 8.0},
     "nemotron": {"norm_eps": 1e-3, "partial_rotary_factor": 0.25},
     "starcoder2": {"norm_epsilon": 1e-3},
     "stablelm": {"use_parallel_residual": True},
     "falcon_h1": {"ssm_out_multiplier": 0.5},
     "smollm3": {"no_rope_layers": [0, 1]},
-    "gemma3_text": {"query_pre_attn_scalar": 3, "sliding_window": 7, "final_logit_softcapping": 9.0},
+    "gemma3_text": {
+        "query_pre_attn_scalar": 3,
+        "sliding_window": 7,
+        "final_logit_softcapping": 9.0,
+    },
     "opt": {"do_layer_norm_before": False, "activation_function": "gelu"},
-}  # fmt: skip
+}
 SIZES = {
-    "mixtral": {"num_local_experts": 2}, "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 16},
+    "mixtral": {"num_local_experts": 2},
+    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 16},
     "deepseek_v3": {
-        "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 2, "q_lora_rank": 8,
-        "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "moe_intermediate_size": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 2,
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "moe_intermediate_size": 16,
         "first_k_dense_replace": 1,
     },
-    "smollm3": {"pad_token_id": 0}, "opt": {"ffn_dim": 32, "word_embed_proj_dim": 32}, "gemma3_text": {"head_dim": 8},
+    "smollm3": {"pad_token_id": 0},
+    "opt": {"ffn_dim": 32, "word_embed_proj_dim": 32},
+    "gemma3_text": {"head_dim": 8},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
-}  # fmt: skip
+}
 WITHOUT_EFFECT = {
-    "bos_token_id": 5, "eos_token_id": 6, "pad_token_id": 7, "use_cache": False, "initializer_range": 0.5,
-    "output_attentions": False, "output_hidden_states": True, "architectures": ["Other"], "attention_dropout": 0.3,
-    "torch_dtype": "float16", "name_or_path": "other", "transformers_version": "4.0.0", "router_aux_loss_coef": 0.7,
+    "bos_token_id": 5,
+    "eos_token_id": 6,
+    "pad_token_id": 7,
+    "use_cache": False,
+    "initializer_range": 0.5,
+    "output_attentions": False,
+    "output_hidden_states": True,
+    "architectures": ["Other"],
+    "attention_dropout": 0.3,
+    "torch_dtype": "float16",
+    "name_or_path": "other",
+    "transformers_version": "4.0.0",
+    "router_aux_loss_coef": 0.7,
     "something_that_no_code_reads": 3,
-}  # fmt: skip
+}
 
 
 def model_of(kind, **options):
@@ -84,8 +128,15 @@ def test_settings_without_effect_leave_the_fingerprint(kind):
 
 
 def test_a_setting_of_a_nested_configuration_counts():
-    text = {"vocab_size": 67, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "head_dim": 8,
-            "num_key_value_heads": 2, "intermediate_size": 16}  # fmt: skip
+    text = {
+        "vocab_size": 67,
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "head_dim": 8,
+        "num_key_value_heads": 2,
+        "intermediate_size": 16,
+    }
     vision = {
         "hidden_size": 16,
         "num_hidden_layers": 1,
@@ -144,11 +195,15 @@ def test_buffers_count_but_neither_rounding_nor_the_state_that_follows_a_text():
     [
         {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0},
         {
-            "rope_type": "longrope", "rope_theta": 10_000.0, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4,
-            "original_max_position_embeddings": 32, "factor": 4.0,
+            "rope_type": "longrope",
+            "rope_theta": 10_000.0,
+            "short_factor": [1.0] * 4,
+            "long_factor": [3.0] * 4,
+            "original_max_position_embeddings": 32,
+            "factor": 4.0,
         },
     ],
-)  # fmt: skip
+)
 def test_frequencies_that_follow_the_last_text_do_not_count(rope):
     model = model_of("llama", rope_parameters=rope, max_position_embeddings=64)
     first = fingerprint(model)
@@ -174,7 +229,7 @@ def test_a_cache_of_the_first_scheme_still_fits_its_model_and_no_other(tmp_path)
 
 @pytest.fixture
 def adapted():
-    """A Llama with two adapters of other weights; the base's fingerprint."""
+    """A Llama with two adapters of different weights, and the fingerprint of its base."""
     peft = pytest.importorskip("peft")
     model = loud_model("llama")
     base = fingerprint(model)
@@ -220,7 +275,8 @@ def test_the_weights_of_the_active_adapter_count_and_not_its_name(adapted):
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
 def test_a_cache_fits_the_adapter_that_it_was_made_with_alone(adapted):
     model, _ = adapted
-    ids, question = torch.arange(40)[None], torch.arange(5)[None]
+    ids = torch.arange(40)[None]
+    question = torch.arange(5)[None]
     model.disable_adapters()
     plain = kvcat.trace(model, ids, 30).dense_cache()
     model.enable_adapters()
@@ -261,7 +317,7 @@ def test_what_needs_the_weights_alone_refuses_a_model_with_adapters(adapted, tmp
 @pytest.mark.filterwarnings(
     "ignore:.is_gradient_checkpointing. is deprecated"
 )  # peft of transformers
-def test_a_wrapped_model_is_refused_and_the_model_inside_is_not():
+def test_a_wrapped_model_is_rejected_and_the_model_inside_is_not():
     peft = pytest.importorskip("peft")
     base = loud_model("llama")
     plain = fingerprint(base)

@@ -30,9 +30,14 @@ def made(model, form="ragged", batch=2):
     for index, counts in enumerate(COUNTS):
         draw = torch.Generator().manual_seed(index)
         if form.startswith("ragged"):
-            parts = [[[torch.randn(n, *s, generator=draw).double() for n in row] for row in counts[:batch]]
-                     for s in ((8,), (8,), ())]  # fmt: skip
-            layers.append(CompactLayer.ragged(*parts[: 2 if form == "ragged, no bias" else 3]))
+            states = [
+                [
+                    [torch.randn(n, *s, generator=draw).double() for n in row]
+                    for row in counts[:batch]
+                ]
+                for s in ((8,), (8,), ())
+            ]
+            layers.append(CompactLayer.ragged(*states[: 2 if form == "ragged, no bias" else 3]))
         else:
             slots = 5 + index * (form == "layers")
             shapes = [(batch, 2, slots, 8)] * 2 + [(batch, 2, slots)] * (form == "biased")
@@ -45,16 +50,19 @@ def made(model, form="ragged", batch=2):
 def naive_logits(cache, ids, name="llama", padding=None):
     """Stock attention over every head's own slots, padded with hidden ones, the log-bias in the
     mask."""
-    model, (batch, new) = tiny(name), ids.shape
+    model = tiny(name)
+    batch, new = ids.shape
     mask = torch.ones_like(ids) if padding is None else padding
-    wide, past = cache.max_slots, DynamicCache()
+    wide = cache.max_slots
+    past = DynamicCache()
     for index, layer in enumerate(cache.layers):
         keys, values = (torch.zeros(batch, 2, wide, 8).double() for _ in range(2))
         bias = torch.full((batch, 2, wide), -1e30).double()
         for row in range(batch):
             for head in range(2):
                 k, v, b = layer.head(min(row, cache.batch_size - 1), head)
-                keys[row, head, : len(k)], values[row, head, : len(k)] = k, v
+                keys[row, head, : len(k)] = k
+                values[row, head, : len(k)] = v
                 bias[row, head, : len(k)] = 0 if b is None else b
         past.update(keys, values, index)
         full = torch.zeros(batch, 4, new, wide + new).double()
@@ -83,13 +91,19 @@ def questions(rows, length=7):
 @pytest.mark.parametrize(
     ("name", "form", "new"),
     [
-        ("llama", "plain", 7), ("qwen2", "biased", 7), ("gemma", "ragged", 7), ("granite", "biased", 1),
-        ("llama", "layers", 5), ("qwen3", "ragged", 70), ("llama", "ragged, no bias", 7),
+        ("llama", "plain", 7),
+        ("qwen2", "biased", 7),
+        ("gemma", "ragged", 7),
+        ("granite", "biased", 1),
+        ("llama", "layers", 5),
+        ("qwen3", "ragged", 70),
+        ("llama", "ragged, no bias", 7),
     ],
-)  # fmt: skip
+)
 def test_a_forward_equals_stock_attention_head_by_head(name, form, new):
     model = tiny(name)
-    cache, ids = made(model, form), questions(2, new)
+    cache = made(model, form)
+    ids = questions(2, new)
     with torch.no_grad():
         logits = model(**cache.inputs(model, ids)).logits
     assert torch.allclose(logits, naive_logits(cache, ids, name), atol=1e-10)
@@ -99,8 +113,9 @@ def test_a_forward_equals_stock_attention_head_by_head(name, form, new):
     ("form", "static_tokens"),
     [("biased", None), ("biased", 11), ("ragged", None), ("ragged, no bias", 11)],
 )
-def test_greedy_generation_takes_the_naive_argmax_at_every_step(form, static_tokens):
-    model, ids = tiny(), questions(2, 3)
+def test_greedy_generation_chooses_the_naive_argmax_at_every_step(form, static_tokens):
+    model = tiny()
+    ids = questions(2, 3)
     cache = made(model, form)
     before = [{name: x.clone() for name, x in layer.tensors().items()} for layer in cache.layers]
     out = model.generate(
@@ -112,7 +127,8 @@ def test_greedy_generation_takes_the_naive_argmax_at_every_step(form, static_tok
 
 @pytest.mark.parametrize("form", ["plain", "biased", "ragged"])
 def test_tokens_that_are_guessed_ahead_and_dropped_again_change_no_answer(form):
-    model, ids = tiny(), torch.tensor([[3, 4, 5, 3, 4]])
+    model = tiny()
+    ids = torch.tensor([[3, 4, 5, 3, 4]])
     cache = made(model, form, batch=1)
     for ahead in ({"prompt_lookup_num_tokens": 2}, {"assistant_model": tiny("mistral")}):
         out = model.generate(**cache.inputs(model, ids), max_new_tokens=8, do_sample=False, **ahead)
@@ -122,7 +138,8 @@ def test_tokens_that_are_guessed_ahead_and_dropped_again_change_no_answer(form):
 @pytest.mark.parametrize(("form", "static_tokens"), [("biased", 12), ("ragged", None)])
 def test_left_padded_questions_are_answered_as_each_would_be_alone(form, static_tokens):
     model = tiny()
-    cache, texts = made(model, form, 1), [[7, 3], [11, 12, 13, 14], [9, 2, 5]]
+    cache = made(model, form, 1)
+    texts = [[7, 3], [11, 12, 13, 14], [9, 2, 5]]
     ids = torch.tensor([[0] * (4 - len(q)) + q for q in texts])
     mask = torch.tensor([[0] * (4 - len(q)) + [1] * len(q) for q in texts])
     inputs = cache.inputs(model, ids, mask, static_tokens=static_tokens)
@@ -134,7 +151,8 @@ def test_left_padded_questions_are_answered_as_each_would_be_alone(form, static_
 @torch.no_grad()
 @pytest.mark.parametrize("form", ["biased", "ragged"])
 def test_every_row_of_a_cache_serves_as_many_neighbouring_rows_of_a_batch(form):
-    model, ids = tiny(), questions(4, 3)
+    model = tiny()
+    ids = questions(4, 3)
     cache = made(model, form)
     logits = model(ids, **cache_argument(cache.to_transformers(model))).logits
     assert torch.allclose(logits, naive_logits(cache.select([0, 0, 1, 1]), ids), atol=1e-10)
@@ -144,7 +162,8 @@ def test_every_row_of_a_cache_serves_as_many_neighbouring_rows_of_a_batch(form):
     ("form", "static_tokens"), [("ragged", None), ("biased", 12), ("ragged", 12)]
 )
 def test_three_beams_find_what_a_naive_beam_search_finds(form, static_tokens):
-    model, ids = tiny(), torch.tensor([[4, 8, 15], [16, 23, 42]])
+    model = tiny()
+    ids = torch.tensor([[4, 8, 15], [16, 23, 42]])
     cache = made(model, form)
     out = model.generate(
         **cache.inputs(model, ids, static_tokens=static_tokens),
@@ -153,11 +172,12 @@ def test_three_beams_find_what_a_naive_beam_search_finds(form, static_tokens):
         do_sample=False,
     )
     for row in range(2):
-        own, beams = cache.select([row]), [(0.0, ids[row : row + 1])]
+        row_cache = cache.select([row])
+        beams = [(0.0, ids[row : row + 1])]
         for _ in range(3):
             grown = []
             for total, sequence in beams:
-                log_probs = naive_logits(own, sequence)[0, -1].log_softmax(-1).tolist()
+                log_probs = naive_logits(row_cache, sequence)[0, -1].log_softmax(-1).tolist()
                 grown += [
                     (total + p, torch.cat([sequence, torch.tensor([[t]])], 1))
                     for t, p in enumerate(log_probs)
@@ -166,9 +186,10 @@ def test_three_beams_find_what_a_naive_beam_search_finds(form, static_tokens):
         assert out[row].tolist() == beams[0][1][0].tolist()
 
 
-def test_a_ragged_cache_holds_its_slots_and_nothing_else_and_selected_and_padded_ones_are_those_they_were():
+def test_a_ragged_cache_holds_only_its_slots_and_select_and_pad_keep_them():
     model = tiny()
-    cache, total = made(model), sum(sum(map(sum, counts)) for counts in COUNTS)
+    cache = made(model)
+    total = sum(sum(map(sum, counts)) for counts in COUNTS)
     assert (cache.max_slots, cache.mean_slots, cache.is_uniform) == (7, total / 12, False)
     assert cache.nbytes == total * (8 + 8 + 1) * 8
     assert (
@@ -213,7 +234,7 @@ def test_a_reset_drops_the_new_tokens_and_keeps_the_prefix():
     assert past.get_seq_length() == PREFIX
 
 
-def test_keys_that_lose_their_log_bias_on_the_way_are_noticed_and_what_does_not_fit_is_refused():
+def test_keys_that_lose_their_log_bias_on_the_way_are_noticed_and_what_does_not_fit_is_rejected():
     layer = PrefixLayer(
         CompactLayer(*(torch.randn(1, 2, 3, 8) for _ in range(2)), torch.ones(1, 2, 3)), PREFIX
     )
@@ -221,7 +242,8 @@ def test_keys_that_lose_their_log_bias_on_the_way_are_noticed_and_what_does_not_
     layer.update(new, new)
     with pytest.raises(InputError, match="did not reach attention"):
         layer.update(new, new)
-    model, ids = tiny(), questions(1, 3)
+    model = tiny()
+    ids = questions(1, 3)
     cache = made(model, "biased")
     for wrong, message in (
         (ids[:, :0], "hold no token"),

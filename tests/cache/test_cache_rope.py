@@ -13,20 +13,30 @@ from tiny import TRANSFORMERS, loud_model, refusal
 
 BORDER = 64
 LONGROPE = {
-    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.5, 2.0, 2.5],
-    "long_factor": [2.0, 5.0, 8.0, 11.0], "original_max_position_embeddings": BORDER,
-}  # fmt: skip
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.5, 2.0, 2.5],
+    "long_factor": [2.0, 5.0, 8.0, 11.0],
+    "original_max_position_embeddings": BORDER,
+}
 KINDS = {
-    "phi3": {"rope_parameters": LONGROPE, "original_max_position_embeddings": BORDER, "pad_token_id": 0},
+    "phi3": {
+        "rope_parameters": LONGROPE,
+        "original_max_position_embeddings": BORDER,
+        "pad_token_id": 0,
+    },
     "llama": {"rope_parameters": LONGROPE},
     "gemma3_text": {
-        "head_dim": 8, "sliding_window": 512, "query_pre_attn_scalar": 8,
+        "head_dim": 8,
+        "sliding_window": 512,
+        "query_pre_attn_scalar": 8,
         "layer_types": ["sliding_attention", "full_attention"],
         "rope_parameters": {
-            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": LONGROPE,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": LONGROPE,
         },
     },
-}  # fmt: skip
+}
 
 
 def pair(kind="phi3", **options):
@@ -45,24 +55,33 @@ def tokens(count, seed=0):
 
 
 @torch.no_grad()
-def stock_logits(stock, *parts):
-    return stock(torch.cat(parts, 1), use_cache=False).logits
+def stock_logits(stock, *pieces):
+    return stock(torch.cat(pieces, 1), use_cache=False).logits
 
 
-def error(found, expected):
-    return float((found - expected).norm() / expected.norm())
+def error(logits, expected):
+    return float((logits - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize(
     ("kind", "length", "question"),
     [
-        ("phi3", 30, 5), ("phi3", 50, 14), ("phi3", 50, 40), ("phi3", 64, 3), ("phi3", 100, 6),
-        ("llama", 63, 2), ("llama", 50, 14), ("gemma3_text", 50, 10), ("gemma3_text", 60, 10),
+        ("phi3", 30, 5),
+        ("phi3", 50, 14),
+        ("phi3", 50, 40),
+        ("phi3", 64, 3),
+        ("phi3", 100, 6),
+        ("llama", 63, 2),
+        ("llama", 50, 14),
+        ("gemma3_text", 50, 10),
+        ("gemma3_text", 60, 10),
     ],
-)  # fmt: skip
+)
 def test_a_dense_cache_answers_as_the_stock_model_or_says_that_it_cannot(kind, length, question):
     model, stock = pair(kind)
-    document, asked, instruction = tokens(length), tokens(question, 1), tokens(5, 2)
+    document = tokens(length)
+    asked = tokens(question, 1)
+    instruction = tokens(5, 2)
     sequence = Reconstruction(torch.cat([document, instruction, document], 1), length, length + 5)
     expected = stock_logits(stock, document, asked)[:, length:]
     crosses = length <= BORDER < length + question
@@ -125,9 +144,10 @@ def test_an_answer_ends_with_a_refusal_where_it_would_pass_the_border():
     assert "at most 64 tokens, and here are 65" in said
 
 
-def test_long_factors_serve_a_short_text_only_where_room_was_asked_for():
+def test_a_short_text_gets_long_factors_only_where_room_was_requested():
     model, stock = pair()
-    document, asked = tokens(40), tokens(6, 1)
+    document = tokens(40)
+    asked = tokens(6, 1)
     implied = kvcat.trace(model, torch.cat([document, tokens(50, 2)], 1), 40).dense_cache()
     assert "for more than 64 tokens, and here are 46" in refusal(implied.inputs, model, asked)
     cache = kvcat.trace(model, document, supervision="self", room=50).dense_cache()
@@ -138,9 +158,10 @@ def test_long_factors_serve_a_short_text_only_where_room_was_asked_for():
 
 
 @pytest.mark.parametrize("method", ["attention-matching", "gradient", "snapkv"])
-def test_every_cache_says_which_factors_it_has_in_its_file_too(method, tmp_path):
+def test_every_cache_and_its_file_record_the_factors(method, tmp_path):
     model, _ = pair()
-    instruction, document = tokens(5, 2), tokens(40)
+    instruction = tokens(5, 2)
+    document = tokens(40)
     made = kvcat.trace(
         model, Reconstruction(torch.cat([document, instruction, document], 1), 40, 45)
     )
@@ -158,7 +179,7 @@ def test_every_cache_says_which_factors_it_has_in_its_file_too(method, tmp_path)
     assert "leave out static_tokens" in refusal(loaded.inputs, model, tokens(3), static_tokens=9)
 
 
-def test_a_cache_that_grows_keeps_its_factors_and_those_of_another_trace_are_refused():
+def test_a_cache_that_grows_keeps_its_factors_and_those_of_another_trace_are_rejected():
     model, stock = pair()
     text = tokens(90)
     short = kvcat.trace(model, text[:, :30], supervision="self").dense_cache()
@@ -172,20 +193,21 @@ def test_a_cache_that_grows_keeps_its_factors_and_those_of_another_trace_are_ref
     )
 
 
-def test_dynamic_factors_are_those_of_short_texts_and_longer_texts_are_refused():
+def test_dynamic_factors_are_those_of_short_texts_and_longer_texts_are_rejected():
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     model, stock = pair("llama", max_position_embeddings=BORDER, rope_parameters=rope)
-    document, asked = tokens(50), tokens(14, 1)
+    document = tokens(50)
+    asked = tokens(14, 1)
     with torch.no_grad():
         model(tokens(100))  # leaves other factors in the modules
     cache = kvcat.trace(model, document, supervision="self").dense_cache()
     with torch.no_grad():
-        found = model(**cache.inputs(model, asked)).logits
-    assert error(found, stock_logits(stock, document, asked)[:, 50:]) < 1e-5
+        logits = model(**cache.inputs(model, asked)).logits
+    assert error(logits, stock_logits(stock, document, asked)[:, 50:]) < 1e-5
     assert "change with every length beyond 64" in refusal(cache.inputs, model, tokens(15, 1))
 
 
-def test_factors_are_held_for_a_block_and_models_that_choose_them_otherwise_are_refused():
+def test_factors_are_held_for_a_block_and_models_that_choose_them_otherwise_are_rejected():
     model, _ = pair()
     rotary = model.model.rotary_emb
     far, near = (torch.tensor([positions]) for positions in ([0, 5, BORDER], [0, 5]))
@@ -204,7 +226,10 @@ def test_factors_are_held_for_a_block_and_models_that_choose_them_otherwise_are_
     }  # as kvcat widen leaves it
     assert rope_factors(model.config, 65) is None
     phimoe = loud_model(
-        "phimoe", torch.float32, num_local_experts=2, max_position_embeddings=256,
+        "phimoe",
+        torch.float32,
+        num_local_experts=2,
+        max_position_embeddings=256,
         rope_parameters={**LONGROPE, "short_mscale": 1.1, "long_mscale": 1.3},
-    )  # fmt: skip
+    )
     assert "PhimoeForCausalLM is not supported: its rotary factors" in refusal(self_test, phimoe)

@@ -1,5 +1,4 @@
-"""Conversations on one cache, and generation settings of a model's own that would use it
-otherwise."""
+"""Conversations on one cache, and generation settings of a model that would change them."""
 
 import gc
 
@@ -49,7 +48,7 @@ def ask(model, **inputs):
 
 
 def first_turn(model, cache, **options):
-    """What was asked and answered after the document, and the transformers cache that holds it."""
+    """Questions and answers after the document, and the transformers cache that holds them."""
     inputs = cache.inputs(model, FIRST, **options)
     return ask(model, **inputs), inputs[CACHE_NAME]
 
@@ -78,7 +77,7 @@ def test_the_three_right_ways_to_ask_again_give_the_stock_models_answer(model, s
 @pytest.mark.parametrize(
     "repeated", ["conversation", "no mask", "question", "the same inputs", "one token"]
 )
-def test_a_second_turn_that_repeats_what_the_cache_holds_is_refused(
+def test_a_second_turn_that_repeats_what_the_cache_holds_is_rejected(
     repeated, static_tokens, model, cache
 ):
     turn, past = first_turn(model, cache, static_tokens=static_tokens)
@@ -93,7 +92,7 @@ def test_a_second_turn_that_repeats_what_the_cache_holds_is_refused(
     assert "more do not fit" in said
 
 
-def test_a_forward_that_repeats_what_the_cache_holds_is_refused(model, cache):
+def test_a_forward_that_repeats_what_the_cache_holds_is_rejected(model, cache):
     turn, past = first_turn(model, cache)
     again = torch.cat([turn, SECOND], 1)
     with torch.no_grad():
@@ -104,7 +103,7 @@ def test_a_forward_that_repeats_what_the_cache_holds_is_refused(model, cache):
         assert "the cache holds 25 tokens, and 5 more do not fit" in refusal(model, **inputs)
 
 
-def test_a_question_that_begins_with_the_document_is_refused(model, cache):
+def test_a_question_that_begins_with_the_document_is_rejected(model, cache):
     assert "begin with the document" in refusal(
         cache.inputs, model, torch.cat([DOCUMENT, FIRST], 1)
     )
@@ -127,12 +126,16 @@ def test_left_padded_turns_follow_each_other_in_a_growing_and_in_a_static_cache(
 @pytest.mark.parametrize(
     "settings",
     [
-        {"use_cache": False}, {"num_beams": 1, "use_cache": False}, {"max_length": 12},
-        {"return_dict_in_generate": True}, {"prompt_lookup_num_tokens": 2}, {"guidance_scale": 1.0},
+        {"use_cache": False},
+        {"num_beams": 1, "use_cache": False},
+        {"max_length": 12},
+        {"return_dict_in_generate": True},
+        {"prompt_lookup_num_tokens": 2},
+        {"guidance_scale": 1.0},
     ],
     ids=str,
-)  # fmt: skip
-def test_settings_of_a_models_own_folder_do_not_change_what_the_cache_stands_for(
+)
+def test_settings_in_a_models_folder_do_not_change_what_a_cache_represents(
     settings, model, stock, cache
 ):
     expected = greedy(stock, torch.cat([DOCUMENT, FIRST], 1)).tolist()
@@ -144,9 +147,7 @@ def test_settings_of_a_models_own_folder_do_not_change_what_the_cache_stands_for
     assert made[:, FIRST.shape[1] :].tolist() == expected
 
 
-def test_a_question_read_in_chunks_is_answered_or_refused_where_transformers_gives_chunks_a_wrong_mask(
-    model, stock, cache
-):
+def test_a_question_in_chunks_is_answered_or_rejected_where_its_mask_is_wrong(model, stock, cache):
     inputs = cache.inputs(model, FIRST)
     if TRANSFORMERS < (5, 21):
         assert "more do not fit" in refusal(ask, model, **inputs, prefill_chunk_size=2)
@@ -156,7 +157,7 @@ def test_a_question_read_in_chunks_is_answered_or_refused_where_transformers_giv
         assert made[:, FIRST.shape[1] :].tolist() == expected.tolist()
 
 
-def test_a_model_told_to_use_no_cache_is_refused_where_it_would_read_the_question_again(
+def test_a_model_set_to_use_no_cache_is_rejected_where_it_would_read_the_question_again(
     model, cache
 ):
     inputs = cache.inputs(model, FIRST)

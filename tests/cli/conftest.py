@@ -1,4 +1,4 @@
-"""What the command line says to a person's mistake."""
+"""The command line's message on a user's mistake."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from kvcat.cli.app import run
 def mistake(capsys):
     """The one line on standard error of a command that ends with exit code 2."""
 
-    def told(*argv):
+    def message_of(*argv):
         capsys.readouterr()
         code = run([str(x) for x in argv])
         said = capsys.readouterr()
@@ -17,4 +17,4 @@ def mistake(capsys):
         assert said.err.startswith("kvcat: ")
         return said.err
 
-    return told
+    return message_of

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shlex
 import shutil
 
 import pytest
@@ -91,13 +92,21 @@ def test_keep_one_answers_as_the_model_does_without_a_cache_plain_or_in_its_chat
 @pytest.mark.parametrize(
     "settings",
     [
-        {"use_cache": False}, {"cache_implementation": "static"}, {"num_beams": 3},
+        {"use_cache": False},
+        {"cache_implementation": "static"},
+        {"num_beams": 3},
         {"num_return_sequences": 2, "num_beams": 2},
-        {"stop_strings": ["a"]}, {"repetition_penalty": 5.0}, {"penalty_alpha": 0.6, "top_k": 4}, {"max_time": 1e-9},
-        {"forced_bos_token_id": 5}, {"suppress_tokens": list(range(200))}, {"min_length": 50}, {"dola_layers": "high"},
+        {"stop_strings": ["a"]},
+        {"repetition_penalty": 5.0},
+        {"penalty_alpha": 0.6, "top_k": 4},
+        {"max_time": 1e-9},
+        {"forced_bos_token_id": 5},
+        {"suppress_tokens": list(range(200))},
+        {"min_length": 50},
+        {"dola_layers": "high"},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_answers_are_greedy_whatever_the_folder_sets_and_what_is_left_out_is_named(
     settings, tiny_folder, tmp_path, capsys
 ):
@@ -112,30 +121,24 @@ def test_answers_are_greedy_whatever_the_folder_sets_and_what_is_left_out_is_nam
     cache = compress(folder, tmp_path / "doc.txt", "--keep", 1)
     capsys.readouterr()
     assert generate(folder, cache, "--prompt", "the cat") == 0
-    told = capsys.readouterr()
-    assert told.out == stock_answer(tiny_folder, f"{DOCUMENT}the cat") + "\n"
+    output = capsys.readouterr()
+    assert output.out == stock_answer(tiny_folder, f"{DOCUMENT}the cat") + "\n"
     named = [
         name for name in settings if name not in ("use_cache", "cache_implementation", "top_k")
     ]
-    assert all(f"{name} " in told.err for name in named)
-    assert ("left out of the model's generation settings" in told.err) == bool(named)
+    assert all(f"{name} " in output.err for name in named)
+    assert ("left out of the model's generation settings" in output.err) == bool(named)
 
 
 @pytest.mark.parametrize("method", ["attention-matching", "gradient,num_steps=2"])
-def test_a_cache_says_how_it_was_made_and_the_same_command_makes_the_same_one(
+def test_a_cache_records_how_it_was_made_and_the_same_command_makes_the_same_one(
     method, tiny_folder, document, capsys
 ):
-    options = (
-        "--keep",
-        0.25,
+    options = [
         "--method",
         method,
-        "--seed",
-        3,
-        "--overwrite",
-        "--dtype",
-        "bfloat16",
-    )
+        *shlex.split("--keep 0.25 --seed 3 --overwrite --dtype bfloat16"),
+    ]
     first = compress(tiny_folder, document, *options).read_bytes()
     cache = compress(tiny_folder, document, *options)
     loaded = CompactCache.load(cache)
@@ -150,7 +153,7 @@ def test_a_cache_says_how_it_was_made_and_the_same_command_makes_the_same_one(
     assert answer(capsys, tiny_folder, cache, "--prompt", "the cat").strip()
 
 
-def test_the_smallest_cache_for_a_kl_is_told_size_by_size(tiny_folder, document, capsys):
+def test_the_search_for_the_smallest_cache_reports_every_size(tiny_folder, document, capsys):
     loaded = CompactCache.load(compress(tiny_folder, document, "--max-kl", 1e-3))
     assert "KL" in capsys.readouterr().err
     assert float(loaded.metadata["held_out_kl"]) <= 1e-3
@@ -190,8 +193,8 @@ def test_every_prompt_starts_from_the_document_alone(tiny_folder, saved, mistake
     assert both == f"> the cat\n{alone[0]}> a dog sees\n{alone[1]}"
     asked = ["generate", tiny_folder, "--cache", saved]
     assert "no prompt" in mistake(*asked)
-    for bad, told in [("", "the prompt is empty"), (DOCUMENT * 9, "no position is left")]:
-        assert told in mistake(
+    for bad, message in [("", "the prompt is empty"), (DOCUMENT * 9, "no position is left")]:
+        assert message in mistake(
             *asked, "--prompt", "the cat", bad
         )  # all are checked before the first is answered
 
@@ -202,10 +205,11 @@ def test_sampling_is_a_function_of_the_seed(tiny_folder, saved, capsys):
     assert first == again != other
 
 
-def test_a_document_too_long_for_its_repetition_fits_by_its_own_queries(
+def test_a_document_too_long_for_its_repetition_is_fitted_to_its_queries(
     tiny_folder, tmp_path, mistake
 ):
-    document, output = tmp_path / "doc.txt", tmp_path / "c.safetensors"
+    document = tmp_path / "doc.txt"
+    output = tmp_path / "c.safetensors"
     document.write_text("".join(sentences(9, seed=7)))
     argv = ["compress", tiny_folder, "--text", document, "-o", output]
     assert "supervision self does not repeat the text" in mistake(*argv)
@@ -257,22 +261,26 @@ def test_a_cache_is_packed_plain_without_its_log_bias_only_on_demand_or_for_a_wi
     assert (tmp_path / "wide.gguf").read_bytes()[:4] == b"GGUF"
 
 
-def test_a_file_says_what_it_holds_and_a_damaged_or_another_one_is_refused_in_one_line(
+def test_info_shows_what_a_file_holds_and_rejects_damaged_and_other_files_in_one_line(
     tmp_path, capsys, mistake
 ):
     heads = [[[torch.ones(n, 8) for n in counts]] for counts in ((2, 4), (1, 3))]
-    told = {"method": "by hand", "seed": "7"}
+    metadata = {"method": "by hand", "seed": "7"}
     cache = CompactCache(
-        [CompactLayer.ragged(x, x) for x in heads], 20, "0123456789ab" + "c" * 52, told
+        [CompactLayer.ragged(x, x) for x in heads], 20, "0123456789ab" + "c" * 52, metadata
     )
     cache.save(tmp_path / "c")
     assert kvcat("info", tmp_path / "c") == 0
     shown = capsys.readouterr().out
     for line in (
-        "20 tokens in 2.5 slots per layer and head (12.5% kept), at most 4", "1 examples, 2 layers, 2 KV heads of 8",
-        f"{cache.nbytes:,}, 12.5% of the 5,120 of the dense cache", "by hand", "unknown, fingerprint 0123456789ab",
-        "seed 7", "slots by layer  3 2",
-    ):  # fmt: skip
+        "20 tokens in 2.5 slots per layer and head (12.5% kept), at most 4",
+        "1 examples, 2 layers, 2 KV heads of 8",
+        f"{cache.nbytes:,}, 12.5% of the 5,120 of the dense cache",
+        "by hand",
+        "unknown, fingerprint 0123456789ab",
+        "seed 7",
+        "slots by layer  3 2",
+    ):
         assert line in shown
     content = (tmp_path / "c").read_bytes()
     (tmp_path / "c").write_bytes(content[:-5] + b"!" + content[-4:])
@@ -319,14 +327,16 @@ def test_a_byte_order_mark_is_left_out_and_a_spelled_control_token_is_text_unles
     assert CompactCache.load(allowed).num_tokens == length + 1
 
 
-def test_a_prompt_or_a_document_that_is_no_unicode_is_refused(
+def test_a_prompt_or_a_document_that_is_no_unicode_is_rejected(
     tiny_folder, saved, tmp_path, mistake
 ):
-    told = mistake("generate", tiny_folder, "--cache", saved, "--prompt", "the cat", "caf\udce9")
-    assert "--prompt is not Unicode text: character 3 is the byte 0xe9, which is not UTF-8" in told
+    message = mistake("generate", tiny_folder, "--cache", saved, "--prompt", "the cat", "caf\udce9")
+    assert (
+        "--prompt is not Unicode text: character 3 is the byte 0xe9, which is not UTF-8" in message
+    )
     (tmp_path / "doc.txt").write_bytes(b"caf\xe9")
-    told = mistake("compress", tiny_folder, "--text", tmp_path / "doc.txt", "-o", tmp_path / "c")
-    assert "is not UTF-8 text" in told
+    message = mistake("compress", tiny_folder, "--text", tmp_path / "doc.txt", "-o", tmp_path / "c")
+    assert "is not UTF-8 text" in message
 
 
 def test_an_output_that_is_a_link_stays_one(tiny_folder, document, tmp_path):

@@ -1,4 +1,4 @@
-"""What a person got wrong is said before torch and transformers are imported."""
+"""Mistakes of a user are reported before torch and transformers are imported."""
 
 import json
 import subprocess

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -20,20 +21,8 @@ def data(tmp_path_factory):
 
 
 def arguments(model, data, out, *options):
-    fixed = [
-        "--data",
-        data,
-        "--split",
-        "all",
-        "--prefix",
-        32,
-        "--suffix",
-        8,
-        "--windows",
-        4,
-        "--batch-size",
-        2,
-    ]
+    fixed = ["--data", data]
+    fixed += shlex.split("--split all --prefix 32 --suffix 8 --windows 4 --batch-size 2")
     return [str(x) for x in ["eval", "suffix", model, *fixed, "--out", out, *options]]
 
 
@@ -58,7 +47,8 @@ def test_an_evaluation_ends_in_records_a_table_and_a_page_and_again_adds_nothing
     finished, tiny_folder, data, capsys
 ):
     argv, out, said = finished
-    page, before = out / "report" / "report.html", records(out)
+    page = out / "report" / "report.html"
+    before = records(out)
     assert said.splitlines()[-1] == str(page)
     assert (
         "Not a result, base: context gain" in said
@@ -134,7 +124,7 @@ def test_a_needle_run_ends_in_records_of_both_methods_the_baselines_and_a_page(t
         5,
     )
     primary = ("--primary", "gradient,num_steps=1,init=random", 0.5, "nll")
-    found = evaluated(out, "needle", "--length", 200, "--per-depth", 1, *method, *primary)
+    evaluated_cells = evaluated(out, "needle", "--length", 200, "--per-depth", 1, *method, *primary)
     chosen = {
         "method": "gradient init=random num_steps=1",
         "keep_ratio": 0.5,
@@ -143,12 +133,12 @@ def test_a_needle_run_ends_in_records_of_both_methods_the_baselines_and_a_page(t
     }
     assert json.loads((out / "config.json").read_text())["primary"] == chosen
     expected = {("dense", 1.0, None), ("no-context", 0.0, None), ("first", 0.5, None)}
-    assert found == expected | {("gradient", 0.5, step) for step in (0, 1)}
+    assert evaluated_cells == expected | {("gradient", 0.5, step) for step in (0, 1)}
     assert len(read_records(out)) == 5 * 5
     assert "exact match" in (out / "report" / "report.html").read_text()
 
 
-def test_a_ruler_run_takes_several_lengths(tmp_path):
+def test_a_ruler_run_accepts_several_lengths(tmp_path):
     tasks = ("--task", "vt", "--per-task", 1, "--method", "first", "--keep", 0.5)
     evaluated(tmp_path, "ruler", "--length", 400, 420, *tasks)
     for length in ("400", "420"):
@@ -157,21 +147,12 @@ def test_a_ruler_run_takes_several_lengths(tmp_path):
 
 
 def test_longbench_and_multiple_choice_run_and_a_model_that_cannot_do_it_is_labelled(tmp_path):
-    options = (
-        "--sub-domain",
-        "all",
-        "--max-tokens",
-        700,
-        "--limit",
-        2,
-        "--method",
-        "first",
-        "--keep",
-        0.2,
+    options = shlex.split("--sub-domain all --max-tokens 700 --limit 2 --method first --keep 0.2")
+    evaluated_cells = evaluated(
+        tmp_path / "long", "longbench", "--data", SMALL / "longbench.jsonl", *options
     )
-    found = evaluated(tmp_path / "long", "longbench", "--data", SMALL / "longbench.jsonl", *options)
     baselines = {("dense", 1.0, None), ("no-context", 0.0, None), ("truncated", 0.2, None)}
-    assert found == baselines | {("first", 0.2, None)}
+    assert evaluated_cells == baselines | {("first", 0.2, None)}
     assert "[not a result]" in (tmp_path / "long" / "report" / "report.html").read_text()
     assert evaluated(tmp_path / "qa", "qa", "--data", SMALL / "qa", "--limit", 1) == {
         ("dense", 1.0, None)
@@ -181,19 +162,8 @@ def test_longbench_and_multiple_choice_run_and_a_model_that_cannot_do_it_is_labe
 
 def test_a_profile_ends_in_a_table(tmp_path, capsys):
     data = write_texts(tmp_path / "texts", documents=8, length=60)
-    lengths = ["--prefix", 16, "--suffix", 8, "--windows", 1, "--slots", 2]
-    argv = [
-        "eval",
-        "profile",
-        "kvcat-base",
-        "--data",
-        data,
-        "--method",
-        "first",
-        "--out",
-        tmp_path / "out",
-        *lengths,
-    ]
+    argv = ["eval", "profile", "kvcat-base", "--data", data, "--out", tmp_path / "out"]
+    argv += shlex.split("--method first --prefix 16 --suffix 8 --windows 1 --slots 2")
     assert run([str(x) for x in argv]) == 0
     assert "kvcat-base   best          2" in capsys.readouterr().out
     assert (tmp_path / "out" / "profile.csv").stat().st_size

@@ -1,4 +1,4 @@
-"""theory histogram, theorem and errata, as a person runs them."""
+"""The commands theory histogram, theorem and errata."""
 
 import csv
 import json
@@ -11,7 +11,7 @@ def table(path):
     return list(csv.DictReader(path.read_text().splitlines()))
 
 
-def test_the_histogram_command_writes_both_curves_and_tells_the_optimum(tmp_path, capsys):
+def test_the_histogram_command_writes_both_curves_and_shows_the_optimum(tmp_path, capsys):
     argv = ["--symbols", "2", "--length", "5", "--scaling", "4", "6", "--out", str(tmp_path)]
     assert run(["theory", "histogram", *argv]) == 0
     said = capsys.readouterr().out
@@ -31,7 +31,8 @@ def test_the_theorem_command_shows_one_network_exact_and_the_other_above_c(tmp_p
     assert run(["theory", "theorem", *argv, "--out", str(tmp_path)]) == 0
     assert "14 sequences, 20 splits, all verified" in (said := capsys.readouterr().out)
     assert "differ in 6 rows of block 2 W_2" in said
-    rows, bounds = table(tmp_path / "theorem.csv"), table(tmp_path / "bounds.csv")
+    rows = table(tmp_path / "theorem.csv")
+    bounds = table(tmp_path / "bounds.csv")
     assert [row["function"] for row in rows] == ["parity", "mean"]
     for row, bound in zip(rows, bounds, strict=True):
         assert float(row["compressible, one slot"]) < 1e-12
@@ -49,7 +50,7 @@ def test_budgets_are_functions_of_the_prefix_length():
     assert {text: [parse_budget(text)(n) for n in range(1, 6)] for text in budgets} == budgets
 
 
-def test_the_errata_are_shown_with_what_stands_in_their_place(capsys):
+def test_the_errata_are_shown_with_their_corrections(capsys):
     assert run(["theory", "errata"]) == 0
     said = capsys.readouterr().out
     assert "26 of 30 sequences are sent to u_0" in " ".join(said.split())

@@ -25,7 +25,7 @@ def test_the_overview_imports_nothing_heavy():
     assert child.stdout.splitlines()[-1] == "[]"
 
 
-def test_the_overview_names_every_command_each_explains_itself_and_version_and_completion_are_printed(
+def test_the_overview_names_every_command_and_help_version_and_completion_are_printed(
     capsys,
 ):
     for argv in ([], ["--help"], ["-h"]):
@@ -46,8 +46,8 @@ def test_the_overview_names_every_command_each_explains_itself_and_version_and_c
     assert capsys.readouterr().out.startswith("kvcat 0.")
     assert run(["--tyro-print-completion", "bash"]) == 0
     shown = capsys.readouterr().out
-    for told in ("needle", "--supervision", "errata", "--mask-weight"):
-        assert told in shown
+    for word in ("needle", "--supervision", "errata", "--mask-weight"):
+        assert word in shown
 
 
 @given(
@@ -64,7 +64,7 @@ def test_values_after_one_option_equal_options_written_each_time(ratios, methods
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         ("nonsense", "nonsense"),
         ("train large --help", "no recipe 'large': small, "),
@@ -126,23 +126,26 @@ def test_values_after_one_option_equal_options_written_each_time(ratios, methods
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2_and_nothing_is_written(
-    line, told, mistake, tmp_path, monkeypatch
+    line, message, mistake, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     (tmp_path / "t.txt").write_text("a text")
     (tmp_path / "empty.txt").write_text(" \n")
     monkeypatch.chdir(tmp_path)
-    assert told in mistake(*shlex.split(line))
+    assert message in mistake(*shlex.split(line))
     assert sorted(f.name for f in tmp_path.iterdir()) == ["empty.txt", "t.txt"]
 
 
-def test_a_mistake_in_the_text_or_the_request_is_told_before_weights_are_read(
-    tiny_folder, mistake, tmp_path
+def test_a_mistake_in_the_text_or_the_request_is_reported_before_weights_are_read(
+    tiny_folder, texts_folder, mistake, tmp_path
 ):
     model = shutil.copytree(
         tiny_folder, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors")
     )
-    for kind, option, more in (("suffix", "--data", ()), ("profile", "--data", ("--slots", 1))):
+    for kind, option, extra_options in (
+        ("suffix", "--data", ("--split", "all")),
+        ("profile", "--data", ("--slots", 1)),
+    ):
         line = [
             "eval",
             kind,
@@ -151,16 +154,16 @@ def test_a_mistake_in_the_text_or_the_request_is_told_before_weights_are_read(
             20,
             "--suffix",
             8,
-            *more,
+            *extra_options,
             "--out",
             tmp_path / "out",
             option,
         ]
         assert "no such text file or folder: nowhere" in mistake(*line, "nowhere")
-        assert "cannot load" in mistake(*line, "installed")  # the weights, which are not there
+        assert "cannot load" in mistake(*line, texts_folder)  # the weights, which are not there
     needle = ["eval", "needle", model, "--length", 130, "--per-depth", 1, "--out", tmp_path / "out"]
-    told = "primary cell: h2o at keep ratio 0.3 is not evaluated"
-    assert told in mistake(*needle, "--keep", 0.2, "--primary", "h2o", 0.3, "kl")
+    message = "primary cell: h2o at keep ratio 0.3 is not evaluated"
+    assert message in mistake(*needle, "--keep", 0.2, "--primary", "h2o", 0.3, "kl")
 
 
 class Stopped(Exception):  # noqa: N818
@@ -168,7 +171,7 @@ class Stopped(Exception):  # noqa: N818
 
 
 @pytest.mark.parametrize(
-    ("raised", "code", "told"),
+    ("raised", "code", "message"),
     [
         (PermissionError(13, "Denied", "out/x"), 2, "kvcat: cannot use out/x: Denied\n"),
         (KeyboardInterrupt(), 130, "kvcat: interrupted\n"),
@@ -176,16 +179,20 @@ class Stopped(Exception):  # noqa: N818
     ],
     ids=["not allowed", "Ctrl-C", "signal"],
 )
-def test_what_ends_a_command_from_outside_is_one_line_and_its_own_exit_code(
-    raised, code, told, capsys, monkeypatch
+def test_what_ends_a_command_from_outside_gives_one_line_and_a_specific_exit_code(
+    raised, code, message, capsys, monkeypatch
 ):
     def command(*folders: str):
         raise raised
 
-    monkeypatch.setattr(app, "_function", lambda _: command)
+    def buggy_command(*folders: str):
+        return {}["missing"]
+
+    report = f"kvcat.{app.COMMANDS['report'][0]}"
+    monkeypatch.setattr(report, command)
     assert run(["report"]) == code
-    assert capsys.readouterr().err == told
-    monkeypatch.setattr(app, "_function", lambda _: {}["missing"])
+    assert capsys.readouterr().err == message
+    monkeypatch.setattr(report, buggy_command)
     with pytest.raises(KeyError):  # a bug shows its traceback
         run(["report"])
 
@@ -219,8 +226,16 @@ def test_options_override_a_file_and_a_file_the_recipe(tiny_folder, texts_folder
     assert run([str(x) for x in ["train", "small", *argv]]) == 0
     assert capsys.readouterr().out == f"exported to {tmp_path / 'run' / 'export'}\n"
     expected = small(
-        model=str(tiny_folder), data=str(texts_folder), output=str(tmp_path / "run"), seq_len=32, batch_size=2,
-        max_steps=1, group_starts=(1,), betas=(0.8, 0.9), prefix_range=(0.5, 0.9), activation_checkpointing=True,
-    )  # fmt: skip
+        model=str(tiny_folder),
+        data=str(texts_folder),
+        output=str(tmp_path / "run"),
+        seq_len=32,
+        batch_size=2,
+        max_steps=1,
+        group_starts=(1,),
+        betas=(0.8, 0.9),
+        prefix_range=(0.5, 0.9),
+        activation_checkpointing=True,
+    )
     written = json.loads((tmp_path / "run" / "config.json").read_text())
     assert written == json.loads(json.dumps(vars(expected)))

@@ -1,5 +1,4 @@
-"""Attention heads with structure, and where kept keys come from (a module of the tests, not a
-test)."""
+"""Attention heads with structure, and where kept keys come from (a helper of the tests)."""
 
 from dataclasses import replace
 
@@ -41,11 +40,11 @@ def first_slots(cache, counts):
     layers = []
     for layer, rows in zip(cache.layers, counts, strict=True):
         states = (layer.keys, layer.values, layer.log_bias, layer.positions)
-        parts = [
-            [[part[b, h, :n] for h, n in enumerate(row)] for b, row in enumerate(rows)]
-            for part in states
+        chosen = [
+            [[states_of_kind[b, h, :n] for h, n in enumerate(row)] for b, row in enumerate(rows)]
+            for states_of_kind in states
         ]
-        layers.append(CompactLayer.ragged(*parts))
+        layers.append(CompactLayer.ragged(*chosen))
     return replace(cache, layers=layers)
 
 
@@ -55,8 +54,7 @@ def positions_of(kept, states):
 
 
 def plain_error(block, dense, slots):
-    """Output error of the kept keys with their own values and no log-bias, in the most direct
-    way."""
+    """Output error of the kept keys with their original values and no log-bias, by the formula."""
     take = slots.unsqueeze(-1)
     keys = block.keys.gather(1, take.expand(-1, -1, block.keys.shape[-1]))
     values = block.values.gather(1, take.expand(-1, -1, block.values.shape[-1]))

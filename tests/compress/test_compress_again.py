@@ -33,13 +33,15 @@ def test_behind_a_cache_of_all_slots_trace_and_fit_are_those_of_the_dense_forwar
     dense = trace(double, windows, 48)
     again = trace(double, windows, 48, past=trace(double, windows, 32).dense_cache())
     assert (again.past_len, again.max_slots) == (32, 48)
-    left, right = ([x.keys, x.values, x.queries, x.suffix_keys, x.logits] for x in (again, dense))
-    torch.testing.assert_close(left, right, rtol=0, atol=1e-12)
+    again_tensors, dense_tensors = (
+        [x.keys, x.values, x.queries, x.suffix_keys, x.logits] for x in (again, dense)
+    )
+    torch.testing.assert_close(again_tensors, dense_tensors, rtol=0, atol=1e-12)
     # behind a past the prefix has no queries of its own
     method = AttentionMatching(**{"own_weight": 0.0, **options})
     caches = [
-        tensors(method(found, num_slots=7), "keys", "values", "log_bias")
-        for found in (again, dense)
+        tensors(method(one_trace, num_slots=7), "keys", "values", "log_bias")
+        for one_trace in (again, dense)
     ]
     torch.testing.assert_close(*caches, rtol=0, atol=1e-6, check_dtype=False)
 
@@ -58,15 +60,22 @@ def test_all_slots_of_a_grown_cache_replay_what_follows_it(double, windows, past
     assert torch.allclose(replay(double, cache, windows[:, 48:]), followed, atol=1e-12)
     kept = AttentionMatching()(grown, num_slots=30)
     assert all(torch.equal(a.keys, b.keys) for a, b in zip(kept.layers, cache.layers, strict=True))
-    parts = trace(double, windows, 48, past=past, chunk_tokens=7)
-    assert torch.allclose(parts.logits, followed, atol=1e-12)
+    chunked = trace(double, windows, 48, past=past, chunk_tokens=7)
+    assert torch.allclose(chunked.logits, followed, atol=1e-12)
 
 
 METHODS = [
-    AttentionMatching(), AttentionMatching("paper"), AttentionMatching(log_bias=False),
-    AttentionMatching(budgets="adaptive"), Eviction("first"), Eviction("random"), Eviction("streaming"),
-    Eviction("keynorm"), GradientCompression(num_steps=2), GradientCompression(num_steps=2, init="random"),
-]  # fmt: skip
+    AttentionMatching(),
+    AttentionMatching("paper"),
+    AttentionMatching(log_bias=False),
+    AttentionMatching(budgets="adaptive"),
+    Eviction("first"),
+    Eviction("random"),
+    Eviction("streaming"),
+    Eviction("keynorm"),
+    GradientCompression(num_steps=2),
+    GradientCompression(num_steps=2, init="random"),
+]
 
 
 @pytest.mark.parametrize("method", METHODS, ids=str)
@@ -93,7 +102,7 @@ def test_without_a_fitted_log_bias_slots_keep_the_one_they_have(double, windows,
     assert all(layer.log_bias is None for layer in cache.layers)
 
 
-def test_a_past_that_does_not_fit_and_methods_that_need_all_queries_are_refused(
+def test_a_past_that_does_not_fit_and_methods_that_need_all_queries_are_rejected(
     double, windows, compact
 ):
     with pytest.raises(InputError, match="past holds 32 tokens: the prefix of 32 adds none"):

@@ -18,7 +18,6 @@ from kvcat.compress import (
     supervised_kl,
     trace,
 )
-from kvcat.compress import heads as heads_module
 from kvcat.compress.heads import Heads, dense_attention, draw_rows
 from kvcat.compress.methods.attention_matching import match_attention
 from kvcat.compress.queries import fitted_queries
@@ -26,16 +25,16 @@ from kvcat.models import load
 from tiny import loud_model, refusal
 
 
-def loaded(found, own_weight=0.0):
+def loaded(traced, own_weight=0.0):
     """All heads of a trace whose heads are of one shape."""
-    fitted = fitted_queries(found, own_weight, by_share=True)
-    heads = Heads(found, fitted)
+    fitted = fitted_queries(traced, own_weight, by_share=True)
+    heads = Heads(traced, fitted)
     (group,) = heads.groups_for_scores()
     return heads.load(group)
 
 
 def output_error(batch, slots, values, log_bias):
-    """Weighted squared error of the attention outputs, in the most direct way."""
+    """Weighted squared error of the attention outputs, computed from the formula."""
     scores = (batch.queries @ batch.keys.mT).double()
     kept = scores.gather(
         2, slots.unsqueeze(1).expand(-1, scores.shape[1], -1)
@@ -63,20 +62,19 @@ def test_presets_are_their_options_spelled_out():
 
 
 def test_both_forms_are_the_public_solvers_one_head_at_a_time(traced):
-    """The paper's from its formulas; the stable one from weighted relative masses, pulled to the
+    """The paper's form by its formulas; the stable form by weighted relative masses, pulled to the
     kept slots."""
     batch = loaded(traced)
     dense = dense_attention(batch)
     for num_iters, ridge in ((2, 1e-4), (None, 1e-2)):
         slots, values, log_bias = match_attention(batch, dense, 9, num_iters=num_iters, ridge=ridge)
         for head in range(len(slots)):
-            queries, keys, own = (
-                batch.queries[head],
-                batch.keys[head, slots[head]],
-                batch.values[head, slots[head]],
-            )
+            queries = batch.queries[head]
+            keys = batch.keys[head, slots[head]]
+            kept_values = batch.values[head, slots[head]]
             weight = dense.weights[head]
-            kept, every = queries @ keys.mT, queries @ batch.keys[head].mT
+            kept = queries @ keys.mT
+            every = queries @ batch.keys[head].mT
             if num_iters is None:
                 whole = every.logsumexp(-1, keepdim=True)
                 expected = fit_log_bias(kept, whole, pull=0.1, weights=weight)
@@ -85,7 +83,7 @@ def test_both_forms_are_the_public_solvers_one_head_at_a_time(traced):
             assert torch.allclose(log_bias[head], expected, atol=2e-2 if num_iters else 1e-3)
             attention = (kept + log_bias[head]).softmax(-1) * weight.unsqueeze(-1)
             outputs = every.softmax(-1) @ batch.values[head] * weight.unsqueeze(-1)
-            towards = own if num_iters is None else torch.zeros_like(own)
+            towards = kept_values if num_iters is None else torch.zeros_like(kept_values)
             expected = fit_values(attention, outputs, ridge=ridge, towards=towards)
             assert torch.allclose(values[head], expected, atol=1e-2, rtol=1e-2)
 
@@ -112,7 +110,8 @@ def test_dropping_copies_of_a_token_loses_nothing_while_one_of_each_is_kept():
 
 def test_the_stable_fit_improves_with_every_slot_count_and_beats_eviction_of_the_same_keys():
     batch = structured_head()
-    dense, errors = dense_attention(batch), []
+    dense = dense_attention(batch)
+    errors = []
     for num_slots in (8, 16, 32, 64, 128):
         fit = match_attention(batch, dense, num_slots)
         errors.append(output_error(batch, *fit).item())
@@ -133,10 +132,13 @@ def test_a_query_of_weight_root_two_counts_as_that_query_twice(log_bias):
     torch.testing.assert_close(*fits, rtol=0, atol=1e-4)
 
 
-def test_small_batches_and_chunks_of_queries_change_nothing(traced, monkeypatch):
+class SmallGroups(AttentionMatching):
+    group_elements = 48 * 10
+
+
+def test_small_groups_of_heads_change_nothing(traced):
     whole = AttentionMatching()(traced, num_slots=9)
-    monkeypatch.setattr(heads_module, "_BATCH_ELEMENTS", 48 * 10)
-    pieces = AttentionMatching()(traced, num_slots=9)
+    pieces = SmallGroups()(traced, num_slots=9)
     torch.testing.assert_close(tensors(whole, "keys"), tensors(pieces, "keys"), rtol=0, atol=0)
     torch.testing.assert_close(
         tensors(whole, "log_bias"), tensors(pieces, "log_bias"), rtol=0, atol=1e-3
@@ -150,14 +152,15 @@ def test_small_batches_and_chunks_of_queries_change_nothing(traced, monkeypatch)
     "options", [{"budgets": "adaptive"}, {"preset": "paper", "num_queries": 20}], ids=str
 )
 def test_caches_of_several_keep_ratios_are_those_of_single_calls(traced, options):
-    method, ratios = AttentionMatching(**options), [0.3, 1, 0.1]
+    method = AttentionMatching(**options)
+    ratios = [0.3, 1, 0.1]
     for ratio, cache in zip(ratios, method.each(traced, ratios), strict=True):
         alone = method(traced, keep_ratio=ratio)
         assert cache.metadata == alone.metadata
         torch.testing.assert_close(tensors(cache), tensors(alone), rtol=1e-5, atol=1e-6)
 
 
-def test_slots_of_unequal_heads_tell_the_positions_of_their_tokens(traced):
+def test_slots_of_unequal_heads_record_the_positions_of_their_tokens(traced):
     cache = AttentionMatching(budgets="adaptive")(traced, num_slots=6)
     for index, layer in enumerate(cache.layers):
         positions = layer.positions.split(layer.counts.flatten().tolist())
@@ -170,7 +173,8 @@ def test_slots_of_unequal_heads_tell_the_positions_of_their_tokens(traced):
 def test_a_layer_whose_stream_is_larger_gets_fewer_slots(traced):
     louder = replace(traced, stream=[traced.stream[0] * 100, *traced.stream[1:]])
     before, after = (
-        AttentionMatching()(found, num_slots=6).layers[0].counts.sum() for found in (traced, louder)
+        AttentionMatching()(one_trace, num_slots=6).layers[0].counts.sum()
+        for one_trace in (traced, louder)
     )
     assert after < before
 
@@ -186,9 +190,9 @@ def test_queries_are_drawn_without_replacement_and_at_most_as_many_as_there_are(
 
 
 def test_a_prefix_that_supervises_itself_in_place_sees_no_later_key(model, windows):
-    found = trace(model, windows[:1, :20], supervision="self")
-    fitted = fitted_queries(found, 0.0, by_share=True)
-    heads = Heads(found, fitted)
+    traced = trace(model, windows[:1, :20], supervision="self")
+    fitted = fitted_queries(traced, 0.0, by_share=True)
+    heads = Heads(traced, fitted)
     batch = heads.load(heads.groups_for_scores()[0])
     scores = batch.scores()
     assert torch.equal(
@@ -199,11 +203,11 @@ def test_a_prefix_that_supervises_itself_in_place_sees_no_later_key(model, windo
         scores[2].softmax(-1).view(20, 2, 20).transpose(0, 1), attention[1][0, :2], atol=1e-5
     )
     for options in ({"own_weight": 0.0}, {"preset": "paper"}):
-        cache = AttentionMatching(**options)(found, num_slots=4)
+        cache = AttentionMatching(**options)(traced, num_slots=4)
         assert all(x.isfinite().all() for layer in cache.layers for x in layer.tensors().values())
 
 
-def test_on_a_real_model_what_is_fitted_to_few_queries_serves_others_better_than_eviction():
+def test_on_a_real_model_a_fit_to_few_queries_is_better_for_others_than_eviction():
     model, tokenizer = load("kvcat-base")
     texts = [inspect.getsource(module) for module in (argparse, difflib, inspect)]
     ids = torch.tensor([tokenizer.encode(text, verbose=False)[2000:2768] for text in texts])
@@ -212,32 +216,29 @@ def test_on_a_real_model_what_is_fitted_to_few_queries_serves_others_better_than
     def held_out(method):
         return supervised_kl(judge, method(fitted, keep_ratio=0.4)).mean().item()
 
-    alone, stable = held_out(AttentionMatching(own_weight=0.0)), held_out(AttentionMatching())
+    alone = held_out(AttentionMatching(own_weight=0.0))
+    stable = held_out(AttentionMatching())
     assert alone < 0.8 * held_out(AttentionMatching("paper", num_queries=None, ridge=1e-6))
     assert stable < 0.5 * held_out(Eviction("streaming"))
     assert stable < alone
 
 
 @pytest.mark.parametrize("preset", ["stable", "known", "paper"])
-def test_how_many_heads_are_solved_together_does_not_change_the_cache(
-    preset, model, windows, monkeypatch
-):
-    found, caches = trace(model, windows, 48), []
-    for limit in (2**24, 2**12):
-        monkeypatch.setattr(heads_module, "_BATCH_ELEMENTS", limit)
-        caches.append(AttentionMatching(preset)(found, num_slots=8))
+def test_how_many_heads_are_solved_together_does_not_change_the_cache(preset, model, windows):
+    traced = trace(model, windows, 48)
+    caches = [method(preset)(traced, num_slots=8) for method in (AttentionMatching, SmallGroups)]
     for together, apart in zip(*(cache.layers for cache in caches), strict=True):
         for name, tensor in together.tensors().items():
             assert torch.allclose(tensor, apart.tensors()[name], atol=1e-4), name
 
 
-def test_values_that_a_type_of_few_bits_cannot_hold_are_refused_with_the_setting(windows):
-    half = trace(loud_model(dtype=torch.float16, std=1.0), windows, 48)
-    whole = trace(loud_model(std=1.0), windows, 48)
+def test_values_that_a_type_of_few_bits_cannot_hold_are_rejected_with_the_setting(windows):
+    half = trace(loud_model(dtype=torch.float16, std=1.0), windows[:1], 48)
+    whole = trace(loud_model(std=1.0), windows[:1], 48)
     for preset in ("paper", "stable", "known"):
         method = AttentionMatching(preset, ridge=None)
         assert method(whole, num_slots=36)
-        told = refusal(method, half, num_slots=36)
-        assert "ridge=None" in told
-        assert "that are not finite in float16" in told
+        message = refusal(method, half, num_slots=36)
+        assert "ridge=None" in message
+        assert "that are not finite in float16" in message
         assert AttentionMatching(preset)(half, num_slots=36)

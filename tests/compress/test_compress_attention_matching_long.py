@@ -15,29 +15,34 @@ def peak():
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
-model = loud_model(std=0.15, vocab_size=4001, hidden_size=64, intermediate_size=1024, max_position_embeddings=40000)
+model = loud_model(
+    std=0.15,
+    vocab_size=4001,
+    hidden_size=64,
+    intermediate_size=1024,
+    max_position_embeddings=40000,
+)
 ids = torch.randint(0, 4001, (1, 6144 + 2048))
 trace(model, ids[:, :64], 32)
 start = peak()
-found = trace(model, ids, 6144, chunk_tokens=1024)
+long_trace = trace(model, ids, 6144, chunk_tokens=1024)
 traced = peak()
-held = sum(x.nbytes for part in (found.keys, found.values, found.queries) for x in part) / 2**20
-AttentionMatching()(found, num_slots=128)
+states = [*long_trace.keys, *long_trace.values, *long_trace.queries]
+held = sum(tensor.nbytes for tensor in states) / 2**20
+AttentionMatching()(long_trace, num_slots=128)
 fitted = peak()
-most = Eviction("streaming")(found, num_slots=6143)
+most = Eviction("streaming")(long_trace, num_slots=6143)
 with LargeTensors() as seen:
-    sys.modules["kvcat.compress.compare"]._CHUNK_TOKENS = 1024
-    compare(found, most)
+    compare(long_trace, most, chunk_tokens=1024)
 with torch.no_grad():
-    dense = found.logits[:, :256]
+    dense = long_trace.logits[:, :256]
     shifted = (replay(model, most, ids[:, 6144:6400]) - dense).square().mean().sqrt().item()
 print(traced - start, held, fitted - traced, seen.largest, shifted, dense.std().item())
 """
 
 
 def test_a_long_prefix_costs_chunks_of_memory_and_keeps_its_positions():
-    # what is freed goes back at once, so that the peak is what was held and not what malloc kept
-    # for later
+    # freed memory goes back at once, so that the peak is what was in use, not what malloc kept
     environment = {
         **os.environ,
         "MALLOC_MMAP_THRESHOLD_": "65536",

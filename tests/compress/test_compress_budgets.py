@@ -22,18 +22,22 @@ def test_a_curve_is_the_ridge_regression_on_the_dense_weights_of_the_first_slots
     outputs = weights @ batch.values[0].double()
     shift = 1e-2 * weights.square().sum()
     for count, error in curve.items():
-        kept, own = weights[:, order[:count]], batch.values[0, order[:count]].double()
+        kept = weights[:, order[:count]]
+        kept_values = batch.values[0, order[:count]].double()
         gram = kept.mT @ kept + shift * torch.eye(count)
-        values = own + torch.linalg.solve(gram, kept.mT @ (outputs - kept @ own))
-        expected = (kept @ values - outputs).square().sum() + shift * (values - own).square().sum()
+        values = kept_values + torch.linalg.solve(gram, kept.mT @ (outputs - kept @ kept_values))
+        expected = (kept @ values - outputs).square().sum() + shift * (
+            values - kept_values
+        ).square().sum()
         assert torch.allclose(torch.tensor(error).double(), expected, rtol=1e-3, atol=1e-9)
 
 
 @pytest.mark.parametrize("period", [2, 3, 7, 9])
 def test_the_queries_of_a_curve_are_a_fair_sample_of_rows_in_which_query_heads_take_turns(period):
-    """Queries of one head in ``period`` look at random keys, the others' at one: the sample has
-    both kinds."""
-    draw, rows = torch.Generator().manual_seed(0), 9 * NUM_QUERIES
+    """In one head of ``period`` the queries attend to random keys, in the others to one key; the
+    sample has both kinds."""
+    draw = torch.Generator().manual_seed(0)
+    rows = 9 * NUM_QUERIES
     queries = 8 * torch.eye(8)[torch.randint(8, (1, rows), generator=draw)]
     queries[:, torch.arange(rows) % period != 1] = 8 * torch.eye(8)[0]
     states = torch.eye(8)[None], torch.randn(1, 8, 4, generator=draw)
@@ -46,8 +50,7 @@ def test_the_queries_of_a_curve_are_a_fair_sample_of_rows_in_which_query_heads_t
 
 @pytest.mark.parametrize("ridge", [0.0, 1e-12, 1e-8])
 def test_a_curve_needs_no_ridge_that_single_precision_can_hold(ridge):
-    """Of queries that are nearly one and the same, and of a few that alone count and all are in the
-    sample."""
+    """Queries that are nearly equal, and a few queries that alone count, all in the sample."""
     alike = structured_head(prefix=60, queries=1, dim=8)
     queries = alike.queries + 1e-3 * torch.randn(
         1, 4096, 8, generator=torch.Generator().manual_seed(1)
@@ -75,7 +78,7 @@ def test_what_is_shared_out_is_close_to_the_best_choice_and_never_worse_than_equ
         chosen = allocate(costs, errors, total).tolist()
         spent = sum(sizes[i] for i in chosen)
         assert spent <= total
-        found = sum(errors[i, h].item() for h, i in enumerate(chosen))
+        error = sum(errors[i, h].item() for h, i in enumerate(chosen))
         fewer = max(
             heads, total - 7
         )  # the greedy choice is at least that of the largest step fewer
@@ -85,22 +88,23 @@ def test_what_is_shared_out_is_close_to_the_best_choice_and_never_worse_than_equ
             if sum(sizes[i] for i in c) <= fewer
         )
         assert (
-            found
+            error
             <= min(sum(errors[i, h].item() for h, i in enumerate(choice)) for choice in choices)
             + 1e-6
         )
         equal = max(i for i in range(4) if sizes[i] * heads <= total)
-        assert found <= errors[equal].sum().item() + 1e-6
+        assert error <= errors[equal].sum().item() + 1e-6
 
 
 def curve(errors: torch.Tensor, num_slots: int) -> dict[int, float]:
-    """Errors of 1, 2, ... slots at the sizes that heads of so many slots on average may have."""
+    """Errors of 1, 2, ... slots, at the sizes that heads may have if the average is this number."""
     sizes = {min(size, len(errors)) for size in slot_sizes(num_slots, 40)}
     return {size: errors[size - 1].item() for size in sorted(sizes)}
 
 
 def test_a_head_with_a_steep_curve_gets_more_and_a_head_cannot_get_more_than_it_has():
-    flat, steep = curve(torch.full((40,), 1.0), 10), 10 / torch.arange(1, 41)
+    flat = curve(torch.full((40,), 1.0), 10)
+    steep = 10 / torch.arange(1, 41)
     curves = {
         (0, 0, 0): flat,
         (0, 0, 1): curve(steep, 10),

@@ -1,4 +1,4 @@
-"""What every compressor does: one row of this table per compressor. And methods as text."""
+"""What every compressor guarantees, with a row of ``ROWS`` for each, and methods as text."""
 
 import math
 
@@ -55,7 +55,7 @@ def test_every_registered_compressor_has_a_row_and_a_name_on_the_command_line():
 
 
 @table([*ROWS, *RAGGED])
-def test_a_compressor_keeps_its_number_of_slots_and_tells_how(traced, name, options):
+def test_a_compressor_keeps_its_number_of_slots_and_records_its_method(traced, name, options):
     by_layer = options.get("budgets") == "layers"
     for wanted, slots in (({"keep_ratio": 0.1}, 5), ({"num_slots": 7}, 7), ({"num_slots": 1}, 1)):
         cache = make_compressor(name, **options)(traced, **wanted)
@@ -85,13 +85,15 @@ def test_a_compressor_keeps_its_number_of_slots_and_tells_how(traced, name, opti
 def test_a_cache_has_the_models_dtype_and_all_slots_replay_the_dense_logits(windows, name, options):
     method = make_compressor(name, **options)
     for dtype in (torch.bfloat16, torch.float64):
-        found = trace(loud_model(dtype=dtype), windows[:2], 48)
-        for layer in method(found, num_slots=5).layers:
+        double_trace = trace(loud_model(dtype=dtype), windows[:2], 48)
+        for layer in method(double_trace, num_slots=5).layers:
             assert layer.keys.dtype == layer.values.dtype == dtype
             assert layer.log_bias is None or layer.log_bias.dtype in (torch.float32, torch.float64)
-    whole = method(found, keep_ratio=1)
+    whole = method(double_trace, keep_ratio=1)
     assert not whole.has_log_bias
-    assert torch.allclose(replay(found.model, whole, windows[:2, 48:]), found.logits, atol=1e-12)
+    assert torch.allclose(
+        replay(double_trace.model, whole, windows[:2, 48:]), double_trace.logits, atol=1e-12
+    )
 
 
 @some_kinds
@@ -111,7 +113,8 @@ def test_a_call_repeats_and_leaves_model_trace_and_random_state_and_is_the_same_
     traced, tmp_path, name, options
 ):
     held = (*traced.keys, *traced.values, *traced.queries, traced.hidden)
-    before, state = [tensor.clone() for tensor in held], torch.get_rng_state()
+    before = [tensor.clone() for tensor in held]
+    state = torch.get_rng_state()
     traced.model.train()
     try:
         first, again = (make_compressor(name, **options)(traced, num_slots=6) for _ in range(2))
@@ -130,12 +133,16 @@ def test_a_call_repeats_and_leaves_model_trace_and_random_state_and_is_the_same_
     assert torch.equal(compare(traced, first).kl, compare(traced, loaded).kl)
 
 
-def test_budgets_out_of_range_are_refused(traced):
+def test_budgets_out_of_range_are_rejected(traced):
     for wanted, message in (
-        ({"keep_ratio": 0.0}, r"keep_ratio must be in \(0, 1\], not 0.0"), ({"keep_ratio": 1.01}, "not 1.01"),
-        ({"keep_ratio": math.nan}, "not nan"), ({"num_slots": 0}, r"num_slots must be in \[1, 48\], not 0"),
-        ({"num_slots": 49}, "not 49"), ({}, "either"), ({"keep_ratio": 0.5, "num_slots": 3}, "either"),
-    ):  # fmt: skip
+        ({"keep_ratio": 0.0}, r"keep_ratio must be in \(0, 1\], not 0.0"),
+        ({"keep_ratio": 1.01}, "not 1.01"),
+        ({"keep_ratio": math.nan}, "not nan"),
+        ({"num_slots": 0}, r"num_slots must be in \[1, 48\], not 0"),
+        ({"num_slots": 49}, "not 49"),
+        ({}, "either"),
+        ({"keep_ratio": 0.5, "num_slots": 3}, "either"),
+    ):
         for name in ("attention-matching", "gradient"):
             with pytest.raises(InputError, match=message):
                 make_compressor(name)(traced, **wanted)
@@ -145,31 +152,60 @@ def test_budgets_out_of_range_are_refused(traced):
     ("name", "options", "message"),
     [
         ("zip", {}, r"no compressor 'zip'; there are attention-matching"),
-        ("attention-matching", {"speed": 2}, r"attention-matching has no option 'speed'; its options: preset"),
+        (
+            "attention-matching",
+            {"speed": 2},
+            r"attention-matching has no option 'speed'; its options: preset",
+        ),
         ("attention-matching", {"log_bias": "no"}, "log_bias is 'no'; it must be true or false"),
-        ("attention-matching", {"num_queries": 1.5}, "num_queries is 1.5; it must be a whole number or null"),
+        (
+            "attention-matching",
+            {"num_queries": 1.5},
+            "num_queries is 1.5; it must be a whole number or null",
+        ),
         ("attention-matching", {"seed": True}, "seed is True; it must be a whole number"),
-        *(("attention-matching", {name: value}, f"{name} .*{value}") for name, value in (
-            ("preset", "fast"), ("num_queries", 0), ("ridge", -1.0), ("ridge", math.inf), ("num_iters", -2),
-            ("budgets", "fair"), ("own_weight", -0.1), ("own_weight", math.nan),
-        )),
-        ("snapkv", {"seed": 2}, r"snapkv has no option 'seed'; its options: window, kernel_size, pooling"),
+        *(
+            ("attention-matching", {name: value}, f"{name} .*{value}")
+            for name, value in (
+                ("preset", "fast"),
+                ("num_queries", 0),
+                ("ridge", -1.0),
+                ("ridge", math.inf),
+                ("num_iters", -2),
+                ("budgets", "fair"),
+                ("own_weight", -0.1),
+                ("own_weight", math.nan),
+            )
+        ),
+        (
+            "snapkv",
+            {"seed": 2},
+            r"snapkv has no option 'seed'; its options: window, kernel_size, pooling",
+        ),
         ("snapkv", {"kernel_size": 3.0}, "snapkv: kernel_size is 3.0; it must be a whole number"),
-        ("snapkv", {"kernel_size": 4}, "kernel_size"), ("snapkv", {"window": 0}, "window"),
-        ("snapkv", {"pooling": "min"}, "pooling"), ("streaming", {"num_sinks": -1}, "num_sinks"),
+        ("snapkv", {"kernel_size": 4}, "kernel_size"),
+        ("snapkv", {"window": 0}, "window"),
+        ("snapkv", {"pooling": "min"}, "pooling"),
+        ("streaming", {"num_sinks": -1}, "num_sinks"),
         ("first", {"seed": 1}, "first has no option 'seed'; its options: none"),
         ("h2o", {"name": "x"}, "no option 'name'"),
-        *(("gradient", {"init": init}, message) for init, message in (
-            (None, "init is None; it must be text"), ("last", "init"), ("random,seed=2", "has no option 'seed'"),
-            ("snapkv,seed=2", "snapkv has no option"), ("attention-matching,ridge=0.0", "ridge"),
-        )),
-        ("gradient", {"lr": 0.0}, "lr"), ("gradient", {"lr": math.inf}, "lr is inf"),
-        ("gradient", {"num_steps": -1}, "num_steps"), ("gradient", {"schedule": "warm"}, "schedule"),
+        *(
+            ("gradient", {"init": init}, message)
+            for init, message in (
+                (None, "init is None; it must be text"),
+                ("last", "init"),
+                ("random,seed=2", "has no option 'seed'"),
+                ("snapkv,seed=2", "snapkv has no option"),
+                ("attention-matching,ridge=0.0", "ridge"),
+            )
+        ),
+        ("gradient", {"lr": 0.0}, "lr"),
+        ("gradient", {"lr": math.inf}, "lr is inf"),
+        ("gradient", {"num_steps": -1}, "num_steps"),
+        ("gradient", {"schedule": "warm"}, "schedule"),
     ],
-)  # fmt: skip
-def test_names_options_and_values_that_a_method_cannot_take_are_refused_by_name(
-    name, options, message
-):
+)
+def test_unknown_methods_options_and_values_are_rejected_by_name(name, options, message):
     with pytest.raises(InputError, match=message):
         make_compressor(name, **options)
 
@@ -182,15 +218,23 @@ def test_slots_are_the_ceiling_of_the_exact_product(tokens, percent):
 @pytest.mark.parametrize(
     ("spec", "expected"),
     [
-        ("gradient,num_steps=20,init=random,lr=1e-3", ("gradient", {"num_steps": 20, "init": "random", "lr": 1e-3})),
-        ("keynorm,a=[0.9,1],b=None,c=null,d=true", ("keynorm", {"a": (0.9, 1), "b": None, "c": None, "d": True})),
+        (
+            "gradient,num_steps=20,init=random,lr=1e-3",
+            ("gradient", {"num_steps": 20, "init": "random", "lr": 1e-3}),
+        ),
+        (
+            "keynorm,a=[0.9,1],b=None,c=null,d=true",
+            ("keynorm", {"a": (0.9, 1), "b": None, "c": None, "d": True}),
+        ),
         ("gradient,init=[first,x=1],lr=1", ("gradient", {"init": "first,x=1", "lr": 1})),
         ("kvpress:SnapKVPress,window_size=8", ("kvpress:SnapKVPress", {"window_size": 8})),
-        ("", "names no method"), ("num_steps=2", "names no method"),
+        ("", "names no method"),
+        ("num_steps=2", "names no method"),
         ("gradient,num_steps", "'num_steps' in method 'gradient,num_steps' is no option=value"),
-        ("gradient,num_steps=", "is no option=value"), ("gradient,lr=1,lr=2", "option lr is given twice"),
+        ("gradient,num_steps=", "is no option=value"),
+        ("gradient,lr=1,lr=2", "option lr is given twice"),
     ],
-)  # fmt: skip
+)
 def test_a_method_is_a_name_and_options_as_text(spec, expected):
     if isinstance(expected, tuple):
         assert parse_method(spec) == expected

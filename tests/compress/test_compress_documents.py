@@ -105,7 +105,8 @@ def test_a_chat_is_the_tokens_of_the_whole_turn(kind, template):
 
 def test_blanks_that_a_template_trims_are_trimmed_and_those_between_document_and_question_stay():
     tokenizer = with_template(CHAT_ML)
-    text, question = f"\n\n  {DOCUMENT}\n", " what is it? \n"
+    text = f"\n\n  {DOCUMENT}\n"
+    question = " what is it? \n"
     turn = [{"role": "user", "content": f"{text}\n\n{question}"}]
     whole = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
     ids = (
@@ -116,34 +117,56 @@ def test_blanks_that_a_template_trims_are_trimmed_and_those_between_document_and
 
 
 @pytest.mark.parametrize(
-    ("template", "told"),
+    ("template", "message"),
     [
-        (PLAIN.replace("m['content']", "m['content'] | upper"), "does not write a user's text once as it is"),
+        (
+            PLAIN.replace("m['content']", "m['content'] | upper"),
+            "does not write a user's text once as it is",
+        ),
         (PLAIN.replace("m['content']", "m['content'] | lower"), "changes a user's text"),
         (PLAIN.replace("m['content']", "m['content'] | tojson"), "changes a user's text"),
         (PLAIN.replace("m['content']", "m['content'] | escape"), "changes a user's text"),
-        (PLAIN.replace("m['content']", "m['content'] | replace('\n', ' ')"), "changes a user's text"),
-        (PLAIN.replace("m['content']", "m['content'].split() | join(' ')"), "changes a user's text"),
-        (PLAIN.replace("m['content']", "m['content'][:10]"), "does not write a user's text once as it is"),
-        (PLAIN.replace("{{ m['content'] }}", "{{ m['content'] }}{{ m['content'] }}"), "once as it is"),
+        (
+            PLAIN.replace("m['content']", "m['content'] | replace('\n', ' ')"),
+            "changes a user's text",
+        ),
+        (
+            PLAIN.replace("m['content']", "m['content'].split() | join(' ')"),
+            "changes a user's text",
+        ),
+        (
+            PLAIN.replace("m['content']", "m['content'][:10]"),
+            "does not write a user's text once as it is",
+        ),
+        (
+            PLAIN.replace("{{ m['content'] }}", "{{ m['content'] }}{{ m['content'] }}"),
+            "once as it is",
+        ),
         (PLAIN.replace("{{ m['content'] }}", ""), "does not write a user's text once as it is"),
-        ("{{ raise_exception('a system turn first') }}", "refuses these messages: a system turn first"),
+        (
+            "{{ raise_exception('a system turn first') }}",
+            "refuses these messages: a system turn first",
+        ),
         ("{% for m in messages %}{{ m['content'] }", "refuses these messages: unexpected"),
         ("{{ 1 / 0 }}", "fails: ZeroDivisionError"),
         ("{{ messages[0]['content'] + 1 }}", "fails: TypeError"),
         ("{{ messages[0].nothing.more }}", "refuses these messages"),
         ({"rag": PLAIN, "tool_use": PLAIN}, "fails: ValueError"),
     ],
-)  # fmt: skip
-def test_a_template_that_does_not_write_a_text_once_as_it_is_is_refused_in_one_line(template, told):
+)
+def test_a_template_that_does_not_write_a_text_once_as_it_is_is_rejected_in_one_line(
+    template, message
+):
     tokenizer = with_template(template)
-    assert told in refusal(reconstruction, tokenizer, DOCUMENT, chat=True)
-    assert told in refusal(question_ids, tokenizer, "what is it?", chat=True)
-    assert told in refusal(chat_parts, tokenizer)
-    assert told in refusal(chat_ids, tokenizer, [{"role": "user", "content": "what?"}], chat=True)
+    assert message in refusal(reconstruction, tokenizer, DOCUMENT, chat=True)
+    assert message in refusal(question_ids, tokenizer, "what is it?", chat=True)
+    assert message in refusal(chat_parts, tokenizer)
+    assert message in refusal(
+        chat_ids, tokenizer, [{"role": "user", "content": "what?"}], chat=True
+    )
 
 
-def test_a_document_that_a_template_cuts_or_answers_otherwise_is_refused():
+def test_a_document_that_a_template_cuts_or_answers_otherwise_is_rejected():
     tokenizer = with_template(PLAIN.replace("m['content']", "m['content'][:300]"))
     assert "changes the text" in refusal(reconstruction, tokenizer, DOCUMENT * 9, chat=True)
     tokenizer = with_template("{% if 'cat' in messages[0]['content'] %}<cats>{% endif %}" + PLAIN)
@@ -151,7 +174,7 @@ def test_a_document_that_a_template_cuts_or_answers_otherwise_is_refused():
     assert "changes the text" in refusal(question_ids, tokenizer, "a cat?", chat=True)
 
 
-def test_of_several_templates_the_default_one_is_taken():
+def test_of_several_templates_the_default_one_is_used():
     tokenizer = with_template({"default": PLAIN, "rag": CHAT_ML})
     assert chat_parts(tokenizer) == ("<user>", "\n\n", "<|im_end|>\n<bot>")
 
@@ -159,7 +182,7 @@ def test_of_several_templates_the_default_one_is_taken():
 @pytest.mark.parametrize("looks", [4, 5, 6, 7])
 def test_a_template_that_writes_the_time_writes_one_time(looks, monkeypatch):
     class Clock:
-        """A clock whose minute is over at one of the looks at it."""
+        """A clock whose minute ends when it is read for the n-th time."""
 
         num_looks = 0
 
@@ -185,7 +208,7 @@ def test_a_beginning_that_the_template_writes_is_not_written_twice():
     assert document_ids(tokenizer).count(tokenizer.bos_token_id) == 1
 
 
-def test_a_conversation_whose_older_turns_the_template_leaves_out_is_refused():
+def test_a_conversation_whose_older_turns_the_template_leaves_out_is_rejected():
     tokenizer = with_template(PLAIN.replace("in messages", "in messages[-1:]"))
     turns = [{"role": role, "content": "the cat"} for role in ("user", "assistant", "user")]
     assert "leaves it out" in refusal(chat_ids, tokenizer, turns, chat=True)
@@ -193,8 +216,8 @@ def test_a_conversation_whose_older_turns_the_template_leaves_out_is_refused():
 
 def test_a_message_of_text_parts_is_their_text():
     tokenizer = with_template(PLAIN)
-    parts = [{"type": "text", "text": "the "}, {"type": "text", "text": "cat"}]
-    ids = chat_ids(tokenizer, [{"role": "user", "content": parts}], chat=True)
+    content = [{"type": "text", "text": "the "}, {"type": "text", "text": "cat"}]
+    ids = chat_ids(tokenizer, [{"role": "user", "content": content}], chat=True)
     assert ids == question_ids(tokenizer, "the cat", chat=True)[0].tolist()
     image = [{"type": "image", "url": "x"}]
     assert "must be texts" in refusal(
@@ -207,7 +230,8 @@ def test_a_message_of_text_parts_is_their_text():
 def test_control_tokens_that_a_text_spells_are_text_unless_they_are_allowed(kind, text):
     tokenizer = KINDS[kind]()
     control = {"<|im_end|>", "</s>", "<s>"}
-    encoder, allowed = TextEncoder(tokenizer), TextEncoder(tokenizer, allow_special=True)
+    encoder = TextEncoder(tokenizer)
+    allowed = TextEncoder(tokenizer, allow_special=True)
     for ids in (encoder(text), encoder.behind(text)):
         assert not control & set(tokenizer.convert_ids_to_tokens(ids))
         assert tokenizer.decode(ids).strip() == text
@@ -228,10 +252,8 @@ def test_added_tokens_that_the_template_writes_are_text_in_documents_questions_a
     tokenizer.chat_template = PLAIN.replace("<user>", "<turn>")
     turn, other = tokenizer.convert_tokens_to_ids(["<turn>", "<other>"])
     text = "the cat <turn> </s> <other>"
-    first, second = (
-        reconstruction(tokenizer, text, chat=True),
-        question_ids(tokenizer, text, chat=True),
-    )
+    first = reconstruction(tokenizer, text, chat=True)
+    second = question_ids(tokenizer, text, chat=True)
     prefix = first.input_ids[0, : first.prefix_len].tolist()
     assert (prefix.count(turn), prefix.count(other)) == (
         1,
@@ -287,21 +309,22 @@ def test_every_source_of_queries_is_recorded_by_its_name():
 
 
 @pytest.mark.parametrize("text", ["half \ud83d of it", "caf\udce9"])
-def test_a_text_that_is_no_unicode_is_refused_with_its_place(text):
+def test_a_text_that_is_no_unicode_is_rejected_with_its_place(text):
     tokenizer = byte_tokenizer()
     place = "character 5 is U+D83D" if text.startswith("half") else "character 3 is the byte 0xe9"
     assert place in refusal(reconstruction, tokenizer, text)
     assert place in refusal(question_ids, tokenizer, text)
-    told = refusal(chat_ids, tokenizer, [{"role": "user", "content": text}], chat=True)
-    assert place in told
-    assert "message 1" in told
+    message = refusal(chat_ids, tokenizer, [{"role": "user", "content": text}], chat=True)
+    assert place in message
+    assert "message 1" in message
     assert (
         refusal(question_ids, tokenizer, "") == "the prompt is empty: nothing follows the document"
     )
 
 
 def test_what_begins_a_text_follows_the_tokenizer_or_the_choice():
-    plain, with_bos = byte_level(), byte_level(before=["<s>"], after=["</s>"])
+    plain = byte_level()
+    with_bos = byte_level(before=["<s>"], after=["</s>"])
     bos = with_bos.bos_token_id
     choices = [
         [opening_ids(t, bos=b) for b in ("auto", "always", "never")] for t in (plain, with_bos)

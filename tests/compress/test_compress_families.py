@@ -1,4 +1,4 @@
-"""Models whose layers differ compress and answer as plain transformers does, or are refused by
+"""Models whose layers differ compress and answer as plain transformers does, or are rejected by
 name."""
 
 import pytest
@@ -9,25 +9,40 @@ from kvcat.models import self_test
 from kvcat.models.rotation import KeyRotation
 from tiny import TRANSFORMERS, loud_model, refusal
 
-PREFIX, TOKENS = 30, 44
+PREFIX = 30
+TOKENS = 44
 TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 GEMMA4 = {
-    "num_hidden_layers": 3, "layer_types": TYPES, "sliding_window": 64, "head_dim": 8, "global_head_dim": 16,
-    "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 67, "num_kv_shared_layers": 0,
-}  # fmt: skip
+    "num_hidden_layers": 3,
+    "layer_types": TYPES,
+    "sliding_window": 64,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 67,
+    "num_kv_shared_layers": 0,
+}
 FAMILIES = {
     "gemma4_text": GEMMA4,
     "gemma4_text, one size of heads": {**GEMMA4, "global_head_dim": 8},
     "gemma4_text, inputs per layer": {**GEMMA4, "hidden_size_per_layer_input": 8},
-    "gemma4_text, keys as values": {**GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    "gemma4_text, keys as values": {
+        **GEMMA4,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+    },
     "beam": {"num_hidden_layers": 4, "pad_token_id": 0},
     "llama, longrope of one set": {
         "rope_parameters": {
-            "rope_type": "longrope", "rope_theta": 10_000.0, "short_factor": [1.0, 2.0, 3.0, 4.0],
-            "long_factor": [1.0, 2.0, 3.0, 4.0], "original_max_position_embeddings": 128, "factor": 1.0,
+            "rope_type": "longrope",
+            "rope_theta": 10_000.0,
+            "short_factor": [1.0, 2.0, 3.0, 4.0],
+            "long_factor": [1.0, 2.0, 3.0, 4.0],
+            "original_max_position_embeddings": 128,
+            "factor": 1.0,
         }
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -63,23 +78,40 @@ def test_compressing_and_answering_equal_the_stock_model(name):
         ("gemma4_text", {**GEMMA4, "num_kv_shared_layers": 1}, "share keys and values"),
         (
             "gemma3n_text",
-            {**GEMMA4, "num_hidden_layers": 5, "layer_types": ["full_attention"] * 5, "laurel_rank": 4,
-             "hidden_size_per_layer_input": 8},
+            {
+                **GEMMA4,
+                "num_hidden_layers": 5,
+                "layer_types": ["full_attention"] * 5,
+                "laurel_rank": 4,
+                "hidden_size_per_layer_input": 8,
+            },
             "Gemma3nForCausalLM is not supported",
         ),
-        ("mistral", {"sliding_window": None, "per_layer_config": {1: {"sliding_window": 8}}}, "sliding_window"),
+        (
+            "mistral",
+            {"sliding_window": None, "per_layer_config": {1: {"sliding_window": 8}}},
+            "sliding_window",
+        ),
         (
             "deepseek_v3",
             {
-                "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8,
-                "qk_nope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
-                "topk_group": 1, "moe_intermediate_size": 16,
+                "num_key_value_heads": 4,
+                "q_lora_rank": 8,
+                "kv_lora_rank": 8,
+                "qk_rope_head_dim": 8,
+                "qk_nope_head_dim": 8,
+                "v_head_dim": 8,
+                "n_routed_experts": 4,
+                "num_experts_per_tok": 2,
+                "n_group": 1,
+                "topk_group": 1,
+                "moe_intermediate_size": 16,
             },
             "latent attention",
         ),
     ],
-)  # fmt: skip
-def test_what_compress_cannot_do_is_refused_by_the_self_test(kind, options, reason):
+)
+def test_what_compress_cannot_do_is_rejected_by_the_self_test(kind, options, reason):
     try:
         model = loud_model(kind, **options)
     except (TypeError, ValueError) as error:

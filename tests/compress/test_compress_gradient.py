@@ -33,23 +33,19 @@ def slots_of(cache):
     ]
 
 
-def distance(left, right):
+def distance(first, second):
     return max(
-        (a - b).abs().max().item() for a, b in zip(slots_of(left), slots_of(right), strict=True)
+        (a - b).abs().max().item() for a, b in zip(slots_of(first), slots_of(second), strict=True)
     )
 
 
 def naive_loop(model, prefix_len, ids, start, steps, rate):
     """One sequence: full logits, torch's own clipping, the stock cache and loss."""
-    dense, new = (
-        model(ids[None]).logits[0, prefix_len:].detach().log_softmax(-1),
-        len(ids) - prefix_len,
-    )
+    dense = model(ids[None]).logits[0, prefix_len:].detach().log_softmax(-1)
+    new = len(ids) - prefix_len
     leaves = [x.clone().requires_grad_(True) for layer in start for x in (layer.keys, layer.values)]
-    optimizer, at = (
-        torch.optim.AdamW(leaves, weight_decay=0.0),
-        torch.arange(prefix_len, len(ids))[None],
-    )
+    optimizer = torch.optim.AdamW(leaves, weight_decay=0.0)
+    at = torch.arange(prefix_len, len(ids))[None]
     mask = torch.cat([torch.ones(new, leaves[0].shape[2]), torch.ones(new, new).tril()], 1).bool()[
         None, None
     ]
@@ -65,9 +61,11 @@ def naive_loop(model, prefix_len, ids, start, steps, rate):
         torch.nn.utils.clip_grad_norm_(leaves, 1.0)
         optimizer.param_groups[0]["lr"] = 0.2 * rate(step)
         optimizer.step()
-    found = [x.detach() for x in leaves]
+    tensors = [x.detach() for x in leaves]
     return CompactCache(
-        [CompactLayer(*pair) for pair in zip(found[::2], found[1::2], strict=True)], prefix_len, ""
+        [CompactLayer(*pair) for pair in zip(tensors[::2], tensors[1::2], strict=True)],
+        prefix_len,
+        "",
     )
 
 
@@ -78,33 +76,33 @@ def naive_loop(model, prefix_len, ids, start, steps, rate):
         ("cosine", lambda step: (1 + math.cos(math.pi * step / 6)) / 2),
     ],
 )
-def test_the_steps_of_every_example_are_those_of_the_naive_loop_clipped_by_its_own_norm(
+def test_the_steps_of_every_example_are_those_of_the_naive_loop_clipped_by_its_norm(
     windows, schedule, rate
 ):
     """Large logits make gradients whose norm passes 1 in some steps only, so that Adam sees where
     it is clipped."""
     model = loud_model(dtype=torch.float64)
     model.lm_head.weight.data.mul_(5)
-    found, method = (
-        trace(model, windows, 48),
-        GradientCompression(num_steps=6, lr=0.2, schedule=schedule),
-    )
-    start = dataclasses.replace(method, num_steps=0)(found, num_slots=5)
-    cache = method(found, num_slots=5)
+    traced = trace(model, windows, 48)
+    method = GradientCompression(num_steps=6, lr=0.2, schedule=schedule)
+    start = dataclasses.replace(method, num_steps=0)(traced, num_slots=5)
+    cache = method(traced, num_slots=5)
     assert distance(cache, start) > 5e-3
     for row in range(3):
         naive = naive_loop(model, 48, windows[row], start.select([row]).layers, 6, rate)
         assert distance(cache.select([row]), naive) < 1e-6
     lean = dataclasses.replace(method, activation_checkpointing=True)
-    assert distance(lean(found, num_slots=5), cache) < 1e-12
+    assert distance(lean(traced, num_slots=5), cache) < 1e-12
 
 
 def test_snapshots_come_at_their_steps_and_the_loss_falls(traced):
-    seen, told, method = {}, {}, GradientCompression(num_steps=12, lr=0.05)
+    seen = {}
+    losses = {}
+    method = GradientCompression(num_steps=12, lr=0.05)
     for step, cache in method.snapshots(traced, num_slots=6):
         seen[step] = compare(traced, cache).kl
-    method(traced, num_slots=6, on_step=told.__setitem__)
-    assert told[6] == pytest.approx(
+    method(traced, num_slots=6, on_step=losses.__setitem__)
+    assert losses[6] == pytest.approx(
         seen[5].mean().item(), rel=1e-4
     )  # the loss before the sixth step
     assert list(seen) == [step for step in SNAPSHOT_STEPS if step <= 10] + [12]
@@ -130,18 +128,18 @@ def test_starts_are_the_caches_of_the_methods_they_name(traced):
     assert not GradientCompression().draws
 
 
-def test_a_start_that_draws_takes_the_seed_unless_it_has_its_own(traced):
-    few = "attention-matching,num_queries=2,budgets=equal"
+def test_a_start_that_draws_uses_the_seed_unless_it_names_one(traced):
+    two_queries = "attention-matching,num_queries=2,budgets=equal"
     seeds = [
         AttentionMatching(num_queries=2, budgets="equal", seed=seed)(traced, num_slots=6)
         for seed in (0, 3)
     ]
     assert distance(*seeds) > 0
-    for init, seed in ((few, 3), (f"{few},seed=3", 0)):
+    for init, seed in ((two_queries, 3), (f"{two_queries},seed=3", 0)):
         method = GradientCompression(num_steps=0, init=init, seed=seed)
         assert distance(method(traced, num_slots=6), seeds[1]) == 0
-        assert method.draws == (init == few)
-    assert takes_seed("gradient", {"init": few})
+        assert method.draws == (init == two_queries)
+    assert takes_seed("gradient", {"init": two_queries})
 
 
 def test_a_frozen_first_slot_stays(traced):
@@ -153,10 +151,11 @@ def test_a_frozen_first_slot_stays(traced):
 
 
 def test_unequal_slots_and_their_log_bias_are_trained_and_none_is_added(model, windows):
-    found, init = trace(model, windows, 48), "attention-matching,budgets=adaptive"
-    start = AttentionMatching(budgets="adaptive")(found, num_slots=6)
+    traced = trace(model, windows, 48)
+    init = "attention-matching,budgets=adaptive"
+    start = AttentionMatching(budgets="adaptive")(traced, num_slots=6)
     method = GradientCompression(num_steps=4, lr=0.02, init=init)
-    cache = method(found, num_slots=6)
+    cache = method(traced, num_slots=6)
     assert [layer.counts.tolist() for layer in cache.layers] == [
         layer.counts.tolist() for layer in start.layers
     ]
@@ -164,7 +163,7 @@ def test_unequal_slots_and_their_log_bias_are_trained_and_none_is_added(model, w
     assert any(
         (a.log_bias != b.log_bias).any() for a, b in zip(cache.layers, start.layers, strict=True)
     )
-    assert compare(found, cache).kl.mean() < compare(found, start).kl.mean()
+    assert compare(traced, cache).kl.mean() < compare(traced, start).kl.mean()
     for row in range(3):
         alone = method(trace(model, windows[row : row + 1], 48), num_slots=6)
         assert distance(cache.select([row]), alone) < 1e-3
@@ -174,18 +173,24 @@ def test_only_the_second_copy_of_a_reconstruction_supervises(model, windows):
     late, early = (trace(model, Reconstruction(windows[:1], 20, start)) for start in (44, 20))
     assert late.queries[0].shape[2] == 20
     assert (
-        distance(*(GradientCompression(num_steps=2)(found, num_slots=5) for found in (late, early)))
+        distance(
+            *(
+                GradientCompression(num_steps=2)(one_trace, num_slots=5)
+                for one_trace in (late, early)
+            )
+        )
         > 1e-3
     )
 
 
-def test_a_trace_without_predictions_is_refused(model, windows):
-    own, method = trace(model, windows, 48, supervision="self"), GradientCompression(num_steps=1)
+def test_a_trace_without_predictions_is_rejected(model, windows):
+    self_supervised = trace(model, windows, 48, supervision="self")
+    method = GradientCompression(num_steps=1)
     for call in (method, method.snapshots):
         with pytest.raises(
             InputError, match=r"no predictions after its prefix.* or use AttentionMatching"
         ):
-            call(own, num_slots=5)
+            call(self_supervised, num_slots=5)
 
 
 class KilledError(Exception):
@@ -214,27 +219,29 @@ def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(
     windows, tmp_path, monkeypatch, dtype, options, last
 ):
     monkeypatch.setattr(gradient, "SAVE_EVERY", 2)
-    found = trace(loud_model(dtype=dtype), windows, 48)
-    method, path = GradientCompression(num_steps=5, **options), tmp_path / "state"
-    whole = method(found, num_slots=5)
+    traced = trace(loud_model(dtype=dtype), windows, 48)
+    method = GradientCompression(num_steps=5, **options)
+    path = tmp_path / "state"
+    whole = method(traced, num_slots=5)
     with pytest.raises(KilledError):
-        method(found, num_slots=5, resume=path, on_step=killed_at(last))
+        method(traced, num_slots=5, resume=path, on_step=killed_at(last))
     steps = []
     lean = dataclasses.replace(method, activation_checkpointing=last == 4)
-    resumed = lean(found, num_slots=5, resume=path, on_step=lambda step, kl: steps.append(step))
+    resumed = lean(traced, num_slots=5, resume=path, on_step=lambda step, kl: steps.append(step))
     assert distance(resumed, whole) == 0
     assert steps[0] == last // 2 * 2 + 1
-    assert distance(method(found, num_slots=5, resume=path), whole) == 0
+    assert distance(method(traced, num_slots=5, resume=path), whole) == 0
 
 
-def test_states_of_another_run_damaged_and_foreign_ones_are_refused(
+def test_states_of_another_run_damaged_and_foreign_ones_are_rejected(
     model, windows, traced, tmp_path
 ):
-    path, method = tmp_path / "state", GradientCompression(num_steps=1)
+    path = tmp_path / "state"
+    method = GradientCompression(num_steps=1)
     cache = method(traced, num_slots=5, resume=path)
     before = path.read_bytes()
     flipped = trace(model, windows.flip(0), 48)
-    for found, change, slots, message in [
+    for other_trace, change, slots, message in [
         (traced, {"lr": 0.5}, 5, "its lr is 0.01, here it is 0.5"),
         (traced, {"init": "random"}, 5, "its init is first, here it is random"),
         (traced, {}, 6, "its num_slots is 5, here it is 6"),
@@ -247,7 +254,7 @@ def test_states_of_another_run_damaged_and_foreign_ones_are_refused(
         ),
     ]:
         with pytest.raises(InputError, match=message):
-            dataclasses.replace(method, **change)(found, num_slots=slots, resume=path)
+            dataclasses.replace(method, **change)(other_trace, num_slots=slots, resume=path)
     assert path.read_bytes() == before
     path.write_bytes(path.read_bytes()[:-9])
     cache.save(tmp_path / "cache")

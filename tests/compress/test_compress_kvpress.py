@@ -34,23 +34,48 @@ IMPORTED_WITH_KVCAT = "kvpress" in sys.modules
 needs_kvpress = pytest.mark.skipif(
     importlib.util.find_spec("kvpress") is None, reason="kvpress is not installed"
 )
-PREFIX, SLOTS = 64, 20
+PREFIX = 64
+SLOTS = 20
 SNAPKV = {"press.window_size": 8}
 CHUNKED = {
-    "ChunkKVPress+SnapKVPress": {**SNAPKV, "chunk_length": 4}, "ChunkPress+KnormPress": {"chunk_length": 16},
+    "ChunkKVPress+SnapKVPress": {**SNAPKV, "chunk_length": 4},
+    "ChunkPress+KnormPress": {"chunk_length": 16},
     "EntropyGatedChunkKVPress+KnormPress": {},
-}  # fmt: skip
-# what needs no trained part, and one option set that fits a prefix of 64 tokens
+}
+# presses that need no trained weights, each with options that fit a prefix of 64 tokens
 PRESSES = {
-    **{f"{name}+SnapKVPress": SNAPKV for name in ("AdaKVPress", "CriticalAdaKVPress", "CriticalKVPress")},
-    "BlockPress+KeyDiffPress": {"block_size": 16}, "KeyRerotationPress+StreamingLLMPress": {},
-    "LagKVPress": {"lag_size": 8}, "MergingPress+KnormPress": {}, "SnapKVPress": {"window_size": 8},
-    "PyramidKVPress": {"window_size": 2, "beta": 4}, **CHUNKED,
-    **{f"{name}Press": {} for name in (
-        "Cap", "Compactor", "CUR", "ExpectedAttention", "KeyDiff", "Knorm", "KVCompose", "KVgrad", "KVzip",
-        "LeverageScore", "NonCausalAttn", "ObservedAttention", "Random", "StreamingLLM", "TOVA",
-    )},
-}  # fmt: skip
+    **{
+        f"{name}+SnapKVPress": SNAPKV
+        for name in ("AdaKVPress", "CriticalAdaKVPress", "CriticalKVPress")
+    },
+    "BlockPress+KeyDiffPress": {"block_size": 16},
+    "KeyRerotationPress+StreamingLLMPress": {},
+    "LagKVPress": {"lag_size": 8},
+    "MergingPress+KnormPress": {},
+    "SnapKVPress": {"window_size": 8},
+    "PyramidKVPress": {"window_size": 2, "beta": 4},
+    **CHUNKED,
+    **{
+        f"{name}Press": {}
+        for name in (
+            "Cap",
+            "Compactor",
+            "CUR",
+            "ExpectedAttention",
+            "KeyDiff",
+            "Knorm",
+            "KVCompose",
+            "KVgrad",
+            "KVzip",
+            "LeverageScore",
+            "NonCausalAttn",
+            "ObservedAttention",
+            "Random",
+            "StreamingLLM",
+            "TOVA",
+        )
+    },
+}
 
 
 def press(name):
@@ -60,9 +85,13 @@ def press(name):
     return KVPress(name, **PRESSES[name])
 
 
-def off_prefix(states, own):
+def off_prefix(states, prefix_states):
     """Distance of every slot's keys or values from the nearest of the same head's prefix."""
-    return torch.cdist(states, own, compute_mode="donot_use_mm_for_euclid_dist").amin(-1).max()
+    return (
+        torch.cdist(states, prefix_states, compute_mode="donot_use_mm_for_euclid_dist")
+        .amin(-1)
+        .max()
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -91,11 +120,11 @@ def qwen(tiny_folder):
 
 
 @pytest.fixture(scope="module")
-def found(qwen, texts):
+def traced(qwen, texts):
     return trace(qwen, texts, PREFIX)
 
 
-def test_importing_kvcat_does_not_import_kvpress_and_a_missing_one_is_told(monkeypatch):
+def test_importing_kvcat_does_not_import_kvpress_and_a_missing_one_is_reported(monkeypatch):
     assert not IMPORTED_WITH_KVCAT
     monkeypatch.setitem(sys.modules, "kvpress", None)
     with pytest.raises(
@@ -135,24 +164,29 @@ def traces_of_use(model):
 @needs_kvpress
 @pytest.mark.parametrize("name", PRESSES)
 def test_a_press_makes_a_cache_of_really_fewer_slots_and_leaves_everything_as_it_was(
-    qwen, texts, found, name
+    qwen, texts, traced, name
 ):
-    found.model.train()
-    before = traces_of_use(found.model)
+    traced.model.train()
+    before = traces_of_use(traced.model)
     try:
-        cache = press(name)(found, num_slots=SLOTS)
-        assert traces_of_use(found.model) == before
+        cache = press(name)(traced, num_slots=SLOTS)
+        assert traces_of_use(traced.model) == before
     finally:
-        found.model.eval()
+        traced.model.eval()
     assert all(
-        parameter.requires_grad and parameter.grad is None for parameter in found.model.parameters()
+        parameter.requires_grad and parameter.grad is None
+        for parameter in traced.model.parameters()
     )
     assert not any(getattr(f, "__module__", "").startswith("kvpress") for f in before[3].values())
-    assert (cache.num_tokens, cache.batch_size, cache.fingerprint) == (PREFIX, 2, found.fingerprint)
+    assert (cache.num_tokens, cache.batch_size, cache.fingerprint) == (
+        PREFIX,
+        2,
+        traced.fingerprint,
+    )
     assert cache.mean_slots <= SLOTS if name in CHUNKED else cache.mean_slots == SLOTS
-    assert cache.nbytes == found.dense_cache().nbytes * cache.mean_slots / PREFIX
-    assert compare(found, cache).nll.isfinite().all()
-    for layer, keys, values in zip(cache.layers, found.keys, found.values, strict=True):
+    assert cache.nbytes == traced.dense_cache().nbytes * cache.mean_slots / PREFIX
+    assert compare(traced, cache).nll.isfinite().all()
+    for layer, keys, values in zip(cache.layers, traced.keys, traced.values, strict=True):
         for row, head in ((0, 0), (1, 1)):
             kept_keys, kept_values, _ = layer.head(row, head)
             assert "Rerotation" in name or off_prefix(kept_keys, keys[row, head]) < 1e-3
@@ -162,50 +196,64 @@ def test_a_press_makes_a_cache_of_really_fewer_slots_and_leaves_everything_as_it
 
 
 @needs_kvpress
-def test_layers_of_a_pyramid_and_heads_of_kvzip_hold_different_numbers_of_slots_also_in_the_packages_model(
-    found,
+def test_layers_of_a_pyramid_and_heads_of_kvzip_hold_different_numbers_of_slots(
+    traced,
 ):
-    pyramid = press("PyramidKVPress")(found, num_slots=SLOTS)
+    pyramid = press("PyramidKVPress")(traced, num_slots=SLOTS)
     first, last = (layer.max_slots for layer in pyramid.layers)
     assert first > SLOTS > last
-    zipped = press("KVzipPress")(found, num_slots=SLOTS)
+    zipped = press("KVzipPress")(traced, num_slots=SLOTS)
     assert not zipped.is_uniform
-    told = {
+    expected = {
         "method": "kvpress:SnapKVPress",
         "kvpress": version(),
         "window_size": "8",
         "num_slots": str(SLOTS),
     }
-    assert told.items() <= press("SnapKVPress")(found, num_slots=SLOTS).metadata.items()
+    assert expected.items() <= press("SnapKVPress")(traced, num_slots=SLOTS).metadata.items()
     model, _ = load("kvcat-base")
-    found = trace(model, torch.arange(48).unsqueeze(0), 32)
-    assert KVPress("KVzipPress")(found, num_slots=24).mean_slots == 24
+    short_trace = trace(model, torch.arange(48).unsqueeze(0), 32)
+    assert KVPress("KVzipPress")(short_trace, num_slots=24).mean_slots == 24
     assert model.config.name_or_path == "kvcat-base"
 
 
 @needs_kvpress
 @pytest.mark.parametrize("name", ["KVzipPress", "KVgradPress", "SnapKVPress"])
-def test_several_sizes_at_once_are_those_made_alone(found, name):
-    method, ratios = press(name), (0.25, 0.75, 0.5)
-    for ratio, cache in zip(ratios, method.each(found, ratios), strict=True):
+def test_several_sizes_at_once_are_those_made_alone(traced, name):
+    method = press(name)
+    ratios = (0.25, 0.75, 0.5)
+    for ratio, cache in zip(ratios, method.each(traced, ratios), strict=True):
         torch.testing.assert_close(
-            tensors(cache), tensors(method(found, keep_ratio=ratio)), rtol=0, atol=0
+            tensors(cache), tensors(method(traced, keep_ratio=ratio)), rtol=0, atol=0
         )
 
 
 @needs_kvpress
-def test_presses_options_prefixes_and_models_that_cannot_work_are_refused(
-    found, texts, monkeypatch
+def test_presses_options_prefixes_and_models_that_cannot_work_are_rejected(
+    traced, texts, monkeypatch
 ):
     for name, options, message in (
         ("ZipPress", {}, r"kvpress .* has no press 'ZipPress'; there are AdaKVPress, "),
-        ("ScorerPress", {}, "no press 'ScorerPress'"), ("SimLayerKVPress", {}, "its size follows from its own options"),
-        ("DecodingPress+KnormPress", {}, "DecodingPress cannot make a compact cache: it compresses while"),
-        ("SnapKVPress", {"compression_ratio": 0.5}, "compression_ratio follows from the keep ratio"),
-        ("AdaKVPress+SnapKVPress", {"press.windows": 3}, "SnapKVPress: .*unexpected keyword argument 'windows'"),
+        ("ScorerPress", {}, "no press 'ScorerPress'"),
+        ("SimLayerKVPress", {}, "its size follows from its own options"),
+        (
+            "DecodingPress+KnormPress",
+            {},
+            "DecodingPress cannot make a compact cache: it compresses while",
+        ),
+        (
+            "SnapKVPress",
+            {"compression_ratio": 0.5},
+            "compression_ratio follows from the keep ratio",
+        ),
+        (
+            "AdaKVPress+SnapKVPress",
+            {"press.windows": 3},
+            "SnapKVPress: .*unexpected keyword argument 'windows'",
+        ),
         ("AdaKVPress", {}, "AdaKVPress: .*press"),
         ("AdaKVPress+KVzipPress", {}, "AdaKVPress: AdaKVPress requires a ScorerPress"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(InputError, match=message):
             KVPress(name, **options)
     filters = torch.randn(2, 2, 8, generator=torch.Generator().manual_seed(0))
@@ -213,15 +261,15 @@ def test_presses_options_prefixes_and_models_that_cannot_work_are_refused(
         presses()["QFilterPress"], "load_q_filters", staticmethod(lambda name: filters)
     )
     assert (
-        KVPress("QFilterPress")(found, num_slots=32).mean_slots == 32
+        KVPress("QFilterPress")(traced, num_slots=32).mean_slots == 32
     )  # its trained part is there
     monkeypatch.setattr(
         presses()["QFilterPress"], "load_q_filters", staticmethod(lambda name: {}[name])
     )
     with pytest.raises(InputError, match=r"SnapKVPress on a prefix of 64 tokens: .*window size 64"):
-        KVPress("SnapKVPress")(found, num_slots=SLOTS)
+        KVPress("SnapKVPress")(traced, num_slots=SLOTS)
     with pytest.raises(InputError, match="QFilterPress has no part trained for "):
-        KVPress("QFilterPress")(found, num_slots=SLOTS)
+        KVPress("QFilterPress")(traced, num_slots=SLOTS)
     other = stock_model(
         "gpt_neox",
         hidden_size=32,
@@ -237,16 +285,24 @@ def test_presses_options_prefixes_and_models_that_cannot_work_are_refused(
 @needs_kvpress
 @pytest.mark.parametrize(
     "name",
-    ["SnapKVPress", "AdaKVPress+SnapKVPress", "KVzipPress", "MergingPress+KnormPress",
-     "KeyRerotationPress+StreamingLLMPress"],
-)  # fmt: skip
-def test_the_suffix_scores_as_in_kvpress_own_run(qwen, texts, found, monkeypatch, name):
+    [
+        "SnapKVPress",
+        "AdaKVPress+SnapKVPress",
+        "KVzipPress",
+        "MergingPress+KnormPress",
+        "KeyRerotationPress+StreamingLLMPress",
+    ],
+)
+def test_the_suffix_scores_as_in_a_run_of_kvpress(qwen, texts, traced, monkeypatch, name):
     """kvpress itself: prefill under the press, then the suffix on its cache, hidden slots masked by
     its own patch."""
     method = press(name)
-    cache, own = method(found, num_slots=SLOTS), method._build()
+    cache = method(traced, num_slots=SLOTS)
+    kvpress_press = method._build()
     kvpress = importlib.import_module("kvpress")
-    own.compression_ratio = removed_fraction(SLOTS, PREFIX, counts_removed=name == "KVzipPress")
+    kvpress_press.compression_ratio = removed_fraction(
+        SLOTS, PREFIX, counts_removed=name == "KVzipPress"
+    )
     stock = AutoModelForCausalLM.from_pretrained(
         qwen.name_or_path, attn_implementation="sdpa"
     ).eval()
@@ -260,7 +316,7 @@ def test_the_suffix_scores_as_in_kvpress_own_run(qwen, texts, found, monkeypatch
         layer.self_attn.register_forward_pre_hook(_with_cache_position, with_kwargs=True)
     _with_old_names(stock, [layer.self_attn for layer in stock.model.layers])
     past = DynamicCache()
-    with torch.no_grad(), own(stock):
+    with torch.no_grad(), kvpress_press(stock):
         stock.model(input_ids=texts[:1, :PREFIX], **cache_argument(past))
     start = SLOTS if "Rerotation" in name else PREFIX
     steps = []
@@ -280,35 +336,44 @@ def test_the_suffix_scores_as_in_kvpress_own_run(qwen, texts, found, monkeypatch
         ("streaming", {"num_sinks": 4}, "StreamingLLMPress", {"n_sink": 4}),
         ("streaming", {"num_sinks": 1}, "StreamingLLMPress", {"n_sink": 1}),
         # the paper's experiments: window 32, kernel 7, max pooling; kvpress: 64, 5, average
-        ("snapkv", {"window": 8, "kernel_size": 5, "pooling": "average"},
-         "SnapKVPress", {"window_size": 8, "kernel_size": 5}),
+        (
+            "snapkv",
+            {"window": 8, "kernel_size": 5, "pooling": "average"},
+            "SnapKVPress",
+            {"window_size": 8, "kernel_size": 5},
+        ),
     ],
-)  # fmt: skip
+)
 def test_our_method_keeps_the_positions_that_kvpress_keeps(
-    found, name, options, theirs, their_options, num_slots
+    traced, name, options, theirs, their_options, num_slots
 ):
-    ours = Eviction(name, **options)(found, num_slots=num_slots)
-    press = KVPress(theirs, **their_options)(found, num_slots=num_slots)
-    for left, right, keys in zip(ours.layers, press.layers, found.keys, strict=True):
-        assert torch.equal(left.positions, positions_of(right.keys, keys).sort(-1).values)
+    ours = Eviction(name, **options)(traced, num_slots=num_slots)
+    press = KVPress(theirs, **their_options)(traced, num_slots=num_slots)
+    for our_layer, press_layer, keys in zip(ours.layers, press.layers, traced.keys, strict=True):
+        assert torch.equal(
+            our_layer.positions, positions_of(press_layer.keys, keys).sort(-1).values
+        )
 
 
 @needs_kvpress
-def test_scores_are_those_of_kvpress_but_for_tovas_last_position_and_h2os_division(found):
+def test_scores_are_those_of_kvpress_but_for_tovas_last_position_and_h2os_division(traced):
     """TOVAPress always keeps the last position; ObservedAttentionPress divides by the queries that
     see a position."""
 
     def theirs(name):
-        own, seen = KVPress(name)._build(), []
-        score = own.score
-        own.score = lambda *arguments: (seen.append(score(*arguments)), seen[-1])[1]
-        _press_prefix(own, found, 0, [SLOTS])
+        kvpress_press = KVPress(name)._build()
+        seen = []
+        score = kvpress_press.score
+        kvpress_press.score = lambda *arguments: (seen.append(score(*arguments)), seen[-1])[1]
+        _press_prefix(kvpress_press, traced, 0, [SLOTS])
         return seen
 
-    for left, right in zip(
-        Eviction("tova").scorer.measure(found), theirs("TOVAPress"), strict=True
+    for our_scores, press_scores in zip(
+        Eviction("tova").scorer.measure(traced), theirs("TOVAPress"), strict=True
     ):
-        assert torch.allclose(left[:1, ..., :-1], right[..., :-1], atol=1e-6)
-        assert torch.equal(right[..., -1], right.amax(-1))
-    for mass, scores in zip(received_mass(found, 0), theirs("ObservedAttentionPress"), strict=True):
+        assert torch.allclose(our_scores[:1, ..., :-1], press_scores[..., :-1], atol=1e-6)
+        assert torch.equal(press_scores[..., -1], press_scores.amax(-1))
+    for mass, scores in zip(
+        received_mass(traced, 0), theirs("ObservedAttentionPress"), strict=True
+    ):
         assert torch.allclose(mass[:1] / torch.arange(PREFIX, 0, -1) / 2, scores, atol=1e-5)

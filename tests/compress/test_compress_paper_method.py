@@ -11,7 +11,8 @@ import scipy.special
 import kvcat
 from kvcat.compress import fit_log_bias
 
-LOW, HIGH = math.exp(-3), math.exp(3)
+LOW = math.exp(-3)
+HIGH = math.exp(3)
 PREFIX_LEN = 200
 NUM_QUERIES = 12
 TEXT = "def area(width, height):\n    return width * height\n\n\nclass Shape:\n    pass\n\n\n" * 8

@@ -1,31 +1,27 @@
 """The queries that Attention Matching fits to, and their weights."""
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 from structured_heads import eager_attention
 
-from kvcat.chunks import rows_per_chunk
-from kvcat.compress import heads as heads_module
-from kvcat.compress import queries as queries_module
 from kvcat.compress import split_supervision, trace
 from kvcat.compress.heads import Heads, dense_attention
 from kvcat.compress.queries import fitted_queries
 from kvcat.compress.trace import sampled_positions
-from kvcat.models import rotation as rotation_module
 from kvcat.models.rotation import KeyRotation
+from tiny import loud_model
 
 
 @pytest.fixture
-def found(double, windows):
+def double_trace(double, windows):
     return trace(double, windows, 48)
 
 
-def own(found):
+def prefix_queries(double_trace, **limit):
     """The prefix's own queries alone, weighted by share."""
-    return fitted_queries(replace(found, supervision="self"), 1.0, by_share=True)
+    return fitted_queries(replace(double_trace, supervision="self"), 1.0, by_share=True, **limit)
 
 
 def queries_of(fitted, layer):
@@ -39,71 +35,75 @@ def queries_of(fitted, layer):
     )
 
 
-def weights_of(found, fitted, layer):
+def weights_of(double_trace, fitted, layer):
     """What the errors of a layer's queries are multiplied by: (batch, heads, queries)."""
     result = torch.zeros_like(fitted.log_later_mass[layer])
     for head in range(2):
         for example in range(len(result)):
-            own = dense_attention(Heads(found, fitted).load([(layer, example, head)])).weights
-            result[example, 2 * head : 2 * head + 2] = own.view(-1, 2).T
+            weights = dense_attention(
+                Heads(double_trace, fitted).load([(layer, example, head)])
+            ).weights
+            result[example, 2 * head : 2 * head + 2] = weights.view(-1, 2).T
     return result
 
 
-def test_a_query_weighs_as_the_attention_that_it_gives_to_the_prefix(double, windows, found):
-    fitted, plain = (fitted_queries(found, 0.0, by_share=by_share) for by_share in (True, False))
+def test_a_query_weighs_as_the_attention_that_it_gives_to_the_prefix(double, windows, double_trace):
+    fitted, plain = (
+        fitted_queries(double_trace, 0.0, by_share=by_share) for by_share in (True, False)
+    )
     for layer, attention in enumerate(eager_attention(double, windows)):
         assert torch.allclose(
-            weights_of(found, fitted, layer), attention[:, :, 48:, :48].sum(-1), atol=1e-9
+            weights_of(double_trace, fitted, layer), attention[:, :, 48:, :48].sum(-1), atol=1e-9
         )
-        assert torch.equal(queries_of(fitted, layer), found.queries[layer])
-        assert (weights_of(found, plain, layer) == 1).all()
-    learn, _ = split_supervision(found, 0.5)
+        assert torch.equal(queries_of(fitted, layer), double_trace.queries[layer])
+        assert (weights_of(double_trace, plain, layer) == 1).all()
+    learn, _ = split_supervision(double_trace, 0.5)
     rests = (
         fitted_queries(learn, 0.0, by_share=True).log_later_mass,
-        [rest[:, :, :8] for rest in fitted.log_later_mass],
+        [masses[:, :, :8] for masses in fitted.log_later_mass],
     )
     torch.testing.assert_close(*rests, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(("prefix_len", "part"), [(48, 16), (46, 16), (1, 1), (48, 10)])
-def test_own_queries_of_the_first_layer_are_those_of_each_part_written_again_behind_the_prefix(
-    double, windows, monkeypatch, prefix_len, part
+@pytest.mark.parametrize(("prefix_len", "piece_len"), [(48, 16), (46, 16), (1, 1), (48, 10)])
+def test_prefix_queries_of_the_first_layer_are_those_of_each_part_repeated_after_the_prefix(
+    double, windows, prefix_len, piece_len
 ):
-    if part == 10:  # less than a third
-        monkeypatch.setattr(queries_module, "_PART_TOKENS", part)
-    traced = trace(double, windows, prefix_len)
-    found = own(traced)
-    weights = weights_of(traced, found, 0)
-    for stop in range(prefix_len, 0, -part):
-        text, rows = (
-            slice(max(0, stop - part), stop),
-            slice(prefix_len - stop, prefix_len - max(0, stop - part)),
-        )
+    limit = {"part_tokens": piece_len} if piece_len == 10 else {}  # less than a third
+    traced_prefix = trace(double, windows, prefix_len)
+    fitted = prefix_queries(traced_prefix, **limit)
+    weights = weights_of(traced_prefix, fitted, 0)
+    for stop in range(prefix_len, 0, -piece_len):
+        text = slice(max(0, stop - piece_len), stop)
+        rows = slice(prefix_len - stop, prefix_len - max(0, stop - piece_len))
         ids = torch.cat([windows[:, :prefix_len], windows[:, text]], 1)
         # the model makes its rotations in single precision
         assert torch.allclose(
-            queries_of(found, 0)[:, :, rows], trace(double, ids, prefix_len).queries[0], atol=1e-5
+            queries_of(fitted, 0)[:, :, rows], trace(double, ids, prefix_len).queries[0], atol=1e-5
         )
         shares = eager_attention(double, ids)[0][:, :, prefix_len:, :prefix_len].sum(-1)
         assert torch.allclose(weights[:, :, rows], shares, atol=1e-5)
 
 
-def test_own_queries_of_deeper_layers_are_those_in_place_and_weigh_what_they_are_said_to(
-    double, windows, found
+def test_prefix_queries_of_deeper_layers_are_those_in_place_and_have_the_stated_weights(
+    double, windows, double_trace
 ):
-    """Turned back by the 16 positions that the last third moved, they are the queries of the dense
-    forward."""
-    back = KeyRotation(double, -16)(queries_of(own(found), 1)[:, :, :16], 1)
+    """Rotated back by the 16 positions that the last third was moved by, they are the queries of
+    the dense forward."""
+    back = KeyRotation(double, -16)(queries_of(prefix_queries(double_trace), 1)[:, :, :16], 1)
     in_place = trace(double, windows[:, :48], supervision="self").queries[1][:, :, 32:]
     assert torch.allclose(back, in_place, atol=1e-5)
     for own_weight in (0.5, 2.0):
-        fitted = fitted_queries(found, own_weight, by_share=False)
+        fitted = fitted_queries(double_trace, own_weight, by_share=False)
         for layer in range(2):
-            squares = weights_of(found, fitted, layer).square().sum(2)
+            squares = weights_of(double_trace, fitted, layer).square().sum(2)
             assert torch.allclose(
                 squares[0, 0], torch.tensor(16 * (1 + own_weight), dtype=torch.float64)
             )
-            assert torch.equal(queries_of(fitted, layer)[:, :, 16:], queries_of(own(found), layer))
+            assert torch.equal(
+                queries_of(fitted, layer)[:, :, 16:],
+                queries_of(prefix_queries(double_trace), layer),
+            )
 
 
 def test_all_positions_of_up_to_4096_choose_keys():
@@ -111,17 +111,17 @@ def test_all_positions_of_up_to_4096_choose_keys():
     assert sampled_positions(8192).tolist() == list(range(0, 8192, 2))
 
 
-def test_every_third_own_query_stands_for_three_in_the_fit_and_all_choose_keys(found, monkeypatch):
-    every = fitted_queries(found, 1.0, by_share=True)
-    monkeypatch.setattr(queries_module, "_FITTED_PER_TOKEN", 0.6)
-    few = fitted_queries(found, 1.0, by_share=True)
-    assert torch.equal(queries_of(few, 0)[:, :, 16:32], queries_of(every, 0)[:, :, 16::3])
-    assert few.fit_boost.tolist() == [1.0] * 16 + [pytest.approx(3**0.5)] * 16
-    whole, part = (
-        dense_attention(Heads(found, fitted).load([(1, 0, 0)])) for fitted in (every, few)
+def test_every_third_prefix_query_represents_three_in_the_fit_and_all_choose_keys(double_trace):
+    every = fitted_queries(double_trace, 1.0, by_share=True)
+    every_third = fitted_queries(double_trace, 1.0, by_share=True, fitted_per_token=0.6)
+    assert torch.equal(queries_of(every_third, 0)[:, :, 16:32], queries_of(every, 0)[:, :, 16::3])
+    assert every_third.fit_boost.tolist() == [1.0] * 16 + [pytest.approx(3**0.5)] * 16
+    whole, thinned = (
+        dense_attention(Heads(double_trace, fitted).load([(1, 0, 0)]))
+        for fitted in (every, every_third)
     )
-    assert torch.allclose(part.importance, whole.importance)
-    for ours, theirs in ((part.outputs, whole.outputs), (part.weights, whole.weights)):
+    assert torch.allclose(thinned.importance, whole.importance)
+    for ours, theirs in ((thinned.outputs, whole.outputs), (thinned.weights, whole.weights)):
         assert torch.allclose(
             ours[:, 32:], 3**0.5 * theirs.unflatten(1, (64, 2))[:, 16::3].flatten(1, 2)
         )
@@ -129,51 +129,48 @@ def test_every_third_own_query_stands_for_three_in_the_fit_and_all_choose_keys(f
 
 @pytest.mark.parametrize("elements", [1, 700, 40 * 48])
 def test_attention_in_parts_of_heads_and_chunks_of_queries_is_that_of_the_whole(
-    found, monkeypatch, elements
+    double_trace, elements
 ):
-    batch = Heads(found, fitted_queries(found, 1.0, by_share=True)).load(
+    batch = Heads(double_trace, fitted_queries(double_trace, 1.0, by_share=True)).load(
         [(1, 0, 0), (1, 0, 1), (1, 1, 0)]
     )
     whole = dense_attention(batch)
-    monkeypatch.setattr(
-        heads_module, "rows_per_chunk", partial(rows_per_chunk, cpu_elements=elements)
-    )
-    for part, expected in zip(dense_attention(batch), whole, strict=True):
-        assert torch.allclose(part, expected, atol=1e-12)
+    in_chunks = dense_attention(batch, cpu_elements=elements)
+    for result, expected in zip(in_chunks, whole, strict=True):
+        assert torch.allclose(result, expected, atol=1e-12)
 
 
-def test_models_whose_positions_cannot_be_turned_have_no_own_queries(
-    double, windows, found, monkeypatch
-):
-    def refuse(*_):
-        raise queries_module.InputError("no rotary position embedding")
-
-    monkeypatch.setattr(queries_module, "KeyRotation", refuse)
-    assert queries_of(fitted_queries(found, 1.0, by_share=True), 0).shape[2] == 16
-    alone = fitted_queries(trace(double, windows, supervision="self"), 1.0, by_share=True)
+def test_models_whose_positions_cannot_be_rotated_have_no_prefix_queries(windows):
+    model = loud_model("opt", ffn_dim=48, word_embed_proj_dim=32)
+    fitted = fitted_queries(trace(model, windows, 48), 1.0, by_share=True)
+    assert queries_of(fitted, 0).shape[2] == 16
+    alone = fitted_queries(trace(model, windows, supervision="self"), 1.0, by_share=True)
     assert alone.causal
 
 
-def test_a_rotation_is_tried_once_on_every_model_and_shift_and_turns_each_slot_by_its_own(
-    double, monkeypatch
-):
-    tried, keys_at = [], rotation_module._keys_at
-    monkeypatch.setattr(
-        rotation_module, "_keys_at", lambda *args: tried.append(args) or keys_at(*args)
-    )
-    first, _, _ = KeyRotation(double, 29), KeyRotation(double, 29), KeyRotation(double, 31)
-    assert [start for _, _, start in tried] == [29, 31]
+def test_a_rotation_is_tested_once_per_model_and_shift_and_may_differ_by_slot(double):
+    forwards = []
+    model = loud_model(dtype=torch.float64)  # on which no rotation was tried before
+    hook = model.model.register_forward_pre_hook(lambda *_: forwards.append(len(forwards)))
+    num_forwards = []
+    for shift in (29, 29, 31):
+        KeyRotation(model, shift)
+        num_forwards.append(len(forwards))
+    hook.remove()
+    assert num_forwards[0] == num_forwards[1] < num_forwards[2]
+    first = KeyRotation(double, 29)
     keys = torch.randn(1, 2, 3, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     each = [first(keys[:, :, slot : slot + 1], 1, shift) for slot, shift in enumerate((7, 0, -4))]
     assert torch.allclose(first(keys, 1, torch.tensor([7, 0, -4])), torch.cat(each, 2))
 
 
-def test_a_group_of_heads_holds_no_more_than_its_limit_whatever_is_the_largest(found, monkeypatch):
-    fitted = fitted_queries(found, 0.0, by_share=True)
-    queries, prefix, dims = 2 * len(fitted.factors), 48, 2 * found.keys[0].shape[3]
-    monkeypatch.setattr(heads_module, "_BATCH_ELEMENTS", 4096)
+def test_a_group_of_heads_holds_no_more_than_its_limit_whatever_is_the_largest(double_trace):
+    fitted = fitted_queries(double_trace, 0.0, by_share=True)
+    queries = 2 * len(fitted.factors)
+    prefix = 48
+    dims = 2 * double_trace.keys[0].shape[3]
     for size in (1, 5, 40):
-        heads = Heads(found, fitted)
+        heads = Heads(double_trace, fitted, group_elements=4096)
         groups = heads.groups_for_fit(
             {head: size for group in heads.groups_for_scores() for head in group}
         )

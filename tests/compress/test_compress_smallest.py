@@ -45,7 +45,10 @@ def test_the_answer_is_that_of_trying_everything_where_the_kl_falls_and_good_whe
     one, monkeypatch
 ):
     def judge_by(kls):
-        kl = lambda trace, cache: torch.tensor([kls[cache.num_slots]], dtype=torch.float64)  # noqa: E731
+
+        def kl(trace, cache):
+            return torch.tensor([kls[cache.num_slots]], dtype=torch.float64)
+
         monkeypatch.setattr(sys.modules["kvcat.compress.compare"], "supervised_kl", kl)
 
     judge_by({slots: 1 / slots for slots in range(1, 48)})
@@ -66,7 +69,9 @@ def test_the_answer_is_that_of_trying_everything_where_the_kl_falls_and_good_whe
 def test_every_example_reaches_the_mark_and_what_judges_is_never_shown_to_the_compressor(
     model, windows
 ):
-    found, seen, told = trace(model, windows, 48), [], {}
+    traced = trace(model, windows, 48)
+    seen = []
+    reported = {}
 
     def spy(learn, *, num_slots):
         seen.append(num_slots)
@@ -74,58 +79,59 @@ def test_every_example_reaches_the_mark_and_what_judges_is_never_shown_to_the_co
         assert {q.shape[2] for q in learn.queries} == {11}
         return Eviction("first")(learn, num_slots=num_slots)
 
-    result = smallest_cache(found, spy, 0.3, held_out=0.3, on_try=told.__setitem__)
-    assert told == result.tried
-    assert list(told) == seen
+    result = smallest_cache(traced, spy, 0.3, held_out=0.3, on_try=reported.__setitem__)
+    assert reported == result.tried
+    assert list(reported) == seen
     assert len(seen) > 2
-    judge = split_supervision(found, 0.3)[1]
-    for slots, kl in told.items():
-        cache = Eviction("first")(found, num_slots=slots)
+    judge = split_supervision(traced, 0.3)[1]
+    for slots, kl in reported.items():
+        cache = Eviction("first")(traced, num_slots=slots)
         assert kl == pytest.approx(supervised_kl(judge, cache).max().item(), rel=1e-4)
     assert (supervised_kl(judge, result.cache) <= 0.3).all()
 
 
 def test_both_parts_of_a_split_are_traces_of_their_tokens(model, windows):
-    found = trace(model, windows, 48)
-    learn, judge = split_supervision(found, 0.4)
+    traced = trace(model, windows, 48)
+    learn, judge = split_supervision(traced, 0.4)
     plain = trace(model, windows[:, :57], 48)
-    parts = ([x.input_ids, x.keys, x.queries, x.suffix_keys, x.logits] for x in (learn, plain))
-    torch.testing.assert_close(*parts, rtol=0, atol=1e-5)
-    assert (judge.supervision_start, judge.prefix_len) == (57, 48)
-    assert torch.equal(judge.queries[1], found.queries[1][:, :, 9:])
-    cache = Eviction("first")(found, num_slots=5)
-    whole, parts = (
-        compare(found, cache).kl,
-        (supervised_kl(learn, cache), supervised_kl(judge, cache)),
+    tensors_of_both = (
+        [x.input_ids, x.keys, x.queries, x.suffix_keys, x.logits] for x in (learn, plain)
     )
-    assert torch.allclose((9 * parts[0] + 7 * parts[1]).float() / 16, whole, rtol=1e-4)
+    torch.testing.assert_close(*tensors_of_both, rtol=0, atol=1e-5)
+    assert (judge.supervision_start, judge.prefix_len) == (57, 48)
+    assert torch.equal(judge.queries[1], traced.queries[1][:, :, 9:])
+    cache = Eviction("first")(traced, num_slots=5)
+    whole = compare(traced, cache).kl
+    kls = (supervised_kl(learn, cache), supervised_kl(judge, cache))
+    assert torch.allclose((9 * kls[0] + 7 * kls[1]).float() / 16, whole, rtol=1e-4)
 
 
 def test_the_second_copy_of_a_reconstruction_is_split(model, windows):
-    found = trace(model, Reconstruction(windows[:1], 20, 44))
-    learn, judge = split_supervision(found, 0.25)
+    traced = trace(model, Reconstruction(windows[:1], 20, 44))
+    learn, judge = split_supervision(traced, 0.25)
     assert (learn.supervision_start, learn.input_ids.shape[1], judge.supervision_start) == (
         44,
         59,
         59,
     )
-    cache = Eviction("first")(found, num_slots=5)
+    cache = Eviction("first")(traced, num_slots=5)
     with torch.no_grad():
         dense, compact = (
             x[:, 39:].log_softmax(-1)
-            for x in (found.logits, replay(model, cache, windows[:1, 20:]))
+            for x in (traced.logits, replay(model, cache, windows[:1, 20:]))
         )
     expected = (dense.exp() * (dense - compact)).sum(-1).mean(1)
     assert torch.allclose(supervised_kl(judge, cache).float(), expected, rtol=1e-4)
 
 
-def test_what_cannot_be_asked_is_refused_before_any_cache_is_made(model, windows, one):
-    own = trace(model, windows[:1, :48], supervision="self")
-    for found, max_kl, held_out, message in [
+def test_impossible_requests_are_rejected_before_any_cache_is_made(model, windows, one):
+    self_supervised = trace(model, windows[:1, :48], supervision="self")
+    for traced, max_kl, held_out, message in [
         (one, -0.1, 0.25, "max_kl must be at least 0 nats per token and finite, not -0.1"),
-        (one, math.nan, 0.25, "max_kl .* not nan"), (one, 0.1, 0.0, r"a fraction in \(0, 1\), not 0.0"),
+        (one, math.nan, 0.25, "max_kl .* not nan"),
+        (one, 0.1, 0.0, r"a fraction in \(0, 1\), not 0.0"),
         (one, 0.1, 0.99, "leaves none of the 16 supervising positions"),
-        (own, 0.1, 0.25, "supervision='self' has no predictions after its prefix"),
-    ]:  # fmt: skip
+        (self_supervised, 0.1, 0.25, "supervision='self' has no predictions after its prefix"),
+    ]:
         with pytest.raises(InputError, match=message):
-            smallest_cache(found, pytest.fail, max_kl, held_out=held_out)
+            smallest_cache(traced, pytest.fail, max_kl, held_out=held_out)

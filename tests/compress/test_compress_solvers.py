@@ -14,7 +14,8 @@ from kvcat.compress.solvers import largest_eigenvalue
 from kvcat.errors import InputError
 from naive import normal
 
-LOW, HIGH = math.exp(-3), math.exp(3)
+LOW = math.exp(-3)
+HIGH = math.exp(3)
 
 
 def problem(kept, dense):
@@ -27,7 +28,7 @@ def bounded(design, mass):
 
 
 @pytest.mark.parametrize("copies", [1, 2, 20])
-def test_a_slot_that_stands_for_k_equal_slots_gets_log_k(copies):
+def test_a_slot_that_represents_k_equal_slots_gets_log_k(copies):
     kept = normal(3, 40, 6)
     dense = kept.repeat_interleave(copies, dim=-1)
     assert torch.allclose(
@@ -46,11 +47,11 @@ def test_the_converged_log_bias_reaches_the_cost_of_scipy(queries, slots, spread
     dense = spread * normal(queries, 30, seed=seed).float().double()
     design, mass = problem(dense[:, :slots], dense)
     for dtype, rounding in ((torch.float64, 1e-9), (torch.float32, 1e-6)):
-        found = fit_log_bias(dense[:, :slots].to(dtype), dense.to(dtype)).exp().double()
-        cost = 0.5 * (design @ found - mass).square().sum().item()
+        weights = fit_log_bias(dense[:, :slots].to(dtype), dense.to(dtype)).exp().double()
+        cost = 0.5 * (design @ weights - mass).square().sum().item()
         assert cost <= bounded(design, mass).cost + 1e-9 * mass.square().sum().item()
-        assert found.min() >= LOW * (1 - rounding)
-        assert found.max() <= HIGH * (1 + rounding)
+        assert weights.min() >= LOW * (1 - rounding)
+        assert weights.max() <= HIGH * (1 + rounding)
 
 
 @pytest.mark.parametrize("pull", [1e-2, 0.1, 10.0])
@@ -59,21 +60,25 @@ def test_weights_pulled_to_one_equal_scipy_on_the_system_with_the_pull_as_rows(
     queries, slots, pull
 ):
     """A step that moves no weight by 1e-5 leaves at most the condition number times that."""
-    dense, rows = 2 * normal(1, queries, 50, seed=slots), torch.linspace(0.2, 2, queries).double()
+    dense = 2 * normal(1, queries, 50, seed=slots)
+    rows = torch.linspace(0.2, 2, queries).double()
     design, mass = problem(dense[0, :, :slots], dense[0])
-    design, mass = design * rows.unsqueeze(-1), mass * rows
+    design = design * rows.unsqueeze(-1)
+    mass = mass * rows
     shift = math.sqrt(pull) * np.linalg.norm(design.numpy(), 2)
-    left = np.concatenate([design.numpy(), shift * np.eye(slots)])
-    expected = bounded(left, np.concatenate([mass.numpy(), shift * np.ones(slots)])).x
+    stacked = np.concatenate([design.numpy(), shift * np.eye(slots)])
+    expected = bounded(stacked, np.concatenate([mass.numpy(), shift * np.ones(slots)])).x
     for dtype in (torch.float64, torch.float32):
-        scores, weights = dense.to(dtype), rows.to(dtype)[None]
-        found = fit_log_bias(scores[..., :slots], scores, pull=pull, weights=weights).exp()
-        assert found.dtype == dtype
-        assert np.allclose(found[0], expected, atol=2e-5 * (1 + 1 / pull))
+        scores = dense.to(dtype)
+        weights = rows.to(dtype)[None]
+        fitted = fit_log_bias(scores[..., :slots], scores, pull=pull, weights=weights).exp()
+        assert fitted.dtype == dtype
+        assert np.allclose(fitted[0], expected, atol=2e-5 * (1 + 1 / pull))
 
 
 def test_heads_are_solved_as_alone_whatever_the_order_of_slots_and_slots_that_none_sees():
-    dense, targets = 2 * normal(2, 3, 50, 40, seed=5), normal(2, 3, 50, 8)
+    dense = 2 * normal(2, 3, 50, 40, seed=5)
+    targets = normal(2, 3, 50, 8)
     order = torch.randperm(15, generator=torch.Generator().manual_seed(0))
     together = fit_log_bias(dense[..., :15], dense)
     values = fit_values(dense.softmax(-1)[..., :15], targets)
@@ -82,13 +87,19 @@ def test_heads_are_solved_as_alone_whatever_the_order_of_slots_and_slots_that_no
     )
     for a in range(2):
         for b in range(3):
-            own = dense[a, b]
-            assert torch.allclose(together[a, b], fit_log_bias(own[:, :15], own), atol=1e-8)
+            head_scores = dense[a, b]
             assert torch.allclose(
-                values[a, b], fit_values(own.softmax(-1)[:, :15], targets[a, b]), atol=1e-9
+                together[a, b], fit_log_bias(head_scores[:, :15], head_scores), atol=1e-8
             )
-    blind = torch.cat([own[:, :10], torch.full((50, 1), -torch.inf).double()], dim=-1)
-    assert torch.allclose(fit_log_bias(blind, own)[:10], fit_log_bias(own[:, :10], own), atol=1e-6)
+            assert torch.allclose(
+                values[a, b], fit_values(head_scores.softmax(-1)[:, :15], targets[a, b]), atol=1e-9
+            )
+    blind = torch.cat([head_scores[:, :10], torch.full((50, 1), -torch.inf).double()], dim=-1)
+    assert torch.allclose(
+        fit_log_bias(blind, head_scores)[:10],
+        fit_log_bias(head_scores[:, :10], head_scores),
+        atol=1e-6,
+    )
 
 
 def test_projected_gradient_steps_stay_in_the_box_and_never_raise_the_cost():
@@ -96,28 +107,27 @@ def test_projected_gradient_steps_stay_in_the_box_and_never_raise_the_cost():
     design, mass = problem(dense[:, :25], dense)
     costs = []
     for steps in (0, 1, 2, 8, 64, None):
-        found = fit_log_bias(dense[:, :25], dense, num_iters=steps)
-        assert found.abs().max() <= 3 + 1e-9
-        costs.append((design @ found.exp() - mass).square().sum().item())
+        log_bias = fit_log_bias(dense[:, :25], dense, num_iters=steps)
+        assert log_bias.abs().max() <= 3 + 1e-9
+        costs.append((design @ log_bias.exp() - mass).square().sum().item())
     assert costs == sorted(costs, reverse=True)
 
 
 @pytest.mark.parametrize(("queries", "slots"), [(60, 12), (12, 60), (20, 20)])
 @pytest.mark.parametrize("ridge", [1e-6, 1e-3])
 def test_values_equal_numpy_on_the_system_with_the_ridge_as_rows(queries, slots, ridge):
-    weights, targets = normal(2, queries, slots).softmax(-1), normal(2, queries, 5, seed=1)
+    weights = normal(2, queries, slots).softmax(-1)
+    targets = normal(2, queries, 5, seed=1)
     towards = normal(2, slots, 5, seed=2)
-    found, pulled = (
-        fit_values(weights, targets, ridge=ridge),
-        fit_values(weights, targets, ridge=ridge, towards=towards),
-    )
+    plain = fit_values(weights, targets, ridge=ridge)
+    pulled = fit_values(weights, targets, ridge=ridge, towards=towards)
     for head in range(2):
         shift = math.sqrt(ridge) * np.linalg.norm(weights[head].numpy(), 2)
-        left = np.concatenate([weights[head].numpy(), shift * np.eye(slots)])
-        for values, there in ((found, np.zeros((slots, 5))), (pulled, towards[head].numpy())):
+        stacked = np.concatenate([weights[head].numpy(), shift * np.eye(slots)])
+        for values, there in ((plain, np.zeros((slots, 5))), (pulled, towards[head].numpy())):
             right = np.concatenate([targets[head].numpy(), shift * there])
             assert np.allclose(
-                values[head], np.linalg.lstsq(left, right, rcond=None)[0], rtol=1e-5, atol=1e-6
+                values[head], np.linalg.lstsq(stacked, right, rcond=None)[0], rtol=1e-5, atol=1e-6
             )
     assert torch.allclose(fit_values(weights, targets, ridge=1e12, towards=towards), towards)
     single = fit_values(weights.float(), targets.float(), ridge=1e-4)
@@ -128,7 +138,8 @@ def test_values_equal_numpy_on_the_system_with_the_ridge_as_rows(queries, slots,
 
 @pytest.mark.parametrize(("queries", "slots"), [(60, 12), (12, 60)])
 def test_without_ridge_the_values_are_numpys_minimum_norm_solution(queries, slots):
-    weights, targets = normal(queries, slots).softmax(-1), normal(queries, 5, seed=1)
+    weights = normal(queries, slots).softmax(-1)
+    targets = normal(queries, 5, seed=1)
     expected = np.linalg.lstsq(weights.numpy(), targets.numpy(), rcond=None)[0]
     assert np.allclose(fit_values(weights, targets, ridge=None), expected, atol=1e-8)
 
@@ -153,7 +164,7 @@ def test_the_largest_eigenvalue_is_the_spectral_norm_of_the_gram_matrix():
         ({"pull": 0.1, "num_iters": 2}, "num_iters=2 steps are without a pull"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(options, message):
+def test_options_that_make_no_sense_are_rejected(options, message):
     with pytest.raises(InputError, match=message):
         fit_log_bias(normal(3, 2), normal(3, 4), **options)
     with pytest.raises(InputError, match="ridge must be larger than 0"):

@@ -1,4 +1,4 @@
-"""Traces, replays and what is told about them."""
+"""Traces, replays and comparisons."""
 
 import sys
 
@@ -43,11 +43,15 @@ def test_the_figures_are_those_of_their_definitions(model, windows, traced):
     kl = (dense[:, 48:].exp() * (dense[:, 48:] - compact)).sum(-1).mean(1)
     top1 = (dense[:, 48:].argmax(-1) == compact.argmax(-1)).double().mean(1)
     pairs = [
-        (scores.nll_dense, nll_dense), (scores.nll, nll), (scores.delta_nll, nll - nll_dense), (scores.kl, kl),
-        (scores.delta_ppl, nll.exp() - nll_dense.exp()), (scores.top1, top1),
-    ]  # fmt: skip
-    for found, expected in pairs:
-        assert torch.allclose(found.double(), expected, rtol=1e-4, atol=1e-4)
+        (scores.nll_dense, nll_dense),
+        (scores.nll, nll),
+        (scores.delta_nll, nll - nll_dense),
+        (scores.kl, kl),
+        (scores.delta_ppl, nll.exp() - nll_dense.exp()),
+        (scores.top1, top1),
+    ]
+    for actual, expected in pairs:
+        assert torch.allclose(actual.double(), expected, rtol=1e-4, atol=1e-4)
     assert (scores.kl > 1e-3).all()
     full = compare(traced, traced.dense_cache())
     assert torch.allclose(full.kl, torch.zeros(3), atol=1e-6)
@@ -60,25 +64,20 @@ REPLAYED = [Eviction("streaming"), AttentionMatching(), AttentionMatching(budget
 @pytest.mark.parametrize(
     "method", REPLAYED, ids=["slots", "slots with a log-bias", "unequal slots"]
 )
-def test_a_suffix_in_chunks_fares_as_in_one_piece(windows, method, monkeypatch):
+def test_a_suffix_in_chunks_fares_as_in_one_piece(windows, method):
     model = loud_model(dtype=torch.float64)
-    found = trace(model, windows, 48)
-    cache = method(found, num_slots=9)
+    traced = trace(model, windows, 48)
+    cache = method(traced, num_slots=9)
     inputs = cache.inputs(model, windows[:, 48:])
     expected = model(**inputs, use_cache=True, output_hidden_states=True).hidden_states[-1]
     for chunk_tokens in (1, 7):
         for start in (0, 6):
-            whole = compare(found, cache, start=start)
-            with monkeypatch.context() as patch:
-                patch.setattr("kvcat.losses.logits._CHUNK_ELEMENTS", 15 * model.config.vocab_size)
-                patch.setattr(sys.modules["kvcat.compress.compare"], "_CHUNK_TOKENS", chunk_tokens)
-                parts, hidden = (
-                    compare(found, cache, start=start),
-                    replay_hidden(model, cache, windows[:, 48:]),
-                )
-            torch.testing.assert_close(vars(whole), vars(parts), rtol=0, atol=1e-12)
+            whole = compare(traced, cache, start=start)
+            in_chunks = compare(traced, cache, start=start, chunk_tokens=chunk_tokens)
+            hidden = replay_hidden(model, cache, windows[:, 48:], chunk_tokens=chunk_tokens)
+            torch.testing.assert_close(vars(whole), vars(in_chunks), rtol=0, atol=1e-12)
             assert torch.allclose(hidden, expected, atol=1e-12)
-    assert torch.allclose(supervised_kl(found, cache), compare(found, cache).kl, atol=1e-12)
+    assert torch.allclose(supervised_kl(traced, cache), compare(traced, cache).kl, atol=1e-12)
     one = cache.select([0])
     alone = replay(model, one, windows[1:2, 48:])
     assert torch.allclose(replay(model, one, windows[:, 48:])[1:2], alone, atol=1e-12)
@@ -88,15 +87,16 @@ def test_a_reconstruction_repeats_the_same_tokens_and_its_second_copy_gives_the_
     tokenizer = byte_tokenizer()
     text = "the cat sees a river."
     sequence = reconstruction(tokenizer, text)
-    ids, length = sequence.input_ids[0].tolist(), sequence.prefix_len
+    ids = sequence.input_ids[0].tolist()
+    length = sequence.prefix_len
     assert ids[:length] == ids[sequence.supervision_start :] == tokenizer.encode(text)
     assert "verbatim" in tokenizer.decode(ids[length : sequence.supervision_start])
     with pytest.raises(InputError, match="holds no token"):
         reconstruction(tokenizer, "")
-    found = trace(loud_model(vocab_size=300, max_position_embeddings=256), sequence)
-    assert found.prefix_len == length
-    assert found.queries[0].shape[2] == len(ids) - sequence.supervision_start
-    assert found.logits.shape[1] == len(ids) - length
+    traced = trace(loud_model(vocab_size=300, max_position_embeddings=256), sequence)
+    assert traced.prefix_len == length
+    assert traced.queries[0].shape[2] == len(ids) - sequence.supervision_start
+    assert traced.logits.shape[1] == len(ids) - length
 
 
 @pytest.mark.parametrize("source", ["suffix", "self", "reconstruction"])
@@ -108,21 +108,32 @@ def test_a_trace_in_chunks_is_that_of_one_forward_and_holds_no_more_than_its_ten
     options = {} if source == "reconstruction" else {"prefix_len": 40, "supervision": source}
     whole = trace(model, ids, **options)
     for chunk_tokens in (1, 7):
-        parts = trace(model, ids, **options, chunk_tokens=chunk_tokens)
-        left, right = (
-            [*x.keys, *x.values, *x.queries, *x.prefix_queries, x.hidden] for x in (whole, parts)
+        in_chunks = trace(model, ids, **options, chunk_tokens=chunk_tokens)
+        whole_tensors, chunked_tensors = (
+            [*x.keys, *x.values, *x.queries, *x.prefix_queries, x.hidden]
+            for x in (whole, in_chunks)
         )
-        torch.testing.assert_close(left, right, rtol=0, atol=1e-12)
-        assert all(x.untyped_storage().nbytes() == x.nbytes for x in (*left[:-1], *right[:-1]))
+        torch.testing.assert_close(whole_tensors, chunked_tensors, rtol=0, atol=1e-12)
+        assert all(
+            x.untyped_storage().nbytes() == x.nbytes
+            for x in (*whole_tensors[:-1], *chunked_tensors[:-1])
+        )
 
 
-def test_traces_that_cannot_be_are_refused(model, windows):
+def test_traces_that_cannot_be_are_rejected(model, windows):
     for tokens, prefix_len, options, message in (
-        (64, None, {}, "prefix_len is missing"), (64, 64, {}, r"prefix_len must be in \[1, 63\] for 64 tokens, not 64"),
-        (64, 0, {}, "not 0"), (64, 65, {"supervision": "self"}, r"in \[1, 64\]"),
-        (64, 8, {"supervision": "none"}, "must be one of suffix, first-half, reconstruction, self, not 'none'"),
+        (64, None, {}, "prefix_len is missing"),
+        (64, 64, {}, r"prefix_len must be in \[1, 63\] for 64 tokens, not 64"),
+        (64, 0, {}, "not 0"),
+        (64, 65, {"supervision": "self"}, r"in \[1, 64\]"),
+        (
+            64,
+            8,
+            {"supervision": "none"},
+            "must be one of suffix, first-half, reconstruction, self, not 'none'",
+        ),
         (129, 8, {}, "129 tokens exceed the 128 positions of LlamaForCausalLM$"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(InputError, match=message):
             trace(model, torch.zeros(1, tokens, dtype=torch.long), prefix_len, **options)
     model = loud_model("mistral", sliding_window=20)
@@ -137,23 +148,25 @@ def test_traces_that_cannot_be_are_refused(model, windows):
         trace(model, windows, 48)
 
 
-def test_what_cannot_be_replayed_or_compared_is_refused(model, windows, traced):
+def test_what_cannot_be_replayed_or_compared_is_rejected(model, windows, traced):
     dense = traced.dense_cache()
     with pytest.raises(InputError, match="does not belong to a trace"):
         compare(traced, trace(model, windows, 40).dense_cache())
     with pytest.raises(InputError, match="belongs to another model"):
         replay(loud_model(rms_norm_eps=1e-2), dense, windows[:, 48:])
-    own = trace(model, windows[:, :48], supervision="self")
-    cache = AttentionMatching()(own, num_slots=6)
-    assert (own.queries[0].shape[2], cache.metadata["supervision"]) == (48, "self")
+    self_supervised = trace(model, windows[:, :48], supervision="self")
+    cache = AttentionMatching()(self_supervised, num_slots=6)
+    assert (self_supervised.queries[0].shape[2], cache.metadata["supervision"]) == (48, "self")
     with pytest.raises(InputError, match="no suffix to compare on"):
-        compare(own, cache)
+        compare(self_supervised, cache)
 
 
 @pytest.mark.parametrize(
     ("prefix_len", "advice"), [(60, "whose 60 tokens alone would fit"), (130, "LlamaForCausalLM$")]
 )
-def test_a_repetition_that_is_too_long_is_told_from_a_text_that_is_too_long(prefix_len, advice):
+def test_a_repetition_that_is_too_long_and_a_text_that_is_too_long_have_different_messages(
+    prefix_len, advice
+):
     """The advice not to repeat the text is given where it helps."""
     ids = torch.zeros(1, 2 * prefix_len + 10, dtype=torch.long)
     sequence = Reconstruction(ids, prefix_len, prefix_len + 10)

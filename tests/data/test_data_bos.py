@@ -57,8 +57,8 @@ def test_a_prepared_folder_records_what_begins_its_documents_and_is_read_so_alon
     recorded = json.loads((tmp_path / "auto" / "tokens.json").read_text())
     assert recorded["opening"] == [tokenizer.bos_token_id]
     prepare(str(texts), tokenizer, tmp_path / "never", bos="never")
-    told = refusal(open_tokens, str(tmp_path / "never"), tokenizer, **SIZES)
-    assert "begin with the token ids []" in told
+    message = refusal(open_tokens, str(tmp_path / "never"), tokenizer, **SIZES)
+    assert "begin with the token ids []" in message
     assert "its opening is" in refusal(
         prepare, str(texts), tokenizer, tmp_path / "auto", bos="never"
     )
@@ -126,8 +126,8 @@ def test_windows_begin_with_it_and_keep_their_lengths(texts):
         start = int(window.name)
         assert list(window.tokens[1:]) == whole[start : start + 19]
     assert all(bos not in window.tokens for window in never.examples)
-    told = refusal(suffix.make_task, tokenizer, str(texts), "all", prefix=1, suffix=8)
-    assert "a prefix of 1 tokens holds no text" in told
+    message = refusal(suffix.make_task, tokenizer, str(texts), "all", prefix=1, suffix=8)
+    assert "a prefix of 1 tokens holds no text" in message
 
 
 @pytest.mark.parametrize("supervision", ["suffix", "first-half", "reconstruction"])
@@ -141,7 +141,9 @@ def test_windows_are_scored_as_plain_transformers_scores_them(texts, supervision
     prepared = task.prepare(model, tokenizer, task.examples)
     if supervision == "reconstruction":
         ids = prepared.trace.input_ids
-        assert (ids == tokenizer.bos_token_id).sum().item() == 2  # one a row, before the first copy
+        assert (
+            ids == tokenizer.bos_token_id
+        ).sum().item() == 2  # one per row, before the first copy
     cache = kvcat.AttentionMatching()(prepared.trace, keep_ratio=1.0)
     assert cache.metadata["supervision"] == supervision
     for window, values in zip(task.examples, prepared.score(cache), strict=True):
@@ -161,7 +163,8 @@ def test_windows_are_scored_as_plain_transformers_scores_them(texts, supervision
 
 def test_haystacks_and_prompts_begin_as_chosen_and_hold_no_eos(tmp_path):
     tokenizer = with_bos()
-    bos, eos = tokenizer.bos_token_id, tokenizer.convert_tokens_to_ids("</s>")
+    bos = tokenizer.bos_token_id
+    eos = tokenizer.convert_tokens_to_ids("</s>")
     makers = {
         "needle": lambda choice: needle.make_task(tokenizer, length=400, per_depth=1, bos=choice),
         "ruler": lambda choice: ruler.make_task(
@@ -169,7 +172,8 @@ def test_haystacks_and_prompts_begin_as_chosen_and_hold_no_eos(tmp_path):
         ),
     }
     for make in makers.values():
-        auto, never = make("auto"), make("never")
+        auto = make("auto")
+        never = make("never")
         assert "bos" not in auto.describe()
         assert never.describe()["bos"] == "never"
         for first, second in zip(auto.examples, never.examples, strict=True):
@@ -198,9 +202,9 @@ def test_choices_are_scored_without_the_eos_that_the_tokenizer_puts_behind_texts
     scores = []
     for tokenizer in (byte_level(before=["<s>"]), with_bos()):
         model = loud_model(vocab_size=len(tokenizer), max_position_embeddings=128)
-        (found,) = log_likelihoods(model, tokenizer, [example])
-        scores.append(found)
-        for text, score in zip(example.texts, found, strict=True):
+        (log_probs,) = log_likelihoods(model, tokenizer, [example])
+        scores.append(log_probs)
+        for text, score in zip(example.texts, log_probs, strict=True):
             whole = [
                 tokenizer.bos_token_id,
                 *tokenizer.encode(f"the cat {text}", add_special_tokens=False),

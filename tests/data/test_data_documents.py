@@ -26,16 +26,18 @@ def write_parquet(path, **columns):
 
 
 def test_a_long_text_is_cut_at_line_ends_where_there_are_any_and_its_pieces_rejoin_to_it(tmp_path):
-    short, line = "a" * 5, "words and more words\r\n"
+    short = "a" * 5
+    line = "words and more words\r\n"
     for text in ("", short, "x" * 40_000, line * 3000 + "x" * 40_000):
         (tmp_path / "long.md").write_bytes(text.encode())
-        found = pairs(tmp_path / "long.md")
-        assert "".join(piece for _, piece in found) == text.replace("\r\n", "\n")
-        assert [name for name, _ in found] == [f"long.md#{i}" for i in range(len(found))]
-        assert all(0 < len(piece) <= PIECE_CHARACTERS for _, piece in found)
-        assert len(found) == {0: 0, 5: 1, 40_000: 3}.get(len(text), 7)
+        pieces = pairs(tmp_path / "long.md")
+        assert "".join(piece for _, piece in pieces) == text.replace("\r\n", "\n")
+        assert [name for name, _ in pieces] == [f"long.md#{i}" for i in range(len(pieces))]
+        assert all(0 < len(piece) <= PIECE_CHARACTERS for _, piece in pieces)
+        assert len(pieces) == {0: 0, 5: 1, 40_000: 3}.get(len(text), 7)
     assert all(
-        piece.endswith("\n") and len(piece) > PIECE_CHARACTERS - len(line) for _, piece in found[:3]
+        piece.endswith("\n") and len(piece) > PIECE_CHARACTERS - len(line)
+        for _, piece in pieces[:3]
     )
 
 
@@ -91,15 +93,15 @@ def test_a_file_that_cannot_be_read_is_named_in_one_line(name, content, message,
         (tmp_path / name).write_bytes(content)
     else:
         write_parquet(tmp_path / name, **content)
-    told = refusal(pairs, tmp_path / name)
-    assert name in told
-    assert re.search(message, told)
+    line = refusal(pairs, tmp_path / name)
+    assert name in line
+    assert re.search(message, line)
 
 
-def test_a_source_that_is_not_there_is_refused_before_anything_is_read(tmp_path, monkeypatch):
+def test_a_source_that_is_not_there_is_rejected_before_anything_is_read(tmp_path, monkeypatch):
     (tmp_path / "picture.png").write_bytes(b"")
-    for name, told in (("gone", "no such text file or folder"), (".", "no text")):
-        with pytest.raises(InputError, match=told):
+    for name, message in (("gone", "no such text file or folder"), (".", "no text")):
+        with pytest.raises(InputError, match=message):
             open_documents(str(tmp_path / name))
     monkeypatch.setattr("kvcat.hub.hub_obstacle", lambda: "HF_HUB_OFFLINE is set")
     assert "nobody/texts' is on the Hub, and HF_HUB_OFFLINE is set" in refusal(
@@ -110,18 +112,18 @@ def test_a_source_that_is_not_there_is_refused_before_anything_is_read(tmp_path,
 
 
 def test_the_installed_corpus_holds_the_library_and_packages_without_tests():
-    found = {d.id: d for d in open_documents("installed")}
-    names = list(found)
+    documents = {d.id: d for d in open_documents("installed")}
+    names = list(documents)
     assert names == sorted(names)
     assert {"stdlib", "torch", "transformers", "numpy"} <= {name.split("/")[0] for name in names}
     assert not any(
         "/tests/" in name or "/test/" in name or "site-packages" in name for name in names
     )
-    assert "def dataclass(" in found["stdlib/dataclasses.py"].text
+    assert "def dataclass(" in documents["stdlib/dataclasses.py"].text
 
 
 def fake_hub(monkeypatch, listed, calls=None):
-    """The Hub's file lists come from ``listed``; what is asked for goes into ``calls``."""
+    """The Hub's file lists come from ``listed``; requests are recorded in ``calls``."""
     import datasets
 
     def load_dataset_builder(path, config, *, revision):
@@ -183,15 +185,15 @@ def test_what_is_no_unicode_in_a_row_becomes_a_replacement_and_the_other_rows_ar
     lines = [b'{"text": "one"}', b'{"text": "half \\ud83d of it"}', b'{"text": "caf\xe9"}']
     lines += [b'{"text": "\xed\xa0\xbd", "id": "\\udc80"}', b'{"text": "whole \\ud83d\\ude00"}']
     (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + b"\n".join(lines))
-    found = pairs(tmp_path / "a.jsonl")
-    assert [text for _, text in found] == [
+    rows = pairs(tmp_path / "a.jsonl")
+    assert [text for _, text in rows] == [
         "one",
         "half \ufffd of it",
         "caf\ufffd",
         "\ufffd",
         "whole \U0001f600",
     ]
-    assert found[3][0] == "\ufffd"
+    assert rows[3][0] == "\ufffd"
     (record,) = caplog.records
     assert "row 1 of" in record.getMessage()
     assert "U+FFFD" in record.getMessage()

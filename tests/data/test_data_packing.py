@@ -25,10 +25,11 @@ def encoder():
     return Encoder.of(byte_tokenizer())
 
 
-def test_the_encoder_gives_the_tokenizers_own_ids_whatever_the_length_and_tells_tokenizers_apart(
+def test_the_encoder_gives_the_tokenizers_ids_at_any_length_and_distinguishes_tokenizers(
     encoder, caplog
 ):
-    tokenizer, draw = byte_tokenizer(), random.Random(0)
+    tokenizer = byte_tokenizer()
+    draw = random.Random(0)
     tokenizer.model_max_length = 8
     copied = Encoder.of(tokenizer)
     texts = [
@@ -65,12 +66,12 @@ def test_documents_are_packed_with_eos_after_each_reading_no_further_than_needed
     documents = list(islice(endless, 128))
     table = pack(chain(documents, endless), encoder, 16, max_sequences=7)
     assert np.array_equal(table, pack(documents, encoder, 16)[:7])
-    for few, told in (
+    for documents_read, message in (
         ([], "the text has 0 tokens, fewer than one sequence of 99"),
         (corpus([1]), "of 99"),
     ):
-        with pytest.raises(InputError, match=told):
-            pack(few, encoder, 99)
+        with pytest.raises(InputError, match=message):
+            pack(documents_read, encoder, 99)
 
 
 def test_a_short_run_reads_an_excerpt_of_every_document_from_the_start_of_a_line(encoder):
@@ -81,7 +82,7 @@ def test_a_short_run_reads_an_excerpt_of_every_document_from_the_start_of_a_line
     assert len(table) == 90
     assert (table == encoder.eos).sum() > 25
     assert len({len(d.text) for d in cut}) == 1
-    starts = [whole.text.index(part.text) for whole, part in zip(documents, cut, strict=True)]
+    starts = [whole.text.index(excerpt.text) for whole, excerpt in zip(documents, cut, strict=True)]
     assert all(
         start == 0 or whole.text[start - 1] == "\n"
         for start, whole in zip(starts, documents, strict=True)

@@ -1,4 +1,4 @@
-"""What is held out, and which copies are left out."""
+"""Which documents are held out, and which copies are left out."""
 
 from itertools import count
 
@@ -28,9 +28,13 @@ def test_five_percent_each_are_held_out_and_the_split_of_known_names_never_chang
         assert splits.count(held_out) / len(splits) == pytest.approx(0.05, abs=0.01)
     # a changed hash would move held-out documents into the training of published checkpoints
     known = {
-        "numpy/_distributor_init.py": "test", "numpy/f2py/__init__.py": "validation", "1": "train", "2": "test",
-        "35": "validation", "57": "validation",
-    }  # fmt: skip
+        "numpy/_distributor_init.py": "test",
+        "numpy/f2py/__init__.py": "validation",
+        "1": "train",
+        "2": "test",
+        "35": "validation",
+        "57": "validation",
+    }
     assert {name: split_of(name) for name in known} == known
 
 
@@ -41,13 +45,18 @@ def test_the_order_depends_on_names_and_seed_not_on_the_listing():
     assert {d.id for d in order} == {d.id for d in documents}
 
 
-def test_held_out_documents_that_share_their_long_lines_with_training_and_copies_of_earlier_ones_are_dropped():
-    long, other = sentences(10, seed=1), sentences(10, seed=2)
+def test_copies_and_held_out_documents_that_share_long_lines_with_training_are_dropped():
+    long = sentences(10, seed=1)
+    other = sentences(10, seed=2)
     held_out = named(
-        copy="".join(long), own="".join(other), third="".join(long[:3] + other[3:]),
-        most="".join(long[:4] + other[4:]), short="x = 1\nreturn x\na line of its own here\n",
-        trivial="only\nshort\nlines\n", indented="    a shared long line\n",
-    )  # fmt: skip
+        copy="".join(long),
+        own="".join(other),
+        third="".join(long[:3] + other[3:]),
+        most="".join(long[:4] + other[4:]),
+        short="x = 1\nreturn x\na line of its own here\n",
+        trivial="only\nshort\nlines\n",
+        indented="    a shared long line\n",
+    )
     training = named(
         a="".join(long[:5]), b="".join(long[5:]), t="x = 1\nreturn x\na shared long line\n"
     )
@@ -69,14 +78,14 @@ def test_documents_of_the_installation_hold_no_copies_nor_held_out_ones_lines_of
         for split in HELD_OUT
     }
     names = [f"d{i}" for i in range(40) if split_of(f"d{i}") == "train"][:4]
-    found = [Document(name, lines("the same", 10)) for name in names]
-    found += [Document(name, lines("held", 10)) for name in splits.values()]
-    monkeypatch.setattr(split_module, "open_documents", lambda _: iter(found))
+    documents = [Document(name, lines("the same", 10)) for name in names]
+    documents += [Document(name, lines("held", 10)) for name in splits.values()]
+    monkeypatch.setattr(split_module, "open_documents", lambda _: iter(documents))
     assert [len(training_splits(source, 1)[0]) for source in ("installed", "texts")] == [1, 4]
     assert [d.id for d in training_splits("installed", 1)[1]] == [splits["validation"]]
     for split, name in splits.items():
         assert [d.id for d in split_documents("installed", split)] == [name]
-    found.append(Document(names[0], lines("held", 10)))
+    documents.append(Document(names[0], lines("held", 10)))
     assert splits["validation"] not in {d.id for d in training_splits("installed", 1)[1]}
     for split, name in splits.items():
         assert [d.id for d in split_documents("texts", split)] == [name]
@@ -100,5 +109,5 @@ def test_a_stream_is_read_no_further_than_the_limit(monkeypatch):
         split_module, "open_documents", lambda _: (Document(str(number), "") for number in count())
     )
     assert [d.id for d in split_documents("hub:o/n", "all", limit=3)] == ["0", "1", "2"]
-    found = split_documents("hub:o/n", "test", limit=4)
-    assert [split_of(d.id) for d in found] == ["test"] * 4
+    documents = split_documents("hub:o/n", "test", limit=4)
+    assert [split_of(d.id) for d in documents] == ["test"] * 4

@@ -60,8 +60,8 @@ def epoch_tokens(source, tokenizer, num_streams):
 def test_every_training_document_is_read_once_an_epoch(corpora, tokenizer, kind, num_streams):
     source, documents = corpora[kind]
     streams = epoch_tokens(source, tokenizer, num_streams)
-    found = [text for tokens in streams for text in documents_in(tokens, tokenizer)]
-    assert sorted(found) == sorted(of_split(documents, "train").values())
+    texts_read = [text for tokens in streams for text in documents_in(tokens, tokenizer)]
+    assert sorted(texts_read) == sorted(of_split(documents, "train").values())
 
 
 def test_the_tokens_of_one_file_are_those_that_packing_gives_epoch_after_epoch(tmp_path, tokenizer):
@@ -87,42 +87,44 @@ def test_batches_and_their_continuation_are_the_same_for_any_world_size(
     plan = table_streams(30) if kind == "table" else plan_of(corpora[kind][0], tokenizer)
     expected = steps(TokenLoader(plan), stop + 4)
     states = []
-    for own in (list(range(rank, 4, before)) for rank in range(before)):
-        part = TokenLoader(plan, streams=own)
-        assert all(torch.equal(part.read(), expected[step, own]) for step in range(stop))
-        states.append(part.state_dict())
+    for streams in (list(range(rank, 4, before)) for rank in range(before)):
+        loader = TokenLoader(plan, streams=streams)
+        assert all(torch.equal(loader.read(), expected[step, streams]) for step in range(stop))
+        states.append(loader.state_dict())
     state = json.loads(json.dumps(merge_states(states)))
-    for own in (list(range(rank, 4, after)) for rank in range(after)):
-        fresh = TokenLoader(plan, streams=own)
+    for streams in (list(range(rank, 4, after)) for rank in range(after)):
+        fresh = TokenLoader(plan, streams=streams)
         fresh.load_state_dict(state)
-        assert torch.equal(steps(fresh, 4), expected[stop:, own])
+        assert torch.equal(steps(fresh, 4), expected[stop:, streams])
 
 
 def test_resuming_reads_no_row_group_before_the_place(tmp_path, tokenizer, monkeypatch):
-    def iter_batches(self, size, groups, *rest, **options):
+    def iter_batches(self, size, groups, *arguments, **options):
         read.extend(groups)
-        return original(self, size, groups, *rest, **options)
+        return original(self, size, groups, *arguments, **options)
 
     write_corpus(tmp_path / "c", "groups", num_files=1)
     source, again = (
         streams_of(f"stream:{tmp_path / 'c'}", tokenizer, num_streams=1) for _ in range(2)
     )
-    steps(source, 60)
-    state, following = source.state_dict(), steps(source, 120)  # on into the next epoch
-    read, original = [], parquet.ParquetFile.iter_batches
+    steps(source, 60)  # into the next epoch
+    state = source.state_dict()
+    following = steps(source, 120)
+    read = []
+    original = parquet.ParquetFile.iter_batches
     monkeypatch.setattr(parquet.ParquetFile, "iter_batches", iter_batches)
     again.load_state_dict(state)
     assert torch.equal(steps(again, 120), following)
     assert read[0] == state["streams"]["0"][2] // 4 > 3
 
 
-def test_a_state_of_other_data_is_refused(corpora, tokenizer, tmp_path):
+def test_a_state_of_other_data_is_rejected(corpora, tokenizer, tmp_path):
     source = corpora["groups"][0]
     write_lines(tmp_path / "a.jsonl", texts(9))
     local = f"stream:{tmp_path}"
     state, local_state = (streams_of(name, tokenizer).state_dict() for name in (source, local))
     write_lines(tmp_path / "a.jsonl", texts(8))
-    for loader_of, saved, told in (
+    for loader_of, saved, message in (
         (streams_of(source, tokenizer, seed=1), state, "seed is 0, not 1"),
         (streams_of(source, tokenizer, num_streams=5), state, "num_streams"),
         (streams_of(corpora["lines"][0], tokenizer), state, "source"),
@@ -139,7 +141,7 @@ def test_a_state_of_other_data_is_refused(corpora, tokenizer, tmp_path):
             "tokens",
         ),
     ):
-        with pytest.raises(InputError, match=told):
+        with pytest.raises(InputError, match=message):
             loader_of.load_state_dict(saved)
 
 
@@ -165,9 +167,11 @@ def test_a_hub_data_set_is_resumed_at_the_commit_it_was_begun_with(
         }
         return open_tokens("hub:o/n", tokenizer, **sizes, revision=revision)
 
-    old, newer = opened("old"), opened("new")
+    old = opened("old")
+    newer = opened("new")
     old.train.read()
-    state, following = old.train.state_dict(), old.train.read()
+    state = old.train.state_dict()
+    following = old.train.read()
     again = opened("new", state["revision"])
     again.train.load_state_dict(state)
     assert torch.equal(again.train.read(), following)
@@ -177,7 +181,7 @@ def test_a_hub_data_set_is_resumed_at_the_commit_it_was_begun_with(
         newer.train.load_state_dict(state)
 
 
-def test_too_few_documents_for_validation_or_for_the_streams_are_refused_by_name(
+def test_too_few_documents_for_validation_or_for_the_streams_are_rejected_by_name(
     tmp_path, tokenizer
 ):
     write_table(tmp_path / "a.parquet", of_split(texts(3), "train"))
@@ -201,7 +205,8 @@ def test_a_failed_read_moves_no_stream(tmp_path, tokenizer):
     )
     source.load_state_dict(source.state_dict())  # forgets what was read ahead
     before = None
-    with pytest.raises(InputError, match="not JSON"):  # noqa: PT012 (the last state before the failure)
+    # The loop ends with the last state before the failure.
+    with pytest.raises(InputError, match="not JSON"):  # noqa: PT012
         for _ in range(50):
             before = source.state_dict()
             source.read()

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 import torch
 from pyarrow import parquet
-from test_evals_runner import tiny, with_opening
+from small_evaluations import tiny, with_opening
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import GenerationConfig, PreTrainedTokenizerFast
@@ -18,7 +18,8 @@ from kvcat.evals.answers import Question, QuestionTask, answer_ids, greedy_answe
 from kvcat.evals.task import vocabulary
 from tiny import refusal
 
-CONTEXT, NEW = 24, 5
+CONTEXT = 24
+NEW = 5
 
 
 def small_model(**changes):
@@ -86,10 +87,10 @@ def naive_nll(model, before, answer):
 
 def test_answers_on_the_whole_cache_are_those_of_full_forwards(model, tokenizer):
     dense = prepared(model, tokenizer).trace.dense_cache()
-    found = greedy_answers(model, dense, [q.question for q in questions()], NEW)
-    assert found == [naive_answer(model, q.context + q.question, NEW) for q in questions()]
+    answers = greedy_answers(model, dense, [q.question for q in questions()], NEW)
+    assert answers == [naive_answer(model, q.context + q.question, NEW) for q in questions()]
     none = greedy_answers(model, None, [q.question for q in questions()], NEW)
-    assert none == [naive_answer(model, q.question, NEW) for q in questions()] != found
+    assert none == [naive_answer(model, q.question, NEW) for q in questions()] != answers
 
 
 def test_figures_of_an_example_are_those_of_full_forwards_and_belong_together(model):
@@ -98,20 +99,22 @@ def test_figures_of_an_example_are_those_of_full_forwards_and_belong_together(mo
         DENSE
     )
     compact = batch.score(kvcat.Eviction("first")(batch.trace, keep_ratio=0.25))
-    for q, own, dense, none in zip(
+    for q, values, dense, none in zip(
         questions(), compact, *map(batch.baseline, BASELINES), strict=True
     ):
         with_context = naive_nll(model, q.context + q.question, q.answer)
         assert (
-            own["nll_dense"]
+            values["nll_dense"]
             == dense["nll"]
             == none["nll_dense"]
             == pytest.approx(with_context, abs=1e-5)
         )
         without = naive_nll(model, (0, *q.question), q.answer)
-        assert own["nll_none"] == none["nll"] == pytest.approx(without, abs=1e-5)
-        assert own["delta_nll"] == own["nll"] - own["nll_dense"] != 0.0
-        assert own["context_gain"] == none["delta_nll"] == own["nll_none"] - own["nll_dense"]
+        assert values["nll_none"] == none["nll"] == pytest.approx(without, abs=1e-5)
+        assert values["delta_nll"] == values["nll"] - values["nll_dense"] != 0.0
+        assert (
+            values["context_gain"] == none["delta_nll"] == values["nll_none"] - values["nll_dense"]
+        )
 
 
 def test_an_example_gives_the_same_alone_as_in_a_batch(model, tokenizer):
@@ -119,7 +122,8 @@ def test_an_example_gives_the_same_alone_as_in_a_batch(model, tokenizer):
         replace(question, max_new_tokens=count)
         for question, count in zip(questions(), (1, NEW, 3), strict=True)
     ]
-    together, method = prepared(model, tokenizer, batch), kvcat.AttentionMatching()
+    together = prepared(model, tokenizer, batch)
+    method = kvcat.AttentionMatching()
     values = together.score(method(together.trace, keep_ratio=0.25))
     assert len({row["length"] for row in values}) > 1
     for row, question in enumerate(batch):
@@ -148,15 +152,15 @@ def test_of_the_settings_of_generation_only_the_end_of_text_counts_and_it_ends_i
     for ends in (None, [plain[0][2], 299]):
         settings = GenerationConfig(**drawn, eos_token_id=ends)
         monkeypatch.setattr(model, "generation_config", settings)
-        found = greedy_answers(model, None, asked, NEW)
+        answers = greedy_answers(model, None, asked, NEW)
         assert model.generation_config is settings
-        assert found == [
+        assert answers == [
             row[: row.index(ends[0])] if ends and ends[0] in row else row for row in plain
         ]
-    assert len(found[0]) < NEW
+    assert len(answers[0]) < NEW
 
 
-def test_the_answer_s_tokens_go_on_from_the_question_s_unless_one_would_span_both(tokenizer):
+def test_the_answers_tokens_follow_the_questions_unless_one_would_span_both(tokenizer):
     question, answer = answer_ids(tokenizer, "the cat sees", " the dog")
     assert [*question, *answer] == tokenizer.encode("the cat sees the dog")
     question, answer = answer_ids(tokenizer, "the ca", "t")
@@ -182,7 +186,7 @@ def test_the_answer_s_tokens_go_on_from_the_question_s_unless_one_would_span_bot
         ),
     ],
 )
-def test_a_model_that_cannot_run_the_questions_is_refused_by_name(tokenizer, changes, said):
+def test_a_model_that_cannot_run_the_questions_is_rejected_by_name(tokenizer, changes, said):
     task = task_of(tokenizer, changes.pop("words", None))
     tokenizer = changes.pop("tokenizer", tokenizer)
     with pytest.raises(InputError, match=said):

@@ -2,7 +2,7 @@ import time
 
 import pytest
 import torch
-from test_evals_runner import tiny
+from small_evaluations import tiny
 
 from kvcat.compress import trace
 from kvcat.evals.costs import MAX_RUNS, answer_speed, measure
@@ -20,7 +20,8 @@ def traced():
 
 
 def test_seconds_are_those_of_making_a_cache_and_not_of_using_it(traced):
-    cache, used = traced.dense_cache(), []
+    cache = traced.dense_cache()
+    used = []
 
     def make():
         for step in (0, 5):
@@ -44,7 +45,8 @@ def test_seconds_are_those_of_making_a_cache_and_not_of_using_it(traced):
 
 
 def test_seconds_are_the_median_of_the_runs_but_long_work_runs_once_with_what_is_done_ahead(traced):
-    clock, durations = [0.0], iter([0.9, 0.2, 0.4])
+    clock = [0.0]
+    durations = iter([0.9, 0.2, 0.4])
 
     def make():
         clock[0] += next(durations)

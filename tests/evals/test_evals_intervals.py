@@ -76,7 +76,8 @@ def test_windows_of_one_document_are_resampled_together():
     assert clustered == ClusterBootstrap(["a", "b", "c", "d"], strata=["all"] * 4).mean(alone)
     constant = ClusterBootstrap(names(20, 3)).mean(np.full(20, 0.1))
     assert constant.value == constant.low == constant.high == 0.1
-    first, second = np.array([1.0, 1.0, 0.5, 0.0]), np.array([0.5, 0.0, 0.5, 0.0])
+    first = np.array([1.0, 1.0, 0.5, 0.0])
+    second = np.array([0.5, 0.0, 0.5, 0.0])
     copies = [np.repeat(values, 5) for values in (first, second)]
     assert share_difference(*copies, names(20, 5)) == share_difference(first, second, names(4))
 
@@ -172,16 +173,19 @@ def test_models_that_are_alike_get_p_below_a_twentieth_in_a_twentieth_of_all_tri
     assert 0.02 <= np.mean(trials) <= 0.08
 
 
-def test_strata_are_resampled_to_their_own_size_and_a_mean_has_the_textbook_standard_error():
+def test_strata_are_resampled_to_their_size_and_a_mean_has_the_textbook_standard_error():
     generator = np.random.default_rng(5)
     values = np.concatenate([generator.normal(0.0, 1.0, 60), generator.normal(10.0, 2.0, 140)])
     bootstrap = ClusterBootstrap(names(200), strata=["a"] * 60 + ["b"] * 140)
-    assert [set(bootstrap._counts[:, part].sum(1)) for part in (slice(0, 60), slice(60, 200))] == [
+    assert [
+        set(bootstrap._counts[:, stratum].sum(1)) for stratum in (slice(0, 60), slice(60, 200))
+    ] == [
         {60.0},
         {140.0},
     ]
     variance = sum(
-        part.var() / len(part) * (len(part) / 200) ** 2 for part in (values[:60], values[60:])
+        stratum.var() / len(stratum) * (len(stratum) / 200) ** 2
+        for stratum in (values[:60], values[60:])
     )
     assert bootstrap.of_means(lambda mean: mean, values).values[1:].std() == pytest.approx(
         variance**0.5, rel=0.03
@@ -189,19 +193,21 @@ def test_strata_are_resampled_to_their_own_size_and_a_mean_has_the_textbook_stan
 
 
 @pytest.mark.parametrize(
-    ("strata", "parts"), [("aaabbxyz", (3, 5, 8)), ("aaabbx", (3, 6)), ("abcdefgh", (8,))]
+    ("strata", "bounds"), [("aaabbxyz", (3, 5, 8)), ("aaabbx", (3, 6)), ("abcdefgh", (8,))]
 )
-def test_documents_alone_in_their_stratum_share_one_or_join_the_smallest(strata, parts):
+def test_documents_alone_in_their_stratum_share_one_or_join_the_smallest(strata, bounds):
     counts = ClusterBootstrap(names(len(strata)), strata=list(strata), num_resamples=50)._counts
-    for start, stop in itertools.pairwise((0, *parts)):
+    for start, stop in itertools.pairwise((0, *bounds)):
         assert set(counts[:, start:stop].sum(axis=1)) == {float(stop - start)}
         assert counts[1:, stop - 1].std() > 0.0
 
 
 @given(order=st.permutations(range(12)))
 def test_the_order_of_examples_does_not_change_a_stratified_interval(order):
-    documents, values = np.array(names(12, 2)), np.sqrt(np.arange(12.0))
-    strata, order = np.repeat(["s0", "s1"], 6), np.array(order)
+    documents = np.array(names(12, 2))
+    values = np.sqrt(np.arange(12.0))
+    strata = np.repeat(["s0", "s1"], 6)
+    order = np.array(order)
     shuffled = ClusterBootstrap(
         documents[order], strata=list(strata[order]), num_resamples=50
     ).mean(values[order])
@@ -209,9 +215,9 @@ def test_the_order_of_examples_does_not_change_a_stratified_interval(order):
     assert (shuffled.low, shuffled.high) == pytest.approx((expected.low, expected.high))
 
 
-@given(successes=st.integers(0, 300), more=st.integers(0, 300))
-def test_wilson_equals_scipys(successes, more):
-    trials = max(1, successes + more)
+@given(successes=st.integers(0, 300), failures=st.integers(0, 300))
+def test_wilson_equals_scipys(successes, failures):
+    trials = max(1, successes + failures)
     theirs = scipy.stats.binomtest(successes, trials).proportion_ci(0.95, method="wilson")
     ours = wilson(successes, trials)
     assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high), abs=1e-12)
@@ -219,12 +225,13 @@ def test_wilson_equals_scipys(successes, more):
 
 
 def test_a_difference_of_shares_is_agresti_and_mins_by_hand():
-    first, second = np.array([1.0] * 6 + [0.0] * 4), np.array([1.0] * 2 + [0.0] * 8)
-    found, p = share_difference(first, second, names(10))
+    first = np.array([1.0] * 6 + [0.0] * 4)
+    second = np.array([1.0] * 2 + [0.0] * 8)
+    difference, p = share_difference(first, second, names(10))
     mean = 4 / 12  # b = 4, c = 0, half added to each of four outcomes: b + c + 1 = 5 of n + 2 = 12
     error = (5 / 12 - mean**2) ** 0.5 / 12**0.5
-    assert found.value == pytest.approx(0.4)
-    assert (found.low, found.high) == pytest.approx(
+    assert difference.value == pytest.approx(0.4)
+    assert (difference.low, difference.high) == pytest.approx(
         (mean - 1.959964 * error, mean + 1.959964 * error)
     )
     assert p == pytest.approx(2 * scipy.stats.norm.sf(mean / error))
@@ -280,7 +287,8 @@ def test_holm_equals_its_definition_and_leaves_missing_p_out():
 
 
 def test_medians_equal_numpys_on_every_resample():
-    documents, values = [f"d{i % 5}" for i in range(14)], np.random.default_rng(0).normal(size=14)
+    documents = [f"d{i % 5}" for i in range(14)]
+    values = np.random.default_rng(0).normal(size=14)
     bootstrap = ClusterBootstrap(documents, num_resamples=50)
     draws = bootstrap.median(values)
     assert draws.value == np.median(values)

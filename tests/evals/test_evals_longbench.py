@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from test_evals_runner import tiny, with_opening
+from small_evaluations import tiny, with_opening
 
 from kvcat.compress import INSTRUCTION, GradientCompression, slots_for
 from kvcat.errors import InputError
@@ -13,16 +13,26 @@ from kvcat.evals.task import Baseline
 from tiny import byte_tokenizer, refusal, sentences
 
 NAMES = ["Legal", "Table QA", "Literary", "Academic"]
-DENSE, NONE = Baseline("dense", 1.0), Baseline("no-context", 0.0)
+DENSE = Baseline("dense", 1.0)
+NONE = Baseline("no-context", 0.0)
 
 
 def row(number=0, **changes):
     return {
-        "_id": f"id{number}", "domain": "Single-Document QA", "sub_domain": NAMES[number % 4], "difficulty": "easy",
-        "length": "short", "question": f" Which is small, {number}?\n", "choice_A": "the cat", "choice_B": "a dog",
-        "choice_C": "a river and a tree", "choice_D": "it", "answer": "ABCD"[number % 4],
-        "context": "\n" + "".join(sentences(30 + number, seed=number)), **changes,
-    }  # fmt: skip
+        "_id": f"id{number}",
+        "domain": "Single-Document QA",
+        "sub_domain": NAMES[number % 4],
+        "difficulty": "easy",
+        "length": "short",
+        "question": f" Which is small, {number}?\n",
+        "choice_A": "the cat",
+        "choice_B": "a dog",
+        "choice_C": "a river and a tree",
+        "choice_D": "it",
+        "answer": "ABCD"[number % 4],
+        "context": "\n" + "".join(sentences(30 + number, seed=number)),
+        **changes,
+    }
 
 
 def examples_of(folder, rows, domains=None, **options):
@@ -47,7 +57,8 @@ def prepared(model, tokenizer, examples, max_tokens=500):
 
 
 def test_the_prompt_reads_as_the_papers_and_both_copies_are_the_same_tokens(model, examples):
-    tokenizer, example = with_opening(), min(examples, key=lambda e: e.name)
+    tokenizer = with_opening()
+    example = min(examples, key=lambda e: e.name)
     prompt = make_prompt(example, tokenizer, 10_000)
     assert tokenizer.decode(prompt.context) == (
         f"<eos>Please read the following text and answer the question below.\n\n{example.context}"
@@ -58,7 +69,8 @@ def test_the_prompt_reads_as_the_papers_and_both_copies_are_the_same_tokens(mode
     )
     assert [tokenizer.decode(choice) for choice in prompt.choices] == ["A)", "B)", "C)", "D)"]
     batch = prepared(model, tokenizer, (example,), 400)
-    ids, context = batch.trace.input_ids[0].tolist(), batch.batch[0].context
+    ids = batch.trace.input_ids[0].tolist()
+    context = batch.batch[0].context
     second = batch.trace.supervision_start
     assert ids[: len(context)] == context
     assert ids[second:] == context[1:]
@@ -70,15 +82,13 @@ def test_the_prompt_reads_as_the_papers_and_both_copies_are_the_same_tokens(mode
 def test_the_context_keeps_the_longest_equal_head_and_tail_that_fit(examples, make):
     tokenizer = make()
     whole = make_prompt(examples[0], tokenizer, 10_000)
-    opening, instruction = (
-        len(tokenizer.encode("")),
-        len(tokenizer.encode(INSTRUCTION, add_special_tokens=False)),
-    )
+    opening = len(tokenizer.encode(""))
+    instruction = len(tokenizer.encode(INSTRUCTION, add_special_tokens=False))
     asked = len(whole.question) + len(whole.choices[0])
     for most in (*range(200, 300, 9), 5_000):
         prompt = make_prompt(examples[0], tokenizer, most)
         text, kept = (p.context[p.lead_len :] for p in (whole, prompt))
-        sizes = [len(prompt.context) + more for more in (0, 2)]
+        sizes = [len(prompt.context) + spare_tokens for spare_tokens in (0, 2)]
         least, next_one = (max(2 * size - opening + instruction, size + asked) for size in sizes)
         assert least <= most
         half = len(kept) // 2
@@ -88,7 +98,8 @@ def test_the_context_keeps_the_longest_equal_head_and_tail_that_fit(examples, ma
 
 def test_shortened_contexts_have_as_many_tokens_as_the_budget(examples):
     prompt = make_prompt(examples[0], byte_tokenizer(), 500)
-    lead, text = prompt.context[: prompt.lead_len], prompt.context[prompt.lead_len :]
+    lead = prompt.context[: prompt.lead_len]
+    text = prompt.context[prompt.lead_len :]
     for count in (1, len(lead) - 1, len(lead), len(lead) + 4):
         assert len(prompt.shortened(count)) == count
     assert prompt.shortened(len(lead) + 4) == [*lead, *text[:2], *text[-2:]]
@@ -115,7 +126,8 @@ def test_every_baseline_equals_a_full_forward_of_the_same_ids_and_all_slots_the_
     model, examples
 ):
     batch = prepared(model, with_opening(), examples)
-    prompt, dense = batch.batch[0], batch.baseline(DENSE)[0]
+    prompt = batch.batch[0]
+    dense = batch.baseline(DENSE)[0]
     texts = {DENSE: prompt.context, NONE: [0]}
     for keep in (0.02, 0.5):
         texts[Baseline("truncated", keep)] = prompt.shortened(
@@ -144,7 +156,7 @@ def test_every_baseline_equals_a_full_forward_of_the_same_ids_and_all_slots_the_
         ({"tokenizer": None}, "model 'tiny' has no tokenizer"),
     ],
 )
-def test_a_mistake_is_told_before_heavy_work(examples, model, options, said):
+def test_a_mistake_is_reported_before_heavy_work(examples, model, options, said):
     options = {"max_tokens": 500, "tokenizer": byte_tokenizer(), **options}
     tokenizer = options.pop("tokenizer")
     with pytest.raises(InputError, match=said):
@@ -197,12 +209,12 @@ def test_known_log_likelihoods_of_choices_give_known_figures():
         0.0,
     ]  # of equally likely ones the first
     assert all(v["nll_choice"] == pytest.approx(math.log(4)) for v in equal)
-    found = choice_values(torch.tensor([0.1, 0.2, 0.6, 0.1], dtype=torch.float64).log() - 30.0, 1)
-    assert (found["accuracy"], found["nll_choice"]) == (0.0, pytest.approx(-math.log(0.2)))
+    values = choice_values(torch.tensor([0.1, 0.2, 0.6, 0.1], dtype=torch.float64).log() - 30.0, 1)
+    assert (values["accuracy"], values["nll_choice"]) == (0.0, pytest.approx(-math.log(0.2)))
 
 
 def test_a_text_that_two_sub_domains_ask_about_is_a_document_in_each(tmp_path):
     rows = [row(i, context="the same text", sub_domain=NAMES[i // 2]) for i in range(3)]
-    found = {e.name: (e.stratum, e.document) for e in examples_of(tmp_path, rows)}
-    assert found["id0"] == found["id1"]
-    assert found["id0"][1] != found["id2"][1]
+    placed = {e.name: (e.stratum, e.document) for e in examples_of(tmp_path, rows)}
+    assert placed["id0"] == placed["id1"]
+    assert placed["id0"][1] != placed["id2"][1]

@@ -4,7 +4,7 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
-from test_evals_runner import with_opening
+from small_evaluations import with_opening
 
 import kvcat
 from kvcat.compress.documents import INSTRUCTION
@@ -43,7 +43,7 @@ def test_the_paper_s_examples_are_twenty_at_each_of_five_depths_and_never_change
 
 
 @pytest.mark.parametrize(("length", "make"), [(120, byte_tokenizer), (301, with_opening)])
-def test_every_haystack_has_exactly_the_tokens_asked_for_and_its_needle_at_its_depth(length, make):
+def test_every_haystack_has_exactly_the_requested_tokens_and_its_needle_at_its_depth(length, make):
     tokenizer = make()
     first = len(tokenizer.encode(""))
     for example in make_task(tokenizer, length=length, per_depth=2).examples:
@@ -59,7 +59,7 @@ def test_every_haystack_has_exactly_the_tokens_asked_for_and_its_needle_at_its_d
         assert list(example.context[:first]) == tokenizer.encode("")
 
 
-def test_the_passkey_stands_once_in_its_haystack_and_a_distractor_that_equals_it_is_drawn_again(
+def test_the_passkey_occurs_once_in_its_haystack_and_a_distractor_equal_to_it_is_redrawn(
     tokenizer, paper
 ):
     for example in paper.examples:
@@ -80,10 +80,10 @@ def test_the_passkey_stands_once_in_its_haystack_and_a_distractor_that_equals_it
 
 
 def test_passkeys_depend_on_seed_depth_and_number_alone(tokenizer):
-    def passkeys(own=tokenizer, **settings):
+    def passkeys(encoder=tokenizer, **settings):
         return [
             q.references
-            for q in make_task(own, **{"length": 300, "per_depth": 2, **settings}).examples
+            for q in make_task(encoder, **{"length": 300, "per_depth": 2, **settings}).examples
         ]
 
     assert passkeys(byte_tokenizer(), length=200, per_depth=3)[:10] == passkeys()
@@ -123,7 +123,7 @@ def test_an_answer_is_right_where_its_digits_are_the_passkey(answer, exact, pref
     }
 
 
-def test_a_haystack_too_short_and_numbers_out_of_range_are_refused(tokenizer):
+def test_a_haystack_too_short_and_numbers_out_of_range_are_rejected(tokenizer):
     least = len(tokenizer.encode(f"{QUERY}483920.\n")) + len(tokenizer.encode(INSTRUCTION))
     make_task(tokenizer, length=least, per_depth=1)
     with pytest.raises(

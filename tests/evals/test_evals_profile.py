@@ -1,7 +1,7 @@
 from dataclasses import replace
 
 import pytest
-from test_evals_runner import noise, tiny
+from small_evaluations import noise, tiny
 
 from kvcat.errors import InputError
 from kvcat.evals import Method, Record, SuffixTask, evaluate, read_config
@@ -14,12 +14,23 @@ def caches(factor=1.0, model="m", document="d"):
     methods = ("snapkv", None), ("gradient", 0), ("gradient", 5), ("gradient", 9)
     return [
         Record(
-            model, model, "float32", method, "{}", slots / 8, step, None, "text", "", document, "0",
+            model,
+            model,
+            "float32",
+            method,
+            "{}",
+            slots / 8,
+            step,
+            None,
+            "text",
+            "",
+            document,
+            "0",
             {"kl": factor * error},
         )
-        for slots, own in errors.items()
-        for (method, step), error in zip(methods, own, strict=True)
-    ]  # fmt: skip
+        for slots, slot_errors in errors.items()
+        for (method, step), error in zip(methods, slot_errors, strict=True)
+    ]
 
 
 def best(records, model="m"):
@@ -27,7 +38,7 @@ def best(records, model="m"):
     return table[(table.method == "best") & (table.model == model)]
 
 
-def test_the_best_cache_has_at_most_so_many_slots_and_is_the_best_of_all_methods_and_steps_of_its_window():
+def test_the_best_cache_of_a_window_is_the_best_of_all_methods_and_steps_within_its_slots():
     curve = best(caches())
     assert curve.num_slots.tolist() == [1, 2, 4]
     assert curve["mean"].tolist() == [1.5, 1.0, 1.0]

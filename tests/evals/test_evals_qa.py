@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_evals_runner import tiny
+from small_evaluations import tiny
 
 from kvcat.cache import fingerprint
 from kvcat.errors import InputError
@@ -14,15 +14,20 @@ from tiny import byte_tokenizer
 
 pytestmark = pytest.mark.filterwarnings(
     "default"
-)  # the harness and what it imports warn of their own affairs
+)  # the harness and its imports have warnings of their own
 needs_harness = pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None, reason="lm_eval is not installed"
 )
 CHOICES = {"text": ["ice", "fire", "sand"], "label": ["A", "B", "C"]}
 HELLASWAG = {
-    "ind": 24, "activity_label": "Roof", "ctx_a": "A man [header] sits.", "ctx_b": "he", "label": "1",
-    "ctx": "A man [header] sits. he", "endings": [" is using [step] wrap.", "rips [title] tiles.", "holds.", "starts."],
-}  # fmt: skip
+    "ind": 24,
+    "activity_label": "Roof",
+    "ctx_a": "A man [header] sits.",
+    "ctx_b": "he",
+    "label": "1",
+    "ctx": "A man [header] sits. he",
+    "endings": [" is using [step] wrap.", "rips [title] tiles.", "holds.", "starts."],
+}
 WINOGRANDE = {
     "sentence": "Ann beat Bob as _ was quick. ",
     "option1": "Ann",
@@ -34,13 +39,22 @@ ROWS = {
     "winogrande": WINOGRANDE,
     "piqa": {"goal": "Boil water.", "sol1": "Use a pot ", "sol2": "Use a hat", "label": 0},
     "social_i_qa": {
-        "context": "Al fell.", "question": "How is Al?", "answerA": "sore", "answerB": "glad", "answerC": "rich",
+        "context": "Al fell.",
+        "question": "How is Al?",
+        "answerA": "sore",
+        "answerB": "glad",
+        "answerC": "rich",
         "label": "1",
     },
-    "openbookqa": {"id": "7-980", "question_stem": "What is hot?", "choices": CHOICES, "answerKey": "B"},
+    "openbookqa": {
+        "id": "7-980",
+        "question_stem": "What is hot?",
+        "choices": CHOICES,
+        "answerKey": "B",
+    },
     "arc_easy": {"id": "M1", "question": "What is hot?", "choices": CHOICES, "answerKey": "B"},
     "commonsense_qa": {"id": "c", "question": "What is hot?", "choices": CHOICES, "answerKey": "B"},
-}  # fmt: skip
+}
 
 
 def write(folder, *rows, task="rows"):
@@ -69,18 +83,18 @@ CHOICE = "its choices are not at least two texts with a key each"
 
 
 @pytest.mark.parametrize(
-    ("task", "change", "told"),
+    ("task", "change", "message"),
     [
         ("piqa", {"sol2": None}, "KeyError: 'sol2'"),
         ("winogrande", {"sentence": "no blank"}, f"ValueError: {CHOICE}"),
         ("arc_easy", {"answerKey": "D"}, "ValueError: 'D' is not in list"),
     ],
 )
-def test_a_row_that_is_none_is_told_with_file_and_number(tmp_path, task, change, told):
+def test_an_invalid_row_is_named_with_file_and_number(tmp_path, task, change, message):
     file = write(tmp_path, ROWS[task], {**ROWS[task], **change})
     with pytest.raises(InputError) as error:
         read_examples(task, str(file))
-    assert str(error.value) == f"{file}, row 2 is no row of {task}: {told}"
+    assert str(error.value) == f"{file}, row 2 is no row of {task}: {message}"
     with pytest.raises(InputError, match="holds no row"):
         read_examples(task, str(write(tmp_path)))
 
@@ -94,7 +108,7 @@ def test_a_row_that_is_none_is_told_with_file_and_number(tmp_path, task, change,
         ({"folder": Path("none"), "tasks": ["piqa"]}, r"none has no file piqa\*\.jsonl"),
     ],
 )
-def test_what_does_not_exist_is_told(options, said):
+def test_what_does_not_exist_is_reported(options, said):
     with pytest.raises(InputError, match=said):
         make_task(**options)
 
@@ -159,7 +173,8 @@ EXAMPLES = (
 def naive(model, tokenizer, context, text):
     """One sequence at a time, all logits, no padding; the context's own tokens are counted
     apart."""
-    whole, start = tokenizer.encode(f"{context} {text}"), len(tokenizer.encode(context.rstrip()))
+    whole = tokenizer.encode(f"{context} {text}")
+    start = len(tokenizer.encode(context.rstrip()))
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([whole])).logits[0].double().log_softmax(-1)
     return sum(logits[t - 1, whole[t]].item() for t in range(start, len(whole)))
@@ -169,22 +184,20 @@ def naive(model, tokenizer, context, text):
 def test_the_harness_gives_the_values_of_plain_forwards_and_the_run_resumes(
     pair, tmp_path, monkeypatch
 ):
-    task, models, before, state = (
-        QATask(EXAMPLES),
-        {"base": pair},
-        fingerprint(pair[0]),
-        torch.get_rng_state(),
-    )
+    task = QATask(EXAMPLES)
+    models = {"base": pair}
+    before = fingerprint(pair[0])
+    state = torch.get_rng_state()
     records = evaluate(task, models, [], [], tmp_path / "out", batch_size=3, progress=False)
-    for question, found in zip(EXAMPLES, records, strict=True):
+    for question, record in zip(EXAMPLES, records, strict=True):
         choices = zip(question.contexts, question.texts, strict=True)
         values = cloze_values(question, [naive(*pair, *choice) for choice in choices])
-        assert (found.stratum, found.document, found.example) == (
+        assert (record.stratum, record.document, record.example) == (
             question.stratum,
             question.document,
             question.name,
         )
-        assert found.values == pytest.approx(values, abs=1e-5)
+        assert record.values == pytest.approx(values, abs=1e-5)
     assert torch.is_grad_enabled()
     assert torch.equal(torch.get_rng_state(), state)
     assert fingerprint(pair[0]) == before
@@ -192,7 +205,7 @@ def test_the_harness_gives_the_values_of_plain_forwards_and_the_run_resumes(
     assert evaluate(task, models, [], [], tmp_path / "out", batch_size=3, progress=False) == records
 
 
-def test_each_accuracy_has_its_own_argmax():
+def test_each_accuracy_has_a_different_argmax():
     values = [
         cloze_values(example(0, ["x"] * 3, ["abcdefghij", "abc", "ab"], gold), [-10.0, -4.0, -3.9])
         for gold in range(3)
@@ -202,7 +215,7 @@ def test_each_accuracy_has_its_own_argmax():
     assert values[0]["nll_per_char"] == 1.0
 
 
-def test_what_a_model_cannot_score_is_told_before_work(pair, monkeypatch):
+def test_what_a_model_cannot_score_is_reported_before_work(pair, monkeypatch):
     task = QATask(EXAMPLES)
     with pytest.raises(InputError, match="qa needs the tokenizer of model 'm'"):
         task.check("m", pair[0], None)
@@ -229,7 +242,7 @@ def test_what_a_model_cannot_score_is_told_before_work(pair, monkeypatch):
         "arc/arc_easy",
     ],
 )
-def test_the_prompts_are_those_of_the_harness_own_task_files(tmp_path, file):
+def test_the_prompts_are_those_of_the_harnesss_task_files(tmp_path, file):
     import lm_eval
     from lm_eval.api.task import ConfigurableTask
     from lm_eval.tasks._yaml_loader import load_yaml
@@ -240,8 +253,8 @@ def test_the_prompts_are_those_of_the_harness_own_task_files(tmp_path, file):
     config = load_yaml(Path(lm_eval.__file__).parent / "tasks" / f"{file}.yaml")
     local = {"data_files": dict.fromkeys(("train", "validation", "test"), rows)}
     read = {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": local, "num_fewshot": 0}
-    own = ConfigurableTask(config={**config, **read})
-    own.build_all_requests()
-    assert [instance.args for instance in own.instances] == [
+    harness_task = ConfigurableTask(config={**config, **read})
+    harness_task.build_all_requests()
+    assert [instance.args for instance in harness_task.instances] == [
         (context, f" {text}") for context, text in zip(example.contexts, example.texts, strict=True)
     ]

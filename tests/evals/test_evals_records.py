@@ -31,9 +31,18 @@ def record(window, keep_ratio=0.1, step=None):
 
 def test_each_part_of_the_key_makes_another_record():
     changes = {
-        "model": "x", "fingerprint": "x", "dtype": "x", "method": "x", "options": '{"a": 1}', "keep_ratio": 0.2,
-        "step": 3, "seed": 1, "dataset": "x", "document": "x", "example": "x",
-    }  # fmt: skip
+        "model": "x",
+        "fingerprint": "x",
+        "dtype": "x",
+        "method": "x",
+        "options": '{"a": 1}',
+        "keep_ratio": 0.2,
+        "step": 3,
+        "seed": 1,
+        "dataset": "x",
+        "document": "x",
+        "example": "x",
+    }
     keys = {dataclasses.replace(record(0), **{name: value}).key for name, value in changes.items()}
     assert len(keys | {record(0).key}) == len(changes) + 1
 
@@ -78,7 +87,7 @@ def line(**changes):
         ("costs", '{"model": "base"}', "no cost: it has no method"),
     ],
 )
-def test_a_damaged_line_is_refused_in_one_line(tmp_path, name, damage, said):
+def test_a_damaged_line_is_rejected_in_one_line(tmp_path, name, damage, said):
     (tmp_path / f"{name}.jsonl").write_text(f"{damage}\n{line()}\n")
     assert said in refusal(read_records if name == "records" else read_costs, tmp_path)
 
@@ -92,14 +101,14 @@ def test_a_damaged_line_is_refused_in_one_line(tmp_path, name, damage, said):
         ({"methods": ["first"]}, "a method: it has no name"),
     ],
 )
-def test_a_damaged_configuration_is_refused_in_one_line(tmp_path, changes, said):
+def test_a_damaged_configuration_is_rejected_in_one_line(tmp_path, changes, said):
     config = {name: value for name, value in {**CONFIG, **changes}.items() if value is not None}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert said in refusal(read_config, tmp_path)
     assert "is no results folder" in refusal(read_config, tmp_path / "none")
 
 
-def test_another_configuration_or_other_weights_of_a_label_are_refused_and_the_folder_is_free_again(
+def test_another_configuration_or_other_weights_of_a_label_are_rejected_and_the_folder_freed(
     tmp_path,
 ):
     with ResultsFolder(tmp_path, CONFIG) as folder:

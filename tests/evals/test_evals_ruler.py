@@ -2,7 +2,7 @@ import re
 from collections import Counter
 
 import pytest
-from test_evals_runner import with_opening
+from small_evaluations import with_opening
 
 import kvcat
 from kvcat.errors import InputError
@@ -29,17 +29,17 @@ def task(tokenizer):
 
 def read_needles(text, question):
     keys = re.findall(r"[a-z]{6}-[a-z]{6}", question.partition("?")[0])
-    told = re.findall(r"magic numbers for ([a-z]{6}-[a-z]{6}) is: (\d{7})\.", text)
-    return {value for key, value in told if key in keys}
+    pairs = re.findall(r"magic numbers for ([a-z]{6}-[a-z]{6}) is: (\d{7})\.", text)
+    return {value for key, value in pairs if key in keys}
 
 
 def read_variables(text, question):
     value = re.search(r"the value (\d{5})", question)[1]
-    found = {value}
+    names = {value}
     for name, source in re.findall(r"VAR ([A-Z]{5}) = (?:VAR )?(\w+)\.", text):
-        if source in found:
-            found.add(name)
-    return found - {value}
+        if source in names:
+            names.add(name)
+    return names - {value}
 
 
 def read_common(text, question):
@@ -56,14 +56,17 @@ def read_frequent(text, question):
 
 
 READERS = {name: read_needles for name in RULER_TASKS if name.startswith("niah")} | {
-    "vt": read_variables, "cwe": read_common, "fwe": read_frequent,
-}  # fmt: skip
+    "vt": read_variables,
+    "cwe": read_common,
+    "fwe": read_frequent,
+}
 
 
 @pytest.mark.parametrize("name", RULER_TASKS)
 def test_a_reader_of_the_text_finds_the_answers_of(tokenizer, name):
     for example in small(tokenizer, tasks=(name,), length=4096 if name == "cwe" else 1500).examples:
-        text, question = tokenizer.decode(example.context), tokenizer.decode(example.question)
+        text = tokenizer.decode(example.context)
+        question = tokenizer.decode(example.question)
         assert READERS[name](text, question) == set(example.references)
         assert tokenizer.decode(example.answer) == " " + ", ".join(example.references)
         assert (
@@ -104,10 +107,10 @@ def test_texts_are_filled_with_whole_lines_depend_on_seed_task_and_number_alone_
     )
 
 
-@pytest.mark.parametrize(("answer", "found"), [("A, b and c", 1.0), ("a B", 2 / 3), ("x y z", 0.0)])
-def test_a_match_is_the_share_of_references_that_the_answer_contains(answer, found):
+@pytest.mark.parametrize(("answer", "share"), [("A, b and c", 1.0), ("a B", 2 / 3), ("x y z", 0.0)])
+def test_a_match_is_the_share_of_references_that_the_answer_contains(answer, share):
     judged = RulerTask.judge(answer, ("a", "b", "c"))
-    assert judged == {"string_match": pytest.approx(found), "exact_match": float(found == 1)}
+    assert judged == {"string_match": pytest.approx(share), "exact_match": float(share == 1)}
 
 
 @pytest.mark.parametrize(
@@ -117,7 +120,7 @@ def test_a_match_is_the_share_of_references_that_the_answer_contains(answer, fou
         ({"tasks": ("vt",), "length": 60}, "vt: 60 tokens are too few: the text takes at least"),
     ],
 )
-def test_options_out_of_range_and_texts_too_short_for_what_they_hide_are_refused(
+def test_options_out_of_range_and_texts_too_short_for_what_they_hide_are_rejected(
     tokenizer, options, said
 ):
     with pytest.raises(InputError, match=said):

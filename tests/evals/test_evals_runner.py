@@ -2,14 +2,13 @@ from collections import Counter
 
 import pytest
 import torch
-from tokenizers.processors import TemplateProcessing
+from small_evaluations import noise, tiny
 
 from kvcat.compress import Eviction
 from kvcat.errors import InputError
 from kvcat.evals import (
     Method,
     SuffixTask,
-    Window,
     compare_models,
     evaluate,
     models_of,
@@ -20,36 +19,8 @@ from kvcat.evals import (
     summarise,
 )
 from kvcat.evals.suffix import PreparedWindows
-from tiny import byte_tokenizer, stock_model
 
-PREFIX, SUFFIX, VOCAB = 12, 6, 40
 METHODS = ["attention-matching", Method("random"), Method("gradient", {"num_steps": 2}, (0.5,), 2)]
-
-
-def tiny(seed, **changes):
-    torch.manual_seed(seed)
-    options = {
-        "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32, "initializer_range": 0.4,
-        "bos_token_id": None, "eos_token_id": None,
-    }  # fmt: skip
-    return stock_model("llama", **options | changes).eval()
-
-
-def with_opening():
-    """A tokenizer that begins every text with a token, 0."""
-    tokenizer = byte_tokenizer()
-    tokenizer._tokenizer.post_processor = TemplateProcessing(
-        single="<eos> $A", special_tokens=[("<eos>", 0)]
-    )
-    return tokenizer
-
-
-def noise():
-    tokens = torch.randint(
-        VOCAB, (5, PREFIX + SUFFIX), generator=torch.Generator().manual_seed(0)
-    ).tolist()
-    return [Window(f"d{i % 3}", str(i), tuple(row), PREFIX) for i, row in enumerate(tokens)]
 
 
 @pytest.fixture(scope="module")
@@ -103,14 +74,16 @@ def test_a_killed_run_continues_to_the_same_records(
     last = max(
         i for i, record in enumerate(records) if record.step == 0
     )  # between two steps of an example
-    left = b"".join(lines[: last + 1]) if kept == "step 0" else content[: int(kept * len(content))]
-    (tmp_path / "records.jsonl").write_bytes(left)
+    surviving = (
+        b"".join(lines[: last + 1]) if kept == "step 0" else content[: int(kept * len(content))]
+    )
+    (tmp_path / "records.jsonl").write_bytes(surviving)
     assert keyed(run(models, windows, tmp_path)) == keyed(records)
     again = (tmp_path / "records.jsonl").read_bytes()
     assert (
         again == content if not kept else len(again.splitlines()) == len(lines)
     )  # one seed writes the same bytes
-    monkeypatch.setattr("kvcat.evals.suffix.trace", None)  # a finished run is read and not repeated
+    monkeypatch.setattr("kvcat.evals.suffix.trace", None)  # a finished run is read, not repeated
     assert len(run(models, windows, tmp_path)) == len(records)
 
 
@@ -135,9 +108,13 @@ def test_several_seeds_are_several_records_of_methods_that_draw_and_one_of_other
     base = {"base": models["base"]}
     records = run(base, windows, tmp_path, methods, (0.25,), seeds=(0, 1))
     assert {(r.method_label, r.seed) for r in records} == {
-        ("random", 0), ("random", 1), ("first", None), ("attention-matching", None),
-        ("attention-matching num_queries=2", 0), ("attention-matching num_queries=2", 1),
-    }  # fmt: skip
+        ("random", 0),
+        ("random", 1),
+        ("first", None),
+        ("attention-matching", None),
+        ("attention-matching num_queries=2", 0),
+        ("attention-matching num_queries=2", 1),
+    }
     table = summarise(records, num_resamples=9).set_index(["method", "metric"])
     assert table.loc[("random", "kl")].num_examples == 5
     mean = sum(r.values["kl"] for r in records if r.method == "random") / 10
@@ -148,7 +125,8 @@ def test_several_seeds_are_several_records_of_methods_that_draw_and_one_of_other
 def test_costs_are_those_of_the_first_batch_in_a_warm_process(
     models, windows, tmp_path, monkeypatch
 ):
-    calls, made = [], Eviction.compress
+    calls = []
+    made = Eviction.compress
     monkeypatch.setattr(Eviction, "compress", lambda *args: calls.append(args[2]) or made(*args))
     run({"base": models["base"]}, windows, tmp_path, ["first"], (0.25,), speed=True, batch_size=2)
     (cost,) = read_costs(tmp_path)
@@ -161,7 +139,7 @@ def test_costs_are_those_of_the_first_batch_in_a_warm_process(
     assert "ttft" not in cost  # 12 + 48 positions exceed the model's 32
 
 
-def test_a_model_may_be_added_under_a_label_of_its_own_and_is_paired_with_the_others(
+def test_a_model_may_be_added_under_a_new_label_and_is_paired_with_the_others(
     models, windows, tmp_path
 ):
     run({"base": models["base"]}, windows, tmp_path, ["first"])
@@ -175,15 +153,17 @@ def test_a_model_may_be_added_under_a_label_of_its_own_and_is_paired_with_the_ot
     assert list(models_of(read_records(tmp_path))) == ["base", "kvcat"]
 
 
-def test_the_primary_cell_is_named_before_the_run_and_another_configuration_is_refused(
+def test_the_primary_cell_is_named_before_the_run_and_another_configuration_is_rejected(
     finished, models, windows, tmp_path
 ):
     first = {"method": "attention-matching", "keep_ratio": 0.25, "metric": "kl"}
     assert read_config(finished[0])["primary"] == first
     for changes, said in (
-        ({"primary": ("random", 0.5, "nll")}, "primary is"), ({"seeds": [7]}, r"seeds is \[0\] there, \[7\] here"),
-        ({"methods": ["random"]}, "methods is"), ({"windows": noise()[::-1]}, "manifest is"),
-    ):  # fmt: skip
+        ({"primary": ("random", 0.5, "nll")}, "primary is"),
+        ({"seeds": [7]}, r"seeds is \[0\] there, \[7\] here"),
+        ({"methods": ["random"]}, "methods is"),
+        ({"windows": noise()[::-1]}, "manifest is"),
+    ):
         with pytest.raises(InputError, match=said):
             run(models, **{"windows": windows, "out_dir": finished[0], **changes})
     for cell, said in [
@@ -211,7 +191,7 @@ def test_the_primary_cell_is_named_before_the_run_and_another_configuration_is_r
         ),
     ],
 )
-def test_mistakes_are_told_before_anything_is_written(models, windows, tmp_path, changes, said):
+def test_mistakes_are_reported_before_anything_is_written(models, windows, tmp_path, changes, said):
     with pytest.raises(InputError, match=said):
         run(out_dir=tmp_path / "out", **{"models": models, "windows": windows, **changes})
     assert not (tmp_path / "out").exists()

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from test_evals_runner import PREFIX, SUFFIX, noise, tiny
+from small_evaluations import PREFIX, SUFFIX, noise, tiny
 
 from kvcat.compress import AttentionMatching, Eviction, replay
 from kvcat.data import split_of
@@ -58,8 +58,9 @@ def test_the_first_half_of_the_suffix_supervises_and_the_second_is_scored(model,
         alone = model(tokens[:, PREFIX:]).logits.log_softmax(-1)
     compact = replay(model, cache, tokens[:, PREFIX:]).log_softmax(-1)
     for row, values in enumerate(prepared.score(cache)):
-        own, targets = slice(3, 6), tokens[row, PREFIX + 4 :]
-        kl = (dense[row, own].exp() * (dense[row, own] - compact[row, own])).sum(-1).mean()
+        scored = slice(3, 6)
+        targets = tokens[row, PREFIX + 4 :]
+        kl = (dense[row, scored].exp() * (dense[row, scored] - compact[row, scored])).sum(-1).mean()
         means = [
             -x[row, 3:5].gather(-1, targets[:, None]).mean().item() for x in (compact, dense, alone)
         ]
@@ -88,7 +89,7 @@ def test_a_reconstruction_supervises_without_a_look_at_the_suffix(tiny_folder):
     assert all(values["kl"] > 1e-6 for values in quarter)
 
 
-def test_windows_that_the_supervision_or_the_model_cannot_use_are_refused_before_work(
+def test_windows_that_the_supervision_or_the_model_cannot_use_are_rejected_before_work(
     tiny_folder, texts_folder
 ):
     model, tokenizer = load(tiny_folder)
@@ -135,8 +136,9 @@ def draw(**changes):
     return windows_from_documents(DOCUMENTS, Characters(), **settings)
 
 
-def test_windows_are_consecutive_tokens_that_do_not_overlap_drawn_by_the_seed_different_documents_first():
-    texts, starts = dict(DOCUMENTS), {}
+def test_windows_do_not_overlap_and_the_seed_draws_them_from_different_documents_first():
+    texts = dict(DOCUMENTS)
+    starts = {}
     for window in draw(per_document=9):
         start = int(window.name)
         assert [chr(t) for t in window.tokens] == list(texts[window.document][start : start + 12])
@@ -154,7 +156,7 @@ def test_windows_are_consecutive_tokens_that_do_not_overlap_drawn_by_the_seed_di
     assert draw() == draw() != draw(seed=2)
 
 
-def test_documents_that_give_no_window_are_refused():
+def test_documents_that_give_no_window_are_rejected():
     with pytest.raises(InputError, match=r"900 \+ 4 tokens; the longest of 4 has 50"):
         draw(prefix_len=900)
     with pytest.raises(InputError, match="share the name 'a'"):

@@ -10,10 +10,18 @@ from kvcat.evals import Record, compare_models, comparison_pairs, models_below_c
 
 def record(model, document, window, dense=2.0, delta=0.1, gain=0.5, kl=0.2, **changes):
     values = {
-        "nll": dense + delta, "nll_dense": dense, "nll_none": dense + gain, "delta_nll": delta,
-        "delta_ppl": math.exp(dense + delta) - math.exp(dense), "kl": kl, "top1": 0.75, "context_gain": gain,
-        "retention": 0.0, "num_tokens": 5.0, "num_predicted": 4.0,
-    }  # fmt: skip
+        "nll": dense + delta,
+        "nll_dense": dense,
+        "nll_none": dense + gain,
+        "delta_nll": delta,
+        "delta_ppl": math.exp(dense + delta) - math.exp(dense),
+        "kl": kl,
+        "top1": 0.75,
+        "context_gain": gain,
+        "retention": 0.0,
+        "num_tokens": 5.0,
+        "num_predicted": 4.0,
+    }
     new = Record(
         model, "f", "float32", "first", "{}", 0.1, None, None, "texts", "", document, window, values
     )
@@ -46,7 +54,7 @@ def test_a_row_holds_means_and_sizes():
     assert row_of(table, "delta_ppl").value == pytest.approx(mean)
 
 
-def test_retention_is_a_ratio_of_sums_and_not_given_where_the_context_gain_is_not_clearly_above_0():
+def test_retention_is_a_ratio_of_sums_and_absent_unless_the_context_gain_is_clearly_above_0():
     figures = {"a": (0.1, 0.5), "b": (0.3, 1.5), "c": (0.2, 1.0), "d": (0.2, 1.0)}
     records = [record("base", d, "0", delta=x, gain=gain) for d, (x, gain) in figures.items()]
     assert row_of(summarise(records), "retention").value == pytest.approx(1 - (0.8 * 5) / (4.0 * 4))
@@ -66,22 +74,30 @@ def test_retention_is_a_ratio_of_sums_and_not_given_where_the_context_gain_is_no
 def test_rows_are_sorted_by_stratum_model_method_keep_and_step_whatever_the_order_of_records():
     records = [
         record(m, d, "0", keep_ratio=k, step=s, stratum=d)
-        for s in (5, None, 0) for k in (0.4, 0.05) for m in "ba" for d in "xy"
-    ]  # fmt: skip
+        for s in (5, None, 0)
+        for k in (0.4, 0.05)
+        for m in "ba"
+        for d in "xy"
+    ]
     table = summarise(records, num_resamples=9).fillna({"step": -1})
     cells = table[table.metric == "kl"][["stratum", "model", "keep_ratio", "step"]]
     wanted = [
         (g, m, k, s) for g in ("", "x", "y") for m in "ba" for k in (0.05, 0.4) for s in (-1, 0, 5)
     ]
     assert list(cells.itertuples(index=False, name=None)) == wanted
-    records = [record("m", d, "0", options=o, method=n, stratum="x") for d in "ab" for n, o in [
-        ("first", "{}"), ("first", '{"preset": "paper"}'), ("dense", "{}")]]  # fmt: skip
+    records = [
+        record("m", d, "0", options=o, method=n, stratum="x")
+        for d in "ab"
+        for n, o in [("first", "{}"), ("first", '{"preset": "paper"}'), ("dense", "{}")]
+    ]
     rows = summarise(records, num_resamples=9)
     assert set(rows.stratum) == {""}  # one alone has no rows of its own
     rows = rows.drop_duplicates("method")
     assert dict(zip(rows.method, rows.baseline, strict=True)) == {
-        "first": False, "first preset=paper": False, "dense": True,
-    }  # fmt: skip
+        "first": False,
+        "first preset=paper": False,
+        "dense": True,
+    }
 
 
 def test_differences_and_ratios_are_paired_on_the_examples_that_both_models_have():
@@ -113,7 +129,8 @@ def drawn(model, shift, seed=3):
     rng = np.random.default_rng(seed)
     made = []
     for i in range(24):
-        delta, kl = float(rng.normal(0.2, 0.1)) + shift, float(rng.uniform(0.1, 0.3)) + shift
+        delta = float(rng.normal(0.2, 0.1)) + shift
+        kl = float(rng.uniform(0.1, 0.3)) + shift
         for keep in (0.1, 0.4):
             known = {"keep_ratio": keep, "stratum": "ab"[i % 2]}
             made.append(record(model, f"d{i % 12}", str(i), delta=delta, kl=kl, **known))
@@ -121,9 +138,9 @@ def drawn(model, shift, seed=3):
 
 
 def test_holm_leaves_the_primary_cell_alone_and_corrects_the_others_of_its_metric():
-    own = drawn("kvcat", -0.01) + drawn("control", 0.0, seed=4)
+    records = drawn("kvcat", -0.01) + drawn("control", 0.0, seed=4)
     table = compare_models(
-        own, "control", primary={"method": "first", "keep_ratio": 0.4, "metric": "kl"}
+        records, "control", primary={"method": "first", "keep_ratio": 0.4, "metric": "kl"}
     )
     assert table.primary.sum() == 1
     (primary,) = table[table.primary].itertuples()
@@ -133,20 +150,24 @@ def test_holm_leaves_the_primary_cell_alone_and_corrects_the_others_of_its_metri
     assert other.p_holm.tolist() == other.p.tolist()
     nll = table[(table.stratum == "") & (table.metric == "nll")]
     assert nll.p_holm.min() == pytest.approx(min(1.0, 2 * nll.p.min()))
-    for r in own:  # the dense model's loss, the same beside both keep ratios, is one test
+    for r in records:  # the dense model's loss, the same at both keep ratios, is one test
         r.values["nll_dense"] += 0.01 * math.sin(int(r.example) + (r.model == "control"))
-    dense = compare_models(own, "control").query("stratum == '' and metric == 'nll_dense'")
+    dense = compare_models(records, "control").query("stratum == '' and metric == 'nll_dense'")
     assert 0.0 < dense.p.max() < 0.9
     assert dense.p_holm.tolist() == dense.p.tolist()
     whole = [
-        dataclasses.replace(r, method="dense", keep_ratio=1.0) for r in own if r.keep_ratio == 0.1
+        dataclasses.replace(r, method="dense", keep_ratio=1.0)
+        for r in records
+        if r.keep_ratio == 0.1
     ]
-    beside = compare_models(own + whole, "control")  # baselines do not count among the methods
+    with_baseline = compare_models(
+        records + whole, "control"
+    )  # baselines do not count among the methods
     assert (
-        beside[beside.method == "first"].p_holm.tolist()
-        == compare_models(own, "control").p_holm.tolist()
+        with_baseline[with_baseline.method == "first"].p_holm.tolist()
+        == compare_models(records, "control").p_holm.tolist()
     )
-    steps = [dataclasses.replace(r, step=step) for r in own for step in (5, 9)]
+    steps = [dataclasses.replace(r, step=step) for r in records for step in (5, 9)]
     primary = {"method": "first", "keep_ratio": 0.4, "metric": "kl"}
     assert compare_models(steps, "control", primary=primary, num_resamples=9).query(
         "primary"
@@ -159,8 +180,8 @@ def test_training_seeds_become_one_row_whose_interval_knows_of_them():
         for s in range(3)
         for r in drawn("kvcat", 0.1 * s)
     ]
-    own = seeds + drawn("control", 0.0)
-    table = summarise(own)
+    records = seeds + drawn("control", 0.0)
+    table = summarise(records)
     kl = table[
         (table.metric == "kl") & (table.stratum == "") & (table.keep_ratio == 0.1)
     ].set_index("model")
@@ -169,28 +190,26 @@ def test_training_seeds_become_one_row_whose_interval_knows_of_them():
     assert kl.loc["kvcat"].high - kl.loc["kvcat"].low > 2 * (
         kl.loc["control"].high - kl.loc["control"].low
     )
-    compared = compare_models(own, "control")
+    compared = compare_models(records, "control")
     row = compared[
         (compared.metric == "kl") & (compared.stratum == "") & (compared.keep_ratio == 0.1)
     ].iloc[0]
     assert row.difference == pytest.approx(0.1)
     assert row.low < 0.05
     assert (
-        row_of(summarise(own[1:]), model="kvcat", keep_ratio=0.1).num_examples == 23
+        row_of(summarise(records[1:]), model="kvcat", keep_ratio=0.1).num_examples == 23
     )  # one run lacks one
 
 
 def answers(model, right, dense=None, documents=None):
-    dense, documents = (
-        dense or [1.0] * len(right),
-        documents or [f"d{i:03}" for i in range(len(right))],
-    )
-    found = []
+    dense = dense or [1.0] * len(right)
+    documents = documents or [f"d{i:03}" for i in range(len(right))]
+    records = []
     for i, (one, native, document) in enumerate(zip(right, dense, documents, strict=True)):
         values = {"exact_match": float(one), "dense_exact_match": float(native)}
         place = ("first", "{}", 0.1, None, None, "n", "", document, str(i))
-        found.append(Record(model, "f" + model, "float32", *place, values))
-    return found
+        records.append(Record(model, "f" + model, "float32", *place, values))
+    return records
 
 
 def test_a_share_has_wilsons_interval_at_the_number_of_documents():
@@ -229,8 +248,13 @@ def test_the_native_share_is_over_the_examples_that_the_dense_pass_gets_right():
     none = summarise(answers("m", [1, 0], dense=[0, 0]))
     assert math.isnan(row_of(none, "native_exact_match").value)
     half = [1] * 20 + [0] * 20
-    low = [row_of(summarise(made), "native_exact_match").low
-           for made in (answers("m", half, half), answers("m@0", half, half) + answers("m@1", half, half))]  # fmt: skip
+    low = [
+        row_of(summarise(made), "native_exact_match").low
+        for made in (
+            answers("m", half, half),
+            answers("m@0", half, half) + answers("m@1", half, half),
+        )
+    ]
     assert low == pytest.approx([0.8389, 0.8389], abs=1e-4)  # Wilson of 20 of 20, not of 20 of 40
 
 
@@ -250,12 +274,12 @@ def test_a_clear_difference_of_shares_is_found_and_five_differing_examples_decid
         "the models agree on all 12 examples",
     )
     assert none.low < -0.1 < 0.1 < none.high
-    few = row_of(
+    small_sample = row_of(
         compare_models(answers("m", [1] * 40) + answers("base", [0] * 5 + [1] * 35), "base"),
         "exact_match",
     )
-    assert (few.p, few.verdict) == (0.0625, "level")
-    assert "differences under" in few.warning
+    assert (small_sample.p, small_sample.verdict) == (0.0625, "level")
+    assert "differences under" in small_sample.warning
     documents = [f"d{i % 3}" for i in range(60)]
     records = answers("m", [1] * 60, documents=documents) + answers(
         "base", [0, 1] * 30, documents=documents
@@ -265,15 +289,16 @@ def test_a_clear_difference_of_shares_is_found_and_five_differing_examples_decid
 
 def test_models_without_shown_ability_are_models_below_chance_in_every_evaluation():
     made = [
-        *answers("able", [1] * 20, dense=[1] * 5 + [0] * 15), *answers("blind", [0] * 20, dense=[0] * 20),
+        *answers("able", [1] * 20, dense=[1] * 5 + [0] * 15),
+        *answers("blind", [0] * 20, dense=[0] * 20),
         *answers("few", [1] * 5, dense=[1] * 5),
-    ]  # fmt: skip
-    found = models_below_chance(made)
-    assert set(found) == {"blind", "few"}
-    assert found["blind"].startswith(
+    ]
+    below = models_below_chance(made)
+    assert set(below) == {"blind", "few"}
+    assert below["blind"].startswith(
         "dense exact match 0.0% [0.0%, 16.1%] on 20 documents is not above"
     )
-    assert found["few"] == "5 documents with a dense score, fewer than 20"
+    assert below["few"] == "5 documents with a dense score, fewer than 20"
 
     def choose(model, right, total, value, method="dense", stratum="Legal"):
         return [
@@ -281,9 +306,14 @@ def test_models_without_shown_ability_are_models_below_chance_in_every_evaluatio
             for i, r in enumerate(answers(model, [1] * total))
         ]
 
-    found = models_below_chance([*choose("able", 100, 221, "accuracy"), *choose("guesser", 60, 221, "accuracy"),
-                      *choose("unknown", 221, 221, "accuracy", "gradient")])  # fmt: skip
-    assert found == {
+    below = models_below_chance(
+        [
+            *choose("able", 100, 221, "accuracy"),
+            *choose("guesser", 60, 221, "accuracy"),
+            *choose("unknown", 221, 221, "accuracy", "gradient"),
+        ]
+    )
+    assert below == {
         "guesser": "dense accuracy 27.1% [21.7%, 33.4%] on 221 documents is not above chance, 25%",
         "unknown": "0 documents with a dense score, fewer than 20",
     }
@@ -295,5 +325,9 @@ def test_models_without_shown_ability_are_models_below_chance_in_every_evaluatio
     ]
     assert set(models_below_chance(made)) == {"m"}  # 45 % of two choices and of five
     gains = {"uses": (0.4, 0.5, 0.6), "ignores": (0.1, -0.1, 0.0)}
-    made = [record(m, f"d{i}", "0", gain=g) for m, own in gains.items() for i, g in enumerate(own)]
+    made = [
+        record(m, f"d{i}", "0", gain=g)
+        for m, model_gains in gains.items()
+        for i, g in enumerate(model_gains)
+    ]
     assert set(models_below_chance(made)) == {"ignores"}

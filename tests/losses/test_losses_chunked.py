@@ -16,7 +16,10 @@ from kvcat.losses import (
 )
 from large_tensors import LargeTensors
 
-BATCH, TOKENS, HIDDEN, VOCAB = 2, 9, 6, 13
+BATCH = 2
+TOKENS = 9
+HIDDEN = 6
+VOCAB = 13
 ALL = {"bias": True, "scale": 2.5, "softcap": 1.5}
 WIDE = {"hidden": 32, "vocab": 101}
 WEIGHTS = {"mask_weight": 0.7, "anchor_weight": 1.3}
@@ -66,11 +69,11 @@ def gradients(total, head, *hidden, **options):
     return torch.autograd.grad(total, wanted, **options)
 
 
-def assert_equal(found, expected, head, *hidden):
+def assert_equal(actual, expected, head, *hidden):
     """Values and gradients agree to the rounding of float64."""
-    assert abs(found.item() - expected.item()) < 1e-12
+    assert abs(actual.item() - expected.item()) < 1e-12
     for one, other in zip(
-        gradients(found, head, *hidden), gradients(expected, head, *hidden), strict=True
+        gradients(actual, head, *hidden), gradients(expected, head, *hidden), strict=True
     ):
         assert one.dtype == other.dtype
         assert other.abs().max() > 1e-4
@@ -81,11 +84,11 @@ def assert_equal(found, expected, head, *hidden):
 @pytest.mark.parametrize(
     ("options", "chunk"), [({}, 1000), ({"scale": -1.7}, 3), ({"softcap": 0.8}, 5), (ALL, None)]
 )
-def test_value_and_every_gradient_equal_the_naive_objective(options, chunk, control, monkeypatch):
-    monkeypatch.setattr("kvcat.losses.logits._BLOCK_ELEMENTS_CPU", 2 * VOCAB)
-    head, (dense, masked, ids) = make_head(**options), make_inputs()
+def test_value_and_every_gradient_equal_the_naive_objective(options, chunk, control):
+    head = make_head(**options)
+    dense, masked, ids = make_inputs()
     masked = None if control else masked
-    losses = objective(head, dense, masked, ids, **WEIGHTS, chunk_tokens=chunk)
+    losses = objective(head, dense, masked, ids, **WEIGHTS, chunk_tokens=chunk, block_tokens=2)
     assert_equal(
         losses.total, naive_total(head, dense, masked, ids, **WEIGHTS), head, dense, masked
     )
@@ -94,7 +97,8 @@ def test_value_and_every_gradient_equal_the_naive_objective(options, chunk, cont
     )
     assert ((losses.masked_loss, losses.kl, losses.top1) == (None, None, None)) == control
     if not control:
-        logits, masked_logits = head.logits(dense), head.logits(masked)
+        logits = head.logits(dense)
+        masked_logits = head.logits(masked)
         same = (
             (logits[:, :-1].argmax(-1) == masked_logits[:, :-1].argmax(-1)).double().mean().item()
         )
@@ -103,15 +107,16 @@ def test_value_and_every_gradient_equal_the_naive_objective(options, chunk, cont
             distillation_kl(logits, masked_logits).item(),
             same,
         ]
-        parts = (losses.masked_loss, losses.kl, losses.top1)
-        assert [part.item() for part in parts] == pytest.approx(expected, abs=1e-13)
+        reported = (losses.masked_loss, losses.kl, losses.top1)
+        assert [figure.item() for figure in reported] == pytest.approx(expected, abs=1e-13)
         assert 0.1 < same < 0.95
-        assert not any(part.requires_grad for part in (*parts, losses.dense_loss))
+        assert not any(figure.requires_grad for figure in (*reported, losses.dense_loss))
 
 
 @pytest.mark.parametrize("only", range(4), ids=["dense", "masked", "weight", "bias"])
 def test_each_gradient_is_right_when_it_is_the_only_one(only):
-    head, (dense, masked, ids) = make_head(**ALL), make_inputs()
+    head = make_head(**ALL)
+    dense, masked, ids = make_inputs()
     for number, tensor in enumerate((dense, masked, head.weight, head.bias)):
         tensor.requires_grad_(number == only)
     total = objective(head, dense, masked, ids, chunk_tokens=5).total
@@ -119,18 +124,17 @@ def test_each_gradient_is_right_when_it_is_the_only_one(only):
 
 
 def test_equal_passes_have_no_kl_no_gradient_and_full_agreement():
-    head, (dense, _, ids) = (
-        make_head(bias=True, softcap=2.0, dtype=torch.float32),
-        make_inputs(dtype=torch.float32),
-    )
+    head = make_head(bias=True, softcap=2.0, dtype=torch.float32)
+    dense, _, ids = make_inputs(dtype=torch.float32)
     losses = objective(head, dense, dense, ids, anchor_weight=0.0, chunk_tokens=4)
     assert (losses.total.item(), losses.kl.item(), losses.top1.item()) == (0.0, 0.0, 1.0)
     assert losses.dense_loss.item() == losses.masked_loss.item() > 0
     assert all(gradient.abs().max() == 0 for gradient in gradients(losses.total, head, dense))
 
 
-def test_the_gradient_that_arrives_scales_all_gradients_as_often_as_asked():
-    head, (dense, masked, ids) = make_head(bias=True), make_inputs()
+def test_the_gradient_that_arrives_scales_all_gradients_in_every_backward():
+    head = make_head(bias=True)
+    dense, masked, ids = make_inputs()
     total = objective(head, dense, masked, ids, **WEIGHTS, chunk_tokens=5).total
     once, scaled, again = (
         gradients(total * x, head, dense, masked, retain_graph=True) for x in (1.0, -2048.0, 1.0)
@@ -143,7 +147,8 @@ def test_the_gradient_that_arrives_scales_all_gradients_as_often_as_asked():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_as_close_to_float64_as_the_naive_objective(dtype, autocast):
     stored = torch.float32 if autocast else dtype
-    head, exact = make_head(**ALL, **WIDE, dtype=stored), make_head(**ALL, **WIDE)
+    head = make_head(**ALL, **WIDE, dtype=stored)
+    exact = make_head(**ALL, **WIDE)
     exact.linear.load_state_dict(head.linear.state_dict())
     dense, masked, ids = make_inputs(tokens=40, **WIDE, dtype=stored)
     wide = [x.detach().double().requires_grad_() for x in (dense, masked)]
@@ -153,8 +158,8 @@ def test_half_precision_is_as_close_to_float64_as_the_naive_objective(dtype, aut
         total = objective(head, dense, masked, ids, chunk_tokens=17).total
     assert total.dtype == torch.float32
     assert total.item() == pytest.approx(naive.item(), rel=2e-3)
-    found, plain = (gradients(x, head, dense, masked) for x in (total, naive))
-    for ours, theirs, right in zip(found, plain, reference, strict=True):
+    actual, plain = (gradients(x, head, dense, masked) for x in (total, naive))
+    for ours, theirs, right in zip(actual, plain, reference, strict=True):
         assert ours.dtype == theirs.dtype == stored
         error, allowed = ((x.double() - right).norm() / right.norm() for x in (ours, theirs))
         assert error < min(0.02, 1.5 * allowed)
@@ -163,28 +168,30 @@ def test_half_precision_is_as_close_to_float64_as_the_naive_objective(dtype, aut
 def test_a_scaled_loss_saves_float16_gradients_from_underflow():
     head = make_head(**WIDE, dtype=torch.float16)
     dense, masked, ids = make_inputs(batch=1, tokens=200, **WIDE, dtype=torch.float16)
-    found, expected = (
+    actual, expected = (
         torch.autograd.grad(
             objective(head, dense, masked, ids, mask_weight=w, anchor_weight=0.0).total / w, masked
         )[0]
         for w in (1e-5, 1.0)
     )
-    torch.testing.assert_close(found, expected, rtol=2e-3, atol=1e-6)
+    torch.testing.assert_close(actual, expected, rtol=2e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize(
     ("softcap", "block", "at_once"), [(None, 6, 5), (2.0, 6, 7), (None, 5, 2), (2.0, 5, 2)]
 )
 def test_no_tensor_is_larger_than_a_chunk_of_logits_and_few_of_those_live_at_once(
-    softcap, block, at_once, monkeypatch
+    softcap, block, at_once
 ):
-    monkeypatch.setattr("kvcat.losses.logits._BLOCK_ELEMENTS_CPU", block * 97)
-    chunk, vocab, sizes = 6, 97, {"hidden": 5, "vocab": 97}
+    chunk = 6
+    vocab = 97
+    sizes = {"hidden": 5, "vocab": 97}
     head = make_head(**sizes, bias=True, softcap=softcap, dtype=torch.float32)
     dense, masked, ids = make_inputs(batch=3, tokens=21, **sizes, dtype=torch.float32)
     known = (dense, masked, ids, head.weight, head.bias)
     with LargeTensors(chunk * vocab, known) as chunked:
-        objective(head, dense, masked, ids, chunk_tokens=chunk).total.backward()
+        losses = objective(head, dense, masked, ids, chunk_tokens=chunk, block_tokens=block)
+        losses.total.backward()
     assert (chunked.largest, chunked.at_once) == (chunk * vocab, at_once)
 
 
@@ -209,17 +216,22 @@ class Doubled(nn.Linear):
         return 2 * super().forward(x)
 
 
-def test_what_is_no_head_and_a_chunk_without_tokens_are_refused_by_name():
+def test_what_is_no_head_and_a_chunk_without_tokens_are_rejected_by_name():
     plain = nn.Linear(2, 3)
     for arguments, message in (
-        ((Doubled(2, 3),), "Doubled"), ((nn.Sequential(plain),), "Sequential"), ((plain, 0.0), "0.0"),
-        ((plain, torch.nan), "nan"), ((plain, 1.0, 0.0), "0.0"), ((plain, 1.0, -30.0), "-30.0"),
-    ):  # fmt: skip
+        ((Doubled(2, 3),), "Doubled"),
+        ((nn.Sequential(plain),), "Sequential"),
+        ((plain, 0.0), "0.0"),
+        ((plain, torch.nan), "nan"),
+        ((plain, 1.0, 0.0), "0.0"),
+        ((plain, 1.0, -30.0), "-30.0"),
+    ):
         with pytest.raises(InputError, match=message):
             OutputHead(*arguments)
     dense, masked, ids = make_inputs()
-    with pytest.raises(InputError, match="chunk_tokens is 0; it must be at least 1"):
-        objective(make_head(), dense, masked, ids, chunk_tokens=0)
+    for name in ("chunk_tokens", "block_tokens"):
+        with pytest.raises(InputError, match=f"{name} is 0; it must be at least 1"):
+            objective(make_head(), dense, masked, ids, **{name: 0})
     sharded = make_head()
     sharded.weight.placements = ()  # as a DTensor has them
     with pytest.raises(InputError, match="sharded"):
@@ -228,14 +240,17 @@ def test_what_is_no_head_and_a_chunk_without_tokens_are_refused_by_name():
 
 @pytest.mark.parametrize("chunk", [4, 256])
 def test_distillation_from_another_model_in_chunks_equals_the_whole_in_value_and_every_gradient(
-    chunk, monkeypatch
+    chunk,
 ):
-    monkeypatch.setattr("kvcat.losses.logits._CHUNK_ELEMENTS", chunk * VOCAB)
-    teacher, student = make_head(bias=True), make_head(hidden=5, scale=0.5, softcap=3.0)
-    taught, learned = make_inputs()[0], make_inputs(hidden=5, seed=1)[0]
-    found = chunked_kl(teacher, taught[:, :-1].detach(), student, learned[:, :-1])
+    teacher = make_head(bias=True)
+    student = make_head(hidden=5, scale=0.5, softcap=3.0)
+    taught = make_inputs()[0]
+    learned = make_inputs(hidden=5, seed=1)[0]
+    actual = chunked_kl(
+        teacher, taught[:, :-1].detach(), student, learned[:, :-1], chunk_tokens=chunk
+    )
     assert_equal(
-        found,
+        actual,
         distillation_kl(teacher.logits(taught.detach()), student.logits(learned)),
         student,
         learned,
@@ -243,7 +258,8 @@ def test_distillation_from_another_model_in_chunks_equals_the_whole_in_value_and
 
 
 def test_distillation_under_one_head_equals_the_whole_and_gives_the_teacher_no_gradient():
-    head, (teacher, hidden, _) = make_head(**ALL), make_inputs()
+    head = make_head(**ALL)
+    teacher, hidden, _ = make_inputs()
     total = chunked_distillation(head, teacher[:, :-1], hidden[:, :-1])
     expected = distillation_kl(head.logits(teacher), head.logits(hidden))
     assert gradients(total, head, teacher, allow_unused=True, retain_graph=True)[0] is None

@@ -61,7 +61,9 @@ def test_the_budget_is_one_at_its_target_and_one_over_it_where_all_is_kept(targe
 def test_the_budget_at_one_nth_is_the_ratio_loss_of_h_net_averaged_over_sequences():
     keep = (torch.arange(10) < torch.tensor([[9], [2]])).double()
     prob = (normal(2, 10) + torch.tensor([[1.0], [-1.0]])).sigmoid()
-    F, G, N = keep.mean(1), prob.mean(1), 6
+    F = keep.mean(1)
+    G = prob.mean(1)
+    N = 6
     ratio_loss = (N / (N - 1) * ((N - 1) * F * G + (1 - F) * (1 - G))).mean().item()
     pooled = N / (N - 1) * ((N - 1) * F.mean() * G.mean() + (1 - F.mean()) * (1 - G.mean())).item()
     assert abs(pooled - ratio_loss) > 1e-3
@@ -80,7 +82,8 @@ def test_the_kept_fraction_carries_no_gradient_and_the_probabilities_do():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_losses_are_float32_and_double_stays_double(dtype):
-    logits, tokens = normal(1, 4, 5).to(dtype), torch.tensor([[0, 1, 2, 3]])
+    logits = normal(1, 4, 5).to(dtype)
+    tokens = torch.tensor([[0, 1, 2, 3]])
     prob = torch.full((1, 4), 0.3, dtype=dtype)
     expected = torch.float64 if dtype == torch.float64 else torch.float32
     values = (
@@ -91,7 +94,7 @@ def test_losses_are_float32_and_double_stays_double(dtype):
     assert [value.dtype for value in values] == [expected] * 3
 
 
-def test_a_target_outside_zero_to_one_and_a_sequence_of_one_token_are_refused():
+def test_a_target_outside_zero_to_one_and_a_sequence_of_one_token_are_rejected():
     for target in (0.0, 1.0, float("nan")):
         with pytest.raises(InputError, match=str(target)):
             budget_loss(torch.ones(1, 2), torch.ones(1, 2), target)
@@ -106,25 +109,21 @@ def test_a_target_outside_zero_to_one_and_a_sequence_of_one_token_are_refused():
 
 @pytest.mark.parametrize("chunk", [256, 1, 4])
 @pytest.mark.parametrize("softcap", [None, 1.5])
-def test_scores_at_every_position_are_those_of_the_whole_logits(chunk, softcap, monkeypatch):
-    monkeypatch.setattr("kvcat.losses.logits._CHUNK_ELEMENTS", chunk * 13)
-    monkeypatch.setattr("kvcat.losses.logits._BLOCK_ELEMENTS_CPU", 2 * 13)
+def test_scores_at_every_position_are_those_of_the_whole_logits(chunk, softcap):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         head = OutputHead(torch.nn.Linear(6, 13, dtype=torch.float64), 1.3, softcap)
-    hidden, teacher = normal(2, 5, 6), normal(2, 5, 6, seed=1)
+    hidden = normal(2, 5, 6)
+    teacher = normal(2, 5, 6, seed=1)
     targets = torch.randint(13, (2, 5), generator=torch.Generator().manual_seed(0))
     student, taught = (head.logits(x).log_softmax(-1).detach() for x in (hidden, teacher))
     nll, nll_teacher = (-x.gather(-1, targets[..., None])[..., 0] for x in (student, taught))
-    kl, top1 = (
-        (taught.exp() * (taught - student)).sum(-1),
-        (taught.argmax(-1) == student.argmax(-1)).double(),
-    )
-    found, alone = (
-        vars(score_positions(head, hidden, targets, teacher)),
-        score_positions(head, hidden, targets),
-    )
+    kl = (taught.exp() * (taught - student)).sum(-1)
+    top1 = (taught.argmax(-1) == student.argmax(-1)).double()
+    sizes = {"chunk_tokens": chunk, "block_tokens": 2}
+    scores = vars(score_positions(head, hidden, targets, teacher, **sizes))
+    alone = score_positions(head, hidden, targets, **sizes)
     for name, values in {"nll": nll, "nll_teacher": nll_teacher, "kl": kl, "top1": top1}.items():
-        torch.testing.assert_close(found[name], values, rtol=1e-12, atol=1e-13)
-    assert torch.equal(alone.nll, found["nll"])
+        torch.testing.assert_close(scores[name], values, rtol=1e-12, atol=1e-13)
+    assert torch.equal(alone.nll, scores["nll"])
     assert (alone.nll_teacher, alone.kl, alone.top1) == (None, None, None)

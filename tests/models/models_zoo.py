@@ -1,5 +1,4 @@
-"""Tiny models with random weights, and a float64 that stays float64 (a module of the tests, not a
-test)."""
+"""Tiny models with random weights, and a float64 that stays float64 (a helper of the tests)."""
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -7,9 +6,13 @@ from torch.overrides import TorchFunctionMode
 from tiny import loud_model
 
 BASE = {
-    "vocab_size": 61, "num_hidden_layers": 3, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
+    "vocab_size": 61,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
     "eos_token_id": 2,
-}  # fmt: skip
+}
 SUPPORTED = {
     "qwen2": {},
     "llama": {},

@@ -15,22 +15,25 @@ from kvcat.models import capture, decoder_layers, logits_from_hidden, output_gai
 
 @pytest.mark.parametrize("kind", SUPPORTED)
 def test_a_capture_in_chunks_is_that_of_one_forward_and_of_the_stock_model(kind):
-    model, ids = supported(kind), some_ids(24)
+    model = supported(kind)
+    ids = some_ids(24)
     with StaysDouble():
         whole = capture(model, ids, query_positions=torch.arange(9, 24), hidden_start=3)
         every = capture(model, ids)
         stock = model(input_ids=ids, use_cache=True, output_hidden_states=True)
         for chunk_tokens in (1, 23, 1000) if kind == "llama" else (7,):
-            parts = capture(
+            in_chunks = capture(
                 model,
                 ids,
                 query_positions=torch.arange(9, 24),
                 hidden_start=3,
                 chunk_tokens=chunk_tokens,
             )
-            left, right = ([x.keys, x.values, x.queries, x.hidden] for x in (whole, parts))
-            torch.testing.assert_close(left, right, rtol=0, atol=1e-12)
-            torch.testing.assert_close(whole.stream, parts.stream)
+            whole_tensors, chunked_tensors = (
+                [x.keys, x.values, x.queries, x.hidden] for x in (whole, in_chunks)
+            )
+            torch.testing.assert_close(whole_tensors, chunked_tensors, rtol=0, atol=1e-12)
+            torch.testing.assert_close(whole.stream, in_chunks.stream)
     assert whole.hidden.shape[1] == 21
     assert not whole.hidden.requires_grad
     assert torch.allclose(logits_from_hidden(model, every.hidden), stock.logits, atol=1e-6)
@@ -47,7 +50,8 @@ def test_a_capture_in_chunks_is_that_of_one_forward_and_of_the_stock_model(kind)
 
 
 def test_a_long_capture_counts_its_layers_and_chunks(monkeypatch):
-    model, bars = supported("llama"), []
+    model = supported("llama")
+    bars = []
 
     def bar(**options):
         bars.append(tqdm(**{**options, "disable": False, "file": StringIO()}))
@@ -60,7 +64,8 @@ def test_a_long_capture_counts_its_layers_and_chunks(monkeypatch):
 
 
 def test_gains_are_the_mean_squared_columns_of_the_output_projection_and_one_without_it():
-    model, gpt2 = supported("llama"), supported("gpt2")
+    model = supported("llama")
+    gpt2 = supported("gpt2")
     counts = [2, *[1] * (len(model.model.layers) - 1)]  # layers may differ
     for layer, heads, gains in zip(
         model.model.layers, counts, output_gains(model, counts), strict=True

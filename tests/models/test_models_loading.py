@@ -1,5 +1,5 @@
-"""Folders that load and save, folders that are refused by name, and models that the self-test
-refuses."""
+"""Folders that load and save, folders that are rejected by name, and models that the self-test
+rejects."""
 
 import json
 import re
@@ -59,7 +59,7 @@ def test_a_loaded_model_is_the_stock_class_and_a_saved_folder_names_nothing_of_o
     )
 
 
-def test_a_refused_or_failed_save_leaves_the_folder_as_it_was(source, tmp_path, monkeypatch):
+def test_a_rejected_or_failed_save_leaves_the_folder_as_it_was(source, tmp_path, monkeypatch):
     model, tokenizer = load(source)
     (tmp_path / "note").write_text("mine")
     with pytest.raises(InputError, match="not empty"):
@@ -73,7 +73,7 @@ def test_a_refused_or_failed_save_leaves_the_folder_as_it_was(source, tmp_path, 
     assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "note"]
 
 
-def test_what_is_no_model_folder_is_refused_and_options_are_checked_first(tmp_path):
+def test_what_is_no_model_folder_is_rejected_and_options_are_checked_first(tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "m.gguf").write_bytes(b"PK\x03\x04")
     (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03\0\0\0")
@@ -81,28 +81,40 @@ def test_what_is_no_model_folder_is_refused_and_options_are_checked_first(tmp_pa
     (tmp_path / "t5" / "config.json").write_text(
         '{"is_encoder_decoder": true, "architectures": ["T5"]}'
     )
-    for name, told in (
-        ("nowhere", "does not exist"), ("", "no config.json"), ("file", "is a file"), ("t5", "T5 .* encoder-decoder"),
-        ("m.gguf", "is no GGUF file"), ("cut.gguf", "cannot load"),
-    ):  # fmt: skip
-        assert re.search(told, refusal(load, tmp_path / name))
+    for name, message in (
+        ("nowhere", "does not exist"),
+        ("", "no config.json"),
+        ("file", "is a file"),
+        ("t5", "T5 .* encoder-decoder"),
+        ("m.gguf", "is no GGUF file"),
+        ("cut.gguf", "cannot load"),
+    ):
+        assert re.search(message, refusal(load, tmp_path / name))
     assert "'float8'" in refusal(load, tmp_path / "nowhere", dtype="float8")
     assert "'abacus'" in refusal(load, tmp_path / "nowhere", device="abacus")
 
 
-def test_weights_that_do_not_fit_the_config_or_are_no_numbers_are_refused_by_name(folder):
-    file, name = folder / "model.safetensors", "model.layers.1.self_attn.k_proj.weight"
+def test_weights_that_do_not_fit_the_config_or_are_no_numbers_are_rejected_by_name(folder):
+    file = folder / "model.safetensors"
+    name = "model.layers.1.self_attn.k_proj.weight"
     tensors = load_file(file)
-    for wrong, told in (
-        ({}, "lacks weights"), ({name: torch.zeros(3, 3)}, "another shape"), ({name: tensors[name] / 0}, "not finite"),
-        ({name: tensors[name], name.replace(".1.", ".3."): tensors[name] + 0}, "more layers than config.json's 3"),
-    ):  # fmt: skip
+    for wrong, message in (
+        ({}, "lacks weights"),
+        ({name: torch.zeros(3, 3)}, "another shape"),
+        ({name: tensors[name] / 0}, "not finite"),
+        (
+            {name: tensors[name], name.replace(".1.", ".3."): tensors[name] + 0},
+            "more layers than config.json's 3",
+        ),
+    ):
         others = {k: v for k, v in tensors.items() if k != name}
         save_file(others | wrong, file, {"format": "pt"})
-        assert re.search(f"{told}.*, for example .*{name.replace('1', '.')}", refusal(load, folder))
+        assert re.search(
+            f"{message}.*, for example .*{name.replace('1', '.')}", refusal(load, folder)
+        )
 
 
-def test_bad_json_missing_files_and_unknown_models_are_refused(folder):
+def test_bad_json_missing_files_and_unknown_models_are_rejected(folder):
     (folder / "tokenizer.json").write_text('{"model_type": ')
     assert "tokenizer" in refusal(load, folder)
     for file in folder.glob("tokenizer*"):
@@ -111,18 +123,27 @@ def test_bad_json_missing_files_and_unknown_models_are_refused(folder):
     assert load(folder, tokenizer=False)[1] is None
     path = folder / "config.json"
     config = json.loads(path.read_text())
-    for content, told in (
-        ('{"model_type": ', "config.json"), ("[1]", "holds no JSON object"),
-        *((json.dumps({**config, **change}), told) for change, told in (
-            ({"model_type": "no-such-model", "architectures": ["NoSuchLM"]}, "NoSuchLM"),
-            ({"model_type": "no-such-model", "auto_map": {"AutoModelForCausalLM": "x.Y"}}, "never run"),
-            ({"model_type": None}, "model_type None"), ({"hidden_size": "wide"}, "cannot load"),
-        )),
-    ):  # fmt: skip
+    for content, expected in (
+        ('{"model_type": ', "config.json"),
+        ("[1]", "holds no JSON object"),
+        *(
+            (json.dumps({**config, **change}), expected)
+            for change, expected in (
+                ({"model_type": "no-such-model", "architectures": ["NoSuchLM"]}, "NoSuchLM"),
+                (
+                    {"model_type": "no-such-model", "auto_map": {"AutoModelForCausalLM": "x.Y"}},
+                    "never run",
+                ),
+                ({"model_type": None}, "model_type None"),
+                ({"hidden_size": "wide"}, "cannot load"),
+            )
+        ),
+    ):
         path.write_text(content)
-        assert told in refusal(load, folder, tokenizer=False)
+        assert expected in refusal(load, folder, tokenizer=False)
     path.write_text(json.dumps(config))
-    weights, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    weights = folder / "model.safetensors"
+    index = folder / "model.safetensors.index.json"
     weights.write_bytes(weights.read_bytes()[:-9])
     assert f"cannot load {folder}: SafetensorError" in refusal(load, folder, tokenizer=False)
     weights.unlink()
@@ -201,14 +222,23 @@ def test_a_tokenizer_is_fetched_without_weights_where_it_is_not_cached(
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("stablelm", {}, "StableLm.*0 of its 3 layers attend"), ("falcon", {}, "FalconForCausalLM.*interface"),
-        ("gemma2", {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 8}, "Gemma2ForCausalLM.*50"),
-        ("gpt_oss", {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}, "GptOss.*s_aux"),
+        ("stablelm", {}, "StableLm.*0 of its 3 layers attend"),
+        ("falcon", {}, "FalconForCausalLM.*interface"),
+        (
+            "gemma2",
+            {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 8},
+            "Gemma2ForCausalLM.*50",
+        ),
+        (
+            "gpt_oss",
+            {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
+            "GptOss.*s_aux",
+        ),
         ("mamba", {}, "mamba: layers of type 'linear_attention' keep no keys and values"),
         ("bert", {}, "Bert.*not causal"),
     ],
-)  # fmt: skip
-def test_what_cannot_be_supported_is_refused_by_name(kind, options, message):
+)
+def test_what_cannot_be_supported_is_rejected_by_name(kind, options, message):
     if kind == "bert":
         model = BertLMHeadModel(
             BertConfig(**BASE, hidden_size=32, intermediate_size=48, num_attention_heads=4)
@@ -220,7 +250,8 @@ def test_what_cannot_be_supported_is_refused_by_name(kind, options, message):
 
 
 def test_the_self_test_notices_gates_log_bias_and_suffixes_that_attention_ignores(monkeypatch):
-    model, random_state = supported("llama", dtype=torch.float32).train(), torch.get_rng_state()
+    model = supported("llama", dtype=torch.float32).train()
+    random_state = torch.get_rng_state()
     self_test(model)
     assert torch.equal(torch.get_rng_state(), random_state)
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
@@ -235,7 +266,7 @@ def test_the_self_test_notices_gates_log_bias_and_suffixes_that_attention_ignore
     def blind(q, k, v, keep, prefix_len, **options):
         return attend_twice(q, k, v, torch.ones_like(keep), prefix_len, **options)
 
-    for name, broken, split, told in (
+    for name, broken, split, message in (
         (
             "carried_by",
             lambda keys: None,
@@ -246,5 +277,5 @@ def test_the_self_test_notices_gates_log_bias_and_suffixes_that_attention_ignore
     ):
         with monkeypatch.context() as patch:
             patch.setattr(f"kvcat.attention.interface.{name}", broken)
-            with pytest.raises(InputError, match=told):
+            with pytest.raises(InputError, match=message):
                 self_test(supported("qwen2", dtype=torch.float32), split=split)

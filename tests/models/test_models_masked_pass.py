@@ -1,4 +1,4 @@
-"""What the masked pass promises beside its numbers, which test_models_oracle.py compares."""
+"""What the masked pass guarantees apart from its numbers, which test_models_oracle.py compares."""
 
 from functools import partial
 
@@ -71,7 +71,7 @@ def test_activation_checkpointing_changes_no_gradient_and_calls_attention_polici
         if checkpointed == "call":  # hooks run again, as in some versions of transformers
             monkeypatch.setattr(type(decoder_layers(model)[0]), "__call__", call)
         with MaskedPass(model, {s: POLICIES[policy](s) for s in STARTS}) as masked_pass:
-            # two passes before any backward: each finds its own gates again
+            # two passes before any backward: each uses its own gates again
             out = [
                 masked_pass.hidden(some_ids(seed=i), torch.Generator().manual_seed(i))
                 for i in (0, 1)
@@ -90,8 +90,8 @@ def test_activation_checkpointing_changes_no_gradient_and_calls_attention_polici
 
 def test_mistakes_are_one_line():
     model = supported("llama").train()
-    for options, told in (({"policies": {3: Sigmoid(0)}}, "3"), ({"tau": 1.0}, r"1\.0")):
-        with pytest.raises(InputError, match=told):
+    for options, message in (({"policies": {3: Sigmoid(0)}}, "3"), ({"tau": 1.0}, r"1\.0")):
+        with pytest.raises(InputError, match=message):
             MaskedPass(model, **{"policies": {0: Sigmoid(0)}, **options})
     with MaskedPass(model, {0: Sigmoid(0)}) as masked_pass:
         for prefix_len in (0, 12):
@@ -104,7 +104,8 @@ def test_mistakes_are_one_line():
 
 
 def test_bfloat16_autocast_masks_the_same_slots_and_reaches_the_policies():
-    model, ids = supported("qwen2", dtype=torch.float32).train(), some_ids()
+    model = supported("qwen2", dtype=torch.float32).train()
+    ids = some_ids()
     with MaskedPass(model, {s: Sigmoid(s).float() for s in STARTS}) as masked_pass:
         whole = masked_pass.hidden(ids).masked_hidden
         with torch.autocast("cpu", torch.bfloat16):
@@ -116,7 +117,9 @@ def test_bfloat16_autocast_masks_the_same_slots_and_reaches_the_policies():
 
 @pytest.mark.parametrize("policy", ["sigmoid", "random"])
 def test_a_detached_prefix_learns_nothing_from_the_masked_pass_and_the_suffix_as_before(policy):
-    ids, gradients = torch.arange(3, 15)[None], {}  # no token stands in both
+    # No token occurs twice.
+    ids = torch.arange(3, 15)[None]
+    gradients = {}
     for detached in (False, True):
         model = supported("qwen2")
         with MaskedPass(

@@ -22,15 +22,26 @@ from naive import allowed, attention_mass, masked_attention, router_scores
 from tiny import stock_model
 
 SIZES = {
-    "vocab_size": 41, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64,
-}  # fmt: skip
+    "vocab_size": 41,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
 STOCK = {
-    "qwen2": {}, "llama": {}, "gemma": {"num_key_value_heads": 1, "head_dim": 6}, "qwen3": {"head_dim": 6},
+    "qwen2": {},
+    "llama": {},
+    "gemma": {"num_key_value_heads": 1, "head_dim": 6},
+    "qwen3": {"head_dim": 6},
     "mistral": {"sliding_window": 5},
     "smollm3": {"pad_token_id": 0, "no_rope_layers": [1, 1, 0, 1]},
-}  # fmt: skip
-TAU, TARGET, BUDGET_WEIGHT, TOKENS = 0.5, 0.5, 0.1, 19
+}
+TAU = 0.5
+TARGET = 0.5
+BUDGET_WEIGHT = 0.1
+TOKENS = 19
 
 
 @dataclass
@@ -53,7 +64,8 @@ def naive_attention(
     module, query, key, value, attention_mask, scaling=None, sliding_window=None, **kwargs
 ):
     """Attention over {j <= t : m_j = 1}, the derivative by m at the dense attention."""
-    layer, tokens = module.layer_idx, query.shape[2]
+    layer = module.layer_idx
+    tokens = query.shape[2]
     NAIVE.seen[layer] = query, key, scaling
     m = torch.ones(())
     if layer in NAIVE.gates:
@@ -81,12 +93,14 @@ def naive_attention_scores(layer, dense, window, prefix_len):
 def naive_objective(dense, masked, tokens, scores, prefix_len=None):
     """KL(sg dense || masked) + next-token loss of dense + 0.1 budget, each as the appendix writes
     it."""
-    p, log_p = dense[:, :-1].softmax(-1).detach(), dense[:, :-1].log_softmax(-1)
+    p = dense[:, :-1].softmax(-1).detach()
+    log_p = dense[:, :-1].log_softmax(-1)
     kl = (p * (p.log() - masked[:, :-1].log_softmax(-1))).sum(-1)[:, prefix_len:].mean()
     anchor = -log_p.gather(-1, tokens[:, 1:, None]).mean()
     budgets = []
     for score in scores.values():
-        F, G = (score > TAU).double().mean(1), score.mean(1)
+        F = (score > TAU).double().mean(1)
+        G = score.mean(1)
         budgets.append((F * G / TARGET + (1 - F) * (1 - G) / (1 - TARGET)).mean())
     return kl + anchor + BUDGET_WEIGHT * sum(budgets) / len(budgets)
 
@@ -183,7 +197,8 @@ def gradients(loss, modules):
 def compare(model_name, policy_name, *, group_starts=(0, 2), prefix_len=None):
     tokens = some_tokens()
     policies = policies_for(policy_name, group_starts)
-    stock, ours = tiny(model_name), tiny(model_name)
+    stock = tiny(model_name)
+    ours = tiny(model_name)
     with MaskedPass(ours, policies, tau=TAU) as masked_pass:
         out = masked_pass.hidden(tokens, torch.Generator().manual_seed(5), prefix_len=prefix_len)
         ours_dense, ours_masked = (
@@ -192,7 +207,7 @@ def compare(model_name, policy_name, *, group_starts=(0, 2), prefix_len=None):
     budgets = [budget_loss((out.scores[c] > TAU).double(), out.scores[c], TARGET) for c in policies]
     taught = distillation_kl(ours_dense[:, prefix_len:], ours_masked)
     loss = taught + next_token_loss(ours_dense, tokens)
-    found = gradients(
+    actual = gradients(
         loss + BUDGET_WEIGHT * sum(budgets) / len(budgets), [ours, *policies.values()]
     )
     dense, masked, keep, scores = naive_passes(
@@ -210,12 +225,12 @@ def compare(model_name, policy_name, *, group_starts=(0, 2), prefix_len=None):
     torch.testing.assert_close(ours_dense, dense, rtol=1e-9, atol=1e-10)
     torch.testing.assert_close(ours_masked, masked[:, prefix_len:], rtol=1e-9, atol=1e-10)
     for name, gradient in expected.items():
-        assert (gradient is None) == (found[name] is None), name
+        assert (gradient is None) == (actual[name] is None), name
         if gradient is not None:
             # Gemma's norm casts its weight, and so the weight's gradient, to float32
             rtol, atol = (1e-5, 1e-7) if model_name == "gemma" and "norm" in name else (1e-7, 1e-9)
             torch.testing.assert_close(
-                found[name], gradient, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
+                actual[name], gradient, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
             )
     return expected
 

@@ -8,7 +8,10 @@ from kvcat.cache import check_token_ids
 from kvcat.evals.answers import greedy_answers, token_nll
 from tiny import loud_model, refusal
 
-TOO_LARGE = "token 67 has no embedding: LlamaForCausalLM has 67 (tokens 0 to 66), the tokenizer has at least 68 tokens"
+TOO_LARGE = (
+    "token 67 has no embedding: LlamaForCausalLM has 67 (tokens 0 to 66), the tokenizer has at "
+    "least 68 tokens"
+)
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +21,7 @@ def model():
 
 @pytest.fixture
 def no_forward(model, monkeypatch):
-    """Fails where the model runs."""
+    """Fails the test if the model runs."""
     monkeypatch.setattr(type(model.model), "forward", lambda *_, **__: pytest.fail("a forward ran"))
 
 
@@ -27,7 +30,7 @@ def test_ids_of_the_model_pass(model):
     check_token_ids(model, torch.zeros(1, 0, dtype=torch.long))
 
 
-def test_a_token_beyond_the_embedding_is_refused_before_any_forward(model, no_forward):
+def test_a_token_beyond_the_embedding_is_rejected_before_any_forward(model, no_forward):
     ids = torch.arange(20).repeat(1, 2)
     ids[0, -1] = 67
     assert TOO_LARGE in refusal(kvcat.trace, model, ids, 10)
@@ -40,7 +43,7 @@ def test_a_token_beyond_the_embedding_is_refused_before_any_forward(model, no_fo
     )
 
 
-def test_a_token_beyond_the_embedding_behind_a_cache_is_refused(model):
+def test_a_token_beyond_the_embedding_behind_a_cache_is_rejected(model):
     cache = kvcat.trace(model, torch.arange(30)[None], 20).dense_cache()
     for call in (cache.inputs, lambda model, ids: kvcat.replay(model, cache, ids)):
         assert TOO_LARGE in refusal(call, model, torch.tensor([[3, 67]]))

@@ -1,4 +1,4 @@
-"""Weights that config.json does not announce are refused by name; buffers that the model makes
+"""Weights that config.json does not announce are rejected by name; buffers that the model makes
 itself are not."""
 
 import json
@@ -32,13 +32,21 @@ def frequencies(theta=10_000.0):
 @pytest.mark.parametrize(
     "name",
     [
-        f"{LAYER}.q_proj.bias", f"{LAYER}.q_norm.weight", f"{LAYER}.q_proj.lora_A.weight", f"{LAYER}.sinks",
-        f"{LAYER}.q_proj.base_layer.weight", f"{LAYER}.q_proj.weight_scale", "model.layers.0.mlp.gate_proj.bias",
-        "model.layers.0.mlp.experts.0.up_proj.weight", "model.embed_positions.weight", "lm_head.bias", "mtp.fc.weight",
+        f"{LAYER}.q_proj.bias",
+        f"{LAYER}.q_norm.weight",
+        f"{LAYER}.q_proj.lora_A.weight",
+        f"{LAYER}.sinks",
+        f"{LAYER}.q_proj.base_layer.weight",
+        f"{LAYER}.q_proj.weight_scale",
+        "model.layers.0.mlp.gate_proj.bias",
+        "model.layers.0.mlp.experts.0.up_proj.weight",
+        "model.embed_positions.weight",
+        "lm_head.bias",
+        "mtp.fc.weight",
         "model.layers.0.post_feedforward_layernorm.weight",
     ],
-)  # fmt: skip
-def test_a_weight_that_the_model_does_not_use_is_refused_by_name(name, folder):
+)
+def test_a_weight_that_the_model_does_not_use_is_rejected_by_name(name, folder):
     add(folder, **{name: torch.ones(8)})
     message = refusal(load, folder, tokenizer=False)
     assert f"has 1 weights that the model does not use, for example {name}" in message
@@ -74,7 +82,7 @@ def test_buffers_that_the_model_computes_itself_are_harmless(dtype, folder):
         ("model.position_ids", torch.arange(128).flip(0)),
     ],
 )
-def test_buffers_with_other_numbers_are_refused(name, tensor, folder):
+def test_buffers_with_other_numbers_are_rejected(name, tensor, folder):
     add(folder, **{name: tensor})
     assert f"for example {name}" in refusal(load, folder, tokenizer=False)
 
@@ -87,7 +95,7 @@ def test_frequencies_stored_before_a_scaling_that_the_configuration_describes_ar
     load(folder, tokenizer=False)
 
 
-def test_an_output_matrix_that_differs_from_the_tied_embeddings_is_refused(folder):
+def test_an_output_matrix_that_differs_from_the_tied_embeddings_is_rejected(folder):
     add(folder, **{"lm_head.weight": torch.ones(67, 32)})
     assert "lm_head.weight that differs from the embeddings" in refusal(
         load, folder, tokenizer=False
@@ -109,7 +117,7 @@ def test_pickled_weights_are_looked_through_as_well(folder):
     "file", ["adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"]
 )
 @pytest.mark.parametrize("alone", [True, False])
-def test_an_adapter_is_refused_whether_or_not_peft_is_installed(file, alone, folder):
+def test_an_adapter_is_rejected_whether_or_not_peft_is_installed(file, alone, folder):
     (folder / file).write_text("{}")
     if alone:
         (folder / "config.json").unlink()

@@ -18,11 +18,12 @@ from kvcat.policies import (
 )
 
 
-def test_the_gate_keeps_what_exceeds_the_threshold_and_position_zero_and_passes_gradients_straight_through():
+def test_the_gate_keeps_position_zero_and_what_exceeds_the_threshold_with_straight_gradients():
     scores = torch.tensor(
         [[0.9, 0.5, 0.51, 0.49, 0.0, 1.0], [0.0, 1.0, 0.5, 0.0, 0.0, 0.0]], requires_grad=True
     )
-    kept, weights = gate(scores, 0.5), torch.arange(12.0).reshape(2, 6) - 4
+    kept = gate(scores, 0.5)
+    weights = torch.arange(12.0).reshape(2, 6) - 4
     assert kept.tolist() == [[1, 0, 1, 0, 0, 1], [1, 1, 0, 0, 0, 0]]
     (kept * weights).sum().backward()
     assert (scores.grad[:, 0] == 0).all()
@@ -63,22 +64,29 @@ def build(policy="router", **options):
 @pytest.mark.parametrize(
     ("call", "options", "said"),
     [
-        (build, {"group_starts": []}, "empty"), (build, {"group_starts": [0, 4]}, "start 4 does not exist.*0..3"),
-        (build, {"group_starts": [2, 1]}, "1 follows 2"), (build, {"group_starts": [0, 2, 2]}, "2 follows 2"),
-        (build, {"group_starts": [0, True]}, "start True does not"), (build, {"num_groups": 0}, "got 0"),
-        (build, {"num_groups": 5}, "got 5"), (build, {"policy": "rooter"}, "'rooter'.*attention, random, router"),
-        (RandomPolicy, {"keep_ratio": 0.0}, "0.0"), (AttentionMassPolicy, {"keep_ratio": math.nan}, "nan"),
+        (build, {"group_starts": []}, "empty"),
+        (build, {"group_starts": [0, 4]}, "start 4 does not exist.*0..3"),
+        (build, {"group_starts": [2, 1]}, "1 follows 2"),
+        (build, {"group_starts": [0, 2, 2]}, "2 follows 2"),
+        (build, {"group_starts": [0, True]}, "start True does not"),
+        (build, {"num_groups": 0}, "got 0"),
+        (build, {"num_groups": 5}, "got 5"),
+        (build, {"policy": "rooter"}, "'rooter'.*attention, random, router"),
+        (RandomPolicy, {"keep_ratio": 0.0}, "0.0"),
+        (AttentionMassPolicy, {"keep_ratio": math.nan}, "nan"),
         (lambda: RandomPolicy(0.5)(torch.zeros(2, 6, 2)), {}, r"torch\.Generator"),
-        (Router, {"hidden_size": 0}, "hidden 0"), (Router, {"hidden_size": 4, "feature_dim": 0}, "features 0"),
-        (Router, {"hidden_size": 4, "noise": -0.1}, "-0.1"), (Router, {"hidden_size": 4, "noise": math.nan}, "nan"),
+        (Router, {"hidden_size": 0}, "hidden 0"),
+        (Router, {"hidden_size": 4, "feature_dim": 0}, "features 0"),
+        (Router, {"hidden_size": 4, "noise": -0.1}, "-0.1"),
+        (Router, {"hidden_size": 4, "noise": math.nan}, "nan"),
     ],
-)  # fmt: skip
-def test_what_makes_no_sense_is_refused_with_the_value(call, options, said):
+)
+def test_what_makes_no_sense_is_rejected_with_the_value(call, options, said):
     with pytest.raises(InputError, match=said):
         call(**options)
 
 
-def test_built_policies_take_the_options_and_start_from_weights_of_their_own_that_the_seed_gives_again():
+def test_built_policies_use_the_options_and_start_from_different_weights_fixed_by_the_seed():
     options = {"num_layers": 8, "hidden_size": 12, "num_groups": 2, "feature_dim": 5, "noise": 0.1}
     first, again, other = (build(**options, seed=seed) for seed in (3, 3, 4))
     assert list(first) == [0, 4]
@@ -108,7 +116,8 @@ def test_a_policys_options_come_from_its_spec_and_are_checked_by_name_and_type(m
 
 
 def test_the_slots_that_everyone_looks_at_are_kept_and_equal_masses_go_to_the_lower_position():
-    keys, queries = torch.zeros(1, 1, 12, 2), torch.ones(1, 4, 12, 2)
+    keys = torch.zeros(1, 1, 12, 2)
+    queries = torch.ones(1, 4, 12, 2)
     assert AttentionMassPolicy(0.5)(queries, keys, scale=1.0, window=1).tolist() == [
         [1.0] * 6 + [0.0] * 6
     ]
@@ -117,12 +126,15 @@ def test_the_slots_that_everyone_looks_at_are_kept_and_equal_masses_go_to_the_lo
 
 
 def test_random_masks_are_uniform_over_all_positions_but_the_first_and_over_pairs():
-    draws, tokens = 20_000, 9
+    draws = 20_000
+    tokens = 9
     scores = RandomPolicy(0.5)(torch.zeros(draws, tokens, 1), torch.Generator().manual_seed(0))[
         :, 1:
     ]
-    kept, others = 4, tokens - 1
-    single, pair = kept / others, kept * (kept - 1) / (others * (others - 1))
+    kept = 4
+    others = tokens - 1
+    single = kept / others
+    pair = kept * (kept - 1) / (others * (others - 1))
     together = scores.T @ scores / draws
     error = together - torch.full_like(together, pair).fill_diagonal_(single)
     assert error.abs().max() < 4.5 * (single * (1 - single) / draws) ** 0.5

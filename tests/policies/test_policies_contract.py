@@ -1,4 +1,4 @@
-"""What every policy promises: a new one adds one row to ``ROWS``."""
+"""What every policy guarantees, with a row of ``ROWS`` for each."""
 
 import pytest
 import torch
@@ -12,7 +12,12 @@ from kvcat.policies import (
     kept_count,
 )
 
-BATCH, HEADS, KV_HEADS, TOKENS, HIDDEN, HEAD_DIM = 3, 4, 2, 23, 12, 6
+BATCH = 3
+HEADS = 4
+KV_HEADS = 2
+TOKENS = 23
+HIDDEN = 12
+HEAD_DIM = 6
 
 
 def router(seed):
@@ -26,7 +31,10 @@ ROWS = {
     "random": lambda _: RandomPolicy(0.4),
     "attention": lambda _: AttentionMassPolicy(0.4),
 }
-CAUSAL, EXACT = ("router",), ("random", "attention")  # a score without later tokens; an exact count
+# policies whose scores do not depend on later tokens
+CAUSAL = ("router",)
+# policies that keep an exact number of tokens
+EXACT = ("random", "attention")
 
 each_policy = pytest.mark.parametrize("name", ROWS)
 
@@ -64,7 +72,7 @@ def test_the_registry_builds_the_class_that_the_row_tests(name):
 
 @each_policy
 @pytest.mark.parametrize("tokens", [1, 2, TOKENS])
-def test_there_is_one_float32_score_in_zero_to_one_for_every_token_and_a_fixed_policy_keeps_its_count(
+def test_every_token_has_a_float32_score_in_zero_to_one_and_a_fixed_policy_keeps_its_count(
     name, tokens
 ):
     scores = scores_of(ROWS[name](0), tokens=tokens)

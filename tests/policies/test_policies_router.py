@@ -17,7 +17,8 @@ def moved_router(hidden):
 
 
 def test_the_router_in_chunks_equals_the_formula_in_outputs_and_all_gradients():
-    router, hidden = moved_router(7), normal(2, 140, 7).requires_grad_()  # over three chunks
+    router = moved_router(7)
+    hidden = normal(2, 140, 7).requires_grad_()  # three chunks
     upstream = normal(2, 140, seed=4)
     inputs = [hidden, *router.parameters()]
     outputs = [router(hidden), router_scores(router, hidden)]
@@ -44,7 +45,8 @@ def test_at_the_start_every_probability_is_exactly_one_and_a_vanishing_hidden_st
 
 
 def test_the_start_is_minus_the_identity_a_critical_point_that_noise_leaves():
-    router, noisy = Router(16).double(), Router(16, noise=0.05).double()
+    router = Router(16).double()
+    noisy = Router(16, noise=0.05).double()
     assert torch.equal(router.p_proj.weight, -torch.eye(16, dtype=torch.float64))
     assert router.alpha.item() == 0
     for made in (router, noisy):
@@ -54,7 +56,8 @@ def test_the_start_is_minus_the_identity_a_critical_point_that_noise_leaves():
 
 
 def test_neither_a_bfloat16_autocast_nor_bfloat16_weights_reach_the_arithmetic_of_the_router():
-    router, hidden = moved_router(16).float(), normal(2, 30, 16).bfloat16()
+    router = moved_router(16).float()
+    hidden = normal(2, 30, 16).bfloat16()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         inside = router(hidden)
     assert inside.dtype == torch.float32
@@ -68,7 +71,8 @@ def test_the_budget_alone_moves_the_router_to_its_target():
     router = Router(32, 8, noise=0.02)
     optimizer = torch.optim.AdamW(router.parameters(), lr=3e-3, weight_decay=0.0)
     embedding = normal(100, 32, dtype=torch.float32)
-    generator, kept = torch.Generator().manual_seed(0), []
+    generator = torch.Generator().manual_seed(0)
+    kept = []
     for _ in range(120):
         prob = router(embedding[torch.randint(100, (2, 64), generator=generator)])
         keep = (prob > 0.5).float()

@@ -33,7 +33,8 @@ def made_up_records(
     records = []
     for document, window, model in product(range(num_documents), range(2), models):
         shared = np.random.default_rng(document)
-        level, hardness = 2.2 + 0.4 * shared.normal(), math.exp(0.4 * shared.normal())
+        level = 2.2 + 0.4 * shared.normal()
+        hardness = math.exp(0.4 * shared.normal())
         noise = np.random.default_rng([document, window, list(COSTS).index(model)])
         dense = level + COSTS[model] + 0.01 * noise.normal()
         for method, keep in product(methods, (0.05, 0.1, 0.2)):
@@ -43,10 +44,15 @@ def made_up_records(
                     0.05 * noise.normal()
                 )
                 values = {
-                    "nll": dense + 0.8 * kl, "nll_dense": dense, "delta_nll": 0.8 * kl, "kl": kl, "context_gain": 0.6,
-                    "delta_ppl": math.exp(dense + 0.8 * kl) - math.exp(dense), "num_tokens": 64.0,
+                    "nll": dense + 0.8 * kl,
+                    "nll_dense": dense,
+                    "delta_nll": 0.8 * kl,
+                    "kl": kl,
+                    "context_gain": 0.6,
+                    "delta_ppl": math.exp(dense + 0.8 * kl) - math.exp(dense),
+                    "num_tokens": 64.0,
                     "num_predicted": 63.0,
-                }  # fmt: skip
+                }
                 records.append(
                     record(
                         model,
@@ -109,7 +115,7 @@ def made_up_longbench(models=("base", "kvcat"), skill=0.55):
 
 
 def made_up_qa(models=("base", "control", "kvcat", "rand"), num_questions=60):
-    """Eight tasks of different difficulty; every model errs on questions of its own as well."""
+    """Eight tasks of different difficulty; every model also errs on different questions."""
     records = []
     for (rank, task), row, (column, model) in product(
         enumerate(TASKS), range(num_questions), enumerate(models)
@@ -123,7 +129,7 @@ def made_up_qa(models=("base", "control", "kvcat", "rand"), num_questions=60):
 def write_results(path, records, evaluation="suffix", **settings):
     """A results folder with costs: two batches, of eight and of two examples, per model, method and
     keep ratio."""
-    count = len({(own.document, own.example) for own in records})
+    count = len({(record.document, record.example) for record in records})
     cells = dict.fromkeys(
         (r.model, r.method, r.keep_ratio, r.step) for r in records if r.method in DIFFICULTY
     )
@@ -132,8 +138,8 @@ def write_results(path, records, evaluation="suffix", **settings):
         for _, name, *_ in cells
     }
     methods = [
-        {"name": n, "options": {}, "num_examples": count, "keep_ratios": own}
-        for n, own in keeps.items()
+        {"name": n, "options": {}, "num_examples": count, "keep_ratios": keep_ratios}
+        for n, keep_ratios in keeps.items()
     ]
     config = {
         "evaluation": evaluation,
@@ -145,10 +151,17 @@ def write_results(path, records, evaluation="suffix", **settings):
         folder.append(records)
         for (model, method, keep, step), examples in product(cells, (8, 2)):
             cost = {
-                "model": model, "method": method, "options": {}, "keep_ratio": keep, "step": step,
-                "examples": examples, "dense_bytes": 4096 * examples, "seconds": 2.0 * examples,
-                "peak_mib": 3.5 * examples, "bytes": int(4096 * keep) * examples,
-            }  # fmt: skip
+                "model": model,
+                "method": method,
+                "options": {},
+                "keep_ratio": keep,
+                "step": step,
+                "examples": examples,
+                "dense_bytes": 4096 * examples,
+                "seconds": 2.0 * examples,
+                "peak_mib": 3.5 * examples,
+                "bytes": int(4096 * keep) * examples,
+            }
             speed = {
                 "ttft": 0.1,
                 "ttft_dense": 0.2,

@@ -13,11 +13,16 @@ from kvcat.evals.significance import mcnemar
 from kvcat.report.paper import paper_tables
 
 PAPER = Path(__file__).resolve().parents[3] / "shared" / "paper" / "kv-cat.tex"
-SMALL, LARGE = "Qwen2.5-0.5B", "Qwen2.5-1.5B"
+SMALL = "Qwen2.5-0.5B"
+LARGE = "Qwen2.5-1.5B"
 PAIRS = list(itertools.product((SMALL, LARGE), ("base", "kv-cat")))
-QA, NEEDLE, SUFFIX = "tab:fineweb-reasoning", "tab:niah", "tab:attention-matching-ppl"
-LONGBENCH, DOMAINS = "tab:lbv2-step20-selected-monotone", "tab:cross-domain-am"
-QA_POLICIES, SUFFIX_POLICIES = "tab:ab-reasoning", "tab:am_random_vs_ours"
+QA = "tab:fineweb-reasoning"
+NEEDLE = "tab:niah"
+SUFFIX = "tab:attention-matching-ppl"
+LONGBENCH = "tab:lbv2-step20-selected-monotone"
+DOMAINS = "tab:cross-domain-am"
+QA_POLICIES = "tab:ab-reasoning"
+SUFFIX_POLICIES = "tab:am_random_vs_ours"
 NEEDLE_KEEPS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5)
 
 
@@ -29,13 +34,13 @@ VALUES = PRINTED.assign(value=PRINTED["printed"].str.rstrip("%").astype(float) *
 
 def rows(**fields):
     """Rows of the paper's tables with these values, in their order."""
-    found = VALUES
+    values = VALUES
     for name, wanted in fields.items():
-        found = found[found[name] == wanted]
-    return list(found.itertuples())
+        values = values[values[name] == wanted]
+    return list(values.itertuples())
 
 
-def parts(**fields):
+def cells_of(**fields):
     """The same without the paper's own averages."""
     return [row for row in rows(**fields) if row.stratum not in ("average", "total")]
 
@@ -51,12 +56,12 @@ def improvement(metric, **fields):
     return ours / base if metric in PERCENT_METRICS else base / ours
 
 
-def agrees(row, found):
-    """Whether a value in our units rounds to what is printed; either way where it lies in the
+def agrees(row, value):
+    """Whether a value in our units rounds to what is printed; either way if it is in the
     middle."""
     decimals = len(row.printed.rstrip("%").partition(".")[2])
     unit = 0.01 if row.metric in PERCENT_METRICS else 1.0
-    return abs(found - row.value) <= 0.5 * 10.0**-decimals * unit * (1.0 + 1e-6)
+    return abs(value - row.value) <= 0.5 * 10.0**-decimals * unit * (1.0 + 1e-6)
 
 
 def worst_p(base, ours, total):
@@ -66,7 +71,7 @@ def worst_p(base, ours, total):
     return mcnemar(first * 1.0, second * 1.0)
 
 
-@pytest.mark.skipif(not PAPER.exists(), reason="the paper's source is not beside the project")
+@pytest.mark.skipif(not PAPER.exists(), reason="the paper's source is not next to the project")
 @pytest.mark.parametrize("label", list(dict.fromkeys(paper_tables()["table"])))
 def test_every_cell_is_what_the_papers_source_prints_in_its_order(label):
     source = PAPER.read_text(encoding="utf-8")
@@ -89,12 +94,12 @@ def test_averages_are_over_six_tasks_and_nine_keep_ratios():
         *rows(table=QA, stratum="average"),
         *rows(table=QA_POLICIES, stratum="average"),
     ]:
-        cells = parts(table=average.table, model=average.model, variant=average.variant)
+        cells = cells_of(table=average.table, model=average.model, variant=average.variant)
         assert len(cells) == 6  # the paper says eight, and its appendix names seven
         assert agrees(average, mean(cell.value for cell in cells))
     means = {}
     for model, variant in PAIRS:
-        cells = parts(table=NEEDLE, model=model, variant=variant)
+        cells = cells_of(table=NEEDLE, model=model, variant=variant)
         assert tuple(cell.keep_ratio for cell in cells) == NEEDLE_KEEPS
         means[model, variant] = mean(cell.value for cell in cells)
         assert agrees(
@@ -106,17 +111,18 @@ def test_averages_are_over_six_tasks_and_nine_keep_ratios():
         5.2,
     ]
     base, ours = (
-        mean(c.value for c in parts(table=QA, model=LARGE, variant=v)) for v in ("base", "kv-cat")
+        mean(c.value for c in cells_of(table=QA, model=LARGE, variant=v))
+        for v in ("base", "kv-cat")
     )
     assert 100 * (ours - base) == pytest.approx(
         -0.567, abs=0.001
-    )  # printed: .5, a difference of rounded averages
+    )  # printed is .5, a difference of rounded averages
 
 
 def test_the_longbench_cells_are_whole_numbers_of_rows_and_no_total_differs_significantly():
     counts = {}
     for total in rows(table=LONGBENCH, stratum="total"):
-        cells = parts(table=LONGBENCH, keep_ratio=total.keep_ratio, variant=total.variant)
+        cells = cells_of(table=LONGBENCH, keep_ratio=total.keep_ratio, variant=total.variant)
         assert sum(cell.num_examples for cell in cells) == total.num_examples == 221
         right = [round(cell.value * cell.num_examples) for cell in cells]
         assert all(
@@ -141,9 +147,10 @@ def test_the_headline_ratios_are_the_best_cells_of_their_tables():
             for m, k in itertools.product((SMALL, LARGE), keeps)
         }
         for table, metric, keeps in (
-            (SUFFIX, "delta_ppl", (0.05, 0.1, 0.2, 0.4)), (NEEDLE, "exact_match", NEEDLE_KEEPS)
+            (SUFFIX, "delta_ppl", (0.05, 0.1, 0.2, 0.4)),
+            (NEEDLE, "exact_match", NEEDLE_KEEPS),
         )
-    )  # fmt: skip
+    )
     assert (max(suffix, key=suffix.__getitem__), max(needle, key=needle.__getitem__)) == (
         (LARGE, 0.1),
         (SMALL, 0.5),
@@ -185,8 +192,9 @@ def test_the_arc_figures_are_impossible_on_the_validation_split(task, validation
     assert fits == {validation: False, test: True}
 
 
-def test_what_the_text_says_of_the_needle_and_of_more_slots_does_not_hold_for_both_models():
-    gains, sure = {SMALL: [], LARGE: []}, []
+def test_claims_of_the_text_on_the_needle_and_on_more_slots_do_not_hold_for_both_models():
+    gains = {SMALL: [], LARGE: []}
+    sure = []
     for model, keep in itertools.product((SMALL, LARGE), NEEDLE_KEEPS):
         base, ours = (
             round(100 * value(table=NEEDLE, model=model, variant=variant, keep_ratio=keep))

@@ -60,12 +60,14 @@ def row_of(table, **labels):
 def test_quality_is_the_mean_over_examples_with_its_verdict_against_the_control(folders):
     table = quality_table(folders["suffix"], "attention-matching")
     figure = row_of(table, keep="5%", model="kvcat")["KL"]
-    own = [
+    cell_records = [
         r
         for r in MADE_UP["suffix"]()
         if (r.model, r.method, r.keep_ratio) == ("kvcat", "attention-matching", 0.05)
     ]
-    assert figure.value == pytest.approx(sum(r.values["kl"] for r in own) / len(own), rel=1e-12)
+    assert figure.value == pytest.approx(
+        sum(r.values["kl"] for r in cell_records) / len(cell_records), rel=1e-12
+    )
     assert figure.low < figure.value < figure.high
     assert figure.verdict == "better"
     assert row_of(table, keep="5%", model="control")["KL"].verdict == ""
@@ -76,25 +78,26 @@ def test_quality_is_the_mean_over_examples_with_its_verdict_against_the_control(
     assert set(quality_table(folders["longbench"], "gradient").frame["steps"]) == {"20", "100"}
 
 
-def test_rows_over_unequal_numbers_of_examples_tell_their_own(tmp_path):
+def test_rows_over_unequal_numbers_of_examples_show_their_number(tmp_path):
     records = [
         r for r in made_up_records(num_documents=4) if r.model != "kvcat" or r.document != "d3"
     ]
-    table = quality_table(read_results(write_results(tmp_path / "r", records)), "snapkv")
+    results = read_results(write_results(tmp_path / "r", records))
+    table = quality_table(results, "snapkv")
     assert [row_of(table, keep="5%", model=model)["n"] for model in ("kvcat", "base")] == ["6", "8"]
     assert "Incomplete: kvcat has 6 of 8 examples" in " ".join(table.notes)
     assert "Only 3 documents" in " ".join(table.notes)
     mixed = [r for r in made_up_records() if r.method != "gradient" or r.document < "d3"]
     tables = read_results(write_results(tmp_path / "mixed", mixed))
-    told = {name: " ".join(quality_table(tables, name).notes) for name in ("snapkv", "gradient")}
-    assert ("Only" in told["snapkv"], "Only" in told["gradient"]) == (False, True)
-    text = headline_text(read_results(tmp_path / "r")).splitlines()
+    notes = {name: " ".join(quality_table(tables, name).notes) for name in ("snapkv", "gradient")}
+    assert ("Only" in notes["snapkv"], "Only" in notes["gradient"]) == (False, True)
+    text = headline_text(results).splitlines()
     assert text[0].startswith("Incomplete: kvcat has 6 of 8")
     assert text[1] == "6 windows of 3 documents, or 8 windows of 4 documents"
     assert {line.split()[0] for line in text[3:]} == {"attention-matching", "snapkv", "gradient"}
 
 
-def test_differences_put_the_price_beside_the_gain_and_name_their_verdict(folders):
+def test_differences_show_price_and_gain_side_by_side_and_name_their_verdict(folders):
     table = differences_table(folders["suffix"], "kvcat", "control")
     row = row_of(table, method="attention-matching", keep="10%")
     quality = quality_table(folders["suffix"], "attention-matching")
@@ -143,8 +146,10 @@ def test_several_training_seeds_are_one_model_with_intervals_over_both(tmp_path)
         write_results(tmp_path / "r", [*made_up_records(("base",), 4, ("snapkv",)), *records])
     )
     assert (results.models, results.pairs, results.summary["num_seeds"].max()) == (
-        ["base", "kvcat"], [("kvcat", "base")], 2,
-    )  # fmt: skip
+        ["base", "kvcat"],
+        [("kvcat", "base")],
+        2,
+    )
     (row,) = costs_table(results).frame.query("model == 'kvcat' and keep == '5%'").itertuples()
     assert row.KL.high / row.KL.low > 2.0
 
@@ -152,12 +157,13 @@ def test_several_training_seeds_are_one_model_with_intervals_over_both(tmp_path)
 def test_strata_have_a_row_each_and_one_for_all(folders):
     table = strata_table(folders["needle"], "gradient")
     assert list(table.frame["depth"])[:4] == ["0", "0.5", "1", "all"]
-    own = [
-        r.values["exact_match"] for r in MADE_UP["needle"]()
+    kls = [
+        r.values["exact_match"]
+        for r in MADE_UP["needle"]()
         if (r.model, r.method, r.keep_ratio, r.stratum) == ("kvcat", "gradient", 0.5, "0.5")
-    ]  # fmt: skip
+    ]
     assert row_of(table, keep="50%", depth="0.5")["kvcat"].value == pytest.approx(
-        sum(own) / len(own)
+        sum(kls) / len(kls)
     )
     assert row_of(table, keep="50%", depth="all")["n"] == "60"
 
@@ -168,7 +174,7 @@ def test_qa_averages_are_means_over_tasks_with_the_interval_of_independent_tasks
     for r in MADE_UP["qa"]():
         if r.model == "kvcat":
             tasks.setdefault(r.stratum, []).append(r.values["acc_per_char"])
-    shares = [sum(own) / len(own) for own in tasks.values()]
+    shares = [sum(correct) / len(correct) for correct in tasks.values()]
     eight = row_of(table, task="average of eight")["kvcat"]
     assert eight.value == pytest.approx(sum(shares) / 8, abs=1e-12)
     error = math.sqrt(sum(share * (1.0 - share) / 60 for share in shares)) / 8

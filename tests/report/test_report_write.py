@@ -33,7 +33,9 @@ class Balanced(HTMLParser):
 
     def __init__(self):
         super().__init__()
-        self.open, self.ids, self.addresses = [], [], []
+        self.open = []
+        self.ids = []
+        self.addresses = []
 
     def handle_starttag(self, tag, attrs):
         self.open += [tag] if tag not in VOID else []
@@ -44,7 +46,8 @@ class Balanced(HTMLParser):
         assert self.open.pop() == tag
 
 
-MODELS, METHODS = ("base", "control", "kvcat"), ("attention-matching", "gradient")
+MODELS = ("base", "control", "kvcat")
+METHODS = ("attention-matching", "gradient")
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +81,10 @@ def test_the_page_opens_with_three_figures_then_differences_drawn_and_as_a_table
         r'<div class="tile (.*?)">\s*<p>(.*?)</p>\s*<p class="big">(.*?)</p>\s*<p>(\[.*?\])', text
     )
     assert [tile[1] for tile in tiles] == [
-        "KL, ratio to control", "NLL on the compact cache, minus control", "Dense loss, minus control",
-    ]  # fmt: skip
+        "KL, ratio to control",
+        "NLL on the compact cache, minus control",
+        "Dense loss, minus control",
+    ]
     rows = pd.read_csv(report.parent / "comparisons.csv").set_index("metric")
     rows = rows.query(
         "method == 'attention-matching' and keep_ratio == 0.1 and reference == 'control'"
@@ -93,20 +98,20 @@ def test_the_page_opens_with_three_figures_then_differences_drawn_and_as_a_table
         == ["better", "worse"]
     )
     order = [
-        text.index(part)
-        for part in ('class="tiles"', "<figure>", "resample documents", "<table>", "framed")
+        text.index(mark)
+        for mark in ('class="tiles"', "<figure>", "resample documents", "<table>", "framed")
     ]
     assert order == sorted(order)
-    for told in (
+    for expected_text in (
         "not training seeds",
         "No primary cell was named",
         "1 &lt; 2 minutes",
         "A &lt;title&gt;",
     ):
-        assert told in text
+        assert expected_text in text
 
 
-def test_tables_plots_and_every_row_in_full_precision_stand_beside_the_page(report):
+def test_tables_plots_and_every_row_in_full_precision_are_files_next_to_the_page(report):
     tables = (
         "quality-attention-matching",
         "differences-kvcat-control",
@@ -149,7 +154,7 @@ def folder(tmp_path_factory):
     )
 
 
-def test_folders_of_one_name_get_sections_and_the_same_files_again_and_one_model_its_own_figures(
+def test_folders_of_one_name_get_sections_and_a_report_on_one_model_shows_its_figures(
     folder, tmp_path
 ):
     other = write_results(tmp_path / "code" / "r", made_up_longbench(skill=0.25), "longbench")
@@ -167,15 +172,15 @@ def test_folders_of_one_name_get_sections_and_the_same_files_again_and_one_model
     }
     assert len(names) == 2
     text = pages[0].read_text()
-    for told in (
+    for expected_text in (
         "LongBench v2 (",
         "Not a result, base: dense accuracy",
         "One model: nothing to compare",
     ):
-        assert told in text
+        assert expected_text in text
 
 
-def test_beside_a_model_that_was_stopped_in_its_baselines_the_others_are_shown(tmp_path):
+def test_models_are_shown_even_if_another_one_was_stopped_in_its_baselines(tmp_path):
     records = made_up_needle(per_depth=4)
     stopped = [r for r in records if r.model == "base" and r.method in ("dense", "no-context")]
     records = stopped + [r for r in records if r.model == "kvcat"]
@@ -185,7 +190,8 @@ def test_beside_a_model_that_was_stopped_in_its_baselines_the_others_are_shown(t
     assert "kvcat" in text.partition("gradient")[2]
 
 
-RECORDS, METRICS = "records.jsonl", "metrics.jsonl"
+RECORDS = "records.jsonl"
+METRICS = "metrics.jsonl"
 
 
 @pytest.mark.parametrize(
@@ -211,7 +217,8 @@ def test_damaged_results_are_one_line_before_anything_is_written(name, changes, 
 
 
 def test_what_cannot_be_reported_is_one_line_before_anything_is_written(folder, tmp_path):
-    empty, out = tmp_path / "empty", tmp_path / "out"
+    empty = tmp_path / "empty"
+    out = tmp_path / "out"
     empty.mkdir()
     for folders, runs, model, line in [
         ([empty], {}, None, "no results folder"),
@@ -231,8 +238,8 @@ def test_a_run_of_one_step_and_perfect_compression_are_drawn(tmp_path):
     records = [
         r for r in made_up_records(num_documents=3, methods=("snapkv",)) if r.keep_ratio == 0.2
     ]
-    for own in records:
-        own.values.update(kl=0.0, delta_nll=0.0, delta_ppl=0.0)
+    for record in records:
+        record.values.update(kl=0.0, delta_nll=0.0, delta_ppl=0.0)
     run = tmp_path / "run"
     run.mkdir()
     (run / METRICS).write_text(

@@ -1,4 +1,4 @@
-"""Tiny models, and caches of their own random slots (a module of the tests, not a test)."""
+"""Tiny models, and caches of their own random slots (a helper of the tests)."""
 
 import torch
 
@@ -28,14 +28,12 @@ def ids(*shape, seed=5):
 
 
 def evicted(model, tokens, num_slots=7, log_bias=False):
-    """A cache of every head's own random slots of a prefix, without any compressor.
+    """A cache of random slots of a prefix, different in every head, without any compressor.
 
     num_slots: of every layer, or a tuple with one for each.
     """
-    seen, draw, other = (
-        capture(model, tokens),
-        *(torch.Generator().manual_seed(seed) for seed in (1, 2)),
-    )
+    seen = capture(model, tokens)
+    draw, other = (torch.Generator().manual_seed(seed) for seed in (1, 2))
     counts = num_slots if isinstance(num_slots, tuple) else (num_slots,) * len(seen.keys)
     layers = []
     for keys, values, count in zip(seen.keys, seen.values, counts, strict=True):
@@ -51,15 +49,16 @@ def evicted(model, tokens, num_slots=7, log_bias=False):
 
 
 def ragged(cache):
-    """The same cache, of whose heads in every layer the first holds all slots and each next one
-    slot less."""
+    """The same cache with unequal heads: the first of a layer holds all slots, each next one a slot
+    less."""
     layers = []
     for layer in cache.layers:
-        slots, heads = layer.max_slots, range(layer.keys.shape[1])
-        parts = (layer.keys, layer.values, layer.log_bias)
+        slots = layer.max_slots
+        heads = range(layer.keys.shape[1])
+        states = (layer.keys, layer.values, layer.log_bias)
         layers.append(
             CompactLayer.ragged(
-                *([[x[b, h, : slots - h] for h in heads] for b in range(len(x))] for x in parts)
+                *([[x[b, h, : slots - h] for h in heads] for b in range(len(x))] for x in states)
             )
         )
     return CompactCache(layers, cache.num_tokens, cache.fingerprint)

@@ -57,16 +57,20 @@ def each_logits(engine, tokens):
 @pytest.mark.parametrize(
     ("kind", "cache_type", "tolerance"),
     [
-        ("qwen2", "float32", 1e-3), ("llama", "float32", 1e-3), ("kvcat-base", "float32", 1e-3),
+        ("qwen2", "float32", 1e-3),
+        ("llama", "float32", 1e-3),
+        ("kvcat-base", "float32", 1e-3),
         ("mistral", "float32", 1e-3),
-        ("qwen2", "float16", 5e-2), ("kvcat-base", "bfloat16", 0.3),  # these caches round
+        ("qwen2", "float16", 5e-2),
+        ("kvcat-base", "bfloat16", 0.3),  # these caches round
     ],
-)  # fmt: skip
+)
 def test_logits_and_greedy_answers_behind_a_cache_with_log_bias_are_kvcats(
     served, tmp_path, kind, cache_type, tolerance, slots
 ):
     model, path = served(kind)
-    suffix, num_layers = ids(1, NEW, seed=6), model.config.num_hidden_layers
+    suffix = ids(1, NEW, seed=6)
+    num_layers = model.config.num_hidden_layers
     counts = tuple(8 + i % 2 for i in range(num_layers)) if slots == "unequal layers" else 9
     cache = evicted(model, ids(1, 60), counts, log_bias=True)
     cache = ragged(cache) if slots == "unequal heads" else cache
@@ -74,12 +78,13 @@ def test_logits_and_greedy_answers_behind_a_cache_with_log_bias_are_kvcats(
     with closing(LlamaCpp(path, num_ctx=256, cache_type=cache_type)) as running:
         running.load(prefix)
         assert running.position == 9
-        found, wanted = each_logits(running, suffix[0]), our_logits(model, cache, suffix)[0]
-        assert (found - wanted).abs().max() < tolerance
+        logits = each_logits(running, suffix[0])
+        wanted = our_logits(model, cache, suffix)[0]
+        assert (logits - wanted).abs().max() < tolerance
         running.load(prefix)
         made = list(running.generate(suffix[0].tolist(), 8))
         running.load(prefix)
-        assert torch.equal(each_logits(running, suffix[0]), found)
+        assert torch.equal(each_logits(running, suffix[0]), logits)
     expected = model.generate(
         **cache.inputs(model, suffix), max_new_tokens=8, do_sample=False, pad_token_id=0
     )
@@ -89,7 +94,8 @@ def test_logits_and_greedy_answers_behind_a_cache_with_log_bias_are_kvcats(
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
 def test_a_plain_cache_answers_in_a_plain_model(tmp_path, kind):
     model = make_model(kind, {"hidden_size": 64, "head_dim": 16})
-    cache, suffix = evicted(model, ids(1, 60), 9), ids(1, NEW, seed=6)
+    cache = evicted(model, ids(1, 60), 9)
+    suffix = ids(1, NEW, seed=6)
     prefix = pack(cache, model, tmp_path / "p")
     with closing(
         LlamaCpp(write_plain_gguf(model, tmp_path / "g"), num_ctx=64, cache_type="float32")
@@ -100,7 +106,7 @@ def test_a_plain_cache_answers_in_a_plain_model(tmp_path, kind):
         )
 
 
-def test_what_does_not_fit_is_refused_and_the_engine_goes_on(served, tmp_path):
+def test_what_does_not_fit_is_rejected_and_the_engine_still_works(served, tmp_path):
     model, path = served("qwen2")
     other = make_model(
         "qwen2", {"hidden_size": 64, "rope_parameters": {"rope_theta": 5e3, "rope_type": "default"}}
@@ -118,7 +124,7 @@ def test_what_does_not_fit_is_refused_and_the_engine_goes_on(served, tmp_path):
     with closing(LlamaCpp(path, num_ctx=256)) as running:
         running.load(good)
         before = running.logits([5])
-        for wrong, told in (
+        for wrong, message in (
             (foreign, "the cache belongs to another model"),
             (narrow, "2 layers of 40 channels does not fit the engine's 2 layers of 48: pack it"),
             (large, r"too large for torch\.float16"),
@@ -127,27 +133,28 @@ def test_what_does_not_fit_is_refused_and_the_engine_goes_on(served, tmp_path):
                 "256 slots do not fit",
             ),
         ):
-            with pytest.raises(InputError, match=told):
+            with pytest.raises(InputError, match=message):
                 running.load(wrong)
-        known, running.layout = running.layout, replace(running.layout, version=99)
+        known = running.layout
+        running.layout = replace(running.layout, version=99)
         with pytest.raises(InputError, match=r"llama\.cpp rejects .*good: "):
             running.load(good)
         running.layout = known
-        for tokens, told in (
+        for tokens, message in (
             ([], "one or more tokens"),
             ([96], r"in 0\.\.95"),
             ([1] * 257, "fit behind 0 of 256"),
         ):
-            with pytest.raises(InputError, match=told):
+            with pytest.raises(InputError, match=message):
                 running.logits(tokens)
         running.load(good)
         assert torch.equal(running.logits([5]), before)
 
 
-def test_an_engine_that_is_not_understood_is_refused(served, tmp_path, monkeypatch):
+def test_an_engine_that_is_not_understood_is_rejected(served, tmp_path, monkeypatch):
     _, path = served("qwen2")
     (tmp_path / "text").write_text("no model")
-    for mistake, told in (
+    for mistake, message in (
         (lambda: LlamaCpp(tmp_path / "gone"), "no model file"),
         (lambda: LlamaCpp(tmp_path / "text"), r"llama\.cpp cannot load"),
         (
@@ -164,7 +171,7 @@ def test_an_engine_that_is_not_understood_is_refused(served, tmp_path, monkeypat
             "version 9 have a layout",
         ),
     ):
-        with pytest.raises(InputError, match=told):
+        with pytest.raises(InputError, match=message):
             mistake()
     monkeypatch.setattr(llama_abi.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"llama\.cpp is not installed: pip install"):

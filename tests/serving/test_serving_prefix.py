@@ -29,7 +29,7 @@ ROTARY = {
     "two embeddings, by type of layer": ("gemma3_text", {"head_dim": 8, "layer_types": KINDS}),
     "normalised keys": ("qwen3", {"head_dim": 8}),
     "a layer without positions": ("smollm3", {"no_rope_layers": [1, 0]}),
-}  # fmt: skip
+}
 
 
 def stock_cache(layers):
@@ -49,7 +49,8 @@ def stock_logits(model, layers, suffix, start):
 @pytest.mark.parametrize(("kind", "options"), ROTARY.values(), ids=ROTARY)
 def test_a_stock_cache_of_the_exported_keys_answers_as_the_compact_cache(kind, options):
     model = make_model(kind, options)
-    cache, suffix = evicted(model, ids(2, 30), 7), ids(2, 6)
+    cache = evicted(model, ids(2, 30), 7)
+    suffix = ids(2, 6)
     ours = our_logits(model, cache, suffix)
     plain = plain_prefix(cache, model)
     assert (plain.num_tokens, plain.num_slots) == (7, 7)
@@ -60,8 +61,10 @@ def test_a_stock_cache_of_the_exported_keys_answers_as_the_compact_cache(kind, o
 @pytest.mark.skipif(
     TRANSFORMERS < (5, 21), reason="generate gives chunks behind a cache a wrong mask"
 )
-def test_layers_of_their_own_number_of_slots_answer_in_a_stock_cache_token_by_token():
-    model, question, counts = make_model(), ids(1, 4), (3, 8)
+def test_layers_with_different_numbers_of_slots_answer_in_a_stock_cache_token_by_token():
+    model = make_model()
+    question = ids(1, 4)
+    counts = (3, 8)
     cache = evicted(model, ids(1, 30), counts)
     ours = model.generate(
         **cache.inputs(model, question), max_new_tokens=8, do_sample=False, pad_token_id=0
@@ -73,42 +76,54 @@ def test_layers_of_their_own_number_of_slots_answer_in_a_stock_cache_token_by_to
         list(counts),
     )
     theirs = model.generate(
-        question, attention_mask=torch.ones(1, counts[0] + 4, dtype=torch.long),
+        question,
+        attention_mask=torch.ones(1, counts[0] + 4, dtype=torch.long),
         **cache_argument(stock_cache(plain.layers)),
-        prefill_chunk_size=1, max_new_tokens=8, do_sample=False, pad_token_id=0,
-    )  # fmt: skip
+        prefill_chunk_size=1,
+        max_new_tokens=8,
+        do_sample=False,
+        pad_token_id=0,
+    )
     assert torch.equal(ours, theirs)
 
 
-def test_the_file_tells_all_a_reader_needs(tmp_path):
+def test_the_file_holds_all_that_a_reader_needs(tmp_path):
     model = make_model("qwen2", dtype=torch.bfloat16)
     cache = evicted(model, ids(2, 30), (3, 8))
     export_prefix(cache, model, tmp_path / "p")
     with safetensors.safe_open(tmp_path / "p", "pt") as file:
-        told = file.metadata()
+        metadata = file.metadata()
         assert sorted(file.keys()) == [
-            f"layers.{i}.{part}" for i in (0, 1) for part in ("keys", "values")
+            f"layers.{i}.{kind}" for i in (0, 1) for kind in ("keys", "values")
         ]
     plain = plain_prefix(cache, model)
     for name, tensor in safetensors.torch.load_file(tmp_path / "p").items():
-        _, layer, part = name.split(".")
-        assert torch.equal(tensor, getattr(plain.layers[int(layer)], part))
-    told.pop("sha256")
-    assert json.loads(told.pop("metadata")) == {"method": "random", "original_num_tokens": "30"}
-    assert told == {
-        "format": "kvcat-prefix-1", "num_layers": "2", "num_slots": "3", "num_tokens": "30", "next_position": "3",
-        "dtype": "bfloat16", "model_type": "qwen2", "fingerprint": cache.fingerprint,
-    }  # fmt: skip
+        _, layer, kind = name.split(".")
+        assert torch.equal(tensor, getattr(plain.layers[int(layer)], kind))
+    metadata.pop("sha256")
+    assert json.loads(metadata.pop("metadata")) == {"method": "random", "original_num_tokens": "30"}
+    assert metadata == {
+        "format": "kvcat-prefix-1",
+        "num_layers": "2",
+        "num_slots": "3",
+        "num_tokens": "30",
+        "next_position": "3",
+        "dtype": "bfloat16",
+        "model_type": "qwen2",
+        "fingerprint": cache.fingerprint,
+    }
     with pytest.raises(
         InputError, match="p is an exported prefix of kvcat, not a compact cache of kvcat"
     ):
         CompactCache.load(tmp_path / "p")
 
 
-def test_what_a_plain_prefix_cannot_hold_is_refused_and_a_log_bias_dropped_only_on_demand():
-    model, suffix = make_model(), ids(2, 6)
-    cache, biased = evicted(model, ids(2, 30)), evicted(model, ids(2, 30), log_bias=True)
-    for wrong, owner, options, told in (
+def test_what_a_plain_prefix_cannot_hold_is_rejected_and_a_log_bias_dropped_only_on_demand():
+    model = make_model()
+    suffix = ids(2, 6)
+    cache = evicted(model, ids(2, 30))
+    biased = evicted(model, ids(2, 30), log_bias=True)
+    for wrong, owner, options, message in (
         (biased, model, {}, "has a log-bias, which engines do not support"),
         (
             ragged(biased),
@@ -125,12 +140,10 @@ def test_what_a_plain_prefix_cannot_hold_is_refused_and_a_log_bias_dropped_only_
         (biased, model, {"head_dim": 12, "drop_log_bias": True}, "keeps its log-bias"),
         (cache, make_model("qwen2"), {}, "belongs to another model"),
     ):
-        with pytest.raises(InputError, match=told):
+        with pytest.raises(InputError, match=message):
             plain_prefix(wrong, owner, **options)
-    dropped, expected = (
-        plain_prefix(biased, model, drop_log_bias=True),
-        our_logits(model, cache, suffix),
-    )
+    dropped = plain_prefix(biased, model, drop_log_bias=True)
+    expected = our_logits(model, cache, suffix)
     assert dropped.metadata["log_bias"] == "dropped"
     assert torch.allclose(
         stock_logits(model, dropped.layers, suffix, 7), expected, atol=1e-4, rtol=1e-4
@@ -138,13 +151,13 @@ def test_what_a_plain_prefix_cannot_hold_is_refused_and_a_log_bias_dropped_only_
     assert not torch.allclose(our_logits(model, biased, suffix), expected, atol=1e-2)
 
 
-def test_models_whose_keys_cannot_be_turned_are_refused_by_name_and_a_rotation_that_is_not_the_models_noticed():
+def test_models_whose_keys_cannot_be_rotated_and_wrong_rotations_are_rejected_by_name():
     factors = {
         "short_factor": [1.0] * 4,
         "long_factor": [2.0] * 4,
         "original_max_position_embeddings": 64,
     }
-    for kind, options, told in (
+    for kind, options, message in (
         (
             "opt",
             {"ffn_dim": 48, "word_embed_proj_dim": 32},
@@ -153,7 +166,7 @@ def test_models_whose_keys_cannot_be_turned_are_refused_by_name_and_a_rotation_t
         ("llama", rope("dynamic", factor=4.0), "'dynamic' depend on the length of the text"),
         ("phi3", rope("longrope", **factors), "'longrope' depend on the length of the text"),
     ):
-        with pytest.raises(InputError, match=told):
+        with pytest.raises(InputError, match=message):
             KeyRotation(make_model(kind, options), -23)
     model = make_model()
     attention = model.model.layers[1].self_attn

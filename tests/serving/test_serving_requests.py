@@ -12,8 +12,10 @@ from tiny import CHAT, byte_tokenizer
 
 @pytest.fixture
 def folder(tmp_path):
-    model, other = make_model(), make_model("qwen2")
-    cache, home = evicted(model, ids(1, 30), 7, log_bias=True), tmp_path / "caches"
+    model = make_model()
+    other = make_model("qwen2")
+    cache = evicted(model, ids(1, 30), 7, log_bias=True)
+    home = tmp_path / "caches"
     home.mkdir()
     export_prefix(cache, model, home / "report-1.a_b", head_dim=12)
     export_prefix(cache, model, home / "narrow", head_dim=10)
@@ -30,14 +32,26 @@ def folder(tmp_path):
 def test_a_request_reaches_no_file_but_a_whole_cache_of_this_model_in_the_folder(folder):
     caches, _ = folder
     assert caches.find("report-1.a_b").num_slots == 7
-    for name, told in {
-        "../outside": "no name", "/etc/passwd": "no name", "..": "no name", ".hidden": "no name", "": "no name",
-        "a/b": "no name", "a\0b": "no name", "a\n": "no name", "a" * 201: "no name", "inner": "no cache 'inner'",
-        "gone": "no cache 'gone'", "link": "no cache 'link'", "foreign": "belongs to another model",
-        "narrow": "has 10 channels a head, the served model 12: pack it with --head-dim 12", "damaged": "corrupt",
-        "text": "not a safetensors file", "compact": "not an exported prefix",
-    }.items():  # fmt: skip
-        with pytest.raises(InputError, match=told) as refused:
+    for name, message in {
+        "../outside": "no name",
+        "/etc/passwd": "no name",
+        "..": "no name",
+        ".hidden": "no name",
+        "": "no name",
+        "a/b": "no name",
+        "a\0b": "no name",
+        "a\n": "no name",
+        "a" * 201: "no name",
+        "inner": "no cache 'inner'",
+        "gone": "no cache 'gone'",
+        "link": "no cache 'link'",
+        "foreign": "belongs to another model",
+        "narrow": "has 10 channels a head, the served model 12: pack it with --head-dim 12",
+        "damaged": "corrupt",
+        "text": "not a safetensors file",
+        "compact": "not an exported prefix",
+    }.items():
+        with pytest.raises(InputError, match=message) as refused:
             caches.find(name)
         assert str(caches.folder) not in str(refused.value)
     for name in (None, 5, ["report-1.a_b"], {}):
@@ -50,7 +64,8 @@ def test_a_request_reaches_no_file_but_a_whole_cache_of_this_model_in_the_folder
 def test_another_document_under_a_name_has_another_salt(folder):
     caches, model = folder
     path = caches.folder / "report-1.a_b"
-    first, status = caches.find(path.name), path.stat()
+    first = caches.find(path.name)
+    status = path.stat()
     assert caches.find(path.name) is first
     export_prefix(evicted(model, ids(1, 30, seed=9), 7, log_bias=True), model, path, head_dim=12)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
@@ -62,7 +77,7 @@ def test_another_document_under_a_name_has_another_salt(folder):
         first.load()
 
 
-def test_questions_go_on_in_the_turn_that_the_document_opens():
+def test_questions_continue_the_turn_that_the_document_opens():
     tokenizer = byte_tokenizer()
     for text in (
         prompt_ids(tokenizer, "the cat", chat=True),
@@ -71,24 +86,30 @@ def test_questions_go_on_in_the_turn_that_the_document_opens():
         assert tokenizer.decode(text) == "\n\nthe cat</user><assistant>"
     assert tokenizer.decode(prompt_ids(tokenizer, "the cat", chat=False)) == "the cat"
     assert prompt_ids(tokenizer, [5, 6], chat=True) == [5, 6]
-    more = [user("the cat"), {"role": "assistant", "content": "it"}, user("a dog")]
-    assert tokenizer.decode(chat_ids(tokenizer, more, chat=True)) == (
+    conversation = [user("the cat"), {"role": "assistant", "content": "it"}, user("a dog")]
+    assert tokenizer.decode(chat_ids(tokenizer, conversation, chat=True)) == (
         "\n\nthe cat</user><user>it</user><user>a dog</user><assistant>"
     )
     for prompt in ("", [], [5, "a"], [True], ["a", "b"], None):
         with pytest.raises(InputError, match="prompt"):
             prompt_ids(tokenizer, prompt, chat=False)
-    for messages in (None, [], ["the cat"], more[1:], [{"role": "user", "content": ["the cat"]}]):
+    for messages in (
+        None,
+        [],
+        ["the cat"],
+        conversation[1:],
+        [{"role": "user", "content": ["the cat"]}],
+    ):
         with pytest.raises(InputError, match="messages must be texts"):
             chat_ids(tokenizer, messages, chat=True)
     with pytest.raises(InputError, match="without --chat"):
-        chat_ids(tokenizer, more, chat=False)
+        chat_ids(tokenizer, conversation, chat=False)
     tokenizer.chat_template = "{{ messages | length }}" + CHAT
     with pytest.raises(InputError, match="something else before the document"):
-        chat_ids(tokenizer, more, chat=True)
+        chat_ids(tokenizer, conversation, chat=True)
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(InputError, match="refuses these messages: roles must alternate"):
-        chat_ids(tokenizer, more, chat=True)
+        chat_ids(tokenizer, conversation, chat=True)
 
 
 def user(text):

@@ -23,7 +23,9 @@ from tiny import byte_tokenizer
 
 pytest.importorskip("vllm", reason="needs vLLM (make test-vllm)")
 pytestmark = pytest.mark.filterwarnings("ignore")
-KEY, NEW, WIDE = "secret", 8, 32
+KEY = "secret"
+NEW = 8
+WIDE = 32
 QUESTIONS = ["the cat sees", "a small tree", "then it was old"]
 
 
@@ -31,7 +33,8 @@ class World:
     """A model, its caches in a folder, and a server on its widened checkpoint."""
 
     def __init__(self, folder):
-        self.folder, self.tokenizer = folder / "caches", byte_tokenizer()
+        self.folder = folder / "caches"
+        self.tokenizer = byte_tokenizer()
         self.folder.mkdir()
         sizes = {
             "hidden_size": 64,
@@ -41,9 +44,12 @@ class World:
         self.model = make_model("qwen2", sizes)
         save(widen(self.model, WIDE), self.tokenizer, folder / "wide")
         self.caches = {
-            "heads": ragged(self.cache(1, 70)), "layers": self.cache(2, (40, 9)), "short": self.cache(3, 7),
-            "chat": replace(self.cache(4, 33), metadata={"chat": "yes"}), "block": self.cache(5, 64),
-        }  # fmt: skip
+            "heads": ragged(self.cache(1, 70)),
+            "layers": self.cache(2, (40, 9)),
+            "short": self.cache(3, 7),
+            "chat": replace(self.cache(4, 33), metadata={"chat": "yes"}),
+            "block": self.cache(5, 64),
+        }
         for name, cache in self.caches.items():
             self.put(name, cache)
         other = make_model(
@@ -59,9 +65,11 @@ class World:
             free.bind(("", 0))
             self.port = free.getsockname()[1]
         transfer = {
-            "kv_connector": "CompactCacheConnector", "kv_connector_module_path": "kvcat.serving.vllm",
-            "kv_role": "kv_consumer", "kv_connector_extra_config": {"caches": str(self.folder)},
-        }  # fmt: skip
+            "kv_connector": "CompactCacheConnector",
+            "kv_connector_module_path": "kvcat.serving.vllm",
+            "kv_role": "kv_consumer",
+            "kv_connector_extra_config": {"caches": str(self.folder)},
+        }
         command = [
             sys.executable,
             "-m",
@@ -120,7 +128,7 @@ class World:
         except OSError as error:
             return 0, str(error)
 
-    def ask(self, prompt, name=None, path="/v1/completions", **more):
+    def ask(self, prompt, name=None, path="/v1/completions", **options):
         """Token ids of the answer, or status and error."""
         body = {
             "model": "m",
@@ -128,7 +136,7 @@ class World:
             "temperature": 0,
             "ignore_eos": True,
             "return_token_ids": True,
-            **more,
+            **options,
         }
         body["messages" if "chat" in path else "prompt"] = prompt
         if name is not None:
@@ -139,9 +147,9 @@ class World:
     def wanted(self, tokens, name=None):
         """The greedy answer of transformers with kvcat."""
         tokens = torch.tensor([tokens])
-        given = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-        given = given if name is None else self.caches[name].inputs(self.model, tokens)
-        made = self.model.generate(**given, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+        inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+        inputs = inputs if name is None else self.caches[name].inputs(self.model, tokens)
+        made = self.model.generate(**inputs, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
         return made[0, tokens.shape[1] :].tolist()
 
     def tokens(self, text, name=None):
@@ -167,10 +175,10 @@ def test_requests_with_different_documents_and_with_none_in_one_batch_are_answer
     assert len({tuple(answer) for answer in answers}) > len(QUESTIONS)
 
 
-def test_a_conversation_goes_on_in_the_turn_that_the_document_opens(world):
+def test_a_conversation_continues_in_the_turn_that_the_document_opens(world):
     messages = [{"role": "user", "content": "the cat"}]
-    found = world.ask(messages, "chat", "/v1/chat/completions")
-    assert found == world.wanted(world.tokens("the cat", "chat"), "chat")
+    answer = world.ask(messages, "chat", "/v1/chat/completions")
+    assert answer == world.wanted(world.tokens("the cat", "chat"), "chat")
     messages += [{"role": "assistant", "content": "a dog"}, {"role": "user", "content": "a tree"}]
     wanted = world.wanted(chat_ids(world.tokenizer, messages, chat=True), "chat")
     assert world.ask(messages, "chat", "/v1/chat/completions") == wanted
@@ -184,20 +192,24 @@ def test_a_conversation_goes_on_in_the_turn_that_the_document_opens(world):
 
 def test_wrong_caches_give_their_request_an_error_and_leave_the_server_up(world):
     good = world.ask("the cat", "heads")
-    for name, told in {
-        "gone": "no cache 'gone'", "foreign": "belongs to another model", "damaged": "corrupt", "link": "no cache",
-        "narrow": "pack it with --head-dim 32", "../outside": "is no name",
-    }.items():  # fmt: skip
+    for name, message in {
+        "gone": "no cache 'gone'",
+        "foreign": "belongs to another model",
+        "damaged": "corrupt",
+        "link": "no cache",
+        "narrow": "pack it with --head-dim 32",
+        "../outside": "is no name",
+    }.items():
         status, reply = world.ask("the cat", name)
         assert status == 400
-        assert told in reply
+        assert message in reply
         assert (
             world.post(
                 "/v1/completions", {"prompt": "a", "kv_transfer_params": {"kvcat": name}}, "no"
             )[0]
             == 401
         )
-        # a route that the middleware does not prepare: the connector itself refuses
+        # the middleware does not handle this route: the connector itself rejects it
         assert world.ask(world.tokens("the cat"), name, "/invocations")[0] == 500
     assert world.ask(["the cat", "a dog"], "heads")[0] == 400
     assert world.ask("", "heads")[0] == 400
@@ -207,10 +219,13 @@ def test_wrong_caches_give_their_request_an_error_and_leave_the_server_up(world)
 
 
 def test_nothing_reaches_a_document_or_its_prefix_cache_but_a_request_that_names_it(world):
-    question, prefix = world.tokens("a dog"), read_prefix(world.folder / "block")
+    question = world.tokens("a dog")
+    prefix = read_prefix(world.folder / "block")
     fields = request_fields(prefix, "block", question)
-    prompt, salt = fields["prompt"], fields["cache_salt"]
-    wanted, plain = world.wanted(question, "block"), world.wanted(prompt)
+    prompt = fields["prompt"]
+    salt = fields["cache_salt"]
+    wanted = world.wanted(question, "block")
+    plain = world.wanted(prompt)
     assert wanted != plain
     assert world.ask(prompt, "block", "/invocations", cache_salt=salt) == wanted
     assert world.ask(prompt, None, "/invocations") == plain
@@ -232,11 +247,9 @@ def test_a_file_that_changes_between_scheduler_and_worker_fails_the_blocks_that_
     from kvcat.serving import vllm as room
 
     connector = room.CompactCacheConnector.__new__(room.CompactCacheConnector)
-    connector._failed_requests, connector._invalid_blocks, connector._loaded = (
-        set(),
-        set(),
-        room.Prefix.load,
-    )
+    connector._failed_requests = set()
+    connector._invalid_blocks = set()
+    connector._loaded = room.Prefix.load
     prefix = read_prefix(world.folder / "short")._replace(digest="another")
     connector._connector_metadata = room._Step(
         [room._Load(prefix, 0, torch.arange(7), [3, 4])], {"r"}

@@ -19,14 +19,16 @@ WIDE = 32
 MODULES = {
     "vllm.distributed.kv_transfer.kv_connector.v1": {
         "base": SimpleNamespace(
-            KVConnectorMetadata=object, KVConnectorBase_V1=object, KVConnectorRole=object,
+            KVConnectorMetadata=object,
+            KVConnectorBase_V1=object,
+            KVConnectorRole=object,
             KVConnectorTransferResults=object,
         )
     },
     "vllm.logger": {"init_logger": lambda _: SimpleNamespace(error=lambda *_: None)},
     "vllm.model_executor.models.utils": {"extract_layer_index": None},
     "vllm.tokenizers": {"get_tokenizer": None},
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -57,16 +59,21 @@ def caches(tmp_path):
 def request_for(caches, **fields):
     prefix = caches.find("doc")
     values = {
-        "request_id": "1", "kv_transfer_params": {"kvcat": "doc"}, "cache_salt": SALT + prefix.digest,
-        "prompt_token_ids": [PLACEHOLDER] * prefix.num_slots + [3], "skip_reading_prefix_cache": False,
-        "lora_request": None, "num_tokens": prefix.num_slots + 1,
-    }  # fmt: skip
+        "request_id": "1",
+        "kv_transfer_params": {"kvcat": "doc"},
+        "cache_salt": SALT + prefix.digest,
+        "prompt_token_ids": [PLACEHOLDER] * prefix.num_slots + [3],
+        "skip_reading_prefix_cache": False,
+        "lora_request": None,
+        "num_tokens": prefix.num_slots + 1,
+    }
     return SimpleNamespace(**{**values, **fields})
 
 
 def test_a_request_with_an_adapter_brings_no_slots_and_fails(serving, caches):
     connector = object.__new__(serving.CompactCacheConnector)
-    connector.caches, connector._prefixes = caches, {}
+    connector.caches = caches
+    connector._prefixes = {}
     prefix = caches.find("doc")
     assert connector._named_prefix(request_for(caches)).digest == prefix.digest
     adapted = request_for(caches, lora_request=SimpleNamespace(lora_name="a", lora_int_id=1))

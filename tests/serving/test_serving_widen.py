@@ -49,13 +49,14 @@ def answers(wide, layers, suffix):
 @pytest.mark.parametrize("head_dim", [18, 32])
 def test_a_widened_model_has_the_logits_of_the_original(kind, options, head_dim):
     model = make_model(kind, options, dtype=torch.float64)
-    wide, own = widen(model, head_dim), model.model.rotary_emb
+    wide = widen(model, head_dim)
+    rotary = model.model.rotary_emb
     assert wide.config.head_dim == head_dim
     difference = (wide(ids(2, 60)).logits - model(ids(2, 60)).logits).abs().max()
     assert difference < 2e-5  # transformers makes frequencies in float32
     for frequencies in (wide.model.rotary_emb.inv_freq, wide.model.rotary_emb.original_inv_freq):
-        frequencies.zero_()[: len(own.inv_freq)] = own.inv_freq
-    if own.attention_scaling == 1.0:
+        frequencies.zero_()[: len(rotary.inv_freq)] = rotary.inv_freq
+    if rotary.attention_scaling == 1.0:
         assert (
             exact(wide)(ids(2, 60)).logits - exact(model)(ids(2, 60)).logits
         ).abs().max() < 1e-12
@@ -68,7 +69,8 @@ def test_a_widened_model_has_the_logits_of_the_original(kind, options, head_dim)
     ("kind", "options"), [FAMILIES["Qwen2"], FAMILIES["Qwen2 with YaRN"], FAMILIES["SmolLM3"]]
 )
 def test_stock_transformers_answers_from_a_cache_with_log_bias(tmp_path, kind, options, slots):
-    model, suffix = make_model(kind, options), ids(1, 6, seed=6)
+    model = make_model(kind, options)
+    suffix = ids(1, 6, seed=6)
     cache = evicted(model, ids(1, 30), 7 if slots == "ragged" else slots, log_bias=True)
     if slots == "ragged":
         cache = ragged(cache)
@@ -78,15 +80,16 @@ def test_stock_transformers_answers_from_a_cache_with_log_bias(tmp_path, kind, o
     prefix = read_prefix(tmp_path / "p")
     assert prefix.num_slots == cache.max_slots
     assert prefix.fingerprint == wide.config.kvcat_fingerprint
-    layers, wanted = prefix.load(), our_logits(model, cache, suffix)
+    layers = prefix.load()
+    wanted = our_logits(model, cache, suffix)
     assert torch.allclose(answers(wide, layers, suffix), wanted, atol=1e-4)
     for keys, _ in layers:
         keys[:, :, 4][keys[:, :, 4] > UNSEEN] = 0.0
     assert not torch.allclose(answers(wide, layers, suffix), wanted, atol=1e-2)
 
 
-def test_what_cannot_be_widened_is_refused_by_name():
-    for kind, options, head_dim, told in (
+def test_what_cannot_be_widened_is_rejected_by_name():
+    for kind, options, head_dim, message in (
         (
             "qwen3",
             {"head_dim": 8},
@@ -98,19 +101,20 @@ def test_what_cannot_be_widened_is_refused_by_name():
         ("llama", {}, 8, "head_dim must be even and larger than the model's 8, not 8"),
         ("llama", {}, 11, "head_dim must be even"),
     ):
-        with pytest.raises(InputError, match=told):
+        with pytest.raises(InputError, match=message):
             widen(make_model(kind, options), head_dim)
 
 
-def test_prefixes_that_no_engine_takes_are_refused(tmp_path):
+def test_prefixes_that_no_engine_accepts_are_rejected(tmp_path):
     model = make_model()
-    cache, path = evicted(model, ids(1, 30), (7, 3), log_bias=True), tmp_path / "p"
-    for made, options, told in (
+    cache = evicted(model, ids(1, 30), (7, 3), log_bias=True)
+    path = tmp_path / "p"
+    for made, options, message in (
         (cache, {"drop_log_bias": True}, "equally many slots in every layer"),
         (evicted(model, ids(2, 30)), {}, "must hold one example"),
     ):
         export_prefix(made, model, path, **options)
-        with pytest.raises(InputError, match=told):
+        with pytest.raises(InputError, match=message):
             read_prefix(path)
     with pytest.raises(InputError, match="not a widened checkpoint"):
         write_gguf(model, tmp_path / "m.gguf")

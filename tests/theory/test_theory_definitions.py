@@ -86,8 +86,9 @@ def test_a_table_holds_what_its_function_says():
         assert table(torch.tensor(tokens)).tolist() == value
 
 
-def test_what_does_not_fit_is_refused():
-    model, both = random_model(), (d.keep_all,) * 2
+def test_what_does_not_fit_is_rejected():
+    model = random_model()
+    both = (d.keep_all,) * 2
     cache = d.prefix_cache(model, torch.tensor([0]))
     for mistake, message in (
         (

@@ -12,10 +12,14 @@ def test_each_erratum_shows_the_known_numbers():
     assert len(shown) == 8
     numbers = {
         "Theorem, item 2": "0 of 6 budgets",
-        "Note behind Proposition 1": "(0.0038 at N = 12), which looks at n = N - 1; compressibility asks for every n, "
-        "and there the optimum is 0.1414 for all N, at n = 2",
+        "Note behind Proposition 1": (
+            "(0.0038 at N = 12), which looks at n = N - 1; compressibility asks for every n, "
+            "and there the optimum is 0.1414 for all N, at n = 2"
+        ),
         "Proposition 1, W_V = W_O": "(0, 0, 0)",
-        "Proposition 1, the bound": "0.1250 at m = 2, n = 3, k = r = 1, where the optimum is 0.1768",
+        "Proposition 1, the bound": (
+            "0.1250 at m = 2, n = 3, k = r = 1, where the optimum is 0.1768"
+        ),
         "Proposition 2, W_V and W_O = I": "block 1 holds (0.5, 0.25, 1.25)",
         "Proposition 2, the policy": "(0, 0.25, 0.25) instead of (0.5, 0.25, 0.25)",
         "Lemma 2, rho-bar": "26 of 30 sequences are sent to u_0, 30 with te(b_i, i)",

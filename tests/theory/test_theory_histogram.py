@@ -75,6 +75,6 @@ def test_both_constructions_have_one_architecture_and_differ_in_the_last_map_and
 @pytest.mark.parametrize(
     ("arguments", "message"), [((1, 4), "2 symbols, got 1"), ((2, 1), "N >= 2, got 1")]
 )
-def test_what_cannot_be_constructed_is_refused(arguments, message):
+def test_what_cannot_be_constructed_is_rejected(arguments, message):
     with pytest.raises(ValueError, match=message):
         h.incompressible_histogram(*arguments)

@@ -10,7 +10,8 @@ from scipy.optimize import nnls
 
 from kvcat.theory.optimum import enclosing_ball, hull_lemma_bound, sharp_constant
 
-CONVERGED = 1e-9  # a ball is found to 1e-8 of its radius or refused; SLSQP converges quadratically, so to far less
+# A ball is found to 1e-8 of its radius or rejected; SLSQP converges quadratically, to far less.
+CONVERGED = 1e-9
 KINDS = ("general", "duplicates", "collinear", "grid")
 
 
@@ -77,7 +78,8 @@ def test_no_shift_escapes_the_sharp_constant_nor_the_lemma_below_it(seed, kind, 
     )
     best = -(alpha - 1) * enclosing_ball(points).center
     attained = largest_distance(points, alpha, best + near * shift)
-    sharp, lemma = sharp_constant(points, alpha), hull_lemma_bound(points, alpha)
+    sharp = sharp_constant(points, alpha)
+    lemma = hull_lemma_bound(points, alpha)
     rounding = CONVERGED * alpha * float(points.abs().max() + 1)
     assert attained >= sharp - rounding
     assert near or attained <= sharp + rounding
@@ -86,13 +88,13 @@ def test_no_shift_escapes_the_sharp_constant_nor_the_lemma_below_it(seed, kind, 
     assert sharp <= lemma * (2 * dimension / (dimension + 1)) ** 0.5 + rounding  # Jung
 
 
-def test_mistakes_are_refused_with_the_offending_value():
+def test_mistakes_are_rejected_with_the_offending_value():
     points = torch.eye(2, dtype=torch.float64)
-    for mistake, told in (
+    for mistake, message in (
         (lambda: hull_lemma_bound(points, 1.0), r"above 1, got 1\.0"),
         (lambda: sharp_constant(points[:0], 2.0), "one at least, got 0"),
         (lambda: enclosing_ball(points, 0 * points[0]), r"positive and finite, got 0\.0 to 0\.0"),
         (lambda: enclosing_ball(points * torch.nan), "finite"),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             mistake()

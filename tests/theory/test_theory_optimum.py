@@ -20,22 +20,23 @@ from kvcat.theory.optimum import (
 )
 
 ROOT = 2**0.5
-CONVERGED = 1e-9  # a ball is found to 1e-8 of its radius or refused; SLSQP converges quadratically, so to far less
+# A ball is found to 1e-8 of its radius or rejected; SLSQP converges quadratically, to far less.
+CONVERGED = 1e-9
 
 
 def errors_of(s, counts, longest_suffix, num_slots):
     """The error behind slots of sum s for every multiset of suffix symbols, from the two averages
     themselves."""
-    found = []
+    errors = []
     for k in range(1, longest_suffix + 1):
         for suffix in multisets(len(counts), k):
             added = np.bincount(suffix, minlength=len(counts))
-            found.append(
+            errors.append(
                 np.linalg.norm(
                     (s + added) / (num_slots + k) - (counts + added) / (counts.sum() + k)
                 )
             )
-    return np.array(found)
+    return np.array(errors)
 
 
 def test_the_optimum_and_the_papers_bound_have_their_known_values():
@@ -46,14 +47,17 @@ def test_the_optimum_and_the_papers_bound_have_their_known_values():
         assert optimal_error(m, n, k, r) == pytest.approx(optimum, abs=5e-11)
         assert paper_bound(n, k, r) == pytest.approx(bound, rel=1e-14)
     for counts, longest_suffix, num_slots, error in (
-        ((2, 2), 4, 1, 1 / 3 / ROOT), ((3, 1), 4, 1, 13 / 35 / ROOT), ((4, 2), 6, 3, 5 / 28 / ROOT),
-        ((4, 0, 0), 2, 1, 0.31010205144336), ((1, 0), 1, 0, 0.5**0.5),
-    ):  # fmt: skip
-        found = joint_optimum(torch.tensor(counts), longest_suffix, num_slots).error
-        assert found == pytest.approx(error, rel=CONVERGED)
+        ((2, 2), 4, 1, 1 / 3 / ROOT),
+        ((3, 1), 4, 1, 13 / 35 / ROOT),
+        ((4, 2), 6, 3, 5 / 28 / ROOT),
+        ((4, 0, 0), 2, 1, 0.31010205144336),
+        ((1, 0), 1, 0, 0.5**0.5),
+    ):
+        optimum = joint_optimum(torch.tensor(counts), longest_suffix, num_slots).error
+        assert optimum == pytest.approx(error, rel=CONVERGED)
     known = [1 / 6, 1 / 4, 8 / 25, 2 / 5, 16 / 35, 1 / 2, 5 / 9, 3 / 5]
-    found = [definition_optimum(2, longest, lambda n: 1).error for longest in range(3, 11)]
-    assert found == pytest.approx([value / ROOT for value in known], rel=CONVERGED)
+    errors = [definition_optimum(2, longest, lambda n: 1).error for longest in range(3, 11)]
+    assert errors == pytest.approx([value / ROOT for value in known], rel=CONVERGED)
     assert (
         definition_optimum(3, 128, lambda n: max(1, n - 1)).error > 0
     )  # SciPy's solver stops a little early here
@@ -72,10 +76,10 @@ def test_no_suffix_at_all_is_worse_than_those_of_one_symbol_and_scipy_finds_no_b
     if num_slots:
         constraint = {"type": "ineq", "fun": lambda z: z[-1] - errors_of(z[:-1], *arguments) ** 2}
         start = np.append(np.array(counts) / 2, 10.0)
-        found = minimize(
+        solution = minimize(
             lambda z: z[-1], start, constraints=constraint, method="SLSQP", options={"ftol": 1e-14}
         )
-        assert errors_of(found.x[:-1], *arguments).max() >= best.error * (1 - CONVERGED)
+        assert errors_of(solution.x[:-1], *arguments).max() >= best.error * (1 - CONVERGED)
 
 
 def test_prefixes_of_one_symbol_are_the_worst_of_their_length():
@@ -95,9 +99,10 @@ def test_the_optimal_policy_run_through_the_network_has_the_optimal_error(
     m, longest, blocks, budget
 ):
     model = incompressible_histogram(m, longest, num_blocks=blocks)
-    policy, best = optimal_policy(m, longest, budget), definition_optimum(m, longest, budget)
-    for some in (model, replace(model, causal=True)):
-        assert compressibility(some, policy, budget).error == pytest.approx(
+    policy = optimal_policy(m, longest, budget)
+    best = definition_optimum(m, longest, budget)
+    for mapping in (model, replace(model, causal=True)):
+        assert compressibility(mapping, policy, budget).error == pytest.approx(
             best.error, rel=CONVERGED
         )
 
@@ -117,11 +122,11 @@ def test_at_the_last_prefix_length_the_bound_falls_as_the_square_of_n_but_the_op
     )
 
 
-def test_arguments_outside_their_range_are_refused():
-    for mistake, told in (
+def test_arguments_outside_their_range_are_rejected():
+    for mistake, message in (
         (lambda: optimal_error(2, 3, 1, 0), "1 slot at least, got 2 and 0"),
         (lambda: joint_optimum(torch.tensor([3, 0]), 1, 4), "slots must lie in 0 to 3, got 4"),
         (lambda: paper_bound(3, 0, 1), "lengths 3 and 0"),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             mistake()

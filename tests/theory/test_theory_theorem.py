@@ -17,7 +17,8 @@ from kvcat.theory import theorem as t
 @pytest.mark.parametrize("name", d.FUNCTIONS)
 def test_both_networks_compute_the_function_and_differ_in_two_n_rows_of_one_matrix(name, m, N):
     table = d.FUNCTIONS[name](m, N)
-    first, second = t.compressible_network(table), t.incompressible_network(table, constant=2.0)
+    first = t.compressible_network(table)
+    second = t.incompressible_network(table, constant=2.0)
     assert t.value_error(first, table) <= 1e-12
     assert t.value_error(second, table) <= 1e-12
     assert d.compressibility(first, t.summary_policy(m, N), lambda _: 1).error <= 1e-12
@@ -37,20 +38,23 @@ def layout_of(network):
 
 def cache_of_sum(network, total, num_slots):
     """Random slots whose values in block 3 have this sum."""
-    draw, rows = torch.Generator().manual_seed(0), layout_of(network).block(3)
+    draw = torch.Generator().manual_seed(0)
+    rows = layout_of(network).block(3)
     (head,), (second,) = (block.heads for block in network.blocks)
     shapes = [(num_slots, w.shape[1]) for w in (head.w_k, head.w_v, second.w_k, second.w_v)]
-    parts = [10 * torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes]
-    parts[3][:, rows] += (total - parts[3][:, rows].sum(0)) / max(1, num_slots)
-    return ((parts[0], parts[1]),), ((parts[2], parts[3]),)
+    states = [10 * torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes]
+    states[3][:, rows] += (total - states[3][:, rows].sum(0)) / max(1, num_slots)
+    return ((states[0], states[1]),), ((states[2], states[3]),)
 
 
 @pytest.mark.parametrize("name", d.FUNCTIONS)
 def test_caches_of_any_sum_and_those_that_balance_both_alarms_err_by_the_certified_bound(name):
     network = t.incompressible_network(d.FUNCTIONS[name](2, 4), constant=2.0)
-    layout, draw = layout_of(network), torch.Generator().manual_seed(1)
+    layout = layout_of(network)
+    draw = torch.Generator().manual_seed(1)
     for n, k, r in [(1, 2, 0), (2, 1, 1), (2, 2, 1), (3, 1, 2)]:
-        bound, suffixes = t.certified_bound(network, n, k, r), d.sequences(2, k)
+        bound = t.certified_bound(network, n, k, r)
+        suffixes = d.sequences(2, k)
         for prefix in d.sequences(2, n):
             balanced = layout.code(prefix) * (r + k) / (n + k)
             balanced[layout.watched[n + k - 1]] = -(n - r) / (2 * (n + k))
@@ -64,7 +68,7 @@ def test_caches_of_any_sum_and_those_that_balance_both_alarms_err_by_the_certifi
                 assert float(errors.max()) >= bound * (1 - 1e-9) >= 2.2
 
 
-def test_two_tokens_suffice_with_an_empty_cache_and_senseless_constants_lengths_and_budgets_are_refused():
+def test_two_tokens_suffice_with_an_empty_cache_and_wrong_arguments_are_rejected():
     for constant in (0.0, -1.0, math.inf, math.nan):
         with pytest.raises(ValueError, match="must be positive and finite"):
             t.incompressible_network(d.parity(2, 3), constant=constant)
@@ -90,7 +94,7 @@ def test_the_certified_error_exceeds_the_constant_for_the_largest_budget(name, c
     assert bounds.bound.min() >= 1.1 * constant
 
 
-def test_the_summary_policy_fails_on_the_incompressible_network_and_the_bound_is_void_on_the_other():
+def test_the_summary_policy_fails_on_the_incompressible_network_and_the_other_has_no_bound():
     hard = t.incompressible_network(d.parity(2, 4), constant=1.0)
     for prefix in d.sequences(2, 2):
         assert (
@@ -103,7 +107,7 @@ def test_the_summary_policy_fails_on_the_incompressible_network_and_the_bound_is
 
 
 @pytest.mark.parametrize(
-    ("part", "block", "matrix", "row", "column"),
+    ("message", "block", "matrix", "row", "column"),
     [
         ("block 1 ignores", 0, "w_o", 0, 0),
         ("block 1 gives codes", 0, "w_2", 0, 0),
@@ -116,13 +120,13 @@ def test_the_summary_policy_fails_on_the_incompressible_network_and_the_bound_is
         ("an alarm reads", 1, "w_1", 10, -1),
     ],
 )
-def test_the_bound_is_refused_for_weights_on_which_its_argument_does_not_hold(
-    part, block, matrix, row, column
+def test_the_bound_is_rejected_for_weights_on_which_its_argument_does_not_hold(
+    message, block, matrix, row, column
 ):
     network = t.incompressible_network(d.parity(2, 3), constant=1.0)
     t.check_argument(network)
     changed = network.blocks[block]
     owner = {"w_o": changed, "w_q": changed.heads[0]}.get(matrix, changed.feed_forward)
     getattr(owner, matrix)[row, column] -= 1e4
-    with pytest.raises(ValueError, match=part):
+    with pytest.raises(ValueError, match=message):
         t.certified_bound(network, 2, 1, 1)

@@ -1,7 +1,8 @@
 """Short runs for the tests of the trainer."""
 
 import pytest
-from runs import config
+
+from training_runs import config
 
 
 @pytest.fixture

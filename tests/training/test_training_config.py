@@ -1,4 +1,4 @@
-"""The configuration: types and ranges in one line each, schedules, what is read back."""
+"""The configuration: types, ranges, schedules, and files of it."""
 
 import dataclasses
 import json
@@ -6,7 +6,6 @@ import math
 import re
 
 import pytest
-from runs import config
 
 from kvcat.errors import InputError
 from kvcat.files import read_json
@@ -15,30 +14,52 @@ from kvcat.training.config import TrainConfig
 from kvcat.training.plan import flops_per_token
 from kvcat.training.schedule import learning_rate
 from tiny import refusal
+from training_runs import config
 
 
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        ("max_steps", 3.5, "a whole number"), ("max_steps", True, "a whole number"), ("max_steps", "3", "a whole"),
-        ("betas", 0.9, "a list of 2"), ("betas", [0.9], "2 values, each a finite number"),
-        ("peak_lr", "1e-4", "a finite number"), ("teacher", "none", "one of self, frozen"),
-        ("compile", "no", "true or false"), ("model", 5, "text"),
+        ("max_steps", 3.5, "a whole number"),
+        ("max_steps", True, "a whole number"),
+        ("max_steps", "3", "a whole"),
+        ("betas", 0.9, "a list of 2"),
+        ("betas", [0.9], "2 values, each a finite number"),
+        ("peak_lr", "1e-4", "a finite number"),
+        ("teacher", "none", "one of self, frozen"),
+        ("compile", "no", "true or false"),
+        ("model", 5, "text"),
         ("group_starts", [0, 1.5], "each a whole number or null"),
-        ("policy", 1, "text"), ("seed", None, "a whole number"), ("micro_batch_size", "all", "a whole number or null"),
-        ("target_keep", 0.0, ""), ("target_keep", math.nan, ""), ("tau", 1.0, ""), ("max_steps", 0, ""),
-        ("seq_len", 1, ""), ("micro_batch_size", 3, ""), ("micro_batch_size", 0, ""), ("peak_lr", 0.0, ""),
-        ("peak_lr", math.inf, ""), ("min_lr", 1.0, ""), ("warmup_steps", -1, ""), ("mask_weight", math.nan, ""),
-        ("router_noise", -0.1, ""), ("seed", 2**63, ""), ("policy", "best", ""),
-        ("betas", (0.9, 1.0), ""), ("learning_rate", 0.1, ""), ("prefix_range", (0.9, 0.2), ""),
-        ("prefix_range", (0.0, 0.5), ""), ("detach_prefix", True, ""),
+        ("policy", 1, "text"),
+        ("seed", None, "a whole number"),
+        ("micro_batch_size", "all", "a whole number or null"),
+        ("target_keep", 0.0, ""),
+        ("target_keep", math.nan, ""),
+        ("tau", 1.0, ""),
+        ("max_steps", 0, ""),
+        ("seq_len", 1, ""),
+        ("micro_batch_size", 3, ""),
+        ("micro_batch_size", 0, ""),
+        ("peak_lr", 0.0, ""),
+        ("peak_lr", math.inf, ""),
+        ("min_lr", 1.0, ""),
+        ("warmup_steps", -1, ""),
+        ("mask_weight", math.nan, ""),
+        ("router_noise", -0.1, ""),
+        ("seed", 2**63, ""),
+        ("policy", "best", ""),
+        ("betas", (0.9, 1.0), ""),
+        ("learning_rate", 0.1, ""),
+        ("prefix_range", (0.9, 0.2), ""),
+        ("prefix_range", (0.0, 0.5), ""),
+        ("detach_prefix", True, ""),
     ],
-)  # fmt: skip
+)
 def test_a_value_of_another_type_or_out_of_range_is_named_in_one_line(name, value, expected):
-    told = refusal(
+    message = refusal(
         TrainConfig.from_dict, {**dataclasses.asdict(config("model", "data", "out")), name: value}
     )
-    assert re.search(f"{name} is .*; it must be .*{expected}" if expected else name, told)
+    assert re.search(f"{name} is .*; it must be .*{expected}" if expected else name, message)
 
 
 def test_a_configuration_reads_back_what_was_saved(tmp_path):
@@ -88,8 +109,8 @@ def test_the_split_is_drawn_anew_each_step_from_the_seed_alone():
 
 def test_a_frozen_teacher_is_a_sixth_more_work():
     model, _ = load("kvcat-base", tokenizer=False)
-    own, frozen = (
+    self_taught, frozen = (
         flops_per_token(model, config("m", "d", "o", teacher=teacher))
         for teacher in ("self", "frozen")
     )
-    assert frozen == pytest.approx(own * 7 / 6)
+    assert frozen == pytest.approx(self_taught * 7 / 6)

@@ -1,4 +1,4 @@
-"""What a run leaves behind: an ordinary Hugging Face folder."""
+"""A run's export is an ordinary Hugging Face folder."""
 
 import shutil
 import subprocess
@@ -6,19 +6,21 @@ import sys
 
 import pytest
 import torch
-from runs import assert_same, config, exported, state
 from safetensors.torch import load_file
 
 from kvcat.errors import InputError
 from kvcat.training.export import export_checkpoint
 from kvcat.training.loop import train
+from training_runs import assert_same, config, exported, state
 
 PLAIN = """
 import sys, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
-model(AutoTokenizer.from_pretrained(sys.argv[1])("the cat sees a red house", return_tensors="pt").input_ids)
-print("kvcat" in sys.modules, model.config._attn_implementation == "kvcat", type(model).__name__, model.dtype)
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+model(tokenizer("the cat sees a red house", return_tensors="pt").input_ids)
+used = model.config._attn_implementation
+print("kvcat" in sys.modules, used == "kvcat", type(model).__name__, model.dtype)
 """
 
 
@@ -32,11 +34,12 @@ def test_the_export_runs_in_plain_transformers_and_holds_the_trained_weights(fin
     command = [sys.executable, "-c", PLAIN, str(finished.export)]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert said.split() == ["False", "False", "Qwen2ForCausalLM", "torch.float32"]
-    weights, trained = exported(finished.folder), state(finished.folder)
+    weights = exported(finished.folder)
+    trained = state(finished.folder)
     assert_same(weights, {name: trained[f".module.model.{name}"] for name in weights})
 
 
-def test_an_export_is_a_model_with_its_card_and_the_routers_stand_beside_it(finished, tiny_folder):
+def test_an_export_is_a_model_with_its_card_next_to_the_routers(finished, tiny_folder):
     assert exported(finished.folder).keys() == load_file(tiny_folder / "model.safetensors").keys()
     names = {"alpha", "norm.weight", "norm.bias", *(f"{x}_proj.weight" for x in "qkvop")}
     routers = load_file(finished.export.parent / "routers.safetensors")
@@ -76,9 +79,7 @@ def test_an_export_trains_on_and_the_control_leaves_no_routers_and_says_that_it_
     assert '"bfloat16"' in (result.export / "config.json").read_text()
 
 
-def test_an_export_never_replaces_a_folder_that_is_not_the_runs_own(
-    finished, tiny_folder, tmp_path
-):
+def test_an_export_never_replaces_a_folder_of_something_else(finished, tiny_folder, tmp_path):
     earlier, newest = sorted((finished.folder / "checkpoints").glob("step-*"))
     foreign = shutil.copytree(tiny_folder, tmp_path / "model")
     before = {f.name: f.read_bytes() for f in foreign.iterdir()}
@@ -91,4 +92,4 @@ def test_an_export_never_replaces_a_folder_that_is_not_the_runs_own(
     )
     assert (tmp_path / "new-routers.safetensors").exists()
     card = (export_checkpoint(earlier, tmp_path / "earlier") / "README.md").read_text()
-    assert all(told in card for told in ("steps: 2 of 3", "Validation after step 0"))
+    assert all(line in card for line in ("steps: 2 of 3", "Validation after step 0"))

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from runs import POLICIES, assert_close, assert_same, config, exported, records
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvcat.data import open_tokens
@@ -20,6 +19,7 @@ from kvcat.recipes import small
 from kvcat.training import run as run_module
 from kvcat.training.loop import train
 from kvcat.training.objective import Objective
+from training_runs import POLICIES, assert_close, assert_same, config, exported, records
 
 PREFIX = 20
 FIELDS = ("dense_loss", "masked_loss", "kl", "budget", "grad_norm")
@@ -35,8 +35,9 @@ def generators(count=2):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_loss_curve_is_the_one_on_record(policy, tiny_folder, texts_folder, tmp_path):
-    """A curve that is missing is written anew; the commit that removes one says why."""
-    run, file = tmp_path / "run", Path(__file__).parent / "golden" / f"{policy}.txt"
+    """A missing curve is written; a commit that removes one must say why."""
+    run = tmp_path / "run"
+    file = Path(__file__).parent / "golden" / f"{policy}.txt"
     train(
         config(tiny_folder, texts_folder, run, policy=policy, max_steps=12, peak_lr=3e-3),
         progress=False,
@@ -56,7 +57,7 @@ def test_the_loss_curve_is_the_one_on_record(policy, tiny_folder, texts_folder, 
 
 @pytest.mark.parametrize("policy", ["router", "random"])
 def test_four_micro_batches_of_one_equal_one_of_four_up_to_rounding(policy, monkeypatch, new_run):
-    def plain(objective, config):  # AdamW divides by gradients that are all rounding
+    def plain(objective, config):  # AdamW divides by gradients that are nothing but rounding
         return torch.optim.SGD([{"params": list(objective.parameters()), "lr_multiplier": 1.0}])
 
     monkeypatch.setattr(run_module, "make_optimizer", plain)
@@ -68,14 +69,15 @@ def test_four_micro_batches_of_one_equal_one_of_four_up_to_rounding(policy, monk
 
 
 def test_routers_are_clipped_apart_from_the_model(monkeypatch, new_run):
-    norms, make_optimizer = [], run_module.make_optimizer
+    norms = []
+    make_optimizer = run_module.make_optimizer
 
     def watched(objective, config):
         made = make_optimizer(objective, config)
-        parts = objective.policy_parameters(), list(objective.model.parameters())
+        groups = objective.policy_parameters(), list(objective.model.parameters())
         made.register_step_pre_hook(
             lambda *_: norms.append(
-                [sum(p.grad.square().sum().item() for p in part) ** 0.5 for part in parts]
+                [sum(p.grad.square().sum().item() for p in group) ** 0.5 for group in groups]
             )
         )
         return made
@@ -189,13 +191,22 @@ def test_the_objective_is_the_kl_of_the_masked_tokens_and_the_anchor_of_all(
     teacher, prefix_range, tiny_folder, tmp_path
 ):
     run = config(
-        tiny_folder, "data", tmp_path / "run", policy="random", mask_weight=0.7, anchor_weight=1.3, num_groups=1,
-        prefix_range=prefix_range, teacher=teacher, tau=0.3,
-    )  # fmt: skip
+        tiny_folder,
+        "data",
+        tmp_path / "run",
+        policy="random",
+        mask_weight=0.7,
+        anchor_weight=1.3,
+        num_groups=1,
+        prefix_range=prefix_range,
+        teacher=teacher,
+        tau=0.3,
+    )
     prefix_len = PREFIX if prefix_range else 0
     assert run.prefix_len_at(0) == run.prefix_len_at(None) == (prefix_len or None)
     model, _ = load(tiny_folder)
-    objective, tokens = Objective(model, run), some_tokens()
+    objective = Objective(model, run)
+    tokens = some_tokens()
     assert objective.masked_pass.tau == 0.3
     assert not any("teacher" in name for name, _ in objective.named_parameters())
     with torch.no_grad():
@@ -207,7 +218,8 @@ def test_the_objective_is_the_kl_of_the_masked_tokens_and_the_anchor_of_all(
     total, record = objective(tokens, generators(), 0)
     with torch.no_grad(), MaskedPass(model, {0: RandomPolicy(0.5)}) as passes:
         out = passes.hidden(tokens, generators(), prefix_len=prefix_len or None)
-        dense, masked = model(tokens).logits, logits_from_hidden(model, out.masked_hidden)
+        dense = model(tokens).logits
+        masked = logits_from_hidden(model, out.masked_hidden)
     teach = dense if teacher == "self" else base
     anchor = next_token_loss(dense, tokens) if teacher == "self" else distillation_kl(base, dense)
     expected = 0.7 * distillation_kl(teach[:, prefix_len:], masked) + 1.3 * anchor
@@ -243,7 +255,7 @@ def test_a_frozen_teacher_computes_in_the_type_of_the_run_with_exact_positions(
     assert {buffer.dtype for buffer in teacher.buffers()} == {torch.float32}
 
 
-def test_a_record_and_a_line_without_a_terminal_tell_rates_norms_speed_and_the_time_left(
+def test_a_record_and_a_line_without_a_terminal_show_rates_norms_speed_and_the_remaining_time(
     tmp_path, capsys, new_run
 ):
     run = new_run(max_steps=3, dtype="bfloat16", teacher="frozen")
@@ -263,7 +275,7 @@ def test_a_record_and_a_line_without_a_terminal_tell_rates_norms_speed_and_the_t
     assert all(
         "dense " in line and " tokens/s" in line and line.endswith(" left") for line in lines
     )
-    assert "  kept 1.00  " in lines[0]  # both groups keep everything still: told once
+    assert "  kept 1.00  " in lines[0]  # both groups keep everything: reported once
     assert {t.dtype for t in exported(run.output).values()} == {
         torch.float32
     }  # the weights of bfloat16 compute

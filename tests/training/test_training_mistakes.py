@@ -1,4 +1,4 @@
-"""A person's mistake is one line, before anything is written."""
+"""A user's mistake gives one line, before anything is written."""
 
 import dataclasses
 import importlib.util
@@ -6,7 +6,6 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
-from runs import contents
 
 from kvcat.errors import InputError
 from kvcat.files import LOCK_FILE, one_writer
@@ -14,6 +13,7 @@ from kvcat.models import load, load_tokenizer
 from kvcat.training.loop import train
 from kvcat.training.objective import Objective
 from tiny import refusal, write_texts
+from training_runs import contents
 
 
 def refused(run):
@@ -51,9 +51,9 @@ def test_what_a_run_cannot_have_is_named(message, tiny_folder, tmp_path, monkeyp
     if " of " in options.get("data", ""):
         documents, length = map(int, options["data"].split(" of "))
         options["data"] = str(write_texts(tmp_path / "short", documents=documents, length=length))
-    told = refused(dataclasses.replace(new_run(), **options))
-    assert message in told
-    assert options.get("data", "") in told
+    refusal_line = refused(dataclasses.replace(new_run(), **options))
+    assert message in refusal_line
+    assert options.get("data", "") in refusal_line
     assert not (tmp_path / "run").exists()
 
 
@@ -75,13 +75,13 @@ def test_the_disk_must_hold_what_will_be_written_with_the_routers(
     ):  # checkpoints, each of weights and two moments
         for step in steps:
             (tmp_path / "run" / "checkpoints" / f"step-{step}").mkdir(parents=True)
-        for short, told in ((1, "no disk space"), (0, "is missing" if steps else "done")):
+        for short, message in ((1, "no disk space"), (0, "is missing" if steps else "done")):
             usage = SimpleNamespace(free=(3 * num_new + 1) * weights - short)
             monkeypatch.setattr(
                 "kvcat.training.run_folder.shutil.disk_usage", lambda _, usage=usage: usage
             )
             monkeypatch.setattr("kvcat.training.loop.Trainer.train", stop)
-            assert told in refused(run)
+            assert message in refused(run)
 
 
 def test_a_folder_of_something_else_or_that_cannot_be_written_is_left_alone(
@@ -92,11 +92,14 @@ def test_a_folder_of_something_else_or_that_cannot_be_written_is_left_alone(
     (tmp_path / "notes" / "notes.txt").write_text("mine")
     (tmp_path / "file").write_text("")
     before = sorted(tmp_path.rglob("*"))
-    for output, told in (
-        ("model", "is not empty and holds no run of ours"), ("notes", "is not empty and has no config.json"),
-        ("file", "file"), ("file/below", "file/below"), ("/proc/runs/router", "cannot make folder /proc"),
-    ):  # fmt: skip
-        assert told in refused(new_run(output))
+    for output, message in (
+        ("model", "is not empty and holds no run of ours"),
+        ("notes", "is not empty and has no config.json"),
+        ("file", "file"),
+        ("file/below", "file/below"),
+        ("/proc/runs/router", "cannot make folder /proc"),
+    ):
+        assert message in refused(new_run(output))
     assert sorted(path for path in tmp_path.rglob("*") if path.name != LOCK_FILE) == before
 
 
@@ -111,8 +114,11 @@ def test_the_folder_of_another_run_keeps_its_run(new_run):
         "dtype": "bfloat16",
         "max_steps": 1,
     }.items():
-        told = refused(dataclasses.replace(run, **{name: value}))
-        assert f"holds another run: its {name} is {getattr(run, name)!r}, not {value!r}" in told
+        refusal_line = refused(dataclasses.replace(run, **{name: value}))
+        assert (
+            f"holds another run: its {name} is {getattr(run, name)!r}, not {value!r}"
+            in refusal_line
+        )
     assert contents(run.output) == before
 
 
@@ -127,7 +133,7 @@ def test_a_second_process_does_not_write_into_a_run(tmp_path, new_run):
     assert train(run, progress=False).validation["step"] == 1
 
 
-def test_processes_without_an_address_are_told_so_at_once(monkeypatch, new_run):
+def test_processes_without_an_address_fail_at_once_with_a_message(monkeypatch, new_run):
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "the 2 processes do not find each other" in refused(new_run())
@@ -152,5 +158,5 @@ def test_a_token_without_an_embedding_is_named_before_the_first_step(
     size = len(tokenizer)
     tokenizer.add_tokens(["the cat"])
     tokenizer.save_pretrained(model)
-    told = refused(dataclasses.replace(new_run(), model=str(model)))
-    assert f"token {size} has no embedding: Qwen2ForCausalLM has" in told
+    refusal_line = refused(dataclasses.replace(new_run(), model=str(model)))
+    assert f"token {size} has no embedding: Qwen2ForCausalLM has" in refusal_line

@@ -7,7 +7,6 @@ import shutil
 import pytest
 import torch
 import torch.distributed as dist
-from runs import assert_close, context, records
 from torch.distributed.fsdp import FSDPModule
 
 from kvcat.errors import InputError
@@ -16,6 +15,7 @@ from kvcat.training import run as run_module
 from kvcat.training.distributed import prepare_layers
 from kvcat.training.loop import train
 from tiny import loud_model
+from training_runs import assert_close, context, records
 
 
 def train_in_processes(run, folder, size=2):
@@ -93,21 +93,23 @@ def test_two_processes_equal_one(options, tmp_path, new_run):
         assert a["dense_loss"] == pytest.approx(b["dense_loss"], rel=1e-2)
 
 
-def test_a_run_goes_on_with_another_number_of_processes(tmp_path, new_run):
+def test_a_run_continues_with_another_number_of_processes(tmp_path, new_run):
     options = {"max_steps": 6, "peak_lr": 1e-3, "checkpoint_every": 2, "keep_checkpoints": 9}
     whole, split = (new_run(name, **options) for name in ("whole", "split"))
     train(whole, progress=False)
     shutil.copytree(whole.output, split.output)
-    one, two = (lambda: train(split, progress=False)), (lambda: train_in_processes(split, tmp_path))
-    for steps, go_on in (((4, 6), two), ((6,), one)):
-        for step in steps:
+    for removed_steps, num_processes in (((4, 6), 2), ((6,), 1)):
+        for step in removed_steps:
             shutil.rmtree(tmp_path / "split" / "checkpoints" / f"step-{step:06d}")
         (tmp_path / "split" / "done.json").unlink()
-        go_on()
+        if num_processes == 1:
+            train(split, progress=False)
+        else:
+            train_in_processes(split, tmp_path)
         assert_close(whole.output, split.output, weights=2e-4)
 
 
-def test_a_mistake_is_told_by_every_process_before_anything_is_written(tmp_path, new_run):
+def test_a_mistake_is_reported_by_every_process_before_anything_is_written(tmp_path, new_run):
     said = train_in_processes(new_run(batch_size=3), tmp_path)
     assert ["batch_size 3 does not divide into 2 processes" in message for message in said] == [
         True,
@@ -127,16 +129,19 @@ def test_layers_in_training_mode_drop_nothing(new_run):
 def test_products_are_bfloat16_made_again_where_wanted_and_gradients_float32_reduced_once_a_step(
     monkeypatch, new_run
 ):
-    flags, inputs, rounded = [], [], []
-    set_sync, make_optimizer = FSDPModule.set_requires_gradient_sync, run_module.make_optimizer
+    flags = []
+    inputs = []
+    rounded = []
+    set_sync = FSDPModule.set_requires_gradient_sync
+    make_optimizer = run_module.make_optimizer
 
     def watched(objective, config):
-        layer, made = (
-            decoder_layers(objective.model)[0].mlp.up_proj,
-            make_optimizer(objective, config),
-        )
+        layer = decoder_layers(objective.model)[0].mlp.up_proj
+        made = make_optimizer(objective, config)
         layer.register_forward_pre_hook(
-            lambda _, given: inputs.append(given[0].dtype) if torch.is_grad_enabled() else None
+            lambda _, arguments: (
+                inputs.append(arguments[0].dtype) if torch.is_grad_enabled() else None
+            )
         )
         made.register_step_pre_hook(lambda *_: rounded.append(layer.weight.grad.full_tensor()))
         return made

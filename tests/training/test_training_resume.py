@@ -4,23 +4,23 @@ import dataclasses
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from runs import assert_same, exported, records, start_command, state
 
 from kvcat.errors import InputError
-from kvcat.files import read_json, read_jsonl
+from kvcat.files import read_json, read_jsonl, write_json
 from kvcat.training import loop as loop_module
 from kvcat.training import run as run_module
-from kvcat.training import signals as signals_module
 from kvcat.training.checkpoint import Checkpoints, folders, verify
 from kvcat.training.config import TrainConfig
 from kvcat.training.distributed import World
 from kvcat.training.loop import train
 from kvcat.training.schedule import learning_rate
-from kvcat.training.signals import Stopped
+from kvcat.training.signals import Stopped, stop_requests
+from training_runs import assert_same, exported, records, start_command, state
 
 
 @pytest.mark.parametrize("policy", ["router", "random"])
@@ -56,15 +56,14 @@ def test_a_run_killed_between_its_last_checkpoint_and_the_export_only_exports(mo
 
 def stopped(run, step, monkeypatch):
     """A run that gets a SIGTERM while it computes a step."""
-    original = loop_module.Trainer._train_step
 
-    def train_step(self):
-        if self.step == step - 1:
+    def rate_and_signal(steps_done, config):
+        if steps_done == step - 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        return original(self)
+        return learning_rate(steps_done, config)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop_module.Trainer, "_train_step", train_step)
+        patch.setattr(loop_module, "learning_rate", rate_and_signal)
         with pytest.raises(Stopped):
             train(run, progress=False)
     return run
@@ -80,7 +79,7 @@ def test_a_signal_to_another_process_stops_this_one_after_the_same_step(monkeypa
 def test_a_second_signal_ends_a_run_that_waits_for_data_unless_it_comes_at_once(
     monkeypatch, new_run
 ):
-    monkeypatch.setattr(signals_module, "_ONE_REQUEST", 0.2)
+    monkeypatch.setattr(loop_module, "stop_requests", partial(stop_requests, 0.2))
 
     def wait(*_):
         for _ in range(3):
@@ -98,20 +97,19 @@ def test_a_second_signal_ends_a_run_that_waits_for_data_unless_it_comes_at_once(
 
 
 def test_a_mistake_lets_the_checkpoint_that_is_being_written_come_to_its_end(monkeypatch, new_run):
-    run, write = new_run(checkpoint_every=1), Checkpoints._write
+    run = new_run(checkpoint_every=1)
 
-    def slowly(self, *arguments):
+    def slowly(file, state):
         time.sleep(0.5)
-        write(self, *arguments)
+        write_json(file, state)
 
-    def read(self):
-        if folders(Path(run.output)) or self.step:
+    def mistake_after_one_step(steps_done, config):
+        if steps_done:
             raise InputError("the text is gone")
-        return original(self)
+        return learning_rate(steps_done, config)
 
-    original = loop_module.Trainer._train_step
-    monkeypatch.setattr(Checkpoints, "_write", slowly)
-    monkeypatch.setattr(loop_module.Trainer, "_train_step", read)
+    monkeypatch.setattr("kvcat.training.checkpoint.write_json", slowly)
+    monkeypatch.setattr(loop_module, "learning_rate", mistake_after_one_step)
     with pytest.raises(InputError, match="the text is gone"):
         train(run, progress=False)
     assert [folder.name for folder in folders(Path(run.output))] == ["step-000001"]
@@ -185,7 +183,7 @@ def test_a_continuation_may_change_how_the_work_is_done_and_records_it(
     )
 
 
-def test_a_finished_run_goes_on_to_a_larger_number_of_steps(capsys, new_run):
+def test_a_finished_run_continues_to_a_larger_number_of_steps(capsys, new_run):
     run = new_run(policy="control", max_steps=4, checkpoint_every=1)
     train(run, progress=False)
     before = records(run.output)
@@ -201,7 +199,7 @@ def test_a_finished_run_goes_on_to_a_larger_number_of_steps(capsys, new_run):
     assert rates[4:] == [learning_rate(step, longer) for step in (4, 5, 6)]
     again = train(
         dataclasses.replace(longer, max_steps=8), progress=False
-    )  # the table of 4 steps still serves
+    )  # the table of 4 steps is still used
     assert again.validation["step"] == 8
 
 
@@ -215,7 +213,7 @@ def checkpoints(run, keep=2, value=0.0):
 
 
 def save(run, step, **options):
-    """A checkpoint whose weights are its step; returns when it stands."""
+    """A checkpoint whose weights are its step; returns when it is complete."""
     made = checkpoints(run, value=float(step), **options)
     made.save(step, {"place": step})
     made.wait()
@@ -227,10 +225,8 @@ def test_what_is_saved_is_the_state_at_the_call_and_what_is_loaded_is_what_was_s
     assert (made.module.weight == 1).all()
     made.module.weight.sum().backward()
     made.optimizer.step()
-    weight, moment = (
-        made.module.weight.detach().clone(),
-        made.optimizer.state[made.module.weight]["exp_avg"].clone(),
-    )
+    weight = made.module.weight.detach().clone()
+    moment = made.optimizer.state[made.module.weight]["exp_avg"].clone()
     made.save(1, {"place": 5})
     with torch.no_grad():
         made.module.weight.fill_(7)
@@ -250,10 +246,16 @@ def test_what_is_saved_is_the_state_at_the_call_and_what_is_loaded_is_what_was_s
     ("name", "harm"),
     [
         ("__0_0.distcp", lambda file: file.write_bytes(file.read_bytes()[:-9])),
-        ("__0_0.distcp", lambda file: file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])),
-        ("state.json", Path.unlink), ("state.json", lambda file: file.write_text("[]")),
+        (
+            "__0_0.distcp",
+            lambda file: file.write_bytes(
+                bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:]
+            ),
+        ),
+        ("state.json", Path.unlink),
+        ("state.json", lambda file: file.write_text("[]")),
     ],
-)  # fmt: skip
+)
 def test_damage_to_a_checkpoint_is_seen_and_where_none_is_whole_each_is_named(name, harm, tmp_path):
     for step in (1, 2):
         save(tmp_path, step)
@@ -298,7 +300,7 @@ def test_only_the_newest_checkpoints_stay_and_damaged_later_ones_go(tmp_path):
 
 @pytest.mark.parametrize(
     "place",
-    ["kvcat.training.checkpoint._digest", "torch.distributed.checkpoint.filesystem._write_item"],
+    ["kvcat.training.checkpoint.write_json", "torch.distributed.checkpoint.filesystem._write_item"],
 )
 @pytest.mark.parametrize(
     "error", [OSError(28, "No space left on device"), RuntimeError("failed writing file")]
@@ -330,8 +332,10 @@ def interrupt(run, log, moment, how=signal.SIGKILL):
 
 
 def test_a_killed_run_has_what_it_said_was_saved_and_resumes_bit_for_bit(new_run, tmp_path):
-    options, log = {"max_steps": 40, "checkpoint_every": 1}, tmp_path / "log"
-    whole, broken = new_run("a", **options), new_run("b", **options)
+    options = {"max_steps": 40, "checkpoint_every": 1}
+    log = tmp_path / "log"
+    whole = new_run("a", **options)
+    broken = new_run("b", **options)
     train(whole, progress=False)
     assert interrupt(broken, log, 0.0, signal.SIGTERM) == 143
     assert "the same command continues" in log.read_text().splitlines()[-1]

@@ -13,7 +13,6 @@ from kvcat.types import Float, Tensor
 
 EXTRA_CHANNELS = 8
 _FLASH_HEAD_DIM = 256
-_KERNEL_DEVICE = "cpu"  # whose kernel accepts a bias per key
 
 
 def fused_attention(
@@ -84,6 +83,7 @@ def attend_biased(
     log_bias: Float[Tensor, "batch kv_heads slots"] | None = None,
     *,
     scale: float,
+    cpu_kernel: bool = True,
 ) -> Float[Tensor, "batch heads queries value_dim"]:
     """``attend_reference`` with all gradients, where every query sees all keys but later ones.
 
@@ -93,8 +93,8 @@ def attend_biased(
     keys, one call attends to the keys before the queries, and a causal one to the queries' own
     keys. Their normalisers merge the two: o = sum_p e^{l_p - l} o_p with l = log sum_p e^{l_p},
     where l_p is the log of the attention mass of range p of the keys. The backward of each range,
-    with the merged o and l, gives its share of the whole gradient. Elsewhere extra channels carry
-    the bias.
+    with the merged o and l, gives its share of the whole gradient. Elsewhere, and where
+    ``cpu_kernel`` is False, extra channels carry the bias.
     """
     # one query sees all keys; in a compiled graph the comparison would be symbolic, which the
     # kernels reject
@@ -105,7 +105,7 @@ def attend_biased(
     if log_bias is not None:
         wide = torch.promote_types(q.dtype, torch.float32)  # a bfloat16 bias would lose 0.01 nats
         log_bias = pad(log_bias.to(wide), (0, k.shape[2] - log_bias.shape[-1]))
-    if q.device.type == _KERNEL_DEVICE:
+    if cpu_kernel and q.device.type == "cpu":
         if torch.is_autocast_enabled("cpu"):  # which knows the public function, not its kernel
             dtype = torch.get_autocast_dtype("cpu")
             q = q.to(dtype)

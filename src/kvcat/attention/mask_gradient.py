@@ -9,9 +9,8 @@ from torch.autograd.function import once_differentiable
 
 from kvcat.attention.chunks import score_chunks
 from kvcat.chunks import rows_per_chunk
-from kvcat.types import Float, Tensor, at_least_float32
+from kvcat.types import Bool, Float, Tensor, at_least_float32
 
-_CPU_ELEMENTS = 2**17  # scores stay in a CPU's cache, and short causal chunks skip more keys
 _LEAST_QUERIES = 16
 
 
@@ -39,28 +38,50 @@ class KeepGradient(torch.autograd.Function):
         """The gradient of ``out`` as it arrives, and that of ``keep``."""
         grad_out = grad_outputs[0]
         keep, q, k, v, reach = ctx.saved_tensors
-        batch, num_heads, num_queries, _ = q.shape
-        kv_heads, num_keys = k.shape[1:3]
-        grouped_q = q.to(k.dtype).unflatten(1, (kv_heads, -1))
-        grouped_grad = grad_out.to(v.dtype).unflatten(1, (kv_heads, -1))
-        row_elements = batch * num_heads * num_keys
-        rows_at_once = rows_per_chunk(
-            row_elements, q.device, cpu_elements=_CPU_ELEMENTS, least=_LEAST_QUERIES
-        )
-        last_seen = torch.arange(num_keys - num_queries, num_keys)
-        if reach is not None:
-            last_seen = torch.full([num_queries], num_keys - 1)
-        wide = torch.promote_types(q.dtype, torch.float32)
-        grad_keep = keep.new_zeros(keep.shape, dtype=wide)
-        for rows, scores in score_chunks(grouped_q, k, ctx.scale, last_seen, rows_at_once):
-            if reach is not None:
-                scores.masked_fill_(~reach[:, None, None, rows], -torch.inf)
-            num_seen = scores.shape[-1]
-            grad_keep[:, :num_seen] += _chunk_gradient(
-                grouped_grad[:, :, :, rows], scores.softmax(-1), v[:, :, :num_seen]
-            )
+        grad_keep = keep_gradient(grad_out, q, k, v, reach, ctx.scale)
         no_gradient = [None] * 5  # q, k, v, reach and scale: theirs pass through out
         return grad_out, grad_keep.to(keep.dtype), *no_gradient
+
+
+def keep_gradient(
+    grad_out: Float[Tensor, "batch heads queries value_dim"],
+    q: Float[Tensor, "batch heads queries head_dim"],
+    k: Float[Tensor, "batch kv_heads keys head_dim"],
+    v: Float[Tensor, "batch kv_heads keys value_dim"],
+    reach: Bool[Tensor, "#batch queries keys"] | None,
+    scale: float,
+    *,
+    cpu_elements: int = 2**17,
+) -> Float[Tensor, "batch keys"]:
+    """The gradient of ``KeepGradient`` by ``keep``, in at least float32, a few queries at a time.
+
+    Args:
+        grad_out: gradient by the attention's output.
+        q, k, v, reach, scale: as in ``attend``.
+        cpu_elements: most scores that exist at once on a CPU, if 16 queries have no more. The
+            default stays in its cache, and short causal chunks skip more keys.
+    """
+    batch, num_heads, num_queries, _ = q.shape
+    kv_heads, num_keys = k.shape[1:3]
+    grouped_q = q.to(k.dtype).unflatten(1, (kv_heads, -1))
+    grouped_grad = grad_out.to(v.dtype).unflatten(1, (kv_heads, -1))
+    row_elements = batch * num_heads * num_keys
+    rows_at_once = rows_per_chunk(
+        row_elements, q.device, cpu_elements=cpu_elements, least=_LEAST_QUERIES
+    )
+    last_seen = torch.arange(num_keys - num_queries, num_keys)
+    if reach is not None:
+        last_seen = torch.full([num_queries], num_keys - 1)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    gradient = torch.zeros(batch, num_keys, dtype=wide, device=k.device)
+    for rows, scores in score_chunks(grouped_q, k, scale, last_seen, rows_at_once):
+        if reach is not None:
+            scores.masked_fill_(~reach[:, None, None, rows], -torch.inf)
+        num_seen = scores.shape[-1]
+        gradient[:, :num_seen] += _chunk_gradient(
+            grouped_grad[:, :, :, rows], scores.softmax(-1), v[:, :, :num_seen]
+        )
+    return gradient
 
 
 def _chunk_gradient(

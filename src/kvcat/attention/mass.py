@@ -6,8 +6,6 @@ from kvcat.attention.chunks import exp_below, score_chunks
 from kvcat.chunks import rows_per_chunk
 from kvcat.types import Float, Int, Tensor, at_least_float32
 
-_RECEIVED_ELEMENTS = 2**22
-_LOG_ELEMENTS = 2**21
 _LOG_ROWS = 64  # products of few rows skip more of the later keys
 
 
@@ -17,17 +15,18 @@ def attention_mass(
     *,
     scale: float,
     window: int | None = None,
+    cpu_elements: int = 2**22,
 ) -> Float[Tensor, "batch kv_heads keys"]:
     """Causal attention that each slot receives from the queries of its KV head.
 
     For slot j this is the sum over the queries of softmax_j(scale q.k_j). The queries are those of
-    the last keys. The masses of a sequence sum to heads * queries. On a CPU at most about 2^22
-    weights exist at once.
+    the last keys. The masses of a sequence sum to heads * queries.
 
     Args:
         queries, keys: after rotation.
         scale: factor on q.k.
         window: keys that a query sees, itself included; None: all up to itself.
+        cpu_elements: most weights that exist at once on a CPU, if one query has no more.
     """
     batch, heads, num_queries, _ = queries.shape
     kv_heads, num_keys = keys.shape[1:3]
@@ -35,7 +34,7 @@ def attention_mass(
     keys = at_least_float32(keys)
     mass = keys.new_zeros(batch, kv_heads, num_keys)
     row_elements = batch * heads * num_keys
-    rows_at_once = rows_per_chunk(row_elements, keys.device, cpu_elements=_RECEIVED_ELEMENTS)
+    rows_at_once = rows_per_chunk(row_elements, keys.device, cpu_elements=cpu_elements)
     last_seen = torch.arange(num_keys - num_queries, num_keys)
     with torch.autocast(keys.device.type, enabled=False):
         for _, scores in score_chunks(grouped, keys, scale, last_seen, rows_at_once, window=window):
@@ -48,6 +47,8 @@ def log_mass(
     keys: Float[Tensor, "batch kv_heads keys head_dim"],
     scale: float,
     last_seen: Int[Tensor, " queries"],
+    *,
+    cpu_elements: int = 2**21,
 ) -> Float[Tensor, "batch heads queries"]:
     """Mass of keys: log sum_j exp(scale q.k_j) over the keys that each query sees, nats.
 
@@ -55,6 +56,7 @@ def log_mass(
         queries, keys: after rotation.
         scale: factor on q.k.
         last_seen: index of the last key that each query sees.
+        cpu_elements: most scores that exist at once on a CPU, if one query has no more.
     """
     batch, heads, num_queries, _ = queries.shape
     kv_heads, num_keys = keys.shape[1:3]
@@ -62,7 +64,7 @@ def log_mass(
     keys = at_least_float32(keys)
     masses = keys.new_empty(batch, kv_heads, heads // kv_heads, num_queries)
     row_elements = batch * heads * num_keys
-    rows_at_once = rows_per_chunk(row_elements, keys.device, cpu_elements=_LOG_ELEMENTS)
+    rows_at_once = rows_per_chunk(row_elements, keys.device, cpu_elements=cpu_elements)
     rows_at_once = min(_LOG_ROWS, rows_at_once)
     for rows, scores in score_chunks(grouped, keys, scale, last_seen, rows_at_once):
         largest = scores.amax(-1, keepdim=True)

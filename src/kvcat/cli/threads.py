@@ -13,8 +13,7 @@ THREADS_HELP = """common option:
                     for `kvcat train` all of them. OMP_NUM_THREADS in the environment comes first.
 """
 _OPTION = "--threads"
-_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-_CGROUP = Path("/sys/fs/cgroup")
+VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _SAMPLES = 10
 _SECONDS_BETWEEN = 0.002
 
@@ -31,7 +30,7 @@ def take_threads(name: str, arguments: list[str]) -> list[str]:
     """
     count, others = _split(name, arguments)
     if count is None:
-        is_set = "torch" in sys.modules or any(variable in os.environ for variable in _VARIABLES)
+        is_set = "torch" in sys.modules or any(variable in os.environ for variable in VARIABLES)
         if name == "train" or is_set or {"-h", "--help"} & set(arguments):
             return others
         count = free_processors()
@@ -63,32 +62,35 @@ def _split(name: str, arguments: list[str]) -> tuple[int | None, list[str]]:
     return int(words[0]), others
 
 
-def free_processors() -> int:
-    """Processors that this process may use and others leave idle, at least 1."""
+def free_processors(root: Path = Path("/")) -> int:
+    """Processors that this process may use and others leave idle, at least 1.
+
+    ``root`` has the system's files: proc/loadavg, and those of control groups in sys/fs/cgroup.
+    """
     total = os.cpu_count() or 1
-    idle = total - round(_busy_processors())
-    return max(1, min(_allowed_processors(), idle))
+    idle = total - round(_busy_processors(root / "proc" / "loadavg"))
+    return max(1, min(_allowed_processors(root / "sys" / "fs" / "cgroup"), idle))
 
 
-def _allowed_processors() -> int:
+def _allowed_processors(cgroup: Path) -> int:
     """Processors that this process may use: its affinity, and the limit of its control group."""
     affinity = getattr(os, "sched_getaffinity", None)
     allowed = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
-    limit = _group_limit()
+    limit = _group_limit(cgroup)
     return allowed if limit is None else min(allowed, max(1, math.floor(limit)))
 
 
-def _group_limit() -> float | None:
+def _group_limit(cgroup: Path) -> float | None:
     """Processors that the control group grants; None without a limit.
 
     Linux has two versions of the files that say so.
     """
     try:
-        quota, period = (_CGROUP / "cpu.max").read_text().split()
+        quota, period = (cgroup / "cpu.max").read_text().split()
     except (OSError, ValueError):
         try:
-            quota = (_CGROUP / "cpu" / "cpu.cfs_quota_us").read_text().strip()
-            period = (_CGROUP / "cpu" / "cpu.cfs_period_us").read_text().strip()
+            quota = (cgroup / "cpu" / "cpu.cfs_quota_us").read_text().strip()
+            period = (cgroup / "cpu" / "cpu.cfs_period_us").read_text().strip()
         except OSError:
             return None
     if not quota.isdigit() or not period.isdigit() or int(period) == 0:  # "max", or -1
@@ -96,7 +98,7 @@ def _group_limit() -> float | None:
     return int(quota) / int(period)
 
 
-def _busy_processors() -> float:
+def _busy_processors(loadavg: Path) -> float:
     """Processors that others keep busy.
 
     It is the load of the last minute, but not more than run or wait at this moment: a command that
@@ -108,7 +110,7 @@ def _busy_processors() -> float:
         return 0.0
     running = []
     for _ in range(_SAMPLES):
-        now = _running_threads()
+        now = _running_threads(loadavg)
         if now is None:
             return load
         running.append(now)
@@ -116,10 +118,10 @@ def _busy_processors() -> float:
     return min(load, float(max(running)))
 
 
-def _running_threads() -> int | None:
+def _running_threads(loadavg: Path) -> int | None:
     """Threads that run or wait for a processor, without this one; None where it is not known."""
     try:
-        fields = Path("/proc/loadavg").read_text().split()
+        fields = loadavg.read_text().split()
     except OSError:
         return None
     running = fields[3].partition("/")[0]

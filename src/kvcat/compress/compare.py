@@ -20,8 +20,6 @@ from kvcat.losses import PositionScores, score_positions
 from kvcat.models import frozen, hidden_states, logits_from_hidden, output_head
 from kvcat.types import Float, Int, Tensor
 
-_CHUNK_TOKENS = CHUNK_TOKENS
-
 
 def replay(
     model: PreTrainedModel, cache: CompactCache, suffix_ids: Int[Tensor, "batch suffix"]
@@ -44,11 +42,12 @@ def replay_hidden(
     suffix_ids: Int[Tensor, "batch suffix"],
     *,
     any_length: bool = False,
+    chunk_tokens: int = 4096,
 ) -> Float[Tensor, "batch suffix hidden"]:
     """Input of the head at the suffix positions, as ``replay``.
 
     With ``any_length`` the cache's rotary factors are held however long the text becomes, as its
-    trace held them.
+    trace held them. ``chunk_tokens`` are the most tokens of each example that run at once.
     """
     cache.check_tokens(model, suffix_ids, any_length=any_length)
     past = cache.to_transformers(model, any_length=any_length)
@@ -57,7 +56,7 @@ def replay_hidden(
         # in order: each chunk is appended to the cache
         chunks = [
             hidden_states(model, input_ids=ids, use_cache=True, **cache_argument(past))
-            for ids in suffix_ids.split(_CHUNK_TOKENS, dim=1)
+            for ids in suffix_ids.split(chunk_tokens, dim=1)
         ]
     return torch.cat(chunks, dim=1)
 
@@ -84,7 +83,9 @@ class Scores:
 
 
 @torch.no_grad()
-def compare(trace: Trace, cache: CompactCache, *, start: int = 0) -> Scores:
+def compare(
+    trace: Trace, cache: CompactCache, *, start: int = 0, chunk_tokens: int = 4096
+) -> Scores:
     """Scores of the trace's suffix on the compact cache, compared with the dense forward.
 
     The first suffix token is predicted from the prefix's last position, which no compression
@@ -95,6 +96,7 @@ def compare(trace: Trace, cache: CompactCache, *, start: int = 0) -> Scores:
         cache: a compact cache of this trace's prefix.
         start: first suffix position that counts, with the token it predicts; 0 takes the whole
             suffix.
+        chunk_tokens: most suffix tokens of each example that run at once.
 
     Raises:
         InputError: no suffix, a cache of another model, prefix length or batch, or a start that
@@ -110,7 +112,7 @@ def compare(trace: Trace, cache: CompactCache, *, start: int = 0) -> Scores:
             f"start must be in [0, {suffix_len - 2}] for a suffix of {suffix_len} tokens, "
             f"not {start}"
         )
-    scores: Any = _position_scores(trace, cache)
+    scores: Any = _position_scores(trace, cache, chunk_tokens)
     # the last position predicts no token of the suffix
     nll = scores.nll[:, start:-1]
     nll_dense = scores.nll_teacher[:, start:-1]
@@ -143,7 +145,7 @@ def supervised_kl(trace: Trace, cache: CompactCache) -> Float[Tensor, " batch"]:
     return kl[:, trace.supervision_start - trace.prefix_len :].double().mean(1)
 
 
-def _position_scores(trace: Trace, cache: CompactCache) -> PositionScores:
+def _position_scores(trace: Trace, cache: CompactCache, chunk_tokens: int = 4096) -> PositionScores:
     """Scores of every suffix position; the last one has no target and is given token 0."""
     if cache.num_tokens != trace.prefix_len or cache.batch_size not in (1, trace.batch_size):
         raise InputError(
@@ -158,7 +160,9 @@ def _position_scores(trace: Trace, cache: CompactCache) -> PositionScores:
             "trace both with the same "
             "room for what follows (room=)"
         )
-    hidden = replay_hidden(trace.model, cache, trace.suffix_ids, any_length=True)
+    hidden = replay_hidden(
+        trace.model, cache, trace.suffix_ids, any_length=True, chunk_tokens=chunk_tokens
+    )
     targets = pad(trace.suffix_ids[:, 1:], (0, 1))
     return score_positions(output_head(trace.model), hidden, targets, trace.hidden[:, 1:])
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from kvcat.attention.chunks import exp_below
-from kvcat.chunks import rows_per_chunk
+from kvcat.chunks import CPU_CACHE_ELEMENTS, rows_per_chunk
 from kvcat.compress.base import example_generators
 from kvcat.compress.queries import FittedQueries
 from kvcat.compress.trace import Trace
@@ -21,7 +21,6 @@ HeadIndex = tuple[int, int, int]
 DrawnRows = dict[HeadIndex, Int[Tensor, " drawn"]]
 """Rows of a head's queries that a draw chose, ascending."""
 
-_BATCH_ELEMENTS = 2**24
 _LEAST_SHARE = 1e-6
 
 
@@ -143,17 +142,23 @@ class DenseAttention(NamedTuple):
         self.importance.add_(squares.squeeze(1))
 
 
-def dense_attention(batch: HeadBatch) -> DenseAttention:
+def dense_attention(batch: HeadBatch, *, cpu_elements: int = CPU_CACHE_ELEMENTS) -> DenseAttention:
     """Attention of a batch of heads over the whole prefix.
 
     Some heads and some queries at a time, so that on a CPU their scores stay in its cache.
+
+    Args:
+        batch: of heads.
+        cpu_elements: most scores that exist at once on a CPU, if one query has no more.
     """
     num_heads, num_rows, _ = batch.queries.shape
     _, prefix_len, value_dim = batch.values.shape
     device = batch.keys.device
     # few heads with many queries each: products of many rows are faster
-    heads_at_once = min(num_heads, rows_per_chunk(num_rows * prefix_len, device))
-    rows_at_once = min(num_rows, rows_per_chunk(heads_at_once * prefix_len, device))
+    heads_at_once = rows_per_chunk(num_rows * prefix_len, device, cpu_elements=cpu_elements)
+    heads_at_once = min(num_heads, heads_at_once)
+    rows_at_once = rows_per_chunk(heads_at_once * prefix_len, device, cpu_elements=cpu_elements)
+    rows_at_once = min(num_rows, rows_at_once)
     boost = torch.ones_like(batch.factors) if batch.fit_boost is None else batch.fit_boost
     attention = DenseAttention(
         log_mass=torch.empty_like(boost),
@@ -203,25 +208,27 @@ class Heads:
         trace: of the windows.
         fitted: the queries.
         drawn: rows of each head's queries that are used, as ``draw_rows`` gives them; None: all.
+        group_elements: most numbers that a group of heads holds, if one head has no more.
     """
 
     trace: Trace
     fitted: FittedQueries
     drawn: DrawnRows | None = None
+    group_elements: int = 2**24
 
     def groups_for_scores(self) -> list[list[HeadIndex]]:
-        """Heads of equal shape whose scores against the prefix hold at most 2^24 numbers.
+        """Heads of equal shape whose scores against the prefix hold ``group_elements`` at most.
 
         A head that holds more than that is a group of its own.
         """
         groups = []
         for shape, heads in _by_value(self._shapes).items():
             num_queries = shape.query_heads * self.fitted.num_queries
-            groups += _limited(heads, held=num_queries * shape.num_slots)
+            groups += self._limited(heads, held=num_queries * shape.num_slots)
         return groups
 
     def groups_for_fit(self, sizes: Mapping[HeadIndex, int]) -> list[list[HeadIndex]]:
-        """Heads of equal shape that get equally many slots and hold at most 2^24 numbers.
+        """Heads of equal shape that get equally many slots and hold ``group_elements`` at most.
 
         These are the largest of: the scores of the fitted queries against the slots, the system of
         equations, and the keys and values of the prefix. A head that holds more is a group of its
@@ -235,8 +242,13 @@ class Heads:
         for (shape, size), heads in _by_value(shapes_and_sizes).items():
             scores = shape.query_heads * self.fitted.num_fitted * size
             states = shape.num_slots * (shape.key_dim + shape.value_dim)
-            groups += _limited(heads, held=max(scores, size * size, states))
+            groups += self._limited(heads, held=max(scores, size * size, states))
         return groups
+
+    def _limited(self, heads: list[HeadIndex], held: int) -> list[list[HeadIndex]]:
+        """The heads in groups of ``group_elements`` at most, where each head holds ``held``."""
+        num_heads = max(1, self.group_elements // held)
+        return [heads[start : start + num_heads] for start in range(0, len(heads), num_heads)]
 
     def load(self, heads: list[HeadIndex]) -> HeadBatch:
         """The tensors of a group of heads with all queries.
@@ -352,12 +364,6 @@ def _by_value(values: Mapping[HeadIndex, T]) -> dict[T, list[HeadIndex]]:
     for head, value in values.items():
         heads.setdefault(value, []).append(head)
     return heads
-
-
-def _limited(heads: list[HeadIndex], held: int) -> list[list[HeadIndex]]:
-    """The heads in groups that hold at most 2^24 numbers, where each head holds ``held``."""
-    num_heads = max(1, _BATCH_ELEMENTS // held)
-    return [heads[start : start + num_heads] for start in range(0, len(heads), num_heads)]
 
 
 def _query_head_rows(heads: Iterable[HeadIndex], query_heads: int) -> list[int]:

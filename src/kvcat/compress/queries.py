@@ -13,8 +13,6 @@ from kvcat.models.rotation import KeyRotation
 from kvcat.types import Float, Int, Tensor, at_least_float32
 
 _LEAST_PARTS = 3
-_PART_TOKENS = 256
-_FITTED_PER_TOKEN = 1.5
 
 
 @dataclass(frozen=True)
@@ -100,7 +98,14 @@ class FittedQueries:
 
 
 @torch.no_grad()
-def fitted_queries(trace: Trace, own_weight: float, *, by_share: bool) -> FittedQueries:
+def fitted_queries(
+    trace: Trace,
+    own_weight: float,
+    *,
+    by_share: bool,
+    part_tokens: int = 256,
+    fitted_per_token: float = 1.5,
+) -> FittedQueries:
     """The supervising queries and, moved behind the prefix, the prefix's own.
 
     A prefix that supervises itself is fitted to its own queries alone: moved behind it, or in place
@@ -112,8 +117,11 @@ def fitted_queries(trace: Trace, own_weight: float, *, by_share: bool) -> Fitted
             supervising queries.
         by_share: a query's error counts by the share of its attention that goes to the prefix;
             False: all queries count alike.
+        part_tokens: most tokens of a part of the prefix that is repeated behind it.
+        fitted_per_token: of the prefix's own queries, that log-bias and values are fitted to. Where
+            more than two are there, they are thinned evenly, to between one and two of this.
     """
-    moved = _moved_queries(trace) if own_weight else None
+    moved = _moved_queries(trace, part_tokens, fitted_per_token) if own_weight else None
     if moved is None:
         return _supervising_queries(trace, by_share=by_share)
     if not by_share:
@@ -174,20 +182,20 @@ class _PlacedQueries(NamedTuple):
     num_represented: int  # queries that each fitted one represents
 
 
-def _moved_queries(trace: Trace) -> MovedQueries | None:
+def _moved_queries(trace: Trace, part_tokens: int, fitted_per_token: float) -> MovedQueries | None:
     """Queries of each part of the prefix, as if the part were repeated right behind the prefix.
 
-    A part is a third of the prefix, at most 256 tokens. None where a compact cache holds part
+    A part is a third of the prefix, at most ``part_tokens``. None where a compact cache holds part
     of the prefix, or where the model's positions cannot be turned.
     """
     if trace.past_len:
         return None
-    part_len = min(-(-trace.prefix_len // _LEAST_PARTS), _PART_TOKENS)
+    part_len = min(-(-trace.prefix_len // _LEAST_PARTS), part_tokens)
     try:
         rotation = KeyRotation(trace.model, part_len)
     except InputError:
         return None
-    placed = _place_by_part(trace, part_len)
+    placed = _place_by_part(trace, part_len, fitted_per_token)
     return MovedQueries(
         rotation=rotation,
         rows=placed.rows,
@@ -202,11 +210,12 @@ def _moved_queries(trace: Trace) -> MovedQueries | None:
     )
 
 
-def _place_by_part(trace: Trace, part_len: int) -> _PlacedQueries:
+def _place_by_part(trace: Trace, part_len: int, fitted_per_token: float) -> _PlacedQueries:
     """The prefix's queries: those of the last part first, the fitted ones before the others.
 
     All of up to 4,096 positions choose keys. Where query heads share a KV head, log-bias and values
-    are fitted to evenly spaced positions alone, one to two queries per token of the prefix.
+    are fitted to evenly spaced positions alone, so that at least ``fitted_per_token`` queries per
+    token of the prefix remain.
     """
     prefix_len = trace.prefix_len
     positions = sampled_positions(prefix_len)
@@ -217,7 +226,7 @@ def _place_by_part(trace: Trace, part_len: int) -> _PlacedQueries:
 
     query_heads = trace.prefix_queries[0].shape[1] // trace.keys[0].shape[1]
     num_queries = query_heads * len(positions)
-    stride = max(1, int(num_queries / (_FITTED_PER_TOKEN * prefix_len)))
+    stride = max(1, int(num_queries / (fitted_per_token * prefix_len)))
     places = torch.arange(len(positions))
     is_fitted = places % stride == 0
     order = last_part_first[torch.cat([places[is_fitted], places[~is_fitted]])]

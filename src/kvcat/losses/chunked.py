@@ -48,6 +48,7 @@ def chunked_objective(
     mask_weight: float = 1.0,
     anchor_weight: float = 1.0,
     chunk_tokens: int | None = None,
+    block_tokens: int | None = None,
 ) -> ChunkedLosses:
     """lambda_mask KL(sg dense || masked) + lambda_anchor NLL(dense), means over all positions.
 
@@ -73,9 +74,11 @@ def chunked_objective(
         targets: the token that each position predicts.
         mask_weight, anchor_weight: lambda_mask and lambda_anchor, >= 0.
         chunk_tokens: positions per chunk, at least 1; None: 1,024, or as many as have 2^26 logits.
+        block_tokens: positions of a chunk that are in float32 at once, at least 1; None: as many as
+            stay in a CPU's cache.
 
     Raises:
-        InputError: no position, chunk_tokens below 1, a sharded W.
+        InputError: no position, chunk_tokens or block_tokens below 1, a sharded W.
 
     References: KV-CAT, equation "training_objective". Gradients made in the forward: Hsu et al.
         2024 (Liger Kernel), arXiv:2410.10989.
@@ -86,7 +89,7 @@ def chunked_objective(
         dense_hidden.flatten(0, -2),
         masked,
         targets.flatten(),
-        _Options(anchor_weight, mask_weight, chunk_tokens),
+        _Options(anchor_weight, mask_weight, chunk_tokens, block_tokens),
     )
     dense_loss, masked_loss, kl, top1 = means.unbind()
     if masked is None:
@@ -114,10 +117,13 @@ def chunked_kl(
     teacher_hidden: Float[Tensor, "*positions teacher_hidden"],
     head: OutputHead,
     hidden: Float[Tensor, "*positions hidden"],
+    *,
+    chunk_tokens: int | None = None,
 ) -> Float[Tensor, ""]:
     """Mean of KL(sg teacher || student) over all positions, nats, of two models with a head each.
 
-    The logits are made chunk by chunk, and once more in the backward pass.
+    The logits are made chunk by chunk, and once more in the backward pass. ``chunk_tokens`` are the
+    positions of a chunk; None: 1,024, or as many as have 2^26 logits.
 
     References: KV-CAT, footnote on distillation from a frozen base model.
     """
@@ -134,7 +140,7 @@ def chunked_kl(
 
     teachers = teacher_hidden.detach().flatten(0, -2)
     students = hidden.flatten(0, -2)
-    chunk = positions_per_chunk(head)
+    chunk = chunk_tokens or positions_per_chunk(head)
     sums: list[Any] = [
         checkpoint(sum_of_chunk, teacher, student, use_reentrant=False)
         for teacher, student in zip(teachers.split(chunk), students.split(chunk), strict=True)
@@ -149,6 +155,7 @@ class _Options:
     anchor_weight: float = 1.0
     mask_weight: float = 1.0
     chunk_tokens: int | None = None
+    block_tokens: int | None = None
 
 
 def _apply(

@@ -122,6 +122,7 @@ class LogitChunks:
         gradients: what gradients are added to; None: none are made.
         anchor_weight, mask_weight: lambda_anchor and lambda_mask.
         chunk_tokens: positions of a chunk, at least 1; None: ``positions_per_chunk``.
+        block_tokens: positions of a block, at least 1; None: as many as stay in a CPU's cache.
     """
 
     def __init__(
@@ -134,8 +135,10 @@ class LogitChunks:
         anchor_weight: float = 1.0,
         mask_weight: float = 1.0,
         chunk_tokens: int | None = None,
+        block_tokens: int | None = None,
     ):
         check_least(1, chunk_tokens=1 if chunk_tokens is None else chunk_tokens)
+        check_least(1, block_tokens=1 if block_tokens is None else block_tokens)
         self.head = head
         self.inputs = inputs
         self.targets = targets
@@ -154,7 +157,7 @@ class LogitChunks:
         self.wide = torch.promote_types(self.dtype, torch.float32)
         self.num_positions = len(inputs.dense)
         self.chunk = chunk_tokens or positions_per_chunk(head)
-        self.block = rows_per_chunk(
+        self.block = block_tokens or rows_per_chunk(
             len(self.weight),
             self.weight.device,
             cpu_elements=_BLOCK_ELEMENTS_CPU,

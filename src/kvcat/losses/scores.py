@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from kvcat.losses.head import OutputHead
-from kvcat.losses.logits import LogitChunks, PassInputs
+from kvcat.losses.logits import LogitChunks, PassInputs, PositionValues
 from kvcat.types import Float, Int, Tensor
 
 
@@ -32,22 +32,31 @@ def score_positions(
     hidden: Float[Tensor, "*positions hidden"],
     targets: Int[Tensor, "*positions"],
     teacher_hidden: Float[Tensor, "*positions hidden"] | None = None,
+    *,
+    chunk_tokens: int | None = None,
+    block_tokens: int | None = None,
 ) -> PositionScores:
     """NLL of the targets at every position; with a teacher its NLL, KL and top-1 agreement too.
 
     Nothing is shifted: ``hidden``, the input of the head, is scored against ``targets`` at the same
     position. If a position has no next token, any id serves as its target; KL and top-1 do not
-    depend on it.
+    depend on it. ``chunk_tokens`` and ``block_tokens`` are as in ``chunked_objective``.
     """
     student = hidden.flatten(0, -2)
     flat_targets = targets.flatten()
+
+    def run(inputs: PassInputs) -> PositionValues:
+        return LogitChunks(
+            head, inputs, flat_targets, chunk_tokens=chunk_tokens, block_tokens=block_tokens
+        ).run()
+
     if teacher_hidden is None:
         inputs = PassInputs(dense=student, masked=None, weight=head.weight, bias=head.bias)
-        values = LogitChunks(head, inputs, flat_targets).run()
+        values = run(inputs)
         return PositionScores(values.dense_nll.view(targets.shape))
     teacher = teacher_hidden.flatten(0, -2)
     inputs = PassInputs(dense=teacher, masked=student, weight=head.weight, bias=head.bias)
-    values = LogitChunks(head, inputs, flat_targets).run()
+    values = run(inputs)
     return PositionScores(
         nll=values.masked_nll.view(targets.shape),
         nll_teacher=values.dense_nll.view(targets.shape),

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-_ONE_REQUEST = 2.0  # seconds within which signals count as one
-
 
 class Stopped(Exception):  # noqa: N818 (not an error)
     """A signal of this number ended the run after its state was saved."""
@@ -19,12 +17,12 @@ class Stopped(Exception):  # noqa: N818 (not an error)
 
 
 @contextmanager
-def stop_requests() -> Iterator[list[int]]:
+def stop_requests(one_request: float = 2.0) -> Iterator[list[int]]:
     """A list to which SIGTERM and SIGINT append their numbers during the block.
 
-    It stays empty outside the main thread. A signal that arrives more than two seconds after the
-    first one raises ``Stopped`` at once, even if the program waits for data. Signals within two
-    seconds count as one, because torchrun may forward a signal that its processes already received.
+    It stays empty outside the main thread. Signals within ``one_request`` seconds of the first one
+    count as one with it, because torchrun may forward a signal that its processes already received.
+    A later signal raises ``Stopped`` at once, even if the program waits for data.
     """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -38,7 +36,7 @@ def stop_requests() -> Iterator[list[int]]:
         if first_at is None:
             first_at = now
         received.append(signum)
-        if now - first_at > _ONE_REQUEST:
+        if now - first_at > one_request:
             raise Stopped(signum, "stopped at once; the checkpoints so far are in place")
 
     handlers = {signum: signal.signal(signum, note) for signum in (signal.SIGTERM, signal.SIGINT)}

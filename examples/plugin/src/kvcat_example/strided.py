@@ -21,7 +21,11 @@ class StridedPolicy(SparsificationPolicy):
         super().__init__()
         self.stride = stride
 
-    def forward(self, hidden: Tensor, generator: Randomness | None = None) -> Tensor:  # noqa: ARG002
+    def forward(  # the scores do not depend on the generator
+        self,
+        hidden: Tensor,
+        generator: Randomness | None = None,  # noqa: ARG002
+    ) -> Tensor:
         """1 for a kept slot and 0 for a hidden one: (batch, tokens)."""
         batch, num_tokens, _ = hidden.shape
         is_kept = torch.arange(num_tokens, device=hidden.device) % self.stride == 0

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from tqdm.auto import tqdm
@@ -117,6 +117,10 @@ class AttentionMatching(_Options):
         (AM-HighestAttnKeys).
     """
 
+    group_elements: ClassVar[int] = 2**24
+    """Most numbers that heads solved together hold; no option, as the caches do not depend on it.
+    """
+
     def __init__(self, preset: str = "stable", **options: Any) -> None:
         if preset not in PRESETS:
             raise InputError(f"preset must be one of {', '.join(PRESETS)}, not {preset!r}")
@@ -151,9 +155,10 @@ class AttentionMatching(_Options):
     def _heads(self, trace: Trace) -> Heads:
         """The trace's heads with the queries to fit to."""
         fitted = fitted_queries(trace, self.own_weight, by_share=self.num_iters is None)
-        if self.num_queries is None:
-            return Heads(trace, fitted)
-        return Heads(trace, fitted, draw_rows(trace, fitted, self.num_queries, self.seed))
+        drawn = None
+        if self.num_queries is not None:
+            drawn = draw_rows(trace, fitted, self.num_queries, self.seed)
+        return Heads(trace, fitted, drawn, self.group_elements)
 
     def _attention_and_errors(
         self, heads: Heads, sizes: Sequence[int]

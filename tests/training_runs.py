@@ -1,4 +1,4 @@
-"""Short training runs and what they leave (a module of the tests, not a test)."""
+"""Short training runs and their files (a helper of the tests)."""
 
 import dataclasses
 import json
@@ -21,15 +21,28 @@ POLICIES = ("router", "random", "attention", "control")
 
 def config(model, data, output, **options):
     values = {
-        "model": str(model), "data": str(data), "output": str(output), "num_groups": 2, "feature_dim": 8,
-        "seq_len": 32, "batch_size": 4, "max_steps": 6, "warmup_steps": 2, "peak_lr": 1e-2, "min_lr": 1e-3,
-        "router_noise": 0.3, "validation_every": 3, "validation_sequences": 6, "checkpoint_every": 2, "seed": 3,
-    }  # fmt: skip
+        "model": str(model),
+        "data": str(data),
+        "output": str(output),
+        "num_groups": 2,
+        "feature_dim": 8,
+        "seq_len": 32,
+        "batch_size": 4,
+        "max_steps": 6,
+        "warmup_steps": 2,
+        "peak_lr": 1e-2,
+        "min_lr": 1e-3,
+        "router_noise": 0.3,
+        "validation_every": 3,
+        "validation_sequences": 6,
+        "checkpoint_every": 2,
+        "seed": 3,
+    }
     return TrainConfig.from_dict({**values, **options})
 
 
 def context():
-    """Where processes come from: a server that has done the imports once."""
+    """A context that starts processes from a server that has done the imports once."""
     made = multiprocessing.get_context("forkserver")
     made.set_forkserver_preload(
         ["kvcat.cli.app", "kvcat.training.loop", "transformers.models.qwen2"]
@@ -37,21 +50,21 @@ def context():
     return made
 
 
-def start_command(run, told):
-    """``kvcat train`` in a process of its own, its messages appended to ``told``."""
-    file = Path(f"{told}.json")
+def start_command(run, out):
+    """``kvcat train`` in a process of its own, its messages appended to ``out``."""
+    file = Path(f"{out}.json")
     file.write_text(json.dumps(dataclasses.asdict(run)))
     child = context().Process(
-        target=_command, args=(["train", "small", "--config", str(file)], str(told)), daemon=True
+        target=_command, args=(["train", "small", "--config", str(file)], str(out)), daemon=True
     )
     child.start()
     return child
 
 
-def _command(argv, told):
+def _command(argv, out):
     from kvcat.cli.app import run
 
-    descriptor = os.open(told, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    descriptor = os.open(out, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     torch.set_num_threads(int(os.environ.get("KVCAT_TEST_THREADS", "1")))
@@ -71,7 +84,7 @@ def contents(folder):
 
 
 def records(run):
-    """metrics.jsonl without the fields that tell time and memory."""
+    """metrics.jsonl without the fields that measure time and memory."""
     measured = ("tokens_per_s", "peak_memory_gib")
     return [
         {k: v for k, v in r.items() if k not in measured}
@@ -92,7 +105,7 @@ def state(run):
 def _flat(value, name):
     if not isinstance(value, dict):
         return [(name, value)]
-    return [pair for key, part in value.items() for pair in _flat(part, f"{name}.{key}")]
+    return [pair for key, entry in value.items() for pair in _flat(entry, f"{name}.{key}")]
 
 
 def assert_same(a, b):
@@ -109,7 +122,8 @@ def assert_close(ours, theirs, weights):
         norms = ("grad_norm", "router_grad_norm") if one["step"] == 1 else ()
         for name in ("dense_loss", "masked_loss", "kl", *norms):
             assert one.get(name, 0.0) == pytest.approx(two.get(name, 0.0), rel=1e-4, abs=1e-4)
-    a, b = exported(ours), exported(theirs)
+    a = exported(ours)
+    b = exported(theirs)
     assert a.keys() == b.keys()
     for name in a:
         torch.testing.assert_close(a[name], b[name], rtol=0, atol=weights)
