@@ -22,8 +22,6 @@ from transformers import GemmaConfig, GemmaForCausalLM
 
 import kvcat
 
-ROOT = Path(__file__).parent.parent
-STORIES = ROOT.parent / "shared/assets/models/stories260K"
 ROUNDING, SOLVER = 1e-5, 0.02
 Figures = dict[str, list[float]]
 
@@ -78,9 +76,7 @@ def training(folder: Path) -> Iterator[tuple[str, list[float], float]]:
 
 
 def models() -> Iterator[tuple[str, torch.nn.Module, int]]:
-    """The three models, with the number of tokens of a window."""
-    if STORIES.exists():
-        yield "stories260K", kvcat.load(str(STORIES))[0], 256
+    """Two models, with the number of tokens of a window."""
     yield "kvcat-base", kvcat.load("kvcat-base")[0], 512
     torch.manual_seed(0)
     config = GemmaConfig(
@@ -104,7 +100,7 @@ METHODS: dict[str, tuple[str, dict[str, object], float]] = {
 
 
 def caches() -> Iterator[tuple[str, list[float], float]]:
-    """KL, NLL and tensors of every method's caches on three models; trace, masks and dense logits
+    """KL, NLL and tensors of every method's caches on two models; trace, masks and dense logits
     of each."""
     for label, model, length in models():
         vocab = model.config.get_text_config().vocab_size

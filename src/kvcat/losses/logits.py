@@ -201,7 +201,7 @@ class LogitChunks:
     ) -> None:
         """Write the values of a block of positions, and gradients over its logits.
 
-        Tensors are re-used: the fewer of vocabulary size exist, the longer blocks may be.
+        Tensors are reused: the fewer of vocabulary size exist, the longer blocks may be.
         """
         targets = None if self.targets is None else self.targets[positions, None]  # (block, 1)
         log_dense = self._log_probs(dense_logits)
