@@ -136,7 +136,7 @@ def test_what_does_not_fit_is_refused_and_the_engine_goes_on(served, tmp_path):
         for tokens, told in (
             ([], "one or more tokens"),
             ([96], r"in 0\.\.95"),
-            ([1] * 257, "fit behind 0 of 256"),
+            ([1] * 257, "do not fit: 0 of 256 cells"),
         ):
             with pytest.raises(InputError, match=told):
                 running.logits(tokens)

@@ -87,7 +87,7 @@ def test_questions_go_on_in_the_turn_that_the_document_opens():
     with pytest.raises(InputError, match="something else before the document"):
         chat_ids(tokenizer, more, chat=True)
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(InputError, match="refuses these messages: roles must alternate"):
+    with pytest.raises(InputError, match="rejects these messages: roles must alternate"):
         chat_ids(tokenizer, more, chat=True)
 
 

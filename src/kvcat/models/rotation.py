@@ -1,4 +1,4 @@
-"""Keys turned to other positions, with the model's own rotary embedding."""
+"""Moves keys to other positions with the model's rotary embedding."""
 
 import inspect
 import sys
@@ -21,10 +21,10 @@ _TURNED: WeakKeyDictionary[PreTrainedModel, dict[int, list[bool]]] = WeakKeyDict
 
 
 class KeyRotation:
-    """Turns a model's keys to other positions, as if their tokens were ``shift`` positions later.
+    """Rotates a model's keys to other positions, as if their tokens were ``shift`` positions later.
 
     With R(p) the rotation that the model's rotary embedding applies at position p, keys R(p) k
-    become R(p + shift) k. The rotation comes from the model's own modules, with their scaling and
+    become R(p + shift) k. The rotation comes from the model's modules, with their scaling and
     pairing of channels. The constructor tests it on the model once for every shift: the keys of a
     few tokens at one position, turned, must equal those of the same tokens ``shift`` positions
     later. In layers without positions the unturned keys must equal them.

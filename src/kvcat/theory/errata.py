@@ -1,4 +1,5 @@
-"""What of the paper's theory fails as printed, or holds and is loose, each shown by running it.
+"""Statements of the paper's theory that fail as printed, or that hold but are loose, each shown by
+running it.
 
 References: KV-CAT, appendix "Theory".
 """
@@ -200,7 +201,7 @@ def doubled_blocks(tokens: Int[Tensor, " n"], num_symbols: int) -> Float[Tensor,
 def misplaced_counts(
     prefix: Int[Tensor, " n"], suffix: Int[Tensor, " k"], num_symbols: int
 ) -> Float[Tensor, " m"]:
-    """Proposition 2 in the corrected network behind the printed slot, with the counts in block 1.
+    """Proposition 2 in the corrected network after the printed slot, with the counts in block 1.
 
     The average is read in block 3, so the prefix is missing: S_b / (n + k), not (S_a + S_b) / (n +
     k).

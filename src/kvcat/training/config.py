@@ -15,7 +15,8 @@ from kvcat.plugins import POLICIES, plugin_names
 
 _POLICY_FILES = (Path(__file__).parents[1] / "policies").glob("[!_]*.py")
 POLICY_NAMES = (*sorted(file.stem for file in _POLICY_FILES), "control")
-"""What ``policy`` may name. A policy is a file, so its name is known without importing torch."""
+"""The names that ``policy`` may have. A policy is a file, so its name is known without importing
+torch."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ class TrainConfig:
 
 
 class _Range(NamedTuple):
-    """What the values of some fields must satisfy."""
+    """The conditions that the values of some fields must satisfy."""
 
     names: str
     holds: Callable[[Any], bool]
@@ -211,7 +212,7 @@ def _check_values(config: TrainConfig) -> None:
 
 
 def _check_policy(config: TrainConfig) -> None:
-    """Reject an unknown policy, and groups of layers or a teacher that do not fit it."""
+    """Reject an unknown policy, and groups of layers or a teacher that do not fit the policy."""
     name, _ = parse_spec(config.policy, "policy")
     names = [*POLICY_NAMES, *plugin_names(POLICIES)]
     if name not in names:
