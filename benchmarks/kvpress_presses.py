@@ -91,7 +91,7 @@ def main() -> None:
             print(row(press.name, found, press), flush=True)
         except InputError as error:
             trained = (
-                "it wants a part trained for the model, which kvpress downloads for some models"
+                "it needs a part trained for the model, which kvpress downloads for some models"
             )
             told.append(
                 f"| {name} | {REFUSED.get(name, trained if 'part trained' in str(error) else error)} |"

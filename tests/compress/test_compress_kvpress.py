@@ -199,7 +199,7 @@ def test_presses_options_prefixes_and_models_that_cannot_work_are_refused(
 ):
     for name, options, message in (
         ("ZipPress", {}, r"kvpress .* has no press 'ZipPress'; there are AdaKVPress, "),
-        ("ScorerPress", {}, "no press 'ScorerPress'"), ("SimLayerKVPress", {}, "its size follows from its own options"),
+        ("ScorerPress", {}, "no press 'ScorerPress'"), ("SimLayerKVPress", {}, "its options set its size"),
         ("DecodingPress+KnormPress", {}, "DecodingPress cannot make a compact cache: it compresses while"),
         ("SnapKVPress", {"compression_ratio": 0.5}, "compression_ratio follows from the keep ratio"),
         ("AdaKVPress+SnapKVPress", {"press.windows": 3}, "SnapKVPress: .*unexpected keyword argument 'windows'"),

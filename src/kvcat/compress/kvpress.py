@@ -30,9 +30,9 @@ _DECODING = ("CAMPress", "CompressionRatioDecodingPress", "DecodingPress", "Pref
 _OWN_SIZE = ("ComposedPress", "DMSPress", "PerLayerCompressionPress", "SimLayerKVPress")
 REFUSED = {
     **dict.fromkeys(_DECODING, "it compresses while tokens are generated, not a prefix"),
-    **dict.fromkeys(_OWN_SIZE, "its size follows from its own options, not from a keep ratio"),
+    **dict.fromkeys(_OWN_SIZE, "its options set its size, not a keep ratio"),
     "DuoAttentionPress": "it keeps some heads whole and sets how many, not a keep ratio",
-    "FinchPress": "it wants a delimiter token between text and question",
+    "FinchPress": "it needs a delimiter token between text and question",
     "ThinKPress": "it zeroes channels of the keys and removes no slots",
 }
 _OLD_NAME = "past_key_values"  # of a cache, before transformers 5.24 and in kvpress

@@ -78,7 +78,7 @@ def _bound_against_n() -> Erratum:
     constant = paper_bound(11, 1, 10)
     best = definition_optimum(2, 12, lambda n: max(1, n - 1))
     return Erratum(
-        place="Note behind Proposition 1",
+        place="Note after Proposition 1",
         printed="with r(n) = n - 1 the bound becomes weaker as N grows, as N^-2",
         shown=f"true of the constant ({constant:.4f} at N = 12), which looks at n = N - 1; "
         f"compressibility asks for every n, and there the optimum is {best.error:.4f} for all N, "
