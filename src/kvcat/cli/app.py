@@ -23,7 +23,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Write a checkpoint from which stock engines serve compact caches.",
     ),
     "pack": ("cli.documents.pack", "Convert a saved cache for another engine."),
-    "eval suffix": ("cli.evaluate.Suffix", "Score held-out text behind a compressed prefix."),
+    "eval suffix": ("cli.evaluate.Suffix", "Score held-out text after a compressed prefix."),
     "eval needle": ("cli.evaluate.Needle", "Find a passkey in a compressed haystack."),
     "eval longbench": ("cli.evaluate.LongBench", "Answer LongBench v2 from compressed contexts."),
     "eval ruler": ("cli.evaluate.Ruler", "Solve RULER's synthetic tasks on compressed contexts."),
@@ -38,7 +38,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Build the motivating example and its exact optimum.",
     ),
     "theory theorem": ("cli.theory.theorem", "Verify the main theorem for any function."),
-    "theory errata": ("cli.theory.errata", "Demonstrate what fails as printed, and what holds."),
+    "theory errata": ("cli.theory.errata", "Show the paper's statements that fail as printed."),
 }
 """By command: its function, or a dataclass with a method ``run``, and one line for the overview.
 
