@@ -116,7 +116,7 @@ def as_text(
 ) -> list[int]:
     """Token ids of a text without control tokens: ``ids`` if they contain none, or else new ones.
 
-    Tokenizers can be asked not to look for special tokens. They still look for added tokens that
+    Tokenizers have an option not to look for special tokens. They still look for added tokens that
     are not marked as special, and some models of tokens have control tokens among theirs. Then the
     text is cut inside each control token, and the fragments are encoded one by one.
 

@@ -58,7 +58,7 @@ def test_another_document_under_a_name_has_another_salt(folder):
     fields = [request_fields(prefix, path.name, [5, 6], "mine") for prefix in (first, second)]
     assert fields[0]["prompt"] == fields[1]["prompt"] == [0] * 7 + [5, 6]
     assert fields[0]["cache_salt"] != fields[1]["cache_salt"]
-    with pytest.raises(InputError, match="has changed since it was asked for"):
+    with pytest.raises(InputError, match="has changed since it was requested"):
         first.load()
 
 

@@ -226,7 +226,7 @@ class CompactCache:
             raise InputError(
                 f"{model.config.model_type}: the cache has the rotary factors for more than "
                 f"{border} tokens, and here are {total}: trace the document without its suffix, "
-                "or with room for what follows (room=)"
+                "or with room for the text that follows (room=)"
             )
 
     def longest_text(self, model: PreTrainedModel) -> int | None:

@@ -2,9 +2,9 @@
 
 LongRoPE (Phi-3, Phi-4-mini, MiniCPM) has two sets of factors: a short one for texts of at most
 ``original_max_position_embeddings`` tokens, which is called the border here, and a long one for
-longer texts. transformers chooses the set anew in every forward, by the highest position. Keys that
-were rotated with one set are wrong for queries of the other, so every forward with a compact cache
-uses the set that its keys have. Dynamic NTK has different factors for every length beyond the
+longer texts. transformers chooses the set again in every forward, by the highest position. Keys
+that were rotated with one set are wrong for queries of the other, so every forward with a compact
+cache uses the set that its keys have. Dynamic NTK has different factors for every length beyond the
 border, so only lengths up to the border are supported.
 """
 
@@ -85,7 +85,7 @@ def check_length(config: PreTrainedConfig, factors: Factors, num_tokens: int) ->
         rope_factors(config, num_tokens)  # rejects dynamic NTK, where more room would not help
         raise InputError(
             f"{config.model_type}: the cache was made with the rotary factors for at most {border} "
-            f"tokens, and here are {num_tokens}: make it again with room for what follows "
+            f"tokens, and here are {num_tokens}: make it again with room for the text that follows "
             "(room=, kvcat compress --room)"
         )
 

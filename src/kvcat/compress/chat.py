@@ -80,7 +80,7 @@ class ChatTemplate:
         return self._written(text, is_question=True)
 
     def conversation(self, turns: Sequence[Mapping[str, Any]], encoder: TextEncoder) -> list[int]:
-        """Token ids of what follows the document in a conversation that its question begins.
+        """Token ids of the text after the document in a conversation that begins with the question.
 
         Args:
             turns: with "role" and "content", a text; the first is the user's question.

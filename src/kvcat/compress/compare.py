@@ -155,7 +155,7 @@ def _position_scores(trace: Trace, cache: CompactCache) -> PositionScores:
         raise InputError(
             f"the cache has the {factors} rotary factors and the trace the {trace.rope} ones: "
             "trace both with the same "
-            "room for what follows (room=)"
+            "room for the text that follows (room=)"
         )
     hidden = replay_hidden(trace.model, cache, trace.suffix_ids, any_length=True)
     targets = pad(trace.suffix_ids[:, 1:], (0, 1))

@@ -42,7 +42,7 @@ def reconstruction(
     Args:
         tokenizer: the model's.
         text: the document.
-        head: text before the first copy, in place of what the tokenizer puts there.
+        head: text before the first copy, instead of the tokens that the tokenizer puts there.
         chat: the first copy opens a user's turn in the tokenizer's chat template.
         allow_special: a control token that the text spells becomes that token, not text.
 
@@ -150,7 +150,7 @@ def question_ids(
     cache: CompactCache | None = None,
     allow_special: bool = False,
 ) -> Int[Tensor, "batch tokens"]:
-    """Token ids of what follows a document, one row, as they are in a text of both.
+    """Token ids of the text after a document, one row, the same as in one text of both.
 
     Args:
         tokenizer: the model's.

@@ -120,7 +120,7 @@ class KVPress(Compressor):
 
 
 def _joined_layers(examples: list[list[_KeptHeads]]) -> list[Layer]:
-    """The layers of a cache, from what was kept of every example by layer."""
+    """The layers of a cache, from the slots that every example keeps in each layer."""
     layers = []
     for kept_of_examples in zip(*examples, strict=True):
         keys = [kept.keys for kept in kept_of_examples]

@@ -44,7 +44,9 @@ Sequences = Iterator[PositionedSequence]
 
 @dataclass(frozen=True)
 class TableStreams:
-    """The rows of a table, permuted anew each epoch; a position is the number of steps."""
+    """The rows of a table, with a new permutation in each epoch; a position is the number of
+    steps.
+    """
 
     table: np.ndarray
     num_streams: int

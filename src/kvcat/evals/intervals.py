@@ -42,7 +42,7 @@ class Estimate:
 
 
 NO_ESTIMATE = Estimate(math.nan)
-"""The figure of what is not defined."""
+"""The figure of an undefined value."""
 
 
 class ClusterBootstrap:

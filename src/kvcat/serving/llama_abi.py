@@ -224,7 +224,7 @@ class StateLayout:
 
         Args:
             prefix: the packed cache.
-            is_interleaved: the engine wants the two channels of a rotation next to each other.
+            is_interleaved: the engine has the two channels of a rotation next to each other.
 
         Raises:
             InputError: numbers too large for the type of the cache.

@@ -132,7 +132,7 @@ class Prefix(NamedTuple):
         """
         _, tensors, digest = read_tensors(self.path, PREFIX)
         if digest != self.digest:
-            raise InputError(f"{self.path.name} has changed since it was asked for")
+            raise InputError(f"{self.path.name} has changed since it was requested")
         num_layers = self.shape[0]
         return [
             (tensors[f"layers.{index}.keys"][0], tensors[f"layers.{index}.values"][0])

@@ -96,7 +96,7 @@ def request_fields(prefix: Prefix, name: str, ids: list[int], salt: str = "") ->
 
 
 def prompt_ids(tokenizer: Any, prompt: object, *, chat: bool) -> list[int]:
-    """Token ids of what follows the document.
+    """Token ids of the text after the document.
 
     Args:
         tokenizer: tokenizer of the served model.
