@@ -35,7 +35,7 @@ HABIT_WORDS = {
 
 # Words that the product's code and pages avoid too; tests may use them.
 PRODUCT_WORDS = {
-    r"(?-i:\b[Rr]efus(?:es?|ed|ing|als?)\b)": "reject, is rejected, error",
+    r"(?-i:\b[Rr]efus(?:e|es|ed|ing|al)\b)": "reject, is rejected, error",
     r"\btells?\b(?!\()": "reports, shows, distinguishes",
     r"\bsaid\b": "named, reported",
     r"\bbut for\b": "except",
