@@ -4,7 +4,7 @@
     python benchmarks/golden.py check golden.json       # at the new one; exit 1 if a figure differs
 
 Figures come from public names and from the files that commands write. Each has a relative
-tolerance that holds on processors with other vector widths: 1e-4 for rounding, more if a solver
+tolerance that holds on processors with other vector widths: 1e-3 for rounding, more if a solver
 magnifies it. Routers without noise are left out: they start at a critical point, where rounding
 decides. A tensor is represented by its sum, its norm and its product with a fixed random tensor.
 ``make golden`` checks tests/golden/golden.json.
@@ -24,7 +24,7 @@ from transformers import GemmaConfig, GemmaForCausalLM
 
 import kvcat
 
-ROUNDING = 1e-4
+ROUNDING = 1e-3
 SOLVER = 0.02
 Figures = dict[str, list[float]]
 
@@ -100,20 +100,20 @@ def models() -> Iterator[tuple[str, torch.nn.Module, int]]:
         num_key_value_heads=2,
         head_dim=16,
         max_position_embeddings=512,
+        initializer_range=0.15,  # uneven attention, so that compression costs something
     )
     yield "gemma", GemmaForCausalLM(config).eval(), 256
 
 
+# not keynorm: repeated tokens have keys of equal norm, among which rounding decides
+EVICTIONS = ("first", "streaming", "snapkv", "h2o", "tova")
 METHODS: dict[str, tuple[str, dict[str, object], float]] = {
     "stable": ("attention-matching", {"budgets": "equal"}, SOLVER),
     "paper": ("attention-matching", {"preset": "paper"}, 1e-3),
     "no-log-bias": ("attention-matching", {"log_bias": False, "budgets": "equal"}, 1e-3),
-    "adaptive": ("attention-matching", {"budgets": "adaptive"}, 0.3),
+    "adaptive": ("attention-matching", {"budgets": "adaptive"}, SOLVER),
     "gradient": ("gradient", {"num_steps": 5}, 1e-3),
-    **{
-        name: (name, {}, ROUNDING)
-        for name in ("first", "streaming", "keynorm", "snapkv", "h2o", "tova")
-    },
+    **{name: (name, {}, ROUNDING) for name in EVICTIONS},
 }
 
 
@@ -136,9 +136,9 @@ def caches() -> Iterator[tuple[str, list[float], float]]:
             for keep in (0.1, 0.4):
                 cache = kvcat.compress.make_compressor(method, **options)(traced, keep_ratio=keep)
                 scores = kvcat.compare(traced, cache)
-                figures = [*scores.nll.tolist(), *scores.kl.tolist()]
-                yield f"cache/{label}/{name}/{keep:g}", figures, tolerance
-                if tolerance == ROUNDING:
+                yield f"nll/{label}/{name}/{keep:g}", scores.nll.tolist(), tolerance
+                yield f"kl/{label}/{name}/{keep:g}", scores.kl.tolist(), tolerance
+                if name in EVICTIONS:
                     layers = [
                         tensor for layer in cache.layers for tensor in (layer.keys, layer.values)
                     ]
